@@ -1,0 +1,68 @@
+"""Process groups by hand: decode every rank into coordinates, then put ranks that share the others into a bucket.
+
+Two readings of one rank number, the fastest coordinate first: dense (tp, cp, dp, pp) and expert (etp, ep, edp, pp).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+# Which reading a group belongs to, and the coordinates that its members may differ in.
+KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "tp": ("dense", ("tp",)),
+    "cp": ("dense", ("cp",)),
+    "dp": ("dense", ("dp",)),
+    "dp_cp": ("dense", ("dp", "cp")),
+    "pp": ("dense", ("pp",)),
+    "etp": ("expert", ("etp",)),
+    "ep": ("expert", ("ep",)),
+    "ep_etp": ("expert", ("ep", "etp")),
+    "edp": ("expert", ("edp",)),
+}
+
+
+class Sizes(NamedTuple):
+    """World size and the sizes of the five dimensions that are asked for; dp and edp are what is left over."""
+
+    world: int
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+
+def valid(sizes: Sizes) -> bool:
+    """Both readings fill the world exactly: tp * cp * pp and etp * ep * pp each divide it."""
+    dense = sizes.tp * sizes.cp * sizes.pp
+    expert = sizes.etp * sizes.ep * sizes.pp
+    return sizes.world % dense == 0 and sizes.world % expert == 0
+
+
+def decode(rank: int, dimensions: list[tuple[str, int]]) -> dict[str, int]:
+    """Coordinates of a rank, by taking off one digit after the other, the fastest first."""
+    place = {}
+    for name, size in dimensions:
+        rank, place[name] = divmod(rank, size)
+    return place
+
+
+def groups(sizes: Sizes) -> dict[str, list[list[int]]]:
+    """Ranks of every group by name; members and groups in rising order of rank."""
+    if not valid(sizes):
+        raise ValueError(f"{sizes} does not fill its world")
+    dp = sizes.world // (sizes.tp * sizes.cp * sizes.pp)
+    edp = sizes.world // (sizes.etp * sizes.ep * sizes.pp)
+    readings = {
+        "dense": [("tp", sizes.tp), ("cp", sizes.cp), ("dp", dp), ("pp", sizes.pp)],
+        "expert": [("etp", sizes.etp), ("ep", sizes.ep), ("edp", edp), ("pp", sizes.pp)],
+    }
+    made = {"world": [list(range(sizes.world))]}
+    for name, (reading, free) in KINDS.items():
+        buckets: dict[tuple[tuple[str, int], ...], list[int]] = {}
+        for rank in range(sizes.world):
+            place = decode(rank, readings[reading])
+            fixed = tuple((axis, index) for axis, index in place.items() if axis not in free)
+            buckets.setdefault(fixed, []).append(rank)
+        made[name] = sorted(buckets.values())
+    return made
