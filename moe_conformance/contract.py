@@ -1,0 +1,414 @@
+"""What a backend implements: the one file an adopter reads. It imports torch and nothing of the suite.
+
+Shapes by letter: T tokens on this rank, K slots per token, E experts, N experts held by this rank (replicas
+count), D hidden, F expert hidden, R rows received, J slots per row, C capacity. One process is one rank, and
+everything below is that rank's part. Tensors that come back are ready on the current stream: wait for events
+and asynchronous results before returning them.
+
+A backend is opened once per topology (`Backend.open`) and gives a `Session`; a session builds *surfaces* (an
+exchange, experts, a router) from a `Config`. Adapters only adapt: they never cast, reshape, recount or repair
+what the library returned, never decide a verdict, and catch exceptions through `refusals` alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# ---- refusals ------------------------------------------------------------------------------------------------
+
+
+class Unsupported(Exception):
+    """What was asked for cannot be had from this backend.
+
+    `by="library"`: the code under test itself refused (its exception is `__cause__`): a *proved* refusal.
+    `by="adapter"`: this adapter has no way to ask for it; reported as "not adapted", never as a property of the
+    library. Raise it while building only: an exception from a running step is judged as a failure.
+    """
+
+    def __init__(self, reason: str, by: Literal["library", "adapter"] = "adapter") -> None:
+        """Keep the reason, one sentence that names the value asked for, and who refuses."""
+        super().__init__(reason)
+        self.by = by
+
+
+class Malformed(Exception):
+    """The backend's own claims contradict each other (counts beyond the rows, say): judged as a failure."""
+
+
+@contextmanager
+def refusals(*types: type[Exception], match: str) -> Iterator[None]:
+    """Turn the library's *expected* refusal into `Unsupported(by="library")`.
+
+    Wrap constructors, never steps. `match` is a regular expression that the message must contain; any other
+    exception passes through unchanged and is judged.
+    """
+    try:
+        yield
+    except types as error:
+        if not re.search(match, str(error)):
+            raise
+        raise Unsupported(str(error), by="library") from error
+
+
+# ---- what is asked for ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Config:
+    """One neutral configuration, the same for every backend.
+
+    An adapter that ignores a field tests something else than the report says, so every adapter starts with
+    `config.only(...)`, naming the fields that it maps.
+    """
+
+    variant: str = "default"  # one of `Backend.variants`: "alltoall", "allgather", "local", ...
+    experts: int = 8  # E
+    top_k: int = 2  # K
+    hidden: int = 32  # D
+    ffn: int = 16  # F
+    dtype: torch.dtype = torch.float32
+    weights_applied: Literal["native", "input", "output"] = "native"  # native: wherever the backend applies them
+    score: Literal["softmax", "softmax_topk", "sigmoid", "sqrtsoftplus"] = "softmax"  # *_topk: over the chosen K only
+    normalise: bool = False  # the K weights of a token are divided by their sum
+    scale: float = 1.0  # multiplies the weights last
+    groups: tuple[int, int] | None = None  # (number of expert groups, groups chosen)
+    group_score: Literal["top2_sum", "topk_sum", "max"] = "top2_sum"  # topk_sum: of the best K / groups chosen
+    balance_bias: bool = False  # a bias per expert that selects and does not weigh
+    extra: tuple[tuple[str, Any], ...] = ()  # knobs of one backend, passed on under their own names
+
+    def only(self, *mapped: str) -> Config:
+        """Return the config itself, or raise `Unsupported` if a field outside `mapped` differs from its default."""
+        odd = {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if f.name not in mapped and getattr(self, f.name) != f.default
+        }
+        if odd:
+            asked = ", ".join(f"{name}={value!r}" for name, value in odd.items())
+            raise Unsupported(f"this adapter does not map {asked}")
+        return self
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A declared limit of a backend: outside `allowed` it is not run, and the report says why.
+
+    `proof="refused"`: break it and the library refuses cleanly; the suite breaks it and wants to see that.
+    `proof="undefined"`: breaking it may hang or corrupt the device, so the suite believes it, leaves such cases out
+    and shows them as unproved.
+    """
+
+    on: Literal[
+        "dtype", "device", "layout", "uneven_tokens", "zero_tokens", "token_dims", "duplicate_experts", "dropped_slots",
+        "in_flight",
+    ]  # fmt: skip
+    allowed: tuple[Any, ...]  # values of the case that may run, e.g. (torch.float32,) or (False,)
+    reason: str  # quoted or derived from the library's own documentation or code
+    proof: Literal["refused", "undefined"] = "refused"
+
+
+# ---- what is routed ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Who goes where. Slot order carries no meaning; T rows are x's leading dims flattened in row-major order."""
+
+    ids_TK: Tensor  # int64 global expert ids, -1 = empty slot (dropped, padding), anywhere in a row
+    weights_TK: Tensor  # float; a leaf that requires grad when the suite wants its gradient
+    experts: int  # E
+
+    def dense(self) -> tuple[Tensor, Tensor]:
+        """Return (weights_TE, map_TE bool), differentiable in the weights.
+
+        Refuses an expert that occurs twice in a row: a map has no place for it.
+        """
+        held_TK = self.ids_TK >= 0
+        at_TK, T = self.ids_TK.clamp_min(0), self.ids_TK.shape[0]
+        count_TE = torch.zeros(T, self.experts, dtype=torch.int64, device=at_TK.device)
+        count_TE = count_TE.scatter_add(1, at_TK, held_TK.long())
+        if bool((count_TE > 1).any()):
+            raise Unsupported("an expert twice in one row has no dense form")
+        zero_TE = self.weights_TK.new_zeros(T, self.experts)
+        return zero_TE.scatter_add(1, at_TK, self.weights_TK * held_TK), count_TE.bool()
+
+    @classmethod
+    def from_dense(cls, weights_TE: Tensor, map_TE: Tensor) -> Routing:
+        """Return the (T, K) form; K is the largest row count of the map (capacity pads above and drops below top-k)."""
+        K = int(map_TE.sum(1).max()) if map_TE.numel() else 0
+        held_TK, ids_TK = map_TE.to(torch.int8).topk(K, dim=1)
+        ids_TK = torch.where(held_TK.bool(), ids_TK, -1)
+        return cls(ids_TK, weights_TE.gather(1, ids_TK.clamp_min(0)) * (ids_TK >= 0), map_TE.shape[1])
+
+
+# ---- what reaches the experts --------------------------------------------------------------------------------
+
+
+def _counts(counts: Tensor | Sequence[int] | None) -> Tensor | None:
+    return None if counts is None else torch.as_tensor(counts).detach().to("cpu", torch.int64)
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What one call of the local experts is handed: the backend's own layout, made explicit by a constructor.
+
+    The experts compute out_r = sum_j w_rj * f_e(row_r) with e = local_experts[ids_rj], where w = 1 if `weights_RJ`
+    is None (the backend has applied them or will). Rows with no id >= 0 (they may be uninitialised) and all-zero
+    rows are padding: the suite's expert answers them with a large finite value, which must reach no output.
+    """
+
+    rows_RD: Tensor
+    ids_RJ: Tensor  # int64 index into the exchange's local_experts, -1 = nothing
+    weights_RJ: Tensor | None
+    counts_N: Tensor | None  # as claimed by the backend, untouched; None if it claims none
+    shape: tuple[int, ...]  # of the rows as the backend holds them; the experts' output comes back in it
+
+    @classmethod
+    def grouped(
+        cls, rows_RD: Tensor, counts_N: Tensor | Sequence[int], weights_R: Tensor | None = None
+    ) -> Delivery:
+        """Expert-major rows. Counts may include padding rows; rows beyond sum(counts) are an unspecified tail."""
+        claimed_N = _counts(counts_N)
+        assert claimed_N is not None  # the signature has no None; this is for the type checker
+        total = int(claimed_N.sum())
+        if total > rows_RD.shape[0] or bool((claimed_N < 0).any()):
+            raise Malformed(f"counts {claimed_N.tolist()} for {rows_RD.shape[0]} rows")
+        ids_RJ = torch.full((rows_RD.shape[0], 1), -1)
+        ids_RJ[:total, 0] = torch.arange(len(claimed_N)).repeat_interleave(claimed_N)
+        weights_RJ = None if weights_R is None else weights_R.reshape(-1, 1)
+        return cls(rows_RD, ids_RJ.to(rows_RD.device), weights_RJ, claimed_N, tuple(rows_RD.shape))
+
+    @classmethod
+    def listed(
+        cls,
+        rows_RD: Tensor,
+        ids_RJ: Tensor,
+        weights_RJ: Tensor | None = None,
+        counts_N: Tensor | Sequence[int] | None = None,
+    ) -> Delivery:
+        """One row per token and rank with J slots. The adapter maps ids that mean "not mine" to -1."""
+        return cls(rows_RD, ids_RJ.to(torch.int64), weights_RJ, _counts(counts_N), tuple(rows_RD.shape))
+
+    @classmethod
+    def batched(
+        cls,
+        rows_NCD: Tensor,
+        counts_N: Tensor | Sequence[int] | None = None,
+        weights_NC: Tensor | None = None,
+    ) -> Delivery:
+        """C places per expert, the first counts[n] of them filled; without counts all are, and zero rows pad."""
+        N, C, D = rows_NCD.shape
+        ids_NC = torch.arange(N, device=rows_NCD.device)[:, None].expand(N, C)
+        claimed_N = _counts(counts_N)
+        if claimed_N is not None:
+            if bool((claimed_N > C).any()) or bool((claimed_N < 0).any()):
+                raise Malformed(f"counts {claimed_N.tolist()} for capacity {C}")
+            filled_NC = torch.arange(C, device=ids_NC.device) < claimed_N.to(ids_NC.device)[:, None]
+            ids_NC = torch.where(filled_NC, ids_NC, -1)
+        weights_RJ = None if weights_NC is None else weights_NC.reshape(-1, 1)
+        return cls(rows_NCD.reshape(N * C, D), ids_NC.reshape(-1, 1), weights_RJ, claimed_N, (N, C, D))
+
+
+ExpertFn = Callable[[Delivery], Tensor]  # call it on every forward, with no rows too; calling it in chunks is fine
+
+
+# ---- surfaces: what a session may build ----------------------------------------------------------------------
+
+
+class Resolved(Protocol):
+    """What every built surface tells of itself."""
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        """What was built, read from the built object (class, path, fused or not): a silent fallback shows here."""
+        ...
+
+
+class Placed(Resolved, Protocol):
+    """What every exchange tells of the experts that this rank holds."""
+
+    @property
+    def local_experts(self) -> tuple[int, ...]:
+        """Global ids of this rank's N experts, in the order that delivered ids count in."""
+        ...
+
+
+class Exchange(Placed, Protocol):
+    """Dispatch, the given experts, combine. x: (*lead, D) -> y: (*lead, D) with prod(lead) == T.
+
+    ep = 1 is a local permute. Backward is the library's; where the adapter had to write it, say
+    `resolved["autograd"] = "adapter"`.
+    """
+
+    def __call__(self, x: Tensor, routing: Routing, expert: ExpertFn) -> Tensor:
+        """Return y for x; call `expert` on what reached this rank."""
+        ...
+
+
+class SplitExchange(Placed, Protocol):
+    """An exchange in two halves; implement this or `Exchange`, not both (`whole` makes one of the other).
+
+    State goes into the handle. A backend that keeps it on itself returns None for a handle and declares
+    `Limit("in_flight", (1,), ...)`.
+    """
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        """Return what reached this rank's experts, and the handle that combine needs."""
+        ...
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        """Return y from the experts' output, which has the delivery's shape."""
+        ...
+
+
+def whole(exchange: Exchange | SplitExchange) -> Callable[[Tensor, Routing, ExpertFn], Tensor]:
+    """Return the exchange as one call, whichever of the two forms it has."""
+    if not hasattr(exchange, "dispatch"):
+        return exchange  # type: ignore[return-value]  # Exchange is that callable
+
+    def call(x: Tensor, routing: Routing, expert: ExpertFn) -> Tensor:
+        delivery, handle = exchange.dispatch(x, routing)
+        return exchange.combine(expert(delivery), handle)
+
+    return call
+
+
+@dataclass(frozen=True)
+class Named:
+    """A window on (part of) one parameter, in canonical orientation: gate, up (F, D); down (D, F); router (E, D).
+
+    The suite writes values and reads gradients through it, so `view` is a *view* (slice, chunk, transpose) of
+    `read(parameter)`, never a copy.
+    """
+
+    name: str  # "gate" "up" "down" "router" "balance_bias"
+    expert: int | None  # global id, None for what is not an expert's
+    view: Tensor
+    shard: tuple[int, int, int] | None = None  # (dim, index, of): this etp rank holds chunk `index` of `of` along dim
+
+
+Read = Callable[[Tensor], Tensor]  # the suite's: a parameter or buffer -> its data, or -> its gradient
+
+
+class Parametrised(Protocol):
+    """Something with parameters that the suite sets and whose gradients it reads."""
+
+    def named(self, read: Read) -> Iterator[Named]:
+        """Yield a window on every parameter (and on the balance bias, a buffer, if there is one)."""
+        ...
+
+
+class Experts(Parametrised, Resolved, Protocol):
+    """The backend's own experts for this rank, in the exchange's local order: SwiGLU, down(silu(gate x) * up x).
+
+    The output is this etp rank's part of the sum if `Session.expert_output_is_partial`.
+    """
+
+    def __call__(self, delivery: Delivery) -> Tensor:
+        """Return the experts' output in `delivery.shape`, weighted if the delivery carries weights."""
+        ...
+
+
+@dataclass(frozen=True)
+class Routed:
+    """What a router decided for its tokens."""
+
+    routing: Routing
+    logits_TE: Tensor | None = None
+    counts_E: Tensor | None = None  # the load that the backend believes it saw
+
+
+class Router(Parametrised, Resolved, Protocol):
+    """Scores, selection and weights for the tokens of this rank. x: (*lead, D), prod(lead) == T."""
+
+    def __call__(self, x: Tensor) -> Routed:
+        """Return the routing of x, differentiable in x and in the router's parameters."""
+        ...
+
+
+# ---- the backend ---------------------------------------------------------------------------------------------
+
+
+class Topology(Protocol):
+    """Where this rank stands. The suite makes it; an adapter reads it."""
+
+    @property
+    def rank(self) -> int:
+        """Rank in the world."""
+        ...
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Sizes by name: world, tp, cp, pp, dp, ep, etp, edp."""
+        ...
+
+    def ranks(self, name: str) -> tuple[int, ...]:
+        """World ranks of this rank's group: world, tp, cp, pp, dp, dp_cp, ep, etp, ep_etp, edp."""
+        ...
+
+    def group(self, name: str) -> dist.ProcessGroup:
+        """Process group of the same names, of one rank too. It belongs to the suite: do not destroy it."""
+        ...
+
+
+class Session:
+    """One topology on one rank; at most one session is open in a process.
+
+    Subclass it and override what the backend has: a surface that is not overridden is "not offered". Class
+    attributes state how the backend works; the suite observes whether they are true.
+    """
+
+    weights_at: ClassVar[Literal["input", "expert", "combine"]] = "combine"  # where the weights are applied
+    expert_output_is_partial: ClassVar[bool] = False  # etp > 1: combine sums the parts
+    grad_attr: ClassVar[str] = "grad"  # where gradients lie after finish_gradients ("main_grad")
+    loss_convention: ClassVar[Literal["sum", "mean_over_dp"]] = "sum"  # finish_gradients: summed, or averaged over dp*cp
+
+    def exchange(self, config: Config) -> Exchange | SplitExchange:
+        """Build an exchange; collective."""
+        raise Unsupported("this backend offers no exchange")
+
+    def experts(self, config: Config) -> Experts:
+        """Build the backend's own experts for this rank; collective."""
+        raise Unsupported("this backend offers no experts")
+
+    def router(self, config: Config) -> Router:
+        """Build a router; collective."""
+        raise Unsupported("this backend offers no router")
+
+    def finish_gradients(self, *built: Parametrised) -> None:
+        """Do all that the backend's trainer does to gradients between the last backward and the step."""
+        raise Unsupported("this backend offers no gradient reduction")
+
+    def close(self) -> None:  # noqa: B027  # not abstract: most sessions hold nothing
+        """Give up what the session holds (process groups of its own, global state)."""
+
+
+class Backend(Protocol):
+    """An implementation under test. Importing its module must not import the library.
+
+    Optional and pure: `groups(sizes) -> Mapping[str, tuple[tuple[int, ...], ...]]`, the rank lists that the library
+    would build for sizes world, tp, cp, pp, ep, etp, under the names of `Topology.ranks`.
+    """
+
+    name: str
+    variants: tuple[str, ...]
+
+    def versions(self) -> Mapping[str, str]:
+        """Versions that verdicts depend on; `Unsupported` if the library is not installed, with what to install."""
+        ...
+
+    def limits(self, variant: str) -> Sequence[Limit]:
+        """Limits of that variant."""
+        ...
+
+    def open(self, topology: Topology, device: torch.device) -> Session:
+        """Open a session; collective."""
+        ...

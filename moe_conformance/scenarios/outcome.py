@@ -1,0 +1,94 @@
+"""What one run on the ranks brings back: CPU tensors, frozen, raw and not judged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from moe_conformance.workloads.records import ParameterKey, Workload
+
+
+@dataclass(frozen=True)
+class Handed:
+    """One call of the probe expert: what the backend handed over and which gradients passed by."""
+
+    microbatch: int
+    rows_RD: Tensor
+    ids_RJ: Tensor  # int64 index into local_experts, -1 = nothing
+    weights_RJ: Tensor | None
+    counts_N: Tensor | None  # as claimed
+    shape: tuple[int, ...]  # as claimed
+    out_grad_RD: Tensor | None  # gradient that reached the experts' output (judges combine's backward)
+    rows_grad_RD: Tensor | None  # gradient that left the experts' input (judges dispatch's backward)
+
+
+@dataclass(frozen=True)
+class Grad:
+    """A gradient; absent (None) is not the same as zero, and both are kept."""
+
+    value: Tensor | None
+    shard: tuple[int, int, int] | None = None  # (dim, index, of) in canonical orientation
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """What one rank saw of one microbatch."""
+
+    handed: tuple[Handed, ...]
+    y: Tensor | None  # flattened to (T, D)
+    y_shape: tuple[int, ...]
+    y_dtype: torch.dtype | None
+    dx_TD: Grad
+    dweights_TK: Grad
+    routed_ids_TK: Tensor | None = None  # route: what the router chose
+    routed_weights_TK: Tensor | None = None
+    logits_TE: Tensor | None = None
+    counts_E: Tensor | None = None
+    inputs_changed: tuple[str, ...] = ()  # of x, ids, weights, dy: bytes that differ after the step
+
+
+@dataclass(frozen=True)
+class RankOutcome:
+    """What one rank brings back. `reached` is the last phase entered: open, build, forward:0, backward:0, finish…"""
+
+    rank: int
+    status: Literal["ok", "raised", "refused", "malformed", "hung", "died"]
+    reached: str = ""
+    error: str | None = None
+    error_by: str | None = None  # refused: "library" or "adapter"
+    traceback: str | None = None
+    secondary: bool = False  # the consequence of another rank's fault
+    microbatches: tuple[Microbatch, ...] = ()
+    local_experts: tuple[int, ...] = ()
+    grads_local: Mapping[ParameterKey, Grad] = field(default_factory=dict)  # after all backwards
+    grads_final: Mapping[ParameterKey, Grad] | None = None  # after finish_gradients; None where none is offered
+    finish_refusal: str | None = None
+    uncovered: tuple[str, ...] = ()  # parameters or elements that no window of named() covers, and copies
+    resolved: Mapping[str, str] = field(default_factory=dict)
+    weights_at: str = "combine"
+    partial: bool = False  # Session.expert_output_is_partial
+    loss_convention: str = "sum"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run, all ranks: what the judge reads."""
+
+    backend: str
+    workload: Workload
+    ranks: tuple[RankOutcome, ...]
+    seconds: float
+
+    @property
+    def refusal(self) -> RankOutcome | None:
+        """The first rank that refused while building, if any did."""
+        return next((rank for rank in self.ranks if rank.status == "refused"), None)
+
+    @property
+    def blamed(self) -> tuple[RankOutcome, ...]:
+        """Ranks that did not finish by a fault of their own."""
+        return tuple(r for r in self.ranks if r.status not in ("ok", "refused") and not r.secondary)

@@ -1,0 +1,138 @@
+"""Layouts of ranks and the groups they make.
+
+A layout folds the same world twice (parallel folding): the dense fold counts ranks tp fastest, then cp, dp, pp;
+the expert fold counts them etp fastest, then ep, edp, pp. A group of an axis is the set of ranks that differ in that
+coordinate alone. Every skip decision of the suite is `Layout.problem`, never a hand-written modulo.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch.distributed as dist
+
+GROUPS = ("world", "tp", "cp", "pp", "dp", "dp_cp", "ep", "etp", "ep_etp", "edp")
+
+RankLists = tuple[tuple[int, ...], ...]
+
+
+class InvalidLayout(ValueError):
+    """The sizes do not fit the world; the message says which product does not divide it."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the parallel axes in a world of ranks; dp and edp are what is left over."""
+
+    world: int
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+    @cached_property
+    def problem(self) -> str | None:
+        """Why the layout cannot be built, in one sentence, or None."""
+        for name in ("world", "tp", "cp", "pp", "ep", "etp"):
+            if getattr(self, name) < 1:
+                return f"{name} = {getattr(self, name)} is not positive"
+        for names in (("tp", "cp", "pp"), ("etp", "ep", "pp")):
+            product = math.prod(getattr(self, name) for name in names)
+            if self.world % product:
+                return f"{' * '.join(names)} = {product} does not divide the world of {self.world} ranks"
+        return None
+
+    @property
+    def dp(self) -> int:
+        """Data parallel size of the dense fold."""
+        return self.world // (self.tp * self.cp * self.pp)
+
+    @property
+    def edp(self) -> int:
+        """Data parallel size of the expert fold: how many replicas of every expert there are."""
+        return self.world // (self.etp * self.ep * self.pp)
+
+    @property
+    def name(self) -> str:
+        """Axes larger than one, e.g. `tp2-ep2-edp2`; `single` where there are none."""
+        axes = {axis: getattr(self, axis) for axis in ("tp", "cp", "pp", "ep", "etp", "edp")}
+        return "-".join(f"{axis}{size}" for axis, size in axes.items() if size > 1) or "single"
+
+    def sizes(self) -> dict[str, int]:
+        """All sizes by name."""
+        return {name: getattr(self, name) for name in ("world", "tp", "cp", "pp", "dp", "ep", "etp", "edp")}
+
+    def groups(self) -> dict[str, RankLists]:
+        """Every group of every name in `GROUPS`, each sorted, in the order of its first rank.
+
+        Raises:
+            InvalidLayout: the layout has a `problem`.
+        """
+        if self.problem:
+            raise InvalidLayout(f"{self}: {self.problem}")
+        dense = {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}
+        expert = {"etp": self.etp, "ep": self.ep, "edp": self.edp, "pp": self.pp}
+        groups = {"world": (tuple(range(self.world)),)}
+        groups |= {axis: _split(dense, {axis}) for axis in dense}
+        groups["dp_cp"] = _split(dense, {"dp", "cp"})
+        groups |= {axis: _split(expert, {axis}) for axis in ("ep", "etp", "edp")}
+        groups["ep_etp"] = _split(expert, {"ep", "etp"})
+        return {name: groups[name] for name in GROUPS}
+
+
+def _split(fold: Mapping[str, int], varying: set[str]) -> RankLists:
+    """Bucket the ranks by the coordinates that do not vary; the first axis of the fold counts fastest."""
+    buckets: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(math.prod(fold.values())):
+        rest, key = rank, []
+        for axis, size in fold.items():
+            rest, coordinate = divmod(rest, size)
+            if axis not in varying:
+                key.append(coordinate)
+        buckets.setdefault(tuple(key), []).append(rank)
+    return tuple(sorted(tuple(ranks) for ranks in buckets.values()))
+
+
+def layouts(world: int) -> Iterator[Layout]:
+    """Every valid layout of a world, sizes ascending: tp and etp vary fastest."""
+    sizes = [n for n in range(1, world + 1) if world % n == 0]
+    for pp in sizes:
+        for cp in sizes:
+            for ep in sizes:
+                for tp in sizes:
+                    for etp in sizes:
+                        layout = Layout(world, tp, cp, pp, ep, etp)
+                        if layout.problem is None:
+                            yield layout
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A layout seen from one rank, with the process groups of that rank. What `contract.Topology` asks for."""
+
+    layout: Layout
+    rank: int
+    process_groups: Mapping[str, dist.ProcessGroup]
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """All sizes by name."""
+        return self.layout.sizes()
+
+    @cached_property
+    def _ranks(self) -> dict[str, tuple[int, ...]]:
+        return {
+            name: next(ranks for ranks in lists if self.rank in ranks) for name, lists in self.layout.groups().items()
+        }
+
+    def ranks(self, name: str) -> tuple[int, ...]:
+        """World ranks of this rank's group of that name."""
+        return self._ranks[name]
+
+    def group(self, name: str) -> dist.ProcessGroup:
+        """Process group of that name that this rank is in."""
+        return self.process_groups[name]

@@ -1,0 +1,1 @@
+"""What the backends are fed: tokens, routings and expert weights, pinned or drawn."""

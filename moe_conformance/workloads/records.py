@@ -1,0 +1,44 @@
+"""What one run is fed: plain records of CPU tensors, drawn on the driver, the same objects for ranks and judges."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from moe_conformance.contract import Config
+from moe_conformance.topology import Layout
+
+ParameterKey = tuple[str, int | None]  # (canonical name, global expert id or None)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tokens of one rank in one microbatch, their routing and the upstream gradients."""
+
+    x_TD: Tensor
+    dy_TD: Tensor  # gradient of the loss with respect to y
+    ids_TK: Tensor  # int64, -1 = empty slot; not given to a router
+    weights_TK: Tensor
+    dweights_TK: Tensor  # route: gradient of the loss with respect to the router's weights; exchange: unused zeros
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One run: what is built, where, and what it is fed.
+
+    `batches[m][r]` belongs to microbatch m on rank r. `parameters` are full tensors in canonical orientation, keyed by
+    (name, global expert id). `lead` says in which shape x is handed over: flat (T, D), or (T / 2, 2, D) where T is even.
+    """
+
+    name: str  # unique within its scenario
+    kind: Literal["probe", "experts", "route"]  # the suite's expert, the backend's own experts, the router alone
+    config: Config
+    layout: Layout
+    batches: tuple[tuple[Batch, ...], ...]
+    schedule: str = "F0 B0"  # F forward and B backward of a microbatch, in this order; D and C are the halves of F
+    parameters: Mapping[ParameterKey, Tensor] = field(default_factory=dict)
+    lead: Literal["flat", "two_dims"] = "flat"
+    features: Mapping[str, object] = field(default_factory=dict)  # what `contract.Limit.on` may speak of, by name
