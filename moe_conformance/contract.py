@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -366,10 +366,10 @@ class Session:
     attributes state how the backend works; the suite observes whether they are true.
     """
 
-    weights_at: ClassVar[Literal["input", "expert", "combine"]] = "combine"  # where the weights are applied
-    expert_output_is_partial: ClassVar[bool] = False  # etp > 1: combine sums the parts
-    grad_attr: ClassVar[str] = "grad"  # where gradients lie after finish_gradients ("main_grad")
-    loss_convention: ClassVar[Literal["sum", "mean_over_dp"]] = "sum"  # finish_gradients: summed, or averaged over dp*cp
+    weights_at: Literal["input", "expert", "combine"] = "combine"  # where the weights are applied by default
+    expert_output_is_partial: bool = False  # etp > 1: combine sums the parts
+    grad_attr: str = "grad"  # where gradients lie after finish_gradients ("main_grad")
+    loss_convention: Literal["sum", "mean_over_dp"] = "sum"  # finish_gradients: summed, or averaged over dp*cp
 
     def exchange(self, config: Config) -> Exchange | SplitExchange:
         """Build an exchange; collective."""

@@ -16,13 +16,12 @@ ParameterKey = tuple[str, int | None]  # (canonical name, global expert id or No
 
 @dataclass(frozen=True)
 class Batch:
-    """The tokens of one rank in one microbatch, their routing and the upstream gradients."""
+    """The tokens of one rank in one microbatch, their routing and the upstream gradient."""
 
     x_TD: Tensor
-    dy_TD: Tensor  # gradient of the loss with respect to y
-    ids_TK: Tensor  # int64, -1 = empty slot; not given to a router
+    ids_TK: Tensor  # int64, -1 = empty slot; route: (T, 0), the router decides
     weights_TK: Tensor
-    dweights_TK: Tensor  # route: gradient of the loss with respect to the router's weights; exchange: unused zeros
+    upstream: Tensor  # gradient of the loss with respect to y (T, D); route: to the dense weights (T, E)
 
 
 @dataclass(frozen=True)

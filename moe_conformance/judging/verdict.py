@@ -1,0 +1,100 @@
+"""What a judgement ends in: a tally of what was compared, or a mismatch told in words.
+
+Every kind of fault has its own exception type, so that Hypothesis shrinks one fault and does not slide to another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Stage = Literal["route", "dispatch", "experts", "combine", "gradient", "finish", "groups", "run"]
+
+
+@dataclass
+class Tally:
+    """What a check has compared so far. Nothing compared is a failure (vacuous), not a pass."""
+
+    elements: int = 0
+    pairs: int = 0  # (token, slot) pairs or rows
+    ranks: set[int] = field(default_factory=set)
+    worst: float = 0.0  # largest observed/allowed error of a bounded comparison; exact comparisons leave it at 0
+
+    @property
+    def vacuous(self) -> bool:
+        """Whether nothing at all was compared."""
+        return self.elements == 0 and self.pairs == 0
+
+    def add(self, *, elements: int = 0, pairs: int = 0, rank: int | None = None, worst: float = 0.0) -> None:
+        """Count one comparison that held."""
+        self.elements += elements
+        self.pairs += pairs
+        self.worst = max(self.worst, worst)
+        if rank is not None and (elements or pairs):
+            self.ranks.add(rank)
+
+
+class Mismatch(AssertionError):
+    """The backend did something else than the requirement says. The message is the diagnosis."""
+
+    def __init__(
+        self, stage: Stage, sentence: str, *, ranks: tuple[int, ...] = (), ratio: float | None = None
+    ) -> None:
+        """Keep the stage, the ranks to blame and the one factor by which all elements differ, if there is one."""
+        super().__init__(f"{stage}: {sentence}")
+        self.stage: Stage = stage
+        self.sentence = sentence
+        self.ranks = ranks
+        self.ratio = ratio
+
+
+class WrongDelivery(Mismatch):
+    """A pair went missing, arrived twice, or arrived somewhere else."""
+
+
+class CorruptRow(Mismatch):
+    """A delivered row is no token's row."""
+
+
+class WrongWeight(Mismatch):
+    """A routing weight reached another pair, or changed on the way."""
+
+
+class WrongCount(Mismatch):
+    """Counts or splits claim something else than what was handed over."""
+
+
+class WrongSelection(Mismatch):
+    """A router chose experts that no legal reading of the scores chooses."""
+
+
+class WrongOutput(Mismatch):
+    """An output element has another value."""
+
+
+class WrongGradient(Mismatch):
+    """A gradient element has another value."""
+
+
+class AbsentGradient(Mismatch):
+    """A gradient that must exist is None."""
+
+
+class WrongForm(Mismatch):
+    """Shape, dtype or layout of what came back differs from what was asked for."""
+
+
+class ChangedInput(Mismatch):
+    """The backend wrote into what it was given."""
+
+
+class WrongGroups(Mismatch):
+    """The backend would build other groups of ranks."""
+
+
+class Uncovered(Mismatch):
+    """The windows of `named` are copies, overlap, or leave parameters out."""
+
+
+class RunFailed(Mismatch):
+    """The run did not finish: an exception, a hang or a dead process on a rank."""

@@ -1,0 +1,100 @@
+"""The suite's expert: the one piece of ours that runs inside the backend's exchange.
+
+Expert e multiplies the columns of its own block by `gain(e)` and answers zero elsewhere, so what combine yields is
+exact in every dtype and order. It records what it was handed and which gradients passed it; it judges nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_conformance.contract import Config, Delivery
+from moe_conformance.scenarios.outcome import Handed
+from moe_conformance.workloads import tags
+
+
+class _Watch(torch.autograd.Function):
+    """Identity that shows the gradient passing it, contributions of all consumers already summed."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, seen: list[Tensor]) -> Tensor:
+        ctx.seen = seen
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.seen.append(grads[0].detach().cpu().clone())
+        return grads[0], None
+
+
+@dataclass(frozen=True)
+class _Call:
+    handed: Handed
+    out_grads: list[Tensor]  # empty until backward passes; several where backward ran more than once
+    rows_grads: list[Tensor]
+
+
+class Probe:
+    """An `ExpertFn` that records. One per run and rank; `microbatch` is set before every forward."""
+
+    def __init__(self, config: Config, local_experts: tuple[int, ...], part: float) -> None:
+        """Answer for `local_experts` (global ids, N of them); `part` is this etp shard's share of the answer."""
+        block = config.hidden // config.experts
+        if not block:
+            raise ValueError(f"the probe needs a column per expert: {config.experts} experts, hidden {config.hidden}")
+        self.microbatch = 0
+        self._calls: list[_Call] = []
+        self._hidden = config.hidden
+        self._factor_ND = torch.zeros(len(local_experts), config.hidden, dtype=torch.float64)
+        for n, expert in enumerate(local_experts):
+            self._factor_ND[n, expert * block : (expert + 1) * block] = tags.gain(expert) * part
+
+    def __call__(self, delivery: Delivery) -> Tensor:
+        """Return the answer in `delivery.shape`; padding rows get a large finite value."""
+        rows_RD, ids_RJ = delivery.rows_RD, delivery.ids_RJ
+        if rows_RD.dim() != 2 or rows_RD.shape[1] != self._hidden:
+            raise ValueError(f"handed rows of shape {tuple(rows_RD.shape)}, expected (R, {self._hidden})")
+        call = _Call(self._record(delivery), [], [])
+        self._calls.append(call)
+        watched_RD = _Watch.apply(rows_RD, call.rows_grads)  # type: ignore[no-untyped-call]
+        factor_ND = self._factor_ND.to(rows_RD.device, rows_RD.dtype)
+        out_RD = torch.zeros_like(watched_RD)
+        for j in range(ids_RJ.shape[1]):
+            held_R1 = (ids_RJ[:, j] >= 0)[:, None]
+            answer_RD = watched_RD * factor_ND[ids_RJ[:, j].clamp_min(0)]
+            if delivery.weights_RJ is not None:
+                answer_RD = (answer_RD * delivery.weights_RJ[:, j : j + 1]).to(rows_RD.dtype)
+            out_RD = out_RD + torch.where(held_R1, answer_RD, 0)
+        padding_R1 = ((ids_RJ < 0).all(1) | (rows_RD.detach() == 0).all(1))[:, None]
+        out_RD = torch.where(padding_R1, tags.PADDING_ANSWER, out_RD)
+        out_RD = _Watch.apply(out_RD, call.out_grads)  # type: ignore[no-untyped-call]
+        return out_RD.reshape(delivery.shape)
+
+    def _record(self, delivery: Delivery) -> Handed:
+        weights_RJ = delivery.weights_RJ
+        return Handed(
+            microbatch=self.microbatch,
+            rows_RD=delivery.rows_RD.detach().cpu().clone(),
+            ids_RJ=delivery.ids_RJ.detach().cpu().clone(),
+            weights_RJ=None if weights_RJ is None else weights_RJ.detach().cpu().clone(),
+            counts_N=delivery.counts_N,
+            shape=delivery.shape,
+            out_grad_RD=None,
+            rows_grad_RD=None,
+        )
+
+    def handed(self, microbatch: int) -> tuple[Handed, ...]:
+        """Everything handed over in a microbatch, with the gradients seen so far."""
+        return tuple(
+            replace(call.handed, out_grad_RD=_total(call.out_grads), rows_grad_RD=_total(call.rows_grads))
+            for call in self._calls
+            if call.handed.microbatch == microbatch
+        )
+
+
+def _total(grads: list[Tensor]) -> Tensor | None:
+    return torch.stack(grads).sum(0) if grads else None

@@ -1,0 +1,111 @@
+"""Tags: hidden rows that say who they are, and the arithmetic that keeps them exact in every dtype.
+
+A tag is a codeword of signs: 32 bits (rank, microbatch, token, checksum), one per column, repeated with alternating
+polarity over the hidden size. Signs survive bf16, fp8 scales and weights multiplied into the row; the sum of two
+different rows has zeros and decodes as corrupt; an all-zero row is padding.
+
+The probe expert e answers in its own block of columns only, so no output element ever has two addends, and every
+product here fits the 8 significant bits of bf16: weights m/8 (3 bits) times upstream gradients m/4 (3 bits) times
+the parts of at most four etp shards (2 bits); gains are powers of two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+RANK_BITS, MICROBATCH_BITS, TOKEN_BITS, CHECK_BITS = 9, 3, 10, 10
+WORD_BITS = RANK_BITS + MICROBATCH_BITS + TOKEN_BITS + CHECK_BITS
+PADDING_ANSWER = 2.0**14  # finite in fp16 too; larger than anything that a probe run can yield
+
+_PARTS = {1: (1.0,), 2: (2.0, -1.0), 4: (2.0, -2.0, 2.0, -1.0), 8: (1.0, -1.0, 1.0, -1.0, 1.0, -1.0, 2.0, -1.0)}
+
+
+def _checksum(data: Tensor) -> Tensor:
+    """Mix the data bits into CHECK_BITS bits; neighbouring words differ in about half of them."""
+    mixed = (data * 2654435761) & 0xFFFFFFFF
+    return (mixed >> (32 - CHECK_BITS)) & ((1 << CHECK_BITS) - 1)
+
+
+def encode(rank: int, microbatch: int, tokens: int, hidden: int, dtype: torch.dtype) -> Tensor:
+    """Return the tagged rows x_TD of one rank: entries +1 and -1.
+
+    Raises:
+        ValueError: hidden < 32, or a number does not fit its bits.
+    """
+    if hidden < WORD_BITS:
+        raise ValueError(f"tags need a hidden size of at least {WORD_BITS}, got {hidden}")
+    for name, value, bits in (
+        ("rank", rank, RANK_BITS),
+        ("microbatch", microbatch, MICROBATCH_BITS),
+        ("tokens", max(tokens - 1, 0), TOKEN_BITS),
+    ):
+        if not 0 <= value < 1 << bits:
+            raise ValueError(f"tags have {bits} bits for {name}, {value} does not fit")
+    token_T = torch.arange(tokens)
+    data_T = (rank << (MICROBATCH_BITS + TOKEN_BITS)) | (microbatch << TOKEN_BITS) | token_T
+    word_T = (data_T << CHECK_BITS) | _checksum(data_T)
+    column_D = torch.arange(hidden)
+    bit_TD = (word_T[:, None] >> (column_D % WORD_BITS)) & 1
+    bit_TD = bit_TD ^ ((column_D // WORD_BITS) & 1)
+    return (1 - 2 * bit_TD).to(dtype)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What R rows say of themselves. Where `kind_R` is not TAG the other fields are -1 (scale: 0)."""
+
+    kind_R: Tensor  # TAG, PADDING or CORRUPT
+    rank_R: Tensor
+    microbatch_R: Tensor
+    token_R: Tensor
+    scale_R: Tensor  # float64: the common magnitude of the row, 1 where no weight was applied
+
+
+TAG, PADDING, CORRUPT = 0, 1, 2
+
+
+def decode(rows_RD: Tensor) -> Decoded:
+    """Read the tags of rows. A row is a tag if all magnitudes agree, all repetitions do, and the checksum fits."""
+    rows_RD = rows_RD.detach().cpu().to(torch.float64)
+    R, D = rows_RD.shape
+    column_D = torch.arange(D)
+    bit_RD = (rows_RD < 0).long() ^ ((column_D // WORD_BITS) & 1)
+    word_R = (bit_RD[:, :WORD_BITS] << torch.arange(min(D, WORD_BITS))).sum(1)
+    again_RD = (word_R[:, None] >> (column_D % WORD_BITS)) & 1
+    data_R = word_R >> CHECK_BITS
+    scale_R = rows_RD.abs().amax(1) if D else rows_RD.new_zeros(R)
+    flat_R = (rows_RD.abs() == scale_R[:, None]).all(1) & torch.isfinite(scale_R)
+    fits_R = (again_RD == bit_RD).all(1) & (_checksum(data_R) == word_R & ((1 << CHECK_BITS) - 1))
+    kind_R = torch.where(flat_R & fits_R & (scale_R > 0), TAG, CORRUPT)
+    kind_R = torch.where((rows_RD == 0).all(1), PADDING, kind_R)
+    tag_R = kind_R == TAG
+
+    def field(shift: int, bits: int) -> Tensor:
+        return torch.where(tag_R, (data_R >> shift) & ((1 << bits) - 1), -1)
+
+    return Decoded(
+        kind_R,
+        field(MICROBATCH_BITS + TOKEN_BITS, RANK_BITS),
+        field(TOKEN_BITS, MICROBATCH_BITS),
+        field(0, TOKEN_BITS),
+        torch.where(tag_R, scale_R, 0.0),
+    )
+
+
+def gain(expert: int) -> float:
+    """Return the factor of the probe expert: a power of two, different for neighbours."""
+    return 2.0 ** (expert % 3 - 1)
+
+
+def part(index: int, of: int) -> float:
+    """Return what etp shard `index` of `of` contributes: unequal parts that sum to one.
+
+    Raises:
+        ValueError: there are no parts for that many shards.
+    """
+    if of not in _PARTS:
+        raise ValueError(f"the probe has parts for {sorted(_PARTS)} etp shards, not for {of}")
+    return _PARTS[of][index]
