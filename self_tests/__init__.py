@@ -1,0 +1,1 @@
+"""The suite itself under test."""

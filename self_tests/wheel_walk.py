@@ -1,0 +1,50 @@
+"""Walks the installed wheel outside the checkout: a quick run of an adapter that only its dotted path names.
+
+Run by `tox run -e wheel`, with the adapter's file as the argument.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+
+def walk(adapter: Path, away: Path) -> int:
+    """Run the installed suite on a copy of the adapter in the empty folder `away`; return the exit status.
+
+    Raises:
+        RuntimeError: the suite that runs is not the wheel's, or its report says that nothing passed.
+    """
+    shutil.copy(adapter, away)
+    environment = {**os.environ, "PYTHONPATH": str(away)}
+    where = [sys.executable, "-c", "import moe_conformance as suite; print(suite.__file__)"]
+    suite = subprocess.run(where, cwd=away, env=environment, check=True, capture_output=True, text=True).stdout
+    if "site-packages" not in suite:
+        raise RuntimeError(f"the suite is imported from {suite.strip()}, not from an installed wheel")
+
+    report = away / "report"
+    backend = f"{adapter.stem}:Backend"
+    run = ["moe-conformance", "run", "--backend", backend, "--profile", "quick", "--report", str(report)]
+    status = subprocess.run(run, cwd=away, env=environment, check=False).returncode
+    verdicts = Counter(requirement["verdict"] for requirement in requirements(report / "result.json"))
+    print("the wheel's verdicts:", dict(verdicts))
+    if not verdicts["pass"]:
+        raise RuntimeError("no requirement passed: the wheel judged nothing")
+    return status
+
+
+def requirements(result: Path) -> list[dict[str, str]]:
+    """Return the report's entries, one per requirement."""
+    entries: list[dict[str, str]] = json.loads(result.read_text("utf-8"))["requirements"]
+    return entries
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        sys.exit(walk(Path(sys.argv[1]).resolve(), Path(folder)))
