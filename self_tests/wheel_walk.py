@@ -23,8 +23,8 @@ def walk(adapter: Path, away: Path) -> int:
     """
     shutil.copy(adapter, away)
     environment = {**os.environ, "PYTHONPATH": str(away)}
-    where = [sys.executable, "-c", "import moe_conformance as suite; print(suite.__file__)"]
-    suite = subprocess.run(where, cwd=away, env=environment, check=True, capture_output=True, text=True).stdout
+    where = [sys.executable, "-c", "import moe_conformance.contract as suite; print(suite.__file__)"]
+    suite = subprocess.check_output(where, cwd=away, env=environment, text=True)
     if "site-packages" not in suite:
         raise RuntimeError(f"the suite is imported from {suite.strip()}, not from an installed wheel")
 
