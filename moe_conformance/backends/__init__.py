@@ -1,0 +1,1 @@
+"""Implementations under test: the embedded native one, and adapters to real libraries."""

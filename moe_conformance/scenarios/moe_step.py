@@ -1,0 +1,296 @@
+"""One training step of a backend on the ranks: build, follow a schedule, finish the gradients.
+
+Three kinds of run share it: the suite's probe expert inside the backend's exchange, the backend's own experts, or its
+router alone. `run` executes on every rank; `moe_step` is the driver's side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_conformance.backends.registry import load
+from moe_conformance.contract import (
+    Backend,
+    Exchange,
+    Experts,
+    Parametrised,
+    Router,
+    Routing,
+    Session,
+    SplitExchange,
+    Unsupported,
+    whole,
+)
+from moe_conformance.engine import Engine, Job, RankContext, RankResult
+from moe_conformance.scenarios import parameters
+from moe_conformance.scenarios.outcome import Grad, Microbatch, Outcome, RankOutcome
+from moe_conformance.scenarios.probe import Probe
+from moe_conformance.topology import Topology
+from moe_conformance.workloads import tags
+from moe_conformance.workloads.records import Batch, Workload
+
+_SESSION = "moe_conformance.session"
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What is sent to every rank."""
+
+    backend: str  # a name of the registry or pkg.mod:Class
+    workload: Workload
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """The session that stays open in this process until another backend or layout is asked for."""
+
+    key: tuple[Any, ...]
+    backend: Backend
+    session: Session
+    topology: Topology
+
+
+def moe_step(engine: Engine, backend: str, workload: Workload, deadline_s: float = 60.0) -> Outcome:
+    """Run a workload through a backend and return what every rank brought back. Never raises for a rank's fault."""
+    job = Job(
+        function="moe_conformance.scenarios.moe_step:run",
+        payload=Assignment(backend, workload),
+        world=workload.layout.world,
+        groups=workload.layout.groups(),
+        deadline_s=deadline_s,
+    )
+    result = engine.run(job)
+    return Outcome(backend, workload, tuple(_rank_outcome(rank) for rank in result.ranks), result.seconds)
+
+
+def _rank_outcome(result: RankResult) -> RankOutcome:
+    if result.status == "ok":
+        outcome: RankOutcome = result.value
+        return outcome
+    malformed = result.error_type == "moe_conformance.contract.Malformed"
+    return RankOutcome(
+        rank=result.rank,
+        status="malformed" if malformed else result.status,
+        reached=str(result.error_attributes.get("reached", "")),
+        error=result.error,
+        traceback=result.traceback,
+        secondary=result.secondary,
+    )
+
+
+def run(context: RankContext, assignment: Assignment) -> RankOutcome:
+    """Do the step on this rank. An exception carries the phase that it was raised in as `reached`."""
+    step = _Step(context, assignment.workload)
+    try:
+        return step.run(assignment.backend)
+    except Unsupported as error:
+        if step.reached not in ("open", "build"):
+            error.reached = step.reached  # type: ignore[attr-defined]
+            raise
+        return RankOutcome(context.rank, "refused", step.reached, error=str(error), error_by=error.by)
+    except Exception as error:
+        error.reached = step.reached  # type: ignore[attr-defined]
+        raise
+
+
+class _Step:
+    """The state of one run on one rank."""
+
+    def __init__(self, context: RankContext, workload: Workload) -> None:
+        self.context, self.workload, self.config = context, workload, workload.config
+        self.reached = "open"
+        self.inputs: dict[int, _Inputs] = {}
+        self.delivered: dict[int, Any] = {}  # handles between the halves of a forward
+        self.outputs: dict[int, Tensor] = {}
+        self.routed: dict[int, dict[str, Tensor | None]] = {}
+
+    def run(self, backend_name: str) -> RankOutcome:
+        kept = _open(self.context, backend_name, self.workload)
+        session = kept.session
+        self.reached = "build"
+        built: list[Parametrised] = []
+        self.router: Router | None = None
+        self.exchange: Exchange | SplitExchange | None = None
+        self.experts: Probe | Experts | None = None
+        if self.workload.kind == "route":
+            self.router = session.router(self.config)
+            built.append(self.router)
+        else:
+            self.exchange = session.exchange(self.config)
+            self.experts = self._experts(session, kept.topology, built)
+        for surface in built:
+            parameters.write(surface, self.workload.parameters)
+        self._follow_schedule()
+        return self._bring_back(session, built)
+
+    def _experts(self, session: Session, topology: Topology, built: list[Parametrised]) -> Probe | Experts:
+        assert self.exchange is not None
+        if self.workload.kind == "experts":
+            experts = session.experts(self.config)
+            built.append(experts)
+            return experts
+        part = 1.0
+        if session.expert_output_is_partial:
+            shards = topology.ranks("etp")
+            part = tags.part(shards.index(topology.rank), len(shards))
+        return Probe(self.config, tuple(self.exchange.local_experts), part)
+
+    def _follow_schedule(self) -> None:
+        phases: dict[str, tuple[str, Callable[[int], None]]] = {
+            "F": ("forward", self._forward),
+            "D": ("dispatch", self._dispatch),
+            "C": ("combine", self._combine),
+            "B": ("backward", self._backward),
+        }
+        for item in self.workload.schedule.split():
+            phase, act = phases[item[0]]
+            m = int(item[1:])
+            self.reached = f"{phase}:{m}"
+            if m not in self.inputs:
+                self.inputs[m] = _Inputs(self.workload, self.workload.batches[m][self.context.rank], self.context.device)
+            act(m)
+
+    def _forward(self, m: int) -> None:
+        inputs = self.inputs[m]
+        if self.router is not None:
+            routed = self.router(inputs.x)
+            self.outputs[m] = routed.routing.weights_TK
+            self.routed[m] = {
+                "routed_ids_TK": _cpu(routed.routing.ids_TK),
+                "routed_weights_TK": _cpu(routed.routing.weights_TK),
+                "logits_TE": _cpu(routed.logits_TE),
+                "counts_E": _cpu(routed.counts_E),
+            }
+            return
+        assert self.exchange is not None
+        self.outputs[m] = whole(self.exchange)(inputs.x, inputs.routing, self._expert(m))
+
+    def _dispatch(self, m: int) -> None:
+        if not hasattr(self.exchange, "dispatch"):
+            raise Unsupported("the exchange has no halves, and the schedule asks for them")
+        self.delivered[m] = self.exchange.dispatch(self.inputs[m].x, self.inputs[m].routing)
+
+    def _combine(self, m: int) -> None:
+        delivery, handle = self.delivered.pop(m)
+        self.outputs[m] = self.exchange.combine(self._expert(m)(delivery), handle)  # type: ignore[union-attr]
+
+    def _expert(self, m: int) -> Probe | Experts:
+        assert self.experts is not None
+        if isinstance(self.experts, Probe):
+            self.experts.microbatch = m
+        return self.experts
+
+    def _backward(self, m: int) -> None:
+        output, upstream = self.outputs[m], self.inputs[m].upstream
+        if self.router is not None:  # upstream is dense (T, E): the backend chose the slots
+            ids_TK = self.routed[m]["routed_ids_TK"]
+            assert ids_TK is not None
+            ids_TK = ids_TK.to(upstream.device)
+            upstream = upstream.gather(1, ids_TK.clamp_min(0)) * (ids_TK >= 0)
+        torch.autograd.backward(output, upstream.to(output.dtype).reshape(output.shape))
+
+    def _bring_back(self, session: Session, built: list[Parametrised]) -> RankOutcome:
+        self.reached = "finish"
+        attribute = session.grad_attr
+        uncovered = tuple(complaint for surface in built for complaint in parameters.coverage(surface))
+        local = parameters.gradients(built, attribute)
+        final, refusal = None, None
+        if built:
+            try:
+                session.finish_gradients(*built)
+                final = parameters.gradients(built, attribute)
+            except Unsupported as error:
+                refusal = str(error)
+        surfaces = [surface for surface in (self.exchange, self.router, *built) if surface is not None]
+        return RankOutcome(
+            rank=self.context.rank,
+            status="ok",
+            reached="done",
+            microbatches=tuple(self._microbatch(m) for m in range(len(self.workload.batches))),
+            local_experts=tuple(self.exchange.local_experts) if self.exchange is not None else (),
+            grads_local=local,
+            grads_final=final,
+            finish_refusal=refusal,
+            uncovered=uncovered,
+            resolved={key: str(value) for surface in surfaces for key, value in surface.resolved.items()},  # type: ignore[attr-defined]
+            weights_at=_weights_at(session, self.config.weights_applied),
+            partial=session.expert_output_is_partial,
+            loss_convention=session.loss_convention,
+        )
+
+    def _microbatch(self, m: int) -> Microbatch:
+        inputs, output = self.inputs[m], self.outputs[m]
+        seen = {}
+        if self.router is None:
+            seen = {"y": _cpu(output).reshape(-1, self.config.hidden)}  # type: ignore[union-attr]
+        return Microbatch(
+            handed=self.experts.handed(m) if isinstance(self.experts, Probe) else (),
+            y=seen.get("y"),
+            y_shape=tuple(output.shape),
+            y_dtype=output.dtype,
+            dx_TD=Grad(_cpu(inputs.x.grad, flat=self.config.hidden)),
+            dweights_TK=Grad(_cpu(inputs.routing.weights_TK.grad)),
+            inputs_changed=inputs.changed(),
+            **self.routed.get(m, {}),
+        )
+
+
+class _Inputs:
+    """One microbatch on this rank's device; `changed` names what no longer holds the bytes it was given."""
+
+    def __init__(self, workload: Workload, batch: Batch, device: torch.device) -> None:
+        shape = batch.x_TD.shape
+        if workload.lead == "two_dims":
+            shape = (shape[0] // 2, 2, shape[1])  # type: ignore[assignment]
+        self.given = batch
+        self.x = batch.x_TD.to(device, copy=True).reshape(shape).requires_grad_()
+        self.routing = Routing(
+            batch.ids_TK.to(device, copy=True),
+            batch.weights_TK.to(device, copy=True).requires_grad_(),
+            workload.config.experts,
+        )
+        self.upstream = batch.upstream.to(device, copy=True)
+
+    def changed(self) -> tuple[str, ...]:
+        now = {
+            "x": (self.x, self.given.x_TD),
+            "ids": (self.routing.ids_TK, self.given.ids_TK),
+            "weights": (self.routing.weights_TK, self.given.weights_TK),
+            "upstream": (self.upstream, self.given.upstream),
+        }
+        return tuple(
+            name
+            for name, (held, given) in now.items()
+            if not torch.equal(held.detach().cpu().reshape(given.shape), given)
+        )
+
+
+def _open(context: RankContext, name: str, workload: Workload) -> _Kept:
+    key = (name, workload.layout, str(context.device))
+    kept: _Kept | None = context.kept.get(_SESSION)
+    if kept is not None and kept.key == key:
+        return kept
+    if kept is not None:
+        del context.kept[_SESSION]
+        kept.session.close()
+    backend = load(name)
+    topology = Topology(workload.layout, context.rank, context.groups)
+    kept = _Kept(key, backend, backend.open(topology, context.device), topology)
+    context.kept[_SESSION] = kept
+    return kept
+
+
+def _weights_at(session: Session, applied: str) -> str:
+    return {"native": session.weights_at, "input": "input", "output": "combine"}[applied]
+
+
+def _cpu(tensor: Tensor | None, flat: int | None = None) -> Tensor | None:
+    if tensor is None:
+        return None
+    copied = tensor.detach().cpu().clone()
+    return copied if flat is None else copied.reshape(-1, flat)

@@ -1,0 +1,115 @@
+"""Writing parameters and reading gradients through the windows of `named`, and checking that they are windows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from moe_conformance.contract import Named, Parametrised
+from moe_conformance.scenarios.outcome import Grad
+from moe_conformance.workloads.records import ParameterKey
+
+
+def _data(parameter: Tensor) -> Tensor:
+    return parameter.detach()
+
+
+def shard_of(full: Tensor, shard: tuple[int, int, int] | None) -> Tensor:
+    """Return the chunk of a full parameter that a window (dim, index, of) holds; all of it without one."""
+    if shard is None:
+        return full
+    dim, index, of = shard
+    if full.shape[dim] % of:
+        raise ValueError(f"dimension {dim} of {tuple(full.shape)} does not split into {of} shards")
+    return full.chunk(of, dim)[index]
+
+
+def write(surface: Parametrised, values: Mapping[ParameterKey, Tensor]) -> None:
+    """Fill every window with its value.
+
+    Raises:
+        KeyError: the surface names something that the workload has no value for.
+    """
+    for window in surface.named(_data):
+        key = (window.name, window.expert)
+        if key not in values:
+            raise KeyError(f"the adapter names {key}; the workload has values for {sorted(map(str, values))}")
+        value = shard_of(values[key], window.shard)
+        if tuple(window.view.shape) != tuple(value.shape):
+            raise ValueError(
+                f"the window on {key} has shape {tuple(window.view.shape)}, expected {tuple(value.shape)}"
+            )
+        window.view.copy_(value)
+
+
+def gradients(surfaces: Iterable[Parametrised], attribute: str) -> dict[ParameterKey, Grad]:
+    """Return the gradients of every window; a parameter without one gives `Grad(None)`, not zeros."""
+    found: dict[ParameterKey, Grad] = {}
+    for surface in surfaces:
+        stand_ins: list[Tensor] = []
+
+        def read(parameter: Tensor, stand_ins: list[Tensor] = stand_ins) -> Tensor:
+            grad: Tensor | None = getattr(parameter, attribute, None)
+            if grad is None:
+                grad = torch.zeros_like(parameter)
+                stand_ins.append(grad)
+            return grad.detach()
+
+        for window in surface.named(read):
+            absent = any(_inside(window.view, zeros) for zeros in stand_ins)
+            value = None if absent else window.view.detach().cpu().clone()
+            found[window.name, window.expert] = Grad(value, window.shard)
+    return found
+
+
+def coverage(surface: Parametrised) -> tuple[str, ...]:
+    """Return a sentence for every way in which the windows are not windows on all there is.
+
+    A window must be a view of the parameter that was read for it, windows must not overlap, and together they must
+    cover every element.
+    """
+    read: list[Tensor] = []
+
+    def note(parameter: Tensor) -> Tensor:
+        if not any(parameter is other for other in read):
+            read.append(parameter)
+        return parameter.detach()
+
+    complaints = []
+    windows = list(surface.named(note))
+    for window in windows:
+        if window.view.numel() and not any(_inside(window.view, parameter) for parameter in read):
+            complaints.append(f"the window on {_said(window)} is a copy, not a view")
+    for parameter in read:
+        seen = torch.zeros(parameter.shape, dtype=torch.int32)
+        mine = [window.view for window in windows if _inside(window.view, parameter)]
+        for view in mine:
+            _same_region(seen, parameter, view).add_(1)
+        if parameter.numel() and bool((seen == 0).any()):
+            complaints.append(f"{int((seen == 0).sum())} elements of a {tuple(parameter.shape)} parameter have no window")
+        if bool((seen > 1).any()):
+            complaints.append(f"{int((seen > 1).sum())} elements of a {tuple(parameter.shape)} parameter have two windows")
+    return tuple(complaints)
+
+
+def _same_region(twin: Tensor, parameter: Tensor, view: Tensor) -> Tensor:
+    """Return the part of `twin` (contiguous, shaped like the parameter) that `view` is of the parameter.
+
+    Only for contiguous parameters, which is what libraries hold.
+    """
+    if not parameter.is_contiguous():
+        raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is not contiguous")
+    offset = view.storage_offset() - parameter.storage_offset()
+    return twin.as_strided(view.shape, view.stride(), offset)
+
+
+def _inside(view: Tensor, whole: Tensor) -> bool:
+    """Whether a view starts within the memory of a contiguous tensor (several may share one storage)."""
+    start, size = whole.data_ptr(), whole.numel() * whole.element_size()
+    return start <= view.data_ptr() < start + size
+
+
+def _said(window: Named) -> str:
+    return window.name if window.expert is None else f"{window.name} of expert {window.expert}"
