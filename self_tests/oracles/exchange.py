@@ -1,7 +1,9 @@
 """The exchange by hand: who is handed which row of whom.
 
-A routed pair (token t, slot k) on source rank s with id e >= 0 goes, once, to each rank of s's exchange group (its
-ep x etp group) that holds e or a shard of it. An id of -1 is an empty slot and goes nowhere.
+A routed pair (token t, slot k) on source rank s with id e >= 0 goes, once, to each rank of s's exchange group
+(its ep x etp group) that holds e or a shard of it. An id of -1 is an empty slot and goes nowhere.
+
+Told from the receiving end: every rank walks through its experts and asks its group's sources for their rows.
 """
 
 from __future__ import annotations
@@ -25,52 +27,63 @@ class Pair(NamedTuple):
     expert: int
 
 
-def held_experts(rank: int, experts: int, ep: int, etp: int) -> list[int]:
-    """Global ids held by `rank`: experts are dealt out in equal contiguous runs along ep; etp shards hold alike.
+class Placement(NamedTuple):
+    """The ranks of every exchange group, and for every rank the global ids of the experts it holds."""
 
-    The rank's place along ep is (rank // etp) % ep, because etp varies fastest in the expert rank and ep next.
+    exchange_groups: Sequence[Sequence[int]]
+    held: Sequence[Sequence[int]]
+
+
+def contiguous(world: int, experts: int, ep: int, etp: int) -> Placement:
+    """Deal experts out along ep in equal runs, all etp shards alike; a group is a run of ep * etp neighbours.
+
+    A rank's place along ep is (rank // etp) % ep: etp varies fastest in the expert rank, and ep next.
     """
-    place = (rank // etp) % ep
-    return [expert for expert in range(experts) if expert * ep // experts == place]
+    groups = [list(range(first, first + ep * etp)) for first in range(0, world, ep * etp)]
+    share = experts // ep
+    held = []
+    for rank in range(world):
+        place = (rank // etp) % ep
+        held.append(list(range(place * share, (place + 1) * share)))
+    return Placement(groups, held)
 
 
-def exchange_group(rank: int, ep: int, etp: int) -> list[int]:
-    """The ranks of `rank`'s ep x etp group: a run of ep * etp neighbours."""
-    first = rank - rank % (ep * etp)
-    return list(range(first, first + ep * etp))
+def rows_for(destination: int, expert: int, ids_by_rank: Sequence[Ints], placement: Placement) -> list[Pair]:
+    """What one rank is handed for one of its experts, by rising source, token and slot."""
+    rows = []
+    for group in placement.exchange_groups:
+        if destination not in group:
+            continue
+        for source in sorted(group):
+            ids_TK = ids_by_rank[source]
+            for token in range(ids_TK.shape[0]):
+                for slot in range(ids_TK.shape[1]):
+                    if int(ids_TK[token, slot]) == expert:
+                        rows.append(Pair(source, token, slot, destination, expert))
+    return rows
 
 
-def deliveries(ids_by_rank: Sequence[Ints], experts: int, ep: int, etp: int) -> list[Pair]:
-    """Every pair that must arrive, in order of (source, token, slot, destination); ids are (T, K), T may differ."""
+def deliveries(ids_by_rank: Sequence[Ints], placement: Placement) -> list[Pair]:
+    """Every pair that must arrive, by (source, token, slot, destination); ids are (T, K), T may differ."""
     pairs: list[Pair] = []
-    for source, ids_TK in enumerate(ids_by_rank):
-        for token in range(ids_TK.shape[0]):
-            for slot in range(ids_TK.shape[1]):
-                expert = int(ids_TK[token, slot])
-                if expert < 0:
-                    continue
-                for destination in exchange_group(source, ep, etp):
-                    if expert in held_experts(destination, experts, ep, etp):
-                        pairs.append(Pair(source, token, slot, destination, expert))
-    return pairs
+    for destination, held in enumerate(placement.held):
+        for expert in held:
+            pairs += rows_for(destination, expert, ids_by_rank, placement)
+    return sorted(pairs)
 
 
-def counts(ids_by_rank: Sequence[Ints], experts: int, ep: int, etp: int) -> list[list[int]]:
-    """Rows that each rank is handed for each of its local experts, in order of their global ids."""
-    counted = []
-    pairs = deliveries(ids_by_rank, experts, ep, etp)
-    for rank in range(len(ids_by_rank)):
-        row = []
-        for expert in held_experts(rank, experts, ep, etp):
-            row.append(sum(1 for pair in pairs if pair.destination == rank and pair.expert == expert))
-        counted.append(row)
-    return counted
+def counts(ids_by_rank: Sequence[Ints], placement: Placement) -> list[list[int]]:
+    """Rows that each rank is handed for each of its experts, in the order in which it lists them."""
+    return [
+        [len(rows_for(destination, expert, ids_by_rank, placement)) for expert in held]
+        for destination, held in enumerate(placement.held)
+    ]
 
 
-def splits(ids_by_rank: Sequence[Ints], experts: int, ep: int, etp: int) -> list[list[int]]:
+def splits(ids_by_rank: Sequence[Ints], placement: Placement) -> list[list[int]]:
     """Rows from each source rank to each destination rank, (W, W), zero between different exchange groups."""
     world = len(ids_by_rank)
     sent = [[0] * world for _ in range(world)]
-    for pair in deliveries(ids_by_rank, experts, ep, etp):
+    for pair in deliveries(ids_by_rank, placement):
         sent[pair.source][pair.destination] += 1
     return sent

@@ -52,8 +52,8 @@ def swiglu_row_backward(expert: SwiGLU, x_D: Floats, dy_D: Floats) -> tuple[Floa
     """Gradients of sum_d dy_d y_d for one row: with respect to x, and to the three matrices.
 
     dh_f = sum_d down[d, f] dy_d; du_f = dh_f silu(a_f); da_f = dh_f u_f silu'(a_f), where by the product rule
-    silu'(a) = sigmoid(a) + a sigmoid(a) (1 - sigmoid(a)); then ddown[d, f] = dy_d h_f, dgate[f, d] = da_f x_d,
-    dup[f, d] = du_f x_d and dx_d = sum_f gate[f, d] da_f + up[f, d] du_f.
+    silu'(a) = sigmoid(a) + a sigmoid(a) (1 - sigmoid(a)); then ddown[d, f] = dy_d h_f,
+    dgate[f, d] = da_f x_d, dup[f, d] = du_f x_d and dx_d = sum_f gate[f, d] da_f + up[f, d] du_f.
     """
     F, D = expert.gate_FD.shape
     a_F = times(expert.gate_FD, x_D)
@@ -102,7 +102,7 @@ def block_of(expert: int, experts: int, hidden: int) -> range:
 
 
 def tagged(expert: int, experts: int, gain: float, x_RD: Floats) -> Floats:
-    """Tagged linear expert: `gain` times its own columns of x, zero in all others. Its gradient is the same map."""
+    """Tagged linear expert: `gain` times its own columns of x, else zero. Its gradient is the same map."""
     y_RD = np.zeros(x_RD.shape, dtype=np.float64)
     for r in range(x_RD.shape[0]):
         for column in block_of(expert, experts, x_RD.shape[1]):

@@ -1,10 +1,12 @@
-"""Process groups by hand: decode every rank into coordinates, then put ranks that share the others into a bucket.
+"""Process groups by hand: decode every rank into coordinates, then bucket the ranks that share the others.
 
-Two readings of one rank number, the fastest coordinate first: dense (tp, cp, dp, pp) and expert (etp, ep, edp, pp).
+Two readings of one rank number, the fastest coordinate first: dense (tp, cp, dp, pp) and expert
+(etp, ep, edp, pp).
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 # Which reading a group belongs to, and the coordinates that its members may differ in.
@@ -22,7 +24,7 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 class Sizes(NamedTuple):
-    """World size and the sizes of the five dimensions that are asked for; dp and edp are what is left over."""
+    """World size and the sizes of the five dimensions that are asked for; dp and edp are left over."""
 
     world: int
     tp: int = 1
@@ -39,7 +41,7 @@ def valid(sizes: Sizes) -> bool:
     return sizes.world % dense == 0 and sizes.world % expert == 0
 
 
-def decode(rank: int, dimensions: list[tuple[str, int]]) -> dict[str, int]:
+def decode(rank: int, dimensions: tuple[tuple[str, int], ...]) -> dict[str, int]:
     """Coordinates of a rank, by taking off one digit after the other, the fastest first."""
     place = {}
     for name, size in dimensions:
@@ -59,10 +61,16 @@ def groups(sizes: Sizes) -> dict[str, list[list[int]]]:
     }
     made = {"world": [list(range(sizes.world))]}
     for name, (reading, free) in KINDS.items():
-        buckets: dict[tuple[tuple[str, int], ...], list[int]] = {}
-        for rank in range(sizes.world):
-            place = decode(rank, readings[reading])
-            fixed = tuple((axis, index) for axis, index in place.items() if axis not in free)
-            buckets.setdefault(fixed, []).append(rank)
-        made[name] = sorted(buckets.values())
+        made[name] = buckets(sizes.world, tuple(readings[reading]), free)
     return made
+
+
+@cache
+def buckets(world: int, dimensions: tuple[tuple[str, int], ...], free: tuple[str, ...]) -> list[list[int]]:
+    """Ranks that agree in all coordinates but the free ones. Cached: many layouts share a reading."""
+    found: dict[tuple[tuple[str, int], ...], list[int]] = {}
+    for rank in range(world):
+        place = decode(rank, dimensions)
+        fixed = tuple((axis, index) for axis, index in place.items() if axis not in free)
+        found.setdefault(fixed, []).append(rank)
+    return sorted(found.values())

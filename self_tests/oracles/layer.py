@@ -3,7 +3,7 @@
 Weights after the expert:  y_t = sum_k w_tk f_e(x_t), e = ids_tk
 Weights before it:         y_t = sum_k f_e(w_tk x_t)
 
-An id of -1 adds nothing, and its weight gets no gradient. Parameter gradients are sums over the tokens of all ranks.
+An id of -1 adds nothing, and its weight gets no gradient. Parameter gradients are sums over all ranks' tokens.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def backward(
 ) -> Gradients:
     """Gradients of sum over ranks, t, d of upstream * y.
 
-    After the expert, with g the upstream row: the expert is handed w g, so dx += J^T (w g), and dw = g . f(x).
-    Before the expert, with z = w x: the expert is handed g at z; dz = J(z)^T g, so dx += w dz and dw = x . dz.
+    After the expert, with g the upstream row: the expert is handed w g, so dx += J^T (w g) and dw = g . f(x).
+    Before the expert, with z = w x: the expert is handed g at z; dz = J(z)^T g, dx += w dz and dw = x . dz.
     """
     dx = [np.zeros(tokens.x_TD.shape, dtype=np.float64) for tokens in batch]
     dweights = [np.zeros(tokens.weights_TK.shape, dtype=np.float64) for tokens in batch]
