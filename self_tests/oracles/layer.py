@@ -3,7 +3,7 @@
 Weights after the expert:  y_t = sum_k w_tk f_e(x_t), e = ids_tk
 Weights before it:         y_t = sum_k f_e(w_tk x_t)
 
-An id of -1 adds nothing, and its weight gets no gradient. Parameter gradients are sums over all ranks' tokens.
+An id of -1 adds nothing, and its weight gets no gradient. Parameter gradients sum over all ranks' tokens.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ GroupRule = Literal["top2_sum", "max", "topk_sum"]
 class Limit:
     """Experts lie in `groups` equal contiguous groups, and a token may use only the `chosen` best of them.
 
-    A group is worth: `top2_sum` the sum of its two largest choice values, `max` its largest one, `topk_sum` the
-    sum of its K / chosen largest.
+    A group is worth: `top2_sum` the sum of its two largest choice values, `max` its largest one, `topk_sum`
+    the sum of its K / chosen largest.
     """
 
     groups: int
@@ -71,7 +71,7 @@ def square_root_of_softplus(logit: float) -> float:
 
 
 def slope_of_square_root_of_softplus(logit: float) -> float:
-    """sigmoid(l) / (2 sqrt(softplus(l))), which for l towards -inf tends to exp(l) / (2 exp(l / 2)), so to 0."""
+    """sigmoid(l) / (2 sqrt(softplus(l))), for l towards -inf as exp(l) / (2 exp(l / 2)), so to 0."""
     score = square_root_of_softplus(logit)
     return 0.0 if score == 0.0 else sigmoid(logit) / (2.0 * score)
 
@@ -224,8 +224,8 @@ def gradient(logits_TE: Floats, ids_TK: Ints, gate: Gate, upstream_TK: Floats) -
 def margin_of_token(choice: list[float], ids: list[int], limit: Limit | None) -> float:
     """How clearly one selection wins: try every set of groups it may come from and keep the best reading.
 
-    A reading is as good as the lesser of two gaps: between the worst chosen and the best other permitted expert,
-    and between the worst chosen and the best other group, shared out over the values that a group adds up.
+    A reading is as good as the lesser of two gaps: between the worst chosen and the best other permitted
+    expert, and between the worst chosen and the best other group, shared out over the values that a group adds up.
     """
     groups, chosen = (1, 1) if limit is None else (limit.groups, limit.chosen)
     size = len(choice) // groups
