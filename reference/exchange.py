@@ -1,0 +1,125 @@
+"""Exchange: which rows have to reach which rank.
+
+A (token, slot) pair on a source rank is delivered, inside the exchange group of that rank (the ranks of one
+ep x etp group), to every rank that holds its expert or a shard of it. Nothing is said about the order in
+which rows arrive, about padding, or about how often a token travels when several of its experts share a
+rank: those are an implementation's choice.
+
+Sources: GShard section 3.2 (dispatch to the expert's device), Switch Transformer section 2.2, MegaBlocks
+section 4 (no row is dropped), MoE parallel folding (Liu et al. 2025: the expert shards of one group each
+get the row).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One delivery: slot `slot` of token `token` on rank `source` reaches `expert` on rank `destination`."""
+
+    source: int
+    token: int
+    slot: int
+    expert: int
+    destination: int
+
+
+def deliveries(
+    ids_by_rank: Sequence[Tensor],
+    exchange_groups: Sequence[Sequence[int]],
+    local_experts: Sequence[Sequence[int]],
+) -> tuple[Pair, ...]:
+    """List every delivery, ordered by source, token, slot and destination.
+
+    Args:
+        ids_by_rank: of every rank, int64 (T, K) global expert ids, -1 = empty; T may differ between ranks.
+        exchange_groups: of every group, its ranks; each rank is in exactly one.
+        local_experts: of every rank, the global ids of the experts of which it holds all or a shard.
+
+    Rule: every id >= 0 reaches each rank of its source's group that lists that expert, exactly once.
+    Several ranks of a group that list one expert are its etp shards, and each needs the row; replicas to
+    choose from are not described.
+
+    Degenerate: an empty slot, a rank without tokens (T = 0) and an expert without tokens make no pair. An
+    expert in two slots of one token makes two. An expert that no rank of the group lists is an error, as it
+    has nowhere to go.
+
+    >>> ids = [torch.tensor([[2, 0]]), torch.tensor([[-1, 2], [1, -1]])]
+    >>> for pair in deliveries(ids, [[0, 1]], [[0, 1], [2]]):
+    ...     print(pair)
+    Pair(source=0, token=0, slot=0, expert=2, destination=1)
+    Pair(source=0, token=0, slot=1, expert=0, destination=0)
+    Pair(source=1, token=0, slot=1, expert=2, destination=1)
+    Pair(source=1, token=1, slot=0, expert=1, destination=0)
+    """
+    pairs = []
+    for source, ids_TK in enumerate(ids_by_rank):
+        group = _group_of(source, exchange_groups)
+        for token, ids_K in enumerate(ids_TK.tolist()):
+            for slot, expert in enumerate(ids_K):
+                if expert < 0:
+                    continue
+                holders = [rank for rank in group if expert in local_experts[rank]]
+                if not holders:
+                    raise ValueError(
+                        f"rank {source} token {token} slot {slot}: no rank of {group} holds expert {expert}; "
+                        f"they hold {[list(local_experts[rank]) for rank in group]}"
+                    )
+                pairs += [Pair(source, token, slot, expert, destination) for destination in holders]
+    return tuple(pairs)
+
+
+def counts(
+    ids_by_rank: Sequence[Tensor],
+    exchange_groups: Sequence[Sequence[int]],
+    local_experts: Sequence[Sequence[int]],
+) -> tuple[tuple[int, ...], ...]:
+    """Count, for every rank, the rows of each local expert, in the order of `local_experts`.
+
+    Rule: the deliveries to that rank for that expert; padding rows are not counted. An idle expert counts
+    0, never missing.
+
+    >>> counts([torch.tensor([[2, 0]]), torch.tensor([[-1, 2], [1, -1]])], [[0, 1]], [[0, 1], [2]])
+    ((1, 1), (2,))
+    """
+    pairs = deliveries(ids_by_rank, exchange_groups, local_experts)
+    return tuple(
+        tuple(sum(p.destination == rank and p.expert == expert for p in pairs) for expert in experts)
+        for rank, experts in enumerate(local_experts)
+    )
+
+
+def splits(
+    ids_by_rank: Sequence[Tensor],
+    exchange_groups: Sequence[Sequence[int]],
+    local_experts: Sequence[Sequence[int]],
+) -> Tensor:
+    """Count the deliveries from every rank to every rank, int64 (W, W), [source, destination].
+
+    Rule: row r is what rank r sends when each pair travels by itself, column r what it receives. Ranks of
+    different exchange groups share nothing.
+
+    >>> splits([torch.tensor([[2, 0]]), torch.tensor([[-1, 2], [1, -1]])], [[0, 1]], [[0, 1], [2]]).tolist()
+    [[1, 1], [1, 1]]
+    """
+    W = len(ids_by_rank)
+    splits_WW = torch.zeros(W, W, dtype=torch.int64)  # (W, W)
+    for pair in deliveries(ids_by_rank, exchange_groups, local_experts):
+        splits_WW[pair.source, pair.destination] += 1
+    return splits_WW
+
+
+def _group_of(rank: int, exchange_groups: Sequence[Sequence[int]]) -> Sequence[int]:
+    """Find the one exchange group that holds the rank."""
+    found = [group for group in exchange_groups if rank in group]
+    if len(found) != 1:
+        raise ValueError(
+            f"rank {rank} is in {len(found)} exchange groups of {exchange_groups}; it must be in one"
+        )
+    return sorted(found[0])
