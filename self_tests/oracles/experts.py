@@ -102,9 +102,22 @@ def block_of(expert: int, experts: int, hidden: int) -> range:
 
 
 def tagged(expert: int, experts: int, gain: float, x_RD: Floats) -> Floats:
-    """Tagged linear expert: `gain` times its own columns of x, else zero. Its gradient is the same map."""
+    """Tagged linear expert: `gain` times its own columns of x, else zero."""
     y_RD = np.zeros(x_RD.shape, dtype=np.float64)
     for r in range(x_RD.shape[0]):
         for column in block_of(expert, experts, x_RD.shape[1]):
             y_RD[r, column] = gain * x_RD[r, column]
     return y_RD
+
+
+def tagged_backward(
+    expert: int, experts: int, gain: float, x_RD: Floats, dy_RD: Floats
+) -> tuple[Floats, float]:
+    """Gradients of the rows, gain * dy in the expert's own columns, and of the gain, sum of dy * x there."""
+    dx_RD = np.zeros(x_RD.shape, dtype=np.float64)
+    d_gain = 0.0
+    for r in range(x_RD.shape[0]):
+        for column in block_of(expert, experts, x_RD.shape[1]):
+            dx_RD[r, column] = gain * dy_RD[r, column]
+            d_gain += dy_RD[r, column] * x_RD[r, column]
+    return dx_RD, d_gain

@@ -9,6 +9,8 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
+RankLists = tuple[tuple[int, ...], ...]
+
 # Which reading a group belongs to, and the coordinates that its members may differ in.
 KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "tp": ("dense", ("tp",)),
@@ -49,7 +51,7 @@ def decode(rank: int, dimensions: tuple[tuple[str, int], ...]) -> dict[str, int]
     return place
 
 
-def groups(sizes: Sizes) -> dict[str, list[list[int]]]:
+def groups(sizes: Sizes) -> dict[str, RankLists]:
     """Ranks of every group by name; members and groups in rising order of rank."""
     if not valid(sizes):
         raise ValueError(f"{sizes} does not fill its world")
@@ -59,18 +61,18 @@ def groups(sizes: Sizes) -> dict[str, list[list[int]]]:
         "dense": [("tp", sizes.tp), ("cp", sizes.cp), ("dp", dp), ("pp", sizes.pp)],
         "expert": [("etp", sizes.etp), ("ep", sizes.ep), ("edp", edp), ("pp", sizes.pp)],
     }
-    made = {"world": [list(range(sizes.world))]}
+    made: dict[str, RankLists] = {"world": (tuple(range(sizes.world)),)}
     for name, (reading, free) in KINDS.items():
         made[name] = buckets(sizes.world, tuple(readings[reading]), free)
     return made
 
 
 @cache
-def buckets(world: int, dimensions: tuple[tuple[str, int], ...], free: tuple[str, ...]) -> list[list[int]]:
+def buckets(world: int, dimensions: tuple[tuple[str, int], ...], free: tuple[str, ...]) -> RankLists:
     """Ranks that agree in all coordinates but the free ones. Cached: many layouts share a reading."""
     found: dict[tuple[tuple[str, int], ...], list[int]] = {}
     for rank in range(world):
         place = decode(rank, dimensions)
         fixed = tuple((axis, index) for axis, index in place.items() if axis not in free)
         found.setdefault(fixed, []).append(rank)
-    return sorted(found.values())
+    return tuple(sorted(tuple(ranks) for ranks in found.values()))

@@ -225,7 +225,8 @@ def margin_of_token(choice: list[float], ids: list[int], limit: Limit | None) ->
     """How clearly one selection wins: try every set of groups it may come from and keep the best reading.
 
     A reading is as good as the lesser of two gaps: between the worst chosen and the best other permitted
-    expert, and between the worst chosen and the best other group, shared out over the values that a group adds up.
+    expert, and between the worst chosen and the best other group, the latter divided by the values that a
+    group adds up.
     """
     groups, chosen = (1, 1) if limit is None else (limit.groups, limit.chosen)
     size = len(choice) // groups

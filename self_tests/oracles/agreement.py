@@ -1,0 +1,26 @@
+"""What it means that two oracles agree: the same shape, float64 on both sides, and rounding apart at most."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+# A few thousand roundings of float64: of the value or, where addends cancel, of the largest one beside it.
+RELATIVE = 1e-12
+
+
+def assert_close(expected: NDArray[np.float64], actual: Tensor) -> None:
+    """Fail unless both are float64, of one shape, finite, and equal up to rounding."""
+    assert (torch.float64, expected.shape) == (actual.dtype, tuple(actual.shape))
+    largest = float(np.abs(expected).max(initial=0.0))
+    assert np.isfinite(largest), expected
+    np.testing.assert_allclose(
+        actual.detach().numpy(), expected, rtol=RELATIVE, atol=RELATIVE * largest, equal_nan=False
+    )
+
+
+def floats(array: NDArray[np.float64], *, leaf: bool = False) -> Tensor:
+    """Float64 tensor with memory of its own; as a leaf, autograd keeps its gradient."""
+    return torch.tensor(array, dtype=torch.float64, requires_grad=leaf)
