@@ -5,13 +5,13 @@ ep x etp group), to every rank that holds its expert or a shard of it. Nothing i
 which rows arrive, about padding, or about how often a token travels when several of its experts share a
 rank: those are an implementation's choice.
 
-Sources: GShard section 3.2 (dispatch to the expert's device), Switch Transformer section 2.2, MegaBlocks
-section 4 (no row is dropped), MoE parallel folding (Liu et al. 2025: the expert shards of one group each
-get the row).
+Sources: GShard section 3 (dispatch to the expert's device), Switch Transformer section 2.2, MegaBlocks (no
+row is dropped), MoE parallel folding (Liu et al. 2025: the expert shards of one group each get the row).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,8 +43,8 @@ def deliveries(
         local_experts: of every rank, the global ids of the experts of which it holds all or a shard.
 
     Rule: every id >= 0 reaches each rank of its source's group that lists that expert, exactly once.
-    Several ranks of a group that list one expert are its etp shards, and each needs the row; replicas to
-    choose from are not described.
+    Several ranks of a group that list one expert are its etp shards, and each needs the row. Redundant
+    experts, replicas to choose one from, are not described: give every replica an id of its own.
 
     Degenerate: an empty slot, a rank without tokens (T = 0) and an expert without tokens make no pair. An
     expert in two slots of one token makes two. An expert that no rank of the group lists is an error, as it
@@ -58,20 +58,25 @@ def deliveries(
     Pair(source=1, token=0, slot=1, expert=2, destination=1)
     Pair(source=1, token=1, slot=0, expert=1, destination=0)
     """
+    holders: dict[tuple[int, int], list[int]] = {}  # (index of group, expert) -> its ranks, ascending
+    for g, group in enumerate(exchange_groups):
+        for rank in sorted(group):
+            for expert in local_experts[rank]:
+                ranks = holders.setdefault((g, expert), [])
+                if rank in ranks:
+                    raise ValueError(f"rank {rank} lists expert {expert} twice: {list(local_experts[rank])}")
+                ranks.append(rank)
     pairs = []
     for source, ids_TK in enumerate(ids_by_rank):
-        group = _group_of(source, exchange_groups)
+        g = _group_of(source, exchange_groups)
         for token, ids_K in enumerate(ids_TK.tolist()):
             for slot, expert in enumerate(ids_K):
-                if expert < 0:
+                if expert == -1:
                     continue
-                holders = [rank for rank in group if expert in local_experts[rank]]
-                if not holders:
-                    raise ValueError(
-                        f"rank {source} token {token} slot {slot}: no rank of {group} holds expert {expert}; "
-                        f"they hold {[list(local_experts[rank]) for rank in group]}"
-                    )
-                pairs += [Pair(source, token, slot, expert, destination) for destination in holders]
+                if (g, expert) not in holders:
+                    at = f"rank {source} token {token} slot {slot}"
+                    raise ValueError(f"{at}: no rank of {list(exchange_groups[g])} holds expert {expert}")
+                pairs += [Pair(source, token, slot, expert, rank) for rank in holders[g, expert]]
     return tuple(pairs)
 
 
@@ -89,10 +94,8 @@ def counts(
     ((1, 1), (2,))
     """
     pairs = deliveries(ids_by_rank, exchange_groups, local_experts)
-    return tuple(
-        tuple(sum(p.destination == rank and p.expert == expert for p in pairs) for expert in experts)
-        for rank, experts in enumerate(local_experts)
-    )
+    rows = Counter((pair.destination, pair.expert) for pair in pairs)
+    return tuple(tuple(rows[rank, e] for e in experts) for rank, experts in enumerate(local_experts))
 
 
 def splits(
@@ -115,11 +118,11 @@ def splits(
     return splits_WW
 
 
-def _group_of(rank: int, exchange_groups: Sequence[Sequence[int]]) -> Sequence[int]:
+def _group_of(rank: int, exchange_groups: Sequence[Sequence[int]]) -> int:
     """Find the one exchange group that holds the rank."""
-    found = [group for group in exchange_groups if rank in group]
+    found = [g for g, group in enumerate(exchange_groups) if rank in group]
     if len(found) != 1:
         raise ValueError(
             f"rank {rank} is in {len(found)} exchange groups of {exchange_groups}; it must be in one"
         )
-    return sorted(found[0])
+    return found[0]

@@ -136,8 +136,8 @@ def global_expert_gradients(
     """Compute every parameter's gradient of the loss summed over all ranks.
 
     Rule: the sum over the tokens of every rank, each once; so it depends on no layout. A trainer that
-    averages over its dp ranks ends with this divided by dp, for dense and expert parameters alike and
-    whatever ep and etp are.
+    averages over its dp ranks ends with this divided by dp (with cp: by dp * cp), for dense and expert
+    parameters alike and whatever ep and etp are.
 
     >>> x, ids, w, dy = torch.ones(2, 3), torch.tensor([[0], [-1]]), torch.full((2, 1), 0.5), torch.ones(2, 3)
     >>> build, gain = lambda p: lambda rows, e: p["gain", e] * rows, {("gain", 0): torch.tensor(2.0)}

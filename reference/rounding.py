@@ -45,10 +45,9 @@ def products(formula: str, a: Measured, b: Measured) -> Measured:
     Measured(value=tensor(-5., dtype=torch.float64), magnitude=tensor(11., dtype=torch.float64))
     """
     own = torch.einsum(formula, a.value.abs(), b.value.abs())
-    inherited = torch.einsum(formula, a.magnitude, b.value.abs()) + torch.einsum(
-        formula, a.value.abs(), b.magnitude
-    )
-    return Measured(torch.einsum(formula, a.value, b.value), own + inherited)
+    from_a = torch.einsum(formula, a.magnitude, b.value.abs())
+    from_b = torch.einsum(formula, a.value.abs(), b.magnitude)
+    return Measured(torch.einsum(formula, a.value, b.value), own + from_a + from_b)
 
 
 def total(a: Measured, dim: int) -> Measured:
@@ -64,7 +63,8 @@ def plus(a: Measured, b: Measured) -> Measured:
 def silu(z: Measured) -> Measured:
     """Apply silu, z s with s = sigmoid(z)."""
     s = z.value.sigmoid()
-    value, slope = z.value * s, s + z.value * s * (1 - s)
+    value = z.value * s
+    slope = s + z.value * s * (1 - s)
     return Measured(value, value.abs() + slope.abs() * z.magnitude)
 
 
@@ -74,6 +74,7 @@ def silu_slope(z: Measured) -> Measured:
     It is a sum of two addends, which cancel near z = -1.28.
     """
     s = z.value.sigmoid()
-    value, own = s + z.value * s * (1 - s), s + z.value.abs() * s * (1 - s)
+    value = s + z.value * s * (1 - s)
+    own = s + z.value.abs() * s * (1 - s)
     slope = s * (1 - s) * (2 + z.value * (1 - 2 * s))
     return Measured(value, own + slope.abs() * z.magnitude)

@@ -4,9 +4,9 @@ Score the logits, select by score plus bias (`selection.py`), weigh by score. Se
 kept apart, so that a judge can weigh *any* selection: where two experts nearly tie, an implementation may
 legally choose the other.
 
-Sources: Shazeer et al. 2017 section 2.1 and Switch Transformer section 2.1 (softmax, then top-k); Mixtral
-section 2.1 (softmax over the chosen logits); DeepSeek-V3 section 2.1.2 (sigmoid; the bias that selects and
-never weighs); DeepSeek-V4 (square root of softplus).
+Sources: Switch Transformer section 2.1 and GShard section 2.2 (softmax over all, then top-k); Shazeer et
+al. 2017 section 2.1 and Mixtral section 2.1 (softmax over the chosen logits); DeepSeek-V3 section 2.1.2
+(sigmoid; the bias that selects and never weighs); DeepSeek-V4 (square root of softplus).
 """
 
 from __future__ import annotations
@@ -21,18 +21,8 @@ from torch import Tensor
 from reference import selection
 from reference.selection import GroupScore, group_mask, select
 
-__all__ = [
-    "GroupScore",
-    "Routed",
-    "Score",
-    "group_mask",
-    "margins",
-    "route",
-    "scores",
-    "select",
-    "selection_scores",
-    "weights",
-]
+__all__ = ["GroupScore", "Routed", "Score", "group_mask", "margins", "route", "scores", "select"]
+__all__ += ["selection_scores", "weights"]
 
 Score = Literal["softmax", "softmax_topk", "sigmoid", "sqrtsoftplus"]
 
