@@ -1,0 +1,228 @@
+"""The process from which ranks are forked: imports torch and the preload once, then forks, signals, buries.
+
+Unlike multiprocessing's forkserver it tells which module of the preload failed and why, has an environment
+and a preload per engine, never imports the driver's `__main__`, and reports each exit with its signal. It
+runs one thread and ends when the driver's end of its channel is closed, however the driver ended; the ranks
+end with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import importlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+
+from . import rank, wire
+from .faults import one_line
+
+STACK_SIGNAL = signal.SIGUSR1  # makes a rank dump the stacks of its threads, even while it holds the GIL
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Opening:
+    """The driver's first message; `bound`: the thread that started the nursery ends with the driver."""
+
+    driver: int
+    preload: tuple[str, ...]
+    bound: bool
+
+
+@dataclass(frozen=True)
+class Importing:
+    """Says what is being imported, in case that this is the last that is heard."""
+
+    module: str
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Says that everything is imported, or which module failed and why."""
+
+    module: str | None = None
+    reason: str | None = None
+    traceback: str | None = None
+
+
+@dataclass(frozen=True)
+class Fork:
+    """An order to start a rank; the descriptors of its channel and of its stack file follow."""
+
+    station: rank.Station
+
+
+@dataclass(frozen=True)
+class Signal:
+    """An order to send a signal to a rank; SIGKILL goes to all processes of its process group."""
+
+    pid: int
+    number: int
+
+
+@dataclass(frozen=True)
+class Forked:
+    """Answers Fork: the new process, or why there is none."""
+
+    pid: int
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Exited:
+    """Says that a rank's process has ended; `code` is negative for a signal."""
+
+    pid: int
+    code: int
+
+
+def main(descriptor: int) -> NoReturn:
+    """Runs the nursery over an inherited socket until the driver closes its end."""
+    channel = wire.Channel(socket.socket(fileno=descriptor))
+    opening: Opening = wire.loads(channel.receive())
+    # While importing, this process cannot see the driver's end close.
+    _die_with_parent(opening.driver)
+    if not _import_all(channel, opening.preload):
+        os._exit(1)
+    if not opening.bound:
+        _prctl_death_signal(0)
+    gc.collect()
+    gc.freeze()  # keeps the collector of the ranks from touching, and so copying, what they share
+    channel.send(wire.dumps(Ready()))
+    with contextlib.suppress(EOFError, OSError):
+        _Nursery(channel).tend()
+    os._exit(0)
+
+
+def _import_all(channel: wire.Channel, modules: Sequence[str]) -> bool:
+    for module in modules:
+        channel.send(wire.dumps(Importing(module)))
+        try:
+            importlib.import_module(module)
+            if torch.cuda.is_initialized():
+                raise RuntimeError("importing it initialised CUDA, which forked ranks could not use")
+        except BaseException as error:
+            channel.send(wire.dumps(Ready(module, one_line(error), traceback.format_exc())))
+            return False
+    return True
+
+
+def _die_with_parent(parent: int) -> None:
+    """Asks the kernel to kill this process when its parent ends."""
+    _prctl_death_signal(signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before we asked
+        os._exit(0)
+
+
+def _prctl_death_signal(number: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
+class _Nursery:
+    """Carries out orders and reports exits."""
+
+    def __init__(self, channel: wire.Channel) -> None:
+        self._channel = channel
+        self._children: set[int] = set()
+        self._wake, self._waker = socket.socketpair()
+        self._wake.setblocking(False)
+        self._waker.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler, so that the wake-up socket is written to
+        signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+
+    def tend(self) -> None:
+        """Works until the driver's end closes (EOFError), then kills every rank."""
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._channel, selectors.EVENT_READ)
+                selector.register(self._wake, selectors.EVENT_READ)
+                while True:
+                    for key, _ in selector.select():
+                        if key.fileobj is self._wake:
+                            self._bury()
+                        else:
+                            self._obey(wire.loads(self._channel.receive()))
+        finally:
+            for pid in self._children:
+                _signal(pid, signal.SIGKILL)
+            for pid in self._children:
+                os.waitpid(pid, 0)
+
+    def _obey(self, order: Fork | Signal) -> None:
+        if isinstance(order, Fork):
+            self._channel.send(wire.dumps(self._fork(order.station)))
+        elif order.pid in self._children:  # not yet buried, so that the pid is still the rank's
+            _signal(order.pid, order.number)
+
+    def _fork(self, station: rank.Station) -> Forked:
+        _, descriptors, _, _ = socket.recv_fds(self._channel.socket, 1, 2)
+        nursery = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            return Forked(0, one_line(error))
+        finally:
+            if os.getpid() == nursery:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+        if pid == 0:
+            self._forget()
+            _become_rank(nursery, station, *descriptors)
+        self._children.add(pid)
+        return Forked(pid)
+
+    def _forget(self) -> None:
+        """Lets go of what is the nursery's alone, in a child."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for end in (self._channel, self._wake, self._waker):
+            end.close()
+
+    def _bury(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._wake.recv(4096)
+        while self._children:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is None:
+                return
+            _signal(ended.si_pid, signal.SIGKILL)  # what the rank started; before the pid is free for others
+            _, status = os.waitpid(ended.si_pid, 0)
+            self._children.discard(ended.si_pid)
+            self._channel.send(wire.dumps(Exited(ended.si_pid, os.waitstatus_to_exitcode(status))))
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        if number == signal.SIGKILL:
+            os.kill(pid, number)
+            os.killpg(pid, number)
+        else:
+            os.kill(pid, number)
+
+
+def _become_rank(nursery: int, station: rank.Station, channel: int, stacks: int) -> NoReturn:
+    """Turns a fresh fork into a rank."""
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which then ends the ranks
+        os.setpgid(0, 0)
+        _die_with_parent(nursery)
+        faulthandler.enable(file=stacks)
+        faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
+        rank.serve(wire.Channel(socket.socket(fileno=channel)), station)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)

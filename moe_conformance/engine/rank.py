@@ -1,0 +1,139 @@
+"""What a rank does: it joins its world, then runs one job after the other until the driver goes away.
+
+A rank that could not answer "returned" ends at once, and the driver replaces its whole world: collectives may
+be half done, and a process that ends closes its connections, so that peers waiting for it get an error within
+milliseconds. It always ends by `os._exit`, after its answer is sent: gloo sometimes aborts in the destructors
+of an orderly exit.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from . import store, wire
+from .faults import Fault, describe
+from .records import Partition, RankContext
+from .transport import device_of, transport_of
+
+
+@dataclass(frozen=True)
+class Station:
+    """The place of one rank: its world, device, and the store's port; keys are fresh in each generation."""
+
+    rank: int
+    world: int
+    device: str
+    port: int
+    generation: str
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A job as the ranks see it; the payload's buffers follow it in the message."""
+
+    number: int
+    function: str
+    groups: Mapping[str, Partition]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a rank says of a job; the value's buffers follow it in the message if it returned.
+
+    `unprepared` means that the function was never called: it or its payload could not be loaded, or a group
+    not made.
+    """
+
+    number: int
+    outcome: Literal["returned", "raised", "unprepared"]
+    fault: Fault | None = None
+
+
+def serve(channel: wire.Channel, station: Station) -> NoReturn:
+    """Runs a rank until its process ends; its first answer, to job 0, says whether it could join."""
+    torch.set_num_threads(1)
+    try:
+        home = _Home(station)
+    except BaseException as error:
+        channel.send(wire.dumps(Answer(0, "unprepared", describe(error))))
+        os._exit(1)
+    channel.send(wire.dumps(Answer(0, "returned")))
+    while True:
+        try:
+            message = channel.receive()
+        except (EOFError, OSError):
+            os._exit(0)
+        answer, *value = _do(home, message)
+        channel.send([*wire.dumps(answer), *value])
+        if answer.outcome != "returned":
+            os._exit(0)
+
+
+def _do(home: _Home, message: list[bytearray]) -> tuple[Any, ...]:
+    """Returns the Answer and, after it, the buffers of the value."""
+    assignment: Assignment = wire.loads(message[:1])
+    number = assignment.number
+    try:
+        function = _find(assignment.function)
+        payload = wire.loads(message[1:])
+        context = home.context(assignment.groups)
+    except BaseException as error:
+        return (Answer(number, "unprepared", describe(error)),)
+    try:
+        value = function(context, payload)
+    except BaseException as error:  # SystemExit too: whatever the function does is its result
+        return (Answer(number, "raised", describe(error)),)
+    try:
+        return (Answer(number, "returned"), *wire.dumps(value))
+    except BaseException as error:
+        return (Answer(number, "raised", describe(UnsendableResultError(value, error))),)
+
+
+class UnsendableResultError(TypeError):
+    """A function returned what cannot be sent to the driver."""
+
+    def __init__(self, value: object, reason: BaseException) -> None:
+        super().__init__(f"the function's result, a {type(value).__qualname__}, cannot be sent: {reason}")
+
+
+def _find(function: str) -> Callable[[RankContext, Any], Any]:
+    module, _, name = function.partition(":")
+    found: Callable[[RankContext, Any], Any] = getattr(importlib.import_module(module), name)
+    return found
+
+
+class _Home:
+    """A rank's process group, its device, and the groups made so far."""
+
+    def __init__(self, station: Station) -> None:
+        devices = 0 if station.device == "cpu" else torch.cuda.device_count()
+        self._rank, self._world = station.rank, station.world
+        self._device = device_of(station.rank, station.device, devices)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        dist.init_process_group(
+            transport_of(station.world, station.device, devices),
+            store=store.join(station.port, station.generation),
+            rank=station.rank,
+            world_size=station.world,
+            timeout=store.FOREVER,
+        )
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def context(self, partitions: Mapping[str, Partition]) -> RankContext:
+        """Makes the groups that do not exist yet: all of them, on all ranks, in the same order."""
+        mine: dict[str, dist.ProcessGroup] = {}
+        for name, partition in partitions.items():
+            for ranks in partition:
+                if ranks not in self._groups:
+                    self._groups[ranks] = dist.new_group(list(ranks), timeout=store.FOREVER)
+                if self._rank in ranks:
+                    mine[name] = self._groups[ranks]
+        return RankContext(self._rank, self._world, self._device, mine)

@@ -1,0 +1,133 @@
+"""What goes into the engine and what comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+Partition = tuple[tuple[int, ...], ...]
+
+
+class EngineError(Exception):
+    """The engine was misused, or the machine would not let it work; no function on a rank is at fault."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One function to be run on every rank of a world.
+
+    Attributes:
+        function: `"package.module:function"`, imported on the ranks and called there as `function(context,
+            payload)`.
+        payload: Pickled once on the driver and sent to every rank. Tensors arrive as plain CPU tensors (see
+            wire.py).
+        world: The number of ranks.
+        groups: Named partitions of some or all of the ranks, e.g. `{"rows": ((0, 1), (2, 3))}`. Ranks ascend
+            within a group and are in at most one group of a partition.
+        deadline_s: Seconds from sending the job until ranks without an answer are taken for hung. Includes
+            importing the function and making groups that do not exist yet.
+    """
+
+    function: str
+    payload: Any
+    world: int
+    groups: Mapping[str, Partition]
+    deadline_s: float = 60.0
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """What a function is given on its rank.
+
+    Attributes:
+        rank: This rank, 0 to world - 1.
+        world: The number of ranks; the default process group has exactly these.
+        device: Where this rank's tensors belong. Several ranks may share one GPU.
+        groups: This rank's group of every named partition, absent where the rank is in none. A group is made
+            once per tuple of ranks and kept for later jobs: two partitions that name the same ranks share it.
+    """
+
+    rank: int
+    world: int
+    device: torch.device
+    groups: Mapping[str, dist.ProcessGroup]
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """How a job went on one rank.
+
+    Attributes:
+        rank: The rank.
+        status: "ok" returned, "raised" an exception, "hung" gave no answer, "died" ended as a process.
+        value: What the function returned, if it did.
+        error: One line: `"ValueError: ..."`, `"killed by SIGKILL"`, `"no answer within 5.0 s: ..."`. A rank
+            with status "ok" has one if it returned while others waited for it in a collective.
+        error_type: Qualified name of the exception's class: `"ValueError"`, `"package.module.Refused"`.
+        error_attributes: The exception's own attributes that are plain str, int, float or bool.
+        traceback: Python traceback of an exception; for a rank that hung or crashed, the stacks of its
+            threads, innermost call first.
+        secondary: True where this is the consequence of another rank's fault and not to be blamed.
+    """
+
+    rank: int
+    status: Literal["ok", "raised", "hung", "died"]
+    value: Any | None = None
+    error: str | None = None
+    error_type: str | None = None
+    error_attributes: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    traceback: str | None = None
+    secondary: bool = False
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """How a job went: one result per rank, in order, and the seconds until the last was known."""
+
+    ranks: tuple[RankResult, ...]
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """True where every rank returned."""
+        return all(result.status == "ok" for result in self.ranks)
+
+    @property
+    def blamed(self) -> tuple[int, ...]:
+        """The ranks at fault, without those that only suffered from them; empty if and only if `ok`."""
+        return tuple(
+            result.rank for result in self.ranks if result.error is not None and not result.secondary
+        )
+
+
+def check(job: Job) -> None:
+    """Refuses a job that no world could run.
+
+    Raises:
+        EngineError: says which field is wrong, and how.
+    """
+    module, colon, function = job.function.partition(":")
+    if not (module and colon and function):
+        raise EngineError(f"job function {job.function!r} is not of the form 'package.module:function'")
+    if job.world < 1:
+        raise EngineError(f"a world needs at least one rank, not {job.world}")
+    if not job.deadline_s > 0:
+        raise EngineError(f"the deadline must be a positive number of seconds, not {job.deadline_s}")
+    for name, partition in job.groups.items():
+        _check_partition(name, partition, job.world)
+
+
+def _check_partition(name: str, partition: Partition, world: int) -> None:
+    seen: set[int] = set()
+    for ranks in partition:
+        if not ranks or list(ranks) != sorted(set(ranks)):
+            raise EngineError(f"groups[{name!r}]: {ranks} is not an ascending tuple of distinct ranks")
+        if ranks[0] < 0 or ranks[-1] >= world:
+            raise EngineError(f"groups[{name!r}]: {ranks} names a rank outside 0..{world - 1}")
+        if twice := sorted(seen.intersection(ranks)):
+            raise EngineError(f"groups[{name!r}]: ranks {twice} are in two groups of one partition")
+        seen.update(ranks)

@@ -1,0 +1,94 @@
+"""What a rank is doing: stacks dumped by faulthandler, and whether they stand in a collective."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .launcher import Launcher, RankProcess
+from .nursery import STACK_SIGNAL
+
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
+_PATIENCE_S = 1.0
+
+# A frame of torch that only hands the call on says nothing of what is waited for.
+_TRANSPARENT = ("torch/_ops.py", "torch/_library/", "torch/utils/_contextlib.py", "contextlib.py")
+# Calls that wait for a collective without a frame of torch.distributed: Work.wait and the operators are C++.
+_WAITING_LINE = re.compile(r"\.wait\(|wait_tensor|c10d")
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One frame of a dumped stack."""
+
+    file: str
+    line: int
+    function: str
+
+
+def dump(launcher: Launcher, ranks: Iterable[RankProcess]) -> dict[int, str]:
+    """Makes ranks dump the stacks of their threads; a rank that does not within a second has an empty text.
+
+    Works while a rank holds the GIL; not while it is stopped or blocks the signal.
+    """
+    sizes: dict[int, int] = {}
+    ranks = tuple(ranks)
+    for process in ranks:
+        process.skip_stacks()
+        sizes[process.rank] = process.stacks_size()
+        launcher.signal(process, STACK_SIGNAL)
+    waiting = set(sizes)
+    until = time.monotonic() + _PATIENCE_S
+    while waiting and time.monotonic() < until:
+        time.sleep(0.01)
+        for process in ranks:
+            grown = process.stacks_size()
+            if sizes[process.rank] == grown > 0 and process.new_stacks():
+                waiting.discard(process.rank)  # there is a dump, and it no longer grows
+            sizes[process.rank] = grown
+    return {process.rank: process.new_stacks() for process in ranks}
+
+
+def main_frames(text: str) -> list[Frame]:
+    """Returns the frames of the thread that runs the function, innermost first.
+
+    It is the thread that took the signal; else the last of the dump, which is the process's first.
+    """
+    blocks = [block for block in re.split(r"\n\s*\n", text) if "most recent call first" in block]
+    current = [block for block in blocks if "Current thread" in block]
+    return _frames((current or blocks or [""])[-1])
+
+
+def waits_in_collective(text: str) -> bool:
+    """Tells whether a rank's main thread stands in a collective, or in a backward pass that does."""
+    main = main_frames(text)
+    if _waits(main):
+        return True
+    if not main or main[0].function != "_engine_run_backward":
+        return False
+    return any(_waits(_frames(block)) for block in re.split(r"\n\s*\n", text))
+
+
+def place(text: str) -> str:
+    """Says where a rank stands: its innermost call, and the frame outside of torch that led to it."""
+    frames = main_frames(text)
+    if not frames:
+        return "it dumped no stack"
+    outside = next((frame for frame in frames if "/torch/" not in frame.file), frames[-1])
+    return f"in {frames[0].function}, from {outside.file}:{outside.line}"
+
+
+def _frames(block: str) -> list[Frame]:
+    return [Frame(m["file"], int(m["line"]), m["function"]) for m in _FRAME.finditer(block)]
+
+
+def _waits(frames: list[Frame]) -> bool:
+    telling = next((f for f in frames if not any(part in f.file for part in _TRANSPARENT)), None)
+    if telling is None:
+        return False
+    if "torch/distributed/" in telling.file:
+        return True
+    return _WAITING_LINE.search(linecache.getline(telling.file, telling.line)) is not None

@@ -1,0 +1,36 @@
+"""The key-value store through which ranks find each other.
+
+It lives in the driver, where no death of a rank can reach it, and listens on the loopback interface alone.
+"""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+# Public as torch.distributed.TCPStore and so on, but type checkers see them here only.
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+# Longer than any deadline: a timeout inside the ranks would make all of them err at once, and hide the culprit.
+FOREVER = timedelta(days=1)
+
+
+class StoreServer:
+    """The driver's store; it closes when this object is dropped."""
+
+    def __init__(self) -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = listener.getsockname()[1]
+        self._server = TCPStore(
+            "127.0.0.1",
+            self.port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+
+def join(port: int, prefix: str) -> Store:
+    """Connects a rank to the driver's store; all its keys begin with `prefix`."""
+    client = TCPStore("127.0.0.1", port, timeout=FOREVER, wait_for_workers=False)
+    return PrefixStore(prefix, client)

@@ -1,0 +1,140 @@
+"""The driver's wait for the answers to one job."""
+
+from __future__ import annotations
+
+import selectors
+import time
+from collections.abc import Collection, Sequence
+
+from . import stacks, wire
+from .blame import Finding
+from .faults import one_line, type_name
+from .launcher import Launcher, RankProcess, describe_exit
+from .rank import Answer
+from .records import EngineError, Job, RankResult
+from .stillness import INTERVAL_S, PROOF_S, Stillness
+
+_QUIET_S = 0.2  # without news, before ranks are watched for stillness: short jobs pay nothing for it
+
+
+class Vigil:
+    """Waits until every rank has answered or ended, the deadline passes, or the ranks can no longer move."""
+
+    def __init__(
+        self, launcher: Launcher, ranks: Sequence[RankProcess], number: int, began: float, job: Job
+    ) -> None:
+        self._launcher = launcher
+        self._ranks = ranks
+        self._number = number
+        self._job = job
+        self._until = began + job.deadline_s
+        self._pending = {process.rank: process for process in ranks}
+        self._findings: dict[int, Finding] = {}
+
+    def findings(self) -> list[Finding]:
+        """Returns one finding per rank, in the order of ranks.
+
+        Raises:
+            EngineError: a rank could not load the function or the payload, or not make a group.
+        """
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._launcher, selectors.EVENT_READ, None)
+            for process in self._ranks:
+                selector.register(process.channel, selectors.EVENT_READ, process)
+            self._listen(selector)
+        if self._pending:
+            self._give_up(f"no answer within {self._job.deadline_s:.1f} s")
+        return [self._findings[process.rank] for process in self._ranks]
+
+    def _listen(self, selector: selectors.BaseSelector) -> None:
+        watch: _DeadlockWatch | None = None
+        while self._pending and (left := self._until - time.monotonic()) > 0:
+            events = selector.select(min(left, INTERVAL_S if watch else _QUIET_S))
+            for key, _ in events:
+                if key.data is None:
+                    self._launcher.collect()
+                elif not self._hear(key.data):
+                    selector.unregister(key.fileobj)
+            self._bury()
+            if events:
+                watch = None
+            elif watch is None:
+                watch = _DeadlockWatch(self._launcher, self._ranks)
+            elif self._pending and watch.proves(self._pending.values()):
+                self._give_up("waits in a collective that can no longer complete")
+
+    def _hear(self, process: RankProcess) -> bool:
+        """Takes in a rank's answer; returns False once there is nothing more to hear from it."""
+        try:
+            message = process.channel.receive()
+            answer: Answer = wire.loads(message[:1])
+        except (EOFError, OSError):
+            return False
+        if answer.number == self._number:  # else late, for an earlier job
+            self._settle(self._judge(process.rank, answer, message[1:]))
+        return True
+
+    def _judge(self, rank: int, answer: Answer, value: Sequence[bytearray]) -> Finding:
+        fault = answer.fault
+        if fault is None:
+            try:
+                return Finding(RankResult(rank, "ok", wire.loads(value)))
+            except Exception as error:
+                sentence = f"the function's result cannot be read on the driver: {one_line(error)}"
+                return Finding(RankResult(rank, "raised", error=sentence, error_type=type_name(type(error))))
+        if answer.outcome == "unprepared":
+            raise EngineError(
+                f"rank {rank} cannot run {self._job.function}: {fault.error}\n{fault.traceback}"
+            )
+        return Finding(
+            RankResult(
+                rank,
+                "raised",
+                error=fault.error,
+                error_type=fault.error_type,
+                error_attributes=fault.error_attributes,
+                traceback=fault.traceback,
+            ),
+            connection_lost=fault.connection_lost,
+        )
+
+    def _bury(self) -> None:
+        """Settles ranks that have ended; their last words first."""
+        for process in list(self._pending.values()):
+            code = self._launcher.exit_code(process)
+            if code is None:
+                continue
+            while process.rank in self._pending and self._hear(process):
+                pass
+            if process.rank in self._pending:
+                how = describe_exit(code) + ("" if code < 0 else " before it answered")
+                result = RankResult(process.rank, "died", error=how, traceback=process.new_stacks() or None)
+                self._settle(Finding(result))
+
+    def _give_up(self, why: str) -> None:
+        """Settles all ranks without an answer as hung."""
+        texts = stacks.dump(self._launcher, self._pending.values())
+        for rank, text in texts.items():
+            result = RankResult(rank, "hung", error=f"{why}: {stacks.place(text)}", traceback=text or None)
+            self._settle(Finding(result, waits=stacks.waits_in_collective(text)))
+
+    def _settle(self, finding: Finding) -> None:
+        del self._pending[finding.result.rank]
+        self._findings[finding.result.rank] = finding
+
+
+class _DeadlockWatch:
+    """Asks for stacks only once nothing moves, and ever more seldom if they stand outside of collectives."""
+
+    def __init__(self, launcher: Launcher, ranks: Sequence[RankProcess]) -> None:
+        self._launcher = launcher
+        self._stillness = Stillness(process.pid for process in ranks)
+        self._patience_s = PROOF_S
+
+    def proves(self, pending: Collection[RankProcess]) -> bool:
+        """Tells whether the pending ranks wait in collectives that can no longer complete."""
+        if self._stillness.seconds() < self._patience_s:
+            return False
+        texts = stacks.dump(self._launcher, pending)
+        self._patience_s *= 2
+        return all(stacks.waits_in_collective(text) for text in texts.values())

@@ -1,0 +1,122 @@
+"""How values travel between driver and ranks: pickle protocol 5, with every large buffer out of band.
+
+Torch's own pickling of tensors goes through shared memory or copies byte by byte; here a tensor travels as
+its bytes, dtype and shape. It arrives as a plain, contiguous, writable CPU tensor that shares memory with
+nothing else: strides, autograd history, `requires_grad` and being a Parameter stay behind.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+_SMALL = 1 << 16  # below this a message is joined and sent by one system call
+
+
+def dumps(value: object) -> list[Buffer]:
+    """Turns a value into buffers: the pickle first, then the memory of its tensors and arrays, not copied.
+
+    Raises:
+        Exception: whatever pickling raises; TypeError for a tensor that is not a plain dense one.
+    """
+    out_of_band: list[pickle.PickleBuffer] = []
+    stream = io.BytesIO()
+    _Pickler(stream, protocol=5, buffer_callback=out_of_band.append).dump(value)
+    return [stream.getvalue(), *(buffer.raw() for buffer in out_of_band)]
+
+
+def loads(buffers: Sequence[Buffer]) -> Any:
+    """Rebuilds the value of `dumps`; its tensors live in the buffers, which must be writable."""
+    return pickle.loads(buffers[0], buffers=buffers[1:])
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, obj: object) -> tuple[Callable[..., object], tuple[object, ...]]:
+        if isinstance(obj, torch.Tensor):
+            return _restore, _strip(obj)
+        return NotImplemented  # type: ignore[no-any-return]
+
+
+def _strip(tensor: torch.Tensor) -> tuple[pickle.PickleBuffer, torch.dtype, tuple[int, ...]]:
+    kind = type(tensor)
+    if kind not in (torch.Tensor, torch.nn.Parameter):
+        raise TypeError(
+            f"a {kind.__module__}.{kind.__qualname__} cannot be sent; send the plain tensor in it"
+        )
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise TypeError(
+            f"only a dense tensor can be sent, not {tensor.layout}, {tensor.device}, {tensor.dtype}"
+        )
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    raw = plain.reshape(-1).view(torch.uint8).numpy().data
+    return pickle.PickleBuffer(raw), plain.dtype, tuple(plain.shape)
+
+
+def _restore(raw: Buffer, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if len(raw) == 0:  # frombuffer refuses an empty buffer
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(raw, dtype=dtype).reshape(shape)
+
+
+class Channel:
+    """Messages, each a list of buffers, over one end of a socket pair.
+
+    Every send and receive may raise TimeoutError if a `timeout` is set, BrokenPipeError or
+    ConnectionResetError where the other end is gone. A message is preceded by the number of its buffers and
+    their lengths in bytes.
+    """
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+
+    @property
+    def socket(self) -> socket.socket:
+        """The socket itself, to send descriptors along with a message or to set a timeout."""
+        return self._end
+
+    def fileno(self) -> int:
+        """The descriptor, for selectors."""
+        return self._end.fileno()
+
+    def send(self, buffers: Sequence[Buffer]) -> None:
+        """Sends one message; blocks until the other end has taken all but what the kernel buffers."""
+        lengths = [memoryview(buffer).nbytes for buffer in buffers]
+        header = struct.pack(f"<{len(lengths) + 1}Q", len(lengths), *lengths)
+        if sum(lengths) < _SMALL:
+            self._end.sendall(b"".join((header, *buffers)))
+            return
+        self._end.sendall(header)
+        for buffer in buffers:
+            self._end.sendall(buffer)
+
+    def receive(self) -> list[bytearray]:
+        """Returns the next message.
+
+        Raises:
+            EOFError: the other end was closed.
+        """
+        (count,) = struct.unpack("<Q", self._read(8))
+        lengths = struct.unpack(f"<{count}Q", self._read(8 * count))
+        return [self._read(length) for length in lengths]
+
+    def close(self) -> None:
+        """Closes this end; the other end sees EOFError."""
+        self._end.close()
+
+    def _read(self, length: int) -> bytearray:
+        data = bytearray(length)
+        rest = memoryview(data)
+        while rest:
+            taken = self._end.recv_into(rest)
+            if taken == 0:
+                raise EOFError("the other end of the channel was closed")
+            rest = rest[taken:]
+        return data

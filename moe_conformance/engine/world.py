@@ -1,0 +1,109 @@
+"""One set of ranks: started when first needed, given jobs, replaced as a whole after a fault."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import signal
+import time
+from collections.abc import Sequence
+
+from . import wire
+from .blame import assign
+from .launcher import Launcher, LauncherLostError, RankProcess, describe_exit
+from .rank import Answer, Assignment, Station
+from .records import EngineError, Job, JobResult
+from .vigil import Vigil
+
+_START_LIMIT_S = 120.0
+
+
+class World:
+    """The ranks of one world size.
+
+    A job leaves the ranks in place only if all of them returned. A rank that ends between two jobs is noticed
+    before the next and the ranks are replaced: whose fault it was cannot be said.
+    """
+
+    def __init__(self, size: int, device: str, launcher: Launcher, port: int) -> None:
+        self._size = size
+        self._device = device
+        self._launcher = launcher
+        self._port = port
+        self._generation = 0
+        self._ranks: list[RankProcess] = []
+
+    def run(self, number: int, job: Job, payload: Sequence[wire.Buffer]) -> JobResult:
+        """Runs one job; `payload` is the job's, in buffers, and `number` is never used twice.
+
+        Raises:
+            EngineError: a rank could not start, or not load the function or the payload, or not make a group.
+        """
+        self._ensure()
+        try:
+            began = time.monotonic()
+            message = [*wire.dumps(Assignment(number, job.function, dict(job.groups))), *payload]
+            self._post(message, job.deadline_s)
+            findings = Vigil(self._launcher, self._ranks, number, began, job).findings()
+            seconds = time.monotonic() - began
+        except BaseException:  # Ctrl-C too: the ranks are in the middle of something
+            self.stop()
+            raise
+        if any(finding.result.status != "ok" for finding in findings):
+            self.stop()
+        return JobResult(assign(findings), seconds)
+
+    def stop(self) -> None:
+        """Kills the ranks; the next job starts new ones."""
+        ranks, self._ranks = self._ranks, []
+        for process in ranks:
+            with contextlib.suppress(LauncherLostError):  # then they are dead already
+                self._launcher.signal(process, signal.SIGKILL)
+            process.close()
+
+    def _ensure(self) -> None:
+        if any(self._launcher.exit_code(process) is not None for process in self._ranks):
+            self.stop()
+        if not self._ranks:
+            try:
+                self._start()
+            except BaseException:
+                self.stop()
+                raise
+
+    def _start(self) -> None:
+        self._generation += 1
+        generation = f"world{self._size}/generation{self._generation}"  # gloo hangs on a store's used keys
+        for rank in range(self._size):
+            station = Station(rank, self._size, self._device, self._port, generation)
+            self._ranks.append(self._launcher.start(station))
+        until = time.monotonic() + _START_LIMIT_S
+        with selectors.DefaultSelector() as selector:
+            for process in self._ranks:
+                selector.register(process.channel, selectors.EVENT_READ, process)
+            while selector.get_map():
+                ready = selector.select(until - time.monotonic())
+                if not ready:
+                    raise EngineError(f"a world of {self._size} had not started after {_START_LIMIT_S} s")
+                for key, _ in ready:
+                    self._greet(key.data)
+                    selector.unregister(key.fileobj)
+
+    def _greet(self, process: RankProcess) -> None:
+        """Takes a new rank's first answer."""
+        who = f"rank {process.rank} of a world of {self._size}"
+        try:
+            answer: Answer = wire.loads(process.channel.receive())
+        except (EOFError, OSError):
+            code = self._launcher.exit_code(process, patience_s=1.0)
+            how = "closed its channel" if code is None else describe_exit(code)
+            raise EngineError(f"{who} ended while it was starting: {how}") from None
+        if answer.fault is not None:
+            raise EngineError(f"{who} could not start: {answer.fault.error}\n{answer.fault.traceback}")
+
+    def _post(self, message: Sequence[wire.Buffer], deadline_s: float) -> None:
+        for process in self._ranks:
+            process.channel.socket.settimeout(deadline_s)
+            process.skip_stacks()
+            with contextlib.suppress(OSError):  # it has just ended, or is stopped: there will be no answer
+                process.channel.send(message)
