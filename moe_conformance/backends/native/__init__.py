@@ -1,0 +1,62 @@
+"""The native backend: plain torch and torch.distributed, on gloo and NCCL. It is under test like any other.
+
+    groups.py       which ranks belong together, which experts a rank holds
+    permutation.py  tokens to rows sorted by expert, and back
+    collectives.py  uneven all-to-all, all-gather and reduce-scatter with gradients
+    exchange.py     variants "local", "allgather" and "alltoall"
+    experts.py      SwiGLU experts
+    routing.py      the router
+    gradients.py    what happens to gradients before the step
+    session.py      puts them together
+
+To run a changed version (a planted bug, an experiment), override one method of one class and name the class:
+
+    class Doubled(AllToAllExchange):
+        def _weigh(self, rows_PD, weights_P):
+            return super()._weigh(rows_PD, 2 * weights_P)
+
+    class DoubledSession(NativeSession):
+        exchange_classes = {**NativeSession.exchange_classes, "alltoall": Doubled}
+
+    class DoubledNative(Native):
+        name = "native-doubled"
+        session_class = DoubledSession
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+
+from moe_conformance.backends.native.groups import groups
+from moe_conformance.backends.native.session import NativeSession
+from moe_conformance.contract import Limit, Topology
+from moe_conformance.topology import RankLists
+
+__all__ = ["Native", "NativeSession"]
+
+
+class Native:
+    """The backend; it has no limits of its own."""
+
+    name: str = "native"
+    variants: tuple[str, ...] = tuple(NativeSession.exchange_classes)
+    session_class: ClassVar[type[NativeSession]] = NativeSession
+
+    def versions(self) -> Mapping[str, str]:
+        """Return the version of torch, the only library in use."""
+        return {"torch": torch.__version__}
+
+    def limits(self, variant: str) -> Sequence[Limit]:
+        """Return none: what native cannot build it refuses."""
+        return ()
+
+    def open(self, topology: Topology, device: torch.device) -> NativeSession:
+        """Open a session."""
+        return self.session_class(topology, device)
+
+    def groups(self, sizes: Mapping[str, int]) -> Mapping[str, RankLists]:
+        """Return the rank lists that native expects of a topology of these sizes."""
+        return groups(sizes)

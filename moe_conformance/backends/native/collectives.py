@@ -1,0 +1,67 @@
+"""Collectives that autograd goes through and that take uneven sizes. Rows lie on dim 0.
+
+All three are one all-to-all with uneven splits, because gloo has neither an uneven all-gather nor an uneven
+reduce-scatter, and padding to the largest rank would cost W times that rank under a skewed load. The sum of
+the reduce-scatter is local, in rank order: deterministic, and for bf16 and fp16 in float32 inside, rounded
+once. A group of one rank exchanges nothing and starts no collective.
+
+Every rank of the group calls, with no rows too; the backward is a collective as well, so what is made of the
+result must stay in the graph on every rank or on none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class _AllToAll(torch.autograd.Function):
+    """Rows by destination in, rows by source out; the gradient takes the way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        """Send and remember the splits."""
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        result = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(result, rows.contiguous(), list(received), list(sent), group=group)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        """Send the gradient of what was received back to where it came from."""
+        return all_to_all(gradients[0], ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def all_to_all(
+    rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Send `sent[w]` rows to rank w and return the `received[w]` rows of every rank w, both in rank order."""
+    if group.size() == 1:
+        return rows
+    result: Tensor = _AllToAll.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+def all_gather(rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """Return the `sizes[w]` rows of every rank w, in rank order. The ranks' gradients are summed."""
+    W = group.size()
+    if W == 1:
+        return rows
+    copies = rows.repeat(W, *[1] * (rows.dim() - 1))  # one for each rank
+    return all_to_all(copies, [rows.shape[0]] * W, sizes, group)
+
+
+def reduce_scatter(rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's `sizes[rank]` rows, summed over the ranks. The gradient goes to every rank."""
+    W = group.size()
+    if W == 1:
+        return rows
+    own = sizes[group.rank()]
+    parts = all_to_all(rows, sizes, [own] * W, group)
+    return parts.reshape(W, own, *rows.shape[1:]).sum(0)

@@ -1,0 +1,220 @@
+"""Exchanges: every (token, expert) pair to the rank that holds the expert, and the answers back to the token.
+
+What reaches the experts is expert-major; the rows of one expert are ordered by source rank, then token, then
+slot. The weights stay with the tokens' side of the exchange and are applied to the answers in combine, or to
+the rows before they leave for the experts where `Config.weights_applied` is "input"; the experts never see
+them.
+
+With etp > 1 every pair goes to all etp shards of its expert, and their answers, parts of a sum, are added.
+All state of a step is in the handle: any number of steps may be in flight.
+
+T tokens of this rank, K slots, E experts, N experts held, D hidden, P pairs of this rank, R rows received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_conformance.backends.native import collectives
+from moe_conformance.backends.native.groups import CannotBuild, Placement
+from moe_conformance.backends.native.permutation import Pairs, permute, sort_pairs, unpermute, weigh
+from moe_conformance.contract import Config, Delivery, Routing, Topology
+
+
+@dataclass(frozen=True)
+class Permuted:
+    """What it takes to bring rows back to their tokens."""
+
+    pairs: Pairs
+    weights_P: Tensor
+    shape: tuple[int, ...]  # of x
+
+
+class LocalExchange:
+    """One rank holds all experts whole: a permutation, no communication. The others build on its halves."""
+
+    def __init__(self, config: Config, topology: Topology) -> None:
+        """Take the place among the experts from the topology.
+
+        Raises:
+            CannotBuild: the experts do not divide over ep, or this variant cannot run on the layout.
+        """
+        self.topology = topology
+        self.placement = Placement.of(config.experts, topology)
+        self.experts = config.experts
+        self.weighs_input = config.weights_applied == "input"
+        self._check_layout()
+
+    def _check_layout(self) -> None:
+        ranks = len(self.topology.ranks("ep_etp"))
+        if ranks > 1:
+            raise CannotBuild(f"the local exchange moves nothing between the {ranks} ranks of ep * etp")
+
+    @property
+    def local_experts(self) -> tuple[int, ...]:
+        """Global ids of this rank's N experts."""
+        return self.placement.ids
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        """The class that was built and where it applies the weights."""
+        return {"exchange": type(self).__name__, "weights": "input" if self.weighs_input else "combine"}
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        """Return the rows of this rank's experts and the handle; x is (*lead, D) with prod(lead) == T."""
+        rows_PD, permuted = self._permute(x, routing)
+        return Delivery.grouped(rows_PD, permuted.pairs.counts_E), permuted
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        """Return y in the shape of x and the dtype of the rows."""
+        return self._unpermute(rows, handle)
+
+    def _permute(self, x: Tensor, routing: Routing) -> tuple[Tensor, Permuted]:
+        """Return one row per pair, by expert; an exchange that weighs the input has weighed them."""
+        pairs = sort_pairs(routing.ids_TK, routing.experts)
+        weights_P = self._weights(routing, pairs)
+        rows_PD = permute(x.reshape(-1, x.shape[-1]), pairs)
+        if self.weighs_input:
+            rows_PD = self._weigh(rows_PD, weights_P)
+        return rows_PD, Permuted(pairs, weights_P, tuple(x.shape))
+
+    def _unpermute(self, rows_PD: Tensor, permuted: Permuted) -> Tensor:
+        """Return y of the answers to the pairs, weighed here unless their rows were."""
+        if not self.weighs_input:
+            rows_PD = self._weigh(rows_PD, permuted.weights_P)
+        return unpermute(rows_PD, permuted.pairs).reshape(permuted.shape)
+
+    def _weights(self, routing: Routing, pairs: Pairs) -> Tensor:
+        """Return the weight of every pair; that of an empty slot is in none and gets a gradient of zero."""
+        return routing.weights_TK[pairs.token_P, pairs.slot_P]
+
+    def _weigh(self, rows_PD: Tensor, weights_P: Tensor) -> Tensor:
+        return weigh(rows_PD, weights_P)
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """How many tokens every rank of ep_etp brought, and the way back to all of them."""
+
+    sizes_W: list[int]
+    permuted: Permuted
+    shape: tuple[int, ...]  # of x
+
+
+class AllGatherExchange(LocalExchange):
+    """Every rank gets all tokens of its ep_etp group, serves its own experts, and the answers are summed."""
+
+    def _check_layout(self) -> None:
+        """Any layout will do."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        """Gather x, ids and weights, and permute what is this rank's; all ranks bring the same K."""
+        group = self.topology.group("ep_etp")
+        x_TD = x.reshape(-1, x.shape[-1])
+        sizes_W = collectives.all_gather(_counts([x_TD.shape[0]], x), [1] * group.size(), group).tolist()
+        everything = Routing(
+            self._local_ids(collectives.all_gather(routing.ids_TK, sizes_W, group)),
+            collectives.all_gather(routing.weights_TK, sizes_W, group),
+            self.placement.held,
+        )
+        rows_RD, permuted = self._permute(collectives.all_gather(x_TD, sizes_W, group), everything)
+        return Delivery.grouped(rows_RD, permuted.pairs.counts_E), Gathered(sizes_W, permuted, tuple(x.shape))
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        """Sum every token's answers here, then over the ranks."""
+        everything = self._unpermute(rows, handle.permuted)
+        own = collectives.reduce_scatter(everything, handle.sizes_W, self.topology.group("ep_etp"))
+        return own.reshape(handle.shape)
+
+    def _local_ids(self, ids_TK: Tensor) -> Tensor:
+        """Return the index among this rank's experts, -1 for an expert held elsewhere or an empty slot."""
+        local_TK = ids_TK - self.placement.first
+        mine_TK = (ids_TK >= 0) & (local_TK >= 0) & (local_TK < self.placement.held)
+        return torch.where(mine_TK, local_TK, -1)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who sends how many rows to whom in one step; the way back reads it from right to left."""
+
+    sent_C: list[int]  # rows to every rank of ep
+    received_C: list[int]  # rows from every rank of ep
+    gathered_S: list[int]  # rows that every rank of etp has then
+    order_R: Tensor  # from (etp rank, ep rank, expert) to (expert, source rank)
+    counts_N: Tensor
+
+
+@dataclass(frozen=True)
+class Sent:
+    """The way back of the pairs, and of their rows."""
+
+    plan: Plan
+    permuted: Permuted
+
+
+class AllToAllExchange(LocalExchange):
+    """Pairs go to their expert by all-to-all over ep, then to all its shards by all-gather over etp.
+
+    The answers are summed over the shards by reduce-scatter over etp and go home by all-to-all over ep.
+    """
+
+    def _check_layout(self) -> None:
+        """Any layout will do."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        """Send the pairs off and group what arrives by expert."""
+        rows_PD, permuted = self._permute(x, routing)  # by expert, so by owner too
+        plan = self._plan(permuted.pairs.counts_E)
+        rows = collectives.all_to_all(rows_PD, plan.sent_C, plan.received_C, self.topology.group("ep"))
+        rows = collectives.all_gather(rows, plan.gathered_S, self.topology.group("etp"))
+        return Delivery.grouped(self._regroup(rows, plan.order_R), plan.counts_N), Sent(plan, permuted)
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        """Send the answers home and sum them by token."""
+        plan: Plan = handle.plan
+        rows = self._ungroup(rows, plan.order_R)
+        rows = collectives.reduce_scatter(rows, plan.gathered_S, self.topology.group("etp"))
+        rows_PD = collectives.all_to_all(rows, plan.received_C, plan.sent_C, self.topology.group("ep"))
+        return self._unpermute(rows_PD, handle.permuted)
+
+    def _plan(self, counts_E: Tensor) -> Plan:
+        """Tell every owner how many pairs come for each of its experts, and its shards too."""
+        ep, etp = self.topology.group("ep"), self.topology.group("etp")
+        C, S = ep.size(), etp.size()
+        counts_CN = counts_E.reshape(C, self.placement.held)
+        arriving_CN = collectives.all_to_all(counts_CN, [1] * C, [1] * C, ep)
+        arriving_SCN = collectives.all_gather(arriving_CN, [C] * S, etp).reshape(S, C, self.placement.held)
+        return Plan(
+            sent_C=counts_CN.sum(1).tolist(),
+            received_C=arriving_CN.sum(1).tolist(),
+            gathered_S=arriving_SCN.sum((1, 2)).tolist(),
+            order_R=_expert_major(arriving_SCN),
+            counts_N=arriving_SCN.sum((0, 1)),
+        )
+
+    def _regroup(self, rows_RD: Tensor, order_R: Tensor) -> Tensor:
+        return rows_RD.index_select(0, order_R)
+
+    def _ungroup(self, rows_RD: Tensor, order_R: Tensor) -> Tensor:
+        return rows_RD.index_select(0, order_R.argsort())
+
+
+def _expert_major(counts_SCN: Tensor) -> Tensor:
+    """Return the order that brings blocks of rows from (etp, ep, expert) to (expert, ep, etp).
+
+    Ranks of ep_etp count etp fastest, so within an expert the rows then lie by source rank. Rows of a block
+    stay in order.
+    """
+    S, C, N = counts_SCN.shape
+    place_NCS = torch.arange(S * C * N, device=counts_SCN.device).reshape(N, C, S)  # of a block, afterwards
+    place_R = place_NCS.permute(2, 1, 0).reshape(-1).repeat_interleave(counts_SCN.reshape(-1))
+    return place_R.argsort(stable=True)
+
+
+def _counts(values: list[int], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=like.device)

@@ -1,0 +1,73 @@
+"""SwiGLU experts in a loop over the experts of this rank: f(x) = down (silu(gate x) * up x).
+
+N experts held, D hidden, F expert hidden, R rows, J ids per row, P filled ids. With etp > 1 a rank holds F /
+etp of the hidden units of each of its experts, and its answer is that part of the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moe_conformance.backends.native.gradients import Replicated
+from moe_conformance.backends.native.groups import CannotBuild, Placement
+from moe_conformance.backends.native.permutation import permute, sort_pairs, unpermute, weigh
+from moe_conformance.contract import Config, Delivery, Named, Read, Topology
+
+
+class Experts(Replicated):
+    """The experts of one rank, stacked: gate and up (N, F / etp, D), down (N, D, F / etp)."""
+
+    replicas = ("edp",)
+
+    def __init__(self, config: Config, topology: Topology, device: torch.device) -> None:
+        """Make the parameters; they are NaN until someone writes them.
+
+        Raises:
+            CannotBuild: the experts do not divide over ep, or F does not divide over etp.
+        """
+        super().__init__()
+        self.placement = Placement.of(config.experts, topology)
+        if config.ffn % self.placement.shards:
+            raise CannotBuild(f"ffn = {config.ffn} does not divide over etp = {self.placement.shards} ranks")
+        N, units, D = self.placement.held, config.ffn // self.placement.shards, config.hidden
+        nan = torch.full((N, units, D), torch.nan, dtype=config.dtype, device=device)
+        self.gate_NFD = nn.Parameter(nan.clone())
+        self.up_NFD = nn.Parameter(nan.clone())
+        self.down_NDF = nn.Parameter(nan.transpose(1, 2).clone(memory_format=torch.contiguous_format))
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        """The class that was built."""
+        return {"experts": type(self).__name__}
+
+    def named(self, read: Read) -> Iterator[Named]:
+        """Yield gate, up and down of every expert by global id."""
+        gate_NFD, up_NFD, down_NDF = read(self.gate_NFD), read(self.up_NFD), read(self.down_NDF)
+        part = (self.placement.shard, self.placement.shards)
+        for n, expert in enumerate(self.placement.ids):
+            yield Named("gate", expert, gate_NFD[n], (0, *part))
+            yield Named("up", expert, up_NFD[n], (0, *part))
+            yield Named("down", expert, down_NDF[n], (1, *part))
+
+    def forward(self, delivery: Delivery) -> Tensor:
+        """Return out_r = sum_j w_rj f(row_r), zero for a row without ids, in `delivery.shape`."""
+        pairs = sort_pairs(delivery.ids_RJ, self.placement.held)
+        rows_PD = permute(delivery.rows_RD, pairs)
+        out_PD = self._loop(rows_PD, pairs.counts_E.tolist())
+        if delivery.weights_RJ is not None:
+            out_PD = weigh(out_PD, delivery.weights_RJ[pairs.token_P, pairs.slot_P])
+        return unpermute(out_PD, pairs).reshape(delivery.shape)
+
+    def _loop(self, rows_PD: Tensor, counts_N: list[int]) -> Tensor:
+        """Run every expert on its rows, on none too: an idle expert gets zero gradients."""
+        weights = zip(self.gate_NFD.unbind(), self.up_NFD.unbind(), self.down_NDF.unbind(), strict=True)
+        return torch.cat([swiglu(rows, *w) for rows, w in zip(rows_PD.split(counts_N), weights, strict=True)])
+
+
+def swiglu(rows_RD: Tensor, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> Tensor:
+    """Return down (silu(gate x) * up x) of every row x."""
+    return F.linear(F.silu(F.linear(rows_RD, gate_FD)) * F.linear(rows_RD, up_FD), down_DF)

@@ -1,0 +1,51 @@
+"""What happens to gradients between the last backward and the step.
+
+The loss is the sum of the ranks' losses. An exchange brings an expert the gradients of all tokens of its
+ep_etp group, so its replicas (edp) sum theirs and divide by nothing; a dense parameter saw this rank's tokens
+only, and its replicas are all ranks of the pipeline stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moe_conformance.contract import Topology
+
+
+class Replicated(nn.Module):
+    """A module whose parameters are the same on all ranks of some groups, which meet in this rank alone."""
+
+    replicas: ClassVar[tuple[str, ...]]
+
+
+class GradientFinisher:
+    """Sums the gradients of replicated parameters."""
+
+    def __init__(self, topology: Topology) -> None:
+        """Keep the topology, whose groups it reduces over."""
+        self.topology = topology
+
+    def finish(self, modules: Iterable[Replicated]) -> None:
+        """Leave in `grad` of every parameter the sum over its replicas; an absent gradient counts as zeros.
+
+        Absence may differ between replicas (a rank without a backward), so every replica takes part in the
+        sum.
+        """
+        for module in modules:
+            for parameter in module.parameters():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                parameter.grad.copy_(self._summed(parameter.grad, module.replicas))
+
+    def _summed(self, gradient: Tensor, replicas: tuple[str, ...]) -> Tensor:
+        """Sum in float32 at least, so that the number of replicas does not cost digits."""
+        total = gradient.to(torch.promote_types(gradient.dtype, torch.float32)).contiguous()
+        for name in replicas:
+            if self.topology.group(name).size() > 1:
+                dist.all_reduce(total, group=self.topology.group(name))
+        return total

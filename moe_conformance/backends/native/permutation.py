@@ -1,0 +1,58 @@
+"""From tokens to one row per (token, expert) pair, sorted by expert, and back.
+
+T tokens, K slots per token, E experts, D hidden, P pairs: the filled slots of all tokens. The same four
+functions serve the exchanges (tokens and their routing) and the experts (received rows and their ids).
+
+Rounding, in any float dtype: a row times its weight is computed in the wider of the two dtypes and rounded
+once to the row's; sums over the slots of a token (outputs forward, input gradients backward) are `torch.sum`
+over a dimension: deterministic, in float32 inside for bf16 and fp16, rounded once. Empty slots add exact
+zeros, whatever their weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The filled slots of a (T, K) table of expert ids: by expert, then token, then slot."""
+
+    token_P: Tensor
+    slot_P: Tensor
+    counts_E: Tensor  # pairs of each expert
+    shape: tuple[int, int]  # T, K
+
+
+def sort_pairs(ids_TK: Tensor, experts: int) -> Pairs:
+    """Return the filled slots in order: ids below 0 are empty, and an expert twice in a row is two pairs."""
+    T, K = ids_TK.shape
+    token_P, slot_P = (ids_TK >= 0).nonzero(as_tuple=True)  # in the order of tokens, then slots
+    ids_P = ids_TK[token_P, slot_P]
+    order_P = ids_P.argsort(stable=True)
+    return Pairs(token_P[order_P], slot_P[order_P], torch.bincount(ids_P, minlength=experts), (T, K))
+
+
+def permute(x_TD: Tensor, pairs: Pairs) -> Tensor:
+    """Return rows_PD, the token of every pair.
+
+    It reads from a (T, K, D) view, not from x itself, so that the backward sums over the slots in order and
+    in one rounding; a scatter-add into (T, D) would round at every step, and in any order on CUDA.
+    """
+    T, K = pairs.shape
+    return x_TD.unsqueeze(1).expand(T, K, -1)[pairs.token_P, pairs.slot_P]
+
+
+def unpermute(rows_PD: Tensor, pairs: Pairs) -> Tensor:
+    """Return y_TD, the sum of every token's pairs; zeros for a token without any."""
+    T, K = pairs.shape
+    table_TKD = rows_PD.new_zeros(T, K, rows_PD.shape[1])
+    return table_TKD.index_put((pairs.token_P, pairs.slot_P), rows_PD).sum(1)
+
+
+def weigh(rows_PD: Tensor, weights_P: Tensor) -> Tensor:
+    """Return every row times its weight, in the rows' dtype."""
+    return (rows_PD * weights_P.unsqueeze(1)).to(rows_PD.dtype)

@@ -1,0 +1,136 @@
+"""The router: scores, selection and weights of this rank's tokens.
+
+T tokens, E experts, K slots, D hidden, G expert groups. Everything is computed in float32 at least (float64
+for float64), whatever the dtype of x and of the router, and the weights are left in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moe_conformance.backends.native.gradients import Replicated
+from moe_conformance.backends.native.groups import CannotBuild
+from moe_conformance.contract import Config, Named, Read, Routed, Routing
+
+
+class Router(Replicated):
+    """A linear map to E logits, a score of each, the K best by score plus bias, their scores as weights."""
+
+    replicas = ("dp_cp", "tp")  # every rank of the pipeline stage has tokens of its own
+    balance_bias: Tensor | None
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        """Make the parameter, NaN until someone writes it, and the bias of zeros where one is asked for.
+
+        Raises:
+            CannotBuild: K experts cannot be had from E, or from the groups.
+        """
+        super().__init__()
+        _check(config)
+        self.config = config
+        self.wide = torch.promote_types(config.dtype, torch.float32)
+        self.router_ED = nn.Parameter(
+            torch.full((config.experts, config.hidden), torch.nan, dtype=config.dtype, device=device)
+        )
+        bias_E = torch.zeros(config.experts, dtype=self.wide, device=device) if config.balance_bias else None
+        self.register_buffer("balance_bias", bias_E)
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        """The class that was built, its score and the dtype it computes in."""
+        return {"router": type(self).__name__, "score": self.config.score, "dtype": str(self.wide)}
+
+    def named(self, read: Read) -> Iterator[Named]:
+        """Yield the router (E, D), and the balance bias (E,) if there is one."""
+        yield Named("router", None, read(self.router_ED))
+        if self.balance_bias is not None:
+            yield Named("balance_bias", None, read(self.balance_bias))
+
+    def forward(self, x: Tensor) -> Routed:
+        """Return ids, weights, logits and counts; x is (*lead, D)."""
+        logits_TE = self._logits(x.reshape(-1, x.shape[-1]))
+        scores_TE = self._scores(logits_TE)
+        ids_TK = self._choose(scores_TE)
+        weights_TK = self._weights(scores_TE, ids_TK)
+        counts_E = torch.bincount(ids_TK.reshape(-1), minlength=self.config.experts)
+        return Routed(Routing(ids_TK, weights_TK, self.config.experts), logits_TE, counts_E)
+
+    def _logits(self, x_TD: Tensor) -> Tensor:
+        return F.linear(x_TD.to(self.wide), self.router_ED.to(self.wide))
+
+    def _scores(self, logits_TE: Tensor) -> Tensor:
+        """Return a score per expert. For softmax_topk it is the logit: its softmax comes after the choice."""
+        if self.config.score == "softmax":
+            return logits_TE.softmax(1)
+        if self.config.score == "sigmoid":
+            return logits_TE.sigmoid()
+        if self.config.score == "sqrtsoftplus":
+            return _sqrt_softplus(logits_TE)
+        return logits_TE
+
+    def _choose(self, scores_TE: Tensor) -> Tensor:
+        """Return the K best experts of each token, best first, from the best groups if there are groups."""
+        choice_TE = scores_TE.detach()
+        if self.balance_bias is not None:
+            choice_TE = choice_TE + self.balance_bias
+        if self.config.groups is not None:
+            choice_TE = self._mask_groups(choice_TE, *self.config.groups)
+        return choice_TE.topk(self.config.top_k, dim=1).indices
+
+    def _mask_groups(self, choice_TE: Tensor, groups: int, chosen: int) -> Tensor:
+        """Put all but the `chosen` best groups out of reach: at -inf, as biased scores may be negative."""
+        choice_TGe = choice_TE.reshape(-1, groups, self.config.experts // groups)
+        worth_TG = choice_TGe.topk(_addends(self.config, chosen), dim=2).values.sum(2)
+        best_Tg = worth_TG.topk(chosen, dim=1).indices
+        shut_TG = torch.ones_like(worth_TG, dtype=torch.bool).scatter(1, best_Tg, False)
+        return choice_TGe.masked_fill(shut_TG.unsqueeze(2), -torch.inf).flatten(1)
+
+    def _weights(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        """Return the scores of the chosen without the bias, normalised if asked, then scaled."""
+        weights_TK = scores_TE.gather(1, ids_TK)
+        if self.config.score == "softmax_topk":
+            weights_TK = weights_TK.softmax(1)
+        if self.config.normalise:
+            sum_T1 = weights_TK.sum(1, keepdim=True)  # 0 where all the chosen scores underflow
+            weights_TK = weights_TK / sum_T1.masked_fill(sum_T1 == 0, 1.0)
+        return weights_TK * self.config.scale
+
+
+def _sqrt_softplus(logits_TE: Tensor) -> Tensor:
+    """Return sqrt(log(1 + exp(l))).
+
+    `F.softplus` turns linear at 20, which float64 can tell. The clamp is for the gradient: where log(1 +
+    exp(l)) underflows, the slope of the square root is infinite, and infinity times zero is NaN.
+    """
+    softplus_TE = -F.logsigmoid(-logits_TE)
+    return softplus_TE.clamp_min(torch.finfo(softplus_TE.dtype).tiny).sqrt()
+
+
+def _addends(config: Config, chosen: int) -> int:
+    """Return how many of a group's best experts make up its worth."""
+    return {"top2_sum": 2, "topk_sum": config.top_k // chosen, "max": 1}[config.group_score]
+
+
+def _check(config: Config) -> None:
+    """Raise `CannotBuild` where the choice would have too few experts."""
+    E, K = config.experts, config.top_k
+    if not 1 <= K <= E:
+        raise CannotBuild(f"top_k = {K} of {E} experts")
+    if config.groups is None:
+        return
+    groups, chosen = config.groups
+    if groups < 1 or E % groups:
+        raise CannotBuild(f"{E} experts do not divide into {groups} groups")
+    if not 1 <= chosen <= groups:
+        raise CannotBuild(f"{chosen} groups chosen of {groups}")
+    if chosen * (E // groups) < K:
+        raise CannotBuild(f"top_k = {K} from {chosen} groups of {E // groups} experts")
+    if not 1 <= _addends(config, chosen) <= E // groups:
+        addends = _addends(config, chosen)
+        raise CannotBuild(
+            f"{config.group_score} adds up {addends} scores of a group of {E // groups} experts"
+        )

@@ -1,0 +1,71 @@
+"""The native session: builds the surfaces out of the classes that its attributes name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+
+from moe_conformance.backends.native.exchange import AllGatherExchange, AllToAllExchange, LocalExchange
+from moe_conformance.backends.native.experts import Experts
+from moe_conformance.backends.native.gradients import GradientFinisher, Replicated
+from moe_conformance.backends.native.groups import CannotBuild
+from moe_conformance.backends.native.routing import Router
+from moe_conformance.contract import Config, Parametrised, Session, Topology, Unsupported, refusals
+
+# Each of them by some surface: one config serves all surfaces.
+_MAPPED = (
+    "variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied",
+    "score", "normalise", "scale", "groups", "group_score", "balance_bias",
+)  # fmt: skip
+
+
+class NativeSession(Session):
+    """One topology on one rank. Swap a class attribute to swap what is built."""
+
+    weights_at = "combine"
+    expert_output_is_partial = True  # the one part of one where etp = 1
+
+    exchange_classes: ClassVar[Mapping[str, type[LocalExchange]]] = {
+        "alltoall": AllToAllExchange,
+        "allgather": AllGatherExchange,
+        "local": LocalExchange,
+    }
+    experts_class: ClassVar[type[Experts]] = Experts
+    router_class: ClassVar[type[Router]] = Router
+    finisher_class: ClassVar[type[GradientFinisher]] = GradientFinisher
+
+    def __init__(self, topology: Topology, device: torch.device) -> None:
+        """Keep where this rank stands; the process groups are the topology's."""
+        self.topology = topology
+        self.device = device
+
+    def exchange(self, config: Config) -> LocalExchange:
+        """Build the exchange of `config.variant`."""
+        config.only(*_MAPPED)
+        if config.variant not in self.exchange_classes:
+            known = ", ".join(self.exchange_classes)
+            raise Unsupported(f"native has no variant {config.variant!r}; it has {known}")
+        with refusals(CannotBuild, match="."):
+            return self.exchange_classes[config.variant](config, self.topology)
+
+    def experts(self, config: Config) -> Experts:
+        """Build this rank's experts."""
+        config.only(*_MAPPED)
+        with refusals(CannotBuild, match="."):
+            return self.experts_class(config, self.topology, self.device)
+
+    def router(self, config: Config) -> Router:
+        """Build the router."""
+        config.only(*_MAPPED)
+        with refusals(CannotBuild, match="."):
+            return self.router_class(config, self.device)
+
+    def finish_gradients(self, *built: Parametrised) -> None:
+        """Sum the gradients of native's experts and router over their replicas."""
+        modules = [surface for surface in built if isinstance(surface, Replicated)]
+        if len(modules) < len(built):
+            kinds = ", ".join(type(surface).__name__ for surface in built)
+            raise TypeError(f"native finishes the gradients of what native built; this was {kinds}")
+        self.finisher_class(self.topology).finish(modules)
