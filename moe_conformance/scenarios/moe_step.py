@@ -69,13 +69,14 @@ def moe_step(engine: Engine, backend: str, workload: Workload, deadline_s: float
 
 
 def _rank_outcome(result: RankResult) -> RankOutcome:
-    if result.status == "ok":
+    if result.status == "ok" and (result.error is None or result.secondary):
         outcome: RankOutcome = result.value
         return outcome
     malformed = result.error_type == "moe_conformance.contract.Malformed"
     return RankOutcome(
         rank=result.rank,
-        status="malformed" if malformed else result.status,
+        # A rank may return while its peers wait for it in a collective: then it is the one at fault.
+        status="malformed" if malformed else "hung" if result.status == "ok" else result.status,
         reached=str(result.error_attributes.get("reached", "")),
         error=result.error,
         traceback=result.traceback,
@@ -122,6 +123,8 @@ class _Step:
             built.append(self.router)
         else:
             self.exchange = session.exchange(self.config)
+            if "D" in self.workload.schedule and not hasattr(self.exchange, "dispatch"):
+                raise Unsupported("this exchange has no halves to interleave")
             self.experts = self._experts(session, kept.topology, built)
         for surface in built:
             parameters.write(surface, self.workload.parameters)
@@ -171,9 +174,7 @@ class _Step:
         self.outputs[m] = whole(self.exchange)(inputs.x, inputs.routing, self._expert(m))
 
     def _dispatch(self, m: int) -> None:
-        if not hasattr(self.exchange, "dispatch"):
-            raise Unsupported("the exchange has no halves, and the schedule asks for them")
-        self.delivered[m] = self.exchange.dispatch(self.inputs[m].x, self.inputs[m].routing)
+        self.delivered[m] = self.exchange.dispatch(self.inputs[m].x, self.inputs[m].routing)  # type: ignore[union-attr]
 
     def _combine(self, m: int) -> None:
         delivery, handle = self.delivered.pop(m)

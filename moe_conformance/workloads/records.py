@@ -32,7 +32,7 @@ class Workload:
     (name, global expert id). `lead` says in which shape x is handed over: flat (T, D), or (T / 2, 2, D) where T is even.
     """
 
-    name: str  # unique within its scenario
+    name: str  # unique together with the variant and the layout
     kind: Literal["probe", "experts", "route"]  # the suite's expert, the backend's own experts, the router alone
     config: Config
     layout: Layout
@@ -40,4 +40,3 @@ class Workload:
     schedule: str = "F0 B0"  # F forward and B backward of a microbatch, in this order; D and C are the halves of F
     parameters: Mapping[ParameterKey, Tensor] = field(default_factory=dict)
     lead: Literal["flat", "two_dims"] = "flat"
-    features: Mapping[str, object] = field(default_factory=dict)  # what `contract.Limit.on` may speak of, by name

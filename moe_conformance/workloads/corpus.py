@@ -1,0 +1,244 @@
+"""The pinned corpus: the seeded and adversarial workloads that every backend meets on every layout.
+
+A recipe is a name and a function that draws the batches. `corpus` applies the recipes to a variant and a layout. Names
+that end in `even` give every rank the same number of tokens, for backends that need it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from moe_conformance.contract import Config
+from moe_conformance.topology import Layout
+from moe_conformance.workloads import draw
+from moe_conformance.workloads.records import Batch, Workload
+
+Profile = Literal["quick", "full"]
+Route = Callable[[int, Config, Layout, torch.Generator], Tensor]  # (T, config, layout, generator) -> ids_TK
+
+EVEN = (8,)  # tokens of rank r: the entry r modulo the length
+UNEVEN = (9, 4, 13, 6, 11, 5, 7, 10)
+ONE_WITHOUT = (7, 0, 9, 4)
+
+
+def anywhere(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
+    """Any K different experts, unequal loads."""
+    return draw.choose(T, config, generator)
+
+
+def empty_expert(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
+    """Expert 1 gets nothing from any rank."""
+    return draw.choose(T, config, generator, [e for e in range(config.experts) if e != 1])
+
+
+def idle_rank(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
+    """The experts of the last ep coordinate get nothing."""
+    held = config.experts // layout.ep
+    return draw.choose(T, config, generator, range(config.experts - held))
+
+
+def one_rank(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
+    """Everything goes to the experts of the last ep coordinate."""
+    held = config.experts // layout.ep
+    return draw.choose(T, config, generator, range(config.experts - held, config.experts))
+
+
+def one_expert(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
+    """Everything goes to one expert; K is 1."""
+    return torch.full((T, 1), config.experts - 2)
+
+
+def dropped(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
+    """A third of the slots are empty; token 0 has none left, token 1 keeps all."""
+    ids_TK = draw.choose(T, config, generator)
+    drop_TK = torch.rand(ids_TK.shape, generator=generator) < 1 / 3
+    drop_TK[:1], drop_TK[1:2] = True, False
+    return torch.where(drop_TK, -1, ids_TK)
+
+
+def duplicates(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
+    """Every other token names one expert twice."""
+    ids_TK = draw.choose(T, config, generator)
+    ids_TK[::2, 1] = ids_TK[::2, 0]
+    return ids_TK
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to draw one workload of the exchange, with the suite's or the backend's experts."""
+
+    name: str
+    route: Route = anywhere
+    tokens: tuple[int, ...] = EVEN
+    config: dict[str, Any] = field(default_factory=dict)
+    schedule: str = "F0 B0"
+    lead: Literal["flat", "two_dims"] = "flat"
+    needs_ep: bool = False  # says nothing new where there is one ep coordinate
+    profile: Profile = "quick"
+    experts_per_ep: int | None = None  # E = this many times ep, instead of 8
+
+
+_INPUT = {"weights_applied": "input"}
+_OUTPUT = {"weights_applied": "output"}
+
+PROBE = (
+    Recipe("uneven", tokens=UNEVEN),
+    Recipe("even"),
+    Recipe("top-1-even", config={"top_k": 1}),
+    Recipe("top-1-uneven", tokens=UNEVEN, config={"top_k": 1}, profile="full"),
+    Recipe("top-all-even", config={"top_k": 8}),
+    Recipe("odd-experts-even", experts_per_ep=3, config={"hidden": 40, "top_k": 3}),
+    Recipe("odd-experts-uneven", experts_per_ep=3, tokens=UNEVEN, config={"hidden": 40, "top_k": 3}, profile="full"),
+    Recipe("empty-expert-even", empty_expert),
+    Recipe("idle-rank-even", idle_rank, needs_ep=True),
+    Recipe("idle-rank-uneven", idle_rank, tokens=UNEVEN, needs_ep=True, profile="full"),
+    Recipe("one-rank-even", one_rank, needs_ep=True),
+    Recipe("one-expert-even", one_expert, config={"top_k": 1}),
+    Recipe("one-expert-uneven", one_expert, tokens=UNEVEN, config={"top_k": 1}, profile="full"),
+    Recipe("rank-without-tokens", tokens=ONE_WITHOUT),
+    Recipe("dropped-even", dropped),
+    Recipe("dropped-uneven", dropped, tokens=UNEVEN, profile="full"),
+    Recipe("duplicates-even", duplicates),
+    Recipe("two-dims-even", lead="two_dims"),
+    Recipe("in-flight-even", schedule="F0 F1 B0 B1"),
+    Recipe("in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B1 B0"),
+    Recipe("halves-in-flight-even", schedule="D0 D1 C0 C1 B0 B1"),
+    Recipe("halves-in-flight-uneven", tokens=UNEVEN, schedule="D0 D1 C1 C0 B1 B0"),
+    Recipe("one-by-one-uneven", tokens=UNEVEN, schedule="F0 B0 F1 B1"),
+    Recipe("input-weights-even", config=_INPUT),
+    Recipe("output-weights-even", config=_OUTPUT),
+    Recipe("even-bfloat16", config={"dtype": torch.bfloat16}),
+    Recipe("uneven-bfloat16", tokens=UNEVEN, config={"dtype": torch.bfloat16}),
+    Recipe("even-float64", config={"dtype": torch.float64}),
+    Recipe("uneven-float64", tokens=UNEVEN, config={"dtype": torch.float64}, profile="full"),
+    Recipe("even-float16", config={"dtype": torch.float16}, profile="full"),
+    Recipe("top-all-even-bfloat16", config={"top_k": 8, "dtype": torch.bfloat16}, profile="full"),
+)
+
+EXPERTS = (
+    Recipe("own-uneven-float64", tokens=UNEVEN, config={"dtype": torch.float64}),
+    Recipe("own-even-float64", config={"dtype": torch.float64}),
+    Recipe("own-even"),
+    Recipe("own-uneven", tokens=UNEVEN, profile="full"),
+    Recipe("own-even-bfloat16", config={"dtype": torch.bfloat16}),
+    Recipe("own-uneven-bfloat16", tokens=UNEVEN, config={"dtype": torch.bfloat16}, profile="full"),
+    Recipe("own-top-all-even", config={"top_k": 8}),
+    Recipe("own-one-expert-even", one_expert, config={"top_k": 1}),
+    Recipe("own-empty-expert-even", empty_expert),
+    Recipe("own-idle-rank-even", idle_rank, needs_ep=True),
+    Recipe("own-rank-without-tokens", tokens=ONE_WITHOUT),
+    Recipe("own-accumulated-even", schedule="F0 B0 F1 B1"),
+    Recipe("own-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B0 B1"),
+    Recipe("own-input-weights-even", config=_INPUT),
+    Recipe("own-output-weights-even", config=_OUTPUT),
+    Recipe("own-odd-experts-even", experts_per_ep=3, config={"hidden": 40, "ffn": 24, "top_k": 3}),
+)
+
+_SIGMOID = {"score": "sigmoid"}
+_BIASED = {"score": "sigmoid", "balance_bias": True}
+_NORMAL = {"normalise": True}
+
+ROUTE: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("route-softmax", {}),
+    ("route-softmax-normalised", _NORMAL),
+    ("route-softmax-scaled", {"scale": 2.5}),
+    ("route-softmax-topk", {"score": "softmax_topk"}),
+    ("route-softmax-topk-scaled", {"score": "softmax_topk", "scale": 2.5}),
+    ("route-sigmoid", _SIGMOID),
+    ("route-sigmoid-normalised-scaled", {**_SIGMOID, **_NORMAL, "scale": 2.5}),
+    ("route-sigmoid-biased", _BIASED),
+    ("route-sigmoid-biased-normalised-scaled", {**_BIASED, **_NORMAL, "scale": 2.5}),
+    ("route-sqrtsoftplus", {"score": "sqrtsoftplus"}),
+    ("route-sqrtsoftplus-biased-normalised", {"score": "sqrtsoftplus", "balance_bias": True, **_NORMAL}),
+    ("route-groups-top2", {**_BIASED, **_NORMAL, "groups": (4, 2)}),
+    ("route-groups-topk", {**_BIASED, **_NORMAL, "groups": (4, 2), "group_score": "topk_sum"}),
+    ("route-groups-topk-softmax", {"groups": (4, 2), "group_score": "topk_sum"}),
+    ("route-groups-max", {"groups": (4, 2), "group_score": "max"}),
+    ("route-top-1", {"top_k": 1}),
+    ("route-top-1-normalised", {"top_k": 1, **_SIGMOID, **_NORMAL}),
+    ("route-top-all", {"top_k": 8}),
+    ("route-odd-experts", {"experts": 6, "top_k": 3, "hidden": 40}),
+    ("route-bfloat16", {"dtype": torch.bfloat16}),
+    ("route-float64", {"dtype": torch.float64}),
+)
+
+
+def quick_layouts() -> tuple[Layout, ...]:
+    """The layouts of the quick profile, smallest first."""
+    return (
+        Layout(1),
+        Layout(2, ep=2),
+        Layout(4, ep=4),
+        Layout(4, ep=2),  # two replicas of every expert
+        Layout(4, tp=2, ep=2),
+        Layout(4, ep=2, etp=2),
+    )
+
+
+def full_layouts() -> tuple[Layout, ...]:
+    """The quick layouts and the foldings in which dense and expert axes cross."""
+    return (
+        *quick_layouts(),
+        Layout(2),
+        Layout(2, etp=2),
+        Layout(2, tp=2, etp=2),
+        Layout(4, tp=2, ep=4),
+        Layout(4, tp=4, ep=2),
+        Layout(4, tp=2, ep=2, etp=2),
+        Layout(4, etp=4),
+    )
+
+
+def layouts(profile: Profile) -> tuple[Layout, ...]:
+    """The layouts of a profile."""
+    return quick_layouts() if profile == "quick" else full_layouts()
+
+
+def corpus(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
+    """Yield the exchange workloads of a variant on a layout: with the probe, then with the backend's own experts."""
+    kinds: tuple[tuple[Literal["probe", "experts"], tuple[Recipe, ...]], ...] = (("probe", PROBE), ("experts", EXPERTS))
+    for kind, recipes in kinds:
+        for recipe in recipes:
+            if profile == "quick" and recipe.profile == "full" or recipe.needs_ep and layout.ep == 1:
+                continue
+            yield _exchange_workload(recipe, kind, variant, layout)
+
+
+def routing_corpus(variant: str, layout: Layout) -> Iterator[Workload]:
+    """Yield the router workloads; the variant only has to be one that the backend knows."""
+    for name, fields in ROUTE:
+        config = Config(variant=variant, **fields)
+        batches = tuple(
+            draw.route_batch(UNEVEN[rank % len(UNEVEN)] * 2, config, draw.generator(name, layout.name, rank))
+            for rank in range(layout.world)
+        )
+        parameters = draw.router_parameters(config, draw.generator(name, layout.name, "router"))
+        yield Workload(name, "route", config, layout, (batches,), parameters=parameters)
+
+
+def _exchange_workload(recipe: Recipe, kind: Literal["probe", "experts"], variant: str, layout: Layout) -> Workload:
+    fields = dict(recipe.config)
+    if recipe.experts_per_ep:
+        fields["experts"] = recipe.experts_per_ep * layout.ep
+        fields["top_k"] = min(fields["top_k"], fields["experts"])
+    config = replace(Config(variant=variant), **fields)
+    microbatches = 1 + max(int(item[1:]) for item in recipe.schedule.split())
+
+    def batch(microbatch: int, rank: int) -> Batch:
+        generator = draw.generator(recipe.name, layout.name, microbatch, rank)
+        T = recipe.tokens[(rank + microbatch) % len(recipe.tokens)]
+        ids_TK = recipe.route(T, config, layout, generator)
+        if kind == "probe":
+            return draw.probe_batch(rank, microbatch, ids_TK, config, generator)
+        return draw.real_batch(ids_TK, config, generator)
+
+    batches = tuple(tuple(batch(m, r) for r in range(layout.world)) for m in range(microbatches))
+    parameters = {}
+    if kind == "experts":
+        parameters = draw.expert_parameters(config, draw.generator(recipe.name, layout.name, "experts"))
+    return Workload(recipe.name, kind, config, layout, batches, recipe.schedule, parameters, recipe.lead)

@@ -1,0 +1,111 @@
+"""Drawing the tensors of a workload from a seed: routings, weights, tokens, upstream gradients, expert parameters.
+
+Everything differs on every rank and in every microbatch, upstream gradients are never constant, and no two experts
+are alike. The same seed gives the same bytes on every machine (CPU generator).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moe_conformance.contract import Config
+from moe_conformance.workloads import tags
+from moe_conformance.workloads.records import Batch, ParameterKey
+
+# At most 3 significant bits each (see tags), eleven values that are pairwise distinct.
+_WEIGHTS = tuple(m / 8 for m in range(1, 8)) + tuple(m / 16 for m in (1, 3, 5, 7))
+
+
+def generator(*words: object) -> torch.Generator:
+    """Return a generator seeded by words: stable over processes and machines, unlike `hash`."""
+    made = torch.Generator()
+    made.manual_seed(zlib.crc32("/".join(map(str, words)).encode()))
+    return made
+
+
+def weight_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that routing weights come in: float32, or float64 where the tokens are."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def choose(tokens: int, config: Config, draw: torch.Generator, among: Sequence[int] | None = None) -> Tensor:
+    """Return ids_TK: K different experts per token, drawn from `among` (all E by default), popular ones more often.
+
+    The load is uneven on purpose: expert odds fall geometrically in an order drawn once per call.
+    """
+    pool = torch.tensor(list(range(config.experts)) if among is None else list(among))
+    if len(pool) < config.top_k:
+        raise ValueError(f"{config.top_k} different experts asked for, {len(pool)} to choose from")
+    if not tokens:
+        return torch.empty(0, config.top_k, dtype=torch.int64)
+    order = torch.randperm(len(pool), generator=draw)
+    odds = 0.8 ** order.to(torch.float64)
+    picked_TK = torch.multinomial(odds.expand(tokens, -1), config.top_k, replacement=False, generator=draw)
+    return pool[picked_TK]
+
+
+def probe_weights(ids_TK: Tensor, dtype: torch.dtype, draw: torch.Generator) -> Tensor:
+    """Return weights_TK of few bits, pairwise distinct within a token up to eleven slots."""
+    T, K = ids_TK.shape
+    palette = torch.tensor(_WEIGHTS, dtype=dtype)
+    rows = [palette[torch.randperm(len(palette), generator=draw)[torch.arange(K) % len(palette)]] for _ in range(T)]
+    return torch.stack(rows) if rows else torch.empty(0, K, dtype=dtype)
+
+
+def probe_batch(rank: int, microbatch: int, ids_TK: Tensor, config: Config, draw: torch.Generator) -> Batch:
+    """Return tagged tokens with the given routing; every product of the probe run is exact."""
+    T = ids_TK.shape[0]
+    steps_TD = torch.randint(1, 8, (T, config.hidden), generator=draw)
+    signs_TD = torch.randint(0, 2, (T, config.hidden), generator=draw) * 2 - 1
+    return Batch(
+        x_TD=tags.encode(rank, microbatch, T, config.hidden, config.dtype),
+        ids_TK=ids_TK,
+        weights_TK=probe_weights(ids_TK, weight_dtype(config.dtype), draw),
+        upstream=(steps_TD * signs_TD / 4).to(config.dtype),
+    )
+
+
+def real_batch(ids_TK: Tensor, config: Config, draw: torch.Generator) -> Batch:
+    """Return normal tokens and upstream gradients, and weights between 1/16 and 1."""
+    T, K = ids_TK.shape
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw, dtype=torch.float64).to(config.dtype)
+
+    weights_TK = 1 / 16 + torch.rand(T, K, generator=draw, dtype=torch.float64) * 15 / 16
+    return Batch(
+        normal(T, config.hidden), ids_TK, weights_TK.to(weight_dtype(config.dtype)), normal(T, config.hidden)
+    )
+
+
+def route_batch(tokens: int, config: Config, draw: torch.Generator) -> Batch:
+    """Return tokens for a router, with an upstream gradient for its dense weights (T, E)."""
+    x_TD = torch.randn(tokens, config.hidden, generator=draw, dtype=torch.float64).to(config.dtype)
+    upstream_TE = torch.randn(tokens, config.experts, generator=draw, dtype=torch.float64)
+    empty = torch.empty(tokens, 0)
+    return Batch(x_TD, empty.long(), empty, upstream_TE.to(weight_dtype(config.dtype)))
+
+
+def expert_parameters(config: Config, draw: torch.Generator) -> dict[ParameterKey, Tensor]:
+    """Return SwiGLU weights of every expert: gate and up (F, D), down (D, F), scaled to keep outputs near one."""
+    D, F = config.hidden, config.ffn
+    shapes = {"gate": (F, D), "up": (F, D), "down": (D, F)}
+    return {
+        (name, expert): (torch.randn(*shape, generator=draw, dtype=torch.float64) * shape[1] ** -0.5).to(config.dtype)
+        for expert in range(config.experts)
+        for name, shape in shapes.items()
+    }
+
+
+def router_parameters(config: Config, draw: torch.Generator) -> dict[ParameterKey, Tensor]:
+    """Return the router's weight (E, D) and, where asked for, a balance bias large enough to change selections."""
+    weight_ED = torch.randn(config.experts, config.hidden, generator=draw, dtype=torch.float64)
+    made: dict[ParameterKey, Tensor] = {("router", None): (weight_ED * config.hidden**-0.5).to(config.dtype)}
+    if config.balance_bias:
+        bias_E = (torch.rand(config.experts, generator=draw, dtype=torch.float64) - 0.5) * 0.6
+        made["balance_bias", None] = bias_E.to(torch.float32)
+    return made

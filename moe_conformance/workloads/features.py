@@ -1,0 +1,54 @@
+"""What a workload asks of a backend, in the words of `contract.Limit.on`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from moe_conformance.contract import Limit
+from moe_conformance.workloads.records import Batch, Workload
+
+
+def features(workload: Workload, device: str) -> dict[str, Any]:
+    """Return every feature that a limit may speak of, by name."""
+    batches = [batch for microbatch in workload.batches for batch in microbatch]
+    sizes = [{batch.x_TD.shape[0] for batch in microbatch} for microbatch in workload.batches]
+    return {
+        "dtype": workload.config.dtype,
+        "device": device,
+        "layout": workload.layout.name,
+        "uneven_tokens": any(len(tokens) > 1 for tokens in sizes),
+        "zero_tokens": any(0 in tokens for tokens in sizes),
+        "token_dims": 2 if workload.lead == "two_dims" else 1,
+        "duplicate_experts": any(_duplicates(batch) for batch in batches),
+        "dropped_slots": any(bool((batch.ids_TK < 0).any()) for batch in batches),
+        "in_flight": in_flight(workload.schedule),
+    }
+
+
+def broken(limits: Sequence[Limit], workload: Workload, device: str) -> Limit | None:
+    """Return the first limit that the workload would break, or None."""
+    asked = features(workload, device)
+    return next((limit for limit in limits if asked[limit.on] not in limit.allowed), None)
+
+
+def in_flight(schedule: str) -> int:
+    """Return how many microbatches are between their forward and the end of their backward at the same time."""
+    most, open_now = 0, set()
+    for item in schedule.split():
+        if item[0] == "B":
+            open_now.discard(item[1:])
+        else:
+            open_now.add(item[1:])
+        most = max(most, len(open_now))
+    return most
+
+
+def _duplicates(batch: Batch) -> bool:
+    ids_TK = batch.ids_TK
+    if ids_TK.shape[1] < 2 or not ids_TK.shape[0]:
+        return False
+    sorted_TK = torch.sort(ids_TK, dim=1).values
+    return bool(((sorted_TK[:, 1:] == sorted_TK[:, :-1]) & (sorted_TK[:, 1:] >= 0)).any())
