@@ -126,6 +126,7 @@ class _Home:
             timeout=store.FOREVER,
         )
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._kept: dict[str, Any] = {}
 
     def context(self, partitions: Mapping[str, Partition]) -> RankContext:
         """Makes the groups that do not exist yet: all of them, on all ranks, in the same order."""
@@ -136,4 +137,4 @@ class _Home:
                     self._groups[ranks] = dist.new_group(list(ranks), timeout=store.FOREVER)
                 if self._rank in ranks:
                     mine[name] = self._groups[ranks]
-        return RankContext(self._rank, self._world, self._device, mine)
+        return RankContext(self._rank, self._world, self._device, mine, self._kept)

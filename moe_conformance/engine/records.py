@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -49,12 +49,14 @@ class RankContext:
         device: Where this rank's tensors belong. Several ranks may share one GPU.
         groups: This rank's group of every named partition, absent where the rank is in none. A group is made
             once per tuple of ranks and kept for later jobs: two partitions that name the same ranks share it.
+        kept: What functions leave here for later jobs of the same process. A replaced rank starts with nothing.
     """
 
     rank: int
     world: int
     device: torch.device
     groups: Mapping[str, dist.ProcessGroup]
+    kept: MutableMapping[str, Any]
 
 
 @dataclass(frozen=True)
