@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
@@ -24,7 +24,7 @@ _MAPPED = (
 class NativeSession(Session):
     """One topology on one rank. Swap a class attribute to swap what is built."""
 
-    weights_at = "combine"
+    weights_at: ClassVar[Literal["input", "expert", "combine"]] = "combine"
     expert_output_is_partial = True  # the one part of one where etp = 1
 
     exchange_classes: ClassVar[Mapping[str, type[LocalExchange]]] = {

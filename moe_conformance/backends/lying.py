@@ -1,0 +1,224 @@
+"""Backends that lie: native behind one dishonest adapter each, for whoever wants to see a suite catch them.
+
+A planted bug computes something wrong. A liar says something wrong about a sound computation, or does what
+an adapter must not do. Liars are found by dotted path alone, `moe_conformance.backends.lying:WrongCounts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_conformance.backends.native import Native, NativeSession
+from moe_conformance.backends.native.exchange import AllToAllExchange, LocalExchange
+from moe_conformance.backends.native.experts import Experts
+from moe_conformance.backends.native.routing import Router
+from moe_conformance.contract import Config, Delivery, Named, Read, Routing, Unsupported
+from moe_conformance.topology import RankLists
+
+
+class Liar(Native):
+    """What the liars have in common: the one variant that all of them lie about."""
+
+    variants = ("alltoall",)
+
+
+# ---- about what was delivered ------------------------------------------------------------------------------
+
+
+class _OneRowMore(AllToAllExchange):
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        delivery, handle = super().dispatch(x, routing)
+        assert delivery.counts_N is not None  # native always claims counts
+        return replace(delivery, counts_N=delivery.counts_N + 1), handle
+
+
+class _OneRowMoreSession(NativeSession):
+    exchange_classes = {"alltoall": _OneRowMore}
+
+
+class WrongCounts(Liar):
+    """Claims one row more than it delivers, for every expert."""
+
+    name = "lying-wrong-counts"
+    session_class = _OneRowMoreSession
+
+
+class _WeightsAtExpertSession(NativeSession):
+    weights_at = "expert"
+
+
+class WrongPlace(Liar):
+    """Claims that the experts get the weights; they are applied in combine."""
+
+    name = "lying-wrong-place"
+    session_class = _WeightsAtExpertSession
+
+
+class _WholeSession(NativeSession):
+    expert_output_is_partial = False
+
+
+class HidesParts(Liar):
+    """Claims that every etp shard answers in full; combine adds their answers all the same."""
+
+    name = "lying-hides-parts"
+    session_class = _WholeSession
+
+
+# ---- about the inputs and the output -----------------------------------------------------------------------
+
+
+class _OutputIntoInput(AllToAllExchange):
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        delivery, handle = super().dispatch(x, routing)
+        return delivery, (x, handle)
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        x, inner = handle
+        y = super().combine(rows, inner)
+        x.detach().copy_(y.detach())
+        return y
+
+
+class _OutputIntoInputSession(NativeSession):
+    exchange_classes = {"alltoall": _OutputIntoInput}
+
+
+class ChangesInputs(Liar):
+    """Leaves y in the memory of x."""
+
+    name = "lying-changes-inputs"
+    session_class = _OutputIntoInputSession
+
+
+class _OtherDtype(AllToAllExchange):
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        y = super().combine(rows, handle)
+        return y.float() if y.dtype == torch.float64 else y.double()
+
+
+class _OtherDtypeSession(NativeSession):
+    exchange_classes = {"alltoall": _OtherDtype}
+
+
+class WrongDtype(Liar):
+    """Casts y, to float64 or from it."""
+
+    name = "lying-wrong-dtype"
+    session_class = _OtherDtypeSession
+
+
+class _OneHandle(AllToAllExchange):
+    kept: Any = None
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        delivery, self.kept = super().dispatch(x, routing)
+        return delivery, None
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        return super().combine(rows, self.kept)
+
+
+class _OneHandleSession(NativeSession):
+    exchange_classes = {"alltoall": _OneHandle}
+
+
+class KeepsHandle(Liar):
+    """Keeps the state of a step on itself and does not declare that one step may be in flight."""
+
+    name = "lying-keeps-handle"
+    session_class = _OneHandleSession
+
+
+# ---- about parameters --------------------------------------------------------------------------------------
+
+
+class _Copies(Experts):
+    def named(self, read: Read) -> Iterator[Named]:
+        for window in super().named(read):
+            yield replace(window, view=window.view.clone())
+
+
+class _CopiesSession(NativeSession):
+    experts_class = _Copies
+
+
+class CopyingWindows(Liar):
+    """Hands out copies for windows: what is written goes nowhere."""
+
+    name = "lying-copying-windows"
+    session_class = _CopiesSession
+
+
+class _NoDown(Experts):
+    def named(self, read: Read) -> Iterator[Named]:
+        return (window for window in super().named(read) if window.name != "down")
+
+
+class _NoDownSession(NativeSession):
+    experts_class = _NoDown
+
+
+class HidesParameter(Liar):
+    """Names no down projection."""
+
+    name = "lying-hides-parameter"
+    session_class = _NoDownSession
+
+
+# ---- about what was asked for ------------------------------------------------------------------------------
+
+
+class _DefaultsSession(NativeSession):
+    def exchange(self, config: Config) -> LocalExchange:
+        return super().exchange(self._plain(config))
+
+    def experts(self, config: Config) -> Experts:
+        return super().experts(self._plain(config))
+
+    def router(self, config: Config) -> Router:
+        return super().router(self._plain(config))
+
+    def _plain(self, config: Config) -> Config:
+        return Config(
+            config.variant, config.experts, hidden=config.hidden, ffn=config.ffn, dtype=config.dtype
+        )
+
+
+class IgnoresConfig(Liar):
+    """Reads the sizes and the dtype of a config, never calls `only` and takes the default for the rest."""
+
+    name = "lying-ignores-config"
+    session_class = _DefaultsSession
+
+
+class _RefusesLate(AllToAllExchange):
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        raise Unsupported("not today", by="library")
+
+
+class _RefusesLateSession(NativeSession):
+    exchange_classes = {"alltoall": _RefusesLate}
+
+
+class RefusesLate(Liar):
+    """Builds everything, and refuses in the running step, where a refusal is a failure."""
+
+    name = "lying-refuses-late"
+    session_class = _RefusesLateSession
+
+
+class WrongGroups(Liar):
+    """Says that the expert fold counts ep fastest, then etp; it runs in the groups that it is given."""
+
+    name = "lying-wrong-groups"
+
+    def groups(self, sizes: Mapping[str, int]) -> Mapping[str, RankLists]:
+        """Return the lists of ep under the name etp, made for sizes that were swapped, and the reverse."""
+        swapped = dict(super().groups({**sizes, "ep": sizes["etp"], "etp": sizes["ep"]}))
+        return {**swapped, "ep": swapped["etp"], "etp": swapped["ep"]}
