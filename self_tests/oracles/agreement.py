@@ -11,10 +11,13 @@ from torch import Tensor
 RELATIVE = 1e-12
 
 
-def assert_close(expected: NDArray[np.float64], actual: Tensor) -> None:
-    """Fail unless both are float64, of one shape, finite, and equal up to rounding."""
+def assert_close(expected: NDArray[np.float64], actual: Tensor, *, addend: float = 0.0) -> None:
+    """Fail unless both are float64, of one shape, finite, and equal up to rounding.
+
+    `addend` is how large the addends of an element can be where they may all but cancel.
+    """
     assert (torch.float64, expected.shape) == (actual.dtype, tuple(actual.shape))
-    largest = float(np.abs(expected).max(initial=0.0))
+    largest = float(np.abs(expected).max(initial=addend))
     assert np.isfinite(largest), expected
     np.testing.assert_allclose(
         actual.detach().numpy(), expected, rtol=RELATIVE, atol=RELATIVE * largest, equal_nan=False

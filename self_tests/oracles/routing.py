@@ -6,7 +6,7 @@ T tokens, K slots per token, E experts. Float64; one token at a time; every grad
     softmax_topk   the same over the K chosen logits alone      the same, zero for one that is not chosen
     sigmoid        s_e = 1 / (1 + exp(-l_e))                    ds_e/dl_e = s_e (1 - s_e)
     sqrtsoftplus   s_e = sqrt(log(1 + exp(l_e)))                ds_e/dl_e = sigmoid(l_e) / (2 s_e)
-    normalise      w_k = s_k / S, S = sum_j s_j                 dw_k/ds_i = [k = i] / S - s_k / S^2
+    normalise      w_k = s_k / S, S = sum_j s_j                 dw_k/ds_i = ([k = i] - s_k / S) / S
 """
 
 from __future__ import annotations
@@ -172,8 +172,8 @@ def gradient_of_token(logits: list[float], ids: list[int], gate: Gate, upstream:
     d_scores = [gate.scale * gradient for gradient in upstream]
     total = math.fsum(scores)
     if gate.normalise and total > 0.0:
-        pulled = math.fsum(d * score for d, score in zip(d_scores, scores, strict=True))
-        d_scores = [d / total - pulled / total**2 for d in d_scores]
+        mean = math.fsum(d * (score / total) for d, score in zip(d_scores, scores, strict=True))
+        d_scores = [(d - mean) / total for d in d_scores]
 
     d_logits = [0.0] * len(logits)
     if gate.kind == "softmax":
