@@ -23,7 +23,7 @@ def features(workload: Workload, device: str) -> dict[str, Any]:
         "zero_tokens": any(0 in tokens for tokens in sizes),
         "token_dims": 2 if workload.lead == "two_dims" else 1,
         "duplicate_experts": any(_duplicates(batch) for batch in batches),
-        "dropped_slots": any(bool((batch.ids_TK < 0).any()) for batch in batches),
+        "dropped_slots": has_empty_slots(workload),
         "in_flight": in_flight(workload.schedule),
     }
 
@@ -32,6 +32,11 @@ def broken(limits: Sequence[Limit], workload: Workload, device: str) -> Limit | 
     """Return the first limit that the workload would break, or None."""
     asked = features(workload, device)
     return next((limit for limit in limits if asked[limit.on] not in limit.allowed), None)
+
+
+def has_empty_slots(workload: Workload) -> bool:
+    """Return whether any token has a slot that is not routed."""
+    return any(bool((batch.ids_TK < 0).any()) for microbatch in workload.batches for batch in microbatch)
 
 
 def in_flight(schedule: str) -> int:

@@ -1,0 +1,1 @@
+"""The checks: one file per chapter of the law, each check citing the requirement that it decides."""

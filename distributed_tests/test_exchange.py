@@ -1,0 +1,82 @@
+"""EXCH: dispatch, what the experts are handed, combine. The suite's probe stands where the experts would."""
+
+from __future__ import annotations
+
+from moe_conformance.judging.counts import judge_counts
+from moe_conformance.judging.deliveries import judge_deliveries, judge_rows
+from moe_conformance.judging.outputs import judge_form, judge_inputs, judge_outputs
+from moe_conformance.judging.gradients import judge_dweights, judge_dx
+from moe_conformance.judging.reading import Reading, require_finished
+from moe_conformance.judging.verdict import Tally
+from moe_conformance.judging.weights import judge_weights
+from moe_conformance.spec import requirement
+from moe_conformance.workloads.features import has_empty_slots, in_flight
+from moe_conformance.workloads.records import Workload
+
+
+def several_in_flight(workload: Workload) -> bool:
+    """Whether microbatches overlap in time."""
+    return in_flight(workload.schedule) > 1
+
+
+class TestDispatch:
+    @requirement("EXCH-01", kind="probe")
+    def test_every_pair_reaches_its_expert_once(self, reading: Reading, tally: Tally) -> None:
+        """Every routed pair is handed to each holder of its expert exactly once, and nothing else is."""
+        judge_deliveries(reading, tally)
+
+    @requirement("EXCH-02", kind="probe")
+    def test_rows_arrive_unchanged(self, reading: Reading, tally: Tally) -> None:
+        """Every row that an expert is handed is the hidden state of one token."""
+        judge_rows(reading, tally)
+
+    @requirement("EXCH-03", kind="probe")
+    def test_weights_stay_with_their_rows(self, reading: Reading, tally: Tally) -> None:
+        """A weight that travels with a row is that of the row's own token and slot."""
+        judge_weights(reading, tally)
+
+    @requirement("EXCH-04", kind="probe")
+    def test_claimed_counts_are_true(self, reading: Reading, tally: Tally) -> None:
+        """What a backend claims to hand to every expert is what it hands over."""
+        judge_counts(reading, tally)
+
+
+class TestCombine:
+    @requirement("EXCH-05", kind="probe")
+    def test_tokens_get_the_weighted_sum_of_their_experts(self, reading: Reading, tally: Tally) -> None:
+        """Every token gets its own experts' answers, each times its own weight."""
+        judge_outputs(reading, tally)
+
+    @requirement("EXCH-06", kind="probe", when=has_empty_slots)
+    def test_empty_slots_add_nothing(self, reading: Reading, tally: Tally) -> None:
+        """An empty slot adds nothing to its token, gets no gradient and gives none."""
+        judge_outputs(reading, tally)
+        judge_dx(reading, tally)
+        judge_dweights(reading, tally)
+
+    @requirement("EXCH-07", kind="probe")
+    def test_output_has_the_form_of_the_input(self, reading: Reading, tally: Tally) -> None:
+        """The output has the input's shape and dtype and is finite."""
+        judge_form(reading, tally)
+
+
+class TestBehaviour:
+    @requirement("EXCH-08", kind="probe")
+    def test_inputs_are_left_alone(self, reading: Reading, tally: Tally) -> None:
+        """Tokens, ids, weights and upstream gradients hold the same bytes after the step."""
+        judge_inputs(reading, tally)
+
+    @requirement("EXCH-09", kind="probe")
+    def test_every_rank_finishes(self, reading: Reading, tally: Tally) -> None:
+        """Every rank finishes forward and backward, whatever its load."""
+        require_finished(reading.outcome)
+        for rank in reading.outcome.ranks:
+            tally.add(pairs=len(rank.microbatches), rank=rank.rank)
+
+    @requirement("EXCH-10", kind="probe", when=several_in_flight)
+    def test_microbatches_in_flight_are_kept_apart(self, reading: Reading, tally: Tally) -> None:
+        """Microbatches that overlap in time have the deliveries, outputs and gradients of separate ones."""
+        judge_deliveries(reading, tally)
+        judge_outputs(reading, tally)
+        judge_dx(reading, tally)
+        judge_dweights(reading, tally)

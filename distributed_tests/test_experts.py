@@ -1,0 +1,31 @@
+"""EXPT: the backend's own experts behind its exchange."""
+
+from __future__ import annotations
+
+from moe_conformance.judging.own_experts import judge_own_outputs, judge_windows
+from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.verdict import Tally
+from moe_conformance.spec import requirement
+from moe_conformance.workloads.records import Workload
+
+
+def says_where_weights_go(workload: Workload) -> bool:
+    """Whether the configuration asks for weights at the input or at the output."""
+    return workload.config.weights_applied != "native"
+
+
+class TestOwnExperts:
+    @requirement("EXPT-01", kind="experts")
+    def test_output_is_that_of_the_dense_formulation(self, reading: Reading, tally: Tally) -> None:
+        """The output is the weighted sum of SwiGLU experts, within the rounding error of the dtype."""
+        judge_own_outputs(reading, tally)
+
+    @requirement("EXPT-02", kind="experts")
+    def test_windows_cover_every_parameter(self, reading: Reading, tally: Tally) -> None:
+        """The windows on the experts' parameters are views, disjoint and complete."""
+        judge_windows(reading, tally)
+
+    @requirement("EXPT-03", kind="experts", when=says_where_weights_go)
+    def test_weights_are_applied_where_asked(self, reading: Reading, tally: Tally) -> None:
+        """Weights asked for at the input act before the non-linearity, at the output behind it."""
+        judge_own_outputs(reading, tally)

@@ -1,0 +1,49 @@
+"""GRAD: everything that comes back, through the suite's probe exactly and through the backend's experts bounded."""
+
+from __future__ import annotations
+
+from moe_conformance.judging.gradients import judge_dweights, judge_dx, judge_out_gradients
+from moe_conformance.judging.own_experts import (
+    judge_expert_gradients,
+    judge_idle_expert_gradients,
+    judge_own_dweights,
+    judge_own_dx,
+)
+from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.verdict import Tally
+from moe_conformance.spec import requirement
+
+
+class TestExchange:
+    @requirement("GRAD-01", kind="probe")
+    def test_upstream_gradient_reaches_the_experts(self, reading: Reading, tally: Tally) -> None:
+        """The gradient at an expert's answer is its token's upstream gradient, weighted where combine weighs."""
+        judge_out_gradients(reading, tally)
+
+    @requirement("GRAD-02", kind="probe")
+    def test_tokens_get_the_sum_over_their_slots(self, reading: Reading, tally: Tally) -> None:
+        """The gradient of a token is the sum of what left the experts for it."""
+        judge_dx(reading, tally)
+
+    @requirement("GRAD-03", kind="probe")
+    def test_every_weight_gets_its_own_gradient(self, reading: Reading, tally: Tally) -> None:
+        """The gradient of a weight is its own expert's answer times its token's upstream gradient."""
+        judge_dweights(reading, tally)
+
+
+class TestOwnExperts:
+    @requirement("GRAD-04", kind="experts")
+    def test_tokens_and_weights_get_the_dense_gradients(self, reading: Reading, tally: Tally) -> None:
+        """Behind the backend's own experts, tokens and weights get the gradients of the dense formulation."""
+        judge_own_dx(reading, tally)
+        judge_own_dweights(reading, tally)
+
+    @requirement("GRAD-05", kind="experts")
+    def test_experts_get_the_gradient_of_all_ranks(self, reading: Reading, tally: Tally) -> None:
+        """Every owner of an expert ends with the gradient over all ranks' tokens, in the declared convention."""
+        judge_expert_gradients(reading, tally)
+
+    @requirement("GRAD-06", kind="experts")
+    def test_idle_experts_get_zeros(self, reading: Reading, tally: Tally) -> None:
+        """An expert that no token reached ends with a gradient of zeros."""
+        judge_idle_expert_gradients(reading, tally)

@@ -1,0 +1,67 @@
+"""ROUTE: scores, selection and weights of a router, and their gradients."""
+
+from __future__ import annotations
+
+from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.routers import (
+    judge_bias,
+    judge_group_limit,
+    judge_load,
+    judge_router_dx,
+    judge_router_gradient,
+    judge_router_weights,
+    judge_selection,
+)
+from moe_conformance.judging.verdict import Tally
+from moe_conformance.spec import requirement
+
+
+class TestSelection:
+    @requirement("ROUTE-01", kind="route")
+    def test_the_best_experts_are_chosen(self, reading: Reading, tally: Tally) -> None:
+        """Every token gets K different experts with the highest selection scores."""
+        judge_selection(reading, tally)
+
+    @requirement("ROUTE-03", kind="route", when=lambda workload: workload.config.balance_bias)
+    def test_a_bias_selects_and_does_not_weigh(self, reading: Reading, tally: Tally) -> None:
+        """A balancing bias changes who is chosen, and no weight of those who are."""
+        judge_bias(reading, tally)
+
+    @requirement("ROUTE-04", kind="route", when=lambda workload: workload.config.groups is not None)
+    def test_groups_limit_the_choice(self, reading: Reading, tally: Tally) -> None:
+        """Experts come from the best groups only."""
+        judge_group_limit(reading, tally)
+
+    @requirement("ROUTE-09", kind="route")
+    def test_the_reported_load_is_true(self, reading: Reading, tally: Tally) -> None:
+        """The load that a router reports is the number of tokens that chose each expert."""
+        judge_load(reading, tally)
+
+
+class TestWeights:
+    @requirement("ROUTE-02", kind="route")
+    def test_weights_are_the_scores_of_the_chosen(self, reading: Reading, tally: Tally) -> None:
+        """Every weight is the configured score of its expert."""
+        judge_router_weights(reading, tally)
+
+    @requirement("ROUTE-05", kind="route", when=lambda workload: workload.config.normalise)
+    def test_normalised_weights_are_divided_by_their_sum(self, reading: Reading, tally: Tally) -> None:
+        """With normalisation the weights are divided by their sum over the chosen, bias left out."""
+        judge_router_weights(reading, tally)
+
+    @requirement("ROUTE-06", kind="route", when=lambda workload: workload.config.scale != 1)
+    def test_the_scale_multiplies_once(self, reading: Reading, tally: Tally) -> None:
+        """The routing scale multiplies every weight once, normalised or not."""
+        judge_router_weights(reading, tally)
+
+
+class TestGradients:
+    @requirement("ROUTE-07", kind="route")
+    def test_the_input_gets_the_gradient_of_the_weights(self, reading: Reading, tally: Tally) -> None:
+        """The gradient of the weights reaches the tokens through scores and normalisation."""
+        judge_router_dx(reading, tally)
+
+    @requirement("ROUTE-08", kind="route")
+    def test_the_router_gets_the_gradient_of_all_ranks(self, reading: Reading, tally: Tally) -> None:
+        """Every rank ends with the router gradient of the whole batch, in the declared convention."""
+        judge_router_gradient(reading, tally)
