@@ -38,7 +38,7 @@ class _OneRowMore(AllToAllExchange):
 
 
 class _OneRowMoreSession(NativeSession):
-    exchange_classes = {"alltoall": _OneRowMore}
+    alltoall_class = _OneRowMore
 
 
 class WrongCounts(Liar):
@@ -86,7 +86,7 @@ class _OutputIntoInput(AllToAllExchange):
 
 
 class _OutputIntoInputSession(NativeSession):
-    exchange_classes = {"alltoall": _OutputIntoInput}
+    alltoall_class = _OutputIntoInput
 
 
 class ChangesInputs(Liar):
@@ -103,7 +103,7 @@ class _OtherDtype(AllToAllExchange):
 
 
 class _OtherDtypeSession(NativeSession):
-    exchange_classes = {"alltoall": _OtherDtype}
+    alltoall_class = _OtherDtype
 
 
 class WrongDtype(Liar):
@@ -125,7 +125,7 @@ class _OneHandle(AllToAllExchange):
 
 
 class _OneHandleSession(NativeSession):
-    exchange_classes = {"alltoall": _OneHandle}
+    alltoall_class = _OneHandle
 
 
 class KeepsHandle(Liar):
@@ -203,7 +203,7 @@ class _RefusesLate(AllToAllExchange):
 
 
 class _RefusesLateSession(NativeSession):
-    exchange_classes = {"alltoall": _RefusesLate}
+    alltoall_class = _RefusesLate
 
 
 class RefusesLate(Liar):

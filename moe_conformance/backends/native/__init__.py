@@ -16,7 +16,7 @@ To run a changed version (a planted bug, an experiment), override one method of 
             return super()._weigh(rows_PD, 2 * weights_P)
 
     class DoubledSession(NativeSession):
-        exchange_classes = {**NativeSession.exchange_classes, "alltoall": Doubled}
+        alltoall_class = Doubled
 
     class DoubledNative(Native):
         name = "native-doubled"
@@ -26,7 +26,6 @@ To run a changed version (a planted bug, an experiment), override one method of 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
 
 import torch
 
@@ -42,8 +41,8 @@ class Native:
     """The backend; it has no limits of its own."""
 
     name: str = "native"
-    variants: tuple[str, ...] = tuple(NativeSession.exchange_classes)
-    session_class: ClassVar[type[NativeSession]] = NativeSession
+    variants: tuple[str, ...] = ("alltoall", "allgather", "local")
+    session_class: type[NativeSession] = NativeSession
 
     def versions(self) -> Mapping[str, str]:
         """Return the version of torch, the only library in use."""

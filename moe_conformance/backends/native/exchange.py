@@ -46,7 +46,6 @@ class LocalExchange:
         """
         self.topology = topology
         self.placement = Placement.of(config.experts, topology)
-        self.experts = config.experts
         self.weighs_input = config.weights_applied == "input"
         self._check_layout()
 

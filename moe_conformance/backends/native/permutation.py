@@ -28,12 +28,19 @@ class Pairs:
 
 
 def sort_pairs(ids_TK: Tensor, experts: int) -> Pairs:
-    """Return the filled slots in order: ids below 0 are empty, and an expert twice in a row is two pairs."""
+    """Return the filled slots in order: ids below 0 are empty, and an expert twice in a row is two pairs.
+
+    Raises:
+        ValueError: an id is not below the number of experts.
+    """
     T, K = ids_TK.shape
     token_P, slot_P = (ids_TK >= 0).nonzero(as_tuple=True)  # in the order of tokens, then slots
     ids_P = ids_TK[token_P, slot_P]
+    counts_E = torch.bincount(ids_P, minlength=experts)
+    if len(counts_E) > experts:
+        raise ValueError(f"expert id {len(counts_E) - 1} among {experts} experts")
     order_P = ids_P.argsort(stable=True)
-    return Pairs(token_P[order_P], slot_P[order_P], torch.bincount(ids_P, minlength=experts), (T, K))
+    return Pairs(token_P[order_P], slot_P[order_P], counts_E, (T, K))
 
 
 def permute(x_TD: Tensor, pairs: Pairs) -> Tensor:
@@ -41,8 +48,13 @@ def permute(x_TD: Tensor, pairs: Pairs) -> Tensor:
 
     It reads from a (T, K, D) view, not from x itself, so that the backward sums over the slots in order and
     in one rounding; a scatter-add into (T, D) would round at every step, and in any order on CUDA.
+
+    Raises:
+        ValueError: x has another number of tokens than the table of ids.
     """
     T, K = pairs.shape
+    if len(x_TD) != T:
+        raise ValueError(f"{len(x_TD)} tokens, but ids for {T}")
     return x_TD.unsqueeze(1).expand(T, K, -1)[pairs.token_P, pairs.slot_P]
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 
@@ -24,17 +23,15 @@ _MAPPED = (
 class NativeSession(Session):
     """One topology on one rank. Swap a class attribute to swap what is built."""
 
-    weights_at: ClassVar[Literal["input", "expert", "combine"]] = "combine"
+    weights_at: Literal["input", "expert", "combine"] = "combine"
     expert_output_is_partial = True  # the one part of one where etp = 1
 
-    exchange_classes: ClassVar[Mapping[str, type[LocalExchange]]] = {
-        "alltoall": AllToAllExchange,
-        "allgather": AllGatherExchange,
-        "local": LocalExchange,
-    }
-    experts_class: ClassVar[type[Experts]] = Experts
-    router_class: ClassVar[type[Router]] = Router
-    finisher_class: ClassVar[type[GradientFinisher]] = GradientFinisher
+    alltoall_class: type[LocalExchange] = AllToAllExchange
+    allgather_class: type[LocalExchange] = AllGatherExchange
+    local_class: type[LocalExchange] = LocalExchange
+    experts_class: type[Experts] = Experts
+    router_class: type[Router] = Router
+    finisher_class: type[GradientFinisher] = GradientFinisher
 
     def __init__(self, topology: Topology, device: torch.device) -> None:
         """Keep where this rank stands; the process groups are the topology's."""
@@ -44,11 +41,15 @@ class NativeSession(Session):
     def exchange(self, config: Config) -> LocalExchange:
         """Build the exchange of `config.variant`."""
         config.only(*_MAPPED)
-        if config.variant not in self.exchange_classes:
-            known = ", ".join(self.exchange_classes)
-            raise Unsupported(f"native has no variant {config.variant!r}; it has {known}")
+        classes = {
+            "alltoall": self.alltoall_class,
+            "allgather": self.allgather_class,
+            "local": self.local_class,
+        }
+        if config.variant not in classes:
+            raise Unsupported(f"native has no variant {config.variant!r}; it has {', '.join(classes)}")
         with refusals(CannotBuild, match="."):
-            return self.exchange_classes[config.variant](config, self.topology)
+            return classes[config.variant](config, self.topology)
 
     def experts(self, config: Config) -> Experts:
         """Build this rank's experts."""
