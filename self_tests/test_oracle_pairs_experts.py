@@ -110,7 +110,7 @@ class TestTaggedPair:
     @pairs_agree
     @given(st.integers(1, 6), st.integers(0, 8), st.integers(0, 3), st.integers(0, 10**6))
     def test_answers_and_gradients_agree(self, experts: int, spare: int, R: int, seed: int) -> None:
-        """Both write gain times x into the same columns and nothing else, bit for bit, and derive it alike."""
+        """Both write gain times x into the same columns and nothing else, bit for bit, and derive alike."""
         D, random = experts + spare, np.random.default_rng(seed)
         x_RD, dy_RD, gain = random.normal(size=(R, D)), random.normal(size=(R, D)), float(random.normal())
         for expert in range(experts):
