@@ -1,0 +1,206 @@
+"""Deliveries and rows: every routed pair reaches each holder of its expert once, and every row is some token's own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from moe_conformance.judging.diagnosis import Finding, fail
+from moe_conformance.judging.likeness import likeness
+from moe_conformance.judging.reading import Entry, Lost, Match, Reading, tokens_of
+from moe_conformance.judging.verdict import CorruptRow, Tally, WrongDelivery, WrongForm
+from moe_conformance.workloads import tags
+
+
+def judge_deliveries(reading: Reading, tally: Tally) -> None:
+    """Decide whether every routed pair was handed, once, to each rank of its group that holds its expert.
+
+    Padding rows are not looked at; a row that is no token's leaves its pair lost.
+
+    Raises:
+        WrongDelivery: pairs lost, delivered twice, delivered elsewhere, or never asked for.
+    """
+    matching = reading.matching
+    findings = list(_misdelivered(reading))
+    if findings:
+        fail(WrongDelivery, "dispatch", findings)
+    for match in matching.matches:
+        tally.add(pairs=1, rank=match.entry.rank)
+
+
+def judge_rows(reading: Reading, tally: Tally) -> None:
+    """Decide whether every row for an expert is one token's row, unaltered.
+
+    Where weights are applied at the input the row may be scaled, by which weight `judge_weights` decides. All-zero rows are
+    padding.
+
+    Raises:
+        CorruptRow: a row is no token's, or has another scale.
+        WrongForm: the rows have another dtype than the tokens.
+    """
+    _judge_rows_dtype(reading)
+    findings = []
+    for entry in (*reading.matching.corrupt, *reading.matching.extra):
+        if entry.kind == tags.CORRUPT or not _exists(reading, entry):
+            findings.append(
+                Finding("no token's row", f"{entry.place} is {_told(reading, entry)}", (entry.rank,))
+            )
+    for entry in reading.entries:
+        if entry.kind == tags.TAG and reading.applied[entry.rank] != "input" and entry.scale != 1:
+            sentence = f"{entry.place} is {entry.scale:g} x {entry.token_name}"
+            findings.append(Finding("scaled row", sentence, (entry.rank,), abs(entry.scale - 1)))
+    if findings:
+        fail(CorruptRow, "dispatch", findings)
+    hidden = reading.outcome.workload.config.hidden
+    for entry in reading.entries:
+        if entry.kind == tags.TAG:
+            tally.add(elements=hidden, pairs=1, rank=entry.rank)
+
+
+def _judge_rows_dtype(reading: Reading) -> None:
+    wanted = reading.outcome.workload.config.dtype
+    findings = [
+        Finding(
+            "dtype",
+            f"rank {rank.rank} was handed rows of {handed.rows_RD.dtype} for tokens of {wanted}",
+            (rank.rank,),
+        )
+        for rank in reading.ranks
+        for seen in rank.microbatches
+        for handed in seen.handed
+        if handed.rows_RD.dtype != wanted
+    ]
+    if findings:
+        fail(WrongForm, "dispatch", findings)
+
+
+def _exists(reading: Reading, entry: Entry) -> bool:
+    """Whether the token that a row claims to be was fed at all."""
+    batches = reading.batches
+    return (
+        entry.of_microbatch < len(batches)
+        and entry.source < len(batches[entry.of_microbatch])
+        and entry.token < len(batches[entry.of_microbatch][entry.source].x_TD)
+    )
+
+
+def _told(reading: Reading, entry: Entry) -> str:
+    rows_ND, names = tokens_of(reading, [[batch.x_TD for batch in ranks] for ranks in reading.batches])
+    row_D = reading.handed(entry).rows_RD[entry.row]
+    return likeness(row_D, rows_ND, names)
+
+
+# ---- what went where instead ---------------------------------------------------------------------------------------
+
+
+def _misdelivered(reading: Reading) -> Iterator[Finding]:
+    """Explain lost pairs and extra rows by each other as far as possible; every one of them is told once."""
+    lost, extra = list(reading.matching.lost), list(reading.matching.extra)
+    for entry in [entry for entry in extra if entry.of_microbatch != entry.microbatch]:
+        extra.remove(entry)
+        sentence = (
+            f"{entry.place} is rank {entry.source} token {entry.token} of microbatch {entry.of_microbatch} "
+            f"where microbatch {entry.microbatch} was in the experts"
+        )
+        yield Finding("another microbatch", sentence, (entry.rank,))
+    yield from _exchanged(lost, extra)
+    for missing in list(lost):
+        went = next((entry for entry in extra if _same_token(entry, missing)), None)
+        if went is not None:
+            lost.remove(missing)
+            extra.remove(went)
+            pair = missing.pair
+            kind = "another rank" if went.expert == pair.expert else "another expert"
+            sentence = (
+                f"{_pair_name(missing)}: expert {pair.expert} on rank {pair.destination} expected, "
+                f"went to expert {went.expert} on rank {went.rank}"
+            )
+            yield Finding(kind, sentence, (pair.destination, went.rank))
+    delivered = _delivered(reading.matching.matches)
+    for entry in extra:
+        yield _superfluous(entry, delivered[_where(entry)])
+    for missing in lost:
+        yield _told_lost(reading, missing)
+
+
+def _exchanged(lost: list[Lost], extra: list[Entry]) -> Iterator[Finding]:
+    """Find two rows that lie in each other's place, and take them off both lists."""
+    for missing in list(lost):
+        here = next((e for e in extra if not _same_token(e, missing) and _in_place_of(e, missing)), None)
+        if here is None or missing not in lost:
+            continue
+        other = next((o for o in lost if o is not missing and _same_token(here, o)), None)
+        there = next((e for e in extra if other and _same_token(e, missing) and _in_place_of(e, other)), None)
+        if other is None or there is None:
+            continue
+        for done in (missing, other):
+            lost.remove(done)
+        for entry in (here, there):
+            extra.remove(entry)
+        sentence = (
+            f"{_pair_name(missing)} and {_pair_name(other)} are exchanged: the first went to expert {there.expert} on "
+            f"rank {there.rank}, the second to expert {here.expert} on rank {here.rank}"
+        )
+        yield Finding("exchanged", sentence, (here.rank, there.rank))
+
+
+def _superfluous(entry: Entry, times: int) -> Finding:
+    if times:
+        sentence = (
+            f"{entry.token_name} was delivered twice to expert {entry.expert} on rank {entry.rank} "
+            f"(row {entry.row} again)"
+        )
+        return Finding("delivered twice", sentence, (entry.rank,))
+    sentence = f"{entry.place} is {entry.token_name}, which is not routed there"
+    return Finding("never asked for", sentence, (entry.rank,))
+
+
+def _told_lost(reading: Reading, missing: Lost) -> Finding:
+    """Tell a loss, and what lies at that rank that could be the remains of the row."""
+    pair = missing.pair
+    handed = [e for e in reading.entries if e.rank == pair.destination and e.microbatch == missing.microbatch]
+    here = [entry for entry in handed if entry.expert == pair.expert]
+    remains = ""
+    corrupt = sum(entry.kind == tags.CORRUPT for entry in here)
+    zero = sum(entry.kind == tags.PADDING for entry in here)
+    if corrupt:
+        remains = f"; {corrupt} rows handed over for that expert are no token's"
+    elif _unassigned(reading, missing):
+        remains = "; its row is among the rows that rank was handed for no expert, beyond the counts"
+    elif zero:
+        remains = f"; {zero} rows handed over for that expert are all zero"
+    sentence = f"{_pair_name(missing)} was lost: it never reached expert {pair.expert} on rank {pair.destination}{remains}"
+    return Finding("lost", sentence, (pair.destination,))
+
+
+def _unassigned(reading: Reading, missing: Lost) -> bool:
+    for handed in reading.seen(missing.microbatch, missing.pair.destination).handed:
+        idle_RD = handed.rows_RD[(handed.ids_RJ < 0).all(1)]
+        said = tags.decode(idle_RD)
+        same_R = (said.rank_R == missing.pair.source) & (said.token_R == missing.pair.token)
+        if bool((same_R & (said.microbatch_R == missing.microbatch)).any()):
+            return True
+    return False
+
+
+def _pair_name(missing: Lost) -> str:
+    of = f" of microbatch {missing.microbatch}" if missing.microbatch else ""
+    return f"rank {missing.pair.source} token {missing.pair.token} slot {missing.pair.slot}{of}"
+
+
+def _same_token(entry: Entry, missing: Lost) -> bool:
+    pair = missing.pair
+    return (entry.microbatch, entry.source, entry.token) == (missing.microbatch, pair.source, pair.token)
+
+
+def _in_place_of(entry: Entry, missing: Lost) -> bool:
+    pair = missing.pair
+    return (entry.microbatch, entry.rank, entry.expert) == (missing.microbatch, pair.destination, pair.expert)
+
+
+def _where(entry: Entry) -> tuple[int, ...]:
+    return entry.microbatch, entry.rank, entry.expert, entry.source, entry.token
+
+
+def _delivered(matches: tuple[Match, ...]) -> Counter[tuple[int, ...]]:
+    return Counter(_where(match.entry) for match in matches)

@@ -1,0 +1,156 @@
+"""Words for what went wrong, shared by the exact and the bounded judges.
+
+A judge lists findings, one per fault that it can name; `fail` tells the first and the worst of every kind, counts the
+others and raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from moe_conformance.judging.verdict import Mismatch, Stage
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One fault, in words. Findings of one kind are told once and counted."""
+
+    kind: str
+    sentence: str
+    ranks: tuple[int, ...]  # to blame for this one
+    size: float = 0.0  # how far off, where that can be said: decides which is the worst of its kind
+
+
+def tell(findings: Sequence[Finding]) -> str:
+    """Tell the first and the worst finding of every kind and count the rest.
+
+    >>> lost = [Finding("lost", f"token {t} was lost", (0,)) for t in range(3)]
+    >>> tell([*lost, Finding("twice", "token 7 came twice", (1,))])
+    'token 0 was lost; 2 more of the same kind. Also: token 7 came twice'
+    """
+    kinds: dict[str, list[Finding]] = {}
+    for finding in findings:
+        kinds.setdefault(finding.kind, []).append(finding)
+    return ". Also: ".join(_tell_kind(same) for same in kinds.values())
+
+
+def _tell_kind(same: Sequence[Finding]) -> str:
+    first, worst = same[0], max(same, key=lambda finding: finding.size)
+    told = [first.sentence]
+    if worst.size > first.size:
+        told.append(f"the worst: {worst.sentence}")
+    rest = len(same) - len(told)
+    return "; ".join([*told, f"{rest} more of the same kind"] if rest else told)
+
+
+def fail(
+    error: type[Mismatch],
+    stage: Stage,
+    findings: Sequence[Finding],
+    *,
+    ratio: float | None = None,
+    note: str = "",
+) -> NoReturn:
+    """Raise the mismatch that the findings amount to, blaming all their ranks. `note` is appended as it is."""
+    ranks = tuple(sorted({rank for finding in findings for rank in finding.ranks}))
+    raise error(stage, tell(findings) + note, ranks=ranks, ratio=ratio)
+
+
+def common_ratio(actual: Tensor, expected: Tensor, tolerance: float = 0.0) -> float | None:
+    """Return the one factor c with actual = c * expected in every element, or None if there is none.
+
+    `tolerance` is the largest |actual - c * expected| that rounding explains, relative to the largest |c * expected|.
+    None also where nothing is expected to differ from zero, where shapes differ and where actual is not finite.
+
+    >>> common_ratio(torch.tensor([2.0, 0.0, -6.0]), torch.tensor([1.0, 0.0, -3.0]))
+    2.0
+    >>> common_ratio(torch.tensor([2.0, 1.0]), torch.tensor([1.0, 0.0])) is None
+    True
+    """
+    if actual.shape != expected.shape or not actual.numel():
+        return None
+    a, e = actual.double().flatten(), expected.double().flatten()
+    at = int(e.abs().argmax())
+    if e[at] == 0 or not bool(torch.isfinite(a).all()):
+        return None
+    # With rounding, least squares; without, one element fixes the ratio exactly.
+    ratio = float(a @ e / (e @ e)) if tolerance else float(a[at] / e[at])
+    off = float((a - ratio * e).abs().max())
+    return ratio if off <= tolerance * abs(ratio) * float(e[at].abs()) else None
+
+
+def ratio_names(sizes: Mapping[str, float]) -> dict[str, float]:
+    """Return the factors that a wrong scale is likely to be, by name: the given sizes and one over each.
+
+    >>> ratio_names({"ep": 2, "tp": 1})
+    {'ep': 2.0, '1/ep': 0.5}
+    """
+    names = {name: float(size) for name, size in sizes.items() if size != 1}
+    return names | {f"1/{name}": 1 / size for name, size in names.items() if size}
+
+
+def ratio_words(ratio: float, names: Mapping[str, float]) -> str:
+    """Say a ratio and every name whose value it is.
+
+    >>> ratio_words(2.0, {"ep": 2.0, "tp": 2.0, "K": 3.0}), ratio_words(0.0, {}), ratio_words(0.3, {})
+    ('2.000 x the oracle: ep or tp', 'zero', '0.300 x the oracle')
+    """
+    if ratio == 0:
+        return "zero"
+    fitting = [name for name, value in names.items() if abs(ratio - value) <= 1e-6 * abs(value)]
+    said = f"{ratio:.3f} x the oracle"
+    return f"{said}: {' or '.join(fitting)}" if fitting else said
+
+
+def some(items: Iterable[object], limit: int = 3) -> str:
+    """List the first few items and count the rest.
+
+    >>> some([1, 2, 3, 4, 5])
+    '1, 2, 3 and 2 more'
+    """
+    listed = [str(item) for item in items]
+    if len(listed) <= limit:
+        return ", ".join(listed)
+    return f"{', '.join(listed[:limit])} and {len(listed) - limit} more"
+
+
+def ratio_findings(
+    what: str,
+    by_rank: Mapping[int, tuple[Tensor, Tensor]],
+    names: Mapping[str, float],
+    tolerance: float = 0.0,
+) -> tuple[list[Finding], float | None]:
+    """Look for one factor between actual and expected: of all ranks together, else of each rank by itself.
+
+    Args:
+        what: the name of the result in the sentence, such as "y" or "the gradients of the weights".
+        by_rank: of every rank, actual and expected, of equal shapes.
+        names: see `ratio_words`.
+        tolerance: see `common_ratio`.
+
+    Returns the findings and, if it is one for all ranks, the ratio. A rank that is right, or wrong in another way,
+    is not found.
+    """
+    sides = by_rank.values()
+    ratio = None
+    if sides:
+        whole = (
+            torch.cat([side[0].flatten() for side in sides]),
+            torch.cat([side[1].flatten() for side in sides]),
+        )
+        ratio = common_ratio(*whole, tolerance)
+    if ratio is not None and ratio != 1:
+        sentence = f"every element of {what} is {ratio_words(ratio, names)}"
+        return [Finding("ratio", sentence, tuple(by_rank), abs(ratio - 1))], ratio
+    findings = []
+    for rank, (actual, expected) in by_rank.items():
+        own = common_ratio(actual, expected, tolerance)
+        if own is not None and own != 1:
+            sentence = f"every element of {what} on rank {rank} is {ratio_words(own, names)}"
+            findings.append(Finding("ratio of a rank", sentence, (rank,), abs(own - 1)))
+    return findings, None

@@ -1,0 +1,80 @@
+"""What a probe workload must yield, by the oracles: the deliveries, y, dx and dweights of every microbatch and rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_conformance.workloads import tags
+from moe_conformance.workloads.records import Batch, Workload
+from reference import exchange, layer
+from reference.exchange import Pair
+from reference.experts import tagged, tagged_experts
+
+PerRank = tuple[tuple[Tensor, ...], ...]  # [microbatch][rank]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The oracles' answer, float64, [microbatch][rank]. Where weights are applied, and shards, alter none of it."""
+
+    y: PerRank  # (T, D)
+    dx: PerRank  # (T, D)
+    dweights: PerRank  # (T, K)
+    dweights_allowed: PerRank  # (T, K): zero where dweights is exact in every order of summation
+
+
+def expect(workload: Workload, parts: Sequence[float]) -> Expected:
+    """Compute what the probe experts yield, all tokens of all ranks and microbatches in one batch of the oracle.
+
+    `parts` are the shares that the etp shards answer with, (1,) where every shard answers in full.
+
+    A weight's gradient is a sum over the expert's block. With terms that are multiples of a unit it is exact in
+    the tokens' dtype as long as the summed magnitudes stay below 2^p units (p significant bits); beyond that it is allowed
+    one rounding of those magnitudes per term.
+    """
+    config = workload.config
+    batches = [batch for ranks in workload.batches for batch in ranks]
+    whole = layer.global_batch([layer.Batch(b.x_TD, b.ids_TK, b.weights_TK, b.upstream) for b in batches])
+    gains = {("gain", e): torch.tensor(tags.gain(e), dtype=torch.float64) for e in range(config.experts)}
+    result = layer.gradients(
+        *whole, build=lambda parameters: tagged_experts(config.experts, parameters), parameters=gains
+    )
+
+    unit, shards = 0.25, sum(abs(part) for part in parts)  # upstream gradients are multiples of the unit
+    size_TE = whole.dy_TD.double().abs() @ blocks(config.experts, config.hidden).T * shards  # (T, E)
+    size_TK = size_TE.gather(1, whole.ids_TK.clamp_min(0)) * (whole.ids_TK >= 0)
+    gain_TK = torch.tensor([tags.gain(e) for e in range(config.experts)], dtype=torch.float64)[
+        whole.ids_TK.clamp_min(0)
+    ]
+    eps = torch.finfo(config.dtype).eps
+    rounding_TK = size_TK * gain_TK * eps * (config.hidden // config.experts)
+    allowed_TK = torch.where(size_TK / unit <= 2 / eps, 0.0, rounding_TK)
+
+    def split(whole_T: Tensor) -> PerRank:
+        parts = iter(whole_T.split([len(b.x_TD) for b in batches]))
+        return tuple(tuple(next(parts) for _ in ranks) for ranks in workload.batches)
+
+    return Expected(split(result.y_TD), split(result.dx_TD), split(result.dweights_TK), split(allowed_TK))
+
+
+def expected_pairs(
+    workload: Workload, batches: Sequence[Batch], local_experts: Sequence[Sequence[int]]
+) -> tuple[Pair, ...]:
+    """List the deliveries of one microbatch, given what every rank says that it holds.
+
+    Raises:
+        ValueError: an expert that a token is routed to is held by no rank of the token's exchange group.
+    """
+    return exchange.deliveries(
+        [batch.ids_TK for batch in batches], workload.layout.groups()["ep_etp"], local_experts
+    )
+
+
+def blocks(experts: int, hidden: int) -> Tensor:
+    """Return the columns of every expert as a 0/1 matrix, float64 (E, D)."""
+    one_1D = torch.ones(1, hidden, dtype=torch.float64)
+    return torch.cat([tagged(one_1D, e, experts=experts) for e in range(experts)])

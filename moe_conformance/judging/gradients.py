@@ -1,0 +1,159 @@
+"""Gradients of what the exchange was given: x and the routing weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from moe_conformance.judging.blocks import Sheets, explain
+from moe_conformance.judging.diagnosis import Finding, fail, ratio_findings, some
+from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.row_gradients import compare_out_grads, compare_rows_grads
+from moe_conformance.judging.verdict import AbsentGradient, Tally, WrongForm, WrongGradient
+from moe_conformance.scenarios.outcome import Grad, Microbatch
+
+
+def judge_dx(reading: Reading, tally: Tally) -> None:
+    """Decide whether dx equals the oracle in every element, exactly, and if not, where it went wrong.
+
+    Raises:
+        AbsentGradient: there are tokens, and their gradient is None.
+        WrongGradient: an element differs.
+    """
+    microbatches = [m for m in range(len(reading.batches)) if reading.goes_backward(m)]
+    actual = {
+        m: _of_inputs(reading, m, "x", lambda seen: seen.dx_TD, reading.expected.dx[m]) for m in microbatches
+    }
+    sheets = Sheets(
+        name="dx",
+        noun="gradient",
+        units={m: [batch.upstream.double() for batch in reading.batches[m]] for m in microbatches},
+        actual=actual,
+        expected={m: reading.expected.dx[m] for m in microbatches},
+    )
+    findings, ratio = explain(reading, sheets)
+    if findings:
+        fail(WrongGradient, "gradient", findings, ratio=ratio, note=f" ({_where(reading)})")
+    for ranks in actual.values():
+        for rank, dx_TD in enumerate(ranks):
+            tally.add(elements=dx_TD.numel(), rank=rank)
+
+
+def judge_dweights(reading: Reading, tally: Tally) -> None:
+    """Decide whether every routing weight has the gradient of its own (token, slot); an empty slot has zero.
+
+    Exact wherever the sum over the expert's columns is exact in the tokens' dtype, in any order; elsewhere within the
+    rounding of that sum (see `expected.expect`).
+
+    Raises:
+        AbsentGradient: there are routed slots, and the gradient of the weights is None.
+        WrongGradient: an element differs.
+    """
+    findings: list[Finding] = []
+    by_rank: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    for m in range(len(reading.batches)):
+        if not reading.goes_backward(m):
+            continue
+        expected, allowed = reading.expected.dweights[m], reading.expected.dweights_allowed[m]
+        actual = _of_inputs(reading, m, "the weights", lambda seen: seen.dweights_TK, expected)
+        for rank, (actual_TK, expected_TK, allowed_TK) in enumerate(
+            zip(actual, expected, allowed, strict=True)
+        ):
+            by_rank.setdefault(rank, []).append((actual_TK.double().flatten(), expected_TK.flatten()))
+            findings += _wrong_weights(reading, m, rank, actual_TK.double(), allowed_TK)
+            worst = ((actual_TK.double() - expected_TK).abs() / allowed_TK)[allowed_TK > 0]
+            tally.add(
+                elements=expected_TK.numel(), rank=rank, worst=float(worst.max()) if len(worst) else 0.0
+            )
+    if not findings:
+        return
+    what = "the gradients of the routing weights"
+    sides = {rank: tuple(map(torch.cat, zip(*pairs, strict=True))) for rank, pairs in by_rank.items()}
+    ratios, ratio = ratio_findings(what, sides, reading.ratio_names)  # type: ignore[arg-type]  # pairs of tensors
+    told = {rank for finding in ratios for rank in finding.ranks}
+    left = [finding for finding in findings if not set(finding.ranks) & told]
+    fail(WrongGradient, "gradient", ratios + left, ratio=ratio)
+
+
+def _wrong_weights(
+    reading: Reading, m: int, rank: int, actual_TK: Tensor, allowed_TK: Tensor
+) -> list[Finding]:
+    """Tell every token of one rank whose weights have other gradients."""
+    expected_TK = reading.expected.dweights[m][rank]
+    bad_TK = ~((actual_TK - expected_TK).abs() <= allowed_TK)
+    bad = bad_TK.any(1).nonzero().flatten().tolist()
+    if not bad:
+        return []
+    if len(bad) > 1 and bool((actual_TK == actual_TK.flatten()[0]).all()):
+        value = float(actual_TK.flatten()[0])
+        sentence = f"the gradient of every routing weight on rank {rank} is {value:g}, a constant"
+        return [Finding("constant", sentence, (rank,))]
+    return [_told(reading, m, rank, token, actual_TK, bad_TK[token]) for token in bad]
+
+
+def _told(reading: Reading, m: int, rank: int, token: int, actual_TK: Tensor, bad_K: Tensor) -> Finding:
+    expected_TK = reading.expected.dweights[m][rank]
+    actual_K, expected_K = actual_TK[token], expected_TK[token]
+    ids_K = reading.batches[m][rank].ids_TK[token]
+    off = float(torch.nan_to_num(actual_K - expected_K, nan=torch.inf).abs().max())
+    of = f" of microbatch {m}" if len(reading.batches) > 1 else ""
+    name = f"the weight's gradient at rank {rank} token {token}{of}"
+    slot = int(bad_K.nonzero()[0])
+    got = f"{float(actual_K[slot]):g} instead of {float(expected_K[slot]):g}"
+    empty = ((ids_K < 0) & (actual_K != 0)).nonzero().flatten().tolist()
+    if empty:
+        sentence = f"{name} slot {empty[0]} is {float(actual_K[empty[0]]):g}, and that slot is empty"
+        return Finding("empty slot", sentence, (rank,), off)
+    for by in range(1, len(expected_K)):
+        if torch.equal(actual_K, expected_K.roll(by)):
+            sentence = f"{name} lies {by} slots further than it should: slot {slot} has {got}"
+            return Finding("shifted", sentence, (rank,), off)
+    others = (expected_TK == actual_K).all(1).nonzero().flatten().tolist()
+    if others and bool(actual_K.any()):
+        sentence = f"{name} is that of token {some(others)}: slot {slot} has {got}"
+        return Finding("another token's", sentence, (rank,), off)
+    if float(actual_K[slot]) == 0:
+        return Finding("missing", f"{name} slot {slot} (expert {int(ids_K[slot])}) is {got}", (rank,), off)
+    return Finding("other", f"{name} slot {slot} (expert {int(ids_K[slot])}) is {got}", (rank,), off)
+
+
+def _of_inputs(
+    reading: Reading, m: int, name: str, gradient: Callable[[Microbatch], Grad], expected: tuple[Tensor, ...]
+) -> list[Tensor]:
+    """Return the gradient of an input on every rank; where it is None for want of anything to differentiate, zeros."""
+    absent, misshapen, found = [], [], []
+    for rank, expected_T in enumerate(expected):
+        value = gradient(reading.seen(m, rank)).value
+        whose = f"the gradient of {name} on rank {rank} in microbatch {m}"
+        if value is None:
+            needed = len(expected_T) if name == "x" else int((reading.batches[m][rank].ids_TK >= 0).sum())
+            if needed:
+                absent.append(Finding("absent", f"{whose} is None", (rank,)))
+            value = torch.zeros_like(expected_T)
+        elif value.shape != expected_T.shape:
+            sentence = f"{whose} has the shape {tuple(value.shape)} instead of {tuple(expected_T.shape)}"
+            misshapen.append(Finding("shape", sentence, (rank,)))
+        found.append(value)
+    if absent:
+        fail(AbsentGradient, "gradient", absent)
+    if misshapen:
+        fail(WrongForm, "gradient", misshapen)
+    return found
+
+
+def _where(reading: Reading) -> str:
+    """Say at which of the places that the suite sees the gradient was still right."""
+    matching = reading.matching
+    if matching.lost or matching.extra or matching.corrupt:
+        return "the rows were already wrong when they were handed to the experts"
+    backward = [match for match in matching.matches if reading.goes_backward(match.entry.microbatch)]
+    arrived, left = compare_out_grads(reading), compare_rows_grads(reading)
+    if len(arrived) < len(backward) or any(compared.wrong for compared in arrived):
+        return "the gradient was already wrong when it reached the experts' output: combine's backward"
+    if any(reading.handed(match.entry).rows_grad_RD is None for match in backward):
+        return "no gradient left the experts: the rows are detached from x"
+    if any(compared.wrong for compared in left):
+        return "the gradient reached the experts' output right and left their input wrong"
+    return "the gradient left the experts right and reached x wrong: dispatch's backward"

@@ -1,0 +1,116 @@
+"""Outputs: y in its form and in every element, and the inputs left as they were."""
+
+from __future__ import annotations
+
+import torch
+
+from moe_conformance.judging.blocks import Sheets, explain
+from moe_conformance.judging.diagnosis import Finding, fail
+from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.verdict import ChangedInput, Stage, Tally, WrongForm, WrongOutput
+
+
+def judge_form(reading: Reading, tally: Tally) -> None:
+    """Decide whether y has the shape and dtype that x was handed over in, and is finite.
+
+    Raises:
+        WrongForm: another shape or dtype.
+        WrongOutput: NaN or infinity where the shape and dtype are right.
+    """
+    findings = list(_misshapen(reading))
+    if findings:
+        fail(WrongForm, "combine", findings)
+    for rank, m, y in _outputs(reading):
+        if not bool(torch.isfinite(y).all()):
+            bad = (~torch.isfinite(y)).any(1).nonzero().flatten().tolist()
+            sentence = f"y of rank {rank} is not finite at {len(bad)} tokens, the first is token {bad[0]} of microbatch {m}"
+            findings.append(Finding("not finite", sentence, (rank,), len(bad)))
+    if findings:
+        fail(WrongOutput, "combine", findings)
+    for rank, _, y in _outputs(reading):
+        tally.add(elements=y.numel(), rank=rank)
+
+
+def judge_outputs(reading: Reading, tally: Tally) -> None:
+    """Decide whether y equals the oracle in every element, exactly. A token without a slot has the output zero.
+
+    Raises:
+        WrongForm: y has another shape, so that its elements cannot be compared.
+        WrongOutput: an element differs.
+    """
+    findings = [finding for finding in _misshapen(reading) if finding.kind == "shape"]
+    if findings:
+        fail(WrongForm, "combine", findings)
+    microbatches = range(len(reading.batches))
+    actual: dict[int, list[torch.Tensor]] = {m: [] for m in microbatches}
+    for _, m, y in _outputs(reading):
+        actual[m].append(y)
+    sheets = Sheets(
+        name="y",
+        noun="answer",
+        units={m: [batch.x_TD.double() for batch in reading.batches[m]] for m in microbatches},
+        actual=actual,
+        expected={m: reading.expected.y[m] for m in microbatches},
+    )
+    findings, ratio = explain(reading, sheets)
+    if findings:
+        stage, note = _where(reading)
+        fail(WrongOutput, stage, findings, ratio=ratio, note=note)
+    for rank, _, y in _outputs(reading):
+        tally.add(elements=y.numel(), rank=rank)
+
+
+def judge_inputs_unchanged(reading: Reading, tally: Tally) -> None:
+    """Decide whether x, ids, weights and the upstream gradient still hold the bytes that the backend was given.
+
+    Raises:
+        ChangedInput: one of them does not.
+    """
+    findings = [
+        Finding(name, f"the backend wrote into {name} of rank {rank.rank} in microbatch {m}", (rank.rank,))
+        for rank in reading.ranks
+        for m, seen in enumerate(rank.microbatches)
+        for name in seen.inputs_changed
+    ]
+    if findings:
+        fail(ChangedInput, "run", findings)
+    for ranks in reading.batches:
+        for rank, batch in enumerate(ranks):
+            inputs = (batch.x_TD, batch.ids_TK, batch.weights_TK, batch.upstream)
+            tally.add(elements=sum(tensor.numel() for tensor in inputs), rank=rank)
+
+
+def _outputs(reading: Reading) -> list[tuple[int, int, torch.Tensor]]:
+    """List (rank, microbatch, y)."""
+    return [
+        (rank.rank, m, seen.y)
+        for rank in reading.ranks
+        for m, seen in enumerate(rank.microbatches)
+        if seen.y is not None
+    ]
+
+
+def _misshapen(reading: Reading) -> list[Finding]:
+    workload, findings = reading.outcome.workload, []
+    for rank in reading.ranks:
+        for m, seen in enumerate(rank.microbatches):
+            T, D = workload.batches[m][rank.rank].x_TD.shape
+            shape = (T // 2, 2, D) if workload.lead == "two_dims" else (T, D)
+            whose = f"y of rank {rank.rank} in microbatch {m}"
+            if seen.y is None:
+                findings.append(Finding("shape", f"{whose} is missing", (rank.rank,)))
+            elif seen.y_shape != shape or seen.y.shape != (T, D):
+                sentence = f"{whose} has the shape {tuple(seen.y_shape)}, x has {shape}"
+                findings.append(Finding("shape", sentence, (rank.rank,)))
+            elif seen.y_dtype != workload.config.dtype:
+                sentence = f"{whose} has the dtype {seen.y_dtype}, x has {workload.config.dtype}"
+                findings.append(Finding("dtype", sentence, (rank.rank,)))
+    return findings
+
+
+def _where(reading: Reading) -> tuple[Stage, str]:
+    """Say whether the fault lies before combine: a pair that never came cannot be in y."""
+    matching = reading.matching
+    if matching.lost or matching.extra or matching.corrupt:
+        return "dispatch", " (the rows were already wrong when they were handed to the experts)"
+    return "combine", ""

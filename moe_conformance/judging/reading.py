@@ -1,0 +1,307 @@
+"""An outcome, read once for all judges: what was handed over, decoded and matched with the routing."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_conformance.judging import expected
+from moe_conformance.judging.diagnosis import ratio_names
+from moe_conformance.judging.verdict import RunFailed, WrongCount, WrongDelivery
+from moe_conformance.scenarios.outcome import Handed, Microbatch, Outcome, RankOutcome
+from moe_conformance.workloads import tags
+from moe_conformance.workloads.records import Batch
+from reference.exchange import Pair
+
+Applied = Literal["input", "expert", "combine"]
+
+
+class Entry(NamedTuple):
+    """One row handed over for one local expert, and what the row says of itself (see `tags.Decoded`)."""
+
+    rank: int  # whose experts
+    microbatch: int  # that was in the experts
+    call: int
+    row: int
+    slot: int  # column J of the delivery
+    expert: int  # global id
+    kind: int  # tags.TAG, PADDING or CORRUPT
+    source: int
+    of_microbatch: int  # that the row is tagged with
+    token: int
+    scale: float
+    weight: float | None  # carried beside the row
+
+    @property
+    def place(self) -> str:
+        """Where the row lies, in words."""
+        call = f" of call {self.call}" if self.call else ""
+        return f"row {self.row}{call} handed to rank {self.rank} for expert {self.expert}"
+
+    @property
+    def token_name(self) -> str:
+        """Whose token the row is, in words."""
+        other = f" of microbatch {self.of_microbatch}" if self.of_microbatch != self.microbatch else ""
+        return f"rank {self.source} token {self.token}{other}"
+
+
+class Match(NamedTuple):
+    """A pair that was delivered."""
+
+    pair: Pair
+    entry: Entry
+
+
+class Lost(NamedTuple):
+    """A pair that was not."""
+
+    microbatch: int
+    pair: Pair
+
+
+@dataclass(frozen=True)
+class Matching:
+    """Deliveries asked for and deliveries found."""
+
+    matches: tuple[Match, ...]
+    lost: tuple[Lost, ...]
+    extra: tuple[Entry, ...]  # tagged rows that no pair asks for
+    corrupt: tuple[Entry, ...]  # rows that are no token's
+
+
+@dataclass(frozen=True)
+class Reading:
+    """An outcome in which every rank finished. Made by `read`; everything below is computed once."""
+
+    outcome: Outcome
+    ranks: tuple[RankOutcome, ...]  # by rank
+
+    @property
+    def batches(self) -> tuple[tuple[Batch, ...], ...]:
+        """The workload's batches, [microbatch][rank]."""
+        return self.outcome.workload.batches
+
+    def seen(self, microbatch: int, rank: int) -> Microbatch:
+        """What a rank saw of a microbatch."""
+        return self.ranks[rank].microbatches[microbatch]
+
+    def handed(self, entry: Entry) -> Handed:
+        """The call that an entry belongs to."""
+        return self.seen(entry.microbatch, entry.rank).handed[entry.call]
+
+    def goes_backward(self, microbatch: int) -> bool:
+        """Whether the schedule asks for this microbatch's gradients."""
+        return f"B{microbatch}" in self.outcome.workload.schedule.split()
+
+    @cached_property
+    def parts(self) -> tuple[float, ...]:
+        """Every rank's share of the experts' answers: its etp shard's part, 1 where answers are whole."""
+        parts = [1.0] * len(self.ranks)
+        for shards in self.outcome.workload.layout.groups()["etp"]:
+            for index, rank in enumerate(shards):
+                if self.ranks[rank].partial:
+                    parts[rank] = tags.part(index, len(shards))
+        return tuple(parts)
+
+    @cached_property
+    def expected(self) -> expected.Expected:
+        """The oracles' answer."""
+        return expected.expect(self.outcome.workload, self._shards or [1.0])
+
+    @cached_property
+    def _shards(self) -> list[float]:
+        """The parts of one etp group's shards, none where answers are whole."""
+        shards = self.outcome.workload.layout.groups()["etp"][0]
+        return [self.parts[rank] for rank in shards if self.ranks[rank].partial]
+
+    @cached_property
+    def ratio_names(self) -> dict[str, float]:
+        """Factors that a wrong scale is likely to be."""
+        workload = self.outcome.workload
+        named = ratio_names({**workload.layout.sizes(), "K": workload.config.top_k})
+        if len(self._shards) > 1:
+            named |= {f"etp shard {i} alone": part for i, part in enumerate(self._shards)}
+            named |= {f"etp shard {i} missing": 1 - part for i, part in enumerate(self._shards)}
+        return named
+
+    @cached_property
+    def applied(self) -> tuple[Applied, ...]:
+        """Where every rank's weights are applied.
+
+        As the session claims; but "after the expert" leaves two places, and handing weights over is choosing one.
+        """
+        chosen: list[Applied] = []
+        asked = self.outcome.workload.config.weights_applied
+        for rank in self.ranks:
+            carried = any(call.weights_RJ is not None for seen in rank.microbatches for call in seen.handed)
+            if asked == "output":
+                chosen.append("expert" if carried else "combine")
+            elif asked == "input" or rank.weights_at == "input":
+                chosen.append("input")
+            else:
+                chosen.append("expert" if rank.weights_at == "expert" else "combine")
+        return tuple(chosen)
+
+    @cached_property
+    def entries(self) -> tuple[Entry, ...]:
+        """Everything handed over for an expert, padding included; rows for no expert left out."""
+        return tuple(
+            entry
+            for rank in self.ranks
+            for seen in rank.microbatches
+            for call, handed in enumerate(seen.handed)
+            for entry in _entries(rank, call, handed)
+        )
+
+    @cached_property
+    def pairs(self) -> tuple[tuple[Pair, ...], ...]:
+        """The deliveries asked for, of every microbatch."""
+        held = [rank.local_experts for rank in self.ranks]
+        try:
+            return tuple(
+                expected.expected_pairs(self.outcome.workload, ranks, held) for ranks in self.batches
+            )
+        except ValueError as error:
+            raise WrongDelivery("dispatch", str(error)) from error
+
+    @cached_property
+    def matching(self) -> Matching:
+        """Deliveries asked for held against deliveries found."""
+        return _match(self)
+
+    def weight(self, microbatch: int, pair: Pair) -> float:
+        """The routing weight of a pair."""
+        return self.weights[microbatch][pair.source][pair.token][pair.slot]
+
+    @cached_property
+    def weights(self) -> list[list[list[list[float]]]]:
+        """Routing weights as numbers, [microbatch][rank][token][slot]."""
+        return [[batch.weights_TK.double().tolist() for batch in ranks] for ranks in self.batches]
+
+
+def read(outcome: Outcome) -> Reading:
+    """Read an outcome for the judges.
+
+    Raises:
+        RunFailed: a rank did not finish.
+        WrongCount: a rank's claims contradict each other.
+    """
+    require_finished(outcome)
+    return Reading(outcome, tuple(sorted(outcome.ranks, key=lambda rank: rank.rank)))
+
+
+def require_finished(outcome: Outcome) -> None:
+    """Raise unless every rank went through the whole run; blame those that failed by themselves, not their victims.
+
+    Raises:
+        RunFailed: a rank raised, hung or died.
+        WrongCount: a rank's claims contradict each other.
+    """
+    unfinished = [rank for rank in outcome.ranks if rank.status != "ok"]
+    if not unfinished:
+        return
+    guilty = outcome.blamed or tuple(unfinished)
+    first = guilty[0]
+    at = f" in {first.reached}" if first.reached else ""
+    error = f": {first.error}" if first.error else ""
+    verb = "made a malformed claim" if first.status == "malformed" else first.status
+    others = [rank.rank for rank in guilty[1:]]
+    also = f"; so did rank {', '.join(map(str, others))}" if others else ""
+    kind = WrongCount if first.status == "malformed" else RunFailed
+    stage: Literal["dispatch", "run"] = "dispatch" if first.status == "malformed" else "run"
+    raise kind(stage, f"rank {first.rank} {verb}{at}{error}{also}", ranks=tuple(rank.rank for rank in guilty))
+
+
+def _entries(rank: RankOutcome, call: int, handed: Handed) -> list[Entry]:
+    decoded = tags.decode(handed.rows_RD)
+    columns = [
+        field.tolist()
+        for field in (decoded.kind_R, decoded.rank_R, decoded.microbatch_R, decoded.token_R, decoded.scale_R)
+    ]
+    weights_RJ = None if handed.weights_RJ is None else handed.weights_RJ.double().tolist()
+    entries = []
+    for row, slot in (handed.ids_RJ >= 0).nonzero().tolist():
+        local = int(handed.ids_RJ[row, slot])
+        if local >= len(rank.local_experts):
+            raise WrongDelivery(
+                "dispatch",
+                f"rank {rank.rank} was handed row {row} for local expert {local}, and holds {len(rank.local_experts)}",
+                ranks=(rank.rank,),
+            )
+        kind, source, of_microbatch, token, scale = (column[row] for column in columns)
+        weight = None if weights_RJ is None else weights_RJ[row][slot]
+        expert = rank.local_experts[local]
+        where = (rank.rank, handed.microbatch, call, row, slot, expert)
+        entries.append(Entry(*where, kind, source, of_microbatch, token, scale, weight))
+    return entries
+
+
+_Key = tuple[int, int, int, int, int]  # (microbatch, destination, source, token, expert)
+
+
+def _match(reading: Reading) -> Matching:
+    """Pair up by identity. Slots of one token with the same expert are told apart by weight, smallest first."""
+    asked: dict[_Key, list[Pair]] = defaultdict(list)
+    for microbatch, pairs in enumerate(reading.pairs):
+        for pair in pairs:
+            asked[microbatch, pair.destination, pair.source, pair.token, pair.expert].append(pair)
+    found: dict[_Key, list[Entry]] = defaultdict(list)
+    extra: list[Entry] = []
+    corrupt: list[Entry] = []
+    for entry in reading.entries:
+        if entry.kind == tags.CORRUPT:
+            corrupt.append(entry)
+        elif entry.kind == tags.TAG and entry.of_microbatch == entry.microbatch:
+            found[entry.microbatch, entry.rank, entry.source, entry.token, entry.expert].append(entry)
+        elif entry.kind == tags.TAG:
+            extra.append(entry)
+
+    matches: list[Match] = []
+    lost: list[Lost] = []
+    for key, pairs in asked.items():
+        entries = found.pop(key, [])
+        if len(pairs) > 1:
+            pairs.sort(key=lambda pair: reading.weight(key[0], pair))
+            entries.sort(key=lambda entry: _carried(reading, entry))
+        matches += [Match(pair, entry) for pair, entry in zip(pairs, entries, strict=False)]
+        lost += [Lost(key[0], pair) for pair in pairs[len(entries) :]]
+        extra += entries[len(pairs) :]
+    extra += [entry for entries in found.values() for entry in entries]
+    return Matching(tuple(matches), tuple(lost), tuple(extra), tuple(corrupt))
+
+
+def _carried(reading: Reading, entry: Entry) -> float:
+    """Return the weight that can be seen at an entry: beside the row, in it, or in the gradient of its answer."""
+    applied = reading.applied[entry.rank]
+    if applied == "expert":
+        return entry.weight or 0.0
+    if applied == "input":
+        return entry.scale
+    gradient = reading.handed(entry).out_grad_RD
+    if gradient is None:
+        return 0.0
+    upstream_D = reading.batches[entry.microbatch][entry.source].upstream[entry.token]
+    return projection(gradient[entry.row], upstream_D)
+
+
+def projection(actual_D: Tensor, unit_D: Tensor) -> float:
+    """Return how often `unit_D` goes into `actual_D`, by least squares; 0 where the unit is zero."""
+    actual_D, unit_D = torch.nan_to_num(actual_D.double()), unit_D.double()
+    return float(actual_D @ unit_D) / (float(unit_D @ unit_D) or 1.0)
+
+
+def tokens_of(reading: Reading, sequence: Sequence[Sequence[Tensor]]) -> tuple[Tensor, list[str]]:
+    """Stack per-rank tensors of all microbatches, (all T, ...), and name the token of every row."""
+    names = [
+        f"rank {r} token {t}" + (f" of microbatch {m}" if len(reading.batches) > 1 else "")
+        for m, ranks in enumerate(sequence)
+        for r, rows in enumerate(ranks)
+        for t in range(len(rows))
+    ]
+    return torch.cat([rows.double() for ranks in sequence for rows in ranks]), names

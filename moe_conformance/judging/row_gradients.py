@@ -1,0 +1,195 @@
+"""Gradients at the rows that were handed over: at the experts' output (combine's backward), and at their input."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_conformance.judging.diagnosis import Finding, fail, ratio_findings
+from moe_conformance.judging.exact import wrong
+from moe_conformance.judging.expected import blocks
+from moe_conformance.judging.likeness import likeness
+from moe_conformance.judging.reading import Match, Reading, tokens_of
+from moe_conformance.judging.verdict import AbsentGradient, Tally, WrongGradient
+from moe_conformance.scenarios.outcome import Handed
+from moe_conformance.workloads import tags
+
+_EXPLAINED = 24  # wrong rows told in words
+
+
+def judge_out_grads(reading: Reading, tally: Tally) -> None:
+    """Decide whether combine's backward brings each delivered row its token's upstream gradient, exactly.
+
+    Times the routing weight where combine applies it. At padding rows for an expert any finite gradient will do; rows
+    that are for no expert are not looked at.
+
+    Raises:
+        AbsentGradient: no gradient reached an output of the experts that a token's row went into.
+        WrongGradient: an element differs, or the gradient at a padding row is not finite.
+    """
+    _require_present(
+        reading, lambda handed: handed.out_grad_RD, "reached the experts' output: combine detached it"
+    )
+    compared = compare_out_grads(reading)
+    _judge(reading, tally, compared, "the gradients at the experts' output", "combine's backward: ")
+    findings = [
+        Finding("padding", f"the gradient at {entry.place}, a padding row, is not finite", (entry.rank,))
+        for entry in reading.entries
+        if entry.kind == tags.PADDING
+        and (grad_RD := reading.handed(entry).out_grad_RD) is not None
+        and not bool(torch.isfinite(grad_RD[entry.row]).all())
+    ]
+    if findings:
+        fail(WrongGradient, "gradient", findings)
+
+
+def judge_rows_grads(reading: Reading, tally: Tally) -> None:
+    """Decide whether the gradient that left the experts at each token's row is what dispatch's backward must be given.
+
+    That is gain * part * upstream in the columns of the row's experts, times the weight unless it was applied at the input.
+
+    Raises:
+        AbsentGradient: a token's row was handed over detached.
+        WrongGradient: an element differs.
+    """
+    _require_present(
+        reading, lambda handed: handed.rows_grad_RD, "left the experts' input: the rows are detached from x"
+    )
+    _judge(reading, tally, compare_rows_grads(reading), "the gradients that left the experts", "")
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The gradient at one row, the match that it belongs to, and what it should be."""
+
+    match: Match
+    actual_D: Tensor
+    expected_D: Tensor
+    wrong: bool
+
+
+def compare_out_grads(reading: Reading) -> list[Compared]:
+    """Compare the gradient at the output for every delivered pair, where there is one."""
+
+    def one(match: Match) -> Tensor:
+        return _upstream(reading, match, weighted=reading.applied[match.entry.rank] == "combine")
+
+    return _compared(reading, reading.matching.matches, one, lambda handed: handed.out_grad_RD)
+
+
+def compare_rows_grads(reading: Reading) -> list[Compared]:
+    """Compare the gradient at every row handed over, where there is one and the row is for delivered pairs alone."""
+    config = reading.outcome.workload.config
+    block_ED = blocks(config.experts, config.hidden)
+    by_row: dict[tuple[int, int, int, int], list[Match]] = defaultdict(list)
+    for match in reading.matching.matches:
+        by_row[_row(match)].append(match)
+    entries = Counter((e.rank, e.microbatch, e.call, e.row) for e in reading.entries)
+
+    def whole(match: Match) -> Tensor:
+        weighted = reading.applied[match.entry.rank] != "input"
+        total_D = torch.zeros(config.hidden, dtype=torch.float64)
+        for at in by_row[_row(match)]:
+            factor = tags.gain(at.entry.expert) * reading.parts[at.entry.rank]
+            total_D += factor * block_ED[at.entry.expert] * _upstream(reading, at, weighted)
+        return total_D
+
+    complete = [matches[0] for row, matches in by_row.items() if len(matches) == entries[row]]
+    return _compared(reading, complete, whole, lambda handed: handed.rows_grad_RD)
+
+
+def _compared(
+    reading: Reading,
+    matches: Sequence[Match],
+    expect: Callable[[Match], Tensor],
+    gradient: Callable[[Handed], Tensor | None],
+) -> list[Compared]:
+    """Compare all rows at once; matches whose gradient is absent or not asked for are left out."""
+    present = [
+        (match, grad_RD[match.entry.row])
+        for match in matches
+        if reading.goes_backward(match.entry.microbatch)
+        and (grad_RD := gradient(reading.handed(match.entry))) is not None
+    ]
+    if not present:
+        return []
+    actual_ND = torch.stack([row_D for _, row_D in present])
+    expected_ND = torch.stack([expect(match) for match, _ in present])
+    wrong_N = wrong(actual_ND, expected_ND).any(1).tolist()
+    return [
+        Compared(match, actual_D, expected_D, bad)
+        for (match, _), actual_D, expected_D, bad in zip(
+            present, actual_ND, expected_ND, wrong_N, strict=True
+        )
+    ]
+
+
+def _judge(reading: Reading, tally: Tally, compared: Sequence[Compared], what: str, prefix: str) -> None:
+    bad = [c for c in compared if c.wrong]
+    if not bad:
+        for c in compared:
+            tally.add(elements=len(c.expected_D), pairs=1, rank=c.match.entry.rank)
+        return
+    by_rank = {
+        rank: (
+            torch.stack([c.actual_D for c in compared if c.match.entry.rank == rank]),
+            torch.stack([c.expected_D for c in compared if c.match.entry.rank == rank]),
+        )
+        for rank in sorted({c.match.entry.rank for c in compared})
+    }
+    findings, ratio = ratio_findings(what, by_rank, reading.ratio_names)
+    told = {rank for finding in findings for rank in finding.ranks}
+    left = [c for c in bad if c.match.entry.rank not in told]
+    findings += [_told(reading, c, what) for c in left[:_EXPLAINED]]
+    findings += [
+        Finding("not explained", "other rows differ", (c.match.entry.rank,)) for c in left[_EXPLAINED:]
+    ]
+    findings = [Finding(f.kind, prefix + f.sentence, f.ranks, f.size) for f in findings]
+    fail(WrongGradient, "gradient", findings, ratio=ratio)
+
+
+def _told(reading: Reading, compared: Compared, what: str) -> Finding:
+    pair, entry = compared.match
+    upstream_ND, names = tokens_of(
+        reading, [[batch.upstream for batch in ranks] for ranks in reading.batches]
+    )
+    if what.endswith("left the experts"):  # there only the columns of the row's experts count
+        inside_D = compared.expected_D != 0
+        upstream_ND = upstream_ND * inside_D * tags.gain(entry.expert) * reading.parts[entry.rank]
+    of = f" of microbatch {entry.microbatch}" if len(reading.batches) > 1 else ""
+    held = likeness(compared.actual_D, upstream_ND, names)
+    asked = likeness(compared.expected_D, upstream_ND, names)
+    sentence = (
+        f"{what}: at rank {pair.source} token {pair.token} slot {pair.slot}{of} (expert {entry.expert} on rank "
+        f"{entry.rank}, row {entry.row}) it is, in upstream gradients, {held}; {asked} expected"
+    )
+    off = float(torch.nan_to_num(compared.actual_D.double() - compared.expected_D, nan=torch.inf).abs().max())
+    return Finding("row", sentence, (entry.rank,), off)
+
+
+def _upstream(reading: Reading, match: Match, weighted: bool) -> Tensor:
+    microbatch, pair = match.entry.microbatch, match.pair
+    upstream_D = reading.batches[microbatch][pair.source].upstream[pair.token].double()
+    return upstream_D * reading.weight(microbatch, pair) if weighted else upstream_D
+
+
+def _require_present(reading: Reading, gradient: Callable[[Handed], Tensor | None], words: str) -> None:
+    absent = Counter(
+        match.entry.rank
+        for match in reading.matching.matches
+        if reading.goes_backward(match.entry.microbatch) and gradient(reading.handed(match.entry)) is None
+    )
+    findings = [
+        Finding("absent", f"no gradient of {rows} tokens' rows on rank {rank} {words}", (rank,), rows)
+        for rank, rows in absent.items()
+    ]
+    if findings:
+        fail(AbsentGradient, "gradient", findings)
+
+
+def _row(match: Match) -> tuple[int, int, int, int]:
+    return match.entry.rank, match.entry.microbatch, match.entry.call, match.entry.row

@@ -1,0 +1,105 @@
+"""Weights: each routing weight reaches the experts with its own pair, or stays away where it is applied later."""
+
+from __future__ import annotations
+
+import torch
+
+from moe_conformance.judging.diagnosis import Finding, common_ratio, fail, ratio_words
+from moe_conformance.judging.reading import Entry, Match, Reading
+from moe_conformance.judging.verdict import Tally, WrongWeight
+
+
+def judge_weights(reading: Reading, tally: Tally) -> None:
+    """Decide whether each delivered pair carries the weight of its own (token, slot), exactly.
+
+    Weights at the input are the scale of the row, and none but ones may travel beside it; weights at the experts travel
+    beside an unscaled row; weights at combine do not travel. Lost pairs and corrupt rows are judged elsewhere.
+
+    Raises:
+        WrongWeight: a pair carries another weight, none, or one where none belongs.
+    """
+    findings = _misplaced(reading)
+    if findings:
+        fail(WrongWeight, "dispatch", findings)
+    travelling = [
+        match for match in reading.matching.matches if reading.applied[match.entry.rank] != "combine"
+    ]
+    wrong = [match for match in travelling if _carried(reading, match.entry) != _own(reading, match)]
+    if wrong:
+        carried = torch.tensor([_carried(reading, match.entry) for match in travelling])
+        own = torch.tensor([_own(reading, match) for match in travelling])
+        ratio = common_ratio(carried, own) if len(travelling) > 1 else None
+        ranks = tuple(match.entry.rank for match in wrong)
+        if ratio is not None:
+            sentence = (
+                f"every weight that travels to the experts is {ratio_words(ratio, reading.ratio_names)}"
+            )
+            fail(WrongWeight, "dispatch", [Finding("ratio", sentence, ranks)], ratio=ratio)
+        fail(WrongWeight, "dispatch", [_told(reading, match) for match in wrong])
+    for match in reading.matching.matches:
+        tally.add(pairs=1, rank=match.entry.rank)
+
+
+def _carried(reading: Reading, entry: Entry) -> float:
+    """Return the weight that travels with a row: in it or beside it."""
+    return entry.scale if reading.applied[entry.rank] == "input" else entry.weight or 0.0
+
+
+def _own(reading: Reading, match: Match) -> float:
+    return reading.weight(match.entry.microbatch, match.pair)
+
+
+def _misplaced(reading: Reading) -> list[Finding]:
+    """Find weights that travel where the session says that they do not, and the reverse."""
+    findings = []
+    for pair, entry in reading.matching.matches:
+        applied = reading.applied[entry.rank]
+        if applied == "expert" and entry.weight is None:
+            sentence = f"{entry.place} carries no weight, and the experts are to apply it"
+            findings.append(Finding("no weight", sentence, (entry.rank,)))
+        if applied != "expert" and entry.weight not in (None, 1.0):
+            sentence = (
+                f"{entry.place} carries the weight {entry.weight:g} beside it, to be applied by the experts; "
+                f"weights are said to be applied at {applied}: rank {pair.source} token {pair.token} would be weighted twice"
+            )
+            findings.append(Finding("a weight too many", sentence, (entry.rank,)))
+    return findings
+
+
+def _told(reading: Reading, match: Match) -> Finding:
+    carried, own = _carried(reading, match.entry), _own(reading, match)
+    kind, holds = _whose(reading, match, carried)
+    pair, entry = match.pair, match.entry
+    sentence = (
+        f"{entry.token_name} slot {pair.slot} at expert {pair.expert} on rank {entry.rank} carries {carried:g}"
+        f"{', ' + holds + ',' if holds else ''} instead of {own:g}"
+    )
+    return Finding(kind, sentence, (entry.rank,), abs(carried - own))
+
+
+def _whose(reading: Reading, match: Match, carried: float) -> tuple[str, str]:
+    """Say where a weight comes from: the token's other slots first, then the only other pair that has it."""
+    pair, microbatch = match.pair, match.entry.microbatch
+    of_token = reading.weights[microbatch][pair.source][pair.token]
+    if carried in of_token:
+        return "another slot's weight", f"the weight of slot {of_token.index(carried)}"
+    if carried == 1:
+        return "unweighted", "as if unweighted"
+    if carried == 0:
+        return "zero weight", ""
+    for factor, word in ((2.0, "twice"), (0.5, "half")):
+        if carried == factor * _own(reading, match):
+            return word, f"{word} its own"
+    others = [
+        f"the weight of rank {r} token {t} slot {weights_K.index(carried)}"
+        for r, weights_TK in enumerate(reading.weights[microbatch])
+        for t, weights_K in enumerate(weights_TK)
+        if carried in weights_K
+    ]
+    if len(others) == 1:
+        return "another token's weight", others[0]
+    return (
+        ("another token's weight", f"a weight of {len(others)} other tokens")
+        if others
+        else ("another weight", "")
+    )
