@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from moe_conformance.judging.counts import judge_counts
 from moe_conformance.judging.deliveries import judge_deliveries, judge_rows
-from moe_conformance.judging.outputs import judge_form, judge_inputs, judge_outputs
 from moe_conformance.judging.gradients import judge_dweights, judge_dx
+from moe_conformance.judging.outputs import judge_form, judge_inputs, judge_outputs
 from moe_conformance.judging.reading import Reading, require_finished
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.judging.weights import judge_weights

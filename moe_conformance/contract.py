@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -223,6 +223,7 @@ ExpertFn = Callable[[Delivery], Tensor]  # call it on every forward, with no row
 # ---- surfaces: what a session may build ----------------------------------------------------------------------
 
 
+@runtime_checkable
 class Resolved(Protocol):
     """What every built surface tells of itself."""
 
@@ -253,6 +254,7 @@ class Exchange(Placed, Protocol):
         ...
 
 
+@runtime_checkable
 class SplitExchange(Placed, Protocol):
     """An exchange in two halves; implement this or `Exchange`, not both (`whole` makes one of the other).
 
@@ -271,12 +273,13 @@ class SplitExchange(Placed, Protocol):
 
 def whole(exchange: Exchange | SplitExchange) -> Callable[[Tensor, Routing, ExpertFn], Tensor]:
     """Return the exchange as one call, whichever of the two forms it has."""
-    if not hasattr(exchange, "dispatch"):
-        return exchange  # type: ignore[return-value]  # Exchange is that callable
+    if not isinstance(exchange, SplitExchange):
+        return exchange
+    split = exchange
 
     def call(x: Tensor, routing: Routing, expert: ExpertFn) -> Tensor:
-        delivery, handle = exchange.dispatch(x, routing)
-        return exchange.combine(expert(delivery), handle)
+        delivery, handle = split.dispatch(x, routing)
+        return split.combine(expert(delivery), handle)
 
     return call
 
@@ -387,7 +390,7 @@ class Session:
         """Do all that the backend's trainer does to gradients between the last backward and the step."""
         raise Unsupported("this backend offers no gradient reduction")
 
-    def close(self) -> None:  # noqa: B027  # not abstract: most sessions hold nothing
+    def close(self) -> None:  # not abstract: most sessions hold nothing
         """Give up what the session holds (process groups of its own, global state)."""
 
 

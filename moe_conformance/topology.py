@@ -76,7 +76,7 @@ class Layout:
             raise InvalidLayout(f"{self}: {self.problem}")
         dense = {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}
         expert = {"etp": self.etp, "ep": self.ep, "edp": self.edp, "pp": self.pp}
-        groups = {"world": (tuple(range(self.world)),)}
+        groups: dict[str, RankLists] = {"world": (tuple(range(self.world)),)}
         groups |= {axis: _split(dense, {axis}) for axis in dense}
         groups["dp_cp"] = _split(dense, {"dp", "cp"})
         groups |= {axis: _split(expert, {axis}) for axis in ("ep", "etp", "edp")}

@@ -19,6 +19,7 @@ from moe_conformance.contract import (
     Exchange,
     Experts,
     Parametrised,
+    Resolved,
     Router,
     Routing,
     Session,
@@ -70,8 +71,8 @@ def moe_step(engine: Engine, backend: str, workload: Workload, deadline_s: float
 
 def _rank_outcome(result: RankResult) -> RankOutcome:
     if result.status == "ok" and (result.error is None or result.secondary):
-        outcome: RankOutcome = result.value
-        return outcome
+        assert isinstance(result.value, RankOutcome)
+        return result.value
     malformed = result.error_type == "moe_conformance.contract.Malformed"
     return RankOutcome(
         rank=result.rank,
@@ -123,7 +124,7 @@ class _Step:
             built.append(self.router)
         else:
             self.exchange = session.exchange(self.config)
-            if "D" in self.workload.schedule and not hasattr(self.exchange, "dispatch"):
+            if "D" in self.workload.schedule and not isinstance(self.exchange, SplitExchange):
                 raise Unsupported("this exchange has no halves to interleave")
             self.experts = self._experts(session, kept.topology, built)
         for surface in built:
@@ -155,7 +156,8 @@ class _Step:
             m = int(item[1:])
             self.reached = f"{phase}:{m}"
             if m not in self.inputs:
-                self.inputs[m] = _Inputs(self.workload, self.workload.batches[m][self.context.rank], self.context.device)
+                batch = self.workload.batches[m][self.context.rank]
+                self.inputs[m] = _Inputs(self.workload, batch, self.context.device)
             act(m)
 
     def _forward(self, m: int) -> None:
@@ -174,11 +176,13 @@ class _Step:
         self.outputs[m] = whole(self.exchange)(inputs.x, inputs.routing, self._expert(m))
 
     def _dispatch(self, m: int) -> None:
-        self.delivered[m] = self.exchange.dispatch(self.inputs[m].x, self.inputs[m].routing)  # type: ignore[union-attr]
+        assert isinstance(self.exchange, SplitExchange)
+        self.delivered[m] = self.exchange.dispatch(self.inputs[m].x, self.inputs[m].routing)
 
     def _combine(self, m: int) -> None:
+        assert isinstance(self.exchange, SplitExchange)
         delivery, handle = self.delivered.pop(m)
-        self.outputs[m] = self.exchange.combine(self._expert(m)(delivery), handle)  # type: ignore[union-attr]
+        self.outputs[m] = self.exchange.combine(self._expert(m)(delivery), handle)
 
     def _expert(self, m: int) -> Probe | Experts:
         assert self.experts is not None
@@ -207,7 +211,7 @@ class _Step:
                 final = parameters.gradients(built, attribute)
             except Unsupported as error:
                 refusal = str(error)
-        surfaces = [surface for surface in (self.exchange, self.router, *built) if surface is not None]
+        resolved = [surface.resolved for surface in (self.exchange, *built) if isinstance(surface, Resolved)]
         return RankOutcome(
             rank=self.context.rank,
             status="ok",
@@ -218,7 +222,7 @@ class _Step:
             grads_final=final,
             finish_refusal=refusal,
             uncovered=uncovered,
-            resolved={key: str(value) for surface in surfaces for key, value in surface.resolved.items()},  # type: ignore[attr-defined]
+            resolved={key: str(value) for each in resolved for key, value in each.items()},
             weights_at=_weights_at(session, self.config.weights_applied),
             partial=session.expert_output_is_partial,
             loss_convention=session.loss_convention,

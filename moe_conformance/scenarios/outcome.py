@@ -53,7 +53,7 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """What one rank brings back. `reached` is the last phase entered: open, build, forward:0, backward:0, finish…"""
+    """What one rank brings back; `reached` is the last phase that it entered (open, build, forward:0, finish, done)."""
 
     rank: int
     status: Literal["ok", "raised", "refused", "malformed", "hung", "died"]

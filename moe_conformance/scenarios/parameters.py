@@ -87,10 +87,9 @@ def coverage(surface: Parametrised) -> tuple[str, ...]:
         mine = [window.view for window in windows if _inside(window.view, parameter)]
         for view in mine:
             _same_region(seen, parameter, view).add_(1)
-        if parameter.numel() and bool((seen == 0).any()):
-            complaints.append(f"{int((seen == 0).sum())} elements of a {tuple(parameter.shape)} parameter have no window")
-        if bool((seen > 1).any()):
-            complaints.append(f"{int((seen > 1).sum())} elements of a {tuple(parameter.shape)} parameter have two windows")
+        for count, words in ((int((seen == 0).sum()), "no window"), (int((seen > 1).sum()), "several windows")):
+            if count:
+                complaints.append(f"{count} elements of a {tuple(parameter.shape)} parameter have {words}")
     return tuple(complaints)
 
 

@@ -31,6 +31,11 @@ class _Watch(torch.autograd.Function):
         return grads[0], None
 
 
+def _watch(value: Tensor, seen: list[Tensor]) -> Tensor:
+    watched: Tensor = _Watch.apply(value, seen)  # type: ignore[no-untyped-call]
+    return watched
+
+
 @dataclass(frozen=True)
 class _Call:
     handed: Handed
@@ -60,7 +65,7 @@ class Probe:
             raise ValueError(f"handed rows of shape {tuple(rows_RD.shape)}, expected (R, {self._hidden})")
         call = _Call(self._record(delivery), [], [])
         self._calls.append(call)
-        watched_RD = _Watch.apply(rows_RD, call.rows_grads)  # type: ignore[no-untyped-call]
+        watched_RD = _watch(rows_RD, call.rows_grads)
         factor_ND = self._factor_ND.to(rows_RD.device, rows_RD.dtype)
         out_RD = torch.zeros_like(watched_RD)
         for j in range(ids_RJ.shape[1]):
@@ -71,8 +76,7 @@ class Probe:
             out_RD = out_RD + torch.where(held_R1, answer_RD, 0)
         padding_R1 = ((ids_RJ < 0).all(1) | (rows_RD.detach() == 0).all(1))[:, None]
         out_RD = torch.where(padding_R1, tags.PADDING_ANSWER, out_RD)
-        out_RD = _Watch.apply(out_RD, call.out_grads)  # type: ignore[no-untyped-call]
-        return out_RD.reshape(delivery.shape)
+        return _watch(out_RD, call.out_grads).reshape(delivery.shape)
 
     def _record(self, delivery: Delivery) -> Handed:
         weights_RJ = delivery.weights_RJ

@@ -142,6 +142,7 @@ EXPERTS = (
 _SIGMOID = {"score": "sigmoid"}
 _BIASED = {"score": "sigmoid", "balance_bias": True}
 _NORMAL = {"normalise": True}
+_GROUPS = {"experts": 16, "top_k": 4, "groups": (4, 2)}  # enough slots and groups for the limit to bind
 
 ROUTE: tuple[tuple[str, dict[str, Any]], ...] = (
     ("route-softmax", {}),
@@ -155,10 +156,11 @@ ROUTE: tuple[tuple[str, dict[str, Any]], ...] = (
     ("route-sigmoid-biased-normalised-scaled", {**_BIASED, **_NORMAL, "scale": 2.5}),
     ("route-sqrtsoftplus", {"score": "sqrtsoftplus"}),
     ("route-sqrtsoftplus-biased-normalised", {"score": "sqrtsoftplus", "balance_bias": True, **_NORMAL}),
-    ("route-groups-top2", {**_BIASED, **_NORMAL, "groups": (4, 2)}),
-    ("route-groups-topk", {**_BIASED, **_NORMAL, "groups": (4, 2), "group_score": "topk_sum"}),
-    ("route-groups-topk-softmax", {"groups": (4, 2), "group_score": "topk_sum"}),
-    ("route-groups-max", {"groups": (4, 2), "group_score": "max"}),
+    ("route-groups-top2", {**_BIASED, **_NORMAL, **_GROUPS}),
+    ("route-groups-top2-softmax", _GROUPS),
+    ("route-groups-topk", {**_BIASED, **_NORMAL, **_GROUPS, "top_k": 6, "group_score": "topk_sum"}),
+    ("route-groups-topk-softmax", {**_GROUPS, "top_k": 6, "group_score": "topk_sum"}),
+    ("route-groups-max", {"experts": 16, "top_k": 3, "groups": (4, 1), "group_score": "max"}),
     ("route-top-1", {"top_k": 1}),
     ("route-top-1-normalised", {"top_k": 1, **_SIGMOID, **_NORMAL}),
     ("route-top-all", {"top_k": 8}),
@@ -204,7 +206,7 @@ def corpus(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]
     kinds: tuple[tuple[Literal["probe", "experts"], tuple[Recipe, ...]], ...] = (("probe", PROBE), ("experts", EXPERTS))
     for kind, recipes in kinds:
         for recipe in recipes:
-            if profile == "quick" and recipe.profile == "full" or recipe.needs_ep and layout.ep == 1:
+            if (profile == "quick" and recipe.profile == "full") or (recipe.needs_ep and layout.ep == 1):
                 continue
             yield _exchange_workload(recipe, kind, variant, layout)
 

@@ -29,7 +29,7 @@ class Workload:
     """One run: what is built, where, and what it is fed.
 
     `batches[m][r]` belongs to microbatch m on rank r. `parameters` are full tensors in canonical orientation, keyed by
-    (name, global expert id). `lead` says in which shape x is handed over: flat (T, D), or (T / 2, 2, D) where T is even.
+    (name, global expert id). `lead` says in which shape x is handed over: flat (T, D), or (T / 2, 2, D), T even.
     """
 
     name: str  # unique together with the variant and the layout

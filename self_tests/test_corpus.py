@@ -1,0 +1,157 @@
+"""The pinned corpus is what it claims: adversarial, uneven, distinct everywhere, and the same each time."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+import reference.routing
+from moe_conformance.contract import Limit
+from moe_conformance.topology import Layout
+from moe_conformance.workloads import draw
+from moe_conformance.workloads.corpus import corpus, full_layouts, quick_layouts, routing_corpus
+from moe_conformance.workloads.features import broken, features, in_flight
+from moe_conformance.workloads.records import Workload
+
+EP2 = Layout(4, ep=2)
+
+
+def named(name: str, layout: Layout = EP2) -> Workload:
+    """The workload of that name."""
+    return next(w for w in corpus("any", layout, "full") if w.name == name)
+
+
+def load_of(workload: Workload) -> Counter[int]:
+    """How many slots name each expert."""
+    ids = [batch.ids_TK for microbatch in workload.batches for batch in microbatch]
+    return Counter(e for each in ids for e in each.reshape(-1).tolist() if e >= 0)
+
+
+class TestCorpus:
+    @pytest.mark.parametrize("layout", full_layouts(), ids=lambda layout: layout.name)
+    def test_layouts_are_valid_and_names_unique(self, layout: Layout) -> None:
+        """Every layout can be built, and no two workloads on it share a name."""
+        assert layout.problem is None
+        names = [w.name for w in (*corpus("any", layout, "full"), *routing_corpus("any", layout))]
+        assert len(names) == len(set(names))
+
+    def test_quick_layouts_are_part_of_the_full_ones(self) -> None:
+        """What passes quick is judged again in full."""
+        assert set(quick_layouts()) <= set(full_layouts())
+
+    def test_the_same_bytes_each_time(self) -> None:
+        """Drawing twice gives equal tensors."""
+        for one, two in zip(corpus("any", EP2, "quick"), corpus("any", EP2, "quick"), strict=True):
+            for a, b in zip(sum(one.batches, ()), sum(two.batches, ()), strict=True):
+                assert torch.equal(a.x_TD, b.x_TD)
+                assert torch.equal(a.weights_TK, b.weights_TK)
+                assert torch.equal(a.upstream, b.upstream)
+
+    def test_ranks_and_microbatches_differ(self) -> None:
+        """No two batches of a workload share tokens, and upstream gradients are not constant."""
+        for workload in corpus("any", EP2, "quick"):
+            batches = [batch for batch in sum(workload.batches, ()) if batch.x_TD.numel()]
+            firsts = {tuple(batch.x_TD[0].tolist()) for batch in batches}
+            assert len(batches) == len(firsts), workload.name
+            assert all(batch.upstream.unique().numel() > 4 for batch in batches), workload.name
+
+    def test_experts_differ(self) -> None:
+        """No two experts of a workload have the same parameters."""
+        workload = named("own-even")
+        gates = {tuple(workload.parameters["gate", e].reshape(-1).tolist()) for e in range(8)}
+        assert 8 == len(gates)
+
+    def test_loads_are_unequal(self) -> None:
+        """The plain workloads load experts unequally, so that equal splits cannot pass by accident."""
+        for name in ("even", "uneven", "own-even"):
+            assert len(set(load_of(named(name)).values())) > 1, name
+
+    def test_names_keep_their_promise(self) -> None:
+        """The adversarial workloads are as extreme as their names."""
+        assert 0 == load_of(named("empty-expert-even"))[1]
+        assert {0, 1, 2, 3} == set(load_of(named("idle-rank-even")))
+        assert {4, 5, 6, 7} == set(load_of(named("one-rank-even")))
+        assert {6} == set(load_of(named("one-expert-even")))
+        assert 0 in {batch.x_TD.shape[0] for batch in named("rank-without-tokens").batches[0]}
+        assert any(bool((batch.ids_TK[0] < 0).all()) for batch in named("dropped-even").batches[0])
+        assert 6 == named("odd-experts-even").config.experts
+
+    def test_even_means_even(self) -> None:
+        """A workload named even gives all ranks the same number of tokens in every microbatch."""
+        for workload in corpus("any", EP2, "full"):
+            promised = "even" in workload.name.replace("uneven", "")
+            assert promised is not features(workload, "cpu")["uneven_tokens"], workload.name
+
+
+class TestExactness:
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+    def test_products_of_a_probe_run_are_exact(self, dtype: torch.dtype) -> None:
+        """Weight times upstream times gain times part survives the dtype unrounded."""
+        generator = draw.generator("exactness")
+        config = named("even").config
+        batch = draw.probe_batch(0, 0, draw.choose(64, config, generator), config, generator)
+        product_TKD = batch.weights_TK.double()[:, :, None] * batch.upstream.double()[:, None, :]
+        for factor in (0.5, 1.0, 2.0, -1.0, 3.0):
+            exact = product_TKD * factor
+            assert torch.equal(exact, exact.to(dtype).double())
+
+    def test_weights_are_distinct_within_a_token(self) -> None:
+        """No two slots of a token share a weight, so that shifted weights show."""
+        weights_TK = named("top-all-even").batches[0][0].weights_TK
+        assert all(8 == len(set(row.tolist())) for row in weights_TK)
+
+
+class TestRouting:
+    @pytest.mark.parametrize("field", ["balance_bias", "groups"])
+    def test_bias_and_groups_change_some_choice(self, field: str) -> None:
+        """In every workload with a bias or a group limit, some token chooses otherwise than without it."""
+        judged = [w for w in routing_corpus("any", EP2) if getattr(w.config, field)]
+        assert len(judged) >= 4
+        for workload in judged:
+            bias_E = workload.parameters.get(("balance_bias", None))
+            with_it = chosen(workload, workload.config.groups, bias_E)
+            without = chosen(
+                workload,
+                workload.config.groups if field == "balance_bias" else None,
+                None if field == "balance_bias" else bias_E,
+            )
+            assert with_it != without, workload.name
+
+
+def chosen(workload: Workload, groups: tuple[int, int] | None, bias_E: torch.Tensor | None) -> list[list[int]]:
+    """The experts that the oracle chooses for every token, sorted."""
+    x_TD = torch.cat([batch.x_TD for batch in workload.batches[0]])
+    logits_TE = x_TD.double() @ workload.parameters["router", None].double().T
+    config = workload.config
+    routed = reference.routing.route(
+        logits_TE,
+        top_k=config.top_k,
+        score=config.score,
+        bias_E=bias_E,
+        groups=groups,
+        group_score=config.group_score,
+    )
+    return routed.ids_TK.sort(1).values.tolist()
+
+
+class TestFeatures:
+    @pytest.mark.parametrize(
+        ("schedule", "expected"), [("F0 B0", 1), ("F0 B0 F1 B1", 1), ("F0 F1 B0 B1", 2), ("D0 D1 C0 C1 B1 B0", 2)]
+    )
+    def test_in_flight_counts_overlap(self, schedule: str, expected: int) -> None:
+        """A microbatch is in flight from its forward to its backward."""
+        assert expected == in_flight(schedule)
+
+    def test_a_limit_is_broken_by_what_lies_outside(self) -> None:
+        """A workload breaks the first limit whose allowed values do not hold its own."""
+        even = Limit("uneven_tokens", (False,), "needs equal token counts")
+        single = Limit("dtype", (torch.float32,), "float32 only")
+        assert even == broken((single, even), named("uneven"), "cpu")
+        assert broken((single, even), named("even"), "cpu") is None
+
+    def test_duplicates_are_seen(self) -> None:
+        """An expert twice in one row is a duplicate; two empty slots are not."""
+        assert features(named("duplicates-even"), "cpu")["duplicate_experts"]
+        assert not features(named("dropped-even"), "cpu")["duplicate_experts"]
