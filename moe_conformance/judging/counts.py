@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from moe_conformance.judging.diagnosis import Finding, fail
+from moe_conformance.judging.diagnosis import Finding, count, fail
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.verdict import Tally, WrongCount
 from moe_conformance.workloads import tags
@@ -12,12 +12,7 @@ from moe_conformance.workloads import tags
 
 def claims_counts(reading: Reading) -> bool:
     """Whether the backend claims any counts: without a claim there is nothing to judge."""
-    return any(
-        handed.counts_N is not None
-        for rank in reading.ranks
-        for m in rank.microbatches
-        for handed in m.handed
-    )
+    return any(handed.counts_N is not None for rank in reading.ranks for m in rank.microbatches for handed in m.handed)
 
 
 def judge_counts(reading: Reading, tally: Tally) -> None:
@@ -34,25 +29,21 @@ def judge_counts(reading: Reading, tally: Tally) -> None:
     handed = Counter((e.microbatch, e.rank, e.expert, e.kind == tags.PADDING) for e in reading.entries)
     for rank in reading.ranks:
         for m, seen in enumerate(rank.microbatches):
-            claimed = _claimed(
-                rank.rank, m, [call.counts_N for call in seen.handed], len(rank.local_experts), findings
-            )
+            claimed = _claimed(rank.rank, m, [call.counts_N for call in seen.handed], len(rank.local_experts), findings)
             if claimed is None:
                 continue
             for expert, claim in zip(rank.local_experts, claimed, strict=True):
                 rows, padding = handed[m, rank.rank, expert, False], handed[m, rank.rank, expert, True]
                 wrong = _wrong(claim, rows, padding, routed[m][rank.rank, expert])
                 if wrong:
-                    sentence = f"rank {rank.rank} claims {claim} rows for expert {expert}{_of(m)} {wrong}"
+                    sentence = f"rank {rank.rank} claims {count(claim, 'row')} for expert {expert}{_of(m)} {wrong}"
                     findings.append(Finding("count", sentence, (rank.rank,)))
                 tally.add(elements=1, rank=rank.rank)
     if findings:
         fail(WrongCount, "dispatch", findings)
 
 
-def _claimed(
-    rank: int, microbatch: int, counts: list[object], held: int, findings: list[Finding]
-) -> list[int] | None:
+def _claimed(rank: int, microbatch: int, counts: list[object], held: int, findings: list[Finding]) -> list[int] | None:
     """Sum the claims of the calls of one microbatch; None if a call claims nothing or too few numbers."""
     total = [0] * held
     for counts_N in counts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from moe_conformance.judging.diagnosis import Finding, fail
+from moe_conformance.judging.diagnosis import Finding, count, fail
 from moe_conformance.judging.likeness import likeness
 from moe_conformance.judging.reading import Entry, Lost, Match, Reading, tokens_of
 from moe_conformance.judging.verdict import CorruptRow, Tally, WrongDelivery, WrongForm
@@ -31,8 +31,8 @@ def judge_deliveries(reading: Reading, tally: Tally) -> None:
 def judge_rows(reading: Reading, tally: Tally) -> None:
     """Decide whether every row for an expert is one token's row, unaltered.
 
-    Where weights are applied at the input the row may be scaled, by which weight `judge_weights` decides. All-zero rows are
-    padding.
+    Where weights are applied at the input the row may be scaled; `judge_weights` decides by which weight. All-zero
+    rows are padding.
 
     Raises:
         CorruptRow: a row is no token's, or has another scale.
@@ -42,9 +42,7 @@ def judge_rows(reading: Reading, tally: Tally) -> None:
     findings = []
     for entry in (*reading.matching.corrupt, *reading.matching.extra):
         if entry.kind == tags.CORRUPT or not _exists(reading, entry):
-            findings.append(
-                Finding("no token's row", f"{entry.place} is {_told(reading, entry)}", (entry.rank,))
-            )
+            findings.append(Finding("no token's row", f"{entry.place} is {_told(reading, entry)}", (entry.rank,)))
     for entry in reading.entries:
         if entry.kind == tags.TAG and reading.applied[entry.rank] != "input" and entry.scale != 1:
             sentence = f"{entry.place} is {entry.scale:g} x {entry.token_name}"
@@ -164,12 +162,14 @@ def _told_lost(reading: Reading, missing: Lost) -> Finding:
     corrupt = sum(entry.kind == tags.CORRUPT for entry in here)
     zero = sum(entry.kind == tags.PADDING for entry in here)
     if corrupt:
-        remains = f"; {corrupt} rows handed over for that expert are no token's"
+        remains = f"; what it got there includes {count(corrupt, 'row')} of no token"
     elif _unassigned(reading, missing):
         remains = "; its row is among the rows that rank was handed for no expert, beyond the counts"
     elif zero:
-        remains = f"; {zero} rows handed over for that expert are all zero"
-    sentence = f"{_pair_name(missing)} was lost: it never reached expert {pair.expert} on rank {pair.destination}{remains}"
+        remains = f"; what it got there includes {count(zero, 'row')} of zeros"
+    sentence = (
+        f"{_pair_name(missing)} was lost: it never reached expert {pair.expert} on rank {pair.destination}{remains}"
+    )
     return Finding("lost", sentence, (pair.destination,))
 
 

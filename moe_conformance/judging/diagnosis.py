@@ -107,6 +107,15 @@ def ratio_words(ratio: float, names: Mapping[str, float]) -> str:
     return f"{said}: {' or '.join(fitting)}" if fitting else said
 
 
+def count(number: int, noun: str) -> str:
+    """Say how many there are.
+
+    >>> count(1, "row"), count(2, "row")
+    ('1 row', '2 rows')
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def some(items: Iterable[object], limit: int = 3) -> str:
     """List the first few items and count the rest.
 

@@ -33,8 +33,8 @@ def expect(workload: Workload, parts: Sequence[float]) -> Expected:
     `parts` are the shares that the etp shards answer with, (1,) where every shard answers in full.
 
     A weight's gradient is a sum over the expert's block. With terms that are multiples of a unit it is exact in
-    the tokens' dtype as long as the summed magnitudes stay below 2^p units (p significant bits); beyond that it is allowed
-    one rounding of those magnitudes per term.
+    the tokens' dtype as long as the summed magnitudes stay below 2^p units (p significant bits); beyond that it is
+    allowed one rounding of those magnitudes per term.
     """
     config = workload.config
     batches = [batch for ranks in workload.batches for batch in ranks]
@@ -69,9 +69,7 @@ def expected_pairs(
     Raises:
         ValueError: an expert that a token is routed to is held by no rank of the token's exchange group.
     """
-    return exchange.deliveries(
-        [batch.ids_TK for batch in batches], workload.layout.groups()["ep_etp"], local_experts
-    )
+    return exchange.deliveries([batch.ids_TK for batch in batches], workload.layout.groups()["ep_etp"], local_experts)
 
 
 def blocks(experts: int, hidden: int) -> Tensor:

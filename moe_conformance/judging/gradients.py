@@ -7,10 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.blocks import Sheets, explain
+from moe_conformance.judging.blocks import explain
 from moe_conformance.judging.diagnosis import Finding, fail, ratio_findings, some
 from moe_conformance.judging.reading import Reading
-from moe_conformance.judging.row_gradients import compare_out_grads, compare_rows_grads
+from moe_conformance.judging.sheets import Sheets
+from moe_conformance.judging.stages import before_experts, last_seen_right
 from moe_conformance.judging.verdict import AbsentGradient, Tally, WrongForm, WrongGradient
 from moe_conformance.scenarios.outcome import Grad, Microbatch
 
@@ -23,19 +24,19 @@ def judge_dx(reading: Reading, tally: Tally) -> None:
         WrongGradient: an element differs.
     """
     microbatches = [m for m in range(len(reading.batches)) if reading.goes_backward(m)]
-    actual = {
-        m: _of_inputs(reading, m, "x", lambda seen: seen.dx_TD, reading.expected.dx[m]) for m in microbatches
-    }
+    actual = {m: _of_inputs(reading, m, "x", lambda seen: seen.dx_TD, reading.expected.dx[m]) for m in microbatches}
     sheets = Sheets(
+        reading=reading,
         name="dx",
         noun="gradient",
+        unit="upstream gradient",
         units={m: [batch.upstream.double() for batch in reading.batches[m]] for m in microbatches},
         actual=actual,
         expected={m: reading.expected.dx[m] for m in microbatches},
     )
-    findings, ratio = explain(reading, sheets)
+    findings, ratio = explain(sheets)
     if findings:
-        fail(WrongGradient, "gradient", findings, ratio=ratio, note=f" ({_where(reading)})")
+        fail(WrongGradient, "gradient", findings, ratio=ratio, note=f" ({last_seen_right(reading)})")
     for ranks in actual.values():
         for rank, dx_TD in enumerate(ranks):
             tally.add(elements=dx_TD.numel(), rank=rank)
@@ -58,15 +59,11 @@ def judge_dweights(reading: Reading, tally: Tally) -> None:
             continue
         expected, allowed = reading.expected.dweights[m], reading.expected.dweights_allowed[m]
         actual = _of_inputs(reading, m, "the weights", lambda seen: seen.dweights_TK, expected)
-        for rank, (actual_TK, expected_TK, allowed_TK) in enumerate(
-            zip(actual, expected, allowed, strict=True)
-        ):
+        for rank, (actual_TK, expected_TK, allowed_TK) in enumerate(zip(actual, expected, allowed, strict=True)):
             by_rank.setdefault(rank, []).append((actual_TK.double().flatten(), expected_TK.flatten()))
             findings += _wrong_weights(reading, m, rank, actual_TK.double(), allowed_TK)
             worst = ((actual_TK.double() - expected_TK).abs() / allowed_TK)[allowed_TK > 0]
-            tally.add(
-                elements=expected_TK.numel(), rank=rank, worst=float(worst.max()) if len(worst) else 0.0
-            )
+            tally.add(elements=expected_TK.numel(), rank=rank, worst=float(worst.max()) if len(worst) else 0.0)
     if not findings:
         return
     what = "the gradients of the routing weights"
@@ -74,12 +71,11 @@ def judge_dweights(reading: Reading, tally: Tally) -> None:
     ratios, ratio = ratio_findings(what, sides, reading.ratio_names)  # type: ignore[arg-type]  # pairs of tensors
     told = {rank for finding in ratios for rank in finding.ranks}
     left = [finding for finding in findings if not set(finding.ranks) & told]
-    fail(WrongGradient, "gradient", ratios + left, ratio=ratio)
+    before = before_experts(reading)
+    fail(WrongGradient, "gradient", ratios + left, ratio=ratio, note=f" ({before})" if before else "")
 
 
-def _wrong_weights(
-    reading: Reading, m: int, rank: int, actual_TK: Tensor, allowed_TK: Tensor
-) -> list[Finding]:
+def _wrong_weights(reading: Reading, m: int, rank: int, actual_TK: Tensor, allowed_TK: Tensor) -> list[Finding]:
     """Tell every token of one rank whose weights have other gradients."""
     expected_TK = reading.expected.dweights[m][rank]
     bad_TK = ~((actual_TK - expected_TK).abs() <= allowed_TK)
@@ -141,19 +137,3 @@ def _of_inputs(
     if misshapen:
         fail(WrongForm, "gradient", misshapen)
     return found
-
-
-def _where(reading: Reading) -> str:
-    """Say at which of the places that the suite sees the gradient was still right."""
-    matching = reading.matching
-    if matching.lost or matching.extra or matching.corrupt:
-        return "the rows were already wrong when they were handed to the experts"
-    backward = [match for match in matching.matches if reading.goes_backward(match.entry.microbatch)]
-    arrived, left = compare_out_grads(reading), compare_rows_grads(reading)
-    if len(arrived) < len(backward) or any(compared.wrong for compared in arrived):
-        return "the gradient was already wrong when it reached the experts' output: combine's backward"
-    if any(reading.handed(match.entry).rows_grad_RD is None for match in backward):
-        return "no gradient left the experts: the rows are detached from x"
-    if any(compared.wrong for compared in left):
-        return "the gradient reached the experts' output right and left their input wrong"
-    return "the gradient left the experts right and reached x wrong: dispatch's backward"

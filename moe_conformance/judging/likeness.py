@@ -92,7 +92,9 @@ def _shift(row_D: Tensor, rows_ND: Tensor, names: Sequence[str]) -> str | None:
     for by in range(1, len(row_D)):
         said = _multiple(row_D.roll(-by), rows_ND, names)
         if said is not None:
-            return f"{said}, shifted by {min(by, len(row_D) - by)} columns {'right' if by <= len(row_D) // 2 else 'left'}"
+            return (
+                f"{said}, shifted by {min(by, len(row_D) - by)} columns {'right' if by <= len(row_D) // 2 else 'left'}"
+            )
     return None
 
 

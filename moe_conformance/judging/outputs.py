@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from moe_conformance.judging.blocks import Sheets, explain
+from moe_conformance.judging.blocks import explain
 from moe_conformance.judging.diagnosis import Finding, fail
 from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.sheets import Sheets
+from moe_conformance.judging.stages import before_experts
 from moe_conformance.judging.verdict import ChangedInput, Stage, Tally, WrongForm, WrongOutput
 
 
@@ -23,7 +25,9 @@ def judge_form(reading: Reading, tally: Tally) -> None:
     for rank, m, y in _outputs(reading):
         if not bool(torch.isfinite(y).all()):
             bad = (~torch.isfinite(y)).any(1).nonzero().flatten().tolist()
-            sentence = f"y of rank {rank} is not finite at {len(bad)} tokens, the first is token {bad[0]} of microbatch {m}"
+            sentence = (
+                f"y of rank {rank} is not finite at {len(bad)} tokens, the first is token {bad[0]} of microbatch {m}"
+            )
             findings.append(Finding("not finite", sentence, (rank,), len(bad)))
     if findings:
         fail(WrongOutput, "combine", findings)
@@ -46,21 +50,24 @@ def judge_outputs(reading: Reading, tally: Tally) -> None:
     for _, m, y in _outputs(reading):
         actual[m].append(y)
     sheets = Sheets(
+        reading=reading,
         name="y",
         noun="answer",
+        unit="row",
         units={m: [batch.x_TD.double() for batch in reading.batches[m]] for m in microbatches},
         actual=actual,
         expected={m: reading.expected.y[m] for m in microbatches},
     )
-    findings, ratio = explain(reading, sheets)
+    findings, ratio = explain(sheets)
     if findings:
-        stage, note = _where(reading)
-        fail(WrongOutput, stage, findings, ratio=ratio, note=note)
+        before = before_experts(reading)
+        stage: Stage = "dispatch" if before else "combine"
+        fail(WrongOutput, stage, findings, ratio=ratio, note=f" ({before})" if before else "")
     for rank, _, y in _outputs(reading):
         tally.add(elements=y.numel(), rank=rank)
 
 
-def judge_inputs_unchanged(reading: Reading, tally: Tally) -> None:
+def judge_inputs(reading: Reading, tally: Tally) -> None:
     """Decide whether x, ids, weights and the upstream gradient still hold the bytes that the backend was given.
 
     Raises:
@@ -106,11 +113,3 @@ def _misshapen(reading: Reading) -> list[Finding]:
                 sentence = f"{whose} has the dtype {seen.y_dtype}, x has {workload.config.dtype}"
                 findings.append(Finding("dtype", sentence, (rank.rank,)))
     return findings
-
-
-def _where(reading: Reading) -> tuple[Stage, str]:
-    """Say whether the fault lies before combine: a pair that never came cannot be in y."""
-    matching = reading.matching
-    if matching.lost or matching.extra or matching.corrupt:
-        return "dispatch", " (the rows were already wrong when they were handed to the experts)"
-    return "combine", ""

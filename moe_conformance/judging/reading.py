@@ -127,6 +127,7 @@ class Reading:
         named = ratio_names({**workload.layout.sizes(), "K": workload.config.top_k})
         if len(self._shards) > 1:
             named |= {f"etp shard {i} alone": part for i, part in enumerate(self._shards)}
+        if len(self._shards) > 2:
             named |= {f"etp shard {i} missing": 1 - part for i, part in enumerate(self._shards)}
         return named
 
@@ -164,9 +165,7 @@ class Reading:
         """The deliveries asked for, of every microbatch."""
         held = [rank.local_experts for rank in self.ranks]
         try:
-            return tuple(
-                expected.expected_pairs(self.outcome.workload, ranks, held) for ranks in self.batches
-            )
+            return tuple(expected.expected_pairs(self.outcome.workload, ranks, held) for ranks in self.batches)
         except ValueError as error:
             raise WrongDelivery("dispatch", str(error)) from error
 
@@ -248,8 +247,8 @@ _Key = tuple[int, int, int, int, int]  # (microbatch, destination, source, token
 def _match(reading: Reading) -> Matching:
     """Pair up by identity. Slots of one token with the same expert are told apart by weight, smallest first."""
     asked: dict[_Key, list[Pair]] = defaultdict(list)
-    for microbatch, pairs in enumerate(reading.pairs):
-        for pair in pairs:
+    for microbatch, of_microbatch in enumerate(reading.pairs):
+        for pair in of_microbatch:
             asked[microbatch, pair.destination, pair.source, pair.token, pair.expert].append(pair)
     found: dict[_Key, list[Entry]] = defaultdict(list)
     extra: list[Entry] = []

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.diagnosis import Finding, fail, ratio_findings
+from moe_conformance.judging.diagnosis import Finding, count, fail, ratio_findings
 from moe_conformance.judging.exact import wrong
 from moe_conformance.judging.expected import blocks
 from moe_conformance.judging.likeness import likeness
@@ -21,7 +21,7 @@ from moe_conformance.workloads import tags
 _EXPLAINED = 24  # wrong rows told in words
 
 
-def judge_out_grads(reading: Reading, tally: Tally) -> None:
+def judge_out_gradients(reading: Reading, tally: Tally) -> None:
     """Decide whether combine's backward brings each delivered row its token's upstream gradient, exactly.
 
     Times the routing weight where combine applies it. At padding rows for an expert any finite gradient will do; rows
@@ -31,10 +31,8 @@ def judge_out_grads(reading: Reading, tally: Tally) -> None:
         AbsentGradient: no gradient reached an output of the experts that a token's row went into.
         WrongGradient: an element differs, or the gradient at a padding row is not finite.
     """
-    _require_present(
-        reading, lambda handed: handed.out_grad_RD, "reached the experts' output: combine detached it"
-    )
-    compared = compare_out_grads(reading)
+    _require_present(reading, lambda handed: handed.out_grad_RD, "reached the experts' output: combine detached it")
+    compared = compare_out_gradients(reading)
     _judge(reading, tally, compared, "the gradients at the experts' output", "combine's backward: ")
     findings = [
         Finding("padding", f"the gradient at {entry.place}, a padding row, is not finite", (entry.rank,))
@@ -47,10 +45,11 @@ def judge_out_grads(reading: Reading, tally: Tally) -> None:
         fail(WrongGradient, "gradient", findings)
 
 
-def judge_rows_grads(reading: Reading, tally: Tally) -> None:
+def judge_rows_gradients(reading: Reading, tally: Tally) -> None:
     """Decide whether the gradient that left the experts at each token's row is what dispatch's backward must be given.
 
-    That is gain * part * upstream in the columns of the row's experts, times the weight unless it was applied at the input.
+    That is gain * part * upstream in the columns of the row's experts, times the weight unless that was applied at
+    the input.
 
     Raises:
         AbsentGradient: a token's row was handed over detached.
@@ -59,7 +58,7 @@ def judge_rows_grads(reading: Reading, tally: Tally) -> None:
     _require_present(
         reading, lambda handed: handed.rows_grad_RD, "left the experts' input: the rows are detached from x"
     )
-    _judge(reading, tally, compare_rows_grads(reading), "the gradients that left the experts", "")
+    _judge(reading, tally, compare_rows_gradients(reading), "the gradients that left the experts", "")
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Compared:
     wrong: bool
 
 
-def compare_out_grads(reading: Reading) -> list[Compared]:
+def compare_out_gradients(reading: Reading) -> list[Compared]:
     """Compare the gradient at the output for every delivered pair, where there is one."""
 
     def one(match: Match) -> Tensor:
@@ -81,7 +80,7 @@ def compare_out_grads(reading: Reading) -> list[Compared]:
     return _compared(reading, reading.matching.matches, one, lambda handed: handed.out_grad_RD)
 
 
-def compare_rows_grads(reading: Reading) -> list[Compared]:
+def compare_rows_gradients(reading: Reading) -> list[Compared]:
     """Compare the gradient at every row handed over, where there is one and the row is for delivered pairs alone."""
     config = reading.outcome.workload.config
     block_ED = blocks(config.experts, config.hidden)
@@ -122,9 +121,7 @@ def _compared(
     wrong_N = wrong(actual_ND, expected_ND).any(1).tolist()
     return [
         Compared(match, actual_D, expected_D, bad)
-        for (match, _), actual_D, expected_D, bad in zip(
-            present, actual_ND, expected_ND, wrong_N, strict=True
-        )
+        for (match, _), actual_D, expected_D, bad in zip(present, actual_ND, expected_ND, wrong_N, strict=True)
     ]
 
 
@@ -145,18 +142,14 @@ def _judge(reading: Reading, tally: Tally, compared: Sequence[Compared], what: s
     told = {rank for finding in findings for rank in finding.ranks}
     left = [c for c in bad if c.match.entry.rank not in told]
     findings += [_told(reading, c, what) for c in left[:_EXPLAINED]]
-    findings += [
-        Finding("not explained", "other rows differ", (c.match.entry.rank,)) for c in left[_EXPLAINED:]
-    ]
+    findings += [Finding("not explained", "other rows differ", (c.match.entry.rank,)) for c in left[_EXPLAINED:]]
     findings = [Finding(f.kind, prefix + f.sentence, f.ranks, f.size) for f in findings]
     fail(WrongGradient, "gradient", findings, ratio=ratio)
 
 
 def _told(reading: Reading, compared: Compared, what: str) -> Finding:
     pair, entry = compared.match
-    upstream_ND, names = tokens_of(
-        reading, [[batch.upstream for batch in ranks] for ranks in reading.batches]
-    )
+    upstream_ND, names = tokens_of(reading, [[batch.upstream for batch in ranks] for ranks in reading.batches])
     if what.endswith("left the experts"):  # there only the columns of the row's experts count
         inside_D = compared.expected_D != 0
         upstream_ND = upstream_ND * inside_D * tags.gain(entry.expert) * reading.parts[entry.rank]
@@ -184,7 +177,7 @@ def _require_present(reading: Reading, gradient: Callable[[Handed], Tensor | Non
         if reading.goes_backward(match.entry.microbatch) and gradient(reading.handed(match.entry)) is None
     )
     findings = [
-        Finding("absent", f"no gradient of {rows} tokens' rows on rank {rank} {words}", (rank,), rows)
+        Finding("absent", f"no gradient of {count(rows, 'token row')} on rank {rank} {words}", (rank,), rows)
         for rank, rows in absent.items()
     ]
     if findings:

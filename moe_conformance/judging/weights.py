@@ -21,23 +21,28 @@ def judge_weights(reading: Reading, tally: Tally) -> None:
     findings = _misplaced(reading)
     if findings:
         fail(WrongWeight, "dispatch", findings)
-    travelling = [
-        match for match in reading.matching.matches if reading.applied[match.entry.rank] != "combine"
-    ]
-    wrong = [match for match in travelling if _carried(reading, match.entry) != _own(reading, match)]
+    wrong = wrong_weights(reading)
     if wrong:
-        carried = torch.tensor([_carried(reading, match.entry) for match in travelling])
-        own = torch.tensor([_own(reading, match) for match in travelling])
+        travelling = _travelling(reading)
+        carried = torch.tensor([_carried(reading, match.entry) for match in travelling], dtype=torch.float64)
+        own = torch.tensor([_own(reading, match) for match in travelling], dtype=torch.float64)
         ratio = common_ratio(carried, own) if len(travelling) > 1 else None
         ranks = tuple(match.entry.rank for match in wrong)
         if ratio is not None:
-            sentence = (
-                f"every weight that travels to the experts is {ratio_words(ratio, reading.ratio_names)}"
-            )
+            sentence = f"every weight that travels to the experts is {ratio_words(ratio, reading.ratio_names)}"
             fail(WrongWeight, "dispatch", [Finding("ratio", sentence, ranks)], ratio=ratio)
         fail(WrongWeight, "dispatch", [_told(reading, match) for match in wrong])
     for match in reading.matching.matches:
         tally.add(pairs=1, rank=match.entry.rank)
+
+
+def wrong_weights(reading: Reading) -> list[Match]:
+    """List the delivered pairs whose weight travels with them and is another than their own."""
+    return [match for match in _travelling(reading) if _carried(reading, match.entry) != _own(reading, match)]
+
+
+def _travelling(reading: Reading) -> list[Match]:
+    return [match for match in reading.matching.matches if reading.applied[match.entry.rank] != "combine"]
 
 
 def _carried(reading: Reading, entry: Entry) -> float:
@@ -60,7 +65,7 @@ def _misplaced(reading: Reading) -> list[Finding]:
         if applied != "expert" and entry.weight not in (None, 1.0):
             sentence = (
                 f"{entry.place} carries the weight {entry.weight:g} beside it, to be applied by the experts; "
-                f"weights are said to be applied at {applied}: rank {pair.source} token {pair.token} would be weighted twice"
+                f"weights are said to be applied at {applied}: rank {pair.source} token {pair.token} is weighted twice"
             )
             findings.append(Finding("a weight too many", sentence, (entry.rank,)))
     return findings
@@ -98,8 +103,4 @@ def _whose(reading: Reading, match: Match, carried: float) -> tuple[str, str]:
     ]
     if len(others) == 1:
         return "another token's weight", others[0]
-    return (
-        ("another token's weight", f"a weight of {len(others)} other tokens")
-        if others
-        else ("another weight", "")
-    )
+    return ("another token's weight", f"a weight of {len(others)} other tokens") if others else ("another weight", "")

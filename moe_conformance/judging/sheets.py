@@ -1,0 +1,83 @@
+"""y or dx of all ranks, laid beside its oracle.
+
+Both are built alike: the columns of expert e in token t's row hold weight * gain(e) * unit, where the unit is the
+token's own row (for y) or its upstream gradient (for dx), and zero where the token is not routed to e. So a wrong
+block tells what happened to one (token, expert), whatever happened to the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_conformance.judging.exact import wrong
+from moe_conformance.judging.reading import Reading
+
+Ranks = Sequence[Tensor]  # a (T, D) tensor of every rank
+
+
+@dataclass(frozen=True)
+class WrongRow:
+    """A row with wrong elements, and whose blocks they are in."""
+
+    microbatch: int
+    rank: int
+    token: int
+    experts: tuple[int, ...]  # E stands for the columns left over, which belong to no expert
+
+    def without(self, expert: int) -> WrongRow:
+        """The same row with that block explained."""
+        others = tuple(e for e in self.experts if e != expert)
+        return WrongRow(self.microbatch, self.rank, self.token, others)
+
+
+@dataclass(frozen=True)
+class Sheets:
+    """A result by microbatch and rank, its oracle and its units, all float64 but `actual`."""
+
+    reading: Reading
+    name: str  # "y" or "dx"
+    noun: str  # what an expert contributes to it: "answer" or "gradient"
+    unit: str  # what that is made of: "row" or "upstream gradient"
+    units: Mapping[int, Ranks]
+    actual: Mapping[int, Ranks]
+    expected: Mapping[int, Ranks]
+
+    @property
+    def experts(self) -> int:
+        """E."""
+        return self.reading.outcome.workload.config.experts
+
+    def columns(self, expert: int) -> slice:
+        """Columns of an expert's block; of expert E, those left over."""
+        hidden = self.reading.outcome.workload.config.hidden
+        width = hidden // self.experts
+        return slice(expert * width, hidden if expert == self.experts else (expert + 1) * width)
+
+    def sides(self, ranks: Sequence[int], columns: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """Actual and expected elements in some columns of some ranks, flat, over all microbatches."""
+        places = [(m, rank) for m in self.expected for rank in ranks]
+        actual = [self.actual[m][rank][:, columns].double().flatten() for m, rank in places]
+        return torch.cat(actual), torch.cat([self.expected[m][rank][:, columns].flatten() for m, rank in places])
+
+    def wrong_rows(self) -> Iterator[WrongRow]:
+        """Every row with a wrong element."""
+        width = self.columns(0).stop
+        for m, ranks in self.expected.items():
+            for rank, expected_TD in enumerate(ranks):
+                wrong_TD = wrong(self.actual[m][rank], expected_TD)
+                for token in wrong_TD.any(1).nonzero().flatten().tolist():
+                    at = wrong_TD[token].nonzero().flatten() // width
+                    yield WrongRow(m, rank, token, tuple(at.clamp_max(self.experts).unique().tolist()))
+
+    def row_name(self, row: WrongRow) -> str:
+        """The row in words."""
+        return f"{self.name} of {self.token_name(row.microbatch, row.rank, row.token)}"
+
+    def token_name(self, microbatch: int, rank: int, token: int) -> str:
+        """A token in words."""
+        of = f" of microbatch {microbatch}" if len(self.expected) > 1 else ""
+        return f"rank {rank} token {token}{of}"

@@ -1,0 +1,183 @@
+"""Saying what one wrong row of y or dx holds instead, as a whole if that explains it, else block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_conformance.judging.diagnosis import Finding, common_ratio, ratio_words, some
+from moe_conformance.judging.likeness import column_words
+from moe_conformance.judging.sheets import Ranks, Sheets, WrongRow
+from moe_conformance.workloads import tags
+
+_PADDED = tags.PADDING_ANSWER / 32  # times the smallest weight, and more than any legal y or dx
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Some columns of a wrong row."""
+
+    sheets: Sheets
+    row: WrongRow
+    columns: slice
+    expert: int | None = None  # None: the whole row
+
+    def of(self, sheet: Mapping[int, Ranks]) -> Tensor:
+        """Return these columns of this row in one of the sheets."""
+        return sheet[self.row.microbatch][self.row.rank][self.row.token, self.columns].double()
+
+    @property
+    def actual(self) -> Tensor:
+        return self.of(self.sheets.actual)
+
+    @property
+    def expected(self) -> Tensor:
+        return self.of(self.sheets.expected)
+
+    @property
+    def unit(self) -> Tensor:
+        return self.of(self.sheets.units)
+
+    def finding(self, kind: str, words: str) -> Finding:
+        off = float(torch.nan_to_num(self.actual - self.expected, nan=torch.inf).abs().max())
+        return Finding(kind, f"{self.sheets.row_name(self.row)}{words}", (self.row.rank,), off)
+
+
+def explain_row(sheets: Sheets, row: WrongRow) -> list[Finding]:
+    """Explain one row: padding, not finite, another token's and zero as a whole, everything else by block."""
+    whole = _Piece(sheets, row, slice(None))
+    large_D = whole.actual.abs() >= _PADDED
+    if bool(large_D.sum() * 2 > len(large_D)) and bool(torch.isfinite(whole.actual).all()):
+        largest = float(whole.actual.abs().max())
+        words = f" holds {largest:g}: the answer to a padding row ({tags.PADDING_ANSWER:g}) reached it"
+        return [whole.finding("padding", words)]
+    if len(row.experts) > 1:
+        if not bool(torch.isfinite(whole.actual).any()):
+            return [whole.finding("not finite", " is not finite")]
+        if not bool(whole.actual.any()):
+            return [whole.finding("dropped", f" is zero: every {sheets.noun} was dropped")]
+        exchanged = _exchanged(whole)
+        if exchanged is not None:
+            return [whole.finding("exchanged", f" is that of {exchanged}, which has this one's")]
+        other = _another_tokens(whole)
+        if other is not None:
+            return [whole.finding("another token's", f" is {other}")]
+    return [_explain_block(_Piece(sheets, row, sheets.columns(expert), expert)) for expert in row.experts]
+
+
+def _explain_block(block: _Piece) -> Finding:
+    row, expert = block.row, block.expert
+    ids_TK = block.sheets.reading.batches[row.microbatch][row.rank].ids_TK
+    slots = [slot for slot, routed in enumerate(ids_TK[row.token].tolist()) if routed == expert]
+    if expert == block.sheets.experts:
+        whose = "no expert's"
+    elif slots:
+        whose = f"slot {some(slots)}, expert {expert}"
+    else:
+        whose = f"expert {expert}, to which no slot is routed"
+    at = column_words(range(block.columns.start, block.columns.stop))
+    kind, holds = _held(block, slots)
+    return block.finding(kind, f", {at} ({whose}), {holds}")
+
+
+def _held(block: _Piece, slots: Sequence[int]) -> tuple[str, str]:
+    """Return the kind of fault and a phrase for what a block holds instead of what is expected."""
+    noun, expert = block.sheets.noun, block.expert
+    if not bool(torch.isfinite(block.actual).all()):
+        return "not finite", "is not finite"
+    if not bool(block.actual.any()):
+        return "dropped", f"is zero: the {noun} of expert {expert} was dropped"
+    exchanged = _exchanged(block)
+    if exchanged is not None:
+        return "exchanged", f"is that of {exchanged}, which has this one's"
+    times = common_ratio(block.actual, block.unit)
+    if times is not None and expert is not None and expert < block.sheets.experts:
+        weight = times / tags.gain(expert)
+        if slots:
+            return _weighted(block, slots, weight)
+        return "not asked for", f"is not zero: it holds {weight:g} x what expert {expert} makes of the token itself"
+    other = _another_tokens(block)
+    if other is not None:
+        return "another token's", f"is {other}"
+    added = _names(block.sheets, _alike(block, block.sheets.expected, block.actual - block.expected))
+    if slots and added:
+        return "added", f"is its own {noun} plus that of {added}"
+    if not slots:
+        return "not asked for", f"is not zero but {_numbers(block.actual)}"
+    bad = (block.actual != block.expected).nonzero().flatten().tolist()
+    where = column_words([block.columns.start + column for column in bad])
+    return "other", f"differs in {where}: {_numbers(block.actual[bad])} instead of {_numbers(block.expected[bad])}"
+
+
+def _weighted(block: _Piece, slots: Sequence[int], weight: float) -> tuple[str, str]:
+    """Explain a block that is the token's own with another weight than that of its slots."""
+    reading, row, noun = block.sheets.reading, block.row, block.sheets.noun
+    of_token = reading.weights[row.microbatch][row.rank][row.token]
+    own = sum(of_token[slot] for slot in slots)
+    held = f"is weighted by {weight:g} instead of {own:g}"
+    if weight == 2 * own:
+        return "twice", f"holds the {noun} twice"
+    if weight in of_token:
+        return "another slot's weight", f"{held}: the weight of slot {of_token.index(weight)}"
+    if weight == 1:
+        return "unweighted", f"{held}: the weight was not applied"
+    if weight == own * own:
+        return "weighted twice", f"{held}: the weight was applied twice"
+    return "another factor", f"{held}: {ratio_words(weight / own, reading.ratio_names)}"
+
+
+# ---- other tokens ------------------------------------------------------------------------------------------------
+
+_ALIKE = 3  # a likeness to more tokens than this is chance, in blocks of few columns
+
+_Place = tuple[int, int, int]  # (microbatch, rank, token)
+
+
+def _exchanged(piece: _Piece) -> str | None:
+    """Name the token that holds what is expected here, while its own values are here."""
+    sheets = piece.sheets
+    swapped = [
+        (m, rank, token)
+        for m, rank, token in _alike(piece, sheets.expected, piece.actual)
+        if torch.equal(sheets.actual[m][rank][token, piece.columns].double(), piece.expected)
+    ]
+    return _names(sheets, swapped)
+
+
+def _another_tokens(piece: _Piece) -> str | None:
+    """Name the token whose values these are: as a whole, or its unit with this token's own weights."""
+    same = _names(piece.sheets, _alike(piece, piece.sheets.expected, piece.actual))
+    if same:
+        return f"that of {same}"
+    if not bool((piece.expected != 0).any()) or not bool((piece.unit != 0).all()):
+        return None
+    own = piece.expected / piece.unit  # weight * gain in every column: few bits, so exact
+    made = _names(piece.sheets, _alike(piece, piece.sheets.units, piece.actual, own))
+    return f"made of the {piece.sheets.unit} of {made}" if made else None
+
+
+def _alike(piece: _Piece, sheet: Mapping[int, Ranks], actual: Tensor, factor: Tensor | float = 1.0) -> list[_Place]:
+    """List the other tokens whose values in a sheet, times the factor, are the actual ones."""
+    if not bool(actual.any()):
+        return []
+    own = (piece.row.microbatch, piece.row.rank, piece.row.token)
+    return [
+        (m, rank, token)
+        for m, ranks in sheet.items()
+        for rank, values_TD in enumerate(ranks)
+        for token in (values_TD[:, piece.columns] * factor == actual).all(1).nonzero().flatten().tolist()
+        if (m, rank, token) != own
+    ]
+
+
+def _names(sheets: Sheets, places: Sequence[_Place]) -> str | None:
+    if not 0 < len(places) <= _ALIKE:
+        return None
+    return " or ".join(sheets.token_name(*place) for place in places)
+
+
+def _numbers(values: Tensor) -> str:
+    return some(f"{value:g}" for value in values.tolist())
