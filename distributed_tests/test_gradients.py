@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.gradients import judge_dweights, judge_dx, judge_out_gradients
+from moe_conformance.judging.gradients import judge_dweights, judge_dx
 from moe_conformance.judging.own_experts import (
     judge_expert_gradients,
     judge_idle_expert_gradients,
@@ -10,6 +10,7 @@ from moe_conformance.judging.own_experts import (
     judge_own_dx,
 )
 from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.row_gradients import judge_out_gradients
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
 
