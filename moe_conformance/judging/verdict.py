@@ -34,6 +34,10 @@ class Tally:
             self.ranks.add(rank)
 
 
+class NotOffered(Exception):
+    """The backend does not offer what is to be judged; the message says why. Neither a pass nor a failure."""
+
+
 class Mismatch(AssertionError):
     """The backend did something else than the requirement says. The message is the diagnosis."""
 

@@ -1,0 +1,106 @@
+"""The one bounded comparison: every element within the error that it is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf, isfinite
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_conformance.judging.diagnosis import common_ratio
+from moe_conformance.judging.verdict import Tally
+
+
+class Target(NamedTuple):
+    """What a tensor should be, float64, and the error that every element is allowed."""
+
+    expected: Tensor
+    allowed: Tensor
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The element that comes nearest to its bound or goes farthest beyond it."""
+
+    ratio: float  # observed / allowed error; inf for NaN, for infinity and where no error is allowed
+    at: tuple[int, ...] = ()
+    actual: float = 0.0
+    expected: float = 0.0
+    allowed: float = 0.0
+
+    @property
+    def holds(self) -> bool:
+        """Whether every element is within its bound."""
+        return self.ratio <= 1
+
+    def __str__(self) -> str:
+        """Say it, for example `1.5 instead of 2 at [0, 3] (12.1 x the allowed 0.041)`."""
+        index = f" at [{', '.join(map(str, self.at))}]" if self.at else ""
+        times = f"{self.ratio:.3g} x the allowed {self.allowed:.2g}" if isfinite(self.ratio) else "no bound holds it"
+        return f"{self.actual:.6g} instead of {self.expected:.6g}{index} ({times})"
+
+
+def compare(
+    actual: Tensor, expected: Tensor, allowed: Tensor, tally: Tally | None = None, rank: int | None = None
+) -> Worst:
+    """Hold every element against its bound; if all hold, count them in the tally.
+
+    What is not finite holds nowhere, and an element that is allowed no error holds only if it is equal. No elements
+    hold, with ratio 0, and count nothing.
+
+    >>> one = torch.ones(2)
+    >>> compare(torch.tensor([1.5, 1.0]), one, one)
+    Worst(ratio=0.5, at=(0,), actual=1.5, expected=1.0, allowed=1.0)
+    >>> compare(torch.tensor([1.0, torch.nan]), one, one).holds
+    False
+
+    Raises:
+        ValueError: the shapes differ; whoever compares has to judge the form first.
+    """
+    if not actual.shape == expected.shape == allowed.shape:
+        shapes = (tuple(actual.shape), tuple(expected.shape), tuple(allowed.shape))
+        raise ValueError(f"cannot compare shape {shapes[0]} with {shapes[1]} within {shapes[2]}")
+    if not actual.numel():
+        return Worst(0.0)
+    ratio = _ratios(actual, expected, allowed)
+    flat = int(ratio.argmax())
+    at = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), ratio.shape))
+    worst = Worst(float(ratio[at]), at, float(actual[at]), float(expected[at]), float(allowed[at]))
+    if worst.holds and tally is not None:
+        tally.add(elements=actual.numel(), rank=rank, worst=worst.ratio)
+    return worst
+
+
+def within(actual: Tensor, expected: Tensor, allowed: Tensor) -> bool:
+    """Whether shapes agree and every element is within its bound."""
+    return actual.shape == expected.shape and compare(actual, expected, allowed).holds
+
+
+def factor(actual: Tensor, expected: Tensor, allowed: Tensor, names: Mapping[str, float]) -> float | None:
+    """Return the one factor by which actual differs from expected, within rounding, or None if there is none.
+
+    The named factors are tried first, so that a factor that has a name is returned exactly. A factor of 1 is none, and
+    neither is one that is lost in rounding: some element must stand out of its bound.
+
+    >>> factor(torch.tensor([2.01, 4.0]), torch.tensor([1.0, 2.0]), torch.tensor([0.1, 0.1]), {"ep": 2.0})
+    2.0
+    """
+    if actual.shape != expected.shape or not bool((expected.abs() > allowed).any()):
+        return None
+    for named in dict.fromkeys([*names.values(), 0.0, -1.0]):
+        if named != 1 and within(actual, named * expected, abs(named) * allowed):
+            return named
+    tolerance = float(allowed.max() / expected.abs().max())
+    ratio = common_ratio(actual, expected, tolerance)
+    if ratio is None or not within(actual, ratio * expected, max(abs(ratio), 1) * allowed):
+        return None
+    return ratio
+
+
+def _ratios(actual: Tensor, expected: Tensor, allowed: Tensor) -> Tensor:
+    off = (actual.double() - expected.double()).abs()
+    ratio = torch.where(off == 0, 0.0, off / allowed)  # 0 / 0 is an exact zero, and x / 0 is infinite
+    return torch.where(torch.isfinite(actual) & torch.isfinite(ratio), ratio, inf)

@@ -1,0 +1,181 @@
+"""What a run with the backend's own experts must yield, by the oracles, and how far from it an honest one may be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from moe_conformance.judging import bounds
+from moe_conformance.judging.bounded import Target
+from moe_conformance.topology import Layout
+from moe_conformance.workloads.records import Workload
+from reference import layer
+from reference.experts import Parameters, swiglu_experts
+from reference.layer import Gradients, WeightsAt
+from reference.magnitudes import magnitudes, swiglu_measured
+
+Place = tuple[int, int]  # (microbatch, rank): the tokens that one rank is fed in one microbatch
+Key = tuple[str, int]  # (name, global expert id)
+Shard = tuple[int, int, int] | None  # (dim, index, of)
+
+
+def stages(layout: Layout) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of every pipeline stage: a stage has a batch and parameters of its own.
+
+    >>> stages(Layout(4, pp=2))
+    ((0, 1), (2, 3))
+    """
+    return tuple(zip(*layout.groups()["pp"], strict=True))
+
+
+def shard_of(full: Tensor, shard: Shard) -> Tensor:
+    """Return the part of a full parameter that a window (dim, index, of) is on.
+
+    >>> shard_of(torch.arange(6), (0, 1, 3)).tolist()
+    [2, 3]
+    """
+    if shard is None:
+        return full
+    dim, index, of = shard
+    width = full.shape[dim] // of
+    return full.narrow(dim, index * width, width)
+
+
+@dataclass(frozen=True)
+class OwnExpected:
+    """The oracle's answer to an "experts" workload, and the bounds around it. All computed at first use and kept."""
+
+    workload: Workload
+    weights_at: WeightsAt
+    divisor: int  # of finished gradients: 1 where they are summed, dp * cp where they are averaged
+
+    @cached_property
+    def stages(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of every pipeline stage."""
+        return stages(self.workload.layout)
+
+    @cached_property
+    def stage_of(self) -> dict[int, int]:
+        """The stage of every rank."""
+        return {rank: at for at, ranks in enumerate(self.stages) for rank in ranks}
+
+    def places(self, ranks: Iterable[int]) -> tuple[Place, ...]:
+        """Where some ranks' tokens come from, all microbatches."""
+        ranks = tuple(ranks)
+        return tuple((m, rank) for m in range(len(self.workload.batches)) for rank in ranks)
+
+    def y(self, place: Place) -> Target:
+        """The output (T, D) at a place."""
+        return self._tokens[place][0]
+
+    def dx(self, place: Place) -> Target:
+        """The gradient of the tokens (T, D) at a place."""
+        return self._tokens[place][1]
+
+    def dweights(self, place: Place) -> Target:
+        """The gradient of the routing weights (T, K) at a place."""
+        return self._tokens[place][2]
+
+    def parameter(self, stage: int, key: Key) -> Target:
+        """The finished gradient of a whole parameter: over all tokens of the stage, divided if gradients are averaged."""
+        value, magnitude = self._results[stage][0].parameters[key], self._results[stage][1].parameters[key]
+        layout, microbatches = self.workload.layout, len(self.workload.batches)
+        more = bounds.more_in_parameter_gradients(microbatches, layout.edp)
+        tokens = sum(len(self.workload.batches[m][rank].x_TD) for m, rank in self.places(self.stages[stage]))
+        length = bounds.longest_sum(self.workload.config, tokens)
+        allowed = bounds.allowed(magnitude, self.workload.config.dtype, length=length, more=more)
+        return Target(value / self.divisor, allowed / self.divisor)
+
+    @cached_property
+    def idle(self) -> tuple[frozenset[int], ...]:
+        """Of every stage, the experts that no token of any rank reaches in any microbatch."""
+        everyone = frozenset(range(self.workload.config.experts))
+        return tuple(
+            everyone - set(batch_of(self.workload, self.places(ranks)).ids_TK.unique().tolist())
+            for ranks in self.stages
+        )
+
+    @cached_property
+    def _results(self) -> tuple[tuple[Gradients, Gradients], ...]:
+        """Values and magnitudes of every stage."""
+        found = []
+        for ranks in self.stages:
+            batch, parameters = batch_of(self.workload, self.places(ranks)), parameters_of(self.workload)
+            values = layer.gradients(*batch, swiglu_experts, parameters, weights_at=self.weights_at)
+            sizes = magnitudes(*batch, swiglu_measured, parameters, weights_at=self.weights_at)
+            found.append((values, sizes))
+        return tuple(found)
+
+    @cached_property
+    def _tokens(self) -> dict[Place, tuple[Target, Target, Target]]:
+        """y, dx and dweights of every place."""
+        config, layout = self.workload.config, self.workload.layout
+        length, sums = bounds.longest_sum(config), bounds.more_in_sums(config.top_k, layout)
+        weights = bounds.more_in_weight_gradients(layout)
+        found = {}
+        for ranks, (values, sizes) in zip(self.stages, self._results, strict=True):
+            targets = [
+                Target(value, bounds.allowed(size, config.dtype, length=length, more=more))
+                for value, size, more in (
+                    (values.y_TD, sizes.y_TD, sums),
+                    (values.dx_TD, sizes.dx_TD, sums),
+                    (values.dweights_TK, sizes.dweights_TK, weights),
+                )
+            ]
+            start = 0
+            for m, rank in self.places(ranks):
+                rows = slice(start, start + len(self.workload.batches[m][rank].x_TD))
+                y, dx, dw = (Target(target.expected[rows], target.allowed[rows]) for target in targets)
+                found[m, rank], start = (y, dx, dw), rows.stop
+        return found
+
+    def narrower(self, dtype: torch.dtype) -> float:
+        """Return how much more an operation may err in a narrower dtype."""
+        length = bounds.longest_sum(self.workload.config)
+        own = bounds.operation(self.workload.config.dtype, length=length)
+        return bounds.operation(dtype, length=length) / own
+
+
+def expect_own(workload: Workload, weights_at: str, loss_convention: str) -> OwnExpected:
+    """Make the expectation from the workload and from what the session says of itself (see `RankOutcome`)."""
+    layout = workload.layout
+    divisor = layout.dp * layout.cp if loss_convention == "mean_over_dp" else 1
+    return OwnExpected(workload, "input" if weights_at == "input" else "output", divisor)
+
+
+def batch_of(workload: Workload, places: Sequence[Place]) -> layer.Batch:
+    """Put the tokens of some places into one batch of the oracle."""
+    batches = [workload.batches[m][rank] for m, rank in places]
+    return layer.global_batch([layer.Batch(b.x_TD, b.ids_TK, b.weights_TK, b.upstream) for b in batches])
+
+
+def parameters_of(workload: Workload) -> Parameters:
+    """Return the experts' parameters under the oracle's keys."""
+    return {cast(Key, key): value for key, value in workload.parameters.items()}
+
+
+def solve(
+    workload: Workload, places: Sequence[Place], weights_at: WeightsAt, parameters: Parameters | None = None
+) -> Gradients:
+    """Ask the oracle what another run would yield: of some tokens only, or with other parameters."""
+    batch = batch_of(workload, places)
+    return layer.gradients(
+        *batch, swiglu_experts, parameters or parameters_of(workload), weights_at=weights_at
+    )
+
+
+def only_experts(workload: Workload, experts: Iterable[int]) -> Workload:
+    """Return the workload with all slots but those of some experts empty: much less to compute."""
+    kept = torch.tensor(sorted(experts))
+    batches = tuple(
+        tuple(
+            replace(b, ids_TK=torch.where(torch.isin(b.ids_TK, kept), b.ids_TK, -1)) for b in ranks
+        )
+        for ranks in workload.batches
+    )
+    return replace(workload, batches=batches)
