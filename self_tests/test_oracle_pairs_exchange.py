@@ -110,10 +110,25 @@ class TestWorkedExamples:
         assert [[1, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 1], [0, 0, 1, 0]] == first_splits(case)
         assert [[2], [0], [1], [1]] == first_counts(case)
 
-    def test_an_expert_nobody_holds_is_an_error(self) -> None:
-        """An id that no rank of the group holds has nowhere to go, so the oracle refuses it."""
-        with pytest.raises(ValueError, match="5"):
-            first.deliveries([torch.tensor([[5]])], [[0]], [[0, 1]])
+
+class TestRefusals:
+    """Holders and groups that leave a row's destination open have no answer."""
+
+    def test_an_expert_nobody_holds(self) -> None:
+        """An id that no rank of the group holds has nowhere to go, even where another group's rank holds it."""
+        with pytest.raises(ValueError, match="expert 1"):
+            first.deliveries([torch.tensor([[1]]), torch.tensor([[1]])], [[0], [1]], [[0], [1]])
+
+    def test_an_expert_listed_twice(self) -> None:
+        """One rank cannot hold an expert twice: the row would arrive twice."""
+        with pytest.raises(ValueError, match="twice"):
+            first.deliveries([torch.tensor([[0]])], [[0]], [[0, 0]])
+
+    @pytest.mark.parametrize("groups", [[[0]], [[0, 1], [1]]])
+    def test_a_rank_without_its_one_group(self, groups: list[list[int]]) -> None:
+        """Every rank is in exactly one exchange group."""
+        with pytest.raises(ValueError, match="rank 1"):
+            first.deliveries([torch.tensor([[0]]), torch.tensor([[1]])], groups, [[0, 1], [0, 1]])
 
 
 class TestLaws:

@@ -68,9 +68,7 @@ class TestSwiGLUPair:
     def test_experts_are_told_apart_by_their_names(self) -> None:
         """`swiglu_experts` gives each id its own matrices, each matrix its own part."""
         random = np.random.default_rng(4)
-        held = {
-            e: second.SwiGLU(*(random.normal(size=size) for size in [(3, 2), (3, 2), (2, 3)])) for e in (2, 7)
-        }
+        held = {e: second.SwiGLU(*(random.normal(size=size) for size in [(3, 2), (3, 2), (2, 3)])) for e in (2, 7)}
         expert = first.swiglu_experts(
             {
                 (name, e): floats(matrix)
@@ -88,16 +86,12 @@ class TestSwiGLUPair:
         # y = 5 s u = 7.5 log 3. For dy = 1: ddown = s u, dup = 5 s, dgate = 5 u s', dx = 5 (2 s + u s' a).
         log3 = math.log(3)
         s, slope = 0.75 * log3, 0.75 + 0.1875 * log3
-        gate, up, down = (
-            torch.tensor([[v]], dtype=torch.float64, requires_grad=True) for v in (log3, 2.0, 5.0)
-        )
+        gate, up, down = (torch.tensor([[v]], dtype=torch.float64, requires_grad=True) for v in (log3, 2.0, 5.0))
         x = torch.tensor([[1.0]], dtype=torch.float64, requires_grad=True)
         y = first.swiglu(x, gate, up, down)
         assert 7.5 * log3 == pytest.approx(y.item(), rel=1e-14)
         expected = [5 * (2 * s + 2 * slope * log3), 10 * slope, 5 * s, 2 * s]
-        assert expected == pytest.approx(
-            [v.item() for v in torch.autograd.grad(y, (x, gate, up, down))], rel=1e-14
-        )
+        assert expected == pytest.approx([v.item() for v in torch.autograd.grad(y, (x, gate, up, down))], rel=1e-14)
         dx, d_expert = second.swiglu_backward(
             second.SwiGLU(np.array([[log3]]), np.array([[2.0]]), np.array([[5.0]])),
             np.ones((1, 1)),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from moe_conformance.topology import InvalidLayout, Layout
@@ -14,6 +16,7 @@ THIRDS = [range(1, 33), range(33, 49), range(49, LARGEST_WORLD + 1)]
 WORLDS = pytest.mark.parametrize("worlds", THIRDS, ids=str)
 
 
+@cache
 def valid_sizes(worlds: range) -> list[Sizes]:
     """Every valid layout of these worlds, found by trying all sizes that divide the world."""
     found = []
@@ -68,6 +71,15 @@ class TestAllThreeAgree:
         with pytest.raises(ValueError, match="12"):
             first.groups(*sizes)
         with pytest.raises(InvalidLayout, match="12"):
+            Layout(*sizes).groups()
+
+    @pytest.mark.parametrize("axis", ["world", "tp", "cp", "pp", "ep", "etp"])
+    def test_sizes_below_one_are_refused(self, axis: str) -> None:
+        """A size of 0 is refused by its name, not by a division."""
+        sizes = Sizes(8)._replace(**{axis: 0})
+        with pytest.raises(ValueError, match=f"{axis} = 0"):
+            first.groups(*sizes)
+        with pytest.raises(InvalidLayout, match=f"{axis} = 0"):
             Layout(*sizes).groups()
 
 

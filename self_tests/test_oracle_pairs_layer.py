@@ -71,9 +71,7 @@ def first_batches(case: Case) -> list[first.Batch]:
 def first_gradients(case: Case, weights_at: first.WeightsAt) -> list[first.Gradients]:
     """What the first oracle says of every rank by itself."""
     return [
-        first.gradients(
-            *batch, first_experts.swiglu_experts, parameters_of(case.experts), weights_at=weights_at
-        )
+        first.gradients(*batch, first_experts.swiglu_experts, parameters_of(case.experts), weights_at=weights_at)
         for batch in first_batches(case)
     ]
 
@@ -168,9 +166,7 @@ class TestWorkedExamples:
             "output": (9.0 * log9, 0.5 * slope_2, 18.0 * log9),
         }
         expert = SwiGLU(np.array([[log3]]), np.array([[2.0]]), np.array([[5.0]]))
-        case = Case(
-            [Tokens(np.array([[2.0]]), np.array([[0]]), np.array([[0.5]]))], [np.array([[1.0]])], [expert]
-        )
+        case = Case([Tokens(np.array([[2.0]]), np.array([[0]]), np.array([[0.5]]))], [np.array([[1.0]])], [expert])
         for weights_at, (y, dx, dw) in expected.items():
             found = first_gradients(case, weights_at)[0]
             numbers = (found.y_TD.item(), found.dx_TD.item(), found.dweights_TK.item())
@@ -188,14 +184,15 @@ class TestWorkedExamples:
 
     @BOTH_PLACES
     def test_a_nan_stays_with_its_token(self, weights_at: first.WeightsAt) -> None:
-        """A token of NaN spoils its own output and gradient and nobody else's."""
-        case = make_case(9, [3], slots=2, experts=3)
-        case.batch[0].ids_TK[:] = [[0, 1], [2, 0], [1, 0]]
+        """A token of NaN spoils its own output and gradient and those of its experts, and nobody else's."""
+        case = make_case(9, [3], slots=2, experts=4)
+        case.batch[0].ids_TK[:] = [[0, 1], [2, 0], [1, 3]]
         case.batch[0].weights_TK[:] = [[0.5, 0.3], [0.2, 0.9], [0.4, 0.7]]
         case.batch[0].x_TD[1] = np.nan
         found = first_gradients(case, weights_at)[0]
         assert [False, True, False] == found.y_TD.isnan().any(dim=1).tolist()
         assert [False, True, False] == found.dx_TD.isnan().any(dim=1).tolist()
+        assert {0, 2} == {e for (_, e), total in found.parameters.items() if total.isnan().any()}
 
 
 def everything(case: Case, weights_at: first.WeightsAt) -> dict[str, Floats]:

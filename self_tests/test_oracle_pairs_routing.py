@@ -58,6 +58,20 @@ def groups_of(gate: Gate) -> tuple[tuple[int, int] | None, second.GroupRule]:
     return (None, "max") if gate.limit is None else ((gate.limit.groups, gate.limit.chosen), gate.limit.rule)
 
 
+def first_margins(logits_TE: Floats, ids_TK: Tensor | None, gate: Gate) -> list[float]:
+    """Ask the first oracle for the margins of a choice, or of its own."""
+    groups, rule = groups_of(gate)
+    return first.margins(
+        floats(logits_TE),
+        ids_TK,
+        top_k=gate.slots,
+        score=gate.kind,
+        bias_E=None if gate.bias is None else torch.tensor(gate.bias, dtype=torch.float64),
+        groups=groups,
+        group_score=rule,
+    ).tolist()
+
+
 def first_weights(logits_TE: Tensor, ids_TK: NDArray[np.int64], gate: Gate) -> Tensor:
     """Ask the first oracle for the weights of a given choice."""
     return first.weights(
@@ -68,7 +82,7 @@ def first_weights(logits_TE: Tensor, ids_TK: NDArray[np.int64], gate: Gate) -> T
 @st.composite
 def limits(draw: st.DrawFn) -> tuple[int, int, Limit | None]:
     """Numbers of experts and slots, with a limit that can be kept or with none."""
-    if draw(st.booleans()):
+    if draw(st.sampled_from(["groups", "groups", "none"])) == "none":
         experts = draw(st.integers(1, 9))
         return experts, draw(st.integers(1, experts)), None
     groups, size = draw(st.integers(1, 4)), draw(st.integers(1, 4))
@@ -80,10 +94,10 @@ def limits(draw: st.DrawFn) -> tuple[int, int, Limit | None]:
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, ties: bool = True) -> Case:
+def cases(draw: st.DrawFn, *, ties: bool = True, most_tokens: int = 3) -> Case:
     """Any gate over logits with ties and both tails; without ties, over distinct logits of moderate size."""
     experts, slots, limit = draw(limits())
-    tokens = draw(st.integers(0, 3))
+    tokens = draw(st.integers(0, most_tokens))
     kind = draw(st.sampled_from(KINDS))
     biases = st.lists(st.sampled_from(BIASES), min_size=experts, max_size=experts)
     gate = Gate(
@@ -159,8 +173,8 @@ class TestPair:
 
 
 class TestMargins:
-    @pairs_agree
-    @given(cases(ties=False), st.booleans(), st.randoms(use_true_random=False))
+    @settings(pairs_agree, max_examples=200)
+    @given(cases(ties=False, most_tokens=8), st.booleans(), st.randoms(use_true_random=False))
     def test_margins_agree(self, case: Case, best: bool, random: Random) -> None:
         """Both measure the same margin, of their own choice and of any other."""
         gate, (T, E) = case.gate, case.logits_TE.shape
@@ -172,36 +186,54 @@ class TestMargins:
             second.margin_of_token(choice, ids, gate.limit)
             for choice, ids in zip(choices, ids_TK.tolist(), strict=True)
         ]
-        groups, rule = groups_of(gate)
-        actual = first.margins(
-            floats(case.logits_TE),
-            torch.from_numpy(ids_TK),
-            top_k=gate.slots,
-            score=gate.kind,
-            bias_E=None if gate.bias is None else torch.tensor(gate.bias, dtype=torch.float64),
-            groups=groups,
-            group_score=rule,
-        )
-        assert expected == pytest.approx(actual.tolist(), rel=1e-12, abs=1e-12)
+        actual = first_margins(case.logits_TE, torch.from_numpy(ids_TK), gate)
+        assert expected == pytest.approx(actual, rel=1e-12, abs=1e-12)
+
+    @pytest.mark.parametrize(
+        ("ids", "chosen", "rule", "margin"),
+        [
+            ([0], 1, "max", 0.2),  # .9 before group 1's .7; within the group .4
+            ([0], 1, "top2_sum", 0.05),  # group 0's 1.4 before 1.3: .1 for two scores
+            ([2], 1, "top2_sum", -0.05),  # the better group lost by as much
+            ([3], 1, "top2_sum", -0.1),  # and in its own group .6 lost against .7
+            ([0], 2, "top2_sum", 0.2),  # whichever the second group was: at worst group 1 and its .7
+            ([0, 2], 1, "max", -math.inf),  # two groups where one is open
+            ([1, 2], 3, "max", -0.4),  # all groups open: .5 lost against .9
+        ],
+    )
+    def test_by_hand(self, ids: list[int], chosen: int, rule: second.GroupRule, margin: float) -> None:
+        """The smaller lead decides: of the worst chosen expert, or of its group, shared by the scores it sums."""
+        # Scores .9 .5 | .7 .6 | .1 .0; sums 1.4, 1.3 and .1.
+        logits = [0.9, 0.5, 0.7, 0.6, 0.1, 0.0]
+        gate = Gate(len(ids), "softmax_topk", limit=Limit(3, chosen, rule))
+        assert [margin] == pytest.approx(first_margins(np.array([logits]), torch.tensor([ids]), gate))
+        assert margin == pytest.approx(second.margin_of_token(logits, ids, gate.limit))
+
+    def test_nothing_else_to_choose(self) -> None:
+        """With K = E no other choice exists, so the margin is infinite; an exact tie has margin 0."""
+        logits_TE = np.array([[2.0, 2.0, 1.0]])
+        assert [math.inf] == first_margins(logits_TE, torch.tensor([[0, 1, 2]]), Gate(3, "sigmoid"))
+        assert [0.0] == first_margins(logits_TE, torch.tensor([[1]]), Gate(1, "sigmoid"))
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_of_the_own_choice(self, kind: second.Kind) -> None:
+        """Without ids, the margins are those of the experts that the oracle itself would choose."""
+        logits_TE = np.random.default_rng(6).normal(size=(4, 6))
+        gate = Gate(2, kind, bias=(0.4, -0.9, 0.0, 0.3, 0.2, -0.1), limit=Limit(3, 2, "top2_sum"))
+        own_TK = torch.from_numpy(second.route(logits_TE, gate)[0])
+        assert first_margins(logits_TE, own_TK, gate) == first_margins(logits_TE, None, gate)
 
     @pairs_agree
-    @given(cases(ties=False), st.sampled_from([1e-3, 0.1, 0.5]), st.randoms(use_true_random=False))
+    @given(cases(ties=False, most_tokens=8), st.sampled_from([1e-3, 0.1, 0.5]), st.randoms(use_true_random=False))
     def test_a_margin_bounds_the_harm_of_rounding(self, case: Case, wrong: float, random: Random) -> None:
         """Scores wrong by up to d keep a choice with a margin above 2d, and never choose one below -2d."""
         gate = replace(case.gate, kind="softmax_topk", bias=None)  # here the logits are the selection scores
         shifts = np.array([[random.uniform(-wrong, wrong) for _ in row] for row in case.logits_TE])
         shaken_TE = case.logits_TE + shifts.reshape(case.logits_TE.shape)
-        groups, rule = groups_of(gate)
-
-        def margins_of(ids_TK: Tensor) -> list[float]:
-            given_TE = floats(case.logits_TE)
-            return first.margins(
-                given_TE, ids_TK, top_k=gate.slots, score=gate.kind, groups=groups, group_score=rule
-            ).tolist()
-
         ids_TK, shaken_TK = first_route(case.logits_TE, gate).ids_TK, first_route(shaken_TE, gate).ids_TK
-        assert [] == [margin for margin in margins_of(shaken_TK) if margin < -2 * wrong]
-        for t, margin in enumerate(margins_of(ids_TK)):
+        of_shaken = first_margins(case.logits_TE, shaken_TK, gate)
+        assert [] == [margin for margin in of_shaken if margin < -2 * wrong]
+        for t, margin in enumerate(first_margins(case.logits_TE, ids_TK, gate)):
             if margin > 2 * wrong:
                 assert set(ids_TK[t].tolist()) == set(shaken_TK[t].tolist())
 
@@ -244,19 +276,6 @@ class TestDegenerate:
         assert [[0.0, 0.0, 0.0]] == leaf.grad.tolist()
         assert [[0.0, 0.0]] == second.route(logits_TE, gate)[1].tolist()
 
-    @pytest.mark.parametrize("bad", [math.nan, math.inf])
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_no_distribution_is_an_error(self, kind: second.Kind, bad: float) -> None:
-        """NaN and +inf logits are refused: a NaN of the oracle would agree with anybody's NaN."""
-        with pytest.raises(ValueError, match="logit"):
-            first_route(np.array([[0.0, bad, 1.0]]), Gate(1, kind))
-
-    @pytest.mark.parametrize("kind", ["softmax", "softmax_topk"])
-    def test_a_row_of_masked_experts_is_an_error(self, kind: second.Kind) -> None:
-        """A softmax over nothing but -inf is refused."""
-        with pytest.raises(ValueError, match="inf"):
-            first_route(np.full((2, 3), -math.inf), Gate(1, kind))
-
     def test_an_excluded_expert_never_wins_below_zero(self) -> None:
         """Choice values below 0 still beat those of excluded groups: exclusion is -inf and not 0."""
         # Logits are the choice values here. Group 0 = [-1, -9], best -1; group 1 = [-2, -3], best -2.
@@ -265,3 +284,60 @@ class TestDegenerate:
         gate = Gate(2, "softmax_topk", limit=Limit(2, 1, "max"))
         assert [[0, 1]] == first_route(logits_TE, gate).ids_TK.tolist()
         assert [[0, 1]] == second.route(logits_TE, gate)[0].tolist()
+
+
+class TestRefusals:
+    """What has no answer is refused: a NaN of the oracle would agree with anybody's NaN."""
+
+    @pytest.mark.parametrize("bad", [math.nan, math.inf])
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_no_score(self, kind: second.Kind, bad: float) -> None:
+        """NaN and +inf logits are refused."""
+        with pytest.raises(ValueError, match="logit"):
+            first_route(np.array([[0.0, bad, 1.0]]), Gate(1, kind))
+
+    @pytest.mark.parametrize("kind", ["softmax", "softmax_topk"])
+    def test_no_expert_left(self, kind: second.Kind) -> None:
+        """A softmax over nothing but -inf is refused, by the scores already."""
+        with pytest.raises(ValueError, match="-inf"):
+            first.scores(torch.tensor([[0.0, 1.0], [-math.inf, -math.inf]]), kind)
+
+    def test_no_chosen_expert_left(self) -> None:
+        """A softmax over chosen logits of -inf alone is refused, whatever the others are."""
+        with pytest.raises(ValueError, match="-inf"):
+            first_weights(floats(np.array([[0.0, -math.inf]])), np.array([[1]]), Gate(1, "softmax_topk"))
+
+    def test_empty_slots_are_not_weighed(self) -> None:
+        """An id of -1 has no score."""
+        with pytest.raises(ValueError, match="-1"):
+            first_weights(floats(np.zeros((1, 3))), np.array([[0, -1]]), Gate(2))
+
+    def test_unknown_scores(self) -> None:
+        """A misspelt score is refused by name."""
+        with pytest.raises(ValueError, match="sotfmax"):
+            first.scores(torch.zeros(1, 2), "sotfmax")  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize(
+        ("experts", "gate"),
+        [
+            (3, Gate(4)),
+            (3, Gate(0)),
+            (5, Gate(1, limit=Limit(2, 1, "max"))),
+            (6, Gate(1, limit=Limit(3, 4, "max"))),
+            (6, Gate(1, limit=Limit(3, 0, "max"))),
+            (6, Gate(3, limit=Limit(3, 1, "max"))),
+            (3, Gate(1, limit=Limit(3, 2, "top2_sum"))),
+            (6, Gate(1, limit=Limit(3, 2, "topk_sum"))),
+        ],
+        ids=["K>E", "K=0", "uneven", "chosen>G", "chosen=0", "few experts", "no second best", "no share"],
+    )
+    def test_gates_that_cannot_route(self, experts: int, gate: Gate) -> None:
+        """More slots than experts, uneven groups, or groups too few or too small for their rule are refused."""
+        with pytest.raises(ValueError, match=r"groups|top_k"):
+            first_route(np.zeros((1, experts)), gate)
+
+    @pytest.mark.parametrize("ids", [[0, 0], [0, 3], [-1, 2]])
+    def test_margins_of_no_choice(self, ids: list[int]) -> None:
+        """A repeated or unknown expert is not a choice of K and has no margin."""
+        with pytest.raises(ValueError, match="different experts"):
+            first_margins(np.zeros((1, 3)), torch.tensor([ids]), Gate(2))

@@ -50,7 +50,7 @@ class TestPublishedGates:
 
     def test_mixtral_takes_the_softmax_of_the_best_two(self) -> None:
         """Mixtral, top-2: softmax over the two chosen logits alone; the others get no gradient."""
-        # exp(l) = 1, 2, 1/2, 6, 1/2. The best two: 6 and 2, of 8. dw_0/dl is 3/4 * 1/4 for the best, or minus it.
+        # exp(l) = 1, 2, 1/2, 6, 1/2. The best two: 6 and 2, of 8. dw_0/dl is 3/4 * 1/4 and minus that.
         logits, gate = [math.log(v) for v in (1, 2, 0.5, 6, 0.5)], Gate(2, "softmax_topk")
         assert_both_route(logits, gate, [3, 1], [6 / 8, 2 / 8])
         assert_both_derive(logits, gate, [3, 1], [1.0, 0.0], [0.0, -3 / 16, 0.0, 3 / 16, 0.0])
@@ -118,9 +118,7 @@ class TestDeepSeekV3:
 
     def test_without_bias(self) -> None:
         """Sums 1.0, 1.1, .9, .7 open groups 1 and 0: experts 0, 2, 3 with .9, .6 and .5 of 2."""
-        assert_both_route(
-            list(self.LOGITS), self.gate("top2_sum", biased=False), [0, 2, 3], [1.125, 0.75, 0.625]
-        )
+        assert_both_route(list(self.LOGITS), self.gate("top2_sum", biased=False), [0, 2, 3], [1.125, 0.75, 0.625])
 
     def test_without_groups(self) -> None:
         """The three highest choice values are .75, .7 and .65: experts 0, 6, 3 with .9, .4 and .5 of 1.8."""
@@ -165,9 +163,7 @@ class TestLaws:
         limit, old = Limit(3, 2, "top2_sum"), [4, 5, 1, 0, 2, 3]  # expert `new` was expert old[new]
         bias = (0.3, -0.2, 0.1, 0.7, -0.6, 0.0)
         ids, weights_TK = self.routed(self.LOGITS_TE, Gate(3, kind, bias, limit))
-        new_ids, new_TK = self.routed(
-            self.LOGITS_TE[:, old], Gate(3, kind, tuple(bias[e] for e in old), limit)
-        )
+        new_ids, new_TK = self.routed(self.LOGITS_TE[:, old], Gate(3, kind, tuple(bias[e] for e in old), limit))
         assert ids == [[old[e] for e in row] for row in new_ids]
         np.testing.assert_allclose(new_TK, weights_TK, rtol=1e-14)
 

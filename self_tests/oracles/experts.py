@@ -35,8 +35,7 @@ def sigmoid(a: float) -> float:
 def times(matrix: Floats, vector: Floats) -> list[float]:
     """Matrix times column vector, summed exactly and rounded once."""
     return [
-        math.fsum(float(matrix[i, j]) * float(vector[j]) for j in range(matrix.shape[1]))
-        for i in range(len(matrix))
+        math.fsum(float(matrix[i, j]) * float(vector[j]) for j in range(matrix.shape[1])) for i in range(len(matrix))
     ]
 
 
@@ -110,9 +109,7 @@ def tagged(expert: int, experts: int, gain: float, x_RD: Floats) -> Floats:
     return y_RD
 
 
-def tagged_backward(
-    expert: int, experts: int, gain: float, x_RD: Floats, dy_RD: Floats
-) -> tuple[Floats, float]:
+def tagged_backward(expert: int, experts: int, gain: float, x_RD: Floats, dy_RD: Floats) -> tuple[Floats, float]:
     """Gradients of the rows, gain * dy in the expert's own columns, and of the gain, sum of dy * x there."""
     dx_RD = np.zeros(x_RD.shape, dtype=np.float64)
     d_gain = 0.0
