@@ -67,9 +67,7 @@ class Engine:
         try:
             payload = wire.dumps(job.payload)
         except Exception as error:
-            raise EngineError(
-                f"the payload of {job.function} cannot be pickled: {one_line(error)}"
-            ) from error
+            raise EngineError(f"the payload of {job.function} cannot be pickled: {one_line(error)}") from error
         try:
             return self._world(job.world).run(next(self._numbers), job, payload)
         except LauncherLostError:
@@ -93,7 +91,7 @@ class Engine:
         if self._launcher is None:
             self._launcher = Launcher(self._preload, self._environment)
         if size not in self._worlds:
-            self._worlds[size] = World(size, self._device, self._launcher, self._store.port)
+            self._worlds[size] = World(size, self._device, self._launcher, self._store)
         return self._worlds[size]
 
     def _release(self) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import selectors
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -128,39 +126,38 @@ class Launcher:
 
     def collect(self) -> None:
         """Takes in all exits reported so far, without waiting."""
-        while _readable(self._channel, 0.0):
+        while self._channel.readable():
             self._note(self._receive())
 
-    def exit_code(self, process: RankProcess, patience_s: float = 0.0) -> int | None:
-        """Returns a rank's exit code, negative for a signal; None if it has not ended within `patience_s`."""
+    def exit_code(self, process: RankProcess) -> int | None:
+        """Returns a rank's exit code, negative for a signal; None if it had not ended at the last `collect`."""
+        return self._exits.get(process.pid)
+
+    def wait(self, process: RankProcess, patience_s: float) -> int | None:
+        """Returns a rank's exit code as soon as it has ended; None if it has not within `patience_s`."""
         until = time.monotonic() + patience_s
         self.collect()
         while process.pid not in self._exits and (left := until - time.monotonic()) > 0:
-            if _readable(self._channel, left):
+            if self._channel.readable(left):
                 self._note(self._receive())
-        return self._exits.get(process.pid)
+        return self.exit_code(process)
 
     def close(self) -> None:
         """Ends the nursery and all ranks; idempotent."""
         self._end()
 
     def _open(self, preload: tuple[str, ...]) -> None:
-        bound = threading.current_thread() is threading.main_thread()
-        self._order(nursery.Opening(os.getpid(), preload, bound))
+        self._order(nursery.Opening(os.getpid(), preload))
         module = "torch"
         self._channel.socket.settimeout(_IMPORT_LIMIT_S)
         while True:
             try:
                 message = wire.loads(self._channel.receive())
             except TimeoutError:
-                raise EngineError(
-                    f"preload module {module!r} was not imported after {_IMPORT_LIMIT_S} s"
-                ) from None
+                raise EngineError(f"preload module {module!r} was not imported after {_IMPORT_LIMIT_S} s") from None
             except (EOFError, OSError):
                 how = describe_exit(self._process.wait())
-                raise EngineError(
-                    f"the process that imports the preload ended at {module!r}: {how}"
-                ) from None
+                raise EngineError(f"the process that imports the preload ended at {module!r}: {how}") from None
             if isinstance(message, nursery.Ready):
                 break
             module = message.module
@@ -191,9 +188,7 @@ class Launcher:
             how = describe_exit(self._process.wait(timeout=5))
         except subprocess.TimeoutExpired:
             how = "it closed its channel"
-        return LauncherLostError(
-            f"the process that forks the ranks is gone ({how}); the next run starts another"
-        )
+        return LauncherLostError(f"the process that forks the ranks is gone ({how}); the next run starts another")
 
 
 def describe_exit(code: int) -> str:
@@ -208,12 +203,6 @@ def describe_exit(code: int) -> str:
 
 def _import_path() -> list[str]:
     return [entry or os.getcwd() for entry in sys.path]
-
-
-def _readable(channel: wire.Channel, patience_s: float) -> bool:
-    with selectors.DefaultSelector() as selector:
-        selector.register(channel, selectors.EVENT_READ)
-        return bool(selector.select(patience_s))
 
 
 def _end(channel: wire.Channel, process: subprocess.Popen[bytes]) -> None:

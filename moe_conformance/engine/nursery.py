@@ -2,8 +2,8 @@
 
 Unlike multiprocessing's forkserver it tells which module of the preload failed and why, has an environment
 and a preload per engine, never imports the driver's `__main__`, and reports each exit with its signal. It
-runs one thread and ends when the driver's end of its channel is closed, however the driver ended; the ranks
-end with it.
+runs one thread and ends when the driver has closed its channel or ended in whatever way; all that the ranks
+have started ends with it.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ import torch
 from . import rank, wire
 from .faults import one_line
 
+_ORPHANED = signal.SIGUSR2
 STACK_SIGNAL = signal.SIGUSR1  # makes a rank dump the stacks of its threads, even while it holds the GIL
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class Opening:
-    """The driver's first message; `bound`: the thread that started the nursery ends with the driver."""
+    """The driver's first message: its pid and what to import."""
 
     driver: int
     preload: tuple[str, ...]
-    bound: bool
 
 
 @dataclass(frozen=True)
@@ -92,17 +92,14 @@ def main(descriptor: int) -> NoReturn:
     """Runs the nursery over an inherited socket until the driver closes its end."""
     channel = wire.Channel(socket.socket(fileno=descriptor))
     opening: Opening = wire.loads(channel.receive())
-    # While importing, this process cannot see the driver's end close.
-    _die_with_parent(opening.driver)
+    _die_with_parent(opening.driver)  # while importing, nobody looks whether the channel is closed
     if not _import_all(channel, opening.preload):
         os._exit(1)
-    if not opening.bound:
-        _prctl_death_signal(0)
     gc.collect()
     gc.freeze()  # keeps the collector of the ranks from touching, and so copying, what they share
     channel.send(wire.dumps(Ready()))
     with contextlib.suppress(EOFError, OSError):
-        _Nursery(channel).tend()
+        _Nursery(channel, opening.driver).tend()
     os._exit(0)
 
 
@@ -120,13 +117,13 @@ def _import_all(channel: wire.Channel, modules: Sequence[str]) -> bool:
 
 
 def _die_with_parent(parent: int) -> None:
-    """Asks the kernel to kill this process when its parent ends."""
-    _prctl_death_signal(signal.SIGKILL)
+    """Has the kernel kill this process when its parent ends, or the thread of it that started this process."""
+    _send_at_death_of_parent(signal.SIGKILL)
     if os.getppid() != parent:  # it ended before we asked
         os._exit(0)
 
 
-def _prctl_death_signal(number: int) -> None:
+def _send_at_death_of_parent(number: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
@@ -134,22 +131,26 @@ def _prctl_death_signal(number: int) -> None:
 class _Nursery:
     """Carries out orders and reports exits."""
 
-    def __init__(self, channel: wire.Channel) -> None:
+    def __init__(self, channel: wire.Channel, driver: int) -> None:
         self._channel = channel
+        self._driver = driver
         self._children: set[int] = set()
         self._wake, self._waker = socket.socketpair()
         self._wake.setblocking(False)
         self._waker.setblocking(False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler, so that the wake-up socket is written to
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGCHLD, _ORPHANED):
+            signal.signal(number, lambda *_: None)  # a handler, so that the wake-up socket is written to
+        _send_at_death_of_parent(_ORPHANED)
 
     def tend(self) -> None:
-        """Works until the driver's end closes (EOFError), then kills every rank."""
+        """Works until the driver has ended or closed its end (EOFError), then kills every rank."""
         try:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._channel, selectors.EVENT_READ)
                 selector.register(self._wake, selectors.EVENT_READ)
-                while True:
+                # A child of the driver may hold the channel open, so that its end alone does not tell.
+                while os.getppid() == self._driver:
                     for key, _ in selector.select():
                         if key.fileobj is self._wake:
                             self._bury()
@@ -187,7 +188,8 @@ class _Nursery:
     def _forget(self) -> None:
         """Lets go of what is the nursery's alone, in a child."""
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number in (signal.SIGCHLD, _ORPHANED):
+            signal.signal(number, signal.SIG_DFL)
         for end in (self._channel, self._wake, self._waker):
             end.close()
 

@@ -25,13 +25,13 @@ from .transport import device_of, transport_of
 
 @dataclass(frozen=True)
 class Station:
-    """The place of one rank: its world, device, and the store's port; keys are fresh in each generation."""
+    """The place of one rank: its world, device, and where to find its peers in the driver's store."""
 
     rank: int
     world: int
     device: str
     port: int
-    generation: str
+    prefix: str
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class _Home:
             torch.cuda.set_device(self._device)
         dist.init_process_group(
             transport_of(station.world, station.device, devices),
-            store=store.join(station.port, station.generation),
+            store=store.join(station.port, station.prefix),
             rank=station.rank,
             world_size=station.world,
             timeout=store.FOREVER,

@@ -101,9 +101,7 @@ class JobResult:
     @property
     def blamed(self) -> tuple[int, ...]:
         """The ranks at fault, without those that only suffered from them; empty if and only if `ok`."""
-        return tuple(
-            result.rank for result in self.ranks if result.error is not None and not result.secondary
-        )
+        return tuple(result.rank for result in self.ranks if result.error is not None and not result.secondary)
 
 
 def check(job: Job) -> None:

@@ -1,52 +1,62 @@
-"""Proof that a world can no longer move, long before its deadline.
+"""Proof that ranks can no longer move, long before their deadline.
 
-Ranks on one machine are woken by each other alone. If no thread of any rank has run, or waited for a
-processor, for half a second, and each rank without an answer waits in a collective, then nothing will ever
-wake them.
+Ranks on one machine are woken by each other alone. If for half a second no rank's main thread has run at all,
+no other thread of any rank has done any work or waited for a processor to do it, and each rank without an answer
+stands in a collective, then nothing will ever wake them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 INTERVAL_S = 0.05  # between two looks
 PROOF_S = 0.5
-_IDLE_SHARE = 0.1  # of one processor: gloo's threads wake up every few milliseconds to do nothing
+_IDLE_SHARE = 0.05  # of a processor, per thread: gloo's wake up every few milliseconds to find nothing to do
 
 
 class Stillness:
-    """Watches the processor time of processes; always "moving" where the kernel does not tell it."""
+    """Watches the processor time of all threads of some processes, where the kernel tells it; Linux does."""
 
     def __init__(self, pids: Iterable[int]) -> None:
         self._pids = tuple(pids)
-        self._looked = self._since = time.monotonic()
-        self._used = self._used_ns()
+        self._can_tell = _used_ns(os.getpid(), os.getpid()) > 0
+        self._since = self._looked = time.monotonic()
+        self._mains: list[int] = []
+        self._threads: Mapping[int, int] | None = None
 
     def seconds(self) -> float:
-        """Returns for how long nothing has moved; call it every INTERVAL_S."""
-        now, used = time.monotonic(), self._used_ns()
-        if (
-            self._used is None
-            or used is None
-            or (used - self._used) / 1e9 > _IDLE_SHARE * (now - self._looked)
-        ):
+        """Returns for how long nothing has moved; to be called every INTERVAL_S."""
+        now = time.monotonic()
+        mains = [_used_ns(pid, pid) for pid in self._pids]
+        if not self._can_tell or mains != self._mains:
+            # As long as a main thread runs, the others need not be looked at: there are many of them.
+            self._mains, self._threads, self._since = mains, None, now
+            return 0.0
+        threads = {thread: _used_ns(pid, thread) for pid in self._pids for thread in _threads_of(pid)}
+        if self._threads is None or _busiest_ns(self._threads, threads) > _IDLE_SHARE * 1e9 * (now - self._looked):
             self._since = now
-        self._looked, self._used = now, used
+        self._threads, self._looked = threads, now
         return now - self._since
 
-    def _used_ns(self) -> int | None:
-        """Nanoseconds that all threads have run or, ready to run, waited for a processor."""
-        total = 0
-        for pid in self._pids:
-            with contextlib.suppress(OSError):  # a process that has ended moves nothing
-                for thread in os.listdir(f"/proc/{pid}/task"):
-                    with (
-                        contextlib.suppress(OSError),
-                        open(f"/proc/{pid}/task/{thread}/schedstat") as schedstat,
-                    ):
-                        ran, delayed, _ = schedstat.read().split()
-                        total += int(ran) + int(delayed)
-        return total or None
+
+def _busiest_ns(before: Mapping[int, int], after: Mapping[int, int]) -> int:
+    return max((used - before.get(thread, 0) for thread, used in after.items()), default=0)
+
+
+def _threads_of(pid: int) -> list[int]:
+    try:
+        return [int(thread) for thread in os.listdir(f"/proc/{pid}/task")]
+    except OSError:  # a process that has ended moves nothing
+        return []
+
+
+def _used_ns(pid: int, thread: int) -> int:
+    """Returns the nanoseconds that a thread has run or, ready to run, waited for a processor."""
+    try:
+        with open(f"/proc/{pid}/task/{thread}/schedstat", "rb") as schedstat:
+            ran, delayed, _ = schedstat.read().split()
+    except OSError:
+        return 0
+    return int(ran) + int(delayed)

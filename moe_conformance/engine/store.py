@@ -11,7 +11,7 @@ from datetime import timedelta
 # Public as torch.distributed.TCPStore and so on, but type checkers see them here only.
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-# Longer than any deadline: a timeout inside the ranks would make all of them err at once, and hide the culprit.
+# Longer than any deadline: were a timeout inside the ranks to come first, all of them would err at once.
 FOREVER = timedelta(days=1)
 
 
@@ -20,6 +20,7 @@ class StoreServer:
 
     def __init__(self) -> None:
         listener = socket.create_server(("127.0.0.1", 0))
+        self._generation = 0
         self.port: int = listener.getsockname()[1]
         self._server = TCPStore(
             "127.0.0.1",
@@ -28,6 +29,11 @@ class StoreServer:
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
+
+    def fresh_prefix(self) -> str:
+        """Returns a prefix that no ranks have used: gloo would connect to addresses of ranks that are gone."""
+        self._generation += 1
+        return f"generation{self._generation}"
 
 
 def join(port: int, prefix: str) -> Store:

@@ -20,9 +20,7 @@ _QUIET_S = 0.2  # without news, before ranks are watched for stillness: short jo
 class Vigil:
     """Waits until every rank has answered or ended, the deadline passes, or the ranks can no longer move."""
 
-    def __init__(
-        self, launcher: Launcher, ranks: Sequence[RankProcess], number: int, began: float, job: Job
-    ) -> None:
+    def __init__(self, launcher: Launcher, ranks: Sequence[RankProcess], number: int, began: float, job: Job) -> None:
         self._launcher = launcher
         self._ranks = ranks
         self._number = number
@@ -83,9 +81,7 @@ class Vigil:
                 sentence = f"the function's result cannot be read on the driver: {one_line(error)}"
                 return Finding(RankResult(rank, "raised", error=sentence, error_type=type_name(type(error))))
         if answer.outcome == "unprepared":
-            raise EngineError(
-                f"rank {rank} cannot run {self._job.function}: {fault.error}\n{fault.traceback}"
-            )
+            raise EngineError(f"rank {rank} cannot run {self._job.function}: {fault.error}\n{fault.traceback}")
         return Finding(
             RankResult(
                 rank,
@@ -104,7 +100,7 @@ class Vigil:
             code = self._launcher.exit_code(process)
             if code is None:
                 continue
-            while process.rank in self._pending and self._hear(process):
+            while process.rank in self._pending and process.channel.readable() and self._hear(process):
                 pass
             if process.rank in self._pending:
                 how = describe_exit(code) + ("" if code < 0 else " before it answered")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import select
 import socket
 import struct
 from collections.abc import Callable, Sequence
@@ -48,13 +49,9 @@ class _Pickler(pickle.Pickler):
 def _strip(tensor: torch.Tensor) -> tuple[pickle.PickleBuffer, torch.dtype, tuple[int, ...]]:
     kind = type(tensor)
     if kind not in (torch.Tensor, torch.nn.Parameter):
-        raise TypeError(
-            f"a {kind.__module__}.{kind.__qualname__} cannot be sent; send the plain tensor in it"
-        )
+        raise TypeError(f"a {kind.__module__}.{kind.__qualname__} cannot be sent; send the plain tensor in it")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-        raise TypeError(
-            f"only a dense tensor can be sent, not {tensor.layout}, {tensor.device}, {tensor.dtype}"
-        )
+        raise TypeError(f"only a dense tensor can be sent, not {tensor.layout}, {tensor.device}, {tensor.dtype}")
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     raw = plain.reshape(-1).view(torch.uint8).numpy().data
     return pickle.PickleBuffer(raw), plain.dtype, tuple(plain.shape)
@@ -76,6 +73,8 @@ class Channel:
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
+        self._poll = select.poll()
+        self._poll.register(end, select.POLLIN)
 
     @property
     def socket(self) -> socket.socket:
@@ -85,6 +84,10 @@ class Channel:
     def fileno(self) -> int:
         """The descriptor, for selectors."""
         return self._end.fileno()
+
+    def readable(self, patience_s: float = 0.0) -> bool:
+        """Tells whether a message has begun to arrive, or the other end was closed, within `patience_s`."""
+        return bool(self._poll.poll(1000 * patience_s))
 
     def send(self, buffers: Sequence[Buffer]) -> None:
         """Sends one message; blocks until the other end has taken all but what the kernel buffers."""

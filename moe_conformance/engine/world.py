@@ -13,6 +13,7 @@ from .blame import assign
 from .launcher import Launcher, LauncherLostError, RankProcess, describe_exit
 from .rank import Answer, Assignment, Station
 from .records import EngineError, Job, JobResult
+from .store import StoreServer
 from .vigil import Vigil
 
 _START_LIMIT_S = 120.0
@@ -25,12 +26,11 @@ class World:
     before the next and the ranks are replaced: whose fault it was cannot be said.
     """
 
-    def __init__(self, size: int, device: str, launcher: Launcher, port: int) -> None:
+    def __init__(self, size: int, device: str, launcher: Launcher, store: StoreServer) -> None:
         self._size = size
         self._device = device
         self._launcher = launcher
-        self._port = port
-        self._generation = 0
+        self._store = store
         self._ranks: list[RankProcess] = []
 
     def run(self, number: int, job: Job, payload: Sequence[wire.Buffer]) -> JobResult:
@@ -62,6 +62,7 @@ class World:
             process.close()
 
     def _ensure(self) -> None:
+        self._launcher.collect()
         if any(self._launcher.exit_code(process) is not None for process in self._ranks):
             self.stop()
         if not self._ranks:
@@ -72,10 +73,9 @@ class World:
                 raise
 
     def _start(self) -> None:
-        self._generation += 1
-        generation = f"world{self._size}/generation{self._generation}"  # gloo hangs on a store's used keys
+        prefix = self._store.fresh_prefix()
         for rank in range(self._size):
-            station = Station(rank, self._size, self._device, self._port, generation)
+            station = Station(rank, self._size, self._device, self._store.port, prefix)
             self._ranks.append(self._launcher.start(station))
         until = time.monotonic() + _START_LIMIT_S
         with selectors.DefaultSelector() as selector:
@@ -95,7 +95,7 @@ class World:
         try:
             answer: Answer = wire.loads(process.channel.receive())
         except (EOFError, OSError):
-            code = self._launcher.exit_code(process, patience_s=1.0)
+            code = self._launcher.wait(process, patience_s=1.0)
             how = "closed its channel" if code is None else describe_exit(code)
             raise EngineError(f"{who} ended while it was starting: {how}") from None
         if answer.fault is not None:

@@ -1,0 +1,225 @@
+"""Functions that the tests of the engine run on ranks; most end badly, on purpose."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_conformance.engine import RankContext
+
+_groups_seen: dict[str, dist.ProcessGroup] = {}
+_jobs_here = [0]
+
+
+class RefusedError(Exception):
+    """An exception with attributes, of which only some are plain."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.by = "library"
+        self.count = 3
+        self.tensor = torch.ones(2)
+
+
+# ---- functions that return -------------------------------------------------------------------------------------------
+
+
+def echo(context: RankContext, payload: Any) -> Any:
+    """Returns the payload."""
+    return payload
+
+
+def where_am_i(context: RankContext, payload: Any) -> Any:
+    """Returns what the context says, and what torch says of the groups."""
+    groups = {name: dist.get_process_group_ranks(group) for name, group in context.groups.items()}
+    default = (dist.get_rank(), dist.get_world_size())
+    return context.rank, context.world, default, str(context.device), groups
+
+
+def sums(context: RankContext, payload: Any) -> dict[str, float]:
+    """Returns the sum of (rank + 1) over the world and over each group."""
+    totals = {}
+    for name, group in {"world": None, **context.groups}.items():
+        total = torch.tensor([context.rank + 1.0])
+        dist.all_reduce(total, group=group)
+        totals[name] = total.item()
+    return totals
+
+
+def same_groups_as_before(context: RankContext, payload: Any) -> bool:
+    """Tells whether each group is the very object of the last job that ran this function here."""
+    same = all(_groups_seen.get(name) is group for name, group in context.groups.items())
+    _groups_seen.update(context.groups)
+    return same
+
+
+def pid(context: RankContext, payload: Any) -> tuple[int, int]:
+    """Returns this process and the one that it was forked from."""
+    return os.getpid(), os.getppid()
+
+
+def count_jobs(context: RankContext, payload: Any) -> int:
+    """Returns how often this process has run this function."""
+    _jobs_here[0] += 1
+    return _jobs_here[0]
+
+
+def settings(context: RankContext, payload: Any) -> Any:
+    """Returns what the engine promises of a rank's process."""
+    return torch.get_num_threads(), signal.getsignal(signal.SIGINT) is signal.SIG_IGN, sys.path
+
+
+def variable(context: RankContext, payload: str) -> str | None:
+    """Returns an environment variable."""
+    return os.environ.get(payload)
+
+
+def reduce_megabytes(context: RankContext, megabytes: int) -> float:
+    """Returns an element of a sum that takes a while."""
+    big = torch.full((megabytes * 2**18,), context.rank + 1.0)
+    for _ in range(3):
+        dist.all_reduce(big)
+    return big[-1].item()
+
+
+def start_a_sleeper(context: RankContext, payload: Any) -> int:
+    """Returns the pid of a process that this rank leaves behind."""
+    return subprocess.Popen(["sleep", "600"]).pid
+
+
+# ---- functions that do not; `culprit` is the rank to blame ------------------------------------------------------------
+
+
+def _meet() -> None:
+    dist.all_reduce(torch.ones(3))
+
+
+def one_raises(context: RankContext, culprit: int) -> None:
+    """The culprit raises; the others wait for it in a collective."""
+    _meet()
+    if context.rank == culprit:
+        raise ValueError(f"rank {culprit} has\nhad enough")
+    _meet()
+
+
+def one_raises_and_others_wrap(context: RankContext, culprit: int) -> None:
+    """The culprit raises; the others put what they then get into an exception of their own."""
+    if context.rank == culprit:
+        raise ValueError("the first fault")
+    try:
+        _meet()
+    except RuntimeError as error:
+        raise RefusedError("could not exchange") from error
+
+
+def one_raises_others_work(context: RankContext, culprit: int) -> str:
+    """The culprit raises; the others never wait for it."""
+    if context.rank == culprit:
+        raise ValueError("alone")
+    time.sleep(0.2)
+    return "done"
+
+
+def all_raise(context: RankContext, payload: Any) -> None:
+    """All ranks raise the same, with attributes."""
+    raise RefusedError(f"no such thing on rank {context.rank}")
+
+
+def leave(context: RankContext, culprit: int) -> None:
+    """The culprit calls sys.exit."""
+    if context.rank == culprit:
+        sys.exit(3)
+
+
+def exit_hard(context: RankContext, culprit: int) -> None:
+    """The culprit's process exits without a word."""
+    if context.rank == culprit:
+        os._exit(7)
+    _meet()
+
+
+def kill_oneself(context: RankContext, culprit_and_signal: tuple[int, int]) -> None:
+    """The culprit's process is killed by a signal."""
+    culprit, number = culprit_and_signal
+    if context.rank == culprit:
+        os.kill(os.getpid(), number)
+    _meet()
+
+
+def kill_the_parent(context: RankContext, payload: Any) -> None:
+    """Kills the process that forks the ranks."""
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(600)
+
+
+def sleep_before_meeting(context: RankContext, culprit: int) -> None:
+    """The culprit sleeps; the others wait for it in a collective."""
+    if context.rank == culprit:
+        time.sleep(600)
+    _meet()
+
+
+def spin_before_meeting(context: RankContext, culprit: int) -> None:
+    """The culprit computes for ever, in Python; the others wait on the handle of an asynchronous collective."""
+    while context.rank == culprit:
+        pass
+    dist.all_reduce(torch.ones(3), async_op=True).wait()
+
+
+def skip_meeting(context: RankContext, culprit: int) -> str:
+    """The culprit leaves a collective out."""
+    _meet()
+    if context.rank != culprit:
+        _meet()
+    return "returned"
+
+
+def skip_meeting_in_backward(context: RankContext, culprit: int) -> None:
+    """The culprit leaves out a collective that is part of the backward pass."""
+    x = torch.ones(3, requires_grad=True)
+    y = x * 2 if context.rank == culprit else _Met.apply(x)
+    y.sum().backward()
+
+
+class _Met(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        _meet()
+        return dy
+
+
+def wait_for_each_other(context: RankContext, payload: Any) -> None:
+    """Every rank waits for a message that none sends."""
+    dist.recv(torch.empty(3), src=(context.rank + 1) % context.world)
+
+
+def sleep(context: RankContext, seconds: float) -> str:
+    """Sleeps on all ranks; the answer comes late."""
+    time.sleep(seconds)
+    return "late"
+
+
+def sleep_on_a_thread(context: RankContext, payload: Any) -> None:
+    """Rank 0 waits for a thread that sleeps; the others wait for rank 0."""
+    if context.rank == 0:
+        thread = threading.Thread(target=time.sleep, args=(600,), daemon=True)
+        thread.start()
+        thread.join()
+    _meet()
+
+
+def return_a_generator(context: RankContext, culprit: int) -> Any:
+    """The culprit returns what cannot be pickled."""
+    return (n for n in range(3)) if context.rank == culprit else "fine"

@@ -1,0 +1,284 @@
+"""The engine runs functions on ranks, blames the right ones for faults, and works again afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+import torch
+
+from moe_conformance.engine import Engine, EngineError, Job
+from self_tests.test_engine_wire import DTYPES, bits, sample
+
+JOBS = "self_tests.engine_jobs"
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """One engine for this file: each test also shows that it survived the tests before."""
+    with Engine(preload=(JOBS,)) as engine:
+        yield engine
+
+
+@pytest.fixture
+def run(engine):
+    """Runs a function of engine_jobs on ranks, two unless told."""
+
+    def run(function, payload=None, world=2, groups=None, deadline_s=20.0):
+        return engine.run(Job(f"{JOBS}:{function}", payload, world, groups or {}, deadline_s))
+
+    return run
+
+
+@pytest.fixture
+def works_again(run):
+    """Asserts, after the test, that the same world still computes."""
+    yield
+    for world in (2, 4):
+        ranks = run("sums", world=world).ranks
+        assert [("ok", {"world": world * (world + 1) / 2})] * world == [(r.status, r.value) for r in ranks]
+
+
+def statuses(result):
+    """Returns (status, secondary) per rank."""
+    return [(rank.status, rank.secondary) for rank in result.ranks]
+
+
+class TestValues:
+    @pytest.mark.parametrize("world", [1, 2, 4])
+    def test_ranks_know_where_they_are(self, run, world):
+        """Rank, world, default group and device are right on every rank."""
+        result = run("where_am_i", world=world)
+        expected = [(rank, world, (rank, world), "cpu", {}) for rank in range(world)]
+        assert (True, ()) == (result.ok, result.blamed)
+        assert expected == [rank.value for rank in result.ranks]
+        assert list(range(world)) == [rank.rank for rank in result.ranks]
+
+    def test_a_rank_gets_its_group_of_every_partition(self, run):
+        """Groups are the named ones, absent where a rank is in none."""
+        groups = {"rows": ((0, 1), (2, 3)), "columns": ((0, 2), (1, 3)), "odd": ((1, 3),), "single": ((2,),)}
+        expected = [
+            {"rows": [0, 1], "columns": [0, 2]},
+            {"rows": [0, 1], "columns": [1, 3], "odd": [1, 3]},
+            {"rows": [2, 3], "columns": [0, 2], "single": [2]},
+            {"rows": [2, 3], "columns": [1, 3], "odd": [1, 3]},
+        ]
+        assert expected == [rank.value[-1] for rank in run("where_am_i", world=4, groups=groups).ranks]
+
+    def test_groups_communicate(self, run):
+        """A collective on a group reaches the ranks of the group."""
+        groups = {"rows": ((0, 1), (2, 3)), "columns": ((0, 2), (1, 3))}
+        expected = [
+            {"world": 10.0, "rows": 3.0, "columns": 4.0},
+            {"world": 10.0, "rows": 3.0, "columns": 6.0},
+            {"world": 10.0, "rows": 7.0, "columns": 4.0},
+            {"world": 10.0, "rows": 7.0, "columns": 6.0},
+        ]
+        assert expected == [rank.value for rank in run("sums", world=4, groups=groups).ranks]
+
+    def test_groups_are_kept_for_later_jobs(self, run):
+        """A group named again is the same object, under whatever other groups."""
+        first = {"kept": ((0, 1),)}
+        run("same_groups_as_before", groups=first)
+        again = {"new": ((0,), (1,)), **first}
+        assert [False, False] == [rank.value for rank in run("same_groups_as_before", groups=again).ranks]
+        assert [True, True] == [rank.value for rank in run("same_groups_as_before", groups=again).ranks]
+
+    def test_processes_stay_for_the_next_job(self, run):
+        """The same processes run job after job, also if another world works in between."""
+        before = [rank.value for rank in run("pid").ranks]
+        others = [rank.value for rank in run("pid", world=4).ranks]
+        assert before == [rank.value for rank in run("pid").ranks]
+        assert 6 == len({pid for pid, _ in before + others} - {os.getpid()})
+
+    def test_tensors_of_every_dtype_go_there_and_back(self, run):
+        """Payload and value carry tensors bit for bit."""
+        payload = {dtype: sample(dtype) for dtype in DTYPES} | {"none": torch.ones(0, 2), "zero_d": torch.tensor(5)}
+        expected = [(tensor.dtype, tensor.shape, bits(tensor)) for tensor in payload.values()]
+        for rank in run("echo", payload).ranks:
+            assert list(payload) == list(rank.value)
+            assert expected == [(tensor.dtype, tensor.shape, bits(tensor)) for tensor in rank.value.values()]
+
+    def test_large_values_go_there_and_back(self, run):
+        """Values far larger than a socket's buffer arrive from all ranks."""
+        payload = torch.randn(2_000_000)
+        assert [True, True] == [torch.equal(payload, rank.value) for rank in run("echo", payload).ranks]
+
+    def test_rank_processes_are_set_up_as_promised(self, run):
+        """One thread for computing, deaf to Ctrl-C, and the driver's import path."""
+        for rank in run("settings").ranks:
+            assert (1, True) == rank.value[:2]
+            assert {entry or os.getcwd() for entry in sys.path} <= set(rank.value[2])
+
+    def test_work_that_takes_a_while_is_not_taken_for_a_deadlock(self, run):
+        """Ranks that only wait for a large collective are left to finish it."""
+        assert [12.0, 12.0] == [rank.value for rank in run("reduce_megabytes", 48).ranks]
+
+
+@pytest.mark.usefixtures("works_again")
+class TestExceptions:
+    def test_one_exception_is_blamed_on_its_rank(self, run):
+        """The peers' lost connections are secondary."""
+        result = run("one_raises", 2, world=4)
+        assert (False, (2,)) == (result.ok, result.blamed)
+        assert [("raised", True), ("raised", True), ("raised", False), ("raised", True)] == statuses(result)
+        culprit = result.ranks[2]
+        assert ("ValueError: rank 2 has", "ValueError") == (culprit.error, culprit.error_type)
+        assert "raise ValueError" in culprit.traceback
+        assert "moe_conformance/engine" not in culprit.traceback
+
+    def test_a_wrapped_lost_connection_is_secondary(self, run):
+        """An exception raised because of a lost connection counts as one."""
+        result = run("one_raises_and_others_wrap", 0)
+        assert (0,) == result.blamed
+        assert [("raised", False), ("raised", True)] == statuses(result)
+        assert f"{JOBS}.RefusedError" == result.ranks[1].error_type
+
+    def test_peers_that_need_not_wait_finish(self, run):
+        """A rank's exception does not keep the others from their answer."""
+        result = run("one_raises_others_work", 1)
+        assert [("ok", False), ("raised", False)] == statuses(result)
+        assert "done" == result.ranks[0].value
+
+    def test_an_exception_on_all_ranks_is_blamed_on_all(self, run):
+        """Each rank's own exception is told, with its class and plain attributes."""
+        result = run("all_raise")
+        assert (0, 1) == result.blamed
+        for rank in result.ranks:
+            assert f"RefusedError: no such thing on rank {rank.rank}" == rank.error
+            assert (f"{JOBS}.RefusedError", {"by": "library", "count": 3}) == (
+                rank.error_type,
+                rank.error_attributes,
+            )
+
+    def test_sys_exit_is_an_exception(self, run):
+        """A function that calls sys.exit raised SystemExit."""
+        result = run("leave", 0)
+        assert ("SystemExit: 3", (0,)) == (result.ranks[0].error, result.blamed)
+
+    def test_a_result_that_cannot_be_sent_is_told_in_words(self, run):
+        """The rank whose result cannot be pickled raised; the other's value arrives."""
+        result = run("return_a_generator", 1)
+        assert [("ok", False), ("raised", False)] == statuses(result)
+        assert "fine" == result.ranks[0].value
+        assert "the function's result, a generator, cannot be sent" in result.ranks[1].error
+
+
+@pytest.mark.usefixtures("works_again")
+class TestDeaths:
+    def test_a_hard_exit_is_blamed_on_its_rank(self, run):
+        """A process that exits is noticed at once and told with its code."""
+        result = run("exit_hard", 1, world=4)
+        assert [("raised", True), ("died", False), ("raised", True), ("raised", True)] == statuses(result)
+        assert "exited with code 7 before it answered" == result.ranks[1].error
+
+    @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT], ids=lambda n: n.name)
+    def test_a_death_by_signal_is_blamed_on_its_rank(self, run, number):
+        """The signal is named; a crash comes with a Python stack."""
+        result = run("kill_oneself", (0, int(number)))
+        assert [("died", False), ("raised", True)] == statuses(result)
+        assert f"killed by {number.name}" == result.ranks[0].error
+        stack = result.ranks[0].traceback or ""
+        assert (number != signal.SIGKILL) == ("in kill_oneself" in stack)
+
+    def test_a_death_between_jobs_is_survived(self, run):
+        """A world of which a rank has died is replaced before the next job."""
+        pid, _ = run("pid").ranks[0].value
+        os.kill(pid, signal.SIGKILL)
+        while os.path.exists(f"/proc/{pid}"):
+            time.sleep(0.01)
+        assert ["again", "again"] == [rank.value for rank in run("echo", "again").ranks]
+
+    def test_the_death_of_the_forking_process_is_survived(self, run):
+        """Losing the process that forks the ranks is an EngineError, and the next job has another."""
+        with pytest.raises(EngineError, match="killed by SIGKILL"):
+            run("kill_the_parent")
+
+
+@pytest.mark.usefixtures("works_again")
+class TestHangs:
+    @pytest.mark.parametrize("function", ["sleep_before_meeting", "spin_before_meeting"])
+    def test_a_hang_outside_of_collectives_is_blamed_on_its_rank(self, run, function):
+        """Those who wait for it in a collective are secondary; the stack says where it hangs."""
+        result = run(function, 1, world=4, deadline_s=1.0)
+        assert (1,) == result.blamed
+        assert [("hung", True), ("hung", False), ("hung", True), ("hung", True)] == statuses(result)
+        assert result.ranks[1].error.startswith(f"no answer within 1.0 s: in {function}, from ")
+        assert f"in {function}\n" in result.ranks[1].traceback
+
+    def test_a_sleeping_thread_is_no_deadlock(self, run):
+        """A rank that waits for a thread of its own could move on at any time: only the deadline ends it."""
+        result = run("sleep_on_a_thread", deadline_s=2.0)
+        assert (0,) == result.blamed
+        assert "no answer within 2.0 s" in result.ranks[0].error
+
+    @pytest.mark.parametrize("function", ["skip_meeting", "skip_meeting_in_backward"])
+    def test_a_skipped_collective_is_blamed_on_who_returned(self, run, function):
+        """The deadlock is proved long before the deadline; who returned is blamed."""
+        result = run(function, 1, deadline_s=60.0)
+        assert [("hung", True), ("ok", False)] == statuses(result)
+        assert (False, (1,)) == (result.ok, result.blamed)
+        assert "returned while rank 0 waited in a collective" == result.ranks[1].error
+        assert "waits in a collective that can no longer complete: in all_reduce" in result.ranks[0].error
+        assert "in _meet\n" in result.ranks[0].traceback
+        assert result.seconds < 30.0
+
+    def test_a_circle_of_waiting_ranks_is_blamed_on_all(self, run):
+        """Where nobody stands out, all who failed are blamed."""
+        result = run("wait_for_each_other", deadline_s=60.0)
+        assert [("hung", False), ("hung", False)] == statuses(result)
+        assert result.seconds < 30.0
+
+    def test_a_late_answer_is_never_taken_for_a_later_one(self, run):
+        """What a rank answers after the deadline is lost; the next job gets its own answers."""
+        result = run("sleep", 0.6, deadline_s=0.5)
+        assert [("hung", False), ("hung", False)] == statuses(result)
+        for expected in ("first", "second"):
+            assert [expected] * 2 == [rank.value for rank in run("echo", expected).ranks]
+            time.sleep(0.1)
+
+    def test_ctrl_c_leaves_a_working_engine(self, run):
+        """An interrupted job is given up with its ranks."""
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGALRM, interrupt)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            with pytest.raises(KeyboardInterrupt):
+                run("sleep", 600.0)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        assert ["next", "next"] == [rank.value for rank in run("echo", "next").ranks]
+
+
+class TestMisuse:
+    @pytest.mark.parametrize(
+        ("job", "sentence"),
+        [
+            (Job("no_colon", None, 2, {}), "'no_colon' is not of the form"),
+            (Job(f"{JOBS}:echo", None, 0, {}), "at least one rank, not 0"),
+            (Job(f"{JOBS}:echo", None, 2, {}, deadline_s=0.0), "positive number of seconds, not 0.0"),
+            (Job(f"{JOBS}:echo", None, 2, {"a": ((1, 0),)}), r"groups\['a'\]: \(1, 0\) is not an ascending"),
+            (Job(f"{JOBS}:echo", None, 2, {"a": ((0, 2),)}), r"\(0, 2\) names a rank outside 0..1"),
+            (Job(f"{JOBS}:echo", None, 4, {"a": ((0, 1), (1, 2))}), r"ranks \[1\] are in two groups"),
+            (Job(f"{JOBS}:echo", lambda: 1, 2, {}), "the payload of .* cannot be pickled"),
+            (Job("no_such_module:echo", None, 2, {}), "cannot run no_such_module:echo: ModuleNotFoundError"),
+            (Job(f"{JOBS}:no_such_function", None, 2, {}), "cannot run .*AttributeError"),
+        ],
+        ids=lambda value: value.replace("\\", "") if isinstance(value, str) else "",
+    )
+    def test_a_job_that_cannot_run_is_an_error_in_words(self, engine, run, job, sentence):
+        """Misuse raises, says what was wrong, and does no harm."""
+        with pytest.raises(EngineError, match=sentence):
+            engine.run(job)
+        assert ["next", "next"] == [rank.value for rank in run("echo", "next").ranks]
+
+    def test_an_unknown_device_is_an_error_in_words(self):
+        """A device is the CPU or a GPU that is there."""
+        with pytest.raises(EngineError, match="must be 'cpu' or 'cuda', not 'tpu'"):
+            Engine(device="tpu")

@@ -1,0 +1,137 @@
+"""An engine begins with its preload and environment, and ends without leaving a process behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from moe_conformance.engine import Engine, EngineError, Job
+
+CHECKOUT = Path(__file__).parent.parent
+JOBS = "self_tests.engine_jobs"
+
+DRIVER = """
+import os, sys
+from moe_conformance.engine import Engine, Job
+engine = Engine(preload=("self_tests.engine_jobs",))
+ranks = [rank.value for rank in engine.run(Job("self_tests.engine_jobs:pid", None, 2, {})).ranks]
+left = [rank.value for rank in engine.run(Job("self_tests.engine_jobs:start_a_sleeper", None, 2, {})).ranks]
+print(*{pid for pids in ranks for pid in pids}, *left, flush=True)
+"""
+
+
+def alive(pid: int) -> bool:
+    """Tells whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def survivors(pids: list[int]) -> list[int]:
+    """Returns those still there after up to ten seconds."""
+    until = time.monotonic() + 10
+    while (left := [pid for pid in pids if alive(pid)]) and time.monotonic() < until:
+        time.sleep(0.02)
+    return left
+
+
+@pytest.fixture
+def driver():
+    """Starts drivers, each with two ranks and a process that each rank left behind; returns it and all these pids."""
+    started = []
+
+    def start(ending: str) -> tuple[subprocess.Popen[str], list[int]]:
+        script = DRIVER + textwrap.dedent(ending)
+        process = subprocess.Popen([sys.executable, "-c", script], cwd=CHECKOUT, stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        return process, [int(pid) for pid in process.stdout.readline().split()]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+class TestNoOrphans:
+    @pytest.mark.parametrize(
+        "ending",
+        ["engine.close()\nengine.close()\nsys.stdin.read()", "", "raise SystemExit(1)", "os._exit(1)"],
+        ids=["closed", "not closed", "exception", "hard exit"],
+    )
+    def test_nothing_is_left_when_a_driver_ends(self, driver, ending):
+        """After close, and after an end without it, ranks, their children and the forking process are gone."""
+        _, pids = driver(ending)
+        assert 5 == len(pids)
+        assert [] == survivors(pids)
+
+    def test_nothing_is_left_when_a_driver_is_killed_during_a_job(self, driver):
+        """Ranks that hold the GIL or wait in a collective end with a driver that is killed."""
+        spin = 'engine.run(Job("self_tests.engine_jobs:spin_before_meeting", 0, 2, {}))'
+        process, pids = driver(spin)
+        assert [] == [pid for pid in pids if not alive(pid)]
+        time.sleep(0.3)
+        process.send_signal(signal.SIGKILL)
+        assert [] == survivors(pids)
+
+    def test_a_closed_engine_says_so(self):
+        """Closing twice is allowed, running afterwards is not."""
+        engine = Engine()
+        engine.close()
+        engine.close()
+        with pytest.raises(EngineError, match="the engine is closed"):
+            engine.run(Job(f"{JOBS}:echo", None, 1, {}))
+
+
+class TestPreload:
+    @pytest.fixture
+    def module(self, tmp_path, monkeypatch):
+        """Writes an importable module."""
+        monkeypatch.syspath_prepend(tmp_path)
+
+        def write(name: str, text: str) -> None:
+            (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
+
+        return write
+
+    def test_a_preload_that_fails_is_named_with_its_reason(self, module):
+        """The first module that cannot be imported is told, with the traceback."""
+        module("preload_fine", "")
+        module("preload_broken", "import preload_fine\nimport no_such_library")
+        with pytest.raises(EngineError) as caught:
+            Engine(preload=("preload_fine", "preload_broken"))
+        sentence, _, details = str(caught.value).partition("\n")
+        assert sentence == (
+            "preload module 'preload_broken' failed to import: ModuleNotFoundError: No module named 'no_such_library'"
+        )
+        assert "preload_broken.py" in details
+
+    def test_a_preload_that_ends_the_process_is_named(self, module):
+        """A crash while importing is told with the module and the signal."""
+        module("preload_deadly", "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
+        with pytest.raises(EngineError, match="ended at 'preload_deadly': killed by SIGKILL"):
+            Engine(preload=("preload_deadly",))
+
+    def test_the_environment_is_there_before_the_preload(self, module):
+        """A module reads its variable at import; the driver's own environment stays as it was."""
+        module(
+            "preload_reads",
+            """
+            import os
+            seen = os.environ["ENGINE_TEST"]
+
+            def tell(context, payload):
+                return seen, os.environ["GLOO_SOCKET_IFNAME"]
+            """,
+        )
+        with Engine(preload=("preload_reads",), environment={"ENGINE_TEST": "early"}) as engine:
+            result = engine.run(Job("preload_reads:tell", None, 1, {}))
+        assert ("early", "lo") == result.ranks[0].value
+        assert "ENGINE_TEST" not in os.environ

@@ -1,0 +1,142 @@
+"""The engine's decisions that need no ranks: blame, transport, what a stack says, what words mean a lost peer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_conformance.engine import RankResult, faults, stacks
+from moe_conformance.engine.blame import Finding, assign
+from moe_conformance.engine.launcher import describe_exit
+from moe_conformance.engine.transport import device_of, transport_of
+
+KINDS = {
+    "ok": lambda rank: Finding(RankResult(rank, "ok")),
+    "raised": lambda rank: Finding(RankResult(rank, "raised", error="ValueError")),
+    "lost": lambda rank: Finding(RankResult(rank, "raised", error="closed"), connection_lost=True),
+    "died": lambda rank: Finding(RankResult(rank, "died", error="killed")),
+    "hung": lambda rank: Finding(RankResult(rank, "hung", error="no answer")),
+    "waits": lambda rank: Finding(RankResult(rank, "hung", error="no answer"), waits=True),
+}
+
+
+class TestBlame:
+    @pytest.mark.parametrize(
+        ("ranks", "blamed"),
+        [
+            ("ok ok", ()),
+            ("raised raised", (0, 1)),
+            ("raised lost waits ok", (0,)),
+            ("lost died", (1,)),
+            ("waits hung", (1,)),
+            ("raised hung waits", (0, 1)),
+            ("waits ok", (1,)),
+            ("waits ok lost", (1,)),
+            ("waits waits", (0, 1)),
+            ("lost lost", (0, 1)),
+            ("lost ok", (0,)),
+        ],
+    )
+    def test_blame_falls_on_those_who_explain_the_others(self, ranks, blamed):
+        """Who raised, died or hangs alone is blamed first, then who returned early, then all who failed."""
+        results = assign([KINDS[kind](rank) for rank, kind in enumerate(ranks.split())])
+        assert blamed == tuple(r.rank for r in results if r.error is not None and not r.secondary)
+
+    def test_who_returned_early_is_told_who_waited(self):
+        """The sentence names all waiting ranks."""
+        results = assign([KINDS[kind](rank) for rank, kind in enumerate(("waits", "ok", "waits"))])
+        assert "returned while ranks 0, 2 waited in a collective" == results[1].error
+
+
+class TestTransport:
+    @pytest.mark.parametrize(
+        ("world", "device", "devices", "transport"),
+        [
+            (4, "cpu", 0, "gloo"),
+            (2, "cpu", 8, "gloo"),
+            (1, "cuda", 1, "cpu:gloo,cuda:nccl"),
+            (8, "cuda", 8, "cpu:gloo,cuda:nccl"),
+            (2, "cuda", 1, "gloo"),
+            (16, "cuda", 8, "gloo"),
+        ],
+    )
+    def test_nccl_only_where_each_rank_has_a_gpu(self, world, device, devices, transport):
+        """NCCL refuses two ranks on one GPU."""
+        assert transport == transport_of(world, device, devices)
+
+    def test_ranks_share_gpus_in_turn(self):
+        """Rank r gets GPU r modulo their number."""
+        assert ["cuda:0", "cuda:1", "cuda:0"] == [str(device_of(rank, "cuda", 2)) for rank in range(3)]
+        assert torch.device("cpu") == device_of(3, "cpu", 0)
+
+
+def dumped(*frames: str, thread: str = "Current thread") -> str:
+    """Returns what faulthandler writes for one thread, innermost frame first."""
+    head = f"{thread} 0x00007f0000000000 (most recent call first):"
+    return "\n".join([head, *(f'  File "{f.split()[0]}", line {f.split()[1]} in {f.split()[2]}' for f in frames)])
+
+
+C10D = "/x/torch/distributed/distributed_c10d.py 3000 all_reduce"
+BACKWARD = "/x/torch/autograd/graph.py 800 _engine_run_backward"
+USER = "/home/me/layer.py 12 forward"
+
+
+class TestStacks:
+    @pytest.mark.parametrize(
+        ("text", "waits"),
+        [
+            (dumped(C10D, USER), True),
+            (dumped("/x/torch/_ops.py 1200 __call__", C10D, USER), True),
+            (dumped(USER, "/x/torch/distributed/fsdp/_hooks.py 9 hook"), False),
+            (dumped(USER), False),
+            ("", False),
+            (dumped(C10D, thread="Thread") + "\n\n" + dumped(USER), False),
+            (dumped(C10D, thread="Thread") + "\n\n" + dumped(BACKWARD, USER), True),
+            (dumped(BACKWARD, USER), False),
+        ],
+        ids=["collective", "operator", "hook of torch", "elsewhere", "empty", "helper", "backward", "computing"],
+    )
+    def test_the_innermost_telling_frame_decides(self, text, waits):
+        """A rank waits in a collective if its main thread, or the backward it waits for, is in torch.distributed."""
+        assert waits == stacks.waits_in_collective(text)
+
+    def test_a_wait_without_a_frame_of_torch_is_seen_by_its_line(self, tmp_path):
+        """Waiting on a handle is C++: the caller's line tells."""
+        source = tmp_path / "layer.py"
+        source.write_text("handle = start()\nhandle.wait()\ncompute()\n")
+        assert [False, True, False] == [
+            stacks.waits_in_collective(dumped(f"{source} {line} forward")) for line in (1, 2, 3)
+        ]
+
+    def test_the_place_names_the_call_and_who_made_it(self):
+        """The innermost call, and the innermost frame outside of torch."""
+        assert "in all_reduce, from /home/me/layer.py:12" == stacks.place(dumped(C10D, USER))
+        assert "it dumped no stack" == stacks.place("")
+
+
+class TestFaults:
+    def test_an_exception_without_a_message_is_its_class(self):
+        """There is no colon without words."""
+        assert "KeyError" == faults.one_line(KeyError())
+
+    def test_an_exception_whose_message_breaks_is_still_told(self):
+        """A `__str__` that raises costs the message alone."""
+
+        class OddError(Exception):
+            def __str__(self) -> str:
+                raise RuntimeError
+
+        assert "its message cannot be made: RuntimeError" in faults.one_line(OddError())
+
+    @pytest.mark.parametrize(
+        ("code", "words"),
+        [
+            (0, "exited with code 0"),
+            (-9, "killed by SIGKILL"),
+            (-11, "killed by SIGSEGV"),
+            (-35, "killed by signal 35"),
+        ],
+    )
+    def test_exits_are_told_in_words(self, code, words):
+        """Signals have names, but for the real-time ones."""
+        assert words == describe_exit(code)
