@@ -1,0 +1,368 @@
+"""torchtitan 0.3: its token dispatchers, grouped experts and router.
+
+Letters as in the contract. What the library does, as read in its code and observed here: the scores are applied in
+`combine`, in float32, and nowhere else; the experts multiply in bfloat16 whatever the parameters are; FSDP2 shards the
+experts over the ranks that replicate them (its mesh axis `efsdp`, our edp) and sums their gradients without division,
+because the loss is divided by the token count of all ranks beforehand.
+
+The library's own default for collectives, `spmd_types`, uses the list form of all-to-all, for which gloo wants equal
+sizes; `partial_dtensor`, another of its settings, uses all_to_all_single and is what runs here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Shard
+
+from moe_conformance.contract import (
+    Config,
+    Delivery,
+    Limit,
+    Named,
+    Parametrised,
+    Read,
+    Routed,
+    Routing,
+    Session,
+    Topology,
+    Unsupported,
+)
+
+_INSTALL = "pip install --no-deps torchtitan spmd_types triton tyro docstring_parser torchao"
+_DISPATCHERS = {
+    "local": "LocalTokenDispatcher",
+    "alltoall": "AllToAllTokenDispatcher",
+    "torchao": "TorchAOTokenDispatcher",
+}
+
+
+class TorchTitan:
+    """The published torchtitan; on CPU ranks over gloo or on GPUs."""
+
+    name: ClassVar[str] = "torchtitan"
+    variants: ClassVar[tuple[str, ...]] = tuple(_DISPATCHERS)
+    preload: ClassVar[tuple[str, ...]] = (
+        "torch.distributed.fsdp",
+        "torch.distributed.pipelining",
+        "torchtitan.models.common.moe",
+        "torchtitan.models.common.token_dispatcher",
+    )
+    # torchao finds its permutation by a Triton kernel, which has no CPU target: Triton's interpreter runs it.
+    environment: ClassVar[Mapping[str, str]] = {"TRITON_INTERPRET": "1"}
+
+    def versions(self) -> Mapping[str, str]:
+        """Versions of torchtitan and of what it computes with; torchao's only where it is installed."""
+        for package in ("torchtitan", "spmd_types"):
+            if find_spec(package) is None:
+                raise Unsupported(f"{package} is not installed: {_INSTALL}")
+        packages = ("torchtitan", "spmd_types", "torch", *(("torchao",) if find_spec("torchao") else ()))
+        return {package: version(package) for package in packages}
+
+    def limits(self, variant: str) -> Sequence[Limit]:
+        """No variant has a value for an empty slot."""
+        del variant
+        reason = "the dispatchers sort all T * K slots by expert id, and an id names an expert; none means `nowhere`"
+        return (Limit("dropped_slots", (False,), reason, proof="undefined"),)
+
+    def open(self, topology: Topology, device: torch.device) -> Session:
+        """Open a session on the suite's groups; the library itself keeps one global, its SPMD setting."""
+        self.versions()
+        from torchtitan.distributed import utils
+
+        return _Session(topology, device, utils)
+
+
+class _Session(Session):
+    def __init__(self, topology: Topology, device: torch.device, utils: Any) -> None:
+        self._topology, self._device, self._utils = topology, device, utils
+        self._setting = utils.get_spmd_backend()
+        utils.set_spmd_backend("partial_dtensor")
+
+    def exchange(self, config: Config) -> _Exchange:
+        """Build a dispatcher and wire it to this rank's ep group."""
+        config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied")
+        if config.weights_applied == "input":
+            raise Unsupported("torchtitan 0.3 applies the scores after the experts only, not weights_applied='input'")
+        first, held = _placement(self._topology, config)
+        return _Exchange(_dispatcher(config, self._topology, self._device), range(first, first + held))
+
+    def experts(self, config: Config) -> _Experts:
+        """Build this rank's GroupedExperts; FSDP2 shards them where they are replicated."""
+        config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied")
+        for size in (config.hidden, config.ffn):
+            if size % 8:
+                raise Unsupported(f"torch's grouped matmul wants rows of a multiple of 8 bfloat16, not {size}")
+        first, held = _placement(self._topology, config)
+        edp = len(self._topology.ranks("edp"))
+        if edp > 1 and config.dtype != torch.float32:
+            raise Unsupported(
+                f"torchtitan reduces in float32; until it has, FSDP2 keeps {config.dtype} gradients out of reach"
+            )
+        return _Experts(config, first, held, self._topology, self._device)
+
+    def router(self, config: Config) -> _Router:
+        """Build an MoE layer and cut its routed experts out: what they would be handed is the routing."""
+        config.only(
+            "variant", "experts", "top_k", "hidden", "ffn", "dtype", "score", "normalise", "scale", "groups",
+            "group_score", "balance_bias",
+        )  # fmt: skip
+        if config.score not in ("softmax", "sigmoid"):
+            raise Unsupported(f"torchtitan's router scores by softmax or sigmoid, not {config.score}")
+        if config.group_score != "top2_sum":
+            raise Unsupported(f"torchtitan ranks groups by their two best experts, not by {config.group_score}")
+        return _Router(config, self._device)
+
+    def finish_gradients(self, *built: Parametrised) -> None:
+        """Reduce the experts' gradients over their replicas, as the pipeline schedules do after the last backward."""
+        for surface in built:
+            if not isinstance(surface, _Experts):
+                raise Unsupported(f"the reduction of {type(surface).__name__[1:].lower()} gradients is not adapted")
+            surface.reduce()
+
+    def close(self) -> None:
+        """Give the library's global back."""
+        self._utils.set_spmd_backend(self._setting)
+
+
+def _placement(topology: Topology, config: Config) -> tuple[int, int]:
+    """Return (first expert, N) of this rank, or refuse a layout that torchtitan does not have."""
+    if topology.sizes["etp"] > 1:
+        raise Unsupported(
+            f"etp = {topology.sizes['etp']}: torchtitan shards experts over tensor ranks only without expert "
+            "parallelism, and then hands every tensor rank the same tokens"
+        )
+    ep = topology.ranks("ep")
+    if config.experts % len(ep):
+        raise Unsupported(f"torchtitan gives every rank the same number of experts: {config.experts} on ep = {len(ep)}")
+    held = config.experts // len(ep)
+    return ep.index(topology.rank) * held, held
+
+
+# ---- dispatchers ---------------------------------------------------------------------------------------------
+
+
+def _dispatcher(config: Config, topology: Topology, device: torch.device) -> Any:
+    if config.variant not in _DISPATCHERS:
+        raise Unsupported(f"variant {config.variant!r} is not one of {', '.join(_DISPATCHERS)}")
+    ep = len(topology.ranks("ep"))
+    if config.variant == "local" and ep > 1:
+        raise Unsupported(f"the local dispatcher has no expert parallelism: ep = {ep}")
+    if config.variant == "torchao" and find_spec("torchao") is None:
+        raise Unsupported(f"the torchao variant needs torchao: {_INSTALL}")
+    from torchtitan.models.common import token_dispatcher
+
+    # 16: to what the library itself pads for its float8 experts.
+    padding = {"pad_multiple": 16} if config.variant == "torchao" else {}
+    chosen = getattr(token_dispatcher, _DISPATCHERS[config.variant])
+    built = chosen.Config(num_experts=config.experts, top_k=config.top_k, **padding).build()
+    mesh = DeviceMesh.from_group(topology.group("ep"), device.type, mesh_dim_names=("ep",)) if ep > 1 else None
+    built.wire_meshes(ep_mesh=mesh)
+    return built
+
+
+class _Exchange:
+    """A dispatcher; all of its state goes into the handle."""
+
+    def __init__(self, dispatcher: Any, local_experts: range) -> None:
+        self._dispatcher, self._experts = dispatcher, local_experts
+
+    @property
+    def local_experts(self) -> tuple[int, ...]:
+        return tuple(self._experts)
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        mesh = getattr(self._dispatcher, "ep_mesh", None)
+        return {
+            "dispatcher": type(self._dispatcher).__qualname__,
+            "path": "local" if mesh is None else f"all_to_all over {mesh.size()} ranks",
+        }
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        x_TD = x.reshape(-1, x.shape[-1])
+        counts_E = torch.bincount(routing.ids_TK.reshape(-1), minlength=routing.experts)
+        rows_RD, counts_N, metadata = self._dispatcher.dispatch(x_TD, routing.weights_TK, routing.ids_TK, counts_E)
+        return Delivery.grouped(rows_RD, counts_N), (metadata, x_TD, x.shape)
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        metadata, x_TD, shape = handle
+        y_TD: Tensor = self._dispatcher.combine(rows, metadata, x_TD)
+        return y_TD.reshape(shape)
+
+
+# ---- experts -------------------------------------------------------------------------------------------------
+
+_CANONICAL = {"w1_EFD": "gate", "w3_EFD": "up", "w2_EDF": "down"}
+
+
+class _Experts:
+    """GroupedExperts of this rank's N experts, under FSDP2 where edp > 1.
+
+    Microbatches accumulate without reduction until `reduce`, so that a rank's own gradient can be read before it.
+    """
+
+    def __init__(self, config: Config, first: int, held: int, topology: Topology, device: torch.device) -> None:
+        from torchtitan.models.common.moe import GroupedExperts
+
+        built = GroupedExperts.Config(dim=config.hidden, hidden_dim=config.ffn, num_experts=held).build()
+        self._module: nn.Module = built.to(device, config.dtype)
+        self._first, self._topology, self._device = first, topology, device
+        self._edp = topology.ranks("edp")
+        if len(self._edp) > 1:
+            self._shard(config)
+
+    def _shard(self, config: Config) -> None:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torchtitan.distributed.fsdp import disable_fsdp_gradient_division
+
+        mesh = DeviceMesh.from_group(self._topology.group("edp"), self._device.type, mesh_dim_names=("efsdp",))
+        # As in the library: by expert, or within the experts where there are more ranks than experts.
+        dim = 1 if len(self._edp) * len(self._topology.ranks("ep")) > config.experts else 0
+        fully_shard(
+            self._module,
+            mesh=mesh,
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=config.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+            ),
+            reshard_after_forward=False,  # as the library has it under pipeline schedules
+            shard_placement_fn=lambda _: Shard(dim),
+        )
+        disable_fsdp_gradient_division(self._module)
+        module: Any = self._module
+        if self._device.type == "cpu":  # gloo has no premultiplied sum, which FSDP2 takes even for a factor of one
+            module.set_force_sum_reduction_for_comms(True)
+        module.set_requires_gradient_sync(False)
+        module.set_reshard_after_backward(False)
+        module.set_is_last_backward(False)
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        weight = next(self._module.parameters())
+        return {
+            "experts": type(self._module).__qualname__,
+            "parameters": str(weight.dtype),
+            "shards": str(weight.placements) if isinstance(weight, DTensor) else "none",
+        }
+
+    def __call__(self, delivery: Delivery) -> Tensor:
+        assert delivery.counts_N is not None  # the dispatchers count
+        out_RD: Tensor = self._module(delivery.rows_RD, delivery.counts_N.to(delivery.rows_RD.device))
+        return out_RD
+
+    def named(self, read: Read) -> Iterator[Named]:
+        for name, canonical in _CANONICAL.items():
+            parameter = getattr(self._module, name)
+            first, shard = self._first, None
+            if isinstance(parameter, DTensor):
+                first, shard = self._shard_of(parameter)
+                parameter = _local(parameter)
+            for n, view in enumerate(read(parameter)):
+                yield Named(canonical, first + n, view, shard)
+
+    def _shard_of(self, parameter: DTensor) -> tuple[int, tuple[int, int, int] | None]:
+        """Return the first expert in this rank's shard, and which part of an expert it is."""
+        index, of = self._edp.index(self._topology.rank), len(self._edp)
+        (placement,) = parameter.placements
+        if placement == Shard(0):
+            chunk = -(-parameter.shape[0] // of)
+            return self._first + index * chunk, None
+        return self._first, (0, index, of)
+
+    def reduce(self) -> None:
+        if len(self._edp) == 1:
+            return
+        from torch.distributed.pipelining import PipelineStage
+
+        pp = self._topology.ranks("pp")
+        stage: Any = PipelineStage(
+            self._module, pp.index(self._topology.rank), len(pp), self._device, group=self._topology.group("pp")
+        )
+        stage.perform_reduce_grad(1)
+
+
+def _local(parameter: DTensor) -> Tensor:
+    """Return the plain tensor under a sharded parameter, its gradient's under `grad`."""
+    with torch.no_grad():
+        local = parameter.to_local()
+        local.grad = None if parameter.grad is None else parameter.grad.to_local()  # type: ignore[attr-defined]
+    return local
+
+
+# ---- router --------------------------------------------------------------------------------------------------
+
+
+class _Tap(nn.Module):
+    """Stands where the routed experts stood and keeps what they would be handed."""
+
+    def forward(self, x_BLD: Tensor, scores_BLK: Tensor, ids_BLK: Tensor, counts_E: Tensor) -> Tensor:
+        self.handed = (scores_BLK, ids_BLK, counts_E)
+        return x_BLD
+
+
+class _Router:
+    """The router of an MoE layer, called by the layer, which adds the balance bias and counts the load."""
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        from torchtitan.models.common import moe as titan
+        from torchtitan.models.common.linear import Linear
+        from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+
+        E, K = config.experts, config.top_k
+        groups, chosen = config.groups or (None, None)
+        layer = titan.MoE.Config(
+            num_experts=E,
+            routed_experts=titan.RoutedExperts.Config(
+                inner_experts=titan.GroupedExperts.Config(dim=config.hidden, hidden_dim=config.ffn, num_experts=E),
+                token_dispatcher=LocalTokenDispatcher.Config(num_experts=E, top_k=K),
+            ),
+            router=titan.TokenChoiceTopKRouter.Config(
+                num_experts=E,
+                gate=Linear.Config(in_features=config.hidden, out_features=E),
+                num_expert_groups=groups,
+                num_limited_groups=chosen,
+                top_k=K,
+                score_func=config.score,
+                route_norm=config.normalise,
+                route_scale=config.scale,
+            ),
+            load_balance_coeff=1e-3 if config.balance_bias else None,
+        ).build()
+        layer.routed_experts = self._tap = _Tap()
+        layer.router.to(config.dtype)  # the bias stays in float32, as the library registers it
+        self._layer = layer.to(device)
+        self._logits: Tensor | None = None
+        layer.router.gate.register_forward_hook(self._keep_logits)
+
+    def _keep_logits(self, _module: nn.Module, _inputs: object, logits_BLE: Tensor) -> None:
+        self._logits = logits_BLE
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        router = self._layer.router
+        return {
+            "router": type(router).__qualname__,
+            "gate": str(router.gate.weight.dtype),
+            "logits": str(None if self._logits is None else self._logits.dtype),
+        }
+
+    def __call__(self, x: Tensor) -> Routed:
+        x_BLD = x if x.dim() == 3 else x[None]
+        self._layer(x_BLD)
+        scores_BLK, ids_BLK, counts_E = self._tap.handed
+        assert self._logits is not None  # the layer has just called its gate
+        K, E = scores_BLK.shape[-1], self._logits.shape[-1]
+        routing = Routing(ids_BLK.reshape(-1, K), scores_BLK.reshape(-1, K), E)
+        return Routed(routing, self._logits.reshape(-1, E), counts_E)
+
+    def named(self, read: Read) -> Iterator[Named]:
+        yield Named("router", None, read(self._layer.router.gate.weight))
+        if self._layer.expert_bias_E is not None:
+            yield Named("balance_bias", None, read(self._layer.expert_bias_E))

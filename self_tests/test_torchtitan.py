@@ -1,0 +1,304 @@
+"""The adapter to torchtitan, held against the oracles by itself: no judge of the suite takes part."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_conformance.backends.torchtitan import TorchTitan
+from moe_conformance.contract import Config, Session, Unsupported
+from moe_conformance.engine import Engine
+from moe_conformance.scenarios.moe_step import moe_step
+from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.scenarios.parameters import shard_of
+from moe_conformance.topology import Layout, Topology
+from moe_conformance.workloads import corpus, features, tags
+from moe_conformance.workloads.records import ParameterKey, Workload
+from reference import layer
+from reference.experts import swiglu_experts, tagged_experts
+from reference.routing import route
+
+pytest.importorskip("torchtitan")
+
+NAME = "moe_conformance.backends.torchtitan:TorchTitan"
+CPU = torch.device("cpu")
+EP2, EP2_EDP2, EP4 = Layout(2, ep=2), Layout(4, ep=2), Layout(4, ep=4)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    """Ranks that have imported torchtitan already."""
+    preload = (*TorchTitan.preload, "moe_conformance.scenarios.moe_step")
+    with Engine(preload=preload, environment=TorchTitan.environment) as engine:
+        yield engine
+
+
+def run(engine: Engine, variant: str, layout: Layout, name: str) -> Outcome:
+    """Run the pinned workload of that name, which every rank must finish."""
+    workload = next(w for w in corpus.corpus(variant, layout, "full") if w.name == name)
+    outcome = moe_step(engine, NAME, workload)
+    assert ["ok"] * layout.world == [rank.status for rank in outcome.ranks], [rank.error for rank in outcome.ranks]
+    return outcome
+
+
+def oracle(workload: Workload) -> layer.Gradients:
+    """All tokens of all microbatches and ranks, in this order, in one dense batch."""
+    batches = [layer.Batch(b.x_TD, b.ids_TK, b.weights_TK, b.upstream) for ranks in workload.batches for b in ranks]
+    if workload.kind == "experts":
+        return layer.gradients(*layer.global_batch(batches), build=swiglu_experts, parameters=workload.parameters)
+    E = workload.config.experts
+    gains = {("gain", e): torch.tensor(tags.gain(e)) for e in range(E)}
+    build = lambda parameters: tagged_experts(E, parameters)  # noqa: E731
+    return layer.gradients(*layer.global_batch(batches), build=build, parameters=gains)
+
+
+def seen(outcome: Outcome) -> tuple[Tensor, Tensor, Tensor]:
+    """y, dx and dweights in the order of `oracle`, in float64."""
+    count = len(outcome.workload.batches)
+    found = [rank.microbatches[m] for m in range(count) for rank in outcome.ranks]
+    parts = [(each.y, each.dx_TD.value, each.dweights_TK.value) for each in found]
+    y, dx, dweights = (
+        torch.cat([part.double() for part in column if part is not None]) for column in zip(*parts, strict=True)
+    )
+    return y, dx, dweights
+
+
+def worst(actual: Tensor, expected: Tensor) -> float:
+    """The largest error, in units of the largest expected value."""
+    return float((actual.double() - expected).abs().max() / expected.abs().max())
+
+
+def session(layout: Layout) -> Session:
+    """A session of rank 0 that may build what needs no process group."""
+    return TorchTitan().open(Topology(layout, 0, {}), CPU)
+
+
+class TestModule:
+    def test_importing_the_adapter_does_not_import_the_library(self) -> None:
+        """A driver that only lists backends stays light."""
+        code = "import sys, moe_conformance.backends.torchtitan; sys.exit('torchtitan' in sys.modules)"
+        assert 0 == subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode
+
+    def test_versions_name_the_library(self) -> None:
+        """Verdicts can be told apart by the version that they are about."""
+        assert {"torchtitan", "spmd_types", "torch"} <= set(TorchTitan().versions())
+
+    def test_close_gives_the_global_setting_back(self) -> None:
+        """The library's SPMD setting after a session is the one before it."""
+        from torchtitan.distributed.utils import get_spmd_backend
+
+        before = get_spmd_backend()
+        opened = session(EP2)
+        assert "partial_dtensor" == get_spmd_backend()
+        opened.close()
+        assert before == get_spmd_backend()
+
+
+class TestExchange:
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "uneven",
+            "rank-without-tokens",
+            "one-expert-even",
+            "idle-rank-even",
+            "top-all-even",
+            "odd-experts-even",
+            "duplicates-even",
+            "two-dims-even",
+            "in-flight-uneven",
+            "halves-in-flight-uneven",
+            "uneven-bfloat16",
+        ],
+    )
+    @pytest.mark.parametrize("variant", ["alltoall", "torchao"])
+    def test_it_computes_the_layer(self, engine: Engine, variant: str, name: str) -> None:
+        """Output and gradients of the suite's expert equal the dense formulation to the bit."""
+        if variant == "torchao":
+            pytest.importorskip("torchao")
+        outcome = run(engine, variant, EP2, name)
+        expected, (y, dx, dweights) = oracle(outcome.workload), seen(outcome)
+        assert torch.equal(expected.y_TD, y)
+        assert torch.equal(expected.dx_TD, dx)
+        assert torch.equal(expected.dweights_TK, dweights)
+
+    def test_the_local_dispatcher_computes_the_layer(self, engine: Engine) -> None:
+        """Without expert parallelism nothing is sent."""
+        outcome = run(engine, "local", Layout(2), "uneven")
+        assert torch.equal(oracle(outcome.workload).y_TD, seen(outcome)[0])
+        assert "local" == outcome.ranks[0].resolved["path"]
+
+    def test_it_says_what_it_built(self, engine: Engine) -> None:
+        """The dispatcher names its class and the size of its mesh."""
+        resolved = run(engine, "alltoall", EP4, "uneven").ranks[0].resolved
+        assert ("AllToAllTokenDispatcher", "all_to_all over 4 ranks") == (resolved["dispatcher"], resolved["path"])
+
+    def test_padding_is_claimed(self, engine: Engine) -> None:
+        """Every expert's count is a multiple of 16 with torchao, 16 where nothing came."""
+        pytest.importorskip("torchao")
+        outcome = run(engine, "torchao", EP2, "empty-expert-even")
+        counts_N = outcome.ranks[0].microbatches[0].handed[0].counts_N
+        assert counts_N is not None
+        assert 16 == int(counts_N[1])  # expert 1 is the empty one
+        assert [0] * 4 == (counts_N % 16).tolist()
+
+
+class TestExperts:
+    @pytest.mark.parametrize("name", ["own-even", "own-rank-without-tokens", "own-in-flight-uneven"])
+    @pytest.mark.parametrize("layout", [EP2, EP2_EDP2, Layout(4, ep=2, tp=2)], ids=lambda layout: layout.name)
+    def test_gradients_are_summed_over_all_ranks(self, engine: Engine, layout: Layout, name: str) -> None:
+        """After finishing, every element of every expert is held once per replica set, with the global gradient."""
+        outcome = run(engine, "alltoall", layout, name)
+        expected = oracle(outcome.workload)
+        assert worst(seen(outcome)[0], expected.y_TD) < 0.03  # the experts multiply in bfloat16
+        largest = max(float(value.abs().max()) for value in expected.parameters.values())
+        held: dict[ParameterKey, int] = dict.fromkeys(expected.parameters, 0)
+        for rank in outcome.ranks:
+            assert () == rank.uncovered
+            assert rank.grads_final is not None
+            for key, grad in rank.grads_final.items():
+                assert grad.value is not None
+                wanted = shard_of(expected.parameters[key], grad.shard)
+                assert float((grad.value.double() - wanted).abs().max()) / largest < 0.03
+                held[key] += grad.value.numel()
+        assert {key: value.numel() for key, value in expected.parameters.items()} == held
+
+    def test_a_rank_has_its_own_gradient_before(self, engine: Engine) -> None:
+        """Before finishing, a replica's gradient is that of the tokens of its ep group alone."""
+        outcome = run(engine, "alltoall", EP2_EDP2, "own-even")
+        workload = outcome.workload
+        group = [layer.Batch(b.x_TD, b.ids_TK, b.weights_TK, b.upstream) for b in workload.batches[0][:2]]
+        expected = layer.global_expert_gradients(group, swiglu_experts, workload.parameters)
+        largest = max(float(value.abs().max()) for value in expected.values())
+        local = outcome.ranks[0].grads_local
+        assert 3 * len(outcome.ranks[0].local_experts) == len(local)
+        for key, grad in local.items():
+            assert grad.value is not None
+            assert float((grad.value.double() - expected[key]).abs().max()) / largest < 0.03
+
+    def test_experts_narrower_than_their_ranks_are_split(self, engine: Engine) -> None:
+        """With more ranks than experts FSDP2 shards within an expert, and the windows say so."""
+        workload = next(w for w in corpus.corpus("alltoall", EP2_EDP2, "full") if w.name == "own-one-expert-even")
+        E = 2
+        config = Config(variant="alltoall", experts=E, top_k=1)
+        batches = tuple(
+            tuple(type(b)(b.x_TD, b.ids_TK % E, b.weights_TK, b.upstream) for b in ranks) for ranks in workload.batches
+        )
+        parameters = {key: value for key, value in workload.parameters.items() if key[1] is not None and key[1] < E}
+        narrow = Workload("narrow", "experts", config, EP2_EDP2, batches, parameters=parameters)
+        outcome = moe_step(engine, NAME, narrow)
+        expected = oracle(narrow).parameters
+        largest = max(float(value.abs().max()) for value in expected.values())
+        finals = [rank.grads_final for rank in outcome.ranks]
+        assert [(0, 0, 2), (0, 0, 2), (0, 1, 2), (0, 1, 2)] == [
+            next(iter(final.values())).shard for final in finals if final is not None
+        ]
+        for final in finals:
+            assert final is not None
+            for key, grad in final.items():
+                assert grad.value is not None
+                wanted = shard_of(expected[key], grad.shard)
+                assert float((grad.value.double() - wanted).abs().max()) / largest < 0.03
+
+    @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+    def test_the_library_multiplies_in_bfloat16(self) -> None:
+        """A float32 input and the same rounded to bfloat16 have one output: what the adapter's docstring says."""
+        from torchtitan.models.common.moe import GroupedExperts
+
+        draw = torch.Generator().manual_seed(3)
+        module = GroupedExperts.Config(dim=16, hidden_dim=8, num_experts=2).build()
+        for parameter in module.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=draw)
+        x_RD, counts_N = torch.randn(5, 16, generator=draw), torch.tensor([2, 3])
+        rounded_RD = x_RD.bfloat16().float()
+        assert not torch.equal(rounded_RD, x_RD)
+        assert torch.equal(module(rounded_RD, counts_N), module(x_RD, counts_N))
+
+
+class TestRouter:
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "route-softmax",
+            "route-softmax-normalised",
+            "route-sigmoid-biased-normalised-scaled",
+            "route-groups-top2",
+            "route-top-all",
+            "route-odd-experts",
+            "route-float64",
+        ],
+    )
+    def test_it_chooses_and_weighs_as_the_oracle(self, engine: Engine, name: str) -> None:
+        """The same experts, the same weights, and the true load."""
+        workload = next(w for w in corpus.routing_corpus("alltoall", Layout(2)) if w.name == name)
+        outcome = moe_step(engine, NAME, workload)
+        config, bias_E = workload.config, workload.parameters.get(("balance_bias", None))
+        for rank, batch in zip(outcome.ranks, workload.batches[0], strict=True):
+            found = rank.microbatches[0]
+            assert found.routed_ids_TK is not None
+            assert found.routed_weights_TK is not None
+            assert found.counts_E is not None
+            logits_TE = batch.x_TD.double() @ workload.parameters["router", None].double().T
+            expected = route(
+                logits_TE,
+                top_k=config.top_k,
+                score=config.score,
+                bias_E=bias_E,
+                groups=config.groups,
+                group_score=config.group_score,
+                normalise=config.normalise,
+                scale=config.scale,
+            )
+            order, sorted_ids = expected.ids_TK.argsort(1), found.routed_ids_TK.argsort(1)
+            assert torch.equal(expected.ids_TK.gather(1, order), found.routed_ids_TK.gather(1, sorted_ids))
+            weights_TK = found.routed_weights_TK.gather(1, sorted_ids)
+            assert worst(weights_TK, expected.weights_TK.gather(1, order)) < 1e-6
+            load_E = torch.bincount(expected.ids_TK.flatten(), minlength=config.experts)
+            assert torch.equal(load_E, found.counts_E.long())
+
+    def test_the_reduction_of_its_gradient_is_not_adapted(self, engine: Engine) -> None:
+        """It is refused by name, not passed over."""
+        workload = next(iter(corpus.routing_corpus("alltoall", Layout(2))))
+        rank = moe_step(engine, NAME, workload).ranks[0]
+        assert rank.grads_final is None
+        assert "the reduction of router gradients is not adapted" == rank.finish_refusal
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("layout", "surface", "fields", "reason"),
+        [
+            (EP2, "exchange", {"variant": "local"}, "no expert parallelism: ep = 2"),
+            (EP2, "exchange", {"variant": "deepep"}, "variant 'deepep' is not one of"),
+            (EP2, "exchange", {"variant": "alltoall", "experts": 5}, "5 on ep = 2"),
+            (EP2, "exchange", {"variant": "alltoall", "weights_applied": "input"}, "after the experts only"),
+            (EP2, "exchange", {"variant": "alltoall", "scale": 2.0}, "does not map scale=2.0"),
+            (Layout(2, etp=2), "exchange", {"variant": "alltoall"}, "etp = 2"),
+            (EP2, "experts", {"hidden": 36}, "multiple of 8 bfloat16, not 36"),
+            (EP2_EDP2, "experts", {"dtype": torch.bfloat16}, "gradients out of reach"),
+            (EP2, "router", {"score": "sqrtsoftplus"}, "softmax or sigmoid, not sqrtsoftplus"),
+            (EP2, "router", {"groups": (4, 2), "group_score": "max"}, "two best experts, not by max"),
+        ],
+    )
+    def test_what_it_cannot_ask_for_is_refused(
+        self, layout: Layout, surface: str, fields: dict[str, Any], reason: str
+    ) -> None:
+        """The adapter says what was asked and refuses in its own name, not in the library's."""
+        opened = session(layout)
+        with pytest.raises(Unsupported, match=reason) as refusal:
+            getattr(opened, surface)(Config(**fields))
+        assert "adapter" == refusal.value.by
+        opened.close()
+
+    def test_empty_slots_are_outside_its_limits(self) -> None:
+        """A workload with empty slots is not run: it would leave ranks waiting."""
+        dropped = next(w for w in corpus.corpus("alltoall", EP2, "quick") if w.name == "dropped-even")
+        limit = features.broken(TorchTitan().limits("alltoall"), dropped, "cpu")
+        assert limit is not None
+        assert ("dropped_slots", "undefined") == (limit.on, limit.proof)
