@@ -1,0 +1,15 @@
+"""Megatron-Core 0.16: its token dispatchers, router and experts, on CPU ranks over gloo or on GPUs.
+
+backend.py        the backend: variants, versions, limits, the groups that it would build
+session.py        one topology: the library's parallel state, and the end of a step
+surfaces.py       the parts of one MoELayer as exchange, experts and router
+configuration.py  from the suite's Config to a TransformerConfig
+library.py        imports Megatron-Core; the ranks preload it
+shims.py          what the library needs where there is no CUDA
+"""
+
+from __future__ import annotations
+
+from moe_conformance.backends.megatron_core.backend import MegatronCore
+
+__all__ = ["MegatronCore"]

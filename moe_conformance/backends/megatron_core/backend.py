@@ -1,0 +1,78 @@
+"""The backend. Importing it does not import Megatron-Core."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+
+from moe_conformance.contract import Limit, Session, Topology, Unsupported
+
+_STATE = "the dispatcher keeps the splits, the map and the shapes of the last dispatch on itself"
+_MAP = "the dispatcher takes a boolean map (T, E), in which a token has an expert once or not at all"
+_EVEN = "all_gather_into_tensor and reduce_scatter_tensor take equal sizes: other sizes abort or hang on gloo"
+
+
+class MegatronCore:
+    """The published megatron-core with its own experts; Transformer Engine is not used."""
+
+    name: ClassVar[str] = "megatron-core"
+    variants: ClassVar[tuple[str, ...]] = ("allgather", "alltoall")
+    preload: ClassVar[tuple[str, ...]] = ("moe_conformance.backends.megatron_core.library",)
+    environment: ClassVar[Mapping[str, str]] = {
+        "TORCH_COMPILE_DISABLE": "1",  # else its decorators compile while it is imported, and then once per shape
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # the preload asks for a GPU, and must not start CUDA before the fork
+    }
+
+    def versions(self) -> Mapping[str, str]:
+        """Versions of Megatron-Core and torch."""
+        found = {}
+        for package in ("megatron-core", "torch"):
+            try:
+                found[package] = importlib.metadata.version(package)
+            except importlib.metadata.PackageNotFoundError as error:
+                raise Unsupported(f"{package} is not installed: pip install --no-deps megatron-core") from error
+        return found
+
+    def limits(self, variant: str) -> Sequence[Limit]:
+        """What the dispatchers' interfaces exclude."""
+        limits = (
+            Limit("in_flight", (1,), _STATE, proof="undefined"),
+            Limit("duplicate_experts", (False,), _MAP, proof="undefined"),
+        )
+        if variant == "allgather":
+            return (*limits, Limit("uneven_tokens", (False,), _EVEN, proof="undefined"))
+        return limits
+
+    def groups(self, sizes: Mapping[str, int]) -> Mapping[str, tuple[tuple[int, ...], ...]]:
+        """The rank lists of the library's two rank generators, for the dense and the expert parts of a model."""
+        from moe_conformance.backends.megatron_core.library import parallel_state
+
+        order = "tp-cp-ep-dp-pp"  # the default of initialize_model_parallel
+        common = {"pp": sizes["pp"], "order": order}
+        world, tp, cp, ep, etp = (sizes[name] for name in ("world", "tp", "cp", "ep", "etp"))
+        dense = parallel_state.RankGenerator(tp=tp, ep=1, cp=cp, dp=world // (tp * cp * sizes["pp"]), **common)
+        expert = parallel_state.RankGenerator(tp=etp, ep=ep, cp=1, dp=world // (etp * ep * sizes["pp"]), **common)
+        lists = {
+            "tp": dense.get_ranks("tp"),
+            "cp": dense.get_ranks("cp"),
+            "pp": dense.get_ranks("pp"),
+            "dp": dense.get_ranks("dp"),
+            "dp_cp": dense.get_ranks("dp-cp"),
+            "ep": expert.get_ranks("ep"),
+            "etp": expert.get_ranks("tp"),
+            "ep_etp": expert.get_ranks("tp-ep"),
+            "edp": expert.get_ranks("dp"),
+        }
+        return {"world": (tuple(range(world)),)} | {
+            name: tuple(tuple(ranks) for ranks in groups) for name, groups in lists.items()
+        }
+
+    def open(self, topology: Topology, device: torch.device) -> Session:
+        """Import the library if the ranks did not preload it, and open a session."""
+        self.versions()
+        from moe_conformance.backends.megatron_core.session import MegatronSession
+
+        return MegatronSession(topology, device)

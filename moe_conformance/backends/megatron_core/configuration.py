@@ -1,0 +1,109 @@
+"""From the suite's Config to the library's TransformerConfig."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.nn.functional
+
+from moe_conformance.backends.megatron_core import library
+from moe_conformance.contract import Config, Unsupported, refusals
+
+LAYER = ("variant", "experts", "top_k", "hidden", "ffn", "dtype", "extra")  # fields of Config that shape any surface
+ROUTER = ("score", "normalise", "scale", "groups", "group_score", "balance_bias")  # and the router's own
+
+
+def transformer_config(config: Config, sizes: Mapping[str, int]) -> Any:
+    """Return the TransformerConfig of one MoE layer; `extra` holds fields of it, by the library's names.
+
+    Raises:
+        Unsupported: by the library where it refuses the combination, by the adapter where it has no way to say it.
+    """
+    if config.experts % sizes["ep"]:
+        raise Unsupported(
+            f"Megatron-Core gives every rank equally many experts: {config.experts} on ep = {sizes['ep']}"
+        )
+    if config.variant not in ("allgather", "alltoall"):
+        raise Unsupported(f"the dispatcher {config.variant!r} is not adapted")
+    extra = dict(config.extra)
+    unknown = extra.keys() - {field.name for field in fields(library.TransformerConfig)}
+    if unknown:
+        raise Unsupported(f"TransformerConfig has no field {', '.join(sorted(unknown))}")
+    # A fusion that needs Transformer Engine is refused with ImportError where that is missing.
+    with refusals(ValueError, AssertionError, ImportError, match=r"moe|expert|fus"):
+        return library.TransformerConfig(
+            **{
+                "num_layers": 1,
+                "num_attention_heads": sizes["tp"],  # there is no attention; tp must divide the heads
+                "hidden_size": config.hidden,
+                "ffn_hidden_size": config.ffn,
+                "moe_ffn_hidden_size": config.ffn,
+                "num_moe_experts": config.experts,
+                "moe_router_topk": config.top_k,
+                "moe_token_dispatcher_type": config.variant,
+                "gated_linear_unit": True,
+                "activation_func": torch.nn.functional.silu,
+                "add_bias_linear": False,
+                "params_dtype": config.dtype,
+                "bf16": config.dtype == torch.bfloat16,
+                "fp16": config.dtype == torch.float16,
+                "perform_initialization": False,  # the suite writes every parameter
+                "tensor_model_parallel_size": sizes["tp"],
+                "sequence_parallel": sizes["tp"] > 1,  # MoELayer wants it: the ranks of tp hold different tokens
+                "context_parallel_size": sizes["cp"],
+                "pipeline_model_parallel_size": sizes["pp"],
+                "pipeline_dtype": config.dtype,
+                "expert_model_parallel_size": sizes["ep"],
+                "expert_tensor_parallel_size": sizes["etp"],
+                **_routing(config),
+                **extra,
+            }
+        )
+
+
+def _routing(config: Config) -> dict[str, Any]:
+    """Return the router's fields."""
+    asked: dict[str, Any] = {
+        "moe_router_score_function": "sigmoid" if config.score == "sigmoid" else "softmax",
+        "moe_router_pre_softmax": _softmax_before_selection(config),
+        "moe_router_topk_scaling_factor": config.scale,
+        "moe_router_enable_expert_bias": config.balance_bias,
+    }
+    if config.groups is not None:
+        asked["moe_router_num_groups"], asked["moe_router_group_topk"] = config.groups
+        _check_group_score(config)
+    return asked
+
+
+def _softmax_before_selection(config: Config) -> bool:
+    """Whether the softmax runs over all experts, or only over the chosen; refuses weights that Megatron-Core lacks.
+
+    It has no switch for normalisation: sigmoid weights are divided by their sum if and only if K > 1, softmax weights
+    never. A softmax over all experts that is then normalised over the chosen is the softmax over the chosen.
+    """
+    if config.score == "sqrtsoftplus":
+        raise Unsupported("Megatron-Core 0.16 scores by softmax or sigmoid, not by sqrtsoftplus")
+    if config.score == "softmax" and config.normalise and config.groups:
+        raise Unsupported("normalised softmax with groups: Megatron-Core would then rank the groups by logits")
+    if config.score == "sigmoid" and config.normalise != (config.top_k > 1):
+        raise Unsupported(
+            f"Megatron-Core normalises sigmoid weights if and only if K > 1: not normalise={config.normalise} with "
+            f"K = {config.top_k}"
+        )
+    return config.score == "softmax" and not config.normalise
+
+
+def _check_group_score(config: Config) -> None:
+    """Refuse a group score other than the sum of the best K / groups chosen, the only one that there is."""
+    assert config.groups is not None
+    best, rest = divmod(config.top_k, config.groups[1])
+    known_as = {"topk_sum": best, "top2_sum": 2, "max": 1}
+    if rest or not best:
+        raise Unsupported(f"K = {config.top_k} is no multiple of the {config.groups[1]} groups chosen")
+    if known_as[config.group_score] != best:
+        raise Unsupported(
+            f"Megatron-Core ranks a group by its best {best} (K / groups chosen) experts, not by {config.group_score}"
+        )

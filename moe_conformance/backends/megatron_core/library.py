@@ -1,0 +1,42 @@
+"""Megatron-Core itself, imported in one place. Importing this module takes seconds: the ranks preload it."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # it warns of every optional package that is missing
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.tensor_parallel import mappings
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+from moe_conformance.backends.megatron_core import shims
+
+__all__ = [
+    "SHIMS",
+    "DistributedDataParallel",
+    "DistributedDataParallelConfig",
+    "MoELayer",
+    "TransformerConfig",
+    "finalize_model_grads",
+    "get_moe_module_spec",
+    "moe_utils",
+    "parallel_state",
+]
+
+# Advice to people who train, on every layer that is built; and the old names of collectives, on every rank.
+warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", category=FutureWarning)
+
+SHIMS = () if torch.cuda.is_available() else shims.apply(token_dispatcher, moe_utils, mappings)
+"""What stands in for CUDA and NCCL in this process, in words; every surface reports it."""

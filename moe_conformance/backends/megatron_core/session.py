@@ -1,0 +1,76 @@
+"""One topology: the library's global parallel state, the surfaces built in it, and the end of a step."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from moe_conformance.backends.megatron_core import library
+from moe_conformance.backends.megatron_core.configuration import LAYER, ROUTER, transformer_config
+from moe_conformance.backends.megatron_core.surfaces import Exchange, Experts, Router
+from moe_conformance.contract import Config, Parametrised, Session, Topology, Unsupported, refusals
+
+
+class MegatronSession(Session):
+    """Every surface is part of a MoELayer of its own, built as a model would build it.
+
+    The groups are the library's: the gather buffer of the all-gather dispatcher and the update of the balance bias
+    read the global parallel state even where a collection of process groups is passed.
+    """
+
+    weights_at: Literal["input", "expert", "combine"] = "expert"
+    expert_output_is_partial: bool = True
+    grad_attr: str = "main_grad"
+    loss_convention: Literal["sum", "mean_over_dp"] = "mean_over_dp"
+
+    def __init__(self, topology: Topology, device: torch.device) -> None:
+        """Initialise the library's parallel state; collective."""
+        self._topology, self._device = topology, device
+        sizes = topology.sizes
+        library.parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=sizes["tp"],
+            pipeline_model_parallel_size=sizes["pp"],
+            context_parallel_size=sizes["cp"],
+            expert_model_parallel_size=sizes["ep"],
+            expert_tensor_parallel_size=sizes["etp"],
+            create_gloo_process_groups=False,
+        )
+
+    def exchange(self, config: Config) -> Exchange:
+        """Build a layer and return its token dispatcher."""
+        return Exchange(self._layer(config.only(*LAYER)))
+
+    def experts(self, config: Config) -> Experts:
+        """Build a layer and return its experts, wrapped for the reduction of their gradients."""
+        etp = self._topology.ranks("etp")
+        return Experts(self._layer(config.only(*LAYER)), etp.index(self._topology.rank), len(etp))
+
+    def router(self, config: Config) -> Router:
+        """Build a layer and return its router, wrapped for the reduction of its gradients."""
+        return Router(self._layer(config.only(*LAYER, *ROUTER)))
+
+    def _layer(self, config: Config) -> Any:
+        parts = library.get_moe_module_spec(use_te=False, num_experts=config.experts, moe_grouped_gemm=False)
+        built = transformer_config(config, self._topology.sizes)
+        with refusals(AssertionError, match="is not divisible by"):
+            return library.MoELayer(built, parts.submodules, layer_number=1).to(self._device)
+
+    def finish_gradients(self, *built: Parametrised) -> None:
+        """Reduce over replicas, sum what sequence parallelism left in parts, and update the balance bias."""
+        if self._topology.sizes["pp"] > 1:
+            raise Unsupported("with pp > 1 finalize_model_grads wants the embeddings of a whole model")
+        library.finalize_model_grads([surface.chunk for surface in built])  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Take down the parallel state with its process groups, which the library itself leaves behind."""
+        state = library.parallel_state
+        for group in state._global_process_group_list[1:]:  # the first stands for the default group
+            dist.destroy_process_group(group)
+        state._global_process_group_list = None
+        state.destroy_model_parallel()
+        library.moe_utils.get_moe_layer_wise_logging_tracker().clear()
+        library.moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
+        gc.collect()  # layers refer to their groups in cycles, and a group has threads and sockets until it is freed

@@ -1,0 +1,94 @@
+"""What Megatron-Core asks of CUDA or of NCCL, answered on a machine that has neither.
+
+Nothing of this is applied where CUDA is. Each shim is put into the library's own modules under the name that the
+library looks up: torch itself, and whatever else runs in the process, stay as they are.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class _Stream:
+    """A stream and its own event: work on a CPU is done when the call returns, there is nothing to wait for."""
+
+    def wait_stream(self, stream: object) -> None:
+        pass
+
+    def record_event(self) -> _Stream:
+        return self
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _Namespace(ModuleType):
+    """A module with some of its names replaced."""
+
+    def __init__(self, module: ModuleType, **replaced: Any) -> None:
+        super().__init__(module.__name__)
+        self.__dict__.update(replaced)
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def apply(token_dispatcher: ModuleType, moe_utils: ModuleType, mappings: ModuleType) -> tuple[str, ...]:
+    """Make the imported library run without CUDA and over gloo; return what was replaced, in words."""
+    cuda = _Namespace(
+        torch.cuda,
+        # The library allocates on "the current GPU" and never asks which kind of device it is.
+        current_device=lambda: torch.device("cpu"),
+        # The all-to-all dispatcher copies its counts to the host on a stream of its own.
+        Stream=_Stream,
+        current_stream=_Stream,
+        stream=lambda stream: nullcontext(),
+    )
+    on_cpu = _Namespace(torch, cuda=cuda)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
+            module.torch = on_cpu  # type: ignore[attr-defined]
+
+    # gloo has no all-gather and no reduce-scatter of uneven sizes; the all-to-all dispatcher uses them if etp > 1.
+    uneven = _Namespace(dist, all_gather=_uneven_all_gather, reduce_scatter=_uneven_reduce_scatter)
+    mappings.torch = _Namespace(torch, cuda=cuda, distributed=uneven)  # type: ignore[attr-defined]
+
+    # It leaves CPU tensors alone, and then splits reach all_to_all_single as tensors, which torch refuses.
+    token_dispatcher.maybe_move_tensor_to_cpu = _to_host  # type: ignore[attr-defined]
+
+    # Without Transformer Engine the name does not exist, and the router's linear raises NameError when it tests it for
+    # None. That is a fault of 0.16.1, not of the machine; with the name set to None all the rest can be judged.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
+    return ("torch.cuda", "uneven all_gather and reduce_scatter", "splits to host", "te_general_gemm")
+
+
+def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _uneven_all_gather(outputs: Sequence[Tensor], own: Tensor, group: dist.ProcessGroup) -> None:
+    """Fill outputs[w] with the rows of rank w."""
+    sizes = [output.shape[0] for output in outputs]
+    gathered = own.new_empty(sum(sizes), *own.shape[1:])
+    copies = own.repeat(len(sizes), *[1] * (own.dim() - 1))
+    dist.all_to_all_single(gathered, copies, sizes, [own.shape[0]] * len(sizes), group=group)
+    for output, part in zip(outputs, gathered.split(sizes), strict=True):
+        output.copy_(part)
+
+
+def _uneven_reduce_scatter(output: Tensor, inputs: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Fill output with the sum over the ranks of what each has for this one."""
+    sizes, own = [part.shape[0] for part in inputs], output.shape[0]
+    parts = output.new_empty(own * len(sizes), *output.shape[1:])
+    dist.all_to_all_single(parts, torch.cat(list(inputs)), [own] * len(sizes), sizes, group=group)
+    output.copy_(parts.reshape(len(sizes), *output.shape).sum(0))

@@ -1,0 +1,138 @@
+"""The parts of one MoELayer, as surfaces. T tokens, E experts, N experts of this rank, D hidden, F expert hidden."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_conformance.backends.megatron_core import library
+from moe_conformance.contract import Delivery, Named, Read, Routed, Routing
+
+_SHIMS = {"shims": "; ".join(library.SHIMS) or "none"}
+
+
+def wrapped(module: Any, config: Any) -> Any:
+    """Return the module in Megatron's DistributedDataParallel, which moves gradients to `main_grad`."""
+    # As Megatron-LM's trainer has it: gradients of half precision are accumulated and reduced in float32.
+    half = config.params_dtype in (torch.bfloat16, torch.float16)
+    ddp_config = library.DistributedDataParallelConfig(grad_reduce_in_fp32=half)
+    return library.DistributedDataParallel(config, ddp_config, module)
+
+
+class Exchange:
+    """A token dispatcher, driven as MoELayer drives it. All state is on the dispatcher: the handle is None."""
+
+    def __init__(self, layer: Any) -> None:
+        self._dispatcher = layer.token_dispatcher
+        self._local_experts = tuple(layer.local_expert_indices)
+
+    @property
+    def local_experts(self) -> tuple[int, ...]:
+        """Global ids of this rank's experts, as the layer placed them."""
+        return self._local_experts
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        """The dispatcher, its permutation and the sizes of its groups."""
+        dispatcher = self._dispatcher
+        return {
+            "dispatcher": type(dispatcher).__qualname__,
+            "permute": "fused" if dispatcher.config.moe_permute_fusion else "unfused",
+            "ep ranks": str(dispatcher.ep_size),
+            "etp ranks": str(dispatcher.tp_size),
+        } | _SHIMS
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, None]:
+        """Run the three steps up to the experts; x goes in as it comes, (T, D) or [sequence, batch, D]."""
+        probs_TE, map_TE = routing.dense()
+        hidden, probs = self._dispatcher.dispatch_preprocess(x, map_TE, probs_TE)
+        hidden, probs = self._dispatcher.token_dispatch(hidden, probs)
+        rows_RD, counts_N, probs_R = self._dispatcher.dispatch_postprocess(hidden, probs)
+        return Delivery.grouped(rows_RD, counts_N, probs_R), None
+
+    def combine(self, rows: Tensor, handle: None) -> Tensor:
+        """Run the three steps after the experts, whose output is weighted already."""
+        sent_back = self._dispatcher.token_combine(self._dispatcher.combine_preprocess(rows))
+        y: Tensor = self._dispatcher.combine_postprocess(sent_back)
+        return y
+
+
+class Experts:
+    """The layer's experts of this rank, each an MLP with its gate and up projections stacked in `linear_fc1`."""
+
+    def __init__(self, layer: Any, etp_rank: int, etp: int) -> None:
+        self._module, self._ids = layer.experts, tuple(layer.local_expert_indices)
+        self._etp = (etp_rank, etp)
+        self.chunk = wrapped(layer.experts, layer.config)
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        """The classes of the experts and of their layers, and the types of weights and gradients."""
+        mlp = self._module.local_experts[0]
+        return {
+            "experts": type(self._module).__qualname__,
+            "linear": type(mlp.linear_fc1).__qualname__,
+            "activation": "fused" if mlp.config.bias_activation_fusion else "unfused",
+            "parameters": str(mlp.linear_fc1.weight.dtype),
+            "gradients": str(mlp.linear_fc1.weight.main_grad.dtype),
+        } | _SHIMS
+
+    def __call__(self, delivery: Delivery) -> Tensor:
+        """Return the weighted output, of every etp rank its part of the sum."""
+        assert delivery.weights_RJ is not None  # the dispatchers hand over both
+        assert delivery.counts_N is not None
+        out_RD: Tensor = self.chunk(delivery.rows_RD, delivery.counts_N, delivery.weights_RJ[:, 0])[0]
+        return out_RD
+
+    def named(self, read: Read) -> Iterator[Named]:
+        """Yield gate, up and down of every expert; etp splits F."""
+        columns, rows = (None, None) if self._etp[1] == 1 else ((0, *self._etp), (1, *self._etp))
+        for expert, mlp in zip(self._ids, self._module.local_experts, strict=True):
+            gate_FD, up_FD = read(mlp.linear_fc1.weight).chunk(2, 0)
+            yield Named("gate", expert, gate_FD, columns)
+            yield Named("up", expert, up_FD, columns)
+            yield Named("down", expert, read(mlp.linear_fc2.weight), rows)
+
+
+class Router:
+    """The layer's TopKRouter."""
+
+    def __init__(self, layer: Any) -> None:
+        self._router = layer.router
+        self._gating = layer.router.gating
+        self._logits: Tensor | None = None
+        layer.router.gating = self._keep_logits  # a tap: the library keeps its logits to itself
+        self.chunk = wrapped(layer.router, layer.config)
+
+    def _keep_logits(self, x: Tensor) -> Any:
+        self._logits = self._gating(x)
+        return self._logits
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        """The router, where its scores are made, and the types of its weights and of the last logits."""
+        router = self._router
+        when = "before" if router.config.moe_router_pre_softmax or router.score_function == "sigmoid" else "after"
+        return {
+            "router": type(router).__qualname__,
+            "scores": f"{router.score_function} {when} selection",
+            "fused": str(router.config.moe_router_fusion),
+            "gate": str(router.weight.dtype),
+            "logits": str(None if self._logits is None else self._logits.dtype),
+        } | _SHIMS
+
+    def __call__(self, x: Tensor) -> Routed:
+        """Return the routing; the library makes a dense map and dense weights."""
+        # It takes [sequence, batch, D]; rows without a batch are a batch of one.
+        probs_TE, map_TE = self.chunk(x if x.dim() == 3 else x.unsqueeze(1))
+        assert self._logits is not None  # the router has just made them
+        return Routed(Routing.from_dense(probs_TE, map_TE), self._logits.detach().reshape(probs_TE.shape))
+
+    def named(self, read: Read) -> Iterator[Named]:
+        """Yield the gate's weight, and the balance bias if there is one."""
+        yield Named("router", None, read(self._router.weight))
+        if self._router.expert_bias is not None:
+            yield Named("balance_bias", None, read(self._router.expert_bias))
