@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from moe_conformance.judging import bounds
-from moe_conformance.judging.bounded import Target
+from moe_conformance.judging.bounded import Target, compare
+from moe_conformance.judging.verdict import Tally
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.records import Workload
 from reference import layer
@@ -44,6 +45,39 @@ def shard_of(full: Tensor, shard: Shard) -> Tensor:
     dim, index, of = shard
     width = full.shape[dim] // of
     return full.narrow(dim, index * width, width)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one rank holds of one parameter's finished gradient, and what it should hold."""
+
+    rank: int
+    stage: int  # of the pipeline
+    key: Key
+    shard: Shard
+    actual: Tensor | None
+    target: Target
+    idle: bool  # no token of the stage reaches the expert
+
+    @property
+    def part(self) -> str:
+        """The parameter in words, with the part of it that is held."""
+        shard = f" (part {self.shard[1]} of {self.shard[2]})" if self.shard and self.shard[2] > 1 else ""
+        return f"{self.key[0]} of expert {self.key[1]}{shard}"
+
+    @property
+    def name(self) -> str:
+        """The parameter in words, and on which rank."""
+        return f"{self.part} on rank {self.rank}"
+
+    @property
+    def value(self) -> Tensor:
+        """The gradient; zeros where it is None, which is judged before values are."""
+        return torch.zeros_like(self.target.expected) if self.actual is None else self.actual
+
+    def holds(self, tally: Tally | None = None) -> bool:
+        """Whether every element is within its bound; if so, count them."""
+        return compare(self.value, *self.target, tally, self.rank).holds
 
 
 @dataclass(frozen=True)
@@ -82,7 +116,7 @@ class OwnExpected:
         return self._tokens[place][2]
 
     def parameter(self, stage: int, key: Key) -> Target:
-        """The finished gradient of a whole parameter: over all tokens of the stage, divided if gradients are averaged."""
+        """The finished gradient of a whole parameter: over all tokens of the stage, divided where averaged."""
         value, magnitude = self._results[stage][0].parameters[key], self._results[stage][1].parameters[key]
         layout, microbatches = self.workload.layout, len(self.workload.batches)
         more = bounds.more_in_parameter_gradients(microbatches, layout.edp)
@@ -164,18 +198,4 @@ def solve(
 ) -> Gradients:
     """Ask the oracle what another run would yield: of some tokens only, or with other parameters."""
     batch = batch_of(workload, places)
-    return layer.gradients(
-        *batch, swiglu_experts, parameters or parameters_of(workload), weights_at=weights_at
-    )
-
-
-def only_experts(workload: Workload, experts: Iterable[int]) -> Workload:
-    """Return the workload with all slots but those of some experts empty: much less to compute."""
-    kept = torch.tensor(sorted(experts))
-    batches = tuple(
-        tuple(
-            replace(b, ids_TK=torch.where(torch.isin(b.ids_TK, kept), b.ids_TK, -1)) for b in ranks
-        )
-        for ranks in workload.batches
-    )
-    return replace(workload, batches=batches)
+    return layer.gradients(*batch, swiglu_experts, parameters or parameters_of(workload), weights_at=weights_at)

@@ -1,0 +1,324 @@
+"""The backend's own experts behind its exchange: outputs and gradients within rounding, windows complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_conformance.judging.bounded import Target, compare
+from moe_conformance.judging.diagnosis import Finding, fail
+from moe_conformance.judging.once import once
+from moe_conformance.judging.own_expected import (
+    Held,
+    Key,
+    OwnExpected,
+    Place,
+    Shard,
+    expect_own,
+    shard_of,
+)
+from moe_conformance.judging.own_guesses import explain_parameters, explain_tokens
+from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.verdict import (
+    AbsentGradient,
+    Mismatch,
+    NotOffered,
+    Stage,
+    Tally,
+    Uncovered,
+    WrongForm,
+    WrongGradient,
+    WrongOutput,
+)
+from moe_conformance.scenarios.outcome import Microbatch
+
+
+def expected_of(reading: Reading) -> OwnExpected:
+    """Return the oracle's answer to a reading, computed once."""
+    return once(reading, _expect)
+
+
+def _expect(reading: Reading) -> OwnExpected:
+    first = reading.ranks[0]  # what a session says of itself is the same on every rank
+    return expect_own(reading.outcome.workload, first.weights_at, first.loss_convention)
+
+
+# ---- tokens --------------------------------------------------------------------------------------------------
+
+
+def judge_own_outputs(reading: Reading, tally: Tally) -> None:
+    """Decide whether y is the weighted sum of SwiGLU experts, in every element within its rounding error.
+
+    A token without a routed slot, and an element whose addends are all zero, must be zero.
+
+    Raises:
+        WrongForm: y is missing or not (T, D).
+        WrongOutput: an element lies outside its bound.
+    """
+    expected = expected_of(reading)
+    _judge_tokens(reading, tally, _Judged("y", "experts", WrongOutput, lambda seen: seen.y, expected.y))
+
+
+def judge_weight_place(reading: Reading, tally: Tally) -> None:
+    """Decide whether the weights are applied where the session says: before the experts or behind them.
+
+    Counts only elements that tell the two places apart: in which each oracle is outside the other's bound.
+
+    Raises:
+        WrongForm, WrongOutput: as `judge_own_outputs`.
+    """
+    expected = expected_of(reading)
+    judge_own_outputs(reading, Tally())
+    other = expect_own(expected.workload, "output" if expected.weights_at == "input" else "input", "sum")
+    for at in expected.places(range(len(reading.ranks))):
+        ours, theirs = expected.y(at), other.y(at)
+        apart_TD = (ours.expected - theirs.expected).abs() > ours.allowed + theirs.allowed
+        tally.add(elements=int(apart_TD.sum()), rank=at[1])
+
+
+def judge_own_dx(reading: Reading, tally: Tally) -> None:
+    """Decide whether the gradient of the tokens is that of the dense formulation, within rounding.
+
+    Raises:
+        AbsentGradient: there are tokens, and their gradient is None.
+        WrongForm, WrongGradient: another shape; an element outside its bound.
+    """
+    expected = expected_of(reading)
+    judged = _Judged("dx", "gradient", WrongGradient, lambda seen: seen.dx_TD.value, expected.dx)
+    _judge_tokens(reading, tally, judged)
+
+
+def judge_own_dweights(reading: Reading, tally: Tally) -> None:
+    """Decide whether the gradient of the routing weights is that of the dense formulation, within rounding.
+
+    Raises:
+        AbsentGradient: there are routed slots, and their weights have the gradient None.
+        WrongForm, WrongGradient: another shape; an element outside its bound.
+    """
+    expected = expected_of(reading)
+    judged = _Judged("dweights", "gradient", WrongGradient, lambda seen: seen.dweights_TK.value, expected.dweights)
+    _judge_tokens(reading, tally, judged)
+
+
+class _Judged(NamedTuple):
+    """What of a microbatch is judged, and by what."""
+
+    name: str
+    stage: Stage
+    error: type[Mismatch]
+    actual: Callable[[Microbatch], Tensor | None]
+    target: Callable[[Place], Target]
+
+
+def _judge_tokens(reading: Reading, tally: Tally, judged: _Judged) -> None:
+    """Compare something that every token has, on every rank in every microbatch."""
+    expected = expected_of(reading)
+    actual: dict[Place, Tensor] = {}
+    for m, rank in expected.places(range(len(reading.ranks))):
+        if judged.stage == "experts" or reading.goes_backward(m):
+            actual[m, rank] = _formed(reading, (m, rank), judged)
+    worst = {place: compare(value, *judged.target(place), tally, place[1]) for place, value in actual.items()}
+    if all(each.holds for each in worst.values()):
+        return
+    targets = {place: judged.target(place) for place in actual}
+    findings, ratio = explain_tokens(expected, judged.name, actual, targets, reading.ratio_names)
+    fail(judged.error, judged.stage, findings, ratio=ratio)
+
+
+def _formed(reading: Reading, place: Place, judged: _Judged) -> Tensor:
+    """Return a value of the right shape; where nothing is expected, nothing may be there."""
+    m, rank = place
+    value, expected = judged.actual(reading.seen(m, rank)), judged.target(place).expected
+    whose = f"{judged.name} of rank {rank}" + (f" in microbatch {m}" if m else "")
+    if value is None:
+        routed = int((reading.batches[m][rank].ids_TK >= 0).sum())
+        if not (routed if judged.name == "dweights" else expected.numel()):
+            return torch.zeros_like(expected)
+        error = WrongForm if judged.stage == "experts" else AbsentGradient
+        raise error(judged.stage, f"{whose} is None", ranks=(rank,))
+    if value.shape != expected.shape:
+        shapes = f"{tuple(value.shape)} instead of {tuple(expected.shape)}"
+        raise WrongForm(judged.stage, f"{whose} has the shape {shapes}", ranks=(rank,))
+    return value
+
+
+# ---- parameters ----------------------------------------------------------------------------------------------
+
+
+def judge_expert_gradients(reading: Reading, tally: Tally) -> None:
+    """Decide whether every holder of an expert ends with its gradient over the tokens of all ranks and microbatches.
+
+    The sum, or that divided by dp * cp where the session averages; experts that no token reached are judged by
+    `judge_idle_expert_gradients`. A failure is of the stage "finish" if the ranks' gradients before
+    `finish_gradients` add up to the right one, and of the stage "gradient" if not.
+
+    Raises:
+        NotOffered: the backend finishes no gradients.
+        Uncovered: no rank of a pipeline stage names some part of an expert's parameter.
+        AbsentGradient: a gradient is None.
+        WrongForm, WrongGradient: another shape than the shard's; an element outside its bound.
+    """
+    held = [each for each in once(reading, _finished) if not each.idle]
+    absent = [_absent(each, "has the gradient None") for each in held if each.actual is None]
+    if absent:
+        fail(AbsentGradient, "finish", absent)
+    wrong = [each for each in held if not each.holds(tally)]
+    if wrong:
+        expected = expected_of(reading)
+        findings, ratio = explain_parameters(expected, held, reading.ratio_names)
+        fail(WrongGradient, _stage_of(reading, wrong), findings, ratio=ratio)
+
+
+def judge_idle_expert_gradients(reading: Reading, tally: Tally) -> None:
+    """Decide whether an expert that no token reached ends with a gradient of zeros: not None and not a leftover.
+
+    Counts nothing if every expert was reached.
+
+    Raises:
+        NotOffered, Uncovered: as `judge_expert_gradients`.
+        AbsentGradient: the gradient is None.
+        WrongForm, WrongGradient: another shape than the shard's; an element is not zero.
+    """
+    held = [each for each in once(reading, _finished) if each.idle]
+    why = "is reached by no token and has the gradient None instead of zeros"
+    absent = [_absent(each, why) for each in held if each.actual is None]
+    if absent:
+        fail(AbsentGradient, "finish", absent)
+    findings = []
+    for each in held:
+        if not each.holds(tally):
+            worst = compare(each.value, *each.target)
+            sentence = f"{each.name} is reached by no token and has the gradient {worst}"
+            findings.append(Finding("leftover", sentence, (each.rank,), abs(worst.actual)))
+    if findings:
+        fail(WrongGradient, "finish", findings)
+
+
+def judge_replicas(reading: Reading, tally: Tally) -> None:
+    """Decide whether ranks that hold the same part of an expert end with the same gradient, bit for bit.
+
+    Counts nothing where every part is held by one rank only.
+
+    Raises:
+        NotOffered, Uncovered: as `judge_expert_gradients`.
+        WrongGradient: two replicas differ.
+    """
+    groups: dict[tuple[int, Key, Shard], list[Held]] = {}
+    for each in once(reading, _finished):
+        groups.setdefault((each.stage, each.key, each.shard), []).append(each)
+    findings = []
+    for first, *others in groups.values():
+        for other in others:
+            if (first.actual is None) != (other.actual is None) or not torch.equal(first.value, other.value):
+                off = float((first.value.double() - other.value.double()).abs().max())
+                sentence = (
+                    f"ranks {first.rank} and {other.rank} hold replicas of {first.part} and end with gradients "
+                    f"that differ by {off:.3g}"
+                )
+                findings.append(Finding("replicas", sentence, (first.rank, other.rank), off))
+            else:
+                tally.add(elements=other.value.numel(), rank=other.rank)
+    if findings:
+        fail(WrongGradient, "finish", findings)
+
+
+def judge_windows(reading: Reading, tally: Tally) -> None:
+    """Decide whether the windows on the experts' parameters are views, disjoint, and complete.
+
+    Complete on every rank: every element of a parameter lies in a window; and in every pipeline stage: every part of
+    every expert has a window on some rank. Counts the elements behind windows.
+
+    Raises:
+        Uncovered: a copy, an overlap, or something without a window.
+    """
+    findings = [
+        Finding(sentence.split()[-1], f"rank {rank.rank}: {sentence}", (rank.rank,))
+        for rank in reading.ranks
+        for sentence in rank.uncovered
+    ]
+    if findings:
+        fail(Uncovered, "experts", findings)
+    _require_complete(reading)
+    expected = expected_of(reading)
+    for rank in reading.ranks:
+        for (name, expert), grad in rank.grads_local.items():
+            assert expert is not None  # or it would not have a value
+            whole = expected.workload.parameters[name, expert]
+            tally.add(elements=shard_of(whole, grad.shard).numel(), rank=rank.rank)
+
+
+def has_replicas(reading: Reading) -> bool:
+    """Whether some part of an expert is held by several ranks: without, `judge_replicas` has nothing to compare."""
+    return reading.outcome.workload.layout.edp > 1
+
+
+def _finished(reading: Reading) -> list[Held]:
+    """List what every rank holds after `finish_gradients`, with its target; it must be complete and well formed."""
+    expected = expected_of(reading)
+    _require_complete(reading)
+    found = []
+    for rank in reading.ranks:
+        if rank.grads_final is None:
+            raise NotOffered(rank.finish_refusal or "the backend finishes no gradients")
+        stage = expected.stage_of[rank.rank]
+        for (name, expert), grad in rank.grads_final.items():
+            assert expert is not None  # an experts module names experts; the run would have failed in `write`
+            whole = expected.parameter(stage, (name, expert))
+            target = Target(shard_of(whole.expected, grad.shard), shard_of(whole.allowed, grad.shard))
+            idle = expert in expected.idle[stage]
+            held = Held(rank.rank, stage, (name, expert), grad.shard, grad.value, target, idle)
+            if grad.value is not None and grad.value.shape != target.expected.shape:
+                shapes = f"{tuple(grad.value.shape)} instead of {tuple(target.expected.shape)}"
+                raise WrongForm("finish", f"the gradient of {held.name} has the shape {shapes}", ranks=(rank.rank,))
+            found.append(held)
+    return found
+
+
+def _require_complete(reading: Reading) -> None:
+    """Raise unless the ranks of every stage together name every part of every expert.
+
+    Not every exchange group has to: a backend may shard an expert's parameters over its replicas (ZeRO, FSDP).
+    """
+    expected = expected_of(reading)
+    findings = []
+    for at, ranks in enumerate(expected.stages):
+        named: dict[tuple[str, int | None], set[Shard]] = {}
+        for rank in ranks:
+            for key, grad in reading.ranks[rank].grads_local.items():
+                named.setdefault(key, set()).add(grad.shard)
+        for key in expected.workload.parameters:
+            if not _complete(named.get(key, set())):
+                where = f" of pipeline stage {at}" if len(expected.stages) > 1 else ""
+                parts = sorted(shard for shard in named.get(key, set()) if shard)
+                what = f"is named in the parts {parts} only" if parts else "is named by no rank"
+                findings.append(Finding("missing", f"{key[0]} of expert {key[1]} {what}{where}", ranks))
+    if findings:
+        fail(Uncovered, "experts", findings)
+
+
+def _complete(shards: set[Shard]) -> bool:
+    """Whether parts make up the whole: the whole itself, or all indices along one dimension."""
+    if None in shards:
+        return True
+    cuts = {(shard[0], shard[2]) for shard in shards if shard}
+    return any({(dim, i, of) for i in range(of)} <= shards for dim, of in cuts)
+
+
+def _absent(held: Held, what: str) -> Finding:
+    return Finding("absent", f"{held.name} {what}", (held.rank,))
+
+
+def _stage_of(reading: Reading, wrong: list[Held]) -> Stage:
+    """Say where it went wrong: in "finish" if the gradients before it add up to what finishing should give."""
+    expected = expected_of(reading)
+    for key, stage, shard in dict.fromkeys((each.key, each.stage, each.shard) for each in wrong):
+        grads = [reading.ranks[rank].grads_local.get(key) for rank in expected.stages[stage]]
+        parts = [grad.value.double() for grad in grads if grad and grad.value is not None and grad.shard == shard]
+        whole = expected.parameter(stage, key)
+        target = Target(*(shard_of(each * expected.divisor, shard) for each in (whole.expected, whole.allowed)))
+        if parts and compare(torch.stack(parts).sum(0), *target).ratio > 1:
+            return "gradient"
+    return "finish"
