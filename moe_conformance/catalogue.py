@@ -1,0 +1,77 @@
+"""What there is to list: requirements, the checks that decide them, backends and whether they can run here."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from inspect import isclass
+from types import ModuleType
+
+from moe_conformance import spec
+from moe_conformance.backends import registry
+from moe_conformance.plugin.options import Unusable
+from moe_conformance.plugin.run import open_backend
+
+CHECKS = "distributed_tests"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A registered backend: its versions and variants, or the problem that keeps it from running here."""
+
+    name: str
+    versions: Mapping[str, str]
+    variants: tuple[str, ...]
+    problem: str | None = None
+
+
+def backends() -> list[Found]:
+    """Return every registered backend."""
+    found = []
+    for name in registry.names():
+        try:
+            backend, versions = open_backend(name)
+        except Unusable as error:
+            found.append(Found(name, {}, (), str(error)))
+        else:
+            found.append(Found(name, versions, tuple(backend.variants)))
+    return found
+
+
+def backend_lines(importable: bool) -> Iterator[str]:
+    """Yield a line per backend: the bare names if only the importable are wanted."""
+    for backend in backends():
+        if importable:
+            if backend.problem is None:
+                yield backend.name
+        elif backend.problem is None:
+            versions = " ".join(f"{name} {version}" for name, version in backend.versions.items())
+            yield f"{backend.name}: {versions}; variants {', '.join(backend.variants)}"
+        else:
+            yield f"{backend.name}: {backend.problem}"
+
+
+def requirement_lines() -> Iterator[str]:
+    """Yield a line per requirement."""
+    for requirement in spec.load().values():
+        yield f"{requirement.id}  {requirement.sentence}"
+
+
+def check_lines() -> Iterator[str]:
+    """Yield a line per check: where it is, what it decides, and on which kind of run."""
+    package = importlib.import_module(CHECKS)
+    for info in pkgutil.iter_modules(package.__path__):
+        if info.name.startswith("test_"):
+            yield from _of_module(importlib.import_module(f"{CHECKS}.{info.name}"))
+
+
+def _of_module(module: ModuleType) -> Iterator[str]:
+    for holder_name, holder in vars(module).items():
+        members = vars(holder).items() if isclass(holder) else [(None, holder)]
+        for name, function in members:
+            for mark in getattr(function, "pytestmark", ()):
+                if mark.name == "requirement" and getattr(function, "__module__", None) == module.__name__:
+                    where = "::".join(part for part in (holder_name, name) if part)
+                    yield f"{module.__name__}::{where}  {', '.join(mark.args)}  ({mark.kwargs['kind']})"

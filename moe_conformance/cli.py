@@ -1,0 +1,128 @@
+"""The command line: `moe-conformance run`, `list` and `doctor`. `run` is pytest on the installed checks, nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import click
+import pytest
+
+from moe_conformance import catalogue, doctor, plugin
+from moe_conformance.plugin import options
+
+EVERY = "every-importable"
+
+# The caller's pytest configuration stays out, and our reporter does the telling.
+_PYTEST = (
+    "-c", os.devnull, f"--rootdir={plugin.CHECKS.parent}", "-p", "no:cacheprovider", "-qq", "-rN", "--no-header",
+    "--strict-markers", "-o", "console_output_style=classic",
+)  # fmt: skip
+
+_STATUS = {pytest.ExitCode.USAGE_ERROR: 2, pytest.ExitCode.INTERRUPTED: 130, pytest.ExitCode.NO_TESTS_COLLECTED: 1}
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class CannotRun(click.ClickException):
+    """The command cannot run here; one sentence with the remedy."""
+
+    exit_code = 2
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="moe-conformance")
+def main() -> None:
+    """Drives an implementation of Mixture-of-Experts parallelism on real ranks and judges what it did."""
+
+
+def _run_options(command: Command) -> Command:
+    for option in reversed(options.OPTIONS):
+        command = click.option(f"--{option.name}", metavar=option.metavar, help=option.help)(command)
+    return command
+
+
+@main.command()
+@_run_options
+@click.argument("pytest_arguments", nargs=-1, type=click.UNPROCESSED)
+def run(pytest_arguments: tuple[str, ...], **given: str | None) -> NoReturn:
+    """Judge a backend. What follows `--` is for pytest: `-- -n 2`, `-- -x`, `-- -k alltoall-ep2`.
+
+    Exit status: 0 if every required check passed, 1 if not, 2 if the run could not start. `--backend every-importable`
+    judges every registered backend whose library is here, one after the other, each with a report folder of its own.
+    """
+    if not plugin.CHECKS.is_dir():
+        raise CannotRun(f"there are no checks in {plugin.CHECKS}; install moe-conformance again")
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if chosen.get("backend") == EVERY:
+        sys.exit(_run_every(chosen, pytest_arguments))
+    os.environ.pop("PYTEST_ADDOPTS", None)  # meant for the caller's own tests
+    asked = [f"--moe-{name}={value}" for name, value in chosen.items()]
+    status = pytest.main([*_PYTEST, *asked, *pytest_arguments, str(plugin.CHECKS)])
+    sys.exit(_STATUS.get(pytest.ExitCode(status), status) if status in list(pytest.ExitCode) else status)
+
+
+def _run_every(chosen: dict[str, str], pytest_arguments: tuple[str, ...]) -> int:
+    """Judge each importable backend in a process of its own; return the worst status."""
+    found = [entry.name for entry in catalogue.backends() if entry.problem is None]
+    click.echo(f"importable: {', '.join(found)}")
+    worst = 0
+    for name in found:
+        own = {**chosen, "backend": name}
+        if "report" in chosen:
+            own["report"] = str(Path(chosen["report"]) / name)
+        words = [word for option, value in own.items() for word in (f"--{option}", value)]
+        click.echo(f"\n{name}", nl=True)
+        worst = max(worst, _child([sys.executable, "-m", "moe_conformance.cli", "run", *words, "--", *pytest_arguments]))
+    return worst
+
+
+def _child(command: list[str]) -> int:
+    """Run a command and pass on what would end us; Ctrl-C reaches it from the terminal already."""
+    child = subprocess.Popen(command)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: child.send_signal(number))
+    try:
+        while True:
+            try:
+                return child.wait()
+            except KeyboardInterrupt:
+                continue
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@main.command(name="list")
+@click.argument("what", type=click.Choice(["requirements", "checks", "backends"]))
+@click.option("--importable", is_flag=True, help="only backends whose library is here")
+def list_(what: str, importable: bool) -> None:
+    """List requirements, checks or backends."""
+    if importable and what != "backends":
+        raise click.UsageError("--importable goes with `list backends`")
+    if what == "requirements":
+        lines = catalogue.requirement_lines()
+    elif what == "checks":
+        lines = catalogue.check_lines()
+    else:
+        lines = catalogue.backend_lines(importable)
+    for line in lines:
+        click.echo(line)
+
+
+@main.command(name="doctor")
+@click.option("--ranks", metavar="N", help="the largest world that you mean to run (default: 4)")
+def doctor_(ranks: str | None) -> NoReturn:
+    """Say what this machine can run, and why not the rest. Exit status 2 if ranks cannot start."""
+    try:
+        wanted = options.from_mapping({"ranks": ranks}).ranks
+    except options.Unusable as error:
+        raise CannotRun(str(error)) from error
+    sys.exit(doctor.examine(wanted, click.echo))
+
+
+if __name__ == "__main__":
+    main()

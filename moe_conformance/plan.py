@@ -1,0 +1,118 @@
+"""Which cases there are: variants x layouts x the pinned corpus, in the order in which they run best.
+
+Sessions of a backend are kept per layout, so the layout varies slowest; an outcome is kept for one case, so all checks
+of a case come together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import cast
+
+from moe_conformance.contract import Backend, Limit
+from moe_conformance.topology import Layout
+from moe_conformance.workloads import corpus
+from moe_conformance.workloads.records import Workload
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A variant of the backend on a layout, and what the backend declares of it."""
+
+    variant: str
+    layout: Layout
+    limits: tuple[Limit, ...]
+    device: str
+
+    @property
+    def id(self) -> str:
+        """For example `alltoall-ep2`."""
+        return f"{self.variant}-{self.layout.name}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run on ranks: a workload in its cell."""
+
+    cell: Cell
+    workload: Workload
+
+    @property
+    def id(self) -> str:
+        """For example `alltoall-ep2-uneven`."""
+        return f"{self.cell.id}-{self.workload.name}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All cells and cases of a backend on a device in a profile, applicable on this machine or not."""
+
+    backend: Backend
+    device: str
+    profile: str
+
+    @cached_property
+    def cells(self) -> tuple[Cell, ...]:
+        """Every variant on every layout, layout by layout."""
+        limits = {variant: tuple(self.backend.limits(variant)) for variant in self.backend.variants}
+        return tuple(
+            Cell(variant, layout, limits[variant], self.device)
+            for layout in corpus.layouts(cast(corpus.Profile, self.profile))
+            for variant in self.backend.variants
+        )
+
+    @cached_property
+    def cases(self) -> tuple[Case, ...]:
+        """Every workload in every cell, in running order.
+
+        A router does not depend on the exchange, so that it runs with the first variant only.
+        """
+        made = []
+        for cell in self.cells:
+            workloads = list(corpus.corpus(cell.variant, cell.layout, cast(corpus.Profile, self.profile)))
+            if cell.variant == self.backend.variants[0]:
+                workloads += corpus.routing_corpus(cell.variant, cell.layout)
+            made += [Case(cell, workload) for workload in workloads]
+        return tuple(made)
+
+    def of(self, kind: str, when: Callable[[Workload], bool] | None) -> list[Case]:
+        """Return the cases that a check of that kind reads."""
+        return [
+            case for case in self.cases if case.workload.kind == kind and (when is None or when(case.workload))
+        ]
+
+    @cached_property
+    def positions(self) -> dict[str, int]:
+        """Running order by the id of a case; a cell comes after its cases."""
+        order: dict[str, int] = {}
+        for case in self.cases:
+            order[case.id] = len(order)
+        last = {case.cell.id: position for position, case in enumerate(self.cases)}
+        return order | last
+
+
+def workload_names() -> frozenset[str]:
+    """Return the names of all workloads of all profiles."""
+    recipes = {recipe.name for recipe in (*corpus.PROBE, *corpus.EXPERTS)}
+    return frozenset(recipes | {name for name, _ in corpus.ROUTE})
+
+
+def layout_names() -> frozenset[str]:
+    """Return the names of all layouts of all profiles."""
+    return frozenset(layout.name for layout in corpus.layouts("full"))
+
+
+def too_large(layout: Layout, ranks: int) -> str | None:
+    """Return why a layout is not applicable to that many ranks, or None."""
+    if layout.problem:
+        return layout.problem
+    if layout.world > ranks:
+        return f"{layout.name} is a layout of {layout.world} ranks, and --ranks is {ranks}"
+    return None
+
+
+def fitting(layouts: Sequence[Layout], ranks: int) -> list[Layout]:
+    """Return the layouts that are applicable to that many ranks."""
+    return [layout for layout in layouts if too_large(layout, ranks) is None]

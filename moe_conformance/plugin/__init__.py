@@ -1,0 +1,108 @@
+"""The pytest plug-in. This file is imported by every pytest run of an environment that has the suite installed, so it
+imports nothing heavy and does nothing until it is asked: by an option, or by collecting distributed_tests.
+
+    options.py    the options, for pytest and for the command line
+    run.py        what a run stands on, checked before it starts
+    driver.py     items, fixtures, the engine and the verdict of each item
+    trial.py      from the end of an item to its verdict
+    drawing.py    how Hypothesis draws
+    scheduling.py which xdist worker judges what
+    reporter.py   records into progress, matrix, result.json and the exit status
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from moe_conformance.plugin import options
+
+if TYPE_CHECKING:
+    from moe_conformance.plugin.driver import Driver
+
+CHECKS = Path(__file__).parent.parent.parent / "distributed_tests"  # beside the package, in checkout and wheel
+
+_DRIVER = "moe-conformance-driver"
+_REPORTER = "moe-conformance-reporter"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--moe-NAME` for every option of a run."""
+    group = parser.getgroup("moe-conformance", "conformance of Mixture-of-Experts parallelism")
+    for option in options.OPTIONS:
+        group.addoption(
+            f"--moe-{option.name}", dest=f"moe_{option.name}", metavar=option.metavar, help=option.help, default=None
+        )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the mark; begin if an option was given."""
+    config.addinivalue_line(
+        "markers", "requirement(*ids, kind, when): the requirements that a check decides, and on which workloads"
+    )
+    if any(value is not None for value in _given(config).values()):
+        begin(config)
+
+
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> None:
+    """Begin when the suite's own checks are collected."""
+    if CHECKS in file_path.parents and file_path.suffix == ".py":
+        begin(parent.config)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
+    """Begin in the controller, which collects nothing itself, when a worker has collected the suite's own checks."""
+    config: pytest.Config = node.config
+    files = {each.partition("::")[0] for each in ids}
+    if any(CHECKS in (config.rootpath / file).parents for file in files):
+        begin(config)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep the cases of a cell on one worker, so that no case runs twice; leave any other distribution alone."""
+    driver: Driver | None = config.pluginmanager.get_plugin(_DRIVER)
+    if driver is None or config.getoption("dist") != "load":
+        return None
+    from moe_conformance.plugin.scheduling import by_cell
+
+    return by_cell(config, log, driver.plan.cells)
+
+
+def begin(config: pytest.Config) -> None:
+    """Prepare the run and register its two halves, once.
+
+    Raises:
+        pytest.UsageError: the run cannot start; says why and what to do.
+    """
+    manager = config.pluginmanager
+    if manager.hasplugin(_DRIVER):
+        return
+    from moe_conformance.plugin import drawing
+    from moe_conformance.plugin.driver import Driver
+    from moe_conformance.plugin.reporter import Reporter
+    from moe_conformance.plugin.run import prepare
+
+    try:
+        run = prepare(options.from_mapping(_given(config)))
+    except options.Unusable as error:
+        raise pytest.UsageError(str(error)) from None
+    signal.signal(signal.SIGTERM, _terminated)
+    if config.getoption("--hypothesis-profile", None) is None:
+        drawing.load_profile(run.options.profile)
+    manager.register(Driver(run), _DRIVER)
+    if not hasattr(config, "workerinput"):  # xdist: the controller reports what the workers judge
+        manager.register(Reporter(run, config), _REPORTER)
+
+
+def _given(config: pytest.Config) -> dict[str, Any]:
+    return {option.name: config.getoption(f"moe_{option.name}", None) for option in options.OPTIONS}
+
+
+def _terminated(number: int, frame: Any) -> None:
+    """End the session in order, so that no rank outlives it; 128 + 15 as a shell has it."""
+    pytest.exit("terminated", returncode=128 + number)

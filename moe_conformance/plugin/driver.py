@@ -1,0 +1,290 @@
+"""The driver: gives the checks their cases, runs each case once on the ranks, and turns every item's end into a record."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import hypothesis
+import pytest
+
+from moe_conformance.contract import Limit
+from moe_conformance.engine import Engine, EngineError
+from moe_conformance.judging import reading as judging
+from moe_conformance.judging.verdict import RunFailed, Tally
+from moe_conformance.plan import Case, Cell, Plan, too_large
+from moe_conformance.plugin.run import Run, engine_needs
+from moe_conformance.plugin.trial import Ending, Trial, ending
+from moe_conformance.report.records import FAILING, PROPERTY, Record
+from moe_conformance.report.words import failure
+from moe_conformance.scenarios.moe_step import moe_step
+from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.waivers import Item
+from moe_conformance.workloads.features import broken
+from moe_conformance.workloads.records import Workload
+
+TRIAL = pytest.StashKey[Trial]()
+
+Drive = Callable[[Workload], Outcome]
+
+
+@dataclass
+class _Kept:
+    """The outcome of the latest case, and its reading once somebody asked for it."""
+
+    case: Case
+    outcome: Outcome
+    reading: judging.Reading | None = None
+
+
+class Driver:
+    """The plug-in's working half; in an xdist worker it has an engine of its own."""
+
+    def __init__(self, run: Run) -> None:
+        """Start nothing yet: an engine is made when the first case runs."""
+        self.run = run
+        self.plan = Plan(run.backend, run.options.device, run.options.profile)
+        self._engine: Engine | None = None
+        self._kept: _Kept | None = None
+
+    def pytest_sessionfinish(self) -> None:
+        """End the ranks, if there are any."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    # ---- which items there are ---------------------------------------------------------------------------------
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Give a check of the corpus its cases, and a check that draws its own workloads its cells."""
+        mark = metafunc.definition.get_closest_marker("requirement")
+        if mark is None:
+            return
+        if "cell" in metafunc.fixturenames:
+            cells = self.plan.cells
+            metafunc.parametrize("cell", cells, ids=[cell.id for cell in cells], indirect=True)
+        elif "case" in metafunc.fixturenames:
+            cases = self.plan.of(mark.kwargs["kind"], mark.kwargs["when"])
+            metafunc.parametrize("case", cases, ids=[case.id for case in cases], indirect=True)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Leave out what --only does not name, and sort by case: examples of waivers first."""
+        left_out = [item for item in items if self._left_out(item)]
+        if left_out:
+            config.hook.pytest_deselected(items=left_out)
+        kept = [item for item in items if not self._left_out(item)]
+        examples = self.run.waivers.examples
+        urgent = {_place(item) for item in kept if item.name in examples}
+        order = self.plan.positions
+
+        def key(item: pytest.Item) -> tuple[bool, bool, int, bool]:
+            place = _place(item)
+            if place is None:  # not ours: where it was, after ours
+                return (True, True, 0, True)
+            return (place not in urgent, item.name not in examples, order[place], "cell" in _parameters(item))
+
+        items[:] = sorted(kept, key=key)
+
+    def _left_out(self, item: pytest.Item) -> bool:
+        mark = item.get_closest_marker("requirement")
+        return bool(mark and self.run.options.ids and not set(mark.args) & set(self.run.options.ids))
+
+    # ---- fixtures ------------------------------------------------------------------------------------------------
+
+    @pytest.fixture
+    def case(self, request: pytest.FixtureRequest) -> Case:
+        """The case of this item: a workload in its cell."""
+        case: Case = request.param
+        trial = trial_of(request.node)
+        trial.cell, trial.workload = case.cell, case.workload
+        return case
+
+    @pytest.fixture
+    def cell(self, request: pytest.FixtureRequest) -> Cell:
+        """The variant and layout of an item that draws its own workloads."""
+        cell: Cell = request.param
+        trial_of(request.node).cell = cell
+        return cell
+
+    @pytest.fixture
+    def tally(self, request: pytest.FixtureRequest) -> Tally:
+        """What this item's judgements have compared."""
+        return trial_of(request.node).tally
+
+    @pytest.fixture
+    def outcome(self, case: Case, request: pytest.FixtureRequest) -> Outcome:
+        """What the case's run brought back; skips where there was nothing to run or the backend refused."""
+        trial = trial_of(request.node)
+        self._skip_inapplicable(trial, case.cell)
+        limit = _limit(case)
+        if limit is not None and limit.proof == "undefined":
+            trial.skip("limit", f"limit, unproved: {limit.reason}")
+        if self._kept is None or self._kept.case is not case:
+            self._kept = None
+            self._kept = _Kept(case, self._step(trial, case.workload))
+        trial.outcome = self._kept.outcome
+        _skip_refused(trial, self._kept.outcome)
+        if limit is not None:
+            raise RunFailed(
+                "run",
+                f"the backend declares a limit on {limit.on} that the library refuses to break ({limit.reason}), but "
+                "nothing refused",
+            )
+        return self._kept.outcome
+
+    @pytest.fixture
+    def reading(self, outcome: Outcome) -> judging.Reading:
+        """The outcome as the judges read it; all checks of a case share one."""
+        assert self._kept is not None  # by `outcome`
+        if self._kept.reading is None:
+            self._kept.reading = judging.read(outcome)
+        return self._kept.reading
+
+    @pytest.fixture
+    def drive(self, cell: Cell, request: pytest.FixtureRequest) -> Drive:
+        """Runs a drawn workload and returns its outcome; rejects a draw that the backend refuses."""
+        trial = trial_of(request.node)
+        self._skip_inapplicable(trial, cell)
+        allowed = [case for case in self.plan.cases if case.cell is cell and not _limit(case)]
+        if not allowed:
+            trial.skip("limit", f"limit, unproved: every workload breaks a declared limit of {cell.variant}")
+        _skip_refused(trial, self._step(trial, allowed[0].workload))
+
+        def drive(workload: Workload) -> Outcome:
+            trial.outcome = self._step(trial, workload)
+            if _refused(trial.outcome):
+                hypothesis.reject()
+            return trial.outcome
+
+        return drive
+
+    def _skip_inapplicable(self, trial: Trial, cell: Cell) -> None:
+        if reason := too_large(cell.layout, self.run.options.ranks):
+            trial.skip("not applicable", f"not applicable: {reason}")
+
+    def _step(self, trial: Trial, workload: Workload) -> Outcome:
+        if self._engine is None:
+            self._engine = self._start()
+        trial.runs += 1
+        return moe_step(self._engine, self.run.target, workload)
+
+    def _start(self) -> Engine:
+        try:
+            return Engine(device=self.run.options.device, **engine_needs(self.run.backend))
+        except EngineError as error:  # the machine's or the installation's: no item is at fault
+            pytest.exit(f"the ranks cannot start: {error}", returncode=pytest.ExitCode.USAGE_ERROR)
+
+    # ---- how items end -----------------------------------------------------------------------------------------
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Attach the item's record to the report of the phase that ended it, and let its verdict be the report's."""
+        report = yield
+        if item.get_closest_marker("requirement") is None or call.when == "teardown":
+            return report
+        if call.when == "setup" and report.passed:
+            return report
+        trial = trial_of(item)
+        ended = ending(trial, call.excinfo.value if call.excinfo else None)
+        if ended.verdict == "error":
+            ended = replace(ended, detail=report.longreprtext)
+        record = self._record(item, trial, ended)
+        report.user_properties.append((PROPERTY, record.to_json()))
+        _translate(report, record)
+        return report
+
+    def _record(self, item: pytest.Item, trial: Trial, ended: Ending) -> Record:
+        waiver = self._waiver(item, trial)
+        if waiver is not None and ended.verdict in ("fail", "crash", "hang"):
+            ended = replace(ended, verdict="waived", message=f"waived by {waiver}: {ended.message}")
+        elif waiver is not None and ended.verdict == "pass":
+            message = f"{waiver} waives this check, and it passes: narrow the waiver or delete it"
+            ended = Ending("unexpected pass", message, "UnexpectedPass")
+        tally, outcome = trial.tally, trial.outcome
+        return Record(
+            node=item.nodeid,
+            check=trial.check,
+            requirements=trial.requirements,
+            verdict=ended.verdict,
+            message=ended.message,
+            kind=ended.kind,
+            stage=ended.stage,
+            blamed=ended.blamed,
+            variant=trial.cell.variant if trial.cell else None,
+            layout=trial.cell.layout.name if trial.cell else None,
+            workload=trial.workload.name if trial.workload else None,
+            compared={"elements": tally.elements, "pairs": tally.pairs, "ranks": sorted(tally.ranks)},
+            worst=min(tally.worst, sys.float_info.max),  # JSON has no infinity
+            resolved=dict(outcome.ranks[0].resolved) if outcome else {},
+            detail=ended.detail,
+            reproduce=self.run.options.command(("-k", item.name), only=trial.requirements),
+            waiver=waiver,
+            runs=trial.runs,
+        )
+
+    def _waiver(self, item: pytest.Item, trial: Trial) -> str | None:
+        if trial.cell is None:
+            return None
+        workload = trial.workload.name if trial.workload else None
+        asked = Item(item.name, trial.requirements, trial.cell.variant, trial.cell.layout.name, workload)
+        waiver = self.run.waivers.match(asked)
+        return None if waiver is None else waiver.id
+
+
+def trial_of(item: pytest.Item) -> Trial:
+    """Return what is known of an item so far."""
+    if TRIAL not in item.stash:
+        mark = item.get_closest_marker("requirement")
+        requirements = () if mark is None else tuple(mark.args)
+        item.stash[TRIAL] = Trial(requirements, getattr(item, "originalname", None) or item.name)
+    return item.stash[TRIAL]
+
+
+def _parameters(item: pytest.Item) -> dict[str, Any]:
+    callspec = getattr(item, "callspec", None)
+    return {} if callspec is None else dict(callspec.params)
+
+
+def _place(item: pytest.Item) -> str | None:
+    """Return the id of an item's case or cell."""
+    parameters = _parameters(item)
+    place = parameters.get("case") or parameters.get("cell")
+    return place.id if isinstance(place, Case | Cell) else None
+
+
+def _limit(case: Case) -> Limit | None:
+    """Return the first declared limit that a case breaks."""
+    return broken(case.cell.limits, case.workload, case.cell.device)
+
+
+def _refused(outcome: Outcome) -> bool:
+    """Whether building was refused everywhere; a rank that went on, failed or hung makes it a failure instead."""
+    went_on = any(rank.status == "ok" for rank in outcome.ranks)
+    return outcome.refusal is not None and not outcome.blamed and not went_on
+
+
+def _skip_refused(trial: Trial, outcome: Outcome) -> None:
+    """End the item if building was refused. What an adapter refuses proves nothing about the library."""
+    if not _refused(outcome):
+        return
+    refusal = outcome.refusal
+    assert refusal is not None  # by `_refused`
+    if refusal.error_by == "library":
+        trial.skip("refused", f"refused by the library: {refusal.error}")
+    trial.skip("not adapted", f"not adapted: {refusal.error}")
+
+
+def _translate(report: pytest.TestReport, record: Record) -> None:
+    """Let pytest see the verdict: failing verdicts fail, pass passes, the others are skips with a reason."""
+    if record.verdict in FAILING:
+        report.outcome = "failed"
+        report.longrepr = failure(record)
+    elif record.verdict != "pass":
+        report.outcome = "skipped"
+        path, line, _ = report.location
+        report.longrepr = (path, line or 0, record.message)

@@ -1,0 +1,134 @@
+"""What a run stands on: its options, its backend with versions, the law and the waivers; all checked before it starts."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Any
+
+from moe_conformance import spec, waivers
+from moe_conformance.backends import registry
+from moe_conformance.contract import Backend, Unsupported
+from moe_conformance.plan import layout_names, workload_names
+from moe_conformance.plugin.options import Options, Unusable
+
+PLANTS = "self_tests.planted_bugs"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One judged backend. `target` is what the ranks load: a registered name or pkg.mod:Class."""
+
+    options: Options
+    target: str
+    backend: Backend
+    versions: Mapping[str, str]
+    waivers: waivers.Waivers
+    started: datetime
+
+
+def prepare(options: Options) -> Run:
+    """Check everything that can be checked without starting a rank.
+
+    Raises:
+        Unusable: unknown backend, plant or requirement; no backend at all; a library or a GPU that is not there; waivers
+            that cannot be read; a report folder that cannot be written.
+    """
+    if unknown := [wanted for wanted in options.ids if wanted not in spec.load()]:
+        raise Unusable(
+            f"no requirement {', '.join(unknown)}; `moe-conformance list requirements` shows all of them"
+        )
+    target = plants()[options.plant] if options.plant else options.backend
+    backend, versions = open_backend(target)
+    _require_device(options.device)
+    names = waivers.Names(
+        requirements=frozenset(spec.load()),
+        variants=frozenset(backend.variants),
+        layouts=layout_names(),
+        workloads=workload_names(),
+        versions=versions,
+    )
+    try:
+        held = waivers.load(waivers.path_for(target, options.waivers), names, date.today())
+    except waivers.Unreadable as error:
+        raise Unusable(str(error)) from error
+    if options.report:
+        _require_writable(Path(options.report))
+    return Run(options, target, backend, versions, held, datetime.now(UTC))
+
+
+def open_backend(target: str) -> tuple[Backend, Mapping[str, str]]:
+    """Return a backend and its versions; the library under test is not imported here.
+
+    Raises:
+        Unusable: there is no such backend, it is none, it cannot be made, or its library is not installed.
+    """
+    try:
+        backend = registry.load(target)
+        versions = dict(backend.versions())
+    except registry.NoBackend as error:
+        raise Unusable(str(error)) from error
+    except Unsupported as error:
+        raise Unusable(f"backend {target} cannot run here: {error}") from error
+    except Exception as error:
+        raise Unusable(f"backend {target} cannot be made: {type(error).__name__}: {error}") from error
+    if not backend.variants:
+        raise Unusable(f"backend {target} has no variants; name at least one, such as 'default'")
+    return backend, versions
+
+
+def plants() -> dict[str, str]:
+    """Return the dotted path of every planted bug by name; an unknown name is answered with all known ones.
+
+    Raises:
+        Unusable: the planted bugs are not here.
+    """
+    try:
+        package = importlib.import_module(PLANTS)
+    except ModuleNotFoundError as error:
+        raise Unusable(
+            "the planted bugs come with the source checkout, not with the wheel; run --plant from there"
+        ) from error
+    found = _Plants()
+    for module in pkgutil.iter_modules(package.__path__):
+        for plant in getattr(importlib.import_module(f"{PLANTS}.{module.name}"), "PLANTS", ()):
+            found[plant.name] = plant.backend
+    return found
+
+
+class _Plants(dict[str, str]):
+    def __missing__(self, name: str) -> str:
+        raise Unusable(f"unknown plant {name!r}; known: {', '.join(sorted(self)) or 'none'}")
+
+
+def engine_needs(backend: Backend) -> dict[str, Any]:
+    """Return what the engine imports before it forks ranks, and the environment that it does so in."""
+    preload = ("moe_conformance.scenarios.moe_step", *getattr(backend, "preload", ()))
+    return {"preload": preload, "environment": dict(getattr(backend, "environment", {}))}
+
+
+def _require_device(device: str) -> None:
+    if device == "cpu":
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise Unusable("--device cuda, but torch finds no GPU here; take --device cpu, or a machine with one")
+
+
+def _require_writable(folder: Path) -> None:
+    """Make the folder, or say why not."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise Unusable(
+            f"the report folder {folder} cannot be written ({error.strerror}); give another --report"
+        ) from error

@@ -1,0 +1,28 @@
+"""Which xdist worker judges what: all items of a cell together, since they share sessions and outcomes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from xdist.scheduler import LoadScopeScheduling
+
+from moe_conformance.plan import Cell
+
+
+def cell_of(nodeid: str, cells: Sequence[str]) -> str:
+    """Return the cell of an item, or the node id itself if it has none; `ep2-edp2` is not taken for `ep2`."""
+    parameter = nodeid.rpartition("[")[2].removesuffix("]")
+    fitting = [cell for cell in cells if parameter == cell or parameter.startswith(f"{cell}-")]
+    return max(fitting, key=len, default=nodeid)
+
+
+def by_cell(config: Any, log: Any, cells: Sequence[Cell]) -> LoadScopeScheduling:
+    """Return a scheduler that hands out whole cells."""
+    names = [cell.id for cell in cells]
+
+    class ByCell(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return cell_of(nodeid, names)
+
+    return ByCell(config, log)

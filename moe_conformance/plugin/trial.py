@@ -1,0 +1,107 @@
+"""One item on trial: what its fixtures found, and the verdict that follows from how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from moe_conformance.judging.verdict import Mismatch, RunFailed, Tally
+from moe_conformance.plan import Cell
+from moe_conformance.report.records import Verdict
+from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.workloads.records import Workload
+
+_TRACEBACK_LINES = 16
+_NOTE_LINES = 30
+
+
+@dataclass
+class Trial:
+    """Filled in while the item runs."""
+
+    requirements: tuple[str, ...]
+    check: str
+    cell: Cell | None = None
+    workload: Workload | None = None
+    outcome: Outcome | None = None  # the latest
+    tally: Tally = field(default_factory=Tally)
+    runs: int = 0
+    settled: Verdict | None = None  # by a fixture, before the check ran
+
+    def skip(self, verdict: Verdict, reason: str) -> None:
+        """End the item here with a verdict that is neither pass nor failure."""
+        self.settled = verdict
+        pytest.skip(reason)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an item ended, in words."""
+
+    verdict: Verdict
+    message: str = ""
+    kind: str | None = None
+    stage: str | None = None
+    blamed: tuple[int, ...] = ()
+    detail: str = ""
+
+
+def ending(trial: Trial, error: BaseException | None) -> Ending:
+    """Return how the item ended, given the exception that ended it."""
+    if error is None:
+        if trial.tally.vacuous:
+            return Ending(
+                "vacuous", "vacuous: the check ended without a single comparison, so it shows nothing", "Vacuous"
+            )
+        return Ending("pass")
+    if isinstance(error, pytest.skip.Exception):
+        return Ending(trial.settled or "not run", str(error))
+    leaves = list(_leaves(error))
+    mismatches = [leaf for leaf in leaves if isinstance(leaf, Mismatch)]
+    if not mismatches or len(mismatches) < len(leaves):
+        foreign = next(leaf for leaf in leaves if not isinstance(leaf, Mismatch))
+        return Ending("error", f"the suite's own {type(foreign).__name__}: {foreign}", type(foreign).__name__)
+    first = mismatches[0]
+    return Ending(
+        verdict=_run_verdict(trial.outcome) if isinstance(first, RunFailed) else "fail",
+        message="\n".join(str(mismatch) for mismatch in mismatches),
+        kind=type(first).__name__,
+        stage=first.stage,
+        blamed=first.ranks,
+        detail="\n".join([*_drawn(error, mismatches), *_traceback(first, trial.outcome)]),
+    )
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    """Yield the exceptions of a group: Hypothesis raises one when it finds several faults."""
+    if isinstance(error, BaseExceptionGroup):
+        for each in error.exceptions:
+            yield from _leaves(each)
+    else:
+        yield error
+
+
+def _run_verdict(outcome: Outcome | None) -> Verdict:
+    hung = outcome is not None and any(rank.status == "hung" for rank in outcome.blamed)
+    return "hang" if hung else "crash"
+
+
+def _traceback(mismatch: Mismatch, outcome: Outcome | None) -> list[str]:
+    """Return the end of the traceback of the first blamed rank; a mismatch of values needs none."""
+    if not isinstance(mismatch, RunFailed) or outcome is None:
+        return []
+    rank = next((rank for rank in outcome.blamed if rank.traceback), None)
+    if rank is None or rank.traceback is None:
+        return []
+    lines = rank.traceback.rstrip().splitlines()
+    cut = ["..."] if len(lines) > _TRACEBACK_LINES else []
+    return [f"on rank {rank.rank}:", *(f"  {line}" for line in cut + lines[-_TRACEBACK_LINES:])]
+
+
+def _drawn(error: BaseException, mismatches: list[Mismatch]) -> list[str]:
+    """Return what Hypothesis noted on the exceptions: the smallest example that it found."""
+    noted = [error, *(mismatch for mismatch in mismatches if mismatch is not error)]
+    lines = [line for each in noted for note in getattr(each, "__notes__", ()) for line in note.splitlines()]
+    return lines[:_NOTE_LINES]

@@ -1,0 +1,1 @@
+"""What a run tells: one record per item, gathered into a terminal matrix and result.json."""

@@ -1,0 +1,84 @@
+"""The matrix: requirement x layout, one sign per cell, with the legend of the signs that occur."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from moe_conformance.report.records import FAILING, Record, Verdict, overall
+from moe_conformance.spec import Requirement
+
+# sign, sign where the terminal knows ASCII only, colour
+SIGNS: Mapping[Verdict, tuple[str, str, str]] = {
+    "pass": ("✓", "+", "green"),
+    "fail": ("✗", "F", "bold red"),
+    "crash": ("C", "C", "bold red"),
+    "hang": ("H", "H", "bold red"),
+    "error": ("E", "E", "bold red"),
+    "vacuous": ("V", "V", "bold red"),
+    "unexpected pass": ("U", "U", "bold red"),
+    "waived": ("W", "W", "yellow"),
+    "refused": ("r", "r", "cyan"),
+    "not adapted": ("a", "a", "cyan"),
+    "limit": ("l", "l", "cyan"),
+    "not applicable": ("-", "-", "dim"),
+    "not run": ("·", ".", "dim"),
+}
+
+
+def matrix(
+    requirements: Sequence[Requirement], records: Iterable[Record], *, width: int, color: bool, encoding: str
+) -> str:
+    """Return the matrix as lines for a terminal; a failing cell says how many of its items failed."""
+    column = 1 if "utf" not in encoding.lower() else 0
+    cells: dict[tuple[str, str], Counter[Verdict]] = {}
+    layouts: dict[str, None] = {}
+    for record in records:
+        layout = record.layout or "any"
+        layouts[layout] = None
+        for each in record.requirements:
+            cells.setdefault((each, layout), Counter())[record.verdict] += 1
+    table = Table(box=box.SIMPLE_HEAD if column == 0 else box.ASCII2, pad_edge=False)
+    table.add_column("requirement")
+    for layout in layouts:
+        table.add_column(layout.replace("-", "\n"), justify="center", vertical="bottom")
+    for requirement in requirements:
+        counts = [cells.get((requirement.id, layout), Counter()) for layout in layouts]
+        table.add_row(requirement.id, *(_cell(count, column) for count in counts))
+    rows = {requirement.id for requirement in requirements}
+    seen = {overall(count) for (each, _), count in cells.items() if each in rows}
+    seen |= {"not run" for each in rows for layout in layouts if (each, layout) not in cells}
+    legend = Text("  ").join(_explained(verdict, column) for verdict in SIGNS if verdict in seen)
+    return _render(table, width, color) + _render(legend, width, color)
+
+
+def _cell(count: Counter[Verdict], column: int) -> Text:
+    verdict = overall(count)
+    sign = Text(SIGNS[verdict][column], style=SIGNS[verdict][2])
+    if failing := sum(count[each] for each in FAILING):
+        sign.append(str(failing))
+    return sign
+
+
+def _explained(verdict: Verdict, column: int) -> Text:
+    return Text(SIGNS[verdict][column], style=SIGNS[verdict][2]).append(f" {verdict}", style="not bold")
+
+
+def _render(what: Table | Text, width: int, color: bool) -> str:
+    out = io.StringIO()
+    console = Console(file=out, width=width, force_terminal=color, color_system="standard" if color else None)
+    console.print(what)
+    return out.getvalue()
+
+
+def totals(records: Iterable[Record]) -> str:
+    """Return how many items ended how, failures first: `2 fail, 310 pass, 40 refused`."""
+    count = Counter(record.verdict for record in records)
+    order = sorted(SIGNS, key=lambda verdict: verdict not in FAILING)
+    return ", ".join(f"{count[verdict]} {verdict}" for verdict in order if count[verdict]) or "no item"

@@ -1,0 +1,88 @@
+"""Failures in words: one in full, many grouped, so that one fault is told once and not two hundred times."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from moe_conformance.report.records import FAILING, Record
+
+IN_FULL = 5  # distinct failures that the terminal tells in full
+
+
+@dataclass(frozen=True)
+class Group:
+    """Failures of one kind; the first stands for all."""
+
+    records: tuple[Record, ...]
+
+    @property
+    def first(self) -> Record:
+        """The failure to tell."""
+        return self.records[0]
+
+    @property
+    def title(self) -> str:
+        """What fails, in one line."""
+        first = self.first
+        ids = sorted({each for record in self.records for each in record.requirements})
+        shown = ", ".join(ids[:4]) + (f" and {len(ids) - 4} more" if len(ids) > 4 else "")
+        stage = f" in {first.stage}" if first.stage and first.stage != "run" else ""
+        return f"{shown}: {first.verdict}{stage}"
+
+
+def failure(record: Record) -> str:
+    """Return the diagnosis, what belongs to it, and the command that repeats exactly this item."""
+    lines = [record.message]
+    if record.detail:
+        lines.append(record.detail)
+    lines.append(f"reproduce: {record.reproduce}")
+    return "\n".join(lines)
+
+
+def groups(records: Iterable[Record]) -> list[Group]:
+    """Group the failing records by what went wrong, in order of first appearance."""
+    found: dict[tuple[str, ...], list[Record]] = {}
+    for record in records:
+        if record.verdict in FAILING:
+            found.setdefault(_kind(record), []).append(record)
+    return [Group(tuple(group)) for group in found.values()]
+
+
+def _kind(record: Record) -> tuple[str, ...]:
+    """Return what makes two failures the same kind.
+
+    A run that did not finish fails every check that reads it, whatever the requirement; so does a fault of the suite.
+    """
+    if record.verdict in ("crash", "hang", "error"):
+        return (record.verdict, record.kind or "", _shape(record.message))
+    return (record.verdict, record.kind or "", record.stage or "", *record.requirements)
+
+
+def _shape(message: str) -> str:
+    """Return the first line with its numbers left out: rank 1 and rank 3 that fail alike are one kind."""
+    return re.sub(r"\d+(\.\d+)?", "#", message.splitlines()[0] if message else "")
+
+
+def tell(found: Sequence[Group]) -> list[tuple[str, str]]:
+    """Return (title, text) of the groups to tell in full, and one last entry that lists the others."""
+    told = [(group.title, _in_full(group)) for group in found[:IN_FULL]]
+    if rest := found[IN_FULL:]:
+        lines = [f"{group.title}: {len(group.records)} x {_one_line(group.first)}" for group in rest]
+        told.append((f"{len(rest)} more kinds of failure", "\n".join(lines)))
+    return told
+
+
+def _in_full(group: Group) -> str:
+    lines = [group.first.item, failure(group.first)]
+    if more := len(group.records) - 1:
+        cases = sorted({record.case or record.item for record in group.records[1:]} - {group.first.case})
+        also = f", on {', '.join(cases[:4])}{' ...' if len(cases) > 4 else ''}" if cases else ""
+        lines.append(f"{more} more of this kind{also}")
+    return "\n".join(lines)
+
+
+def _one_line(record: Record) -> str:
+    line = record.message.splitlines()[0] if record.message else ""
+    return line if len(line) <= 100 else line[:97] + "..."
