@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
@@ -12,39 +12,15 @@ from torch import Tensor
 
 from moe_conformance.judging import bounds
 from moe_conformance.judging.bounded import Target, compare
+from moe_conformance.judging.places import Place, Shard, places_of, stages
 from moe_conformance.judging.verdict import Tally
-from moe_conformance.topology import Layout
 from moe_conformance.workloads.records import Workload
 from reference import layer
 from reference.experts import Parameters, swiglu_experts
 from reference.layer import Gradients, WeightsAt
 from reference.magnitudes import magnitudes, swiglu_measured
 
-Place = tuple[int, int]  # (microbatch, rank): the tokens that one rank is fed in one microbatch
 Key = tuple[str, int]  # (name, global expert id)
-Shard = tuple[int, int, int] | None  # (dim, index, of)
-
-
-def stages(layout: Layout) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of every pipeline stage: a stage has a batch and parameters of its own.
-
-    >>> stages(Layout(4, pp=2))
-    ((0, 1), (2, 3))
-    """
-    return tuple(zip(*layout.groups()["pp"], strict=True))
-
-
-def shard_of(full: Tensor, shard: Shard) -> Tensor:
-    """Return the part of a full parameter that a window (dim, index, of) is on.
-
-    >>> shard_of(torch.arange(6), (0, 1, 3)).tolist()
-    [2, 3]
-    """
-    if shard is None:
-        return full
-    dim, index, of = shard
-    width = full.shape[dim] // of
-    return full.narrow(dim, index * width, width)
 
 
 @dataclass(frozen=True)
@@ -98,11 +74,6 @@ class OwnExpected:
         """The stage of every rank."""
         return {rank: at for at, ranks in enumerate(self.stages) for rank in ranks}
 
-    def places(self, ranks: Iterable[int]) -> tuple[Place, ...]:
-        """Where some ranks' tokens come from, all microbatches."""
-        ranks = tuple(ranks)
-        return tuple((m, rank) for m in range(len(self.workload.batches)) for rank in ranks)
-
     def y(self, place: Place) -> Target:
         """The output (T, D) at a place."""
         return self._tokens[place][0]
@@ -120,7 +91,9 @@ class OwnExpected:
         value, magnitude = self._results[stage][0].parameters[key], self._results[stage][1].parameters[key]
         layout, microbatches = self.workload.layout, len(self.workload.batches)
         more = bounds.more_in_parameter_gradients(microbatches, layout.edp)
-        tokens = sum(len(self.workload.batches[m][rank].x_TD) for m, rank in self.places(self.stages[stage]))
+        tokens = sum(
+            len(self.workload.batches[m][rank].x_TD) for m, rank in places_of(self.workload, self.stages[stage])
+        )
         length = bounds.longest_sum(self.workload.config, tokens)
         allowed = bounds.allowed(magnitude, self.workload.config.dtype, length=length, more=more)
         return Target(value / self.divisor, allowed / self.divisor)
@@ -130,7 +103,7 @@ class OwnExpected:
         """Of every stage, the experts that no token of any rank reaches in any microbatch."""
         everyone = frozenset(range(self.workload.config.experts))
         return tuple(
-            everyone - set(batch_of(self.workload, self.places(ranks)).ids_TK.unique().tolist())
+            everyone - set(batch_of(self.workload, places_of(self.workload, ranks)).ids_TK.unique().tolist())
             for ranks in self.stages
         )
 
@@ -139,7 +112,7 @@ class OwnExpected:
         """Values and magnitudes of every stage."""
         found = []
         for ranks in self.stages:
-            batch, parameters = batch_of(self.workload, self.places(ranks)), parameters_of(self.workload)
+            batch, parameters = batch_of(self.workload, places_of(self.workload, ranks)), parameters_of(self.workload)
             values = layer.gradients(*batch, swiglu_experts, parameters, weights_at=self.weights_at)
             sizes = magnitudes(*batch, swiglu_measured, parameters, weights_at=self.weights_at)
             found.append((values, sizes))
@@ -162,7 +135,7 @@ class OwnExpected:
                 )
             ]
             start = 0
-            for m, rank in self.places(ranks):
+            for m, rank in places_of(self.workload, ranks):
                 rows = slice(start, start + len(self.workload.batches[m][rank].x_TD))
                 y, dx, dw = (Target(target.expected[rows], target.allowed[rows]) for target in targets)
                 found[m, rank], start = (y, dx, dw), rows.stop

@@ -15,12 +15,10 @@ from moe_conformance.judging.own_expected import (
     Held,
     Key,
     OwnExpected,
-    Place,
-    Shard,
     expect_own,
-    shard_of,
 )
 from moe_conformance.judging.own_guesses import explain_parameters, explain_tokens
+from moe_conformance.judging.places import Place, Shard, places_of, shard_of, whole
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.verdict import (
     AbsentGradient,
@@ -73,7 +71,7 @@ def judge_weight_place(reading: Reading, tally: Tally) -> None:
     expected = expected_of(reading)
     judge_own_outputs(reading, Tally())
     other = expect_own(expected.workload, "output" if expected.weights_at == "input" else "input", "sum")
-    for at in expected.places(range(len(reading.ranks))):
+    for at in places_of(expected.workload, range(len(reading.ranks))):
         ours, theirs = expected.y(at), other.y(at)
         apart_TD = (ours.expected - theirs.expected).abs() > ours.allowed + theirs.allowed
         tally.add(elements=int(apart_TD.sum()), rank=at[1])
@@ -117,7 +115,7 @@ def _judge_tokens(reading: Reading, tally: Tally, judged: _Judged) -> None:
     """Compare something that every token has, on every rank in every microbatch."""
     expected = expected_of(reading)
     actual: dict[Place, Tensor] = {}
-    for m, rank in expected.places(range(len(reading.ranks))):
+    for m, rank in places_of(expected.workload, range(len(reading.ranks))):
         if judged.stage == "experts" or reading.goes_backward(m):
             actual[m, rank] = _formed(reading, (m, rank), judged)
     worst = {place: compare(value, *judged.target(place), tally, place[1]) for place, value in actual.items()}
@@ -246,8 +244,8 @@ def judge_windows(reading: Reading, tally: Tally) -> None:
     for rank in reading.ranks:
         for (name, expert), grad in rank.grads_local.items():
             assert expert is not None  # or it would not have a value
-            whole = expected.workload.parameters[name, expert]
-            tally.add(elements=shard_of(whole, grad.shard).numel(), rank=rank.rank)
+            full = expected.workload.parameters[name, expert]
+            tally.add(elements=shard_of(full, grad.shard).numel(), rank=rank.rank)
 
 
 def has_replicas(reading: Reading) -> bool:
@@ -266,8 +264,8 @@ def _finished(reading: Reading) -> list[Held]:
         stage = expected.stage_of[rank.rank]
         for (name, expert), grad in rank.grads_final.items():
             assert expert is not None  # an experts module names experts; the run would have failed in `write`
-            whole = expected.parameter(stage, (name, expert))
-            target = Target(shard_of(whole.expected, grad.shard), shard_of(whole.allowed, grad.shard))
+            full = expected.parameter(stage, (name, expert))
+            target = Target(shard_of(full.expected, grad.shard), shard_of(full.allowed, grad.shard))
             idle = expert in expected.idle[stage]
             held = Held(rank.rank, stage, (name, expert), grad.shard, grad.value, target, idle)
             if grad.value is not None and grad.value.shape != target.expected.shape:
@@ -290,21 +288,13 @@ def _require_complete(reading: Reading) -> None:
             for key, grad in reading.ranks[rank].grads_local.items():
                 named.setdefault(key, set()).add(grad.shard)
         for key in expected.workload.parameters:
-            if not _complete(named.get(key, set())):
+            if not whole(named.get(key, set())):
                 where = f" of pipeline stage {at}" if len(expected.stages) > 1 else ""
                 parts = sorted(shard for shard in named.get(key, set()) if shard)
                 what = f"is named in the parts {parts} only" if parts else "is named by no rank"
                 findings.append(Finding("missing", f"{key[0]} of expert {key[1]} {what}{where}", ranks))
     if findings:
         fail(Uncovered, "experts", findings)
-
-
-def _complete(shards: set[Shard]) -> bool:
-    """Whether parts make up the whole: the whole itself, or all indices along one dimension."""
-    if None in shards:
-        return True
-    cuts = {(shard[0], shard[2]) for shard in shards if shard}
-    return any({(dim, i, of) for i in range(of)} <= shards for dim, of in cuts)
 
 
 def _absent(held: Held, what: str) -> Finding:
@@ -317,8 +307,8 @@ def _stage_of(reading: Reading, wrong: list[Held]) -> Stage:
     for key, stage, shard in dict.fromkeys((each.key, each.stage, each.shard) for each in wrong):
         grads = [reading.ranks[rank].grads_local.get(key) for rank in expected.stages[stage]]
         parts = [grad.value.double() for grad in grads if grad and grad.value is not None and grad.shard == shard]
-        whole = expected.parameter(stage, key)
-        target = Target(*(shard_of(each * expected.divisor, shard) for each in (whole.expected, whole.allowed)))
+        full = expected.parameter(stage, key)
+        target = Target(*(shard_of(each * expected.divisor, shard) for each in (full.expected, full.allowed)))
         if parts and compare(torch.stack(parts).sum(0), *target).ratio > 1:
             return "gradient"
     return "finish"

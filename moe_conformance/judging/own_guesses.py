@@ -13,8 +13,9 @@ from torch import Tensor
 
 from moe_conformance.judging.bounded import Target, compare, factor, within
 from moe_conformance.judging.diagnosis import Finding, ratio_words
-from moe_conformance.judging.own_expected import Held, OwnExpected, Place, shard_of, solve
-from moe_conformance.judging.own_mistakes import Run, other_runs, other_tokens
+from moe_conformance.judging.own_expected import Held, OwnExpected, solve
+from moe_conformance.judging.own_mistakes import Run, other_runs
+from moe_conformance.judging.places import Place, other_sums, places_of, shard_of
 from reference.layer import Gradients
 
 Found = tuple[list[Finding], float | None]  # and the factor if there is one for all
@@ -214,7 +215,7 @@ class _Explainer:
             yield f"the gradient is as if {words}", self._divided(held, result)
 
     def _partial_sums(self, held: Held) -> Iterator[tuple[str, Tensor]]:
-        for words, places in other_tokens(self.expected, held.rank):
+        for words, places in other_sums(self.expected.workload, held.rank):
             if places not in self.partial:
                 self.partial[places] = solve(self.expected.workload, places, self.expected.weights_at)
             yield words, self._divided(held, self.partial[places])
@@ -227,6 +228,6 @@ class _Explainer:
 
     def _runs(self, stage: int) -> list[Run]:
         if stage not in self.runs:
-            places = self.expected.places(self.expected.stages[stage])
+            places = places_of(self.expected.workload, self.expected.stages[stage])
             self.runs[stage] = list(other_runs(self.expected, places))
         return self.runs[stage]

@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.own_expected import OwnExpected, Place, parameters_of, shard_of, solve
+from moe_conformance.judging.own_expected import OwnExpected, parameters_of, solve
+from moe_conformance.judging.places import Place, shard_of
 from moe_conformance.workloads.records import Batch, Workload
 from reference.experts import Parameters
 from reference.layer import Gradients, WeightsAt
@@ -25,34 +26,6 @@ def other_runs(expected: OwnExpected, places: Sequence[Place]) -> Iterator[Run]:
         yield words, solve(workload, places, at, parameters)
     for words, changed in _other_routings(workload):
         yield words, solve(changed, places, at)
-
-
-def other_tokens(expected: OwnExpected, rank: int) -> Iterator[tuple[str, tuple[Place, ...]]]:
-    """List which tokens may have been summed over on a rank instead of all tokens of its pipeline stage."""
-    stage = expected.stages[expected.stage_of[rank]]
-    everything, microbatches = expected.places(stage), range(len(expected.workload.batches))
-    seen = {everything}
-
-    def fresh(places: tuple[Place, ...]) -> bool:
-        new = bool(places) and places not in seen
-        seen.add(places)
-        return new
-
-    groups = expected.workload.layout.groups()
-    for name in ("own", "ep_etp", "edp", "tp", "dp_cp"):
-        ranks = (rank,) if name == "own" else next(group for group in groups[name] if rank in group)
-        if fresh(places := expected.places(ranks)):
-            whose = "of its own rank" if name == "own" else f"of its own {name} group"
-            yield f"only the tokens {whose} are in it", places
-    for missing in stage:
-        if fresh(places := tuple(place for place in everything if place[1] != missing)):
-            yield f"the tokens of rank {missing} are missing in it", places
-    for m in microbatches:
-        if fresh(places := tuple(place for place in everything if place[0] == m)):
-            yield f"only microbatch {m} is in it", places
-    for m in microbatches:
-        if fresh(places := tuple(place for place in everything if place[0] != m)):
-            yield f"microbatch {m} is missing in it", places
 
 
 def _other_parameters(workload: Workload) -> Iterator[tuple[str, Parameters]]:

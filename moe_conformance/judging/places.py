@@ -1,0 +1,78 @@
+"""Places: whose tokens a result is made of, which ranks share a batch, and which part of a tensor a rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor
+
+from moe_conformance.topology import Layout
+from moe_conformance.workloads.records import Workload
+
+Place = tuple[int, int]  # (microbatch, rank): the tokens that one rank is fed in one microbatch
+Shard = tuple[int, int, int] | None  # (dim, index, of), None for the whole
+
+
+def places_of(workload: Workload, ranks: Iterable[int]) -> tuple[Place, ...]:
+    """Return the places of some ranks, microbatch by microbatch."""
+    ranks = tuple(ranks)
+    return tuple((m, rank) for m in range(len(workload.batches)) for rank in ranks)
+
+
+def stages(layout: Layout) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of every pipeline stage: a stage has a batch and parameters of its own.
+
+    >>> stages(Layout(4, pp=2))
+    ((0, 1), (2, 3))
+    """
+    return tuple(zip(*layout.groups()["pp"], strict=True))
+
+
+def shard_of(full: Tensor, shard: Shard) -> Tensor:
+    """Return the part of a full tensor that a window (dim, index, of) is on, a view.
+
+    >>> import torch
+    >>> shard_of(torch.arange(6), (0, 1, 3)).tolist()
+    [2, 3]
+    """
+    if shard is None:
+        return full
+    dim, index, of = shard
+    width = full.shape[dim] // of
+    return full.narrow(dim, index * width, width)
+
+
+def whole(shards: Iterable[Shard]) -> bool:
+    """Whether parts make up the whole: the whole itself, or all indices along one dimension.
+
+    >>> whole([(0, 0, 2), (0, 1, 2)]), whole([(0, 0, 2), (1, 1, 2)]), whole([None])
+    (True, False, True)
+    """
+    shards = set(shards)
+    cuts = {(shard[0], shard[2]) for shard in shards if shard}
+    return None in shards or any({(dim, i, of) for i in range(of)} <= shards for dim, of in cuts)
+
+
+def other_sums(workload: Workload, rank: int) -> Iterator[tuple[str, tuple[Place, ...]]]:
+    """List what a rank may have summed over instead of all tokens of its pipeline stage, in words and places.
+
+    Every set of places comes once, under its first name.
+    """
+    layout, microbatches = workload.layout, range(len(workload.batches))
+    stage = next(ranks for ranks in stages(layout) if rank in ranks)
+    everything = places_of(workload, stage)
+    named: dict[tuple[Place, ...], str] = {}
+    named[places_of(workload, [rank])] = "only the tokens of its own rank are in it"
+    for name in ("ep_etp", "edp", "tp", "dp_cp"):
+        ranks = next(group for group in layout.groups()[name] if rank in group)
+        named.setdefault(places_of(workload, ranks), f"only the tokens of its own {name} group are in it")
+    for missing in stage:
+        left = tuple(place for place in everything if place[1] != missing)
+        named.setdefault(left, f"the tokens of rank {missing} are missing in it")
+    for m in microbatches:
+        only = tuple(place for place in everything if place[0] == m)
+        named.setdefault(only, f"only microbatch {m} is in it")
+    for m in microbatches:
+        left = tuple(place for place in everything if place[0] != m)
+        named.setdefault(left, f"microbatch {m} is missing in it")
+    return ((words, places) for places, words in named.items() if places and places != everything)
