@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moe_conformance.judging.gradients import judge_dweights, judge_dx
+from moe_conformance.judging.kept import judge_kept_gradients
 from moe_conformance.judging.own_experts import (
     judge_expert_gradients,
     judge_idle_expert_gradients,
@@ -30,6 +31,12 @@ class TestExchange:
     def test_every_weight_gets_its_own_gradient(self, reading: Reading, tally: Tally) -> None:
         """The gradient of a weight is its own expert's answer times its token's upstream gradient."""
         judge_dweights(reading, tally)
+
+
+    @requirement("GRAD-07", kind="probe", when=lambda workload: len(workload.batches) > 1)
+    def test_gradients_outlive_the_next_microbatch(self, reading: Reading, tally: Tally) -> None:
+        """A gradient keeps its bytes while other microbatches run."""
+        judge_kept_gradients(reading, tally)
 
 
 class TestOwnExperts:

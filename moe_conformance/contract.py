@@ -101,6 +101,9 @@ class Config:
 class Limit:
     """A declared limit of a backend: outside `allowed` it is not run, and the report says why.
 
+    `in_flight` is how many microbatches are between forward and backward at the same time, `halves_in_flight` how many
+    are between dispatch and combine; the names of the others say what they are.
+
     `proof="refused"`: break it and the library refuses cleanly; the suite breaks it and wants to see that.
     `proof="undefined"`: breaking it may hang or corrupt the device, so the suite believes it, leaves such cases out
     and shows them as unproved.
@@ -108,7 +111,7 @@ class Limit:
 
     on: Literal[
         "dtype", "device", "layout", "uneven_tokens", "zero_tokens", "token_dims", "duplicate_experts", "dropped_slots",
-        "in_flight",
+        "in_flight", "halves_in_flight",
     ]  # fmt: skip
     allowed: tuple[Any, ...]  # values of the case that may run, e.g. (torch.float32,) or (False,)
     reason: str  # quoted or derived from the library's own documentation or code
@@ -259,7 +262,7 @@ class SplitExchange(Placed, Protocol):
     """An exchange in two halves; implement this or `Exchange`, not both (`whole` makes one of the other).
 
     State goes into the handle. A backend that keeps it on itself returns None for a handle and declares
-    `Limit("in_flight", (1,), ...)`.
+    `Limit("halves_in_flight", (1,), ...)`.
     """
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:

@@ -12,7 +12,7 @@ from moe_conformance.contract import Limit
 from moe_conformance.topology import Layout
 from moe_conformance.workloads import draw
 from moe_conformance.workloads.corpus import corpus, full_layouts, quick_layouts, routing_corpus
-from moe_conformance.workloads.features import broken, features, in_flight
+from moe_conformance.workloads.features import broken, features, halves_in_flight, in_flight
 from moe_conformance.workloads.records import Workload
 
 EP2 = Layout(4, ep=2)
@@ -143,6 +143,13 @@ class TestFeatures:
     def test_in_flight_counts_overlap(self, schedule: str, expected: int) -> None:
         """A microbatch is in flight from its forward to its backward."""
         assert expected == in_flight(schedule)
+
+    @pytest.mark.parametrize(
+        ("schedule", "expected"), [("F0 F1 B0 B1", 1), ("D0 C0 D1 C1 B0 B1", 1), ("D0 D1 C1 C0 B1 B0", 2)]
+    )
+    def test_halves_in_flight_count_dispatches_without_combine(self, schedule: str, expected: int) -> None:
+        """Halves are in flight from their dispatch to their combine; a whole forward never leaves one open."""
+        assert expected == halves_in_flight(schedule)
 
     def test_a_limit_is_broken_by_what_lies_outside(self) -> None:
         """A workload breaks the first limit whose allowed values do not hold its own."""

@@ -198,6 +198,7 @@ class _Step:
             ids_TK = ids_TK.to(upstream.device)
             upstream = upstream.gather(1, ids_TK.clamp_min(0)) * (ids_TK >= 0)
         torch.autograd.backward(output, upstream.to(output.dtype).reshape(output.shape))
+        self.inputs[m].keep_gradients()
 
     def _bring_back(self, session: Session, built: list[Parametrised]) -> RankOutcome:
         self.reached = "finish"
@@ -238,15 +239,20 @@ class _Step:
             y=seen.get("y"),
             y_shape=tuple(output.shape),
             y_dtype=output.dtype,
-            dx_TD=Grad(_cpu(inputs.x.grad, flat=self.config.hidden)),
-            dweights_TK=Grad(_cpu(inputs.routing.weights_TK.grad)),
+            dx_TD=Grad(inputs.gradients.get("x")),
+            dweights_TK=Grad(inputs.gradients.get("weights")),
             inputs_changed=inputs.changed(),
+            gradients_changed=inputs.gradients_changed(),
             **self.routed.get(m, {}),
         )
 
 
 class _Inputs:
-    """One microbatch on this rank's device; `changed` names what no longer holds the bytes it was given."""
+    """One microbatch on this rank's device.
+
+    `changed` names what no longer holds the bytes it was given. Gradients are copied when their backward returns, as a
+    pipeline hands them on then; `gradients_changed` names what somebody wrote over later.
+    """
 
     def __init__(self, workload: Workload, batch: Batch, device: torch.device) -> None:
         shape = batch.x_TD.shape
@@ -260,6 +266,19 @@ class _Inputs:
             workload.config.experts,
         )
         self.upstream = batch.upstream.to(device, copy=True)
+        self.gradients: dict[str, Tensor] = {}
+
+    def _current_gradients(self) -> dict[str, Tensor]:
+        hidden = self.given.x_TD.shape[-1]
+        now = {"x": _cpu(self.x.grad, flat=hidden), "weights": _cpu(self.routing.weights_TK.grad)}
+        return {name: grad for name, grad in now.items() if grad is not None}
+
+    def keep_gradients(self) -> None:
+        self.gradients = self._current_gradients()
+
+    def gradients_changed(self) -> tuple[str, ...]:
+        now = self._current_gradients()
+        return tuple(name for name, kept in self.gradients.items() if not _same_bytes(kept, now[name]))
 
     def changed(self) -> tuple[str, ...]:
         now = {
@@ -271,7 +290,7 @@ class _Inputs:
         return tuple(
             name
             for name, (held, given) in now.items()
-            if not torch.equal(held.detach().cpu().reshape(given.shape), given)
+            if not _same_bytes(held.detach().cpu().reshape(given.shape), given)
         )
 
 
@@ -292,6 +311,12 @@ def _open(context: RankContext, name: str, workload: Workload) -> _Kept:
 
 def _weights_at(session: Session, applied: str) -> str:
     return {"native": session.weights_at, "input": "input", "output": "combine"}[applied]
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Compare bytes, as NaN differs from itself and 0 equals -0."""
+    a, b = a.contiguous(), b.contiguous()
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def _cpu(tensor: Tensor | None, flat: int | None = None) -> Tensor | None:

@@ -42,13 +42,14 @@ class Microbatch:
     y: Tensor | None  # flattened to (T, D)
     y_shape: tuple[int, ...]
     y_dtype: torch.dtype | None
-    dx_TD: Grad
+    dx_TD: Grad  # as it was when the backward returned
     dweights_TK: Grad
     routed_ids_TK: Tensor | None = None  # route: what the router chose
     routed_weights_TK: Tensor | None = None
     logits_TE: Tensor | None = None
     counts_E: Tensor | None = None
-    inputs_changed: tuple[str, ...] = ()  # of x, ids, weights, dy: bytes that differ after the step
+    inputs_changed: tuple[str, ...] = ()  # of x, ids, weights, upstream: bytes that differ after the step
+    gradients_changed: tuple[str, ...] = ()  # of x, weights: bytes that differ from when their backward returned
 
 
 @dataclass(frozen=True)

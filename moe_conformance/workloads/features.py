@@ -25,6 +25,7 @@ def features(workload: Workload, device: str) -> dict[str, Any]:
         "duplicate_experts": any(_duplicates(batch) for batch in batches),
         "dropped_slots": has_empty_slots(workload),
         "in_flight": in_flight(workload.schedule),
+        "halves_in_flight": halves_in_flight(workload.schedule),
     }
 
 
@@ -40,13 +41,22 @@ def has_empty_slots(workload: Workload) -> bool:
 
 
 def in_flight(schedule: str) -> int:
-    """Return how many microbatches are between their forward and the end of their backward at the same time."""
+    """Return how many microbatches are between their forward and their backward at the same time."""
+    return _most_open(schedule, opens="FD", closes="B")
+
+
+def halves_in_flight(schedule: str) -> int:
+    """Return how many microbatches are between their dispatch and their combine at the same time."""
+    return max(1, _most_open(schedule, opens="D", closes="C"))
+
+
+def _most_open(schedule: str, opens: str, closes: str) -> int:
     most, open_now = 0, set()
     for item in schedule.split():
-        if item[0] == "B":
-            open_now.discard(item[1:])
-        else:
+        if item[0] in opens:
             open_now.add(item[1:])
+        elif item[0] in closes:
+            open_now.discard(item[1:])
         most = max(most, len(open_now))
     return most
 

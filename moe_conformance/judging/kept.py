@@ -1,0 +1,35 @@
+"""What must stay as it is once it was handed out."""
+
+from __future__ import annotations
+
+from moe_conformance.judging.diagnosis import Finding, fail
+from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.verdict import Tally, WrongGradient
+
+
+def judge_kept_gradients(reading: Reading, tally: Tally) -> None:
+    """Decide whether gradients hold the bytes that their backward left, after all other microbatches have run.
+
+    The gradients themselves are judged as they were when their backward returned; this is about a backend that hands
+    out memory which it goes on using.
+
+    Raises:
+        WrongGradient: some bytes differ.
+    """
+    findings = [
+        Finding(
+            "overwritten",
+            f"the gradient of {name} on rank {rank.rank}, microbatch {m}, was overwritten after its backward had "
+            "returned: it shares memory that the backend goes on using",
+            (rank.rank,),
+        )
+        for rank in reading.outcome.ranks
+        for m, microbatch in enumerate(rank.microbatches)
+        for name in microbatch.gradients_changed
+    ]
+    if findings:
+        fail(WrongGradient, "gradient", findings)
+    for rank in reading.outcome.ranks:
+        for microbatch in rank.microbatches:
+            for grad in (microbatch.dx_TD.value, microbatch.dweights_TK.value):
+                tally.add(elements=0 if grad is None else grad.numel(), rank=rank.rank)
