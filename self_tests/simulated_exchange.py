@@ -5,9 +5,9 @@ Rows, answers and outputs of all ranks live in one autograd graph. The probe exp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,15 +52,27 @@ class Simulation:
 
 
 def workload(
-    layout: Layout, tokens: int = 16, *, microbatches: int = 1, drop: bool = False, config: Config | None = None
+    layout: Layout | None = None,
+    tokens: int = 6,
+    *,
+    microbatches: int = 1,
+    drop: bool = False,
+    ids: Sequence[Sequence[Sequence[int]]] | None = None,
+    **fields: Any,
 ) -> Workload:
-    """Draw a probe workload; T differs between ranks. With `drop`, some slots of every rank are empty."""
-    config, batches = config or Config(), []
+    """Draw a probe workload, on two ranks if nothing else is said; T differs between ranks.
+
+    With `drop`, some slots of every rank are empty; `ids` gives the routing of every rank instead of drawing it.
+    The other fields are those of the config.
+    """
+    layout, config, batches = layout or Layout(2, ep=2), Config(**fields), []
     for m in range(microbatches):
         ranks = []
         for rank in range(layout.world):
             seeded = draw.generator("judging", layout.name, m, rank)
             ids_TK = draw.choose(max(tokens - rank, 0), config, seeded)
+            if ids is not None:
+                ids_TK = torch.tensor(ids[rank], dtype=torch.int64).reshape(-1, config.top_k)
             if drop:
                 ids_TK[::3, 0] = -1
                 ids_TK[::6, :] = -1
@@ -192,7 +204,9 @@ def _delivery(
     counts = [sum(row[0].expert == expert for row in listed) for expert in held]
     places = [max(counts) + 1] * len(held) if simulation.form == "batched" else counts
     places = [place + simulation.padding for place in places]
-    laid, laid_weights, order = [], [], []
+    laid: list[Tensor] = []
+    laid_weights: list[Tensor] = []
+    order: list[int] = []
     for n, expert in enumerate(held):
         mine = [r for r, row in enumerate(listed) if row[0].expert == expert]
         order += [len(laid) + i for i in range(len(mine))]

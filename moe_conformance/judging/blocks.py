@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from moe_conformance.judging.diagnosis import Finding, common_ratio, ratio_findings, ratio_words
+from moe_conformance.judging.diagnosis import Finding, common_ratio, ratio_findings, ratio_words, some
 from moe_conformance.judging.sheets import Sheets, WrongRow
 from moe_conformance.judging.wrong_row import explain_row
 
@@ -22,8 +22,7 @@ def explain(sheets: Sheets) -> tuple[list[Finding], float | None]:
     by_rank = {rank: sheets.sides([rank]) for rank in range(len(sheets.reading.ranks))}
     findings, ratio = ratio_findings(sheets.name, by_rank, sheets.reading.ratio_names)
     if ratio is not None:
-        ranks = tuple(sorted({row.rank for row in rows}))  # a rank without tokens has nothing wrong
-        return [Finding(finding.kind, finding.sentence, ranks, finding.size) for finding in findings], ratio
+        return findings, ratio
     told = {rank for finding in findings for rank in finding.ranks}
     rows = [row for row in rows if row.rank not in told]
     for expert, finding in list(_ratios_of_experts(sheets, rows)):
@@ -45,7 +44,9 @@ def _ratios_of_experts(sheets: Sheets, rows: Sequence[WrongRow]) -> Iterator[tup
         if ratio is None or len(blamed) == 1:
             continue
         held = "is missing: its columns are zero" if ratio == 0 else f"is {_words(sheets, ratio)}"
-        sentence = f"every {sheets.noun} of expert {expert} in {sheets.name} {held}"
+        holders = [rank.rank for rank in sheets.reading.ranks if expert in rank.local_experts]
+        holder = f"held by rank {some(holders)}"
+        sentence = f"every {sheets.noun} of expert {expert} ({holder}) in {sheets.name} {held}"
         yield expert, Finding("ratio of an expert", sentence, tuple(sorted(set(blamed))), abs(ratio - 1))
 
 

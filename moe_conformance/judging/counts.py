@@ -62,7 +62,7 @@ def _wrong(claim: int, rows: int, padding: int, routed: int) -> str | None:
     if not rows <= claim <= rows + padding:
         return f"and hands over {rows}" + (f" and {padding} of padding" if padding else "")
     if rows != routed:
-        return f"where {routed} pairs are routed to it"
+        return f"where {count(routed, 'pair')} should reach it"
     return None
 
 

@@ -155,7 +155,8 @@ def ratio_findings(
         ratio = common_ratio(*whole, tolerance)
     if ratio is not None and ratio != 1:
         sentence = f"every element of {what} is {ratio_words(ratio, names)}"
-        return [Finding("ratio", sentence, tuple(by_rank), abs(ratio - 1))], ratio
+        ranks = tuple(rank for rank, (actual, expected) in by_rank.items() if bool((actual != expected).any()))
+        return [Finding("ratio", sentence, ranks, abs(ratio - 1))], ratio
     findings = []
     for rank, (actual, expected) in by_rank.items():
         own = common_ratio(actual, expected, tolerance)

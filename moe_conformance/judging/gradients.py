@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.judging.blocks import explain
-from moe_conformance.judging.diagnosis import Finding, fail, ratio_findings, some
+from moe_conformance.judging.diagnosis import Finding, count, fail, ratio_findings, some
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.sheets import Sheets
 from moe_conformance.judging.stages import before_experts, last_seen_right
@@ -97,14 +97,14 @@ def _told(reading: Reading, m: int, rank: int, token: int, actual_TK: Tensor, ba
     of = f" of microbatch {m}" if len(reading.batches) > 1 else ""
     name = f"the weight's gradient at rank {rank} token {token}{of}"
     slot = int(bad_K.nonzero()[0])
-    got = f"{float(actual_K[slot]):g} instead of {float(expected_K[slot]):g}"
+    got = f"{float(actual_K[slot]) + 0.0:g} instead of {float(expected_K[slot]):g}"
     empty = ((ids_K < 0) & (actual_K != 0)).nonzero().flatten().tolist()
     if empty:
         sentence = f"{name} slot {empty[0]} is {float(actual_K[empty[0]]):g}, and that slot is empty"
         return Finding("empty slot", sentence, (rank,), off)
     for by in range(1, len(expected_K)):
         if torch.equal(actual_K, expected_K.roll(by)):
-            sentence = f"{name} lies {by} slots further than it should: slot {slot} has {got}"
+            sentence = f"{name} lies {count(by, 'slot')} further than it should: slot {slot} has {got}"
             return Finding("shifted", sentence, (rank,), off)
     others = (expected_TK == actual_K).all(1).nonzero().flatten().tolist()
     if others and bool(actual_K.any()):
