@@ -13,7 +13,7 @@ from moe_conformance.judging.gradients import judge_dweights, judge_dx
 from moe_conformance.judging.outputs import judge_form, judge_inputs, judge_outputs
 from moe_conformance.judging.reading import read, require_finished
 from moe_conformance.judging.row_gradients import judge_out_gradients, judge_rows_gradients
-from moe_conformance.judging.verdict import RunFailed, WrongCount
+from moe_conformance.judging.verdict import NotOffered, RunFailed, WrongCount
 from moe_conformance.judging.weights import judge_weights
 from moe_conformance.scenarios.outcome import Outcome, RankOutcome
 from moe_conformance.topology import Layout
@@ -63,9 +63,10 @@ class TestPerfect:
                 judged(judge, simulate(work, Simulation(form)))
         assert pairs == judged(judge_deliveries, simulate(work, Simulation(form))).pairs
 
-    def test_listed_rows_without_a_claim_leave_no_counts_to_judge(self) -> None:
-        """Where nothing is claimed, the judge of counts compares nothing, and that is seen."""
-        assert judged(judge_counts, simulate(workload(), Simulation("listed"))).vacuous
+    def test_counts_that_nobody_claims_are_not_offered(self) -> None:
+        """Where nothing is claimed, the judge of counts neither passes nor fails."""
+        with pytest.raises(NotOffered, match="claims no counts"):
+            judged(judge_counts, simulate(workload(), Simulation("listed")))
 
     @pytest.mark.parametrize("weights_at", ["input", "expert", "combine"])
     def test_slots_with_the_same_expert_are_two_pairs(self, weights_at: str) -> None:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
+from torch import Tensor
+
 from moe_conformance.judging.diagnosis import Finding, count, fail
 from moe_conformance.judging.reading import Reading
-from moe_conformance.judging.verdict import Tally, WrongCount
+from moe_conformance.judging.verdict import NotOffered, Tally, WrongCount
 from moe_conformance.workloads import tags
-
-
-def claims_counts(reading: Reading) -> bool:
-    """Whether the backend claims any counts: without a claim there is nothing to judge."""
-    return any(handed.counts_N is not None for rank in reading.ranks for m in rank.microbatches for handed in m.handed)
 
 
 def judge_counts(reading: Reading, tally: Tally) -> None:
@@ -22,8 +19,11 @@ def judge_counts(reading: Reading, tally: Tally) -> None:
     that number plus the all-zero rows for that expert (padding), and less its padding it is what is routed there.
 
     Raises:
+        NotOffered: no rank claims counts.
         WrongCount: a claim disagrees with the rows, with the routing, or has not one number per local expert.
     """
+    if not any(call.counts_N is not None for rank in reading.ranks for m in rank.microbatches for call in m.handed):
+        raise NotOffered("the backend claims no counts")
     findings: list[Finding] = []
     routed = [Counter((pair.destination, pair.expert) for pair in pairs) for pairs in reading.pairs]
     handed = Counter((e.microbatch, e.rank, e.expert, e.kind == tags.PADDING) for e in reading.entries)
@@ -43,13 +43,15 @@ def judge_counts(reading: Reading, tally: Tally) -> None:
         fail(WrongCount, "dispatch", findings)
 
 
-def _claimed(rank: int, microbatch: int, counts: list[object], held: int, findings: list[Finding]) -> list[int] | None:
+def _claimed(
+    rank: int, microbatch: int, counts: list[Tensor | None], held: int, findings: list[Finding]
+) -> list[int] | None:
     """Sum the claims of the calls of one microbatch; None if a call claims nothing or too few numbers."""
     total = [0] * held
     for counts_N in counts:
         if counts_N is None:
             return None
-        claim = counts_N.tolist()  # type: ignore[attr-defined]
+        claim = counts_N.tolist()
         if len(claim) != held:
             sentence = f"rank {rank} claims counts for {len(claim)} experts{_of(microbatch)} and holds {held}"
             findings.append(Finding("length", sentence, (rank,)))
