@@ -36,6 +36,11 @@ class Worst:
         """Whether every element is within its bound."""
         return self.ratio <= 1
 
+    @property
+    def size(self) -> float:
+        """The ratio as a finite number, to sort findings by."""
+        return min(self.ratio, 1e300)
+
     def __str__(self) -> str:
         """Say it, for example `1.5 instead of 2 at [0, 3] (12.1 x the allowed 0.041)`."""
         index = f" at [{', '.join(map(str, self.at))}]" if self.at else ""

@@ -79,7 +79,7 @@ def _wrong_tokens(name: str, place: Place, actual_T: Tensor, target: Target) -> 
         elif (ratio := factor(row, target.expected[t], target.allowed[t], {})) is not None:
             kind, what = "factor of a token", f"{ratio_words(ratio, {})}: {worst}"
         sentence = f"{name} of rank {place[1]} token {t}{of} is {what}"
-        findings.append(Finding(kind, sentence, (place[1],), min(worst.ratio, 1e300)))
+        findings.append(Finding(kind, sentence, (place[1],), worst.size))
     return findings
 
 
@@ -176,7 +176,7 @@ class _Explainer:
         worst = compare(held.value, *held.target)
         said = self._mistake(held)
         sentence = f"{said}: {held.name} has {worst}" if said else f"the gradient of {held.name} has {worst}"
-        return Finding(said or "outside", sentence, (held.rank,), min(worst.ratio, 1e300))
+        return Finding(said or "outside", sentence, (held.rank,), worst.size)
 
     def _mistake(self, held: Held) -> str | None:
         if not bool(torch.isfinite(held.value).all()):

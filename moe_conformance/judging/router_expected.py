@@ -1,0 +1,159 @@
+"""What a router must yield, by the oracles, for the selection that it made; and how far from it an honest one may be.
+
+Routers compute in the tokens' dtype or in a wider one; the bounds are those of the tokens' dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+
+from moe_conformance.judging import bounds
+from moe_conformance.judging.bounded import Target
+from moe_conformance.judging.places import Place, places_of, stages
+from moe_conformance.workloads.records import Workload
+from reference import routing, selection
+from reference.routing_magnitudes import (
+    gradients_measured,
+    logits_measured,
+    scores_measured,
+    selection_scores_measured,
+    weights_measured,
+)
+from reference.selection import GroupScore
+
+
+class Weighing(TypedDict):
+    """How scores become weights, under the oracle's names."""
+
+    score: routing.Score
+    normalise: bool
+    scale: float
+
+
+class Limit(TypedDict):
+    """Which groups of experts a token may choose from, under the oracle's names."""
+
+    groups: tuple[int, int] | None
+    group_score: GroupScore
+
+
+@dataclass(frozen=True)
+class RouterExpected:
+    """The oracle's answer to a "route" workload, given what was chosen. All computed at first use and kept."""
+
+    workload: Workload
+    ids: Mapping[Place, Tensor]  # int64 (T, K), K different experts in every row
+    divisor: int  # of the finished gradient: 1 where it is summed, dp * cp where it is averaged
+
+    @property
+    def weighing(self) -> Weighing:
+        """How scores become weights."""
+        config = self.workload.config
+        return {"score": config.score, "normalise": config.normalise, "scale": config.scale}
+
+    @property
+    def limit(self) -> Limit:
+        """Which groups are open."""
+        return {"groups": self.workload.config.groups, "group_score": self.workload.config.group_score}
+
+    @property
+    def router_ED(self) -> Tensor:
+        """The router's weight."""
+        return self.workload.parameters["router", None]
+
+    @property
+    def bias_E(self) -> Tensor | None:
+        """The balancing bias, if there is one."""
+        return self.workload.parameters.get(("balance_bias", None))
+
+    def logits(self, place: Place) -> Tensor:
+        """The logits of the tokens at a place, float64 (T, E)."""
+        return self._x(place).double() @ self.router_ED.double().T
+
+    def selection_scores(self, place: Place, bias_E: Tensor | None) -> Tensor:
+        """By what experts are chosen, with some bias or none, float64 (T, E)."""
+        return routing.selection_scores(self.logits(place), score=self.weighing["score"], bias_E=bias_E)
+
+    def choice(self, place: Place) -> Tensor:
+        """What the oracle chooses, int64 (T, K)."""
+        scores_TE = self.selection_scores(place, self.bias_E)
+        return selection.select(scores_TE, top_k=self.workload.config.top_k, **self.limit)
+
+    def doubt(self, place: Place) -> Tensor:
+        """How far below zero the margin of an honest choice may lie, (T,).
+
+        Twice what the selection score of any of the token's experts may err by; see `reference.selection.margins`.
+        """
+        scores_TE = scores_measured(logits_measured(self._x(place), self.router_ED), self.weighing["score"])
+        magnitude_TE = selection_scores_measured(scores_TE, self.bias_E).magnitude
+        return 2 * self._allowed(magnitude_TE).max(1).values
+
+    def legal(self, place: Place, scores_TE: Tensor | None = None, limit: Limit | None = None) -> Tensor:
+        """Whether each token's choice is legal within rounding, bool (T,), by other scores or groups too."""
+        if scores_TE is None:
+            scores_TE = self.selection_scores(place, self.bias_E)
+        margin_T = selection.margins(scores_TE, self.ids[place], **(limit or self.limit))
+        return margin_T >= -self.doubt(place)
+
+    def weights(self, place: Place) -> Target:
+        """The weights of what was chosen, (T, K)."""
+        ids_TK = self.ids[place]
+        measured = weights_measured(logits_measured(self._x(place), self.router_ED), ids_TK, **self.weighing)
+        expected_TK = routing.weights(self.logits(place), ids_TK, **self.weighing)
+        return Target(expected_TK, self._allowed(measured.magnitude))
+
+    def dx(self, place: Place) -> Target:
+        """The gradient of the tokens, (T, D)."""
+        measured, _ = gradients_measured(
+            self._x(place), self.router_ED, self.ids[place], self.upstream(place), **self.weighing
+        )
+        return Target(self.solve([place])[0], self._allowed(measured.magnitude))
+
+    def gradient(self, stage: int) -> Target:
+        """The finished gradient of the router (E, D): over all tokens of a pipeline stage, divided where averaged."""
+        places = places_of(self.workload, stages(self.workload.layout)[stage])
+        x_TD, ids_TK, dweights_TK = self._batch(places)
+        _, measured = gradients_measured(x_TD, self.router_ED, ids_TK, dweights_TK, **self.weighing)
+        replicas = len(stages(self.workload.layout)[stage])  # every rank of the stage has tokens of its own
+        more = bounds.more_in_parameter_gradients(len(self.workload.batches), replicas)
+        allowed_ED = self._allowed(measured.magnitude, tokens=len(x_TD), more=more)
+        return Target(self.solve(places)[1] / self.divisor, allowed_ED / self.divisor)
+
+    def upstream(self, place: Place) -> Tensor:
+        """The gradient of the loss in the weights of what was chosen, (T, K)."""
+        m, rank = place
+        return self.workload.batches[m][rank].upstream.gather(1, self.ids[place])
+
+    def solve(self, places: Sequence[Place]) -> tuple[Tensor, Tensor]:
+        """Ask the oracle for the gradients (T, D) of the tokens of some places and (E, D) of the router over these."""
+        x_TD, ids_TK, dweights_TK = self._batch(places)
+        x, router = (value.double().clone().requires_grad_() for value in (x_TD, self.router_ED))
+        weights_TK = routing.weights(x @ router.T, ids_TK, **self.weighing)
+        dx, drouter = torch.autograd.grad(weights_TK, [x, router], dweights_TK.double())
+        return dx, drouter
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """All places."""
+        return places_of(self.workload, range(self.workload.layout.world))
+
+    def _x(self, place: Place) -> Tensor:
+        m, rank = place
+        return self.workload.batches[m][rank].x_TD
+
+    def _batch(self, places: Sequence[Place]) -> tuple[Tensor, Tensor, Tensor]:
+        return (
+            torch.cat([self._x(place) for place in places]),
+            torch.cat([self.ids[place] for place in places]),
+            torch.cat([self.upstream(place) for place in places]),
+        )
+
+    def _allowed(self, magnitude: Tensor, tokens: int = 0, more: int = 0) -> Tensor:
+        config = self.workload.config
+        return bounds.allowed(magnitude, config.dtype, length=bounds.longest_sum(config, tokens), more=more)

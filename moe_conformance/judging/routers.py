@@ -1,0 +1,279 @@
+"""Routers: who is chosen, what the chosen weigh, and the gradients of both, within rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from moe_conformance.judging.bounded import Target, compare
+from moe_conformance.judging.diagnosis import Finding, fail
+from moe_conformance.judging.once import once
+from moe_conformance.judging.places import Place, places_of, shard_of, stages, whole
+from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.router_expected import Limit, RouterExpected
+from moe_conformance.judging.router_guesses import (
+    explain_gradients,
+    explain_router_gradient,
+    explain_selection,
+    explain_weights,
+)
+from moe_conformance.judging.verdict import (
+    AbsentGradient,
+    Mismatch,
+    NotOffered,
+    Stage,
+    Tally,
+    Uncovered,
+    WrongCount,
+    WrongForm,
+    WrongGradient,
+    WrongSelection,
+    WrongWeight,
+)
+
+
+def expected_of(reading: Reading) -> RouterExpected:
+    """Return the oracle's answer to a reading, computed once.
+
+    Raises:
+        WrongForm: what was chosen is missing or not (T, K).
+        WrongSelection: a token's K experts are not different or not in 0..E-1, so that nothing can be weighed.
+    """
+    return once(reading, _expect)
+
+
+def _expect(reading: Reading) -> RouterExpected:
+    workload = reading.outcome.workload
+    ids = {place: _chosen(reading, place) for place in places_of(workload, range(len(reading.ranks)))}
+    findings = [finding for place, ids_TK in ids.items() for finding in _impossible(reading, place, ids_TK)]
+    if findings:
+        fail(WrongSelection, "route", findings)
+    averaged = reading.ranks[0].loss_convention == "mean_over_dp"
+    return RouterExpected(workload, ids, workload.layout.dp * workload.layout.cp if averaged else 1)
+
+
+def _chosen(reading: Reading, place: Place) -> Tensor:
+    m, rank = place
+    ids_TK = reading.seen(m, rank).routed_ids_TK
+    shape = (len(reading.batches[m][rank].x_TD), reading.outcome.workload.config.top_k)
+    if ids_TK is None or tuple(ids_TK.shape) != shape:
+        what = "missing" if ids_TK is None else f"of shape {tuple(ids_TK.shape)} instead of {shape}"
+        raise WrongForm("route", f"the selection of rank {rank} is {what}", ranks=(rank,))
+    return ids_TK
+
+
+def _impossible(reading: Reading, place: Place, ids_TK: Tensor) -> list[Finding]:
+    E, rank = reading.outcome.workload.config.experts, place[1]
+    findings = []
+    for t, ids_K in enumerate(ids_TK.tolist()):
+        if len(set(ids_K)) < len(ids_K) or not set(ids_K) <= set(range(E)):
+            sentence = f"rank {rank} token {t} chose {ids_K}, which is not {len(ids_K)} different experts of {E}"
+            findings.append(Finding("impossible", sentence, (rank,)))
+    return findings
+
+
+# ---- selection -----------------------------------------------------------------------------------------------
+
+
+def judge_selection(reading: Reading, tally: Tally) -> None:
+    """Decide whether every token chose K different experts with the highest selection scores.
+
+    The slots may come in any order. Where scores are nearer to each other than their rounding errors, every choice
+    among them is legal.
+
+    Raises:
+        WrongForm, WrongSelection: no such selection.
+    """
+    expected = expected_of(reading)
+    illegal = {place: (~expected.legal(place)).nonzero().flatten().tolist() for place in expected.places}
+    if any(illegal.values()):
+        fail(WrongSelection, "route", explain_selection(expected, illegal))
+    for place in expected.places:
+        tally.add(pairs=expected.ids[place].numel(), rank=place[1])
+
+
+def judge_bias(reading: Reading, tally: Tally) -> None:
+    """Decide whether the balancing bias takes part in the selection, and in no weight.
+
+    Counts the pairs of tokens for which the bias decided: whose choice would not be legal without it.
+
+    Raises:
+        WrongForm, WrongSelection, WrongWeight: as `judge_selection` and `judge_router_weights`.
+    """
+    _judge_decisive(
+        reading, tally, lambda expected, place: expected.legal(place, expected.selection_scores(place, None))
+    )
+
+
+def judge_group_limit(reading: Reading, tally: Tally) -> None:
+    """Decide whether experts come from the best groups only.
+
+    Counts the pairs of tokens for which the groups decided: whose choice would not be legal among all experts.
+
+    Raises:
+        WrongForm, WrongSelection: as `judge_selection`.
+    """
+    everything: Limit = {"groups": None, "group_score": "max"}
+    _judge_decisive(reading, tally, lambda expected, place: expected.legal(place, limit=everything), weights=False)
+
+
+def _judge_decisive(
+    reading: Reading,
+    tally: Tally,
+    legal_without: Callable[[RouterExpected, Place], Tensor],
+    weights: bool = True,
+) -> None:
+    """Judge the selection, and count only the tokens in which the rule in question made a difference."""
+    judge_selection(reading, Tally())
+    if weights:
+        judge_router_weights(reading, Tally())
+    expected = expected_of(reading)
+    for place in expected.places:
+        decided = int((~legal_without(expected, place)).sum())
+        tally.add(pairs=decided * expected.workload.config.top_k, rank=place[1])
+
+
+def judge_load(reading: Reading, tally: Tally) -> None:
+    """Decide whether the reported load is the number of tokens of the rank that chose each expert.
+
+    Raises:
+        NotOffered: the router reports no load.
+        WrongCount: another number, or not one per expert.
+    """
+    expected = expected_of(reading)
+    E = expected.workload.config.experts
+    findings, compared = [], []
+    for m, rank in expected.places:
+        counts_E = reading.seen(m, rank).counts_E
+        if counts_E is None:
+            raise NotOffered("the router reports no load")
+        right_E = torch.bincount(expected.ids[m, rank].flatten(), minlength=E)
+        if counts_E.tolist() != right_E.tolist():
+            sentence = f"rank {rank} reports the load {counts_E.tolist()}; its tokens chose {right_E.tolist()}"
+            findings.append(Finding("load", sentence, (rank,)))
+        compared.append((rank, E))
+    if findings:
+        fail(WrongCount, "route", findings)
+    for rank, elements in compared:
+        tally.add(elements=elements, rank=rank)
+
+
+# ---- weights and gradients -----------------------------------------------------------------------------------
+
+
+def judge_router_weights(reading: Reading, tally: Tally) -> None:
+    """Decide whether the chosen experts weigh what the configured score, normalisation and scale say, within rounding.
+
+    For the router's own selection: whether that is legal is judged by `judge_selection`.
+
+    Raises:
+        WrongForm: the weights are missing or not (T, K).
+        WrongSelection: nothing was chosen that could be weighed.
+        WrongWeight: a weight lies outside its bound.
+    """
+    expected = expected_of(reading)
+    actual, targets = {}, {}
+    for m, rank in expected.places:
+        target = expected.weights((m, rank))
+        value = reading.seen(m, rank).routed_weights_TK
+        actual[m, rank] = _formed(value, target, f"the weights of rank {rank}", rank, WrongForm)
+        targets[m, rank] = target
+    if _all_hold(actual, targets, tally):
+        return
+    findings, ratio = explain_weights(expected, actual, targets)
+    fail(WrongWeight, "route", findings, ratio=ratio)
+
+
+def judge_router_dx(reading: Reading, tally: Tally) -> None:
+    """Decide whether the gradient of the weights reached the tokens through scores and normalisation, within rounding.
+
+    Raises:
+        AbsentGradient: the gradient of the tokens is None.
+        WrongForm, WrongGradient: another shape; an element outside its bound.
+    """
+    expected = expected_of(reading)
+    actual, targets = {}, {}
+    for m, rank in expected.places:
+        if not reading.goes_backward(m):
+            continue
+        target, value = expected.dx((m, rank)), reading.seen(m, rank).dx_TD.value
+        if value is None and not target.expected.numel():
+            continue
+        actual[m, rank] = _formed(value, target, f"dx of rank {rank}", rank, AbsentGradient, "gradient")
+        targets[m, rank] = target
+    if _all_hold(actual, targets, tally):
+        return
+    findings, ratio = explain_gradients(expected, actual, targets, reading.ratio_names)
+    fail(WrongGradient, "gradient", findings, ratio=ratio)
+
+
+def judge_router_gradient(reading: Reading, tally: Tally) -> None:
+    """Decide whether every rank ends with the router's gradient over the tokens of all ranks of its pipeline stage.
+
+    A failure is of the stage "finish" if the ranks' gradients before `finish_gradients` add up to the right one.
+
+    Raises:
+        NotOffered: the backend finishes no gradients.
+        Uncovered: the ranks of a stage do not name the router, or not all of it.
+        AbsentGradient: the gradient is None.
+        WrongForm, WrongGradient: another shape; an element outside its bound.
+    """
+    expected = expected_of(reading)
+    for stage, ranks in enumerate(stages(expected.workload.layout)):
+        target = expected.gradient(stage)
+        actual, targets = {}, {}
+        for rank in ranks:
+            final = reading.ranks[rank].grads_final
+            if final is None:
+                raise NotOffered(reading.ranks[rank].finish_refusal or "the backend finishes no gradients")
+            if (grad := final.get(("router", None))) is not None:
+                targets[rank] = Target(*(shard_of(each, grad.shard) for each in target))
+                what = f"the router's gradient on rank {rank}"
+                actual[rank] = _formed(grad.value, targets[rank], what, rank, AbsentGradient, "finish")
+        _require_whole(reading, ranks)
+        worst = {rank: compare(actual[rank], *targets[rank], tally, rank) for rank in actual}
+        if not all(each.holds for each in worst.values()):
+            _fail_gradient(reading, ranks, stage, actual, targets)
+
+
+def _fail_gradient(
+    reading: Reading, ranks: tuple[int, ...], stage: int, actual: dict[int, Tensor], targets: dict[int, Target]
+) -> NoReturn:
+    expected = expected_of(reading)
+    grads = [reading.ranks[rank].grads_local.get(("router", None)) for rank in ranks]
+    local = [grad.value.double() for grad in grads if grad and grad.value is not None and grad.shard is None]
+    full = expected.gradient(stage)
+    undivided = Target(full.expected * expected.divisor, full.allowed * expected.divisor)
+    before = len(local) == len(ranks) and not compare(torch.stack(local).sum(0), *undivided).holds
+    findings, ratio = explain_router_gradient(expected, stage, actual, targets, reading.ratio_names)
+    fail(WrongGradient, "gradient" if before else "finish", findings, ratio=ratio)
+
+
+def _require_whole(reading: Reading, ranks: tuple[int, ...]) -> None:
+    """Raise unless every rank of a stage names the router, whole or a part that the others complete."""
+    grads = {rank: reading.ranks[rank].grads_local.get(("router", None)) for rank in ranks}
+    without = tuple(rank for rank, grad in grads.items() if grad is None)
+    if without:
+        raise Uncovered("route", f"ranks {list(without)} do not name the router", ranks=without)
+    if not whole(grad.shard for grad in grads.values() if grad):
+        raise Uncovered("route", "the ranks together do not name all parts of the router", ranks=ranks)
+
+
+def _formed(
+    value: Tensor | None, target: Target, what: str, rank: int, absent: type[Mismatch], stage: Stage = "route"
+) -> Tensor:
+    if value is None:
+        raise absent(stage, f"{what} is missing" if absent is WrongForm else f"{what} is None", ranks=(rank,))
+    if value.shape != target.expected.shape:
+        shapes = f"{tuple(value.shape)} instead of {tuple(target.expected.shape)}"
+        raise WrongForm(stage, f"{what} has the shape {shapes}", ranks=(rank,))
+    return value
+
+
+def _all_hold(actual: dict[Place, Tensor], targets: dict[Place, Target], tally: Tally) -> bool:
+    """Compare everything, and count all of it that holds."""
+    worst = [compare(value, *targets[at], tally, at[1]) for at, value in actual.items()]
+    return all(each.holds for each in worst)
