@@ -29,7 +29,7 @@ class RefusedError(Exception):
         self.tensor = torch.ones(2)
 
 
-# ---- functions that return -------------------------------------------------------------------------------------------
+# ---- functions that return ----
 
 
 def echo(context: RankContext, payload: Any) -> Any:
@@ -90,12 +90,17 @@ def reduce_megabytes(context: RankContext, megabytes: int) -> float:
     return big[-1].item()
 
 
+def say(context: RankContext, payload: str) -> None:
+    """Prints, without flushing."""
+    print(f"rank {context.rank} says {payload}")
+
+
 def start_a_sleeper(context: RankContext, payload: Any) -> int:
     """Returns the pid of a process that this rank leaves behind."""
     return subprocess.Popen(["sleep", "600"]).pid
 
 
-# ---- functions that do not; `culprit` is the rank to blame ------------------------------------------------------------
+# ---- functions that do not; `culprit` is the rank to blame ----
 
 
 def _meet() -> None:
@@ -217,6 +222,19 @@ def sleep_on_a_thread(context: RankContext, payload: Any) -> None:
         thread = threading.Thread(target=time.sleep, args=(600,), daemon=True)
         thread.start()
         thread.join()
+    _meet()
+
+
+def destroy_the_default_group(context: RankContext, culprit: int) -> None:
+    """The culprit destroys what belongs to the engine."""
+    if context.rank == culprit:
+        dist.destroy_process_group()
+
+
+def stop_oneself(context: RankContext, culprit: int) -> None:
+    """The culprit is stopped by a signal and cannot even dump its stack."""
+    if context.rank == culprit:
+        os.kill(os.getpid(), signal.SIGSTOP)
     _meet()
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from moe_conformance.engine import Engine, EngineError, Job
+from self_tests.test_engine_life import survivors
 from self_tests.test_engine_wire import DTYPES, bits, sample
 
 JOBS = "self_tests.engine_jobs"
@@ -27,7 +28,7 @@ def engine():
 def run(engine):
     """Runs a function of engine_jobs on ranks, two unless told."""
 
-    def run(function, payload=None, world=2, groups=None, deadline_s=20.0):
+    def run(function, payload=None, world=2, groups=None, deadline_s=60.0):
         return engine.run(Job(f"{JOBS}:{function}", payload, world, groups or {}, deadline_s))
 
     return run
@@ -159,6 +160,12 @@ class TestExceptions:
         result = run("leave", 0)
         assert ("SystemExit: 3", (0,)) == (result.ranks[0].error, result.blamed)
 
+    def test_destroying_the_default_group_is_blamed_on_the_job_that_did(self, run):
+        """It would otherwise break the next job."""
+        result = run("destroy_the_default_group", 0)
+        assert [("raised", False), ("ok", False)] == statuses(result)
+        assert "destroyed the default process group" in result.ranks[0].error
+
     def test_a_result_that_cannot_be_sent_is_told_in_words(self, run):
         """The rank whose result cannot be pickled raised; the other's value arrives."""
         result = run("return_a_generator", 1)
@@ -194,8 +201,10 @@ class TestDeaths:
 
     def test_the_death_of_the_forking_process_is_survived(self, run):
         """Losing the process that forks the ranks is an EngineError, and the next job has another."""
+        pids = [rank.value[0] for rank in run("pid").ranks]
         with pytest.raises(EngineError, match="killed by SIGKILL"):
             run("kill_the_parent")
+        assert [] == survivors(pids)
 
 
 @pytest.mark.usefixtures("works_again")
@@ -203,11 +212,20 @@ class TestHangs:
     @pytest.mark.parametrize("function", ["sleep_before_meeting", "spin_before_meeting"])
     def test_a_hang_outside_of_collectives_is_blamed_on_its_rank(self, run, function):
         """Those who wait for it in a collective are secondary; the stack says where it hangs."""
-        result = run(function, 1, world=4, deadline_s=1.0)
+        result = run(function, 1, world=4, deadline_s=2.0)
         assert (1,) == result.blamed
         assert [("hung", True), ("hung", False), ("hung", True), ("hung", True)] == statuses(result)
-        assert result.ranks[1].error.startswith(f"no answer within 1.0 s: in {function}, from ")
+        assert result.ranks[1].error.startswith(f"no answer within 2.0 s: in {function}, from ")
         assert f"in {function}\n" in result.ranks[1].traceback
+
+    def test_a_stopped_process_is_blamed_on_its_rank(self, run):
+        """A rank that cannot even dump its stack hangs."""
+        result = run("stop_oneself", 0, deadline_s=2.0)
+        assert [("hung", False), ("hung", True)] == statuses(result)
+        assert ("no answer within 2.0 s: it dumped no stack", None) == (
+            result.ranks[0].error,
+            result.ranks[0].traceback,
+        )
 
     def test_a_sleeping_thread_is_no_deadlock(self, run):
         """A rank that waits for a thread of its own could move on at any time: only the deadline ends it."""

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -27,6 +28,16 @@ print(*{pid for pids in ranks for pid in pids}, *left, flush=True)
 """
 
 
+# The fork keeps the descriptors of the driver open.
+FORK_AND_EXIT_HARD = """
+os.close(1)
+if os.fork() == 0:
+    import time
+    time.sleep(60)
+os._exit(1)
+"""
+
+
 def alive(pid: int) -> bool:
     """Tells whether a process runs; a zombie does not."""
     try:
@@ -36,8 +47,8 @@ def alive(pid: int) -> bool:
 
 
 def survivors(pids: list[int]) -> list[int]:
-    """Returns those still there after up to ten seconds."""
-    until = time.monotonic() + 10
+    """Returns those still there after up to half a minute."""
+    until = time.monotonic() + 30
     while (left := [pid for pid in pids if alive(pid)]) and time.monotonic() < until:
         time.sleep(0.02)
     return left
@@ -50,7 +61,8 @@ def driver():
 
     def start(ending: str) -> tuple[subprocess.Popen[str], list[int]]:
         script = DRIVER + textwrap.dedent(ending)
-        process = subprocess.Popen([sys.executable, "-c", script], cwd=CHECKOUT, stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, "-c", script]
+        process = subprocess.Popen(command, cwd=CHECKOUT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         started.append(process)
         return process, [int(pid) for pid in process.stdout.readline().split()]
 
@@ -61,13 +73,22 @@ def driver():
 
 
 class TestNoOrphans:
+    def test_nothing_is_left_after_close(self, driver):
+        """A closed engine leaves no process behind and has lost nothing of what ranks printed."""
+        say = 'engine.run(Job("self_tests.engine_jobs:say", "hello", 2, {}))'
+        process, pids = driver(f"{say}\nengine.close()\nprint('closed', flush=True)\nsys.stdin.read()")
+        lines = [process.stdout.readline().strip() for _ in range(3)]
+        assert ["closed", "rank 0 says hello", "rank 1 says hello"] == sorted(lines)
+        assert (5, []) == (len(pids), survivors(pids))
+        assert process.poll() is None
+
     @pytest.mark.parametrize(
         "ending",
-        ["engine.close()\nengine.close()\nsys.stdin.read()", "", "raise SystemExit(1)", "os._exit(1)"],
-        ids=["closed", "not closed", "exception", "hard exit"],
+        ["", FORK_AND_EXIT_HARD],
+        ids=["not closed", "hard exit"],
     )
     def test_nothing_is_left_when_a_driver_ends(self, driver, ending):
-        """After close, and after an end without it, ranks, their children and the forking process are gone."""
+        """Ranks, their children and the forking process are gone, though the engine was never closed."""
         _, pids = driver(ending)
         assert 5 == len(pids)
         assert [] == survivors(pids)
@@ -81,9 +102,14 @@ class TestNoOrphans:
         process.send_signal(signal.SIGKILL)
         assert [] == survivors(pids)
 
-    def test_a_closed_engine_says_so(self):
-        """Closing twice is allowed, running afterwards is not."""
-        engine = Engine()
+    def test_an_engine_lives_from_its_making_to_its_closing(self):
+        """The end of the thread that made it is no matter; closing twice is allowed, running afterwards is not."""
+        made = []
+        thread = threading.Thread(target=lambda: made.append(Engine()))
+        thread.start()
+        thread.join()
+        (engine,) = made
+        assert engine.run(Job(f"{JOBS}:echo", None, 1, {})).ok
         engine.close()
         engine.close()
         with pytest.raises(EngineError, match="the engine is closed"):

@@ -7,10 +7,10 @@ import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-# How gloo, the store and NCCL speak of a peer that is gone.
+# How gloo, the store and NCCL speak of a peer that is gone or keeps silent.
 _CONNECTION_LOST = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket closed|remote process exited"
-    r"|failed to (recv|send), got \d+ bytes|connectFullMesh failed",
+    r"|failed to (recv|send), got \d+ bytes|connectFullMesh failed|timed out waiting \d+ ?ms for",
     re.IGNORECASE,
 )
 

@@ -22,6 +22,7 @@ _IMPORT_LIMIT_S = 300.0  # for one module of the preload
 
 _ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",  # nothing listens beyond this machine
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking for GPUs while importing must not initialise CUDA before a fork
     "OMP_NUM_THREADS": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # a lost peer is told by the results
 }

@@ -90,11 +90,14 @@ class Exited:
 
 def main(descriptor: int) -> NoReturn:
     """Runs the nursery over an inherited socket until the driver closes its end."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the driver's is inherited
     channel = wire.Channel(socket.socket(fileno=descriptor))
     opening: Opening = wire.loads(channel.receive())
     _die_with_parent(opening.driver)  # while importing, nobody looks whether the channel is closed
     if not _import_all(channel, opening.preload):
         os._exit(1)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # each rank would write it again
     gc.collect()
     gc.freeze()  # keeps the collector of the ranks from touching, and so copying, what they share
     channel.send(wire.dumps(Ready()))

@@ -8,8 +8,10 @@ of an orderly exit.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
@@ -71,6 +73,7 @@ def serve(channel: wire.Channel, station: Station) -> NoReturn:
         except (EOFError, OSError):
             os._exit(0)
         answer, *value = _do(home, message)
+        _flush()
         channel.send([*wire.dumps(answer), *value])
         if answer.outcome != "returned":
             os._exit(0)
@@ -90,6 +93,9 @@ def _do(home: _Home, message: list[bytearray]) -> tuple[Any, ...]:
         value = function(context, payload)
     except BaseException as error:  # SystemExit too: whatever the function does is its result
         return (Answer(number, "raised", describe(error)),)
+    if not dist.is_initialized():
+        lost = RuntimeError("the function destroyed the default process group, which belongs to the engine")
+        return (Answer(number, "raised", describe(lost)),)
     try:
         return (Answer(number, "returned"), *wire.dumps(value))
     except BaseException as error:
@@ -101,6 +107,13 @@ class UnsendableResultError(TypeError):
 
     def __init__(self, value: object, reason: BaseException) -> None:
         super().__init__(f"the function's result, a {type(value).__qualname__}, cannot be sent: {reason}")
+
+
+def _flush() -> None:
+    """Writes out what the function printed: `os._exit` would drop it."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # the function may have closed or replaced it
+            stream.flush()
 
 
 def _find(function: str) -> Callable[[RankContext, Any], Any]:

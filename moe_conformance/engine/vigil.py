@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import selectors
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from . import stacks, wire
 from .blame import Finding
+from .deadlock import DeadlockWatch
 from .faults import one_line, type_name
 from .launcher import Launcher, RankProcess, describe_exit
 from .rank import Answer
 from .records import EngineError, Job, RankResult
-from .stillness import INTERVAL_S, PROOF_S, Stillness
+from .stillness import INTERVAL_S
 
 _QUIET_S = 0.2  # without news, before ranks are watched for stillness: short jobs pay nothing for it
 
@@ -20,11 +21,14 @@ _QUIET_S = 0.2  # without news, before ranks are watched for stillness: short jo
 class Vigil:
     """Waits until every rank has answered or ended, the deadline passes, or the ranks can no longer move."""
 
-    def __init__(self, launcher: Launcher, ranks: Sequence[RankProcess], number: int, began: float, job: Job) -> None:
+    def __init__(
+        self, launcher: Launcher, ranks: Sequence[RankProcess], number: int, began: float, job: Job, *, gpu: bool
+    ) -> None:
         self._launcher = launcher
         self._ranks = ranks
         self._number = number
         self._job = job
+        self._gpu = gpu
         self._until = began + job.deadline_s
         self._pending = {process.rank: process for process in ranks}
         self._findings: dict[int, Finding] = {}
@@ -45,7 +49,7 @@ class Vigil:
         return [self._findings[process.rank] for process in self._ranks]
 
     def _listen(self, selector: selectors.BaseSelector) -> None:
-        watch: _DeadlockWatch | None = None
+        watch: DeadlockWatch | None = None
         while self._pending and (left := self._until - time.monotonic()) > 0:
             events = selector.select(min(left, INTERVAL_S if watch else _QUIET_S))
             for key, _ in events:
@@ -54,10 +58,10 @@ class Vigil:
                 elif not self._hear(key.data):
                     selector.unregister(key.fileobj)
             self._bury()
-            if events:
+            if events or self._gpu:  # a GPU could wake a rank that lies still
                 watch = None
             elif watch is None:
-                watch = _DeadlockWatch(self._launcher, self._ranks)
+                watch = DeadlockWatch(self._launcher, self._ranks)
             elif self._pending and watch.proves(self._pending.values()):
                 self._give_up("waits in a collective that can no longer complete")
 
@@ -117,20 +121,3 @@ class Vigil:
     def _settle(self, finding: Finding) -> None:
         del self._pending[finding.result.rank]
         self._findings[finding.result.rank] = finding
-
-
-class _DeadlockWatch:
-    """Asks for stacks only once nothing moves, and ever more seldom if they stand outside of collectives."""
-
-    def __init__(self, launcher: Launcher, ranks: Sequence[RankProcess]) -> None:
-        self._launcher = launcher
-        self._stillness = Stillness(process.pid for process in ranks)
-        self._patience_s = PROOF_S
-
-    def proves(self, pending: Collection[RankProcess]) -> bool:
-        """Tells whether the pending ranks wait in collectives that can no longer complete."""
-        if self._stillness.seconds() < self._patience_s:
-            return False
-        texts = stacks.dump(self._launcher, pending)
-        self._patience_s *= 2
-        return all(stacks.waits_in_collective(text) for text in texts.values())

@@ -44,7 +44,8 @@ class World:
             began = time.monotonic()
             message = [*wire.dumps(Assignment(number, job.function, dict(job.groups))), *payload]
             self._post(message, job.deadline_s)
-            findings = Vigil(self._launcher, self._ranks, number, began, job).findings()
+            gpu = self._device != "cpu"
+            findings = Vigil(self._launcher, self._ranks, number, began, job, gpu=gpu).findings()
             seconds = time.monotonic() - began
         except BaseException:  # Ctrl-C too: the ranks are in the middle of something
             self.stop()

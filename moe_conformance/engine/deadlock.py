@@ -1,0 +1,41 @@
+"""Finds out that ranks wait for each other in collectives and always will."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from . import stacks
+from .launcher import Launcher, RankProcess
+from .stillness import Stillness
+
+_STILL_S = 0.25  # before stacks are asked for, and again afterwards
+
+
+class DeadlockWatch:
+    """Proves a deadlock in about half a second.
+
+    The proof: no rank moves; then the stack of each rank without an answer, for which it is woken, stands in a
+    collective; then still no rank moves. If a stack stands elsewhere, the next is asked for after twice the time.
+    """
+
+    def __init__(self, launcher: Launcher, ranks: Sequence[RankProcess]) -> None:
+        self._launcher = launcher
+        self._pids = [process.pid for process in ranks]
+        self._patience_s = _STILL_S
+        self._in_collectives = False
+        self._stillness = Stillness(self._pids)
+
+    def proves(self, pending: Collection[RankProcess]) -> bool:
+        """Looks at the ranks, of which some have not answered; to be called every INTERVAL_S."""
+        if not self._stillness.holds():
+            self._in_collectives = False
+            self._stillness = Stillness(self._pids)
+        if self._stillness.seconds() < self._patience_s:
+            return False
+        if not self._in_collectives:
+            texts = stacks.dump(self._launcher, pending)
+            self._in_collectives = all(stacks.waits_in_collective(text) for text in texts.values())
+            self._patience_s = _STILL_S if self._in_collectives else 2 * self._patience_s
+            self._stillness = Stillness(self._pids)
+            return False
+        return True
