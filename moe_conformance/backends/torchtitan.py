@@ -101,11 +101,8 @@ class _Session(Session):
             if size % 8:
                 raise Unsupported(f"torch's grouped matmul wants rows of a multiple of 8 bfloat16, not {size}")
         first, held = _placement(self._topology, config)
-        edp = len(self._topology.ranks("edp"))
-        if edp > 1 and config.dtype != torch.float32:
-            raise Unsupported(
-                f"torchtitan reduces in float32; until it has, FSDP2 keeps {config.dtype} gradients out of reach"
-            )
+        if len(self._topology.ranks("edp")) > 1 and config.dtype == torch.float64:
+            raise Unsupported("torchtitan keeps and reduces in float32 what FSDP2 shards, not in torch.float64")
         return _Experts(config, first, held, self._topology, self._device)
 
     def router(self, config: Config) -> _Router:
@@ -206,16 +203,17 @@ _CANONICAL = {"w1_EFD": "gate", "w3_EFD": "up", "w2_EDF": "down"}
 class _Experts:
     """GroupedExperts of this rank's N experts, under FSDP2 where edp > 1.
 
-    Microbatches accumulate without reduction until `reduce`, so that a rank's own gradient can be read before it.
+    FSDP2 shards float32 parameters and casts them for every use, as the library's mixed precision has it. Microbatches
+    accumulate without reduction until `reduce`; a rank's own gradient can be read before it in float32 alone.
     """
 
     def __init__(self, config: Config, first: int, held: int, topology: Topology, device: torch.device) -> None:
         from torchtitan.models.common.moe import GroupedExperts
 
         built = GroupedExperts.Config(dim=config.hidden, hidden_dim=config.ffn, num_experts=held).build()
-        self._module: nn.Module = built.to(device, config.dtype)
         self._first, self._topology, self._device = first, topology, device
         self._edp = topology.ranks("edp")
+        self._module: nn.Module = built.to(device, torch.float32 if len(self._edp) > 1 else config.dtype)
         if len(self._edp) > 1:
             self._shard(config)
 
