@@ -110,7 +110,7 @@ class TestUnfinished:
     def test_all_guilty_ranks_are_named(self) -> None:
         """Several ranks may hang, and each is blamed."""
         outcome = failed(RankOutcome(0, "hung", "backward:0"), RankOutcome(1, "ok"), RankOutcome(2, "died"))
-        with pytest.raises(RunFailed, match="rank 0 hung in backward:0; so did rank 2") as error:
+        with pytest.raises(RunFailed, match="rank 0 hung in backward:0; rank 2 died") as error:
             read(outcome)
         assert (0, 2) == error.value.ranks
 

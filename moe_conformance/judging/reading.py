@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from moe_conformance.judging import expected
-from moe_conformance.judging.diagnosis import ratio_names
-from moe_conformance.judging.verdict import RunFailed, WrongCount, WrongDelivery
+from moe_conformance.judging.diagnosis import ratio_names, some
+from moe_conformance.judging.verdict import Mismatch, RunFailed, Stage, WrongCount, WrongDelivery
 from moe_conformance.scenarios.outcome import Handed, Microbatch, Outcome, RankOutcome
 from moe_conformance.workloads import tags
 from moe_conformance.workloads.records import Batch
@@ -206,15 +206,20 @@ def require_finished(outcome: Outcome) -> None:
     if not unfinished:
         return
     guilty = outcome.blamed or tuple(unfinished)
-    first = guilty[0]
-    at = f" in {first.reached}" if first.reached else ""
+    first, others = guilty[0], guilty[1:]
     error = f": {first.error}" if first.error else ""
-    verb = "made a malformed claim" if first.status == "malformed" else first.status
-    others = [rank.rank for rank in guilty[1:]]
-    also = f"; so did rank {', '.join(map(str, others))}" if others else ""
-    kind = WrongCount if first.status == "malformed" else RunFailed
-    stage: Literal["dispatch", "run"] = "dispatch" if first.status == "malformed" else "run"
-    raise kind(stage, f"rank {first.rank} {verb}{at}{error}{also}", ranks=tuple(rank.rank for rank in guilty))
+    also = f"; {some(map(_ending, others))}" if others else ""
+    kind, stage = _KINDS.get(first.status, (RunFailed, "run"))
+    raise kind(stage, f"{_ending(first)}{error}{also}", ranks=tuple(rank.rank for rank in guilty))
+
+
+_KINDS: dict[str, tuple[type[Mismatch], Stage]] = {"malformed": (WrongCount, "dispatch")}
+
+
+def _ending(rank: RankOutcome) -> str:
+    """Say how a rank ended and where."""
+    verb = "made a malformed claim" if rank.status == "malformed" else rank.status
+    return f"rank {rank.rank} {verb}" + (f" in {rank.reached}" if rank.reached else "")
 
 
 def _entries(rank: RankOutcome, call: int, handed: Handed) -> list[Entry]:
