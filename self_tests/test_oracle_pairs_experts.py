@@ -118,6 +118,14 @@ class TestTaggedPair:
             assert dx_RD.tolist() == leaf.grad.tolist()
             assert d_gain == pytest.approx(gain_leaf.grad.item(), rel=1e-12, abs=1e-12)
 
+    def test_experts_are_told_apart_by_their_gains(self) -> None:
+        """`tagged_experts` gives each id its own gain and its own columns."""
+        x_RD = np.random.default_rng(7).normal(size=(2, 6))
+        gains = {e: floats(np.array(gain)) for e, gain in enumerate([3.0, 5.0, -7.0])}
+        expert = first.tagged_experts(3, {("gain", e): gain for e, gain in gains.items()})
+        for e, gain in gains.items():
+            assert second.tagged(e, 3, gain.item(), x_RD).tolist() == expert(floats(x_RD), e).tolist()
+
     def test_a_remainder_of_columns_belongs_to_nobody(self) -> None:
         """Seven columns for three experts: two each, and the last stays zero for all."""
         x_RD = np.array([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]])

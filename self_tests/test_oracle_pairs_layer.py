@@ -35,12 +35,13 @@ class Case(NamedTuple):
 
 
 def make_case(seed: int, tokens: Sequence[int], slots: int, experts: int, D: int = 4, F: int = 3) -> Case:
-    """Different data on every rank, different experts, repeated ids, empty slots whose weights are NaN."""
+    """Different data on every rank, different experts, repeated ids, weights of 0, empty slots with NaN."""
     random = np.random.default_rng(seed)
     batch, upstream = [], []
     for T in tokens:
         ids_TK = random.integers(-1, experts, size=(T, slots))
-        weights_TK = np.where(ids_TK < 0, np.nan, random.normal(size=(T, slots)))
+        weights_TK = random.normal(size=(T, slots)) * random.choice([0.0, 1.0, 1.0], size=(T, slots))
+        weights_TK[ids_TK < 0] = np.nan
         batch.append(Tokens(random.normal(size=(T, D)), ids_TK, weights_TK))
         upstream.append(random.normal(size=(T, D)))
     held = [SwiGLU(*(random.normal(size=s) for s in [(F, D), (F, D), (D, F)])) for _ in range(experts)]
