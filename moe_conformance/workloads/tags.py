@@ -1,6 +1,6 @@
 """Tags: hidden rows that say who they are, and the arithmetic that keeps them exact in every dtype.
 
-A tag is a codeword of signs: 32 bits (rank, microbatch, token, checksum), one per column, repeated with alternating
+A tag is a codeword of signs: 32 bits (rank, microbatch, token, check), mixed, one per column, repeated with alternating
 polarity over the hidden size. Signs survive bf16, fp8 scales and weights multiplied into the row; the sum of two
 different rows has zeros and decodes as corrupt; an all-zero row is padding.
 
@@ -22,11 +22,30 @@ PADDING_ANSWER = 2.0**14  # finite in fp16 too; larger than anything that a prob
 
 _PARTS = {1: (1.0,), 2: (2.0, -1.0), 4: (2.0, -2.0, 2.0, -1.0), 8: (1.0, -1.0, 1.0, -1.0, 1.0, -1.0, 2.0, -1.0)}
 
+_WORD = (1 << WORD_BITS) - 1
+_CHECK = 0b1011001110  # the check of every word before mixing
+_MIX, _UNMIX = 0x9E3779B1, pow(0x9E3779B1, -1, 1 << WORD_BITS)
 
-def _checksum(data: Tensor) -> Tensor:
-    """Mix the data bits into CHECK_BITS bits; neighbouring words differ in about half of them."""
-    mixed = (data * 2654435761) & 0xFFFFFFFF
-    return (mixed >> (32 - CHECK_BITS)) & ((1 << CHECK_BITS) - 1)
+
+def _mix(word: Tensor) -> Tensor:
+    """Spread every bit over the whole word, reversibly.
+
+    The block of one expert is a few columns only, and two tokens should differ there too: each column then tells them
+    apart with even odds.
+    """
+    for _ in range(2):
+        word = word ^ (word >> 16)
+        word = (word * _MIX) & _WORD
+    return word ^ (word >> 16)
+
+
+def _unmix(word: Tensor) -> Tensor:
+    """Undo `_mix`."""
+    word = word ^ (word >> 16)
+    for _ in range(2):
+        word = (word * _UNMIX) & _WORD
+        word = word ^ (word >> 16)
+    return word
 
 
 def encode(rank: int, microbatch: int, tokens: int, hidden: int, dtype: torch.dtype) -> Tensor:
@@ -46,7 +65,7 @@ def encode(rank: int, microbatch: int, tokens: int, hidden: int, dtype: torch.dt
             raise ValueError(f"tags have {bits} bits for {name}, {value} does not fit")
     token_T = torch.arange(tokens)
     data_T = (rank << (MICROBATCH_BITS + TOKEN_BITS)) | (microbatch << TOKEN_BITS) | token_T
-    word_T = (data_T << CHECK_BITS) | _checksum(data_T)
+    word_T = _mix((data_T << CHECK_BITS) | _CHECK)
     column_D = torch.arange(hidden)
     bit_TD = (word_T[:, None] >> (column_D % WORD_BITS)) & 1
     bit_TD = bit_TD ^ ((column_D // WORD_BITS) & 1)
@@ -75,10 +94,11 @@ def decode(rows_RD: Tensor) -> Decoded:
     bit_RD = (rows_RD < 0).long() ^ ((column_D // WORD_BITS) & 1)
     word_R = (bit_RD[:, :WORD_BITS] << torch.arange(min(D, WORD_BITS))).sum(1)
     again_RD = (word_R[:, None] >> (column_D % WORD_BITS)) & 1
-    data_R = word_R >> CHECK_BITS
+    plain_R = _unmix(word_R)
+    data_R = plain_R >> CHECK_BITS
     scale_R = rows_RD.abs().amax(1) if D else rows_RD.new_zeros(R)
     flat_R = (rows_RD.abs() == scale_R[:, None]).all(1) & torch.isfinite(scale_R)
-    fits_R = (again_RD == bit_RD).all(1) & (_checksum(data_R) == word_R & ((1 << CHECK_BITS) - 1))
+    fits_R = (again_RD == bit_RD).all(1) & (plain_R & ((1 << CHECK_BITS) - 1) == _CHECK)
     kind_R = torch.where(flat_R & fits_R & (scale_R > 0), TAG, CORRUPT)
     kind_R = torch.where((rows_RD == 0).all(1), PADDING, kind_R)
     tag_R = kind_R == TAG
