@@ -39,7 +39,7 @@ class MegatronCore:
     def limits(self, variant: str) -> Sequence[Limit]:
         """What the dispatchers' interfaces exclude."""
         limits = (
-            Limit("in_flight", (1,), _STATE, proof="undefined"),
+            Limit("halves_in_flight", (1,), _STATE, proof="undefined"),
             Limit("duplicate_experts", (False,), _MAP, proof="undefined"),
         )
         if variant == "allgather":

@@ -126,10 +126,14 @@ class Router:
 
     def __call__(self, x: Tensor) -> Routed:
         """Return the routing; the library makes a dense map and dense weights."""
+        load_E = self._router.local_tokens_per_expert  # grows with every call; there is one for the balance bias only
+        before_E = None if load_E is None else load_E.clone()
         # It takes [sequence, batch, D]; rows without a batch are a batch of one.
         probs_TE, map_TE = self.chunk(x if x.dim() == 3 else x.unsqueeze(1))
         assert self._logits is not None  # the router has just made them
-        return Routed(Routing.from_dense(probs_TE, map_TE), self._logits.detach().reshape(probs_TE.shape))
+        logits_TE = self._logits.detach().reshape(probs_TE.shape)
+        counts_E = None if load_E is None else load_E - before_E
+        return Routed(Routing.from_dense(probs_TE, map_TE), logits_TE, counts_E)
 
     def named(self, read: Read) -> Iterator[Named]:
         """Yield the gate's weight, and the balance bias if there is one."""

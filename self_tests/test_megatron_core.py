@@ -1,0 +1,346 @@
+"""The adapter to Megatron-Core, held against the oracles by itself: no judge of the suite takes part."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_conformance.backends.megatron_core import MegatronCore
+from moe_conformance.contract import Unsupported
+from moe_conformance.engine import Engine, Job, RankContext
+from moe_conformance.scenarios.moe_step import moe_step
+from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.scenarios.parameters import shard_of
+from moe_conformance.topology import Layout, Topology, layouts
+from moe_conformance.workloads import corpus, features, tags
+from moe_conformance.workloads.records import Workload
+from reference import layer
+from reference.experts import swiglu_experts, tagged_experts
+from reference.routing import route
+
+try:
+    MegatronCore().versions()  # importing the library here would take seconds: only the ranks need it
+except Unsupported as missing:
+    pytest.skip(str(missing), allow_module_level=True)
+
+NAME = "moe_conformance.backends.megatron_core:MegatronCore"
+EP2, TP2_EP2 = Layout(2, ep=2), Layout(2, tp=2, ep=2)
+REPLICATED, FOLDED = Layout(4, ep=2), Layout(4, tp=2, ep=2, etp=2)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    """Ranks that have imported Megatron-Core already."""
+    preload = (*MegatronCore.preload, "moe_conformance.scenarios.moe_step")
+    with Engine(preload=preload, environment=MegatronCore.environment) as engine:
+        yield engine
+
+
+def pinned(variant: str, layout: Layout, name: str, /, **config: Any) -> Workload:
+    """The pinned workload of that name, with fields of its config changed."""
+    found = next(w for w in corpus.corpus(variant, layout, "full") if w.name == name)
+    return replace(found, config=replace(found.config, **config))
+
+
+def routed(layout: Layout, name: str) -> Workload:
+    """The pinned workload of the router of that name."""
+    return next(w for w in corpus.routing_corpus("alltoall", layout) if w.name == name)
+
+
+def run(engine: Engine, workload: Workload) -> Outcome:
+    """Run a workload, which every rank must finish."""
+    outcome = moe_step(engine, NAME, workload)
+    assert ["ok"] * workload.layout.world == [rank.status for rank in outcome.ranks], [r.error for r in outcome.ranks]
+    return outcome
+
+
+def oracle(workload: Workload) -> layer.Gradients:
+    """All tokens of all microbatches and ranks, in this order, in one dense batch."""
+    batches = [layer.Batch(b.x_TD, b.ids_TK, b.weights_TK, b.upstream) for ranks in workload.batches for b in ranks]
+    if workload.kind == "experts":
+        return layer.gradients(*layer.global_batch(batches), build=swiglu_experts, parameters=workload.parameters)
+    E = workload.config.experts
+    gains = {("gain", e): torch.tensor(tags.gain(e)) for e in range(E)}
+    build = lambda parameters: tagged_experts(E, parameters)  # noqa: E731
+    return layer.gradients(*layer.global_batch(batches), build=build, parameters=gains)
+
+
+def seen(outcome: Outcome) -> tuple[Tensor, Tensor, Tensor]:
+    """y, dx and dweights in the order of `oracle`, in float64."""
+    count = len(outcome.workload.batches)
+    found = [rank.microbatches[m] for m in range(count) for rank in outcome.ranks]
+    parts = [(each.y, each.dx_TD.value, each.dweights_TK.value) for each in found]
+    y, dx, dweights = (
+        torch.cat([part.double() for part in column if part is not None]) for column in zip(*parts, strict=True)
+    )
+    return y, dx, dweights
+
+
+def worst(actual: Tensor, expected: Tensor) -> float:
+    """The largest error, in units of the largest expected value."""
+    return float((actual.double() - expected).abs().max() / expected.abs().max())
+
+
+def on_a_rank(engine: Engine, function: str) -> Any:
+    """What a function of this file returns on a rank, where the library is imported already."""
+    (rank,) = engine.run(Job(f"{__name__}:{function}", None, 1, {}, deadline_s=30.0)).ranks
+    assert rank.status == "ok", rank.error
+    return rank.value
+
+
+def what_stands_where(context: RankContext, _: None) -> list[str]:
+    """On a rank: the library's device, and the modules that torch's own functions come from."""
+    from moe_conformance.backends.megatron_core import library
+
+    assert library.SHIMS
+    device = library.moe_utils.torch.cuda.current_device()
+    own = torch.cuda.current_device.__module__, dist.all_gather.__module__.rpartition(".")[0]
+    return [str(device), *own]
+
+
+def layouts_with_other_groups(context: RankContext, _: None) -> list[str]:
+    """On a rank: the layouts for which the library would build other groups than we do."""
+    every = [each for world in (1, 2, 4, 6, 8, 12) for each in layouts(world)]
+    assert len(every) > 500
+    return [each.name for each in every if MegatronCore().groups(each.sizes()) != each.groups()]
+
+
+class TestModule:
+    def test_importing_the_adapter_does_not_import_the_library(self) -> None:
+        """A driver that only lists backends stays light."""
+        code = "import sys, moe_conformance.backends.megatron_core; sys.exit('megatron.core' in sys.modules)"
+        assert 0 == subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode
+
+    def test_versions_name_the_library(self) -> None:
+        """Verdicts can be told apart by the version that they are about."""
+        assert {"megatron-core", "torch"} == set(MegatronCore().versions())
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="the shims are for machines without CUDA")
+    def test_shims_stay_inside_the_library(self, engine: Engine) -> None:
+        """What the library sees as torch.cuda and torch.distributed is replaced; torch's own are not."""
+        assert ["cpu", "torch.cuda", "torch.distributed"] == on_a_rank(engine, "what_stands_where")
+
+    def test_groups_are_those_of_the_layout(self, engine: Engine) -> None:
+        """The library's rank generators agree with ours on every layout of up to 12 ranks, in order too."""
+        assert [] == on_a_rank(engine, "layouts_with_other_groups")
+
+
+EVEN = ["even", "top-all-even", "odd-experts-even", "one-expert-even", "idle-rank-even", "dropped-even"]
+EVEN += ["two-dims-even", "in-flight-even", "even-bfloat16", "even-float64"]
+UNEVEN = ["uneven", "rank-without-tokens", "dropped-uneven", "one-by-one-uneven", "in-flight-uneven", "uneven-bfloat16"]
+
+
+class TestExchange:
+    @pytest.mark.parametrize(
+        ("variant", "name"),
+        [("alltoall", name) for name in EVEN + UNEVEN]
+        # With several microbatches the all-gather dispatcher's dx is overwritten, a fault of the library.
+        + [("allgather", name) for name in EVEN if name != "in-flight-even"],
+    )
+    def test_it_computes_the_layer(self, engine: Engine, variant: str, name: str) -> None:
+        """Output and gradients of the suite's expert equal the dense formulation to the bit."""
+        outcome = run(engine, pinned(variant, EP2, name))
+        expected, (y, dx, dweights) = oracle(outcome.workload), seen(outcome)
+        assert torch.equal(expected.y_TD, y)
+        assert torch.equal(expected.dx_TD, dx)
+        assert torch.equal(expected.dweights_TK, dweights)
+
+    @pytest.mark.parametrize("variant", MegatronCore.variants)
+    def test_it_says_what_it_built(self, engine: Engine, variant: str) -> None:
+        """The class of the dispatcher, the sizes of its groups and the shims are on record."""
+        resolved = run(engine, pinned(variant, FOLDED, "even")).ranks[0].resolved
+        classes = {"allgather": "MoEAllGatherTokenDispatcher", "alltoall": "MoEAlltoAllTokenDispatcher"}
+        assert (classes[variant], "2", "2") == (resolved["dispatcher"], resolved["ep ranks"], resolved["etp ranks"])
+        assert ("torch.cuda" in resolved["shims"]) == (not torch.cuda.is_available())
+
+
+class TestExperts:
+    @pytest.mark.parametrize("layout", [EP2, TP2_EP2, REPLICATED, FOLDED], ids=lambda layout: layout.name)
+    @pytest.mark.parametrize(
+        ("variant", "name", "allowed"),
+        [
+            ("allgather", "own-even-float64", 1e-14),
+            ("alltoall", "own-uneven-float64", 1e-14),
+            ("alltoall", "own-rank-without-tokens", 1e-6),
+            ("alltoall", "own-in-flight-uneven", 1e-6),
+            ("alltoall", "own-uneven-bfloat16", 0.02),
+        ],
+    )
+    def test_gradients_are_averaged_over_dp(
+        self, engine: Engine, layout: Layout, variant: str, name: str, allowed: float
+    ) -> None:
+        """After finishing, every holder of a part of an expert has the sum over all ranks' tokens / dp."""
+        outcome = run(engine, pinned(variant, layout, name))
+        expected = oracle(outcome.workload)
+        for actual, wanted in zip(seen(outcome), (expected.y_TD, expected.dx_TD, expected.dweights_TK), strict=True):
+            assert worst(actual, wanted) < 2 * allowed
+        largest = max(float(value.abs().max()) for value in expected.parameters.values())
+        compared = 0
+        for rank in outcome.ranks:
+            assert () == rank.uncovered
+            assert rank.grads_final is not None
+            for key, grad in rank.grads_final.items():
+                assert grad.value is not None
+                wanted = shard_of(expected.parameters[key], grad.shard)
+                assert float((grad.value.double() * layout.dp - wanted).abs().max()) / largest < allowed
+                compared += grad.value.numel()
+        assert layout.edp * sum(value.numel() for value in expected.parameters.values()) == compared
+
+    def test_half_precision_is_accumulated_in_float32(self, engine: Engine) -> None:
+        """As Megatron-LM's trainer has it by default."""
+        resolved = run(engine, pinned("alltoall", EP2, "own-even-bfloat16")).ranks[0].resolved
+        assert ("torch.bfloat16", "torch.float32") == (resolved["parameters"], resolved["gradients"])
+
+    def test_extra_is_passed_on(self, engine: Engine) -> None:
+        """The activation that Megatron-LM's trainer chooses by default can be asked for, and is what is built."""
+        workload = pinned("alltoall", EP2, "own-uneven", extra=(("bias_activation_fusion", True),))
+        outcome = run(engine, workload)
+        assert "fused" == outcome.ranks[0].resolved["activation"]
+        assert worst(seen(outcome)[0], oracle(workload).y_TD) < 1e-6
+
+
+class TestRouter:
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "route-softmax",
+            "route-softmax-normalised",
+            "route-softmax-topk-scaled",
+            "route-sigmoid-biased-normalised-scaled",
+            "route-groups-top2",
+            "route-groups-topk-softmax",
+            "route-top-1",
+            "route-odd-experts",
+        ],
+    )
+    def test_it_chooses_and_weighs_as_the_oracle(self, engine: Engine, name: str) -> None:
+        """The same experts, the same weights, the true load, and the gradient of all ranks' tokens / dp."""
+        workload = routed(TP2_EP2, name)
+        outcome, config = run(engine, workload), workload.config
+        router = workload.parameters["router", None].double().requires_grad_()
+        for rank, batch in zip(outcome.ranks, workload.batches[0], strict=True):
+            found = rank.microbatches[0]
+            assert found.routed_ids_TK is not None
+            assert found.routed_weights_TK is not None
+            expected = route(
+                batch.x_TD.double() @ router.T,
+                top_k=config.top_k,
+                score=config.score,
+                bias_E=workload.parameters.get(("balance_bias", None)),
+                groups=config.groups,
+                group_score=config.group_score,
+                normalise=config.normalise,
+                scale=config.scale,
+            )
+            order, sorted_ids = expected.ids_TK.argsort(1), found.routed_ids_TK.argsort(1)
+            assert torch.equal(expected.ids_TK.gather(1, order), found.routed_ids_TK.gather(1, sorted_ids))
+            weights_TK = found.routed_weights_TK.gather(1, sorted_ids)
+            assert worst(weights_TK, expected.weights_TK.detach().gather(1, order)) < 1e-6
+            expected.weights_TK.backward(batch.upstream.double().gather(1, expected.ids_TK))
+            if config.balance_bias:
+                assert found.counts_E is not None
+                load_E = torch.bincount(expected.ids_TK.flatten(), minlength=config.experts)
+                assert torch.equal(load_E, found.counts_E.long())
+        assert router.grad is not None
+        for rank in outcome.ranks:
+            assert rank.grads_final is not None
+            final = rank.grads_final["router", None].value
+            assert final is not None
+            assert worst(final * workload.layout.dp, router.grad) < 1e-6
+
+
+def refused(engine: Engine, workload: Workload) -> tuple[str | None, str]:
+    """Who refused the workload, and why."""
+    refusal = moe_step(engine, NAME, workload).refusal
+    assert refusal is not None
+    assert refusal.error is not None
+    return refusal.error_by, refusal.error
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("fields", "reason"),
+        [
+            ({"variant": "flex"}, "the dispatcher 'flex' is not adapted"),
+            ({"experts": 5}, "5 on ep = 2"),
+            ({"weights_applied": "output"}, "does not map weights_applied='output'"),
+            ({"extra": (("no_such_field", 1),)}, "no field no_such_field"),
+        ],
+    )
+    def test_an_exchange_that_it_cannot_ask_for(self, engine: Engine, fields: dict[str, Any], reason: str) -> None:
+        """The adapter says what was asked and refuses in its own name, not in the library's."""
+        by, said = refused(engine, pinned("alltoall", EP2, "even", **fields))
+        assert ("adapter", True) == (by, reason in said), said
+
+    @pytest.mark.parametrize(
+        ("name", "reason"),
+        [
+            ("route-sqrtsoftplus", "not by sqrtsoftplus"),
+            ("route-sigmoid", "if and only if K > 1"),
+            ("route-top-1-normalised", "if and only if K > 1"),
+            ("route-groups-max", "not by max"),
+        ],
+    )
+    def test_a_router_that_it_cannot_ask_for(self, engine: Engine, name: str, reason: str) -> None:
+        """Scores, normalisations and group scores that the library lacks are refused, not replaced."""
+        by, said = refused(engine, routed(EP2, name))
+        assert ("adapter", True) == (by, reason in said), said
+
+    @pytest.mark.parametrize(
+        ("name", "fields", "reason"),
+        [
+            ("route-top-1", {"score": "softmax_topk"}, "pre-softmax when topk is 1"),
+            ("route-softmax", {"balance_bias": True}, "only supports sigmoid"),
+            ("route-groups-top2", {"experts": 6}, "should be divisible by"),
+        ],
+    )
+    def test_what_the_library_refuses(self, engine: Engine, name: str, fields: dict[str, Any], reason: str) -> None:
+        """A refusal of TransformerConfig is the library's."""
+        workload = routed(EP2, name)
+        by, said = refused(engine, replace(workload, config=replace(workload.config, **fields)))
+        assert ("library", True) == (by, reason in said), said
+
+    def test_uneven_tokens_are_outside_the_limits_of_allgather(self) -> None:
+        """They would hang or kill ranks, so they are not run; all-to-all takes them."""
+        uneven = {variant: pinned(variant, EP2, "uneven") for variant in MegatronCore.variants}
+        limits = {v: features.broken(MegatronCore().limits(v), w, "cpu") for v, w in uneven.items()}
+        assert limits["alltoall"] is None
+        assert limits["allgather"] is not None
+        assert ("uneven_tokens", "undefined") == (limits["allgather"].on, limits["allgather"].proof)
+
+
+def groups_of_a_session(context: RankContext, layout: Layout) -> tuple[int, int, int]:
+    """On a rank: open and close a session; return how many process groups there are before, during and after."""
+    known = dist.distributed_c10d._world.pg_map
+    before = len(known)
+    session = MegatronCore().open(Topology(layout, context.rank, context.groups), context.device)
+    during = len(known)
+    session.close()
+    return before, during, len(known)
+
+
+class TestSession:
+    def test_it_leaves_no_process_group_behind(self, engine: Engine) -> None:
+        """The library forgets its groups without destroying them; closing a session destroys them."""
+        layout = Layout(3, ep=3)  # a world that no other test here uses: one session may be open in a process
+        function = f"{__name__}:groups_of_a_session"
+        result = engine.run(Job(function, layout, layout.world, layout.groups(), deadline_s=30.0))
+        for rank in result.ranks:
+            assert rank.status == "ok", rank.error
+            before, during, after = rank.value
+            assert before < during
+            assert before == after
+
+    def test_layouts_take_turns_in_one_process(self, engine: Engine) -> None:
+        """Another layout gets other groups, and the first one its own again."""
+        for layout in (EP2, TP2_EP2, Layout(2, tp=2, etp=2), EP2):
+            outcome = run(engine, pinned("alltoall", layout, "own-uneven"))
+            assert worst(seen(outcome)[0], oracle(outcome.workload).y_TD) < 1e-6
