@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from moe_conformance.engine import Engine, EngineError, Job
+from self_tests.engine_jobs import BreaksWhileLoading
 from self_tests.test_engine_life import survivors
 from self_tests.test_engine_wire import DTYPES, bits, sample
 
@@ -137,6 +138,11 @@ class TestExceptions:
         assert (0,) == result.blamed
         assert [("raised", False), ("raised", True)] == statuses(result)
         assert f"{JOBS}.RefusedError" == result.ranks[1].error_type
+
+    def test_peers_that_lose_the_culprit_before_their_function_is_called_are_secondary(self, run):
+        """The culprit may be gone while others still make groups: that is no misuse of the engine."""
+        result = run("echo", BreaksWhileLoading(culprit=1))
+        assert [("raised", True), ("died", False)] == statuses(result)
 
     def test_peers_that_need_not_wait_finish(self, run):
         """A rank's exception does not keep the others from their answer."""

@@ -1,6 +1,10 @@
-"""The engine's decisions that need no ranks: blame, transport, what a stack says, what words mean a lost peer."""
+"""The engine's decisions that need no ranks: blame, transport, what a stack says, who moves."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
@@ -8,6 +12,7 @@ import torch
 from moe_conformance.engine import RankResult, faults, stacks
 from moe_conformance.engine.blame import Finding, assign
 from moe_conformance.engine.launcher import describe_exit
+from moe_conformance.engine.stillness import Stillness
 from moe_conformance.engine.transport import device_of, transport_of
 
 KINDS = {
@@ -112,6 +117,35 @@ class TestStacks:
         """The innermost call, and the innermost frame outside of torch."""
         assert "in all_reduce, from /home/me/layer.py:12" == stacks.place(dumped(C10D, USER))
         assert "it dumped no stack" == stacks.place("")
+
+
+class TestStillness:
+    @pytest.fixture
+    def child(self):
+        """Starts a Python process and returns its pid once it runs the code."""
+        started = []
+
+        def start(code: str) -> int:
+            process = subprocess.Popen(
+                [sys.executable, "-c", f"print(flush=True)\n{code}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
+            started.append(process)
+            process.stdout.readline()
+            time.sleep(0.2)
+            return process.pid
+
+        yield start
+        for process in started:
+            process.kill()
+            process.communicate()
+
+    def test_only_processes_that_do_not_run_are_still(self, child):
+        """A process that waits is still; with one that computes beside it, on whatever thread, the two are not."""
+        waits = child("input()")
+        computes = child("import threading\nthreading.Thread(target=lambda: [n for n in iter(int, 1)]).start()")
+        still, moving = Stillness([waits]), Stillness([waits, computes])
+        time.sleep(0.3)
+        assert (True, False) == (still.holds(), moving.holds())
 
 
 class TestFaults:

@@ -84,7 +84,8 @@ class Vigil:
             except Exception as error:
                 sentence = f"the function's result cannot be read on the driver: {one_line(error)}"
                 return Finding(RankResult(rank, "raised", error=sentence, error_type=type_name(type(error))))
-        if answer.outcome == "unprepared":
+        # A peer may be done with making groups, and in trouble already, while this rank was still making them.
+        if answer.outcome == "unprepared" and not fault.connection_lost:
             raise EngineError(f"rank {rank} cannot run {self._job.function}: {fault.error}\n{fault.traceback}")
         return Finding(
             RankResult(
