@@ -65,6 +65,14 @@ class TestSwiGLUPair:
         leaves = [floats(random.normal(size=size), leaf=True) for size in [(3, 4), (5, 4), (5, 4), (4, 5)]]
         assert torch.autograd.gradcheck(first.swiglu, leaves)
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_narrow_rows_and_matrices_are_widened_first(self, dtype: torch.dtype) -> None:
+        """Rows and matrices of fewer bits are taken as exact numbers and computed in float64."""
+        sizes, random = [(3, 4), (5, 4), (5, 4), (4, 5)], torch.Generator().manual_seed(2)
+        narrow = [torch.randn(size, generator=random).to(dtype) for size in sizes]
+        x_RD, *matrices = (value.double().numpy() for value in narrow)
+        assert_close(second.swiglu(second.SwiGLU(*matrices), x_RD), first.swiglu(*narrow))
+
     def test_experts_are_told_apart_by_their_names(self) -> None:
         """`swiglu_experts` gives each id its own matrices, each matrix its own part."""
         random = np.random.default_rng(4)

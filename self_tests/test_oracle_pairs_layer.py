@@ -120,6 +120,25 @@ class TestPair:
             assert_close(matrix, found[name, e], addend=1.0)
 
     @BOTH_PLACES
+    def test_narrow_inputs_are_widened_first(self, weights_at: first.WeightsAt) -> None:
+        """Tokens, weights, matrices and upstream of float32 are exact numbers, and every answer is float64."""
+        case = make_case(10, [4, 2], slots=3, experts=3)
+        matrices = {name: value.float() for name, value in parameters_of(case.experts).items()}
+        parts = [(b.x_TD, b.ids_TK, b.weights_TK, b.dy_TD) for b in first_batches(case)]
+        narrow = [first.Batch(x.float(), ids, w.float(), dy.float()) for x, ids, w, dy in parts]
+        wide = [first.Batch(b.x_TD.double(), b.ids_TK, b.weights_TK.double(), b.dy_TD.double()) for b in narrow]
+        build, exact = first_experts.swiglu_experts, {name: value.double() for name, value in matrices.items()}
+        for few, many in zip(narrow, wide, strict=True):
+            found = first.gradients(*few, build, matrices, weights_at=weights_at)
+            expected = first.gradients(*many, build, exact, weights_at=weights_at)
+            for part in ("y_TD", "dx_TD", "dweights_TK"):
+                assert torch.float64 == getattr(found, part).dtype
+                assert getattr(expected, part).tolist() == getattr(found, part).tolist()
+            assert {n: v.tolist() for n, v in expected.parameters.items()} == {
+                n: v.tolist() for n, v in found.parameters.items()
+            }
+
+    @BOTH_PLACES
     def test_autograd_of_the_layer_is_its_derivative(self, weights_at: first.WeightsAt) -> None:
         """Gradcheck: numeric differences of the first layer in x, weights and matrices are its gradients."""
         case = make_case(8, [4], slots=3, experts=3)

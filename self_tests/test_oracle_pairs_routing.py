@@ -163,6 +163,18 @@ class TestPair:
         assert_close(np.array(expected).reshape(T, case.gate.slots), actual)
 
     @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_narrow_logits_are_widened_first(self, kind: second.Kind, dtype: torch.dtype) -> None:
+        """Logits and biases of fewer bits are taken as exact numbers and computed in float64."""
+        narrow_TE = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)).to(dtype)
+        bias_E = torch.tensor([0.3, -0.2, 0.1, 0.7, -0.6, 0.0], dtype=dtype)
+        gate = Gate(3, kind, tuple(bias_E.double().tolist()), normalise=True, scale=2.5)
+        ids_TK, weights_TK = second.route(narrow_TE.double().numpy(), gate)
+        routed = first.route(narrow_TE, top_k=3, score=kind, normalise=True, scale=2.5, bias_E=bias_E)
+        assert ids_TK.tolist() == routed.ids_TK.tolist()
+        assert_close(weights_TK, routed.weights_TK)
+
+    @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("normalise", [False, True])
     def test_autograd_of_the_weights_is_their_derivative(self, kind: second.Kind, normalise: bool) -> None:
         """Gradcheck: numeric differences of the first oracle's weights are its autograd gradients."""
