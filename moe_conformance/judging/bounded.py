@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe_conformance.judging import bounds
 from moe_conformance.judging.diagnosis import common_ratio
 from moe_conformance.judging.verdict import Tally
 
@@ -44,7 +45,7 @@ class Worst:
     def __str__(self) -> str:
         """Say it, for example `1.5 instead of 2 at [0, 3] (12.1 x the allowed 0.041)`."""
         index = f" at [{', '.join(map(str, self.at))}]" if self.at else ""
-        times = f"{self.ratio:.3g} x the allowed {self.allowed:.2g}" if isfinite(self.ratio) else "no bound holds it"
+        times = f"{self.ratio:.3g} x the allowed {self.allowed:.2g}" if isfinite(self.ratio) else "no error is allowed"
         return f"{self.actual:.6g} instead of {self.expected:.6g}{index} ({times})"
 
 
@@ -103,6 +104,16 @@ def factor(actual: Tensor, expected: Tensor, allowed: Tensor, names: Mapping[str
     if ratio is None or not within(actual, ratio * expected, max(abs(ratio), 1) * allowed):
         return None
     return ratio
+
+
+def too_narrow(actual: Tensor, target: Target, dtype: torch.dtype, length: int) -> str | None:
+    """Say so if a result that is wrong in its dtype would be right in a narrower one; `length` as in `bounds`."""
+    for narrow in (torch.bfloat16, torch.float16, torch.float32):
+        times = bounds.operation(narrow, length=length) / bounds.operation(dtype, length=length)
+        if times > 1 and within(actual, target.expected, times * target.allowed):
+            names = [str(each).removeprefix("torch.") for each in (narrow, dtype)]
+            return f"it was computed with the precision of {names[0]} instead of {names[1]}"
+    return None
 
 
 def _ratios(actual: Tensor, expected: Tensor, allowed: Tensor) -> Tensor:

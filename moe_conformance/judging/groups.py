@@ -13,8 +13,8 @@ from reference.groups import groups as reference_groups
 def judge_groups(built: Mapping[str, RankLists], layout: Layout, tally: Tally) -> None:
     """Decide whether the groups that a backend would build are those of the layout, name by name.
 
-    The order of groups and of ranks within a group is free. A name that the backend does not return is not judged; if it
-    returns none, nothing is compared. Counts one element per rank and name.
+    The order of groups and of ranks within a group is free. A name that the backend does not return is not judged;
+    if it returns none, nothing is compared. Counts one element per rank and name.
 
     Raises:
         WrongGroups: a name that no layout has, a rank in no group or in two, or in another group than it should be.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
@@ -16,7 +16,7 @@ from moe_conformance.judging.places import Place, Shard, places_of, stages
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.workloads.records import Workload
 from reference import layer
-from reference.experts import Parameters, swiglu_experts
+from reference.experts import Expert, Parameters, swiglu_experts
 from reference.layer import Gradients, WeightsAt
 from reference.magnitudes import magnitudes, swiglu_measured
 
@@ -141,12 +141,6 @@ class OwnExpected:
                 found[m, rank], start = (y, dx, dw), rows.stop
         return found
 
-    def narrower(self, dtype: torch.dtype) -> float:
-        """Return how much more an operation may err in a narrower dtype."""
-        length = bounds.longest_sum(self.workload.config)
-        own = bounds.operation(self.workload.config.dtype, length=length)
-        return bounds.operation(dtype, length=length) / own
-
 
 def expect_own(workload: Workload, weights_at: str, loss_convention: str) -> OwnExpected:
     """Make the expectation from the workload and from what the session says of itself (see `RankOutcome`)."""
@@ -167,8 +161,12 @@ def parameters_of(workload: Workload) -> Parameters:
 
 
 def solve(
-    workload: Workload, places: Sequence[Place], weights_at: WeightsAt, parameters: Parameters | None = None
+    workload: Workload,
+    places: Sequence[Place],
+    weights_at: WeightsAt,
+    parameters: Parameters | None = None,
+    build: Callable[[Parameters], Expert] = swiglu_experts,
 ) -> Gradients:
-    """Ask the oracle what another run would yield: of some tokens only, or with other parameters."""
+    """Ask the oracle what another run would yield: of some tokens only, with other parameters or other experts."""
     batch = batch_of(workload, places)
-    return layer.gradients(*batch, swiglu_experts, parameters or parameters_of(workload), weights_at=weights_at)
+    return layer.gradients(*batch, build, parameters or parameters_of(workload), weights_at=weights_at)

@@ -302,13 +302,21 @@ def _absent(held: Held, what: str) -> Finding:
 
 
 def _stage_of(reading: Reading, wrong: list[Held]) -> Stage:
-    """Say where it went wrong: in "finish" if the gradients before it add up to what finishing should give."""
+    """Say where it went wrong: in "finish" if the gradients before it add up to what finishing should give.
+
+    A backend may keep them out of sight before finishing (they are None, and not zero afterwards): "finish" too.
+    """
     expected = expected_of(reading)
     for key, stage, shard in dict.fromkeys((each.key, each.stage, each.shard) for each in wrong):
+        finished = [each.value for each in wrong if (each.key, each.stage, each.shard) == (key, stage, shard)]
         grads = [reading.ranks[rank].grads_local.get(key) for rank in expected.stages[stage]]
         parts = [grad.value.double() for grad in grads if grad and grad.value is not None and grad.shard == shard]
+        if not parts:
+            if not any(bool(value.any()) for value in finished):
+                return "gradient"
+            continue
         full = expected.parameter(stage, key)
-        target = Target(*(shard_of(each * expected.divisor, shard) for each in (full.expected, full.allowed)))
-        if parts and compare(torch.stack(parts).sum(0), *target).ratio > 1:
+        target = (shard_of(each * expected.divisor, shard) for each in (full.expected, full.allowed))
+        if not compare(torch.stack(parts).sum(0), *Target(*target)).holds:
             return "gradient"
     return "finish"

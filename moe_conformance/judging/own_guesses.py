@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.bounded import Target, compare, factor, within
+from moe_conformance.judging import bounds
+from moe_conformance.judging.bounded import Target, compare, factor, too_narrow, within
 from moe_conformance.judging.diagnosis import Finding, ratio_words
 from moe_conformance.judging.own_expected import Held, OwnExpected, solve
 from moe_conformance.judging.own_mistakes import Run, other_runs
@@ -19,7 +20,6 @@ from moe_conformance.judging.places import Place, other_sums, places_of, shard_o
 from reference.layer import Gradients
 
 Found = tuple[list[Finding], float | None]  # and the factor if there is one for all
-_NARROWER = (torch.bfloat16, torch.float16, torch.float32)
 
 
 # ---- tokens --------------------------------------------------------------------------------------------------
@@ -92,22 +92,16 @@ def _cause(
     for words, result in other_runs(expected, places):
         if within(actual_T, getattr(result, field), allowed_T):
             return words
-    right = solve(expected.workload, places, expected.weights_at)
-    return _too_narrow(expected, actual_T, Target(getattr(right, field), allowed_T))
+    right_T = getattr(solve(expected.workload, places, expected.weights_at), field)
+    for by in range(1, right_T.shape[1]) if name == "dweights" else ():
+        if within(actual_T, right_T.roll(-by, 1), allowed_T.max().expand_as(allowed_T)):
+            return f"slot k had the gradient of slot (k + {by}) modulo {right_T.shape[1]}"
+    return _too_narrow(expected, actual_T, Target(right_T, allowed_T))
 
 
 def _too_narrow(expected: OwnExpected, actual: Tensor, target: Target) -> str | None:
-    """Say so if the result is right for a narrower dtype."""
-    dtype = expected.workload.config.dtype
-    for narrow in _NARROWER:
-        times = expected.narrower(narrow)
-        if times > 1 and within(actual, target.expected, times * target.allowed):
-            return f"it was computed with the precision of {_short(narrow)} instead of {_short(dtype)}"
-    return None
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    config = expected.workload.config
+    return too_narrow(actual, target, config.dtype, bounds.longest_sum(config))
 
 
 # ---- parameters ----------------------------------------------------------------------------------------------
@@ -168,6 +162,7 @@ class _Explainer:
 
     def __init__(self, expected: OwnExpected, names: Mapping[str, float]) -> None:
         self.expected, self.names = expected, names
+        self._held = expected.workload.config.experts // expected.workload.layout.ep
         self.runs: dict[int, list[Run]] = {}
         self.partial: dict[tuple[Place, ...], Gradients] = {}
 
@@ -203,8 +198,12 @@ class _Explainer:
         for other in range(self.expected.workload.config.experts):
             if other != expert:
                 yield f"holds the gradient of expert {other}", self._part(held, (name, other))
-        for other_name in {"gate": ("up",), "up": ("gate",)}.get(name, ()):
-            yield "gate and up are exchanged", self._part(held, (other_name, expert))
+        if name in ("gate", "up"):
+            other_name = "up" if name == "gate" else "gate"
+            yield f"holds the gradient of {other_name}", self._part(held, (other_name, expert))
+        alike = range(expert % self._held, self.expected.workload.config.experts, self._held)
+        added = torch.stack([self._part(held, (name, e)) for e in alike]).sum(0)
+        yield f"holds the sum over experts {list(alike)}, which have the same place on their ranks", added
         if held.shard:
             whole = self.expected.parameter(held.stage, held.key).expected
             dim, index, of = held.shard

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from moe_conformance.judging.own_expected import OwnExpected, parameters_of, solve
+from moe_conformance.judging.own_expected import Key, OwnExpected, parameters_of, solve
 from moe_conformance.judging.places import Place, shard_of
 from moe_conformance.workloads.records import Batch, Workload
-from reference.experts import Parameters
+from reference.experts import Expert, Parameters
 from reference.layer import Gradients, WeightsAt
 
 Run = tuple[str, Gradients]  # "gate and up were swapped", and what then comes out
@@ -19,54 +20,113 @@ Run = tuple[str, Gradients]  # "gate and up were swapped", and what then comes o
 
 def other_runs(expected: OwnExpected, places: Sequence[Place]) -> Iterator[Run]:
     """Run the oracle on the tokens of some places with one mistake after the other."""
-    workload, at = expected.workload, expected.weights_at
+    workload, at, own = expected.workload, expected.weights_at, parameters_of(expected.workload)
     other: WeightsAt = "output" if at == "input" else "input"
     yield f"the weights were applied at the experts' {other}", solve(workload, places, other)
-    for words, parameters in _other_parameters(workload):
-        yield words, solve(workload, places, at, parameters)
+    for name, activation in _ACTIVATIONS.items():
+        yield f"the gate were activated by {name}", solve(workload, places, at, build=_experts(activation))
+    for words, roles in _other_roles(workload):
+        played = {role: own[key] for role, key in roles.items()}
+        result = solve(workload, places, at, played)
+        yield words, replace(result, parameters={key: result.parameters[role] for role, key in roles.items()})
+    yield from _other_shards(expected, places)
     for words, changed in _other_routings(workload):
         yield words, solve(changed, places, at)
 
 
-def _other_parameters(workload: Workload) -> Iterator[tuple[str, Parameters]]:
-    parameters, E, layout = parameters_of(workload), workload.config.experts, workload.layout
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "nothing": lambda z: z,
+    "gelu": F.gelu,
+    "gelu (by tanh)": lambda z: F.gelu(z, approximate="tanh"),
+    "relu": F.relu,
+    "sigmoid": torch.sigmoid,
+}
+
+
+def _experts(activation: Callable[[Tensor], Tensor]) -> Callable[[Parameters], Expert]:
+    def build(parameters: Parameters) -> Expert:
+        def expert(rows_RD: Tensor, e: int) -> Tensor:
+            gate_RF, up_RF = rows_RD @ parameters["gate", e].T, rows_RD @ parameters["up", e].T
+            return (activation(gate_RF) * up_RF) @ parameters["down", e].T
+
+        return expert
+
+    return build
+
+
+def _other_roles(workload: Workload) -> Iterator[tuple[str, Mapping[Key, Key]]]:
+    """Say which parameter may play which role: {role: parameter}."""
+    E, held = workload.config.experts, workload.config.experts // workload.layout.ep
+    keys = parameters_of(workload).keys()
     swapped = {"gate": "up", "up": "gate", "down": "down"}
-    yield "gate and up were swapped", {(swapped[name], e): value for (name, e), value in parameters.items()}
-    for by in dict.fromkeys((1, E - 1, E // layout.ep)):
+    yield "gate and up were swapped", {key: (swapped[key[0]], key[1]) for key in keys}
+    for by in dict.fromkeys((1, E - 1, held)):
         if by % E:
-            shifted = {(name, e): parameters[name, (e + by) % E] for name, e in parameters}
-            yield f"expert e had the parameters of expert (e + {by}) modulo {E}", shifted
-    for i in range(layout.etp) if layout.etp > 1 else ():
-        part = {key: _only_part(key[0], value, i, layout.etp) for key, value in parameters.items()}
-        yield f"only the part of etp shard {i} was in it", part
+            words = f"expert e had the parameters of expert (e + {by}) modulo {E}"
+            yield words, {(name, e): (name, (e + by) % E) for name, e in keys}
+    for by in dict.fromkeys((1, held - 1)):
+        if by % held and held < E:
+            words = f"a rank's expert n had the parameters of its expert (n + {by}) modulo {held}"
+            yield words, {(name, e): (name, e - e % held + (e + by) % held) for name, e in keys}
+
+
+def _other_shards(expected: OwnExpected, places: Sequence[Place]) -> Iterator[Run]:
+    """Cut the hidden units F wrongly into etp shards."""
+    workload, at, own = expected.workload, expected.weights_at, parameters_of(expected.workload)
+    etp, width = workload.layout.etp, workload.config.ffn // workload.layout.etp
+    if etp == 1:
+        return
+    for i in range(etp):
+        part = {key: _only_part(key[0], value, i, etp) for key, value in own.items()}
+        yield f"only the part of etp shard {i} was in it", solve(workload, places, at, part)
+    for by in range(1, etp):
+
+        def shifted(values: Parameters, by: int) -> Parameters:
+            return {k: v.roll(by * width, 1) if k[0] == "down" else v for k, v in values.items()}
+
+        result = solve(workload, places, at, shifted(own, by))
+        words = f"etp shard i of gate and up met shard (i - {by}) modulo {etp} of down"
+        yield words, replace(result, parameters=shifted(result.parameters, -by))
 
 
 def _only_part(name: str, value: Tensor, index: int, of: int) -> Tensor:
     """Set a parameter to zero outside one etp shard's part of the hidden units F."""
-    dim = 1 if name == "down" else 0
     kept = torch.zeros_like(value)
-    shard_of(kept, (dim, index, of)).fill_(1)
+    shard_of(kept, (1 if name == "down" else 0, index, of)).fill_(1)
     return value * kept
 
 
 def _other_routings(workload: Workload) -> Iterator[tuple[str, Workload]]:
     K = workload.config.top_k
-    yield "all weights were 1", _each(workload, lambda b: replace(b, weights_TK=torch.ones_like(b.weights_TK)))
-    yield "the weights were applied twice", _each(workload, lambda b: replace(b, weights_TK=b.weights_TK**2))
-    if K == 1:
-        return
+    yield "all weights were 1", _each(workload, weights=torch.ones_like)
+    yield "the weights were applied twice", _each(workload, weights=torch.square)
     for by in dict.fromkeys((1, K - 1)):
-        words = f"slot k had the weight of slot (k + {by}) modulo {K}"
-        yield words, _each(workload, lambda b, by=by: replace(b, weights_TK=b.weights_TK.roll(-by, 1)))  # type: ignore[misc]
-    for k in range(K):
-        yield f"slot {k} were empty", _each(workload, lambda b, k=k: replace(b, ids_TK=_without(b.ids_TK, k)))  # type: ignore[misc]
+        if by % K:
+            words = f"slot k had the weight of slot (k + {by}) modulo {K}"
+            yield words, _each(workload, weights=lambda weights_TK, by=by: weights_TK.roll(-by, 1))
+    for k in range(K) if K > 1 else ():
+        yield f"slot {k} were empty", _each(workload, ids=lambda ids_TK, k=k: _emptied(ids_TK, [k]))
+    for k in range(K) if K > 2 else ():
+        others = [slot for slot in range(K) if slot != k]
+        words = f"all slots but slot {k} were empty"
+        yield words, _each(workload, ids=lambda ids_TK, others=others: _emptied(ids_TK, others))
 
 
-def _each(workload: Workload, change: Callable[[Batch], Batch]) -> Workload:
-    return replace(workload, batches=tuple(tuple(map(change, ranks)) for ranks in workload.batches))
+def _each(
+    workload: Workload,
+    *,
+    ids: Callable[[Tensor], Tensor] = lambda ids_TK: ids_TK,
+    weights: Callable[[Tensor], Tensor] = lambda weights_TK: weights_TK,
+) -> Workload:
+    """Change the routing of every batch."""
+
+    def changed(batch: Batch) -> Batch:
+        return replace(batch, ids_TK=ids(batch.ids_TK), weights_TK=weights(batch.weights_TK))
+
+    return replace(workload, batches=tuple(tuple(map(changed, ranks)) for ranks in workload.batches))
 
 
-def _without(ids_TK: Tensor, slot: int) -> Tensor:
+def _emptied(ids_TK: Tensor, slots: Sequence[int]) -> Tensor:
     left_TK = ids_TK.clone()
-    left_TK[:, slot] = -1
+    left_TK[:, slots] = -1
     return left_TK

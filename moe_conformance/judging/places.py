@@ -63,9 +63,12 @@ def other_sums(workload: Workload, rank: int) -> Iterator[tuple[str, tuple[Place
     everything = places_of(workload, stage)
     named: dict[tuple[Place, ...], str] = {}
     named[places_of(workload, [rank])] = "only the tokens of its own rank are in it"
-    for name in ("ep_etp", "edp", "tp", "dp_cp"):
+    axes: dict[tuple[Place, ...], list[str]] = {}
+    for name in ("ep_etp", "ep", "etp", "edp", "tp", "dp_cp"):
         ranks = next(group for group in layout.groups()[name] if rank in group)
-        named.setdefault(places_of(workload, ranks), f"only the tokens of its own {name} group are in it")
+        axes.setdefault(places_of(workload, ranks), []).append(name)
+    for places, names in axes.items():
+        named.setdefault(places, f"only the tokens of its own {' or '.join(names)} group are in it")
     for missing in stage:
         left = tuple(place for place in everything if place[1] != missing)
         named.setdefault(left, f"the tokens of rank {missing} are missing in it")

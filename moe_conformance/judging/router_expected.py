@@ -5,7 +5,7 @@ Routers compute in the tokens' dtype or in a wider one; the bounds are those of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypedDict
@@ -26,6 +26,8 @@ from reference.routing_magnitudes import (
     weights_measured,
 )
 from reference.selection import GroupScore
+
+Weigh = Callable[[Tensor, Tensor], Tensor]  # (logits (T, E), ids (T, K)) -> weights (T, K)
 
 
 class Weighing(TypedDict):
@@ -105,8 +107,7 @@ class RouterExpected:
         """The weights of what was chosen, (T, K)."""
         ids_TK = self.ids[place]
         measured = weights_measured(logits_measured(self._x(place), self.router_ED), ids_TK, **self.weighing)
-        expected_TK = routing.weights(self.logits(place), ids_TK, **self.weighing)
-        return Target(expected_TK, self._allowed(measured.magnitude))
+        return Target(self.weigh(self.logits(place), ids_TK), self._allowed(measured.magnitude))
 
     def dx(self, place: Place) -> Target:
         """The gradient of the tokens, (T, D)."""
@@ -117,7 +118,7 @@ class RouterExpected:
 
     def gradient(self, stage: int) -> Target:
         """The finished gradient of the router (E, D): over all tokens of a pipeline stage, divided where averaged."""
-        places = places_of(self.workload, stages(self.workload.layout)[stage])
+        places = self.stage_places(stage)
         x_TD, ids_TK, dweights_TK = self._batch(places)
         _, measured = gradients_measured(x_TD, self.router_ED, ids_TK, dweights_TK, **self.weighing)
         replicas = len(stages(self.workload.layout)[stage])  # every rank of the stage has tokens of its own
@@ -130,11 +131,18 @@ class RouterExpected:
         m, rank = place
         return self.workload.batches[m][rank].upstream.gather(1, self.ids[place])
 
-    def solve(self, places: Sequence[Place]) -> tuple[Tensor, Tensor]:
-        """Ask the oracle for the gradients (T, D) of the tokens of some places and (E, D) of the router over these."""
+    def weigh(self, logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        """Weigh a choice, (T, E) and (T, K) -> (T, K), differentiable in the logits."""
+        return routing.weights(logits_TE, ids_TK, **self.weighing)
+
+    def solve(self, places: Sequence[Place], weigh: Weigh | None = None) -> tuple[Tensor, Tensor]:
+        """Ask the oracle for the gradients (T, D) of the tokens of some places and (E, D) of the router over these.
+
+        By another rule of weighing, if one is given.
+        """
         x_TD, ids_TK, dweights_TK = self._batch(places)
         x, router = (value.double().clone().requires_grad_() for value in (x_TD, self.router_ED))
-        weights_TK = routing.weights(x @ router.T, ids_TK, **self.weighing)
+        weights_TK = (weigh or self.weigh)(x @ router.T, ids_TK)
         dx, drouter = torch.autograd.grad(weights_TK, [x, router], dweights_TK.double())
         return dx, drouter
 
@@ -142,6 +150,10 @@ class RouterExpected:
     def places(self) -> tuple[Place, ...]:
         """All places."""
         return places_of(self.workload, range(self.workload.layout.world))
+
+    def stage_places(self, stage: int) -> tuple[Place, ...]:
+        """The places of a pipeline stage."""
+        return places_of(self.workload, stages(self.workload.layout)[stage])
 
     def _x(self, place: Place) -> Tensor:
         m, rank = place

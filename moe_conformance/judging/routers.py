@@ -13,13 +13,9 @@ from moe_conformance.judging.diagnosis import Finding, fail
 from moe_conformance.judging.once import once
 from moe_conformance.judging.places import Place, places_of, shard_of, stages, whole
 from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.router_choices import explain_selection
 from moe_conformance.judging.router_expected import Limit, RouterExpected
-from moe_conformance.judging.router_guesses import (
-    explain_gradients,
-    explain_router_gradient,
-    explain_selection,
-    explain_weights,
-)
+from moe_conformance.judging.router_rules import explain_router_dx, explain_router_gradient, explain_weights
 from moe_conformance.judging.verdict import (
     AbsentGradient,
     Mismatch,
@@ -206,7 +202,7 @@ def judge_router_dx(reading: Reading, tally: Tally) -> None:
         targets[m, rank] = target
     if _all_hold(actual, targets, tally):
         return
-    findings, ratio = explain_gradients(expected, actual, targets, reading.ratio_names)
+    findings, ratio = explain_router_dx(expected, actual, targets, reading.ratio_names)
     fail(WrongGradient, "gradient", findings, ratio=ratio)
 
 
