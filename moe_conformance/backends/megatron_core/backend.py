@@ -19,7 +19,7 @@ class MegatronCore:
     """The published megatron-core with its own experts; Transformer Engine is not used."""
 
     name: ClassVar[str] = "megatron-core"
-    variants: ClassVar[tuple[str, ...]] = ("allgather", "alltoall")
+    variants: ClassVar[tuple[str, ...]] = ("alltoall", "allgather")
     preload: ClassVar[tuple[str, ...]] = ("moe_conformance.backends.megatron_core.library",)
     environment: ClassVar[Mapping[str, str]] = {
         "TORCH_COMPILE_DISABLE": "1",  # else its decorators compile while it is imported, and then once per shape
