@@ -70,8 +70,9 @@ class Engine:
             raise EngineError(f"the payload of {job.function} cannot be pickled: {one_line(error)}") from error
         try:
             return self._world(job.world).run(next(self._numbers), job, payload)
-        except LauncherLostError:
-            self._release()
+        except BaseException as error:
+            if isinstance(error, LauncherLostError) or not isinstance(error, EngineError):
+                self._release()  # Ctrl-C may have struck in the middle of a message: begin anew
             raise
 
     def close(self) -> None:

@@ -61,22 +61,24 @@ class Answer:
 def serve(channel: wire.Channel, station: Station) -> NoReturn:
     """Runs a rank until its process ends; its first answer, to job 0, says whether it could join."""
     torch.set_num_threads(1)
+    with contextlib.suppress(EOFError, OSError):  # of the channel: the driver has closed its end
+        _work(channel, station)
+    os._exit(0)
+
+
+def _work(channel: wire.Channel, station: Station) -> None:
+    """Answers until there is an answer after which the rank must not go on."""
     try:
         home = _Home(station)
     except BaseException as error:
         channel.send(wire.dumps(Answer(0, "unprepared", describe(error))))
-        os._exit(1)
-    channel.send(wire.dumps(Answer(0, "returned")))
-    while True:
-        try:
-            message = channel.receive()
-        except (EOFError, OSError):
-            os._exit(0)
-        answer, *value = _do(home, message)
+        return
+    answer = Answer(0, "returned")
+    channel.send(wire.dumps(answer))
+    while answer.outcome == "returned":
+        answer, *value = _do(home, channel.receive())
         _flush()
         channel.send([*wire.dumps(answer), *value])
-        if answer.outcome != "returned":
-            os._exit(0)
 
 
 def _do(home: _Home, message: list[bytearray]) -> tuple[Any, ...]:

@@ -124,7 +124,7 @@ def check(job: Job) -> None:
 def _check_partition(name: str, partition: Partition, world: int) -> None:
     seen: set[int] = set()
     for ranks in partition:
-        if not ranks or list(ranks) != sorted(set(ranks)):
+        if not isinstance(ranks, tuple) or not ranks or list(ranks) != sorted(set(ranks)):
             raise EngineError(f"groups[{name!r}]: {ranks} is not an ascending tuple of distinct ranks")
         if ranks[0] < 0 or ranks[-1] >= world:
             raise EngineError(f"groups[{name!r}]: {ranks} names a rank outside 0..{world - 1}")
