@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.own_experts import judge_own_outputs, judge_windows
+from moe_conformance.judging.own_experts import judge_own_outputs, judge_weight_place, judge_windows
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
@@ -28,4 +28,4 @@ class TestOwnExperts:
     @requirement("EXPT-03", kind="experts", when=says_where_weights_go)
     def test_weights_are_applied_where_asked(self, reading: Reading, tally: Tally) -> None:
         """Weights asked for at the input act before the non-linearity, at the output behind it."""
-        judge_own_outputs(reading, tally)
+        judge_weight_place(reading, tally)

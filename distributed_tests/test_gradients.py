@@ -9,11 +9,13 @@ from moe_conformance.judging.own_experts import (
     judge_idle_expert_gradients,
     judge_own_dweights,
     judge_own_dx,
+    judge_replicas,
 )
 from moe_conformance.judging.reading import Reading
-from moe_conformance.judging.row_gradients import judge_out_gradients
+from moe_conformance.judging.row_gradients import judge_out_gradients, judge_rows_gradients
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
+from moe_conformance.workloads.features import has_idle_expert
 
 
 class TestExchange:
@@ -25,6 +27,7 @@ class TestExchange:
     @requirement("GRAD-02", kind="probe")
     def test_tokens_get_the_sum_over_their_slots(self, reading: Reading, tally: Tally) -> None:
         """The gradient of a token is the sum of what left the experts for it."""
+        judge_rows_gradients(reading, tally)
         judge_dx(reading, tally)
 
     @requirement("GRAD-03", kind="probe")
@@ -51,7 +54,12 @@ class TestOwnExperts:
         """Every owner of an expert ends with the gradient over all ranks' tokens, in the declared convention."""
         judge_expert_gradients(reading, tally)
 
-    @requirement("GRAD-06", kind="experts")
+    @requirement("GRAD-06", kind="experts", when=has_idle_expert)
     def test_idle_experts_get_zeros(self, reading: Reading, tally: Tally) -> None:
         """An expert that no token reached ends with a gradient of zeros."""
         judge_idle_expert_gradients(reading, tally)
+
+    @requirement("GRAD-08", kind="experts", when=lambda workload: workload.layout.edp > 1)
+    def test_replicas_hold_the_same_bytes(self, reading: Reading, tally: Tally) -> None:
+        """Ranks that hold the same part of an expert end with the same gradient, bit for bit."""
+        judge_replicas(reading, tally)

@@ -14,8 +14,9 @@ from moe_conformance.judging.deliveries import judge_deliveries, judge_rows
 from moe_conformance.judging.gradients import judge_dweights, judge_dx
 from moe_conformance.judging.outputs import judge_form, judge_inputs, judge_outputs
 from moe_conformance.judging.reading import read, require_finished
-from moe_conformance.judging.row_gradients import judge_out_gradients
+from moe_conformance.judging.row_gradients import judge_out_gradients, judge_rows_gradients
 from moe_conformance.judging.verdict import Tally
+from moe_conformance.judging.weights import judge_weights
 from moe_conformance.plan import Cell
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
@@ -25,10 +26,12 @@ from moe_conformance.workloads.strategies import probe_workloads
 JUDGES = (
     judge_deliveries,
     judge_rows,
+    judge_weights,
     judge_outputs,
     judge_form,
     judge_inputs,
     judge_out_gradients,
+    judge_rows_gradients,
     judge_dx,
     judge_dweights,
 )
@@ -36,7 +39,7 @@ JUDGES = (
 
 class TestAnyBatch:
     @requirement(
-        "EXCH-01", "EXCH-02", "EXCH-05", "EXCH-06", "EXCH-07", "EXCH-08", "EXCH-09", "EXCH-10",
+        "EXCH-01", "EXCH-02", "EXCH-03", "EXCH-05", "EXCH-06", "EXCH-07", "EXCH-08", "EXCH-09", "EXCH-10",
         "GRAD-01", "GRAD-02", "GRAD-03",
         kind="property",
     )  # fmt: skip

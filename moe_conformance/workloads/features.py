@@ -40,6 +40,15 @@ def has_empty_slots(workload: Workload) -> bool:
     return any(bool((batch.ids_TK < 0).any()) for microbatch in workload.batches for batch in microbatch)
 
 
+def has_idle_expert(workload: Workload) -> bool:
+    """Return whether some expert gets no token of any rank in any microbatch."""
+    reached: set[int] = set()
+    for microbatch in workload.batches:
+        for batch in microbatch:
+            reached.update(batch.ids_TK.unique().tolist())
+    return not reached.issuperset(range(workload.config.experts))
+
+
 def in_flight(schedule: str) -> int:
     """Return how many microbatches are between their forward and their backward at the same time."""
     return _most_open(schedule, opens="FD", closes="B")
