@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -51,15 +50,14 @@ def apply(token_dispatcher: ModuleType, moe_utils: ModuleType, mappings: ModuleT
         # The all-to-all dispatcher copies its counts to the host on a stream of its own.
         Stream=_Stream,
         current_stream=_Stream,
-        stream=lambda stream: nullcontext(),
     )
     on_cpu = _Namespace(torch, cuda=cuda)
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
             module.torch = on_cpu  # type: ignore[attr-defined]
 
-    # gloo has no all-gather and no reduce-scatter of uneven sizes; the all-to-all dispatcher uses them if etp > 1.
-    uneven = _Namespace(dist, all_gather=_uneven_all_gather, reduce_scatter=_uneven_reduce_scatter)
+    # gloo has no all-gather of uneven sizes; the all-to-all dispatcher uses one if etp > 1.
+    uneven = _Namespace(dist, all_gather=_uneven_all_gather)
     mappings.torch = _Namespace(torch, cuda=cuda, distributed=uneven)  # type: ignore[attr-defined]
 
     # It leaves CPU tensors alone, and then splits reach all_to_all_single as tensors, which torch refuses.
@@ -69,7 +67,7 @@ def apply(token_dispatcher: ModuleType, moe_utils: ModuleType, mappings: ModuleT
     # None. That is a fault of 0.16.1, not of the machine; with the name set to None all the rest can be judged.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
-    return ("torch.cuda", "uneven all_gather and reduce_scatter", "splits to host", "te_general_gemm")
+    return ("torch.cuda", "uneven all_gather", "splits to host", "te_general_gemm")
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -84,11 +82,3 @@ def _uneven_all_gather(outputs: Sequence[Tensor], own: Tensor, group: dist.Proce
     dist.all_to_all_single(gathered, copies, sizes, [own.shape[0]] * len(sizes), group=group)
     for output, part in zip(outputs, gathered.split(sizes), strict=True):
         output.copy_(part)
-
-
-def _uneven_reduce_scatter(output: Tensor, inputs: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Fill output with the sum over the ranks of what each has for this one."""
-    sizes, own = [part.shape[0] for part in inputs], output.shape[0]
-    parts = output.new_empty(own * len(sizes), *output.shape[1:])
-    dist.all_to_all_single(parts, torch.cat(list(inputs)), [own] * len(sizes), sizes, group=group)
-    output.copy_(parts.reshape(len(sizes), *output.shape).sum(0))
