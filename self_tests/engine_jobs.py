@@ -104,7 +104,7 @@ def reduce_megabytes(context: RankContext, megabytes: int) -> float:
 
 def say(context: RankContext, payload: str) -> None:
     """Prints, without flushing."""
-    print(f"rank {context.rank} says {payload}")
+    print(f"rank {context.rank} says {payload}\n", end="")  # at once, should it be written unbuffered
 
 
 def start_a_sleeper(context: RankContext, payload: Any) -> int:
