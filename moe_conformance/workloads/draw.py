@@ -102,10 +102,14 @@ def expert_parameters(config: Config, draw: torch.Generator) -> dict[ParameterKe
 
 
 def router_parameters(config: Config, draw: torch.Generator) -> dict[ParameterKey, Tensor]:
-    """Return the router's weight (E, D) and, where asked for, a balance bias large enough to change selections."""
+    """Return the router's weight (E, D) and, where asked for, a balance bias large enough to change selections.
+
+    The biases lie around -0.9, which changes nothing but the sign of most biased scores: an expert that counts as 0
+    where it should count as minus infinity would be chosen.
+    """
     weight_ED = torch.randn(config.experts, config.hidden, generator=draw, dtype=torch.float64)
     made: dict[ParameterKey, Tensor] = {("router", None): (weight_ED * config.hidden**-0.5).to(config.dtype)}
     if config.balance_bias:
-        bias_E = (torch.rand(config.experts, generator=draw, dtype=torch.float64) - 0.5) * 0.6
+        bias_E = (torch.rand(config.experts, generator=draw, dtype=torch.float64) - 0.5) * 0.6 - 0.9
         made["balance_bias", None] = bias_E.to(torch.float32)
     return made
