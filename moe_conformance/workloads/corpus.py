@@ -120,13 +120,9 @@ PROBE = (
     Recipe("top-all-even-bfloat16", config={"top_k": 8, "dtype": torch.bfloat16}, profile="full"),
 )
 
-EXPERTS = (
-    Recipe("own-uneven-float64", tokens=UNEVEN, config={"dtype": torch.float64}),
-    Recipe("own-even-float64", config={"dtype": torch.float64}),
+_OWN = (
     Recipe("own-even"),
     Recipe("own-uneven", tokens=UNEVEN, profile="full"),
-    Recipe("own-even-bfloat16", config={"dtype": torch.bfloat16}),
-    Recipe("own-uneven-bfloat16", tokens=UNEVEN, config={"dtype": torch.bfloat16}, profile="full"),
     Recipe("own-top-all-even", config={"top_k": 8}),
     Recipe("own-one-expert-even", one_expert, config={"top_k": 1}),
     Recipe("own-empty-expert-even", empty_expert),
@@ -137,6 +133,14 @@ EXPERTS = (
     Recipe("own-input-weights-even", config=_INPUT),
     Recipe("own-output-weights-even", config=_OUTPUT),
     Recipe("own-odd-experts-even", experts_per_ep=3, config={"hidden": 40, "ffn": 24, "top_k": 3}),
+)
+
+EXPERTS = (
+    *_OWN,
+    # In bfloat16 too: some libraries' experts compute in it whatever the tokens are, and are judged there.
+    *(replace(own, name=f"{own.name}-bfloat16", config={**own.config, "dtype": torch.bfloat16}) for own in _OWN),
+    Recipe("own-uneven-float64", tokens=UNEVEN, config={"dtype": torch.float64}),
+    Recipe("own-even-float64", config={"dtype": torch.float64}),
 )
 
 _SIGMOID = {"score": "sigmoid"}
