@@ -1,4 +1,4 @@
-"""The command line: `moe-conformance run`, `list` and `doctor`. `run` is pytest on the installed checks, nothing else."""
+"""The command line: `moe-conformance run`, `list` and `doctor`. `run` is pytest on the installed checks, no more."""
 
 from __future__ import annotations
 
@@ -20,11 +20,18 @@ EVERY = "every-importable"
 
 # The caller's pytest configuration stays out, and our reporter does the telling.
 _PYTEST = (
-    "-c", os.devnull, f"--rootdir={plugin.CHECKS.parent}", "-p", "no:cacheprovider", "-qq", "-rN", "--no-header",
-    "--strict-markers", "-o", "console_output_style=classic",
+    "-c", os.devnull, f"--rootdir={plugin.CHECKS.parent}", "--strict-markers",
+    "-p", "no:cacheprovider", "-p", "no:logging",  # the second costs 2 ms per item
+    "-qq", "-rN", "--no-header", "-o", "console_output_style=classic",
+    "-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning",  # by this command itself
 )  # fmt: skip
 
-_STATUS = {pytest.ExitCode.USAGE_ERROR: 2, pytest.ExitCode.INTERRUPTED: 130, pytest.ExitCode.NO_TESTS_COLLECTED: 1}
+_STATUS: dict[int, int] = {
+    pytest.ExitCode.USAGE_ERROR: 2,
+    pytest.ExitCode.INTERRUPTED: 130,  # 128 + SIGINT, as a shell has it
+    pytest.ExitCode.INTERNAL_ERROR: 1,
+    pytest.ExitCode.NO_TESTS_COLLECTED: 1,
+}
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -61,10 +68,11 @@ def run(pytest_arguments: tuple[str, ...], **given: str | None) -> NoReturn:
     chosen = {name: value for name, value in given.items() if value is not None}
     if chosen.get("backend") == EVERY:
         sys.exit(_run_every(chosen, pytest_arguments))
+    sys.path.append(os.getcwd())  # an adapter by dotted path; last, so that nothing there hides what is installed
     os.environ.pop("PYTEST_ADDOPTS", None)  # meant for the caller's own tests
     asked = [f"--moe-{name}={value}" for name, value in chosen.items()]
     status = pytest.main([*_PYTEST, *asked, *pytest_arguments, str(plugin.CHECKS)])
-    sys.exit(_STATUS.get(pytest.ExitCode(status), status) if status in list(pytest.ExitCode) else status)
+    sys.exit(_STATUS.get(int(status), int(status)))
 
 
 def _run_every(chosen: dict[str, str], pytest_arguments: tuple[str, ...]) -> int:
@@ -77,8 +85,9 @@ def _run_every(chosen: dict[str, str], pytest_arguments: tuple[str, ...]) -> int
         if "report" in chosen:
             own["report"] = str(Path(chosen["report"]) / name)
         words = [word for option, value in own.items() for word in (f"--{option}", value)]
-        click.echo(f"\n{name}", nl=True)
-        worst = max(worst, _child([sys.executable, "-m", "moe_conformance.cli", "run", *words, "--", *pytest_arguments]))
+        click.echo(f"\n{name}")
+        command = [sys.executable, "-m", "moe_conformance.cli", "run", *words, "--", *pytest_arguments]
+        worst = max(worst, _child(command))
     return worst
 
 

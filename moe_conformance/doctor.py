@@ -22,10 +22,8 @@ def examine(ranks: int, say: Say) -> int:
     """Say all of it, line by line; return 0 if ranks can start and 2 if not."""
     say(f"moe-conformance {version('moe-conformance')}, Python {platform.python_version()}, {os.cpu_count()} CPUs")
     say(f"torch {torch.__version__}, CUDA {torch.version.cuda or 'not built in'}")
-    gloo = "available" if dist.is_gloo_available() else "missing: this torch was built without it, and --device cpu needs it"
-    nccl = "available" if dist.is_nccl_available() else "missing: install a CUDA build of torch to judge on GPUs"
-    say(f"gloo: {gloo}")
-    say(f"nccl: {nccl}")
+    say(f"gloo: {'available' if dist.is_gloo_available() else 'missing: --device cpu needs a torch that has it'}")
+    say(f"nccl: {'available' if dist.is_nccl_available() else 'missing: --device cuda needs a CUDA build of torch'}")
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     say(f"GPUs: {', '.join(gpus) or 'none; --device cuda cannot run here'}")
     _backends(say)
@@ -59,7 +57,7 @@ def _ranks(say: Say) -> int:
     if fault is not None or [rank.value for rank in result.ranks] != [3, 3]:
         say(f"two ranks: started, and could not talk over loopback: {fault or 'a wrong sum'}")
         return 2
-    say(f"two ranks: started, and added up over gloo")
+    say("two ranks: started, and added up over gloo")
     return 0
 
 

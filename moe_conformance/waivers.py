@@ -14,8 +14,8 @@ One TOML file per backend, `waivers/<name>.toml`, with one `[[waiver]]` table pe
     versions = ["torchtitan>=0.3,<0.4"]      # of the packages that the backend reports
     example = "test_empty_slots_add_nothing[alltoall-ep2-dropped-even]"   # runs first
 
-A waived item that fails is shown as waived and does not fail the run. A waiver that is expired, misspelt, unused, out of
-its versions or that matches an item which passes does.
+A waived item that fails is shown as waived and does not fail the run. A waiver does if it is expired, misspelt, unused
+or outside its versions, or if an item that it matches passes.
 """
 
 from __future__ import annotations
@@ -161,7 +161,8 @@ def load(path: Path | None, names: Names, today: date) -> Waivers:
 
 
 def _waiver(entry: Mapping[str, Any]) -> Waiver:
-    return Waiver(**{name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()})
+    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()}
+    return Waiver(**values)
 
 
 def _problems(entry: Mapping[str, Any], names: Names, today: date) -> Iterator[str]:
@@ -241,20 +242,22 @@ def proposal(
     def listed(values: Iterable[str]) -> str:
         return "[" + ", ".join(_quoted(value) for value in sorted(set(values))) + "]"
 
-    return "\n".join([
-        "[[waiver]]",
-        'id = "?"',
-        f"requirements = {listed(requirements)}",
-        f"variants = {listed(item.variant for item in items)}",
-        f"layouts = {listed(item.layout for item in items)}",
-        f"workloads = {listed(item.workload or 'drawn' for item in items)}",
-        f"reason = {_quoted(reason)}",
-        'evidence = "?"',
-        'owner = "?"',
-        "expires = ?",
-        f"versions = {listed([wanted])}",
-        f"example = {_quoted(items[0].name)}",
-    ])
+    return "\n".join(
+        [
+            "[[waiver]]",
+            'id = "?"',
+            f"requirements = {listed(requirements)}",
+            f"variants = {listed(item.variant for item in items)}",
+            f"layouts = {listed(item.layout for item in items)}",
+            f"workloads = {listed(item.workload or 'drawn' for item in items)}",
+            f"reason = {_quoted(reason)}",
+            'evidence = "?"',
+            'owner = "?"',
+            "expires = ?",
+            f"versions = {listed([wanted])}",
+            f"example = {_quoted(items[0].name)}",
+        ]
+    )
 
 
 def _quoted(text: str) -> str:

@@ -1,5 +1,6 @@
-"""The pytest plug-in. This file is imported by every pytest run of an environment that has the suite installed, so it
-imports nothing heavy and does nothing until it is asked: by an option, or by collecting distributed_tests.
+"""The pytest plug-in, idle until it is asked by an option or by collecting distributed_tests.
+
+Every pytest run of an environment in which the suite is installed imports this file, so that it imports nothing heavy.
 
     options.py    the options, for pytest and for the command line
     run.py        what a run stands on, checked before it starts
@@ -91,7 +92,8 @@ def begin(config: pytest.Config) -> None:
         run = prepare(options.from_mapping(_given(config)))
     except options.Unusable as error:
         raise pytest.UsageError(str(error)) from None
-    signal.signal(signal.SIGTERM, _terminated)
+    before = signal.signal(signal.SIGTERM, _terminated)
+    config.add_cleanup(lambda: signal.signal(signal.SIGTERM, before))
     if config.getoption("--hypothesis-profile", None) is None:
         drawing.load_profile(run.options.profile)
     manager.register(Driver(run), _DRIVER)

@@ -1,9 +1,9 @@
-"""The driver: gives the checks their cases, runs each case once on the ranks, and turns every item's end into a record."""
+"""The driver: gives checks their cases, runs each case once on the ranks, and makes a record of every item's end."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,8 +19,10 @@ from moe_conformance.plugin.run import Run, engine_needs
 from moe_conformance.plugin.trial import Ending, Trial, ending
 from moe_conformance.report.records import FAILING, PROPERTY, Record
 from moe_conformance.report.words import failure
+from moe_conformance.scenarios.group_lists import group_lists
 from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.topology import Layout, RankLists, layouts
 from moe_conformance.waivers import Item
 from moe_conformance.workloads.features import broken
 from moe_conformance.workloads.records import Workload
@@ -68,6 +70,9 @@ class Driver:
         elif "case" in metafunc.fixturenames:
             cases = self.plan.of(mark.kwargs["kind"], mark.kwargs["when"])
             metafunc.parametrize("case", cases, ids=[case.id for case in cases], indirect=True)
+        elif "group_lists" in metafunc.fixturenames:
+            worlds = self.plan.worlds
+            metafunc.parametrize("group_lists", worlds, ids=[f"world-{world}" for world in worlds], indirect=True)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -161,21 +166,38 @@ class Driver:
 
         return drive
 
+    @pytest.fixture
+    def group_lists(self, request: pytest.FixtureRequest) -> Mapping[Layout, Mapping[str, RankLists]]:
+        """The rank lists that the backend would build, for every layout of a world that it has."""
+        trial = trial_of(request.node)
+        if not hasattr(self.run.backend, "groups"):
+            trial.skip("not adapted", "not adapted: the backend does not tell which groups it would build")
+        every = tuple(layouts(request.param))
+        trial.runs += 1
+        result = group_lists(self._started, self.run.target, every)
+        if result.status != "ok":
+            raise RunFailed("groups", f"asking for groups failed: {result.error}\n{result.traceback or ''}")
+        told = {layout: lists for layout, lists in zip(every, result.value, strict=True) if not isinstance(lists, str)}
+        if not told:
+            trial.skip("not adapted", f"not adapted: {result.value[0]}")
+        return told
+
     def _skip_inapplicable(self, trial: Trial, cell: Cell) -> None:
         if reason := too_large(cell.layout, self.run.options.ranks):
             trial.skip("not applicable", f"not applicable: {reason}")
 
     def _step(self, trial: Trial, workload: Workload) -> Outcome:
-        if self._engine is None:
-            self._engine = self._start()
         trial.runs += 1
-        return moe_step(self._engine, self.run.target, workload)
+        return moe_step(self._started, self.run.target, workload)
 
-    def _start(self) -> Engine:
-        try:
-            return Engine(device=self.run.options.device, **engine_needs(self.run.backend))
-        except EngineError as error:  # the machine's or the installation's: no item is at fault
-            pytest.exit(f"the ranks cannot start: {error}", returncode=pytest.ExitCode.USAGE_ERROR)
+    @property
+    def _started(self) -> Engine:
+        if self._engine is None:
+            try:
+                self._engine = Engine(device=self.run.options.device, **engine_needs(self.run.backend))
+            except EngineError as error:  # the machine's or the installation's: no item is at fault
+                pytest.exit(f"the ranks cannot start: {error}", returncode=pytest.ExitCode.USAGE_ERROR)
+        return self._engine
 
     # ---- how items end -----------------------------------------------------------------------------------------
 

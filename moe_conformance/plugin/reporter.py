@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -19,6 +20,7 @@ from moe_conformance.report.records import FAILING, Record, of_report
 from moe_conformance.waivers import Item, proposal
 
 _LETTERLESS = ""  # the progress line stands for pytest's letters
+_WIDE = 200  # columns where there is no terminal to fit
 
 
 class Reporter:
@@ -43,7 +45,7 @@ class Reporter:
             return
         terminal.showfspath = False
         if terminal.isatty and terminal.verbosity <= 0:
-            self._progress = Progress(terminal.rewrite, terminal._tw.fullwidth, len(session.items))
+            self._progress = Progress(terminal.rewrite, shutil.get_terminal_size().columns, len(session.items))
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
@@ -142,7 +144,7 @@ class Reporter:
         shown = matrix.matrix(
             [law[each] for each in law if each in wanted],
             self._records,
-            width=terminalreporter._tw.fullwidth,
+            width=shutil.get_terminal_size().columns if terminalreporter.isatty else _WIDE,
             color=terminalreporter.hasmarkup,
             encoding=sys.stdout.encoding or "ascii",
         )

@@ -1,4 +1,4 @@
-"""What a run stands on: its options, its backend with versions, the law and the waivers; all checked before it starts."""
+"""What a run stands on: its options, its backend with versions, and the waivers; all checked before it starts."""
 
 from __future__ import annotations
 
@@ -36,13 +36,11 @@ def prepare(options: Options) -> Run:
     """Check everything that can be checked without starting a rank.
 
     Raises:
-        Unusable: unknown backend, plant or requirement; no backend at all; a library or a GPU that is not there; waivers
-            that cannot be read; a report folder that cannot be written.
+        Unusable: unknown backend, plant or requirement; no backend at all; a library or a GPU that is not there;
+            waivers that cannot be read; a report folder that cannot be written.
     """
     if unknown := [wanted for wanted in options.ids if wanted not in spec.load()]:
-        raise Unusable(
-            f"no requirement {', '.join(unknown)}; `moe-conformance list requirements` shows all of them"
-        )
+        raise Unusable(f"no requirement {', '.join(unknown)}; `moe-conformance list requirements` shows all of them")
     target = plants()[options.plant] if options.plant else options.backend
     backend, versions = open_backend(target)
     _require_device(options.device)
@@ -108,7 +106,8 @@ class _Plants(dict[str, str]):
 
 def engine_needs(backend: Backend) -> dict[str, Any]:
     """Return what the engine imports before it forks ranks, and the environment that it does so in."""
-    preload = ("moe_conformance.scenarios.moe_step", *getattr(backend, "preload", ()))
+    scenarios = ("moe_conformance.scenarios.moe_step", "moe_conformance.scenarios.group_lists")
+    preload = (*scenarios, *getattr(backend, "preload", ()))
     return {"preload": preload, "environment": dict(getattr(backend, "environment", {}))}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from xdist.scheduler import LoadScopeScheduling
+from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
 from moe_conformance.plan import Cell
 
@@ -21,7 +21,7 @@ def by_cell(config: Any, log: Any, cells: Sequence[Cell]) -> LoadScopeScheduling
     """Return a scheduler that hands out whole cells."""
     names = [cell.id for cell in cells]
 
-    class ByCell(LoadScopeScheduling):
+    class ByCell(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
         def _split_scope(self, nodeid: str) -> str:
             return cell_of(nodeid, names)
 

@@ -14,7 +14,6 @@ from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.workloads.records import Workload
 
 _TRACEBACK_LINES = 16
-_NOTE_LINES = 30
 
 
 @dataclass
@@ -70,7 +69,7 @@ def ending(trial: Trial, error: BaseException | None) -> Ending:
         kind=type(first).__name__,
         stage=first.stage,
         blamed=first.ranks,
-        detail="\n".join([*_drawn(error, mismatches), *_traceback(first, trial.outcome)]),
+        detail="\n".join([*_drawn(trial), *_traceback(first, trial.outcome)]),
     )
 
 
@@ -100,8 +99,17 @@ def _traceback(mismatch: Mismatch, outcome: Outcome | None) -> list[str]:
     return [f"on rank {rank.rank}:", *(f"  {line}" for line in cut + lines[-_TRACEBACK_LINES:])]
 
 
-def _drawn(error: BaseException, mismatches: list[Mismatch]) -> list[str]:
-    """Return what Hypothesis noted on the exceptions: the smallest example that it found."""
-    noted = [error, *(mismatch for mismatch in mismatches if mismatch is not error)]
-    lines = [line for each in noted for note in getattr(each, "__notes__", ()) for line in note.splitlines()]
-    return lines[:_NOTE_LINES]
+def _drawn(trial: Trial) -> list[str]:
+    """Return what Hypothesis drew last, which is its smallest example; a pinned workload has a name instead."""
+    if trial.workload is not None or trial.outcome is None:
+        return []
+    workload = trial.outcome.workload
+    config = workload.config
+    dtype = str(config.dtype).removeprefix("torch.")
+    lines = [
+        f"drawn: E = {config.experts}, K = {config.top_k}, D = {config.hidden}, {dtype}, schedule {workload.schedule}"
+    ]
+    for m, batches in enumerate(workload.batches):
+        for rank, batch in enumerate(batches):
+            lines.append(f"  microbatch {m}, rank {rank}: ids {batch.ids_TK.tolist()}")
+    return lines

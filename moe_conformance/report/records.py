@@ -63,9 +63,7 @@ class Record:
     def from_json(cls, data: Mapping[str, Any]) -> Record:
         """Return the record that `to_json` wrote."""
         fields = dict(data)
-        return cls(
-            **(fields | {"requirements": tuple(fields["requirements"]), "blamed": tuple(fields["blamed"])})
-        )
+        return cls(**(fields | {"requirements": tuple(fields["requirements"]), "blamed": tuple(fields["blamed"])}))
 
 
 def of_report(properties: Iterable[tuple[str, Any]]) -> Record | None:

@@ -61,8 +61,9 @@ def _kind(record: Record) -> tuple[str, ...]:
 
 
 def _shape(message: str) -> str:
-    """Return the first line with its numbers left out: rank 1 and rank 3 that fail alike are one kind."""
-    return re.sub(r"\d+(\.\d+)?", "#", message.splitlines()[0] if message else "")
+    """Return the first clause without numbers and addresses: rank 1 and ranks 2, 3 that fail alike are one kind."""
+    clause = message.partition("\n")[0].partition(";")[0]
+    return re.sub(r"0x[0-9a-f]+|\d+(\.\d+)?", "#", clause)
 
 
 def tell(found: Sequence[Group]) -> list[tuple[str, str]]:
@@ -84,5 +85,5 @@ def _in_full(group: Group) -> str:
 
 
 def _one_line(record: Record) -> str:
-    line = record.message.splitlines()[0] if record.message else ""
+    line = record.message.partition("\n")[0]
     return line if len(line) <= 100 else line[:97] + "..."

@@ -1,35 +1,52 @@
-"""Asking a backend which groups of ranks it would build, on one rank, without building any."""
+"""Asks a backend which groups it would build. On a rank, since asking may import the library; no group is made."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moe_conformance.backends.registry import load
-from moe_conformance.engine import Engine, Job, JobResult, RankContext
+from moe_conformance.contract import Unsupported
+from moe_conformance.engine import Engine, Job, RankContext
 from moe_conformance.topology import Layout, RankLists
 
-GroupLists = Mapping[str, RankLists]
+Lists = dict[str, RankLists]
 
 
 @dataclass(frozen=True)
 class Question:
-    """Which layouts to ask a backend about."""
+    """What the one rank is asked."""
 
-    backend: str
+    backend: str  # a name of the registry or pkg.mod:Class
     layouts: tuple[Layout, ...]
 
 
-def group_lists(engine: Engine, backend: str, layouts: tuple[Layout, ...], deadline_s: float = 60.0) -> JobResult:
-    """Ask on a rank, where importing the library costs the driver nothing.
+class CannotTell(Exception):
+    """Asking raised, hung or killed the rank; the message says what happened there."""
 
-    The value of rank 0 is a tuple with an entry per layout, or None where the backend has no `groups`.
+
+def group_lists(engine: Engine, backend: str, layouts: tuple[Layout, ...]) -> list[Lists | str]:
+    """Return, for every layout, rank lists by name or the reason why the backend has none.
+
+    Raises:
+        CannotTell: the rank did not answer.
     """
-    function = "moe_conformance.scenarios.group_lists:run"
-    return engine.run(Job(function, Question(backend, layouts), world=1, groups={}, deadline_s=deadline_s))
+    question = Question(backend, layouts)
+    job = Job("moe_conformance.scenarios.group_lists:ask", payload=question, world=1, groups={})
+    result = engine.run(job).ranks[0]
+    if result.status != "ok":
+        raise CannotTell(f"{result.error}\n{result.traceback or ''}")
+    answers: list[Lists | str] = result.value
+    return answers
 
 
-def run(context: RankContext, question: Question) -> tuple[GroupLists, ...] | None:
-    """Answer for every layout."""
-    groups = getattr(load(question.backend), "groups", None)
-    return None if groups is None else tuple(groups(layout.sizes()) for layout in question.layouts)
+def ask(context: RankContext, question: Question) -> list[Lists | str]:
+    """Ask for every layout."""
+    del context  # any rank knows the same
+    backend = load(question.backend)
+    answers: list[Lists | str] = []
+    for layout in question.layouts:
+        try:
+            answers.append(dict(backend.groups(layout.sizes())))  # type: ignore[attr-defined]  # optional; the driver looked
+        except Unsupported as error:
+            answers.append(str(error))
+    return answers
