@@ -191,6 +191,7 @@ def full_layouts() -> tuple[Layout, ...]:
     return (
         *quick_layouts(),
         Layout(2),
+        Layout(2, tp=2),
         Layout(2, etp=2),
         Layout(2, tp=2, etp=2),
         Layout(4, tp=2, ep=4),
