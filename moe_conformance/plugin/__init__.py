@@ -14,6 +14,7 @@ Every pytest run of an environment in which the suite is installed imports this 
 from __future__ import annotations
 
 import signal
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,8 +93,7 @@ def begin(config: pytest.Config) -> None:
         run = prepare(options.from_mapping(_given(config)))
     except options.Unusable as error:
         raise pytest.UsageError(str(error)) from None
-    before = signal.signal(signal.SIGTERM, _terminated)
-    config.add_cleanup(lambda: signal.signal(signal.SIGTERM, before))
+    config.add_cleanup(partial(_restore, signal.signal(signal.SIGTERM, _terminated)))
     if config.getoption("--hypothesis-profile", None) is None:
         drawing.load_profile(run.options.profile)
     manager.register(Driver(run), _DRIVER)
@@ -103,6 +103,10 @@ def begin(config: pytest.Config) -> None:
 
 def _given(config: pytest.Config) -> dict[str, Any]:
     return {option.name: config.getoption(f"moe_{option.name}", None) for option in options.OPTIONS}
+
+
+def _restore(before: Any) -> None:
+    signal.signal(signal.SIGTERM, before)
 
 
 def _terminated(number: int, frame: Any) -> None:

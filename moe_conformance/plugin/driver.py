@@ -19,7 +19,7 @@ from moe_conformance.plugin.run import Run, engine_needs
 from moe_conformance.plugin.trial import Ending, Trial, ending
 from moe_conformance.report.records import FAILING, PROPERTY, Record
 from moe_conformance.report.words import failure
-from moe_conformance.scenarios.group_lists import group_lists
+from moe_conformance.scenarios.group_lists import CannotTell, group_lists
 from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.topology import Layout, RankLists, layouts
@@ -174,12 +174,13 @@ class Driver:
             trial.skip("not adapted", "not adapted: the backend does not tell which groups it would build")
         every = tuple(layouts(request.param))
         trial.runs += 1
-        result = group_lists(self._started, self.run.target, every)
-        if result.status != "ok":
-            raise RunFailed("groups", f"asking for groups failed: {result.error}\n{result.traceback or ''}")
-        told = {layout: lists for layout, lists in zip(every, result.value, strict=True) if not isinstance(lists, str)}
+        try:
+            answers = group_lists(self._started, self.run.target, every)
+        except CannotTell as error:
+            raise RunFailed("groups", f"the backend was asked for its groups: {error}") from error
+        told = {layout: lists for layout, lists in zip(every, answers, strict=True) if not isinstance(lists, str)}
         if not told:
-            trial.skip("not adapted", f"not adapted: {result.value[0]}")
+            trial.skip("not adapted", f"not adapted: {answers[0]}")
         return told
 
     def _skip_inapplicable(self, trial: Trial, cell: Cell) -> None:

@@ -150,8 +150,8 @@ class Reporter:
         )
         terminalreporter.write_line("")
         terminalreporter.write(shown)
-        if left_out := [each for each in law if each not in wanted]:
-            terminalreporter.write_line(f"not run, left out by --only: {', '.join(left_out)}")
+        if left_out := len(law) - len(set(wanted)):
+            terminalreporter.write_line(f"{left_out} requirements not run: left out by --only")
         versions = " ".join(f"{name} {version}" for name, version in facts.versions.items())
         terminalreporter.write_line(f"{facts.backend} ({versions}) on {facts.ranks} ranks, {facts.device}")
         terminalreporter.write_line(matrix.totals(self._records))
