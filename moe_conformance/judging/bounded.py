@@ -88,16 +88,18 @@ def within(actual: Tensor, expected: Tensor, allowed: Tensor) -> bool:
 def factor(actual: Tensor, expected: Tensor, allowed: Tensor, names: Mapping[str, float]) -> float | None:
     """Return the one factor by which actual differs from expected, within rounding, or None if there is none.
 
-    The named factors are tried first, so that a factor that has a name is returned exactly. A factor of 1 is none, and
-    neither is one that is lost in rounding: some element must stand out of its bound.
+    The named factors are tried first, so that a factor that has a name is returned exactly. What is right has none, and
+    neither has what is lost in rounding: some expected element must stand out of its bound.
 
     >>> factor(torch.tensor([2.01, 4.0]), torch.tensor([1.0, 2.0]), torch.tensor([0.1, 0.1]), {"ep": 2.0})
     2.0
     """
     if actual.shape != expected.shape or not bool((expected.abs() > allowed).any()):
         return None
+    if within(actual, expected, allowed):
+        return None
     for named in dict.fromkeys([*names.values(), 0.0, -1.0]):
-        if named != 1 and within(actual, named * expected, abs(named) * allowed):
+        if within(actual, named * expected, abs(named) * allowed):
             return named
     tolerance = float(allowed.max() / expected.abs().max())
     ratio = common_ratio(actual, expected, tolerance)
@@ -112,7 +114,7 @@ def too_narrow(actual: Tensor, target: Target, dtype: torch.dtype, length: int) 
         times = bounds.operation(narrow, length=length) / bounds.operation(dtype, length=length)
         if times > 1 and within(actual, target.expected, times * target.allowed):
             names = [str(each).removeprefix("torch.") for each in (narrow, dtype)]
-            return f"it was computed with the precision of {names[0]} instead of {names[1]}"
+            return f"computed with the precision of {names[0]} instead of {names[1]}"
     return None
 
 

@@ -52,27 +52,30 @@ def gamma(n: float, u: float) -> float:
     return n * u / (1 - n * u)
 
 
-def operation(dtype: torch.dtype, *, length: int, more: int = 0) -> float:
+def operation(dtype: torch.dtype, *, length: int, tokens: int = 0, more: int = 0) -> float:
     """Return what one operation may err by, relative to the sum of its absolute addends.
 
-    It adds `length` addends in the accumulator, then stores the result in the tokens' dtype; on all operations together
-    fall `more` roundings that the magnitude does not count. Products of errors are covered by `gamma` over the depth.
+    It adds `length` addends in the accumulator, then stores the result in the tokens' dtype. Once, the last sum is over
+    `tokens` instead; and on all operations together fall `more` roundings that the magnitude does not count. Products
+    of errors are covered by `gamma` over the depth.
 
     >>> operation(torch.bfloat16, length=32) / 2**-8 < 1.1 < operation(torch.bfloat16, length=32, more=1) / 2**-8
     True
     """
-    first_order = unit_roundoff(dtype) * (1 + more / _CHARGED) + length * unit_roundoff(accumulator(dtype))
+    adding = (length + tokens / _CHARGED) * unit_roundoff(accumulator(dtype))
+    first_order = unit_roundoff(dtype) * (1 + more / _CHARGED) + adding
     return gamma(_DEPTH, first_order) / _DEPTH
 
 
-def allowed(magnitude: Tensor, dtype: torch.dtype, *, length: int, more: int = 0) -> Tensor:
+def allowed(magnitude: Tensor, dtype: torch.dtype, *, length: int, tokens: int = 0, more: int = 0) -> Tensor:
     """Return the largest honest error of every element, given its magnitude; see `operation`.
 
-    Below the smallest normal number errors are no longer relative: each of the `length` addends may err by the roundoff
-    of that number. An element whose addends are all zero has magnitude 0 and is allowed no error.
+    Below the smallest normal number errors are no longer relative: each addend may err by the roundoff of that number.
+    An element whose addends are all zero has magnitude 0 and is allowed no error.
     """
-    underflow = length * unit_roundoff(dtype) * torch.finfo(dtype).tiny
-    return torch.where(magnitude > 0, magnitude * operation(dtype, length=length, more=more) + underflow, 0.0)
+    underflow = (length + tokens) * unit_roundoff(dtype) * torch.finfo(dtype).tiny
+    relative = operation(dtype, length=length, tokens=tokens, more=more)
+    return torch.where(magnitude > 0, magnitude * relative + underflow, 0.0)
 
 
 # ---- how many roundings more ---------------------------------------------------------------------------------
@@ -106,10 +109,10 @@ def more_in_parameter_gradients(microbatches: int, replicas: int) -> int:
     return (microbatches - 1) + (replicas - 1) + 2
 
 
-def longest_sum(config: Config, tokens: int = 0) -> int:
-    """Return the addends of the longest sum: over D, F or E, and over tokens where a result sums over them.
+def longest_sum(config: Config) -> int:
+    """Return the addends of the longest sum within a token: over D, F or E.
 
-    >>> longest_sum(Config(hidden=32, ffn=16)), longest_sum(Config(hidden=32, ffn=16), tokens=40)
-    (32, 40)
+    >>> longest_sum(Config(hidden=32, ffn=16))
+    32
     """
-    return max(config.hidden, config.ffn, config.experts, tokens)
+    return max(config.hidden, config.ffn, config.experts)

@@ -94,8 +94,9 @@ class OwnExpected:
         tokens = sum(
             len(self.workload.batches[m][rank].x_TD) for m, rank in places_of(self.workload, self.stages[stage])
         )
-        length = bounds.longest_sum(self.workload.config, tokens)
-        allowed = bounds.allowed(magnitude, self.workload.config.dtype, length=length, more=more)
+        config = self.workload.config
+        length = bounds.longest_sum(config)
+        allowed = bounds.allowed(magnitude, config.dtype, length=length, tokens=tokens, more=more)
         return Target(value / self.divisor, allowed / self.divisor)
 
     @cached_property

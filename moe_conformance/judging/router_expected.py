@@ -168,4 +168,5 @@ class RouterExpected:
 
     def _allowed(self, magnitude: Tensor, tokens: int = 0, more: int = 0) -> Tensor:
         config = self.workload.config
-        return bounds.allowed(magnitude, config.dtype, length=bounds.longest_sum(config, tokens), more=more)
+        length = bounds.longest_sum(config)
+        return bounds.allowed(magnitude, config.dtype, length=length, tokens=tokens, more=more)

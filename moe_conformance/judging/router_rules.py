@@ -57,8 +57,7 @@ def other_rules(expected: RouterExpected) -> Iterator[tuple[str, Weigh]]:
     for score in get_args(routing.Score):
         if score != how["score"]:
             yield f"their scores were {_SCORES[score]}", by(score=score)
-    if how["score"] == "softmax":
-        yield "softmax was applied twice", lambda logits_TE, ids_TK: expected.weigh(logits_TE.softmax(1), ids_TK)
+    yield "they were the softmax of the scores over all experts", _softmax_of_scores(expected)
     yield "they were the raw logits", lambda logits_TE, ids_TK: logits_TE.gather(1, ids_TK)
     yield "they were the scaled raw logits", lambda logits_TE, ids_TK: scale * logits_TE.gather(1, ids_TK)
     yield "all were 1", lambda logits_TE, ids_TK: 0 * logits_TE.gather(1, ids_TK) + 1
@@ -69,6 +68,14 @@ def _sum_over_all(expected: RouterExpected) -> Weigh:
         scores_TE = routing.scores(logits_TE, expected.weighing["score"])
         shares_TE = scores_TE / scores_TE.sum(1, keepdim=True)
         return shares_TE.gather(1, ids_TK) * expected.weighing["scale"]
+
+    return weigh
+
+
+def _softmax_of_scores(expected: RouterExpected) -> Weigh:
+    def weigh(logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        scores_TE = routing.scores(logits_TE, expected.weighing["score"])
+        return scores_TE.softmax(1).gather(1, ids_TK) * expected.weighing["scale"]
 
     return weigh
 
@@ -126,12 +133,13 @@ def _explain(
     rules: Iterator[tuple[str, Weigh]],
     outcome: Callable[[Weigh, Place], Tensor],
 ) -> Found:
+    be = "is" if what == "dx" else "are"
     tokens = _wrong_tokens(what, actual, targets)
     ranks = tuple(sorted({rank for finding in tokens for rank in finding.ranks}))
     example = max(tokens, key=lambda finding: finding.size).sentence
     for words, weigh in rules:
         if all(_near(actual[at], outcome(weigh, at), targets[at]) for at in actual):
-            return [Finding("cause", f"{what}: as if {words}; for example {example}", ranks)], None
+            return [Finding("cause", f"{what} {be} as if {words}; for example {example}", ranks)], None
     joined = _joined(actual, targets)
     ratio = factor(*joined, names)
     if ratio is not None:
@@ -141,7 +149,7 @@ def _explain(
         return [Finding("order", f"{what} of a token lie at other slots than its experts; {example}", ranks)], None
     narrow = _too_narrow(expected, joined[0], Target(*joined[1:]))
     if narrow:
-        return [Finding("cause", f"{what}: as if {narrow}; for example {example}", ranks)], None
+        return [Finding("cause", f"{what} {be} as if {narrow}; for example {example}", ranks)], None
     return tokens, None
 
 
