@@ -159,8 +159,8 @@ class TestMagnitudesChargeFourTimes:
         work = own_workload(Layout(1), tokens=40, dtype=torch.float64)
         batch, parameters = batch_of(work, [(0, 0)]), parameters_of(work)
         sizes = magnitudes(*batch, swiglu_measured, parameters, weights_at=weights_at)
-        found: dict[object, Tensor] = {"y": sizes.y_TD, "dx": sizes.dx_TD, "dweights": sizes.dweights_TK}
-        found |= sizes.parameters
+        tokens = {"y": sizes.y_TD, "dx": sizes.dx_TD, "dweights": sizes.dweights_TK}
+        found: dict[object, Tensor] = {**tokens, **sizes.parameters}
         addends = absolute_addends(batch, parameters, weights_at)
         assert addends.keys() == found.keys()
         assert [] == [key for key, size in found.items() if bool((size < 4 * addends[key]).any())]

@@ -50,7 +50,7 @@ def _wrong(name: str, built: RankLists, expected: RankLists, layout: Layout) -> 
             continue
         what = "no group" if not got else " and ".join(str(list(group)) for group in got)
         sentence = f"the {name} group of rank {rank} would be {what} instead of {list(right)} in {layout.name}"
-        findings.append(Finding(f"wrong {name}", sentence, (rank,)))
+        findings.append(Finding(f"{name} of {len(got)}", sentence, (rank,)))  # in no group, in one, in two
     strangers = sorted({rank for group in built for rank in group} - set(range(layout.world)))
     if strangers:
         sentence = f"the {name} groups hold ranks {strangers}, and the world has {layout.world}"

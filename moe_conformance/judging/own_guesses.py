@@ -51,6 +51,9 @@ def explain_tokens(
         sentence = f"every element of {name} is {ratio_words(ratio, names)}"
         return [Finding("factor", sentence, ranks, abs(ratio - 1))], ratio
     cause = _cause(expected, name, actual, everything[0], everything[2])
+    of_ranks = _factors_of_ranks(name, actual, targets, names)
+    if cause is None and of_ranks:
+        return of_ranks, None
     tokens = [finding for place in actual for finding in _wrong_tokens(name, place, actual[place], targets[place])]
     if cause is None:
         return tokens, None
@@ -60,6 +63,23 @@ def explain_tokens(
 
 def _wrong_ranks(actual: Mapping[Place, Tensor], targets: Mapping[Place, Target]) -> tuple[int, ...]:
     return tuple(sorted({place[1] for place in actual if not within(actual[place], *targets[place])}))
+
+
+def _factors_of_ranks(
+    name: str, actual: Mapping[Place, Tensor], targets: Mapping[Place, Target], names: Mapping[str, float]
+) -> list[Finding]:
+    """Find one factor for each rank that is wrong; none at all if one of these has none."""
+    findings = []
+    for rank in _wrong_ranks(actual, targets):
+        places = [place for place in actual if place[1] == rank]
+        value = torch.cat([actual[place].double() for place in places])
+        target = [torch.cat(parts) for parts in zip(*(targets[place] for place in places), strict=True)]
+        ratio = factor(value, target[0], target[1], names)
+        if ratio is None:
+            return []
+        sentence = f"every element of {name} on rank {rank} is {ratio_words(ratio, names)}"
+        findings.append(Finding("factor of a rank", sentence, (rank,), abs(ratio - 1)))
+    return findings
 
 
 def _wrong_tokens(name: str, place: Place, actual_T: Tensor, target: Target) -> list[Finding]:
