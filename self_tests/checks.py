@@ -1,0 +1,82 @@
+"""The checks of distributed_tests as they stand, by requirement.
+
+They are loaded from their files, as pytest does it: nothing imports distributed_tests, and a planted bug must be
+convicted by the check that convicts a backend, not by a copy.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from moe_conformance.judging.reading import read
+from moe_conformance.judging.verdict import Mismatch, Tally
+from moe_conformance.workloads.records import Workload
+
+FOLDER = Path(__file__).parents[1] / "distributed_tests"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One test function, ready to be called with its fixtures."""
+
+    function: Callable[..., None]
+    kind: str
+    when: Callable[[Workload], bool] | None
+
+    def reads(self, workload: Workload) -> bool:
+        """Whether it judges runs of this workload."""
+        return self.kind == workload.kind and (self.when is None or self.when(workload))
+
+    def needs(self) -> set[str]:
+        """Names of its fixtures."""
+        return set(inspect.signature(self.function).parameters)
+
+
+@cache
+def checks() -> dict[str, list[Check]]:
+    """Return all checks by the requirement that they cite."""
+    found: dict[str, list[Check]] = {}
+    for path in sorted(FOLDER.glob("test_*.py")):
+        for function in _functions(_load(path)):
+            for mark in getattr(function, "pytestmark", ()):
+                if mark.name == "requirement":
+                    for each in mark.args:
+                        found.setdefault(each, []).append(Check(function, mark.kwargs["kind"], mark.kwargs["when"]))
+    return found
+
+
+def judge(check: Check, **fixtures: Any) -> Mismatch | Tally:
+    """Call a check with its fixtures, of which it makes `tally` and `reading`; return what it raised or counted."""
+    tally = Tally()
+    try:
+        if "reading" in check.needs():
+            fixtures["reading"] = read(fixtures["outcome"])
+        check.function(tally=tally, **{name: fixtures[name] for name in check.needs() - {"tally"}})
+    except Mismatch as mismatch:
+        return mismatch
+    return tally
+
+
+def _load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"checks_of_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _functions(module: ModuleType) -> Iterator[Callable[..., None]]:
+    """Yield test functions, those of classes bound."""
+    for value in list(vars(module).values()):
+        if inspect.isclass(value) and value.__name__.startswith("Test"):
+            yield from (getattr(value(), name) for name in vars(value) if name.startswith("test_"))
+        elif inspect.isfunction(value) and value.__name__.startswith("test_"):
+            yield value

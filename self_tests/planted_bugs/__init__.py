@@ -1,0 +1,26 @@
+"""Planted bugs: small, named changes to native that the suite must catch, and say why. One module per chapter."""
+
+from __future__ import annotations
+
+from self_tests.planted_bugs import exchange, exchange_back, experts, gradients, groups, routing
+from self_tests.planted_bugs.plant import Expectation, Plant
+
+__all__ = ["Expectation", "Plant", "find", "plants"]
+
+
+def plants() -> tuple[Plant, ...]:
+    """Return all plants, chapter by chapter."""
+    chapters = (routing, exchange, exchange_back, experts, gradients, groups)
+    return tuple(plant for chapter in chapters for plant in chapter.PLANTS)
+
+
+def find(name: str) -> Plant:
+    """Return the plant of that name.
+
+    Raises:
+        LookupError: there is none; lists those that there are.
+    """
+    for plant in plants():
+        if plant.name == name:
+            return plant
+    raise LookupError(f"no plant {name!r}; known: {', '.join(plant.name for plant in plants())}")

@@ -1,0 +1,251 @@
+"""EXCH: bugs on the way back from the experts, at empty slots and in behaviour."""
+
+# ruff: noqa: D102 - a plant says in its class what its methods do wrong
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_conformance.backends.native import collectives
+from moe_conformance.backends.native.exchange import AllToAllExchange, Permuted
+from moe_conformance.backends.native.permutation import Pairs
+from moe_conformance.contract import Delivery, Routing
+from self_tests.planted_bugs.plant import EP2_ETP2, TP2_EP2, Expectation, collect, planted
+
+# ---- combine -------------------------------------------------------------------------------------------------------
+
+
+@planted(Expectation("EXCH-05", "top-all-even", "combine", "y of rank 0 token 0 is", "the row of rank 1 token 0"))
+class AnswersOfAnotherRank(AllToAllExchange):
+    """The answers for two ranks go home to each other."""
+
+    def _ungroup(self, rows_RD: Tensor, order_R: Tensor) -> Tensor:
+        return torch.cat(super()._ungroup(rows_RD, order_R).chunk(2)[::-1])
+
+
+@planted(Expectation("EXCH-05", "even", "combine", "every element of y on rank 1 is zero"))
+class CombineSkippedOnOneRank(AllToAllExchange):
+    """Rank 1 adds up nothing of what comes home."""
+
+    def _unpermute(self, rows_PD: Tensor, permuted: Permuted) -> Tensor:
+        y = super()._unpermute(rows_PD, permuted)
+        return y * 0 if self.topology.rank == 1 else y
+
+
+@planted(
+    Expectation("EXCH-05", "even", "combine", "the answer to a padding row (16384) reached it"),
+    real="NVIDIA/TransformerEngine commit b7323b1ec (#2907)",
+)
+class PaddingTrimmedAtWrongEnd(AllToAllExchange):
+    """Padding lies behind the rows and is taken off before the answers."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        delivery, handle = super().dispatch(x, routing)
+        counts_N = delivery.counts_N.clone()
+        counts_N[-1] += 2
+        padding_2D = delivery.rows_RD.new_zeros(2, x.shape[-1])
+        return Delivery.grouped(torch.cat([delivery.rows_RD, padding_2D]), counts_N), handle
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        return super().combine(rows[2:], handle)
+
+
+@planted(
+    Expectation("EXCH-05", "even", "combine", "y on rank 0 is 2.000 x", "y on rank 1 is -1.000 x", "shard 1 alone"),
+    real="NVIDIA/Megatron-LM commit 28c8dd71f0 (issue #109)",
+    layout=EP2_ETP2,
+)
+class ShardsNotSummed(AllToAllExchange):
+    """Every rank takes its own shard's part of the answers for the sum."""
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        shards = self.topology.group("etp")
+        own = self._ungroup(rows, handle.plan.order_R).split(handle.plan.gathered_S)[shards.rank()]
+        rows_PD = collectives.all_to_all(own, handle.plan.received_C, handle.plan.sent_C, self.topology.group("ep"))
+        return self._unpermute(rows_PD, handle.permuted)
+
+
+@planted(
+    Expectation("EXCH-05", "even", "combine", "slot 0", "is zero: the answer of expert", "was dropped"),
+    real="deepspeedai/DeepSpeed PR #8213 (review)",
+)
+class LastSlotWins(AllToAllExchange):
+    """The answers of a token's slots overwrite each other in place of being added."""
+
+    def _unpermute(self, rows_PD: Tensor, permuted: Permuted) -> Tensor:
+        rows_PD = self._weigh(rows_PD, permuted.weights_P)
+        last_P = permuted.pairs.slot_P == permuted.pairs.shape[1] - 1
+        y_TD = rows_PD.new_zeros(permuted.pairs.shape[0], rows_PD.shape[1])
+        return y_TD.index_put((permuted.pairs.token_P[last_P],), rows_PD[last_P]).reshape(permuted.shape)
+
+
+@planted(
+    Expectation("EXCH-05", "even", "combine", "y of rank 0 token 4 is zero: every answer was dropped"),
+    real="pytorch/torchtitan commit 9233d8318 (#1586)",
+    layout=TP2_EP2,
+)
+class TokensDividedTwice(AllToAllExchange):
+    """The number of tokens is local already and is divided by tp once more: the rest stays zero."""
+
+    def _unpermute(self, rows_PD: Tensor, permuted: Permuted) -> Tensor:
+        y = super()._unpermute(rows_PD, permuted)
+        kept = len(y) // self.topology.sizes["tp"]
+        return torch.cat([y[:kept], y[kept:] * 0])
+
+
+@planted(Expectation("EXCH-05", "even", "combine", "to which no slot is routed), is", "of rank 0 token"))
+class AnswersReadInTokenOrder(AllToAllExchange):
+    """Answers that come home in expert order are read in token order."""
+
+    def _unpermute(self, rows_PD: Tensor, permuted: Permuted) -> Tensor:
+        pairs = permuted.pairs
+        order_P = (pairs.token_P * pairs.shape[1] + pairs.slot_P).argsort()
+        in_token_order = replace(pairs, token_P=pairs.token_P[order_P], slot_P=pairs.slot_P[order_P])
+        return super()._unpermute(rows_PD, replace(permuted, pairs=in_token_order))
+
+
+# ---- empty slots ---------------------------------------------------------------------------------------------------
+
+
+@planted(
+    Expectation("EXCH-06", "dropped-even", "dispatch", "expert 0, to which no slot is routed", "is not zero"),
+    Expectation("EXCH-01", "dropped-even", "dispatch", "for expert 0", "which is not routed there"),
+    real="huggingface/transformers PR #40545",
+)
+class EmptySlotsToExpert0(AllToAllExchange):
+    """The mark of an empty slot is taken for an id and ends up at expert 0."""
+
+    def _permute(self, x: Tensor, routing: Routing) -> tuple[Tensor, Permuted]:
+        return super()._permute(x, replace(routing, ids_TK=routing.ids_TK.clamp_min(0)))
+
+
+@planted(
+    Expectation("EXCH-06", "dropped-even", "gradient", "the weight's gradient at rank 0 token", "that slot is empty"),
+    real="huggingface/transformers issue #48687",
+)
+class EmptySlotsGetGradient(AllToAllExchange):
+    """An empty slot has a weight of zero and an answer that is not: so its weight has a gradient."""
+
+    def _permute(self, x: Tensor, routing: Routing) -> tuple[Tensor, Permuted]:
+        weights_TK = routing.weights_TK
+        zero_TK = weights_TK - weights_TK.detach()  # the value is zero, the gradient is not
+        masked_TK = torch.where(routing.ids_TK >= 0, weights_TK, zero_TK)
+        return super()._permute(x, Routing(routing.ids_TK.clamp_min(0), masked_TK, routing.experts))
+
+
+@planted(
+    Expectation("EXCH-07", "dropped-even", "combine", "y of rank 0 is not finite at", "token 0"),
+    Expectation("EXCH-06", "dropped-even", "combine", "y of rank 0 token 0 is not finite"),
+    real="NVIDIA/TransformerEngine commit c988548f7 (#2547)",
+)
+class UninitialisedOutputs(AllToAllExchange):
+    """The output of a token without a slot is memory that nobody has written."""
+
+    def _unpermute(self, rows_PD: Tensor, permuted: Permuted) -> Tensor:
+        missing_T = torch.ones(permuted.pairs.shape[0], dtype=torch.bool)
+        missing_T[permuted.pairs.token_P] = False
+        y = super()._unpermute(rows_PD, permuted)
+        return y.masked_fill(missing_T.reshape(*y.shape[:-1], 1), torch.nan)
+
+
+# ---- form and behaviour --------------------------------------------------------------------------------------------
+
+
+@planted(
+    Expectation("EXCH-07", "even-bfloat16", "combine", "has the dtype torch.float32, x has torch.bfloat16"),
+    real="NVIDIA/Megatron-LM commit 20b395424d (!3774)",
+)
+class OutputUpcast(AllToAllExchange):
+    """A factor in float32 lifts bfloat16 rows, and nobody casts them back."""
+
+    def _weigh(self, rows_PD: Tensor, weights_P: Tensor) -> Tensor:
+        return rows_PD * weights_P.unsqueeze(1)
+
+
+@planted(Expectation("EXCH-07", "two-dims-even", "combine", "has the shape (8, 32), x has (4, 2, 32)"))
+class OutputFlattened(AllToAllExchange):
+    """The leading dimensions do not come back."""
+
+    def _unpermute(self, rows_PD: Tensor, permuted: Permuted) -> Tensor:
+        return super()._unpermute(rows_PD, permuted).flatten(0, -2)
+
+
+@planted(
+    Expectation("EXCH-08", "even", "run", "the backend wrote into ids of rank 1"),
+    real="vllm-project/vllm PR #52639",
+)
+class IdsOverwritten(AllToAllExchange):
+    """Local ids are written over the caller's global ones."""
+
+    def _permute(self, x: Tensor, routing: Routing) -> tuple[Tensor, Permuted]:
+        rows_PD, permuted = super()._permute(x, routing)
+        routing.ids_TK.sub_(self.placement.first)
+        return rows_PD, permuted
+
+
+@planted(Expectation("EXCH-08", "even", "run", "the backend wrote into upstream of rank 0"))
+class UpstreamRecycled(AllToAllExchange):
+    """The backward of combine uses the memory of the upstream gradient for itself."""
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        y = super().combine(rows, handle)
+
+        def recycle(upstream: Tensor) -> Tensor:
+            own = upstream.clone()
+            upstream.zero_()
+            return own
+
+        y.register_hook(recycle)
+        return y
+
+
+@planted(
+    Expectation("EXCH-09", "rank-without-tokens", "run", "rank 1 hung: returned while rank 0 waited in a collective"),
+    real="vllm-project/vllm PRs #51984, #53578",
+)
+class EarlyReturnWithoutTokens(AllToAllExchange):
+    """A rank without tokens returns at once, and its peers wait for it."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        if not len(x):
+            return Delivery.grouped(x, torch.zeros(self.placement.held, dtype=torch.int64)), None
+        return super().dispatch(x, routing)
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        return rows if handle is None else super().combine(rows, handle)
+
+
+@planted(
+    Expectation("EXCH-09", "idle-rank-even", "run", "rank 1 raised in forward:0: RuntimeError", "null pointer"),
+    real="NVIDIA/TransformerEngine commit af1ed4412 (#3276)",
+)
+class NullPointerRefused(AllToAllExchange):
+    """A check forbids a null pointer where there are no rows to point to."""
+
+    def _regroup(self, rows_RD: Tensor, order_R: Tensor) -> Tensor:
+        if rows_RD.data_ptr() == 0:
+            raise RuntimeError("rows must not be a null pointer")
+        return super()._regroup(rows_RD, order_R)
+
+
+@planted(
+    Expectation("EXCH-10", "halves-in-flight-even", "combine", "of microbatch 0", "is that of"),
+    real="deepseek-ai/DeepEP PR #580",
+)
+class OneRoutingAtATime(AllToAllExchange):
+    """The second dispatch overwrites what the exchange remembers of the first."""
+
+    latest: Pairs
+
+    def _weights(self, routing: Routing, pairs: Pairs) -> Tensor:
+        self.latest = pairs
+        return super()._weights(routing, pairs)
+
+    def _unpermute(self, rows_PD: Tensor, permuted: Permuted) -> Tensor:
+        return super()._unpermute(rows_PD, replace(permuted, pairs=self.latest))
+
+
+PLANTS = collect(globals())

@@ -1,0 +1,255 @@
+"""ROUTE: bugs in scores, selection and weights."""
+
+# ruff: noqa: D102 - a plant says in its class what its methods do wrong
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moe_conformance.backends.native.gradients import GradientFinisher
+from moe_conformance.backends.native.routing import Router
+from moe_conformance.contract import Config, Routed
+from self_tests.planted_bugs.plant import TP2_EP2, Expectation, collect, planted
+
+# ---- selection -----------------------------------------------------------------------------------------------------
+
+
+@planted(Expectation("ROUTE-01", "route-softmax", "route", "rank 0 token 0 chose", "instead of", "margin -0."))
+class BestPassedOver(Router):
+    """The choice begins at the second best."""
+
+    def _choose(self, scores_TE: Tensor) -> Tensor:
+        return super()._choose(scores_TE.scatter(1, scores_TE.argmax(1, keepdim=True), -torch.inf))
+
+
+@planted(Expectation("ROUTE-01", "route-softmax", "route", "rank 0 token 0 chose [", "is not 2 different experts of 8"))
+class BestTwice(Router):
+    """The best expert is not masked out before the next is looked for."""
+
+    def _choose(self, scores_TE: Tensor) -> Tensor:
+        return super()._choose(scores_TE)[:, :1].repeat(1, self.config.top_k)
+
+
+@planted(
+    Expectation("ROUTE-02", "route-softmax", "route", "as if computed with the precision of bfloat16"),
+    real="pytorch/torchtitan commit ab5ed59f8 (#2389)",
+)
+class GateInBfloat16(Router):
+    """The logits are computed in bfloat16 and look like float32 afterwards."""
+
+    def _logits(self, x_TD: Tensor) -> Tensor:
+        return F.linear(x_TD.bfloat16(), self.router_ED.bfloat16()).to(self.wide)
+
+
+@planted(
+    Expectation("ROUTE-04", "route-groups-top2", "route", "as if chosen from groups that were scored by max"),
+    real="vllm-project/vllm PR #13474",
+)
+class GroupsByTheirBest(Router):
+    """A group is worth its best expert where its best two were asked for."""
+
+    def _mask_groups(self, choice_TE: Tensor, groups: int, chosen: int) -> Tensor:
+        best_TG = choice_TE.reshape(-1, groups, self.config.experts // groups).amax(2)
+        shut_TG = torch.ones_like(best_TG, dtype=torch.bool).scatter(1, best_TG.topk(chosen, dim=1).indices, False)
+        return choice_TE.masked_fill(shut_TG.repeat_interleave(self.config.experts // groups, dim=1), -torch.inf)
+
+
+@planted(
+    Expectation("ROUTE-04", "route-groups-top2", "route", "as if chosen with the experts of closed groups at 0"),
+    real="vllm-project/vllm PR #13474",
+)
+class ClosedGroupsAtZero(Router):
+    """Experts of closed groups count as 0, and that beats a negative score."""
+
+    def _mask_groups(self, choice_TE: Tensor, groups: int, chosen: int) -> Tensor:
+        masked_TE = super()._mask_groups(choice_TE, groups, chosen)
+        return masked_TE.masked_fill(masked_TE == -torch.inf, 0.0)
+
+
+@planted(
+    Expectation("ROUTE-09", "route-softmax", "route", "rank 0 reports the load", "its tokens chose"),
+    real="deepspeedai/DeepSpeed commit 5a2e705b8 (#5156)",
+)
+class LoadOfFirstChoices(Router):
+    """The load counts first choices alone."""
+
+    def forward(self, x: Tensor) -> Routed:
+        routed = super().forward(x)
+        return replace(routed, counts_E=torch.bincount(routed.routing.ids_TK[:, 0], minlength=self.config.experts))
+
+
+@planted(
+    Expectation("ROUTE-09", "route-softmax", "route", "rank 0 reports the load", "its tokens chose"),
+    real="pytorch/torchtitan commit 2bfcdd8e1 (#1593)",
+)
+class LoadOfRecompute(Router):
+    """A forward that is computed again is counted again."""
+
+    def forward(self, x: Tensor) -> Routed:
+        first, again = super().forward(x), super().forward(x)
+        return replace(again, counts_E=first.counts_E + again.counts_E)
+
+
+# ---- weights -------------------------------------------------------------------------------------------------------
+
+
+@planted(
+    Expectation("ROUTE-02", "route-softmax", "route", "as if they were the raw logits"),
+    real="sgl-project/sglang PR #35160",
+)
+class RawLogits(Router):
+    """The softmax is taken on the way to normalised weights only; without, logits are returned as weights."""
+
+    def _scores(self, logits_TE: Tensor) -> Tensor:
+        return super()._scores(logits_TE) if self.config.normalise else logits_TE
+
+
+@planted(
+    Expectation("ROUTE-02", "route-softmax-topk", "route", "softmax over all experts"),
+    real="NVIDIA/Megatron-LM issue #955",
+)
+class SoftmaxBeforeTheChoice(Router):
+    """A softmax that was asked for over the chosen experts is taken over all of them."""
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        super().__init__(replace(config, score=config.score.removesuffix("_topk")), device)
+
+
+class BiasedRouter(Router):
+    """Native's router, for plants in the balancing bias: zero where there is none."""
+
+    @property
+    def _bias(self) -> Tensor | float:
+        return 0.0 if self.balance_bias is None else self.balance_bias
+
+
+@planted(
+    Expectation("ROUTE-03", "route-sigmoid-biased", "route", "as if the bias leaked into them"),
+    real="NVIDIA/Megatron-LM commit 4ca43093f8, mended by eec34ff3ae (!3209)",
+)
+class BiasInWeights(BiasedRouter):
+    """The balancing bias is added in place to the scores that become weights."""
+
+    def _weights(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        return super()._weights(scores_TE + self._bias, ids_TK)
+
+
+@planted(
+    Expectation("ROUTE-03", "route-sigmoid-biased", "route", "as if chosen with the bias added to the logits"),
+    real="NVIDIA/Megatron-LM commit 4ca43093f8, mended by eec34ff3ae (!3209)",
+)
+class BiasOnLogits(BiasedRouter):
+    """The balancing bias is added in front of the score function, not behind it."""
+
+    def _logits(self, x_TD: Tensor) -> Tensor:
+        return super()._logits(x_TD) + self._bias
+
+    def _choose(self, scores_TE: Tensor) -> Tensor:
+        return super()._choose(scores_TE - self._bias)  # native adds it here
+
+
+@planted(
+    Expectation("ROUTE-05", "route-softmax-normalised", "route", "as if they were not normalised"),
+    real="pytorch/torchtitan commit 93a236ccd (#1419)",
+)
+class NotNormalised(Router):
+    """Scores are returned without division by their sum."""
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        super().__init__(replace(config, normalise=False), device)
+
+
+@planted(
+    Expectation("ROUTE-02", "route-softmax", "route", "as if they were normalised"),
+    real="flashinfer-ai/flashinfer PR #2889",
+)
+class AlwaysNormalised(Router):
+    """The flag that asks for normalisation is dropped on the way and always true."""
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        super().__init__(replace(config, normalise=True), device)
+
+
+@planted(
+    Expectation("ROUTE-05", "route-sigmoid-normalised-scaled", "route", "divided by the sum over all experts")
+)
+class NormalisedOverAll(Router):
+    """Scores are divided by their sum over all experts, not over the chosen."""
+
+    def _weights(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        if not self.config.normalise:
+            return super()._weights(scores_TE, ids_TK)
+        return (scores_TE / scores_TE.sum(1, keepdim=True)).gather(1, ids_TK) * self.config.scale
+
+
+@planted(
+    Expectation("ROUTE-06", "route-softmax-scaled", "route", "as if they were scaled twice"),
+    real="vllm-project/vllm PRs #24119, #45037",
+)
+class ScaledTwice(Router):
+    """The scaling factor is folded into the weights, and multiplied once more."""
+
+    def _weights(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        return super()._weights(scores_TE, ids_TK) * self.config.scale
+
+
+@planted(
+    Expectation("ROUTE-06", "route-softmax-scaled", "route", "as if they were not scaled"),
+    real="sgl-project/sglang-jax PR #1282",
+)
+class ScaledIfNormalised(Router):
+    """The multiplication stands in the branch that normalises."""
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        super().__init__(config if config.normalise else replace(config, scale=1.0), device)
+
+
+# ---- gradients -----------------------------------------------------------------------------------------------------
+
+
+@planted(
+    Expectation("ROUTE-07", "route-softmax-normalised", "gradient", "as if no gradient went through the sum that"),
+)
+class DenominatorDetached(Router):
+    """No gradient flows through the sum that normalises."""
+
+    def _weights(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        weights_TK = super()._weights(scores_TE, ids_TK)
+        if not self.config.normalise:
+            return weights_TK
+        sum_T1 = scores_TE.gather(1, ids_TK).sum(1, keepdim=True)
+        return weights_TK * sum_T1 / sum_T1.detach()
+
+
+@planted(Expectation("ROUTE-07", "route-softmax", "gradient", "dx of rank 0 is None"))
+class InputDetached(Router):
+    """The router sees a copy of x without history."""
+
+    def _logits(self, x_TD: Tensor) -> Tensor:
+        return super()._logits(x_TD.detach())
+
+
+@planted(
+    Expectation("ROUTE-08", "route-softmax", "finish", "only the tokens of", "the router's gradient on rank 0"),
+    real="pytorch/torchtitan commit de329200b (#2416)",
+    layout=TP2_EP2,
+)
+class NotReducedOverTp(GradientFinisher):
+    """Tensor parallel ranks keep the router gradients of their own tokens."""
+
+    def _summed(self, gradient: Tensor, replicas: tuple[str, ...]) -> Tensor:
+        return super()._summed(gradient, tuple(name for name in replicas if name != "tp"))
+
+
+@planted(Expectation("ROUTE-08", "route-softmax", "finish", "only the tokens of its own rank are in it"))
+class RouterNotReduced(GradientFinisher):
+    """The router is left out of the reduction."""
+
+    def _summed(self, gradient: Tensor, replicas: tuple[str, ...]) -> Tensor:
+        return gradient if "tp" in replicas else super()._summed(gradient, replicas)
+
+
+PLANTS = collect(globals())

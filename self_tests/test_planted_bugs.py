@@ -1,0 +1,150 @@
+"""The suite against bugs that are known to be there: it must find each of them, and say what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+
+import pytest
+
+from moe_conformance.backends import lying, registry
+from moe_conformance.engine import Engine
+from moe_conformance.judging.verdict import Mismatch, Tally
+from moe_conformance.scenarios.group_lists import group_lists
+from moe_conformance.scenarios.moe_step import moe_step
+from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.spec import load
+from moe_conformance.topology import Layout
+from moe_conformance.workloads import corpus
+from moe_conformance.workloads.records import Workload
+from self_tests.checks import checks, judge
+from self_tests.planted_bugs import Expectation, Plant, plants
+from self_tests.planted_bugs.plant import EP2, EP2_ETP2
+
+NATIVE = "native"
+
+
+@cache
+def workloads(variant: str, layout: Layout) -> dict[str, Workload]:
+    """Return the quick corpus of a variant on a layout, by name."""
+    drawn = (*corpus.corpus(variant, layout, "quick"), *corpus.routing_corpus(variant, layout))
+    return {workload.name: workload for workload in drawn}
+
+
+@dataclass
+class Court:
+    """Runs backends on ranks and puts the outcomes before the checks."""
+
+    engine: Engine
+    outcomes: dict[tuple[str, str, Layout, str], Outcome] = field(default_factory=dict, repr=False)
+
+    def verdicts(
+        self, backend: str, requirement: str, variant: str, layout: Layout, workload: str
+    ) -> list[Mismatch | Tally]:
+        """Return what every check of a requirement makes of a run."""
+        asked = checks()[requirement]
+        if asked[0].kind == "groups":
+            (built,) = group_lists(self.engine, backend, (layout,))
+            return [judge(check, group_lists={layout: built}) for check in asked]
+        outcome = self._run(backend, variant, layout, workload)
+        return [judge(check, outcome=outcome) for check in asked if check.reads(outcome.workload)]
+
+    def _run(self, backend: str, variant: str, layout: Layout, workload: str) -> Outcome:
+        key = backend, variant, layout, workload
+        if key not in self.outcomes:
+            self.outcomes[key] = moe_step(self.engine, backend, workloads(variant, layout)[workload], deadline_s=20.0)
+        return self.outcomes[key]
+
+
+@pytest.fixture(scope="module")
+def court() -> Iterator[Court]:
+    """One pool of ranks for all trials."""
+    with Engine(preload=("moe_conformance.scenarios.moe_step", "self_tests.planted_bugs")) as engine:
+        yield Court(engine)
+
+
+TRIALS = [(plant, expected) for plant in plants() for expected in plant.expects]
+PLACES = sorted({(e.requirement, p.variant, p.layout.name, p.layout, e.workload) for p, e in TRIALS}, key=str)
+
+
+class TestConviction:
+    @pytest.mark.parametrize(("plant", "expected"), TRIALS, ids=[f"{p.name}-{e.requirement}" for p, e in TRIALS])
+    def test_a_planted_bug_is_found_and_named(self, court: Court, plant: Plant, expected: Expectation) -> None:
+        """The checks of the requirement refuse the run at the right stage, in words that name the cause."""
+        verdicts = court.verdicts(plant.backend, expected.requirement, plant.variant, plant.layout, expected.workload)
+        (mismatch,) = [verdict for verdict in verdicts if isinstance(verdict, Mismatch)]
+        assert expected.stage == mismatch.stage
+        missing = [words for words in expected.words if words not in mismatch.sentence]
+        assert not missing, f"not in: {mismatch.sentence}"
+
+    @pytest.mark.parametrize(
+        ("requirement", "variant", "layout", "workload"),
+        [(requirement, variant, layout, workload) for requirement, variant, _, layout, workload in PLACES],
+        ids=[f"{requirement}-{variant}-{name}-{workload}" for requirement, variant, name, _, workload in PLACES],
+    )
+    def test_native_is_acquitted_where_its_plants_are_convicted(
+        self, court: Court, requirement: str, variant: str, layout: Layout, workload: str
+    ) -> None:
+        """The same checks on the same workload pass without the bug, and have compared something."""
+        for verdict in court.verdicts(NATIVE, requirement, variant, layout, workload):
+            assert isinstance(verdict, Tally), verdict
+            assert not verdict.vacuous
+
+    @pytest.mark.parametrize(
+        ("liar", "requirement", "layout", "workload", "words"),
+        [
+            (lying.WrongCounts, "EXCH-04", EP2, "even", "for expert 0 and hands over"),
+            (lying.WrongPlace, "EXCH-03", EP2, "even", "carries no weight"),
+            (lying.HidesParts, "EXCH-05", EP2_ETP2, "even", "2.000 x the oracle"),
+            (lying.ChangesInputs, "EXCH-08", EP2, "even", "wrote into x"),
+            (lying.WrongDtype, "EXCH-07", EP2, "even", "has the dtype torch.float64"),
+            (lying.KeepsHandle, "EXCH-10", EP2, "halves-in-flight-even", "rank"),
+            (lying.CopyingWindows, "EXPT-02", EP2, "own-even", "is a copy, not a view"),
+            (lying.HidesParameter, "EXPT-02", EP2, "own-even", "have no window"),
+            (lying.IgnoresConfig, "EXPT-03", EP2, "own-input-weights-even", "applied at the experts' output"),
+            (lying.RefusesLate, "EXCH-09", EP2, "even", "not today"),
+            (lying.WrongGroups, "GROUP-01", EP2_ETP2, "", "the ep group of rank 0"),
+        ],
+        ids=lambda value: value.__name__ if isinstance(value, type) else None,
+    )
+    def test_a_liar_is_found(
+        self, court: Court, liar: type, requirement: str, layout: Layout, workload: str, words: str
+    ) -> None:
+        """What an adapter says wrongly of a sound computation is found as well."""
+        backend = f"{liar.__module__}:{liar.__name__}"
+        verdicts = court.verdicts(backend, requirement, "alltoall", layout, workload)
+        (mismatch,) = [verdict for verdict in verdicts if isinstance(verdict, Mismatch)]
+        assert words in mismatch.sentence
+
+
+class TestCollection:
+    def test_every_requirement_is_violated_by_a_plant(self) -> None:
+        """A requirement that nothing has ever violated is not yet trusted."""
+        assert set(load()) == {expected.requirement for _, expected in TRIALS}
+
+    def test_every_plant_expects_something(self) -> None:
+        """A plant that nobody looks for shows nothing."""
+        assert [] == [plant.name for plant in plants() if not plant.expects]
+
+    def test_names_are_unique(self) -> None:
+        """A name on the command line means one plant."""
+        names = [plant.name for plant in plants()]
+        assert sorted(set(names)) == sorted(names)
+
+    @pytest.mark.parametrize("plant", plants(), ids=lambda plant: plant.name)
+    def test_a_plant_can_be_loaded_and_says_what_it_is(self, plant: Plant) -> None:
+        """Its path leads to a backend of its name, and it has a mechanism in words."""
+        backend = registry.load(plant.backend)
+        assert plant.mechanism.endswith(".")
+        assert isinstance(backend, plant.native)
+
+    def test_every_workload_is_in_the_quick_corpus(self) -> None:
+        """So the quick profile finds every plant."""
+        strange = [
+            (plant.name, expected.workload)
+            for plant, expected in TRIALS
+            if expected.workload and expected.workload not in workloads(plant.variant, plant.layout)
+        ]
+        assert [] == strange
+        assert {plant.layout for plant in plants()} <= set(corpus.quick_layouts())
