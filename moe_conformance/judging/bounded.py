@@ -45,7 +45,9 @@ class Worst:
     def __str__(self) -> str:
         """Say it, for example `1.5 instead of 2 at [0, 3] (12.1 x the allowed 0.041)`."""
         index = f" at [{', '.join(map(str, self.at))}]" if self.at else ""
-        times = f"{self.ratio:.3g} x the allowed {self.allowed:.2g}" if isfinite(self.ratio) else "no error is allowed"
+        times = f"{self.ratio:.3g} x the allowed {self.allowed:.2g}"
+        if not isfinite(self.ratio):
+            times = "no error is allowed" if isfinite(self.actual) else "not finite"
         return f"{self.actual:.6g} instead of {self.expected:.6g}{index} ({times})"
 
 
