@@ -52,7 +52,7 @@ class Microbatch:
     gradients_changed: tuple[str, ...] = ()  # of x, weights: bytes that differ from when their backward returned
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RankOutcome:
     """What one rank brings back; `reached` is the last phase that it entered (open, build, forward:0, finish, done)."""
 
@@ -74,8 +74,12 @@ class RankOutcome:
     partial: bool = False  # Session.expert_output_is_partial
     loss_convention: str = "sum"
 
+    def __repr__(self) -> str:
+        """Name it in a line: pytest shows arguments, and tensors would fill pages."""
+        return f"<rank {self.rank}: {self.status}>"
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Outcome:
     """One run, all ranks: what the judge reads."""
 
@@ -83,6 +87,10 @@ class Outcome:
     workload: Workload
     ranks: tuple[RankOutcome, ...]
     seconds: float
+
+    def __repr__(self) -> str:
+        """Name it in a line, with how the ranks ended."""
+        return f"<outcome of {self.backend} on {self.workload!r}: {', '.join(rank.status for rank in self.ranks)}>"
 
     @property
     def refusal(self) -> RankOutcome | None:

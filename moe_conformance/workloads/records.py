@@ -24,7 +24,7 @@ class Batch:
     upstream: Tensor  # gradient of the loss with respect to y (T, D); route: to the dense weights (T, E)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Workload:
     """One run: what is built, where, and what it is fed.
 
@@ -40,3 +40,7 @@ class Workload:
     schedule: str = "F0 B0"  # F forward and B backward of a microbatch, in this order; D and C are the halves of F
     parameters: Mapping[ParameterKey, Tensor] = field(default_factory=dict)
     lead: Literal["flat", "two_dims"] = "flat"
+
+    def __repr__(self) -> str:
+        """Name it in a line: pytest shows arguments, and tensors would fill pages."""
+        return f"<workload {self.config.variant}-{self.layout.name}-{self.name}>"
