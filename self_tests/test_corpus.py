@@ -119,6 +119,16 @@ class TestRouting:
             )
             assert with_it != without, workload.name
 
+    def test_near_ties_are_ties_in_bfloat16_alone(self) -> None:
+        """Every token's last choice beats its twin by a margin that float32 can tell and bfloat16 cannot."""
+        workload = next(w for w in routing_corpus("any", EP2) if w.name == "route-near-ties")
+        x_TD = torch.cat([batch.x_TD for batch in workload.batches[0]])
+        logits_TE = x_TD.double() @ workload.parameters["router", None].double().T
+        ranked_TE = logits_TE.sort(1, descending=True).values
+        margin_T = (ranked_TE[:, 2] - ranked_TE[:, 3]).abs() / ranked_TE[:, 2].abs()
+        assert bool((margin_T > 2**-10).all())
+        assert bool((margin_T < 2**-8).all())
+
 
 def chosen(workload: Workload, groups: tuple[int, int] | None, bias_E: torch.Tensor | None) -> list[list[int]]:
     """The experts that the oracle chooses for every token, sorted."""

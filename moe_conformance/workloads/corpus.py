@@ -169,6 +169,7 @@ ROUTE: tuple[tuple[str, dict[str, Any]], ...] = (
     ("route-top-1-normalised", {"top_k": 1, **_SIGMOID, **_NORMAL}),
     ("route-top-all", {"top_k": 8}),
     ("route-odd-experts", {"experts": 6, "top_k": 3, "hidden": 40}),
+    ("route-near-ties", {"top_k": 3}),  # an odd K, which parts twins
     ("route-bfloat16", {"dtype": torch.bfloat16}),
     ("route-float64", {"dtype": torch.float64}),
 )
@@ -224,7 +225,8 @@ def routing_corpus(variant: str, layout: Layout) -> Iterator[Workload]:
             draw.route_batch(UNEVEN[rank % len(UNEVEN)] * 2, config, draw.generator(name, layout.name, rank))
             for rank in range(layout.world)
         )
-        parameters = draw.router_parameters(config, draw.generator(name, layout.name, "router"))
+        drawn_from = draw.generator(name, layout.name, "router")
+        parameters = draw.router_parameters(config, drawn_from, twins=name == "route-near-ties")
         yield Workload(name, "route", config, layout, (batches,), parameters=parameters)
 
 

@@ -101,13 +101,16 @@ def expert_parameters(config: Config, draw: torch.Generator) -> dict[ParameterKe
     }
 
 
-def router_parameters(config: Config, draw: torch.Generator) -> dict[ParameterKey, Tensor]:
+def router_parameters(config: Config, draw: torch.Generator, *, twins: bool = False) -> dict[ParameterKey, Tensor]:
     """Return the router's weight (E, D) and, where asked for, a balance bias large enough to change selections.
 
     The biases lie around -0.9, which changes nothing but the sign of most biased scores: an expert that counts as 0
-    where it should count as minus infinity would be chosen.
+    where it should count as minus infinity would be chosen. With `twins`, the logits of experts 2i and 2i + 1 differ
+    by a factor of 1 + 2^-9, which float32 can tell and bfloat16 cannot.
     """
     weight_ED = torch.randn(config.experts, config.hidden, generator=draw, dtype=torch.float64)
+    if twins:
+        weight_ED[1::2] = weight_ED[::2] * (1 + 2**-9)
     made: dict[ParameterKey, Tensor] = {("router", None): (weight_ED * config.hidden**-0.5).to(config.dtype)}
     if config.balance_bias:
         bias_E = (torch.rand(config.experts, generator=draw, dtype=torch.float64) - 0.5) * 0.6 - 0.9
