@@ -30,7 +30,6 @@ class SwappedSources(AllToAllExchange):
 @planted(
     Expectation("EXCH-01", "even", "dispatch", "was lost: it never reached expert 3 on rank 0", "beyond the counts"),
     Expectation("EXCH-04", "even", "dispatch", "rank 0 claims", "for expert 3 where", "should reach it"),
-    real="huggingface/transformers PR #48205",
 )
 class LastRowDropped(AllToAllExchange):
     """The groups of rows end one row early, and no expert computes the last."""

@@ -34,6 +34,7 @@ class BestTwice(Router):
 
 
 @planted(
+    Expectation("ROUTE-01", "route-near-ties", "route", "rank 0 token", "margin -0.0"),
     Expectation("ROUTE-02", "route-softmax", "route", "as if computed with the precision of bfloat16"),
     real="pytorch/torchtitan commit ab5ed59f8 (#2389)",
 )
@@ -42,6 +43,14 @@ class GateInBfloat16(Router):
 
     def _logits(self, x_TD: Tensor) -> Tensor:
         return F.linear(x_TD.bfloat16(), self.router_ED.bfloat16()).to(self.wide)
+
+
+@planted(Expectation("ROUTE-01", "route-near-ties", "route", "rank 0 token", "margin -0.0"))
+class ChoiceInBfloat16(Router):
+    """The choice is made by scores that were rounded to bfloat16; the weights are not."""
+
+    def _choose(self, scores_TE: Tensor) -> Tensor:
+        return super()._choose(scores_TE.bfloat16())
 
 
 @planted(
