@@ -325,7 +325,8 @@ class TestWrongWeights:
         """Logits that were computed in bfloat16 are told by the precision that they left."""
         narrow = Formula(scores=lambda logits_TE, c: logits_TE.bfloat16().float().softmax(1))
         for judge in (judge_router_weights, judge_router_dx, judge_router_gradient):
-            assert "computed with the precision of bfloat16 instead of float32" in caught(judge, run(narrow)).sentence
+            words = "computed with the precision of bfloat16 or float16 instead of float32"
+            assert words in caught(judge, run(narrow)).sentence
 
     def test_one_weight_is_located(self) -> None:
         """One wrong weight is told with its token and slot."""

@@ -48,7 +48,8 @@ class Worst:
         times = f"{self.ratio:.3g} x the allowed {self.allowed:.2g}"
         if not isfinite(self.ratio):
             times = "no error is allowed" if isfinite(self.actual) else "not finite"
-        return f"{self.actual:.6g} instead of {self.expected:.6g}{index} ({times})"
+        digits = 6 if f"{self.actual:.6g}" != f"{self.expected:.6g}" else 17
+        return f"{self.actual:.{digits}g} instead of {self.expected:.{digits}g}{index} ({times})"
 
 
 def compare(
@@ -111,12 +112,15 @@ def factor(actual: Tensor, expected: Tensor, allowed: Tensor, names: Mapping[str
 
 
 def too_narrow(actual: Tensor, target: Target, dtype: torch.dtype, length: int) -> str | None:
-    """Say so if a result that is wrong in its dtype would be right in a narrower one; `length` as in `bounds`."""
-    for narrow in (torch.bfloat16, torch.float16, torch.float32):
+    """Say so if a result that is wrong in its dtype would be right in a narrower one; `length` as in `bounds`.
+
+    Errors of float16 and of bfloat16 differ by less than they vary, and cannot be told apart.
+    """
+    half = "bfloat16" if dtype == torch.float16 else "bfloat16 or float16"
+    for narrow, name in ((torch.float32, "float32"), (torch.bfloat16, half)):
         times = bounds.operation(narrow, length=length) / bounds.operation(dtype, length=length)
         if times > 1 and within(actual, target.expected, times * target.allowed):
-            names = [str(each).removeprefix("torch.") for each in (narrow, dtype)]
-            return f"computed with the precision of {names[0]} instead of {names[1]}"
+            return f"computed with the precision of {name} instead of {str(dtype).removeprefix('torch.')}"
     return None
 
 

@@ -248,11 +248,6 @@ def judge_windows(reading: Reading, tally: Tally) -> None:
             tally.add(elements=shard_of(full, grad.shard).numel(), rank=rank.rank)
 
 
-def has_replicas(reading: Reading) -> bool:
-    """Whether some part of an expert is held by several ranks: without, `judge_replicas` has nothing to compare."""
-    return reading.outcome.workload.layout.edp > 1
-
-
 def _finished(reading: Reading) -> list[Held]:
     """List what every rank holds after `finish_gradients`, with its target; it must be complete and well formed."""
     expected = expected_of(reading)
@@ -261,6 +256,10 @@ def _finished(reading: Reading) -> list[Held]:
     for rank in reading.ranks:
         if rank.grads_final is None:
             raise NotOffered(rank.finish_refusal or "the backend finishes no gradients")
+        gone = [key for key in rank.grads_local if key not in rank.grads_final]
+        if gone:
+            sentence = f"rank {rank.rank} names {gone[0][0]} of expert {gone[0][1]} before finishing and not afterwards"
+            raise Uncovered("finish", sentence, ranks=(rank.rank,))
         stage = expected.stage_of[rank.rank]
         for (name, expert), grad in rank.grads_final.items():
             assert expert is not None  # an experts module names experts; the run would have failed in `write`

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -103,13 +104,12 @@ def _other_routings(workload: Workload) -> Iterator[tuple[str, Workload]]:
     for by in dict.fromkeys((1, K - 1)):
         if by % K:
             words = f"slot k had the weight of slot (k + {by}) modulo {K}"
-            yield words, _each(workload, weights=lambda weights_TK, by=by: weights_TK.roll(-by, 1))
+            yield words, _each(workload, weights=partial(torch.roll, shifts=-by, dims=1))
     for k in range(K) if K > 1 else ():
-        yield f"slot {k} were empty", _each(workload, ids=lambda ids_TK, k=k: _emptied(ids_TK, [k]))
+        yield f"slot {k} were empty", _each(workload, ids=partial(_emptied, slots=[k]))
     for k in range(K) if K > 2 else ():
         others = [slot for slot in range(K) if slot != k]
-        words = f"all slots but slot {k} were empty"
-        yield words, _each(workload, ids=lambda ids_TK, others=others: _emptied(ids_TK, others))
+        yield f"all slots but slot {k} were empty", _each(workload, ids=partial(_emptied, slots=others))
 
 
 def _each(
