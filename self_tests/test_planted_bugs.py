@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -116,6 +120,36 @@ class TestConviction:
         verdicts = court.verdicts(backend, requirement, "alltoall", layout, workload)
         (mismatch,) = [verdict for verdict in verdicts if isinstance(verdict, Mismatch)]
         assert words in mismatch.sentence
+
+
+RUNS = {  # plant: requirement, workload, sentence
+    "swapped-sources": ("EXCH-01", "even", "rank 0 token 0 slot 1 and rank 1 token 1 slot 1 are exchanged"),
+    "expert-gradients-times-ep": ("GRAD-05", "own-even", "every expert gradient is 2.000 x the oracle"),
+    "early-return-without-tokens": ("EXCH-09", "rank-without-tokens", "rank 1 hung: returned while rank 0 waited"),
+}
+
+
+class TestCommandLine:
+    def test_a_planted_bug_fails_the_run(self) -> None:
+        """`moe-conformance run --plant NAME` exits with 1 and prints the sentence."""
+        started = {
+            name: subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "moe_conformance.cli", "run", "--ranks", "2"),
+                    *("--plant", name, "--only", requirement, "--", "-k", f"alltoall-ep2-{workload}]"),
+                ],
+                cwd=Path(__file__).parents[1],
+                env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for name, (requirement, workload, _) in RUNS.items()
+        }
+        for name, process in started.items():
+            output, _ = process.communicate(timeout=120)
+            assert RUNS[name][2] in output
+            assert 1 == process.returncode
 
 
 class TestCollection:

@@ -46,8 +46,8 @@ class NeighboursWeights(Experts):
 
 
 @planted(
-    Expectation("EXPT-01", "own-even", "experts", "computed with the precision of bfloat16 instead of float32"),
-    Expectation("GRAD-05", "own-even", "gradient", "computed with the precision of bfloat16 instead of float32"),
+    Expectation("EXPT-01", "own-even", "experts", "computed with the precision of bfloat16"),
+    Expectation("GRAD-05", "own-even", "gradient", "computed with the precision of bfloat16"),
 )
 class Bfloat16Inside(Experts):
     """The matrix products are computed in bfloat16, whatever was asked for."""
