@@ -71,6 +71,20 @@ def court() -> Iterator[Court]:
 TRIALS = [(plant, expected) for plant in plants() for expected in plant.expects]
 PLACES = sorted({(e.requirement, p.variant, p.layout.name, p.layout, e.workload) for p, e in TRIALS}, key=str)
 
+LIARS = [
+    (lying.WrongCounts, "EXCH-04", EP2, "even", "for expert 0 and hands over"),
+    (lying.WrongPlace, "EXCH-03", EP2, "even", "carries no weight"),
+    (lying.HidesParts, "EXCH-05", EP2_ETP2, "even", "2.000 x the oracle"),
+    (lying.ChangesInputs, "EXCH-08", EP2, "even", "wrote into x"),
+    (lying.WrongDtype, "EXCH-07", EP2, "even", "has the dtype torch.float64"),
+    (lying.KeepsHandle, "EXCH-10", EP2, "halves-in-flight-even", "in combine:0"),
+    (lying.CopyingWindows, "EXPT-02", EP2, "own-even", "is a copy, not a view"),
+    (lying.HidesParameter, "EXPT-02", EP2, "own-even", "have no window"),
+    (lying.IgnoresConfig, "EXPT-03", EP2, "own-input-weights-even", "applied at the experts' output"),
+    (lying.RefusesLate, "EXCH-09", EP2, "even", "not today"),
+    (lying.WrongGroups, "GROUP-01", EP2_ETP2, "", "the ep group of rank 0"),
+]
+
 
 class TestConviction:
     @pytest.mark.parametrize(("plant", "expected"), TRIALS, ids=[f"{p.name}-{e.requirement}" for p, e in TRIALS])
@@ -97,19 +111,7 @@ class TestConviction:
 
     @pytest.mark.parametrize(
         ("liar", "requirement", "layout", "workload", "words"),
-        [
-            (lying.WrongCounts, "EXCH-04", EP2, "even", "for expert 0 and hands over"),
-            (lying.WrongPlace, "EXCH-03", EP2, "even", "carries no weight"),
-            (lying.HidesParts, "EXCH-05", EP2_ETP2, "even", "2.000 x the oracle"),
-            (lying.ChangesInputs, "EXCH-08", EP2, "even", "wrote into x"),
-            (lying.WrongDtype, "EXCH-07", EP2, "even", "has the dtype torch.float64"),
-            (lying.KeepsHandle, "EXCH-10", EP2, "halves-in-flight-even", "rank"),
-            (lying.CopyingWindows, "EXPT-02", EP2, "own-even", "is a copy, not a view"),
-            (lying.HidesParameter, "EXPT-02", EP2, "own-even", "have no window"),
-            (lying.IgnoresConfig, "EXPT-03", EP2, "own-input-weights-even", "applied at the experts' output"),
-            (lying.RefusesLate, "EXCH-09", EP2, "even", "not today"),
-            (lying.WrongGroups, "GROUP-01", EP2_ETP2, "", "the ep group of rank 0"),
-        ],
+        LIARS,
         ids=lambda value: value.__name__ if isinstance(value, type) else None,
     )
     def test_a_liar_is_found(
@@ -160,6 +162,11 @@ class TestCollection:
     def test_every_plant_expects_something(self) -> None:
         """A plant that nobody looks for shows nothing."""
         assert [] == [plant.name for plant in plants() if not plant.expects]
+
+    def test_every_liar_is_on_trial(self) -> None:
+        """None of those that the suite ships is left out."""
+        shipped = {each for each in vars(lying).values() if isinstance(each, type) and issubclass(each, lying.Liar)}
+        assert shipped - {lying.Liar} == {liar for liar, *_ in LIARS}
 
     def test_names_are_unique(self) -> None:
         """A name on the command line means one plant."""

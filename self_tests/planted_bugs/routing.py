@@ -182,9 +182,7 @@ class AlwaysNormalised(Router):
         super().__init__(replace(config, normalise=True), device)
 
 
-@planted(
-    Expectation("ROUTE-05", "route-sigmoid-normalised-scaled", "route", "divided by the sum over all experts")
-)
+@planted(Expectation("ROUTE-05", "route-sigmoid-normalised-scaled", "route", "divided by the sum over all experts"))
 class NormalisedOverAll(Router):
     """Scores are divided by their sum over all experts, not over the chosen."""
 
