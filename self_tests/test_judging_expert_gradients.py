@@ -206,15 +206,31 @@ class TestWindows:
         wrong = caught(judge, without(outcome, ("down", 6), (1, 3)))
         assert isinstance(wrong, Uncovered)
         assert "down of expert 6 is named by no rank" in wrong.sentence
-        assert not judged(judge_windows, without(outcome, ("down", 6), (1,))).vacuous
+        wrong = caught(judge_windows, without(outcome, ("down", 6), (1,)))
+        assert "down of expert 6 is named by 1 of its 2 holders" in wrong.sentence
 
     def test_names_must_last(self) -> None:
-        """A parameter that is named before finishing and not afterwards is missed on that very rank."""
+        """A parameter that one of its holders names before finishing and not afterwards is missed."""
         outcome = clean(REPLICATED)
         kept = without(outcome, ("down", 6), (3,)).ranks[3]
         lost = replace(outcome, ranks=(*outcome.ranks[:3], replace(kept, grads_local=outcome.ranks[3].grads_local)))
         wrong = caught(judge_expert_gradients, lost)
-        assert "rank 3 names down of expert 6 before finishing and not afterwards" in wrong.sentence
+        assert "finish" == wrong.stage
+        assert "down of expert 6 is named by 1 of its 2 holders" in wrong.sentence
+
+    def test_sharding_over_replicas_is_legal(self) -> None:
+        """A backend may leave each finished gradient on one of its replicas, if it does so with all of them."""
+        outcome = clean(REPLICATED)
+        ranks = list(outcome.ranks)
+        for rank, parity in ((0, 0), (1, 0), (2, 1), (3, 1)):
+            final = ranks[rank].grads_final
+            assert final is not None
+            half = {key: grad for key, grad in final.items() if key[1] is not None and key[1] % 2 == parity}
+            ranks[rank] = replace(ranks[rank], grads_final=half)
+        sharded = replace(outcome, ranks=tuple(ranks))
+        assert not judged(judge_expert_gradients, sharded).vacuous
+        with pytest.raises(NotOffered, match="no replicas"):
+            judged(judge_replicas, sharded)
 
     def test_all_parts_are_needed(self) -> None:
         """One part of two is not the whole."""

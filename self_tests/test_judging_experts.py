@@ -19,7 +19,7 @@ from moe_conformance.judging.own_experts import (
     judge_weight_place,
     judge_windows,
 )
-from moe_conformance.judging.verdict import (
+from moe_conformance.judging.verdict import NotOffered, (
     AbsentGradient,
     WrongForm,
     WrongOutput,
@@ -97,7 +97,8 @@ class TestRight:
     def test_replicas_are_compared_with_the_first(self) -> None:
         """Two replicas of eight experts are one comparison each; without replicas there is none."""
         assert 8 * 3 * 512 == judged(judge_replicas, clean(REPLICATED)).elements
-        assert judged(judge_replicas, clean()).vacuous
+        with pytest.raises(NotOffered, match="no replicas"):
+            judged(judge_replicas, clean())
 
     def test_a_rank_without_tokens_has_no_gradients_to_show(self) -> None:
         """Where a rank has no tokens, None is as good as an empty gradient."""

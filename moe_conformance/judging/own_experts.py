@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,7 +32,8 @@ from moe_conformance.judging.verdict import (
     WrongGradient,
     WrongOutput,
 )
-from moe_conformance.scenarios.outcome import Microbatch
+from moe_conformance.scenarios.outcome import Grad, Microbatch
+from moe_conformance.workloads.records import ParameterKey
 
 
 def expected_of(reading: Reading) -> OwnExpected:
@@ -198,15 +200,16 @@ def judge_idle_expert_gradients(reading: Reading, tally: Tally) -> None:
 def judge_replicas(reading: Reading, tally: Tally) -> None:
     """Decide whether ranks that hold the same part of an expert end with the same gradient, bit for bit.
 
-    Counts nothing where every part is held by one rank only.
-
     Raises:
-        NotOffered, Uncovered: as `judge_expert_gradients`.
+        NotOffered: gradients are not finished, or every part of every expert is held by one rank only.
+        Uncovered: as `judge_expert_gradients`.
         WrongGradient: two replicas differ.
     """
     groups: dict[tuple[int, Key, Shard], list[Held]] = {}
     for each in once(reading, _finished):
         groups.setdefault((each.stage, each.key, each.shard), []).append(each)
+    if all(len(holders) == 1 for holders in groups.values()):
+        raise NotOffered("the backend keeps no replicas: every part of every expert is held by one rank")
     findings = []
     for first, *others in groups.values():
         for other in others:
@@ -239,7 +242,7 @@ def judge_windows(reading: Reading, tally: Tally) -> None:
     ]
     if findings:
         fail(Uncovered, "experts", findings)
-    _require_complete(reading)
+    _require_complete(reading, "experts", [rank.grads_local for rank in reading.ranks])
     expected = expected_of(reading)
     for rank in reading.ranks:
         for (name, expert), grad in rank.grads_local.items():
@@ -251,17 +254,16 @@ def judge_windows(reading: Reading, tally: Tally) -> None:
 def _finished(reading: Reading) -> list[Held]:
     """List what every rank holds after `finish_gradients`, with its target; it must be complete and well formed."""
     expected = expected_of(reading)
-    _require_complete(reading)
-    found = []
+    final: list[Mapping[ParameterKey, Grad]] = []
     for rank in reading.ranks:
         if rank.grads_final is None:
             raise NotOffered(rank.finish_refusal or "the backend finishes no gradients")
-        gone = [key for key in rank.grads_local if key not in rank.grads_final]
-        if gone:
-            sentence = f"rank {rank.rank} names {gone[0][0]} of expert {gone[0][1]} before finishing and not afterwards"
-            raise Uncovered("finish", sentence, ranks=(rank.rank,))
+        final.append(rank.grads_final)
+    _require_complete(reading, "finish", final)
+    found = []
+    for rank in reading.ranks:
         stage = expected.stage_of[rank.rank]
-        for (name, expert), grad in rank.grads_final.items():
+        for (name, expert), grad in final[rank.rank].items():
             assert expert is not None  # an experts module names experts; the run would have failed in `write`
             full = expected.parameter(stage, (name, expert))
             target = Target(shard_of(full.expected, grad.shard), shard_of(full.allowed, grad.shard))
@@ -274,26 +276,37 @@ def _finished(reading: Reading) -> list[Held]:
     return found
 
 
-def _require_complete(reading: Reading) -> None:
-    """Raise unless the ranks of every stage together name every part of every expert.
+def _require_complete(reading: Reading, when: Stage, grads: Sequence[Mapping[ParameterKey, Grad]]) -> None:
+    """Raise unless the ranks of every stage together name every part of every expert, all parts equally often.
 
-    Not every exchange group has to: a backend may shard an expert's parameters over its replicas (ZeRO, FSDP).
+    Not every exchange group has to, and a rank may name other parts once gradients are finished: a backend may shard an
+    expert's parameters over its replicas (ZeRO, FSDP). But then it does so with all of them.
     """
     expected = expected_of(reading)
     findings = []
     for at, ranks in enumerate(expected.stages):
-        named: dict[tuple[str, int | None], set[Shard]] = {}
+        named: dict[ParameterKey, Counter[Shard]] = {key: Counter() for key in expected.workload.parameters}
         for rank in ranks:
-            for key, grad in reading.ranks[rank].grads_local.items():
-                named.setdefault(key, set()).add(grad.shard)
-        for key in expected.workload.parameters:
-            if not whole(named.get(key, set())):
-                where = f" of pipeline stage {at}" if len(expected.stages) > 1 else ""
-                parts = sorted(shard for shard in named.get(key, set()) if shard)
-                what = f"is named in the parts {parts} only" if parts else "is named by no rank"
-                findings.append(Finding("missing", f"{key[0]} of expert {key[1]} {what}{where}", ranks))
+            for key, grad in grads[rank].items():
+                named[key][grad.shard] += 1
+        usual = max(times for parts in named.values() for times in (*parts.values(), 0))
+        where = f" of pipeline stage {at}" if len(expected.stages) > 1 else ""
+        for (name, expert), parts in named.items():
+            if what := _incomplete(parts, usual):
+                findings.append(Finding("missing", f"{name} of expert {expert} {what}{where}", ranks))
     if findings:
-        fail(Uncovered, "experts", findings)
+        fail(Uncovered, when, findings)
+
+
+def _incomplete(parts: Counter[Shard], usual: int) -> str | None:
+    """Say what is missing of a parameter, given how often each of its parts is named, or None."""
+    if not parts:
+        return "is named by no rank"
+    if not whole(set(parts)):
+        return f"is named in the parts {sorted(shard for shard in parts if shard)} only"
+    if min(parts.values()) < usual:
+        return f"is named by {min(parts.values())} of its {usual} holders"
+    return None
 
 
 def _absent(held: Held, what: str) -> Finding:
