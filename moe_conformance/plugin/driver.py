@@ -13,7 +13,7 @@ import pytest
 from moe_conformance.contract import Limit
 from moe_conformance.engine import Engine, EngineError
 from moe_conformance.judging import reading as judging
-from moe_conformance.judging.verdict import RunFailed, Tally
+from moe_conformance.judging.verdict import Mismatch, RunFailed, Tally
 from moe_conformance.plan import Case, Cell, Plan, too_large
 from moe_conformance.plugin.run import Run, engine_needs
 from moe_conformance.plugin.trial import Ending, Trial, ending
@@ -27,6 +27,7 @@ from moe_conformance.waivers import Item
 from moe_conformance.workloads.features import broken
 from moe_conformance.workloads.records import Workload
 
+_USAGE_ERROR = int(pytest.ExitCode.USAGE_ERROR)
 TRIAL = pytest.StashKey[Trial]()
 
 Drive = Callable[[Workload], Outcome]
@@ -59,6 +60,13 @@ class Driver:
 
     # ---- which items there are ---------------------------------------------------------------------------------
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pycollect_makeitem(self, obj: object) -> list[pytest.Item] | None:
+        """Leave out the checks that --only does not name, before they have items."""
+        asked = set(self.run.options.ids)
+        marks = [mark for mark in getattr(obj, "pytestmark", ()) if mark.name == "requirement"]
+        return [] if asked and marks and not any(asked & set(mark.args) for mark in marks) else None
+
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Give a check of the corpus its cases, and a check that draws its own workloads its cells."""
         mark = metafunc.definition.get_closest_marker("requirement")
@@ -75,27 +83,19 @@ class Driver:
             metafunc.parametrize("group_lists", worlds, ids=[f"world-{world}" for world in worlds], indirect=True)
 
     @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Leave out what --only does not name, and sort by case: examples of waivers first."""
-        left_out = [item for item in items if self._left_out(item)]
-        if left_out:
-            config.hook.pytest_deselected(items=left_out)
-        kept = [item for item in items if not self._left_out(item)]
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Sort by case, so that each runs once: examples of waivers first, then layout by layout."""
         examples = self.run.waivers.examples
-        urgent = {_place(item) for item in kept if item.name in examples}
+        urgent = {_place(item) for item in items if item.name in examples}
         order = self.plan.positions
 
         def key(item: pytest.Item) -> tuple[bool, bool, int, bool]:
             place = _place(item)
-            if place is None:  # not ours: where it was, after ours
-                return (True, True, 0, True)
+            if place is None:  # no case: where it was, after those that have one
+                return (True, True, len(order), True)
             return (place not in urgent, item.name not in examples, order[place], "cell" in _parameters(item))
 
-        items[:] = sorted(kept, key=key)
-
-    def _left_out(self, item: pytest.Item) -> bool:
-        mark = item.get_closest_marker("requirement")
-        return bool(mark and self.run.options.ids and not set(mark.args) & set(self.run.options.ids))
+        items.sort(key=key)
 
     # ---- fixtures ------------------------------------------------------------------------------------------------
 
@@ -133,7 +133,7 @@ class Driver:
         trial.outcome = self._kept.outcome
         _skip_refused(trial, self._kept.outcome)
         if limit is not None:
-            raise RunFailed(
+            raise Mismatch(
                 "run",
                 f"the backend declares a limit on {limit.on} that the library refuses to break ({limit.reason}), but "
                 "nothing refused",
@@ -197,7 +197,8 @@ class Driver:
             try:
                 self._engine = Engine(device=self.run.options.device, **engine_needs(self.run.backend))
             except EngineError as error:  # the machine's or the installation's: no item is at fault
-                pytest.exit(f"the ranks cannot start: {error}", returncode=pytest.ExitCode.USAGE_ERROR)
+                reason = str(error).partition("\n")[0]
+                pytest.exit(f"the ranks cannot start: {reason}; try `moe-conformance doctor`", returncode=_USAGE_ERROR)
         return self._engine
 
     # ---- how items end -----------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from moe_conformance.report.records import FAILING, Record, of_report
 from moe_conformance.waivers import Item, proposal
 
 _LETTERLESS = ""  # the progress line stands for pytest's letters
+_CATEGORIES = {"pass": "passed", "error": "suite error"}  # pytest tells its own "error" a second time
 _WIDE = 200  # columns where there is no terminal to fit
 
 
@@ -59,7 +60,7 @@ class Reporter:
         record = of_report(report.user_properties)
         if record is None:
             return None
-        return ("passed" if record.verdict == "pass" else record.verdict, _LETTERLESS, record.verdict.upper())
+        return (_CATEGORIES.get(record.verdict, record.verdict), _LETTERLESS, record.verdict.upper())
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the item's record."""
@@ -79,7 +80,7 @@ class Reporter:
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """Fail a run in which nothing passed or a waiver is wrong; write result.json."""
-        if self._config.option.collectonly:
+        if self._config.option.collectonly or exitstatus == pytest.ExitCode.USAGE_ERROR:
             return
         if exitstatus == pytest.ExitCode.INTERRUPTED and not self._interrupted:
             session.exitstatus = exitstatus = pytest.ExitCode.TESTS_FAILED  # by errors while collecting
@@ -98,7 +99,7 @@ class Reporter:
             command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
             started=self._run.started,
             finished=datetime.now(UTC),
-            exit=int(exitstatus),
+            exit=130 if exitstatus == pytest.ExitCode.INTERRUPTED else int(exitstatus),  # as the command line has it
             cases=sum(record.runs for record in self._records),
             problems=problems,
             interrupted=interrupted,
@@ -153,7 +154,8 @@ class Reporter:
         if left_out := len(law) - len(set(wanted)):
             terminalreporter.write_line(f"{left_out} requirements not run: left out by --only")
         versions = " ".join(f"{name} {version}" for name, version in facts.versions.items())
-        terminalreporter.write_line(f"{facts.backend} ({versions}) on {facts.ranks} ranks, {facts.device}")
+        backend = f"native with the planted bug {facts.plant}" if facts.plant else facts.backend
+        terminalreporter.write_line(f"{backend} ({versions}) on {facts.ranks} ranks, {facts.device}")
         terminalreporter.write_line(matrix.totals(self._records))
         rate = facts.cases / facts.seconds if facts.seconds else 0.0
         terminalreporter.write_line(f"{facts.cases} cases in {facts.seconds:.1f} s, {rate:.1f} cases/s")

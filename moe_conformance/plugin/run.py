@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
@@ -41,7 +40,7 @@ def prepare(options: Options) -> Run:
     """
     if unknown := [wanted for wanted in options.ids if wanted not in spec.load()]:
         raise Unusable(f"no requirement {', '.join(unknown)}; `moe-conformance list requirements` shows all of them")
-    target = plants()[options.plant] if options.plant else options.backend
+    target = planted(options.plant) if options.plant else options.backend
     backend, versions = open_backend(target)
     _require_device(options.device)
     names = waivers.Names(
@@ -80,28 +79,22 @@ def open_backend(target: str) -> tuple[Backend, Mapping[str, str]]:
     return backend, versions
 
 
-def plants() -> dict[str, str]:
-    """Return the dotted path of every planted bug by name; an unknown name is answered with all known ones.
+def planted(name: str) -> str:
+    """Return the dotted path of native with that bug.
 
     Raises:
-        Unusable: the planted bugs are not here.
+        Unusable: there is no such plant, or the planted bugs are not here.
     """
     try:
-        package = importlib.import_module(PLANTS)
+        plants = importlib.import_module(PLANTS).plants()
     except ModuleNotFoundError as error:
-        raise Unusable(
-            "the planted bugs come with the source checkout, not with the wheel; run --plant from there"
-        ) from error
-    found = _Plants()
-    for module in pkgutil.iter_modules(package.__path__):
-        for plant in getattr(importlib.import_module(f"{PLANTS}.{module.name}"), "PLANTS", ()):
-            found[plant.name] = plant.backend
-    return found
-
-
-class _Plants(dict[str, str]):
-    def __missing__(self, name: str) -> str:
-        raise Unusable(f"unknown plant {name!r}; known: {', '.join(sorted(self)) or 'none'}")
+        if not PLANTS.startswith(error.name or "?"):
+            raise
+        raise Unusable("the planted bugs come with the source checkout, not with the wheel") from error
+    found: dict[str, str] = {plant.name: plant.backend for plant in plants}
+    if name not in found:
+        raise Unusable(f"unknown plant {name!r}; known: {', '.join(found)}")
+    return found[name]
 
 
 def engine_needs(backend: Backend) -> dict[str, Any]:

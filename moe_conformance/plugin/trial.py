@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from moe_conformance.judging.verdict import Mismatch, RunFailed, Tally
+from moe_conformance.judging.verdict import Mismatch, NotOffered, RunFailed, Tally
 from moe_conformance.plan import Cell
 from moe_conformance.report.records import Verdict
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.workloads.records import Workload
 
-_TRACEBACK_LINES = 16
+_TRACEBACK_LINES = 10
 
 
 @dataclass
@@ -57,6 +57,8 @@ def ending(trial: Trial, error: BaseException | None) -> Ending:
         return Ending("pass")
     if isinstance(error, pytest.skip.Exception):
         return Ending(trial.settled or "not run", str(error))
+    if isinstance(error, NotOffered):
+        return Ending("not adapted", f"not adapted: {error}")
     leaves = list(_leaves(error))
     mismatches = [leaf for leaf in leaves if isinstance(leaf, Mismatch)]
     if not mismatches or len(mismatches) < len(leaves):

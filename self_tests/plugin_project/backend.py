@@ -1,0 +1,91 @@
+"""Native's all-to-all under several names, each of which ends in another verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_conformance.backends.native import Native, NativeSession
+from moe_conformance.backends.native.exchange import AllToAllExchange, LocalExchange
+from moe_conformance.contract import Config, Delivery, Limit, Routing, Unsupported
+
+
+class Doubled(AllToAllExchange):
+    """Weighs twice."""
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        """Return twice what is right."""
+        return 2 * super().combine(rows, handle)
+
+
+class Raising(AllToAllExchange):
+    """Raises on one rank."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        """Raise where the others go on."""
+        if self.topology.rank == 0:
+            raise ZeroDivisionError("the toy is broken")
+        return super().dispatch(x, routing)
+
+
+class Waiting(AllToAllExchange):
+    """Waits on one rank for the others, which do not come."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        """Ask for a collective too many."""
+        if self.topology.rank == 1:
+            dist.barrier()
+        return super().dispatch(x, routing)
+
+
+EXCHANGES = {"wrong": Doubled, "raises": Raising, "waits": Waiting}
+REFUSALS = {"refuses": "library", "proves": "library", "unadapted": "adapter"}
+UNPROVED = Limit("dtype", (torch.float64,), "float64 only, or the device hangs", proof="undefined")
+PROVED = Limit("dtype", (torch.float64,), "float64 only", proof="refused")
+
+
+class ToySession(NativeSession):
+    """Builds what the variant says."""
+
+    def exchange(self, config: Config) -> LocalExchange:
+        """Build, or refuse."""
+        if config.variant in REFUSALS:
+            raise Unsupported("the toy does not like it", by=REFUSALS[config.variant])
+        return EXCHANGES.get(config.variant, AllToAllExchange)(replace(config, variant="alltoall"), self.topology)
+
+
+class Toy(Native):
+    """The backend of this project."""
+
+    name = "toy"
+    variants = ("right", "wrong", "raises", "waits", "refuses", "unadapted", "limited", "proves", "boasts")
+    session_class = ToySession
+
+    def limits(self, variant: str) -> Sequence[Limit]:
+        """Return what the variants declare; one of them boasts."""
+        return {"limited": (UNPROVED,), "proves": (PROVED,), "boasts": (PROVED,)}.get(variant, ())
+
+
+class RightToy(Toy):
+    """A toy without fault."""
+
+    variants = ("right", "refuses")
+
+
+class NeedyToy(Toy):
+    """A toy whose library is not installed."""
+
+    def versions(self) -> dict[str, str]:
+        """Refuse."""
+        raise Unsupported("toylib is not installed: pip install toylib")
+
+
+class UnpreloadableToy(Toy):
+    """A toy whose library breaks when the ranks' parent imports it."""
+
+    preload = ("self_tests.plugin_project.no_such_module",)

@@ -1,0 +1,83 @@
+"""Runs pytest and the command line in processes of their own, and looks for what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PROJECT = Path(__file__).parent / "plugin_project"
+TOY = "self_tests.plugin_project.backend:Toy"
+LIMIT_S = 120
+_MARK = "MOE_CONFORMANCE_SELF_TEST"
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A process that ended."""
+
+    status: int
+    output: str  # stdout and stderr together
+
+
+def pytest_on(*arguments: str, cwd: Path) -> Finished:
+    """Run pytest without this checkout's configuration."""
+    plain = ("-m", "pytest", "-c", os.devnull, "--rootdir", str(PROJECT), "-p", "no:cacheprovider")
+    return run(*plain, *arguments, cwd=cwd)
+
+
+def cli(*arguments: str, cwd: Path) -> Finished:
+    """Run `moe-conformance`."""
+    return run("-m", "moe_conformance.cli", *arguments, cwd=cwd)
+
+
+def run(*arguments: str, cwd: Path) -> Finished:
+    """Run Python."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    return Finished(done.returncode, done.stdout)
+
+
+def environment(mark: str = "") -> dict[str, str]:
+    """Return the environment of such a process; with a mark, all its descendants can be found by it."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100", _MARK: mark}
+
+
+def marked(mark: str) -> Iterator[int]:
+    """Yield the ids of the living processes with that mark."""
+    wanted = f"{_MARK}={mark}".encode()
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                given = (folder / "environ").read_bytes().split(b"\0")
+            except OSError:  # gone, or another user's
+                continue
+            if wanted in given:
+                yield int(folder.name)
+
+
+def result(folder: Path) -> dict[str, Any]:
+    """Return the report in a folder."""
+    content: dict[str, Any] = json.loads((folder / "result.json").read_text("utf-8"))
+    return content
+
+
+def verdicts(report: dict[str, Any]) -> dict[str, str]:
+    """Return the verdict of every item by its name, not applicable ones left out."""
+    checks = [check for requirement in report["requirements"] for check in requirement["checks"]]
+    return {
+        check["node"].rpartition("::")[2]: check["verdict"] for check in checks if check["verdict"] != "not applicable"
+    }

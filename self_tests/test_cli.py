@@ -1,0 +1,144 @@
+"""The command line: what it lists, what it finds on this machine, and how a run ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from moe_conformance import cli, spec
+from self_tests import plugin_runs
+
+STARTS_S = 60.0
+
+
+def printed(*arguments: str) -> str:
+    """Return what a command prints."""
+    done = CliRunner().invoke(cli.main, arguments)
+    assert 0 == done.exit_code, done.output
+    return done.output
+
+
+class TestList:
+    def test_requirements(self):
+        """One line each, with the sentence."""
+        lines = printed("list", "requirements").splitlines()
+        assert list(spec.load()) == [line.split()[0] for line in lines]
+        assert all("MUST" in line or "SHOULD" in line for line in lines)
+
+    def test_checks(self):
+        """Each check with what it decides and the kind of run that it reads; helpers and imports are none."""
+        lines = printed("list", "checks").splitlines()
+        assert len(lines) == len(set(lines))
+        (dispatch,) = (line for line in lines if "test_every_pair_reaches_its_expert_once" in line)
+        where = "distributed_tests.test_exchange::TestDispatch::test_every_pair_reaches_its_expert_once"
+        assert f"{where}  EXCH-01  (probe)" == dispatch
+
+    def test_backends(self):
+        """With versions, or with what to install; `--importable` gives bare names."""
+        assert "native: torch " in printed("list", "backends")
+        assert "native" in printed("list", "backends", "--importable").splitlines()
+
+    def test_importable_goes_with_backends(self):
+        """Anywhere else it would be ignored."""
+        done = CliRunner().invoke(cli.main, ["list", "checks", "--importable"])
+        assert 2 == done.exit_code
+
+
+class TestDoctor:
+    def test_what_runs_here_and_why_not_the_rest(self):
+        """Two real ranks start; layouts of more ranks than asked for say so."""
+        output = printed("doctor", "--ranks", "2")
+        assert "two ranks: started, and added up over gloo" in output
+        assert "  ep2 (quick): 2 ranks" in output
+        assert "  ep4 (quick): ep4 is a layout of 4 ranks, and --ranks is 2" in output
+        assert "  native: torch " in output
+
+    def test_ranks_that_no_layout_fits(self):
+        """One sentence and status 2."""
+        done = CliRunner().invoke(cli.main, ["doctor", "--ranks", "0"])
+        assert 2 == done.exit_code
+        assert "Error: no layout fits 0 ranks; give 1 to 64\n" == done.output
+
+
+class TestRun:
+    def test_the_reproducing_command_selects_one_item(self, tmp_path):
+        """Outside the checkout, with a pytest configuration there that must not matter, one item runs and passes."""
+        (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")
+        item = "test_every_pair_reaches_its_expert_once[alltoall-ep2-uneven]"
+        asked = ("run", "--only", "EXCH-01", "--report", "report", "--", "-k", item)
+        done = plugin_runs.cli(*asked, cwd=tmp_path)
+        assert 0 == done.status, done.output
+        report = plugin_runs.result(tmp_path / "report")
+        assert {item: "pass"} == plugin_runs.verdicts(report)
+        assert (1, 0) == (report["cases"], report["exit"])
+        assert "1 pass" in done.output
+
+    def test_a_run_in_which_nothing_passed_fails(self, tmp_path):
+        """Nothing selected is nothing shown."""
+        done = plugin_runs.cli("run", "--only", "EXCH-01", "--", "-k", "no_such_check", cwd=tmp_path)
+        assert 1 == done.status
+        assert "FAILS THE RUN: nothing passed" in done.output
+
+    @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+    def test_an_interrupted_run_leaves_no_process(self, tmp_path, number, status):
+        """Ctrl-C and SIGTERM end the ranks with the driver, and the report says that it is a part."""
+        mark = f"{os.getpid()}-{number}"
+        command = [sys.executable, "-m", "moe_conformance.cli", "run", "--only", "EXCH-01", "--report", str(tmp_path)]
+        environment = plugin_runs.environment(mark)
+        process = subprocess.Popen(
+            command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        try:
+            wait_for_ranks(mark)
+            process.send_signal(number)
+            assert status == process.wait(timeout=plugin_runs.LIMIT_S)
+        finally:
+            process.kill()
+        assert [] == gone(mark)
+        report = plugin_runs.result(tmp_path)
+        assert (True, status) == (report["interrupted"], report["exit"])
+
+
+def wait_for_ranks(mark: str) -> None:
+    """Wait until ranks run beside the driver, the forking process and its tracker."""
+    end = time.monotonic() + STARTS_S
+    while len(list(plugin_runs.marked(mark))) < 4:
+        assert time.monotonic() < end, "no ranks"
+        time.sleep(0.1)
+
+
+def gone(mark: str) -> list[int]:
+    """Return what is left of the processes after a while."""
+    end = time.monotonic() + 10.0
+    while (left := list(plugin_runs.marked(mark))) and time.monotonic() < end:
+        time.sleep(0.1)
+    return left
+
+
+class TestPlant:
+    def test_a_planted_bug_is_caught(self, tmp_path):
+        """`--plant` judges native with the bug, and the words say what is wrong."""
+        item = "test_tokens_get_the_weighted_sum_of_their_experts[alltoall-ep2-even]"
+        done = plugin_runs.cli("run", "--plant", "unweighted", "--", "-k", item, cwd=tmp_path)
+        assert 1 == done.status
+        assert "native with the planted bug unweighted" in done.output
+        assert "EXCH-05: fail in combine" in done.output
+
+
+class TestEvery:
+    def test_each_importable_backend_has_its_report(self, tmp_path):
+        """One after the other, and the worst status is the command's."""
+        folder = tmp_path / "all"
+        asked = ("--only", "EXCH-01", "--ranks", "1", "--report", str(folder))
+        done = plugin_runs.cli("run", "--backend", cli.EVERY, *asked, "--", "-k", "single-even]", cwd=tmp_path)
+        names = printed("list", "backends", "--importable").splitlines()
+        assert sorted(names) == sorted(path.name for path in folder.iterdir())
+        statuses = [plugin_runs.result(Path(folder / name))["exit"] for name in names]
+        assert max(statuses) == done.status

@@ -1,0 +1,91 @@
+"""What cannot run gets one sentence with the remedy, exit status 2 and no traceback."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_conformance.plugin import options
+from moe_conformance.plugin.options import Options, Unusable
+from moe_conformance.plugin.run import prepare
+from self_tests import plugin_runs
+from self_tests.plugin_runs import TOY
+
+TOYS = TOY.partition(":")[0]
+
+UNUSABLE = {
+    "unknown backend": ({"backend": "megatorn"}, r"unknown backend 'megatorn'; known: .*native.*pkg\.mod:Class"),
+    "module that is not there": ({"backend": "nowhere.at_all:Backend"}, "does not import"),
+    "name that is not there": ({"backend": f"{TOYS}:Tyo"}, "has no Tyo"),
+    "class that is no backend": ({"backend": "json:JSONDecoder"}, "is no backend: it lacks .*versions.*contract.py"),
+    "class that cannot be made": ({"backend": "pathlib:PurePath.with_name"}, "is no backend"),
+    "missing library": ({"backend": f"{TOYS}:NeedyToy"}, "toylib is not installed: pip install toylib"),
+    "no ranks": ({"ranks": "0"}, "no layout fits 0 ranks; give 1 to 64"),
+    "fewer than none": ({"ranks": "-1"}, "no layout fits -1 ranks"),
+    "more ranks than are checked": ({"ranks": "65"}, "no layout fits 65 ranks"),
+    "ranks that are no number": ({"ranks": "four"}, "--ranks wants a number, not 'four'"),
+    "unknown profile": ({"profile": "slow"}, "unknown profile 'slow'; choose quick or full"),
+    "unknown device": ({"device": "tpu"}, "unknown device 'tpu'; choose cpu or cuda"),
+    "unknown requirement": ({"only": "EXCH-01,EXCH-77"}, "no requirement EXCH-77; .*list requirements"),
+    "unknown plant": ({"plant": "no-such-bug"}, "unknown plant 'no-such-bug'; known: .*swapped-sources"),
+    "plant in a real backend": ({"plant": "unweighted", "backend": "torchtitan"}, "planted in native"),
+    "folder that cannot be written": ({"report": "/proc/report"}, "/proc/report cannot be written"),
+    "waivers that are not there": ({"waivers": "nowhere.toml"}, "waivers nowhere.toml cannot be read"),
+}
+
+
+class TestPrepare:
+    @pytest.mark.parametrize(("given", "sentence"), UNUSABLE.values(), ids=UNUSABLE.keys())
+    def test_one_sentence_says_what_and_what_to_do(self, given, sentence):
+        """Everything that can be known before a rank starts is known then."""
+        with pytest.raises(Unusable, match=sentence) as raised:
+            prepare(options.from_mapping(given))
+        assert "\n" not in str(raised.value)
+
+    def test_cuda_without_a_gpu(self):
+        """A device that is not there is an error of usage."""
+        import torch
+
+        if torch.cuda.is_available():
+            pytest.skip("there is a GPU here")
+        with pytest.raises(Unusable, match="no GPU here; take --device cpu"):
+            prepare(Options(device="cuda"))
+
+    def test_what_is_usable_is_prepared(self):
+        """The backend is loaded and tells its versions; no rank is started."""
+        run = prepare(Options())
+        assert "native" == run.backend.name
+        assert {"torch"} == set(run.versions)
+
+
+class TestOptions:
+    def test_a_command_repeats_what_differs_from_the_defaults(self):
+        """The report folder is not part of it, and the requirements are those of the item."""
+        given = Options(backend="torchtitan", ranks=2, only="EXCH-01,EXCH-02", report="there")
+        assert given.command(("-k", "test_x[a-b]"), only=("EXCH-02",)) == (
+            "moe-conformance run --backend torchtitan --ranks 2 --only EXCH-02 -- -k 'test_x[a-b]'"
+        )
+        assert "moe-conformance run --backend native" == Options().command()
+        assert "moe-conformance run --plant unweighted" == Options(plant="unweighted").command()
+
+
+class TestExitStatus:
+    def test_the_command_line_gives_2(self, tmp_path):
+        """The sentence, and nothing else."""
+        done = plugin_runs.cli("run", "--backend", "megatorn", cwd=tmp_path)
+        assert 2 == done.status
+        assert 1 == len(done.output.split("\n\n")[0].splitlines())
+        assert "Traceback" not in done.output
+
+    def test_pytest_gives_its_own_usage_error(self, tmp_path):
+        """Plain pytest with the same options says the same, with the status that pytest has for it."""
+        done = plugin_runs.pytest_on("--moe-ranks", "0", cwd=tmp_path)
+        assert pytest.ExitCode.USAGE_ERROR == done.status
+        assert "ERROR: no layout fits 0 ranks" in done.output
+
+    def test_ranks_that_cannot_start_are_no_items_fault(self, tmp_path):
+        """A library that breaks while the ranks' parent imports it ends the run once, not once per item."""
+        checks = str(plugin_runs.PROJECT / "checks.py")
+        done = plugin_runs.pytest_on("--moe-backend", f"{TOYS}:UnpreloadableToy", checks, cwd=tmp_path)
+        assert pytest.ExitCode.USAGE_ERROR == done.status
+        assert 1 == done.output.count("the ranks cannot start: ")
+        assert "no_such_module" in done.output

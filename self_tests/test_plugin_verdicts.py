@@ -1,0 +1,155 @@
+"""The plug-in judges a small project: one variant of a toy backend per verdict."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_conformance import spec
+from self_tests import plugin_runs
+from self_tests.plugin_runs import PROJECT, TOY, Finished
+
+CHECKS = (str(PROJECT / "checks.py"), str(PROJECT / "broken_checks.py"))
+ASKED = ("--moe-backend", TOY, "--moe-ranks", "2")
+
+# Of both checks, on the single rank and on ep2.
+VERDICTS = {
+    "raises": ("crash", "crash"),
+    "waits": ("pass", "hang"),
+    "refuses": ("refused", "refused"),
+    "unadapted": ("not adapted", "not adapted"),
+    "limited": ("limit", "limit"),
+    "proves": ("refused", "refused"),
+    "boasts": ("fail", "fail"),
+}
+
+
+def expected_verdicts() -> dict[str, str]:
+    """Return what every item of the project must end in."""
+    found = {}
+    for layout, at in (("single", 0), ("ep2", 1)):
+        for check in ("test_outputs", "test_finished"):
+            for variant, verdicts in VERDICTS.items():
+                found[f"{check}[{variant}-{layout}-even]"] = verdicts[at]
+            found[f"{check}[right-{layout}-even]"] = "pass"
+        found[f"test_outputs[wrong-{layout}-even]"] = "fail"
+        found[f"test_finished[wrong-{layout}-even]"] = "pass"
+        found[f"test_nothing[right-{layout}-even]"] = "vacuous"
+        found[f"test_broken[right-{layout}-even]"] = "error"
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the run of this module reports."""
+    return tmp_path_factory.mktemp("report")
+
+
+@pytest.fixture(scope="module")
+def judged(folder: Path) -> Finished:
+    """The project, judged once."""
+    return plugin_runs.pytest_on("-q", *ASKED, "--moe-report", str(folder), *CHECKS, cwd=folder)
+
+
+@pytest.fixture(scope="module")
+def report(judged: Finished, folder: Path) -> dict[str, Any]:
+    """The report of that run."""
+    return plugin_runs.result(folder)
+
+
+def record(report: dict[str, Any], item: str) -> dict[str, Any]:
+    """Return the record of an item."""
+    checks = [check for requirement in report["requirements"] for check in requirement["checks"]]
+    found: dict[str, Any] = next(check for check in checks if check["node"].endswith(f"::{item}"))
+    return found
+
+
+class TestVerdicts:
+    def test_every_item_ends_in_its_verdict(self, report):
+        """A variant that computes wrongly fails, one that raises crashes, one that waits hangs, and so on."""
+        assert expected_verdicts() == plugin_runs.verdicts(report)
+
+    def test_the_run_fails(self, judged):
+        """A failing item fails the run."""
+        assert 1 == judged.status
+
+    def test_the_law_is_listed_whole(self, report):
+        """Every requirement has a verdict; those without a check are not run."""
+        verdicts = {entry["id"]: entry["verdict"] for entry in report["requirements"]}
+        decided = {"EXCH-05": "fail", "EXCH-07": "vacuous", "EXCH-08": "error", "EXCH-09": "fail"}
+        assert {each: decided.get(each, "not run") for each in spec.load()} == verdicts
+
+    def test_xdist_gives_the_same(self, tmp_path, report):
+        """Two workers, each with ranks of its own, reach the verdicts of one process, and no case runs twice."""
+        again = plugin_runs.pytest_on("-n", "2", *ASKED, "--moe-report", str(tmp_path), *CHECKS, cwd=tmp_path)
+        assert 1 == again.status
+        merged = plugin_runs.result(tmp_path)
+        assert plugin_runs.verdicts(report) == plugin_runs.verdicts(merged)
+        assert report["cases"] == merged["cases"]
+
+
+class TestRecord:
+    def test_a_failure_says_what_and_how_to_see_it_again(self, report):
+        """Diagnosis, stage, blamed ranks, what was compared, and a command that selects the item."""
+        failed = record(report, "test_outputs[wrong-ep2-even]")
+        assert "every element of y is 2.000 x the oracle" in failed["message"]
+        assert ("combine", "WrongOutput") == (failed["stage"], failed["kind"])
+        assert ("wrong", "ep2", "even") == (failed["variant"], failed["layout"], failed["workload"])
+        assert failed["reproduce"] == (
+            f"moe-conformance run --backend {TOY} --ranks 2 --only EXCH-05 -- -k 'test_outputs[wrong-ep2-even]'"
+        )
+
+    def test_a_pass_says_what_it_compared(self, report):
+        """Elements and ranks are counted, and the backend says what it resolved to."""
+        passed = record(report, "test_outputs[right-ep2-even]")
+        assert 0 < passed["compared"]["elements"]
+        assert [0, 1] == passed["compared"]["ranks"]
+        assert "AllToAllExchange" == passed["resolved"]["exchange"]
+
+    def test_a_crash_brings_the_ranks_traceback(self, report):
+        """The rank is blamed, and its own traceback is there, not the judge's."""
+        crashed = record(report, "test_finished[raises-ep2-even]")
+        assert [0] == crashed["blamed"]
+        assert "ZeroDivisionError: the toy is broken" in crashed["detail"]
+        assert "judging" not in crashed["detail"]
+
+    def test_a_limit_that_nothing_refuses_is_a_false_claim(self, report):
+        """A backend that declares a proved limit must have its library refuse."""
+        assert "nothing refused" in record(report, "test_outputs[boasts-ep2-even]")["message"]
+
+    def test_the_run_is_described(self, report):
+        """The report says what was judged, where and how."""
+        assert (TOY, "cpu", 2, "quick", 1) == tuple(
+            report[name] for name in ("backend", "device", "ranks", "profile", "exit")
+        )
+        assert "--moe-backend" in report["command"]
+        assert not report["interrupted"]
+
+
+class TestTerminal:
+    def test_one_fault_is_told_once(self, judged):
+        """All items that fail alike share one telling: two checks on two layouts crash, and one traceback is shown."""
+        assert 1 == judged.output.count('raise ZeroDivisionError("the toy is broken")')
+        assert "3 more of this kind, on raises-ep2-even" in judged.output
+
+    def test_no_python_traceback_of_the_judge(self, judged):
+        """What is wrong stands there in words."""
+        assert "combine: every element of y is 2.000 x the oracle" in judged.output
+        assert "judge_outputs" not in judged.output
+
+    def test_the_matrix_has_a_column_per_layout(self, judged):
+        """Requirement by layout, with how many items of a cell failed."""
+        (row,) = [line.split() for line in judged.output.splitlines() if line.startswith(" EXCH-09 ")]
+        assert ["EXCH-09", "✗2", "✗3", "-", "-", "-", "-"] == row
+
+    def test_cases_are_counted_once(self, judged, report):
+        """A case is one run on ranks, however many checks read it: eight variants run on two layouts."""
+        assert 16 == report["cases"]
+        assert "16 cases in" in judged.output
+
+    def test_a_waiver_is_proposed_and_not_written(self, judged, folder):
+        """The proposal leaves to a person what only a person can say."""
+        assert 'owner = "?"' in judged.output
+        assert ["result.json"] == [path.name for path in folder.iterdir()]

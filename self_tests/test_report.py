@@ -1,0 +1,162 @@
+"""What a run tells: verdicts of groups, failures told once, the matrix, result.json."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from moe_conformance import spec
+from moe_conformance.plugin.scheduling import cell_of
+from moe_conformance.report import matrix, result, words
+from moe_conformance.report.progress import Progress
+from moe_conformance.report.records import PROPERTY, Record, of_report, overall
+from moe_conformance.topology import Layout
+
+LAW = spec.load()
+
+
+def record(requirement: str, verdict: str, layout: str = "ep2", message: str = "", **more) -> Record:
+    """Return a record of one check on `even`."""
+    node = f"test_x.py::test_{requirement}[alltoall-{layout}-even]"
+    return Record(
+        node, "test_x", (requirement,), verdict, message, variant="alltoall", layout=layout, workload="even", **more
+    )
+
+
+class TestRecord:
+    def test_it_travels_as_json(self):
+        """A record that went through JSON among other properties is the same record."""
+        given = record("EXCH-01", "fail", blamed=(0, 3), compared={"elements": 4, "pairs": 0, "ranks": [0]})
+        properties = [("other", 1), (PROPERTY, json.loads(json.dumps(given.to_json())))]
+        assert given == of_report(properties)
+        assert of_report([("other", 1)]) is None
+
+    def test_its_names(self):
+        """The item is the node without its file, the case what stands in its brackets."""
+        given = record("EXCH-01", "pass")
+        assert ("test_EXCH-01[alltoall-ep2-even]", "alltoall-ep2-even") == (given.item, given.case)
+
+
+class TestOverall:
+    @pytest.mark.parametrize(
+        ("verdicts", "expected"),
+        [
+            ([], "not run"),
+            (["pass", "refused"], "pass"),
+            (["pass", "fail", "crash"], "fail"),
+            (["pass", "hang"], "hang"),
+            (["pass", "waived"], "waived"),
+            (["not applicable", "refused"], "refused"),
+            (["pass", "vacuous"], "vacuous"),
+        ],
+    )
+    def test_failing_over_waived_over_passing_over_the_rest(self, verdicts, expected):
+        """One failure fails the group; a pass counts if none failed; a waived failure shows over a pass."""
+        assert expected == overall(verdicts)
+
+
+class TestWords:
+    def test_a_crash_is_one_kind_on_every_check_and_rank(self):
+        """The requirement, the rank, addresses and who else failed do not make another kind."""
+        crashes = [
+            record("EXCH-01", "crash", message="run: rank 0 raised in build: OSError: at 0x7f; so did rank 1"),
+            record("EXCH-02", "crash", message="run: rank 3 raised in build: OSError: at 0x8e; so did rank 1, 2"),
+            record("EXCH-02", "crash", message="run: rank 3 raised in forward:0: OSError: at 0x8e"),
+        ]
+        assert [2, 1] == [len(group.records) for group in words.groups(crashes)]
+
+    def test_values_fail_by_requirement_and_kind(self):
+        """Two requirements are two kinds, and two types of mismatch under one requirement are."""
+        records = [
+            record("EXCH-01", "fail", kind="WrongDelivery"),
+            record("EXCH-01", "fail", "ep4", kind="WrongDelivery"),
+            record("EXCH-01", "fail", kind="WrongCount"),
+            record("EXCH-02", "fail", kind="WrongDelivery"),
+            record("EXCH-02", "pass"),
+        ]
+        assert [2, 1, 1] == [len(group.records) for group in words.groups(records)]
+
+    def test_only_the_first_kinds_are_told_in_full(self):
+        """The others have one line each, so that nothing is left out."""
+        many = [record(each, "fail", message=f"told {each}", reproduce="again") for each in list(LAW)[:9]]
+        told = words.tell(words.groups(many))
+        assert words.IN_FULL + 1 == len(told)
+        title, text = told[-1]
+        assert "4 more kinds of failure" == title
+        assert 4 == len(text.splitlines())
+        assert all("reproduce: again" in full for _, full in told[:-1])
+
+
+class TestMatrix:
+    RECORDS = (
+        record("EXCH-01", "pass"),
+        record("EXCH-01", "fail"),
+        record("EXCH-01", "fail"),
+        record("EXCH-02", "refused", "ep4"),
+    )
+
+    def shown(self, **changes) -> str:
+        """Return the matrix of the records, plain."""
+        asked = {"width": 80, "color": False, "encoding": "utf-8", **changes}
+        return matrix.matrix([LAW["EXCH-01"], LAW["EXCH-02"]], self.RECORDS, **asked)
+
+    def test_a_cell_says_how_many_failed(self):
+        """A failing cell counts its failing items; a cell without an item is not run."""
+        rows = {line.split()[0]: line.split()[1:] for line in self.shown().splitlines() if "EXCH" in line}
+        assert {"EXCH-01": ["✗2", "·"], "EXCH-02": ["·", "r"]} == rows
+
+    def test_the_legend_explains_the_signs_that_occur(self):
+        """And no others."""
+        assert "✗ fail  r refused  · not run" == self.shown().splitlines()[-1].strip()
+
+    def test_ascii_is_enough(self):
+        """A terminal that cannot show signs gets letters."""
+        assert self.shown(encoding="ascii").isascii()
+        assert "\x1b[" in self.shown(color=True)
+
+    def test_totals_name_failures_first(self):
+        """Every item is counted under its verdict."""
+        assert "2 fail, 1 pass, 1 refused" == matrix.totals(self.RECORDS)
+
+
+class TestResult:
+    def test_every_requirement_has_a_verdict(self, tmp_path):
+        """Those without a record too; numbers and times are those of the run."""
+        start = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
+        facts = result.Facts(
+            "toy", {"torch": "2"}, "cpu", 4, "quick", "", "pytest", start, start.replace(second=8), 1, 16, (), False
+        )
+        records = [record("EXCH-01", "fail", worst=0.5), record("EXCH-02", "pass", worst=0.25)]
+        path = result.write(tmp_path, result.document(facts, list(LAW.values()), records))
+        content = json.loads(path.read_text("utf-8"))
+        verdicts = {entry["id"]: entry["verdict"] for entry in content["requirements"]}
+        assert {each: {"EXCH-01": "fail", "EXCH-02": "pass"}.get(each, "not run") for each in LAW} == verdicts
+        assert (8.0, 16, 1) == (content["seconds"], content["cases"], content["exit"])
+        assert 0.25 == next(entry["worst"] for entry in content["requirements"] if entry["id"] == "EXCH-02")
+        assert [Path("result.json")] == [each.relative_to(tmp_path) for each in tmp_path.iterdir()]
+
+
+class TestProgress:
+    def test_one_line_that_is_left_empty(self):
+        """The line fits the terminal, counts what ended, and is gone at the end."""
+        lines: list[str] = []
+        progress = Progress(lines.append, 40, total=2)
+        progress._shown = 0.0
+        progress.step("alltoall-ep2-a-workload-with-a-long-name", failed=True, runs=1)
+        progress.clear()
+        assert [39, 39] == [len(line) for line in lines]
+        assert lines[0].startswith("1/2 checks, 1 failed, 1 cases")
+        assert "" == lines[1].strip()
+
+
+class TestScheduling:
+    def test_the_longest_cell_holds_the_item(self):
+        """`ep2-edp2` is another cell than `ep2`; what is in none is a scope of its own."""
+        cells = ["alltoall-ep2", "alltoall-ep2-edp2", "alltoall-single", Layout(2, ep=2).name]
+        assert "alltoall-ep2-edp2" == cell_of("a.py::test_x[alltoall-ep2-edp2-even]", cells)
+        assert "alltoall-ep2" == cell_of("a.py::test_x[alltoall-ep2-even]", cells)
+        assert "alltoall-ep2" == cell_of("a.py::test_x[alltoall-ep2]", cells)
+        assert "a.py::test_y" == cell_of("a.py::test_y", cells)

@@ -1,0 +1,196 @@
+"""Waivers: what they match, what is wrong with them, and what they do to a run."""
+
+from __future__ import annotations
+
+import tomllib
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from moe_conformance.waivers import Item, Names, Unreadable, Waivers, load, path_for, proposal
+from self_tests import plugin_runs
+from self_tests.plugin_runs import PROJECT, TOY
+
+TODAY = date(2026, 5, 1)
+NAMES = Names(
+    requirements=frozenset({"EXCH-05", "EXCH-06", "GRAD-01"}),
+    variants=frozenset({"alltoall", "allgather"}),
+    layouts=frozenset({"ep2", "ep4", "ep2-etp2"}),
+    workloads=frozenset({"even", "uneven", "dropped-even"}),
+    versions={"some-library": "1.4.2", "torch": "2.13.0+cpu"},
+)
+GOOD = """
+[[waiver]]
+id = "W-1"
+requirements = ["EXCH-05"]
+variants = ["alltoall"]
+layouts = ["ep*"]
+workloads = ["even"]
+reason = "it does something else"
+evidence = "line 7"
+owner = "a person"
+expires = 2026-12-31
+versions = ["some_library>=1.4,<2"]
+example = "test_outputs[alltoall-ep2-even]"
+"""
+ITEM = Item("test_outputs[alltoall-ep2-even]", ("EXCH-05",), "alltoall", "ep2", "even")
+
+
+def loaded(folder: Path, text: str) -> Waivers:
+    """Return the waivers of a file with that text."""
+    path = folder / "some.toml"
+    path.write_text(text)
+    return load(path, NAMES, TODAY)
+
+
+class TestMatch:
+    def test_names_and_patterns(self, tmp_path):
+        """Every field must match; a pattern does so for each name that it fits."""
+        waivers = loaded(tmp_path, GOOD)
+        assert () == waivers.problems
+        assert {ITEM.name} == waivers.examples
+        matched = waivers.match(ITEM)
+        assert matched is not None
+        assert "W-1" == matched.id
+        others = [
+            Item("", ("EXCH-06",), "alltoall", "ep2", "even"),
+            Item("", ("EXCH-05", "EXCH-06"), "alltoall", "ep2", "even"),
+            Item("", ("EXCH-05",), "allgather", "ep2", "even"),
+            Item("", ("EXCH-05",), "alltoall", "single", "even"),
+            Item("", ("EXCH-05",), "alltoall", "ep2", "uneven"),
+            Item("", ("EXCH-05",), "alltoall", "ep2", None),
+        ]
+        assert [None] * len(others) == [waivers.match(item) for item in others]
+
+
+class TestProblems:
+    @pytest.mark.parametrize(
+        ("old", "new", "sentence"),
+        [
+            ('owner = "a person"', 'ovner = "a person"', "unknown fields ovner"),
+            ('owner = "a person"\n', "", "owner is missing"),
+            ('owner = "a person"', 'owner = " "', "owner is a sentence"),
+            ('["EXCH-05"]', '["EXCH-50"]', "'EXCH-50' names none of EXCH-05, EXCH-06"),
+            ('["EXCH-05"]', '"EXCH-05"', "requirements is a list of strings"),
+            ('["alltoall"]', '["all2all"]', "'all2all' names none of allgather, alltoall"),
+            ('["ep*"]', '["tp*"]', "names none of ep2, ep2-etp2, ep4"),
+            ('["even"]', '["evn"]', "'evn' names none of"),
+            ("2026-12-31", "2026-04-30", "expired on 2026-04-30"),
+            ("2026-12-31", '"soon"', "expires is a date"),
+            (">=1.4,<2", ">=1.5,<2", "holds for some_library>=1.5,<2, and 1.4.2 is installed"),
+            (">=1.4,<2", "", "sets no bounds"),
+            (">=1.4,<2", "=?4", "is not of the form"),
+            ("some_library", "other", "the backend reports no other, only some-library, torch"),
+        ],
+    )
+    def test_a_wrong_waiver_does_not_hold_and_says_why(self, tmp_path, old, new, sentence):
+        """Misspelt, expired or for other versions: it waives nothing, and a sentence names the file and the waiver."""
+        assert old in GOOD
+        waivers = loaded(tmp_path, GOOD.replace(old, new))
+        assert () == waivers.held
+        problem = waivers.problems[0]
+        assert sentence in problem
+        assert problem.startswith("some.toml, W-1: ")
+
+    def test_an_id_occurs_once(self, tmp_path):
+        """The second waiver of the same id does not hold."""
+        waivers = loaded(tmp_path, GOOD + GOOD)
+        assert 1 == len(waivers.held)
+        assert ("some.toml, W-1: its id occurs twice",) == waivers.problems
+
+    @pytest.mark.parametrize("text", ["not toml", "waiver = 3", 'title = "x"\n'])
+    def test_a_file_that_is_no_waivers_is_refused(self, tmp_path, text):
+        """What cannot be read cannot be ignored either."""
+        with pytest.raises(Unreadable, match=r"some\.toml"):
+            loaded(tmp_path, text)
+
+
+class TestUnused:
+    def test_a_waiver_that_waived_nothing_is_told(self, tmp_path):
+        """What it matches was run and did not fail; or, of everything there is, it matches nothing."""
+        waivers = loaded(tmp_path, GOOD)
+        elsewhere = Item("", ("EXCH-05",), "allgather", "ep2", "even")
+        assert [] == list(waivers.unused([ITEM], ["W-1"], whole=True))
+        assert [] == list(waivers.unused([elsewhere], [], whole=False))
+        (ran,) = waivers.unused([ITEM], [None], whole=False)
+        assert f"W-1 is unused: {ITEM.name}" in ran
+        (nowhere,) = waivers.unused([elsewhere], [], whole=True)
+        assert "no check runs on what it names" in nowhere
+
+
+class TestPath:
+    def test_only_a_registered_name_has_a_file(self, tmp_path):
+        """A backend given by dotted path brings its own file or has none."""
+        assert path_for("native", "") is None
+        assert path_for("../waivers:README", "") is None
+        assert tmp_path / "mine.toml" == path_for("mine:Backend", str(tmp_path / "mine.toml"))
+
+
+class TestProposal:
+    def test_a_person_completes_it(self, tmp_path):
+        """With id, evidence, owner and end filled in, the proposal holds and matches the failures it was made of."""
+        items = [ITEM, Item("test_outputs[alltoall-ep4-even]", ("EXCH-05",), "alltoall", "ep4", "even")]
+        text = proposal(["EXCH-05"], items, 'it said "no"', NAMES.versions, "some-library")
+        with pytest.raises(tomllib.TOMLDecodeError):
+            tomllib.loads(text)
+        waivers = loaded(tmp_path, text.replace("expires = ?", "expires = 2026-12-31"))
+        assert () == waivers.problems
+        assert all(waivers.match(item) for item in items)
+
+
+def toy_waiver(number: int, variant: str, layout: str, requirement: str, expires: str = "2999-01-01") -> str:
+    """Return a waiver for the toy backend."""
+    return f"""
+[[waiver]]
+id = "TOY-{number}"
+requirements = ["{requirement}"]
+variants = ["{variant}"]
+layouts = ["{layout}"]
+workloads = ["even"]
+reason = "a toy"
+evidence = "self_tests"
+owner = "self_tests"
+expires = {expires}
+versions = ["torch>=2"]
+example = "test_outputs[{variant}-{layout}-even]"
+"""
+
+
+class TestRun:
+    def judged(self, folder: Path, text: str, *arguments: str) -> plugin_runs.Finished:
+        """Judge the toy with those waivers."""
+        (folder / "toy.toml").write_text(text)
+        given = ("--moe-backend", TOY, "--moe-ranks", "2", "--moe-waivers", "toy.toml", "--moe-report", str(folder))
+        here = ("-o", "python_files=checks.py", str(PROJECT))
+        return plugin_runs.pytest_on("-v", *given, *arguments, *here, cwd=folder)
+
+    def test_a_waived_failure_is_green_and_runs_first(self, tmp_path):
+        """The failures of one variant are waived, and the run passes; the example comes before everything else."""
+        done = self.judged(tmp_path, toy_waiver(1, "wrong", "*", "EXCH-05"), "-k", "wrong or right")
+        assert 0 == done.status
+        verdicts = plugin_runs.verdicts(plugin_runs.result(tmp_path))
+        assert "waived" == verdicts["test_outputs[wrong-ep2-even]"] == verdicts["test_outputs[wrong-single-even]"]
+        assert "pass" == verdicts["test_finished[wrong-ep2-even]"]
+
+    def test_a_wrong_waiver_fails_the_run(self, tmp_path):
+        """One matches a pass, one is unused, one expired: each is told, and the run fails."""
+        waivers = [
+            toy_waiver(1, "wrong", "ep2", "EXCH-05"),
+            toy_waiver(2, "right", "ep2", "EXCH-05"),
+            toy_waiver(3, "refuses", "ep2", "EXCH-05"),
+            toy_waiver(4, "wrong", "single", "EXCH-05", expires="2020-01-01"),
+        ]
+        done = self.judged(tmp_path, "".join(waivers))
+        assert 1 == done.status
+        report = plugin_runs.result(tmp_path)
+        verdicts = plugin_runs.verdicts(report)
+        assert "waived" == verdicts["test_outputs[wrong-ep2-even]"]
+        assert "unexpected pass" == verdicts["test_outputs[right-ep2-even]"]
+        assert "fail" == verdicts["test_outputs[wrong-single-even]"]
+        expired, unused = report["problems"]
+        assert "TOY-4: expired on 2020-01-01" in expired
+        assert "TOY-3 is unused" in unused
+        assert "TOY-2 waives this check, and it passes" in done.output
+        first = next(line for line in done.output.splitlines() if "::test_" in line)
+        assert "checks.py::test_outputs[right-ep2-even]" in first
