@@ -19,8 +19,9 @@ from moe_conformance.judging.own_experts import (
     judge_weight_place,
     judge_windows,
 )
-from moe_conformance.judging.verdict import NotOffered, (
+from moe_conformance.judging.verdict import (
     AbsentGradient,
+    NotOffered,
     WrongForm,
     WrongOutput,
 )
