@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from moe_conformance.judging.counts import judge_counts
 from moe_conformance.judging.deliveries import judge_deliveries, judge_rows
+from moe_conformance.judging.finished import judge_finished
 from moe_conformance.judging.gradients import judge_dweights, judge_dx
 from moe_conformance.judging.outputs import judge_form, judge_inputs, judge_outputs
-from moe_conformance.judging.reading import Reading, require_finished
+from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.judging.weights import judge_weights
 from moe_conformance.spec import requirement
@@ -69,9 +70,7 @@ class TestBehaviour:
     @requirement("EXCH-09", kind="probe")
     def test_every_rank_finishes(self, reading: Reading, tally: Tally) -> None:
         """Every rank finishes forward and backward, whatever its load."""
-        require_finished(reading.outcome)
-        for rank in reading.outcome.ranks:
-            tally.add(pairs=len(rank.microbatches), rank=rank.rank)
+        judge_finished(reading, tally)
 
     @requirement("EXCH-10", kind="probe", when=several_in_flight)
     def test_microbatches_in_flight_are_kept_apart(self, reading: Reading, tally: Tally) -> None:

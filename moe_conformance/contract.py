@@ -86,14 +86,9 @@ class Config:
 
     def only(self, *mapped: str) -> Config:
         """Return the config itself, or raise `Unsupported` if a field outside `mapped` differs from its default."""
-        odd = {
-            f.name: getattr(self, f.name)
-            for f in fields(self)
-            if f.name not in mapped and getattr(self, f.name) != f.default
-        }
-        if odd:
-            asked = ", ".join(f"{name}={value!r}" for name, value in odd.items())
-            raise Unsupported(f"this adapter does not map {asked}")
+        changed = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
+        if odd := [f"{name}={getattr(self, name)!r}" for name in changed if name not in mapped]:
+            raise Unsupported(f"this adapter does not map {', '.join(odd)}")
         return self
 
 
@@ -155,8 +150,11 @@ class Routing:
 # ---- what reaches the experts --------------------------------------------------------------------------------
 
 
-def _counts(counts: Tensor | Sequence[int] | None) -> Tensor | None:
-    return None if counts is None else torch.as_tensor(counts).detach().to("cpu", torch.int64)
+Counts = Tensor | Sequence[int]
+
+
+def _cpu(counts: Counts) -> Tensor:
+    return torch.as_tensor(counts).detach().to("cpu", torch.int64)
 
 
 @dataclass(frozen=True)
@@ -175,12 +173,9 @@ class Delivery:
     shape: tuple[int, ...]  # of the rows as the backend holds them; the experts' output comes back in it
 
     @classmethod
-    def grouped(
-        cls, rows_RD: Tensor, counts_N: Tensor | Sequence[int], weights_R: Tensor | None = None
-    ) -> Delivery:
+    def grouped(cls, rows_RD: Tensor, counts_N: Counts, weights_R: Tensor | None = None) -> Delivery:
         """Expert-major rows. Counts may include padding rows; rows beyond sum(counts) are an unspecified tail."""
-        claimed_N = _counts(counts_N)
-        assert claimed_N is not None  # the signature has no None; this is for the type checker
+        claimed_N = _cpu(counts_N)
         total = int(claimed_N.sum())
         if total > rows_RD.shape[0] or bool((claimed_N < 0).any()):
             raise Malformed(f"counts {claimed_N.tolist()} for {rows_RD.shape[0]} rows")
@@ -191,26 +186,18 @@ class Delivery:
 
     @classmethod
     def listed(
-        cls,
-        rows_RD: Tensor,
-        ids_RJ: Tensor,
-        weights_RJ: Tensor | None = None,
-        counts_N: Tensor | Sequence[int] | None = None,
+        cls, rows_RD: Tensor, ids_RJ: Tensor, weights_RJ: Tensor | None = None, counts_N: Counts | None = None
     ) -> Delivery:
         """One row per token and rank with J slots. The adapter maps ids that mean "not mine" to -1."""
-        return cls(rows_RD, ids_RJ.to(torch.int64), weights_RJ, _counts(counts_N), tuple(rows_RD.shape))
+        claimed_N = None if counts_N is None else _cpu(counts_N)
+        return cls(rows_RD, ids_RJ.to(torch.int64), weights_RJ, claimed_N, tuple(rows_RD.shape))
 
     @classmethod
-    def batched(
-        cls,
-        rows_NCD: Tensor,
-        counts_N: Tensor | Sequence[int] | None = None,
-        weights_NC: Tensor | None = None,
-    ) -> Delivery:
+    def batched(cls, rows_NCD: Tensor, counts_N: Counts | None = None, weights_NC: Tensor | None = None) -> Delivery:
         """C places per expert, the first counts[n] of them filled; without counts all are, and zero rows pad."""
         N, C, D = rows_NCD.shape
         ids_NC = torch.arange(N, device=rows_NCD.device)[:, None].expand(N, C)
-        claimed_N = _counts(counts_N)
+        claimed_N = None if counts_N is None else _cpu(counts_N)
         if claimed_N is not None:
             if bool((claimed_N > C).any()) or bool((claimed_N < 0).any()):
                 raise Malformed(f"counts {claimed_N.tolist()} for capacity {C}")
