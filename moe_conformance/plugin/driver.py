@@ -223,7 +223,8 @@ class Driver:
         return report
 
     def _record(self, item: pytest.Item, trial: Trial, ended: Ending) -> Record:
-        waiver = self._waiver(item, trial)
+        requirements = ended.violated or trial.requirements
+        waiver = self._waiver(item, trial, requirements)
         if waiver is not None and ended.verdict in ("fail", "crash", "hang"):
             ended = replace(ended, verdict="waived", message=f"waived by {waiver}: {ended.message}")
         elif waiver is not None and ended.verdict == "pass":
@@ -233,7 +234,7 @@ class Driver:
         return Record(
             node=item.nodeid,
             check=trial.check,
-            requirements=trial.requirements,
+            requirements=requirements,
             verdict=ended.verdict,
             message=ended.message,
             kind=ended.kind,
@@ -246,16 +247,16 @@ class Driver:
             worst=min(tally.worst, sys.float_info.max),  # JSON has no infinity
             resolved=dict(outcome.ranks[0].resolved) if outcome else {},
             detail=ended.detail,
-            reproduce=self.run.options.command(("-k", item.name), only=trial.requirements),
+            reproduce=self.run.options.command(("-k", item.name), only=requirements),
             waiver=waiver,
             runs=trial.runs,
         )
 
-    def _waiver(self, item: pytest.Item, trial: Trial) -> str | None:
+    def _waiver(self, item: pytest.Item, trial: Trial, requirements: tuple[str, ...]) -> str | None:
         if trial.cell is None:
             return None
         workload = trial.workload.name if trial.workload else None
-        asked = Item(item.name, trial.requirements, trial.cell.variant, trial.cell.layout.name, workload)
+        asked = Item(item.name, requirements, trial.cell.variant, trial.cell.layout.name, workload)
         waiver = self.run.waivers.match(asked)
         return None if waiver is None else waiver.id
 

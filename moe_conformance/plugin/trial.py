@@ -45,6 +45,7 @@ class Ending:
     stage: str | None = None
     blamed: tuple[int, ...] = ()
     detail: str = ""
+    violated: tuple[str, ...] = ()  # which of several requirements, where the mismatch says so
 
 
 def ending(trial: Trial, error: BaseException | None) -> Ending:
@@ -72,6 +73,7 @@ def ending(trial: Trial, error: BaseException | None) -> Ending:
         stage=first.stage,
         blamed=first.ranks,
         detail="\n".join([*_drawn(trial), *_traceback(first, trial.outcome)]),
+        violated=_violated(mismatches),
     )
 
 
@@ -82,6 +84,16 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
             yield from _leaves(each)
     else:
         yield error
+
+
+def _violated(mismatches: list[Mismatch]) -> tuple[str, ...]:
+    """Return the requirements that the mismatches name.
+
+    A check of several requirements that knows which one a judgement decides sets `requirement` on the mismatch: then
+    that one fails, and not all of them.
+    """
+    named = [getattr(mismatch, "requirement", None) for mismatch in mismatches]
+    return tuple(sorted({each for each in named if each})) if all(named) else ()
 
 
 def _run_verdict(outcome: Outcome | None) -> Verdict:

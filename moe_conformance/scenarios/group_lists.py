@@ -35,8 +35,7 @@ def group_lists(engine: Engine, backend: str, layouts: tuple[Layout, ...]) -> li
     result = engine.run(job).ranks[0]
     if result.status != "ok":
         raise CannotTell(f"{result.error}\n{result.traceback or ''}")
-    answers: list[Lists | str] = result.value
-    return answers
+    return list(result.value or ())
 
 
 def ask(context: RankContext, question: Question) -> list[Lists | str]:

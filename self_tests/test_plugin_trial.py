@@ -1,0 +1,89 @@
+"""From the end of an item to its verdict."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_conformance.judging.verdict import Mismatch, NotOffered, RunFailed, WrongCount, WrongOutput
+from moe_conformance.plan import Cell
+from moe_conformance.plugin.trial import Ending, Trial, ending
+from moe_conformance.scenarios.outcome import Outcome, RankOutcome
+from moe_conformance.topology import Layout
+from moe_conformance.workloads.corpus import corpus
+
+WORKLOAD = next(iter(corpus("alltoall", Layout(2, ep=2), "quick")))
+
+
+def trial(*ranks: RankOutcome) -> Trial:
+    """Return the trial of a check of two requirements that draws its workloads."""
+    made = Trial(("EXCH-01", "EXCH-02"), "test_x", Cell("alltoall", WORKLOAD.layout, (), "cpu"))
+    made.outcome = Outcome("toy", WORKLOAD, ranks, 0.1) if ranks else None
+    return made
+
+
+class TestPasses:
+    def test_something_was_compared(self):
+        """A check that ended without an exception passes if it compared anything, and is vacuous if not."""
+        passed = trial()
+        passed.tally.add(elements=1)
+        assert Ending("pass") == ending(passed, None)
+        assert "vacuous" == ending(trial(), None).verdict
+
+
+class TestSkips:
+    def test_a_fixture_settles_the_verdict(self):
+        """The reason stays with it; a skip that nobody settled is a check that did not run."""
+        settled = trial()
+        with pytest.raises(pytest.skip.Exception) as raised:
+            settled.skip("refused", "refused by the library: no")
+        assert Ending("refused", "refused by the library: no") == ending(settled, raised.value)
+        assert "not run" == ending(trial(), raised.value).verdict
+
+    def test_what_is_not_offered_cannot_be_judged(self):
+        """A judge that finds nothing offered says so; it is neither a pass nor a failure."""
+        assert Ending("not adapted", "not adapted: no load") == ending(trial(), NotOffered("no load"))
+
+
+class TestFailures:
+    def test_a_mismatch_fails_with_its_words(self):
+        """Stage, kind and ranks are those of the mismatch; what was drawn is told with it."""
+        ended = ending(
+            trial(RankOutcome(0, "ok"), RankOutcome(1, "ok")), WrongOutput("combine", "it is off", ranks=(1,))
+        )
+        told = (ended.verdict, ended.message, ended.kind, ended.stage, ended.blamed)
+        assert ("fail", "combine: it is off", "WrongOutput", "combine", (1,)) == told
+        assert ended.detail.startswith("drawn: E = 8, K = 2, D = 32, float32, schedule F0 B0\n")
+        assert 1 + 2 == len(ended.detail.splitlines())
+
+    @pytest.mark.parametrize(("status", "verdict"), [("raised", "crash"), ("died", "crash"), ("hung", "hang")])
+    def test_a_run_that_did_not_finish(self, status, verdict):
+        """A rank that raised or died is a crash, one that gave no answer a hang; its own traceback is shown."""
+        blamed = RankOutcome(0, status, traceback="\n".join(f"line {i}" for i in range(99)))
+        ended = ending(trial(blamed, RankOutcome(1, "died", secondary=True)), RunFailed("run", "rank 0"))
+        assert verdict == ended.verdict
+        assert "on rank 0:" in ended.detail
+        assert "line 98" in ended.detail
+        assert "line 50" not in ended.detail
+
+    def test_several_faults_are_all_told(self):
+        """Hypothesis raises a group when it finds several."""
+        group = ExceptionGroup("two", [WrongCount("dispatch", "one"), WrongOutput("combine", "two")])
+        assert ("fail", "dispatch: one\ncombine: two") == (
+            ending(trial(), group).verdict,
+            ending(trial(), group).message,
+        )
+
+    def test_any_other_exception_is_the_suites_own(self):
+        """Even when it comes together with a mismatch."""
+        for error in (KeyError("x"), ExceptionGroup("two", [WrongCount("dispatch", "one"), KeyError("x")])):
+            ended = ending(trial(), error)
+            assert ("error", "KeyError") == (ended.verdict, ended.kind)
+
+    def test_a_check_of_several_requirements_may_say_which_one_fails(self):
+        """Only if every mismatch names one; else all are left to fail."""
+        named, other = WrongCount("dispatch", "one"), WrongOutput("combine", "two")
+        named.requirement = "EXCH-02"
+        assert ("EXCH-02",) == ending(trial(), named).violated
+        assert () == ending(trial(), other).violated
+        assert () == ending(trial(), ExceptionGroup("two", [named, other])).violated
+        assert () == ending(trial(), Mismatch("run", "x")).violated
