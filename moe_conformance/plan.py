@@ -102,9 +102,9 @@ def workload_names() -> frozenset[str]:
     return frozenset(recipes | {name for name, _ in corpus.ROUTE})
 
 
-def layout_names() -> frozenset[str]:
-    """Return the names of all layouts of all profiles."""
-    return frozenset(layout.name for layout in corpus.layouts("full"))
+def layout_names() -> tuple[str, ...]:
+    """Return the names of all layouts of all profiles, in running order."""
+    return tuple(layout.name for layout in corpus.layouts("full"))
 
 
 def too_large(layout: Layout, ranks: int) -> str | None:

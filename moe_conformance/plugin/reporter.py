@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from moe_conformance import spec
+from moe_conformance.plan import layout_names
 from moe_conformance.plugin.run import Run
 from moe_conformance.report import matrix, result, words
 from moe_conformance.report.progress import Progress
@@ -144,6 +145,7 @@ class Reporter:
         wanted = self._run.options.ids or tuple(law)
         shown = matrix.matrix(
             [law[each] for each in law if each in wanted],
+            layout_names(),
             self._records,
             width=shutil.get_terminal_size().columns if terminalreporter.isatty else _WIDE,
             color=terminalreporter.hasmarkup,

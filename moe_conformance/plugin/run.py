@@ -46,7 +46,7 @@ def prepare(options: Options) -> Run:
     names = waivers.Names(
         requirements=frozenset(spec.load()),
         variants=frozenset(backend.variants),
-        layouts=layout_names(),
+        layouts=frozenset(layout_names()),
         workloads=workload_names(),
         versions=versions,
     )

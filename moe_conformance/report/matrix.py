@@ -33,27 +33,35 @@ SIGNS: Mapping[Verdict, tuple[str, str, str]] = {
 
 
 def matrix(
-    requirements: Sequence[Requirement], records: Iterable[Record], *, width: int, color: bool, encoding: str
+    requirements: Sequence[Requirement],
+    layouts: Sequence[str],
+    records: Iterable[Record],
+    *,
+    width: int,
+    color: bool,
+    encoding: str,
 ) -> str:
-    """Return the matrix as lines for a terminal; a failing cell says how many of its items failed."""
+    """Return the matrix as lines for a terminal; a failing cell says how many of its items failed.
+
+    Layouts come in the order given, those without a record left out; what has no layout stands under `any`.
+    """
     column = 1 if "utf" not in encoding.lower() else 0
     cells: dict[tuple[str, str], Counter[Verdict]] = {}
-    layouts: dict[str, None] = {}
     for record in records:
-        layout = record.layout or "any"
-        layouts[layout] = None
         for each in record.requirements:
-            cells.setdefault((each, layout), Counter())[record.verdict] += 1
+            cells.setdefault((each, record.layout or "any"), Counter())[record.verdict] += 1
+    layouts = [layout for layout in (*layouts, "any") if any(at == layout for _, at in cells)]
     table = Table(box=box.SIMPLE_HEAD if column == 0 else box.ASCII2, pad_edge=False)
     table.add_column("requirement")
     for layout in layouts:
         table.add_column(layout.replace("-", "\n"), justify="center", vertical="bottom")
+    seen: set[Verdict] = set()
     for requirement in requirements:
-        counts = [cells.get((requirement.id, layout), Counter()) for layout in layouts]
-        table.add_row(requirement.id, *(_cell(count, column) for count in counts))
-    rows = {requirement.id for requirement in requirements}
-    seen = {overall(count) for (each, _), count in cells.items() if each in rows}
-    seen |= {"not run" for each in rows for layout in layouts if (each, layout) not in cells}
+        row = {layout: cells[requirement.id, layout] for layout in layouts if (requirement.id, layout) in cells}
+        # A row without a sign says "not run" in every column; beside others, no sign means nothing to judge there.
+        row = row or {layout: Counter[Verdict]({"not run": 1}) for layout in layouts}
+        table.add_row(requirement.id, *(_cell(row[layout], column) if layout in row else "" for layout in layouts))
+        seen |= {overall(count) for count in row.values()}
     legend = Text("  ").join(_explained(verdict, column) for verdict in SIGNS if verdict in seen)
     return _render(table, width, color) + _render(legend, width, color)
 
