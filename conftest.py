@@ -1,5 +1,11 @@
-"""The checkout's own tests: pytester for self_tests. The plug-in itself comes by its entry point, once."""
+"""The checkout's own tests: how Hypothesis draws in self_tests. The plug-in comes by its entry point, once.
+
+A run that judges a backend brings its own profile (moe_conformance/plugin/drawing.py), which takes the place of this.
+"""
 
 from __future__ import annotations
 
-pytest_plugins = ("pytester",)
+from hypothesis import settings
+
+settings.register_profile("self", derandomize=True, database=None, deadline=None, print_blob=False)
+settings.load_profile("self")

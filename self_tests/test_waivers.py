@@ -81,6 +81,7 @@ class TestProblems:
             (">=1.4,<2", ">=1.5,<2", "holds for some_library>=1.5,<2, and 1.4.2 is installed"),
             (">=1.4,<2", "", "sets no bounds"),
             (">=1.4,<2", "=?4", "is not of the form"),
+            ("[alltoall-ep2-even]", "[alltoall-ep2-uneven]", "is no test_name[variant-layout-workload]"),
             ("some_library", "other", "the backend reports no other, only some-library, torch"),
         ],
     )
@@ -119,6 +120,16 @@ class TestUnused:
         assert "no check runs on what it names" in nowhere
 
 
+class TestExample:
+    def test_an_example_is_a_check(self, tmp_path):
+        """Where its case was selected, a check of that name must be among the items."""
+        waivers = loaded(tmp_path, GOOD)
+        assert [] == list(waivers.misnamed([ITEM.name]))
+        assert [] == list(waivers.misnamed(["test_outputs[alltoall-ep4-even]"]))
+        (sentence,) = waivers.misnamed(["test_other[alltoall-ep2-even]"])
+        assert f"W-1: its example {ITEM.name} is no check" in sentence
+
+
 class TestPath:
     def test_only_a_registered_name_has_a_file(self, tmp_path):
         """A backend given by dotted path brings its own file or has none."""
@@ -153,7 +164,7 @@ evidence = "self_tests"
 owner = "self_tests"
 expires = {expires}
 versions = ["torch>=2"]
-example = "test_outputs[{variant}-{layout}-even]"
+example = "test_outputs[{variant}-{layout.replace("*", "ep2")}-even]"
 """
 
 

@@ -118,6 +118,7 @@ class Reporter:
         if not self._filtered():
             ran = [_item(record) for record in self._records if record.verdict not in ("not applicable", "not run")]
             used = [record.waiver for record in self._records if record.verdict in ("waived", "unexpected pass")]
+            yield from self._run.waivers.misnamed(record.item for record in self._records)
             whole = self._run.options.profile == "full"
             yield from self._run.waivers.unused((item for item in ran if item), used, whole)
         if not any(record.verdict == "pass" for record in self._records):

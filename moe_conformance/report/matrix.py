@@ -26,7 +26,7 @@ SIGNS: Mapping[Verdict, tuple[str, str, str]] = {
     "waived": ("W", "W", "yellow"),
     "refused": ("r", "r", "cyan"),
     "not adapted": ("a", "a", "cyan"),
-    "limit": ("l", "l", "cyan"),
+    "limit": ("L", "L", "cyan"),
     "not applicable": ("-", "-", "dim"),
     "not run": ("·", ".", "dim"),
 }
