@@ -131,6 +131,14 @@ class TestWrongParameterGradients:
         )
         assert "holds the gradient of part 1: gate of expert 0 (part 0 of 2) on rank 0" in wrong.sentence
 
+    def test_hundreds_of_wrong_gradients_are_not_all_explained(self) -> None:
+        """Every explanation takes time: the first 24 are told, the others counted."""
+        noise = torch.Generator().manual_seed(1)
+        change = lambda rank, key, value: value + torch.randn(value.shape, generator=noise)  # noqa: E731
+        wrong = caught(judge_expert_gradients, edit_final(clean(REPLICATED), change))
+        assert "22 more of the same kind. Also: the gradient of" in wrong.sentence
+        assert wrong.sentence.endswith("on rank 2 is wrong too; 23 more of the same kind")
+
     def test_absent(self) -> None:
         """None after finishing is a fault of its own kind."""
         outcome = edit_final(clean(), lambda rank, key, value: None if key == ("up", 5) else value)

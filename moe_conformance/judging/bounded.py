@@ -84,8 +84,12 @@ def compare(
 
 
 def within(actual: Tensor, expected: Tensor, allowed: Tensor) -> bool:
-    """Whether shapes agree and every element is within its bound."""
-    return actual.shape == expected.shape and compare(actual, expected, allowed).holds
+    """Whether shapes agree and every element is within its bound, as `compare` has it; for guesses, so quick.
+
+    >>> within(torch.tensor([1.0, torch.inf]), torch.tensor([1.0, torch.inf]), torch.zeros(2))
+    False
+    """
+    return actual.shape == expected.shape and bool(((actual.double() - expected).abs() <= allowed).all())
 
 
 def factor(actual: Tensor, expected: Tensor, allowed: Tensor, names: Mapping[str, float]) -> float | None:

@@ -88,16 +88,7 @@ class OwnExpected:
 
     def parameter(self, stage: int, key: Key) -> Target:
         """The finished gradient of a whole parameter: over all tokens of the stage, divided where averaged."""
-        value, magnitude = self._results[stage][0].parameters[key], self._results[stage][1].parameters[key]
-        layout, microbatches = self.workload.layout, len(self.workload.batches)
-        more = bounds.more_in_parameter_gradients(microbatches, layout.edp)
-        tokens = sum(
-            len(self.workload.batches[m][rank].x_TD) for m, rank in places_of(self.workload, self.stages[stage])
-        )
-        config = self.workload.config
-        length = bounds.longest_sum(config)
-        allowed = bounds.allowed(magnitude, config.dtype, length=length, tokens=tokens, more=more)
-        return Target(value / self.divisor, allowed / self.divisor)
+        return self._parameters[stage][key]
 
     @cached_property
     def idle(self) -> tuple[frozenset[int], ...]:
@@ -117,6 +108,21 @@ class OwnExpected:
             values = layer.gradients(*batch, swiglu_experts, parameters, weights_at=self.weights_at)
             sizes = magnitudes(*batch, swiglu_measured, parameters, weights_at=self.weights_at)
             found.append((values, sizes))
+        return tuple(found)
+
+    @cached_property
+    def _parameters(self) -> tuple[dict[Key, Target], ...]:
+        """The finished gradient of every parameter, of every stage."""
+        config, layout, microbatches = self.workload.config, self.workload.layout, len(self.workload.batches)
+        length, more = bounds.longest_sum(config), bounds.more_in_parameter_gradients(microbatches, layout.edp)
+        found: list[dict[Key, Target]] = []
+        for ranks, (values, sizes) in zip(self.stages, self._results, strict=True):
+            tokens = sum(len(self.workload.batches[m][rank].x_TD) for m, rank in places_of(self.workload, ranks))
+            found.append({})
+            for key, value in values.parameters.items():
+                magnitude = sizes.parameters[key]
+                allowed = bounds.allowed(magnitude, config.dtype, length=length, tokens=tokens, more=more)
+                found[-1][key] = Target(value / self.divisor, allowed / self.divisor)
         return tuple(found)
 
     @cached_property

@@ -14,12 +14,15 @@ from torch import Tensor
 from moe_conformance.judging import bounds
 from moe_conformance.judging.bounded import Target, compare, factor, too_narrow, within
 from moe_conformance.judging.diagnosis import Finding, ratio_words
+from moe_conformance.judging.once import Kept
 from moe_conformance.judging.own_expected import Held, OwnExpected, solve
 from moe_conformance.judging.own_mistakes import Run, other_runs
 from moe_conformance.judging.places import Place, other_sums, places_of, shard_of
 from reference.layer import Gradients
 
 Found = tuple[list[Finding], float | None]  # and the factor if there is one for all
+
+_EXPLAINED = 24  # wrong parameters told in words; hundreds of them say nothing new, and every one takes milliseconds
 
 
 # ---- tokens --------------------------------------------------------------------------------------------------
@@ -146,8 +149,11 @@ def explain_parameters(expected: OwnExpected, held: Sequence[Held], names: Mappi
     explained = [found for group in groupings if (found := _by_group(held, group, names))]
     if explained:
         return min(explained, key=len), None
-    explainer = _Explainer(expected, names)
-    return [explainer.explain(each) for each in held if not each.holds()], None
+    explainer, wrong = _Explainer(expected, names), [each for each in held if not each.holds()]
+    findings = [explainer.explain(each) for each in wrong[:_EXPLAINED]]
+    for each in wrong[_EXPLAINED:]:
+        findings.append(Finding("not explained", f"the gradient of {each.name} is wrong too", (each.rank,)))
+    return findings, None
 
 
 def _by_group(held: Sequence[Held], group: Callable[[Held], str], names: Mapping[str, float]) -> list[Finding]:
@@ -183,7 +189,8 @@ class _Explainer:
     def __init__(self, expected: OwnExpected, names: Mapping[str, float]) -> None:
         self.expected, self.names = expected, names
         self._held = expected.workload.config.experts // expected.workload.layout.ep
-        self.runs: dict[int, list[Run]] = {}
+        self.runs: dict[int, Kept[Run]] = {}
+        self.sums: dict[int, Kept[Run]] = {}
         self.partial: dict[tuple[Place, ...], Gradients] = {}
 
     def explain(self, held: Held) -> Finding:
@@ -234,10 +241,16 @@ class _Explainer:
             yield f"the gradient is as if {words}", self._divided(held, result)
 
     def _partial_sums(self, held: Held) -> Iterator[tuple[str, Tensor]]:
-        for words, places in other_sums(self.expected.workload, held.rank):
+        if held.rank not in self.sums:
+            self.sums[held.rank] = Kept(self._other_sums(held.rank))
+        for words, result in self.sums[held.rank]:
+            yield words, self._divided(held, result)
+
+    def _other_sums(self, rank: int) -> Iterator[Run]:
+        for words, places in other_sums(self.expected.workload, rank):
             if places not in self.partial:
                 self.partial[places] = solve(self.expected.workload, places, self.expected.weights_at)
-            yield words, self._divided(held, self.partial[places])
+            yield words, self.partial[places]
 
     def _part(self, held: Held, key: tuple[str, int]) -> Tensor:
         return shard_of(self.expected.parameter(held.stage, key).expected, held.shard)
@@ -245,8 +258,8 @@ class _Explainer:
     def _divided(self, held: Held, result: Gradients) -> Tensor:
         return shard_of(result.parameters[held.key], held.shard) / self.expected.divisor
 
-    def _runs(self, stage: int) -> list[Run]:
+    def _runs(self, stage: int) -> Kept[Run]:
         if stage not in self.runs:
             places = places_of(self.expected.workload, self.expected.stages[stage])
-            self.runs[stage] = list(other_runs(self.expected, places))
+            self.runs[stage] = Kept(other_runs(self.expected, places))
         return self.runs[stage]
