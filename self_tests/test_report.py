@@ -12,7 +12,7 @@ from moe_conformance import spec
 from moe_conformance.plugin.scheduling import cell_of
 from moe_conformance.report import matrix, result, words
 from moe_conformance.report.progress import Progress
-from moe_conformance.report.records import PROPERTY, Record, of_report, overall
+from moe_conformance.report.records import FAILING, PROPERTY, Record, of_report, overall
 from moe_conformance.topology import Layout
 
 LAW = spec.load()
@@ -118,6 +118,14 @@ class TestMatrix:
         """A terminal that cannot show signs gets letters."""
         assert self.shown(encoding="ascii").isascii()
         assert "\x1b[" in self.shown(color=True)
+
+    def test_the_manual_explains_every_sign(self):
+        """docs/reading_a_verdict.md has a row per verdict, and says of each whether it fails the run."""
+        manual = (Path(__file__).parent.parent / "docs" / "reading_a_verdict.md").read_text("utf-8")
+        rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in manual.splitlines() if "|" in line]
+        told = {verdict: (sign, fails == "yes") for sign, verdict, _, fails in (row for row in rows if len(row) == 4)}
+        shown = {verdict: (sign, verdict in FAILING) for verdict, (sign, _, _) in matrix.SIGNS.items()}
+        assert shown == {verdict: told[verdict] for verdict in shown}
 
     def test_totals_name_failures_first(self):
         """Every item is counted under its verdict."""
