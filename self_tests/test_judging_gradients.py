@@ -189,7 +189,7 @@ class TestDweights:
             (lambda g: g * 0, "is zero"),
             (
                 lambda g: g * 2,
-                "is 2.000 x the oracle: world or dp or ep or K",
+                "is 2.000 x the oracle: ep or K or dp or world",
             ),
             (exchange(0, 1), "at rank 0 token 0 is that of token 1"),
             (put(2, lambda g: g[2] + torch.tensor([0.5, 0.0])), "rank 0 token 2 slot 0 is 0.5, and that slot is empty"),

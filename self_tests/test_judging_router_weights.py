@@ -156,7 +156,7 @@ class TestWrongGradients:
         for rank in range(2):
             outcome = edit(outcome, rank, lambda seen: replace(seen, dx_TD=Grad(2 * present(seen.dx_TD.value))))
         assert (
-            "every element of dx is 2.000 x the oracle: world or dp or ep or K"
+            "every element of dx is 2.000 x the oracle: K or ep or dp or world"
             in caught(judge_router_dx, outcome).sentence
         )
 
@@ -173,7 +173,7 @@ class TestWrongGradients:
             (lambda rank, gradients: sum(gradients) - gradients[2], "the tokens of rank 2 are missing in it"),
             (
                 lambda rank, gradients: gradients[rank] / 2,
-                "own rank are in it, and it is 0.500 x the oracle: 1/tp or 1/dp",
+                "own rank are in it, and it is 0.500 x the oracle: 1/dp or 1/tp",
             ),
         ],
     )

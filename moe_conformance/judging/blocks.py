@@ -20,7 +20,7 @@ def explain(sheets: Sheets) -> tuple[list[Finding], float | None]:
     if not rows:
         return [], None
     by_rank = {rank: sheets.sides([rank]) for rank in range(len(sheets.reading.ranks))}
-    findings, ratio = ratio_findings(sheets.name, by_rank, sheets.reading.ratio_names)
+    findings, ratio = ratio_findings(sheets.name, by_rank, sheets.reading.token_ratios)
     if ratio is not None:
         return findings, ratio
     told = {rank for finding in findings for rank in finding.ranks}
@@ -51,4 +51,4 @@ def _ratios_of_experts(sheets: Sheets, rows: Sequence[WrongRow]) -> Iterator[tup
 
 
 def _words(sheets: Sheets, ratio: float) -> str:
-    return ratio_words(ratio, sheets.reading.ratio_names)
+    return ratio_words(ratio, sheets.reading.token_ratios)

@@ -95,7 +95,7 @@ def ratio_names(sizes: Mapping[str, float]) -> dict[str, float]:
 
 
 def ratio_words(ratio: float, names: Mapping[str, float]) -> str:
-    """Say a ratio and every name whose value it is.
+    """Say a ratio and every name whose value it is, in the order of the names.
 
     >>> ratio_words(2.0, {"ep": 2.0, "tp": 2.0, "K": 3.0}), ratio_words(0.0, {}), ratio_words(0.3, {})
     ('2.000 x the oracle: ep or tp', 'zero', '0.300 x the oracle')

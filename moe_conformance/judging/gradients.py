@@ -68,7 +68,7 @@ def judge_dweights(reading: Reading, tally: Tally) -> None:
         return
     what = "the gradients of the routing weights"
     sides = {rank: tuple(map(torch.cat, zip(*pairs, strict=True))) for rank, pairs in by_rank.items()}
-    ratios, ratio = ratio_findings(what, sides, reading.ratio_names)  # type: ignore[arg-type]  # pairs of tensors
+    ratios, ratio = ratio_findings(what, sides, reading.token_ratios)  # type: ignore[arg-type]  # pairs of tensors
     told = {rank for finding in ratios for rank in finding.ranks}
     left = [finding for finding in findings if not set(finding.ranks) & told]
     before = before_experts(reading)

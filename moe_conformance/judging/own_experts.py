@@ -124,7 +124,7 @@ def _judge_tokens(reading: Reading, tally: Tally, judged: _Judged) -> None:
     if all(each.holds for each in worst.values()):
         return
     targets = {place: judged.target(place) for place in actual}
-    findings, ratio = explain_tokens(expected, judged.name, actual, targets, reading.ratio_names)
+    findings, ratio = explain_tokens(expected, judged.name, actual, targets, reading.token_ratios)
     fail(judged.error, judged.stage, findings, ratio=ratio)
 
 
@@ -168,7 +168,7 @@ def judge_expert_gradients(reading: Reading, tally: Tally) -> None:
     wrong = [each for each in held if not each.holds(tally)]
     if wrong:
         expected = expected_of(reading)
-        findings, ratio = explain_parameters(expected, held, reading.ratio_names)
+        findings, ratio = explain_parameters(expected, held, reading.expert_ratios)
         fail(WrongGradient, _stage_of(reading, wrong), findings, ratio=ratio)
 
 

@@ -121,15 +121,28 @@ class Reading:
         return [self.parts[rank] for rank in shards if self.ranks[rank].partial]
 
     @cached_property
-    def ratio_names(self) -> dict[str, float]:
-        """Factors that a wrong scale is likely to be."""
-        workload = self.outcome.workload
-        named = ratio_names({**workload.layout.sizes(), "K": workload.config.top_k})
+    def token_ratios(self) -> dict[str, float]:
+        """Factors that a wrong scale of y, or of a gradient of tokens or weights, is likely to be, likeliest first."""
+        sizes = {**self.outcome.workload.layout.sizes(), "K": self.outcome.workload.config.top_k}
+        named: dict[str, float] = {}
         if len(self._shards) > 1:
             named |= {f"etp shard {i} alone": part for i, part in enumerate(self._shards)}
         if len(self._shards) > 2:
             named |= {f"etp shard {i} missing": 1 - part for i, part in enumerate(self._shards)}
-        return named
+        order = ("etp", "ep", "K", "tp", "cp", "dp", "edp", "pp", "world")
+        return named | ratio_names({name: sizes[name] for name in order})
+
+    @cached_property
+    def expert_ratios(self) -> dict[str, float]:
+        """The same for a gradient of the experts, which knows nothing of slots."""
+        sizes = self.outcome.workload.layout.sizes()
+        return ratio_names({name: sizes[name] for name in ("ep", "etp", "edp", "dp", "cp", "tp", "pp", "world")})
+
+    @cached_property
+    def router_ratios(self) -> dict[str, float]:
+        """The same for the gradient of the router, which all ranks of a pipeline stage hold."""
+        sizes = self.outcome.workload.layout.sizes()
+        return ratio_names({name: sizes[name] for name in ("dp", "cp", "tp", "ep", "etp", "edp", "pp", "world")})
 
     @cached_property
     def applied(self) -> tuple[Applied, ...]:

@@ -120,7 +120,7 @@ def explain_router_dx(expected: RouterExpected, actual: Tensors, targets: Target
     def dx(weigh: Weigh, place: Place) -> Tensor:
         return expected.solve([place], weigh)[0]
 
-    names = {**names, **_names(expected)}
+    names = {**_names(expected), **names}
     return _explain(expected, "dx", actual, targets, names, _differentiable(expected), dx)
 
 
@@ -161,7 +161,7 @@ def explain_router_gradient(
     names: Mapping[str, float],
 ) -> Found:
     """Say why the router's gradient is wrong on ranks of a stage: one factor for all, or for each what is in it."""
-    names = {**names, **_names(expected)}
+    names = {**ratio_names({"the scale": expected.workload.config.scale}), **names}
     ratio = factor(*_joined(actual, targets), names)
     if ratio is not None:
         sentence = f"every element of the router's gradient is {ratio_words(ratio, names)}"
@@ -216,7 +216,7 @@ def _differentiable(expected: RouterExpected) -> Iterator[tuple[str, Weigh]]:
 
 def _names(expected: RouterExpected) -> dict[str, float]:
     config = expected.workload.config
-    return ratio_names({"K": config.top_k, "the scale": config.scale})
+    return ratio_names({"the scale": config.scale, "K": config.top_k})
 
 
 def _near(actual: Tensor, guess: Tensor, target: Target) -> bool:

@@ -202,7 +202,7 @@ def judge_router_dx(reading: Reading, tally: Tally) -> None:
         targets[m, rank] = target
     if _all_hold(actual, targets, tally):
         return
-    findings, ratio = explain_router_dx(expected, actual, targets, reading.ratio_names)
+    findings, ratio = explain_router_dx(expected, actual, targets, reading.token_ratios)
     fail(WrongGradient, "gradient", findings, ratio=ratio)
 
 
@@ -244,7 +244,7 @@ def _fail_gradient(
     full = expected.gradient(stage)
     undivided = Target(full.expected * expected.divisor, full.allowed * expected.divisor)
     before = len(local) == len(ranks) and not compare(torch.stack(local).sum(0), *undivided).holds
-    findings, ratio = explain_router_gradient(expected, stage, actual, targets, reading.ratio_names)
+    findings, ratio = explain_router_gradient(expected, stage, actual, targets, reading.router_ratios)
     fail(WrongGradient, "gradient" if before else "finish", findings, ratio=ratio)
 
 

@@ -138,7 +138,7 @@ def _judge(reading: Reading, tally: Tally, compared: Sequence[Compared], what: s
         )
         for rank in sorted({c.match.entry.rank for c in compared})
     }
-    findings, ratio = ratio_findings(what, by_rank, reading.ratio_names)
+    findings, ratio = ratio_findings(what, by_rank, reading.token_ratios)
     told = {rank for finding in findings for rank in finding.ranks}
     left = [c for c in bad if c.match.entry.rank not in told]
     findings += [_told(reading, c, what) for c in left[:_EXPLAINED]]

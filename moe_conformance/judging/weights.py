@@ -29,7 +29,7 @@ def judge_weights(reading: Reading, tally: Tally) -> None:
         ratio = common_ratio(carried, own) if len(travelling) > 1 else None
         ranks = tuple(match.entry.rank for match in wrong)
         if ratio is not None:
-            sentence = f"every weight that travels to the experts is {ratio_words(ratio, reading.ratio_names)}"
+            sentence = f"every weight that travels to the experts is {ratio_words(ratio, reading.token_ratios)}"
             fail(WrongWeight, "dispatch", [Finding("ratio", sentence, ranks)], ratio=ratio)
         fail(WrongWeight, "dispatch", [_told(reading, match) for match in wrong])
     for match in reading.matching.matches:

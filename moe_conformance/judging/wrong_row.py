@@ -126,7 +126,7 @@ def _weighted(block: _Piece, slots: Sequence[int], weight: float) -> tuple[str, 
         return "unweighted", f"{held}: the weight was not applied"
     if weight == own * own:
         return "weighted twice", f"{held}: the weight was applied twice"
-    return "another factor", f"{held}: {ratio_words(weight / own, reading.ratio_names)}"
+    return "another factor", f"{held}: {ratio_words(weight / own, reading.token_ratios)}"
 
 
 # ---- other tokens ------------------------------------------------------------------------------------------------

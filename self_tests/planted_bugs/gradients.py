@@ -142,7 +142,7 @@ class ExpertFinisher(GradientFinisher):
 
 
 @planted(
-    Expectation("GRAD-05", "own-even", "finish", "every expert gradient is 2.000 x the oracle", "ep"),
+    Expectation("GRAD-05", "own-even", "finish", "every expert gradient is 2.000 x the oracle: ep or"),
     real="pytorch/torchtitan commits 59e57a4bb (#1551), f014f31c2 (#1793)",
 )
 class ExpertGradientsTimesEp(ExpertFinisher):
@@ -153,7 +153,7 @@ class ExpertGradientsTimesEp(ExpertFinisher):
 
 
 @planted(
-    Expectation("GRAD-05", "own-even", "finish", "every expert gradient is 0.500 x the oracle", "1/edp"),
+    Expectation("GRAD-05", "own-even", "finish", "is 0.500 x the oracle: 1/ep or 1/edp"),
     real="NVIDIA/Megatron-LM commit f8ec15e4a8 (#5956)",
     layout=EP2_EDP2,
 )
@@ -165,7 +165,7 @@ class MeanOverReplicas(ExpertFinisher):
 
 
 @planted(
-    Expectation("GRAD-05", "own-even", "finish", "every expert gradient is 0.250 x the oracle", "1/dp"),
+    Expectation("GRAD-05", "own-even", "finish", "every expert gradient is 0.250 x the oracle: 1/dp or"),
     real="deepspeedai/DeepSpeed commit 9d2660d2a (#4957)",
     layout=EP2_EDP2,
 )
