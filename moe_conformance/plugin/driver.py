@@ -9,6 +9,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+import torch
 
 from moe_conformance.contract import Limit
 from moe_conformance.engine import Engine, EngineError
@@ -17,7 +18,7 @@ from moe_conformance.judging.verdict import Mismatch, RunFailed, Tally
 from moe_conformance.plan import Case, Cell, Plan, too_large
 from moe_conformance.plugin.run import Run, engine_needs
 from moe_conformance.plugin.trial import Ending, Trial, ending
-from moe_conformance.report.records import FAILING, PROPERTY, Record
+from moe_conformance.report.records import FAILING, PROPERTY, Record, Verdict
 from moe_conformance.report.words import failure
 from moe_conformance.scenarios.group_lists import CannotTell, group_lists
 from moe_conformance.scenarios.moe_step import moe_step
@@ -131,7 +132,8 @@ class Driver:
             self._kept = None
             self._kept = _Kept(case, self._step(trial, case.workload))
         trial.outcome = self._kept.outcome
-        _skip_refused(trial, self._kept.outcome)
+        if refusal := _refusal(self._kept.outcome):
+            trial.skip(*refusal)
         if limit is not None:
             raise Mismatch(
                 "run",
@@ -156,11 +158,13 @@ class Driver:
         allowed = [case for case in self.plan.cases if case.cell is cell and not _limit(case)]
         if not allowed:
             trial.skip("limit", f"limit, unproved: every workload breaks a declared limit of {cell.variant}")
-        _skip_refused(trial, self._step(trial, allowed[0].workload))
+        if refusal := _refusal(self._step(trial, allowed[0].workload)):
+            trial.skip(*refusal)
 
         def drive(workload: Workload) -> Outcome:
             trial.outcome = self._step(trial, workload)
-            if _refused(trial.outcome):
+            if refusal := _refusal(trial.outcome):
+                trial.settled, trial.rejected = refusal
                 hypothesis.reject()
             return trial.outcome
 
@@ -194,6 +198,7 @@ class Driver:
     @property
     def _started(self) -> Engine:
         if self._engine is None:
+            torch.set_num_threads(1)  # the oracles' tensors are tiny: more threads only take the cores from the ranks
             try:
                 self._engine = Engine(device=self.run.options.device, **engine_needs(self.run.backend))
             except EngineError as error:  # the machine's or the installation's: no item is at fault
@@ -287,21 +292,17 @@ def _limit(case: Case) -> Limit | None:
     return broken(case.cell.limits, case.workload, case.cell.device)
 
 
-def _refused(outcome: Outcome) -> bool:
-    """Whether building was refused everywhere; a rank that went on, failed or hung makes it a failure instead."""
-    went_on = any(rank.status == "ok" for rank in outcome.ranks)
-    return outcome.refusal is not None and not outcome.blamed and not went_on
+def _refusal(outcome: Outcome) -> tuple[Verdict, str] | None:
+    """Return verdict and reason if building was refused; a rank that went on, failed or hung makes it a failure.
 
-
-def _skip_refused(trial: Trial, outcome: Outcome) -> None:
-    """End the item if building was refused. What an adapter refuses proves nothing about the library."""
-    if not _refused(outcome):
-        return
+    What an adapter refuses proves nothing about the library.
+    """
     refusal = outcome.refusal
-    assert refusal is not None  # by `_refused`
+    if refusal is None or outcome.blamed or any(rank.status == "ok" for rank in outcome.ranks):
+        return None
     if refusal.error_by == "library":
-        trial.skip("refused", f"refused by the library: {refusal.error}")
-    trial.skip("not adapted", f"not adapted: {refusal.error}")
+        return "refused", f"refused by the library: {refusal.error}"
+    return "not adapted", f"not adapted: {refusal.error}"
 
 
 def _translate(report: pytest.TestReport, record: Record) -> None:
