@@ -93,6 +93,8 @@ def _run_every(chosen: dict[str, str], pytest_arguments: tuple[str, ...]) -> int
         click.echo(f"\n{name}")
         command = [sys.executable, "-m", "moe_conformance.cli", "run", *words, "--", *pytest_arguments]
         worst = max(worst, _child(command))
+        if worst > 128:  # ended by a signal: so are we
+            break
     return worst
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis.errors import Unsatisfiable
 
 from moe_conformance.judging.verdict import Mismatch, NotOffered, RunFailed, WrongCount, WrongOutput
 from moe_conformance.plan import Cell
@@ -38,6 +39,14 @@ class TestSkips:
             settled.skip("refused", "refused by the library: no")
         assert Ending("refused", "refused by the library: no") == ending(settled, raised.value)
         assert "not run" == ending(trial(), raised.value).verdict
+
+    def test_draws_that_were_all_refused(self):
+        """A backend that refuses whatever is drawn has refused; without a refusal it is the strategy's fault."""
+        refused = trial()
+        refused.settled, refused.rejected = "refused", "no such dtype"
+        ended = ending(refused, Unsatisfiable("no example"))
+        assert ("refused", "every workload that was drawn was refused: no such dtype") == (ended.verdict, ended.message)
+        assert "error" == ending(trial(), Unsatisfiable("no example")).verdict
 
     def test_what_is_not_offered_cannot_be_judged(self):
         """A judge that finds nothing offered says so; it is neither a pass nor a failure."""

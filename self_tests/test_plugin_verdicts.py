@@ -11,8 +11,26 @@ from moe_conformance import spec
 from self_tests import plugin_runs
 from self_tests.plugin_runs import PROJECT, TOY, Finished
 
-CHECKS = (str(PROJECT / "checks.py"), str(PROJECT / "broken_checks.py"))
 ASKED = ("--moe-backend", TOY, "--moe-ranks", "2")
+
+# Checks that are at fault themselves.
+BROKEN = """
+from moe_conformance.spec import requirement
+
+
+def right(workload):
+    return workload.name == "even" and workload.config.variant == "right"
+
+
+@requirement("EXCH-07", kind="probe", when=right)
+def test_nothing(reading, tally):
+    pass
+
+
+@requirement("EXCH-08", kind="probe", when=right)
+def test_broken(reading, tally):
+    tally.add(elements=1 // 0)
+"""
 
 # Of both checks, on the single rank and on ep2.
 VERDICTS = {
@@ -48,9 +66,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def judged(folder: Path) -> Finished:
+def checks(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """The files of the project."""
+    broken = tmp_path_factory.mktemp("checks") / "broken_checks.py"
+    broken.write_text(BROKEN)
+    return str(PROJECT / "checks.py"), str(broken)
+
+
+@pytest.fixture(scope="module")
+def judged(folder: Path, checks: tuple[str, str]) -> Finished:
     """The project, judged once."""
-    return plugin_runs.pytest_on("-q", *ASKED, "--moe-report", str(folder), *CHECKS, cwd=folder)
+    return plugin_runs.pytest_on("-q", *ASKED, "--moe-report", str(folder), *checks, cwd=folder)
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +107,9 @@ class TestVerdicts:
         decided = {"EXCH-05": "fail", "EXCH-07": "vacuous", "EXCH-08": "error", "EXCH-09": "fail"}
         assert {each: decided.get(each, "not run") for each in spec.load()} == verdicts
 
-    def test_xdist_gives_the_same(self, tmp_path, report):
+    def test_xdist_gives_the_same(self, tmp_path, checks, report):
         """Two workers, each with ranks of its own, reach the verdicts of one process, and no case runs twice."""
-        again = plugin_runs.pytest_on("-n", "2", *ASKED, "--moe-report", str(tmp_path), *CHECKS, cwd=tmp_path)
+        again = plugin_runs.pytest_on("-n", "2", *ASKED, "--moe-report", str(tmp_path), *checks, cwd=tmp_path)
         assert 1 == again.status
         merged = plugin_runs.result(tmp_path)
         assert plugin_runs.verdicts(report) == plugin_runs.verdicts(merged)

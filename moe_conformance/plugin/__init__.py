@@ -14,6 +14,7 @@ Every pytest run of an environment in which the suite is installed imports this 
 from __future__ import annotations
 
 import signal
+import threading
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,7 +94,8 @@ def begin(config: pytest.Config) -> None:
         run = prepare(options.from_mapping(_given(config)))
     except options.Unusable as error:
         raise pytest.UsageError(str(error)) from None
-    config.add_cleanup(partial(_restore, signal.signal(signal.SIGTERM, _terminated)))
+    if threading.current_thread() is threading.main_thread():  # no other may set a handler
+        config.add_cleanup(partial(_restore, signal.signal(signal.SIGTERM, _terminated)))
     if config.getoption("--hypothesis-profile", None) is None:
         drawing.load_profile(run.options.profile)
     manager.register(Driver(run), _DRIVER)

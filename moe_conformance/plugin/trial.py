@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
+from hypothesis.errors import Unsatisfiable
 
 from moe_conformance.judging.verdict import Mismatch, NotOffered, RunFailed, Tally
 from moe_conformance.plan import Cell
@@ -27,7 +28,8 @@ class Trial:
     outcome: Outcome | None = None  # the latest
     tally: Tally = field(default_factory=Tally)
     runs: int = 0
-    settled: Verdict | None = None  # by a fixture, before the check ran
+    settled: Verdict | None = None  # by a fixture, before the check ran or while it draws
+    rejected: str = ""  # why the latest draw was refused
 
     def skip(self, verdict: Verdict, reason: str) -> None:
         """End the item here with a verdict that is neither pass nor failure."""
@@ -58,6 +60,8 @@ def ending(trial: Trial, error: BaseException | None) -> Ending:
         return Ending("pass")
     if isinstance(error, pytest.skip.Exception):
         return Ending(trial.settled or "not run", str(error))
+    if isinstance(error, Unsatisfiable) and trial.settled:
+        return Ending(trial.settled, f"every workload that was drawn was refused: {trial.rejected}")
     if isinstance(error, NotOffered):
         return Ending("not adapted", f"not adapted: {error}")
     leaves = list(_leaves(error))

@@ -23,4 +23,6 @@ def test_outputs(reading: Reading, tally: Tally) -> None:
 @requirement("EXCH-09", kind="probe", when=even)
 def test_finished(reading: Reading, tally: Tally) -> None:
     """Every rank finishes."""
-    tally.add(pairs=len(reading.outcome.ranks), rank=0)
+    for rank in reading.ranks:
+        assert "ok" == rank.status
+        tally.add(pairs=1, rank=rank.rank)
