@@ -214,6 +214,16 @@ class TestWeights:
         fault = caught(judge_weights, broken(ROUTING, weights=on(1, change)))  # type: ignore[arg-type]
         assert words in str(fault)
 
+    def test_what_explains_most_weights_is_told_of_all(self) -> None:
+        """Another token's weight that happens to be half the own one is told as that token's, like the others."""
+        work = workload(ids=[[[4, 5]], [[4, 5], [4, 5]]])
+        for rank, weights_TK in enumerate(([[1, 3]], [[1, 2], [3, 4]])):
+            batch = replace(work.batches[0][rank], weights_TK=torch.tensor(weights_TK) / 8)
+            work = replace(work, batches=((*work.batches[0][:rank], batch, *work.batches[0][rank + 1 :]),))
+        fault = caught(judge_weights, broken(work, weights=on(1, lambda weights: weights.roll(1, 0))))
+        assert "carries 0.5, the weight of rank 1 token 1 slot 1, instead of 0.125" in str(fault)
+        assert "its own" not in str(fault)
+
     def test_one_factor_of_all_is_told_once(self) -> None:
         """Weights that are all ep times too large are one fault."""
         fault = caught(judge_weights, broken(workload(Layout(4, ep=2)), weights=lambda rank, weights: weights * 2))

@@ -51,7 +51,7 @@ class TestWrongParameterGradients:
         outcome = edit_final(clean(REPLICATED, dtype=dtype), lambda rank, key, value: factor * value)
         wrong = caught(judge_expert_gradients, outcome)
         assert isinstance(wrong, WrongGradient)
-        assert f"every expert gradient is {words}" in wrong.sentence
+        assert f"every expert gradient is {words}" == wrong.sentence
         assert ("finish", (0, 1, 2, 3), factor) == (wrong.stage, wrong.ranks, wrong.ratio)
 
     @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from moe_conformance.judging.gradients import judge_dweights, judge_dx
 from moe_conformance.judging.outputs import judge_outputs
 from moe_conformance.judging.row_gradients import judge_out_gradients, judge_rows_gradients
 from moe_conformance.judging.verdict import AbsentGradient, WrongForm, WrongGradient
-from moe_conformance.scenarios.outcome import Grad
+from moe_conformance.scenarios.outcome import Grad, Handed
 from moe_conformance.topology import Layout
 from self_tests.breaking import broken, caught, edit, edit_handed, exchange, judged, on, put
 from self_tests.simulated_exchange import workload
@@ -105,8 +105,27 @@ class TestRowsGradients:
         """Rows without a way back to x have no gradient."""
         fault = caught(judge_rows_gradients, broken(ROUTING, rows=on(0, torch.Tensor.detach)))
         assert isinstance(fault, AbsentGradient)
-        assert "on rank 0 left the experts' input: the rows are detached from x" in str(fault)
+        assert "on rank 0 left the experts' input (the rows are detached from x)" in str(fault)
         assert (0,) == fault.ranks
+
+    def test_what_combines_backward_broke_is_not_blamed_on_the_experts(self) -> None:
+        """A gradient that came wrong to the experts leaves them wrong, and the place before them is named."""
+        fault = caught(judge_rows_gradients, broken(ROUTING, answers=backward_times(0.0)))
+        assert "the gradients that left the experts is zero" in str(fault)
+        assert "already wrong when it reached the experts' output: combine's backward" in str(fault)
+        detached = caught(judge_rows_gradients, broken(ROUTING, answers=on(1, torch.Tensor.detach)))
+        assert isinstance(detached, AbsentGradient)
+        assert "no gradient had reached the experts' output: combine detached it" in str(detached)
+
+    def test_a_gradient_that_went_wrong_in_the_experts_is_told_apart(self) -> None:
+        """Right at the experts' output and wrong at their input."""
+
+        def doubled(handed: Handed) -> Handed:
+            assert handed.rows_grad_RD is not None
+            return replace(handed, rows_grad_RD=2 * handed.rows_grad_RD)
+
+        fault = caught(judge_rows_gradients, edit_handed(broken(ROUTING), 1, doubled))
+        assert "the gradient reached the experts' output right and left their input wrong" in str(fault)
 
     def test_a_wrong_weight_shows_in_what_left_the_experts(self) -> None:
         """The gradient at the input holds the weight that the expert applied."""
@@ -162,7 +181,7 @@ class TestDx:
         outcome = edit(broken(ROUTING), 0, lambda seen: replace(seen, dx_TD=Grad(None)))
         fault = caught(judge_dx, outcome)
         assert isinstance(fault, AbsentGradient)
-        assert "the gradient of x on rank 0 in microbatch 0 is None" in str(fault)
+        assert "the gradient of x on rank 0 in microbatch 0 is None (the gradient left the experts right" in str(fault)
         assert (0,) == fault.ranks
         empty = broken(workload(ids=[[], [[2, 1]]]))
         judged(judge_dx, edit(empty, 0, lambda seen: replace(seen, dx_TD=Grad(None), dweights_TK=Grad(None))))

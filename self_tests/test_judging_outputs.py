@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from moe_conformance.judging.outputs import judge_form, judge_inputs, judge_outputs
 from moe_conformance.judging.verdict import ChangedInput, WrongForm, WrongOutput
+from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.topology import Layout
+from moe_conformance.workloads.records import Workload
 from self_tests.breaking import broken, caught, edit, exchange, judged, on, put
 from self_tests.simulated_exchange import workload
 
 ROUTING = workload(ids=[[[0, 5], [4, 5], [-1, 6]], [[1, 6], [-1, -1]]])
+
+
+def weighted(weights_TK: list[list[float]]) -> Workload:
+    """Give the tokens of rank 0, all routed to experts 4 and 5, these weights."""
+    work = workload(ids=[[[4, 5]] * len(weights_TK), []])
+    batch = replace(work.batches[0][0], weights_TK=torch.tensor(weights_TK))
+    return replace(work, batches=((batch, work.batches[0][1]),))
+
+
+def reweighted(work: Workload, change: Callable[[Tensor], Tensor]) -> Outcome:
+    """Run a workload made by `weighted`, with other weights in y than it asks for."""
+    own_TK = work.batches[0][0].weights_TK
+    factor_TD = (change(own_TK) / own_TK).repeat_interleave(4, 1)
+    return broken(
+        work,
+        outputs=on(0, lambda y: torch.cat([y[:, :16], y[:, 16:24] * factor_TD, y[:, 24:]], 1)),
+        weights_at="combine",
+    )
 
 
 class TestOutputs:
@@ -49,6 +71,14 @@ class TestOutputs:
         fault = caught(judge_outputs, broken(ROUTING, padding=1, answers=on(1, exchange(0, 1))))
         assert "y of rank 0 token 1 holds" in str(fault)
         assert "the answer to a padding row (16384) reached it" in str(fault)
+
+    def test_the_answer_to_a_padding_row_is_told_before_what_it_pushed_out_of_place(self) -> None:
+        """What else is wrong is likely to come of the same fault, and is told after it, of earlier tokens too."""
+        dropped, padded = put(0, lambda rows: rows[0] * 0), exchange(0, 1)
+        outcome = broken(ROUTING, padding=1, answers=lambda rank, rows: (padded if rank else dropped)(rows))
+        fault = caught(judge_outputs, outcome)
+        assert fault.sentence.startswith("y of rank 0 token 1 holds")
+        assert "reached it. Also: y of rank 0 token 0, columns 0..3 (slot 0, expert 0), is zero" in str(fault)
 
     def test_a_token_without_slots_is_zero(self) -> None:
         """What appears at a token that is routed nowhere has no right to be there."""
@@ -104,6 +134,20 @@ class TestOutputs:
         fault = caught(judge_outputs, outcome)
         assert f"is weighted by {second:g} instead of {first:g}" in str(fault)
         assert "the weight of slot 1" in str(fault)
+
+    def test_another_slots_weight_is_not_taken_for_a_factor(self) -> None:
+        """A neighbour's weight that happens to be twice the own one is told as a weight if that explains more."""
+        work = weighted([[0.25, 0.5], [0.375, 0.125]])
+        fault = caught(judge_outputs, reweighted(work, lambda weights_TK: weights_TK.roll(1, 1)))
+        assert "is weighted by 0.5 instead of 0.25: the weight of slot 1" in str(fault)
+        assert "twice" not in str(fault)
+
+    def test_a_weight_that_all_tokens_of_an_expert_share_is_not_a_factor_of_the_expert(self) -> None:
+        """Weights applied twice are told as such, though one expert's answers are all off by one factor."""
+        work = weighted([[0.25, 0.5], [0.25, 0.375]])
+        fault = caught(judge_outputs, reweighted(work, torch.square))
+        assert "is weighted by 0.0625 instead of 0.25: the weight was applied twice" in str(fault)
+        assert not any(words in str(fault) for words in ("every answer of expert", "the weight of slot"))
 
     def test_unapplied_weights_are_told(self) -> None:
         """Answers that come back unweighted are told as such, with the stage that lost the weight."""

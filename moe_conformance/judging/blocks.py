@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from moe_conformance.judging.diagnosis import Finding, common_ratio, ratio_findings, ratio_words, some
+from moe_conformance.judging.diagnosis import Finding, common_ratio, likeliest, ratio_findings, ratio_words, some
 from moe_conformance.judging.sheets import Sheets, WrongRow
-from moe_conformance.judging.wrong_row import explain_row
+from moe_conformance.judging.wrong_row import PADDING, explain_row
 
 _EXPLAINED = 64  # wrong rows told in words; thousands of them say nothing new
 
@@ -28,11 +28,10 @@ def explain(sheets: Sheets) -> tuple[list[Finding], float | None]:
     for expert, finding in list(_ratios_of_experts(sheets, rows)):
         findings.append(finding)
         rows = [left for row in rows if (left := row.without(expert)).experts]
-    for row in rows[:_EXPLAINED]:
-        findings += explain_row(sheets, row)
+    findings += likeliest([fault for row in rows[:_EXPLAINED] for fault in explain_row(sheets, row)])
     for row in rows[_EXPLAINED:]:
         findings.append(Finding("not explained", f"{sheets.row_name(row)} differs too", (row.rank,)))
-    return findings, None
+    return sorted(findings, key=lambda finding: finding.kind != PADDING), None  # which explains the others
 
 
 def _ratios_of_experts(sheets: Sheets, rows: Sequence[WrongRow]) -> Iterator[tuple[int, Finding]]:
@@ -41,13 +40,27 @@ def _ratios_of_experts(sheets: Sheets, rows: Sequence[WrongRow]) -> Iterator[tup
     for expert in sorted({e for row in rows for e in row.experts if e < sheets.experts}):
         blamed = [row.rank for row in rows if expert in row.experts]
         ratio = common_ratio(*sheets.sides(ranks, sheets.columns(expert)))
-        if ratio is None or len(blamed) == 1:
+        if ratio is None or len(blamed) == 1 or _of_one_weight(sheets, expert, ratio):
             continue
         held = "is missing: its columns are zero" if ratio == 0 else f"is {_words(sheets, ratio)}"
         holders = [rank.rank for rank in sheets.reading.ranks if expert in rank.local_experts]
         holder = f"held by rank {some(holders)}"
         sentence = f"every {sheets.noun} of expert {expert} ({holder}) in {sheets.name} {held}"
         yield expert, Finding("ratio of an expert", sentence, tuple(sorted(set(blamed))), abs(ratio - 1))
+
+
+def _of_one_weight(sheets: Sheets, expert: int, ratio: float) -> bool:
+    """Whether all tokens of an expert share one weight, and the factor is that weight or one over it.
+
+    That says more of the weights, applied twice or not at all, than of the expert.
+    """
+    weights = {
+        weight
+        for ranks in sheets.reading.batches
+        for batch in ranks
+        for weight in batch.weights_TK[batch.ids_TK == expert].double().tolist()
+    }
+    return len(weights) == 1 and ratio in {factor for weight in weights if weight for factor in (weight, 1 / weight)}
 
 
 def _words(sheets: Sheets, ratio: float) -> str:

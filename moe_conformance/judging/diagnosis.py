@@ -6,6 +6,7 @@ others and raises.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -46,6 +47,19 @@ def _tell_kind(same: Sequence[Finding]) -> str:
         told.append(f"the worst: {worst.sentence}")
     rest = len(same) - len(told)
     return "; ".join([*told, f"{rest} more of the same kind"] if rest else told)
+
+
+def likeliest(faults: Sequence[Sequence[Finding]]) -> list[Finding]:
+    """Choose for every fault, of the findings that would explain it, the one whose kind explains the most faults.
+
+    Between equals the first. A value may be twice the right one and another's by chance; what holds of all is no chance.
+
+    >>> twice, other = Finding("twice", "twice", (0,)), Finding("other", "another's", (0,))
+    >>> [found.kind for found in likeliest([[twice, other], [other]])]
+    ['other', 'other']
+    """
+    explained = Counter(kind for fault in faults for kind in {finding.kind for finding in fault})
+    return [max(fault, key=lambda finding: explained[finding.kind]) for fault in faults]
 
 
 def fail(

@@ -133,7 +133,8 @@ def _of_inputs(
             misshapen.append(Finding("shape", sentence, (rank,)))
         found.append(value)
     if absent:
-        fail(AbsentGradient, "gradient", absent)
+        note = last_seen_right(reading) if name == "x" else before_experts(reading)
+        fail(AbsentGradient, "gradient", absent, note=f" ({note})" if note else "")
     if misshapen:
         fail(WrongForm, "gradient", misshapen)
     return found

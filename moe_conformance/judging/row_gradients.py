@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from moe_conformance.judging.diagnosis import Finding, count, fail, ratio_findings
-from moe_conformance.judging.exact import wrong
-from moe_conformance.judging.expected import blocks
 from moe_conformance.judging.likeness import likeness
-from moe_conformance.judging.reading import Match, Reading, tokens_of
+from moe_conformance.judging.reading import Reading, tokens_of
+from moe_conformance.judging.row_comparisons import Compared, compare_out_gradients, compare_rows_gradients
+from moe_conformance.judging.stages import last_seen_right
 from moe_conformance.judging.verdict import AbsentGradient, Tally, WrongGradient
 from moe_conformance.scenarios.outcome import Handed
 from moe_conformance.workloads import tags
@@ -33,7 +32,7 @@ def judge_out_gradients(reading: Reading, tally: Tally) -> None:
     """
     _require_present(reading, lambda handed: handed.out_grad_RD, "reached the experts' output: combine detached it")
     compared = compare_out_gradients(reading)
-    _judge(reading, tally, compared, "the gradients at the experts' output", "combine's backward: ")
+    _judge(reading, tally, compared, "the gradients at the experts' output", prefix="combine's backward: ")
     findings = [
         Finding("padding", f"the gradient at {entry.place}, a padding row, is not finite", (entry.rank,))
         for entry in reading.entries
@@ -55,77 +54,20 @@ def judge_rows_gradients(reading: Reading, tally: Tally) -> None:
         AbsentGradient: a token's row was handed over detached.
         WrongGradient: an element differs.
     """
-    _require_present(
-        reading, lambda handed: handed.rows_grad_RD, "left the experts' input: the rows are detached from x"
-    )
-    _judge(reading, tally, compare_rows_gradients(reading), "the gradients that left the experts", "")
+    _require_present(reading, lambda handed: handed.rows_grad_RD, "left the experts' input", last_seen_right)
+    compared = compare_rows_gradients(reading)
+    _judge(reading, tally, compared, "the gradients that left the experts", note=last_seen_right)
 
 
-@dataclass(frozen=True)
-class Compared:
-    """The gradient at one row, the match that it belongs to, and what it should be."""
-
-    match: Match
-    actual_D: Tensor
-    expected_D: Tensor
-    wrong: bool
-
-
-def compare_out_gradients(reading: Reading) -> list[Compared]:
-    """Compare the gradient at the output for every delivered pair, where there is one."""
-
-    def one(match: Match) -> Tensor:
-        return _upstream(reading, match, weighted=reading.applied[match.entry.rank] == "combine")
-
-    return _compared(reading, reading.matching.matches, one, lambda handed: handed.out_grad_RD)
-
-
-def compare_rows_gradients(reading: Reading) -> list[Compared]:
-    """Compare the gradient at every row handed over, where there is one and the row is for delivered pairs alone."""
-    config = reading.outcome.workload.config
-    block_ED = blocks(config.experts, config.hidden)
-    by_row: dict[tuple[int, int, int, int], list[Match]] = defaultdict(list)
-    for match in reading.matching.matches:
-        by_row[_row(match)].append(match)
-    entries = Counter((e.rank, e.microbatch, e.call, e.row) for e in reading.entries)
-
-    def whole(match: Match) -> Tensor:
-        weighted = reading.applied[match.entry.rank] != "input"
-        total_D = torch.zeros(config.hidden, dtype=torch.float64)
-        for at in by_row[_row(match)]:
-            factor = tags.gain(at.entry.expert) * reading.parts[at.entry.rank]
-            total_D += factor * block_ED[at.entry.expert] * _upstream(reading, at, weighted)
-        return total_D
-
-    complete = [matches[0] for row, matches in by_row.items() if len(matches) == entries[row]]
-    return _compared(reading, complete, whole, lambda handed: handed.rows_grad_RD)
-
-
-def _compared(
+def _judge(
     reading: Reading,
-    matches: Sequence[Match],
-    expect: Callable[[Match], Tensor],
-    gradient: Callable[[Handed], Tensor | None],
-) -> list[Compared]:
-    """Compare all rows at once; matches whose gradient is absent or not asked for are left out."""
-    present = [
-        (match, grad_RD[match.entry.row])
-        for match in matches
-        if reading.goes_backward(match.entry.microbatch)
-        and (grad_RD := gradient(reading.handed(match.entry))) is not None
-    ]
-    if not present:
-        return []
-    actual_ND = torch.stack([row_D for _, row_D in present])
-    expected_ND = torch.stack([expect(match) for match, _ in present])
-    wrong_N = wrong(actual_ND, expected_ND).any(1).tolist()
-    return [
-        Compared(match, actual_D, expected_D, bad)
-        for (match, _), actual_D, expected_D, bad in zip(present, actual_ND, expected_ND, wrong_N, strict=True)
-    ]
-
-
-def _judge(reading: Reading, tally: Tally, compared: Sequence[Compared], what: str, prefix: str) -> None:
+    tally: Tally,
+    compared: Sequence[Compared],
+    what: str,
+    *,
+    prefix: str = "",
+    note: Callable[[Reading], str] | None = None,
+) -> None:
     bad = [c for c in compared if c.wrong]
     if not bad:
         for c in compared:
@@ -144,7 +86,7 @@ def _judge(reading: Reading, tally: Tally, compared: Sequence[Compared], what: s
     findings += [_told(reading, c, what) for c in left[:_EXPLAINED]]
     findings += [Finding("not explained", "other rows differ", (c.match.entry.rank,)) for c in left[_EXPLAINED:]]
     findings = [Finding(f.kind, prefix + f.sentence, f.ranks, f.size) for f in findings]
-    fail(WrongGradient, "gradient", findings, ratio=ratio)
+    fail(WrongGradient, "gradient", findings, ratio=ratio, note=f" ({note(reading)})" if note else "")
 
 
 def _told(reading: Reading, compared: Compared, what: str) -> Finding:
@@ -164,13 +106,12 @@ def _told(reading: Reading, compared: Compared, what: str) -> Finding:
     return Finding("row", sentence, (entry.rank,), off)
 
 
-def _upstream(reading: Reading, match: Match, weighted: bool) -> Tensor:
-    microbatch, pair = match.entry.microbatch, match.pair
-    upstream_D = reading.batches[microbatch][pair.source].upstream[pair.token].double()
-    return upstream_D * reading.weight(microbatch, pair) if weighted else upstream_D
-
-
-def _require_present(reading: Reading, gradient: Callable[[Handed], Tensor | None], words: str) -> None:
+def _require_present(
+    reading: Reading,
+    gradient: Callable[[Handed], Tensor | None],
+    words: str,
+    note: Callable[[Reading], str] | None = None,
+) -> None:
     absent = Counter(
         match.entry.rank
         for match in reading.matching.matches
@@ -181,8 +122,4 @@ def _require_present(reading: Reading, gradient: Callable[[Handed], Tensor | Non
         for rank, rows in absent.items()
     ]
     if findings:
-        fail(AbsentGradient, "gradient", findings)
-
-
-def _row(match: Match) -> tuple[int, int, int, int]:
-    return match.entry.rank, match.entry.microbatch, match.entry.call, match.entry.row
+        fail(AbsentGradient, "gradient", findings, note=f" ({note(reading)})" if note else "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moe_conformance.judging.reading import Reading
-from moe_conformance.judging.row_gradients import compare_out_gradients, compare_rows_gradients
+from moe_conformance.judging.row_comparisons import compare_out_gradients, compare_rows_gradients
 from moe_conformance.judging.weights import wrong_weights
 
 
@@ -25,10 +25,12 @@ def last_seen_right(reading: Reading) -> str:
         return before
     backward = [match for match in reading.matching.matches if reading.goes_backward(match.entry.microbatch)]
     arrived, left = compare_out_gradients(reading), compare_rows_gradients(reading)
-    if len(arrived) < len(backward) or any(compared.wrong for compared in arrived):
+    if len(arrived) < len(backward):
+        return "no gradient had reached the experts' output: combine detached it"
+    if any(compared.wrong for compared in arrived):
         return "the gradient was already wrong when it reached the experts' output: combine's backward"
     if any(reading.handed(match.entry).rows_grad_RD is None for match in backward):
-        return "no gradient left the experts: the rows are detached from x"
+        return "the rows are detached from x"
     if any(compared.wrong for compared in left):
         return "the gradient reached the experts' output right and left their input wrong"
     return "the gradient left the experts right and reached x wrong: dispatch's backward"

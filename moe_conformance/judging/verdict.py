@@ -41,9 +41,7 @@ class NotOffered(Exception):
 class Mismatch(AssertionError):
     """The backend did something else than the requirement says. The message is the diagnosis."""
 
-    def __init__(
-        self, stage: Stage, sentence: str, *, ranks: tuple[int, ...] = (), ratio: float | None = None
-    ) -> None:
+    def __init__(self, stage: Stage, sentence: str, *, ranks: tuple[int, ...] = (), ratio: float | None = None) -> None:
         """Keep the stage, the ranks to blame and the one factor by which all elements differ, if there is one."""
         super().__init__(f"{stage}: {sentence}")
         self.stage: Stage = stage

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_conformance.judging.diagnosis import Finding, common_ratio, fail, ratio_words
+from moe_conformance.judging.diagnosis import Finding, common_ratio, fail, likeliest, ratio_words
 from moe_conformance.judging.reading import Entry, Match, Reading
 from moe_conformance.judging.verdict import Tally, WrongWeight
 
@@ -31,7 +31,7 @@ def judge_weights(reading: Reading, tally: Tally) -> None:
         if ratio is not None:
             sentence = f"every weight that travels to the experts is {ratio_words(ratio, reading.token_ratios)}"
             fail(WrongWeight, "dispatch", [Finding("ratio", sentence, ranks)], ratio=ratio)
-        fail(WrongWeight, "dispatch", [_told(reading, match) for match in wrong])
+        fail(WrongWeight, "dispatch", likeliest([_told(reading, match) for match in wrong]))
     for match in reading.matching.matches:
         tally.add(pairs=1, rank=match.entry.rank)
 
@@ -71,36 +71,38 @@ def _misplaced(reading: Reading) -> list[Finding]:
     return findings
 
 
-def _told(reading: Reading, match: Match) -> Finding:
+def _told(reading: Reading, match: Match) -> list[Finding]:
+    """Tell one wrong weight, once for everything that it may be, see `diagnosis.likeliest`."""
     carried, own = _carried(reading, match.entry), _own(reading, match)
-    kind, holds = _whose(reading, match, carried)
     pair, entry = match.pair, match.entry
-    sentence = (
-        f"{entry.token_name} slot {pair.slot} at expert {pair.expert} on rank {entry.rank} carries {carried:g}"
-        f"{', ' + holds + ',' if holds else ''} instead of {own:g}"
-    )
-    return Finding(kind, sentence, (entry.rank,), abs(carried - own))
+    carries = f"{entry.token_name} slot {pair.slot} at expert {pair.expert} on rank {entry.rank} carries {carried:g}"
+    return [
+        Finding(kind, f"{carries}{holds and f', {holds},'} instead of {own:g}", (entry.rank,), abs(carried - own))
+        for kind, holds in _whose(reading, match, carried) or [("another weight", "")]
+    ]
 
 
-def _whose(reading: Reading, match: Match, carried: float) -> tuple[str, str]:
-    """Say where a weight comes from: the token's other slots first, then the only other pair that has it."""
+def _whose(reading: Reading, match: Match, carried: float) -> list[tuple[str, str]]:
+    """List where a weight may come from, likeliest first: the token's other slots, its own, another token."""
     pair, microbatch = match.pair, match.entry.microbatch
-    of_token = reading.weights[microbatch][pair.source][pair.token]
+    own, of_token = _own(reading, match), reading.weights[microbatch][pair.source][pair.token]
+    found = []
     if carried in of_token:
-        return "another slot's weight", f"the weight of slot {of_token.index(carried)}"
+        found.append(("another slot's weight", f"the weight of slot {of_token.index(carried)}"))
     if carried == 1:
-        return "unweighted", "as if unweighted"
+        found.append(("unweighted", "as if unweighted"))
     if carried == 0:
-        return "zero weight", ""
+        found.append(("zero weight", ""))
     for factor, word in ((2.0, "twice"), (0.5, "half")):
-        if carried == factor * _own(reading, match):
-            return word, f"{word} its own"
+        if carried == factor * own:
+            found.append((word, f"{word} its own"))
     others = [
         f"the weight of rank {r} token {t} slot {weights_K.index(carried)}"
         for r, weights_TK in enumerate(reading.weights[microbatch])
         for t, weights_K in enumerate(weights_TK)
         if carried in weights_K
     ]
-    if len(others) == 1:
-        return "another token's weight", others[0]
-    return ("another token's weight", f"a weight of {len(others)} other tokens") if others else ("another weight", "")
+    if others:
+        words = others[0] if len(others) == 1 else f"a weight of {len(others)} other tokens"
+        found.append(("another token's weight", words))
+    return found

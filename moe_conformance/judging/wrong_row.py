@@ -13,7 +13,11 @@ from moe_conformance.judging.likeness import column_words
 from moe_conformance.judging.sheets import Ranks, Sheets, WrongRow
 from moe_conformance.workloads import tags
 
+PADDING = "padding"  # the kind of fault that shows wherever rows are out of place
 _PADDED = tags.PADDING_ANSWER / 32  # times the smallest weight, and more than any legal y or dx
+
+
+_Held = tuple[str, str]  # the kind of fault, and a phrase
 
 
 @dataclass(frozen=True)
@@ -46,29 +50,32 @@ class _Piece:
         return Finding(kind, f"{self.sheets.row_name(self.row)}{words}", (self.row.rank,), off)
 
 
-def explain_row(sheets: Sheets, row: WrongRow) -> list[Finding]:
-    """Explain one row: padding, not finite, another token's and zero as a whole, everything else by block."""
+def explain_row(sheets: Sheets, row: WrongRow) -> list[list[Finding]]:
+    """Explain one row: padding, not finite, another token's and zero as a whole, everything else by block.
+
+    Returns for each fault what may explain it, see `diagnosis.likeliest`.
+    """
     whole = _Piece(sheets, row, slice(None))
     large_D = whole.actual.abs() >= _PADDED
     if bool(large_D.sum() * 2 > len(large_D)) and bool(torch.isfinite(whole.actual).all()):
         largest = float(whole.actual.abs().max())
         words = f" holds {largest:g}: the answer to a padding row ({tags.PADDING_ANSWER:g}) reached it"
-        return [whole.finding("padding", words)]
+        return [[whole.finding(PADDING, words)]]
     if len(row.experts) > 1:
         if not bool(torch.isfinite(whole.actual).any()):
-            return [whole.finding("not finite", " is not finite")]
+            return [[whole.finding("not finite", " is not finite")]]
         if not bool(whole.actual.any()):
-            return [whole.finding("dropped", f" is zero: every {sheets.noun} was dropped")]
+            return [[whole.finding("dropped", f" is zero: every {sheets.noun} was dropped")]]
         exchanged = _exchanged(whole)
         if exchanged is not None:
-            return [whole.finding("exchanged", f" is that of {exchanged}, which has this one's")]
+            return [[whole.finding("exchanged", f" is that of {exchanged}, which has this one's")]]
         other = _another_tokens(whole)
         if other is not None:
-            return [whole.finding("another token's", f" is {other}")]
+            return [[whole.finding("another token's", f" is {other}")]]
     return [_explain_block(_Piece(sheets, row, sheets.columns(expert), expert)) for expert in row.experts]
 
 
-def _explain_block(block: _Piece) -> Finding:
+def _explain_block(block: _Piece) -> list[Finding]:
     row, expert = block.row, block.expert
     ids_TK = block.sheets.reading.batches[row.microbatch][row.rank].ids_TK
     slots = [slot for slot, routed in enumerate(ids_TK[row.token].tolist()) if routed == expert]
@@ -79,32 +86,33 @@ def _explain_block(block: _Piece) -> Finding:
     else:
         whose = f"expert {expert}, to which no slot is routed"
     at = column_words(range(block.columns.start, block.columns.stop))
-    kind, holds = _held(block, slots)
-    return block.finding(kind, f", {at} ({whose}), {holds}")
+    return [block.finding(kind, f", {at} ({whose}), {holds}") for kind, holds in _held(block, slots)]
 
 
-def _held(block: _Piece, slots: Sequence[int]) -> tuple[str, str]:
-    """Return the kind of fault and a phrase for what a block holds instead of what is expected."""
+def _held(block: _Piece, slots: Sequence[int]) -> list[_Held]:
+    """List what a block may hold instead of what is expected, likeliest first."""
     noun, expert = block.sheets.noun, block.expert
     if not bool(torch.isfinite(block.actual).all()):
-        return "not finite", "is not finite"
+        return [("not finite", "is not finite")]
     if not bool(block.actual.any()):
-        return "dropped", f"is zero: the {noun} of expert {expert} was dropped"
+        return [("dropped", f"is zero: the {noun} of expert {expert} was dropped")]
+    held = []
     exchanged = _exchanged(block)
     if exchanged is not None:
-        return "exchanged", f"is that of {exchanged}, which has this one's"
-    times = common_ratio(block.actual, block.unit)
-    if times is not None and expert is not None and expert < block.sheets.experts:
-        weight = times / tags.gain(expert)
-        if slots:
-            return _weighted(block, slots, weight)
-        return "not asked for", f"is not zero: it holds {weight:g} x what expert {expert} makes of the token itself"
-    other = _another_tokens(block)
+        held.append(("exchanged", f"is that of {exchanged}, which has this one's"))
+    weighted, factor = _weighted(block, slots)
+    held += weighted
+    other = None if exchanged else _another_tokens(block)
     if other is not None:
-        return "another token's", f"is {other}"
+        held.append(("another token's", f"is {other}"))
     added = _names(block.sheets, _alike(block, block.sheets.expected, block.actual - block.expected))
     if slots and added:
-        return "added", f"is its own {noun} plus that of {added}"
+        held.append(("added", f"is its own {noun} plus that of {added}"))
+    return held or [factor or _unlike(block, slots)]
+
+
+def _unlike(block: _Piece, slots: Sequence[int]) -> _Held:
+    """Tell the numbers of a block for which there is no better word."""
     if not slots:
         return "not asked for", f"is not zero but {_numbers(block.actual)}"
     bad = (block.actual != block.expected).nonzero().flatten().tolist()
@@ -112,21 +120,28 @@ def _held(block: _Piece, slots: Sequence[int]) -> tuple[str, str]:
     return "other", f"differs in {where}: {_numbers(block.actual[bad])} instead of {_numbers(block.expected[bad])}"
 
 
-def _weighted(block: _Piece, slots: Sequence[int], weight: float) -> tuple[str, str]:
-    """Explain a block that is the token's own with another weight than that of its slots."""
-    reading, row, noun = block.sheets.reading, block.row, block.sheets.noun
+def _weighted(block: _Piece, slots: Sequence[int]) -> tuple[list[_Held], _Held | None]:
+    """Explain a block that is the token's own, by another weight than that of its slots; else by the bare factor."""
+    reading, row, noun, expert = block.sheets.reading, block.row, block.sheets.noun, block.expert
+    times = common_ratio(block.actual, block.unit)
+    if times is None or expert is None or expert >= block.sheets.experts:
+        return [], None
+    weight = times / tags.gain(expert)
+    if not slots:
+        words = f"is not zero: it holds {weight:g} x what expert {expert} makes of the token itself"
+        return [("not asked for", words)], None
     of_token = reading.weights[row.microbatch][row.rank][row.token]
     own = sum(of_token[slot] for slot in slots)
-    held = f"is weighted by {weight:g} instead of {own:g}"
-    if weight == 2 * own:
-        return "twice", f"holds the {noun} twice"
+    held, by = [], f"is weighted by {weight:g} instead of {own:g}"
     if weight in of_token:
-        return "another slot's weight", f"{held}: the weight of slot {of_token.index(weight)}"
+        held.append(("another slot's weight", f"{by}: the weight of slot {of_token.index(weight)}"))
     if weight == 1:
-        return "unweighted", f"{held}: the weight was not applied"
+        held.append(("unweighted", f"{by}: the weight was not applied"))
     if weight == own * own:
-        return "weighted twice", f"{held}: the weight was applied twice"
-    return "another factor", f"{held}: {ratio_words(weight / own, reading.token_ratios)}"
+        held.append(("weighted twice", f"{by}: the weight was applied twice"))
+    if weight == 2 * own:
+        held.append(("twice", f"holds the {noun} twice"))
+    return held, ("another factor", f"{by}: {ratio_words(weight / own, reading.token_ratios)}")
 
 
 # ---- other tokens ------------------------------------------------------------------------------------------------

@@ -20,7 +20,10 @@ from self_tests.planted_bugs.plant import EP2_EDP2, EP2_ETP2, Expectation, colle
 # ---- through the exchange ------------------------------------------------------------------------------------------
 
 
-@planted(Expectation("GRAD-01", "even", "gradient", "combine's backward", "upstream gradients, rank 0 token 0; 0."))
+@planted(
+    Expectation("GRAD-01", "even", "gradient", "combine's backward", "upstream gradients, rank 0 token 0; 0."),
+    Expectation("GRAD-02", "even", "gradient", "(the gradient was already wrong when it reached the experts' output"),
+)
 class UnweightedBackward(AllToAllExchange):
     """The backward of combine leaves the routing weights out."""
 
@@ -28,7 +31,10 @@ class UnweightedBackward(AllToAllExchange):
         return super()._weigh(rows_PD.detach(), weights_P) + (rows_PD - rows_PD.detach())
 
 
-@planted(Expectation("GRAD-01", "even", "gradient", "reached the experts' output: combine detached it"))
+@planted(
+    Expectation("GRAD-01", "even", "gradient", "reached the experts' output: combine detached it"),
+    Expectation("GRAD-02", "even", "gradient", "(no gradient had reached the experts' output: combine detached it)"),
+)
 class CombineDetached(AllToAllExchange):
     """The answers are detached from the experts."""
 
