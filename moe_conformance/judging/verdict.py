@@ -48,6 +48,7 @@ class Mismatch(AssertionError):
         self.sentence = sentence
         self.ranks = ranks
         self.ratio = ratio
+        self.requirement: str | None = None  # set by a check of several requirements: the one that is violated
 
 
 class WrongDelivery(Mismatch):
