@@ -83,6 +83,8 @@ def _run_every(chosen: dict[str, str], pytest_arguments: tuple[str, ...]) -> int
     from moe_conformance import catalogue
 
     found = [entry.name for entry in catalogue.backends() if entry.problem is None]
+    if not found:
+        raise CannotRun("no registered backend has its library here; `moe-conformance doctor` says what each lacks")
     click.echo(f"importable: {', '.join(found)}")
     worst = 0
     for name in found:
