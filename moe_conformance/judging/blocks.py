@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from moe_conformance.judging.diagnosis import Finding, common_ratio, likeliest, ratio_findings, ratio_words, some
+from moe_conformance.judging.in_flight import made_by_another
 from moe_conformance.judging.sheets import Sheets, WrongRow
 from moe_conformance.judging.wrong_row import PADDING, explain_row
 
@@ -12,7 +13,7 @@ _EXPLAINED = 64  # wrong rows told in words; thousands of them say nothing new
 
 
 def explain(sheets: Sheets) -> tuple[list[Finding], float | None]:
-    """List what is wrong: a factor of everything, of a rank, of an expert, then rows and blocks one by one.
+    """List what is wrong: one factor, another microbatch's routing, a factor of a rank or of an expert, every row.
 
     Returns no findings where nothing is wrong; the ratio only where one factor explains all of it.
     """
@@ -23,6 +24,9 @@ def explain(sheets: Sheets) -> tuple[list[Finding], float | None]:
     findings, ratio = ratio_findings(sheets.name, by_rank, sheets.reading.token_ratios)
     if ratio is not None:
         return findings, ratio
+    mixed_up = made_by_another(sheets)
+    if mixed_up:
+        return mixed_up, None
     told = {rank for finding in findings for rank in finding.ranks}
     rows = [row for row in rows if row.rank not in told]
     for expert, finding in list(_ratios_of_experts(sheets, rows)):

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from moe_conformance.judging.diagnosis import Finding, count, fail
+from moe_conformance.judging.in_flight import dispatched_by_another, flight_words
 from moe_conformance.judging.likeness import likeness
 from moe_conformance.judging.reading import Entry, Lost, Match, Reading, tokens_of
 from moe_conformance.judging.verdict import CorruptRow, Tally, WrongDelivery, WrongForm
@@ -21,9 +22,10 @@ def judge_deliveries(reading: Reading, tally: Tally) -> None:
         WrongDelivery: pairs lost, delivered twice, delivered elsewhere, or never asked for.
     """
     matching = reading.matching
-    findings = list(_misdelivered(reading))
+    findings = dispatched_by_another(reading) or list(_misdelivered(reading))
     if findings:
-        fail(WrongDelivery, "dispatch", findings)
+        start, note = flight_words(reading, matching.wrong_microbatches)
+        fail(WrongDelivery, "dispatch", findings, start=start, note=note)
     for match in matching.matches:
         tally.add(pairs=1, rank=match.entry.rank)
 

@@ -52,7 +52,7 @@ def _tell_kind(same: Sequence[Finding]) -> str:
 def likeliest(faults: Sequence[Sequence[Finding]]) -> list[Finding]:
     """Choose for every fault, of the findings that would explain it, the one whose kind explains the most faults.
 
-    Between equals the first. A value may be twice the right one and another's by chance; what holds of all is no chance.
+    Between equals the first. A value may be twice the right one and another's by chance; what holds of all is not.
 
     >>> twice, other = Finding("twice", "twice", (0,)), Finding("other", "another's", (0,))
     >>> [found.kind for found in likeliest([[twice, other], [other]])]
@@ -68,11 +68,12 @@ def fail(
     findings: Sequence[Finding],
     *,
     ratio: float | None = None,
+    start: str = "",
     note: str = "",
 ) -> NoReturn:
-    """Raise the mismatch that the findings amount to, blaming all their ranks. `note` is appended as it is."""
+    """Raise the mismatch that the findings amount to, blaming all their ranks. Around them go `start` and `note`."""
     ranks = tuple(sorted({rank for finding in findings for rank in finding.ranks}))
-    raise error(stage, tell(findings) + note, ranks=ranks, ratio=ratio)
+    raise error(stage, start + tell(findings) + note, ranks=ranks, ratio=ratio)
 
 
 def common_ratio(actual: Tensor, expected: Tensor, tolerance: float = 0.0) -> float | None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moe_conformance.judging.blocks import explain
 from moe_conformance.judging.diagnosis import Finding, count, fail, ratio_findings, some
+from moe_conformance.judging.in_flight import flight_words
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.sheets import Sheets
 from moe_conformance.judging.stages import before_experts, last_seen_right
@@ -36,7 +37,9 @@ def judge_dx(reading: Reading, tally: Tally) -> None:
     )
     findings, ratio = explain(sheets)
     if findings:
-        fail(WrongGradient, "gradient", findings, ratio=ratio, note=f" ({last_seen_right(reading)})")
+        start, note = flight_words(reading, sheets.wrong_microbatches())
+        note = f" ({last_seen_right(reading)}){note}"
+        fail(WrongGradient, "gradient", findings, ratio=ratio, start=start, note=note)
     for ranks in actual.values():
         for rank, dx_TD in enumerate(ranks):
             tally.add(elements=dx_TD.numel(), rank=rank)
@@ -53,6 +56,7 @@ def judge_dweights(reading: Reading, tally: Tally) -> None:
         WrongGradient: an element differs.
     """
     findings: list[Finding] = []
+    wrong: set[int] = set()
     by_rank: dict[int, list[tuple[Tensor, Tensor]]] = {}
     for m in range(len(reading.batches)):
         if not reading.goes_backward(m):
@@ -61,7 +65,9 @@ def judge_dweights(reading: Reading, tally: Tally) -> None:
         actual = _of_inputs(reading, m, "the weights", lambda seen: seen.dweights_TK, expected)
         for rank, (actual_TK, expected_TK, allowed_TK) in enumerate(zip(actual, expected, allowed, strict=True)):
             by_rank.setdefault(rank, []).append((actual_TK.double().flatten(), expected_TK.flatten()))
-            findings += _wrong_weights(reading, m, rank, actual_TK.double(), allowed_TK)
+            wrong_here = _wrong_weights(reading, m, rank, actual_TK.double(), allowed_TK)
+            findings += wrong_here
+            wrong |= {m} if wrong_here else set()
             worst = ((actual_TK.double() - expected_TK).abs() / allowed_TK)[allowed_TK > 0]
             tally.add(elements=expected_TK.numel(), rank=rank, worst=float(worst.max()) if len(worst) else 0.0)
     if not findings:
@@ -71,8 +77,9 @@ def judge_dweights(reading: Reading, tally: Tally) -> None:
     ratios, ratio = ratio_findings(what, sides, reading.token_ratios)  # type: ignore[arg-type]  # pairs of tensors
     told = {rank for finding in ratios for rank in finding.ranks}
     left = [finding for finding in findings if not set(finding.ranks) & told]
-    before = before_experts(reading)
-    fail(WrongGradient, "gradient", ratios + left, ratio=ratio, note=f" ({before})" if before else "")
+    before, (start, note) = before_experts(reading), flight_words(reading, wrong)
+    note = (f" ({before})" if before else "") + note
+    fail(WrongGradient, "gradient", ratios + left, ratio=ratio, start=start, note=note)
 
 
 def _wrong_weights(reading: Reading, m: int, rank: int, actual_TK: Tensor, allowed_TK: Tensor) -> list[Finding]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from moe_conformance.judging.blocks import explain
-from moe_conformance.judging.diagnosis import Finding, fail
+from moe_conformance.judging.diagnosis import Finding, count, fail
+from moe_conformance.judging.in_flight import flight_words
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.sheets import Sheets
 from moe_conformance.judging.stages import before_experts
@@ -26,7 +27,8 @@ def judge_form(reading: Reading, tally: Tally) -> None:
         if not bool(torch.isfinite(y).all()):
             bad = (~torch.isfinite(y)).any(1).nonzero().flatten().tolist()
             sentence = (
-                f"y of rank {rank} is not finite at {len(bad)} tokens, the first is token {bad[0]} of microbatch {m}"
+                f"y of rank {rank} is not finite at {count(len(bad), 'token')}, the first is token {bad[0]} of "
+                f"microbatch {m}"
             )
             findings.append(Finding("not finite", sentence, (rank,), len(bad)))
     if findings:
@@ -62,7 +64,8 @@ def judge_outputs(reading: Reading, tally: Tally) -> None:
     if findings:
         before = before_experts(reading)
         stage: Stage = "dispatch" if before else "combine"
-        fail(WrongOutput, stage, findings, ratio=ratio, note=f" ({before})" if before else "")
+        start, note = flight_words(reading, sheets.wrong_microbatches())
+        fail(WrongOutput, stage, findings, ratio=ratio, start=start, note=(f" ({before})" if before else "") + note)
     for rank, _, y in _outputs(reading):
         tally.add(elements=y.numel(), rank=rank)
 

@@ -74,6 +74,11 @@ class Matching:
     extra: tuple[Entry, ...]  # tagged rows that no pair asks for
     corrupt: tuple[Entry, ...]  # rows that are no token's
 
+    @property
+    def wrong_microbatches(self) -> set[int]:
+        """Microbatches in which not exactly what was asked for was found."""
+        return {each.microbatch for each in self.lost} | {each.microbatch for each in self.extra}
+
 
 @dataclass(frozen=True)
 class Reading:

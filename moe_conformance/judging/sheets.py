@@ -73,6 +73,10 @@ class Sheets:
                     at = wrong_TD[token].nonzero().flatten() // width
                     yield WrongRow(m, rank, token, tuple(at.clamp_max(self.experts).unique().tolist()))
 
+    def wrong_microbatches(self) -> set[int]:
+        """Every microbatch with a wrong element."""
+        return {row.microbatch for row in self.wrong_rows()}
+
     def row_name(self, row: WrongRow) -> str:
         """The row in words."""
         return f"{self.name} of {self.token_name(row.microbatch, row.rank, row.token)}"

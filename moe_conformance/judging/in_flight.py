@@ -1,0 +1,158 @@
+"""Saying that a microbatch was mixed up with another: which were in flight together, and whose routing was used."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_conformance.judging.diagnosis import Finding, count
+from moe_conformance.judging.expected import blocks
+from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.sheets import Sheets
+from moe_conformance.workloads import tags
+from moe_conformance.workloads.records import Batch
+
+
+def flight_words(reading: Reading, wrong: Collection[int]) -> tuple[str, str]:
+    """Return how a sentence about some wrong microbatches begins and ends if these were in flight with others.
+
+    At the end it is a remark. At the beginning it stands if one of those in flight is right: a fault that has nothing
+    to do with the others would have shown in all of them.
+    """
+    together = _together(reading.outcome.workload.schedule)
+    if not set(wrong) & set(together):
+        return "", ""
+    words = f"microbatches {' and '.join(map(str, sorted(together)))} were in flight together"
+    right = sorted(set(together) - set(wrong))
+    if not right:
+        return "", f" ({words})"
+    return f"{words}, of which {' and '.join(map(str, right))} came out right: ", ""
+
+
+def _together(schedule: str) -> frozenset[int]:
+    """Return the most microbatches that are in flight at one time, none if they run one by one.
+
+    >>> sorted(_together("F0 F1 B0 B1")), sorted(_together("F0 B0 F1 B1"))
+    ([0, 1], [])
+    """
+    flying: set[int] = set()
+    most: frozenset[int] = frozenset()
+    for item in schedule.split():
+        (flying.discard if item[0] == "B" else flying.add)(int(item[1:]))
+        most = max(most, frozenset(flying), key=len)
+    return most if len(most) > 1 else frozenset()
+
+
+# ---- whose routing was used ----------------------------------------------------------------------------------------
+
+
+def dispatched_by_another(reading: Reading) -> list[Finding]:
+    """Find microbatches whose tokens were delivered as the routing of another one says; none if one of them was not."""
+    matching = reading.matching
+    found: dict[int, set[tuple[int, ...]]] = {m: set() for m in range(len(reading.batches))}
+    for entry in reading.entries:
+        if entry.kind == tags.TAG and entry.of_microbatch == entry.microbatch:
+            found[entry.microbatch].add((entry.rank, entry.expert, entry.source, entry.token))
+    asked = [{(p.destination, p.expert, p.source, p.token) for p in pairs} for pairs in reading.pairs]
+    findings = []
+    for m in sorted(matching.wrong_microbatches):
+        used = [other for other in range(len(asked)) if other != m and found[m] and asked[other] == found[m]]
+        if not used:
+            return []
+        lost = [each.pair for each in matching.lost if each.microbatch == m]
+        sentence = f"microbatch {m} was dispatched by the routing of microbatch {used[0]}"
+        ranks = tuple(sorted({pair.source for pair in lost} | {pair.destination for pair in lost}))
+        findings.append(
+            Finding("another routing", f"{sentence}; {count(len(lost), 'pair')} of its own never arrived", ranks)
+        )
+    return findings
+
+
+def made_by_another(sheets: Sheets) -> list[Finding]:
+    """Find microbatches that are laid out as the routing of another one says; none if that leaves a fault unexplained.
+
+    That other need not be the same for all of them, but the way of it is.
+    """
+    wrong: dict[int, dict[int, list[int]]] = {}  # tokens by microbatch and rank
+    for row in sheets.wrong_rows():
+        wrong.setdefault(row.microbatch, {}).setdefault(row.rank, []).append(row.token)
+    used: dict[int, dict[str, int]] = {m: {} for m in wrong}  # whose routing explains all ranks, by the way of it
+    for m, ranks in wrong.items():
+        for other in sheets.expected:
+            fitting = [_fitting(sheets, m, rank, other) for rank in ranks] if other != m else [[]]
+            for words in fitting[0]:
+                if all(words in ways for ways in fitting):
+                    used[m].setdefault(words, other)
+    for words in next(iter(used.values()), {}):
+        if all(words in ways for ways in used.values()):
+            return [_told(sheets, m, wrong[m], words.format(other=used[m][words])) for m in sorted(wrong)]
+    return []
+
+
+def _told(sheets: Sheets, m: int, wrong: Mapping[int, Sequence[int]], words: str) -> Finding:
+    words = words.replace("NOUN", sheets.noun).replace("UNIT", sheets.unit)
+    rank, tokens = next(iter(wrong.items()))
+    at = f"it is wrong at {count(sum(map(len, wrong.values())), 'token')}, the first is rank {rank} token {tokens[0]}"
+    return Finding("another routing", f"{sheets.name} of microbatch {m} is as if {words}; {at}", tuple(wrong))
+
+
+def _fitting(sheets: Sheets, m: int, rank: int, other: int) -> list[str]:
+    """List the `_ways` that make a rank's actual values."""
+    own, others = sheets.reading.batches[m][rank], sheets.reading.batches[other][rank]
+    if own.ids_TK.shape != others.ids_TK.shape:
+        return []
+    actual_TD = sheets.actual[m][rank].double()
+    return [
+        words
+        for words, pairs in _ways(own, others).items()
+        if len({len(of_P) for of_P in pairs}) == 1  # or the routings have not as many pairs
+        and torch.equal(actual_TD, _laid(sheets, pairs, sheets.units[m][rank]))
+    ]
+
+
+def _laid(sheets: Sheets, pairs: _Pairs, unit_TD: Tensor) -> Tensor:
+    """Return the y (or dx) that a rank's pairs would make, (T, D)."""
+    gain_E = torch.tensor([tags.gain(e) for e in range(sheets.experts)], dtype=torch.float64)
+    factor_P = pairs.weight_P * gain_E[pairs.expert_P]
+    rows_PD = factor_P[:, None] * blocks(sheets.experts, unit_TD.shape[1])[pairs.expert_P] * unit_TD[pairs.from_P]
+    return torch.zeros_like(unit_TD).index_add(0, pairs.to_P, rows_PD)
+
+
+class _Pairs(NamedTuple):
+    """A rank's pairs by expert, then token, then slot, which is how permutations sort them."""
+
+    to_P: Tensor  # whose y (or dx) a pair adds to
+    from_P: Tensor  # whose row (or upstream gradient) it is made of
+    slot_P: Tensor
+    expert_P: Tensor
+    weight_P: Tensor
+
+
+def _pairs(batch: Batch) -> _Pairs:
+    token_P, slot_P = (batch.ids_TK >= 0).nonzero(as_tuple=True)
+    expert_P = batch.ids_TK[token_P, slot_P]
+    order_P = expert_P.argsort(stable=True)
+    token_P, slot_P = token_P[order_P], slot_P[order_P]
+    return _Pairs(token_P, token_P, slot_P, expert_P[order_P], batch.weights_TK.double()[token_P, slot_P])
+
+
+def _ways(own: Batch, other: Batch) -> Mapping[str, _Pairs]:
+    """Mix a rank's pairs up with those that another microbatch has there, each way in words."""
+    a, b = _pairs(own), _pairs(other)
+    weight_aP = other.weights_TK.double()[a.from_P, a.slot_P]
+    weight_bP = own.weights_TK.double()[b.from_P, b.slot_P]
+    there = "the routing of microbatch {other} has in its place"
+    return {
+        f"every NOUN went to the token that {there}": a._replace(to_P=b.to_P),
+        f"every NOUN went to the token that {there}, with the weight there": a._replace(
+            to_P=b.to_P, weight_P=b.weight_P
+        ),
+        f"every NOUN were made of the UNIT that {there}": a._replace(from_P=b.from_P),
+        f"every NOUN had the weight that {there}": a._replace(weight_P=b.weight_P),
+        "every NOUN had the weight of microbatch {other} for its slot": a._replace(weight_P=weight_aP),
+        "its tokens were routed as those of microbatch {other}": b,
+        "its tokens were routed as those of microbatch {other}, with their own weights": b._replace(weight_P=weight_bP),
+    }
