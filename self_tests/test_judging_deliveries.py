@@ -172,6 +172,11 @@ class TestCounts:
         assert [4, 5, 4, 3] == padded.ranks[1].microbatches[0].handed[0].counts_N.tolist()  # type: ignore[union-attr]
         assert 8 == judged(judge_counts, padded).elements
 
+    def test_rows_of_zeros_in_the_place_of_tokens_are_told(self) -> None:
+        """A claim that agrees with the routing does not hold if a row came as zeros."""
+        fault = caught(judge_counts, broken(ROUTING, rows=on(1, put(1, lambda rows: rows[1] * 0))))
+        assert "rank 1 claims 2 rows for expert 5, of which 1 holds only zeros, where 2 pairs should" in str(fault)
+
     def test_rows_of_garbage_may_not_be_counted(self) -> None:
         """Padding that is not zero is no padding."""
         outcome = broken(ROUTING, padding=1, rows=on(1, put(1, lambda rows: rows[0] * 0 + 3)))

@@ -36,7 +36,7 @@ def judge_counts(reading: Reading, tally: Tally) -> None:
                 rows, padding = handed[m, rank.rank, expert, False], handed[m, rank.rank, expert, True]
                 wrong = _wrong(claim, rows, padding, routed[m][rank.rank, expert])
                 if wrong:
-                    sentence = f"rank {rank.rank} claims {count(claim, 'row')} for expert {expert}{_of(m)} {wrong}"
+                    sentence = f"rank {rank.rank} claims {count(claim, 'row')} for expert {expert}{_of(m)}{wrong}"
                     findings.append(Finding("count", sentence, (rank.rank,)))
                 tally.add(elements=1, rank=rank.rank)
     if findings:
@@ -53,7 +53,7 @@ def _claimed(
             return None
         claim = counts_N.tolist()
         if len(claim) != held:
-            sentence = f"rank {rank} claims counts for {len(claim)} experts{_of(microbatch)} and holds {held}"
+            sentence = f"rank {rank} claims counts for {count(len(claim), 'expert')}{_of(microbatch)} and holds {held}"
             findings.append(Finding("length", sentence, (rank,)))
             return None
         total = [a + b for a, b in zip(total, claim, strict=True)]
@@ -62,9 +62,10 @@ def _claimed(
 
 def _wrong(claim: int, rows: int, padding: int, routed: int) -> str | None:
     if not rows <= claim <= rows + padding:
-        return f"and hands over {rows}" + (f" and {padding} of padding" if padding else "")
+        return f" and hands over {rows}" + (f" and {padding} of padding" if padding else "")
     if rows != routed:
-        return f"where {count(routed, 'pair')} should reach it"
+        zeros = f", of which {claim - rows} {'holds' if claim - rows == 1 else 'hold'} only zeros,"
+        return f"{zeros if claim > rows else ''} where {count(routed, 'pair')} should reach it"
     return None
 
 

@@ -108,6 +108,9 @@ class HiddenSliced(AllToAllExchange):
 @planted(
     Expectation("EXCH-02", "even", "dispatch", "is the sum of rank"),
     Expectation("EXCH-01", "even", "dispatch", "was lost", "1 row of no token"),
+    Expectation(
+        "EXCH-04", "even", "dispatch", "claims 4 rows for expert 3, of which 1 holds only zeros, where 4 pairs"
+    ),
     real="microsoft/Tutel commit 2f5402a (#26)",
 )
 class TwoRowsInOnePlace(AllToAllExchange):
