@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from moe_conformance.judging.own_expected import solve
 from moe_conformance.judging.own_experts import (
     judge_expert_gradients,
     judge_idle_expert_gradients,
@@ -27,6 +30,7 @@ from moe_conformance.judging.verdict import (
 )
 from moe_conformance.scenarios.outcome import Grad, Microbatch, RankOutcome
 from moe_conformance.topology import Layout
+from reference.experts import Expert, Parameters
 from self_tests.breaking import caught, edit, judged
 from self_tests.breaking_experts import (
     REPLICATED,
@@ -220,7 +224,32 @@ class TestWrongOutputs:
         assert words in wrong.sentence
 
 
+WAYS: Mapping[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "nothing flowed back through the gate": lambda z, up: ((z * z.sigmoid()).detach(), up),
+    "nothing flowed back through the up projection": lambda z, up: (z * z.sigmoid(), up.detach()),
+    "the activation passed the gradient on as it was": lambda z, up: (z + (z * z.sigmoid() - z).detach(), up),
+}
+
+
 class TestWrongTokenGradients:
+    @pytest.mark.parametrize("words", WAYS)
+    def test_a_way_that_the_gradient_did_not_take_is_guessed(self, words: str) -> None:
+        """Experts that are right forward and cut off backward are told by where they are."""
+
+        def build(parameters: Parameters) -> Expert:
+            def expert(rows_RD: Tensor, e: int) -> Tensor:
+                halves = (F.linear(rows_RD, parameters[name, e]) for name in ("gate", "up"))
+                activated_RF, up_RF = WAYS[words](*halves)
+                return F.linear(activated_RF * up_RF, parameters["down", e])
+
+            return expert
+
+        outcome = clean()
+        dx = solve(outcome.workload, [(0, 0), (0, 1)], "output", build=build).dx_TD.split([12, 11])
+        for rank in range(2):
+            outcome = edit(outcome, rank, partial(replace, dx_TD=Grad(dx[rank])))
+        assert f"dx is as if {words}; for example" in caught(judge_own_dx, outcome).sentence
+
     @pytest.mark.parametrize("judge", [judge_own_dx, judge_own_dweights])
     def test_absent(self, judge: Callable[..., None]) -> None:
         """None is not taken for zeros."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_conformance.judging import bounds
 from moe_conformance.judging.bounded import Target, compare, factor, too_narrow, within
-from moe_conformance.judging.diagnosis import Finding, ratio_words
+from moe_conformance.judging.diagnosis import Finding, likeliest, ratio_words
 from moe_conformance.judging.once import Kept
 from moe_conformance.judging.own_expected import Held, OwnExpected, solve
 from moe_conformance.judging.own_mistakes import Run, other_runs
@@ -150,7 +150,7 @@ def explain_parameters(expected: OwnExpected, held: Sequence[Held], names: Mappi
     if explained:
         return min(explained, key=len), None
     explainer, wrong = _Explainer(expected, names), [each for each in held if not each.holds()]
-    findings = [explainer.explain(each) for each in wrong[:_EXPLAINED]]
+    findings = likeliest([explainer.explain(each) for each in wrong[:_EXPLAINED]])
     for each in wrong[_EXPLAINED:]:
         findings.append(Finding("not explained", f"the gradient of {each.name} is wrong too", (each.rank,)))
     return findings, None
@@ -193,18 +193,24 @@ class _Explainer:
         self.sums: dict[int, Kept[Run]] = {}
         self.partial: dict[tuple[Place, ...], Gradients] = {}
 
-    def explain(self, held: Held) -> Finding:
-        """Return the finding for one wrong tensor; its kind is the mistake."""
+    def explain(self, held: Held) -> list[Finding]:
+        """Return the findings that may explain one wrong tensor, see `likeliest`; their kind is the mistake."""
         worst = compare(held.value, *held.target)
-        said = self._mistake(held)
-        sentence = f"{said}: {held.name} has {worst}" if said else f"the gradient of {held.name} has {worst}"
-        return Finding(said or "outside", sentence, (held.rank,), worst.size)
+        told = [
+            Finding(said, f"{said}: {held.name} has {worst}", (held.rank,), worst.size) for said in self._said(held)
+        ]
+        return told or [Finding("outside", f"the gradient of {held.name} has {worst}", (held.rank,), worst.size)]
+
+    def _said(self, held: Held) -> list[str]:
+        if bool(held.value.any()):
+            said = self._mistake(held)
+            return [said] if said else []
+        empty = [words for words, candidate in self._partial_sums(held) if not bool(candidate.any())]
+        return ["the gradient is zero", *empty]  # because those whose tokens are in it have none for this expert
 
     def _mistake(self, held: Held) -> str | None:
         if not bool(torch.isfinite(held.value).all()):
             return "the gradient is not finite"
-        if not bool(held.value.any()):
-            return "the gradient is zero"
         for words, candidate in self._candidates(held):
             if within(held.value, candidate, held.target.allowed):
                 return words

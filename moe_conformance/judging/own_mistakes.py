@@ -26,6 +26,8 @@ def other_runs(expected: OwnExpected, places: Sequence[Place]) -> Iterator[Run]:
     yield f"the weights were applied at the experts' {other}", solve(workload, places, other)
     for name, activation in _ACTIVATIONS.items():
         yield f"the gate were activated by {name}", solve(workload, places, at, build=_experts(activation))
+    for words, build in _CUT.items():
+        yield words, solve(workload, places, at, build=build)
     for words, roles in _other_roles(workload):
         played = {role: own[key] for role, key in roles.items()}
         result = solve(workload, places, at, played)
@@ -44,15 +46,25 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _experts(activation: Callable[[Tensor], Tensor]) -> Callable[[Parameters], Expert]:
+def _experts(
+    activation: Callable[[Tensor], Tensor], passed: Callable[[Tensor], Tensor] = lambda up_RF: up_RF
+) -> Callable[[Parameters], Expert]:
     def build(parameters: Parameters) -> Expert:
         def expert(rows_RD: Tensor, e: int) -> Tensor:
-            gate_RF, up_RF = rows_RD @ parameters["gate", e].T, rows_RD @ parameters["up", e].T
+            gate_RF, up_RF = rows_RD @ parameters["gate", e].T, passed(rows_RD @ parameters["up", e].T)
             return (activation(gate_RF) * up_RF) @ parameters["down", e].T
 
         return expert
 
     return build
+
+
+# Experts with the right output, through which the gradient takes a wrong way.
+_CUT: Mapping[str, Callable[[Parameters], Expert]] = {
+    "nothing flowed back through the gate": _experts(lambda z: F.silu(z).detach()),
+    "nothing flowed back through the up projection": _experts(F.silu, torch.Tensor.detach),
+    "the activation passed the gradient on as it was": _experts(lambda z: z + (F.silu(z) - z).detach()),
+}
 
 
 def _other_roles(workload: Workload) -> Iterator[tuple[str, Mapping[Key, Key]]]:
