@@ -67,7 +67,7 @@ class TestWrongWeights:
                 Formula(scores=lambda logits, c: logits.softmax(1).softmax(1)),
                 "they were the softmax of the scores over all experts",
             ),
-            ({}, weighing(lambda s, ids, c: 0 * s.gather(1, ids) + 1), "all were 1"),
+            ({}, weighing(lambda s, ids, c: 0 * s.gather(1, ids) + 1), "they all were 1"),
         ],
     )
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -93,6 +93,14 @@ class TestWrongWeights:
         assert not judged(judge_selection, outcome).vacuous
         for judge in (judge_router_weights, judge_bias):
             assert f"the weights are as if {words}" in caught(judge, outcome).sentence
+
+    def test_a_leaking_bias_in_a_gradient(self) -> None:
+        """What is said of the weights in general is said in full where something else is as if."""
+        work = route_workload(**BIASED, normalise=True)
+        bias_E = work.parameters["balance_bias", None].abs()  # so that no sum of weights is near zero
+        work = replace(work, parameters={**work.parameters, ("balance_bias", None): bias_E})
+        outcome = simulate_routers(work, weighing(lambda s, ids, c: shares((s + bias_E).gather(1, ids))))
+        assert "dx is as if the bias leaked into the weights" in caught(judge_router_dx, outcome).sentence
 
     def test_weights_at_other_slots(self) -> None:
         """Weights sorted otherwise than their experts are recognised."""

@@ -35,7 +35,7 @@ _SCORES: Mapping[routing.Score, str] = {
 
 
 def other_rules(expected: RouterExpected) -> Iterator[tuple[str, Weigh]]:
-    """List wrong ways to weigh the chosen, each differentiable in the logits."""
+    """List wrong ways to weigh the chosen, each differentiable in the logits; who `{they}` are is left open."""
     how, bias_E = expected.weighing, expected.bias_E
     scale = how["scale"]
 
@@ -43,24 +43,24 @@ def other_rules(expected: RouterExpected) -> Iterator[tuple[str, Weigh]]:
         return lambda logits_TE, ids_TK: routing.weights(logits_TE, ids_TK, **{**how, **changed})
 
     yield (
-        ("they were not normalised" if how["normalise"] else "they were normalised"),
+        ("{they} were not normalised" if how["normalise"] else "{they} were normalised"),
         by(normalise=not how["normalise"]),
     )
     if scale != 1:
-        yield "they were not scaled", by(scale=1.0)
-        yield "they were scaled twice", by(scale=scale**2)
-        yield "they were neither normalised nor scaled", by(normalise=False, scale=1.0)
-    yield "they were divided by the sum over all experts", _sum_over_all(expected)
+        yield "{they} were not scaled", by(scale=1.0)
+        yield "{they} were scaled twice", by(scale=scale**2)
+        yield "{they} were neither normalised nor scaled", by(normalise=False, scale=1.0)
+    yield "{they} were divided by the sum over all experts", _sum_over_all(expected)
     if bias_E is not None:
-        yield "the bias leaked into them", _with_bias(expected)
+        yield "the bias leaked into {them}", _with_bias(expected)
         yield "the bias was added to the logits", lambda logits_TE, ids_TK: expected.weigh(logits_TE + bias_E, ids_TK)
     for score in get_args(routing.Score):
         if score != how["score"]:
-            yield f"their scores were {_SCORES[score]}", by(score=score)
-    yield "they were the softmax of the scores over all experts", _softmax_of_scores(expected)
-    yield "they were the raw logits", lambda logits_TE, ids_TK: logits_TE.gather(1, ids_TK)
-    yield "they were the scaled raw logits", lambda logits_TE, ids_TK: scale * logits_TE.gather(1, ids_TK)
-    yield "all were 1", lambda logits_TE, ids_TK: 0 * logits_TE.gather(1, ids_TK) + 1
+            yield f"{{their}} scores were {_SCORES[score]}", by(score=score)
+    yield "{they} were the softmax of the scores over all experts", _softmax_of_scores(expected)
+    yield "{they} were the raw logits", lambda logits_TE, ids_TK: logits_TE.gather(1, ids_TK)
+    yield "{they} were the scaled raw logits", lambda logits_TE, ids_TK: scale * logits_TE.gather(1, ids_TK)
+    yield "{they} all were 1", lambda logits_TE, ids_TK: 0 * logits_TE.gather(1, ids_TK) + 1
 
 
 def _sum_over_all(expected: RouterExpected) -> Weigh:
@@ -110,7 +110,7 @@ def explain_weights(expected: RouterExpected, actual: Tensors, targets: Targets)
     def weights(weigh: Weigh, place: Place) -> Tensor:
         return weigh(expected.logits(place), expected.ids[place])
 
-    rules = other_rules(expected)
+    rules = ((words.format(they="they", them="them", their="their"), weigh) for words, weigh in other_rules(expected))
     return _explain(expected, "the weights", actual, targets, _names(expected), rules, weights)
 
 
@@ -208,7 +208,7 @@ def _differentiable(expected: RouterExpected) -> Iterator[tuple[str, Weigh]]:
     if expected.weighing["normalise"]:
         yield "no gradient went through the sum that the weights are divided by", _sum_detached(expected)
     for words, weigh in other_rules(expected):
-        yield words.replace("they were", "the weights were"), weigh
+        yield words.format(they="the weights", them="the weights", their="the weights'"), weigh
 
 
 # ---- shared --------------------------------------------------------------------------------------------------
