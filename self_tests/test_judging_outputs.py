@@ -80,6 +80,14 @@ class TestOutputs:
         assert fault.sentence.startswith("y of rank 0 token 1 holds")
         assert "reached it. Also: y of rank 0 token 0, columns 0..3 (slot 0, expert 0), is zero" in str(fault)
 
+    def test_padding_is_found_behind_more_rows_than_are_explained(self) -> None:
+        """However much else is wrong, it comes first."""
+        noise = torch.Generator().manual_seed(1)
+        answer = put(-1, lambda y: y[-1] * 0 + 4096)
+        work = workload(tokens=70)
+        outcome = broken(work, outputs=lambda rank, y: answer(y) if rank else y + torch.randn(y.shape, generator=noise))
+        assert caught(judge_outputs, outcome).sentence.startswith("y of rank 1 token 68 holds 4096: the answer to a")
+
     def test_a_token_without_slots_is_zero(self) -> None:
         """What appears at a token that is routed nowhere has no right to be there."""
         outcome = broken(ROUTING, outputs=on(1, put(1, lambda y: torch.cat([y[1][:4] + 3, y[1][4:]]))))

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from moe_conformance.judging.diagnosis import Finding, common_ratio, likeliest, ratio_findings, ratio_words, some
 from moe_conformance.judging.in_flight import made_by_another
 from moe_conformance.judging.sheets import Sheets, WrongRow
-from moe_conformance.judging.wrong_row import PADDING, explain_row
+from moe_conformance.judging.wrong_row import PADDING, explain_row, padded
 
-_EXPLAINED = 64  # wrong rows told in words; thousands of them say nothing new
+_EXPLAINED = 64  # wrong rows and blocks told in words; thousands of them say nothing new
 
 
 def explain(sheets: Sheets) -> tuple[list[Finding], float | None]:
@@ -32,8 +32,12 @@ def explain(sheets: Sheets) -> tuple[list[Finding], float | None]:
     for expert, finding in list(_ratios_of_experts(sheets, rows)):
         findings.append(finding)
         rows = [left for row in rows if (left := row.without(expert)).experts]
-    findings += likeliest([fault for row in rows[:_EXPLAINED] for fault in explain_row(sheets, row)])
-    for row in rows[_EXPLAINED:]:
+    rows.sort(key=lambda row: not padded(sheets, row))
+    faults: list[list[Finding]] = []
+    while rows and len(faults) < _EXPLAINED:
+        faults += explain_row(sheets, rows.pop(0))
+    findings += likeliest(faults)
+    for row in rows:
         findings.append(Finding("not explained", f"{sheets.row_name(row)} differs too", (row.rank,)))
     return sorted(findings, key=lambda finding: finding.kind != PADDING), None  # which explains the others
 

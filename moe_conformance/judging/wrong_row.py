@@ -56,8 +56,7 @@ def explain_row(sheets: Sheets, row: WrongRow) -> list[list[Finding]]:
     Returns for each fault what may explain it, see `diagnosis.likeliest`.
     """
     whole = _Piece(sheets, row, slice(None))
-    large_D = whole.actual.abs() >= _PADDED
-    if bool(large_D.sum() * 2 > len(large_D)) and bool(torch.isfinite(whole.actual).all()):
+    if padded(sheets, row):
         largest = float(whole.actual.abs().max())
         words = f" holds {largest:g}: the answer to a padding row ({tags.PADDING_ANSWER:g}) reached it"
         return [[whole.finding(PADDING, words)]]
@@ -73,6 +72,13 @@ def explain_row(sheets: Sheets, row: WrongRow) -> list[list[Finding]]:
         if other is not None:
             return [[whole.finding("another token's", f" is {other}")]]
     return [_explain_block(_Piece(sheets, row, sheets.columns(expert), expert)) for expert in row.experts]
+
+
+def padded(sheets: Sheets, row: WrongRow) -> bool:
+    """Whether the answer to a padding row reached a row: most of it is larger than anything else can be."""
+    actual_D = _Piece(sheets, row, slice(None)).actual
+    large_D = actual_D.abs() >= _PADDED
+    return bool(large_D.sum() * 2 > len(large_D)) and bool(torch.isfinite(actual_D).all())
 
 
 def _explain_block(block: _Piece) -> list[Finding]:
