@@ -13,7 +13,7 @@ from typing import cast
 
 from moe_conformance.contract import Backend, Limit
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import corpus
+from moe_conformance.workloads import corpus, routing
 from moe_conformance.workloads.records import Workload
 
 
@@ -73,7 +73,7 @@ class Plan:
         for cell in self.cells:
             workloads = list(corpus.corpus(cell.variant, cell.layout, cast(corpus.Profile, self.profile)))
             if cell.variant == self.backend.variants[0]:
-                workloads += corpus.routing_corpus(cell.variant, cell.layout)
+                workloads += routing.routing_corpus(cell.variant, cell.layout)
             made += [Case(cell, workload) for workload in workloads]
         return tuple(made)
 
@@ -99,7 +99,7 @@ class Plan:
 def workload_names() -> frozenset[str]:
     """Return the names of all workloads of all profiles."""
     recipes = {recipe.name for recipe in (*corpus.PROBE, *corpus.EXPERTS)}
-    return frozenset(recipes | {name for name, _ in corpus.ROUTE})
+    return frozenset(recipes | {recipe.name for recipe in routing.ROUTERS})
 
 
 def layout_names() -> tuple[str, ...]:

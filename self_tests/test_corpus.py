@@ -11,9 +11,10 @@ import reference.routing
 from moe_conformance.contract import Limit
 from moe_conformance.topology import Layout
 from moe_conformance.workloads import draw
-from moe_conformance.workloads.corpus import corpus, full_layouts, quick_layouts, routing_corpus
+from moe_conformance.workloads.corpus import corpus, full_layouts, quick_layouts
 from moe_conformance.workloads.features import broken, features, halves_in_flight, in_flight
 from moe_conformance.workloads.records import Workload
+from moe_conformance.workloads.routing import routing_corpus
 
 EP2 = Layout(4, ep=2)
 

@@ -20,7 +20,7 @@ from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.scenarios.parameters import shard_of
 from moe_conformance.topology import Layout, Topology, layouts
-from moe_conformance.workloads import corpus, features, tags
+from moe_conformance.workloads import corpus, features, routing, tags
 from moe_conformance.workloads.records import Workload
 from reference import layer
 from reference.experts import swiglu_experts, tagged_experts
@@ -52,7 +52,7 @@ def pinned(variant: str, layout: Layout, name: str, /, **config: Any) -> Workloa
 
 def routed(layout: Layout, name: str) -> Workload:
     """The pinned workload of the router of that name."""
-    return next(w for w in corpus.routing_corpus("alltoall", layout) if w.name == name)
+    return next(w for w in routing.routing_corpus("alltoall", layout) if w.name == name)
 
 
 def run(engine: Engine, workload: Workload) -> Outcome:

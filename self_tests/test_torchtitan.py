@@ -18,7 +18,7 @@ from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.scenarios.parameters import shard_of
 from moe_conformance.topology import Layout, Topology
-from moe_conformance.workloads import corpus, features, tags
+from moe_conformance.workloads import corpus, features, routing, tags
 from moe_conformance.workloads.records import ParameterKey, Workload
 from reference import layer
 from reference.experts import swiglu_experts, tagged_experts
@@ -236,7 +236,7 @@ class TestRouter:
     )
     def test_it_chooses_and_weighs_as_the_oracle(self, engine: Engine, name: str) -> None:
         """The same experts, the same weights, and the true load."""
-        workload = next(w for w in corpus.routing_corpus("alltoall", Layout(2)) if w.name == name)
+        workload = next(w for w in routing.routing_corpus("alltoall", Layout(2)) if w.name == name)
         outcome = moe_step(engine, NAME, workload)
         config, bias_E = workload.config, workload.parameters.get(("balance_bias", None))
         for rank, batch in zip(outcome.ranks, workload.batches[0], strict=True):
@@ -264,7 +264,7 @@ class TestRouter:
 
     def test_the_reduction_of_its_gradient_is_not_adapted(self, engine: Engine) -> None:
         """It is refused by name, not passed over."""
-        workload = next(iter(corpus.routing_corpus("alltoall", Layout(2))))
+        workload = next(iter(routing.routing_corpus("alltoall", Layout(2))))
         rank = moe_step(engine, NAME, workload).ranks[0]
         assert rank.grads_final is None
         assert "the reduction of router gradients is not adapted" == rank.finish_refusal

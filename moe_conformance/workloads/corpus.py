@@ -21,9 +21,11 @@ from moe_conformance.workloads.records import Batch, Workload
 Profile = Literal["quick", "full"]
 Route = Callable[[int, Config, Layout, torch.Generator], Tensor]  # (T, config, layout, generator) -> ids_TK
 
-EVEN = (8,)  # tokens of rank r: the entry r modulo the length
+# Tokens of rank r: the entry r modulo the length.
+EVEN = (8,)
 UNEVEN = (9, 4, 13, 6, 11, 5, 7, 10)
 ONE_WITHOUT = (7, 0, 9, 4)
+MANY = (160, 0, 300, 129)  # more than a byte, signed or not, counts
 
 
 def anywhere(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
@@ -61,6 +63,12 @@ def dropped(T: int, config: Config, layout: Layout, generator: torch.Generator) 
     return torch.where(drop_TK, -1, ids_TK)
 
 
+def all_dropped(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
+    """Every slot is empty on ranks with an odd number of tokens."""
+    ids_TK = draw.choose(T, config, generator)
+    return torch.full_like(ids_TK, -1) if T % 2 else ids_TK
+
+
 def duplicates(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
     """Every other token names one expert twice."""
     ids_TK = draw.choose(T, config, generator)
@@ -81,6 +89,7 @@ class Recipe:
     needs_ep: bool = False  # says nothing new where there is one ep coordinate
     profile: Profile = "quick"
     experts_per_ep: int | None = None  # E = this many times ep, instead of 8
+    weights: Literal["plain", "odd"] = "plain"  # odd: some are zero, some negative
 
 
 _INPUT = {"weights_applied": "input"}
@@ -100,13 +109,22 @@ PROBE = (
     Recipe("one-rank-even", one_rank, needs_ep=True),
     Recipe("one-expert-even", one_expert, config={"top_k": 1}),
     Recipe("one-expert-uneven", one_expert, tokens=UNEVEN, config={"top_k": 1}, profile="full"),
+    Recipe("one-token-even", tokens=(1,)),
     Recipe("rank-without-tokens", tokens=ONE_WITHOUT),
+    Recipe("many-tokens", tokens=MANY),
+    Recipe("many-tokens-even", tokens=(140,), profile="full"),
+    Recipe("many-tokens-one-expert", one_expert, tokens=MANY, config={"top_k": 1}),
+    Recipe("many-experts-even", tokens=(24,), config={"experts": 64, "top_k": 10, "hidden": 256}, profile="full"),
+    Recipe("all-dropped-on-a-rank", all_dropped, tokens=UNEVEN, needs_ep=True),
+    Recipe("zero-and-negative-weights-even", weights="odd"),
     Recipe("dropped-even", dropped),
     Recipe("dropped-uneven", dropped, tokens=UNEVEN, profile="full"),
     Recipe("duplicates-even", duplicates),
     Recipe("two-dims-even", lead="two_dims"),
     Recipe("in-flight-even", schedule="F0 F1 B0 B1"),
     Recipe("in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B1 B0"),
+    Recipe("three-in-flight-even", schedule="F0 F1 F2 B0 B1 B2"),
+    Recipe("three-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B0 F2 B1 B2"),
     Recipe("halves-in-flight-even", schedule="D0 D1 C0 C1 B0 B1"),
     Recipe("halves-in-flight-uneven", tokens=UNEVEN, schedule="D0 D1 C1 C0 B1 B0"),
     Recipe("one-by-one-uneven", tokens=UNEVEN, schedule="F0 B0 F1 B1"),
@@ -128,6 +146,10 @@ _OWN = (
     Recipe("own-empty-expert-even", empty_expert),
     Recipe("own-idle-rank-even", idle_rank, needs_ep=True),
     Recipe("own-rank-without-tokens", tokens=ONE_WITHOUT),
+    Recipe("own-dropped-even", dropped),
+    Recipe("own-duplicates-even", duplicates),
+    Recipe("own-two-dims-even", lead="two_dims"),
+    Recipe("own-three-in-flight-even", schedule="F0 F1 F2 B0 B1 B2"),
     Recipe("own-accumulated-even", schedule="F0 B0 F1 B1"),
     Recipe("own-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B0 B1"),
     Recipe("own-input-weights-even", config=_INPUT),
@@ -143,38 +165,6 @@ EXPERTS = (
     Recipe("own-even-float64", config={"dtype": torch.float64}),
 )
 
-_SIGMOID = {"score": "sigmoid"}
-_BIASED = {"score": "sigmoid", "balance_bias": True}
-_NORMAL = {"normalise": True}
-_GROUPS = {"experts": 16, "top_k": 4, "groups": (4, 2)}  # enough slots and groups for the limit to bind
-
-ROUTE: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("route-softmax", {}),
-    ("route-softmax-normalised", _NORMAL),
-    ("route-softmax-scaled", {"scale": 2.5}),
-    ("route-softmax-topk", {"score": "softmax_topk"}),
-    ("route-softmax-topk-scaled", {"score": "softmax_topk", "scale": 2.5}),
-    ("route-sigmoid", _SIGMOID),
-    ("route-sigmoid-normalised-scaled", {**_SIGMOID, **_NORMAL, "scale": 2.5}),
-    ("route-sigmoid-biased", _BIASED),
-    ("route-sigmoid-biased-normalised-scaled", {**_BIASED, **_NORMAL, "scale": 2.5}),
-    ("route-sqrtsoftplus", {"score": "sqrtsoftplus"}),
-    ("route-sqrtsoftplus-biased-normalised", {"score": "sqrtsoftplus", "balance_bias": True, **_NORMAL}),
-    ("route-groups-top2", {**_BIASED, **_NORMAL, **_GROUPS}),
-    ("route-groups-top2-softmax", _GROUPS),
-    ("route-groups-topk", {**_BIASED, **_NORMAL, **_GROUPS, "top_k": 6, "group_score": "topk_sum"}),
-    ("route-groups-topk-softmax", {**_GROUPS, "top_k": 6, "group_score": "topk_sum"}),
-    ("route-groups-max", {"experts": 16, "top_k": 3, "groups": (4, 1), "group_score": "max"}),
-    ("route-top-1", {"top_k": 1}),
-    ("route-top-1-normalised", {"top_k": 1, **_SIGMOID, **_NORMAL}),
-    ("route-top-all", {"top_k": 8}),
-    ("route-odd-experts", {"experts": 6, "top_k": 3, "hidden": 40}),
-    ("route-near-ties", {"top_k": 3}),  # an odd K, which parts twins
-    ("route-bfloat16", {"dtype": torch.bfloat16}),
-    ("route-float64", {"dtype": torch.float64}),
-)
-
-
 def quick_layouts() -> tuple[Layout, ...]:
     """The layouts of the quick profile, smallest first."""
     return (
@@ -188,7 +178,7 @@ def quick_layouts() -> tuple[Layout, ...]:
 
 
 def full_layouts() -> tuple[Layout, ...]:
-    """The quick layouts and the foldings in which dense and expert axes cross."""
+    """The quick layouts, foldings in which dense and expert axes cross, and sizes that are no powers of two."""
     return (
         *quick_layouts(),
         Layout(2),
@@ -199,6 +189,10 @@ def full_layouts() -> tuple[Layout, ...]:
         Layout(4, tp=4, ep=2),
         Layout(4, tp=2, ep=2, etp=2),
         Layout(4, etp=4),
+        Layout(3, ep=3),
+        Layout(4, cp=2, ep=2),
+        Layout(4, pp=2, ep=2),
+        Layout(6, ep=3, etp=2),
     )
 
 
@@ -217,25 +211,11 @@ def corpus(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]
             yield _exchange_workload(recipe, kind, variant, layout)
 
 
-def routing_corpus(variant: str, layout: Layout) -> Iterator[Workload]:
-    """Yield the router workloads; the variant only has to be one that the backend knows."""
-    for name, fields in ROUTE:
-        config = Config(variant=variant, **fields)
-        batches = tuple(
-            draw.route_batch(UNEVEN[rank % len(UNEVEN)] * 2, config, draw.generator(name, layout.name, rank))
-            for rank in range(layout.world)
-        )
-        drawn_from = draw.generator(name, layout.name, "router")
-        parameters = draw.router_parameters(config, drawn_from, twins=name == "route-near-ties")
-        yield Workload(name, "route", config, layout, (batches,), parameters=parameters)
-
-
 def _exchange_workload(recipe: Recipe, kind: Literal["probe", "experts"], variant: str, layout: Layout) -> Workload:
-    fields = dict(recipe.config)
-    if recipe.experts_per_ep:
-        fields["experts"] = recipe.experts_per_ep * layout.ep
-        fields["top_k"] = min(fields["top_k"], fields["experts"])
-    config = replace(Config(variant=variant), **fields)
+    config = replace(Config(variant=variant), **recipe.config)
+    if recipe.experts_per_ep or config.experts % layout.ep:
+        E = (recipe.experts_per_ep or 3) * layout.ep
+        config = replace(config, experts=E, top_k=min(config.top_k, E))
     microbatches = 1 + max(int(item[1:]) for item in recipe.schedule.split())
 
     def batch(microbatch: int, rank: int) -> Batch:
@@ -243,7 +223,7 @@ def _exchange_workload(recipe: Recipe, kind: Literal["probe", "experts"], varian
         T = recipe.tokens[(rank + microbatch) % len(recipe.tokens)]
         ids_TK = recipe.route(T, config, layout, generator)
         if kind == "probe":
-            return draw.probe_batch(rank, microbatch, ids_TK, config, generator)
+            return draw.probe_batch(rank, microbatch, ids_TK, config, generator, odd=recipe.weights == "odd")
         return draw.real_batch(ids_TK, config, generator)
 
     batches = tuple(tuple(batch(m, r) for r in range(layout.world)) for m in range(microbatches))

@@ -56,15 +56,24 @@ def probe_weights(ids_TK: Tensor, dtype: torch.dtype, draw: torch.Generator) -> 
     return torch.stack(rows) if rows else torch.empty(0, K, dtype=dtype)
 
 
-def probe_batch(rank: int, microbatch: int, ids_TK: Tensor, config: Config, draw: torch.Generator) -> Batch:
-    """Return tagged tokens with the given routing; every product of the probe run is exact."""
+def probe_batch(
+    rank: int, microbatch: int, ids_TK: Tensor, config: Config, draw: torch.Generator, *, odd: bool = False
+) -> Batch:
+    """Return tagged tokens with the given routing; every product of the probe run is exact.
+
+    With `odd` weights the first slot of every other token weighs zero, and the last of every fourth is negative.
+    """
     T = ids_TK.shape[0]
+    weights_TK = probe_weights(ids_TK, weight_dtype(config.dtype), draw)
+    if odd:
+        weights_TK[::2, 0] = 0.0
+        weights_TK[1::4, -1] *= -1
     steps_TD = torch.randint(1, 8, (T, config.hidden), generator=draw)
     signs_TD = torch.randint(0, 2, (T, config.hidden), generator=draw) * 2 - 1
     return Batch(
         x_TD=tags.encode(rank, microbatch, T, config.hidden, config.dtype),
         ids_TK=ids_TK,
-        weights_TK=probe_weights(ids_TK, weight_dtype(config.dtype), draw),
+        weights_TK=weights_TK,
         upstream=(steps_TD * signs_TD / 4).to(config.dtype),
     )
 
@@ -82,9 +91,9 @@ def real_batch(ids_TK: Tensor, config: Config, draw: torch.Generator) -> Batch:
     )
 
 
-def route_batch(tokens: int, config: Config, draw: torch.Generator) -> Batch:
-    """Return tokens for a router, with an upstream gradient for its dense weights (T, E)."""
-    x_TD = torch.randn(tokens, config.hidden, generator=draw, dtype=torch.float64).to(config.dtype)
+def route_batch(tokens: int, config: Config, draw: torch.Generator, magnitude: float) -> Batch:
+    """Return tokens of a magnitude for a router, with an upstream gradient for its dense weights (T, E)."""
+    x_TD = (magnitude * torch.randn(tokens, config.hidden, generator=draw, dtype=torch.float64)).to(config.dtype)
     upstream_TE = torch.randn(tokens, config.experts, generator=draw, dtype=torch.float64)
     empty = torch.empty(tokens, 0)
     return Batch(x_TD, empty.long(), empty, upstream_TE.to(weight_dtype(config.dtype)))
@@ -101,18 +110,20 @@ def expert_parameters(config: Config, draw: torch.Generator) -> dict[ParameterKe
     }
 
 
-def router_parameters(config: Config, draw: torch.Generator, *, twins: bool = False) -> dict[ParameterKey, Tensor]:
+def router_parameters(
+    config: Config, draw: torch.Generator, *, bias: float, twins: bool
+) -> dict[ParameterKey, Tensor]:
     """Return the router's weight (E, D) and, where asked for, a balance bias large enough to change selections.
 
-    The biases lie around -0.9, which changes nothing but the sign of most biased scores: an expert that counts as 0
-    where it should count as minus infinity would be chosen. With `twins`, the logits of experts 2i and 2i + 1 differ
-    by a factor of 1 + 2^-9, which float32 can tell and bfloat16 cannot.
+    The biases lie around `bias`. Around -0.9 it changes nothing but the sign of most biased scores: an expert that
+    counts as 0 where it should count as minus infinity would be chosen. With `twins`, the logits of experts 2i and
+    2i + 1 differ by a factor of 1 + 2^-9, which float32 can tell and bfloat16 cannot.
     """
     weight_ED = torch.randn(config.experts, config.hidden, generator=draw, dtype=torch.float64)
     if twins:
         weight_ED[1::2] = weight_ED[::2] * (1 + 2**-9)
     made: dict[ParameterKey, Tensor] = {("router", None): (weight_ED * config.hidden**-0.5).to(config.dtype)}
     if config.balance_bias:
-        bias_E = (torch.rand(config.experts, generator=draw, dtype=torch.float64) - 0.5) * 0.6 - 0.9
+        bias_E = (torch.rand(config.experts, generator=draw, dtype=torch.float64) - 0.5) * 0.6 + bias
         made["balance_bias", None] = bias_E.to(torch.float32)
     return made

@@ -98,4 +98,5 @@ def _batch(
     ids = draw_from(st.lists(row, min_size=tokens, max_size=tokens))
     ids_TK = torch.tensor(ids, dtype=torch.int64).reshape(tokens, K)
     seed = draw_from(st.integers(0, 2**16))
-    return draw.probe_batch(rank, microbatch, ids_TK, config, draw.generator(seed, rank, microbatch))
+    generator = draw.generator(seed, rank, microbatch)
+    return draw.probe_batch(rank, microbatch, ids_TK, config, generator, odd=draw_from(st.booleans()))

@@ -1,0 +1,88 @@
+"""The pinned corpus of routers: every score function, bias, groups, and inputs at the ends of what they must bear."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from moe_conformance.contract import Config
+from moe_conformance.topology import Layout
+from moe_conformance.workloads import draw
+from moe_conformance.workloads.records import Batch, Workload
+
+TOKENS = (18, 8, 26, 12, 22, 10, 14, 20)  # of rank r: the entry r modulo the length
+ONE_WITHOUT = (14, 0, 18, 8)
+
+
+@dataclass(frozen=True)
+class RouterRecipe:
+    """How to draw one workload of a router."""
+
+    name: str
+    config: dict[str, Any] = field(default_factory=dict)
+    tokens: tuple[int, ...] = TOKENS
+    schedule: str = "F0 B0"
+    magnitude: float = 1.0  # of the tokens: large ones overflow a softmax that does not subtract its maximum
+    bias: float = -0.9  # around which balance biases lie
+    twins: bool = False  # experts in pairs whose logits are closer than bfloat16 can tell
+
+
+_SIGMOID = {"score": "sigmoid"}
+_BIASED = {"score": "sigmoid", "balance_bias": True}
+_NORMAL = {"normalise": True}
+_GROUPS = {"experts": 24, "top_k": 4, "groups": (4, 2)}  # enough slots for the limit to bind; more experts than groups
+
+ROUTERS = (
+    RouterRecipe("route-softmax"),
+    RouterRecipe("route-softmax-normalised", _NORMAL),
+    RouterRecipe("route-softmax-scaled", {"scale": 2.5}),
+    RouterRecipe("route-softmax-topk", {"score": "softmax_topk"}),
+    RouterRecipe("route-softmax-topk-scaled", {"score": "softmax_topk", "scale": 2.5}),
+    RouterRecipe("route-sigmoid", _SIGMOID),
+    RouterRecipe("route-sigmoid-normalised-scaled", {**_SIGMOID, **_NORMAL, "scale": 2.5}),
+    RouterRecipe("route-sigmoid-biased", _BIASED),
+    RouterRecipe("route-sigmoid-biased-normalised-scaled", {**_BIASED, **_NORMAL, "scale": 2.5}),
+    RouterRecipe("route-sigmoid-biased-upwards", _BIASED, bias=0.3),
+    RouterRecipe("route-sqrtsoftplus", {"score": "sqrtsoftplus"}),
+    RouterRecipe("route-sqrtsoftplus-biased-normalised", {"score": "sqrtsoftplus", "balance_bias": True, **_NORMAL}),
+    RouterRecipe("route-groups-top2", {**_BIASED, **_NORMAL, **_GROUPS}),
+    RouterRecipe("route-groups-top2-softmax", _GROUPS),
+    RouterRecipe("route-groups-topk", {**_BIASED, **_NORMAL, **_GROUPS, "top_k": 6, "group_score": "topk_sum"}),
+    RouterRecipe("route-groups-topk-softmax", {**_GROUPS, "top_k": 6, "group_score": "topk_sum"}),
+    RouterRecipe("route-groups-max", {"experts": 24, "top_k": 3, "groups": (4, 1), "group_score": "max"}),
+    RouterRecipe("route-top-1", {"top_k": 1}),
+    RouterRecipe("route-top-1-normalised", {"top_k": 1, **_SIGMOID, **_NORMAL}),
+    RouterRecipe("route-top-all", {"top_k": 8}),
+    RouterRecipe("route-odd-experts", {"experts": 6, "top_k": 3, "hidden": 40}),
+    RouterRecipe("route-many-experts", {"experts": 256, "top_k": 8}),
+    RouterRecipe("route-near-ties", {"top_k": 3}, twins=True),  # an odd K, which parts twins
+    RouterRecipe("route-large-logits", magnitude=64.0),
+    RouterRecipe("route-large-logits-sqrtsoftplus", {"score": "sqrtsoftplus"}, magnitude=64.0),
+    RouterRecipe("route-rank-without-tokens", tokens=ONE_WITHOUT),
+    RouterRecipe("route-in-flight", schedule="F0 F1 B0 B1"),
+    RouterRecipe("route-bfloat16", {"dtype": torch.bfloat16}),
+    RouterRecipe("route-float64", {"dtype": torch.float64}),
+)
+
+
+def routing_corpus(variant: str, layout: Layout) -> Iterator[Workload]:
+    """Yield the router workloads; the variant only has to be one that the backend knows."""
+    for recipe in ROUTERS:
+        config = Config(variant=variant, **recipe.config)
+        microbatches = len({item[1:] for item in recipe.schedule.split()})
+        batches = tuple(
+            tuple(_batch(recipe, config, layout, microbatch, rank) for rank in range(layout.world))
+            for microbatch in range(microbatches)
+        )
+        generator = draw.generator(recipe.name, layout.name, "router")
+        parameters = draw.router_parameters(config, generator, bias=recipe.bias, twins=recipe.twins)
+        yield Workload(recipe.name, "route", config, layout, batches, recipe.schedule, parameters)
+
+
+def _batch(recipe: RouterRecipe, config: Config, layout: Layout, microbatch: int, rank: int) -> Batch:
+    tokens = recipe.tokens[(rank + microbatch) % len(recipe.tokens)]
+    generator = draw.generator(recipe.name, layout.name, microbatch, rank)
+    return draw.route_batch(tokens, config, generator, recipe.magnitude)
