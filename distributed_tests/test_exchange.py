@@ -6,6 +6,7 @@ from moe_conformance.judging.counts import judge_counts
 from moe_conformance.judging.deliveries import judge_deliveries, judge_rows
 from moe_conformance.judging.finished import judge_finished
 from moe_conformance.judging.gradients import judge_dweights, judge_dx
+from moe_conformance.judging.kept import judge_state
 from moe_conformance.judging.outputs import judge_form, judge_inputs, judge_outputs
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.verdict import Tally
@@ -79,3 +80,8 @@ class TestBehaviour:
         judge_outputs(reading, tally)
         judge_dx(reading, tally)
         judge_dweights(reading, tally)
+
+    @requirement("EXCH-11", kind="probe")
+    def test_global_state_is_left_alone(self, reading: Reading, tally: Tally) -> None:
+        """Random generators, default dtype, grad mode, deterministic flags and threads are as before the step."""
+        judge_state(reading, tally)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moe_conformance.judging.diagnosis import Finding, fail
 from moe_conformance.judging.reading import Reading
-from moe_conformance.judging.verdict import Tally, WrongGradient
+from moe_conformance.judging.verdict import ChangedState, Tally, WrongGradient
 
 
 def judge_kept_gradients(reading: Reading, tally: Tally) -> None:
@@ -33,3 +33,22 @@ def judge_kept_gradients(reading: Reading, tally: Tally) -> None:
         for microbatch in rank.microbatches:
             for grad in (microbatch.dx_TD.value, microbatch.dweights_TK.value):
                 tally.add(elements=0 if grad is None else grad.numel(), rank=rank.rank)
+
+
+def judge_state(reading: Reading, tally: Tally) -> None:
+    """Decide whether the step left the global state of its process as it was.
+
+    Random generators, default dtype, grad mode, deterministic flags and number of threads; building may draw.
+
+    Raises:
+        ChangedState: something differs after the schedule.
+    """
+    findings = [
+        Finding(name, f"rank {rank.rank} left {name} otherwise than it was before the step", (rank.rank,))
+        for rank in reading.outcome.ranks
+        for name in rank.state_changed
+    ]
+    if findings:
+        fail(ChangedState, "run", findings)
+    for rank in reading.outcome.ranks:
+        tally.add(elements=1, rank=rank.rank)

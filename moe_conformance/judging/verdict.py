@@ -91,6 +91,10 @@ class ChangedInput(Mismatch):
     """The backend wrote into what it was given."""
 
 
+class ChangedState(Mismatch):
+    """The backend changed global state of its process."""
+
+
 class WrongGroups(Mismatch):
     """The backend would build other groups of ranks."""
 

@@ -28,7 +28,7 @@ from moe_conformance.contract import (
     whole,
 )
 from moe_conformance.engine import Engine, Job, RankContext, RankResult
-from moe_conformance.scenarios import parameters
+from moe_conformance.scenarios import parameters, state
 from moe_conformance.scenarios.outcome import Grad, Microbatch, Outcome, RankOutcome
 from moe_conformance.scenarios.probe import Probe
 from moe_conformance.topology import Topology
@@ -129,7 +129,9 @@ class _Step:
             self.experts = self._experts(session, kept.topology, built)
         for surface in built:
             parameters.write(surface, self.workload.parameters)
+        before = state.snapshot(self.context.device)
         self._follow_schedule()
+        self.state_changed = state.changed(before, state.snapshot(self.context.device))
         return self._bring_back(session, built)
 
     def _experts(self, session: Session, topology: Topology, built: list[Parametrised]) -> Probe | Experts:
@@ -222,6 +224,7 @@ class _Step:
             grads_local=local,
             grads_final=final,
             finish_refusal=refusal,
+            state_changed=self.state_changed,
             uncovered=uncovered,
             resolved={key: str(value) for each in resolved for key, value in each.items()},
             weights_at=_weights_at(session, self.config.weights_applied),

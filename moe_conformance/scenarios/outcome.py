@@ -68,6 +68,7 @@ class RankOutcome:
     grads_local: Mapping[ParameterKey, Grad] = field(default_factory=dict)  # after all backwards
     grads_final: Mapping[ParameterKey, Grad] | None = None  # after finish_gradients; None where none is offered
     finish_refusal: str | None = None
+    state_changed: tuple[str, ...] = ()  # global state of the process that the schedule left otherwise than it was
     uncovered: tuple[str, ...] = ()  # parameters or elements that no window of named() covers, and copies
     resolved: Mapping[str, str] = field(default_factory=dict)
     weights_at: str = "combine"

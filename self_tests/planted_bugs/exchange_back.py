@@ -248,4 +248,13 @@ class OneRoutingAtATime(AllToAllExchange):
         return super()._unpermute(rows_PD, replace(permuted, pairs=self.latest))
 
 
+@planted(Expectation("EXCH-11", "even", "run", "rank 0 left torch's random state otherwise than it was before the step"))
+class Reseeds(AllToAllExchange):
+    """Every dispatch seeds the global generator, so that dropout elsewhere in the model repeats itself."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        torch.manual_seed(0)
+        return super().dispatch(x, routing)
+
+
 PLANTS = collect(globals())

@@ -1,0 +1,31 @@
+"""The global state of a process that a training step has no business with."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping
+
+import torch
+
+
+def snapshot(device: torch.device) -> dict[str, str]:
+    """Return what a step must leave alone, by name: generators, default dtype, modes and flags, threads."""
+    generators = {"torch's random state": torch.get_rng_state().numpy().tobytes()}
+    if device.type == "cuda":
+        generators["CUDA's random state"] = torch.cuda.get_rng_state(device).numpy().tobytes()
+    generators["Python's random state"] = repr(random.getstate()).encode()
+    flags = {
+        "the default dtype": torch.get_default_dtype(),
+        "the grad mode": torch.is_grad_enabled(),
+        "the deterministic flag": torch.are_deterministic_algorithms_enabled(),
+        "the flag to warn of nondeterminism only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "the number of threads": torch.get_num_threads(),
+    }
+    hashes = {name: hashlib.sha256(state).hexdigest() for name, state in generators.items()}
+    return hashes | {name: str(flag) for name, flag in flags.items()}
+
+
+def changed(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the names of what differs."""
+    return tuple(name for name, value in before.items() if after[name] != value)
