@@ -1,13 +1,12 @@
 """What a backend implements: the one file an adopter reads. It imports torch and nothing of the suite.
 
-Shapes by letter: T tokens on this rank, K slots per token, E experts, N experts held by this rank (replicas
-count), D hidden, F expert hidden, R rows received, J slots per row, C capacity. One process is one rank, and
-everything below is that rank's part. Tensors that come back are ready on the current stream: wait for events
-and asynchronous results before returning them.
+Shapes by letter: T tokens on this rank, K slots per token, E experts, N experts held by this rank (replicas count), D
+hidden, F expert hidden, R rows received, J slots per row, C capacity. One process is one rank, and everything below is
+that rank's part. Tensors that come back are ready on the current stream: wait for events and asynchronous results.
 
-A backend is opened once per topology (`Backend.open`) and gives a `Session`; a session builds *surfaces* (an
-exchange, experts, a router) from a `Config`. Adapters only adapt: they never cast, reshape, recount or repair
-what the library returned, never decide a verdict, and catch exceptions through `refusals` alone.
+A backend is opened once per topology (`Backend.open`) and gives a `Session`; a session builds *surfaces* (an exchange,
+experts, a router) from a `Config`. Adapters only adapt: they never cast, reshape, recount or repair what the library
+returned, never decide a verdict, and catch exceptions through `refusals` alone.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ class Unsupported(Exception):
     """
 
     def __init__(self, reason: str, by: Literal["library", "adapter"] = "adapter") -> None:
-        """Keep the reason, one sentence that names the value asked for, and who refuses."""
-        super().__init__(reason)
+        super().__init__(reason)  # one sentence that names the value asked for
         self.by = by
 
 
@@ -45,10 +43,9 @@ class Malformed(Exception):
 
 @contextmanager
 def refusals(*types: type[Exception], match: str) -> Iterator[None]:
-    """Turn the library's *expected* refusal into `Unsupported(by="library")`.
+    """Turn the library's *expected* refusal into `Unsupported(by="library")`. Wrap constructors, never steps.
 
-    Wrap constructors, never steps. `match` is a regular expression that the message must contain; any other
-    exception passes through unchanged and is judged.
+    `match` is a regular expression that the message must contain; any other exception passes through and is judged.
     """
     try:
         yield
@@ -65,8 +62,7 @@ def refusals(*types: type[Exception], match: str) -> Iterator[None]:
 class Config:
     """One neutral configuration, the same for every backend.
 
-    An adapter that ignores a field tests something else than the report says, so every adapter starts with
-    `config.only(...)`, naming the fields that it maps.
+    An adapter that ignored a field would test something else than the report says: each starts with `config.only(...)`.
     """
 
     variant: str = "default"  # one of `Backend.variants`: "alltoall", "allgather", "local", ...
@@ -96,12 +92,10 @@ class Config:
 class Limit:
     """A declared limit of a backend: outside `allowed` it is not run, and the report says why.
 
-    `in_flight` is how many microbatches are between forward and backward at the same time, `halves_in_flight` how many
-    are between dispatch and combine; the names of the others say what they are.
+    `in_flight` counts microbatches between forward and backward, `halves_in_flight` those between dispatch and combine.
 
     `proof="refused"`: break it and the library refuses cleanly; the suite breaks it and wants to see that.
-    `proof="undefined"`: breaking it may hang or corrupt the device, so the suite believes it, leaves such cases out
-    and shows them as unproved.
+    `proof="undefined"`: breaking it may hang or corrupt the device; it is believed, left out, and shown as unproved.
     """
 
     on: Literal[
@@ -300,13 +294,13 @@ class Parametrised(Protocol):
 
 
 class Experts(Parametrised, Resolved, Protocol):
-    """The backend's own experts for this rank, in the exchange's local order: SwiGLU, down(silu(gate x) * up x).
-
-    The output is this etp rank's part of the sum if `Session.expert_output_is_partial`.
-    """
+    """The backend's own experts for this rank, in the exchange's local order: SwiGLU, down(silu(gate x) * up x)."""
 
     def __call__(self, delivery: Delivery) -> Tensor:
-        """Return the experts' output in `delivery.shape`, weighted if the delivery carries weights."""
+        """Return the output in `delivery.shape`, weighted if the delivery carries weights.
+
+        It is this etp rank's part of the sum if `Session.expert_output_is_partial`.
+        """
         ...
 
 
