@@ -125,8 +125,7 @@ class Routing:
         """
         held_TK = self.ids_TK >= 0
         at_TK, T = self.ids_TK.clamp_min(0), self.ids_TK.shape[0]
-        count_TE = torch.zeros(T, self.experts, dtype=torch.int64, device=at_TK.device)
-        count_TE = count_TE.scatter_add(1, at_TK, held_TK.long())
+        count_TE = at_TK.new_zeros(T, self.experts).scatter_add(1, at_TK, held_TK.long())
         if bool((count_TE > 1).any()):
             raise Unsupported("an expert twice in one row has no dense form")
         zero_TE = self.weights_TK.new_zeros(T, self.experts)
