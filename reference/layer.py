@@ -59,6 +59,8 @@ def forward(
     >>> forward(x, ids, w, lambda rows, e: rows**2 * 10**e, weights_at="input")[0].tolist()
     [0.875, 0.875, 0.875]
     """
+    if weights_at not in ("output", "input"):
+        raise ValueError(f"weights are applied at the output or at the input, not at {weights_at!r}")
     (T, D), K = x_TD.shape, ids_TK.shape[1]
     y_TD = torch.zeros(T, D, dtype=torch.float64)  # (T, D)
     for e in ids_TK.unique().tolist():

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from moe_conformance.backends.megatron_core import MegatronCore
 from moe_conformance.contract import Unsupported
@@ -20,11 +19,10 @@ from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.scenarios.parameters import shard_of
 from moe_conformance.topology import Layout, Topology, layouts
-from moe_conformance.workloads import corpus, features, routing, tags
+from moe_conformance.workloads import corpus, features, routing
 from moe_conformance.workloads.records import Workload
-from reference import layer
-from reference.experts import swiglu_experts, tagged_experts
 from reference.routing import route
+from self_tests.dense import oracle, seen, worst
 
 try:
     MegatronCore().versions()  # importing the library here would take seconds: only the ranks need it
@@ -60,33 +58,6 @@ def run(engine: Engine, workload: Workload) -> Outcome:
     outcome = moe_step(engine, NAME, workload)
     assert ["ok"] * workload.layout.world == [rank.status for rank in outcome.ranks], [r.error for r in outcome.ranks]
     return outcome
-
-
-def oracle(workload: Workload) -> layer.Gradients:
-    """All tokens of all microbatches and ranks, in this order, in one dense batch."""
-    batches = [layer.Batch(b.x_TD, b.ids_TK, b.weights_TK, b.upstream) for ranks in workload.batches for b in ranks]
-    if workload.kind == "experts":
-        return layer.gradients(*layer.global_batch(batches), build=swiglu_experts, parameters=workload.parameters)
-    E = workload.config.experts
-    gains = {("gain", e): torch.tensor(tags.gain(e)) for e in range(E)}
-    build = lambda parameters: tagged_experts(E, parameters)  # noqa: E731
-    return layer.gradients(*layer.global_batch(batches), build=build, parameters=gains)
-
-
-def seen(outcome: Outcome) -> tuple[Tensor, Tensor, Tensor]:
-    """y, dx and dweights in the order of `oracle`, in float64."""
-    count = len(outcome.workload.batches)
-    found = [rank.microbatches[m] for m in range(count) for rank in outcome.ranks]
-    parts = [(each.y, each.dx_TD.value, each.dweights_TK.value) for each in found]
-    y, dx, dweights = (
-        torch.cat([part.double() for part in column if part is not None]) for column in zip(*parts, strict=True)
-    )
-    return y, dx, dweights
-
-
-def worst(actual: Tensor, expected: Tensor) -> float:
-    """The largest error, in units of the largest expected value."""
-    return float((actual.double() - expected).abs().max() / expected.abs().max())
 
 
 def on_a_rank(engine: Engine, function: str) -> Any:

@@ -1,0 +1,39 @@
+"""What a run must yield, by the dense oracle alone: the tests of adapters do not lean on the judge."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.workloads import tags
+from moe_conformance.workloads.records import Workload
+from reference import layer
+from reference.experts import swiglu_experts, tagged_experts
+
+
+def oracle(workload: Workload) -> layer.Gradients:
+    """All tokens of all microbatches and ranks, in this order, in one dense batch."""
+    batches = [layer.Batch(b.x_TD, b.ids_TK, b.weights_TK, b.upstream) for ranks in workload.batches for b in ranks]
+    if workload.kind == "experts":
+        return layer.gradients(*layer.global_batch(batches), build=swiglu_experts, parameters=workload.parameters)
+    E = workload.config.experts
+    gains = {("gain", e): torch.tensor(tags.gain(e)) for e in range(E)}
+    build = lambda parameters: tagged_experts(E, parameters)  # noqa: E731
+    return layer.gradients(*layer.global_batch(batches), build=build, parameters=gains)
+
+
+def seen(outcome: Outcome) -> tuple[Tensor, Tensor, Tensor]:
+    """y, dx and dweights in the order of `oracle`, in float64."""
+    count = len(outcome.workload.batches)
+    found = [rank.microbatches[m] for m in range(count) for rank in outcome.ranks]
+    parts = [(each.y, each.dx_TD.value, each.dweights_TK.value) for each in found]
+    y, dx, dweights = (
+        torch.cat([part.double() for part in column if part is not None]) for column in zip(*parts, strict=True)
+    )
+    return y, dx, dweights
+
+
+def worst(actual: Tensor, expected: Tensor) -> float:
+    """The largest error, in units of the largest expected value."""
+    return float((actual.double() - expected).abs().max() / expected.abs().max())
