@@ -29,13 +29,14 @@ def route_workload(layout: Layout | None = None, tokens: int = 24, microbatches:
     layout, config = layout or Layout(2, ep=2), Config(**fields)
     batches = tuple(
         tuple(
-            draw.route_batch(tokens - rank - m, config, draw.generator("route", layout.name, m, rank))
+            draw.route_batch(tokens - rank - m, config, draw.generator("route", layout.name, m, rank), 1.0)
             for rank in range(layout.world)
         )
         for m in range(microbatches)
     )
     schedule = " ".join(f"F{m} B{m}" for m in range(microbatches))
-    parameters = draw.router_parameters(config, draw.generator("route", layout.name, "router"))
+    generator = draw.generator("route", layout.name, "router")
+    parameters = draw.router_parameters(config, generator, bias=-0.9, twins=False)
     return Workload("simulated", "route", config, layout, batches, schedule, parameters)
 
 
