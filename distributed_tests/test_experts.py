@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moe_conformance.judging.outputs import judge_form
 from moe_conformance.judging.own_experts import judge_own_outputs, judge_weight_place, judge_windows
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.verdict import Tally
@@ -19,6 +20,11 @@ class TestOwnExperts:
     def test_output_is_that_of_the_dense_formulation(self, reading: Reading, tally: Tally) -> None:
         """The output is the weighted sum of SwiGLU experts, within the rounding error of the dtype."""
         judge_own_outputs(reading, tally)
+
+    @requirement("EXCH-07", kind="experts")
+    def test_output_has_the_form_of_the_input(self, reading: Reading, tally: Tally) -> None:
+        """With own experts too, the output has the input's form."""
+        judge_form(reading, tally)
 
     @requirement("EXPT-02", kind="experts")
     def test_windows_cover_every_parameter(self, reading: Reading, tally: Tally) -> None:

@@ -77,6 +77,7 @@ LIARS = [
     (lying.HidesParts, "EXCH-05", EP2_ETP2, "even", "2.000 x the oracle"),
     (lying.ChangesInputs, "EXCH-08", EP2, "even", "wrote into x"),
     (lying.WrongDtype, "EXCH-07", EP2, "even", "has the dtype torch.float64"),
+    (lying.WrongDtype, "EXCH-07", EP2, "own-even", "has the dtype torch.float64"),
     (lying.KeepsHandle, "EXCH-10", EP2, "halves-in-flight-even", "in combine:0"),
     (lying.CopyingWindows, "EXPT-02", EP2, "own-even", "is a copy, not a view"),
     (lying.HidesParameter, "EXPT-02", EP2, "own-even", "have no window"),
