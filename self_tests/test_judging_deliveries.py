@@ -9,7 +9,7 @@ import torch
 
 from moe_conformance.judging.counts import judge_counts
 from moe_conformance.judging.deliveries import judge_deliveries, judge_rows
-from moe_conformance.judging.verdict import CorruptRow, WrongCount, WrongDelivery, WrongForm, WrongWeight
+from moe_conformance.judging.verdict import CorruptRow, NotOffered, WrongCount, WrongDelivery, WrongForm, WrongWeight
 from moe_conformance.judging.weights import judge_weights
 from moe_conformance.topology import Layout
 from self_tests.breaking import broken, caught, edit_handed, exchange, judged, on, put
@@ -166,6 +166,14 @@ class TestCounts:
         fault = caught(judge_counts, broken(ROUTING, sent=lambda rank, sent: sent[1:] if rank == 1 else sent))
         assert "rank 1 claims 0 rows for expert 4 where 1 pair should reach it" in str(fault)
 
+    def test_a_rank_that_claims_nothing_is_told_where_others_claim(self) -> None:
+        """Silence of one rank does not excuse it."""
+        outcome = edit_handed(broken(ROUTING), 1, lambda handed: replace(handed, counts_N=None))
+        fault = caught(judge_counts, outcome)
+        assert isinstance(fault, WrongCount)
+        assert "rank 1 claims no counts, though counts are claimed elsewhere" in str(fault)
+        assert (1,) == fault.ranks
+
     def test_padding_may_be_counted(self) -> None:
         """A claim may include rows of zeros, all of them or none."""
         padded = broken(ROUTING, padding=3)
@@ -260,8 +268,17 @@ class TestWeights:
 
     def test_weights_asked_for_after_the_experts_may_be_applied_by_them_or_later(self) -> None:
         """`weights_applied="output"` leaves two places, and both are right."""
+        work = workload(ids=[[[0, 5]], [[1, 6]]], weights_applied="output")
+        outcomes = []
         for place in ("expert", "combine"):
-            work = workload(ids=[[[0, 5]], [[1, 6]]], weights_applied="output")
             outcome = broken(work, weights_at=place)
             ranks = tuple(replace(rank, weights_at="combine") for rank in outcome.ranks)
-            assert 4 == judged(judge_weights, replace(outcome, ranks=ranks)).pairs
+            outcomes.append(replace(outcome, ranks=ranks))
+        assert 4 == judged(judge_weights, outcomes[0]).pairs
+        with pytest.raises(NotOffered, match="none travel"):
+            judged(judge_weights, outcomes[1])
+
+    def test_weights_that_do_not_travel_are_not_counted(self) -> None:
+        """Where combine applies the weights there is nothing to compare, and that is neither a pass nor a failure."""
+        with pytest.raises(NotOffered, match="weights are applied in combine: none travel"):
+            judged(judge_weights, broken(ROUTING, weights_at="combine"))

@@ -20,7 +20,8 @@ def judge_counts(reading: Reading, tally: Tally) -> None:
 
     Raises:
         NotOffered: no rank claims counts.
-        WrongCount: a claim disagrees with the rows, with the routing, or has not one number per local expert.
+        WrongCount: a claim disagrees with the rows, with the routing, or has not one number per local expert; or a
+            rank claims nothing while others do.
     """
     if not any(call.counts_N is not None for rank in reading.ranks for m in rank.microbatches for call in m.handed):
         raise NotOffered("the backend claims no counts")
@@ -50,6 +51,8 @@ def _claimed(
     total = [0] * held
     for counts_N in counts:
         if counts_N is None:
+            sentence = f"rank {rank} claims no counts{_of(microbatch)}, though counts are claimed elsewhere"
+            findings.append(Finding("silent", sentence, (rank,)))
             return None
         claim = counts_N.tolist()
         if len(claim) != held:

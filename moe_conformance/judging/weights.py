@@ -6,7 +6,7 @@ import torch
 
 from moe_conformance.judging.diagnosis import Finding, common_ratio, fail, likeliest, ratio_words
 from moe_conformance.judging.reading import Entry, Match, Reading
-from moe_conformance.judging.verdict import Tally, WrongWeight
+from moe_conformance.judging.verdict import NotOffered, Tally, WrongWeight
 
 
 def judge_weights(reading: Reading, tally: Tally) -> None:
@@ -16,14 +16,16 @@ def judge_weights(reading: Reading, tally: Tally) -> None:
     beside an unscaled row; weights at combine do not travel. Lost pairs and corrupt rows are judged elsewhere.
 
     Raises:
+        NotOffered: weights are applied in combine, so that none travel.
         WrongWeight: a pair carries another weight, none, or one where none belongs.
     """
     findings = _misplaced(reading)
     if findings:
         fail(WrongWeight, "dispatch", findings)
-    wrong = wrong_weights(reading)
+    if all(applied == "combine" for applied in reading.applied):
+        raise NotOffered("weights are applied in combine: none travel")
+    travelling, wrong = _travelling(reading), wrong_weights(reading)
     if wrong:
-        travelling = _travelling(reading)
         carried = torch.tensor([_carried(reading, match.entry) for match in travelling], dtype=torch.float64)
         own = torch.tensor([_own(reading, match) for match in travelling], dtype=torch.float64)
         ratio = common_ratio(carried, own) if len(travelling) > 1 else None
@@ -32,7 +34,7 @@ def judge_weights(reading: Reading, tally: Tally) -> None:
             sentence = f"every weight that travels to the experts is {ratio_words(ratio, reading.token_ratios)}"
             fail(WrongWeight, "dispatch", [Finding("ratio", sentence, ranks)], ratio=ratio)
         fail(WrongWeight, "dispatch", likeliest([_told(reading, match) for match in wrong]))
-    for match in reading.matching.matches:
+    for match in travelling:
         tally.add(pairs=1, rank=match.entry.rank)
 
 
