@@ -12,6 +12,8 @@ from torch import Tensor
 from moe_conformance.judging.own_experts import (
     judge_expert_gradients,
     judge_idle_expert_gradients,
+    judge_own_dx,
+    judge_own_outputs,
     judge_replicas,
     judge_windows,
 )
@@ -161,6 +163,29 @@ class TestWrongParameterGradients:
         for judge in (judge_expert_gradients, judge_idle_expert_gradients, judge_replicas):
             with pytest.raises(NotOffered, match="no trainer"):
                 judge(read(replace(outcome, ranks=silent)), Tally())
+
+    @pytest.mark.parametrize("judge", [judge_expert_gradients, judge_idle_expert_gradients, judge_replicas])
+    def test_one_rank_that_finishes_nothing_is_told(self, judge: Callable[..., None]) -> None:
+        """What one rank finishes all must."""
+        outcome = clean(REPLICATED)
+        ranks = (outcome.ranks[0], replace(outcome.ranks[1], grads_final=None), *outcome.ranks[2:])
+        wrong = caught(judge, replace(outcome, ranks=ranks))
+        assert isinstance(wrong, AbsentGradient)
+        assert "rank 1 finished no gradients while rank 0 did" in wrong.sentence
+        assert ("finish", (1,)) == (wrong.stage, wrong.ranks)
+
+    def test_microbatches_that_only_go_forward_are_in_no_gradient(self) -> None:
+        """A gradient is over what went backward; an expert that only others reach is idle; y is judged all the same."""
+        work = own_workload(microbatches=2)
+        work = replace(work, batches=(work.batches[0], tuple(map(never(3), work.batches[1]))), schedule="F0 F1 B1")
+        silent = tuple(replace(batch, upstream=0 * batch.upstream) for batch in work.batches[0])
+        right = replace(simulate_experts(replace(work, batches=(silent, work.batches[1]))), workload=work)
+        for judge in (judge_expert_gradients, judge_idle_expert_gradients):
+            assert not judged(judge, right).vacuous
+        assert [44 * 32, 21 * 32] == [judged(judge, right).elements for judge in (judge_own_outputs, judge_own_dx)]
+        leaked = simulate_experts(work)
+        assert "microbatches that go forward only are in it too" in caught(judge_expert_gradients, leaked).sentence
+        assert "expert 3" in caught(judge_idle_expert_gradients, leaked).sentence
 
     def test_one_bit_between_replicas(self) -> None:
         """Replicas that differ by one rounding pass their bounds and are not equal."""

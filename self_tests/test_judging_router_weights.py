@@ -31,6 +31,7 @@ from moe_conformance.judging.verdict import (
 )
 from moe_conformance.scenarios.outcome import Grad
 from moe_conformance.topology import Layout
+from moe_conformance.workloads.records import ParameterKey
 from self_tests import simulated_routers as simulated
 from self_tests.breaking import caught, edit, judged
 from self_tests.breaking_routers import BIASED, edit_ranks, present, run, weighing
@@ -210,6 +211,34 @@ class TestWrongGradients:
         unnamed = edit_ranks(outcome, lambda rank: replace(rank, grads_final={}, grads_local={}))
         assert isinstance(caught(judge_router_gradient, unnamed), Uncovered)
 
+    @pytest.mark.parametrize(
+        ("final", "error", "words"),
+        [
+            (None, AbsentGradient, "rank 1 finished no gradients while rank 0 did"),
+            ({}, Uncovered, "ranks [1] do not name the router after finishing"),
+        ],
+        ids=["nothing", "not the router"],
+    )
+    def test_one_rank_that_does_not_finish_is_told(
+        self, final: dict[ParameterKey, Grad] | None, error: type[Exception], words: str
+    ) -> None:
+        """What one rank finishes all must, though nothing that is there is wrong."""
+        outcome = run()
+        outcome = replace(outcome, ranks=(outcome.ranks[0], replace(outcome.ranks[1], grads_final=final)))
+        wrong = caught(judge_router_gradient, outcome)
+        assert error is type(wrong)
+        assert words in wrong.sentence
+        assert ("finish", (1,)) == (wrong.stage, wrong.ranks)
+
+    def test_microbatches_that_only_go_forward_are_not_in_it(self) -> None:
+        """The gradient is over what went backward; the other microbatches are in no sum."""
+        work = replace(route_workload(microbatches=2), schedule="F0 F1 B1")
+        silent = tuple(replace(batch, upstream=0 * batch.upstream) for batch in work.batches[0])
+        outcome = simulate_routers(replace(work, batches=(silent, work.batches[1])))
+        assert not judged(judge_router_gradient, replace(outcome, workload=work)).vacuous
+        leaked = replace(simulate_routers(work), workload=work)
+        assert "microbatches that go forward only are in it too" in caught(judge_router_gradient, leaked).sentence
+
 
 class TestLoad:
     def test_wrong_counts_are_told(self) -> None:
@@ -221,7 +250,20 @@ class TestLoad:
         assert (1,) == wrong.ranks
 
     def test_no_report_is_not_offered(self) -> None:
-        """A router that reports no load is not judged by it."""
-        outcome = edit(run(), 0, lambda seen: replace(seen, counts_E=None))
+        """A router that reports no load on any rank is not judged by it."""
+        outcome = run()
+        for rank in (0, 1):
+            outcome = edit(outcome, rank, lambda seen: replace(seen, counts_E=None))
         with pytest.raises(NotOffered, match="no load"):
             judge_load(read(outcome), Tally())
+
+    def test_no_report_of_one_rank_excuses_nobody(self) -> None:
+        """A rank without a report is told, and so is the wrong report of another."""
+        outcome = edit(run(), 1, lambda seen: replace(seen, counts_E=None))
+        wrong = caught(judge_load, outcome)
+        assert isinstance(wrong, WrongCount)
+        assert "rank 1 reports no load, though loads are reported elsewhere" in wrong.sentence
+        assert (1,) == wrong.ranks
+        both = caught(judge_load, edit(outcome, 0, lambda seen: replace(seen, counts_E=2 * seen.counts_E)))
+        assert "rank 0 reports the load" in both.sentence
+        assert (0, 1) == both.ranks

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_conformance.judging import bounds
 from moe_conformance.judging.bounded import Target, compare
-from moe_conformance.judging.places import Place, Shard, places_of, stages
+from moe_conformance.judging.places import Place, Shard, backward_places_of, places_of, stages
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.workloads.records import Workload
 from reference import layer
@@ -33,7 +33,7 @@ class Held:
     shard: Shard
     actual: Tensor | None
     target: Target
-    idle: bool  # no token of the stage reaches the expert
+    idle: bool  # no token of the stage reaches the expert, in microbatches that go backward
 
     @property
     def part(self) -> str:
@@ -87,24 +87,34 @@ class OwnExpected:
         return self._tokens[place][2]
 
     def parameter(self, stage: int, key: Key) -> Target:
-        """The finished gradient of a whole parameter: over all tokens of the stage, divided where averaged."""
+        """The finished gradient of a whole parameter: over the stage's tokens that go backward, or their mean."""
         return self._parameters[stage][key]
 
     @cached_property
     def idle(self) -> tuple[frozenset[int], ...]:
-        """Of every stage, the experts that no token of any rank reaches in any microbatch."""
+        """Of every stage, the experts that no token of any rank reaches in any microbatch that goes backward."""
         everyone = frozenset(range(self.workload.config.experts))
         return tuple(
-            everyone - set(batch_of(self.workload, places_of(self.workload, ranks)).ids_TK.unique().tolist())
+            everyone - set(batch_of(self.workload, backward_places_of(self.workload, ranks)).ids_TK.unique().tolist())
             for ranks in self.stages
         )
 
     @cached_property
     def _results(self) -> tuple[tuple[Gradients, Gradients], ...]:
-        """Values and magnitudes of every stage."""
+        """Values and magnitudes of every stage, of all its tokens."""
+        return self._solved([places_of(self.workload, ranks) for ranks in self.stages])
+
+    @cached_property
+    def _backward_results(self) -> tuple[tuple[Gradients, Gradients], ...]:
+        """The same, of the tokens that go backward."""
+        if all(map(self.workload.goes_backward, range(len(self.workload.batches)))):
+            return self._results
+        return self._solved([backward_places_of(self.workload, ranks) for ranks in self.stages])
+
+    def _solved(self, stages: Sequence[Sequence[Place]]) -> tuple[tuple[Gradients, Gradients], ...]:
         found = []
-        for ranks in self.stages:
-            batch, parameters = batch_of(self.workload, places_of(self.workload, ranks)), parameters_of(self.workload)
+        for places in stages:
+            batch, parameters = batch_of(self.workload, places), parameters_of(self.workload)
             values = layer.gradients(*batch, swiglu_experts, parameters, weights_at=self.weights_at)
             sizes = magnitudes(*batch, swiglu_measured, parameters, weights_at=self.weights_at)
             found.append((values, sizes))
@@ -113,11 +123,13 @@ class OwnExpected:
     @cached_property
     def _parameters(self) -> tuple[dict[Key, Target], ...]:
         """The finished gradient of every parameter, of every stage."""
-        config, layout, microbatches = self.workload.config, self.workload.layout, len(self.workload.batches)
+        config, layout = self.workload.config, self.workload.layout
+        microbatches = sum(map(self.workload.goes_backward, range(len(self.workload.batches))))
         length, more = bounds.longest_sum(config), bounds.more_in_parameter_gradients(microbatches, layout.edp)
         found: list[dict[Key, Target]] = []
-        for ranks, (values, sizes) in zip(self.stages, self._results, strict=True):
-            tokens = sum(len(self.workload.batches[m][rank].x_TD) for m, rank in places_of(self.workload, ranks))
+        for ranks, (values, sizes) in zip(self.stages, self._backward_results, strict=True):
+            places = backward_places_of(self.workload, ranks)
+            tokens = sum(len(self.workload.batches[m][rank].x_TD) for m, rank in places)
             found.append({})
             for key, value in values.parameters.items():
                 magnitude = sizes.parameters[key]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe_conformance.judging.bounded import Target, compare
 from moe_conformance.judging.diagnosis import Finding, fail
+from moe_conformance.judging.finals import finals_of
 from moe_conformance.judging.once import once
 from moe_conformance.judging.own_expected import (
     Held,
@@ -158,7 +159,7 @@ def judge_expert_gradients(reading: Reading, tally: Tally) -> None:
     Raises:
         NotOffered: the backend finishes no gradients.
         Uncovered: no rank of a pipeline stage names some part of an expert's parameter.
-        AbsentGradient: a gradient is None.
+        AbsentGradient: a gradient is None, or some ranks finish none while others do.
         WrongForm, WrongGradient: another shape than the shard's; an element outside its bound.
     """
     held = [each for each in once(reading, _finished) if not each.idle]
@@ -179,7 +180,7 @@ def judge_idle_expert_gradients(reading: Reading, tally: Tally) -> None:
 
     Raises:
         NotOffered, Uncovered: as `judge_expert_gradients`.
-        AbsentGradient: the gradient is None.
+        AbsentGradient: the gradient is None, or some ranks finish none while others do.
         WrongForm, WrongGradient: another shape than the shard's; an element is not zero.
     """
     held = [each for each in once(reading, _finished) if each.idle]
@@ -202,7 +203,7 @@ def judge_replicas(reading: Reading, tally: Tally) -> None:
 
     Raises:
         NotOffered: gradients are not finished, or every part of every expert is held by one rank only.
-        Uncovered: as `judge_expert_gradients`.
+        Uncovered, AbsentGradient: as `judge_expert_gradients`; not for a gradient that is None on all replicas.
         WrongGradient: two replicas differ.
     """
     groups: dict[tuple[int, Key, Shard], list[Held]] = {}
@@ -254,11 +255,7 @@ def judge_windows(reading: Reading, tally: Tally) -> None:
 def _finished(reading: Reading) -> list[Held]:
     """List what every rank holds after `finish_gradients`, with its target; it must be complete and well formed."""
     expected = expected_of(reading)
-    final: list[Mapping[ParameterKey, Grad]] = []
-    for rank in reading.ranks:
-        if rank.grads_final is None:
-            raise NotOffered(rank.finish_refusal or "the backend finishes no gradients")
-        final.append(rank.grads_final)
+    final = finals_of(reading)
     _require_complete(reading, "finish", final)
     found = []
     for rank in reading.ranks:

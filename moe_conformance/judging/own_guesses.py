@@ -17,7 +17,7 @@ from moe_conformance.judging.diagnosis import Finding, likeliest, ratio_words
 from moe_conformance.judging.once import Kept
 from moe_conformance.judging.own_expected import Held, OwnExpected, solve
 from moe_conformance.judging.own_mistakes import Run, other_runs
-from moe_conformance.judging.places import Place, other_sums, places_of, shard_of
+from moe_conformance.judging.places import Place, backward_places_of, other_sums, shard_of
 from reference.layer import Gradients
 
 Found = tuple[list[Finding], float | None]  # and the factor if there is one for all
@@ -266,6 +266,6 @@ class _Explainer:
 
     def _runs(self, stage: int) -> Kept[Run]:
         if stage not in self.runs:
-            places = places_of(self.expected.workload, self.expected.stages[stage])
+            places = backward_places_of(self.expected.workload, self.expected.stages[stage])
             self.runs[stage] = Kept(other_runs(self.expected, places))
         return self.runs[stage]

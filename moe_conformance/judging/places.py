@@ -19,6 +19,11 @@ def places_of(workload: Workload, ranks: Iterable[int]) -> tuple[Place, ...]:
     return tuple((m, rank) for m in range(len(workload.batches)) for rank in ranks)
 
 
+def backward_places_of(workload: Workload, ranks: Iterable[int]) -> tuple[Place, ...]:
+    """Return those of `places_of` whose microbatch goes backward: only these are in the gradient of a parameter."""
+    return tuple(place for place in places_of(workload, ranks) if workload.goes_backward(place[0]))
+
+
 def stages(layout: Layout) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of every pipeline stage: a stage has a batch and parameters of its own.
 
@@ -56,17 +61,18 @@ def whole(shards: Iterable[Shard]) -> bool:
 def other_sums(workload: Workload, rank: int) -> Iterator[tuple[str, tuple[Place, ...]]]:
     """List what a rank may have summed over instead of all tokens of its pipeline stage, in words and places.
 
-    Every set of places comes once, under its first name.
+    Every set of places comes once, under its first name. Microbatches that only go forward are in none but one.
     """
-    layout, microbatches = workload.layout, range(len(workload.batches))
+    layout = workload.layout
+    microbatches = [m for m in range(len(workload.batches)) if workload.goes_backward(m)]
     stage = next(ranks for ranks in stages(layout) if rank in ranks)
-    everything = places_of(workload, stage)
+    everything = backward_places_of(workload, stage)
     named: dict[tuple[Place, ...], str] = {}
-    named[places_of(workload, [rank])] = "only the tokens of its own rank are in it"
+    named[backward_places_of(workload, [rank])] = "only the tokens of its own rank are in it"
     axes: dict[tuple[Place, ...], list[str]] = {}
     for name in ("ep_etp", "ep", "etp", "edp", "tp", "dp_cp"):
         ranks = next(group for group in layout.groups()[name] if rank in group)
-        axes.setdefault(places_of(workload, ranks), []).append(name)
+        axes.setdefault(backward_places_of(workload, ranks), []).append(name)
     for places, names in axes.items():
         named.setdefault(places, f"only the tokens of its own {' or '.join(names)} group are in it")
     for missing in stage:
@@ -78,4 +84,5 @@ def other_sums(workload: Workload, rank: int) -> Iterator[tuple[str, tuple[Place
     for m in microbatches:
         left = tuple(place for place in everything if place[0] != m)
         named.setdefault(left, f"microbatch {m} is missing in it")
+    named.setdefault(places_of(workload, stage), "microbatches that go forward only are in it too")
     return ((words, places) for places, words in named.items() if places and places != everything)

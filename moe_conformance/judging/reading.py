@@ -102,7 +102,7 @@ class Reading:
 
     def goes_backward(self, microbatch: int) -> bool:
         """Whether the schedule asks for this microbatch's gradients."""
-        return f"B{microbatch}" in self.outcome.workload.schedule.split()
+        return self.outcome.workload.goes_backward(microbatch)
 
     @cached_property
     def parts(self) -> tuple[float, ...]:

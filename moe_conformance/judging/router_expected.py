@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_conformance.judging import bounds
 from moe_conformance.judging.bounded import Target
-from moe_conformance.judging.places import Place, places_of, stages
+from moe_conformance.judging.places import Place, backward_places_of, places_of, stages
 from moe_conformance.workloads.records import Workload
 from reference import routing, selection
 from reference.routing_magnitudes import (
@@ -119,10 +119,11 @@ class RouterExpected:
     def gradient(self, stage: int) -> Target:
         """The finished gradient of the router (E, D): over all tokens of a pipeline stage, divided where averaged."""
         places = self.stage_places(stage)
+        microbatches = len({m for m, _ in places})
         x_TD, ids_TK, dweights_TK = self._batch(places)
         _, measured = gradients_measured(x_TD, self.router_ED, ids_TK, dweights_TK, **self.weighing)
         replicas = len(stages(self.workload.layout)[stage])  # every rank of the stage has tokens of its own
-        more = bounds.more_in_parameter_gradients(len(self.workload.batches), replicas)
+        more = bounds.more_in_parameter_gradients(microbatches, replicas)
         allowed_ED = self._allowed(measured.magnitude, tokens=len(x_TD), more=more)
         return Target(self.solve(places)[1] / self.divisor, allowed_ED / self.divisor)
 
@@ -152,8 +153,8 @@ class RouterExpected:
         return places_of(self.workload, range(self.workload.layout.world))
 
     def stage_places(self, stage: int) -> tuple[Place, ...]:
-        """The places of a pipeline stage."""
-        return places_of(self.workload, stages(self.workload.layout)[stage])
+        """The places of a pipeline stage that are in the router's gradient."""
+        return backward_places_of(self.workload, stages(self.workload.layout)[stage])
 
     def _x(self, place: Place) -> Tensor:
         m, rank = place

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_conformance.judging.bounded import Target, compare
 from moe_conformance.judging.diagnosis import Finding, fail
+from moe_conformance.judging.finals import finals_of
 from moe_conformance.judging.once import once
 from moe_conformance.judging.places import Place, places_of, shard_of, stages, whole
 from moe_conformance.judging.reading import Reading
@@ -29,6 +30,8 @@ from moe_conformance.judging.verdict import (
     WrongSelection,
     WrongWeight,
 )
+from moe_conformance.scenarios.outcome import Grad
+from moe_conformance.workloads.records import ParameterKey
 
 
 def expected_of(reading: Reading) -> RouterExpected:
@@ -136,16 +139,21 @@ def judge_load(reading: Reading, tally: Tally) -> None:
     """Decide whether the reported load is the number of tokens of the rank that chose each expert.
 
     Raises:
-        NotOffered: the router reports no load.
-        WrongCount: another number, or not one per expert.
+        NotOffered: the router reports no load on any rank.
+        WrongCount: another number, or not one per expert; or no load from a rank while others report theirs.
     """
     expected = expected_of(reading)
     E = expected.workload.config.experts
+    if all(reading.seen(*place).counts_E is None for place in expected.places):
+        raise NotOffered("the router reports no load")
     findings, compared = [], []
     for m, rank in expected.places:
         counts_E = reading.seen(m, rank).counts_E
         if counts_E is None:
-            raise NotOffered("the router reports no load")
+            where = f" in microbatch {m}" if m else ""
+            sentence = f"rank {rank} reports no load{where}, though loads are reported elsewhere"
+            findings.append(Finding("silent", sentence, (rank,)))
+            continue
         right_E = torch.bincount(expected.ids[m, rank].flatten(), minlength=E)
         if counts_E.tolist() != right_E.tolist():
             sentence = f"rank {rank} reports the load {counts_E.tolist()}; its tokens chose {right_E.tolist()}"
@@ -214,22 +222,20 @@ def judge_router_gradient(reading: Reading, tally: Tally) -> None:
     Raises:
         NotOffered: the backend finishes no gradients.
         Uncovered: the ranks of a stage do not name the router, or not all of it.
-        AbsentGradient: the gradient is None.
+        AbsentGradient: the gradient is None, or some ranks finish none while others do.
         WrongForm, WrongGradient: another shape; an element outside its bound.
     """
-    expected = expected_of(reading)
+    expected, finals = expected_of(reading), finals_of(reading)
     for stage, ranks in enumerate(stages(expected.workload.layout)):
         target = expected.gradient(stage)
         actual, targets = {}, {}
         for rank in ranks:
-            final = reading.ranks[rank].grads_final
-            if final is None:
-                raise NotOffered(reading.ranks[rank].finish_refusal or "the backend finishes no gradients")
-            if (grad := final.get(("router", None))) is not None:
+            if (grad := finals[rank].get(("router", None))) is not None:
                 targets[rank] = Target(*(shard_of(each, grad.shard) for each in target))
                 what = f"the router's gradient on rank {rank}"
                 actual[rank] = _formed(grad.value, targets[rank], what, rank, AbsentGradient, "finish")
-        _require_whole(reading, ranks)
+        _require_whole(ranks, [rank.grads_local for rank in reading.ranks], "route")
+        _require_whole(ranks, finals, "finish")
         worst = {rank: compare(actual[rank], *targets[rank], tally, rank) for rank in actual}
         if not all(each.holds for each in worst.values()):
             _fail_gradient(reading, ranks, stage, actual, targets)
@@ -248,14 +254,15 @@ def _fail_gradient(
     fail(WrongGradient, "gradient" if before else "finish", findings, ratio=ratio)
 
 
-def _require_whole(reading: Reading, ranks: tuple[int, ...]) -> None:
+def _require_whole(ranks: tuple[int, ...], named: Sequence[Mapping[ParameterKey, Grad]], when: Stage) -> None:
     """Raise unless every rank of a stage names the router, whole or a part that the others complete."""
-    grads = {rank: reading.ranks[rank].grads_local.get(("router", None)) for rank in ranks}
+    grads = {rank: named[rank].get(("router", None)) for rank in ranks}
     without = tuple(rank for rank, grad in grads.items() if grad is None)
     if without:
-        raise Uncovered("route", f"ranks {list(without)} do not name the router", ranks=without)
+        after = " after finishing" if when == "finish" else ""
+        raise Uncovered(when, f"ranks {list(without)} do not name the router{after}", ranks=without)
     if not whole(grad.shard for grad in grads.values() if grad):
-        raise Uncovered("route", "the ranks together do not name all parts of the router", ranks=ranks)
+        raise Uncovered(when, "the ranks together do not name all parts of the router", ranks=ranks)
 
 
 def _formed(

@@ -41,10 +41,10 @@ def has_empty_slots(workload: Workload) -> bool:
 
 
 def has_idle_expert(workload: Workload) -> bool:
-    """Return whether some expert gets no token of any rank in any microbatch."""
+    """Return whether some expert gets no token of any rank in any microbatch that goes backward."""
     reached: set[int] = set()
-    for microbatch in workload.batches:
-        for batch in microbatch:
+    for m, microbatch in enumerate(workload.batches):
+        for batch in microbatch if workload.goes_backward(m) else ():
             reached.update(batch.ids_TK.unique().tolist())
     return not reached.issuperset(range(workload.config.experts))
 

@@ -41,6 +41,10 @@ class Workload:
     parameters: Mapping[ParameterKey, Tensor] = field(default_factory=dict)
     lead: Literal["flat", "two_dims"] = "flat"
 
+    def goes_backward(self, microbatch: int) -> bool:
+        """Whether the schedule asks for a microbatch's gradients."""
+        return f"B{microbatch}" in self.schedule.split()
+
     def __repr__(self) -> str:
         """Name it in a line: pytest shows arguments, and tensors would fill pages."""
         return f"<workload {self.config.variant}-{self.layout.name}-{self.name}>"

@@ -1,0 +1,34 @@
+"""What the ranks hold after `finish_gradients`: all of them, or none where that is not offered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from moe_conformance.judging.diagnosis import Finding, fail
+from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.verdict import AbsentGradient, NotOffered
+from moe_conformance.scenarios.outcome import Grad
+from moe_conformance.workloads.records import ParameterKey
+
+
+def finals_of(reading: Reading) -> list[Mapping[ParameterKey, Grad]]:
+    """Return every rank's finished gradients, by rank.
+
+    Raises:
+        NotOffered: no rank finishes gradients.
+        AbsentGradient: some ranks do and others do not.
+    """
+    finals = [rank.grads_final for rank in reading.ranks]
+    finished = [final for final in finals if final is not None]
+    if not finished:
+        raise NotOffered(reading.ranks[0].finish_refusal or "the backend finishes no gradients")
+    first = next(rank for rank, final in enumerate(finals) if final is not None)
+    findings = []
+    for rank in reading.ranks:
+        if rank.grads_final is None:
+            why = f" ({rank.finish_refusal})" if rank.finish_refusal else ""
+            sentence = f"rank {rank.rank} finished no gradients while rank {first} did{why}"
+            findings.append(Finding("absent", sentence, (rank.rank,)))
+    if findings:
+        fail(AbsentGradient, "finish", findings)
+    return finished
