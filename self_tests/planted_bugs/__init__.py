@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from self_tests.planted_bugs import exchange, exchange_back, experts, gradients, groups, routing
+from self_tests.planted_bugs import (
+    exchange,
+    exchange_back,
+    exchange_ends,
+    experts,
+    gradients,
+    groups,
+    routing,
+    routing_ends,
+)
 from self_tests.planted_bugs.plant import Expectation, Plant
 
 __all__ = ["Expectation", "Plant", "find", "plants"]
@@ -10,7 +19,7 @@ __all__ = ["Expectation", "Plant", "find", "plants"]
 
 def plants() -> tuple[Plant, ...]:
     """Return all plants, chapter by chapter."""
-    chapters = (routing, exchange, exchange_back, experts, gradients, groups)
+    chapters = (routing, routing_ends, exchange, exchange_back, exchange_ends, experts, gradients, groups)
     return tuple(plant for chapter in chapters for plant in chapter.PLANTS)
 
 

@@ -1,0 +1,99 @@
+"""ROUTE: bugs at the ends of what a router must bear: large logits, many experts, no tokens, oblong groups."""
+
+# ruff: noqa: D102 - a plant says in its class what its methods do wrong
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moe_conformance.backends.native.routing import Router
+from moe_conformance.contract import Routed
+from self_tests.planted_bugs.plant import Expectation, collect, planted
+
+# ---- large logits --------------------------------------------------------------------------------------------------
+
+
+@planted(Expectation("ROUTE-02", "route-large-logits", "route", "nan instead of 1 at [0] (not finite)"))
+class MaximumNotSubtracted(Router):
+    """The softmax divides exponentials as they are, and those of large logits are infinite."""
+
+    def _scores(self, logits_TE: Tensor) -> Tensor:
+        if self.config.score != "softmax":
+            return super()._scores(logits_TE)
+        exp_TE = logits_TE.exp()
+        return exp_TE / exp_TE.sum(1, keepdim=True)
+
+
+@planted(Expectation("ROUTE-07", "route-large-logits-sqrtsoftplus", "gradient", "dx of rank 0 token 3: nan instead of"))
+class SlopeOfRootInfinite(Router):
+    """The square root of a softplus that underflows to zero has no finite slope, and the gradient is NaN."""
+
+    def _scores(self, logits_TE: Tensor) -> Tensor:
+        if self.config.score != "sqrtsoftplus":
+            return super()._scores(logits_TE)
+        return F.softplus(logits_TE).sqrt()
+
+
+# ---- many experts, groups ------------------------------------------------------------------------------------------
+
+
+@planted(Expectation("ROUTE-01", "route-many-experts", "route", "is not 8 different experts of 256"))
+class IdsInInt8(Router):
+    """Expert ids pass through signed bytes, and those above 127 become negative."""
+
+    def forward(self, x: Tensor) -> Routed:
+        routed = super().forward(x)
+        ids_TK = routed.routing.ids_TK.to(torch.int8).long()
+        return replace(routed, routing=replace(routed.routing, ids_TK=ids_TK))
+
+
+@planted(Expectation("ROUTE-04", "route-groups-top2", "route", "rank 0 token 0 chose", "margin -inf"))
+class GroupAxesExchanged(Router):
+    """Scores are shaped to (experts of a group, groups): as if members of a group were far apart."""
+
+    def _mask_groups(self, choice_TE: Tensor, groups: int, chosen: int) -> Tensor:
+        apart_E = torch.arange(self.config.experts).reshape(-1, groups).T.flatten()
+        return super()._mask_groups(choice_TE[:, apart_E], groups, chosen)[:, apart_E.argsort()]
+
+
+@planted(Expectation("ROUTE-03", "route-sigmoid-biased-upwards", "route", "as if chosen without the bias"))
+class PositiveBiasIgnored(Router):
+    """The balancing bias only holds experts back, it never helps one."""
+
+    def _choose(self, scores_TE: Tensor) -> Tensor:
+        if self.balance_bias is not None:
+            scores_TE = scores_TE - self.balance_bias.clamp_min(0)  # native adds the whole of it
+        return super()._choose(scores_TE)
+
+
+# ---- no tokens, two microbatches -----------------------------------------------------------------------------------
+
+
+@planted(
+    Expectation(
+        "ROUTE-02", "route-rank-without-tokens", "run", "rank 1 raised in forward:0: RuntimeError", "0 elements"
+    )
+)
+class ExpertsInferredFromSize(Router):
+    """The logits are reshaped with a dimension to be inferred, and without tokens none can be."""
+
+    def _scores(self, logits_TE: Tensor) -> Tensor:
+        return super()._scores(logits_TE.reshape(len(logits_TE), -1))
+
+
+@planted(Expectation("ROUTE-09", "route-in-flight", "route", "rank 0 reports the load", "its tokens chose"))
+class LoadNeverReset(Router):
+    """The load is added up over microbatches where that of each was asked for."""
+
+    load_E: Tensor | int = 0
+
+    def forward(self, x: Tensor) -> Routed:
+        routed = super().forward(x)
+        self.load_E = self.load_E + routed.counts_E
+        return replace(routed, counts_E=self.load_E)
+
+
+PLANTS = collect(globals())

@@ -1,0 +1,49 @@
+"""Native refuses what it cannot build and nothing else: a library that refuses everything would fail nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from moe_conformance.backends.native import Native
+from moe_conformance.engine import Engine
+from moe_conformance.plan import Case, Plan
+from moe_conformance.scenarios.moe_step import moe_step
+from moe_conformance.topology import Layout
+
+WHOLE = (Layout(1), Layout(2, ep=2))  # the layouts on which every case is run; on the others one of every cell
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    """Ranks for the tests of this file."""
+    with Engine(preload=("moe_conformance.scenarios.moe_step",)) as engine:
+        yield engine
+
+
+def cases() -> list[Case]:
+    """The cases to run of the quick corpus: routers on one rank alone, where they are as everywhere."""
+    chosen, seen = [], set()
+    for case in Plan(Native(), "cpu", "quick").cases:
+        layout = case.cell.layout
+        router = case.workload.kind == "route"
+        if layout == Layout(1) or (layout in WHOLE and not router) or case.cell not in seen:
+            chosen.append(case)
+        seen.add(case.cell)
+    return chosen
+
+
+def test_native_refuses_only_the_local_exchange_between_ranks(engine: Engine) -> None:
+    """All ranks refuse together, by what the layout is; everything else of the quick corpus is built and runs."""
+    expected = {case.id: _status(case.cell.variant, case.cell.layout) for case in cases()}
+    actual = {case.id: _statuses(engine, case) for case in cases()}
+    assert expected == actual
+
+
+def _status(variant: str, layout: Layout) -> set[str]:
+    return {"refused" if variant == "local" and layout.ep * layout.etp > 1 else "ok"}
+
+
+def _statuses(engine: Engine, case: Case) -> set[str]:
+    return {rank.status for rank in moe_step(engine, "native", case.workload).ranks}
