@@ -36,7 +36,7 @@ class CombineSkippedOnOneRank(AllToAllExchange):
 
 
 @planted(
-    Expectation("EXCH-05", "even", "combine", "(16384) reached it; 1 more of the same kind. Also: y of rank 0 token 0"),
+    Expectation("EXCH-05", "even", "combine", "(16384) reached it; 2 more of the same kind. Also: y of rank 0 token 0"),
     real="NVIDIA/TransformerEngine commit b7323b1ec (#2907)",
 )
 class PaddingTrimmedAtWrongEnd(AllToAllExchange):
@@ -248,7 +248,7 @@ class OneRoutingAtATime(AllToAllExchange):
         return super()._unpermute(rows_PD, replace(permuted, pairs=self.latest))
 
 
-@planted(Expectation("EXCH-11", "even", "run", "rank 0 left torch's random state otherwise than it was before the step"))
+@planted(Expectation("EXCH-11", "even", "run", "rank 0 left torch's random state otherwise than it was"))
 class Reseeds(AllToAllExchange):
     """Every dispatch seeds the global generator, so that dropout elsewhere in the model repeats itself."""
 
