@@ -147,20 +147,20 @@ _OWN = (
     Recipe("own-empty-expert-even", empty_expert),
     Recipe("own-idle-rank-even", idle_rank, needs_ep=True),
     Recipe("own-rank-without-tokens", tokens=ONE_WITHOUT),
-    Recipe("own-dropped-even", dropped),
-    Recipe("own-duplicates-even", duplicates),
-    Recipe("own-two-dims-even", lead="two_dims"),
-    Recipe("own-three-in-flight-even", schedule="F0 F1 F2 B0 B1 B2"),
     Recipe("own-accumulated-even", schedule="F0 B0 F1 B1"),
     Recipe("own-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B0 B1"),
     Recipe("own-forward-only-even", schedule="F0 F1 B1", profile="full"),
     Recipe("own-input-weights-even", config=_INPUT),
     Recipe("own-output-weights-even", config=_OUTPUT),
-    Recipe("own-odd-experts-even", experts_per_ep=3, config={"hidden": 40, "ffn": 24, "top_k": 3}),
 )
 
 EXPERTS = (
     *_OWN,
+    Recipe("own-dropped-even", dropped),
+    Recipe("own-duplicates-even", duplicates),
+    Recipe("own-two-dims-even", lead="two_dims"),
+    Recipe("own-three-in-flight-even", schedule="F0 F1 F2 B0 B1 B2"),
+    Recipe("own-odd-experts-even", experts_per_ep=3, config={"hidden": 40, "ffn": 24, "top_k": 3}),
     # In bfloat16 too: some libraries' experts compute in it whatever the tokens are, and are judged there.
     *(replace(own, name=f"{own.name}-bfloat16", config={**own.config, "dtype": torch.bfloat16}) for own in _OWN),
     Recipe("own-uneven-float64", tokens=UNEVEN, config={"dtype": torch.float64}),

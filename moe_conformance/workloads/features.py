@@ -31,6 +31,8 @@ def features(workload: Workload, device: str) -> dict[str, Any]:
 
 def broken(limits: Sequence[Limit], workload: Workload, device: str) -> Limit | None:
     """Return the first limit that the workload would break, or None."""
+    if not limits:
+        return None
     asked = features(workload, device)
     return next((limit for limit in limits if asked[limit.on] not in limit.allowed), None)
 
