@@ -5,6 +5,7 @@ What needs torch is imported by the command that needs it, so that `--help` does
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -51,6 +52,11 @@ def main() -> None:
     """Drives an implementation of Mixture-of-Experts parallelism on real ranks and judges what it did."""
 
 
+def _require_torch() -> None:
+    if importlib.util.find_spec("torch") is None:
+        raise CannotRun("torch is not installed here; install the build that this machine needs, 2.6 or newer")
+
+
 def _run_options(command: Command) -> Command:
     for option in reversed(options.OPTIONS):
         command = click.option(f"--{option.name}", metavar=option.metavar, help=option.help)(command)
@@ -66,6 +72,7 @@ def run(pytest_arguments: tuple[str, ...], **given: str | None) -> NoReturn:
     Exit status: 0 if every required check passed, 1 if not, 2 if the run could not start. `--backend every-importable`
     judges every registered backend whose library is here, one after the other, each with a report folder of its own.
     """
+    _require_torch()
     if not plugin.CHECKS.is_dir():
         raise CannotRun(f"there are no checks in {plugin.CHECKS}; install moe-conformance again")
     chosen = {name: value for name, value in given.items() if value is not None}
@@ -121,6 +128,7 @@ def list_(what: str, importable: bool) -> None:
     """List requirements, checks or backends."""
     if importable and what != "backends":
         raise click.UsageError("--importable goes with `list backends`")
+    _require_torch()
     from moe_conformance import catalogue
 
     if what == "requirements":
@@ -137,6 +145,7 @@ def list_(what: str, importable: bool) -> None:
 @click.option("--ranks", metavar="N", help="the largest world that you mean to run (default: 4)")
 def doctor_(ranks: str | None) -> NoReturn:
     """Say what this machine can run, and why not the rest. Exit status 2 if ranks cannot start."""
+    _require_torch()
     from moe_conformance import doctor
 
     try:

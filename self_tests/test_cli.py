@@ -67,6 +67,19 @@ class TestDoctor:
         assert "Error: no layout fits 0 ranks; give 1 to 64\n" == done.output
 
 
+class TestWithoutTorch:
+    @pytest.mark.parametrize("arguments", [["run"], ["list", "backends"], ["doctor"]], ids=" ".join)
+    def test_every_command_says_what_is_missing(self, arguments):
+        """Where torch is not installed each command ends with one sentence and status 2."""
+        hidden = "import sys; sys.modules['torch'] = None; from moe_conformance.cli import main; main(sys.argv[1:])"
+        done = subprocess.run(
+            [sys.executable, "-c", hidden, *arguments], capture_output=True, text=True, timeout=STARTS_S, check=False
+        )
+        assert 2 == done.returncode
+        assert done.stderr.startswith("Error: torch is not installed here")
+        assert 1 == len(done.stderr.splitlines())
+
+
 class TestRun:
     def test_the_reproducing_command_selects_one_item(self, tmp_path):
         """Outside the checkout, with a pytest configuration there that must not matter, one item runs and passes."""
