@@ -61,27 +61,6 @@ def swiglu_measured(parameters: Parameters) -> MeasuredExpert:
     return expert
 
 
-def tagged_measured(experts: int, parameters: Parameters) -> MeasuredExpert:
-    """Make the measured twin of `experts.tagged_experts`.
-
-    >>> expert = tagged_measured(2, {("gain", 1): torch.tensor(10.0)})
-    >>> out, _, dparameters = expert(exact(torch.tensor([[1.0, 2.0]])), exact(torch.tensor([[3.0, 4.0]])), 1)
-    >>> out.value.tolist(), dparameters["gain"].value.item()
-    ([[0.0, 20.0]], 8.0)
-    """
-
-    def expert(x_RD: Measured, dout_RD: Measured, e: int) -> tuple[Measured, Measured, dict[str, Measured]]:
-        D = x_RD.value.shape[1]
-        own_D = exact(torch.arange(D) // (D // experts) == e)
-        block_RD = products("rd,d->rd", x_RD, own_D)
-        dblock_RD = products("rd,d->rd", dout_RD, own_D)
-        gain = exact(parameters["gain", e])
-        dgain = products("rd,rd->", dout_RD, block_RD)
-        return products("rd,->rd", block_RD, gain), products("rd,->rd", dblock_RD, gain), {"gain": dgain}
-
-    return expert
-
-
 def magnitudes(
     x_TD: Tensor,
     ids_TK: Tensor,
