@@ -1,0 +1,157 @@
+"""Proves to both ends of a connection that the other knows the secret, before anything else is read from it.
+
+Everything is of a fixed size, so that no peer says how much is to be read. In order:
+
+    receiver -> caller   MAGIC, a nonce
+    caller -> receiver   MAGIC, a subject, a nonce, HMAC(secret, "caller" + subject + both nonces)
+    receiver -> caller   HMAC(secret, "receiver" + subject + both nonces)
+
+Each end proves with a role of its own, so that to send back what was received proves nothing, and over both
+nonces, so that what was heard once is of no use again. The receiver proves nothing to a caller that has not.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import socket
+import time
+from collections.abc import Callable
+
+from ..records import EngineError
+
+_MAGIC = b"ranks' outpost 1"  # the version of this protocol
+_NONCE = 32
+_MAC = 32
+SUBJECT = 16  # bytes: what a connection is for
+_FIRST = len(_MAGIC) + _NONCE
+_ANSWER = len(_MAGIC) + SUBJECT + _NONCE + _MAC
+
+
+class HandshakeError(EngineError):
+    """The other end did not prove that it knows the secret, or not in time."""
+
+
+class Doorkeeper:
+    """The receiver's half for one connection, fed with bytes as they come, so that one thread serves many.
+
+    Usage: send `greeting`; feed what arrives, at most `wants` bytes at a time, until `wants` is 0; then send
+    `proof`, and the connection is for `subject`.
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._nonce = os.urandom(_NONCE)
+        self._heard = b""
+        self.subject: bytes = b""
+        self.proof: bytes = b""
+
+    @property
+    def greeting(self) -> bytes:
+        """What the caller must be sent first."""
+        return _MAGIC + self._nonce
+
+    @property
+    def wants(self) -> int:
+        """Bytes that are still to come."""
+        return _ANSWER - len(self._heard)
+
+    def feed(self, data: bytes) -> None:
+        """Takes in what has arrived.
+
+        Raises:
+            HandshakeError: the caller does not know the secret, or speaks of something else.
+        """
+        self._heard += data
+        known = min(len(self._heard), len(_MAGIC))
+        if self._heard[:known] != _MAGIC[:known]:
+            raise HandshakeError("a caller spoke another protocol")
+        if self.wants > 0:
+            return
+        subject, nonce, mac = _split(self._heard[len(_MAGIC) :], SUBJECT, _NONCE)
+        if not hmac.compare_digest(mac, _mac(self._secret, b"caller", subject, self._nonce, nonce)):
+            raise HandshakeError("a caller did not know the secret")
+        self.subject = subject
+        self.proof = _mac(self._secret, b"receiver", subject, self._nonce, nonce)
+
+
+def call(end: socket.socket, secret: bytes, subject: bytes, *, greeting_s: float, limit_s: float) -> None:
+    """Does the caller's half on a connected socket, which is blocking afterwards.
+
+    Args:
+        end: The socket; whoever called closes it after an error.
+        secret: What both ends know.
+        subject: SUBJECT bytes that say what the connection is for.
+        greeting_s: The time that the receiver has until its first word: it may be busy.
+        limit_s: The time that the rest may take.
+
+    Raises:
+        HandshakeError: the receiver does not know the secret, or was silent or too slow.
+    """
+    if len(subject) != SUBJECT:
+        raise ValueError(f"a subject has {SUBJECT} bytes, not {len(subject)}")
+    first = read_exactly(end, _FIRST, within(greeting_s))
+    magic, theirs = _split(first, len(_MAGIC))
+    if magic != _MAGIC:
+        raise HandshakeError("what listens at the driver's address speaks another protocol")
+    left = within(limit_s)
+    ours = os.urandom(_NONCE)
+    end.settimeout(left())
+    try:
+        end.sendall(_MAGIC + subject + ours + _mac(secret, b"caller", subject, theirs, ours))
+    except OSError as error:
+        raise HandshakeError(f"the other end is gone: {error}") from None
+    proof = read_exactly(end, _MAC, left)
+    if not hmac.compare_digest(proof, _mac(secret, b"receiver", subject, theirs, ours)):
+        raise HandshakeError("what listens at the driver's address does not know the secret")
+    end.settimeout(None)
+
+
+def within(seconds: float) -> Callable[[], float]:
+    """Returns a function that says how many of these seconds are left, from now on.
+
+    Raises:
+        HandshakeError: (the function) none are left.
+    """
+    until = time.monotonic() + seconds
+
+    def left() -> float:
+        if (rest := until - time.monotonic()) <= 0:
+            raise HandshakeError(f"the other end took longer than {seconds:.0f} s")
+        return rest
+
+    return left
+
+
+def read_exactly(end: socket.socket, size: int, left: Callable[[], float]) -> bytes:
+    """Returns the next `size` bytes; a peer that sends them one by one has no more time than another.
+
+    Raises:
+        HandshakeError: they did not come in time, or the connection ended before.
+    """
+    data = b""
+    while len(data) < size:
+        end.settimeout(left())
+        try:
+            taken = end.recv(size - len(data))
+        except TimeoutError:
+            continue  # `left` says so
+        except OSError as error:
+            raise HandshakeError(f"the connection broke: {error}") from None
+        if not taken:
+            raise HandshakeError("the other end closed the connection: it was refused, or the driver has ended")
+        data += taken
+    return data
+
+
+def _mac(secret: bytes, role: bytes, subject: bytes, receivers: bytes, callers: bytes) -> bytes:
+    # No part is of a length that a peer chooses, so that no two messages look the same.
+    return hmac.digest(secret, role + b"\0" + subject + receivers + callers, "sha256")
+
+
+def _split(data: bytes, *sizes: int) -> list[bytes]:
+    parts = []
+    for size in sizes:
+        parts.append(data[:size])
+        data = data[size:]
+    return [*parts, data]

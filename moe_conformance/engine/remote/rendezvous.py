@@ -1,0 +1,232 @@
+"""What a launcher such as torchrun says in the environment, and how its processes find the driver.
+
+Under torchrun the driver publishes its address in the store that torchrun itself keeps. A launcher without one
+(srun with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set) leaves MASTER_PORT free: the driver listens there.
+Nothing in the store is trusted: whoever is found there must still prove to know the secret.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+# Public as torch.distributed.TCPStore, but type checkers see it here only.
+from torch._C._distributed_c10d import TCPStore
+
+from ..records import EngineError
+from . import secret, sockets
+from .handshake import call
+from .reception import Reception
+
+_FIND_LIMIT_S = 300.0  # until the driver's process has come as far as to listen: machines load at different speed
+_GREETING_LIMIT_S = 600.0  # until it greets: it may be busy with what comes before the first job
+_STEP_LIMIT_S = 10.0
+
+# What such launchers set for their processes. Ranks do not see it: a world may be smaller than the job.
+VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
+    "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
+    "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS",
+    "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The place of this process among those of one launcher.
+
+    Attributes:
+        rank: Its number; 0 is the driver's.
+        size: How many processes there are.
+        local_rank: Its number on its machine.
+        local_size: How many are on its machine; `size` where all are, 0 where that is not said.
+        address: A name or address of the driver's machine.
+        port: The store's, or one that is free for the driver.
+        store: Whether the launcher keeps a store at `address` and `port`.
+        run: What tells this run's keys from another's in that store.
+        restarts: How often the launcher has restarted its processes.
+        node: The number of the machine, for people.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    address: str
+    port: int
+    store: bool
+    run: str
+    restarts: int
+    node: str
+
+    @property
+    def on_one_machine(self) -> bool:
+        """True where that is said."""
+        return self.local_size == self.size
+
+
+@dataclass(frozen=True)
+class Given:
+    """The secret that the user has set for all processes, or None, and the variable for it."""
+
+    value: str | None
+    variable: str
+
+
+def launch_of(environment: Mapping[str, str]) -> Launch | None:
+    """Reads the environment; returns None where no launcher has started this process.
+
+    Raises:
+        EngineError: something is missing or no number, or the launcher has restarted its processes.
+    """
+    if "RANK" not in environment or "WORLD_SIZE" not in environment:
+        return None
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not environment.get(name):
+            raise EngineError(f"RANK and WORLD_SIZE are set, {name} is not; set it as torchrun does, or unset RANK")
+    size = _number(environment, "WORLD_SIZE", least=1)
+    restarts = _number(environment, "TORCHELASTIC_RESTART_COUNT", least=0, default=0)
+    launch = Launch(
+        rank=_number(environment, "RANK", least=0),
+        size=size,
+        local_rank=_number(environment, "LOCAL_RANK", least=0, default=0),
+        local_size=_number(environment, "LOCAL_WORLD_SIZE", least=0, default=0),
+        address=environment["MASTER_ADDR"],
+        port=_number(environment, "MASTER_PORT", least=1),
+        store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        run=f"{environment.get('TORCHELASTIC_RUN_ID', 'none')}/{restarts}",
+        restarts=restarts,
+        node=environment.get("GROUP_RANK", ""),
+    )
+    if launch.rank >= launch.size:
+        raise EngineError(f"RANK is {launch.rank}, but WORLD_SIZE only {launch.size}")
+    if launch.restarts:
+        raise EngineError(
+            "torchrun has restarted its processes after one ended; a run does not begin anew: use --max-restarts 0"
+        )
+    return launch
+
+
+def announce(launch: Launch, given: Given) -> tuple[Reception, secret.SecretFile | None]:
+    """Opens the driver's listener and lets the other processes know where it is.
+
+    Returns the listener, and the file with the secret if the user gave none: to be removed once all are here.
+
+    Raises:
+        EngineError: there is no secret that processes on several machines could share, or the address is not
+            one of this machine's.
+    """
+    file = _own_secret(launch, given)
+    try:
+        reception = _listen(launch, _checked(given) if file is None else file.secret)
+        if launch.store:
+            where = {"address": reception.address, "port": reception.port, "secret": file.path if file else None}
+            _store(launch).set(_key(launch), json.dumps(where))
+    except BaseException:
+        if file is not None:
+            file.remove()
+        raise
+    return reception, file
+
+
+@dataclass(frozen=True)
+class Driver:
+    """Where the driver listens, and the secret that it knows."""
+
+    address: str
+    port: int
+    secret: bytes
+
+    def dial(self, subject: bytes) -> socket.socket:
+        """Connects to the driver; both have proved themselves when this returns.
+
+        Raises:
+            HandshakeError: it is not the driver, or too slow.
+            OSError: nobody listens there.
+        """
+        end = sockets.connect(self.address, self.port, _FIND_LIMIT_S)
+        try:
+            call(end, self.secret, subject, greeting_s=_GREETING_LIMIT_S, limit_s=_STEP_LIMIT_S)
+        except BaseException:
+            end.close()
+            raise
+        return end
+
+
+def find(launch: Launch, given: Given) -> Driver:
+    """Finds the driver, for another process of the launcher.
+
+    Raises:
+        EngineError: it is not there in time, or there is no secret.
+    """
+    if not launch.store:
+        if given.value is None:
+            raise _no_secret(given)
+        return Driver(sockets.resolve(launch.address), launch.port, _checked(given))
+    try:
+        store = _store(launch)
+        store.wait([_key(launch)], timedelta(seconds=_FIND_LIMIT_S))
+        where = json.loads(store.get(_key(launch)))
+    except RuntimeError as error:  # torch's DistError
+        raise EngineError(f"the driver, RANK 0, is not there after {_FIND_LIMIT_S:.0f} s: {error}") from None
+    if given.value is not None:
+        return Driver(where["address"], where["port"], _checked(given))
+    if where["secret"] is None:
+        raise EngineError(f"the driver was given {given.variable} and RANK {launch.rank} was not; set it for all")
+    return Driver(where["address"], where["port"], secret.read(where["secret"]))
+
+
+def _own_secret(launch: Launch, given: Given) -> secret.SecretFile | None:
+    if given.value is not None:
+        return None
+    if not (launch.on_one_machine and launch.store):
+        raise _no_secret(given)
+    return secret.SecretFile()
+
+
+def _no_secret(given: Given) -> EngineError:
+    return EngineError(
+        f"processes on several machines need a secret in common: set {given.variable} to the same text for all of "
+        "them, for example what `openssl rand -hex 32` prints"
+    )
+
+
+def _checked(given: Given) -> bytes:
+    assert given.value is not None
+    return secret.checked(given.value, given.variable)
+
+
+def _listen(launch: Launch, known: bytes) -> Reception:
+    if launch.on_one_machine and launch.store:
+        return Reception("127.0.0.1", known)
+    try:
+        return Reception(sockets.resolve(launch.address), known, 0 if launch.store else launch.port)
+    except OSError as error:
+        raise EngineError(
+            f"the driver cannot listen at MASTER_ADDR {launch.address}: {error}; give the launcher an address of "
+            "the machine on which RANK 0 runs"
+        ) from None
+
+
+def _store(launch: Launch) -> TCPStore:
+    return TCPStore(launch.address, launch.port, timeout=timedelta(seconds=_FIND_LIMIT_S), wait_for_workers=False)
+
+
+def _key(launch: Launch) -> str:
+    return f"ranks-driver/{launch.run}"
+
+
+def _number(environment: Mapping[str, str], name: str, *, least: int, default: int | None = None) -> int:
+    text = environment.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        number = int(text or "")
+    except ValueError:
+        number = least - 1
+    if number < least:
+        raise EngineError(f"{name} is {text!r}, not a number from {least} on")
+    return number

@@ -1,0 +1,278 @@
+"""Nobody gets past the handshake without the secret, and nobody who tries holds the driver up."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+
+import pytest
+
+from moe_conformance.engine import EngineError
+from moe_conformance.engine.remote import secret, sockets
+from moe_conformance.engine.remote.handshake import SUBJECT, Doorkeeper, HandshakeError, call
+from moe_conformance.engine.remote.reception import Reception
+
+SECRET = b"a secret of the test, and no other"
+CONTROL = b"control".ljust(SUBJECT)
+OTHER = b"other".ljust(SUBJECT)
+
+
+@pytest.fixture
+def reception():
+    """A listener on loopback."""
+    listening = Reception("127.0.0.1", SECRET)
+    yield listening
+    listening.close()
+
+
+@pytest.fixture
+def dial(reception):
+    """Connects to the listener."""
+    ends = []
+
+    def connect() -> socket.socket:
+        ends.append(sockets.connect(reception.address, reception.port, 5.0))
+        return ends[-1]
+
+    yield connect
+    for end in ends:
+        end.close()
+
+
+@pytest.fixture
+def pair():
+    """A connected pair of sockets."""
+    ends = socket.socketpair()
+    yield ends
+    for end in ends:
+        end.close()
+
+
+def in_thread(function, *arguments, **named):
+    """Calls a function in a thread; returns the function that waits for its end and returns what it raised."""
+    errors = []
+
+    def run():
+        try:
+            function(*arguments, **named)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+
+    def ended() -> Exception | None:
+        thread.join(10)
+        assert not thread.is_alive()
+        return errors[0] if errors else None
+
+    return ended
+
+
+def calling(end, known=SECRET, subject=CONTROL):
+    """Does the caller's half in a thread."""
+    return in_thread(call, end, known, subject, greeting_s=5.0, limit_s=5.0)
+
+
+class TestHandshake:
+    def test_both_ends_that_know_the_secret_are_connected(self, reception, dial):
+        """The receiver gets a connection under the subject that the caller named, and it carries what follows."""
+        end = dial()
+        ended = calling(end)
+        theirs = reception.wait([CONTROL], 5.0)[CONTROL]
+        assert ended() is None
+        end.sendall(b"what follows")
+        assert b"what follows" == theirs.recv(64)
+        theirs.close()
+
+    def test_a_caller_with_a_wrong_secret_is_refused(self, reception, dial):
+        """It is told nothing but the end of the connection, and the receiver knows why it sent it away."""
+        ended = calling(dial(), known=b"guessed")
+        assert {} == reception.wait([CONTROL], 0.3)
+        assert "a caller did not know the secret" == reception.refused
+        assert "closed the connection" in str(ended())
+
+    def test_a_receiver_with_a_wrong_secret_is_refused(self, pair):
+        """The caller does not go on with a receiver that asks for a proof and has none itself."""
+        ours, theirs = pair
+        ended = calling(ours)
+        theirs.sendall(Doorkeeper(b"guessed").greeting)
+        theirs.recv(4096)
+        theirs.sendall(b"x" * 32)
+        assert isinstance(error := ended(), HandshakeError)
+        assert "does not know the secret" in str(error)
+
+    def test_a_reflected_proof_is_refused(self, pair):
+        """A receiver that sends the caller's own proof back, and its own nonce, proves nothing."""
+        ours, theirs = pair
+        ended = calling(ours)
+        theirs.sendall(Doorkeeper(b"guessed").greeting)
+        answer = theirs.recv(4096)
+        theirs.sendall(answer[-32:])
+        assert isinstance(ended(), HandshakeError)
+
+    def test_a_caller_that_reflects_the_greeting_is_refused(self):
+        """A caller that has every proof of a real receiver, made over the same nonces, is no caller."""
+        real, attacked = Doorkeeper(SECRET), Doorkeeper(SECRET)
+        attacked._nonce = real._nonce
+        left, right = socket.socketpair()
+        with left, right:
+            ended = calling(left)
+            right.sendall(real.greeting)
+            answer = right.recv(4096)
+            real.feed(answer)
+            right.sendall(real.proof)
+            assert ended() is None
+        with pytest.raises(HandshakeError):
+            attacked.feed(answer[:-32] + real.proof)
+
+    def test_what_was_heard_once_is_of_no_use_again(self, pair):
+        """The answer to one greeting is not the answer to another."""
+        ours, theirs = pair
+        calling(ours)
+        theirs.sendall(Doorkeeper(SECRET).greeting)
+        answer = theirs.recv(4096)
+        with pytest.raises(HandshakeError):
+            Doorkeeper(SECRET).feed(answer)
+
+    def test_another_subject_under_the_same_proof_is_refused(self, pair):
+        """What a connection is for is part of the proof."""
+        ours, theirs = pair
+        keeper = Doorkeeper(SECRET)
+        calling(ours)
+        theirs.sendall(keeper.greeting)
+        answer = bytearray(theirs.recv(4096))
+        answer[16 : 16 + SUBJECT] = OTHER
+        with pytest.raises(HandshakeError):
+            keeper.feed(bytes(answer))
+
+    def test_garbage_is_refused_at_its_first_byte(self):
+        """What is no handshake is not listened to any longer than needed."""
+        with pytest.raises(HandshakeError, match="another protocol"):
+            Doorkeeper(SECRET).feed(b"G")
+
+    def test_a_silent_receiver_costs_a_limited_time(self, pair):
+        """A caller gives a receiver up that says nothing, or only a part."""
+        ours, theirs = pair
+        theirs.sendall(b"rank")
+        with pytest.raises(HandshakeError, match="took longer"):
+            call(ours, SECRET, CONTROL, greeting_s=0.1, limit_s=5.0)
+
+    def test_a_receiver_that_sends_byte_by_byte_has_no_more_time(self, pair):
+        """The limit is for all bytes of a step together."""
+        ours, theirs = pair
+        stop = threading.Event()
+
+        def drip():
+            for byte in Doorkeeper(SECRET).greeting:
+                if stop.wait(0.05):
+                    return
+                theirs.sendall(bytes([byte]))
+
+        ended = in_thread(drip)
+        with pytest.raises(HandshakeError, match="took longer"):
+            call(ours, SECRET, CONTROL, greeting_s=0.2, limit_s=5.0)
+        stop.set()
+        assert ended() is None
+
+
+class TestReception:
+    def test_silent_slow_and_garbled_callers_hold_nobody_up(self, reception, dial):
+        """A caller with the secret gets in while others keep silent, drip, send garbage or send too much."""
+        dial()
+        dial().sendall(b"ranks")
+        dial().sendall(os.urandom(1 << 16))
+        dial().sendall(b"ranks' outpost 1" + os.urandom(1 << 16))
+        dial().close()
+        ended = calling(dial())
+        found = reception.wait([CONTROL], 5.0)
+        assert [CONTROL] == list(found)
+        assert ended() is None
+        found[CONTROL].close()
+
+    def test_a_silent_caller_is_dropped_in_the_end(self, reception, dial, monkeypatch):
+        """A caller without a word has a limited time."""
+        monkeypatch.setattr("moe_conformance.engine.remote.reception._LIMIT_S", 0.05)
+        end = dial()
+        assert {} == reception.wait([CONTROL], 0.3)
+        assert "a caller was silent or too slow" == reception.refused
+        end.settimeout(5.0)
+        assert b"" == end.recv(4096)[48:]
+
+    def test_crowds_make_room_for_the_latest(self, reception, dial, monkeypatch):
+        """More silent callers than are kept do not keep the right one out."""
+        monkeypatch.setattr("moe_conformance.engine.remote.reception._MOST", 3)
+        for _ in range(8):
+            dial()
+        ended = calling(dial())
+        found = reception.wait([CONTROL], 5.0)
+        assert [CONTROL] == list(found)
+        assert ended() is None
+        found[CONTROL].close()
+
+    def test_callers_for_later_are_kept(self, reception, dial):
+        """Connections come in any order; those that nobody waits for yet stay."""
+        early, late = calling(dial(), subject=OTHER), calling(dial())
+        first = reception.wait([CONTROL], 5.0)
+        assert early() is late() is None
+        second = reception.wait([OTHER], 5.0)
+        assert [CONTROL, OTHER] == [*first, *second]
+        for end in (*first.values(), *second.values()):
+            end.close()
+
+    def test_waiting_in_vain_ends(self, reception):
+        """Nobody comes, and the wait is over when its time is."""
+        began = time.monotonic()
+        assert {} == reception.wait([CONTROL], 0.1)
+        assert 0.1 <= time.monotonic() - began
+
+    def test_it_listens_on_its_own_address_alone(self, reception):
+        """Loopback is not all interfaces."""
+        assert "127.0.0.1" == reception._listener.getsockname()[0]
+
+
+class TestSecret:
+    def test_a_file_is_read_back(self):
+        """Another process of the same user reads the same secret, until the file is removed."""
+        made = secret.SecretFile()
+        assert made.secret == secret.read(made.path)
+        made.remove()
+        with pytest.raises(EngineError, match="cannot be read"):
+            secret.read(made.path)
+
+    @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
+    def test_a_file_that_others_can_open_is_refused(self, tmp_path, mode):
+        """What somebody else could have read or written is no secret."""
+        path = tmp_path / "secret"
+        path.write_bytes(b"x" * 64)
+        path.chmod(mode)
+        with pytest.raises(EngineError, match="not a private file"):
+            secret.read(str(path))
+
+    def test_a_file_of_another_user_is_refused(self, tmp_path, monkeypatch):
+        """Somebody else's file is not this job's."""
+        path = tmp_path / "secret"
+        path.write_bytes(b"x" * 64)
+        path.chmod(0o600)
+        monkeypatch.setattr("os.geteuid", lambda: os.getuid() + 1)
+        with pytest.raises(EngineError, match="not a private file"):
+            secret.read(str(path))
+
+    def test_links_pipes_and_other_contents_are_refused(self, tmp_path):
+        """A link could lead anywhere, a pipe could block, and a secret has one size."""
+        path, link, pipe = tmp_path / "secret", tmp_path / "link", tmp_path / "pipe"
+        path.write_bytes(b"short")
+        path.chmod(0o600)
+        link.symlink_to(path)
+        os.mkfifo(pipe, 0o600)
+        for refused in (path, link, pipe):
+            with pytest.raises(EngineError):
+                secret.read(str(refused))
+
+    def test_a_short_secret_is_refused(self):
+        """What can be guessed is no secret; the sentence names the variable and the remedy."""
+        assert b"0123456789abcdef" == secret.checked("0123456789abcdef", "SECRET_OF_TEST")
+        with pytest.raises(EngineError, match="SECRET_OF_TEST has 5 characters; give at least 16"):
+            secret.checked("short", "SECRET_OF_TEST")
