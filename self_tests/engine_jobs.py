@@ -253,3 +253,68 @@ def stop_oneself(context: RankContext, culprit: int) -> None:
 def return_a_generator(context: RankContext, culprit: int) -> Any:
     """The culprit returns what cannot be pickled."""
     return (n for n in range(3)) if context.rank == culprit else "fine"
+
+
+# ---- functions that leave something behind, or print ----
+
+
+def leave_behind(context: RankContext, what: str) -> None:
+    """Leaves something behind on rank 1."""
+    if context.rank == 1:
+        _LEAVES[what]()
+
+
+def keep(context: RankContext, payload: Any) -> None:
+    """Keeps something for later jobs, for which it changes the process."""
+    context.kept["server"] = threading.Thread(target=time.sleep, args=(600,), daemon=True, name="server")
+    context.kept["server"].start()
+    os.environ["SERVED"] = "yes"
+
+
+def print_then_fail(context: RankContext, payload: int) -> None:
+    """Prints that many lines, the last of them from another process, and fails."""
+    for line in range(payload):
+        print(f"rank {context.rank} line {line}")
+    subprocess.run([sys.executable, "-c", "print('from a child')"], check=True)
+    raise RefusedError("enough")
+
+
+def print_without_end(context: RankContext, payload: Any) -> None:
+    """Prints for ever on rank 1."""
+    while context.rank == 1:
+        print("again and again " * 10)
+
+
+def _leave_a_thread() -> None:
+    threading.Thread(target=time.sleep, args=(600,), daemon=True, name="watcher").start()
+
+
+def _leave_a_variable() -> None:
+    os.environ["DEBUG"] = "1"
+
+
+def _leave_a_dtype() -> None:
+    torch.set_default_dtype(torch.float64)
+
+
+def _leave_a_folder() -> None:
+    os.chdir("/")
+
+
+def _leave_no_grad() -> None:
+    torch.set_grad_enabled(False)
+
+
+_LEAVES = {
+    "thread": _leave_a_thread,
+    "variable": _leave_a_variable,
+    "dtype": _leave_a_dtype,
+    "folder": _leave_a_folder,
+    "mode": _leave_no_grad,
+}
+
+
+def leave_groups(context: RankContext, payload: Any) -> None:
+    """Leaves two process groups behind on every rank."""
+    for _ in range(2):
+        dist.new_group(list(range(context.world)))

@@ -11,7 +11,7 @@ driver.
 
 from __future__ import annotations
 
-from .engine import Engine
+from .engine import Engine, Running
 from .records import EngineError, Job, JobResult, RankContext, RankResult
 
-__all__ = ["Engine", "EngineError", "Job", "JobResult", "RankContext", "RankResult"]
+__all__ = ["Engine", "EngineError", "Job", "JobResult", "RankContext", "RankResult", "Running"]

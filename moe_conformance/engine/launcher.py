@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -12,13 +13,15 @@ import tempfile
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import IO
+from typing import IO, TypeVar
 
 from . import nursery, wire
 from .rank import Station
 from .records import EngineError
 
 _IMPORT_LIMIT_S = 300.0  # for one module of the preload
+
+_Reply = TypeVar("_Reply")
 
 _ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",  # nothing listens beyond this machine
@@ -43,14 +46,20 @@ class LauncherLostError(EngineError):
 
 
 class RankProcess:
-    """One rank as the driver sees it: its process, its channel, and the file to which it dumps stacks."""
+    """One rank as the driver sees it: its process, its channel, and the files that tell of it after its death."""
 
-    def __init__(self, rank: int, pid: int, channel: wire.Channel, stacks: IO[bytes]) -> None:
+    def __init__(self, rank: int, pid: int, channel: wire.Channel, stacks: IO[bytes], ledger: IO[bytes]) -> None:
         self.rank = rank
         self.pid = pid
         self.channel = channel
         self._stacks = stacks
+        self._ledger = ledger
         self._read = 0
+
+    def begin(self) -> None:
+        """Leaves behind what was written before the job that is about to be sent."""
+        self.skip_stacks()
+        os.ftruncate(self._ledger.fileno(), 0)
 
     def stacks_size(self) -> int:
         """Bytes dumped so far."""
@@ -66,10 +75,15 @@ class RankProcess:
         data = os.pread(self._stacks.fileno(), self.stacks_size() - self._read, self._read)
         return data.decode(errors="replace")
 
+    def ledger(self) -> bytes:
+        """Returns what the rank wrote into its ledger since `begin`; its last line may be cut."""
+        return os.pread(self._ledger.fileno(), os.fstat(self._ledger.fileno()).st_size, 0)
+
     def close(self) -> None:
         """Lets go of the driver's ends; an idle rank ends by it."""
         self.channel.close()
         self._stacks.close()
+        self._ledger.close()
 
 
 class Launcher:
@@ -94,7 +108,7 @@ class Launcher:
         self._process = process
         self._channel = wire.Channel(ours)
         self._end = weakref.finalize(self, _end, self._channel, process)
-        self._exits: dict[int, int] = {}
+        self._exits: dict[int, nursery.Exited] = {}
         try:
             self._open(tuple(preload))
         except BaseException:
@@ -109,17 +123,26 @@ class Launcher:
         """Forks one rank."""
         ours, theirs = socket.socketpair()
         stacks = tempfile.TemporaryFile(prefix="stacks-")  # noqa: SIM115 - closed by the RankProcess
+        ledger = tempfile.TemporaryFile(prefix="ledger-")  # noqa: SIM115 - closed by the RankProcess
+        fcntl.fcntl(ledger, fcntl.F_SETFL, os.O_APPEND)  # the driver empties it while the rank has it open
         with theirs:
             self._order(nursery.Fork(station))
-            socket.send_fds(self._channel.socket, [b"."], [theirs.fileno(), stacks.fileno()])
-        while not isinstance(reply := self._receive(), nursery.Forked):
-            self._note(reply)
-        process = RankProcess(station.rank, reply.pid, wire.Channel(ours), stacks)
+            socket.send_fds(self._channel.socket, [b"."], [theirs.fileno(), stacks.fileno(), ledger.fileno()])
+        reply = self._reply(nursery.Forked)
+        process = RankProcess(station.rank, reply.pid, wire.Channel(ours), stacks, ledger)
         if reply.reason is not None:
             process.close()
             raise EngineError(f"rank {station.rank} could not be forked: {reply.reason}")
         self._exits.pop(reply.pid, None)  # of an earlier process with this pid
         return process
+
+    def printed(self, process: RankProcess, seconds: float) -> str:
+        """Returns the end of what a rank printed in the last `seconds`."""
+        self.collect()
+        if process.pid in self._exits:
+            return self._exits[process.pid].printed.decode(errors="replace")
+        self._order(nursery.Print(process.pid, seconds))
+        return self._reply(nursery.Printed).printed.decode(errors="replace")
 
     def signal(self, process: RankProcess, number: signal.Signals) -> None:
         """Sends a signal to a rank, unless it has ended."""
@@ -132,7 +155,8 @@ class Launcher:
 
     def exit_code(self, process: RankProcess) -> int | None:
         """Returns a rank's exit code, negative for a signal; None if it had not ended at the last `collect`."""
-        return self._exits.get(process.pid)
+        exited = self._exits.get(process.pid)
+        return None if exited is None else exited.code
 
     def wait(self, process: RankProcess, patience_s: float) -> int | None:
         """Returns a rank's exit code as soon as it has ended; None if it has not within `patience_s`."""
@@ -168,7 +192,13 @@ class Launcher:
                 f"preload module {message.module!r} failed to import: {message.reason}\n{message.traceback}"
             )
 
-    def _order(self, order: nursery.Opening | nursery.Fork | nursery.Signal) -> None:
+    def _reply(self, kind: type[_Reply]) -> _Reply:
+        """Waits for the answer to an order, taking in the exits that come before it."""
+        while not isinstance(reply := self._receive(), kind):
+            self._note(reply)
+        return reply
+
+    def _order(self, order: nursery.Opening | nursery.Fork | nursery.Signal | nursery.Print) -> None:
         try:
             self._channel.send(wire.dumps(order))
         except OSError:
@@ -182,7 +212,7 @@ class Launcher:
 
     def _note(self, message: object) -> None:
         assert isinstance(message, nursery.Exited), message
-        self._exits[message.pid] = message.code
+        self._exits[message.pid] = message
 
     def _lost(self) -> LauncherLostError:
         try:

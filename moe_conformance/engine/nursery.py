@@ -27,6 +27,7 @@ import torch
 
 from . import rank, wire
 from .faults import one_line
+from .printout import Printout
 
 _ORPHANED = signal.SIGUSR2
 STACK_SIGNAL = signal.SIGUSR1  # makes a rank dump the stacks of its threads, even while it holds the GIL
@@ -59,7 +60,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Fork:
-    """An order to start a rank; the descriptors of its channel and of its stack file follow."""
+    """An order to start a rank; the descriptors of its channel, its stack file and its ledger follow."""
 
     station: rank.Station
 
@@ -73,6 +74,14 @@ class Signal:
 
 
 @dataclass(frozen=True)
+class Print:
+    """An order to tell what a rank printed in the last `seconds`."""
+
+    pid: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Forked:
     """Answers Fork: the new process, or why there is none."""
 
@@ -81,11 +90,19 @@ class Forked:
 
 
 @dataclass(frozen=True)
+class Printed:
+    """Answers Print."""
+
+    printed: bytes
+
+
+@dataclass(frozen=True)
 class Exited:
-    """Says that a rank's process has ended; `code` is negative for a signal."""
+    """Says that a rank's process has ended, with the last that it printed; `code` is negative for a signal."""
 
     pid: int
     code: int
+    printed: bytes = b""
 
 
 def main(descriptor: int) -> NoReturn:
@@ -137,7 +154,7 @@ class _Nursery:
     def __init__(self, channel: wire.Channel, driver: int) -> None:
         self._channel = channel
         self._driver = driver
-        self._children: set[int] = set()
+        self._children: dict[int, Printout] = {}
         self._wake, self._waker = socket.socketpair()
         self._wake.setblocking(False)
         self._waker.setblocking(False)
@@ -145,54 +162,85 @@ class _Nursery:
         for number in (signal.SIGCHLD, _ORPHANED):
             signal.signal(number, lambda *_: None)  # a handler, so that the wake-up socket is written to
         _send_at_death_of_parent(_ORPHANED)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._channel, selectors.EVENT_READ)
+        self._selector.register(self._wake, selectors.EVENT_READ)
 
     def tend(self) -> None:
         """Works until the driver has ended or closed its end (EOFError), then kills every rank."""
         try:
-            with selectors.DefaultSelector() as selector:
-                selector.register(self._channel, selectors.EVENT_READ)
-                selector.register(self._wake, selectors.EVENT_READ)
-                # A child of the driver may hold the channel open, so that its end alone does not tell.
-                while os.getppid() == self._driver:
-                    for key, _ in selector.select():
-                        if key.fileobj is self._wake:
-                            self._bury()
-                        else:
-                            self._obey(wire.loads(self._channel.receive()))
+            # A child of the driver may hold the channel open, so that its end alone does not tell.
+            while os.getppid() == self._driver:
+                for key, _ in self._selector.select():
+                    if key.data is not None:
+                        self._drain(key.data)
+                    elif key.fileobj is self._wake:
+                        self._bury()
+                    else:
+                        self._obey(wire.loads(self._channel.receive()))
         finally:
             for pid in self._children:
                 _signal(pid, signal.SIGKILL)
             for pid in self._children:
                 os.waitpid(pid, 0)
 
-    def _obey(self, order: Fork | Signal) -> None:
+    def _obey(self, order: Fork | Signal | Print) -> None:
         if isinstance(order, Fork):
             self._channel.send(wire.dumps(self._fork(order.station)))
+        elif isinstance(order, Print):
+            self._channel.send(wire.dumps(Printed(self._printed(order))))
         elif order.pid in self._children:  # not yet buried, so that the pid is still the rank's
             _signal(order.pid, order.number)
 
     def _fork(self, station: rank.Station) -> Forked:
-        _, descriptors, _, _ = socket.recv_fds(self._channel.socket, 1, 2)
+        _, descriptors, _, _ = socket.recv_fds(self._channel.socket, 1, 3)
         nursery = os.getpid()
+        try:
+            printout = Printout()
+        except OSError as error:
+            return Forked(0, one_line(error))
         try:
             pid = os.fork()
         except OSError as error:
+            printout.close()
             return Forked(0, one_line(error))
         finally:
             if os.getpid() == nursery:
+                printout.close_writer()
                 for descriptor in descriptors:
                     os.close(descriptor)
         if pid == 0:
             self._forget()
+            printout.become_mine()
             _become_rank(nursery, station, *descriptors)
-        self._children.add(pid)
+        self._children[pid] = printout
+        self._selector.register(printout, selectors.EVENT_READ, printout)
+        printout.watched = True
         return Forked(pid)
+
+    def _printed(self, order: Print) -> bytes:
+        if (printout := self._children.get(order.pid)) is None:
+            return b""
+        self._drain(printout)
+        return printout.last(order.seconds)
+
+    def _drain(self, printout: Printout) -> None:
+        if printout.watched and not printout.drain():
+            self._unwatch(printout)
+
+    def _unwatch(self, printout: Printout) -> None:
+        if printout.watched:
+            printout.watched = False
+            self._selector.unregister(printout)
 
     def _forget(self) -> None:
         """Lets go of what is the nursery's alone, in a child."""
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, _ORPHANED):
             signal.signal(number, signal.SIG_DFL)
+        self._selector.close()
+        for printout in self._children.values():
+            printout.close()
         for end in (self._channel, self._wake, self._waker):
             end.close()
 
@@ -205,8 +253,15 @@ class _Nursery:
                 return
             _signal(ended.si_pid, signal.SIGKILL)  # what the rank started; before the pid is free for others
             _, status = os.waitpid(ended.si_pid, 0)
-            self._children.discard(ended.si_pid)
-            self._channel.send(wire.dumps(Exited(ended.si_pid, os.waitstatus_to_exitcode(status))))
+            printed = self._close(self._children.pop(ended.si_pid))
+            self._channel.send(wire.dumps(Exited(ended.si_pid, os.waitstatus_to_exitcode(status), printed)))
+
+    def _close(self, printout: Printout) -> bytes:
+        """Returns the last that an ended rank printed, and lets go of its pipe."""
+        self._drain(printout)
+        self._unwatch(printout)
+        printout.close()
+        return printout.last()
 
 
 def _signal(pid: int, number: int) -> None:
@@ -218,7 +273,7 @@ def _signal(pid: int, number: int) -> None:
             os.kill(pid, number)
 
 
-def _become_rank(nursery: int, station: rank.Station, channel: int, stacks: int) -> NoReturn:
+def _become_rank(nursery: int, station: rank.Station, channel: int, stacks: int, ledger: int) -> NoReturn:
     """Turns a fresh fork into a rank."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which then ends the ranks
@@ -226,7 +281,7 @@ def _become_rank(nursery: int, station: rank.Station, channel: int, stacks: int)
         _die_with_parent(nursery)
         faulthandler.enable(file=stacks)
         faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
-        rank.serve(wire.Channel(socket.socket(fileno=channel)), station)
+        rank.serve(wire.Channel(socket.socket(fileno=channel)), station, ledger)
     except BaseException:
         traceback.print_exc()
     finally:

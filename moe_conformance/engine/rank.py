@@ -1,9 +1,9 @@
 """What a rank does: it joins its world, then runs one job after the other until the driver goes away.
 
-A rank that could not answer "returned" ends at once, and the driver replaces its whole world: collectives may
-be half done, and a process that ends closes its connections, so that peers waiting for it get an error within
-milliseconds. It always ends by `os._exit`, after its answer is sent: gloo sometimes aborts in the destructors
-of an orderly exit.
+A rank that could not answer "returned", or left something behind, ends at once, and the driver replaces its whole
+world: collectives may be half done, and a process that ends closes its connections, so that peers waiting for it get
+an error within milliseconds. It always ends by `os._exit`, after its answer is sent: gloo sometimes aborts in the
+destructors of an orderly exit.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from . import store, wire
 from .faults import Fault, describe
+from .leftovers import difference, surroundings
 from .records import Partition, RankContext
 from .transport import device_of, transport_of
 
@@ -50,16 +51,25 @@ class Answer:
     """What a rank says of a job; the value's buffers follow it in the message if it returned.
 
     `unprepared` means that the function was never called: it or its payload could not be loaded, or a group
-    not made.
+    not made; `left` is what the function left behind.
     """
 
     number: int
     outcome: Literal["returned", "raised", "unprepared"]
     fault: Fault | None = None
+    left: tuple[str, ...] = ()
+
+    @property
+    def last(self) -> bool:
+        """True where the rank ends after this answer."""
+        return self.outcome != "returned" or bool(self.left)
 
 
-def serve(channel: wire.Channel, station: Station) -> NoReturn:
-    """Runs a rank until its process ends; its first answer, to job 0, says whether it could join."""
+def serve(channel: wire.Channel, station: Station, ledger: int) -> NoReturn:
+    """Runs a rank until its process ends; its first answer, to job 0, says whether it could join.
+
+    `ledger` is the descriptor of a file to which the rank may append lines about the running job.
+    """
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError, OSError):  # of the channel: the driver has closed its end
         _work(channel, station)
@@ -75,7 +85,7 @@ def _work(channel: wire.Channel, station: Station) -> None:
         return
     answer = Answer(0, "returned")
     channel.send(wire.dumps(answer))
-    while answer.outcome == "returned":
+    while not answer.last:
         answer, *value = _do(home, channel.receive())
         _flush()
         channel.send([*wire.dumps(answer), *value])
@@ -91,6 +101,7 @@ def _do(home: _Home, message: list[bytearray]) -> tuple[Any, ...]:
         context = home.context(assignment.groups)
     except BaseException as error:
         return (Answer(number, "unprepared", describe(error)),)
+    held = set(context.kept)
     try:
         value = function(context, payload)
     except BaseException as error:  # SystemExit too: whatever the function does is its result
@@ -99,7 +110,8 @@ def _do(home: _Home, message: list[bytearray]) -> tuple[Any, ...]:
         lost = RuntimeError("the function destroyed the default process group, which belongs to the engine")
         return (Answer(number, "raised", describe(lost)),)
     try:
-        return (Answer(number, "returned"), *wire.dumps(value))
+        left = home.left() if context.kept.keys() == held else home.settle()
+        return (Answer(number, "returned", left=left), *wire.dumps(value))
     except BaseException as error:
         return (Answer(number, "raised", describe(UnsendableResultError(value, error))),)
 
@@ -142,6 +154,17 @@ class _Home:
         )
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._kept: dict[str, Any] = {}
+        self._surroundings = surroundings()
+
+    def left(self) -> tuple[str, ...]:
+        """Returns what differs in the process from when this was last asked."""
+        before, self._surroundings = self._surroundings, surroundings(len(self._groups))
+        return difference(before, self._surroundings)
+
+    def settle(self) -> tuple[str, ...]:
+        """Takes the process as it is now; nothing counts as left behind."""
+        self.left()
+        return ()
 
     def context(self, partitions: Mapping[str, Partition]) -> RankContext:
         """Makes the groups that do not exist yet: all of them, on all ranks, in the same order."""

@@ -49,7 +49,8 @@ class RankContext:
         device: Where this rank's tensors belong. Several ranks may share one GPU.
         groups: This rank's group of every named partition, absent where the rank is in none. A group is made
             once per tuple of ranks and kept for later jobs: two partitions that name the same ranks share it.
-        kept: What functions leave here for later jobs of the same process. A replaced rank starts with nothing.
+        kept: What functions leave here for later jobs of the same process. A replaced rank starts with nothing. A
+            job that adds to it may change the process too (start threads, set variables): it made something to last.
     """
 
     rank: int
@@ -74,6 +75,9 @@ class RankResult:
         traceback: Python traceback of an exception; for a rank that hung or crashed, the stacks of its
             threads, innermost call first.
         secondary: True where this is the consequence of another rank's fault and not to be blamed.
+        output: The end of what a rank printed while it ran a job that failed there.
+        left: What the function left behind in its process and did not keep in `RankContext.kept` in the same job:
+            "thread 'watcher'", "environment variable 'DEBUG'", "the default dtype". The ranks are then replaced.
     """
 
     rank: int
@@ -84,6 +88,8 @@ class RankResult:
     error_attributes: Mapping[str, str | int | float | bool] = field(default_factory=dict)
     traceback: str | None = None
     secondary: bool = False
+    output: str | None = None
+    left: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

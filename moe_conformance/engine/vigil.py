@@ -5,6 +5,7 @@ from __future__ import annotations
 import selectors
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from . import stacks, wire
 from .blame import Finding
@@ -29,6 +30,7 @@ class Vigil:
         self._number = number
         self._job = job
         self._gpu = gpu
+        self.began = began
         self._until = began + job.deadline_s
         self._pending = {process.rank: process for process in ranks}
         self._findings: dict[int, Finding] = {}
@@ -46,12 +48,15 @@ class Vigil:
             self._listen(selector)
         if self._pending:
             self._give_up(f"no answer within {self._job.deadline_s:.1f} s")
-        return [self._findings[process.rank] for process in self._ranks]
+        return [self._with_output(process) for process in self._ranks]
 
     def _listen(self, selector: selectors.BaseSelector) -> None:
         watch: DeadlockWatch | None = None
-        while self._pending and (left := self._until - time.monotonic()) > 0:
-            events = selector.select(min(left, INTERVAL_S if watch else _QUIET_S))
+        while self._pending:
+            left = self._until - time.monotonic()
+            events = selector.select(max(0.0, min(left, INTERVAL_S if watch else _QUIET_S)))
+            if left <= 0 and not events:  # an answer in time may be taken in late: the driver has other work
+                return
             for key, _ in events:
                 if key.data is None:
                     self._launcher.collect()
@@ -80,7 +85,7 @@ class Vigil:
         fault = answer.fault
         if fault is None:
             try:
-                return Finding(RankResult(rank, "ok", wire.loads(value)))
+                return Finding(RankResult(rank, "ok", wire.loads(value), left=answer.left))
             except Exception as error:
                 sentence = f"the function's result cannot be read on the driver: {one_line(error)}"
                 return Finding(RankResult(rank, "raised", error=sentence, error_type=type_name(type(error))))
@@ -118,6 +123,13 @@ class Vigil:
         for rank, text in texts.items():
             result = RankResult(rank, "hung", error=f"{why}: {stacks.place(text)}", traceback=text or None)
             self._settle(Finding(result, waits=stacks.waits_in_collective(text)))
+
+    def _with_output(self, process: RankProcess) -> Finding:
+        finding = self._findings[process.rank]
+        if finding.result.status == "ok":
+            return finding
+        printed = self._launcher.printed(process, time.monotonic() - self.began)
+        return replace(finding, result=replace(finding.result, output=printed or None))
 
     def _settle(self, finding: Finding) -> None:
         del self._pending[finding.result.rank]

@@ -22,8 +22,8 @@ _START_LIMIT_S = 120.0
 class World:
     """The ranks of one world size.
 
-    A job leaves the ranks in place only if all of them returned. A rank that ends between two jobs is noticed
-    before the next and the ranks are replaced: whose fault it was cannot be said.
+    A job leaves the ranks in place only if all of them returned and left nothing behind. A rank that ends between two
+    jobs is noticed before the next and the ranks are replaced: whose fault it was cannot be said.
     """
 
     def __init__(self, size: int, device: str, launcher: Launcher, store: StoreServer) -> None:
@@ -32,30 +32,45 @@ class World:
         self._launcher = launcher
         self._store = store
         self._ranks: list[RankProcess] = []
+        self._vigil: Vigil | None = None  # over the job that runs
 
-    def run(self, number: int, job: Job, payload: Sequence[wire.Buffer]) -> JobResult:
-        """Runs one job; `payload` is the job's, in buffers, and `number` is never used twice.
+    def start(self, number: int, job: Job, payload: Sequence[wire.Buffer]) -> None:
+        """Sends a job to the ranks; `payload` is the job's, in buffers, and `number` is never used twice.
 
         Raises:
-            EngineError: a rank could not start, or not load the function or the payload, or not make a group.
+            EngineError: a rank could not start.
         """
         self._ensure()
         try:
             began = time.monotonic()
             message = [*wire.dumps(Assignment(number, job.function, dict(job.groups))), *payload]
             self._post(message, job.deadline_s)
-            gpu = self._device != "cpu"
-            findings = Vigil(self._launcher, self._ranks, number, began, job, gpu=gpu).findings()
-            seconds = time.monotonic() - began
+            self._vigil = Vigil(self._launcher, self._ranks, number, began, job, gpu=self._device != "cpu")
+        except BaseException:
+            self.stop()
+            raise
+
+    def collect(self) -> JobResult:
+        """Waits for the job that was started.
+
+        Raises:
+            EngineError: a rank could not load the function or the payload, or not make a group.
+        """
+        assert self._vigil is not None, "no job was started"
+        try:
+            findings = self._vigil.findings()
+            seconds = time.monotonic() - self._vigil.began
         except BaseException:  # Ctrl-C too: the ranks are in the middle of something
             self.stop()
             raise
-        if any(finding.result.status != "ok" for finding in findings):
+        self._vigil = None
+        if any(finding.result.status != "ok" or finding.result.left for finding in findings):
             self.stop()
         return JobResult(assign(findings), seconds)
 
     def stop(self) -> None:
         """Kills the ranks; the next job starts new ones."""
+        self._vigil = None
         ranks, self._ranks = self._ranks, []
         for process in ranks:
             with contextlib.suppress(LauncherLostError):  # then they are dead already
@@ -105,6 +120,6 @@ class World:
     def _post(self, message: Sequence[wire.Buffer], deadline_s: float) -> None:
         for process in self._ranks:
             process.channel.socket.settimeout(deadline_s)
-            process.skip_stacks()
+            process.begin()
             with contextlib.suppress(OSError):  # it has just ended, or is stopped: there will be no answer
                 process.channel.send(message)

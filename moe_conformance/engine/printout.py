@@ -1,0 +1,91 @@
+"""What a rank prints: a pipe that is always drained, so that printing without end fills neither it nor a disk."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+import time
+from collections import deque
+
+_KEPT_BYTES = 1 << 16
+_PASSED_ON_BYTES = 1 << 16  # of one rank, in its whole life
+_AT_ONCE = 1 << 12  # what a pipe that is writable at all takes without blocking
+
+
+class Printout:
+    """The latest output of one rank, in the process that forks it, which passes on the first of it to its own.
+
+    Raises:
+        OSError: on construction, if there are no descriptors left.
+    """
+
+    def __init__(self) -> None:
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        self._pieces: deque[tuple[float, bytes]] = deque()  # when it was read, and what
+        self._size = 0
+        self._passed_on = 0
+        self.watched = False  # by the nursery's selector
+
+    def fileno(self) -> int:
+        """The descriptor that is readable when the rank has printed."""
+        return self._reader
+
+    def become_mine(self) -> None:
+        """In the rank: makes the pipe its standard output and standard error."""
+        os.dup2(self._writer, 1)
+        os.dup2(self._writer, 2)
+        self.close()
+        for stream in (sys.stdout, sys.stderr):
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(line_buffering=True)  # a rank may be killed before it flushes
+
+    def drain(self) -> bool:
+        """Reads what there is, but no more than a pipe holds; returns False once nothing more can come."""
+        for _ in range(_KEPT_BYTES // _AT_ONCE):
+            try:
+                piece = os.read(self._reader, _AT_ONCE)
+            except BlockingIOError:
+                return True
+            if not piece:
+                return False
+            self._keep(piece)
+            self._pass_on(piece)
+        return True
+
+    def last(self, seconds: float = float("inf")) -> bytes:
+        """Returns the end of what was read in the last `seconds`."""
+        since = time.monotonic() - seconds
+        return b"".join(piece for when, piece in self._pieces if when >= since)[-_KEPT_BYTES:]
+
+    def close_writer(self) -> None:
+        """In the forking process, once the rank has its own."""
+        if self._writer >= 0:
+            os.close(self._writer)
+            self._writer = -1
+
+    def close(self) -> None:
+        """Closes what is open."""
+        self.close_writer()
+        if self._reader >= 0:
+            os.close(self._reader)
+            self._reader = -1
+
+    def _keep(self, piece: bytes) -> None:
+        self._pieces.append((time.monotonic(), piece))
+        self._size += len(piece)
+        while self._size - len(self._pieces[0][1]) >= _KEPT_BYTES:
+            self._size -= len(self._pieces.popleft()[1])
+
+    def _pass_on(self, piece: bytes) -> None:
+        """Writes to our own standard output, unless that is much or its reader is slow: nothing may block here."""
+        if self._passed_on >= _PASSED_ON_BYTES:
+            return
+        self._passed_on += len(piece)
+        if self._passed_on >= _PASSED_ON_BYTES:
+            piece += b"\n(this rank prints much; what follows is not shown)\n"
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            if select.select([], [1], [], 0)[1]:
+                os.write(1, piece)

@@ -1,0 +1,124 @@
+"""Jobs that are collected later, what ranks print, and what functions leave behind."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from moe_conformance.engine import Engine, EngineError, Job
+
+JOBS = "self_tests.engine_jobs"
+
+
+def job(function, payload=None, world=2, deadline_s=60.0):
+    """Returns a job of engine_jobs."""
+    return Job(f"{JOBS}:{function}", payload, world, {}, deadline_s)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """One engine for this file."""
+    with Engine(preload=(JOBS,)) as engine:
+        yield engine
+
+
+def pids(engine, world=2):
+    """Returns the processes of a world's ranks."""
+    return [rank.value[0] for rank in engine.run(job("pid", world=world)).ranks]
+
+
+class TestLater:
+    def test_a_job_runs_while_the_driver_does_other_work(self, engine):
+        """What the ranks answered in time counts, though the driver asks after the deadline."""
+        running = engine.start(job("echo", 7, deadline_s=0.3))
+        time.sleep(0.6)
+        result = running.result()
+        assert (True, [7, 7]) == (result.ok, [rank.value for rank in result.ranks])
+        assert result is running.result()
+
+    def test_a_hang_is_told_when_the_driver_asks_late(self, engine):
+        """A rank that has not answered by its deadline is hung, however late the driver asks."""
+        running = engine.start(job("spin_before_meeting", 0, deadline_s=0.3))
+        time.sleep(0.6)
+        result = running.result()
+        assert ["hung", "hung"] == [rank.status for rank in result.ranks]
+        assert (0,) == result.blamed
+
+    def test_one_job_runs_at_a_time(self, engine):
+        """The result of a job is to be taken before the next is started."""
+        running = engine.start(job("echo", 1))
+        with pytest.raises(EngineError, match=r"engine_jobs:echo still runs; take its result\(\) before"):
+            engine.start(job("echo", 2))
+        assert [1, 1] == [rank.value for rank in running.result().ranks]
+        assert engine.run(job("echo", 2)).ok
+
+    def test_a_dropped_job_has_no_result(self, engine):
+        """Renewing the ranks drops what runs; the next job has new ranks."""
+        before = pids(engine)
+        running = engine.start(job("spin_before_meeting", 0))
+        engine.renew()
+        with pytest.raises(EngineError, match="has no result: the ranks were renewed before it was taken"):
+            running.result()
+        assert set(before).isdisjoint(pids(engine))
+
+    def test_worlds_of_every_size_stay_up_together(self, engine):
+        """Going from one size to another and back restarts nothing."""
+        sizes = (1, 2, 4, 8)
+        first = {world: pids(engine, world) for world in sizes}
+        assert sum(sizes) == len({pid for world in first.values() for pid in world})
+        assert first == {world: pids(engine, world) for world in reversed(sizes)}
+
+
+class TestPrinting:
+    def test_a_failure_tells_what_was_printed(self, engine):
+        """The output of a failing job is with its result, that of processes it started included."""
+        ranks = engine.run(job("print_then_fail", 2)).ranks
+        expected = [f"rank {rank} line 0\nrank {rank} line 1\nfrom a child\n" for rank in (0, 1)]
+        assert expected == [rank.output for rank in ranks]
+
+    def test_much_output_is_cut_at_its_beginning(self, engine):
+        """The last 64 KiB are told."""
+        output = engine.run(job("print_then_fail", 20_000, world=1)).ranks[0].output
+        assert 1 << 16 == len(output)
+        assert output.endswith("rank 0 line 19999\nfrom a child\n")
+
+    def test_a_rank_that_prints_without_end_hangs_alone(self, engine):
+        """It is blamed at the deadline, and the next job runs."""
+        result = engine.run(job("print_without_end", deadline_s=0.7))
+        assert (["ok", "hung"], (1,)) == ([rank.status for rank in result.ranks], result.blamed)
+        assert 1 << 16 >= len(result.ranks[1].output) > 0
+        assert engine.run(job("echo", 1)).ok
+
+
+class TestLeftovers:
+    @pytest.mark.parametrize(
+        ("what", "told"),
+        [
+            ("thread", "thread 'watcher'"),
+            ("variable", "environment variable 'DEBUG'"),
+            ("dtype", "the default dtype"),
+            ("folder", "the working directory"),
+            ("mode", "the grad mode"),
+        ],
+    )
+    def test_what_a_function_leaves_is_told_and_gone(self, engine, what, told):
+        """The job is fine, the rank and its leftover are named, and the next job has other ranks."""
+        before = pids(engine)
+        result = engine.run(job("leave_behind", what))
+        assert (True, [(), (told,)]) == (result.ok, [rank.left for rank in result.ranks])
+        assert set(before).isdisjoint(pids(engine))
+
+    def test_groups_left_behind_are_told(self, engine):
+        """Process groups that the function made and did not destroy count; the engine's own do not."""
+        groups = {"all": ((0, 1),), "each": ((0,), (1,))}
+        assert [(), ()] == [rank.left for rank in engine.run(Job(f"{JOBS}:echo", 1, 2, groups)).ranks]
+        assert [("2 process groups",)] * 2 == [rank.left for rank in engine.run(job("leave_groups")).ranks]
+
+    def test_what_is_kept_on_purpose_is_no_leftover(self, engine):
+        """A job that keeps something may change its process; later jobs find it so, and are held to that."""
+        kept = engine.run(job("keep"))
+        before = pids(engine)
+        assert [(), ()] == [rank.left for rank in kept.ranks]
+        assert before == pids(engine)
+        assert [(), ("environment variable 'DEBUG'",)] == [r.left for r in engine.run(job("leave_behind", "variable")).ranks]
