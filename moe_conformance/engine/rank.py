@@ -21,6 +21,9 @@ import torch.distributed as dist
 
 from . import store, wire
 from .faults import Fault, describe
+from .gpu import poisoned
+from .gpu.memory import Baseline, in_use
+from .gpu.syncs import HostSyncs
 from .leftovers import difference, surroundings
 from .records import Partition, RankContext
 from .transport import device_of, transport_of
@@ -51,13 +54,14 @@ class Answer:
     """What a rank says of a job; the value's buffers follow it in the message if it returned.
 
     `unprepared` means that the function was never called: it or its payload could not be loaded, or a group
-    not made; `left` is what the function left behind.
+    not made; `left` is what the function left behind, `host_syncs` how often it made the host wait for its GPU.
     """
 
     number: int
     outcome: Literal["returned", "raised", "unprepared"]
     fault: Fault | None = None
     left: tuple[str, ...] = ()
+    host_syncs: int | None = None
 
     @property
     def last(self) -> bool:
@@ -103,17 +107,21 @@ def _do(home: _Home, message: list[bytearray]) -> tuple[Any, ...]:
         return (Answer(number, "unprepared", describe(error)),)
     held = set(context.kept)
     try:
-        value = function(context, payload)
+        with HostSyncs(context.device) as syncs:
+            value = function(context, payload)
+        poisoned.check(context.device)
     except BaseException as error:  # SystemExit too: whatever the function does is its result
         return (Answer(number, "raised", describe(error)),)
     if not dist.is_initialized():
         lost = RuntimeError("the function destroyed the default process group, which belongs to the engine")
         return (Answer(number, "raised", describe(lost)),)
     try:
-        left = home.left() if context.kept.keys() == held else home.settle()
-        return (Answer(number, "returned", left=left), *wire.dumps(value))
+        buffers = wire.dumps(value)
     except BaseException as error:
         return (Answer(number, "raised", describe(UnsendableResultError(value, error))),)
+    del value  # may hold device memory
+    left = home.left() if context.kept.keys() == held else home.settle()
+    return (Answer(number, "returned", left=left, host_syncs=syncs.count), *buffers)
 
 
 class UnsendableResultError(TypeError):
@@ -155,11 +163,13 @@ class _Home:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._kept: dict[str, Any] = {}
         self._surroundings = surroundings()
+        self._memory = Baseline(in_use(self._device)) if self._device.type == "cuda" else None
 
     def left(self) -> tuple[str, ...]:
         """Returns what differs in the process from when this was last asked."""
         before, self._surroundings = self._surroundings, surroundings(len(self._groups))
-        return difference(before, self._surroundings)
+        memory = self._memory.left() if self._memory is not None else ()
+        return (*difference(before, self._surroundings), *memory)
 
     def settle(self) -> tuple[str, ...]:
         """Takes the process as it is now; nothing counts as left behind."""

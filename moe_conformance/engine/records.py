@@ -77,7 +77,12 @@ class RankResult:
         secondary: True where this is the consequence of another rank's fault and not to be blamed.
         output: The end of what a rank printed while it ran a job that failed there.
         left: What the function left behind in its process and did not keep in `RankContext.kept` in the same job:
-            "thread 'watcher'", "environment variable 'DEBUG'", "the default dtype". The ranks are then replaced.
+            "thread 'watcher'", "environment variable 'DEBUG'", "the default dtype", "512 bytes of device memory". The
+            ranks are then replaced.
+        infrastructure: What was wrong with the machine, where the rank's exception, its stacks or what it printed say
+            that something was (see infrastructure.py): the function is then not to be blamed.
+        host_syncs: How often a function that returned made the host wait for its GPU, as far as torch can tell; None
+            on the CPU.
     """
 
     rank: int
@@ -90,6 +95,8 @@ class RankResult:
     secondary: bool = False
     output: str | None = None
     left: tuple[str, ...] = ()
+    infrastructure: str | None = None
+    host_syncs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -108,6 +115,12 @@ class JobResult:
     def blamed(self) -> tuple[int, ...]:
         """The ranks at fault, without those that only suffered from them; empty if and only if `ok`."""
         return tuple(result.rank for result in self.ranks if result.error is not None and not result.secondary)
+
+    @property
+    def infrastructure(self) -> str | None:
+        """What was wrong with the machine, if that is why the ranks at fault failed, each of them."""
+        reasons = [self.ranks[rank].infrastructure for rank in self.blamed]
+        return reasons[0] if reasons and all(reasons) else None
 
 
 def check(job: Job) -> None:

@@ -11,6 +11,7 @@ from . import stacks, wire
 from .blame import Finding
 from .deadlock import DeadlockWatch
 from .faults import one_line, type_name
+from .infrastructure import classify
 from .launcher import Launcher, RankProcess, describe_exit
 from .rank import Answer
 from .records import EngineError, Job, RankResult
@@ -85,7 +86,8 @@ class Vigil:
         fault = answer.fault
         if fault is None:
             try:
-                return Finding(RankResult(rank, "ok", wire.loads(value), left=answer.left))
+                loaded = wire.loads(value)
+                return Finding(RankResult(rank, "ok", loaded, left=answer.left, host_syncs=answer.host_syncs))
             except Exception as error:
                 sentence = f"the function's result cannot be read on the driver: {one_line(error)}"
                 return Finding(RankResult(rank, "raised", error=sentence, error_type=type_name(type(error))))
@@ -128,8 +130,9 @@ class Vigil:
         finding = self._findings[process.rank]
         if finding.result.status == "ok":
             return finding
-        printed = self._launcher.printed(process, time.monotonic() - self.began)
-        return replace(finding, result=replace(finding.result, output=printed or None))
+        printed = self._launcher.printed(process, time.monotonic() - self.began) or None
+        told = "\n".join(filter(None, (finding.result.error, finding.result.traceback, printed)))
+        return replace(finding, result=replace(finding.result, output=printed, infrastructure=classify(told)))
 
     def _settle(self, finding: Finding) -> None:
         del self._pending[finding.result.rank]
