@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moe_conformance.engine.gpu.slices import share, visible
+from moe_conformance.plugin import gpus
 
 UUIDS = ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "GPU-1f2a9c3e-0a41-5f7d-9b7e-3c0b5c1d2e4f")
 
@@ -70,3 +71,27 @@ class TestShare:
     def test_words_say_what_a_process_has(self, count, worker, workers, expected):
         """Alone or shared, and with how many others."""
         assert expected == share(visible(None, count), worker, workers).words
+
+
+class TestWorkers:
+    @pytest.mark.parametrize(
+        ("worker", "count", "devices", "expected"),
+        [
+            ("gw1", "2", "4,5,6,7", {"CUDA_VISIBLE_DEVICES": "6,7"}),
+            ("gw0", "2", ",".join(UUIDS), {"CUDA_VISIBLE_DEVICES": UUIDS[0]}),
+            ("gw2", "3", "0", {"CUDA_VISIBLE_DEVICES": "0"}),
+            ("gw1", "2", "", {}),
+            ("", "", "0,1", {}),
+        ],
+    )
+    def test_the_ranks_of_a_worker_see_its_slice(self, monkeypatch, worker, count, devices, expected):
+        """Of the GPUs that the run was given; without workers or GPUs nothing is set."""
+        for name, value in (("", worker), ("_COUNT", count)):
+            monkeypatch.setenv(f"PYTEST_XDIST_WORKER{name}", value)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
+        assert expected == gpus.environment()
+
+    def test_the_run_says_who_has_what(self, monkeypatch):
+        """One sentence per worker."""
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+        assert ["process 0 has GPU 0 of 3 to itself", "process 1 has GPUs 1, 2 of 3 to itself"] == gpus.sentences(2)

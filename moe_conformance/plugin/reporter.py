@@ -14,6 +14,7 @@ import pytest
 
 from moe_conformance import spec
 from moe_conformance.plan import layout_names
+from moe_conformance.plugin import gpus
 from moe_conformance.plugin.run import Run
 from moe_conformance.report import matrix, result, words
 from moe_conformance.report.progress import Progress
@@ -48,6 +49,13 @@ class Reporter:
         terminal.showfspath = False
         if terminal.isatty and terminal.verbosity <= 0:
             self._progress = Progress(terminal.rewrite, shutil.get_terminal_size().columns, len(session.items))
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_setupnodes(self, specs: list[Any]) -> None:
+        """Say which worker's ranks have which GPUs: it decides who shares one, and so what goes over NCCL."""
+        if self._run.options.device == "cuda" and self._terminal is not None:
+            for sentence in gpus.sentences(len(specs)):
+                self._terminal.write_line(sentence)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:

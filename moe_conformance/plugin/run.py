@@ -14,6 +14,7 @@ from moe_conformance import spec, waivers
 from moe_conformance.backends import registry
 from moe_conformance.contract import Backend, Unsupported
 from moe_conformance.plan import layout_names, workload_names
+from moe_conformance.plugin import gpus
 from moe_conformance.plugin.options import Options, Unusable
 
 PLANTS = "self_tests.planted_bugs"
@@ -101,7 +102,7 @@ def engine_needs(backend: Backend) -> dict[str, Any]:
     """Return what the engine imports before it forks ranks, and the environment that it does so in."""
     scenarios = ("moe_conformance.scenarios.moe_step", "moe_conformance.scenarios.group_lists")
     preload = (*scenarios, *getattr(backend, "preload", ()))
-    return {"preload": preload, "environment": dict(getattr(backend, "environment", {}))}
+    return {"preload": preload, "environment": {**gpus.environment(), **getattr(backend, "environment", {})}}
 
 
 def _require_device(device: str) -> None:
