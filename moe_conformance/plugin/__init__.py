@@ -4,9 +4,13 @@ Every pytest run of an environment in which the suite is installed imports this 
 
     options.py    the options, for pytest and for the command line
     run.py        what a run stands on, checked before it starts
-    driver.py     items, fixtures, the engine and the verdict of each item
+    driver.py     items and fixtures
+    agenda.py     in which order items run, and which case follows which
+    outcomes.py   the ranks at work, one case ahead of the judge
     trial.py      from the end of an item to its verdict
+    recording.py  from the verdict to the record, and to what pytest shows
     drawing.py    how Hypothesis draws
+    gpus.py       which GPUs an xdist worker's ranks see
     scheduling.py which xdist worker judges what
     reporter.py   records into progress, matrix, result.json and the exit status
 """

@@ -1,63 +1,47 @@
-"""The driver: gives checks their cases, runs each case once on the ranks, and makes a record of every item's end."""
+"""The driver: gives checks their cases, and what each brought back from the ranks, and sees how every item ends."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import hypothesis
 import pytest
-import torch
 
 from moe_conformance.contract import Limit
-from moe_conformance.engine import Engine, EngineError
 from moe_conformance.judging import reading as judging
 from moe_conformance.judging.verdict import Mismatch, RunFailed, Tally
 from moe_conformance.plan import Case, Cell, Plan, too_large
-from moe_conformance.plugin.run import Run, engine_needs
-from moe_conformance.plugin.trial import Ending, Trial, ending
-from moe_conformance.report.records import FAILING, PROPERTY, Record, Verdict
-from moe_conformance.report.words import failure
-from moe_conformance.scenarios.group_lists import CannotTell, group_lists
-from moe_conformance.scenarios.moe_step import moe_step
+from moe_conformance.plugin import agenda
+from moe_conformance.plugin.outcomes import Outcomes
+from moe_conformance.plugin.recording import record_of, translate
+from moe_conformance.plugin.run import Run
+from moe_conformance.plugin.trial import Trial, ending
+from moe_conformance.report.records import PROPERTY, Verdict
+from moe_conformance.scenarios.group_lists import CannotTell
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.topology import Layout, RankLists, layouts
-from moe_conformance.waivers import Item
 from moe_conformance.workloads.features import broken
 from moe_conformance.workloads.records import Workload
 
-_USAGE_ERROR = int(pytest.ExitCode.USAGE_ERROR)
 TRIAL = pytest.StashKey[Trial]()
 
 Drive = Callable[[Workload], Outcome]
-
-
-@dataclass
-class _Kept:
-    """The outcome of the latest case, and its reading once somebody asked for it."""
-
-    case: Case
-    outcome: Outcome
-    reading: judging.Reading | None = None
 
 
 class Driver:
     """The plug-in's working half; in an xdist worker it has an engine of its own."""
 
     def __init__(self, run: Run) -> None:
-        """Start nothing yet: an engine is made when the first case runs."""
+        """Start nothing yet: ranks start with the first case."""
         self.run = run
         self.plan = Plan(run.backend, run.options.device, run.options.profile)
-        self._engine: Engine | None = None
-        self._kept: _Kept | None = None
+        self._outcomes = Outcomes(run)
+        self._followers: dict[str, Case] = {}
 
     def pytest_sessionfinish(self) -> None:
         """End the ranks, if there are any."""
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
+        self._outcomes.close()
 
     # ---- which items there are ---------------------------------------------------------------------------------
 
@@ -85,18 +69,17 @@ class Driver:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Sort by case, so that each runs once: examples of waivers first, then layout by layout."""
-        examples = self.run.waivers.examples
-        urgent = {_place(item) for item in items if item.name in examples}
-        order = self.plan.positions
+        """Sort by case, so that each runs once."""
+        agenda.sort(items, self.plan.positions, self.run.waivers.examples)
 
-        def key(item: pytest.Item) -> tuple[bool, bool, int, bool]:
-            place = _place(item)
-            if place is None:  # no case: where it was, after those that have one
-                return (True, True, len(order), True)
-            return (place not in urgent, item.name not in examples, order[place], "cell" in _parameters(item))
-
-        items.sort(key=key)
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Learn which case follows which. An xdist worker is only sure of those of the same cell."""
+        self._followers = agenda.followers(session.items, self._runs)
+        if hasattr(session.config, "workerinput"):
+            cells = {item.nodeid: agenda.cell_of(item) for item in session.items}
+            self._followers = {
+                node: following for node, following in self._followers.items() if following.cell is cells[node]
+            }
 
     # ---- fixtures ------------------------------------------------------------------------------------------------
 
@@ -128,11 +111,10 @@ class Driver:
         limit = _limit(case)
         if limit is not None and limit.proof == "undefined":
             trial.skip("limit", f"limit, unproved: {limit.reason}")
-        if self._kept is None or self._kept.case is not case:
-            self._kept = None
-            self._kept = _Kept(case, self._step(trial, case.workload))
-        trial.outcome = self._kept.outcome
-        if refusal := _refusal(self._kept.outcome):
+        trial.runs += not self._outcomes.holds(case)
+        outcome = self._outcomes.of(case, self._followers.get(request.node.nodeid)).outcome
+        trial.outcome = outcome
+        if refusal := _refusal(outcome):
             trial.skip(*refusal)
         if limit is not None:
             raise Mismatch(
@@ -140,15 +122,13 @@ class Driver:
                 f"the backend declares a limit on {limit.on} that the library refuses to break ({limit.reason}), but "
                 "nothing refused",
             )
-        return self._kept.outcome
+        return outcome
 
     @pytest.fixture
-    def reading(self, outcome: Outcome) -> judging.Reading:
+    def reading(self, outcome: Outcome, case: Case) -> judging.Reading:
         """The outcome as the judges read it; all checks of a case share one."""
-        assert self._kept is not None  # by `outcome`
-        if self._kept.reading is None:
-            self._kept.reading = judging.read(outcome)
-        return self._kept.reading
+        del outcome  # it is there
+        return self._outcomes.of(case, None).reading
 
     @pytest.fixture
     def drive(self, cell: Cell, request: pytest.FixtureRequest) -> Drive:
@@ -179,7 +159,7 @@ class Driver:
         every = tuple(layouts(request.param))
         trial.runs += 1
         try:
-            answers = group_lists(self._started, self.run.target, every)
+            answers = self._outcomes.group_lists(every)
         except CannotTell as error:
             raise RunFailed("groups", f"the backend was asked for its groups: {error}") from error
         told = {layout: lists for layout, lists in zip(every, answers, strict=True) if not isinstance(lists, str)}
@@ -187,24 +167,18 @@ class Driver:
             trial.skip("not adapted", f"not adapted: {answers[0]}")
         return told
 
+    def _runs(self, case: Case) -> bool:
+        """Whether a case is run at all: on enough ranks, within the limits that nobody may break."""
+        limit = _limit(case)
+        return not (too_large(case.cell.layout, self.run.options.ranks) or (limit and limit.proof == "undefined"))
+
     def _skip_inapplicable(self, trial: Trial, cell: Cell) -> None:
         if reason := too_large(cell.layout, self.run.options.ranks):
             trial.skip("not applicable", f"not applicable: {reason}")
 
     def _step(self, trial: Trial, workload: Workload) -> Outcome:
         trial.runs += 1
-        return moe_step(self._started, self.run.target, workload)
-
-    @property
-    def _started(self) -> Engine:
-        if self._engine is None:
-            torch.set_num_threads(1)  # the oracles' tensors are tiny: more threads only take the cores from the ranks
-            try:
-                self._engine = Engine(device=self.run.options.device, **engine_needs(self.run.backend))
-            except EngineError as error:  # the machine's or the installation's: no item is at fault
-                reason = str(error).partition("\n")[0]
-                pytest.exit(f"the ranks cannot start: {reason}; try `moe-conformance doctor`", returncode=_USAGE_ERROR)
-        return self._engine
+        return self._outcomes.step(workload)
 
     # ---- how items end -----------------------------------------------------------------------------------------
 
@@ -222,48 +196,10 @@ class Driver:
         ended = ending(trial, call.excinfo.value if call.excinfo else None)
         if ended.verdict == "error":
             ended = replace(ended, detail=report.longreprtext)
-        record = self._record(item, trial, ended)
+        record = record_of(self.run, item, trial, ended)
         report.user_properties.append((PROPERTY, record.to_json()))
-        _translate(report, record)
+        translate(report, record)
         return report
-
-    def _record(self, item: pytest.Item, trial: Trial, ended: Ending) -> Record:
-        requirements = ended.violated or trial.requirements
-        waiver = self._waiver(item, trial, requirements)
-        if waiver is not None and ended.verdict in ("fail", "crash", "hang"):
-            ended = replace(ended, verdict="waived", message=f"waived by {waiver}: {ended.message}")
-        elif waiver is not None and ended.verdict == "pass":
-            message = f"{waiver} waives this check, and it passes: narrow the waiver or delete it"
-            ended = Ending("unexpected pass", message, "UnexpectedPass")
-        tally, outcome = trial.tally, trial.outcome
-        return Record(
-            node=item.nodeid,
-            check=trial.check,
-            requirements=requirements,
-            verdict=ended.verdict,
-            message=ended.message,
-            kind=ended.kind,
-            stage=ended.stage,
-            blamed=ended.blamed,
-            variant=trial.cell.variant if trial.cell else None,
-            layout=trial.cell.layout.name if trial.cell else None,
-            workload=trial.workload.name if trial.workload else None,
-            compared={"elements": tally.elements, "pairs": tally.pairs, "ranks": sorted(tally.ranks)},
-            worst=min(tally.worst, sys.float_info.max),  # JSON has no infinity
-            resolved=dict(outcome.ranks[0].resolved) if outcome else {},
-            detail=ended.detail,
-            reproduce=self.run.options.command(("-k", item.name), only=requirements),
-            waiver=waiver,
-            runs=trial.runs,
-        )
-
-    def _waiver(self, item: pytest.Item, trial: Trial, requirements: tuple[str, ...]) -> str | None:
-        if trial.cell is None:
-            return None
-        workload = trial.workload.name if trial.workload else None
-        asked = Item(item.name, requirements, trial.cell.variant, trial.cell.layout.name, workload)
-        waiver = self.run.waivers.match(asked)
-        return None if waiver is None else waiver.id
 
 
 def trial_of(item: pytest.Item) -> Trial:
@@ -273,18 +209,6 @@ def trial_of(item: pytest.Item) -> Trial:
         requirements = () if mark is None else tuple(mark.args)
         item.stash[TRIAL] = Trial(requirements, getattr(item, "originalname", None) or item.name)
     return item.stash[TRIAL]
-
-
-def _parameters(item: pytest.Item) -> dict[str, Any]:
-    callspec = getattr(item, "callspec", None)
-    return {} if callspec is None else dict(callspec.params)
-
-
-def _place(item: pytest.Item) -> str | None:
-    """Return the id of an item's case or cell."""
-    parameters = _parameters(item)
-    place = parameters.get("case") or parameters.get("cell")
-    return place.id if isinstance(place, Case | Cell) else None
 
 
 def _limit(case: Case) -> Limit | None:
@@ -303,14 +227,3 @@ def _refusal(outcome: Outcome) -> tuple[Verdict, str] | None:
     if refusal.error_by == "library":
         return "refused", f"refused by the library: {refusal.error}"
     return "not adapted", f"not adapted: {refusal.error}"
-
-
-def _translate(report: pytest.TestReport, record: Record) -> None:
-    """Let pytest see the verdict: failing verdicts fail, pass passes, the others are skips with a reason."""
-    if record.verdict in FAILING:
-        report.outcome = "failed"
-        report.longrepr = failure(record)
-    elif record.verdict != "pass":
-        report.outcome = "skipped"
-        path, line, _ = report.location
-        report.longrepr = (path, line or 0, record.message)

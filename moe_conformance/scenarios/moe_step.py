@@ -1,7 +1,7 @@
 """One training step of a backend on the ranks: build, follow a schedule, finish the gradients.
 
 Three kinds of run share it: the suite's probe expert inside the backend's exchange, the backend's own experts, or its
-router alone. `run` executes on every rank; `moe_step` is the driver's side.
+router alone. `run` executes on every rank; `start` and `moe_step` are the driver's side.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from moe_conformance.contract import (
     Unsupported,
     whole,
 )
-from moe_conformance.engine import Engine, Job, RankContext, RankResult
+from moe_conformance.engine import Engine, Job, RankContext, RankResult, Running
 from moe_conformance.scenarios import parameters, state
 from moe_conformance.scenarios.outcome import Grad, Microbatch, Outcome, RankOutcome
 from moe_conformance.scenarios.probe import Probe
@@ -56,8 +56,23 @@ class _Kept:
     topology: Topology
 
 
-def moe_step(engine: Engine, backend: str, workload: Workload, deadline_s: float = 60.0) -> Outcome:
-    """Run a workload through a backend and return what every rank brought back. Never raises for a rank's fault."""
+@dataclass(frozen=True)
+class Step:
+    """A step that was sent to the ranks."""
+
+    backend: str
+    workload: Workload
+    running: Running
+
+    def outcome(self) -> Outcome:
+        """Wait for every rank and return what they brought back. Never raises for a rank's fault."""
+        result = self.running.result()
+        ranks = tuple(_rank_outcome(rank) for rank in result.ranks)
+        return Outcome(self.backend, self.workload, ranks, result.seconds)
+
+
+def start(engine: Engine, backend: str, workload: Workload, deadline_s: float = 60.0) -> Step:
+    """Send a workload to the ranks and return while it runs there; its outcome is due before the next start."""
     job = Job(
         function="moe_conformance.scenarios.moe_step:run",
         payload=Assignment(backend, workload),
@@ -65,8 +80,12 @@ def moe_step(engine: Engine, backend: str, workload: Workload, deadline_s: float
         groups=workload.layout.groups(),
         deadline_s=deadline_s,
     )
-    result = engine.run(job)
-    return Outcome(backend, workload, tuple(_rank_outcome(rank) for rank in result.ranks), result.seconds)
+    return Step(backend, workload, engine.start(job))
+
+
+def moe_step(engine: Engine, backend: str, workload: Workload, deadline_s: float = 60.0) -> Outcome:
+    """Run a workload through a backend and return what every rank brought back. Never raises for a rank's fault."""
+    return start(engine, backend, workload, deadline_s).outcome()
 
 
 def _rank_outcome(result: RankResult) -> RankOutcome:

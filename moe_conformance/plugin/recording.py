@@ -1,0 +1,66 @@
+"""From the end of an item to its record, and from the record to what pytest shows."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import pytest
+
+from moe_conformance.plugin.run import Run
+from moe_conformance.plugin.trial import Ending, Trial
+from moe_conformance.report.records import FAILING, Record
+from moe_conformance.report.words import failure
+from moe_conformance.waivers import Item
+
+
+def record_of(run: Run, item: pytest.Item, trial: Trial, ended: Ending) -> Record:
+    """Return the record of an item that ended; a waiver turns a failure, and a pass too."""
+    requirements = ended.violated or trial.requirements
+    waiver = waiver_of(run, item, trial, requirements)
+    if waiver is not None and ended.verdict in ("fail", "crash", "hang"):
+        ended = replace(ended, verdict="waived", message=f"waived by {waiver}: {ended.message}")
+    elif waiver is not None and ended.verdict == "pass":
+        message = f"{waiver} waives this check, and it passes: narrow the waiver or delete it"
+        ended = Ending("unexpected pass", message, "UnexpectedPass")
+    tally, outcome = trial.tally, trial.outcome
+    return Record(
+        node=item.nodeid,
+        check=trial.check,
+        requirements=requirements,
+        verdict=ended.verdict,
+        message=ended.message,
+        kind=ended.kind,
+        stage=ended.stage,
+        blamed=ended.blamed,
+        variant=trial.cell.variant if trial.cell else None,
+        layout=trial.cell.layout.name if trial.cell else None,
+        workload=trial.workload.name if trial.workload else None,
+        compared={"elements": tally.elements, "pairs": tally.pairs, "ranks": sorted(tally.ranks)},
+        worst=min(tally.worst, sys.float_info.max),  # JSON has no infinity
+        resolved=dict(outcome.ranks[0].resolved) if outcome else {},
+        detail=ended.detail,
+        reproduce=run.options.command(("-k", item.name), only=requirements),
+        waiver=waiver,
+        runs=trial.runs,
+    )
+
+
+def waiver_of(run: Run, item: pytest.Item, trial: Trial, requirements: tuple[str, ...]) -> str | None:
+    """Return the id of the waiver that answers for the item, if one does."""
+    if trial.cell is None:
+        return None
+    workload = trial.workload.name if trial.workload else None
+    waiver = run.waivers.match(Item(item.name, requirements, trial.cell.variant, trial.cell.layout.name, workload))
+    return None if waiver is None else waiver.id
+
+
+def translate(report: pytest.TestReport, record: Record) -> None:
+    """Let pytest see the verdict: failing verdicts fail, pass passes, the others are skips with a reason."""
+    if record.verdict in FAILING:
+        report.outcome = "failed"
+        report.longrepr = failure(record)
+    elif record.verdict != "pass":
+        report.outcome = "skipped"
+        path, line, _ = report.location
+        report.longrepr = (path, line or 0, record.message)

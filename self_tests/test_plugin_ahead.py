@@ -1,0 +1,136 @@
+"""The ranks run the next case while the driver judges this one, and nobody can tell from the verdicts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_conformance.plan import Case, Plan
+from moe_conformance.plugin import agenda
+from moe_conformance.plugin.options import Options
+from moe_conformance.plugin.outcomes import Outcomes
+from moe_conformance.plugin.run import prepare
+from self_tests import plugin_runs
+from self_tests.plugin_runs import PROJECT, TOY
+
+RUN = prepare(Options(ranks=2))
+CASES = [case for case in Plan(RUN.backend, "cpu", "quick").cases if case.cell.layout.name == "ep2"][:4]
+
+# A check whose case is foreseen and not wanted.
+UNWANTED = """
+import pytest
+from moe_conformance.spec import requirement
+
+
+@pytest.fixture(autouse=True)
+def not_every_case(case):
+    if case.cell.variant in ("wrong", "waits"):
+        pytest.skip("unwanted")
+
+
+@requirement("EXCH-07", kind="probe", when=lambda workload: workload.name == "even")
+def test_finishes(not_every_case, outcome, tally):
+    tally.add(elements=len(outcome.ranks))
+"""
+
+
+@dataclass
+class Call:
+    """What pytest knows of an item's parameters."""
+
+    params: dict[str, Any]
+
+
+@dataclass
+class Item:
+    """As much of an item as the agenda reads."""
+
+    nodeid: str
+    case: Case | None = None
+    fixturenames: tuple[str, ...] = ("case", "outcome")
+    callspec: Call = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.callspec = Call({"case": self.case} if self.case else {})
+
+
+class TestFollowers:
+    def followers(self, *items: Item) -> dict[str, Case]:
+        """Return what follows what; the last of the cases is never run."""
+        return agenda.followers(items, lambda case: case is not CASES[3])  # type: ignore[arg-type]
+
+    def test_the_next_case_follows_all_items_of_a_case(self):
+        """Items that need no rank, or whose case is not run, are looked past."""
+        items = (
+            Item("a1", CASES[0]),
+            Item("light", CASES[1], ("case",)),
+            Item("never", CASES[3]),
+            Item("a2", CASES[0]),
+            Item("other", None, ()),
+            Item("b", CASES[1]),
+        )
+        assert {"a1": CASES[1], "a2": CASES[1]} == self.followers(*items)
+
+    def test_nothing_follows_where_another_item_needs_the_ranks_first(self):
+        """A drawn check is not told its workloads before it runs, and what follows it is asked for after it."""
+        items = (Item("a", CASES[0]), Item("drawn", None, ("drive",)), Item("b", CASES[1]), Item("c", CASES[2]))
+        assert {"b": CASES[2]} == self.followers(*items)
+
+    def test_a_case_may_come_twice(self):
+        """Examples of waivers run first, and the other items of their cases later."""
+        items = (Item("a1", CASES[0]), Item("b1", CASES[1]), Item("a2", CASES[0]))
+        assert {"a1": CASES[1], "b1": CASES[0]} == self.followers(*items)
+
+
+@pytest.fixture
+def outcomes() -> Iterator[Outcomes]:
+    """Ranks of native."""
+    made = Outcomes(RUN)
+    yield made
+    made.close()
+
+
+class TestOutcomes:
+    def test_what_ran_ahead_is_taken(self, outcomes):
+        """Each case gets its own outcome, once."""
+        for case, following in zip(CASES, [*CASES[1:], None], strict=True):
+            assert not outcomes.holds(case)
+            kept = outcomes.of(case, following)
+            assert outcomes.holds(case)
+            assert case.workload is kept.outcome.workload
+            assert kept is outcomes.of(case, following)
+
+    def test_what_nobody_came_for_is_dropped(self, outcomes):
+        """Another case, a drawn workload and the end of the run do without it."""
+        outcomes.of(CASES[0], CASES[1])
+        assert CASES[2].workload is outcomes.of(CASES[2], CASES[3]).outcome.workload
+        assert CASES[1].workload is outcomes.step(CASES[1].workload).workload
+        outcomes.of(CASES[3], CASES[0])
+
+
+def judged(folder: Path, *arguments: str) -> list[Any]:
+    """Return the status, the number of cases and all that was decided in a run of the toy."""
+    asked = ("--moe-backend", TOY, "--moe-ranks", "2", "--moe-report", str(folder))
+    done = plugin_runs.pytest_on("-q", *asked, *arguments, cwd=folder)
+    report = plugin_runs.result(folder)
+    return [done.status, report["cases"], report["requirements"]]
+
+
+class TestRuns:
+    def test_a_run_decides_the_same_with_and_without(self, tmp_path):
+        """Verdicts, words, blame, what was compared and how often ranks ran are the same, also past wrong foresight."""
+        checks = tmp_path / "unwanted_checks.py"
+        checks.write_text(UNWANTED)
+        alone = judged(tmp_path, str(checks), "-p", "self_tests.plugin_project.one_at_a_time")
+        assert 2 * 6 == alone[1]
+        assert alone == judged(tmp_path, str(checks))
+
+    def test_a_run_that_stops_early_leaves_what_ran_ahead(self, tmp_path):
+        """With -x the first failure ends the run; nothing hangs and the case ahead is not counted."""
+        status, cases, _ = judged(tmp_path, str(PROJECT / "checks.py"), "-x", "-k", "wrong or right or refuses")
+        assert 1 == status
+        assert 2 == cases
