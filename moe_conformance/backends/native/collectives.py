@@ -12,6 +12,7 @@ result must stay in the graph on every rank or on none.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,6 +47,30 @@ def all_to_all(
         return rows
     result: Tensor = _AllToAll.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
     return result
+
+
+@dataclass(frozen=True)
+class Travelling:
+    """Rows under way. What is received must not be touched, and what is sent not be changed, before `wait`."""
+
+    sent: Tensor
+    _received: Tensor
+    _work: dist.Work | None  # None where nothing had to travel
+
+    def wait(self) -> Tensor:
+        """Return the rows of every rank, in rank order; to be called once, on every rank."""
+        if self._work is not None:
+            self._work.wait()
+        return self._received
+
+
+def start_all_to_all(rows: Tensor, group: dist.ProcessGroup) -> Travelling:
+    """Start to send as many rows to one rank as to another. No gradient goes through."""
+    if group.size() == 1:
+        return Travelling(rows, rows, None)
+    sent = rows.contiguous()
+    received = torch.empty_like(sent)
+    return Travelling(sent, received, dist.all_to_all_single(received, sent, group=group, async_op=True))
 
 
 def all_gather(rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:

@@ -186,10 +186,12 @@ class AllToAllExchange(LocalExchange):
         ep, etp = self.topology.group("ep"), self.topology.group("etp")
         C, S = ep.size(), etp.size()
         counts_CN = counts_E.reshape(C, self.placement.held)
-        arriving_CN = collectives.all_to_all(counts_CN, [1] * C, [1] * C, ep)
+        travelling = collectives.start_all_to_all(counts_CN, ep)
+        sent_C = counts_CN.sum(1).tolist()  # while the counts travel
+        arriving_CN = travelling.wait()
         arriving_SCN = collectives.all_gather(arriving_CN, [C] * S, etp).reshape(S, C, self.placement.held)
         return Plan(
-            sent_C=counts_CN.sum(1).tolist(),
+            sent_C=sent_C,
             received_C=arriving_CN.sum(1).tolist(),
             gathered_S=arriving_SCN.sum((1, 2)).tolist(),
             order_R=_expert_major(arriving_SCN),
