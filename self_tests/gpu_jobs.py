@@ -1,13 +1,17 @@
-"""Functions that the tests of GPU nodes run on ranks."""
+"""Functions that the tests of GPU nodes run on ranks; those of CPU machines run them too, where they can."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from moe_conformance.engine import RankContext
+
+left_behind: list[torch.Tensor] = []
 
 
 def say_and_die(context: RankContext, culprit_and_sentence: tuple[int, str]) -> None:
@@ -24,3 +28,81 @@ def raise_sentences(context: RankContext, sentences: dict[int, str]) -> None:
     if context.rank in sentences:
         raise RuntimeError(sentences[context.rank])
     dist.all_reduce(torch.ones(3, device=context.device))
+
+
+def exchange(context: RankContext, payload: Any) -> tuple[str, str, list[float], list[float]]:
+    """Returns device, transport, what came where rank r sends w + 1 numbers r to each rank w, and the sum of all r."""
+    group = dist.distributed_c10d._get_default_group()
+    transport = type(group._get_backend(context.device)).__name__
+    sent = [w + 1 for w in range(context.world)]
+    received = [context.rank + 1] * context.world
+    rows = torch.full((sum(sent),), float(context.rank), device=context.device)
+    came = rows.new_full((sum(received),), -1.0)
+    dist.all_to_all_single(came, rows, received, sent)
+    total = torch.tensor([float(context.rank)], device=context.device)
+    dist.all_reduce(total)
+    return str(context.device), transport, came.tolist(), total.tolist()
+
+
+def hold(context: RankContext, where: str) -> None:
+    """Makes a tensor of 1000 numbers that stays in a module, in `kept`, in a reference cycle, or nowhere."""
+    made = torch.zeros(1000, device=context.device)
+    if where == "module":
+        left_behind.append(made)
+    elif where == "kept":
+        context.kept["tensor"] = made
+    elif where == "cycle":
+        cycle: list[Any] = [made]
+        cycle.append(cycle)
+
+
+def multiply(context: RankContext, payload: Any) -> float:
+    """Multiplies matrices, which makes libraries take workspaces."""
+    a = torch.eye(64, device=context.device)
+    return float((a @ a).sum())
+
+
+def read_on_the_host(context: RankContext, times: int) -> float:
+    """Waits for the GPU that many times, from one line."""
+    x = torch.ones(1, device=context.device)
+    return sum(x.item() for _ in range(times))
+
+
+def fail_late(context: RankContext, swallow: bool) -> str:
+    """Has the GPU read outside of a tensor and returns; if asked, after having seen the error and dropped it."""
+    x = torch.zeros(3, device=context.device)
+    x[torch.tensor([7], device=context.device)]
+    if swallow:
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.synchronize(context.device)
+    return "returned"
+
+
+def gather_early(context: RankContext, wait: bool) -> list[float]:
+    """Gathers from a world of one what is 5; looks at the output before `wait()`, or after it."""
+    x = torch.full((4,), 5.0, device=context.device)
+    out = torch.full((4,), -1.0, device=context.device)
+    torch.cuda.synchronize()
+    work = dist.all_gather_into_tensor(out, x, async_op=True)
+    assert work is not None
+    if wait:
+        work.wait()
+    seen = out.clone()
+    work.wait()
+    return seen.tolist()
+
+
+def gather_aside(context: RankContext, wait: bool) -> list[float]:
+    """Gathers, on a stream of its own, what was just set to 5; that stream waits for it, or does not."""
+    x = torch.full((4,), -1.0, device=context.device)
+    out = torch.zeros(4, device=context.device)
+    aside = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    dist.all_reduce(torch.zeros(1, device=context.device))  # after this the computation is late
+    x.fill_(5.0)
+    if wait:
+        aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        dist.all_gather_into_tensor(out, x)
+    torch.cuda.synchronize()
+    return out.tolist()

@@ -1,0 +1,151 @@
+"""The suite on GPUs. Without any these tests are not run; where a CPU can run the same code, it does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_conformance.engine import Engine, Job
+from self_tests import plugin_runs
+
+JOBS = "self_tests.gpu_jobs"
+GPUS = torch.cuda.device_count()
+
+on_gpu = pytest.mark.skipif(GPUS < 1, reason="not run: no GPU")
+on_gpus = pytest.mark.skipif(GPUS < 2, reason="not run: no GPU" if GPUS < 1 else "not run: only one GPU")
+DEVICES = ["cpu", pytest.param("cuda", marks=on_gpu)]
+
+
+def engine_on(device, gpus=None):
+    """Returns an engine whose ranks see only the first `gpus` GPUs."""
+    seen = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus)))}
+    return Engine(device=device, preload=(JOBS,), environment=seen)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """An engine on the first GPU."""
+    with engine_on("cuda", gpus=1) as engine:
+        yield engine
+
+
+@pytest.fixture
+def run(engine):
+    """Runs a function of gpu_jobs on the first GPU, on one rank unless told."""
+
+    def run(function, payload=None, world=1, **settings):
+        return engine.run(Job(f"{JOBS}:{function}", payload, world, {}, **settings))
+
+    return run
+
+
+def expected_exchange(world):
+    """Returns, per rank, what `exchange` brings: rank + 1 numbers w from every rank w; and the sum of all ranks."""
+    total = [float(sum(range(world)))]
+    return [([float(w) for w in range(world) for _ in range(rank + 1)], total) for rank in range(world)]
+
+
+class TestTransports:
+    @pytest.mark.parametrize("device", DEVICES)
+    @pytest.mark.parametrize("world", [1, 2, 3])
+    def test_ranks_of_one_gpu_exchange_over_gloo(self, device, world):
+        """More ranks than GPUs share them; a single rank has one to itself, and NCCL."""
+        with engine_on(device, gpus=1) as engine:
+            result = engine.run(Job(f"{JOBS}:exchange", None, world, {}))
+        where = "cpu" if device == "cpu" else "cuda:0"
+        transport = "ProcessGroupNCCL" if device == "cuda" and world == 1 else "ProcessGroupGloo"
+        assert result.ok, result.ranks
+        assert expected_exchange(world) == [rank.value[2:] for rank in result.ranks]
+        assert {(where, transport)} == {rank.value[:2] for rank in result.ranks}
+
+    @on_gpus
+    def test_ranks_with_a_gpu_each_exchange_over_nccl(self):
+        """Rank r has GPU r."""
+        with engine_on("cuda", gpus=2) as engine:
+            result = engine.run(Job(f"{JOBS}:exchange", None, 2, {}))
+        assert result.ok, result.ranks
+        assert expected_exchange(2) == [rank.value[2:] for rank in result.ranks]
+        assert [(f"cuda:{r}", "ProcessGroupNCCL") for r in range(2)] == [rank.value[:2] for rank in result.ranks]
+
+    @on_gpu
+    def test_a_rank_that_raises_on_a_shared_gpu_is_blamed(self, run):
+        """And the next job runs."""
+        result = run("raise_sentences", {1: "wrong shape"}, world=2)
+        assert ((1,), "RuntimeError: wrong shape") == (result.blamed, result.ranks[1].error)
+        assert run("exchange", world=2).ok
+
+
+class TestMemory:
+    @on_gpu
+    @pytest.mark.parametrize(("where", "expected"), [("nowhere", False), ("cycle", False), ("module", True)])
+    def test_device_memory_that_a_job_leaves_is_told(self, run, where, expected):
+        """What is freed, or would be by the collector, is not left."""
+        (rank,) = run("hold", where).ranks
+        assert expected == any("bytes of device memory" in each for each in rank.left), rank.left
+
+    @on_gpu
+    def test_what_is_kept_is_not_left(self, run):
+        """A job that adds to `kept` made something to last; the next finds it there and is not blamed for it."""
+        assert () == run("hold", "kept").ranks[0].left
+        assert () == run("hold", "nowhere").ranks[0].left
+
+    @on_gpu
+    def test_workspaces_of_libraries_are_not_left(self, run):
+        """The first product of matrices takes one that stays."""
+        result = run("multiply")
+        assert (64.0, ()) == (result.ranks[0].value, result.ranks[0].left)
+
+
+class TestPoisoned:
+    @on_gpu
+    @pytest.mark.parametrize("swallow", [False, True])
+    def test_a_job_that_loses_its_gpu_is_told_and_its_process_replaced(self, run, swallow):
+        """Though the function returned; the next job has a new process with a working GPU."""
+        (rank,) = run("fail_late", swallow).ranks
+        assert ("raised", "moe_conformance.engine.gpu.poisoned.LateError") == (rank.status, rank.error_type)
+        assert "device-side assert" in rank.error
+        assert rank.infrastructure is None
+        assert 64.0 == run("multiply").ranks[0].value
+
+
+class TestHostSyncs:
+    @on_gpu
+    def test_each_wait_for_the_gpu_counts(self, run):
+        """Three reads from one line are three."""
+        counts = [run("read_on_the_host", times).ranks[0].host_syncs for times in (0, 3, 5)]
+        assert [0, 3, 5] == counts
+
+    def test_a_cpu_has_no_count(self):
+        """None, not zero: nobody has looked."""
+        with engine_on("cpu") as engine:
+            (rank,) = engine.run(Job(f"{JOBS}:read_on_the_host", 3, 1, {})).ranks
+        assert (3.0, None) == (rank.value, rank.host_syncs)
+
+
+class TestSuite:
+    ONLY = "EXCH-05,EXCH-07,EXPT-01,GRAD-03,ROUTE-04"
+
+    @pytest.mark.parametrize(("device", "ranks"), [("cpu", 1), pytest.param("cuda", 1, marks=on_gpu)])
+    def test_native_passes_on_one_rank(self, tmp_path, device, ranks):
+        """On a GPU over NCCL."""
+        self.assert_native_passes(tmp_path, device, ranks)
+
+    @on_gpu
+    def test_native_passes_on_two_ranks_of_one_gpu(self, tmp_path, monkeypatch):
+        """Over gloo."""
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+        self.assert_native_passes(tmp_path, "cuda", 2)
+
+    @on_gpus
+    def test_native_passes_on_two_gpus(self, tmp_path):
+        """Over NCCL."""
+        self.assert_native_passes(tmp_path, "cuda", 2)
+
+    def assert_native_passes(self, folder, device, ranks):
+        """Judges native and looks at every verdict."""
+        asked = ("--backend", "native", "--device", device, "--ranks", str(ranks), "--only", self.ONLY)
+        done = plugin_runs.cli("run", *asked, "--report", str(folder), cwd=folder)
+        assert 0 == done.status, done.output
+        report = plugin_runs.result(folder)
+        assert {"pass"} == set(plugin_runs.verdicts(report).values())
+        assert device == report["device"]
