@@ -1,0 +1,77 @@
+"""Who is wrong where ranks that meet do not want the same, and in which words that is said."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_NAMED = 3  # pairs or ranks in a sentence; the others are counted
+
+
+class Disagreement(RuntimeError):
+    """Ranks that met do not want the same; `at_fault` are places in the group, `sentence` says what each wants."""
+
+    def __init__(self, sentence: str, at_fault: frozenset[int]) -> None:
+        super().__init__(sentence)
+        self.at_fault = at_fault
+
+    def again(self) -> Disagreement:
+        """Returns a new one, so that each rank raises its own."""
+        return Disagreement(str(self), self.at_fault)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A place that gives something to another that expects something else."""
+
+    source: int
+    target: int
+    given: str
+    expected: str
+
+
+def disagree(kind: str, pairs: Sequence[Pair], ranks: Sequence[int] | Mapping[int, int]) -> Disagreement:
+    """Blames the one place that is in all the pairs; where there is none, or two, all that are in any."""
+    common = frozenset.intersection(*(frozenset((pair.source, pair.target)) for pair in pairs))
+    everybody = frozenset(place for pair in pairs for place in (pair.source, pair.target))
+    said = [
+        f"rank {ranks[pair.source]} sends {pair.given} to rank {ranks[pair.target]}, which expects {pair.expected}"
+        for pair in pairs[:_NAMED]
+    ]
+    more = f"; {len(pairs) - _NAMED} more pairs" if len(pairs) > _NAMED else ""
+    return Disagreement(f"{kind}: {'; '.join(said)}{more}", common if len(common) == 1 else everybody)
+
+
+def different(titles: Sequence[str], ranks: Sequence[int]) -> Disagreement:
+    """Blames the minority; where there is none, everybody."""
+    count = Counter(titles)
+    (usual, most), *others = count.most_common()
+    tied = not others or others[0][1] == most
+    at_fault = frozenset(place for place, title in enumerate(titles) if tied or title != usual)
+    said = []
+    for title in count:
+        places = [place for place, each in enumerate(titles) if each == title]
+        verb = "is" if len(places) == 1 else "are"
+        said.append(f"{people(places, ranks)} {verb} in {title}")
+    return Disagreement(f"ranks of one group meet in different calls: {', '.join(said)}", at_fault)
+
+
+def people(places: Sequence[int], ranks: Sequence[int] | Mapping[int, int]) -> str:
+    """Names the world ranks of some places: `rank 3`, `ranks 3, 4, 5 and 8 more`."""
+    named = ", ".join(str(ranks[place]) for place in places[:_NAMED])
+    more = f" and {len(places) - _NAMED} more" if len(places) > _NAMED else ""
+    return f"rank{'s' if len(places) > 1 else ''} {named}{more}"
+
+
+def elements(tensor: Tensor) -> str:
+    """Says how many elements of which dtype."""
+    return f"{tensor.numel()} elements of {short(tensor.dtype)}"
+
+
+def short(dtype: torch.dtype) -> str:
+    """Returns the name of a dtype without its module."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,301 @@
+# The methods are torch's, with the arguments that torch.distributed gives; its own stubs have overloads beside them.
+# mypy: disable-error-code="override, assignment"
+# ruff: noqa: D102
+"""The process group of virtual ranks. All that rests on torch's internals is in this file.
+
+Each thread has a world of its own (`ThreadLocalWorld`, of torch's threaded process group), so that `torch.distributed`
+works there as in a process of its own. The collectives are ours: torch's own wait for each other thread by thread,
+move data pair by pair, and never say who disagrees.
+
+There are all collectives and messages of `torch.distributed`; a send waits for nobody. Not there: `split_group`,
+collectives of sparse tensors, `ReduceOp.PREMUL_SUM`, and what asks for a backend by name, `monitored_barrier` for one.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore, Work
+from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
+
+from ..store import FOREVER
+from .meeting import Awaited, Hall, House
+from .moves import REDUCTIONS, Call
+
+BACKEND = "virtual"
+
+
+def install(house: House) -> None:
+    """Makes every thread of this process a world of its own, and `virtual` a backend; for good."""
+    os.environ.pop("TORCH_DIST_INIT_BARRIER", None)  # waiting in a store would keep the floor
+    dist.distributed_c10d._world = ThreadLocalWorld()
+    # Functional collectives know groups by name, and each thread has its own group of a name.
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
+
+    def create(options: Any, _: object) -> VirtualGroup:
+        members = tuple(options.global_ranks_in_group)
+        rank = members[options.group_rank] if members else options.group_rank
+        return VirtualGroup(options.group_rank, house.hall(members, rank), str(options.group_id))
+
+    dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def join(rank: int, world: int, store: HashStore) -> None:
+    """Gives this thread its default process group."""
+    torch.autograd.set_multithreading_enabled(False)  # a backward pass, on a GPU too, stays on its rank's thread
+    hook = sys.excepthook
+    dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world, timeout=FOREVER)
+    sys.excepthook = hook  # each rank would wrap it once more
+
+
+def new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Makes a group; only its members call."""
+    made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=FOREVER, use_local_synchronization=True)
+    return made
+
+
+class VirtualGroup(dist.ProcessGroup):
+    """A group as one of its members holds it.
+
+    No call waits; what it returns does. So a rank that reads an output before `wait()` reads what was there before,
+    unless all others came earlier.
+    """
+
+    def __init__(self, place: int, hall: Hall, name: str) -> None:
+        super().__init__(place, len(hall.ranks))  # type: ignore[call-arg]
+        self._place, self._hall, self._name = place, hall, name
+        self._thread = threading.get_ident()
+        self._together: list[Work] | None = None  # between _start_coalescing and _end_coalescing
+
+    @property
+    def group_name(self) -> str:
+        """The name by which functional collectives find the group in its thread."""
+        return self._name
+
+    def getBackendName(self) -> str:
+        """Return the name of the backend."""
+        return BACKEND
+
+    def __repr__(self) -> str:
+        return f"<virtual group, place {self._place} of ranks {self._hall.ranks}>"
+
+    # ---- collectives, by the names that torch calls them ---------------------------------------------------------
+
+    def barrier(self, opts: Any = None) -> Work:
+        return self._meet(Call("barrier"))
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
+        return self._meet(Call("all_reduce", _reduction(opts), send=tensors, receive=tensors))
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
+        detail = f"{_reduction(opts)}, root {self._hall.ranks[opts.rootRank]}"
+        return self._meet(Call("reduce", detail, send=tensors, receive=tensors, root=opts.rootRank))
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Work:
+        return self._rooted("broadcast", tensors, tensors, opts)
+
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Work:
+        return self._meet(Call("all_gather", send=inputs, receive=outputs[0]))
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        return self._meet(Call("all_gather_into_tensor", send=[input], receive=[output]))
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Work:
+        return _All([self.all_gather_single(*pair) for pair in zip(outputs, inputs, strict=True)])
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Work:
+        """`outputs[rank][number]` belongs to `inputs[number]`."""
+        by_number = zip(*outputs, strict=True)
+        return _All([self.allgather([each], [one]) for each, one in zip(by_number, inputs, strict=True)])
+
+    def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> Work:
+        return self._rooted("gather", inputs, outputs[0] if outputs else (), opts)
+
+    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> Work:
+        return self._rooted("scatter", inputs[0] if inputs else (), outputs, opts)
+
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Work:
+        return self._meet(Call("reduce_scatter", _reduction(opts), send=inputs[0], receive=outputs))
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        return self._meet(Call("reduce_scatter_tensor", _reduction(opts), send=[input], receive=[output]))
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Work:
+        return _All([self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
+        return self._meet(Call("all_to_all", send=inputs, receive=outputs))
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int] | None,
+        input_split_sizes: Sequence[int] | None,
+        opts: Any = None,
+    ) -> Work:
+        return self._meet(
+            Call(
+                "all_to_all_single",
+                send=[input],
+                receive=[output],
+                send_rows=self._rows("input", input, input_split_sizes),
+                receive_rows=self._rows("output", output, output_split_sizes),
+            )
+        )
+
+    alltoall_base = all_to_all_single
+
+    # ---- messages ------------------------------------------------------------------------------------------------
+
+    def send(self, tensors: Sequence[Tensor], dstRank: int, tag: int) -> Work:
+        self._require_own_thread()
+        self._hall.send(self._place, dstRank, tag, tensors[0])
+        return self._with_others(_All([]))
+
+    def recv(self, tensors: Sequence[Tensor], srcRank: int | None, tag: int) -> Work:
+        self._require_own_thread()
+        return self._with_others(
+            _One(self._hall, self._place, self._hall.receive(self._place, srcRank, tag, tensors[0]))
+        )
+
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> Work:
+        return self.recv(tensors, None, tag)
+
+    # ---- coalescing ----------------------------------------------------------------------------------------------
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._together = []
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        together, self._together = self._together or [], None
+        return _All(together)
+
+    def _with_others(self, work: Work) -> Work:
+        if self._together is not None:
+            self._together.append(work)
+        return work
+
+    # ---- how ---------------------------------------------------------------------------------------------------
+
+    def _meet(self, call: Call) -> Work:
+        self._require_own_thread()
+        for tensor in (*call.send, *call.receive):
+            if tensor.layout is not torch.strided:
+                raise NotImplementedError(f"virtual ranks have no {call.kind} of {tensor.layout} tensors")
+        return self._with_others(_One(self._hall, self._place, self._hall.meet(self._place, call)))
+
+    def _rooted(self, kind: str, send: Sequence[Tensor], receive: Sequence[Tensor], opts: Any) -> Work:
+        detail = f"root {self._hall.ranks[opts.rootRank]}"
+        return self._meet(Call(kind, detail, send=send, receive=receive, root=opts.rootRank))
+
+    def _rows(self, which: str, tensor: Tensor, splits: Sequence[int] | None) -> list[int]:
+        """Returns how many rows there are for or from every rank; without splits all have the same."""
+        W, rows = len(self._hall.ranks), tensor.shape[0]
+        if not splits:
+            if rows % W:
+                raise ValueError(f"all_to_all_single: {rows} rows of {which} do not divide over {W} ranks")
+            return [rows // W] * W
+        if len(splits) != W or sum(splits) != rows or min(splits) < 0:
+            raise ValueError(
+                f"all_to_all_single: {which} splits of {len(splits)} entries that sum to {sum(splits)} "
+                f"for {rows} rows and {W} ranks"
+            )
+        return list(splits)
+
+    def _require_own_thread(self) -> None:
+        if threading.get_ident() != self._thread:
+            raise RuntimeError("a virtual rank communicates from its own thread only, not from one that it started")
+
+
+class _One(Work):
+    """What a rank waits for."""
+
+    def __init__(self, hall: Hall, place: int, awaited: Awaited) -> None:
+        super().__init__()
+        self._hall, self._place, self._awaited = hall, place, awaited
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._hall.house.wait(self._awaited, self._place)
+        return True
+
+    def is_completed(self) -> bool:
+        """Tell; who asks in a loop waits for ever, since no other rank runs meanwhile."""
+        return self._awaited.done
+
+    def is_success(self) -> bool:
+        return self._awaited.done and self._place not in self._awaited.errors
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Wait, and return a future that is done."""
+        self.wait()
+        return _done()
+
+    def source_rank(self) -> int:
+        source: int = getattr(self._awaited, "source", None) or 0
+        return source
+
+    _source_rank = source_rank
+
+
+class _All(Work):
+    """Several at once."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        super().__init__()
+        self._works = tuple(works)
+
+    def wait(self, timeout: Any = None) -> bool:
+        for work in self._works:
+            work.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Wait, and return a future that is done."""
+        self.wait()
+        return _done()
+
+
+def _done() -> torch.futures.Future[Any]:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result([])
+    return future
+
+
+def _reduction(opts: Any) -> str:
+    if opts is None:
+        return "sum"
+    operation = getattr(opts.reduceOp, "op", opts.reduceOp)
+    name: str = operation.name.lower()
+    if name not in REDUCTIONS:
+        raise NotImplementedError(f"virtual ranks reduce by {', '.join(REDUCTIONS)}, not by {name}")
+    return name

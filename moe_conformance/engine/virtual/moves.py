@@ -1,0 +1,315 @@
+"""What a collective does to the tensors of all its ranks, once all have come; and who is wrong if they disagree.
+
+All data moves in the thread that came last. A reduction adds in the order of ranks, in float32 at least: virtual
+ranks are for index arithmetic, not for the rounding of a transport.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .disagreement import Disagreement, Pair, different, disagree, elements, short
+
+
+@dataclass(frozen=True)
+class Call:
+    """One rank's part in a collective.
+
+    Attributes:
+        kind: The collective, as users know it.
+        detail: What all ranks must give alike, in words: the reduction, the root. Empty where there is nothing.
+        send: Tensors that are read; a rank that is not the root may have none.
+        receive: Tensors that are written.
+        send_rows: Rows of the one tensor in `send` for every rank.
+        receive_rows: Rows of the one tensor in `receive` from every rank.
+        root: The rank of the group that gives or gets what others do not.
+    """
+
+    kind: str
+    detail: str = ""
+    send: Sequence[Tensor] = ()
+    receive: Sequence[Tensor] = ()
+    send_rows: Sequence[int] = ()
+    receive_rows: Sequence[int] = ()
+    root: int = 0
+
+    @property
+    def title(self) -> str:
+        """For example `all_reduce (sum)`."""
+        return f"{self.kind} ({self.detail})" if self.detail else self.kind
+
+
+@torch.no_grad()
+def perform(calls: Sequence[Call], ranks: Sequence[int]) -> None:
+    """Does what the calls of all members ask for; `ranks` are the members' world ranks, for sentences.
+
+    Raises:
+        Disagreement: not everybody calls the same, or what one sends is not what another expects.
+    """
+    titles = [call.title for call in calls]
+    if len(set(titles)) > 1:
+        raise different(titles, ranks)
+    _MOVES[calls[0].kind](calls, ranks)
+
+
+def check_message(sent: Tensor, expected: Tensor, source: int, target: int) -> None:
+    """Refuses a message that does not fit where it is received; both are at fault, as places 0 and 1.
+
+    Raises:
+        Disagreement: the number of elements or the dtype differs.
+    """
+    if (sent.numel(), sent.dtype) != (expected.numel(), expected.dtype):
+        pair = Pair(0, 1, elements(sent), elements(expected))
+        raise disagree("send", [pair], {0: source, 1: target})
+
+
+# ---- the collectives ---------------------------------------------------------------------------------------------
+
+
+def _barrier(calls: Sequence[Call], ranks: Sequence[int]) -> None:
+    """Moves nothing."""
+
+
+def _all_to_all_single(calls: Sequence[Call], ranks: Sequence[int]) -> None:
+    """Moves blocks of rows from (source, target) order to (target, source) order, all at once."""
+    sent_WW = torch.tensor([list(call.send_rows) for call in calls])  # [source, target]
+    expected_WW = torch.tensor([list(call.receive_rows) for call in calls]).T
+    if not torch.equal(sent_WW, expected_WW):
+        raise disagree("all_to_all_single", _row_pairs(sent_WW, expected_WW), ranks)
+    rows = [_as_rows(call.send[0], sum(call.send_rows)) for call in calls]
+    _check_widths("all_to_all_single", rows, calls, ranks)
+    total = int(sent_WW.sum())
+    if not total:
+        return
+    everything = torch.cat([each for each in rows if each.numel()])
+    first_WW = (sent_WW.reshape(-1).cumsum(0) - sent_WW.reshape(-1)).reshape(sent_WW.shape)  # row of every block
+    size_B, first_B = sent_WW.T.reshape(-1), first_WW.T.reshape(-1)  # blocks in the order of arrival
+    shift_B = first_B - (size_B.cumsum(0) - size_B)
+    order_R = (torch.arange(total) + shift_B.repeat_interleave(size_B)).to(everything.device)
+    arriving = order_R.split(sent_WW.sum(0).tolist())
+    for call, order in zip(calls, arriving, strict=True):
+        if len(order):
+            result = everything.index_select(0, order)
+            call.receive[0].detach().copy_(result.reshape(call.receive[0].shape))
+
+
+def _all_to_all(calls: Sequence[Call], ranks: Sequence[int]) -> None:
+    """Gives the tensor number `target` of every source to the target, as its tensor number `source`."""
+    _exchange(
+        [
+            (source, target, calls[source].send[target], calls[target].receive[source])
+            for target in range(len(calls))
+            for source in range(len(calls))
+        ],
+        calls,
+        ranks,
+    )
+
+
+def _all_gather(calls: Sequence[Call], ranks: Sequence[int]) -> None:
+    """Gives every rank's one tensor to all, each of its own shape."""
+    _exchange(
+        [
+            (source, target, calls[source].send[0], calls[target].receive[source])
+            for target in range(len(calls))
+            for source in range(len(calls))
+        ],
+        calls,
+        ranks,
+    )
+
+
+def _all_gather_single(calls: Sequence[Call], ranks: Sequence[int]) -> None:
+    """Gives all ranks' tensors to all, as one."""
+    _require_alike(calls, [call.send[0] for call in calls], ranks)
+    everything = torch.cat([call.send[0].reshape(-1) for call in calls])
+    _require_size("all_gather_into_tensor", calls, [call.receive[0] for call in calls], everything.numel(), ranks)
+    for call in calls:
+        call.receive[0].detach().copy_(everything.reshape(call.receive[0].shape))
+
+
+def _all_reduce(calls: Sequence[Call], ranks: Sequence[int]) -> None:
+    """Reduces tensor by tensor, and gives the result to all."""
+    for reduced, targets in _reduced(calls, ranks):
+        for target in targets:
+            target.detach().copy_(reduced)
+
+
+def _reduce(calls: Sequence[Call], ranks: Sequence[int]) -> None:
+    """Reduces tensor by tensor, and gives the result to the root."""
+    for reduced, targets in _reduced(calls, ranks):
+        targets[calls[0].root].detach().copy_(reduced)
+
+
+def _reduce_scatter(calls: Sequence[Call], ranks: Sequence[int]) -> None:
+    """Reduces the ranks' tensors number `target`, and gives the result to the target."""
+    for target, call in enumerate(calls):
+        parts = [other.send[target] for other in calls]
+        _require_alike(calls, [*parts[:target], call.receive[0], *parts[target + 1 :]], ranks)
+        _require_alike(calls, parts, ranks)
+        call.receive[0].detach().copy_(_total(call.detail, parts).reshape(call.receive[0].shape))
+
+
+def _reduce_scatter_single(calls: Sequence[Call], ranks: Sequence[int]) -> None:
+    """Reduces the ranks' tensors, and gives every rank its equal share in order."""
+    W = len(calls)
+    _require_alike(calls, [call.send[0] for call in calls], ranks)
+    numel = calls[0].send[0].numel()
+    if numel % W:
+        sentence = f"reduce_scatter_tensor: {numel} elements do not divide over {W} ranks"
+        raise Disagreement(sentence, frozenset(range(W)))
+    _require_size("reduce_scatter_tensor", calls, [call.receive[0] for call in calls], numel // W, ranks)
+    shares = _total(calls[0].detail, [call.send[0] for call in calls]).reshape(-1).chunk(W) if numel else ()
+    for call, share in zip(calls, shares):  # noqa: B905 - no shares where there is nothing
+        call.receive[0].detach().copy_(share.reshape(call.receive[0].shape))
+
+
+def _broadcast(calls: Sequence[Call], ranks: Sequence[int]) -> None:
+    """Gives the root's tensors to all."""
+    root = calls[0].root
+    for number, source in enumerate(calls[root].send):
+        _exchange(
+            [(root, target, source, call.receive[number]) for target, call in enumerate(calls) if target != root],
+            calls,
+            ranks,
+        )
+
+
+def _scatter(calls: Sequence[Call], ranks: Sequence[int]) -> None:
+    """Gives the root's tensors to one rank each."""
+    root = calls[0].root
+    _exchange(
+        [(root, target, calls[root].send[target], call.receive[0]) for target, call in enumerate(calls)],
+        calls,
+        ranks,
+    )
+
+
+def _gather(calls: Sequence[Call], ranks: Sequence[int]) -> None:
+    """Gives every rank's one tensor to the root."""
+    root = calls[0].root
+    _exchange(
+        [(source, root, call.send[0], calls[root].receive[source]) for source, call in enumerate(calls)],
+        calls,
+        ranks,
+    )
+
+
+_MOVES: Mapping[str, Callable[[Sequence[Call], Sequence[int]], None]] = {
+    "barrier": _barrier,
+    "all_to_all_single": _all_to_all_single,
+    "all_to_all": _all_to_all,
+    "all_gather": _all_gather,
+    "all_gather_into_tensor": _all_gather_single,
+    "all_reduce": _all_reduce,
+    "reduce": _reduce,
+    "reduce_scatter": _reduce_scatter,
+    "reduce_scatter_tensor": _reduce_scatter_single,
+    "broadcast": _broadcast,
+    "scatter": _scatter,
+    "gather": _gather,
+}
+
+# ---- reductions --------------------------------------------------------------------------------------------------
+
+_Reduction = Callable[[Tensor, Tensor], Tensor]
+
+_REDUCTIONS: Mapping[str, _Reduction] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+
+REDUCTIONS = tuple(_REDUCTIONS)
+
+
+def _reduced(calls: Sequence[Call], ranks: Sequence[int]) -> list[tuple[Tensor, list[Tensor]]]:
+    """Returns the reduction of all ranks' first tensors, second tensors, ... and where each belongs, by rank."""
+    counts = {len(call.send) for call in calls}
+    if len(counts) > 1:
+        raise different([f"{call.title} of {len(call.send)} tensors" for call in calls], ranks)
+    found = []
+    for number in range(counts.pop()):
+        parts = [call.send[number] for call in calls]
+        _require_alike(calls, parts, ranks)
+        found.append((_total(calls[0].detail, parts), [call.receive[number] for call in calls]))
+    return found
+
+
+def _total(reduction: str, parts: Sequence[Tensor]) -> Tensor:
+    combine = _REDUCTIONS[reduction.partition(",")[0]]
+    dtype = parts[0].dtype
+    wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+    total = parts[0].detach().to(wide, copy=True)
+    for part in parts[1:]:
+        total = combine(total, part.detach().to(total.device).reshape(total.shape))
+    if reduction.startswith("avg"):
+        total = total / len(parts) if dtype.is_floating_point else total // len(parts)
+    return total.to(dtype)
+
+
+# ---- what must fit -----------------------------------------------------------------------------------------------
+
+
+def _exchange(moves: Sequence[tuple[int, int, Tensor, Tensor]], calls: Sequence[Call], ranks: Sequence[int]) -> None:
+    """Copies each (source, target, sent, received), if all fit."""
+    wrong = [
+        Pair(source, target, elements(sent), elements(received))
+        for source, target, sent, received in moves
+        if sent.numel() != received.numel() or sent.dtype != received.dtype
+    ]
+    if wrong:
+        raise disagree(calls[0].kind, wrong, ranks)
+    for _, _, sent, received in moves:
+        received.detach().copy_(sent.detach().reshape(received.shape))
+
+
+def _as_rows(tensor: Tensor, rows: int) -> Tensor:
+    return tensor.detach().reshape(rows, -1) if rows else tensor.detach().reshape(0, 0)
+
+
+def _check_widths(kind: str, rows: Sequence[Tensor], calls: Sequence[Call], ranks: Sequence[int]) -> None:
+    """Requires that all rows, sent and expected, are of one width and dtype; who has none cannot be wrong."""
+    said = [
+        {
+            f"{kind} with rows of {each.shape[1]} elements of {short(each.dtype)}"
+            for each in (sent, _as_rows(call.receive[0], sum(call.receive_rows)))
+            if each.shape[0]
+        }
+        for sent, call in zip(rows, calls, strict=True)
+    ]
+    if len(set().union(*said)) > 1:
+        usual = Counter(each for one in said for each in one).most_common(1)[0][0]
+        raise different([" and ".join(sorted(one)) or usual for one in said], ranks)
+
+
+def _require_alike(calls: Sequence[Call], tensors: Sequence[Tensor], ranks: Sequence[int]) -> None:
+    if len({(tensor.numel(), tensor.dtype) for tensor in tensors}) > 1:
+        titles = [f"{call.title} of {elements(tensor)}" for call, tensor in zip(calls, tensors, strict=True)]
+        raise different(titles, ranks)
+
+
+def _require_size(
+    kind: str, calls: Sequence[Call], tensors: Sequence[Tensor], numel: int, ranks: Sequence[int]
+) -> None:
+    wrong = [place for place, tensor in enumerate(tensors) if tensor.numel() != numel]
+    if wrong:
+        sentence = f"{kind}: rank {ranks[wrong[0]]} expects {tensors[wrong[0]].numel()} elements and gets {numel}"
+        raise Disagreement(sentence, frozenset(wrong))
+
+
+def _row_pairs(sent_WW: Tensor, expected_WW: Tensor) -> list[Pair]:
+    return [
+        Pair(source, target, f"{int(sent_WW[source, target])} rows", str(int(expected_WW[source, target])))
+        for source, target in (sent_WW != expected_WW).nonzero().tolist()
+    ]

@@ -1,0 +1,72 @@
+"""Global state of the process that every virtual rank has for itself: it changes with the floor.
+
+Each rank has its own: torch's random generator (the GPU's too), Python's and numpy's, the default dtype, and the mode
+of deterministic algorithms. Grad mode, autocast and the default device are a thread's own anyway. All else is shared:
+modules with their globals, environment variables, the working directory, the number of threads.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How one piece of state is read and put back."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+
+
+_KINDS = (
+    _Kind(torch.default_generator.get_state, torch.default_generator.set_state),
+    _Kind(random.getstate, random.setstate),
+    # The generator itself, since its state is long. numpy's stubs lack both functions.
+    _Kind(np.random.get_bit_generator, np.random.set_bit_generator),  # type: ignore[attr-defined]
+    _Kind(torch.get_default_dtype, torch.set_default_dtype),
+    _Kind(
+        lambda: (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        lambda mode: torch.use_deterministic_algorithms(mode[0], warn_only=mode[1]),
+    ),
+)
+_OF_GPU = _Kind(torch.cuda.get_rng_state, torch.cuda.set_rng_state)
+
+
+class Private:
+    """The state of all ranks; each begins with that of the process.
+
+    Args:
+        size: How many ranks there are.
+        gpu: Whether they are on a GPU.
+    """
+
+    def __init__(self, size: int, *, gpu: bool) -> None:
+        self._kinds = (*_KINDS, _OF_GPU) if gpu else _KINDS
+        states = [[kind.read() for kind in self._kinds] for _ in range(size)]
+        for state in states:
+            state[2] = _copy(state[2])
+        self._states = states
+
+    def leave(self, number: int) -> None:
+        """Keeps a rank's state."""
+        self._states[number] = [kind.read() for kind in self._kinds]
+
+    def enter(self, number: int) -> None:
+        """Puts a rank's state in place."""
+        for kind, value in zip(self._kinds, self._states[number], strict=True):
+            kind.write(value)
+
+
+def _copy(generator: Any) -> Any:
+    copy = type(generator)()
+    copy.state = generator.state
+    return copy

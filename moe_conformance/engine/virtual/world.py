@@ -1,0 +1,219 @@
+"""The driver's side of virtual ranks: a world that is one process."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import selectors
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from .. import stacks, wire
+from ..blame import Finding, assign
+from ..faults import one_line, type_name
+from ..host import Host, RankProcess
+from ..launcher import describe_exit
+from ..rank import Answer, Assignment, Station
+from ..records import EngineError, Job, JobResult, RankResult
+from .threads import End, Order
+
+_START_LIMIT_S = 120.0
+_GRACE_S = 1.0  # beyond the deadline, in which the process itself says who hangs; it cannot where the GIL is held
+_OUR_WAIT = re.compile(r"/engine/virtual/(turns|threads)\.py")
+
+
+@dataclass(frozen=True)
+class _Running:
+    job: Job
+    number: int
+    began: float
+
+
+class VirtualWorld:
+    """Ranks of one world size, as threads of one process; it is replaced after a fault, as other worlds are."""
+
+    def __init__(self, size: int, device: str, host: Host) -> None:
+        self._size, self._host = size, host
+        self._station = Station(
+            rank=0, device=device, world=size, transport="", address="", port=0, prefix="", virtual=True
+        )
+        self._process: RankProcess | None = None
+        self._running: _Running | None = None
+
+    def start(self, number: int, job: Job, payload: Sequence[wire.Buffer]) -> None:
+        """Sends a job to the ranks; `payload` is the job's, in buffers, and `number` is never used twice.
+
+        Raises:
+            EngineError: the ranks could not start.
+        """
+        try:
+            process = self._ensure()
+            self._running = _Running(job, number, time.monotonic())
+            order = Order(Assignment(number, job.function, dict(job.groups)), job.deadline_s)
+            process.channel.socket.settimeout(job.deadline_s)
+            self._host.begin([process])
+            with contextlib.suppress(OSError):  # it has just ended, or is stopped: there will be no answer
+                process.channel.send([*wire.dumps(order), *payload])
+        except BaseException:
+            self.stop()
+            raise
+
+    def collect(self) -> JobResult:
+        """Waits for the job that was started.
+
+        Raises:
+            EngineError: the function or payload cannot be loaded on the ranks, or a group not be made.
+        """
+        assert self._running is not None, "no job was started"
+        try:
+            findings = self._findings(self._running)
+            seconds = time.monotonic() - self._running.began
+            results = assign(findings)
+            if any(result.status != "ok" or result.left for result in results):
+                results = self._with_output(results, seconds)
+                self.stop()
+        except BaseException:
+            self.stop()
+            raise
+        self._running = None
+        return JobResult(results, seconds)
+
+    def stop(self) -> None:
+        """Kills the process; the next job starts another."""
+        self._running = None
+        if self._process is not None:
+            self._host.drop(self._process)
+            self._process = None
+
+    def _ensure(self) -> RankProcess:
+        self._host.collect()
+        if self._process is not None and self._host.exit_code(self._process) is None:
+            return self._process
+        self.stop()
+        who = f"the process of {self._size} virtual ranks"
+        self._process = process = self._host.start([self._station])[0]
+        process.channel.socket.settimeout(_START_LIMIT_S)
+        try:
+            answer: Answer = wire.loads(process.channel.receive())
+        except TimeoutError:
+            raise EngineError(f"{who} had not started after {_START_LIMIT_S} s") from None
+        except (EOFError, OSError):
+            code = self._host.wait(process, patience_s=1.0)
+            how = "closed its channel" if code is None else describe_exit(code)
+            raise EngineError(f"{who} ended while it was starting: {how}") from None
+        if answer.fault is not None:
+            raise EngineError(f"{who} could not start: {answer.fault.error}\n{answer.fault.traceback}")
+        return process
+
+    # ---- what became of the job ----------------------------------------------------------------------------------
+
+    def _findings(self, running: _Running) -> list[Finding]:
+        assert self._process is not None
+        message = self._hear(self._process, running)
+        if message is not None:
+            return _read(message, running)
+        code = self._host.exit_code(self._process)
+        if code is not None:
+            return self._died(self._process, code)
+        return self._unresponsive(self._process, running.job.deadline_s)
+
+    def _hear(self, process: RankProcess, running: _Running) -> list[bytearray] | None:
+        """Returns the message in which the process answers, or None if it has ended or its time is up."""
+        until = running.began + running.job.deadline_s + _GRACE_S
+        with selectors.DefaultSelector() as selector:
+            for waker in self._host.wakers():
+                selector.register(waker, selectors.EVENT_READ)
+            selector.register(process.channel, selectors.EVENT_READ)
+            while True:
+                left = until - time.monotonic()
+                events = selector.select(max(left, 0.0))
+                if process.channel.readable():  # in time, even if it is taken in late: the driver has other work
+                    with contextlib.suppress(EOFError, OSError):
+                        return process.channel.receive()
+                    self._host.wait(process, patience_s=1.0)
+                    return None
+                self._host.collect()
+                if self._host.exit_code(process) is not None or not events:
+                    return None
+
+    def _died(self, process: RankProcess, code: int) -> list[Finding]:
+        how = describe_exit(code) + ("" if code < 0 else " before it answered")
+        holder = self._holder(process)
+        dump = self._host.last_stacks(process) or None
+        if holder is None:
+            return [Finding(RankResult(rank, "died", error=how, traceback=dump)) for rank in range(self._size)]
+        others = f"its process, which it shares, was ended while rank {holder} ran: {how}"
+        return [
+            Finding(RankResult(rank, "died", error=how, traceback=dump))
+            if rank == holder
+            else Finding(RankResult(rank, "died", error=others), waits=True)
+            for rank in range(self._size)
+        ]
+
+    def _unresponsive(self, process: RankProcess, deadline_s: float) -> list[Finding]:
+        """Says who hangs where the process cannot say it: a rank holds the interpreter's lock, or all is stopped."""
+        text = _running_block(self._host.stacks([process])[process.rank])
+        holder = self._holder(process)
+        why = f"no answer within {deadline_s:.1f} s"
+        return [
+            Finding(RankResult(rank, "hung", error=f"{why}: {stacks.place(text)}", traceback=text or None))
+            if rank == holder
+            else Finding(RankResult(rank, "hung", error=f"{why}: rank {holder} ran and let nobody else"), waits=True)
+            for rank in range(self._size)
+        ]
+
+    def _holder(self, process: RankProcess) -> int | None:
+        """Returns the rank that had the floor last."""
+        lines = self._host.ledgers([process])[process.rank].split(b"\n")
+        return int(lines[-2]) if len(lines) > 1 else None
+
+    def _with_output(self, results: Sequence[RankResult], seconds: float) -> tuple[RankResult, ...]:
+        """Gives what the process printed to the ranks at fault: they may have said why."""
+        assert self._process is not None
+        printed = self._host.printed(self._process, seconds) or None
+        return tuple(
+            replace(result, output=printed) if result.status != "ok" and not result.secondary else result
+            for result in results
+        )
+
+
+def _read(message: list[bytearray], running: _Running) -> list[Finding]:
+    ends: list[End] = wire.loads(message[:1])
+    values = iter(message[1:])
+    findings = []
+    for rank, end in enumerate(ends):
+        value = [next(values) for _ in range(end.buffers)]
+        findings.append(_judge(rank, end, value, running.job))
+    return findings
+
+
+def _judge(rank: int, end: End, value: Sequence[bytearray], job: Job) -> Finding:
+    if end.stuck is not None:
+        stuck = end.stuck
+        return Finding(RankResult(rank, "hung", error=stuck.error, traceback=stuck.stack), waits=stuck.waits)
+    assert end.answer is not None
+    fault = end.answer.fault
+    if fault is None:
+        try:
+            return Finding(RankResult(rank, "ok", wire.loads(value), left=end.answer.left))
+        except Exception as error:
+            sentence = f"the function's result cannot be read on the driver: {one_line(error)}"
+            return Finding(RankResult(rank, "raised", error=sentence, error_type=type_name(type(error))))
+    if end.answer.outcome == "unprepared":
+        raise EngineError(f"rank {rank} cannot run {job.function}: {fault.error}\n{fault.traceback}")
+    result = RankResult(
+        rank,
+        "raised",
+        error=fault.error,
+        error_type=fault.error_type,
+        error_attributes=fault.error_attributes,
+        traceback=fault.traceback,
+    )
+    return Finding(result, connection_lost=fault.connection_lost)
+
+
+def _running_block(text: str) -> str:
+    """Returns the stack of the thread that does not wait for the floor; "" if there is none in the dump."""
+    blocks = [block for block in re.split(r"\n\s*\n", text) if "most recent call first" in block]
+    return next((block for block in blocks if not _OUR_WAIT.search("\n".join(block.splitlines()[1:3]))), "")
