@@ -5,15 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
-import torch
 
-from moe_conformance.engine import RankResult, faults, stacks
+from moe_conformance.engine import EngineError, RankResult, faults, processor, stacks
 from moe_conformance.engine.blame import Finding, assign
+from moe_conformance.engine.host import Place
 from moe_conformance.engine.launcher import describe_exit
 from moe_conformance.engine.stillness import Stillness
-from moe_conformance.engine.transport import device_of, transport_of
+from moe_conformance.engine.transport import assign as assign_devices
+from moe_conformance.engine.transport import visible_gpus
 
 KINDS = {
     "ok": lambda rank: Finding(RankResult(rank, "ok")),
@@ -53,26 +55,55 @@ class TestBlame:
         assert "returned while ranks 0, 2 waited in a collective" == results[1].error
 
 
+def places(*gpus_per_machine: int, ranks: int) -> list[Place]:
+    """Returns the places of as many ranks on each of some machines, which have so many GPUs each."""
+    return [
+        Place(local, tuple(f"machine {machine}/{gpu}" for gpu in range(gpus)))
+        for machine, gpus in enumerate(gpus_per_machine)
+        for local in range(ranks)
+    ]
+
+
 class TestTransport:
     @pytest.mark.parametrize(
-        ("world", "device", "devices", "transport"),
+        ("device", "ranks", "gpus", "transport"),
         [
-            (4, "cpu", 0, "gloo"),
-            (2, "cpu", 8, "gloo"),
-            (1, "cuda", 1, "cpu:gloo,cuda:nccl"),
-            (8, "cuda", 8, "cpu:gloo,cuda:nccl"),
-            (2, "cuda", 1, "gloo"),
-            (16, "cuda", 8, "gloo"),
+            ("cpu", 4, (0,), "gloo"),
+            ("cpu", 2, (8,), "gloo"),
+            ("cuda", 1, (1,), "cpu:gloo,cuda:nccl"),
+            ("cuda", 8, (8,), "cpu:gloo,cuda:nccl"),
+            ("cuda", 2, (1,), "gloo"),
+            ("cuda", 16, (8,), "gloo"),
+            ("cuda", 4, (4, 4), "cpu:gloo,cuda:nccl"),
+            ("cuda", 4, (4, 2), "gloo"),
         ],
     )
-    def test_nccl_only_where_each_rank_has_a_gpu(self, world, device, devices, transport):
-        """NCCL refuses two ranks on one GPU."""
-        assert transport == transport_of(world, device, devices)
+    def test_nccl_only_where_each_rank_has_a_gpu(self, device, ranks, gpus, transport):
+        """NCCL refuses two ranks on one GPU, on whichever machine."""
+        assert transport == assign_devices(device, places(*gpus, ranks=ranks))[1]
 
-    def test_ranks_share_gpus_in_turn(self):
-        """Rank r gets GPU r modulo their number."""
-        assert ["cuda:0", "cuda:1", "cuda:0"] == [str(device_of(rank, "cuda", 2)) for rank in range(3)]
-        assert torch.device("cpu") == device_of(3, "cpu", 0)
+    def test_ranks_of_a_machine_share_its_gpus_in_turn(self):
+        """The number on the machine counts, not the rank."""
+        assert ["cuda:0", "cuda:1", "cuda:0"] == assign_devices("cuda", places(2, ranks=3))[0]
+        assert ["cuda:0", "cuda:1"] * 2 == assign_devices("cuda", places(4, 4, ranks=2))[0]
+        assert ["cpu"] * 3 == assign_devices("cpu", places(2, ranks=3))[0]
+
+    def test_processes_that_see_one_gpu_each_take_it(self):
+        """Where a batch system hides the others, every rank's device is its first."""
+        own = [Place(local, (f"machine/{local}",)) for local in range(2)]
+        assert (["cuda:0", "cuda:0"], "cpu:gloo,cuda:nccl") == assign_devices("cuda", own)
+        same = [Place(local, ("machine/0",)) for local in range(2)]
+        assert (["cuda:0", "cuda:0"], "gloo") == assign_devices("cuda", same)
+
+    def test_a_machine_without_a_gpu_is_told(self):
+        """The sentence names the first rank that would have no device."""
+        with pytest.raises(EngineError, match="rank 2 would see no GPU"):
+            assign_devices("cuda", places(2, 0, ranks=2))
+
+    def test_gpus_of_a_machine_are_named_as_their_process_sees_them(self):
+        """A slice of the machine's GPUs keeps their names and its own order."""
+        assert [2, 0] == [int(name.rpartition("/")[2]) for name in visible_gpus("2,0")]
+        assert () == visible_gpus("")
 
 
 def dumped(*frames: str, thread: str = "Current thread") -> str:
@@ -119,6 +150,11 @@ class TestStacks:
         assert "it dumped no stack" == stacks.place("")
 
 
+def look(pids: list[int], mains: bool) -> dict[int, dict[int, int]]:
+    """Returns what the threads of some processes have run."""
+    return {pid: processor.ran_ns(pid, mains) for pid in pids}
+
+
 class TestStillness:
     @pytest.fixture
     def child(self):
@@ -143,7 +179,7 @@ class TestStillness:
         """A process that waits is still; with one that computes beside it, on whatever thread, the two are not."""
         waits = child("input()")
         computes = child("import threading\nthreading.Thread(target=lambda: [n for n in iter(int, 1)]).start()")
-        still, moving = Stillness([waits]), Stillness([waits, computes])
+        still, moving = (Stillness(partial(look, pids)) for pids in ([waits], [waits, computes]))
         time.sleep(0.3)
         assert (True, False) == (still.holds(), moving.holds())
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
 
 from . import stacks
-from .launcher import Launcher, RankProcess
+from .host import Host, RankProcess
 from .stillness import Stillness
 
 _STILL_S = 0.25  # before stacks are asked for, and again afterwards
@@ -18,24 +19,24 @@ class DeadlockWatch:
     collective; then still no rank moves. If a stack stands elsewhere, the next is asked for after twice the time.
     """
 
-    def __init__(self, launcher: Launcher, ranks: Sequence[RankProcess]) -> None:
-        self._launcher = launcher
-        self._pids = [process.pid for process in ranks]
+    def __init__(self, host: Host, ranks: Sequence[RankProcess]) -> None:
+        self._host = host
+        self._look = partial(host.ran_ns, ranks)
         self._patience_s = _STILL_S
         self._in_collectives = False
-        self._stillness = Stillness(self._pids)
+        self._stillness = Stillness(self._look)
 
     def proves(self, pending: Collection[RankProcess]) -> bool:
         """Looks at the ranks, of which some have not answered; to be called every INTERVAL_S."""
         if not self._stillness.holds():
             self._in_collectives = False
-            self._stillness = Stillness(self._pids)
+            self._stillness = Stillness(self._look)
         if self._stillness.seconds() < self._patience_s:
             return False
         if not self._in_collectives:
-            texts = stacks.dump(self._launcher, pending)
+            texts = self._host.stacks(tuple(pending))
             self._in_collectives = all(stacks.waits_in_collective(text) for text in texts.values())
             self._patience_s = _STILL_S if self._in_collectives else 2 * self._patience_s
-            self._stillness = Stillness(self._pids)
+            self._stillness = Stillness(self._look)
             return False
         return True

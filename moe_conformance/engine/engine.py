@@ -11,7 +11,8 @@ import torch
 
 from . import wire
 from .faults import one_line
-from .launcher import Launcher, LauncherLostError
+from .host import Host, HostLostError, Site
+from .launcher import LocalSite
 from .records import EngineError, Job, JobResult, check
 from .store import StoreServer
 from .world import World
@@ -29,6 +30,7 @@ class Engine:
         preload: Modules imported once, before ranks are forked. They must start no thread, run no backward
             and not initialise CUDA.
         environment: Variables that the preload and the ranks see on top of the driver's.
+        site: The machines on which ranks run; the driver's alone if None.
 
     Raises:
         EngineError: a module of the preload cannot be imported (says which and why), or the device is not
@@ -41,6 +43,7 @@ class Engine:
         device: str = "cpu",
         preload: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        site: Site | None = None,
     ) -> None:
         if device not in ("cpu", "cuda"):
             raise EngineError(f"device must be 'cpu' or 'cuda', not {device!r}")
@@ -49,12 +52,13 @@ class Engine:
         self._device = device
         self._preload = tuple(preload)
         self._environment = dict(environment or {})
+        self._site = site if site is not None else LocalSite()
         self._numbers = itertools.count(1)
         self._worlds: dict[int, World] = {}
         self._closed = False
         self._running: Running | None = None
-        self._launcher: Launcher | None = Launcher(self._preload, self._environment)
-        self._store = StoreServer()
+        self._host: Host | None = self._site.open(self._preload, self._environment)
+        self._store = StoreServer(self._host.address)
 
     def run(self, job: Job) -> JobResult:
         """Runs a job on all its ranks and waits for it: `start(job).result()`."""
@@ -116,24 +120,24 @@ class Engine:
         try:
             yield
         except BaseException as error:
-            if isinstance(error, LauncherLostError) or not isinstance(error, EngineError):
+            if isinstance(error, HostLostError) or not isinstance(error, EngineError):
                 self._release()
             raise
 
     def _world(self, size: int) -> World:
-        if self._launcher is None:
-            self._launcher = Launcher(self._preload, self._environment)
+        if self._host is None:
+            self._host = self._site.open(self._preload, self._environment)
         if size not in self._worlds:
-            self._worlds[size] = World(size, self._device, self._launcher, self._store)
+            self._worlds[size] = World(size, self._device, self._host, self._store)
         return self._worlds[size]
 
     def _release(self) -> None:
         for world in self._worlds.values():
             world.stop()
         self._worlds.clear()
-        if self._launcher is not None:
-            self._launcher.close()
-            self._launcher = None
+        if self._host is not None:
+            self._host.close()
+            self._host = None
 
 
 class Running:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import IO, TypeVar
+from typing import TypeVar
 
-from . import nursery, wire
+from . import nursery, processor, wire
+from .host import HostLostError, Place, RankProcess
 from .rank import Station
+from .rank_files import RankFiles
 from .records import EngineError
+from .transport import visible_gpus
 
 _IMPORT_LIMIT_S = 300.0  # for one module of the preload
+_STACKS_LIMIT_S = 1.0
 
 _Reply = TypeVar("_Reply")
 
@@ -41,49 +44,8 @@ main(descriptor)
 """
 
 
-class LauncherLostError(EngineError):
+class LauncherLostError(HostLostError):
     """The process from which ranks are forked has ended; all ranks have ended with it."""
-
-
-class RankProcess:
-    """One rank as the driver sees it: its process, its channel, and the files that tell of it after its death."""
-
-    def __init__(self, rank: int, pid: int, channel: wire.Channel, stacks: IO[bytes], ledger: IO[bytes]) -> None:
-        self.rank = rank
-        self.pid = pid
-        self.channel = channel
-        self._stacks = stacks
-        self._ledger = ledger
-        self._read = 0
-
-    def begin(self) -> None:
-        """Leaves behind what was written before the job that is about to be sent."""
-        self.skip_stacks()
-        os.ftruncate(self._ledger.fileno(), 0)
-
-    def stacks_size(self) -> int:
-        """Bytes dumped so far."""
-        return os.fstat(self._stacks.fileno()).st_size
-
-    def skip_stacks(self) -> None:
-        """Leaves out of later `new_stacks` what is dumped already."""
-        self._read = self.stacks_size()
-
-    def new_stacks(self) -> str:
-        """Returns what was dumped since `skip_stacks`."""
-        # Never by the file's own position: the rank writes at it.
-        data = os.pread(self._stacks.fileno(), self.stacks_size() - self._read, self._read)
-        return data.decode(errors="replace")
-
-    def ledger(self) -> bytes:
-        """Returns what the rank wrote into its ledger since `begin`; its last line may be cut."""
-        return os.pread(self._ledger.fileno(), os.fstat(self._ledger.fileno()).st_size, 0)
-
-    def close(self) -> None:
-        """Lets go of the driver's ends; an idle rank ends by it."""
-        self.channel.close()
-        self._stacks.close()
-        self._ledger.close()
 
 
 class Launcher:
@@ -93,6 +55,8 @@ class Launcher:
         EngineError: on construction, if a module of the preload cannot be imported; says which and why.
         LauncherLostError: from any method but `close`, if the nursery has ended.
     """
+
+    address = "127.0.0.1"
 
     def __init__(self, preload: Sequence[str], environment: Mapping[str, str]) -> None:
         ours, theirs = socket.socketpair()
@@ -109,32 +73,105 @@ class Launcher:
         self._channel = wire.Channel(ours)
         self._end = weakref.finalize(self, _end, self._channel, process)
         self._exits: dict[int, nursery.Exited] = {}
+        self._files: dict[int, RankFiles] = {}
+        self._gpus = visible_gpus(environment.get("CUDA_VISIBLE_DEVICES"))
         try:
             self._open(tuple(preload))
         except BaseException:
             self.close()
             raise
 
-    def fileno(self) -> int:
-        """The descriptor that becomes readable when a rank has ended."""
-        return self._channel.fileno()
+    def place(self, rank: int) -> Place:
+        """Says where a rank would be: here, and it sees what this process sees."""
+        return Place(rank, self._gpus)
 
-    def start(self, station: Station) -> RankProcess:
-        """Forks one rank."""
-        ours, theirs = socket.socketpair()
-        stacks = tempfile.TemporaryFile(prefix="stacks-")  # noqa: SIM115 - closed by the RankProcess
-        ledger = tempfile.TemporaryFile(prefix="ledger-")  # noqa: SIM115 - closed by the RankProcess
-        fcntl.fcntl(ledger, fcntl.F_SETFL, os.O_APPEND)  # the driver empties it while the rank has it open
-        with theirs:
+    def start(self, stations: Sequence[Station]) -> list[RankProcess]:
+        """Forks ranks."""
+        started: list[RankProcess] = []
+        try:
+            for station in stations:
+                ours, theirs = socket.socketpair()
+                try:
+                    pid = self.fork(station, theirs)
+                except BaseException:
+                    ours.close()
+                    raise
+                started.append(RankProcess(station.rank, pid, wire.Channel(ours)))
+        except BaseException:
+            for process in started:
+                self.drop(process)
+            raise
+        return started
+
+    def fork(self, station: Station, channel: socket.socket) -> int:
+        """Forks one rank, which takes over its end of a channel, and returns its pid.
+
+        Raises:
+            EngineError: it could not be forked.
+        """
+        files = RankFiles()
+        with channel:
             self._order(nursery.Fork(station))
-            socket.send_fds(self._channel.socket, [b"."], [theirs.fileno(), stacks.fileno(), ledger.fileno()])
+            socket.send_fds(self._channel.socket, [b"."], [channel.fileno(), *files.descriptors])
         reply = self._reply(nursery.Forked)
-        process = RankProcess(station.rank, reply.pid, wire.Channel(ours), stacks, ledger)
         if reply.reason is not None:
-            process.close()
+            files.close()
             raise EngineError(f"rank {station.rank} could not be forked: {reply.reason}")
         self._exits.pop(reply.pid, None)  # of an earlier process with this pid
-        return process
+        self._files[reply.pid] = files
+        return reply.pid
+
+    def drop(self, process: RankProcess) -> None:
+        """Kills a rank, if it still lives, and forgets it."""
+        process.channel.close()
+        self.forget(process.pid)
+
+    def forget(self, pid: int) -> None:
+        """Kills a rank whose channel is not ours."""
+        with contextlib.suppress(LauncherLostError):  # then it is dead already
+            self._order(nursery.Signal(pid, signal.SIGKILL))
+        if (files := self._files.pop(pid, None)) is not None:
+            files.close()
+
+    def begin(self, processes: Sequence[RankProcess]) -> None:
+        """Leaves behind what ranks wrote before the job that is about to be sent."""
+        for process in processes:
+            self._files[process.pid].begin()
+
+    def signal(self, processes: Sequence[RankProcess], number: signal.Signals) -> None:
+        """Sends a signal to ranks, unless they have ended."""
+        for process in processes:
+            self._order(nursery.Signal(process.pid, number))
+
+    def stacks(self, processes: Sequence[RankProcess]) -> dict[int, str]:
+        """Makes ranks dump the stacks of their threads; a rank that does not within a second has an empty text.
+
+        Works while a rank holds the GIL; not while it is stopped or blocks the signal.
+        """
+        sizes: dict[int, int] = {}
+        files = {process.rank: self._files[process.pid] for process in processes}
+        for rank, file in files.items():
+            file.skip_stacks()
+            sizes[rank] = file.stacks_size()
+        self.signal(processes, nursery.STACK_SIGNAL)
+        waiting = set(sizes)
+        until = time.monotonic() + _STACKS_LIMIT_S
+        while waiting and time.monotonic() < until:
+            time.sleep(0.01)
+            for rank, file in files.items():
+                grown = file.stacks_size()
+                if sizes[rank] == grown > 0 and file.new_stacks():
+                    waiting.discard(rank)  # there is a dump, and it no longer grows
+                sizes[rank] = grown
+        return {rank: file.new_stacks() for rank, file in files.items()}
+
+    def last_stacks(self, process: RankProcess) -> str:
+        """Returns what a rank that has ended dumped since `begin`, as a crash makes it do."""
+        return self._files[process.pid].new_stacks()
+
+    def ledgers(self, processes: Sequence[RankProcess]) -> dict[int, bytes]:
+        """Returns what ranks wrote into their ledgers since `begin`; the last line may be cut."""
+        return {process.rank: self._files[process.pid].ledger() for process in processes}
 
     def printed(self, process: RankProcess, seconds: float) -> str:
         """Returns the end of what a rank printed in the last `seconds`."""
@@ -144,9 +181,13 @@ class Launcher:
         self._order(nursery.Print(process.pid, seconds))
         return self._reply(nursery.Printed).printed.decode(errors="replace")
 
-    def signal(self, process: RankProcess, number: signal.Signals) -> None:
-        """Sends a signal to a rank, unless it has ended."""
-        self._order(nursery.Signal(process.pid, number))
+    def ran_ns(self, processes: Sequence[RankProcess], mains: bool) -> dict[int, Mapping[int, int]]:
+        """Returns for how many nanoseconds each thread of each rank has run, or (`mains`) its main thread alone."""
+        return {process.rank: processor.ran_ns(process.pid, mains) for process in processes}
+
+    def wakers(self) -> Sequence[wire.Channel]:
+        """Returns what becomes readable when `collect` has something to take in."""
+        return [self._channel]
 
     def collect(self) -> None:
         """Takes in all exits reported so far, without waiting."""
@@ -170,6 +211,9 @@ class Launcher:
     def close(self) -> None:
         """Ends the nursery and all ranks; idempotent."""
         self._end()
+        for files in self._files.values():
+            files.close()
+        self._files.clear()
 
     def _open(self, preload: tuple[str, ...]) -> None:
         self._order(nursery.Opening(os.getpid(), preload))
@@ -220,6 +264,14 @@ class Launcher:
         except subprocess.TimeoutExpired:
             how = "it closed its channel"
         return LauncherLostError(f"the process that forks the ranks is gone ({how}); the next run starts another")
+
+
+class LocalSite:
+    """The driver's machine alone."""
+
+    def open(self, preload: Sequence[str], environment: Mapping[str, str]) -> Launcher:
+        """Imports the preload in the process from which ranks are forked."""
+        return Launcher(preload, environment)
 
 
 def describe_exit(code: int) -> str:

@@ -26,16 +26,17 @@ from .gpu.memory import Baseline, in_use
 from .gpu.syncs import HostSyncs
 from .leftovers import difference, surroundings
 from .records import Partition, RankContext
-from .transport import device_of, transport_of
 
 
 @dataclass(frozen=True)
 class Station:
-    """The place of one rank: its world, device, and where to find its peers in the driver's store."""
+    """The place of one rank: its device ("cuda:1"), its world, and where to find its peers in the driver's store."""
 
     rank: int
-    world: int
     device: str
+    world: int
+    transport: str
+    address: str
     port: int
     prefix: str
 
@@ -148,14 +149,13 @@ class _Home:
     """A rank's process group, its device, and the groups made so far."""
 
     def __init__(self, station: Station) -> None:
-        devices = 0 if station.device == "cpu" else torch.cuda.device_count()
         self._rank, self._world = station.rank, station.world
-        self._device = device_of(station.rank, station.device, devices)
+        self._device = torch.device(station.device)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         dist.init_process_group(
-            transport_of(station.world, station.device, devices),
-            store=store.join(station.port, station.prefix),
+            station.transport,
+            store=store.join(station.address, station.port, station.prefix),
             rank=station.rank,
             world_size=station.world,
             timeout=store.FOREVER,

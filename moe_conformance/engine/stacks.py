@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import linecache
 import re
-import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .launcher import Launcher, RankProcess
-from .nursery import STACK_SIGNAL
-
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
-_PATIENCE_S = 1.0
 
 # A frame of torch that only hands the call on says nothing of what is waited for.
 _TRANSPARENT = ("torch/_ops.py", "torch/_library/", "torch/utils/_contextlib.py", "contextlib.py")
@@ -27,29 +21,6 @@ class Frame:
     file: str
     line: int
     function: str
-
-
-def dump(launcher: Launcher, ranks: Iterable[RankProcess]) -> dict[int, str]:
-    """Makes ranks dump the stacks of their threads; a rank that does not within a second has an empty text.
-
-    Works while a rank holds the GIL; not while it is stopped or blocks the signal.
-    """
-    sizes: dict[int, int] = {}
-    ranks = tuple(ranks)
-    for process in ranks:
-        process.skip_stacks()
-        sizes[process.rank] = process.stacks_size()
-        launcher.signal(process, STACK_SIGNAL)
-    waiting = set(sizes)
-    until = time.monotonic() + _PATIENCE_S
-    while waiting and time.monotonic() < until:
-        time.sleep(0.01)
-        for process in ranks:
-            grown = process.stacks_size()
-            if sizes[process.rank] == grown > 0 and process.new_stacks():
-                waiting.discard(process.rank)  # there is a dump, and it no longer grows
-            sizes[process.rank] = grown
-    return {process.rank: process.new_stacks() for process in ranks}
 
 
 def main_frames(text: str) -> list[Frame]:

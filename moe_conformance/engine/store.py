@@ -1,6 +1,7 @@
 """The key-value store through which ranks find each other.
 
-It lives in the driver, where no death of a rank can reach it, and listens on the loopback interface alone.
+It lives in the driver, where no death of a rank can reach it, and listens on one interface alone: loopback where all
+ranks are on the driver's machine.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ FOREVER = timedelta(days=1)
 
 
 class StoreServer:
-    """The driver's store; it closes when this object is dropped."""
+    """The driver's store at one of its numeric addresses; it closes when this object is dropped."""
 
-    def __init__(self) -> None:
-        listener = socket.create_server(("127.0.0.1", 0))
+    def __init__(self, address: str) -> None:
+        listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
         self._generation = 0
         self.port: int = listener.getsockname()[1]
         self._server = TCPStore(
-            "127.0.0.1",
+            address,
             self.port,
             is_master=True,
             wait_for_workers=False,
@@ -36,7 +37,7 @@ class StoreServer:
         return f"generation{self._generation}"
 
 
-def join(port: int, prefix: str) -> Store:
+def join(address: str, port: int, prefix: str) -> Store:
     """Connects a rank to the driver's store; all its keys begin with `prefix`."""
-    client = TCPStore("127.0.0.1", port, timeout=FOREVER, wait_for_workers=False)
+    client = TCPStore(address, port, timeout=FOREVER, wait_for_workers=False)
     return PrefixStore(prefix, client)

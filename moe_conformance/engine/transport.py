@@ -1,22 +1,55 @@
-"""Which device a rank gets and which transport its world uses."""
+"""Which device each rank of a world gets, and which transport the world uses."""
 
 from __future__ import annotations
 
+import os
+import socket
+from collections.abc import Sequence
+
 import torch
 
+from .gpu.slices import visible
+from .host import Place
+from .records import EngineError
 
-def device_of(rank: int, device: str, devices: int) -> torch.device:
-    """Returns the rank's device; with fewer GPUs (`devices`) than ranks, several ranks share one."""
-    return torch.device("cpu") if device == "cpu" else torch.device(device, rank % devices)
+
+def device_of(number: int, device: str, devices: int) -> torch.device:
+    """Returns the device of a rank by its number on its machine; with fewer GPUs than ranks, several share one."""
+    return torch.device("cpu") if device == "cpu" else torch.device(device, number % devices)
 
 
-def transport_of(world: int, device: str, devices: int) -> str:
-    """Returns the backend string of a world's process group.
+def assign(device: str, places: Sequence[Place]) -> tuple[list[str], str]:
+    """Returns the device of each rank, by its place, and the backend string of their process group.
 
-    NCCL refuses two ranks on one GPU (before 2.30), so that a world larger than the number of GPUs
-    (`devices`) goes over gloo, which stages CUDA tensors through host memory. A world over NCCL keeps gloo
-    for its CPU tensors.
+    Ranks of a machine take the GPUs that they see in turn; with fewer GPUs than ranks, several ranks share one.
+    NCCL refuses two ranks on one GPU (before 2.30), so that a world in which any two share one goes over gloo, which
+    stages CUDA tensors through host memory. A world over NCCL keeps gloo for its CPU tensors.
+
+    Raises:
+        EngineError: a rank sees no GPU at its place.
     """
-    if device == "cuda" and world <= devices:
-        return "cpu:gloo,cuda:nccl"
-    return "gloo"
+    if device == "cpu":
+        return ["cpu"] * len(places), "gloo"
+    if blind := [rank for rank, place in enumerate(places) if not place.gpus]:
+        raise EngineError(f"device is {device!r}, but rank {blind[0]} would see no GPU where it runs")
+    devices = [device_of(place.local_rank, device, len(place.gpus)) for place in places]
+    taken = {place.gpus[own.index] for place, own in zip(places, devices, strict=True)}
+    alone = len(taken) == len(places)
+    return [str(own) for own in devices], "cpu:gloo,cuda:nccl" if alone else "gloo"
+
+
+def visible_gpus(variable: str | None) -> tuple[str, ...]:
+    """Returns names of the GPUs that a process of this machine sees, in its order; another machine's differ.
+
+    CUDA is not initialised. Two GPUs to which a container or a batch system gave the same number on one machine share
+    a name, as if they were one.
+
+    Args:
+        variable: CUDA_VISIBLE_DEVICES of that process, if it is not this process's.
+    """
+    if variable is not None:
+        names = visible(variable, 0)
+    else:
+        count = torch.cuda.device_count()
+        names = visible(os.environ.get("CUDA_VISIBLE_DEVICES"), count)[:count]
+    return tuple(f"{socket.gethostname()}/{name}" for name in names)

@@ -11,12 +11,14 @@ from . import stacks, wire
 from .blame import Finding
 from .deadlock import DeadlockWatch
 from .faults import one_line, type_name
+from .host import Host, RankProcess
 from .infrastructure import classify
-from .launcher import Launcher, RankProcess, describe_exit
+from .launcher import describe_exit
 from .rank import Answer
 from .records import EngineError, Job, RankResult
 from .stillness import INTERVAL_S
 
+_LAST_WORDS_S = 2.0  # from another machine, the news of a rank's end may overtake its answer
 _QUIET_S = 0.2  # without news, before ranks are watched for stillness: short jobs pay nothing for it
 
 
@@ -24,9 +26,9 @@ class Vigil:
     """Waits until every rank has answered or ended, the deadline passes, or the ranks can no longer move."""
 
     def __init__(
-        self, launcher: Launcher, ranks: Sequence[RankProcess], number: int, began: float, job: Job, *, gpu: bool
+        self, host: Host, ranks: Sequence[RankProcess], number: int, began: float, job: Job, *, gpu: bool
     ) -> None:
-        self._launcher = launcher
+        self._host = host
         self._ranks = ranks
         self._number = number
         self._job = job
@@ -43,7 +45,8 @@ class Vigil:
             EngineError: a rank could not load the function or the payload, or not make a group.
         """
         with selectors.DefaultSelector() as selector:
-            selector.register(self._launcher, selectors.EVENT_READ, None)
+            for waker in self._host.wakers():
+                selector.register(waker, selectors.EVENT_READ, None)
             for process in self._ranks:
                 selector.register(process.channel, selectors.EVENT_READ, process)
             self._listen(selector)
@@ -60,14 +63,14 @@ class Vigil:
                 return
             for key, _ in events:
                 if key.data is None:
-                    self._launcher.collect()
+                    self._host.collect()
                 elif not self._hear(key.data):
                     selector.unregister(key.fileobj)
             self._bury()
             if events or self._gpu:  # a GPU could wake a rank that lies still
                 watch = None
             elif watch is None:
-                watch = DeadlockWatch(self._launcher, self._ranks)
+                watch = DeadlockWatch(self._host, self._ranks)
             elif self._pending and watch.proves(self._pending.values()):
                 self._give_up("waits in a collective that can no longer complete")
 
@@ -109,19 +112,19 @@ class Vigil:
     def _bury(self) -> None:
         """Settles ranks that have ended; their last words first."""
         for process in list(self._pending.values()):
-            code = self._launcher.exit_code(process)
+            code = self._host.exit_code(process)
             if code is None:
                 continue
-            while process.rank in self._pending and process.channel.readable() and self._hear(process):
+            while process.rank in self._pending and process.channel.readable(_LAST_WORDS_S) and self._hear(process):
                 pass
             if process.rank in self._pending:
                 how = describe_exit(code) + ("" if code < 0 else " before it answered")
-                result = RankResult(process.rank, "died", error=how, traceback=process.new_stacks() or None)
+                result = RankResult(process.rank, "died", error=how, traceback=self._host.last_stacks(process) or None)
                 self._settle(Finding(result))
 
     def _give_up(self, why: str) -> None:
         """Settles all ranks without an answer as hung."""
-        texts = stacks.dump(self._launcher, self._pending.values())
+        texts = self._host.stacks(tuple(self._pending.values()))
         for rank, text in texts.items():
             result = RankResult(rank, "hung", error=f"{why}: {stacks.place(text)}", traceback=text or None)
             self._settle(Finding(result, waits=stacks.waits_in_collective(text)))
@@ -130,7 +133,7 @@ class Vigil:
         finding = self._findings[process.rank]
         if finding.result.status == "ok":
             return finding
-        printed = self._launcher.printed(process, time.monotonic() - self.began) or None
+        printed = self._host.printed(process, time.monotonic() - self.began) or None
         told = "\n".join(filter(None, (finding.result.error, finding.result.traceback, printed)))
         return replace(finding, result=replace(finding.result, output=printed, infrastructure=classify(told)))
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import selectors
-import signal
 import time
 from collections.abc import Sequence
 
-from . import wire
-from .blame import assign
-from .launcher import Launcher, LauncherLostError, RankProcess, describe_exit
+from . import blame, wire
+from .host import Host, RankProcess
+from .launcher import describe_exit
 from .rank import Answer, Assignment, Station
 from .records import EngineError, Job, JobResult
 from .store import StoreServer
+from .transport import assign
 from .vigil import Vigil
 
 _START_LIMIT_S = 120.0
@@ -26,10 +26,10 @@ class World:
     jobs is noticed before the next and the ranks are replaced: whose fault it was cannot be said.
     """
 
-    def __init__(self, size: int, device: str, launcher: Launcher, store: StoreServer) -> None:
+    def __init__(self, size: int, device: str, host: Host, store: StoreServer) -> None:
         self._size = size
         self._device = device
-        self._launcher = launcher
+        self._host = host
         self._store = store
         self._ranks: list[RankProcess] = []
         self._vigil: Vigil | None = None  # over the job that runs
@@ -45,7 +45,7 @@ class World:
             began = time.monotonic()
             message = [*wire.dumps(Assignment(number, job.function, dict(job.groups))), *payload]
             self._post(message, job.deadline_s)
-            self._vigil = Vigil(self._launcher, self._ranks, number, began, job, gpu=self._device != "cpu")
+            self._vigil = Vigil(self._host, self._ranks, number, began, job, gpu=self._device != "cpu")
         except BaseException:
             self.stop()
             raise
@@ -66,20 +66,18 @@ class World:
         self._vigil = None
         if any(finding.result.status != "ok" or finding.result.left for finding in findings):
             self.stop()
-        return JobResult(assign(findings), seconds)
+        return JobResult(blame.assign(findings), seconds)
 
     def stop(self) -> None:
         """Kills the ranks; the next job starts new ones."""
         self._vigil = None
         ranks, self._ranks = self._ranks, []
         for process in ranks:
-            with contextlib.suppress(LauncherLostError):  # then they are dead already
-                self._launcher.signal(process, signal.SIGKILL)
-            process.close()
+            self._host.drop(process)
 
     def _ensure(self) -> None:
-        self._launcher.collect()
-        if any(self._launcher.exit_code(process) is not None for process in self._ranks):
+        self._host.collect()
+        if any(self._host.exit_code(process) is not None for process in self._ranks):
             self.stop()
         if not self._ranks:
             try:
@@ -90,9 +88,10 @@ class World:
 
     def _start(self) -> None:
         prefix = self._store.fresh_prefix()
-        for rank in range(self._size):
-            station = Station(rank, self._size, self._device, self._store.port, prefix)
-            self._ranks.append(self._launcher.start(station))
+        places = [self._host.place(rank) for rank in range(self._size)]
+        devices, transport = assign(self._device, places)
+        where = (self._size, transport, self._host.address, self._store.port, prefix)
+        self._ranks = self._host.start([Station(rank, device, *where) for rank, device in enumerate(devices)])
         until = time.monotonic() + _START_LIMIT_S
         with selectors.DefaultSelector() as selector:
             for process in self._ranks:
@@ -111,15 +110,15 @@ class World:
         try:
             answer: Answer = wire.loads(process.channel.receive())
         except (EOFError, OSError):
-            code = self._launcher.wait(process, patience_s=1.0)
+            code = self._host.wait(process, patience_s=1.0)
             how = "closed its channel" if code is None else describe_exit(code)
             raise EngineError(f"{who} ended while it was starting: {how}") from None
         if answer.fault is not None:
             raise EngineError(f"{who} could not start: {answer.fault.error}\n{answer.fault.traceback}")
 
     def _post(self, message: Sequence[wire.Buffer], deadline_s: float) -> None:
+        self._host.begin(self._ranks)
         for process in self._ranks:
             process.channel.socket.settimeout(deadline_s)
-            process.begin()
             with contextlib.suppress(OSError):  # it has just ended, or is stopped: there will be no answer
                 process.channel.send(message)

@@ -1,0 +1,121 @@
+"""What a world needs of the machines that its ranks are on. `Launcher` is this for the driver's own machine."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from . import wire
+from .rank import Station
+from .records import EngineError
+
+
+class HostLostError(EngineError):
+    """What forks the ranks of a machine has ended; these ranks have ended with it."""
+
+
+@dataclass(frozen=True, eq=False)
+class RankProcess:
+    """One rank as the driver sees it: its process on its machine, and its channel."""
+
+    rank: int
+    pid: int
+    channel: wire.Channel
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank will be.
+
+    Attributes:
+        local_rank: Its number on its machine.
+        gpus: Names of the GPUs that it will see, in its order; two processes that see the same GPU call it the same.
+    """
+
+    local_rank: int
+    gpus: tuple[str, ...]
+
+
+class Host(Protocol):
+    """Starts ranks, sends them signals, and tells of them even when they do not answer.
+
+    Methods that take several ranks ask all of them at once; what they return is keyed by rank.
+
+    Raises:
+        HostLostError: from any method but `drop` and `close`.
+    """
+
+    address: str
+    """The numeric address at which the ranks reach the driver."""
+
+    def place(self, rank: int) -> Place:
+        """Says where a rank would be.
+
+        Raises:
+            EngineError: there is no room for so many.
+        """
+
+    def start(self, stations: Sequence[Station]) -> list[RankProcess]:
+        """Starts ranks; they have yet to join their world.
+
+        Raises:
+            EngineError: one could not be started; none is left.
+        """
+
+    def drop(self, process: RankProcess) -> None:
+        """Kills a rank, if it still lives, and forgets it."""
+
+    def begin(self, processes: Sequence[RankProcess]) -> None:
+        """Leaves behind what ranks wrote before the job that is about to be sent."""
+
+    def signal(self, processes: Sequence[RankProcess], number: signal.Signals) -> None:
+        """Sends a signal to ranks, unless they have ended."""
+
+    def stacks(self, processes: Sequence[RankProcess]) -> dict[int, str]:
+        """Makes ranks dump the stacks of their threads; a rank that does not within a second has an empty text.
+
+        Works while a rank holds the GIL; not while it is stopped or blocks the signal.
+        """
+
+    def last_stacks(self, process: RankProcess) -> str:
+        """Returns what a rank that has ended dumped since `begin`, as a crash makes it do."""
+
+    def ledgers(self, processes: Sequence[RankProcess]) -> dict[int, bytes]:
+        """Returns what ranks wrote into their ledgers since `begin`; the last line may be cut."""
+
+    def printed(self, process: RankProcess, seconds: float) -> str:
+        """Returns the end of what a rank printed in the last `seconds`."""
+
+    def ran_ns(self, processes: Sequence[RankProcess], mains: bool) -> dict[int, Mapping[int, int]]:
+        """Returns for how many nanoseconds each thread of each rank has run, or (`mains`) its main thread alone.
+
+        Empty where the machine cannot tell.
+        """
+
+    def wakers(self) -> Sequence[wire.Channel]:
+        """Returns what becomes readable when `collect` has something to take in."""
+
+    def collect(self) -> None:
+        """Takes in all exits reported so far, without waiting."""
+
+    def exit_code(self, process: RankProcess) -> int | None:
+        """Returns a rank's exit code, negative for a signal; None if it had not ended at the last `collect`."""
+
+    def wait(self, process: RankProcess, patience_s: float) -> int | None:
+        """Returns a rank's exit code as soon as it has ended; None if it has not within `patience_s`."""
+
+    def close(self) -> None:
+        """Ends all ranks and what forks them; idempotent."""
+
+
+class Site(Protocol):
+    """The machines that an engine may use."""
+
+    def open(self, preload: Sequence[str], environment: Mapping[str, str]) -> Host:
+        """Imports the preload there, and makes ready to start ranks.
+
+        Raises:
+            EngineError: a module of the preload cannot be imported, or a machine cannot be used.
+        """

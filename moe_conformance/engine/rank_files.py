@@ -1,0 +1,50 @@
+"""The files to which a rank writes what is read after its death, or while it does not answer."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+
+
+class RankFiles:
+    """The stacks that a rank dumps, and its ledger; both have no name and go with the last who has them open."""
+
+    def __init__(self) -> None:
+        self._stacks = tempfile.TemporaryFile(prefix="stacks-")  # noqa: SIM115 - until close()
+        self._ledger = tempfile.TemporaryFile(prefix="ledger-")  # noqa: SIM115 - until close()
+        fcntl.fcntl(self._ledger, fcntl.F_SETFL, os.O_APPEND)  # the driver empties it while the rank has it open
+        self._read = 0
+
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        """Those of the stacks and of the ledger."""
+        return self._stacks.fileno(), self._ledger.fileno()
+
+    def begin(self) -> None:
+        """Leaves behind what was written before the job that is about to be sent."""
+        self.skip_stacks()
+        os.ftruncate(self._ledger.fileno(), 0)
+
+    def stacks_size(self) -> int:
+        """Bytes dumped so far."""
+        return os.fstat(self._stacks.fileno()).st_size
+
+    def skip_stacks(self) -> None:
+        """Leaves out of later `new_stacks` what is dumped already."""
+        self._read = self.stacks_size()
+
+    def new_stacks(self) -> str:
+        """Returns what was dumped since `skip_stacks`."""
+        # Never by the file's own position: the rank writes at it.
+        data = os.pread(self._stacks.fileno(), self.stacks_size() - self._read, self._read)
+        return data.decode(errors="replace")
+
+    def ledger(self) -> bytes:
+        """Returns what the rank wrote into its ledger since `begin`; its last line may be cut."""
+        return os.pread(self._ledger.fileno(), os.fstat(self._ledger.fileno()).st_size, 0)
+
+    def close(self) -> None:
+        """Lets go of both."""
+        self._stacks.close()
+        self._ledger.close()
