@@ -1,0 +1,3 @@
+"""The ledger: what every rank called of torch.distributed, and whether it fits together."""
+
+from __future__ import annotations

@@ -1,0 +1,159 @@
+"""What a rank writes down of a collective, and how it stands in the ledger file.
+
+The file holds lines, each a JSON array. One line is written when a call is issued, a short one when it has finished or
+was waited for. A rank may be killed at any time: of a last line without its end nothing is read.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Shapes = tuple[tuple[int, ...], ...]
+State = Literal["issued", "finished", "waited"]
+HazardKind = Literal["never waited", "sent data changed", "output written", "output touched"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One call of a collective, or of a send or receive, on one rank.
+
+    Attributes:
+        order: 0, 1, ... over all calls of a job on this rank.
+        op: The public name, `"all_to_all_single"`, `"send"`.
+        group: The process group's name; two groups may have the same ranks.
+        ranks: The group's global ranks; a position in it is a rank in the group.
+        sequence: 1, 2, ... over the collectives on this group on this rank; None for sends and receives.
+        in_splits: Rows to each rank of the group; None where they are even or the operator has none.
+        out_splits: Rows from each rank of the group; None likewise.
+        shapes_in: Of the tensors that this rank gives.
+        shapes_out: Of the tensors that this rank gets.
+        dtype: `"float32"`; `"float32 to bfloat16"` where given and got differ; "" without a tensor.
+        bytes_in: Of all tensors that this rank gives.
+        bytes_out: Of all tensors that this rank gets.
+        reduce: `"SUM"`, where something is reduced.
+        root: Global rank, where there is one.
+        peer: Global rank to which is sent or from which is received; None also for a receive from any.
+        tag: Of a send or receive.
+        asynchronous: Whether the caller got a handle to wait for; sends and receives always give one.
+        where: `"path/to/file.py:12"`, the line outside torch that made the call; "" if no line of Python did.
+        state: "waited" once the caller has waited for it, "finished" if it was seen to be complete before.
+    """
+
+    order: int
+    op: str
+    group: str
+    ranks: tuple[int, ...]
+    sequence: int | None
+    in_splits: tuple[int, ...] | None
+    out_splits: tuple[int, ...] | None
+    shapes_in: Shapes
+    shapes_out: Shapes
+    dtype: str
+    bytes_in: int
+    bytes_out: int
+    reduce: str | None
+    root: int | None
+    peer: int | None
+    tag: int | None
+    asynchronous: bool
+    where: str
+    state: State = "issued"
+
+
+@dataclass(frozen=True)
+class Hazard:
+    """A fault in how one rank treats the buffers and the handle of an asynchronous call.
+
+    Attributes:
+        kind: "never waited"; "sent data changed" or "output written" between the call and the wait, by something else
+            than the call; "output touched", read or written, before the wait.
+        order: Of the call's entry.
+        op: Of the call.
+        ranks: Of the call's group.
+        issued: The line that made the call.
+        where: The line that touched or wrote, with the name of the operator, where it is known; else "".
+    """
+
+    kind: HazardKind
+    order: int
+    op: str
+    ranks: tuple[int, ...]
+    issued: str
+    where: str = ""
+
+    def __str__(self) -> str:
+        """The hazard as a sentence without its rank."""
+        call = f"{self.op} on {group_words(self.ranks)}, issued at {self.issued or 'an unknown line'},"
+        by = f" at {self.where}" if self.where else ""
+        return {
+            "never waited": f"{call} was never waited for",
+            "sent data changed": f"data that {call} sends was changed before the wait{by}",
+            "output written": f"the output of {call} was written by something else before the wait{by}",
+            "output touched": f"the output of {call} was touched before the wait{by}",
+        }[self.kind]
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """All that a rank wrote down in one job."""
+
+    entries: tuple[Entry, ...] = ()
+    hazards: tuple[Hazard, ...] = ()
+
+
+def group_words(ranks: tuple[int, ...]) -> str:
+    """Names a group by its ranks, in few words even if they are many."""
+    if len(ranks) <= 8:
+        return f"group ({', '.join(map(str, ranks))})"
+    if ranks == tuple(range(ranks[0], ranks[-1] + 1)):
+        return f"group ({ranks[0]} to {ranks[-1]})"
+    return f"group ({', '.join(map(str, ranks[:3]))}, ... {ranks[-1]}; {len(ranks)} ranks)"
+
+
+def issue_line(fields: tuple[Any, ...]) -> bytes:
+    """Returns the line for an issued call; `fields` are an Entry's, in order and without the state."""
+    return json.dumps(("issued", *fields), separators=(",", ":")).encode() + b"\n"
+
+
+def state_line(state: State, order: int) -> bytes:
+    """Returns the line that says that a call has come further."""
+    return b'["%b",%d]\n' % (state.encode(), order)
+
+
+def hazard_line(hazard: Hazard) -> bytes:
+    """Returns the line for a hazard."""
+    fields = ("hazard", hazard.kind, hazard.order, hazard.op, hazard.ranks, hazard.issued, hazard.where)
+    return json.dumps(fields).encode() + b"\n"
+
+
+def decode(data: bytes) -> Ledger:
+    """Reads a ledger file; a last line that was cut is left out.
+
+    Raises:
+        ValueError: a whole line is no line of a ledger.
+    """
+    issued: list[list[Any]] = []
+    states: dict[int, State] = {}
+    hazards: list[Hazard] = []
+    for line in data.split(b"\n")[:-1]:
+        what, *fields = json.loads(line)
+        if what == "issued":
+            issued.append(fields)
+        elif what == "hazard":
+            kind, order, op, ranks, at, where = fields
+            hazards.append(Hazard(kind, order, op, tuple(ranks), at, where))
+        else:
+            (order,) = fields
+            states[order] = what
+    return Ledger(tuple(_entry(fields, states.get(fields[0], "issued")) for fields in issued), tuple(hazards))
+
+
+def _entry(fields: list[Any], state: State) -> Entry:
+    for at in (3, 5, 6):  # ranks and splits
+        if fields[at] is not None:
+            fields[at] = tuple(fields[at])
+    for at in (7, 8):  # shapes
+        fields[at] = tuple(map(tuple, fields[at]))
+    return Entry(*(*fields, state))

@@ -1,0 +1,103 @@
+"""What the caller of an asynchronous collective gets to wait for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch._C._distributed_c10d import Work
+from torch.futures import Future
+
+
+class Handle(Work):
+    """Passes everything on to the transport's own handle, and tells when the caller has waited.
+
+    C++ knows it as a Work and calls `wait` and `get_future` here. It does not keep this object alive: somebody in
+    Python must, until it was waited for.
+
+    Args:
+        inner: The transport's handle.
+        settle: Called once, after the wait, before it returns; it may raise.
+        results: What `result` and the future's value are instead of the transport's own, if not None.
+    """
+
+    def __init__(self, inner: Work, settle: Callable[[], None], results: list[Any] | None = None) -> None:
+        super().__init__()
+        self._inner = inner
+        self._settle = settle
+        self._results = results
+        self._lock = threading.Lock()
+        self._settled = False
+
+    def wait(self, *args: Any, **kwargs: Any) -> bool:
+        """Waits until the call has finished and its result is there."""
+        done = self._inner.wait(*args, **kwargs)
+        self._settle_once()
+        return done
+
+    def synchronize(self) -> None:
+        """Makes the current stream wait."""
+        self._inner.synchronize()
+        self._settle_once()
+
+    def block_current_stream(self) -> None:
+        """Makes the current stream wait, without the host."""
+        self._inner.block_current_stream()
+        self._settle_once()
+
+    def is_completed(self) -> bool:
+        """Who polls until this is true has waited."""
+        done = self._inner.is_completed()
+        if done:
+            self._settle_once()
+        return done
+
+    def get_future(self) -> Future[Any]:
+        """Returns a future of the results."""
+        future = self._inner.get_future()
+        if self._results is not None:
+            return future.then(self._after)
+        self._settle_once()  # from here on the future is waited for
+        return future
+
+    def result(self) -> list[Any]:
+        """Returns the results of a call that has finished."""
+        results = self._inner.result()
+        self._settle_once()
+        return results if self._results is None else self._results
+
+    def is_success(self) -> bool:
+        """Tells whether the call finished without an exception."""
+        return self._inner.is_success()
+
+    def exception(self) -> Any:
+        """Returns the exception that the call ended with."""
+        return self._inner.exception()
+
+    def source_rank(self) -> int:
+        """Returns from which rank a message came."""
+        return self._inner.source_rank()
+
+    def _source_rank(self) -> int:
+        return self._inner._source_rank()
+
+    @property
+    def settled(self) -> bool:
+        """Whether the caller has waited."""
+        return self._settled
+
+    def seems_finished(self) -> bool:
+        """Tells whether the transport is done; unlike `is_completed` no wait."""
+        return self._inner.is_completed()
+
+    def _after(self, future: Future[Any]) -> Any:
+        future.value()  # raises what the collective raised
+        self._settle_once()
+        return self._results
+
+    def _settle_once(self) -> None:
+        with self._lock:  # to the end: another thread that waits must find the data delivered
+            if not self._settled:
+                self._settle()
+                self._settled = True

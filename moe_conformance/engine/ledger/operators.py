@@ -1,0 +1,171 @@
+"""The operators of torch.distributed below which every collective goes, and how to read their arguments.
+
+All methods of a process group, functional collectives and their gradients among them, call one of these operators of
+the dispatcher. Their arguments are found by name in the schemas, which differ between versions of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroup, Work
+
+# The operator's name in the schema, the public name, the arguments that are given and got on a rank.
+_OPERATORS = (
+    ("allreduce_", "all_reduce", "tensors", "tensors"),
+    ("allreduce_coalesced_", "all_reduce_coalesced", "tensors", "tensors"),
+    ("broadcast_", "broadcast", "tensors", "tensors"),
+    ("reduce_", "reduce", "tensors", "tensors"),
+    ("allgather_", "all_gather", "input_tensors", "output_tensors"),
+    ("_allgather_base_", "all_gather_into_tensor", "input_tensor", "output_tensor"),
+    ("allgather_coalesced_", "all_gather_coalesced", "input_list", "output_lists"),
+    ("allgather_into_tensor_coalesced_", "all_gather_into_tensor_coalesced", "inputs", "outputs"),
+    ("reduce_scatter_", "reduce_scatter", "input_tensors", "output_tensors"),
+    ("_reduce_scatter_base_", "reduce_scatter_tensor", "input_tensor", "output_tensor"),
+    ("reduce_scatter_tensor_coalesced_", "reduce_scatter_tensor_coalesced", "inputs", "outputs"),
+    ("gather_", "gather", "input_tensors", "output_tensors"),
+    ("scatter_", "scatter", "input_tensors", "output_tensors"),
+    ("alltoall_base_", "all_to_all_single", "input", "output"),
+    ("alltoall_", "all_to_all", "input_tensors", "output_tensors"),
+    ("send", "send", "tensors", None),
+    ("recv_", "recv", None, "tensors"),
+    ("recv_any_source_", "recv", None, "tensors"),
+    ("barrier", "barrier", None, None),
+    ("monitored_barrier_", "monitored_barrier", None, None),
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the arguments of one call say; see Entry."""
+
+    op: str
+    group: str
+    ranks: tuple[int, ...]
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+    in_splits: Sequence[int] | None
+    out_splits: Sequence[int] | None
+    reduce: str | None
+    root: int | None
+    peer: int | None
+    tag: int | None
+    asynchronous: bool
+    coalesced: bool  # one of several calls that have a handle only as a whole
+
+
+class Operator:
+    """One operator: its overload, its public name, and where each argument stands."""
+
+    def __init__(self, schema_name: str, op: str, given: str | None, got: str | None) -> None:
+        self.schema_name = schema_name
+        self.overload: Any = getattr(torch.ops.c10d, schema_name).default
+        self.op = op
+        at = {argument.name: place for place, argument in enumerate(self.overload._schema.arguments)}
+        self.given_at = at[given] if given else None
+        self.got_at = at[got] if got else None
+        self._returns_output = len(self.overload._schema.returns) == 2
+        self._group_at = at["process_group"]
+        self._async_at = at.get("async_op")
+        self._reduce_at = at.get("reduce_op")
+        self._splits_at = (
+            (at["input_split_sizes"], at["output_split_sizes"]) if schema_name == "alltoall_base_" else None
+        )
+        self._root_at = at.get("root_rank")
+        self._peer_at = at.get("dst", at.get("src"))
+        self._tag_at = at.get("tag")
+
+    def read(self, args: tuple[Any, ...]) -> Call:
+        """Reads the arguments of one call; defaults at their end may be missing."""
+        group = ProcessGroup.unbox(args[self._group_at])
+        ranks = ranks_of(group)
+        root = None if self._root_at is None else ranks[args[self._root_at]]
+        inputs, outputs = self._tensors(args, self.given_at), self._tensors(args, self.got_at)
+        if root is not None:
+            inputs, outputs = self._with_root(inputs, outputs, at_root=ranks[group.rank()] == root)
+        coalesced = group in dist.distributed_c10d._world.pg_coalesce_state
+        in_splits, out_splits = (args[at] or None for at in self._splits_at) if self._splits_at else (None, None)
+        return Call(
+            self.op,
+            group.group_name,
+            ranks,
+            inputs,
+            outputs,
+            in_splits,
+            out_splits,
+            None if self._reduce_at is None else _reduce_name(args[self._reduce_at].op()),
+            root,
+            None if self._peer_at is None else ranks[args[self._peer_at]],
+            None if self._tag_at is None else args[self._tag_at],
+            not coalesced and self._gives_handle(args),
+            coalesced,
+        )
+
+    def work(self, result: Any) -> Work | None:
+        """Returns the transport's handle in the operator's result; None where it was made to wait itself."""
+        boxed = result[1] if self._returns_output else result
+        return None if boxed is None else Work.unbox(boxed)
+
+    def result(self, args: tuple[Any, ...], work: Work) -> Any:
+        """Returns what the operator returns for the caller's arguments."""
+        if not self._returns_output:
+            return work.boxed()
+        assert self.got_at is not None, self.schema_name
+        return args[self.got_at], work.boxed()
+
+    def _tensors(self, args: tuple[Any, ...], at: int | None) -> list[torch.Tensor]:
+        return [] if at is None else list(flat(args[at]))
+
+    def _with_root(
+        self, inputs: list[torch.Tensor], outputs: list[torch.Tensor], *, at_root: bool
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Leaves out what is only given or only got at the root, or elsewhere."""
+        if self.op == "broadcast":
+            return (inputs, []) if at_root else ([], outputs)
+        if self.op in ("reduce", "gather"):
+            return inputs, (outputs if at_root else [])
+        return (inputs if at_root else []), outputs  # scatter
+
+    def _gives_handle(self, args: tuple[Any, ...]) -> bool:
+        if self.op == "monitored_barrier":
+            return False
+        at = self._async_at
+        return at is None or at >= len(args) or bool(args[at])  # the default is True
+
+
+def operators() -> list[Operator]:
+    """Returns the operators that this version of torch has."""
+    return [Operator(*operator) for operator in _OPERATORS if hasattr(torch.ops.c10d, operator[0])]
+
+
+def functional_overloads() -> list[Any]:
+    """Returns the functional operators that issue a collective, by which the caller gets no handle."""
+    names = (
+        name.partition("::")[2]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("_c10d_functional::")
+    )
+    return [getattr(torch.ops._c10d_functional, name).default for name in sorted(names) if name != "wait_tensor"]
+
+
+def flat(tensors: Any) -> Iterator[torch.Tensor]:
+    """Walks through a tensor, or lists of tensors, or lists of them."""
+    if isinstance(tensors, torch.Tensor):
+        yield tensors
+    else:
+        for inner in tensors:
+            yield from flat(inner)
+
+
+def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Returns the global ranks of a group by their position in it."""
+    known = dist.distributed_c10d._world.pg_group_ranks.get(group)
+    return tuple(range(group.size()) if known is None else known)  # made past torch.distributed: not known there
+
+
+def _reduce_name(number: int) -> str:
+    return dist.ReduceOp.RedOpType(number).name

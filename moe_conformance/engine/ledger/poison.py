@@ -1,0 +1,102 @@
+"""Asynchronous collectives whose output cannot be used too early by luck.
+
+The transport works on hidden buffers: it sends from private copies and receives into private memory. What the caller
+sees holds NaN, or a very large integer, until it has waited; then the result is delivered. So an early use has the same
+wrong outcome in every run, and a write into a buffer that the transport still reads or writes is found by comparing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .entry import HazardKind
+from .operators import Call, Operator
+
+
+@dataclass(frozen=True)
+class _Sent:
+    visible: torch.Tensor
+    copy: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Awaited:
+    visible: torch.Tensor
+    hidden: torch.Tensor
+    poison: torch.Tensor  # what `visible` held after the call
+
+
+class Poisoned:
+    """The buffers of one asynchronous call.
+
+    Attributes:
+        args: The operator's arguments with hidden buffers in place of the caller's.
+    """
+
+    def __init__(self, operator: Operator, args: tuple[Any, ...], call: Call) -> None:
+        private = {id(tensor): _copy(tensor) for tensor in (*call.inputs, *call.outputs)}
+        self.args = tuple(
+            _replaced(arg, private) if at in (operator.given_at, operator.got_at) else arg
+            for at, arg in enumerate(args)
+        )
+        originals = [(tensor.data, _copy(tensor)) for tensor in call.inputs]
+        outputs = {id(tensor) for tensor in call.outputs}
+        for tensor in call.outputs:
+            _spoil(tensor.data)
+        # An input may be part of an output, as in a gather in place: that part may be read at any time.
+        for tensor in call.inputs:
+            if id(tensor) not in outputs:
+                tensor.data.copy_(private[id(tensor)])
+        self._sent = [
+            _Sent(data, copy) for (data, copy), t in zip(originals, call.inputs, strict=True) if id(t) not in outputs
+        ]
+        self._awaited = [_Awaited(t.data, private[id(t)], _copy(t)) for t in call.outputs]
+
+    def undo(self) -> None:
+        """Gives the caller's buffers back as they were, where the call itself failed."""
+        for awaited in self._awaited:
+            awaited.visible.copy_(awaited.hidden)
+
+    def deliver(self) -> list[HazardKind]:
+        """Hands out what was received, after the transport has finished; returns what the caller did too early."""
+        kinds: list[HazardKind] = []
+        if any(not _same(sent.visible, sent.copy) for sent in self._sent):
+            kinds.append("sent data changed")
+        if any(not _same(awaited.visible, awaited.poison) for awaited in self._awaited):
+            kinds.append("output written")
+        for awaited in self._awaited:
+            awaited.visible.copy_(awaited.hidden)
+        return kinds
+
+
+def can_poison(call: Call) -> bool:
+    """Tells whether a call is one whose buffers can be hidden: asynchronous, on the CPU, with plain buffers."""
+    tensors = (*call.inputs, *call.outputs)
+    return call.asynchronous and all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
+
+
+def _replaced(tensors: Any, private: dict[int, torch.Tensor]) -> Any:
+    if isinstance(tensors, torch.Tensor):
+        return private.get(id(tensors), tensors)
+    return [_replaced(inner, private) for inner in tensors]
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.data.clone()
+
+
+def _spoil(data: torch.Tensor) -> None:
+    """Fills memory with what no result holds by chance; there is no such bool."""
+    if data.is_floating_point() or data.is_complex():
+        data.fill_(torch.nan)
+    elif data.dtype != torch.bool:
+        info = torch.iinfo(data.dtype)
+        data.fill_(info.max if info.min == 0 else info.min)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Compares bytes: a NaN is the same as itself."""
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))

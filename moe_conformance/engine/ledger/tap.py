@@ -1,0 +1,170 @@
+"""Listens in on every collective of a process."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch._C import DispatchKey, DispatchKeySet
+
+from .handle import Handle
+from .operators import Call, Operator, functional_overloads, operators
+from .poison import Poisoned, can_poison
+from .recorder import Recorder, Ticket
+from .watch import Watch
+
+Asynchrony = Literal["plain", "poisoned", "watched"]
+
+# Kernels of ours stand before the choice of a device; these are the keys to go on with.
+_DEVICE_KEYS = (DispatchKey.CUDA, DispatchKey.PrivateUse1, DispatchKey.CPU, DispatchKey.Meta)
+
+
+class Tap:
+    """Kernels on the dispatcher's operators for collectives: installed once in a process, recording on demand.
+
+    They also see the collectives of backward passes on other threads, of functional collectives, DTensor and FSDP, and
+    of code that imported a function of torch.distributed long ago. Not seen are calls of a backend past its group.
+
+    Args:
+        write: Takes the lines of the ledger.
+    """
+
+    def __init__(self, write: Callable[[bytes], object]) -> None:
+        self._write = write
+        self._session: _Session | None = None
+        self._unwaited: list[Handle] = []  # C++ may still hold these and must find them alive
+        self._functional_calls = threading.local()
+        self._libraries = [torch.library.Library(name, "IMPL") for name in ("c10d", "_c10d_functional")]
+        for operator in operators():
+            self._libraries[0].impl(operator.schema_name, self._kernel(operator), "BackendSelect", with_keyset=True)
+        for overload in functional_overloads():
+            name = overload._schema.name.partition("::")[2]
+            self._libraries[1].impl(name, self._functional_kernel(overload), "BackendSelect", with_keyset=True)
+
+    @contextlib.contextmanager
+    def recording(self, asynchrony: Asynchrony = "plain") -> Iterator[None]:
+        """Records what is called inside; what was not waited for when it ends without an exception is a hazard."""
+        session = self._session = _Session(Recorder(self._write), asynchrony)
+        try:
+            with session.watch or contextlib.nullcontext():
+                yield
+            session.finish()
+        finally:
+            self._session = None
+            self._unwaited = [handle for handle in (*self._unwaited, *session.close()) if not handle.settled]
+
+    def _kernel(self, operator: Operator) -> Callable[..., Any]:
+        overload = operator.overload
+
+        def kernel(keys: DispatchKeySet, *args: Any) -> Any:
+            key = _device_key(keys)
+            session = self._session
+            if session is None or key is DispatchKey.Meta:
+                return overload._op_dk(key, *args)  # unlike a boxed kernel called from here it lets go of the GIL
+            functional = getattr(self._functional_calls, "inside", False)
+            return session.run(operator, key, args, functional=functional)
+
+        return kernel
+
+    def _functional_kernel(self, overload: Any) -> Callable[..., Any]:
+        def kernel(keys: DispatchKeySet, *args: Any) -> Any:
+            self._functional_calls.inside = True
+            try:
+                return overload._op_dk(_device_key(keys), *args)
+            finally:
+                self._functional_calls.inside = False
+
+        return kernel
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A call that the caller has not waited for."""
+
+    ticket: Ticket
+    handle: Handle
+    call: Call
+    functional: bool
+
+
+class _Session:
+    """The recording of one job."""
+
+    def __init__(self, recorder: Recorder, asynchrony: Asynchrony) -> None:
+        self._recorder = recorder
+        self._poisons = asynchrony == "poisoned"
+        self.watch = Watch(recorder) if asynchrony == "watched" else None
+        self._pending: dict[int, _Pending] = {}
+        self._open = True
+
+    def run(self, operator: Operator, key: DispatchKey, args: tuple[Any, ...], *, functional: bool) -> Any:
+        """Records a call, makes it, and returns what its operator returns, with a handle of ours."""
+        call = operator.read(args)
+        ticket = self._issue(call)
+        poisoned = Poisoned(operator, args, call) if self._poisons and can_poison(call) else None
+        if self.watch is not None:
+            self.watch.began(ticket, call)
+        try:
+            result = operator.overload._op_dk(key, *(args if poisoned is None else poisoned.args))
+        except BaseException:
+            if poisoned is not None:
+                poisoned.undo()
+            raise
+        work = None if call.coalesced else operator.work(result)
+        if work is None:
+            if not call.coalesced:
+                self._recorder.reached("waited", ticket)
+            return result
+        results = None if poisoned is None else call.outputs
+        handle = Handle(work, lambda: self._settle(ticket, poisoned), results)
+        self._pending[ticket.order] = _Pending(ticket, handle, call, functional)
+        return operator.result(args, handle)
+
+    def finish(self) -> None:
+        """Looks at what was not waited for by a function that has returned."""
+        for pending in self._pending.values():
+            if pending.handle.seems_finished():
+                self._recorder.reached("finished", pending.ticket)
+            # Who uses the result of a functional collective waits for it without knowing; not to use it is no fault.
+            if pending.call.asynchronous and not pending.functional:
+                self._recorder.hazard("never waited", pending.ticket)
+
+    def close(self) -> list[Handle]:
+        """Ends the recording and returns the handles that were not waited for."""
+        self._open = False
+        return [pending.handle for pending in self._pending.values()]
+
+    def _issue(self, call: Call) -> Ticket:
+        return self._recorder.issue(
+            call.op,
+            call.group,
+            call.ranks,
+            call.inputs,
+            call.outputs,
+            in_splits=call.in_splits,
+            out_splits=call.out_splits,
+            reduce=call.reduce,
+            root=call.root,
+            peer=call.peer,
+            tag=call.tag,
+            asynchronous=call.asynchronous,
+        )
+
+    def _settle(self, ticket: Ticket, poisoned: Poisoned | None) -> None:
+        """Ends a call that was waited for, perhaps long after the job that made it."""
+        hazards = poisoned.deliver() if poisoned is not None else []
+        self._pending.pop(ticket.order, None)
+        if self._open:
+            if self.watch is not None:
+                self.watch.ended(ticket)
+            for kind in hazards:
+                self._recorder.hazard(kind, ticket)
+            self._recorder.reached("waited", ticket)
+
+
+def _device_key(keys: DispatchKeySet) -> DispatchKey:
+    return next((key for key in _DEVICE_KEYS if keys.has(key)), DispatchKey.CPU)
