@@ -15,6 +15,7 @@ from .host import Host, HostLostError, Site
 from .launcher import LocalSite
 from .records import EngineError, Job, JobResult, check
 from .store import StoreServer
+from .virtual.world import VirtualWorld
 from .world import World
 
 
@@ -27,6 +28,8 @@ class Engine:
 
     Args:
         device: "cpu" or "cuda". Ranks share GPUs if there are fewer of them.
+        virtual: Ranks are threads of one process, so that there may be hundreds. What they share, and real ranks do
+            not, is told in virtual/threads.py.
         preload: Modules imported once, before ranks are forked. They must start no thread, run no backward
             and not initialise CUDA.
         environment: Variables that the preload and the ranks see on top of the driver's.
@@ -41,6 +44,7 @@ class Engine:
         self,
         *,
         device: str = "cpu",
+        virtual: bool = False,
         preload: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         site: Site | None = None,
@@ -50,11 +54,12 @@ class Engine:
         if device == "cuda" and not torch.cuda.is_available():
             raise EngineError("device is 'cuda', but torch finds no GPU here")
         self._device = device
+        self._virtual = virtual
         self._preload = tuple(preload)
         self._environment = dict(environment or {})
         self._site = site if site is not None else LocalSite()
         self._numbers = itertools.count(1)
-        self._worlds: dict[int, World] = {}
+        self._worlds: dict[int, World | VirtualWorld] = {}
         self._closed = False
         self._running: Running | None = None
         self._host: Host | None = self._site.open(self._preload, self._environment)
@@ -124,11 +129,15 @@ class Engine:
                 self._release()
             raise
 
-    def _world(self, size: int) -> World:
+    def _world(self, size: int) -> World | VirtualWorld:
         if self._host is None:
             self._host = self._site.open(self._preload, self._environment)
         if size not in self._worlds:
-            self._worlds[size] = World(size, self._device, self._host, self._store)
+            self._worlds[size] = (
+                VirtualWorld(size, self._device, self._host)
+                if self._virtual
+                else World(size, self._device, self._host, self._store)
+            )
         return self._worlds[size]
 
     def _release(self) -> None:

@@ -28,6 +28,7 @@ import torch
 from . import rank, wire
 from .faults import one_line
 from .printout import Printout
+from .virtual import threads
 
 _ORPHANED = signal.SIGUSR2
 STACK_SIGNAL = signal.SIGUSR1  # makes a rank dump the stacks of its threads, even while it holds the GIL
@@ -281,7 +282,8 @@ def _become_rank(nursery: int, station: rank.Station, channel: int, stacks: int,
         _die_with_parent(nursery)
         faulthandler.enable(file=stacks)
         faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
-        rank.serve(wire.Channel(socket.socket(fileno=channel)), station, ledger)
+        serve = threads.serve if station.virtual else rank.serve
+        serve(wire.Channel(socket.socket(fileno=channel)), station, ledger)
     except BaseException:
         traceback.print_exc()
     finally:

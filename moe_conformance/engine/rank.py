@@ -30,7 +30,10 @@ from .records import Partition, RankContext
 
 @dataclass(frozen=True)
 class Station:
-    """The place of one rank: its device ("cuda:1"), its world, and where to find its peers in the driver's store."""
+    """The place of one rank: its device ("cuda:1"), its world, and where to find its peers in the driver's store.
+
+    A virtual station is that of all ranks of a world, which are threads of one process.
+    """
 
     rank: int
     device: str
@@ -39,6 +42,7 @@ class Station:
     address: str
     port: int
     prefix: str
+    virtual: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ def _work(channel: wire.Channel, station: Station) -> None:
     channel.send(wire.dumps(answer))
     while not answer.last:
         answer, *value = _do(home, channel.receive())
-        _flush()
+        flush()
         channel.send([*wire.dumps(answer), *value])
 
 
@@ -101,12 +105,12 @@ def _do(home: _Home, message: list[bytearray]) -> tuple[Any, ...]:
     assignment: Assignment = wire.loads(message[:1])
     number = assignment.number
     try:
-        function = _find(assignment.function)
+        function = find(assignment.function)
         payload = wire.loads(message[1:])
         context = home.context(assignment.groups)
     except BaseException as error:
         return (Answer(number, "unprepared", describe(error)),)
-    held = set(context.kept)
+    held = dict(context.kept)
     try:
         with HostSyncs(context.device) as syncs:
             value = function(context, payload)
@@ -121,7 +125,7 @@ def _do(home: _Home, message: list[bytearray]) -> tuple[Any, ...]:
     except BaseException as error:
         return (Answer(number, "raised", describe(UnsendableResultError(value, error))),)
     del value  # may hold device memory
-    left = home.left() if context.kept.keys() == held else home.settle()
+    left = home.left() if _same(held, context.kept) else home.settle()
     return (Answer(number, "returned", left=left, host_syncs=syncs.count), *buffers)
 
 
@@ -132,14 +136,19 @@ class UnsendableResultError(TypeError):
         super().__init__(f"the function's result, a {type(value).__qualname__}, cannot be sent: {reason}")
 
 
-def _flush() -> None:
+def flush() -> None:
     """Writes out what the function printed: `os._exit` would drop it."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # the function may have closed or replaced it
             stream.flush()
 
 
-def _find(function: str) -> Callable[[RankContext, Any], Any]:
+def _same(held: Mapping[str, Any], kept: Mapping[str, Any]) -> bool:
+    return held.keys() == kept.keys() and all(kept[name] is value for name, value in held.items())
+
+
+def find(function: str) -> Callable[[RankContext, Any], Any]:
+    """Returns the function of that name, `"package.module:function"`."""
     module, _, name = function.partition(":")
     found: Callable[[RankContext, Any], Any] = getattr(importlib.import_module(module), name)
     return found

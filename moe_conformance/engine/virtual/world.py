@@ -20,7 +20,7 @@ from .threads import End, Order
 
 _START_LIMIT_S = 120.0
 _GRACE_S = 1.0  # beyond the deadline, in which the process itself says who hangs; it cannot where the GIL is held
-_OUR_WAIT = re.compile(r"/engine/virtual/(turns|threads)\.py")
+_WAITS = re.compile(r'first\):\n  File ".*/engine/virtual/turns\.py"')  # for the floor, or for all to be done
 
 
 @dataclass(frozen=True)
@@ -216,4 +216,4 @@ def _judge(rank: int, end: End, value: Sequence[bytearray], job: Job) -> Finding
 def _running_block(text: str) -> str:
     """Returns the stack of the thread that does not wait for the floor; "" if there is none in the dump."""
     blocks = [block for block in re.split(r"\n\s*\n", text) if "most recent call first" in block]
-    return next((block for block in blocks if not _OUR_WAIT.search("\n".join(block.splitlines()[1:3]))), "")
+    return next((block for block in blocks if not _WAITS.search(block)), "")
