@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 
@@ -43,7 +43,7 @@ def late(mode: Mode, asynchronous: bool) -> Literal["compute", "communication"] 
     """Returns which side of a collective is made late, if any.
 
     A collective that is waited for on the spot is no asynchronous communication, and its stream may be that of the
-    computation; the computation around it can be late all the same.
+    computation; the computation around it can be late all the same. So with calls that have a handle only as a whole.
     """
     if mode == "delayed_compute":
         return "compute"
@@ -51,17 +51,12 @@ def late(mode: Mode, asynchronous: bool) -> Literal["compute", "communication"] 
 
 
 class Delays:
-    """Delays of one mode on one GPU.
+    """Delays of one mode on the current GPU."""
 
-    Args:
-        mode: Which side is late.
-        device: The GPU on which the rank's tensors live.
-    """
-
-    def __init__(self, mode: Mode, device: torch.device) -> None:
+    def __init__(self, mode: Mode) -> None:
         self._mode = mode
-        self._compute = torch.cuda.default_stream(device)
-        self._before_communication = torch.cuda.Stream(device)
+        self._compute = torch.cuda.default_stream()
+        self._before_communication = torch.cuda.Stream()
 
     @contextlib.contextmanager
     def around(self, asynchronous: bool) -> Iterator[None]:
@@ -83,3 +78,8 @@ class Delays:
                 yield
         else:
             yield
+
+
+def of(asynchrony: str) -> Delays | None:
+    """Returns the delays that a job asks for, if any."""
+    return Delays(cast(Mode, asynchrony)) if asynchrony in MODES else None

@@ -11,13 +11,14 @@ from typing import Any, Literal
 import torch
 from torch._C import DispatchKey, DispatchKeySet
 
+from ..gpu import delays
 from .handle import Handle
 from .operators import Call, Operator, functional_overloads, operators
 from .poison import Poisoned, can_poison
 from .recorder import Recorder, Ticket
 from .watch import Watch
 
-Asynchrony = Literal["plain", "poisoned", "watched"]
+Asynchrony = Literal["plain", "poisoned", "watched", "delayed_compute", "delayed_communication"]
 
 # Kernels of ours stand before the choice of a device; these are the keys to go on with.
 _DEVICE_KEYS = (DispatchKey.CUDA, DispatchKey.PrivateUse1, DispatchKey.CPU, DispatchKey.Meta)
@@ -98,6 +99,7 @@ class _Session:
         self._recorder = recorder
         self._poisons = asynchrony == "poisoned"
         self.watch = Watch(recorder) if asynchrony == "watched" else None
+        self._delays = delays.of(asynchrony)
         self._pending: dict[int, _Pending] = {}
         self._open = True
 
@@ -109,7 +111,8 @@ class _Session:
         if self.watch is not None:
             self.watch.began(ticket, call)
         try:
-            result = operator.overload._op_dk(key, *(args if poisoned is None else poisoned.args))
+            with self._delays.around(call.asynchronous) if self._delays else contextlib.nullcontext():
+                result = operator.overload._op_dk(key, *(args if poisoned is None else poisoned.args))
         except BaseException:
             if poisoned is not None:
                 poisoned.undo()
