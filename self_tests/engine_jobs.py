@@ -108,8 +108,9 @@ def say(context: RankContext, payload: str) -> None:
 
 
 def start_a_sleeper(context: RankContext, payload: Any) -> int:
-    """Returns the pid of a process that this rank leaves behind."""
-    return subprocess.Popen(["sleep", "600"]).pid
+    """Returns the pid of a process that this rank keeps."""
+    context.kept["sleeper"] = subprocess.Popen(["sleep", "600"])
+    return context.kept["sleeper"].pid
 
 
 # ---- functions that do not; `culprit` is the rank to blame ----

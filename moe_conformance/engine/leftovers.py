@@ -10,12 +10,15 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from . import offspring
+
 
 @dataclass(frozen=True)
 class Surroundings:
     """The state of a process that a function could change for whatever runs there next."""
 
     threads: frozenset[threading.Thread]  # Python's; those of torch and of the transport are its own affair
+    processes: Mapping[int, str]
     variables: Mapping[str, str]
     folder: str
     modes: Mapping[str, object]
@@ -32,17 +35,20 @@ def surroundings(own_groups: int = 0) -> Surroundings:
         "the number of threads": torch.get_num_threads(),
     }
     groups = len(dist.distributed_c10d._world.pg_map) - own_groups
-    return Surroundings(frozenset(threading.enumerate()), os.environ.copy(), os.getcwd(), modes, groups)
+    return Surroundings(
+        frozenset(threading.enumerate()), offspring.living(), os.environ.copy(), os.getcwd(), modes, groups
+    )
 
 
 def difference(before: Surroundings, after: Surroundings) -> tuple[str, ...]:
-    """Says what is otherwise than before, one item each; a thread or a group that has ended is no difference."""
+    """Says what is otherwise than before, one item each; a thread, process or group that has ended is no difference."""
     started = sorted(thread.name for thread in after.threads - before.threads)
     names = sorted(before.variables.keys() | after.variables.keys())
     changed = [name for name in names if before.variables.get(name) != after.variables.get(name)]
     groups = after.groups - before.groups
     return (
         *(f"thread {name!r}" for name in started),
+        *(f"process {command!r}" for pid, command in after.processes.items() if pid not in before.processes),
         *(f"environment variable {name!r}" for name in changed),
         *(["the working directory"] if before.folder != after.folder else []),
         *([f"{groups} process group{'s' if groups > 1 else ''}"] if groups > 0 else []),

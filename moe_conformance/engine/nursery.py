@@ -25,7 +25,7 @@ from typing import NoReturn
 
 import torch
 
-from . import rank, wire
+from . import offspring, rank, wire
 from .faults import one_line
 from .printout import Printout
 from .virtual import threads
@@ -118,9 +118,10 @@ def main(descriptor: int) -> NoReturn:
         stream.flush()  # each rank would write it again
     gc.collect()
     gc.freeze()  # keeps the collector of the ranks from touching, and so copying, what they share
+    home = _Nursery(channel, opening.driver)  # from here on, the end of the driver's thread is no matter
     channel.send(wire.dumps(Ready()))
     with contextlib.suppress(EOFError, OSError):
-        _Nursery(channel, opening.driver).tend()
+        home.tend()
     os._exit(0)
 
 
@@ -163,6 +164,8 @@ class _Nursery:
         for number in (signal.SIGCHLD, _ORPHANED):
             signal.signal(number, lambda *_: None)  # a handler, so that the wake-up socket is written to
         _send_at_death_of_parent(_ORPHANED)
+        self._preloads = frozenset(offspring.children())
+        offspring.adopt()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._channel, selectors.EVENT_READ)
         self._selector.register(self._wake, selectors.EVENT_READ)
@@ -180,10 +183,12 @@ class _Nursery:
                     else:
                         self._obey(wire.loads(self._channel.receive()))
         finally:
-            for pid in self._children:
-                _signal(pid, signal.SIGKILL)
-            for pid in self._children:
-                os.waitpid(pid, 0)
+            while pids := {*self._children, *offspring.children()}:  # those whose parents have ended come up in turn
+                for pid in pids:
+                    _signal(pid, signal.SIGKILL)
+                for pid in pids:
+                    os.waitpid(pid, 0)
+                self._children.clear()
 
     def _obey(self, order: Fork | Signal | Print) -> None:
         if isinstance(order, Fork):
@@ -248,14 +253,20 @@ class _Nursery:
     def _bury(self) -> None:
         with contextlib.suppress(BlockingIOError):
             self._wake.recv(4096)
-        while self._children:
-            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if ended is None:
-                return
-            _signal(ended.si_pid, signal.SIGKILL)  # what the rank started; before the pid is free for others
-            _, status = os.waitpid(ended.si_pid, 0)
-            printed = self._close(self._children.pop(ended.si_pid))
-            self._channel.send(wire.dumps(Exited(ended.si_pid, os.waitstatus_to_exitcode(status), printed)))
+        with contextlib.suppress(ChildProcessError):  # there are no more
+            while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                self._bury_one(ended.si_pid)
+
+    def _bury_one(self, pid: int) -> None:
+        _signal(pid, signal.SIGKILL)  # what the rank started; before the pid is free for others
+        _, status = os.waitpid(pid, 0)
+        for orphan in offspring.children():
+            if orphan not in self._children and orphan not in self._preloads:
+                # It was that rank's, in a session of its own, and has just been adopted.
+                _signal(orphan, signal.SIGKILL)
+        if (printout := self._children.pop(pid, None)) is not None:
+            printed = self._close(printout)
+            self._channel.send(wire.dumps(Exited(pid, os.waitstatus_to_exitcode(status), printed)))
 
     def _close(self, printout: Printout) -> bytes:
         """Returns the last that an ended rank printed, and lets go of its pipe."""

@@ -19,13 +19,15 @@ from typing import Any, Literal, NoReturn
 import torch
 import torch.distributed as dist
 
-from . import store, wire
+from . import offspring, store, wire
 from .faults import Fault, describe
 from .gpu import poisoned
 from .gpu.memory import Baseline, in_use
 from .gpu.syncs import HostSyncs
 from .leftovers import difference, surroundings
 from .records import Partition, RankContext
+
+LARGEST_RESULT = 2 << 30  # bytes; the driver holds those of all ranks at once
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ def serve(channel: wire.Channel, station: Station, ledger: int) -> NoReturn:
     `ledger` is the descriptor of a file to which the rank may append lines about the running job.
     """
     torch.set_num_threads(1)
+    offspring.adopt()  # so that it is seen what a function leaves behind
     with contextlib.suppress(EOFError, OSError):  # of the channel: the driver has closed its end
         _work(channel, station)
     os._exit(0)
@@ -121,11 +124,11 @@ def _do(home: _Home, message: list[bytearray]) -> tuple[Any, ...]:
         lost = RuntimeError("the function destroyed the default process group, which belongs to the engine")
         return (Answer(number, "raised", describe(lost)),)
     try:
-        buffers = wire.dumps(value)
+        buffers = wire.dumps(value, LARGEST_RESULT)
     except BaseException as error:
         return (Answer(number, "raised", describe(UnsendableResultError(value, error))),)
     del value  # may hold device memory
-    left = home.left() if _same(held, context.kept) else home.settle()
+    left = home.left() if same(held, context.kept) else home.settle()
     return (Answer(number, "returned", left=left, host_syncs=syncs.count), *buffers)
 
 
@@ -143,7 +146,8 @@ def flush() -> None:
             stream.flush()
 
 
-def _same(held: Mapping[str, Any], kept: Mapping[str, Any]) -> bool:
+def same(held: Mapping[str, Any], kept: Mapping[str, Any]) -> bool:
+    """Tells whether a function has kept nothing new."""
     return held.keys() == kept.keys() and all(kept[name] is value for name, value in held.items())
 
 

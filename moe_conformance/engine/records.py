@@ -67,7 +67,7 @@ class RankResult:
     Attributes:
         rank: The rank.
         status: "ok" returned, "raised" an exception, "hung" gave no answer, "died" ended as a process.
-        value: What the function returned, if it did.
+        value: What the function returned, if it did: picklable, and at most 2 GiB.
         error: One line: `"ValueError: ..."`, `"killed by SIGKILL"`, `"no answer within 5.0 s: ..."`. A rank
             with status "ok" has one if it returned while others waited for it in a collective.
         error_type: Qualified name of the exception's class: `"ValueError"`, `"package.module.Refused"`.
@@ -77,8 +77,8 @@ class RankResult:
         secondary: True where this is the consequence of another rank's fault and not to be blamed.
         output: The end of what a rank printed while it ran a job that failed there.
         left: What the function left behind in its process and did not keep in `RankContext.kept` in the same job:
-            "thread 'watcher'", "environment variable 'DEBUG'", "the default dtype", "512 bytes of device memory". The
-            ranks are then replaced.
+            "thread 'watcher'", "process 'sleep 9'", "environment variable 'DEBUG'", "the default dtype", "512 bytes of
+            device memory". The ranks are then replaced.
         infrastructure: What was wrong with the machine, where the rank's exception, its stacks or what it printed say
             that something was (see infrastructure.py): the function is then not to be blamed.
         host_syncs: How often a function that returned made the host wait for its GPU, as far as torch can tell; None

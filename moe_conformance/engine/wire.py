@@ -19,19 +19,31 @@ import torch
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
+_GIB = 1 << 30
 _SMALL = 1 << 16  # below this a message is joined and sent by one system call
 
 
-def dumps(value: object) -> list[Buffer]:
+class TooLargeError(ValueError):
+    """A value has more bytes than may be sent."""
+
+    def __init__(self, size: int, limit: int) -> None:
+        super().__init__(f"it takes {size / _GIB:.1f} GiB, and more than {limit / _GIB:.1f} GiB are not sent")
+
+
+def dumps(value: object, limit: int | None = None) -> list[Buffer]:
     """Turns a value into buffers: the pickle first, then the memory of its tensors and arrays, not copied.
 
     Raises:
+        TooLargeError: the buffers have more than `limit` bytes. Told before a tensor is copied for being elsewhere
+            than in plain CPU memory.
         Exception: whatever pickling raises; TypeError for a tensor that is not a plain dense one.
     """
     out_of_band: list[pickle.PickleBuffer] = []
     stream = io.BytesIO()
-    _Pickler(stream, protocol=5, buffer_callback=out_of_band.append).dump(value)
-    return [stream.getvalue(), *(buffer.raw() for buffer in out_of_band)]
+    _Pickler(stream, out_of_band.append, limit).dump(value)
+    buffers: list[Buffer] = [stream.getvalue(), *(buffer.raw() for buffer in out_of_band)]
+    _check_size(sum(memoryview(buffer).nbytes for buffer in buffers), limit)
+    return buffers
 
 
 def loads(buffers: Sequence[Buffer]) -> Any:
@@ -39,9 +51,21 @@ def loads(buffers: Sequence[Buffer]) -> Any:
     return pickle.loads(buffers[0], buffers=buffers[1:])
 
 
+def _check_size(size: int, limit: int | None) -> None:
+    if limit is not None and size > limit:
+        raise TooLargeError(size, limit)
+
+
 class _Pickler(pickle.Pickler):
+    def __init__(self, stream: io.BytesIO, take: Callable[[pickle.PickleBuffer], object], limit: int | None) -> None:
+        super().__init__(stream, protocol=5, buffer_callback=take)
+        self._limit = limit
+        self._size = 0  # of the tensors so far
+
     def reducer_override(self, obj: object) -> tuple[Callable[..., object], tuple[object, ...]]:
         if isinstance(obj, torch.Tensor):
+            self._size += obj.numel() * obj.element_size()
+            _check_size(self._size, self._limit)
             return _restore, _strip(obj)
         return NotImplemented  # type: ignore[no-any-return]
 

@@ -1,0 +1,9 @@
+"""Plays every known fault of a rank to a real engine, and holds what the engine says against what happened."""
+
+from __future__ import annotations
+
+from .faults import FAULTS, Fault
+from .report import table
+from .runner import Drill, Trial
+
+__all__ = ["FAULTS", "Drill", "Fault", "Trial", "table"]

@@ -1,0 +1,136 @@
+"""Drilled faults of collectives; each begins with one that all ranks of the group take part in."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from .. import RankContext
+from .plot import BYSTANDER, Plot, meet
+
+
+def skip_the_last(context: RankContext, plot: Plot) -> str:
+    """The culprit leaves out the last collective and returns."""
+    if (group := plot.place(context)) is None:
+        return BYSTANDER
+    meet(group)
+    if context.rank != plot.culprit:
+        meet(group)
+    return "returned"
+
+
+def skip_one_in_the_middle(context: RankContext, plot: Plot) -> str:
+    """The culprit leaves out the second of three collectives."""
+    if (group := plot.place(context)) is None:
+        return BYSTANDER
+    meet(group)
+    if context.rank != plot.culprit:
+        _gather(group)
+    meet(group, size=5)
+    return "returned"
+
+
+def take_another_kind(context: RankContext, plot: Plot) -> str:
+    """The culprit gathers where the others add up."""
+    if (group := plot.place(context)) is None:
+        return BYSTANDER
+    meet(group)
+    if context.rank == plot.culprit:
+        _gather(group)
+    else:
+        meet(group)
+    return "returned"
+
+
+def take_another_group(context: RankContext, plot: Plot) -> str:
+    """The culprit adds up over another group than the others."""
+    if (group := plot.place(context)) is None:
+        return BYSTANDER
+    meet(group)
+    if context.rank == plot.culprit:
+        meet(plot.elsewhere(context))
+    else:
+        meet(group)
+    return "returned"
+
+
+def take_another_size(context: RankContext, plot: Plot) -> str:
+    """The culprit adds up fewer elements than the others."""
+    if (group := plot.place(context)) is None:
+        return BYSTANDER
+    meet(group)
+    meet(group, size=2 if context.rank == plot.culprit else 7)
+    return "returned"
+
+
+def leave_one_alone(context: RankContext, plot: Plot) -> str:
+    """The culprit begins a collective that is nobody else's, does not wait for it, and returns."""
+    if (group := plot.place(context)) is None:
+        return BYSTANDER
+    meet(group)
+    if context.rank == plot.culprit:
+        dist.all_reduce(torch.ones(3), group=group, async_op=True)
+    return "returned"
+
+
+def split_wrongly(context: RankContext, plot: Plot) -> str:
+    """The culprit's splits do not sum to the rows that it sends."""
+    if (group := plot.place(context)) is None:
+        return BYSTANDER
+    meet(group)
+    sent, received = _rows(group)
+    rows = sum(sent)
+    if context.rank == plot.culprit:
+        rows += 1
+    dist.all_to_all_single(torch.empty(sum(received), 2), torch.ones(rows, 2), received, sent, group=group)
+    return "returned"
+
+
+def expect_fewer(context: RankContext, plot: Plot) -> str:
+    """The culprit expects one row less from its partner than that sends."""
+    return _expect(context, plot, -1)
+
+
+def expect_more(context: RankContext, plot: Plot) -> str:
+    """The culprit expects one row more from its partner than that sends."""
+    return _expect(context, plot, +1)
+
+
+def swap_splits(context: RankContext, plot: Plot) -> str:
+    """The culprit takes its partner's count for another rank's and the other way round: the totals are right."""
+    if (group := plot.place(context)) is None:
+        return BYSTANDER
+    meet(group)
+    sent, received = _rows(group)
+    if context.rank == plot.culprit:
+        members = dist.get_process_group_ranks(group)
+        others = [rank for rank in members if rank not in (plot.culprit, plot.partner)]
+        one, two = members.index(plot.partner), members.index((others or [plot.culprit])[0])
+        received[one], received[two] = received[two], received[one]
+    return _exchange(group, sent, received)
+
+
+def _expect(context: RankContext, plot: Plot, surplus: int) -> str:
+    if (group := plot.place(context)) is None:
+        return BYSTANDER
+    meet(group)
+    sent, received = _rows(group)
+    if context.rank == plot.culprit:
+        received[dist.get_process_group_ranks(group).index(plot.partner)] += surplus
+    return _exchange(group, sent, received)
+
+
+def _rows(group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
+    """Returns how many rows this rank sends to and receives from each; those received are all different."""
+    size, here = group.size(), group.rank()
+    rows = [[2 + (source + 2 * target) % size for target in range(size)] for source in range(size)]
+    return rows[here], [row[here] for row in rows]
+
+
+def _exchange(group: dist.ProcessGroup, sent: list[int], received: list[int]) -> str:
+    dist.all_to_all_single(torch.empty(sum(received), 2), torch.ones(sum(sent), 2), received, sent, group=group)
+    return "returned"
+
+
+def _gather(group: dist.ProcessGroup) -> None:
+    dist.all_gather([torch.empty(4) for _ in range(group.size())], torch.ones(4), group=group)

@@ -1,0 +1,126 @@
+"""Drilled faults of ranks that return: results that cannot be sent, and what should not stay behind."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import subprocess
+import threading
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import RankContext
+from .plot import Plot, meet
+
+VARIABLE = "ENGINE_DRILL_LEFT_BEHIND"
+
+
+class BreaksOnTheDriver:
+    """A result that is sent and cannot be loaded."""
+
+    def __setstate__(self, state: dict[str, int]) -> None:
+        raise ValueError("drilled")
+
+    def __getstate__(self) -> dict[str, int]:
+        return {"a": 1}
+
+
+def return_what_cannot_be_sent(context: RankContext, plot: Plot) -> Any:
+    """The culprit returns a generator."""
+    meet()
+    return (n for n in range(3)) if context.rank == plot.culprit else "returned"
+
+
+def return_what_cannot_be_loaded(context: RankContext, plot: Plot) -> Any:
+    """The culprit returns an object that raises when the driver loads it."""
+    meet()
+    return BreaksOnTheDriver() if context.rank == plot.culprit else "returned"
+
+
+def return_too_much(context: RankContext, plot: Plot) -> Any:
+    """The culprit returns a terabyte, of which only 4 bytes exist."""
+    meet()
+    return torch.ones(1).expand(1 << 38) if context.rank == plot.culprit else "returned"
+
+
+def leave_a_thread(context: RankContext, plot: Plot) -> str:
+    """The culprit leaves a thread behind."""
+    meet()
+    if context.rank == plot.culprit:
+        threading.Thread(target=threading.Event().wait, name="left-behind", daemon=True).start()
+    return "returned"
+
+
+def leave_a_group(context: RankContext, plot: Plot) -> str:
+    """All ranks make a group, as a library does that is not given one."""
+    meet()
+    dist.new_group()
+    return "returned"
+
+
+def leave_variables(context: RankContext, plot: Plot) -> str:
+    """The culprit adds an environment variable and removes another."""
+    meet()
+    if context.rank == plot.culprit:
+        os.environ[VARIABLE] = "1"
+        del os.environ["OMP_NUM_THREADS"]
+    return "returned"
+
+
+def leave_a_default_dtype(context: RankContext, plot: Plot) -> str:
+    """The culprit changes the default dtype and switches gradients off."""
+    meet()
+    if context.rank == plot.culprit:
+        torch.set_default_dtype(torch.float64)
+        torch.set_grad_enabled(False)
+    return "returned"
+
+
+def leave_children(context: RankContext, plot: Plot) -> str:
+    """The culprit starts processes that would outlive it; one has left its session."""
+    meet()
+    if context.rank == plot.culprit:
+        for own_session in (False, True):
+            subprocess.Popen(["sleep", "600"], start_new_session=own_session)
+    return "returned"
+
+
+def leave_children_and_die(context: RankContext, plot: Plot) -> str:
+    """The culprit starts processes as before, and then exits."""
+    leave_children(context, plot)
+    if context.rank == plot.culprit:
+        os._exit(7)
+    meet()
+    return "returned"
+
+
+def close_the_channel(context: RankContext, plot: Plot) -> str:
+    """The culprit closes every local socket, and so the one through which it would answer."""
+    meet()
+    if context.rank == plot.culprit:
+        for name in os.listdir("/proc/self/fd"):
+            _close_if_local_socket(int(name))
+    return "returned"
+
+
+def destroy_the_default_group(context: RankContext, plot: Plot) -> str:
+    """The culprit destroys what belongs to the engine."""
+    meet()
+    if context.rank == plot.culprit:
+        dist.destroy_process_group()
+    return "returned"
+
+
+def _close_if_local_socket(descriptor: int) -> None:
+    try:
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            return
+    except OSError:  # the one that listed the folder
+        return
+    with socket.socket(fileno=os.dup(descriptor)) as end:
+        local = end.family == socket.AF_UNIX
+    if local:
+        os.close(descriptor)

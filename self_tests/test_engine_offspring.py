@@ -1,0 +1,60 @@
+"""What ranks start ends with them; results too large are refused before they are copied."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from moe_conformance.engine import offspring, wire
+
+
+class TestOffspring:
+    def test_only_children_that_run_are_living(self):
+        """A child that has ended and not been waited for is a child, and not living."""
+        sleeps = subprocess.Popen(["sleep", "600"])
+        ended = subprocess.Popen(["true"], stdout=subprocess.PIPE)
+        try:
+            ended.stdout.read()
+            assert {sleeps.pid, ended.pid} <= set(offspring.children())
+            while ended.pid in offspring.living():
+                pass
+            assert "sleep 600" == offspring.living()[sleeps.pid]
+        finally:
+            sleeps.kill()
+            sleeps.wait()
+            ended.communicate()
+
+    def test_a_process_adopts_what_its_children_leave(self):
+        """A grandchild in a session of its own becomes a child once its parent has ended."""
+        script = """
+            import os, signal, subprocess, sys
+            from moe_conformance.engine import offspring
+            offspring.adopt()
+            start = "import subprocess; print(subprocess.Popen(['sleep', '600'], start_new_session=True, stdout=-3).pid)"  # noqa: E501
+            pid = int(subprocess.run([sys.executable, "-c", start], stdout=subprocess.PIPE).stdout)
+            print([pid] == offspring.children())
+            os.kill(pid, signal.SIGKILL)
+        """
+        command = [sys.executable, "-c", "\n".join(line.strip() for line in script.splitlines())]
+        assert "True" == subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+
+
+class TestLimit:
+    @pytest.mark.parametrize(
+        "value",
+        [torch.ones(1).expand(1 << 38), [torch.empty(3 << 18), torch.empty(3 << 18)], bytes(5 << 20)],
+        ids=["one tensor", "several", "no tensor"],
+    )
+    def test_a_value_beyond_the_limit_is_refused(self, value):
+        """However it is made up; a tensor of which only a part exists is not copied to find out."""
+        with pytest.raises(wire.TooLargeError, match=r"takes .* GiB, and more than 0\.0 GiB are not sent"):
+            wire.dumps(value, limit=4 << 20)
+
+    def test_a_value_within_the_limit_is_sent(self):
+        """Up to the limit and without one nothing is refused."""
+        value = torch.arange(1 << 18)
+        for limit in (None, 3 << 20):
+            assert torch.equal(value, wire.loads([bytearray(b) for b in wire.dumps(value, limit)]))
