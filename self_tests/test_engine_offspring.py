@@ -33,7 +33,7 @@ class TestOffspring:
             import os, signal, subprocess, sys
             from moe_conformance.engine import offspring
             offspring.adopt()
-            start = "import subprocess; print(subprocess.Popen(['sleep', '600'], start_new_session=True, stdout=-3).pid)"  # noqa: E501
+            start = "from subprocess import *; print(Popen(['sleep', '600'], start_new_session=True, stdout=DEVNULL).pid)"
             pid = int(subprocess.run([sys.executable, "-c", start], stdout=subprocess.PIPE).stdout)
             print([pid] == offspring.children())
             os.kill(pid, signal.SIGKILL)
