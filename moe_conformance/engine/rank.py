@@ -148,6 +148,7 @@ def flush() -> None:
 
 def same(held: Mapping[str, Any], kept: Mapping[str, Any]) -> bool:
     """Tells whether a function has kept nothing new."""
+    """Tells whether a function has kept nothing new."""
     return held.keys() == kept.keys() and all(kept[name] is value for name, value in held.items())
 
 

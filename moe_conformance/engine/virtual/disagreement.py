@@ -54,17 +54,18 @@ def different(titles: Sequence[str], ranks: Sequence[int]) -> Disagreement:
     at_fault = frozenset(place for place, title in enumerate(titles) if tied or title != usual)
     said = []
     for title in count:
-        places = [place for place, each in enumerate(titles) if each == title]
-        verb = "is" if len(places) == 1 else "are"
-        said.append(f"{people(places, ranks)} {verb} in {title}")
+        there = [rank for rank, each in zip(ranks, titles, strict=True) if each == title]
+        said.append(f"{people(there)} {'is' if len(there) == 1 else 'are'} in {title}")
     return Disagreement(f"ranks of one group meet in different calls: {', '.join(said)}", at_fault)
 
 
-def people(places: Sequence[int], ranks: Sequence[int] | Mapping[int, int]) -> str:
-    """Names the world ranks of some places: `rank 3`, `ranks 3, 4, 5 and 8 more`."""
-    named = ", ".join(str(ranks[place]) for place in places[:_NAMED])
-    more = f" and {len(places) - _NAMED} more" if len(places) > _NAMED else ""
-    return f"rank{'s' if len(places) > 1 else ''} {named}{more}"
+def people(ranks: Sequence[int]) -> str:
+    """Names ranks: `rank 3`, `ranks 3, 4, 5 and 8 more`; nobody is ""."""
+    if not ranks:
+        return ""
+    named = ", ".join(str(rank) for rank in ranks[:_NAMED])
+    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {named}{more}"
 
 
 def elements(tensor: Tensor) -> str:

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, Work
-from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
 from ..store import FOREVER
 from .meeting import Awaited, Hall, House
@@ -34,6 +33,8 @@ BACKEND = "virtual"
 
 def install(house: House) -> None:
     """Makes every thread of this process a world of its own, and `virtual` a backend; for good."""
+    from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
+
     os.environ.pop("TORCH_DIST_INIT_BARRIER", None)  # waiting in a store would keep the floor
     dist.distributed_c10d._world = ThreadLocalWorld()
     # Functional collectives know groups by name, and each thread has its own group of a name.

@@ -45,7 +45,7 @@ class Awaited:
     @property
     def sentence(self) -> str:
         """What a rank does that waits for this, in words."""
-        return f"waits in {self.title}, for {people(sorted(self.absent), self.ranks)}"
+        return f"waits in {self.title}, for {people([self.ranks[place] for place in sorted(self.absent)])}"
 
 
 class House:
@@ -208,4 +208,4 @@ def _named(ranks: Sequence[int]) -> str:
     """Names the ranks of a group: `ranks 0..7`, `ranks 0, 4, 8 and 61 more`."""
     if len(ranks) > 2 and tuple(ranks) == tuple(range(ranks[0], ranks[0] + len(ranks))):
         return f"ranks {ranks[0]}..{ranks[-1]}"
-    return people(range(len(ranks)), ranks)
+    return people(ranks)

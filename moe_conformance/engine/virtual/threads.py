@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import HashStore
 from .. import wire
 from ..faults import describe
 from ..leftovers import difference, surroundings
-from ..rank import Answer, Assignment, Station, UnsendableResultError, find, flush
+from ..rank import Answer, Assignment, Station, UnsendableResultError, find, flush, same
 from ..records import Partition, RankContext
 from ..transport import device_of
 from . import group
@@ -47,11 +47,12 @@ class Order:
 
 @dataclass(frozen=True)
 class Stuck:
-    """A rank that did not come to an end: what it waits for, or where it runs, and its stack."""
+    """A rank that did not come to an end: what it waits for and for whom, or where it runs, and its stack."""
 
     error: str
-    waits: bool
     stack: str
+    waits: bool
+    awaits: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -184,15 +185,14 @@ class _Ranks:
         """Says what a rank without an answer does; `deadline_s` if it has passed, None if nobody can go on."""
         awaited = self._house.awaited.get(rank)
         stack = _stack(self._threads[rank])
-        if deadline_s is None:
-            assert awaited is not None
-            return Stuck(f"{awaited.sentence}, and nobody can go on", True, stack)
-        why = f"no answer within {deadline_s:.1f} s"
+        why = "" if deadline_s is None else f"no answer within {deadline_s:.1f} s: "
         if awaited is not None:
-            return Stuck(f"{why}: {awaited.sentence}", True, stack)
+            end = "" if deadline_s is not None else ", and nobody can go on"
+            peers = tuple(awaited.ranks[place] for place in sorted(awaited.absent))
+            return Stuck(f"{why}{awaited.sentence}{end}", stack, True, peers)
         if rank == self._holder:
-            return Stuck(f"{why}: {_place(self._threads[rank])}", False, stack)
-        return Stuck(f"{why}: could go on, but rank {self._holder} runs", True, stack)
+            return Stuck(f"{why}{_place(self._threads[rank])}", stack, False)
+        return Stuck(f"{why}could go on, but rank {self._holder} runs", stack, True)
 
 
 def _do(home: _Home, work: _Work) -> tuple[Answer, list[wire.Buffer]]:
@@ -213,7 +213,7 @@ def _do(home: _Home, work: _Work) -> tuple[Answer, list[wire.Buffer]]:
         lost = RuntimeError("the function destroyed the default process group, which belongs to the engine")
         return Answer(number, "raised", describe(lost)), []
     try:
-        return Answer(number, "returned", left=home.left(lasting=context.kept != held)), wire.dumps(value)
+        return Answer(number, "returned", left=home.left(lasting=not same(held, context.kept))), wire.dumps(value)
     except BaseException as error:
         return Answer(number, "raised", describe(UnsendableResultError(value, error))), []
 

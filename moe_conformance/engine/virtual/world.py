@@ -6,7 +6,7 @@ import contextlib
 import re
 import selectors
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .. import stacks, wire
@@ -16,6 +16,7 @@ from ..host import Host, RankProcess
 from ..launcher import describe_exit
 from ..rank import Answer, Assignment, Station
 from ..records import EngineError, Job, JobResult, RankResult
+from .disagreement import people
 from .threads import End, Order
 
 _START_LIMIT_S = 120.0
@@ -67,9 +68,8 @@ class VirtualWorld:
         """
         assert self._running is not None, "no job was started"
         try:
-            findings = self._findings(self._running)
+            results = self._results(self._running)
             seconds = time.monotonic() - self._running.began
-            results = assign(findings)
             if any(result.status != "ok" or result.left for result in results):
                 results = self._with_output(results, seconds)
                 self.stop()
@@ -108,15 +108,15 @@ class VirtualWorld:
 
     # ---- what became of the job ----------------------------------------------------------------------------------
 
-    def _findings(self, running: _Running) -> list[Finding]:
+    def _results(self, running: _Running) -> tuple[RankResult, ...]:
         assert self._process is not None
         message = self._hear(self._process, running)
         if message is not None:
-            return _read(message, running)
+            return _read(message, running.job)
         code = self._host.exit_code(self._process)
         if code is not None:
-            return self._died(self._process, code)
-        return self._unresponsive(self._process, running.job.deadline_s)
+            return assign(self._died(self._process, code))
+        return assign(self._unresponsive(self._process, running.job.deadline_s))
 
     def _hear(self, process: RankProcess, running: _Running) -> list[bytearray] | None:
         """Returns the message in which the process answers, or None if it has ended or its time is up."""
@@ -178,14 +178,31 @@ class VirtualWorld:
         )
 
 
-def _read(message: list[bytearray], running: _Running) -> list[Finding]:
+def _read(message: list[bytearray], job: Job) -> tuple[RankResult, ...]:
     ends: list[End] = wire.loads(message[:1])
     values = iter(message[1:])
-    findings = []
-    for rank, end in enumerate(ends):
-        value = [next(values) for _ in range(end.buffers)]
-        findings.append(_judge(rank, end, value, running.job))
-    return findings
+    findings = [_judge(rank, end, [next(values) for _ in range(end.buffers)], job) for rank, end in enumerate(ends)]
+    awaits = {rank: end.stuck.awaits for rank, end in enumerate(ends) if end.stuck is not None}
+    results = assign(findings)
+    if any(result.status == "ok" and result.error for result in results):
+        return _blame_awaited(results, awaits)
+    return results
+
+
+def _blame_awaited(results: Sequence[RankResult], awaits: Mapping[int, Sequence[int]]) -> tuple[RankResult, ...]:
+    """Blames, of all ranks that returned, those that others wait for; where there are none, all who wait."""
+    waiting: dict[int, list[int]] = {}
+    for rank, peers in awaits.items():
+        for peer in peers:
+            waiting.setdefault(peer, []).append(rank)
+    someone = any(result.status == "ok" and result.rank in waiting for result in results)
+    found = []
+    for result in results:
+        if result.status == "ok":
+            who = people(waiting.get(result.rank, ()))
+            result = replace(result, error=f"returned while {who} waited in a collective" if who else None)
+        found.append(replace(result, secondary=result.status != "ok" and someone))
+    return tuple(found)
 
 
 def _judge(rank: int, end: End, value: Sequence[bytearray], job: Job) -> Finding:
