@@ -1,10 +1,13 @@
-"""What this machine can run and why not the rest: versions, transports, GPUs, backends, layouts, and two real ranks."""
+"""What this machine can run and why not the rest: versions, transports, GPUs, backends, layouts, and two real ranks.
+
+On request also what becomes of the engine here when ranks misbehave.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
 import torch
@@ -12,6 +15,7 @@ import torch.distributed as dist
 
 from moe_conformance import catalogue
 from moe_conformance.engine import Engine, EngineError, Job, RankContext
+from moe_conformance.engine.drill import FAULTS, Drill, table
 from moe_conformance.plan import too_large
 from moe_conformance.workloads import corpus
 
@@ -29,6 +33,27 @@ def examine(ranks: int, say: Say) -> int:
     _backends(say)
     _layouts(ranks, say)
     return _ranks(say)
+
+
+def drill(worlds: Sequence[int], times: int, say: Say) -> int:
+    """Play every known fault of a rank to the engine; return 0 if all was right, 1 if not, 2 if ranks cannot start."""
+    sizes = " and ".join(map(str, worlds))
+    say(f"{len(FAULTS)} faults, each {times} times in worlds of {sizes} ranks, which takes a while:")
+    trials = []
+    try:
+        with Drill(worlds) as scene:
+            for trial in scene.run(times):
+                trials.append(trial)
+                for sentence in trial.wrong:
+                    say(f"wrong: {trial.fault.name}, {trial.world} ranks: {sentence}")
+    except EngineError as error:
+        say(f"the ranks cannot start: {error}")
+        return 2
+    for line in table(trials):
+        say(line)
+    right = sum(not trial.wrong for trial in trials)
+    say(f"{right} of {len(trials)} right")
+    return 0 if right == len(trials) else 1
 
 
 def _backends(say: Say) -> None:
