@@ -143,16 +143,30 @@ def list_(what: str, importable: bool) -> None:
 
 @main.command(name="doctor")
 @click.option("--ranks", metavar="N", help="the largest world that you mean to run (default: 4)")
-def doctor_(ranks: str | None) -> NoReturn:
-    """Say what this machine can run, and why not the rest. Exit status 2 if ranks cannot start."""
+@click.option("--drill", is_flag=True, help="play every fault of a rank to the engine here (--ranks 2,4: twice)")
+@click.option("--times", metavar="N", type=click.IntRange(1), default=1, help="how often, with --drill (default: 1)")
+def doctor_(ranks: str | None, drill: bool, times: int) -> NoReturn:
+    """Say what this machine can run, and why not the rest.
+
+    Exit status: 2 if ranks cannot start, 1 if anything of the drill went wrong.
+    """
     _require_torch()
     from moe_conformance import doctor
 
+    if drill:
+        sys.exit(doctor.drill(_worlds(ranks or "2,4"), times, click.echo))
     try:
         wanted = options.from_mapping({"ranks": ranks}).ranks
     except options.Unusable as error:
         raise CannotRun(str(error)) from error
     sys.exit(doctor.examine(wanted, click.echo))
+
+
+def _worlds(ranks: str) -> list[int]:
+    worlds = [int(word) for word in ranks.split(",") if word.isdigit()]
+    if len(worlds) < len(ranks.split(",")) or any(world < 2 or world % 2 for world in worlds):
+        raise CannotRun(f"--drill needs even numbers of ranks such as 2,4, not {ranks!r}")
+    return sorted(set(worlds))
 
 
 if __name__ == "__main__":
