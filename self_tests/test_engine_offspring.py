@@ -33,7 +33,7 @@ class TestOffspring:
             import os, signal, subprocess, sys
             from moe_conformance.engine import offspring
             offspring.adopt()
-            start = "from subprocess import *; print(Popen(['sleep', '600'], start_new_session=True, stdout=DEVNULL).pid)"
+            start = "from subprocess import *; print(Popen(['sleep', '600'], start_new_session=True, stdout=-3).pid)"
             pid = int(subprocess.run([sys.executable, "-c", start], stdout=subprocess.PIPE).stdout)
             print([pid] == offspring.children())
             os.kill(pid, signal.SIGKILL)
