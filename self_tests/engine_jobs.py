@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from typing import Any
@@ -302,6 +303,11 @@ def _leave_a_folder() -> None:
     os.chdir("/")
 
 
+def _leave_no_folder() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+
+
 def _leave_no_grad() -> None:
     torch.set_grad_enabled(False)
 
@@ -311,6 +317,7 @@ _LEAVES = {
     "variable": _leave_a_variable,
     "dtype": _leave_a_dtype,
     "folder": _leave_a_folder,
+    "removed folder": _leave_no_folder,
     "mode": _leave_no_grad,
 }
 

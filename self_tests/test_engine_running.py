@@ -99,6 +99,7 @@ class TestLeftovers:
             ("variable", "environment variable 'DEBUG'"),
             ("dtype", "the default dtype"),
             ("folder", "the working directory"),
+            ("removed folder", "the working directory"),
             ("mode", "the grad mode"),
         ],
     )
@@ -121,4 +122,6 @@ class TestLeftovers:
         before = pids(engine)
         assert [(), ()] == [rank.left for rank in kept.ranks]
         assert before == pids(engine)
-        assert [(), ("environment variable 'DEBUG'",)] == [r.left for r in engine.run(job("leave_behind", "variable")).ranks]
+        assert [(), ("environment variable 'DEBUG'",)] == [
+            r.left for r in engine.run(job("leave_behind", "variable")).ranks
+        ]

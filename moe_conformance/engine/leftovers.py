@@ -36,8 +36,15 @@ def surroundings(own_groups: int = 0) -> Surroundings:
     }
     groups = len(dist.distributed_c10d._world.pg_map) - own_groups
     return Surroundings(
-        frozenset(threading.enumerate()), offspring.living(), os.environ.copy(), os.getcwd(), modes, groups
+        frozenset(threading.enumerate()), offspring.living(), os.environ.copy(), _folder(), modes, groups
     )
+
+
+def _folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # a function may remove the folder that it went to
+        return ""
 
 
 def difference(before: Surroundings, after: Surroundings) -> tuple[str, ...]:
