@@ -82,7 +82,7 @@ def gather_early(context: RankContext, wait: bool) -> list[float]:
     """Gathers from a world of one what is 5; looks at the output before `wait()`, or after it."""
     x = torch.full((4,), 5.0, device=context.device)
     out = torch.full((4,), -1.0, device=context.device)
-    torch.cuda.synchronize()
+    _connect(context)
     work = dist.all_gather_into_tensor(out, x, async_op=True)
     assert work is not None
     if wait:
@@ -97,7 +97,7 @@ def gather_aside(context: RankContext, wait: bool) -> list[float]:
     x = torch.full((4,), -1.0, device=context.device)
     out = torch.zeros(4, device=context.device)
     aside = torch.cuda.Stream()
-    torch.cuda.synchronize()
+    _connect(context)
     dist.all_reduce(torch.zeros(1, device=context.device))  # after this the computation is late
     x.fill_(5.0)
     if wait:
@@ -106,3 +106,9 @@ def gather_aside(context: RankContext, wait: bool) -> list[float]:
         dist.all_gather_into_tensor(out, x)
     torch.cuda.synchronize()
     return out.tolist()
+
+
+def _connect(context: RankContext) -> None:
+    """Lets NCCL do what it does at the first collective, which takes longer than any delay."""
+    dist.all_reduce(torch.zeros(1, device=context.device))
+    torch.cuda.synchronize()

@@ -122,6 +122,32 @@ class TestHostSyncs:
         assert (3.0, None) == (rank.value, rank.host_syncs)
 
 
+class TestDelays:
+    EARLY, RIGHT = [-1.0] * 4, [5.0] * 4  # what the jobs set before, and what is to come
+
+    @on_gpu
+    @pytest.mark.parametrize(("wait", "expected"), [(False, EARLY), (True, RIGHT)])
+    def test_an_early_read_is_seen_where_communication_is_late(self, run, wait, expected):
+        """Who reads the output before `wait()` finds what was there; who waits finds what came."""
+        (rank,) = run("gather_early", wait, asynchrony="delayed_communication").ranks
+        assert expected == rank.value
+
+    @on_gpu
+    @pytest.mark.parametrize(("wait", "expected"), [(False, EARLY), (True, RIGHT)])
+    def test_a_missing_wait_for_the_input_is_seen_where_computation_is_late(self, run, wait, expected):
+        """A collective on a stream that does not wait for its input sends what was there."""
+        (rank,) = run("gather_aside", wait, asynchrony="delayed_compute").ranks
+        assert expected == rank.value
+
+    @on_gpu
+    @pytest.mark.parametrize("world", [1, 2])
+    @pytest.mark.parametrize("asynchrony", ["delayed_compute", "delayed_communication"])
+    def test_correct_code_stays_right(self, run, asynchrony, world):
+        """Over NCCL and, where ranks share the GPU, over gloo."""
+        result = run("exchange", world=world, asynchrony=asynchrony)
+        assert expected_exchange(world) == [rank.value[2:] for rank in result.ranks]
+
+
 class TestSuite:
     ONLY = "EXCH-05,EXCH-07,EXPT-01,GRAD-03,ROUTE-04"
 

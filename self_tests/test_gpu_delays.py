@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moe_conformance.engine import EngineError
-from moe_conformance.engine.gpu.delays import MODES, late, require_gpu
+from moe_conformance.engine.gpu.delays import MODES, check, late
 
 
 class TestDelays:
@@ -26,14 +26,24 @@ class TestDelays:
     def test_the_cpu_refuses_delays_and_says_what_to_ask_for(self, mode):
         """It has no streams; poison does the same there."""
         with pytest.raises(EngineError, match=f"'{mode}' delays streams of a GPU; on the CPU ask for 'poisoned'"):
-            require_gpu(mode, "cpu")
+            check(mode, "cpu")
 
-    @pytest.mark.parametrize("asynchrony", ["plain", "poisoned", "watched"])
-    def test_other_modes_are_not_its_business(self, asynchrony):
-        """They are refused or allowed elsewhere."""
-        require_gpu(asynchrony, "cpu")
+    def test_a_gpu_refuses_poison_and_says_what_to_ask_for(self):
+        """Nothing would be hidden there, and nothing found."""
+        with pytest.raises(
+            EngineError, match="'poisoned' hides buffers of the CPU; on a GPU ask for delayed_compute or"
+        ):
+            check("poisoned", "cuda")
+
+    @pytest.mark.parametrize(
+        ("asynchrony", "device"),
+        [("plain", "cpu"), ("plain", "cuda"), ("watched", "cpu"), ("watched", "cuda"), ("poisoned", "cpu")],
+    )
+    def test_other_modes_are_allowed(self, asynchrony, device):
+        """On whichever device they work."""
+        check(asynchrony, device)
 
     @pytest.mark.parametrize("mode", MODES)
     def test_gpus_allow_delays(self, mode):
         """Whatever their number."""
-        require_gpu(mode, "cuda")
+        check(mode, "cuda")

@@ -8,6 +8,9 @@ waited for is late. It seldom is; a kernel that does nothing for a while makes i
 * "delayed_compute": what is computed around a collective is late. A collective that was issued on a stream of its own,
   and not told to wait for its input, then sends what was there before.
 
+At the first collective of a group NCCL makes its connections, which takes longer than the delay: it counts from the
+second on.
+
 On the CPU hidden buffers do the same without any luck (asynchrony "poisoned").
 """
 
@@ -29,14 +32,16 @@ _CYCLES = (
 )
 
 
-def require_gpu(asynchrony: str, device: str) -> None:
-    """Refuses delays where there are no streams.
+def check(asynchrony: str, device: str) -> None:
+    """Refuses delays where there are no streams, and poison where buffers are not hidden.
 
     Raises:
         EngineError: says what to ask for instead.
     """
     if asynchrony in MODES and device == "cpu":
         raise EngineError(f"asynchrony {asynchrony!r} delays streams of a GPU; on the CPU ask for 'poisoned'")
+    if asynchrony == "poisoned" and device != "cpu":
+        raise EngineError(f"asynchrony 'poisoned' hides buffers of the CPU; on a GPU ask for {' or '.join(MODES)}")
 
 
 def late(mode: Mode, asynchronous: bool) -> Literal["compute", "communication"] | None:
