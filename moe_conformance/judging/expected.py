@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_conformance.judging.chunks import solve_in_chunks
 from moe_conformance.workloads import tags
 from moe_conformance.workloads.records import Batch, Workload
 from reference import exchange, layer
@@ -38,10 +39,14 @@ def expect(workload: Workload, parts: Sequence[float]) -> Expected:
     """
     config = workload.config
     batches = [batch for ranks in workload.batches for batch in ranks]
-    whole = layer.global_batch([layer.Batch(b.x_TD, b.ids_TK, b.weights_TK, b.upstream) for b in batches])
+    oracles = [layer.Batch(b.x_TD, b.ids_TK, b.weights_TK, b.upstream) for b in batches]
+    whole = layer.global_batch(oracles)
     gains = {("gain", e): torch.tensor(tags.gain(e), dtype=torch.float64) for e in range(config.experts)}
-    result = layer.gradients(
-        *whole, build=lambda parameters: tagged_experts(config.experts, parameters), parameters=gains
+    result = solve_in_chunks(
+        oracles,
+        lambda chunk: layer.gradients(
+            *chunk, build=lambda parameters: tagged_experts(config.experts, parameters), parameters=gains
+        ),
     )
 
     unit, shards = 0.25, sum(abs(part) for part in parts)  # upstream gradients are multiples of the unit

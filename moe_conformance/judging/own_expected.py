@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe_conformance.judging import bounds
 from moe_conformance.judging.bounded import Target, compare
+from moe_conformance.judging.chunks import solve_in_chunks
 from moe_conformance.judging.places import Place, Shard, backward_places_of, places_of, stages
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.workloads.records import Workload
@@ -112,13 +113,16 @@ class OwnExpected:
         return self._solved([backward_places_of(self.workload, ranks) for ranks in self.stages])
 
     def _solved(self, stages: Sequence[Sequence[Place]]) -> tuple[tuple[Gradients, Gradients], ...]:
-        found = []
-        for places in stages:
-            batch, parameters = batch_of(self.workload, places), parameters_of(self.workload)
-            values = layer.gradients(*batch, swiglu_experts, parameters, weights_at=self.weights_at)
-            sizes = magnitudes(*batch, swiglu_measured, parameters, weights_at=self.weights_at)
-            found.append((values, sizes))
-        return tuple(found)
+        parameters, weights_at = parameters_of(self.workload), self.weights_at
+
+        def values(batch: layer.Batch) -> Gradients:
+            return layer.gradients(*batch, swiglu_experts, parameters, weights_at=weights_at)
+
+        def sizes(batch: layer.Batch) -> Gradients:
+            return magnitudes(*batch, swiglu_measured, parameters, weights_at=weights_at)
+
+        every = [batches_of(self.workload, places) for places in stages]
+        return tuple((solve_in_chunks(batches, values), solve_in_chunks(batches, sizes)) for batches in every)
 
     @cached_property
     def _parameters(self) -> tuple[dict[Key, Target], ...]:
@@ -168,10 +172,15 @@ def expect_own(workload: Workload, weights_at: str, loss_convention: str) -> Own
     return OwnExpected(workload, "input" if weights_at == "input" else "output", divisor)
 
 
+def batches_of(workload: Workload, places: Sequence[Place]) -> list[layer.Batch]:
+    """Return the tokens of some places as batches of the oracle."""
+    batches = [workload.batches[m][rank] for m, rank in places]
+    return [layer.Batch(b.x_TD, b.ids_TK, b.weights_TK, b.upstream) for b in batches]
+
+
 def batch_of(workload: Workload, places: Sequence[Place]) -> layer.Batch:
     """Put the tokens of some places into one batch of the oracle."""
-    batches = [workload.batches[m][rank] for m, rank in places]
-    return layer.global_batch([layer.Batch(b.x_TD, b.ids_TK, b.weights_TK, b.upstream) for b in batches])
+    return layer.global_batch(batches_of(workload, places))
 
 
 def parameters_of(workload: Workload) -> Parameters:
