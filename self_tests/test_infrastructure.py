@@ -31,6 +31,7 @@ MACHINE = {
     "network not there": "Last error: socketStartConnect: Connect to 10.0.0.7<52822> failed : No route to host",
     "host memory used up": "rank 3 could not be forked: OSError: [Errno 12] Cannot allocate memory",
     "no further process allowed": "rank 3 could not be forked: BlockingIOError: [Errno 11] Try again",
+    "no space left on a disk": "Last error:\nError while attaching to /dev/shm/nccl-1 : No space left on device (28)",
     "no further open file allowed": "OSError: [Errno 24] Too many open files: '/dev/shm/x'",
 }
 

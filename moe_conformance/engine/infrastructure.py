@@ -38,6 +38,7 @@ _PHRASES = {
     "network not there": r"No route to host|Network is unreachable",
     "host memory used up": r"\[Errno 12\]",
     "no further process allowed": r"fork.*\[Errno 11\]",
+    "no space left on a disk": r"No space left on device",
     "no further open file allowed": r"\[Errno 2[34]\]|too many open files",
 }
 
