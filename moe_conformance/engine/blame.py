@@ -1,8 +1,8 @@
 """Who is at fault, from what is known of every rank at the end of a job.
 
 A fault spreads: the peers of a rank that raised or died lose their connections, the peers of a rank that
-loops or has returned wait for it. These are *secondary*. Where no rank stands out, all that failed are
-blamed.
+loops or has returned wait for it, and who was sent less than it expects goes on with garbage. These are
+*secondary*. Where no rank stands out, all that failed are blamed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from .ledger.crosscheck import cross_check
+from .ledger.disagreement import Disagreement
 from .records import RankResult
 
 
@@ -32,28 +34,70 @@ class Finding:
         """True where another rank's fault would explain this one's."""
         return self.waits or self.connection_lost
 
+    @property
+    def fails(self) -> bool:
+        """True where the rank itself failed, for a reason of its own as far as it can be seen there."""
+        return self.result.status != "ok" and not self.suffers
 
-def assign(findings: Sequence[Finding]) -> tuple[RankResult, ...]:
-    """Marks the secondary faults.
 
-    * A rank that raised for a reason of its own, died, or hangs outside of any collective is at fault; then
-      all who wait or lost a connection are secondary.
+def assign(findings: Sequence[Finding], disagreements: Sequence[Disagreement] = ()) -> tuple[RankResult, ...]:
+    """Marks the secondary faults; `disagreements` are those of the ranks' ledgers, the earliest first.
+
+    * Ranks whose ledgers disagree are at fault: of the earliest disagreement, those that differ from most. All
+      that happened to others may come from it.
+    * Failing that, a rank that raised for a reason of its own, died, or hangs outside of any collective is at
+      fault; then all who wait or lost a connection are secondary.
     * Failing that, ranks that returned while others wait in a collective are at fault: they left one out.
       (That the others entered one too many cannot be told apart here.)
     * Failing that, all who failed are at fault.
+
+    A hazard is the fault of its rank, whatever the others did.
     """
-    culprits = [f for f in findings if f.result.status != "ok" and not f.suffers]
-    if culprits:
-        return tuple(replace(f.result, secondary=f.suffers) for f in findings)
-    waiting = [f.result.rank for f in findings if f.waits]
-    returned = [f.result.rank for f in findings if f.result.status == "ok"]
-    if waiting and returned:
-        return tuple(_blame_returned(f, waiting) for f in findings)
-    return tuple(f.result for f in findings)
+    ranks = _by_ledgers(findings, disagreements[0]) if disagreements else _by_status(findings)
+    return tuple(map(_with_hazard, ranks))
 
 
-def _blame_returned(finding: Finding, waiting: list[int]) -> RankResult:
-    if finding.result.status != "ok":
-        return replace(finding.result, secondary=True)
+def disagreements(findings: Sequence[Finding]) -> tuple[Disagreement, ...]:
+    """Cross-checks the ranks' ledgers; calls are not missed where something else explains that they are missing."""
+    ledgers = {finding.result.rank: finding.result.ledger for finding in findings}
+    explained = any(finding.fails for finding in findings)
+    cut = [f.result.rank for f in findings if f.result.status != "ok" and (explained or not f.waits)]
+    return cross_check(ledgers, cut)
+
+
+def _by_ledgers(findings: Sequence[Finding], first: Disagreement) -> list[RankResult]:
+    waiting = [finding.result.rank for finding in findings if finding.waits]
+    # Half of the ranks lack a call that the other half makes: those who returned left the others waiting.
+    left = [rank for rank in first.absent if findings[rank].result.status == "ok"] if waiting else []
+    blamed = first.blamed if not left or set(left) >= set(first.blamed) else left
+    sentence = f"{_returned_while(waiting)}: {first}" if waiting else str(first)
+    return [_blame(finding.result, sentence, finding.result.rank in blamed) for finding in findings]
+
+
+def _blame(result: RankResult, sentence: str, blamed: bool) -> RankResult:
+    """Blames a rank or not; one that failed keeps its own sentence."""
+    if result.status != "ok":
+        return replace(result, secondary=not blamed)
+    return replace(result, error=sentence) if blamed else result
+
+
+def _by_status(findings: Sequence[Finding]) -> list[RankResult]:
+    if any(finding.fails for finding in findings):
+        return [replace(finding.result, secondary=finding.suffers) for finding in findings]
+    waiting = [finding.result.rank for finding in findings if finding.waits]
+    if waiting and any(finding.result.status == "ok" for finding in findings):
+        returned = _returned_while(waiting)
+        return [_blame(finding.result, returned, finding.result.status == "ok") for finding in findings]
+    return [finding.result for finding in findings]
+
+
+def _returned_while(waiting: Sequence[int]) -> str:
     others = f"rank {waiting[0]}" if len(waiting) == 1 else f"ranks {', '.join(map(str, waiting))}"
-    return replace(finding.result, error=f"returned while {others} waited in a collective")
+    return f"returned while {others} waited in a collective"
+
+
+def _with_hazard(result: RankResult) -> RankResult:
+    if not result.hazards or result.error is not None:
+        return result
+    more = f"; {len(result.hazards) - 1} more of the kind" if len(result.hazards) > 1 else ""
+    return replace(result, error=f"{result.hazards[0]}{more}")

@@ -9,6 +9,7 @@ destructors of an orderly exit.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import sys
@@ -24,6 +25,8 @@ from .faults import Fault, describe
 from .gpu import poisoned
 from .gpu.memory import Baseline, in_use
 from .gpu.syncs import HostSyncs
+from .ledger.entry import Asynchrony
+from .ledger.tap import Tap
 from .leftovers import difference, surroundings
 from .records import Partition, RankContext
 
@@ -54,6 +57,7 @@ class Assignment:
     number: int
     function: str
     groups: Mapping[str, Partition]
+    asynchrony: Asynchrony = "plain"
 
 
 @dataclass(frozen=True)
@@ -79,31 +83,32 @@ class Answer:
 def serve(channel: wire.Channel, station: Station, ledger: int) -> NoReturn:
     """Runs a rank until its process ends; its first answer, to job 0, says whether it could join.
 
-    `ledger` is the descriptor of a file to which the rank may append lines about the running job.
+    `ledger` is the descriptor of a file to which the rank appends lines about the running job.
     """
     torch.set_num_threads(1)
     offspring.adopt()  # so that it is seen what a function leaves behind
     with contextlib.suppress(EOFError, OSError):  # of the channel: the driver has closed its end
-        _work(channel, station)
+        _work(channel, station, ledger)
     os._exit(0)
 
 
-def _work(channel: wire.Channel, station: Station) -> None:
+def _work(channel: wire.Channel, station: Station, ledger: int) -> None:
     """Answers until there is an answer after which the rank must not go on."""
     try:
         home = _Home(station)
+        tap = Tap(functools.partial(os.write, ledger))
     except BaseException as error:
         channel.send(wire.dumps(Answer(0, "unprepared", describe(error))))
         return
     answer = Answer(0, "returned")
     channel.send(wire.dumps(answer))
     while not answer.last:
-        answer, *value = _do(home, channel.receive())
+        answer, *value = _do(home, tap, channel.receive())
         flush()
         channel.send([*wire.dumps(answer), *value])
 
 
-def _do(home: _Home, message: list[bytearray]) -> tuple[Any, ...]:
+def _do(home: _Home, tap: Tap, message: list[bytearray]) -> tuple[Any, ...]:
     """Returns the Answer and, after it, the buffers of the value."""
     assignment: Assignment = wire.loads(message[:1])
     number = assignment.number
@@ -115,7 +120,7 @@ def _do(home: _Home, message: list[bytearray]) -> tuple[Any, ...]:
         return (Answer(number, "unprepared", describe(error)),)
     held = dict(context.kept)
     try:
-        with HostSyncs(context.device) as syncs:
+        with HostSyncs(context.device) as syncs, tap.recording(assignment.asynchrony):
             value = function(context, payload)
         poisoned.check(context.device)
     except BaseException as error:  # SystemExit too: whatever the function does is its result
@@ -147,7 +152,6 @@ def flush() -> None:
 
 
 def same(held: Mapping[str, Any], kept: Mapping[str, Any]) -> bool:
-    """Tells whether a function has kept nothing new."""
     """Tells whether a function has kept nothing new."""
     return held.keys() == kept.keys() and all(kept[name] is value for name, value in held.items())
 

@@ -9,6 +9,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from .ledger.disagreement import Disagreement
+from .ledger.entry import Asynchrony, Entry, Hazard
+
 Partition = tuple[tuple[int, ...], ...]
 
 
@@ -30,6 +33,10 @@ class Job:
             within a group and are in at most one group of a partition.
         deadline_s: Seconds from sending the job until ranks without an answer are taken for hung. Includes
             importing the function and making groups that do not exist yet.
+        asynchrony: What is done to find those who use the data of an asynchronous collective before they waited for
+            it. "poisoned": what it delivers is hidden until then, and NaN or a very large integer stands there (CPU
+            only). "watched": each operator is looked at, and the line that does it is named; slow. "delayed_compute",
+            "delayed_communication": a stream is late (GPU only; see gpu/delays.py).
     """
 
     function: str
@@ -37,6 +44,7 @@ class Job:
     world: int
     groups: Mapping[str, Partition]
     deadline_s: float = 60.0
+    asynchrony: Asynchrony = "plain"
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,8 @@ class RankResult:
         status: "ok" returned, "raised" an exception, "hung" gave no answer, "died" ended as a process.
         value: What the function returned, if it did: picklable, and at most 2 GiB.
         error: One line: `"ValueError: ..."`, `"killed by SIGKILL"`, `"no answer within 5.0 s: ..."`. A rank
-            with status "ok" has one if it returned while others waited for it in a collective.
+            with status "ok" has one if it returned while others waited for it in a collective, or its ledger is to
+            blame for a disagreement or holds a hazard.
         error_type: Qualified name of the exception's class: `"ValueError"`, `"package.module.Refused"`.
         error_attributes: The exception's own attributes that are plain str, int, float or bool.
         traceback: Python traceback of an exception; for a rank that hung or crashed, the stacks of its
@@ -83,6 +92,10 @@ class RankResult:
             that something was (see infrastructure.py): the function is then not to be blamed.
         host_syncs: How often a function that returned made the host wait for its GPU, as far as torch can tell; None
             on the CPU.
+        ledger: Every call of a collective, send or receive that the function made through torch.distributed, up to
+            its end or that of the process; those of a backend past its group are not seen.
+        hazards: What the function did to buffers and handles of asynchronous calls; "never waited" is always seen, and
+            the others as far as `Job.asynchrony` lets them be.
     """
 
     rank: int
@@ -97,19 +110,28 @@ class RankResult:
     left: tuple[str, ...] = ()
     infrastructure: str | None = None
     host_syncs: int | None = None
+    ledger: tuple[Entry, ...] = ()
+    hazards: tuple[Hazard, ...] = ()
 
 
 @dataclass(frozen=True)
 class JobResult:
-    """How a job went: one result per rank, in order, and the seconds until the last was known."""
+    """How a job went.
+
+    Attributes:
+        ranks: One result per rank, in order.
+        seconds: Until the last was known.
+        disagreements: Where the ranks' ledgers do not fit together, the earliest first.
+    """
 
     ranks: tuple[RankResult, ...]
     seconds: float
+    disagreements: tuple[Disagreement, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """True where every rank returned."""
-        return all(result.status == "ok" for result in self.ranks)
+        """True where every rank returned, and none is to blame for what its ledger holds."""
+        return all(result.status == "ok" and result.error is None for result in self.ranks)
 
     @property
     def blamed(self) -> tuple[int, ...]:

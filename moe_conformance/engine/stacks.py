@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 
+# Our own, between a call of torch.distributed and torch; they are left out of every stack that is read here.
+_LISTENING = f"{__package__.replace('.', '/')}/ledger/"
 # A frame of torch that only hands the call on says nothing of what is waited for.
 _TRANSPARENT = ("torch/_ops.py", "torch/_library/", "torch/utils/_contextlib.py", "contextlib.py")
 # Calls that wait for a collective without a frame of torch.distributed: Work.wait and the operators are C++.
@@ -53,7 +55,8 @@ def place(text: str) -> str:
 
 
 def _frames(block: str) -> list[Frame]:
-    return [Frame(m["file"], int(m["line"]), m["function"]) for m in _FRAME.finditer(block)]
+    frames = (Frame(m["file"], int(m["line"]), m["function"]) for m in _FRAME.finditer(block))
+    return [frame for frame in frames if _LISTENING not in frame.file]
 
 
 def _waits(frames: list[Frame]) -> bool:

@@ -22,8 +22,9 @@ _START_LIMIT_S = 120.0
 class World:
     """The ranks of one world size.
 
-    A job leaves the ranks in place only if all of them returned and left nothing behind. A rank that ends between two
-    jobs is noticed before the next and the ranks are replaced: whose fault it was cannot be said.
+    A job leaves the ranks in place only if all of them returned, agree on their collectives and left nothing behind. A
+    rank that ends between two jobs is noticed before the next and the ranks are replaced: whose fault it was cannot be
+    said.
     """
 
     def __init__(self, size: int, device: str, host: Host, store: StoreServer) -> None:
@@ -43,7 +44,7 @@ class World:
         self._ensure()
         try:
             began = time.monotonic()
-            message = [*wire.dumps(Assignment(number, job.function, dict(job.groups))), *payload]
+            message = [*wire.dumps(Assignment(number, job.function, dict(job.groups), job.asynchrony)), *payload]
             self._post(message, job.deadline_s)
             self._vigil = Vigil(self._host, self._ranks, number, began, job, gpu=self._device != "cpu")
         except BaseException:
@@ -64,9 +65,11 @@ class World:
             self.stop()
             raise
         self._vigil = None
-        if any(finding.result.status != "ok" or finding.result.left for finding in findings):
+        disagreements = blame.disagreements(findings)
+        result = JobResult(blame.assign(findings, disagreements), seconds, disagreements)
+        if not result.ok or any(rank.left for rank in result.ranks):
             self.stop()
-        return JobResult(blame.assign(findings), seconds)
+        return result
 
     def stop(self) -> None:
         """Kills the ranks; the next job starts new ones."""

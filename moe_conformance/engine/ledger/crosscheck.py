@@ -72,6 +72,7 @@ def _other_calls(
         blamed=blamed_of_classes(ops),
         orders={rank: entry.order for rank, entry in made.items()},
         words=f"on {group_words(ranks)} call {sequence}: {said}",
+        absent=tuple(absent),
     )
 
 

@@ -19,6 +19,7 @@ class Disagreement:
             that disagree: two of them for one message.
         orders: Where each rank's ledger holds the call, by rank, of those that made it.
         words: What differs.
+        absent: Ranks that came to their end, or to where they wait for ever, without the call.
     """
 
     ranks: tuple[int, ...]
@@ -27,6 +28,7 @@ class Disagreement:
     blamed: tuple[int, ...]
     orders: Mapping[int, int]
     words: str
+    absent: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return self.words

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Shapes = tuple[tuple[int, ...], ...]
+Asynchrony = Literal["plain", "poisoned", "watched", "delayed_compute", "delayed_communication"]
 State = Literal["issued", "finished", "waited"]
 HazardKind = Literal["never waited", "sent data changed", "output written", "output touched"]
 

@@ -6,19 +6,18 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
 
 from ..gpu import delays
+from .entry import Asynchrony
 from .handle import Handle
 from .operators import Call, Operator, functional_overloads, operators
 from .poison import Poisoned, can_poison
 from .recorder import Recorder, Ticket
 from .watch import Watch
-
-Asynchrony = Literal["plain", "poisoned", "watched", "delayed_compute", "delayed_communication"]
 
 # Kernels of ours stand before the choice of a device; these are the keys to go on with.
 _DEVICE_KEYS = (DispatchKey.CUDA, DispatchKey.PrivateUse1, DispatchKey.CPU, DispatchKey.Meta)
@@ -74,8 +73,8 @@ class Tap:
     def _functional_kernel(self, overload: Any) -> Callable[..., Any]:
         def kernel(keys: DispatchKeySet, *args: Any) -> Any:
             self._functional_calls.inside = True
-            try:
-                return overload._op_dk(_device_key(keys), *args)
+            try:  # these have one kernel for all devices, of which _op_dk knows nothing
+                return overload.redispatch(DispatchKeySet(_device_key(keys)), *args)
             finally:
                 self._functional_calls.inside = False
 
