@@ -139,7 +139,7 @@ class TestRendezvous:
 
     def test_a_driver_that_does_not_come_is_told(self, launch, monkeypatch):
         """The wait is limited."""
-        monkeypatch.setattr(rendezvous, "_FIND_LIMIT_S", 0.2)
+        monkeypatch.setattr(rendezvous, "FIND_LIMIT_S", 0.2)
         with pytest.raises(EngineError, match="RANK 0, is not there"):
             find(launch(RANK="1"), NOTHING)
 

@@ -16,12 +16,18 @@ class HostLostError(EngineError):
     """What forks the ranks of a machine has ended; these ranks have ended with it."""
 
 
-@dataclass(frozen=True, eq=False)
-class RankProcess:
-    """One rank as the driver sees it: its process on its machine, and its channel."""
+@dataclass(frozen=True)
+class Child:
+    """One rank as its own machine sees it."""
 
     rank: int
     pid: int
+
+
+@dataclass(frozen=True, eq=False)
+class RankProcess(Child):
+    """One rank as the driver sees it: its process on its machine, and its channel."""
+
     channel: wire.Channel
 
 
@@ -85,8 +91,8 @@ class Host(Protocol):
     def ledgers(self, processes: Sequence[RankProcess]) -> dict[int, bytes]:
         """Returns what ranks wrote into their ledgers since `begin`; the last line may be cut."""
 
-    def printed(self, process: RankProcess, seconds: float) -> str:
-        """Returns the end of what a rank printed in the last `seconds`."""
+    def printed(self, process: RankProcess) -> str:
+        """Returns the end of what a rank printed since `begin`, or in its life if it has ended."""
 
     def ran_ns(self, processes: Sequence[RankProcess], mains: bool) -> dict[int, Mapping[int, int]]:
         """Returns for how many nanoseconds each thread of each rank has run, or (`mains`) its main thread alone.

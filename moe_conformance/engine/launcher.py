@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from . import nursery, processor, wire
-from .host import HostLostError, Place, RankProcess
+from .host import Child, HostLostError, Place, RankProcess
 from .rank import Station
 from .rank_files import RankFiles
 from .records import EngineError
@@ -26,12 +26,18 @@ _STACKS_LIMIT_S = 1.0
 
 _Reply = TypeVar("_Reply")
 
+LOOPBACK = "lo"
 _ENVIRONMENT = {
-    "GLOO_SOCKET_IFNAME": "lo",  # nothing listens beyond this machine
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking for GPUs while importing must not initialise CUDA before a fork
     "OMP_NUM_THREADS": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # a lost peer is told by the results
 }
+
+# What launchers such as torchrun set for their own processes. A world may be smaller than their job.
+_LAUNCHERS = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
+    "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
 
 # sys.path must be the driver's before anything of ours can be imported.
 _BOOT = f"""
@@ -51,6 +57,12 @@ class LauncherLostError(HostLostError):
 class Launcher:
     """Owns the nursery process.
 
+    Args:
+        preload: Modules imported once, before ranks are forked.
+        environment: Variables on top of this process's.
+        interface: That over which ranks talk with gloo; None leaves it to gloo or GLOO_SOCKET_IFNAME. Over loopback
+            nothing listens beyond this machine.
+
     Raises:
         EngineError: on construction, if a module of the preload cannot be imported; says which and why.
         LauncherLostError: from any method but `close`, if the nursery has ended.
@@ -58,14 +70,16 @@ class Launcher:
 
     address = "127.0.0.1"
 
-    def __init__(self, preload: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, preload: Sequence[str], environment: Mapping[str, str], interface: str | None = LOOPBACK
+    ) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-c", _BOOT, str(theirs.fileno()), json.dumps(_import_path())]
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, **_ENVIRONMENT, **environment},
+                env=_environment(environment, interface),
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C on the terminal is the driver's alone
             )
@@ -133,17 +147,17 @@ class Launcher:
         if (files := self._files.pop(pid, None)) is not None:
             files.close()
 
-    def begin(self, processes: Sequence[RankProcess]) -> None:
+    def begin(self, processes: Sequence[Child]) -> None:
         """Leaves behind what ranks wrote before the job that is about to be sent."""
         for process in processes:
             self._files[process.pid].begin()
 
-    def signal(self, processes: Sequence[RankProcess], number: signal.Signals) -> None:
+    def signal(self, processes: Sequence[Child], number: signal.Signals) -> None:
         """Sends a signal to ranks, unless they have ended."""
         for process in processes:
             self._order(nursery.Signal(process.pid, number))
 
-    def stacks(self, processes: Sequence[RankProcess]) -> dict[int, str]:
+    def stacks(self, processes: Sequence[Child]) -> dict[int, str]:
         """Makes ranks dump the stacks of their threads; a rank that does not within a second has an empty text.
 
         Works while a rank holds the GIL; not while it is stopped or blocks the signal.
@@ -165,23 +179,23 @@ class Launcher:
                 sizes[rank] = grown
         return {rank: file.new_stacks() for rank, file in files.items()}
 
-    def last_stacks(self, process: RankProcess) -> str:
+    def last_stacks(self, process: Child) -> str:
         """Returns what a rank that has ended dumped since `begin`, as a crash makes it do."""
         return self._files[process.pid].new_stacks()
 
-    def ledgers(self, processes: Sequence[RankProcess]) -> dict[int, bytes]:
+    def ledgers(self, processes: Sequence[Child]) -> dict[int, bytes]:
         """Returns what ranks wrote into their ledgers since `begin`; the last line may be cut."""
         return {process.rank: self._files[process.pid].ledger() for process in processes}
 
-    def printed(self, process: RankProcess, seconds: float) -> str:
-        """Returns the end of what a rank printed in the last `seconds`."""
+    def printed(self, process: Child) -> str:
+        """Returns the end of what a rank printed since `begin`, or in its life if it has ended."""
         self.collect()
         if process.pid in self._exits:
             return self._exits[process.pid].printed.decode(errors="replace")
-        self._order(nursery.Print(process.pid, seconds))
+        self._order(nursery.Print(process.pid, self._files[process.pid].begun))
         return self._reply(nursery.Printed).printed.decode(errors="replace")
 
-    def ran_ns(self, processes: Sequence[RankProcess], mains: bool) -> dict[int, Mapping[int, int]]:
+    def ran_ns(self, processes: Sequence[Child], mains: bool) -> dict[int, Mapping[int, int]]:
         """Returns for how many nanoseconds each thread of each rank has run, or (`mains`) its main thread alone."""
         return {process.rank: processor.ran_ns(process.pid, mains) for process in processes}
 
@@ -194,12 +208,12 @@ class Launcher:
         while self._channel.readable():
             self._note(self._receive())
 
-    def exit_code(self, process: RankProcess) -> int | None:
+    def exit_code(self, process: Child) -> int | None:
         """Returns a rank's exit code, negative for a signal; None if it had not ended at the last `collect`."""
         exited = self._exits.get(process.pid)
         return None if exited is None else exited.code
 
-    def wait(self, process: RankProcess, patience_s: float) -> int | None:
+    def wait(self, process: Child, patience_s: float) -> int | None:
         """Returns a rank's exit code as soon as it has ended; None if it has not within `patience_s`."""
         until = time.monotonic() + patience_s
         self.collect()
@@ -282,6 +296,18 @@ def describe_exit(code: int) -> str:
         return f"killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"killed by signal {-code}"
+
+
+def _environment(given: Mapping[str, str], interface: str | None) -> dict[str, str]:
+    """Returns the nursery's environment: ranks of one world see the same of it, whoever started the driver."""
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _LAUNCHERS and not name.startswith("TORCHELASTIC_")
+    }
+    if interface is not None:
+        own["GLOO_SOCKET_IFNAME"] = interface
+    return {**own, **_ENVIRONMENT, **given}
 
 
 def _import_path() -> list[str]:

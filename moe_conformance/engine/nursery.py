@@ -76,10 +76,10 @@ class Signal:
 
 @dataclass(frozen=True)
 class Print:
-    """An order to tell what a rank printed in the last `seconds`."""
+    """An order to tell what a rank printed since a time of this machine's `time.monotonic`."""
 
     pid: int
-    seconds: float
+    since: float
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ class _Nursery:
         if (printout := self._children.get(order.pid)) is None:
             return b""
         self._drain(printout)
-        return printout.last(order.seconds)
+        return printout.last(order.since)
 
     def _drain(self, printout: Printout) -> None:
         if printout.watched and not printout.drain():

@@ -55,9 +55,8 @@ class Printout:
             self._pass_on(piece)
         return True
 
-    def last(self, seconds: float = float("inf")) -> bytes:
-        """Returns the end of what was read in the last `seconds`."""
-        since = time.monotonic() - seconds
+    def last(self, since: float = 0.0) -> bytes:
+        """Returns the end of what was read since a time of `time.monotonic`."""
         return b"".join(piece for when, piece in self._pieces if when >= since)[-_KEPT_BYTES:]
 
     def close_writer(self) -> None:

@@ -5,16 +5,22 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
+import time
 
 
 class RankFiles:
-    """The stacks that a rank dumps, and its ledger; both have no name and go with the last who has them open."""
+    """The stacks that a rank dumps, and its ledger; both have no name and go with the last who has them open.
+
+    Attributes:
+        begun: The time of the latest `begin`.
+    """
 
     def __init__(self) -> None:
         self._stacks = tempfile.TemporaryFile(prefix="stacks-")  # noqa: SIM115 - until close()
         self._ledger = tempfile.TemporaryFile(prefix="ledger-")  # noqa: SIM115 - until close()
         fcntl.fcntl(self._ledger, fcntl.F_SETFL, os.O_APPEND)  # the driver empties it while the rank has it open
         self._read = 0
+        self.begun = 0.0
 
     @property
     def descriptors(self) -> tuple[int, int]:
@@ -23,6 +29,7 @@ class RankFiles:
 
     def begin(self) -> None:
         """Leaves behind what was written before the job that is about to be sent."""
+        self.begun = time.monotonic()
         self.skip_stacks()
         os.ftruncate(self._ledger.fileno(), 0)
 

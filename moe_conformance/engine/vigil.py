@@ -14,7 +14,6 @@ from .faults import one_line, type_name
 from .host import Host, RankProcess
 from .infrastructure import classify
 from .launcher import describe_exit
-from .ledger.entry import decode
 from .rank import Answer
 from .records import EngineError, Job, RankResult
 from .stillness import INTERVAL_S
@@ -53,8 +52,7 @@ class Vigil:
             self._listen(selector)
         if self._pending:
             self._give_up(f"no answer within {self._job.deadline_s:.1f} s")
-        ledgers = self._host.ledgers(self._ranks)
-        return [self._complete(process, ledgers[process.rank]) for process in self._ranks]
+        return [self._with_output(process) for process in self._ranks]
 
     def _listen(self, selector: selectors.BaseSelector) -> None:
         watch: DeadlockWatch | None = None
@@ -131,15 +129,13 @@ class Vigil:
             result = RankResult(rank, "hung", error=f"{why}: {stacks.place(text)}", traceback=text or None)
             self._settle(Finding(result, waits=stacks.waits_in_collective(text)))
 
-    def _complete(self, process: RankProcess, written: bytes) -> Finding:
-        """Adds what a rank wrote, and if it failed what it printed."""
-        finding, ledger = self._findings[process.rank], decode(written)
-        result = replace(finding.result, ledger=ledger.entries, hazards=ledger.hazards)
-        if result.status == "ok":
-            return replace(finding, result=result)
-        printed = self._host.printed(process, time.monotonic() - self.began) or None
-        told = "\n".join(filter(None, (result.error, result.traceback, printed)))
-        return replace(finding, result=replace(result, output=printed, infrastructure=classify(told)))
+    def _with_output(self, process: RankProcess) -> Finding:
+        finding = self._findings[process.rank]
+        if finding.result.status == "ok":
+            return finding
+        printed = self._host.printed(process) or None
+        told = "\n".join(filter(None, (finding.result.error, finding.result.traceback, printed)))
+        return replace(finding, result=replace(finding.result, output=printed, infrastructure=classify(told)))
 
     def _settle(self, finding: Finding) -> None:
         del self._pending[finding.result.rank]

@@ -21,17 +21,8 @@ from . import secret, sockets
 from .handshake import call
 from .reception import Reception
 
-_FIND_LIMIT_S = 300.0  # until the driver's process has come as far as to listen: machines load at different speed
-_GREETING_LIMIT_S = 600.0  # until it greets: it may be busy with what comes before the first job
-_STEP_LIMIT_S = 10.0
-
-# What such launchers set for their processes. Ranks do not see it: a world may be smaller than the job.
-VARIABLES = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
-    "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
-    "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS",
-    "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE",
-)  # fmt: skip
+FIND_LIMIT_S = 300.0  # until the driver's process has come as far as to listen: machines load at different speed
+_STEP_LIMIT_S = 30.0  # for what it does at once
 
 
 @dataclass(frozen=True)
@@ -140,16 +131,24 @@ class Driver:
     port: int
     secret: bytes
 
-    def dial(self, subject: bytes) -> socket.socket:
+    def dial(self, subject: bytes, patience_s: float = _STEP_LIMIT_S) -> socket.socket:
         """Connects to the driver; both have proved themselves when this returns.
 
+        Args:
+            subject: What the connection is for.
+            patience_s: How long to wait until the driver listens, and again until it greets.
+
         Raises:
-            HandshakeError: it is not the driver, or too slow.
-            OSError: nobody listens there.
+            EngineError: nobody listens there, it is not the driver, or it is too slow.
         """
-        end = sockets.connect(self.address, self.port, _FIND_LIMIT_S)
         try:
-            call(end, self.secret, subject, greeting_s=_GREETING_LIMIT_S, limit_s=_STEP_LIMIT_S)
+            end = sockets.connect(self.address, self.port, patience_s)
+        except OSError as error:
+            where = f"{self.address}, port {self.port}"
+            hint = "; MASTER_ADDR must be an address by which every machine reaches RANK 0's"
+            raise EngineError(f"the driver does not listen at {where}: {error}{hint}") from None
+        try:
+            call(end, self.secret, subject, greeting_s=patience_s, limit_s=_STEP_LIMIT_S)
         except BaseException:
             end.close()
             raise
@@ -168,10 +167,10 @@ def find(launch: Launch, given: Given) -> Driver:
         return Driver(sockets.resolve(launch.address), launch.port, _checked(given))
     try:
         store = _store(launch)
-        store.wait([_key(launch)], timedelta(seconds=_FIND_LIMIT_S))
+        store.wait([_key(launch)], timedelta(seconds=FIND_LIMIT_S))
         where = json.loads(store.get(_key(launch)))
     except RuntimeError as error:  # torch's DistError
-        raise EngineError(f"the driver, RANK 0, is not there after {_FIND_LIMIT_S:.0f} s: {error}") from None
+        raise EngineError(f"the driver, RANK 0, is not there after {FIND_LIMIT_S:.0f} s: {error}") from None
     if given.value is not None:
         return Driver(where["address"], where["port"], _checked(given))
     if where["secret"] is None:
@@ -212,7 +211,7 @@ def _listen(launch: Launch, known: bytes) -> Reception:
 
 
 def _store(launch: Launch) -> TCPStore:
-    return TCPStore(launch.address, launch.port, timeout=timedelta(seconds=_FIND_LIMIT_S), wait_for_workers=False)
+    return TCPStore(launch.address, launch.port, timeout=timedelta(seconds=FIND_LIMIT_S), wait_for_workers=False)
 
 
 def _key(launch: Launch) -> str:

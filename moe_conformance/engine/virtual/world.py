@@ -71,7 +71,7 @@ class VirtualWorld:
             results = self._results(self._running)
             seconds = time.monotonic() - self._running.began
             if any(result.status != "ok" or result.left for result in results):
-                results = self._with_output(results, seconds)
+                results = self._with_output(results)
                 self.stop()
         except BaseException:
             self.stop()
@@ -168,10 +168,10 @@ class VirtualWorld:
         lines = self._host.ledgers([process])[process.rank].split(b"\n")
         return int(lines[-2]) if len(lines) > 1 else None
 
-    def _with_output(self, results: Sequence[RankResult], seconds: float) -> tuple[RankResult, ...]:
+    def _with_output(self, results: Sequence[RankResult]) -> tuple[RankResult, ...]:
         """Gives what the process printed to the ranks at fault: they may have said why."""
         assert self._process is not None
-        printed = self._host.printed(self._process, seconds) or None
+        printed = self._host.printed(self._process) or None
         return tuple(
             replace(result, output=printed) if result.status != "ok" and not result.secondary else result
             for result in results

@@ -1,0 +1,184 @@
+"""All hosts of a launcher's job as one: the driver's own and its outposts. Rank r runs where RANK r's process is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from .. import wire
+from ..host import Child, HostLostError, Place, RankProcess
+from ..launcher import Launcher
+from ..rank import Station
+from ..records import EngineError
+from . import messages, sockets
+from .handshake import SUBJECT
+from .proxy import Proxy
+from .reception import Reception
+
+_START_LIMIT_S = 60.0
+_LOOK_S = 0.1
+
+_Value = TypeVar("_Value")
+
+
+class Fleet:
+    """A Host: of rank 0 the local launcher, of every other rank its outpost."""
+
+    def __init__(self, local: Launcher, local_rank: int, outposts: Sequence[Proxy], reception: Reception) -> None:
+        self._local = local
+        self._local_rank = local_rank
+        self._outposts = outposts
+        self._reception = reception
+        self.address: str = reception.address
+
+    def place(self, rank: int) -> Place:
+        """Says where a rank would be.
+
+        Raises:
+            EngineError: the job has fewer processes.
+        """
+        if rank == 0:
+            return Place(self._local_rank, self._local.place(0).gpus)
+        if rank > len(self._outposts):
+            raise EngineError(
+                f"a world with a rank {rank} does not fit into the {len(self._outposts) + 1} processes that were "
+                "launched; launch more of them, or ask for smaller worlds"
+            )
+        return self._outposts[rank - 1].presence.place
+
+    def start(self, stations: Sequence[Station]) -> list[RankProcess]:
+        """Starts ranks, all at once; they have yet to join their world.
+
+        Raises:
+            EngineError: one could not be started; none is left.
+        """
+        tickets = {station.rank: os.urandom(SUBJECT) for station in stations if station.rank > 0}
+        for station in stations:
+            if station.rank > 0:
+                self._of(station.rank).ask(messages.Start(station, tickets[station.rank]))
+        started: dict[int, RankProcess] = {}
+        problem: EngineError | None = None
+        try:
+            for process in self._local.start([station for station in stations if station.rank == 0]):
+                started[process.rank] = process
+        except HostLostError:
+            raise
+        except EngineError as error:  # the answers of the others must be taken even so
+            problem = error
+        channels = self._receive(list(tickets.values()), [self._of(rank) for rank in tickets])
+        for rank, ticket in tickets.items():
+            try:
+                pid = self._of(rank).answer()
+            except HostLostError:
+                raise
+            except EngineError as error:
+                problem = problem or error
+                continue
+            assert isinstance(pid, int), pid
+            self._of(rank).started(pid)
+            started[rank] = RankProcess(rank, pid, channels[ticket])
+        if problem is not None:
+            for process in started.values():
+                self.drop(process)
+            raise problem
+        return [started[station.rank] for station in stations]
+
+    def drop(self, process: RankProcess) -> None:
+        """Kills a rank, if it still lives, and forgets it."""
+        if process.rank == 0:
+            self._local.drop(process)
+        else:
+            process.channel.close()
+            self._of(process.rank).forget(process)
+
+    def begin(self, processes: Sequence[RankProcess]) -> None:
+        """Leaves behind what ranks wrote before the job that is about to be sent."""
+        self._ask("begin", processes)
+
+    def signal(self, processes: Sequence[RankProcess], number: signal.Signals) -> None:
+        """Sends a signal to ranks, unless they have ended."""
+        self._ask("signal", processes, number)
+
+    def stacks(self, processes: Sequence[RankProcess]) -> dict[int, str]:
+        """Makes ranks dump the stacks of their threads; a rank that does not within a second has an empty text."""
+        return self._ask("stacks", processes)
+
+    def last_stacks(self, process: RankProcess) -> str:
+        """Returns what a rank that has ended dumped since `begin`, as a crash makes it do."""
+        return self._ask_one("last_stacks", process, str)
+
+    def ledgers(self, processes: Sequence[RankProcess]) -> dict[int, bytes]:
+        """Returns what ranks wrote into their ledgers since `begin`; the last line may be cut."""
+        return self._ask("ledgers", processes)
+
+    def printed(self, process: RankProcess) -> str:
+        """Returns the end of what a rank printed since `begin`, or in its life if it has ended."""
+        return self._ask_one("printed", process, str)
+
+    def ran_ns(self, processes: Sequence[RankProcess], mains: bool) -> dict[int, Mapping[int, int]]:
+        """Returns for how many nanoseconds each thread of each rank has run, or (`mains`) its main thread alone."""
+        return self._ask("ran_ns", processes, mains)
+
+    def wakers(self) -> Sequence[wire.Channel]:
+        """Returns what becomes readable when `collect` has something to take in."""
+        return [*self._local.wakers(), *(outpost.channel for outpost in self._outposts)]
+
+    def collect(self) -> None:
+        """Takes in all exits reported so far, without waiting."""
+        self._local.collect()
+        for outpost in self._outposts:
+            outpost.collect()
+
+    def exit_code(self, process: RankProcess) -> int | None:
+        """Returns a rank's exit code, negative for a signal; None if it had not ended at the last `collect`."""
+        return (self._local if process.rank == 0 else self._of(process.rank)).exit_code(process)
+
+    def wait(self, process: RankProcess, patience_s: float) -> int | None:
+        """Returns a rank's exit code as soon as it has ended; None if it has not within `patience_s`."""
+        return (self._local if process.rank == 0 else self._of(process.rank)).wait(process, patience_s)
+
+    def close(self) -> None:
+        """Ends all ranks and what forks them; the outposts stay, for another engine."""
+        for outpost in self._outposts:
+            outpost.dismiss(messages.Close())
+        self._local.close()
+
+    def _of(self, rank: int) -> Proxy:
+        return self._outposts[rank - 1]
+
+    def _receive(self, tickets: list[bytes], outposts: list[Proxy]) -> dict[bytes, wire.Channel]:
+        """Waits for ranks' connections; one is missing where its outpost refused, which its answer will say."""
+        found: dict[bytes, wire.Channel] = {}
+        until = time.monotonic() + _START_LIMIT_S
+        while missing := [ticket for ticket in tickets if ticket not in found]:
+            for ticket, end in self._reception.wait(missing, _LOOK_S).items():
+                sockets.tune(end)
+                found[ticket] = wire.Channel(end)
+            if all(outpost.channel.readable() for outpost in outposts):  # they have answered, or are gone
+                break
+            if time.monotonic() > until:
+                raise HostLostError(f"ranks were not connected to the driver within {_START_LIMIT_S:.0f} s")
+        return found
+
+    def _ask(self, method: str, processes: Sequence[RankProcess], *arguments: object) -> dict[int, Any]:
+        """Asks all at once, the outposts first: they work while the local launcher does."""
+        remote = [process for process in processes if process.rank > 0]
+        for process in remote:
+            self._of(process.rank).ask(messages.Ask(method, Child(process.rank, process.pid), arguments))
+        local = getattr(self._local, method)([process for process in processes if process.rank == 0], *arguments)
+        answers = dict(local or {})
+        for process in remote:
+            answers[process.rank] = self._of(process.rank).answer()
+        return answers
+
+    def _ask_one(self, method: str, process: RankProcess, kind: type[_Value]) -> _Value:
+        if process.rank == 0:
+            answer = getattr(self._local, method)(process)
+        else:
+            self._of(process.rank).ask(messages.Ask(method, Child(process.rank, process.pid)))
+            answer = self._of(process.rank).answer()
+        assert isinstance(answer, kind), answer
+        return answer

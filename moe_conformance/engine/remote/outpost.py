@@ -1,0 +1,194 @@
+"""What all processes of a launcher but RANK 0's do: fork ranks as the driver says, until it goes away.
+
+The process itself is no rank, so that a fault on a rank ends the rank alone. It runs one thread, keeps a `Launcher` as
+the driver does, and connects each rank to the driver: what the driver says to a rank does not pass through here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from typing import NoReturn
+
+from .. import wire
+from ..faults import one_line
+from ..host import Child, HostLostError, Place
+from ..launcher import LOOPBACK, Launcher
+from ..records import EngineError
+from ..transport import visible_gpus
+from . import messages, sockets
+from .rendezvous import FIND_LIMIT_S, Driver, Given, Launch, find
+
+_LOST = 1  # status where the driver has gone without a farewell
+
+# The methods of a Launcher that take one rank or several.
+_OF_ONE = ("last_stacks", "printed")
+_OF_SEVERAL = ("begin", "signal", "stacks", "ledgers", "ran_ns")
+
+
+def serve(launch: Launch, given: Given) -> int:
+    """Works for the driver until it lets go, and returns the status for this process to end with.
+
+    That is the run's, so that the launcher of every machine learns it; but 0 where RANK 0's own launcher would take
+    this process for the one that failed. Nothing is printed, by ranks either: what they print comes with their results.
+
+    Raises:
+        EngineError: the driver cannot be found, or does not know the secret.
+    """
+    driver = find(launch, given)
+    signal.signal(signal.SIGTERM, _terminated)  # from here on there is something to end in order
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver
+    channel = wire.Channel(driver.dial(messages.control(launch.rank), FIND_LIMIT_S))
+    with contextlib.closing(channel), _silence():
+        outpost = Outpost(channel, driver)
+        try:
+            channel.send(wire.dumps(_presence(launch)))
+            status = outpost.work()
+            return 0 if launch.node == "0" else status
+        except (EOFError, OSError):
+            return _LOST
+        except Exception as error:  # the process that forks the ranks is gone, say; here nobody would read it
+            with contextlib.suppress(OSError):
+                channel.send(wire.dumps(messages.Failed(one_line(error))))
+            return _LOST
+        finally:
+            outpost.close()
+
+
+class Outpost:
+    """Carries out what the driver asks for over `channel`."""
+
+    def __init__(self, channel: wire.Channel, driver: Driver) -> None:
+        self._channel = channel
+        self._driver = driver
+        self._launcher: Launcher | None = None
+        self._children: dict[int, Child] = {}
+
+    def work(self) -> int:
+        """Obeys until the driver's farewell, and returns the status in it.
+
+        Raises:
+            EOFError, OSError: the driver is gone.
+            HostLostError: what forks the ranks is gone.
+        """
+        while True:
+            self._wait()
+            while self._channel.readable():
+                request: messages.Request = wire.loads(self._channel.receive())
+                if isinstance(request, messages.Farewell):
+                    return request.status
+                reply = self._obey(request)
+                if reply is not None:
+                    self._channel.send(wire.dumps(reply))
+            self._tell_of_ends()
+
+    def close(self) -> None:
+        """Ends all ranks and what forks them."""
+        if self._launcher is not None:
+            self._launcher.close()
+            self._launcher = None
+        self._children.clear()
+
+    def _wait(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._channel, selectors.EVENT_READ)
+            for waker in self._launcher.wakers() if self._launcher is not None else ():
+                selector.register(waker, selectors.EVENT_READ)
+            selector.select()
+
+    def _tell_of_ends(self) -> None:
+        if self._launcher is None:
+            return
+        self._launcher.collect()
+        for child in list(self._children.values()):
+            if (code := self._launcher.exit_code(child)) is not None:
+                del self._children[child.pid]
+                self._channel.send(wire.dumps(messages.Ended(child.pid, code)))
+
+    def _obey(self, request: messages.Request) -> messages.Reply | None:
+        if isinstance(request, messages.Close):
+            self.close()
+        elif isinstance(request, messages.Opening):
+            return self._open(request)
+        elif self._launcher is None:
+            raise EngineError(f"the driver asked for {type(request).__name__} before anything was opened")
+        elif isinstance(request, messages.Forget):
+            self._launcher.forget(request.pid)
+            self._children.pop(request.pid, None)
+        elif isinstance(request, messages.Start):
+            return self._start(self._launcher, request)
+        elif isinstance(request, messages.Ask):
+            return messages.Done(_ask(self._launcher, request))
+        return None
+
+    def _open(self, opening: messages.Opening) -> messages.Reply:
+        self.close()
+        try:
+            os.chdir(opening.folder)
+            sys.path[:] = opening.path
+            self._launcher = Launcher(opening.preload, opening.environment, interface(self._channel.socket))
+        except (EngineError, OSError) as error:
+            return messages.Refused(str(error))
+        return messages.Done()
+
+    def _start(self, launcher: Launcher, start: messages.Start) -> messages.Reply:
+        try:
+            pid = launcher.fork(start.station, self._driver.dial(start.ticket))
+        except EngineError as error:
+            if isinstance(error, HostLostError):
+                raise
+            return messages.Refused(str(error))
+        self._children[pid] = Child(start.station.rank, pid)
+        return messages.Done(pid)
+
+
+def interface(end: socket.socket) -> str | None:
+    """Returns the interface for gloo: that of a connection, unless the user has named one; None if there is no telling.
+
+    Args:
+        end: A connection between driver and outpost.
+    """
+    address = end.getsockname()[0]
+    if sockets.is_loopback(address):
+        return LOOPBACK
+    return os.environ.get("GLOO_SOCKET_IFNAME") or sockets.interface_of(address)
+
+
+def _ask(launcher: Launcher, ask: messages.Ask) -> object:
+    if ask.method in _OF_ONE:
+        return getattr(launcher, ask.method)(ask.child, *ask.arguments)
+    if ask.method not in _OF_SEVERAL:
+        raise EngineError(f"no rank can be asked for {ask.method!r}")
+    answer = getattr(launcher, ask.method)([ask.child], *ask.arguments)
+    return None if answer is None else answer[ask.child.rank]
+
+
+def _presence(launch: Launch) -> messages.Presence:
+    machine = f"{socket.gethostname()}{f', node {launch.node}' if launch.node else ''}"
+    return messages.Presence(machine, Place(launch.local_rank, visible_gpus(None)), messages.versions())
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Leads what this process and its children print nowhere."""
+    sys.stdout.flush()
+    kept = [os.dup(descriptor) for descriptor in (1, 2)]
+    with open(os.devnull, "wb") as nowhere:
+        for descriptor in (1, 2):
+            os.dup2(nowhere.fileno(), descriptor)
+    try:
+        yield
+    finally:
+        for descriptor, before in zip((1, 2), kept, strict=True):
+            os.dup2(before, descriptor)
+            os.close(before)
+
+
+def _terminated(number: int, frame: object) -> NoReturn:
+    """Ends in order, so that no rank outlives this process; 128 + 15 as a shell has it."""
+    raise SystemExit(128 + number)

@@ -1,0 +1,128 @@
+"""An outpost as the driver sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+from .. import wire
+from ..host import Child, HostLostError, RankProcess
+from ..records import EngineError
+from . import messages
+
+_ANSWER_LIMIT_S = 60.0  # for what takes two seconds at most
+
+
+class Proxy:
+    """Sends requests to one outpost and takes in its replies.
+
+    Raises:
+        HostLostError: from any method but `dismiss`, if the outpost is gone, or a message to it was interrupted.
+    """
+
+    def __init__(self, rank: int, channel: wire.Channel) -> None:
+        self.rank = rank
+        self.channel = channel
+        self._unusable: str | None = None
+        self._exits: dict[int, int] = {}
+        self._owed = 0  # answers, to requests of a call that was interrupted
+        channel.socket.settimeout(_ANSWER_LIMIT_S)
+        presence = self._receive()
+        assert isinstance(presence, messages.Presence), presence
+        self.presence: messages.Presence = presence
+
+    def ask(self, request: messages.Opening | messages.Start | messages.Ask) -> None:
+        """Sends a request whose answer is then to be taken."""
+        while self._owed:
+            self._take()
+        self._send(request)
+        self._owed += 1
+
+    def answer(self, limit_s: float = _ANSWER_LIMIT_S) -> object:
+        """Waits for the answer to a request.
+
+        Raises:
+            EngineError: it was refused.
+        """
+        self.channel.socket.settimeout(limit_s)
+        reply = self._take()
+        if isinstance(reply, messages.Refused):
+            raise EngineError(reply.reason)
+        return reply.value
+
+    def collect(self) -> None:
+        """Takes in all exits reported so far, without waiting."""
+        while self.channel.readable():
+            self._note(self._receive())
+
+    def exit_code(self, child: Child) -> int | None:
+        """Returns a rank's exit code; None if it had not ended at the last `collect`."""
+        return self._exits.get(child.pid)
+
+    def wait(self, child: Child, patience_s: float) -> int | None:
+        """Returns a rank's exit code as soon as it has ended; None if it has not within `patience_s`."""
+        until = time.monotonic() + patience_s
+        self.collect()
+        while child.pid not in self._exits and self.channel.readable(max(0.0, until - time.monotonic())):
+            self._note(self._receive())
+        return self.exit_code(child)
+
+    def started(self, pid: int) -> None:
+        """Forgets of an earlier process with this pid."""
+        self._exits.pop(pid, None)
+
+    def forget(self, process: RankProcess) -> None:
+        """Kills a rank, unless all of the outpost's ranks are dead."""
+        with contextlib.suppress(HostLostError):
+            self._send(messages.Forget(process.pid))
+
+    def dismiss(self, request: messages.Close | messages.Farewell) -> None:
+        """Sends a last request, if the outpost is still there."""
+        with contextlib.suppress(HostLostError):
+            self._send(request)
+
+    def _send(self, request: messages.Request) -> None:
+        self._require_usable()
+        try:
+            self.channel.send(wire.dumps(request))
+        except OSError as error:
+            self._unusable = f"its connection broke: {error}"
+            raise self._lost() from None
+        except BaseException:
+            self._unusable = "the driver was interrupted while it talked to it"
+            raise
+
+    def _take(self) -> messages.Done | messages.Refused:
+        """Returns the next answer, taking in what comes unasked before it."""
+        while not isinstance(reply := self._receive(), messages.Done | messages.Refused):
+            self._note(reply)
+        self._owed -= 1
+        return reply
+
+    def _receive(self) -> object:
+        self._require_usable()
+        try:
+            return wire.loads(self.channel.receive())
+        except (EOFError, OSError) as error:
+            self._unusable = "it has ended" if isinstance(error, EOFError) else f"its connection broke: {error}"
+        except BaseException:
+            self._unusable = "the driver was interrupted while it talked to it"
+            raise
+        raise self._lost()
+
+    def _note(self, reply: object) -> None:
+        if isinstance(reply, messages.Failed):
+            self._unusable = reply.reason
+            raise self._lost()
+        if isinstance(reply, messages.Done | messages.Refused):  # of a call that was interrupted
+            self._owed -= 1
+            return
+        assert isinstance(reply, messages.Ended), reply
+        self._exits[reply.pid] = reply.code
+
+    def _require_usable(self) -> None:
+        if self._unusable is not None:
+            raise self._lost()
+
+    def _lost(self) -> HostLostError:
+        return HostLostError(f"the process of RANK {self.rank} is lost: {self._unusable}")

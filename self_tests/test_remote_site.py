@@ -1,0 +1,201 @@
+"""Ranks in several processes of a launcher: faults are survived as in one, and a process that is lost ends the run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import uuid
+
+import pytest
+
+from moe_conformance.engine import Engine, EngineError, Job
+from moe_conformance.engine.host import HostLostError
+from moe_conformance.engine.remote.site import RemoteSite
+from self_tests.plugin_runs import marked
+from self_tests.remote_processes import GIVEN, Processes
+from self_tests.test_engine_life import survivors
+
+JOBS = "self_tests.engine_jobs"
+
+
+def job(function: str, payload: object = None, world: int = 3, **named: object) -> Job:
+    """Returns a job of this checkout's functions."""
+    return Job(f"{JOBS}:{function}", payload, world, named.pop("groups", {}), **named)
+
+
+def gone(mark: str) -> bool:
+    """Tells whether no process with that mark is left, after up to half a minute."""
+    return not survivors(list(marked(mark)))
+
+
+class Launched:
+    """An engine on the processes of one job."""
+
+    def __init__(self, size: int) -> None:
+        self.mark = uuid.uuid4().hex
+        self.processes = Processes(size, self.mark)
+        self.outposts = self.processes.outposts
+        self.site = RemoteSite(self.processes.driver, GIVEN)
+        self.engine = Engine(preload=(JOBS,), site=self.site)
+
+    def close(self) -> None:
+        """Ends all of it."""
+        self.engine.close()
+        self.site.end(0)
+        self.processes.end()
+
+
+@pytest.fixture(scope="module")
+def three():
+    """Three processes that stay for all tests."""
+    launched = Launched(3)
+    yield launched
+    launched.close()
+
+
+@pytest.fixture
+def two():
+    """Two processes of this test alone."""
+    launched = Launched(2)
+    yield launched
+    launched.close()
+
+
+@pytest.fixture
+def engine(three):
+    """Their engine."""
+    return three.engine
+
+
+class TestRanks:
+    def test_every_process_has_a_rank(self, engine):
+        """Rank r's parent is forked by RANK r's process."""
+        results = engine.run(job("pid"))
+        assert results.ok
+        assert 3 == len({parent for _, parent in (rank.value for rank in results.ranks)})
+
+    def test_ranks_meet(self, engine):
+        """Collectives of the world and of groups work, and values travel."""
+        result = engine.run(job("sums", groups={"pair": ((0, 2),)}))
+        assert [{"world": 6.0, "pair": 4.0}, {"world": 6.0}, {"world": 6.0, "pair": 4.0}] == [
+            rank.value for rank in result.ranks
+        ]
+
+    def test_smaller_worlds_use_the_first_processes(self, engine):
+        """Worlds of several sizes live side by side."""
+        parents = [rank.value[1] for rank in engine.run(job("pid")).ranks]
+        for world in (1, 2):
+            assert parents[:world] == [rank.value[1] for rank in engine.run(job("pid", world=world)).ranks]
+
+    def test_a_larger_world_is_refused(self, engine):
+        """The sentence says how many processes there are."""
+        with pytest.raises(EngineError, match="does not fit into the 3 processes"):
+            engine.run(job("pid", world=4))
+        assert engine.run(job("pid")).ok
+
+    def test_ranks_do_not_see_the_launcher(self, engine):
+        """RANK and its like describe the job, not the world."""
+        for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+            assert [None] * 3 == [rank.value for rank in engine.run(job("variable", name)).ranks]
+
+    def test_what_ranks_print_is_told_with_their_fault(self, engine):
+        """The nursery of another process keeps it."""
+        result = engine.run(job("print_then_fail", 1))
+        assert ["rank 0 line 0\nfrom a child\n", "rank 2 line 0\nfrom a child\n"] == [
+            result.ranks[rank].output for rank in (0, 2)
+        ]
+        assert engine.run(job("pid")).ok
+
+
+class TestFaults:
+    @pytest.mark.parametrize("culprit", [0, 2])
+    @pytest.mark.parametrize(
+        ("function", "status", "words"),
+        [
+            ("one_raises", "raised", "ValueError"),
+            ("exit_hard", "died", "exited with code 7 before it answered"),
+            ("leave", "raised", "SystemExit"),
+            ("spin_before_meeting", "hung", "no answer within 1.0 s"),
+            ("stop_oneself", "hung", "it dumped no stack"),
+        ],
+    )
+    def test_a_fault_is_blamed_and_survived(self, engine, culprit, function, status, words):
+        """As in one process: the culprit is named, whichever process its rank is in, and the next job runs."""
+        result = engine.run(job(function, culprit, deadline_s=1.0))
+        assert (culprit,) == result.blamed
+        assert status == result.ranks[culprit].status
+        assert words in result.ranks[culprit].error
+        assert engine.run(job("pid")).ok
+
+    def test_a_crash_leaves_its_stack(self, engine):
+        """Faulthandler's dump is read from the other process's file."""
+        result = engine.run(job("kill_oneself", (1, signal.SIGSEGV)))
+        assert (1,) == result.blamed
+        assert "killed by SIGSEGV" == result.ranks[1].error
+        assert "in kill_oneself" in result.ranks[1].traceback
+
+    def test_a_skipped_collective_is_proved_without_waiting_for_the_deadline(self, engine):
+        """The threads of all processes are watched, and their stacks told."""
+        began = time.monotonic()
+        result = engine.run(job("skip_meeting", 1, deadline_s=30.0))
+        assert time.monotonic() - began < 15
+        assert (1,) == result.blamed
+        assert ["hung", "ok", "hung"] == [rank.status for rank in result.ranks]
+        assert "all_reduce" in result.ranks[2].traceback
+
+
+class TestPreload:
+    def test_a_module_that_one_process_cannot_import_is_told(self, three):
+        """An engine that cannot begin says why, and the next one begins."""
+        with pytest.raises(EngineError, match="no_such_module"):
+            Engine(preload=("no_such_module",), site=three.site)
+        with Engine(preload=(JOBS,), site=three.site) as another:
+            assert another.run(job("pid")).ok
+
+
+class TestLoss:
+    def test_a_killed_process_ends_the_run(self, two):
+        """The driver learns it in the middle of a job, says which process, and has no more ranks."""
+        assert two.engine.run(job("pid", world=2)).ok
+        running = two.engine.start(job("sleep_before_meeting", 0, world=2))
+        began = time.monotonic()
+        two.outposts[0].kill()
+        with pytest.raises(HostLostError, match="the process of RANK 1 is lost: it has ended"):
+            running.result()
+        assert time.monotonic() - began < 10
+        with pytest.raises(HostLostError, match="RANK 1"):
+            two.engine.run(job("pid", world=2))
+        two.close()
+        assert gone(two.mark)
+
+    def test_a_lost_nursery_is_told(self, two):
+        """The outpost says why it cannot go on."""
+        nursery = two.engine.run(job("pid", world=2)).ranks[1].value[1]
+        os.kill(nursery, signal.SIGKILL)
+        with pytest.raises(HostLostError, match=r"RANK 1 is lost: .*killed by SIGKILL"):
+            two.engine.run(job("sleep_before_meeting", 0, world=2))
+        assert 1 == two.outposts[0].wait(30)
+
+    def test_outposts_end_with_the_run(self, two):
+        """They print nothing, whatever ranks print, and leave nothing behind."""
+        two.engine.run(job("say", "hello", world=2))
+        two.site.end(3)
+        assert 3 == two.outposts[0].wait(30)
+        assert "" == two.outposts[0].stdout.read()
+        two.close()
+        assert gone(two.mark)
+
+    def test_a_driver_that_vanishes_is_noticed(self, two):
+        """Without a farewell the outpost ends with a failure, and leaves no rank behind."""
+        pids = two.engine.run(job("pid", world=2)).ranks[1].value
+        two.site._outposts[0].channel.close()
+        assert 1 == two.outposts[0].wait(30)
+        assert [] == survivors(pids)
+
+    def test_a_terminated_process_leaves_no_rank(self, two):
+        """SIGTERM, which torchrun sends to all when one has ended, ends the ranks too."""
+        pids = two.engine.run(job("pid", world=2)).ranks[1].value
+        two.outposts[0].terminate()
+        assert 143 == two.outposts[0].wait(30)
+        assert [] == survivors(pids)
