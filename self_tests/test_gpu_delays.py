@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe_conformance.engine import EngineError
+from moe_conformance.engine import Engine, EngineError, Job
 from moe_conformance.engine.gpu.delays import MODES, check, late
 
 
@@ -47,3 +47,9 @@ class TestDelays:
     def test_gpus_allow_delays(self, mode):
         """Whatever their number."""
         check(mode, "cuda")
+
+    def test_an_engine_refuses_a_job_that_its_device_cannot_run(self):
+        """Before any rank starts."""
+        job = Job("self_tests.engine_jobs:echo", None, 2, {}, asynchrony="delayed_compute")
+        with Engine() as engine, pytest.raises(EngineError, match="on the CPU ask for 'poisoned'"):
+            engine.run(job)

@@ -11,6 +11,7 @@ import torch
 
 from . import wire
 from .faults import one_line
+from .gpu import delays
 from .host import Host, HostLostError, Site
 from .launcher import LocalSite
 from .records import EngineError, Job, JobResult, check
@@ -81,6 +82,7 @@ class Engine:
         if self._running is not None:
             raise EngineError(f"{self._running.job.function} still runs; take its result() before the next start()")
         check(job)
+        delays.check(job.asynchrony, self._device)
         try:
             payload = wire.dumps(job.payload)
         except Exception as error:
