@@ -7,10 +7,12 @@ from moe_conformance.judging.deliveries import judge_deliveries, judge_rows
 from moe_conformance.judging.finished import judge_finished
 from moe_conformance.judging.gradients import judge_dweights, judge_dx
 from moe_conformance.judging.kept import judge_state
+from moe_conformance.judging.ledgers import judge_agreement
 from moe_conformance.judging.outputs import judge_form, judge_inputs, judge_outputs
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.judging.weights import judge_weights
+from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
 from moe_conformance.workloads.features import has_empty_slots, in_flight
 from moe_conformance.workloads.records import Workload
@@ -19,6 +21,11 @@ from moe_conformance.workloads.records import Workload
 def several_in_flight(workload: Workload) -> bool:
     """Whether microbatches overlap in time."""
     return in_flight(workload.schedule) > 1
+
+
+def several_ranks(workload: Workload) -> bool:
+    """Whether there is anybody to agree with."""
+    return workload.layout.world > 1
 
 
 class TestDispatch:
@@ -41,6 +48,13 @@ class TestDispatch:
     def test_claimed_counts_are_true(self, reading: Reading, tally: Tally) -> None:
         """What a backend claims to hand to every expert is what it hands over."""
         judge_counts(reading, tally)
+
+
+class TestCollectives:
+    @requirement("EXCH-12", kind="probe", when=several_ranks)
+    def test_ranks_agree_on_their_collectives(self, outcome: Outcome, tally: Tally) -> None:
+        """The ranks of a group make the same calls in the same order, and send what the others expect."""
+        judge_agreement(outcome, tally)
 
 
 class TestCombine:

@@ -99,6 +99,18 @@ class WrongGroups(Mismatch):
     """The backend would build other groups of ranks."""
 
 
+class WrongCollectives(Mismatch):
+    """The ranks of a group call other collectives, or expect other sizes than are sent."""
+
+
+class Hazardous(Mismatch):
+    """Data of an asynchronous collective was touched before it was waited for."""
+
+
+class AbandonedCollective(Mismatch):
+    """An asynchronous collective was never waited for."""
+
+
 class Uncovered(Mismatch):
     """The windows of `named` are copies, overlap, or leave parameters out."""
 

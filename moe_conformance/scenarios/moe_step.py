@@ -7,7 +7,7 @@ router alone. `run` executes on every rank; `start` and `moe_step` are the drive
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -67,8 +67,9 @@ class Step:
     def outcome(self) -> Outcome:
         """Wait for every rank and return what they brought back. Never raises for a rank's fault."""
         result = self.running.result()
-        ranks = tuple(_rank_outcome(rank) for rank in result.ranks)
-        return Outcome(self.backend, self.workload, ranks, result.seconds)
+        deserted = any(rank.status == "hung" for rank in result.ranks)
+        ranks = tuple(_rank_outcome(rank, deserted) for rank in result.ranks)
+        return Outcome(self.backend, self.workload, ranks, result.seconds, result.disagreements)
 
 
 def start(engine: Engine, backend: str, workload: Workload, deadline_s: float = 60.0) -> Step:
@@ -79,6 +80,7 @@ def start(engine: Engine, backend: str, workload: Workload, deadline_s: float = 
         world=workload.layout.world,
         groups=workload.layout.groups(),
         deadline_s=deadline_s,
+        asynchrony=workload.asynchrony,
     )
     return Step(backend, workload, engine.start(job))
 
@@ -88,10 +90,11 @@ def moe_step(engine: Engine, backend: str, workload: Workload, deadline_s: float
     return start(engine, backend, workload, deadline_s).outcome()
 
 
-def _rank_outcome(result: RankResult) -> RankOutcome:
-    if result.status == "ok" and (result.error is None or result.secondary):
+def _rank_outcome(result: RankResult, deserted: bool) -> RankOutcome:
+    """Return what a rank brought back, with what the engine says of it; `deserted`: some rank waits for ever."""
+    if result.status == "ok" and (result.error is None or result.secondary or not deserted):
         assert isinstance(result.value, RankOutcome)
-        return result.value
+        return replace(result.value, ledger=result.ledger, hazards=result.hazards)
     malformed = result.error_type == "moe_conformance.contract.Malformed"
     return RankOutcome(
         rank=result.rank,
@@ -101,6 +104,9 @@ def _rank_outcome(result: RankResult) -> RankOutcome:
         error=result.error,
         traceback=result.traceback,
         secondary=result.secondary,
+        output=result.output,
+        ledger=result.ledger,
+        hazards=result.hazards,
     )
 
 

@@ -9,6 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from moe_conformance.engine.ledger.disagreement import Disagreement
+from moe_conformance.engine.ledger.entry import Entry, Hazard
 from moe_conformance.workloads.records import ParameterKey, Workload
 
 
@@ -74,6 +76,9 @@ class RankOutcome:
     weights_at: str = "combine"
     partial: bool = False  # Session.expert_output_is_partial
     loss_convention: str = "sum"
+    output: str | None = None  # the end of what a rank printed that did not finish
+    ledger: tuple[Entry, ...] = ()  # its collectives; written by the engine, past the backend
+    hazards: tuple[Hazard, ...] = ()  # what it did to the data of asynchronous ones before they had come
 
     def __repr__(self) -> str:
         """Name it in a line: pytest shows arguments, and tensors would fill pages."""
@@ -88,6 +93,7 @@ class Outcome:
     workload: Workload
     ranks: tuple[RankOutcome, ...]
     seconds: float
+    disagreements: tuple[Disagreement, ...] = ()  # of the ranks' ledgers, the earliest first
 
     def __repr__(self) -> str:
         """Name it in a line, with how the ranks ended."""

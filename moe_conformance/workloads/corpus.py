@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
 from moe_conformance.workloads import draw
-from moe_conformance.workloads.records import Batch, Workload
+from moe_conformance.workloads.records import Asynchrony, Batch, Workload
 
 Profile = Literal["quick", "full"]
 Route = Callable[[int, Config, Layout, torch.Generator], Tensor]  # (T, config, layout, generator) -> ids_TK
@@ -90,6 +90,7 @@ class Recipe:
     profile: Profile = "quick"
     experts_per_ep: int | None = None  # E = this many times ep, instead of 8
     weights: Literal["plain", "odd"] = "plain"  # odd: some are zero, some negative
+    asynchrony: Asynchrony = "plain"
 
 
 _INPUT = {"weights_applied": "input"}
@@ -129,6 +130,8 @@ PROBE = (
     Recipe("halves-in-flight-uneven", tokens=UNEVEN, schedule="D0 D1 C1 C0 B1 B0"),
     Recipe("one-by-one-uneven", tokens=UNEVEN, schedule="F0 B0 F1 B1"),
     Recipe("forward-only-even", schedule="F0 F1 B1"),
+    Recipe("poisoned-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B1 B0", asynchrony="poisoned"),
+    Recipe("watched-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B0 B1", asynchrony="watched"),
     Recipe("input-weights-even", config=_INPUT),
     Recipe("output-weights-even", config=_OUTPUT),
     Recipe("even-bfloat16", config={"dtype": torch.bfloat16}),
@@ -159,6 +162,8 @@ EXPERTS = (
     Recipe("own-dropped-even", dropped),
     Recipe("own-duplicates-even", duplicates),
     Recipe("own-two-dims-even", lead="two_dims"),
+    Recipe("own-poisoned-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B1 B0", asynchrony="poisoned"),
+    Recipe("own-watched-uneven", tokens=UNEVEN, asynchrony="watched"),
     Recipe("own-three-in-flight-even", schedule="F0 F1 F2 B0 B1 B2"),
     Recipe("own-odd-experts-even", experts_per_ep=3, config={"hidden": 40, "ffn": 24, "top_k": 3}),
     # In bfloat16 too: some libraries' experts compute in it whatever the tokens are, and are judged there.
@@ -210,10 +215,13 @@ def corpus(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]
         for recipe in recipes:
             if (profile == "quick" and recipe.profile == "full") or (recipe.needs_ep and layout.ep == 1):
                 continue
-            yield _exchange_workload(recipe, kind, variant, layout)
+            if recipe.asynchrony != "plain" and layout.world == 1:  # nothing travels
+                continue
+            yield exchange_workload(recipe, kind, variant, layout)
 
 
-def _exchange_workload(recipe: Recipe, kind: Literal["probe", "experts"], variant: str, layout: Layout) -> Workload:
+def exchange_workload(recipe: Recipe, kind: Literal["probe", "experts"], variant: str, layout: Layout) -> Workload:
+    """Draw the workload of a recipe for a variant on a layout."""
     config = replace(Config(variant=variant), **recipe.config)
     if recipe.experts_per_ep or config.experts % layout.ep:
         E = (recipe.experts_per_ep or 3) * layout.ep
@@ -232,4 +240,6 @@ def _exchange_workload(recipe: Recipe, kind: Literal["probe", "experts"], varian
     parameters = {}
     if kind == "experts":
         parameters = draw.expert_parameters(config, draw.generator(recipe.name, layout.name, "experts"))
-    return Workload(recipe.name, kind, config, layout, batches, recipe.schedule, parameters, recipe.lead)
+    return Workload(
+        recipe.name, kind, config, layout, batches, recipe.schedule, parameters, recipe.lead, recipe.asynchrony
+    )

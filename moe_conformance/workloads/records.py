@@ -11,6 +11,7 @@ from torch import Tensor
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
 
+Asynchrony = Literal["plain", "poisoned", "watched"]
 ParameterKey = tuple[str, int | None]  # (canonical name, global expert id or None)
 
 
@@ -30,6 +31,8 @@ class Workload:
 
     `batches[m][r]` belongs to microbatch m on rank r. `parameters` are full tensors in canonical orientation, keyed by
     (name, global expert id). `lead` says in which shape x is handed over: flat (T, D), or (T / 2, 2, D), T even.
+    `asynchrony` says what asynchronous collectives deliver before they are waited for: whatever they have, or poison;
+    if they are watched, every touch of their data until then is written down.
     """
 
     name: str  # unique together with the variant and the layout
@@ -40,6 +43,7 @@ class Workload:
     schedule: str = "F0 B0"  # F forward and B backward of a microbatch, in this order; D and C are the halves of F
     parameters: Mapping[ParameterKey, Tensor] = field(default_factory=dict)
     lead: Literal["flat", "two_dims"] = "flat"
+    asynchrony: Asynchrony = "plain"
 
     def goes_backward(self, microbatch: int) -> bool:
         """Whether the schedule asks for a microbatch's gradients."""

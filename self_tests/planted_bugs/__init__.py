@@ -9,6 +9,7 @@ from self_tests.planted_bugs import (
     experts,
     gradients,
     groups,
+    overlap,
     routing,
     routing_ends,
 )
@@ -19,7 +20,7 @@ __all__ = ["Expectation", "Plant", "find", "plants"]
 
 def plants() -> tuple[Plant, ...]:
     """Return all plants, chapter by chapter."""
-    chapters = (routing, routing_ends, exchange, exchange_back, exchange_ends, experts, gradients, groups)
+    chapters = (routing, routing_ends, exchange, exchange_back, exchange_ends, experts, gradients, groups, overlap)
     return tuple(plant for chapter in chapters for plant in chapter.PLANTS)
 
 

@@ -186,7 +186,7 @@ class AllToAllExchange(LocalExchange):
         ep, etp = self.topology.group("ep"), self.topology.group("etp")
         C, S = ep.size(), etp.size()
         counts_CN = counts_E.reshape(C, self.placement.held)
-        travelling = collectives.start_all_to_all(counts_CN, ep)
+        travelling = self._start(counts_CN)
         sent_C = counts_CN.sum(1).tolist()  # while the counts travel
         arriving_CN = travelling.wait()
         arriving_SCN = collectives.all_gather(arriving_CN, [C] * S, etp).reshape(S, C, self.placement.held)
@@ -197,6 +197,9 @@ class AllToAllExchange(LocalExchange):
             order_R=_expert_major(arriving_SCN),
             counts_N=arriving_SCN.sum((0, 1)),
         )
+
+    def _start(self, counts_CN: Tensor) -> collectives.Travelling:
+        return collectives.start_all_to_all(counts_CN, self.topology.group("ep"))
 
     def _regroup(self, rows_RD: Tensor, order_R: Tensor) -> Tensor:
         return rows_RD.index_select(0, order_R)

@@ -1,0 +1,80 @@
+"""What the ranks' ledgers say of their collectives: whether they agree and were waited for."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from moe_conformance.judging.diagnosis import some
+from moe_conformance.judging.reading import require_finished
+from moe_conformance.judging.verdict import (
+    AbandonedCollective,
+    Hazardous,
+    Mismatch,
+    NotOffered,
+    Tally,
+    WrongCollectives,
+)
+from moe_conformance.scenarios.outcome import Outcome
+
+_HAZARDS: dict[str, type[Mismatch]] = {
+    "output touched": Hazardous,
+    "output written": Hazardous,
+    "sent data changed": Hazardous,
+    "never waited": AbandonedCollective,
+}
+
+
+def judge_agreement(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether the ranks of every group made the same calls, and whether what is sent is what is expected.
+
+    Ranks that failed are judged by what they had called until then.
+
+    Raises:
+        WrongCollectives: the ledgers of two ranks do not fit together.
+        NotOffered: no rank called a collective that the ledger can see.
+    """
+    if outcome.disagreements:
+        first = outcome.disagreements[0]
+        more = len(outcome.disagreements) - 1
+        rest = f"; {more} more of them, which may be its consequences" if more else ""
+        raise WrongCollectives("run", f"{first}{rest}", ranks=first.blamed)
+    _count(outcome, tally)
+
+
+def judge_hazards(outcome: Outcome, tally: Tally, *kinds: str) -> None:
+    """Decide whether every rank left the buffers and handles of its asynchronous collectives alone until the wait.
+
+    `kinds` are the hazards to look for. Blocking calls are compared too: they cannot break the rule.
+
+    Raises:
+        Hazardous: data of a collective was touched before its wait.
+        AbandonedCollective: a handle was never waited for.
+        RunFailed: none of this, but a rank did not finish.
+        NotOffered: no rank called a collective that the ledger can see.
+    """
+    ranks_by_hazard: dict[str, list[int]] = {}
+    found = [(hazard, rank.rank) for rank in outcome.ranks for hazard in rank.hazards if hazard.kind in kinds]
+    for hazard, rank in found:
+        ranks_by_hazard.setdefault(str(hazard), []).append(rank)
+    if found:
+        sentences = [f"{hazard} ({times(ranks)})" for hazard, ranks in ranks_by_hazard.items()]
+        raise _HAZARDS[found[0][0].kind]("run", some(sentences), ranks=tuple(sorted({rank for _, rank in found})))
+    require_finished(outcome)
+    _count(outcome, tally)
+
+
+def times(ranks: list[int]) -> str:
+    """Say on which ranks something happened, and how often if more than once on one.
+
+    >>> times([0, 1, 1])
+    'on rank 0, 2 times on rank 1'
+    """
+    said = [(f"{count} times " if count > 1 else "", rank) for rank, count in sorted(Counter(ranks).items())]
+    return ", ".join(f"{often}on rank {rank}" for often, rank in said)
+
+
+def _count(outcome: Outcome, tally: Tally) -> None:
+    for rank in outcome.ranks:
+        tally.add(pairs=len(rank.ledger), rank=rank.rank)
+    if not any(rank.ledger for rank in outcome.ranks):
+        raise NotOffered("no rank called a collective that the ledger can see")

@@ -1,0 +1,133 @@
+"""OVLP and EXCH-12: bugs in how ranks agree on their collectives and wait for them; most values come out right."""
+
+# ruff: noqa: D102 - a plant says in its class what its methods do wrong
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_conformance.backends.native.collectives import Travelling
+from moe_conformance.backends.native.exchange import AllToAllExchange
+from moe_conformance.backends.native.gradients import GradientFinisher
+from moe_conformance.contract import Delivery, Routing
+from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, collect, planted
+
+WATCHED = "watched-in-flight-uneven"
+POISONED = "poisoned-in-flight-uneven"
+
+# ---- what does not agree -------------------------------------------------------------------------------------------
+
+
+@planted(
+    Expectation("EXCH-12", "even", "run", "on group (0, 1)", "all_to_all_single", "rank 0 sends", "rank 1"),
+    real="pytorch/torchtitan issue #3336",
+)
+class OneRowTooMany(AllToAllExchange):
+    """The last rank makes room for a row more than is sent to it, and cuts off what nobody ever wrote."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        delivery, handle = super().dispatch(x, routing)
+        group = self.topology.group("ep")
+        given = x.detach().new_zeros(group.size(), 1)
+        taken = [1 + (group.rank() == group.size() - 1)] + [1] * (group.size() - 1)
+        got = given.new_empty(sum(taken), 1)
+        dist.all_to_all_single(got, given, taken, [1] * group.size(), group=group)
+        return delivery, handle
+
+
+@planted(
+    Expectation("EXCH-12", "even", "run", "on group (0, 1)", "rank 0 calls all_reduce; rank 1"),
+    Expectation("EXCH-09", "even", "run", "rank"),
+    real="vllm-project/vllm PRs #51984, #53578",
+)
+class LastRankSkips(AllToAllExchange):
+    """The last rank of ep leaves a sum out after the experts, as one without work does."""
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        y = super().combine(rows, handle)
+        group = self.topology.group("ep")
+        if group.rank() < group.size() - 1:
+            dist.all_reduce(torch.zeros(1), group=group)
+        return y
+
+
+# ---- what is not waited for ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CountsTaken(Travelling):
+    """Takes what is there already, and waits afterwards."""
+
+    def wait(self) -> Tensor:
+        taken = self._received.clone()
+        super().wait()
+        return taken
+
+
+@planted(
+    Expectation("OVLP-01", WATCHED, "run", "the output of all_to_all_single on group (0, 1)", "was touched before the"),
+    Expectation("EXCH-09", POISONED, "run", "rank"),
+    real="EfficientMoE/MoE-Infinity PR #197",
+)
+class CountsNotAwaited(AllToAllExchange):
+    """The counts that other ranks send are read when the call returns, and not when they have come."""
+
+    def _start(self, counts_CN: Tensor) -> Travelling:
+        return CountsTaken(**vars(super()._start(counts_CN)))
+
+
+@dataclass(frozen=True)
+class CountsPeekedAt(Travelling):
+    """Looks whether something has come, in no way that changes the result."""
+
+    def wait(self) -> Tensor:
+        self._received[:1].view(-1).any()
+        return super().wait()
+
+
+@planted(Expectation("OVLP-01", WATCHED, "run", "was touched before the wait", "overlap.py", "any"))
+class CountsLookedAt(AllToAllExchange):
+    """The counts that other ranks send are looked at through a view before they have come; no value is wrong."""
+
+    def _start(self, counts_CN: Tensor) -> Travelling:
+        return CountsPeekedAt(**vars(super()._start(counts_CN)))
+
+
+@dataclass(frozen=True)
+class CountsOverwritten(Travelling):
+    """Uses the buffer that is being sent for something else."""
+
+    def wait(self) -> Tensor:
+        self.sent.zero_()
+        return super().wait()
+
+
+@planted(Expectation("OVLP-02", WATCHED, "run", "sends was changed before the wait"))
+class SentBufferReused(AllToAllExchange):
+    """The buffer of the counts is used again while they are being sent."""
+
+    def _start(self, counts_CN: Tensor) -> Travelling:
+        return CountsOverwritten(**vars(super()._start(counts_CN.clone())))
+
+
+@planted(
+    Expectation("OVLP-03", "own-watched-uneven", "run", "all_reduce on group", "was never waited for"),
+    Expectation("GRAD-05", "own-poisoned-in-flight-uneven", "finish", "nan"),
+    layout=EP2_EDP2,
+)
+class GradientsNotAwaited(GradientFinisher):
+    """The sum over the replicas is started, and the step goes on with whatever has come."""
+
+    def _summed(self, gradient: Tensor, replicas: tuple[str, ...]) -> Tensor:
+        total = gradient.to(torch.promote_types(gradient.dtype, torch.float32)).contiguous()
+        for name in replicas:
+            if self.topology.group(name).size() > 1:
+                dist.all_reduce(total, group=self.topology.group(name), async_op=True)
+        return total
+
+
+PLANTS = collect(globals())
