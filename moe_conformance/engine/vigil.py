@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import selectors
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from .faults import one_line, type_name
 from .host import Host, RankProcess
 from .infrastructure import classify
 from .launcher import describe_exit
+from .ledger.entry import decode
 from .rank import Answer
 from .records import EngineError, Job, RankResult
 from .stillness import INTERVAL_S
@@ -52,7 +54,8 @@ class Vigil:
             self._listen(selector)
         if self._pending:
             self._give_up(f"no answer within {self._job.deadline_s:.1f} s")
-        return [self._with_output(process) for process in self._ranks]
+        ledgers = self._host.ledgers(self._ranks)
+        return [self._complete(process, ledgers[process.rank]) for process in self._ranks]
 
     def _listen(self, selector: selectors.BaseSelector) -> None:
         watch: DeadlockWatch | None = None
@@ -124,18 +127,29 @@ class Vigil:
 
     def _give_up(self, why: str) -> None:
         """Settles all ranks without an answer as hung."""
-        texts = self._host.stacks(tuple(self._pending.values()))
-        for rank, text in texts.items():
-            result = RankResult(rank, "hung", error=f"{why}: {stacks.place(text)}", traceback=text or None)
-            self._settle(Finding(result, waits=stacks.waits_in_collective(text)))
+        pending = tuple(self._pending.values())
+        texts = self._host.stacks(pending)
+        silent = [process for process in pending if not texts[process.rank]]
+        stopped = self._awaken(silent) if silent else {}
+        for rank, text in (texts | stopped).items():
+            place = ("stopped by a signal " if stopped.get(rank) else "") + stacks.place(text)
+            result = RankResult(rank, "hung", error=f"{why}: {place}", traceback=text or None)
+            self._settle(Finding(result, waits=rank not in stopped and stacks.waits_in_collective(text)))
 
-    def _with_output(self, process: RankProcess) -> Finding:
-        finding = self._findings[process.rank]
-        if finding.result.status == "ok":
-            return finding
+    def _awaken(self, silent: Sequence[RankProcess]) -> dict[int, str]:
+        """Lets ranks that dumped no stack go on, in case that they are stopped: then they dump it first."""
+        self._host.signal(silent, signal.SIGCONT)
+        return self._host.stacks(silent)
+
+    def _complete(self, process: RankProcess, written: bytes) -> Finding:
+        """Adds what a rank wrote, and if it failed what it printed."""
+        finding, ledger = self._findings[process.rank], decode(written)
+        result = replace(finding.result, ledger=ledger.entries, hazards=ledger.hazards)
+        if result.status == "ok":
+            return replace(finding, result=result)
         printed = self._host.printed(process) or None
-        told = "\n".join(filter(None, (finding.result.error, finding.result.traceback, printed)))
-        return replace(finding, result=replace(finding.result, output=printed, infrastructure=classify(told)))
+        told = "\n".join(filter(None, (result.error, result.traceback, printed)))
+        return replace(finding, result=replace(result, output=printed, infrastructure=classify(told)))
 
     def _settle(self, finding: Finding) -> None:
         del self._pending[finding.result.rank]
