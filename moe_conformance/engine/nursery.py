@@ -33,6 +33,8 @@ from .virtual import threads
 _ORPHANED = signal.SIGUSR2
 STACK_SIGNAL = signal.SIGUSR1  # makes a rank dump the stacks of its threads, even while it holds the GIL
 _PR_SET_PDEATHSIG = 1
+# The first backward pass of a process imports it, and sympy with it: half a second on every rank, and on each new one.
+_PRELUDE = ("torch.fx.experimental.symbolic_shapes",)
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ def main(descriptor: int) -> NoReturn:
     channel = wire.Channel(socket.socket(fileno=descriptor))
     opening: Opening = wire.loads(channel.receive())
     _die_with_parent(opening.driver)  # while importing, nobody looks whether the channel is closed
-    if not _import_all(channel, opening.preload):
+    if not _import_all(channel, (*_PRELUDE, *opening.preload)):
         os._exit(1)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # each rank would write it again
