@@ -22,7 +22,7 @@ _FORM_ONLY = frozenset(
     [
         *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
         *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "is_same_size", "is_pinned"),
-        *("size", "stride", "numel", "dim", "storage_offset", "_unsafe_view", "wait_tensor"),
+        *("size", "stride", "numel", "dim", "storage_offset", "_unsafe_view", "wait_tensor", "_wrap_tensor_autograd"),
         *("sym_size", "sym_stride", "sym_numel", "sym_storage_offset"),
     ]
 )
