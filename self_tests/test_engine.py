@@ -225,13 +225,11 @@ class TestHangs:
         assert f"in {function}\n" in result.ranks[1].traceback
 
     def test_a_stopped_process_is_blamed_on_its_rank(self, run):
-        """A rank that cannot even dump its stack hangs."""
+        """A rank that is stopped hangs; it goes on for as long as it takes to dump its stack."""
         result = run("stop_oneself", 0, deadline_s=2.0)
         assert [("hung", False), ("hung", True)] == statuses(result)
-        assert ("no answer within 2.0 s: it dumped no stack", None) == (
-            result.ranks[0].error,
-            result.ranks[0].traceback,
-        )
+        assert result.ranks[0].error.startswith("no answer within 2.0 s: stopped by a signal in ")
+        assert "in stop_oneself\n" in result.ranks[0].traceback
 
     def test_a_sleeping_thread_is_no_deadlock(self, run):
         """A rank that waits for a thread of its own could move on at any time: only the deadline ends it."""

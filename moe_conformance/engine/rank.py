@@ -1,9 +1,9 @@
 """What a rank does: it joins its world, then runs one job after the other until the driver goes away.
 
-A rank that could not answer "returned", or left something behind, ends at once, and the driver replaces its whole
-world: collectives may be half done, and a process that ends closes its connections, so that peers waiting for it get
-an error within milliseconds. It always ends by `os._exit`, after its answer is sent: gloo sometimes aborts in the
-destructors of an orderly exit.
+A rank that could not answer "returned" ends at once, and the driver replaces its whole world: collectives may be half
+done, and a process that ends closes its connections, so that peers waiting for it get an error within milliseconds. One
+that returned stays, whatever it left behind, until the driver replaces it: peers may not be done with it. It always
+ends by `os._exit`, after its answer is sent: gloo sometimes aborts in the destructors of an orderly exit.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Answer:
     @property
     def last(self) -> bool:
         """True where the rank ends after this answer."""
-        return self.outcome != "returned" or bool(self.left)
+        return self.outcome != "returned"
 
 
 def serve(channel: wire.Channel, station: Station, ledger: int) -> NoReturn:

@@ -21,6 +21,7 @@ from .records import EngineError, Job, RankResult
 from .stillness import INTERVAL_S
 
 _LAST_WORDS_S = 2.0  # from another machine, the news of a rank's end may overtake its answer
+_AWAKENING_S = 1.0
 _QUIET_S = 0.2  # without news, before ranks are watched for stillness: short jobs pay nothing for it
 
 
@@ -137,9 +138,16 @@ class Vigil:
             self._settle(Finding(result, waits=rank not in stopped and stacks.waits_in_collective(text)))
 
     def _awaken(self, silent: Sequence[RankProcess]) -> dict[int, str]:
-        """Lets ranks that dumped no stack go on, in case that they are stopped: then they dump it first."""
+        """Lets ranks that dumped no stack go on, in case that they are stopped: the dump is the first that they do."""
         self._host.signal(silent, signal.SIGCONT)
-        return self._host.stacks(silent)
+        until = time.monotonic() + _AWAKENING_S
+        texts: dict[int, str] = {}
+        dumped = False
+        while not dumped and time.monotonic() < until:
+            time.sleep(INTERVAL_S)
+            before, texts = texts, {process.rank: self._host.last_stacks(process) for process in silent}
+            dumped = before == texts and all(texts.values())
+        return texts
 
     def _complete(self, process: RankProcess, written: bytes) -> Finding:
         """Adds what a rank wrote, and if it failed what it printed."""

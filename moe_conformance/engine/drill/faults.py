@@ -85,14 +85,18 @@ _ENDS = (
         "hang on a lock", "ends:wait_for_a_lock", "hang", "culprit", ("hung",), ("hung",),
         _TIMEOUT, deadline_s=_SHORT_S,
     ),
-    Fault("SIGSTOP", "ends:be_stopped", "hang", "culprit", ("hung",), ("hung",), _TIMEOUT, deadline_s=_SHORT_S),
+    Fault(
+        "SIGSTOP", "ends:be_stopped", "hang", "culprit", ("hung",), ("hung",),
+        f"{_TIMEOUT} s: stopped by a signal", deadline_s=_SHORT_S,  # where: it may move on while it dumps its stack
+    ),
     Fault(
         "printing without end", "ends:print_without_end", "hang", "culprit", ("hung",), ("hung",),
         _TIMEOUT, deadline_s=_SHORT_S,
     ),
 )  # fmt: skip
 
-# Of a deadlock it is chance whether the transport notices: it may raise or abort instead.
+# Of splits gloo itself notices that a rank does not send to itself what it expects, and raises; where it is sent more
+# than it expects it aborts; where it is sent less it goes on with garbage.
 _COLLECTIVES = (
     Fault(
         "last collective skipped", "collectives:skip_the_last", "hang", "culprit", ("ok",), ("hung",),
@@ -120,7 +124,8 @@ _COLLECTIVES = (
     Fault("one row fewer expected", "collectives:expect_fewer", "crash", "pair", ("died",), ("raised", "ok"), ""),
     Fault("one row more expected", "collectives:expect_more", "fail", "pair", ("ok",), ("ok",), ""),
     Fault(
-        "splits swapped, equal totals", "collectives:swap_splits", "crash", "culprit", ("died",), ("raised", "ok"), "",
+        "splits swapped, equal totals", "collectives:swap_splits", "crash", "culprit", ("died", "raised"),
+        ("raised", "ok"), "",
     ),
 )  # fmt: skip
 
