@@ -7,6 +7,7 @@ left with whatever its memory held.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
@@ -38,12 +39,19 @@ def cross_check(ledgers: Mapping[int, Sequence[Entry]], cut: Collection[int] = (
         members = {rank: calls.get(rank, []) for rank in ranks if rank in ledgers}
         found += _check_group(ranks, members, cut)
     found += check_messages(messages, cut)
-    return tuple(sorted(found, key=_when))
+    return tuple(sorted(found, key=lambda one: _when(one, found)))
 
 
-def _when(disagreement: Disagreement) -> tuple[int, int]:
-    """Orders by how early the ranks came to it, then by how sure the blame is."""
-    return min(disagreement.orders.values()), len(disagreement.blamed)
+def _when(one: Disagreement, found: Sequence[Disagreement]) -> tuple[int, int, int]:
+    """Orders by how many came before, then by how early the ranks came to it, then by how sure the blame is."""
+    before = sum(_precedes(other, one) and not _precedes(one, other) for other in found)
+    return before, min(one.orders.values()), len(one.blamed)
+
+
+def _precedes(one: Disagreement, other: Disagreement) -> bool:
+    """Tells whether a rank came to one before the other; it has come to its end where it lacks a call."""
+    later = {**other.orders, **dict.fromkeys(other.absent, math.inf)}
+    return any(order < later[rank] for rank, order in one.orders.items() if rank in later)
 
 
 def _check_group(

@@ -14,7 +14,8 @@ import torch
 
 from .entry import Hazard, HazardKind, State, hazard_line, issue_line, state_line
 
-# Frames of these are not the caller's.
+# Frames of these are not the caller's: torch decorates its functions with the others.
+_DECORATORS = ("contextlib.py", "functools.py", "typing_extensions.py", "warnings.py")
 _OWN_FILES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep, "<")
 
 
@@ -97,7 +98,7 @@ def caller() -> str:
 
 @cache
 def _is_own(file: str) -> bool:
-    return file.startswith(_OWN_FILES)
+    return file.startswith(_OWN_FILES) or os.path.basename(file) in _DECORATORS
 
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> int:

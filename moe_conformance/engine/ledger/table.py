@@ -1,0 +1,94 @@
+"""The ledgers of several ranks side by side, at the call that they disagree about."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+from .disagreement import Disagreement
+from .entry import Entry
+
+_MOST_COLUMNS = 8
+_NOTHING = ["(no such call)"]
+
+_Cell = list[str]  # lines
+
+
+def table(ledgers: Mapping[int, Sequence[Entry]], disagreement: Disagreement, context: int = 2) -> str:
+    """Returns a table in plain text with a column per rank of the group.
+
+    The marked row holds the call; above and below stand the `context` calls that each rank made before and after it,
+    on whatever group. Of more than eight ranks those to blame are shown, and as many others as there is room for.
+    """
+    others = [rank for rank in disagreement.ranks if rank not in disagreement.blamed]
+    known = [rank for rank in (*disagreement.blamed, *others) if rank in ledgers]
+    ranks = sorted(known[:_MOST_COLUMNS])
+    columns = [_column(ledgers[rank], disagreement.orders.get(rank), disagreement, context) for rank in ranks]
+    rows: list[list[_Cell]] = [[[""], *([f"rank {rank}"] for rank in ranks)]]
+    for at, row in enumerate(zip(*columns, strict=True)):
+        if any(row):
+            rows.append([[">" if at == context else ""], *row])
+    return "\n".join(_lines(rows))
+
+
+def _column(entries: Sequence[Entry], order: int | None, disagreement: Disagreement, context: int) -> list[_Cell]:
+    """Returns 2 * context + 1 cells, the call in the middle; cells are empty where there is no call."""
+    if order is not None:
+        middle, after = _cell(entries[order], disagreement.ranks), order + 1
+    else:
+        middle, after = _NOTHING, _place_of_absent(entries, disagreement)
+    before = order if order is not None else after
+    above = [_cell(entry, disagreement.ranks) for entry in entries[max(0, before - context) : before]]
+    below = [_cell(entry, disagreement.ranks) for entry in entries[after : after + context]]
+    empty: list[_Cell] = [[]]
+    return empty * (context - len(above)) + above + [middle] + below + empty * (context - len(below))
+
+
+def _place_of_absent(entries: Sequence[Entry], disagreement: Disagreement) -> int:
+    """Returns how many calls a rank made before the one that it lacks should have come."""
+    if disagreement.sequence is None:
+        return len(entries)
+    earlier = (
+        e.order for e in entries if e.ranks == disagreement.ranks and (e.sequence or 0) == disagreement.sequence - 1
+    )
+    return next(earlier, -1) + 1
+
+
+def _cell(entry: Entry, ranks: tuple[int, ...]) -> _Cell:
+    number = f" #{entry.sequence}" if entry.sequence is not None else f" {_route(entry)}"
+    cell = [f"{entry.op}{number}"]
+    if entry.ranks != ranks:
+        cell.append(f"on {', '.join(map(str, entry.ranks))}")
+    if entry.dtype:
+        given, got = _sizes(entry.in_splits, entry.shapes_in), _sizes(entry.out_splits, entry.shapes_out)
+        cell.append(f"{entry.dtype} {' > '.join(filter(None, (given, got)))}")
+    if entry.root is not None or entry.reduce is not None:
+        cell.append(" ".join([entry.reduce or "", f"root {entry.root}" if entry.root is not None else ""]).strip())
+    if entry.state == "issued":
+        cell.append("not finished")
+    return cell
+
+
+def _route(entry: Entry) -> str:
+    side = "to" if entry.op == "send" else "from"
+    return f"{side} {'any' if entry.peer is None else entry.peer}, tag {entry.tag}"
+
+
+def _sizes(splits: tuple[int, ...] | None, shapes: Sequence[Sequence[int]]) -> str:
+    """Returns the shape of one tensor, `3x4`, or of several, with the splits of its rows, if there are any."""
+    distinct = list(dict.fromkeys("x".join(map(str, shape)) or "scalar" for shape in shapes))
+    if len(distinct) == 1 and len(shapes) > 1:
+        distinct = [f"{len(shapes)} of {distinct[0]}"]
+    text = ", ".join(distinct[:4]) + (", ..." if len(distinct) > 4 else "")
+    if splits is None:
+        return text
+    return f"{text} {list(splits[:8])}" if len(splits) <= 8 else f"{text} {[*splits[:8], '...']}"
+
+
+def _lines(rows: Sequence[Sequence[_Cell]]) -> list[str]:
+    widths = [max(max(map(len, cell), default=0) for cell in column) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        for line in itertools.zip_longest(*row, fillvalue=""):
+            lines.append("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
+    return lines

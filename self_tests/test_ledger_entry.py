@@ -1,0 +1,97 @@
+"""Ledgers are lines that can be read back, whenever their writer was killed."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from moe_conformance.engine.ledger.counts import Count, count
+from moe_conformance.engine.ledger.entry import Hazard, decode, group_words
+from moe_conformance.engine.ledger.recorder import Recorder
+
+
+@pytest.fixture
+def written():
+    """What a recorder wrote: two calls, one of them waited for, and a hazard."""
+    lines: list[bytes] = []
+    recorder = Recorder(lines.append)
+    x, y = torch.ones(5, 2), torch.empty(3, 2, dtype=torch.float64)
+    first = recorder.issue(
+        "all_to_all_single", "a", (0, 3), [x], [y], in_splits=[1, 4], out_splits=[2, 1], asynchronous=True
+    )
+    recorder.reached("waited", first)
+    second = recorder.issue("broadcast", "a", (0, 3), [], [x], root=3)
+    recorder.issue("send", "a", (0, 3), [x], [], peer=3, tag=0, asynchronous=True)
+    recorder.hazard("output touched", second, "there.py:1 (aten.add)")
+    return b"".join(lines)
+
+
+class TestLines:
+    def test_what_is_written_is_read(self, written):
+        """All fields come back."""
+        first, second, third = decode(written).entries
+        assert ("all_to_all_single", (0, 3), 1, (1, 4), (2, 1)) == (
+            first.op,
+            first.ranks,
+            first.sequence,
+            first.in_splits,
+            first.out_splits,
+        )
+        assert (((5, 2),), ((3, 2),), "float32 to float64", 40, 48) == (
+            first.shapes_in,
+            first.shapes_out,
+            first.dtype,
+            first.bytes_in,
+            first.bytes_out,
+        )
+        assert [(0, "waited", True), (1, "issued", False), (2, "issued", True)] == [
+            (entry.order, entry.state, entry.asynchronous) for entry in (first, second, third)
+        ]
+        assert (2, 3, None, None) == (second.sequence, second.root, second.in_splits, second.tag)
+        assert (None, 3, 0) == (third.sequence, third.peer, third.tag)
+        assert f"{os.path.realpath(__file__)}:" in first.where
+
+    def test_a_hazard_is_a_sentence(self, written):
+        """It names the call, its line, and the line at fault."""
+        (hazard,) = decode(written).hazards
+        assert ("output touched", 1, "broadcast", (0, 3)) == (hazard.kind, hazard.order, hazard.op, hazard.ranks)
+        known = Hazard("output touched", 1, "broadcast", (0, 3), "here.py:7", "there.py:1 (aten.add)")
+        expected = (
+            "the output of broadcast on group (0, 3), issued at here.py:7, was touched before the wait at "
+            "there.py:1 (aten.add)"
+        )
+        assert expected == str(known)
+
+    def test_a_cut_last_line_is_left_out(self, written):
+        """Wherever the file ends, the whole lines are read."""
+        whole = decode(written)
+        for end in range(len(written)):
+            lines = written[:end].count(b"\n")
+            ledger = decode(written[:end])
+            assert whole.entries[1:2] * (lines >= 3) == ledger.entries[1:2]
+            assert (1 <= lines) + (3 <= lines) + (4 <= lines) == len(ledger.entries)
+
+    def test_nothing_is_an_empty_ledger(self):
+        """A rank that called nothing has no entries."""
+        assert ((), ()) == (decode(b"").entries, decode(b"").hazards)
+
+
+class TestWords:
+    def test_groups_are_named_by_their_ranks(self):
+        """In full if they are few, by the ends if they are many."""
+        assert "group (0, 2)" == group_words((0, 2))
+        assert "group (0 to 511)" == group_words(tuple(range(512)))
+        assert "group (0, 2, 4, ... 62; 32 ranks)" == group_words(tuple(range(0, 64, 2)))
+
+
+class TestCounts:
+    def test_calls_and_bytes_are_counted_by_group_and_operator(self, written):
+        """Each operator on each group has its own count."""
+        counts = count(decode(written + b"").entries)
+        assert {
+            ((0, 3), "all_to_all_single"): Count(1, 40, 48),
+            ((0, 3), "broadcast"): Count(1, 0, 40),
+            ((0, 3), "send"): Count(1, 40, 0),
+        } == counts
