@@ -1,12 +1,15 @@
-"""The command line: `moe-conformance run`, `list` and `doctor`. `run` is pytest on the installed checks, no more.
+"""The command line: `moe-conformance run`, `merge`, `list` and `doctor`.
 
-What needs torch is imported by the command that needs it, so that `--help` does not wait for it.
+`run` is pytest on the installed checks, no more. What needs torch is imported by the command that needs it, so that
+`--help` does not wait for it.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -80,7 +83,7 @@ def run(pytest_arguments: tuple[str, ...], **given: str | None) -> NoReturn:
         sys.exit(_run_every(chosen, pytest_arguments))
     sys.path.append(os.getcwd())  # an adapter by dotted path; last, so that nothing there hides what is installed
     os.environ.pop("PYTEST_ADDOPTS", None)  # meant for the caller's own tests
-    asked = [f"--moe-{name}={value}" for name, value in chosen.items()]
+    asked = [f"--moe-{name.replace('_', '-')}={value}" for name, value in chosen.items()]
     status = pytest.main([*_PYTEST, *asked, *pytest_arguments, str(plugin.CHECKS)])
     sys.exit(_STATUS.get(int(status), int(status)))
 
@@ -98,7 +101,7 @@ def _run_every(chosen: dict[str, str], pytest_arguments: tuple[str, ...]) -> int
         own = {**chosen, "backend": name}
         if "report" in chosen:
             own["report"] = str(Path(chosen["report"]) / name)
-        words = [word for option, value in own.items() for word in (f"--{option}", value)]
+        words = [word for option, value in own.items() for word in (f"--{option.replace('_', '-')}", value)]
         click.echo(f"\n{name}")
         command = [sys.executable, "-m", "moe_conformance.cli", "run", *words, "--", *pytest_arguments]
         worst = max(worst, _child(command))
@@ -167,6 +170,45 @@ def _worlds(ranks: str) -> list[int]:
     if len(worlds) < len(ranks.split(",")) or any(world < 2 or world % 2 for world in worlds):
         raise CannotRun(f"--drill needs even numbers of ranks such as 2,4, not {ranks!r}")
     return sorted(set(worlds))
+
+
+@main.command(name="merge")
+@click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="DIR...")
+@click.option("--report", required=True, type=click.Path(path_type=Path), metavar="DIR", help="where result.json goes")
+def merge_(folders: tuple[Path, ...], report: Path) -> NoReturn:
+    """Put the reports of shards, or of a stopped run and its continuation, together. Exit status as of a run."""
+    from moe_conformance import spec
+    from moe_conformance.report import merge, result, summary
+
+    if report.resolve() in [folder.resolve() for folder in folders]:
+        raise CannotRun(f"{report} is one of the reports to be merged; give another --report")
+    try:
+        merged = merge.merge([merge.read(folder) for folder in folders], shlex.join(["moe-conformance", *sys.argv[1:]]))
+        report.mkdir(parents=True, exist_ok=True)
+        written = result.write(report, result.document(merged.head, tuple(spec.load().values()), merged.records))
+    except (merge.Unmergeable, OSError) as error:
+        raise CannotRun(str(error)) from error
+    width, encoding = shutil.get_terminal_size().columns, sys.stdout.encoding or "ascii"
+    terminal = _Terminal(width)
+    summary.tell(terminal, merged.head, merged.records, width=width, color=sys.stdout.isatty(), encoding=encoding)
+    for line in (*merged.notes, f"report: {written}"):
+        terminal.write_line(line)
+    sys.exit(merged.head["exit"])
+
+
+class _Terminal:
+    """What the summary of a run is written on, outside of pytest."""
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+
+    def write_line(self, line: str, **markup: bool) -> None:
+        """Write a line."""
+        click.secho(line, fg="red" if markup.get("red") else None)
+
+    def write_sep(self, sep: str, title: str | None = None, fullwidth: int | None = None, **markup: bool) -> None:
+        """Write a title in a rule."""
+        self.write_line(f" {title} ".center(fullwidth or self._width, sep), **markup)
 
 
 if __name__ == "__main__":

@@ -178,4 +178,4 @@ class TestTerminal:
     def test_a_waiver_is_proposed_and_not_written(self, judged, folder):
         """The proposal leaves to a person what only a person can say."""
         assert 'owner = "?"' in judged.output
-        assert ["result.json"] == [path.name for path in folder.iterdir()]
+        assert ["records.jsonl", "result.json"] == sorted(path.name for path in folder.iterdir())

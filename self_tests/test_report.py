@@ -11,6 +11,7 @@ import pytest
 from moe_conformance import spec
 from moe_conformance.plugin.scheduling import cell_of
 from moe_conformance.report import matrix, result, words
+from moe_conformance.report.journal import NAME, Journal, read
 from moe_conformance.report.progress import Progress
 from moe_conformance.report.records import FAILING, PROPERTY, Record, of_report, overall
 from moe_conformance.topology import Layout
@@ -137,16 +138,27 @@ class TestResult:
         """Those without a record too; numbers and times are those of the run."""
         start = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
         facts = result.Facts(
-            "toy", {"torch": "2"}, "cpu", 4, "quick", "", "pytest", start, start.replace(second=8), 1, 16, (), False
+            "toy", {"torch": "2"}, "cpu", 4, "quick", "", "pytest", start, start.replace(second=8), 1, 16
         )
         records = [record("EXCH-01", "fail", worst=0.5), record("EXCH-02", "pass", worst=0.25)]
-        path = result.write(tmp_path, result.document(facts, list(LAW.values()), records))
+        path = result.write(tmp_path, result.document(result.head(facts), list(LAW.values()), records))
         content = json.loads(path.read_text("utf-8"))
         verdicts = {entry["id"]: entry["verdict"] for entry in content["requirements"]}
         assert {each: {"EXCH-01": "fail", "EXCH-02": "pass"}.get(each, "not run") for each in LAW} == verdicts
         assert (8.0, 16, 1) == (content["seconds"], content["cases"], content["exit"])
         assert 0.25 == next(entry["worst"] for entry in content["requirements"] if entry["id"] == "EXCH-02")
         assert [Path("result.json")] == [each.relative_to(tmp_path) for each in tmp_path.iterdir()]
+
+    def test_a_journal_is_read_back_without_its_torn_line(self, tmp_path):
+        """What was written before a kill is there; a line that was cut off is left out."""
+        journal = Journal(tmp_path)
+        records = [record("EXCH-01", "fail", blamed=(1,)), record("EXCH-02", "pass")]
+        for each in records:
+            journal.write(each)
+        with (tmp_path / NAME).open("a") as file:
+            file.write('{"node": "test_x.py::te')
+        assert records == read(tmp_path)
+        journal.close()
 
 
 class TestProgress:

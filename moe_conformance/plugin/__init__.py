@@ -12,14 +12,13 @@ Every pytest run of an environment in which the suite is installed imports this 
     drawing.py    how Hypothesis draws
     gpus.py       which GPUs an xdist worker's ranks see
     scheduling.py which xdist worker judges what
+    roster.py     which items there are, for those that never end
+    stopping.py   how a run ends early, in order
     reporter.py   records into progress, matrix, result.json and the exit status
 """
 
 from __future__ import annotations
 
-import signal
-import threading
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +28,11 @@ from moe_conformance.plugin import options
 
 if TYPE_CHECKING:
     from moe_conformance.plugin.driver import Driver
+    from moe_conformance.plugin.reporter import Reporter
 
 CHECKS = Path(__file__).parent.parent.parent / "distributed_tests"  # beside the package, in checkout and wheel
 
+_STOPPING = "moe-conformance-stopping"
 _DRIVER = "moe-conformance-driver"
 _REPORTER = "moe-conformance-reporter"
 
@@ -41,7 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("moe-conformance", "conformance of Mixture-of-Experts parallelism")
     for option in options.OPTIONS:
         group.addoption(
-            f"--moe-{option.name}", dest=f"moe_{option.name}", metavar=option.metavar, help=option.help, default=None
+            f"--moe-{option.name}", dest=f"moe_{option.field}", metavar=option.metavar, help=option.help, default=None
         )
 
 
@@ -67,6 +68,9 @@ def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
     files = {each.partition("::")[0] for each in ids}
     if any(CHECKS in (config.rootpath / file).parents for file in files):
         begin(config)
+    reporter: Reporter | None = config.pluginmanager.get_plugin(_REPORTER)
+    if reporter is not None:
+        reporter.collected(node, ids)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -81,7 +85,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def begin(config: pytest.Config) -> None:
-    """Prepare the run and register its two halves, once.
+    """Prepare the run and register its parts, once.
 
     Raises:
         pytest.UsageError: the run cannot start; says why and what to do.
@@ -93,28 +97,21 @@ def begin(config: pytest.Config) -> None:
     from moe_conformance.plugin.driver import Driver
     from moe_conformance.plugin.reporter import Reporter
     from moe_conformance.plugin.run import prepare
+    from moe_conformance.plugin.stopping import Stopping
 
     try:
-        run = prepare(options.from_mapping(_given(config)))
+        driver = Driver(prepare(options.from_mapping(_given(config))))
     except options.Unusable as error:
         raise pytest.UsageError(str(error)) from None
-    if threading.current_thread() is threading.main_thread():  # no other may set a handler
-        config.add_cleanup(partial(_restore, signal.signal(signal.SIGTERM, _terminated)))
+    asked = driver.run.options
     if config.getoption("--hypothesis-profile", None) is None:
-        drawing.load_profile(run.options.profile)
-    manager.register(Driver(run), _DRIVER)
+        drawing.load_profile(asked.profile)
+    stopping = Stopping(config, asked.time_limit)
+    manager.register(stopping, _STOPPING)
+    manager.register(driver, _DRIVER)
     if not hasattr(config, "workerinput"):  # xdist: the controller reports what the workers judge
-        manager.register(Reporter(run, config), _REPORTER)
+        manager.register(Reporter(driver, stopping, config), _REPORTER)
 
 
 def _given(config: pytest.Config) -> dict[str, Any]:
-    return {option.name: config.getoption(f"moe_{option.name}", None) for option in options.OPTIONS}
-
-
-def _restore(before: Any) -> None:
-    signal.signal(signal.SIGTERM, before)
-
-
-def _terminated(number: int, frame: Any) -> None:
-    """End the session in order, so that no rank outlives it; 128 + 15 as a shell has it."""
-    pytest.exit("terminated", returncode=128 + number)
+    return {option.field: config.getoption(f"moe_{option.field}", None) for option in options.OPTIONS}

@@ -1,4 +1,4 @@
-"""In which order items run, and which case the ranks can begin while the driver still judges."""
+"""Which items run in which order, and which case the ranks can begin while the driver still judges."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from moe_conformance.plan import Case, Cell
+from moe_conformance import shards
+from moe_conformance.plan import Case, Cell, Plan, too_large
+from moe_conformance.plugin.options import Options, Unusable
 
 
 def parameters(item: pytest.Item) -> Mapping[str, Any]:
@@ -26,6 +28,37 @@ def cell_of(item: pytest.Item) -> Cell | None:
     """Return the cell of an item, be it of a case or of its own draws."""
     case, cell = case_of(item), parameters(item).get("cell")
     return case.cell if case is not None else cell if isinstance(cell, Cell) else None
+
+
+def scope_of(item: pytest.Item) -> str | None:
+    """Return what an item belongs to where a run is divided: its cell, "" for a check without one, None if no check."""
+    cell = cell_of(item)
+    if cell is not None:
+        return cell.id
+    return None if item.get_closest_marker("requirement") is None else ""
+
+
+def loads(plan: Plan, ranks: int) -> dict[str, int]:
+    """Return how many cases each cell runs on that many ranks; "" holds the checks that have no cell."""
+    count = dict.fromkeys(["", *(cell.id for cell in plan.cells)], 0)
+    for case in plan.cases:
+        count[case.cell.id] += too_large(case.cell.layout, ranks) is None
+    return count
+
+
+def other_cells(plan: Plan, options: Options) -> frozenset[str]:
+    """Return the cells that the shard which was asked for leaves to the others.
+
+    Raises:
+        Unusable: there are fewer cells than shards.
+    """
+    shard = options.part
+    if shard is None:
+        return frozenset()
+    count = loads(plan, options.ranks)
+    if shard.count > sum(cases > 0 for cases in count.values()):
+        raise Unusable(f"--shard {shard}: only {sum(map(bool, count.values()))} cells have cases; take fewer shards")
+    return frozenset(count) - shards.divide(count, shard.count)[shard.index - 1]
 
 
 def sort(items: list[pytest.Item], positions: Mapping[str, int], examples: Collection[str]) -> None:

@@ -12,19 +12,17 @@ from moe_conformance.contract import Limit
 from moe_conformance.judging import reading as judging
 from moe_conformance.judging.verdict import Mismatch, RunFailed, Tally
 from moe_conformance.plan import Case, Cell, Plan, too_large
-from moe_conformance.plugin import agenda
+from moe_conformance.plugin import agenda, roster
 from moe_conformance.plugin.outcomes import Outcomes
 from moe_conformance.plugin.recording import record_of, translate
 from moe_conformance.plugin.run import Run
-from moe_conformance.plugin.trial import Trial, ending
+from moe_conformance.plugin.trial import Trial, ending, trial_of
 from moe_conformance.report.records import PROPERTY, Verdict
 from moe_conformance.scenarios.group_lists import CannotTell
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.topology import Layout, RankLists, layouts
 from moe_conformance.workloads.features import broken
 from moe_conformance.workloads.records import Workload
-
-TRIAL = pytest.StashKey[Trial]()
 
 Drive = Callable[[Workload], Outcome]
 
@@ -33,9 +31,14 @@ class Driver:
     """The plug-in's working half; in an xdist worker it has an engine of its own."""
 
     def __init__(self, run: Run) -> None:
-        """Start nothing yet: ranks start with the first case."""
+        """Start nothing yet: ranks start with the first case.
+
+        Raises:
+            Unusable: there are fewer cells than shards.
+        """
         self.run = run
         self.plan = Plan(run.backend, run.options.device, run.options.profile)
+        self.other_cells = agenda.other_cells(self.plan, run.options)
         self._outcomes = Outcomes(run)
         self._followers: dict[str, Case] = {}
 
@@ -68,14 +71,20 @@ class Driver:
             metafunc.parametrize("group_lists", worlds, ids=[f"world-{world}" for world in worlds], indirect=True)
 
     @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Sort by case, so that each runs once."""
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Leave the other shards' items to them; sort by case, so that each runs once."""
+        if self.other_cells:
+            others = [item for item in items if agenda.scope_of(item) in self.other_cells]
+            items[:] = [item for item in items if agenda.scope_of(item) not in self.other_cells]
+            config.hook.pytest_deselected(items=others)
         agenda.sort(items, self.plan.positions, self.run.waivers.examples)
 
+    @pytest.hookimpl(tryfirst=True)  # before xdist tells the controller that it is done
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Learn which case follows which. An xdist worker is only sure of those of the same cell."""
         self._followers = agenda.followers(session.items, self._runs)
         if hasattr(session.config, "workerinput"):
+            roster.hand_over(session.config.workerinput, session.items)
             cells = {item.nodeid: agenda.cell_of(item) for item in session.items}
             self._followers = {
                 node: following for node, following in self._followers.items() if following.cell is cells[node]
@@ -200,15 +209,6 @@ class Driver:
         report.user_properties.append((PROPERTY, record.to_json()))
         translate(report, record)
         return report
-
-
-def trial_of(item: pytest.Item) -> Trial:
-    """Return what is known of an item so far."""
-    if TRIAL not in item.stash:
-        mark = item.get_closest_marker("requirement")
-        requirements = () if mark is None else tuple(mark.args)
-        item.stash[TRIAL] = Trial(requirements, getattr(item, "originalname", None) or item.name)
-    return item.stash[TRIAL]
 
 
 def _limit(case: Case) -> Limit | None:

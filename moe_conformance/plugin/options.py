@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
+
+from moe_conformance import shards
+from moe_conformance.shards import Shard
 
 MOST_RANKS = 64  # group construction is checked against its oracle up to here
 
 
 @dataclass(frozen=True)
 class Option:
-    """One option; its name is the field of `Options` that it sets."""
+    """One option; it sets the field of `Options` of its name, with `_` for `-`."""
 
     name: str
     metavar: str
     help: str
     choices: tuple[str, ...] | None = None
+
+    @property
+    def field(self) -> str:
+        """The name as Python has it."""
+        return self.name.replace("-", "_")
 
 
 OPTIONS = (
@@ -28,7 +36,9 @@ OPTIONS = (
     Option("only", "ID,ID", "judge these requirements only"),
     Option("plant", "NAME", "judge native with a planted bug, which must be caught"),
     Option("waivers", "FILE", "waivers of a backend that is given by dotted path"),
-    Option("report", "DIR", "write result.json into this folder"),
+    Option("report", "DIR", "write result.json, and records.jsonl as items end, into this folder"),
+    Option("shard", "I/N", "judge the I-th of N parts only; `moe-conformance merge` puts the parts together"),
+    Option("time-limit", "SECONDS", "stop in order before this time is up, the start included; exit status 124"),
 )
 
 
@@ -48,6 +58,8 @@ class Options:
     plant: str = ""
     waivers: str = ""
     report: str = ""
+    shard: str = ""
+    time_limit: float = 0.0  # seconds; 0 is none
 
     def __post_init__(self) -> None:
         """Refuse values that no run could have.
@@ -56,13 +68,25 @@ class Options:
             Unusable: says which.
         """
         for option in OPTIONS:
-            value = getattr(self, option.name)
+            value = getattr(self, option.field)
             if option.choices and value not in option.choices:
                 raise Unusable(f"unknown {option.name} {value!r}; choose {' or '.join(option.choices)}")
         if not 1 <= self.ranks <= MOST_RANKS:
             raise Unusable(f"no layout fits {self.ranks} ranks; give 1 to {MOST_RANKS}")
         if self.plant and self.backend != "native":
             raise Unusable(f"bugs are planted in native, not in {self.backend}; leave --backend out")
+        if not 0 <= self.time_limit < float("inf"):
+            raise Unusable(f"--time-limit wants seconds, not {self.time_limit}")
+        if self.shard:
+            try:
+                shards.parse(self.shard)
+            except ValueError as error:
+                raise Unusable(str(error)) from None
+
+    @property
+    def part(self) -> Shard | None:
+        """The shard that was asked for."""
+        return shards.parse(self.shard) if self.shard else None
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -74,11 +98,11 @@ class Options:
         for field in fields(self):
             value = getattr(self, field.name)
             if value != field.default and field.name not in leave_out:
-                yield from (f"{prefix}{field.name}", str(value))
+                yield from (f"{prefix}{field.name.replace('_', '-')}", str(value))
 
     def command(self, pytest_arguments: tuple[str, ...] = (), only: tuple[str, ...] = ()) -> str:
         """Return a pasteable command that repeats the run, or a part of it."""
-        words = ["moe-conformance", "run", *self.arguments("--", ("only", "report"))]
+        words = ["moe-conformance", "run", *self.arguments("--", ("only", "report", "shard", "time_limit"))]
         if self.backend == Options.backend and not self.plant:
             words[2:2] = ["--backend", self.backend]
         if wanted := only or self.ids:
@@ -93,9 +117,10 @@ def from_mapping(given: dict[str, Any]) -> Options:
         Unusable: a value is out of range or not a number.
     """
     values = {name: value for name, value in given.items() if value is not None}
-    if "ranks" in values:
+    numbers: dict[str, Callable[[Any], float]] = {"ranks": int, "time_limit": float}
+    for name in numbers.keys() & values.keys():
         try:
-            values["ranks"] = int(values["ranks"])
+            values[name] = numbers[name](values[name])
         except ValueError as error:
-            raise Unusable(f"--ranks wants a number, not {values['ranks']!r}") from error
+            raise Unusable(f"--{name.replace('_', '-')} wants a number, not {values[name]!r}") from error
     return Options(**values)

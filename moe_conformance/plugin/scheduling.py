@@ -25,4 +25,19 @@ def by_cell(config: Any, log: Any, cells: Sequence[Cell]) -> LoadScopeScheduling
         def _split_scope(self, nodeid: str) -> str:
             return cell_of(nodeid, names)
 
+        def remove_node(self, node: Any) -> str | None:
+            """Return the item with which a worker ended, which xdist would else run again, and lose the next worker."""
+            units = self.assigned_work[node].values()
+            crashed = next(((unit, each) for unit in units for each, done in unit.items() if not done), None)
+            if crashed is not None:
+                unit, item = crashed
+                unit[item] = True
+            super().remove_node(node)
+            return None if crashed is None else item
+
+        def _reschedule(self, node: Any) -> None:
+            """Hand out work twice: a worker keeps its last item until it has another or is told that there is none."""
+            super()._reschedule(node)
+            super()._reschedule(node)
+
     return ByCell(config, log)

@@ -37,6 +37,18 @@ class Trial:
         pytest.skip(reason)
 
 
+def trial_of(item: pytest.Item) -> Trial:
+    """Return what is known of an item so far."""
+    if _TRIAL not in item.stash:
+        mark = item.get_closest_marker("requirement")
+        requirements = () if mark is None else tuple(mark.args)
+        item.stash[_TRIAL] = Trial(requirements, getattr(item, "originalname", None) or item.name)
+    return item.stash[_TRIAL]
+
+
+_TRIAL = pytest.StashKey[Trial]()
+
+
 @dataclass(frozen=True)
 class Ending:
     """How an item ended, in words."""

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -14,8 +14,10 @@ from typing import Any
 
 from moe_conformance.report.records import Record, overall
 from moe_conformance.spec import Requirement
+from moe_conformance.waivers import Waiver
 
 NAME = "result.json"
+UNFINISHED = "it did not come to its end: it was killed, or it still runs"
 
 
 @dataclass(frozen=True)
@@ -30,20 +32,26 @@ class Facts:
     plant: str
     command: str
     started: datetime
-    finished: datetime
-    exit: int
-    cases: int
-    problems: tuple[str, ...]  # what fails the run beside its items
-    interrupted: bool
+    finished: datetime | None = None  # None until it ended
+    exit: int | None = None
+    cases: int = 0
+    problems: tuple[str, ...] = ()  # what fails the run beside its items
+    interrupted: bool = True
+    stopped: str = UNFINISHED  # why it was interrupted; "" if it was not
+    filtered: bool = False  # less than everything of this backend and profile was asked for, other shards aside
+    only: tuple[str, ...] = ()  # the requirements that were asked for; all if empty
+    shard: str = ""  # I/N
+    left_out: Mapping[str, Any] = field(default_factory=dict)  # to other shards: cells by name, number of cases
+    waivers: tuple[Waiver, ...] = ()
 
     @property
     def seconds(self) -> float:
         """From the start to the end."""
-        return (self.finished - self.started).total_seconds()
+        return 0.0 if self.finished is None else (self.finished - self.started).total_seconds()
 
 
-def document(facts: Facts, law: Sequence[Requirement], records: Sequence[Record]) -> dict[str, Any]:
-    """Return the report as plain data."""
+def head(facts: Facts) -> dict[str, Any]:
+    """Return the report without its requirements, as plain data."""
     return {
         "suite": version("moe-conformance"),
         "backend": facts.backend,
@@ -56,14 +64,24 @@ def document(facts: Facts, law: Sequence[Requirement], records: Sequence[Record]
         "python": sys.version.split()[0],
         "command": facts.command,
         "started": facts.started.isoformat(timespec="seconds"),
-        "finished": facts.finished.isoformat(timespec="seconds"),
+        "finished": facts.finished.isoformat(timespec="seconds") if facts.finished else None,
         "seconds": round(facts.seconds, 3),
         "cases": facts.cases,
         "exit": facts.exit,
         "interrupted": facts.interrupted,
+        "stopped": facts.stopped or None,
         "problems": list(facts.problems),
-        "requirements": [_requirement(requirement, records) for requirement in law],
+        "filtered": facts.filtered,
+        "only": list(facts.only),
+        "shard": facts.shard or None,
+        "left_out": dict(facts.left_out),
+        "waivers": [asdict(waiver) | {"expires": waiver.expires.isoformat()} for waiver in facts.waivers],
     }
+
+
+def document(head: Mapping[str, Any], law: Sequence[Requirement], records: Sequence[Record]) -> dict[str, Any]:
+    """Return the whole report as plain data."""
+    return {**head, "requirements": [_requirement(requirement, records) for requirement in law]}
 
 
 def _requirement(requirement: Requirement, records: Sequence[Record]) -> dict[str, Any]:

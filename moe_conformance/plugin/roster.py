@@ -1,0 +1,75 @@
+"""Every selected item by its name, so that one that never ends is shown as not run, or as lost with its worker.
+
+xdist's controller collects nothing itself: its first worker hands the roster over in a file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_conformance.plugin import agenda
+from moe_conformance.plugin.trial import trial_of
+from moe_conformance.report.records import Record
+
+Roster = dict[str, Record]  # by node id
+
+_FIRST = "gw0"
+
+
+def roster(items: Iterable[pytest.Item]) -> Roster:
+    """Return a record for every check among the items that says no more than which item it is."""
+    return {item.nodeid: _entry(item) for item in items if item.get_closest_marker("requirement") is not None}
+
+
+def lost(entry: Record, reproduce: str) -> Record:
+    """Return the record of an item with which an xdist worker ended, and the command that runs it again."""
+    message = (
+        "the pytest-xdist worker ended while it ran this item: it was killed, or something ended its process; run the "
+        "item alone to see"
+    )
+    return replace(entry, verdict="error", message=message, kind="WorkerLost", reproduce=reproduce)
+
+
+def hand_over(workerinput: Mapping[str, Any], items: Iterable[pytest.Item]) -> None:
+    """Leave the roster to the controller; the first worker does so for all, since they collect the same."""
+    if workerinput["workerid"] != _FIRST:
+        return
+    path = _path(workerinput)
+    draft = path.with_suffix(f".{os.getpid()}")
+    draft.write_text(json.dumps([entry.to_json() for entry in roster(items).values()]), encoding="utf-8")
+    draft.replace(path)
+
+
+def take(workerinput: Mapping[str, Any]) -> Roster | None:
+    """Return what that worker left, once; None if it is another worker, or on another machine."""
+    path = _path(workerinput)
+    if workerinput["workerid"] != _FIRST or not path.is_file():
+        return None
+    entries = [Record.from_json(entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
+    path.unlink()
+    return {entry.node: entry for entry in entries}
+
+
+def _path(workerinput: Mapping[str, Any]) -> Path:
+    return Path(tempfile.gettempdir()) / f"moe-conformance-{workerinput['testrunuid']}.json"
+
+
+def _entry(item: pytest.Item) -> Record:
+    trial, case, cell = trial_of(item), agenda.case_of(item), agenda.cell_of(item)
+    return Record(
+        node=item.nodeid,
+        check=trial.check,
+        requirements=trial.requirements,
+        verdict="not run",
+        variant=cell.variant if cell else None,
+        layout=cell.layout.name if cell else None,
+        workload=case.workload.name if case else None,
+    )

@@ -1,0 +1,35 @@
+"""What fails a run beside its items: nothing passed, or a waiver that is wrong, misnamed or unused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from moe_conformance.report.records import Record
+from moe_conformance.waivers import Item, Waivers
+
+_DID_NOT_RUN = ("not applicable", "not run")
+
+
+def of_whole(records: Sequence[Record], waivers: Waivers, *, filtered: bool, full: bool) -> Iterator[str]:
+    """Yield what is wrong with a run that came to its end.
+
+    Args:
+        records: Of all its items.
+        waivers: Those that hold.
+        filtered: Less than everything was asked for, so that a waiver may well have had nothing to do.
+        full: It was the full profile, so that a waiver without any item waives nothing at all.
+    """
+    if not filtered:
+        ran = [item_of(record) for record in records if record.verdict not in _DID_NOT_RUN]
+        used = [record.waiver for record in records if record.verdict in ("waived", "unexpected pass")]
+        yield from waivers.misnamed(record.item for record in records)
+        yield from waivers.unused((item for item in ran if item), used, full)
+    if not any(record.verdict == "pass" for record in records):
+        yield "nothing passed: a run without a single passing check shows nothing"
+
+
+def item_of(record: Record) -> Item | None:
+    """Return what a waiver would be held against."""
+    if record.variant is None or record.layout is None:
+        return None
+    return Item(record.item, record.requirements, record.variant, record.layout, record.workload)

@@ -1,0 +1,77 @@
+"""The end of a run in words: failures, what else fails it, the matrix, the totals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from moe_conformance import spec
+from moe_conformance.plan import layout_names
+from moe_conformance.report import matrix, words
+from moe_conformance.report.problems import item_of
+from moe_conformance.report.records import Record
+from moe_conformance.waivers import proposal
+
+
+class Terminal(Protocol):
+    """Where it is told; pytest's terminal reporter is one."""
+
+    def write_line(self, line: str, **markup: bool) -> None:
+        """Write a line."""
+
+    def write_sep(self, sep: str, title: str | None = None, fullwidth: int | None = None, **markup: bool) -> None:
+        """Write a title in a rule."""
+
+
+def tell(
+    terminal: Terminal, head: Mapping[str, Any], records: Sequence[Record], *, width: int, color: bool, encoding: str
+) -> None:
+    """Tell a run whose report begins with `head`; one that was asked for some requirements shows no others."""
+    found = words.groups(records)
+    _tell_failures(terminal, found)
+    if not head["plant"] and head["backend"] != "native":  # the suite's own implementation is mended, not waived
+        _propose_waivers(terminal, found, head)
+    if head["stopped"]:
+        terminal.write_line(f"STOPPED: {head['stopped']}", red=True)
+    for problem in head["problems"]:
+        terminal.write_line(f"FAILS THE RUN: {problem}", red=True)
+    law = spec.load()
+    wanted = head["only"] or tuple(law)
+    shown = matrix.matrix(
+        [law[each] for each in law if each in wanted],
+        layout_names(),
+        records,
+        width=width,
+        color=color,
+        encoding=encoding,
+    )
+    terminal.write_line("\n" + shown.rstrip("\n"))
+    if left_out := len(law) - len(set(wanted)):
+        terminal.write_line(f"{left_out} requirements not run: left out by --only")
+    if head["shard"]:
+        other = head["left_out"]
+        terminal.write_line(
+            f"shard {head['shard']}: {len(other['cells'])} cells with {other['cases']} cases are left to the others"
+        )
+    versions = " ".join(f"{name} {version}" for name, version in head["versions"].items())
+    backend = f"native with the planted bug {head['plant']}" if head["plant"] else head["backend"]
+    terminal.write_line(f"{backend} ({versions}) on {head['ranks']} ranks, {head['device']}")
+    terminal.write_line(matrix.totals(records))
+    rate = head["cases"] / head["seconds"] if head["seconds"] else 0.0
+    terminal.write_line(f"{head['cases']} cases in {head['seconds']:.1f} s, {rate:.1f} cases/s")
+
+
+def _tell_failures(terminal: Terminal, found: Sequence[words.Group]) -> None:
+    for title, text in words.tell(found):
+        terminal.write_sep("-", title, red=True)
+        terminal.write_line(text)
+
+
+def _propose_waivers(terminal: Terminal, found: Sequence[words.Group], head: Mapping[str, Any]) -> None:
+    for group in found[: words.IN_FULL]:
+        items = [item for record in group.records if (item := item_of(record))]
+        if group.first.verdict in ("fail", "crash", "hang") and items:
+            terminal.write_sep("-", "a waiver for this would read")
+            ids = sorted({each for record in group.records for each in record.requirements})
+            reason = group.first.message.splitlines()[0]
+            terminal.write_line(proposal(ids, items, reason, head["versions"], head["backend"]))

@@ -1,0 +1,48 @@
+"""A run divided among machines: every cell belongs to exactly one shard, whatever else is selected."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Part `index` of `count`, counted from 1."""
+
+    index: int
+    count: int
+
+    def __str__(self) -> str:
+        """Return it as it is asked for: `2/3`."""
+        return f"{self.index}/{self.count}"
+
+
+def parse(text: str) -> Shard:
+    """Return the shard that `2/3` names.
+
+    Raises:
+        ValueError: it names none; says how one is named.
+    """
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise ValueError(f"--shard wants I/N with I from 1 to N, such as 2/3, not {text!r}")
+    return Shard(int(found[1]), int(found[2]))
+
+
+def divide(weights: Mapping[str, int], count: int) -> list[frozenset[str]]:
+    """Return the names that each of `count` shards holds, their weights as even as names allow.
+
+    The heaviest first, each to the shard that is lightest so far. The same weights give the same shards everywhere.
+
+    >>> [sorted(names) for names in divide({"a": 5, "b": 3, "c": 3, "d": 1}, 2)]
+    [['a', 'd'], ['b', 'c']]
+    """
+    names: list[set[str]] = [set() for _ in range(count)]
+    loads = [0] * count
+    for name in sorted(weights, key=lambda name: (-weights[name], name)):
+        lightest = loads.index(min(loads))
+        names[lightest].add(name)
+        loads[lightest] += weights[name]
+    return [frozenset(each) for each in names]

@@ -1,0 +1,196 @@
+"""Reports put together: what is missing, double or contradictory is told, and what is not of one run is refused."""
+
+from __future__ import annotations
+
+import doctest
+import json
+from dataclasses import replace
+from datetime import UTC, date, datetime
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from moe_conformance import cli, shards, spec
+from moe_conformance.report import merge, result
+from moe_conformance.report.journal import Journal
+from moe_conformance.report.records import Record
+from moe_conformance.waivers import Waiver
+
+START = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
+FACTS = result.Facts(
+    "toy", {"toylib": "2"}, "cpu", 2, "quick", "", "pytest", START, START.replace(second=8), 0,
+    interrupted=False, stopped="",
+)  # fmt: skip
+
+
+def record(layout: str, verdict: str, workload: str = "even", **more) -> Record:
+    """Return how a check ended on one case."""
+    node = f"test_x.py::test_x[alltoall-{layout}-{workload}]"
+    where = {"variant": "alltoall", "layout": layout, "workload": workload}
+    return Record(node, "test_x", ("EXCH-01",), verdict, runs=int(verdict != "not run"), **where, **more)
+
+
+@pytest.fixture
+def report(tmp_path):
+    """Write a report and return its folder."""
+
+    def write(name: str, *records: Record, **changes) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        head = result.head(replace(FACTS, **changes))
+        result.write(folder, result.document(head, tuple(spec.load().values()), records))
+        return folder
+
+    return write
+
+
+def merged(*folders: Path) -> merge.Merged:
+    """Return the reports of these folders, put together."""
+    return merge.merge([merge.read(folder) for folder in folders], "merge")
+
+
+class TestShards:
+    def test_every_name_is_in_one_shard_and_loads_are_even(self):
+        """The union is the whole, and no shard is heavier than another by more than one name."""
+        weights = {f"cell-{i}": 10 + i for i in range(23)}
+        divided = shards.divide(weights, 4)
+        assert sorted(weights) == sorted(name for names in divided for name in names)
+        loads = [sum(weights[name] for name in names) for names in divided]
+        assert max(loads) - min(loads) <= max(weights.values())
+        assert divided == shards.divide(dict(reversed(weights.items())), 4)
+        assert 0 == doctest.testmod(shards).failed
+
+    @pytest.mark.parametrize("text", ["0/2", "3/2", "2", "1/0", "a/b", "1/2/3", "-1/2"])
+    def test_what_names_no_shard_is_refused(self, text):
+        """With the form that is wanted."""
+        with pytest.raises(ValueError, match="wants I/N"):
+            shards.parse(text)
+
+
+class TestUnion:
+    def test_shards_make_the_whole(self, report):
+        """Items, cases and seconds add up, and the run passes as one that was never divided."""
+        one = report("one", record("ep2", "pass"), shard="1/2")
+        two = report("two", record("ep4", "refused"), shard="2/2")
+        whole = merged(one, two)
+        assert {"ep2", "ep4"} == {each.layout for each in whole.records}
+        assert (0, 2, 16.0, None, False) == tuple(
+            whole.head[name] for name in ("exit", "cases", "seconds", "shard", "interrupted")
+        )
+        assert ([], ()) == (whole.head["problems"], whole.notes)
+
+    def test_a_failure_in_one_fails_all(self, report):
+        """The exit status is that of a run."""
+        assert 1 == merged(report("one", record("ep2", "pass")), report("two", record("ep4", "hang"))).head["exit"]
+
+    def test_a_missing_shard_is_told_and_fails(self, report):
+        """Two of three are not the whole."""
+        head = merged(report("a", record("ep2", "pass"), shard="1/3"), report("b", shard="3/3")).head
+        assert (["shard 2/3 is missing"], 1) == (head["problems"], head["exit"])
+
+    def test_what_was_judged_twice_is_told(self, report):
+        """Equal verdicts are one; of different ones the worse stands, and that they differ fails the run."""
+        one = report("one", record("ep2", "pass"), record("ep4", "pass"))
+        two = report("two", record("ep2", "pass"), record("ep4", "fail"))
+        whole = merged(one, two)
+        assert ["pass", "fail"] == [each.verdict for each in whole.records]
+        assert whole.notes[0].startswith("2 items were judged more than once: ")
+        assert ["test_x[alltoall-ep4-even] is pass in one report and fail in " + str(two)] == whole.head["problems"]
+
+    def test_nothing_passed(self, report):
+        """It is asked of the whole and not of the shards."""
+        one, two = report("one", record("ep2", "refused"), shard="1/2"), report("two", shard="2/2")
+        assert "nothing passed" in merged(one, two).head["problems"][0]
+
+
+class TestStopped:
+    def test_the_continuation_completes_a_stopped_run(self, report):
+        """What one did not come to, the other judged."""
+        stop = {"interrupted": True, "stopped": "terminated by SIGTERM", "exit": 143}
+        one = report("one", record("ep2", "pass"), record("ep4", "not run"), **stop)
+        two = report("two", record("ep4", "pass"), filtered=True)
+        assert (0, False, None) == tuple(merged(one, two).head[name] for name in ("exit", "interrupted", "stopped"))
+        alone = merged(one).head
+        assert (1, True, f"{one}: terminated by SIGTERM") == tuple(
+            alone[name] for name in ("exit", "interrupted", "stopped")
+        )
+
+    def test_of_a_killed_run_its_lines_are_left(self, report):
+        """Its result.json was written at the start and says that there is no end; the records are in the journal."""
+        folder = report("one", finished=None, exit=None, interrupted=True, stopped=result.UNFINISHED)
+        journal = Journal(folder)
+        journal.write(record("ep2", "pass"))
+        journal.close()
+        head = merged(folder).head
+        assert (True, 1, 1) == (head["interrupted"], head["exit"], head["cases"])
+        assert not merged(folder, report("two", record("ep2", "pass"), record("ep4", "pass"))).head["interrupted"]
+
+
+class TestWaivers:
+    WAIVER = Waiver(
+        "T-01", ("EXCH-01",), ("alltoall",), ("ep*",), ("even",), "it drops", "there", "me", date(2030, 1, 1),
+        ("toylib>=2",), "test_x[alltoall-ep2-even]",
+    )  # fmt: skip
+
+    def test_a_waiver_used_in_one_shard_is_used(self, report):
+        """Whether a waiver waives nothing is seen in the whole only."""
+        one = report("one", record("ep2", "waived", waiver="T-01"), shard="1/2", waivers=(self.WAIVER,))
+        two = report("two", record("ep4", "pass"), shard="2/2", waivers=(self.WAIVER,))
+        assert [] == merged(one, two).head["problems"]
+        three = report("three", record("ep2", "pass"), waivers=(self.WAIVER,))
+        assert merged(three).head["problems"][0].startswith("T-01 is unused")
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("changes", "sentence"),
+        [
+            ({"versions": {"toylib": "3"}}, "versions toylib 2 and toylib 3"),
+            ({"profile": "full"}, "profile quick and full"),
+            ({"backend": "other"}, "backend toy and other"),
+            ({"only": ("EXCH-01",)}, r"only \[\] and \['EXCH-01'\]"),
+            ({"shard": "1/3"}, "not divided alike: the whole and shard 1/3"),
+        ],
+        ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+    )
+    def test_reports_of_different_runs(self, report, changes, sentence):
+        """One sentence says in what they differ."""
+        with pytest.raises(merge.Unmergeable, match=sentence):
+            merged(report("one", record("ep2", "pass")), report("two", record("ep4", "pass"), **changes))
+
+    def test_reports_of_different_suites(self, report):
+        """Another version may have judged otherwise."""
+        folder = report("two", record("ep2", "pass"))
+        path = folder / result.NAME
+        path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | {"suite": "0.0.1"}))
+        with pytest.raises(merge.Unmergeable, match=r"suite .* and 0\.0\.1"):
+            merged(report("one", record("ep4", "pass")), folder)
+
+    def test_no_report(self, tmp_path):
+        """A folder without one, and one with something else."""
+        with pytest.raises(merge.Unmergeable, match=r"no report in .*result\.json is missing"):
+            merged(tmp_path)
+        (tmp_path / result.NAME).write_text("[]")
+        with pytest.raises(merge.Unmergeable, match="no report of this suite"):
+            merged(tmp_path)
+
+
+class TestCommand:
+    def test_it_writes_one_report_and_tells_it(self, report, tmp_path):
+        """The status, the file, the matrix and the totals are those of a run."""
+        folders = [str(report(name, record(layout, "pass"))) for name, layout in (("one", "ep2"), ("two", "ep4"))]
+        out = tmp_path / "out"
+        done = CliRunner().invoke(cli.main, ["merge", *folders, "--report", str(out)])
+        assert 0 == done.exit_code, done.output
+        assert "2 pass" in done.output
+        assert f"report: {out / result.NAME}" in done.output
+        assert folders == json.loads((out / result.NAME).read_text("utf-8"))["merged"]
+        again = CliRunner().invoke(cli.main, ["merge", str(out), "--report", str(tmp_path / "twice")])
+        assert (2, True) == (again.exit_code, "was merged already" in again.output)
+
+    def test_a_report_is_not_overwritten_by_its_merger(self, report):
+        """One sentence and status 2."""
+        folder = str(report("one", record("ep2", "pass")))
+        done = CliRunner().invoke(cli.main, ["merge", folder, "--report", folder])
+        assert (2, True) == (done.exit_code, "is one of the reports" in done.output)

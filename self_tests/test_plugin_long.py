@@ -1,0 +1,134 @@
+"""Long runs: divided, stopped before their time is up, cut off, and judged by workers that die."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from self_tests import plugin_runs
+from self_tests.plugin_runs import PROJECT, TOY, Finished
+
+TOYS = TOY.partition(":")[0]
+RIGHT = f"{TOYS}:RightToy"
+
+# Checks that take their time, and one that ends its process.
+SLOW = """
+import os
+import time
+
+from moe_conformance.spec import requirement
+
+
+@requirement("EXCH-05", kind="probe", when=lambda workload: workload.name.startswith("even"))
+def test_quick(outcome, tally):
+    tally.add(elements=1)
+    time.sleep({item_s})
+
+
+@requirement("EXCH-09", kind="probe", when=lambda workload: workload.name == "even")
+def test_endless(outcome, tally):
+    tally.add(elements=1)
+    time.sleep({last_s})
+
+
+@requirement("EXCH-07", kind="probe", when=lambda workload: workload.name == "even")
+def test_deadly(outcome, tally):
+    tally.add(elements=1)
+    if {deadly} and outcome.workload.layout.name == "ep2":
+        os._exit(3)
+"""
+
+
+def run(folder: Path, backend: str, *arguments: str) -> Finished:
+    """Judge a toy on two ranks and report into the folder."""
+    asked = ("-q", "--moe-backend", backend, "--moe-ranks", "2", "--moe-report", str(folder))
+    return plugin_runs.pytest_on(*asked, *arguments, cwd=folder)
+
+
+def slow(folder: Path, item_s: float = 0.0, last_s: float = 0.0, deadly: bool = False) -> str:
+    """Write the checks and return their file."""
+    path = folder / "slow_checks.py"
+    path.write_text(SLOW.format(item_s=item_s, last_s=last_s, deadly=deadly))
+    return str(path)
+
+
+def lines(folder: Path) -> dict[str, str]:
+    """Return the verdicts in records.jsonl by item."""
+    records = [json.loads(line) for line in (folder / "records.jsonl").read_text("utf-8").splitlines()]
+    return {record["node"].rpartition("::")[2]: record["verdict"] for record in records}
+
+
+class TestShards:
+    def test_shards_make_the_whole(self, tmp_path):
+        """Each item is in one shard; merged, they are what a run in one piece decided, number of cases included."""
+        folders = [tmp_path / name for name in ("whole", "one", "two")]
+        for folder in folders:
+            folder.mkdir()
+        whole, *parts = folders
+        file = str(PROJECT / "checks.py")
+        run(whole, TOY, file)
+        for index, folder in enumerate(parts, 1):
+            run(folder, TOY, file, "--moe-shard", f"{index}/2")
+        left_out = [plugin_runs.result(folder)["left_out"] for folder in parts]
+        assert 0 < min(each["cases"] for each in left_out)
+        assert not set(left_out[0]["cells"]) & set(left_out[1]["cells"])
+        done = plugin_runs.cli("merge", *map(str, parts), "--report", str(tmp_path / "merged"), cwd=tmp_path)
+        expected, merged = plugin_runs.result(whole), plugin_runs.result(tmp_path / "merged")
+        assert 1 == done.status
+        assert plugin_runs.verdicts(expected) == plugin_runs.verdicts(merged)
+        assert (expected["cases"], expected["problems"]) == (merged["cases"], merged["problems"])
+
+    def test_a_shard_says_what_it_left_out(self, tmp_path):
+        """On the terminal too; fewer cells than shards cannot be divided."""
+        done = run(tmp_path, RIGHT, str(PROJECT / "checks.py"), "--moe-shard", "2/2")
+        assert 0 == done.status, done.output
+        assert "shard 2/2: " in done.output
+        assert "are left to the others" in done.output
+        assert "only 4 cells have cases" in run(tmp_path, RIGHT, "--moe-shard", "1/5").output
+
+
+class TestTimeLimit:
+    def test_the_run_ends_after_the_item_at_hand(self, tmp_path):
+        """It ends before the limit, with its own status and sentence, and the rest is shown as not run."""
+        done = run(tmp_path, RIGHT, slow(tmp_path, item_s=4.0), "--moe-time-limit", "30")
+        report = plugin_runs.result(tmp_path)
+        assert (124, 124, True) == (done.status, report["exit"], report["interrupted"])
+        assert "STOPPED: --time-limit 30 is near" in done.output
+        verdicts = plugin_runs.verdicts(report)
+        assert {"pass", "not run"} <= set(verdicts.values())
+        assert {item: verdict for item, verdict in verdicts.items() if verdict != "not run"} == lines(tmp_path)
+
+    @pytest.mark.parametrize("arguments", [(), ("-n", "2")], ids=["alone", "xdist"])
+    def test_an_item_that_takes_too_long_is_interrupted(self, tmp_path, arguments):
+        """It is not run, and nothing waits for it; the controller of xdist, which collects nothing, knows that too."""
+        done = run(tmp_path, RIGHT, *arguments, slow(tmp_path, last_s=600.0), "--moe-time-limit", "40")
+        verdicts = plugin_runs.verdicts(plugin_runs.result(tmp_path))
+        assert 124 == done.status
+        assert {"test_endless", "test_quick", "test_deadly"} == {item.partition("[")[0] for item in verdicts}
+        assert "not run" == verdicts["test_endless[right-single-even]"]
+
+
+class TestCutOff:
+    def test_after_many_hangs_the_rest_is_not_run(self, tmp_path):
+        """A sentence says so, and the run fails."""
+        (tmp_path / "checks.py").write_text((PROJECT / "checks.py").read_text().replace("name == ", "name[:4] == "))
+        asked = ("-p", "self_tests.plugin_project.impatient", "-k", "ep2 and (waits or right)")
+        done = run(tmp_path, TOY, *asked, str(tmp_path / "checks.py"))
+        report = plugin_runs.result(tmp_path)
+        assert (1, True) == (done.status, report["interrupted"])
+        assert "STOPPED: 2 cases have hung" in done.output
+        assert "not run" in plugin_runs.verdicts(report).values()
+
+
+class TestWorkers:
+    def test_the_others_go_on_when_a_worker_ends(self, tmp_path):
+        """The item that it ran is an error, is not run again, and every other item has its own verdict."""
+        asked = ("-n", "2", slow(tmp_path, deadly=True))
+        done = run(tmp_path, RIGHT, *asked)
+        verdicts = plugin_runs.verdicts(plugin_runs.result(tmp_path))
+        assert 1 == done.status
+        assert "error" == verdicts.pop("test_deadly[right-ep2-even]")
+        assert {"pass", "refused"} == set(verdicts.values())
+        assert "the pytest-xdist worker ended while it ran this item" in done.output
