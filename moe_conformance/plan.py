@@ -13,8 +13,10 @@ from typing import cast
 
 from moe_conformance.contract import Backend, Limit
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import corpus, routing
+from moe_conformance.workloads import corpus, routing, virtual
 from moe_conformance.workloads.records import Workload
+
+VIRTUAL = "virtual"  # the profile of hundreds of ranks that are threads of one process
 
 
 @dataclass(frozen=True)
@@ -52,23 +54,43 @@ class Plan:
     backend: Backend
     device: str
     profile: str
+    virtual_ranks: int = virtual.WORLDS[-1]  # of the virtual profile: drawing workloads for larger worlds takes long
+
+    @property
+    def virtual(self) -> bool:
+        """Whether ranks are virtual."""
+        return self.profile == VIRTUAL
 
     @cached_property
     def cells(self) -> tuple[Cell, ...]:
         """Every variant on every layout, layout by layout."""
         limits = {variant: tuple(self.backend.limits(variant)) for variant in self.backend.variants}
+        layouts = corpus.layouts(cast(corpus.Profile, self.profile))
+        if self.virtual:
+            layouts = tuple(layout for layout in virtual.layouts() if layout.world <= self.virtual_ranks)
         return tuple(
             Cell(variant, layout, limits[variant], self.device)
-            for layout in corpus.layouts(cast(corpus.Profile, self.profile))
+            for layout in layouts
             for variant in self.backend.variants
+            if not self.virtual or virtual.suits(layout, variant == self.backend.variants[0])
         )
+
+    @property
+    def drawn_cells(self) -> tuple[Cell, ...]:
+        """The cells for which Hypothesis draws workloads: not those of worlds larger than the usual."""
+        return tuple(cell for cell in self.cells if cell.layout.world <= virtual.WORLDS[0])
 
     @cached_property
     def cases(self) -> tuple[Case, ...]:
         """Every workload in every cell, in running order.
 
-        A router does not depend on the exchange, so that it runs with the first variant only.
+        A router does not depend on the exchange, so that it runs with the first variant only; nor on the number of
+        ranks, so that it does not run on virtual ones.
         """
+        if self.virtual:
+            return tuple(
+                Case(cell, workload) for cell in self.cells for workload in virtual.corpus(cell.variant, cell.layout)
+            )
         made = []
         for cell in self.cells:
             workloads = list(corpus.corpus(cell.variant, cell.layout, cast(corpus.Profile, self.profile)))
@@ -84,7 +106,7 @@ class Plan:
     @property
     def worlds(self) -> tuple[int, ...]:
         """Worlds whose groups a backend is asked about; none is built, so that they need no such machine."""
-        return (2, 4, 8) if self.profile == "quick" else (2, 4, 8, 12, 16, 32, 64)
+        return {"quick": (2, 4, 8), "full": (2, 4, 8, 12, 16, 32, 64), VIRTUAL: (64,)}[self.profile]
 
     @cached_property
     def positions(self) -> dict[str, int]:
@@ -98,13 +120,14 @@ class Plan:
 
 def workload_names() -> frozenset[str]:
     """Return the names of all workloads of all profiles."""
-    recipes = {recipe.name for recipe in (*corpus.PROBE, *corpus.EXPERTS)}
+    probe, own = virtual.recipes(virtual.layouts()[0])
+    recipes = {recipe.name for recipe in (*corpus.PROBE, *corpus.EXPERTS, *probe, *own)}
     return frozenset(recipes | {recipe.name for recipe in routing.ROUTERS})
 
 
 def layout_names() -> tuple[str, ...]:
     """Return the names of all layouts of all profiles, in running order."""
-    return tuple(layout.name for layout in corpus.layouts("full"))
+    return tuple(layout.name for layout in (*corpus.layouts("full"), *virtual.layouts()))
 
 
 def too_large(layout: Layout, ranks: int) -> str | None:

@@ -64,7 +64,7 @@ class TestDoctor:
         """One sentence and status 2."""
         done = CliRunner().invoke(cli.main, ["doctor", "--ranks", "0"])
         assert 2 == done.exit_code
-        assert "Error: no layout fits 0 ranks; give 1 to 64\n" == done.output
+        assert "Error: no layout fits 0 ranks; give --ranks 1 to 64\n" == done.output
 
 
 class TestWithoutTorch:

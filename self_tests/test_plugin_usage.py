@@ -19,7 +19,7 @@ UNUSABLE = {
     "class that is no backend": ({"backend": "json:JSONDecoder"}, "is no backend: it lacks .*versions.*contract.py"),
     "class that cannot be made": ({"backend": "pathlib:PurePath.with_name"}, "is no backend"),
     "missing library": ({"backend": f"{TOYS}:NeedyToy"}, "toylib is not installed: pip install toylib"),
-    "no ranks": ({"ranks": "0"}, "no layout fits 0 ranks; give 1 to 64"),
+    "no ranks": ({"ranks": "0"}, "no layout fits 0 ranks; give --ranks 1 to 64"),
     "fewer than none": ({"ranks": "-1"}, "no layout fits -1 ranks"),
     "more ranks than are checked": ({"ranks": "65"}, "no layout fits 65 ranks"),
     "ranks that are no number": ({"ranks": "four"}, "--ranks wants a number, not 'four'"),

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 NAME = "moe-conformance"
 
-_EXAMPLES = {"quick": 12, "full": 100}
+_EXAMPLES = {"quick": 12, "full": 100, "virtual": 12}
 
 
 def load_profile(profile: str) -> None:

@@ -37,7 +37,7 @@ class Driver:
             Unusable: there are fewer cells than shards.
         """
         self.run = run
-        self.plan = Plan(run.backend, run.options.device, run.options.profile)
+        self.plan = Plan(run.backend, run.options.device, run.options.profile, run.options.ranks)
         self.other_cells = agenda.other_cells(self.plan, run.options)
         self._outcomes = Outcomes(run)
         self._followers: dict[str, Case] = {}
@@ -61,7 +61,7 @@ class Driver:
         if mark is None:
             return
         if "cell" in metafunc.fixturenames:
-            cells = self.plan.cells
+            cells = self.plan.drawn_cells
             metafunc.parametrize("cell", cells, ids=[cell.id for cell in cells], indirect=True)
         elif "case" in metafunc.fixturenames:
             cases = self.plan.of(mark.kwargs["kind"], mark.kwargs["when"])

@@ -11,6 +11,7 @@ from moe_conformance import shards
 from moe_conformance.shards import Shard
 
 MOST_RANKS = 64  # group construction is checked against its oracle up to here
+FEWEST_VIRTUAL, MOST_VIRTUAL = 8, 512  # ranks of the profile "virtual"
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,12 @@ OPTIONS = (
     Option("backend", "NAME|pkg.mod:Class", "the implementation under test (default: native)"),
     Option("ranks", "N", f"the largest world, 1 to {MOST_RANKS}; larger layouts are not applicable (default: 4)"),
     Option("device", "cpu|cuda", "where the ranks' tensors live (default: cpu)", ("cpu", "cuda")),
-    Option("profile", "quick|full", "how many layouts and workloads (default: quick)", ("quick", "full")),
+    Option(
+        "profile",
+        "quick|full|virtual",
+        f"how many layouts and workloads, or {FEWEST_VIRTUAL} to {MOST_VIRTUAL} ranks as threads (default: quick)",
+        ("quick", "full", "virtual"),
+    ),
     Option("only", "ID,ID", "judge these requirements only"),
     Option("plant", "NAME", "judge native with a planted bug, which must be caught"),
     Option("waivers", "FILE", "waivers of a backend that is given by dotted path"),
@@ -71,8 +77,9 @@ class Options:
             value = getattr(self, option.field)
             if option.choices and value not in option.choices:
                 raise Unusable(f"unknown {option.name} {value!r}; choose {' or '.join(option.choices)}")
-        if not 1 <= self.ranks <= MOST_RANKS:
-            raise Unusable(f"no layout fits {self.ranks} ranks; give 1 to {MOST_RANKS}")
+        fewest, most = (FEWEST_VIRTUAL, MOST_VIRTUAL) if self.profile == "virtual" else (1, MOST_RANKS)
+        if not fewest <= self.ranks <= most:
+            raise Unusable(f"no layout fits {self.ranks} ranks; give --ranks {fewest} to {most}")
         if self.plant and self.backend != "native":
             raise Unusable(f"bugs are planted in native, not in {self.backend}; leave --backend out")
         if not 0 <= self.time_limit < float("inf"):

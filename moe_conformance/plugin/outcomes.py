@@ -11,7 +11,7 @@ import torch
 
 from moe_conformance.engine import Engine, EngineError
 from moe_conformance.judging import reading as judging
-from moe_conformance.plan import Case
+from moe_conformance.plan import VIRTUAL, Case
 from moe_conformance.plugin.run import Run, engine_needs
 from moe_conformance.scenarios.group_lists import group_lists
 from moe_conformance.scenarios.moe_step import Step, start
@@ -111,7 +111,10 @@ class Outcomes:
         if self._engine is None:
             torch.set_num_threads(1)  # the oracles' tensors are tiny: more threads only take the cores from the ranks
             try:
-                self._engine = Engine(device=self._run.options.device, **engine_needs(self._run.backend))
+                options = self._run.options
+                self._engine = Engine(
+                    device=options.device, virtual=options.profile == VIRTUAL, **engine_needs(self._run.backend)
+                )
             except EngineError as error:  # the machine's or the installation's: no item is at fault
                 reason = str(error).partition("\n")[0]
                 pytest.exit(f"the ranks cannot start: {reason}; try `moe-conformance doctor`", returncode=_USAGE_ERROR)

@@ -1,0 +1,93 @@
+"""The corpus of virtual ranks: worlds of 8 to 512, and workloads small enough for a judge who is one process.
+
+These sizes are for what changes with the number of ranks: indices of ranks, experts and rows, offsets, counts. What
+the usual corpus tries on a few ranks (dtypes, top-1, odd sizes) is not tried again. Every rank has few tokens, but
+ranks with none and experts with hundreds of rows are among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_conformance.contract import Config
+from moe_conformance.topology import Layout
+from moe_conformance.workloads import draw
+from moe_conformance.workloads.corpus import Recipe, anywhere, dropped, exchange_workload
+from moe_conformance.workloads.records import Workload
+
+WORLDS = (8, 64, 256, 512)
+
+# Tokens of rank r: the entry r modulo the length, which is odd so that ranks differ that are powers of two apart.
+_UNEVEN, _FEW = (2, 1, 3, 2, 4), (1, 2, 1, 1, 3)
+_SOME_WITHOUT = (2, 0, 1, 0, 0, 3, 0)
+_WIDEST_ALL_GATHER = 64  # ranks of ep * etp
+
+
+def last_experts(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
+    """Everything goes to the last K + 1 experts, from all ranks: hundreds of rows for each."""
+    return draw.choose(T, config, generator, range(config.experts - config.top_k - 1, config.experts))
+
+
+def layouts() -> tuple[Layout, ...]:
+    """The layouts of virtual ranks, smallest first: all of the world for ep, and ep together with the other axes."""
+    return (
+        Layout(8, ep=8),
+        Layout(8, ep=4),
+        Layout(8, tp=2, ep=4),
+        Layout(8, ep=4, etp=2),
+        Layout(64, ep=64),
+        Layout(64, ep=8),
+        Layout(64, tp=8, ep=64),
+        Layout(64, tp=2, ep=16, etp=4),
+        Layout(256, ep=256),
+        Layout(256, ep=32),
+        Layout(256, tp=4, ep=64, etp=2),
+        Layout(512, ep=512),
+        Layout(512, ep=64),
+        Layout(512, tp=2, ep=256, etp=2),
+    )
+
+
+def suits(layout: Layout, first_variant: bool) -> bool:
+    """Whether a variant runs on a layout.
+
+    An exchange that brings every token to every rank of ep * etp holds the square of their number in rows, which is
+    more than one process has. Which variants do so is not known, so that only the first runs on the widest layouts.
+    """
+    return first_variant or layout.ep * layout.etp <= _WIDEST_ALL_GATHER
+
+
+def recipes(layout: Layout) -> tuple[tuple[Recipe, ...], tuple[Recipe, ...]]:
+    """The recipes for a layout, with the probe and with the backend's own experts.
+
+    A rank holds two experts, one where there are 512. The probe needs a column for each, own experts do not.
+    """
+    E = layout.ep * (2 if layout.ep < 512 else 1)
+    probe: dict[str, Any] = {"experts": E, "hidden": max(E, 32)}
+    own: dict[str, Any] = {"experts": E, "hidden": 32, "ffn": 16}
+    uneven = _UNEVEN if layout.world <= 64 else _FEW
+    return (
+        (
+            Recipe("many-ranks-uneven", anywhere, uneven, probe),
+            Recipe("many-ranks-some-without-tokens", dropped, _SOME_WITHOUT, probe),
+            Recipe("many-ranks-last-experts", last_experts, uneven, probe),
+            Recipe("many-ranks-in-flight", anywhere, uneven, probe, schedule="F0 F1 B1 B0"),
+        ),
+        (
+            Recipe("own-many-ranks-uneven", anywhere, uneven, own),
+            Recipe("own-many-ranks-last-experts", last_experts, _SOME_WITHOUT, own),
+        ),
+    )
+
+
+def corpus(variant: str, layout: Layout) -> Iterator[Workload]:
+    """Yield the workloads of a variant on a layout: with the probe, then with the backend's own experts."""
+    probe, own = recipes(layout)
+    for recipe in probe:
+        yield exchange_workload(recipe, "probe", variant, layout)
+    for recipe in own:
+        yield exchange_workload(recipe, "experts", variant, layout)
