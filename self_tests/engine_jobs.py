@@ -326,3 +326,8 @@ def leave_groups(context: RankContext, payload: Any) -> None:
     """Leaves two process groups behind on every rank."""
     for _ in range(2):
         dist.new_group(list(range(context.world)))
+
+
+def fork_and_return(context: RankContext, payload: Any) -> str:
+    """Goes on in two processes."""
+    return "parent" if os.fork() else "child"

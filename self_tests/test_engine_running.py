@@ -110,6 +110,12 @@ class TestLeftovers:
         assert (True, [(), (told,)]) == (result.ok, [rank.left for rank in result.ranks])
         assert set(before).isdisjoint(pids(engine))
 
+    def test_a_forked_child_gives_no_answer(self, engine):
+        """A function that forks and returns twice has one result; the child's is dropped."""
+        for _ in range(5):
+            values = [rank.value for rank in engine.run(job("fork_and_return")).ranks]
+            assert ["parent", "parent"] == values
+
     def test_groups_left_behind_are_told(self, engine):
         """Process groups that the function made and did not destroy count; the engine's own do not."""
         groups = {"all": ((0, 1),), "each": ((0,), (1,))}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import traceback
 from collections.abc import Iterator, Mapping
@@ -58,7 +59,9 @@ def _message(error: BaseException) -> str:
 
 def _plain_attributes(error: BaseException) -> dict[str, str | int | float | bool]:
     # Exact types: a subclass of str or int need not be known to the driver.
-    return {name: value for name, value in vars(error).items() if type(value) in (str, int, float, bool)}
+    with contextlib.suppress(Exception):  # a class may make of __dict__ what it likes
+        return {name: value for name, value in vars(error).items() if type(value) in (str, int, float, bool)}
+    return {}
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from . import nursery, processor, wire
+from .faults import one_line
 from .host import Child, HostLostError, Place, RankProcess
 from .rank import Station
 from .rank_files import RankFiles
@@ -104,7 +105,7 @@ class Launcher:
         started: list[RankProcess] = []
         try:
             for station in stations:
-                ours, theirs = socket.socketpair()
+                ours, theirs = _pair(station)
                 try:
                     pid = self.fork(station, theirs)
                 except BaseException:
@@ -123,7 +124,11 @@ class Launcher:
         Raises:
             EngineError: it could not be forked.
         """
-        files = RankFiles()
+        try:
+            files = RankFiles()
+        except OSError as error:
+            channel.close()
+            raise EngineError(f"rank {station.rank} could not be forked: {one_line(error)}") from error
         with channel:
             self._order(nursery.Fork(station))
             socket.send_fds(self._channel.socket, [b"."], [channel.fileno(), *files.descriptors])
@@ -144,6 +149,7 @@ class Launcher:
         """Kills a rank whose channel is not ours."""
         with contextlib.suppress(LauncherLostError):  # then it is dead already
             self._order(nursery.Signal(pid, signal.SIGKILL))
+        self._exits.pop(pid, None)
         if (files := self._files.pop(pid, None)) is not None:
             files.close()
 
@@ -270,7 +276,8 @@ class Launcher:
 
     def _note(self, message: object) -> None:
         assert isinstance(message, nursery.Exited), message
-        self._exits[message.pid] = message
+        if message.pid in self._files:  # else it is forgotten
+            self._exits[message.pid] = message
 
     def _lost(self) -> LauncherLostError:
         try:
@@ -278,6 +285,13 @@ class Launcher:
         except subprocess.TimeoutExpired:
             how = "it closed its channel"
         return LauncherLostError(f"the process that forks the ranks is gone ({how}); the next run starts another")
+
+
+def _pair(station: Station) -> tuple[socket.socket, socket.socket]:
+    try:
+        return socket.socketpair()
+    except OSError as error:
+        raise EngineError(f"rank {station.rank} could not be forked: {one_line(error)}") from error
 
 
 class LocalSite:

@@ -14,6 +14,7 @@ import faulthandler
 import gc
 import importlib
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -293,6 +294,7 @@ def _become_rank(nursery: int, station: rank.Station, channel: int, stacks: int,
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which then ends the ranks
         os.setpgid(0, 0)
         _die_with_parent(nursery)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # stacks tell more
         faulthandler.enable(file=stacks)
         faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
         serve = threads.serve if station.virtual else rank.serve

@@ -100,11 +100,13 @@ def _work(channel: wire.Channel, station: Station, ledger: int) -> None:
     except BaseException as error:
         channel.send(wire.dumps(Answer(0, "unprepared", describe(error))))
         return
-    answer = Answer(0, "returned")
+    answer, myself = Answer(0, "returned"), os.getpid()
     channel.send(wire.dumps(answer))
     while not answer.last:
         answer, *value = _do(home, tap, channel.receive())
         flush()
+        if os.getpid() != myself:  # the function forked, and this is its child: one rank gives one answer
+            os._exit(0)
         channel.send([*wire.dumps(answer), *value])
 
 
@@ -185,9 +187,12 @@ class _Home:
 
     def left(self) -> tuple[str, ...]:
         """Returns what differs in the process from when this was last asked."""
-        before, self._surroundings = self._surroundings, surroundings(len(self._groups))
+        before, self._surroundings = self._surroundings, surroundings(self._own_groups())
         memory = self._memory.left() if self._memory is not None else ()
         return (*difference(before, self._surroundings), *memory)
+
+    def _own_groups(self) -> int:
+        return sum(group is not dist.GroupMember.NON_GROUP_MEMBER for group in self._groups.values())
 
     def settle(self) -> tuple[str, ...]:
         """Takes the process as it is now; nothing counts as left behind."""
