@@ -40,6 +40,7 @@ class Vigil:
         self._until = began + job.deadline_s
         self._pending = {process.rank: process for process in ranks}
         self._findings: dict[int, Finding] = {}
+        self._ledgers: dict[int, bytes] = {}  # as they were when ranks without an answer were given up
 
     def findings(self) -> list[Finding]:
         """Returns one finding per rank, in the order of ranks.
@@ -55,7 +56,7 @@ class Vigil:
             self._listen(selector)
         if self._pending:
             self._give_up(f"no answer within {self._job.deadline_s:.1f} s")
-        ledgers = self._host.ledgers(self._ranks)
+        ledgers = self._ledgers or self._host.ledgers(self._ranks)
         return [self._complete(process, ledgers[process.rank]) for process in self._ranks]
 
     def _listen(self, selector: selectors.BaseSelector) -> None:
@@ -131,6 +132,7 @@ class Vigil:
         pending = tuple(self._pending.values())
         texts = self._host.stacks(pending)
         silent = [process for process in pending if not texts[process.rank]]
+        self._ledgers = self._host.ledgers(self._ranks)  # before one that was stopped goes on
         stopped = self._awaken(silent) if silent else {}
         for rank, text in (texts | stopped).items():
             place = ("stopped by a signal " if stopped.get(rank) else "") + stacks.place(text)

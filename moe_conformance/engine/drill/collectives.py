@@ -63,7 +63,38 @@ def take_another_size(context: RankContext, plot: Plot) -> str:
     return "returned"
 
 
-def leave_one_alone(context: RankContext, plot: Plot) -> str:
+def take_another_root(context: RankContext, plot: Plot) -> str:
+    """The culprit takes itself for the one from which all get something; the others take its partner."""
+    if (group := plot.place(context)) is None:
+        return BYSTANDER
+    meet(group)
+    root = plot.culprit if context.rank == plot.culprit else plot.partner
+    dist.broadcast(torch.ones(3), src=root, group=group)
+    return "returned"
+
+
+def receive_from_nobody(context: RankContext, plot: Plot) -> str:
+    """The culprit waits for a message that its partner does not send."""
+    if (group := plot.place(context)) is None:
+        return BYSTANDER
+    meet(group)
+    if context.rank == plot.culprit:
+        dist.recv(torch.empty(3), src=plot.partner, group=group)
+    return "returned"
+
+
+def never_wait(context: RankContext, plot: Plot) -> str:
+    """All begin a collective together, and the culprit does not wait for it."""
+    if (group := plot.place(context)) is None:
+        return BYSTANDER
+    meet(group)
+    handle = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+    if context.rank != plot.culprit:
+        handle.wait()
+    return "returned"
+
+
+def begin_one_alone(context: RankContext, plot: Plot) -> str:
     """The culprit begins a collective that is nobody else's, does not wait for it, and returns."""
     if (group := plot.place(context)) is None:
         return BYSTANDER

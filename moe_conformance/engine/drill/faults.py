@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Verdict = Literal["pass", "fail", "crash", "hang"]
+Status = Literal["ok", "raised", "hung", "died"]
 Role = Literal["culprit", "partner", "peer", "bystander"]
 
 # Who must be blamed: where "minority", the culprit if the group has at least three ranks; of two that disagree nobody
@@ -25,12 +26,14 @@ class Fault:
         name: What happens, in a few words.
         job: The function that plays it, as `"module:function"` in this package.
         verdict: Of the job: "hang" if a rank gave no answer, else "crash" if a blamed rank raised or died, else "fail"
-            if somebody is blamed, else "pass".
+            if somebody is blamed, else "pass". Several where it depends on the transport and the number of ranks.
         blamed: Who is blamed.
-        culprit: The culprit's status.
-        peers: Which statuses the other ranks of the group may have; several where the transport decides by chance.
-        says: A regular expression that the sentence of every blamed rank matches; of the culprit's `left` if nobody
-            is blamed.
+        culprit: Which statuses the culprit may have; several for the same reason.
+        peers: Which statuses the other ranks of the group may have.
+        says: A regular expression for the sentence of every blamed rank, or the first disagreement of the ledgers; for
+            what the culprit left behind if nobody is blamed.
+        calls: Regular expressions for the calls in the ledgers of the culprit and of the other ranks of the group.
+        disagrees: Whether the ledgers disagree.
         scope: "world", or "group" for a group of some of the ranks; those that are not in it must not be blamed.
         stacks: Whether the culprit can leave a stack; a process that is killed or exits cannot.
         deadline_s: Of the job.
@@ -38,11 +41,13 @@ class Fault:
 
     name: str
     job: str
-    verdict: Verdict
+    verdict: tuple[Verdict, ...]
     blamed: Blame
-    culprit: tuple[str, ...]
-    peers: tuple[str, ...]
+    culprit: tuple[Status, ...]
+    peers: tuple[Status, ...]
     says: str
+    calls: tuple[str, str] = ("all_reduce", "all_reduce")
+    disagrees: bool = False
     scope: Literal["world", "group"] = "world"
     stacks: bool = True
     deadline_s: float = _LONG_S
@@ -53,119 +58,160 @@ class Fault:
         return f"{_PACKAGE}.{self.job}"
 
 
-_DEADLOCK = r"can no longer complete"
-_TIMEOUT = rf"no answer within {_SHORT_S}"
+def _end(name: str, job: str, status: Status, says: str, *, stacks: bool = True) -> Fault:
+    """A rank that raises or dies while the others wait for it in their second collective."""
+    calls = ("all_reduce", "all_reduce all_reduce")
+    return Fault(name, f"ends:{job}", ("crash",), "culprit", (status,), ("raised",), says, calls, stacks=stacks)
+
+
+def _hang(name: str, job: str, says: str = "") -> Fault:
+    """A rank that does not come to the second collective, in which the others wait for it."""
+    return Fault(
+        name,
+        f"ends:{job}",
+        ("hang",),
+        "culprit",
+        ("hung",),
+        ("hung",),
+        f"no answer within {_SHORT_S} s: {says}",
+        ("all_reduce", "all_reduce all_reduce"),
+        deadline_s=_SHORT_S,
+    )
+
 
 _ENDS = (
-    Fault("exception on one rank", "ends:raise_on_one", "crash", "culprit", ("raised",), ("raised",), "ValueError"),
-    Fault("exception on all ranks", "ends:raise_on_all", "crash", "everyone", ("raised",), ("raised",), "ValueError"),
+    _end("exception on one rank", "raise_on_one", "raised", "ValueError: drilled"),
     Fault(
-        "exception in a backward hook", "ends:raise_in_backward", "crash", "culprit", ("raised",), ("raised",),
-        "ValueError",
+        "exception on all ranks", "ends:raise_on_all", ("crash",), "everyone", ("raised",), ("raised",),
+        "ValueError: drilled",
     ),
+    _end("exception in a backward hook", "raise_in_backward", "raised", "ValueError: drilled"),
+    _end("os._exit", "exit_hard", "died", "exited with code 7", stacks=False),
+    _end("SIGKILL", "be_killed", "died", "killed by SIGKILL", stacks=False),
     Fault(
-        "os._exit", "ends:exit_hard", "crash", "culprit", ("died",), ("raised",), "exited with code 7", stacks=False,
+        "SIGKILL in the midst of work", "ends:be_killed_while_meeting", ("crash",), "culprit", ("died",), ("raised",),
+        "killed by SIGKILL", ("(all_reduce ?)+", "(all_reduce ?)+"), stacks=False,
     ),
-    Fault("SIGKILL", "ends:be_killed", "crash", "culprit", ("died",), ("raised",), "SIGKILL", stacks=False),
-    Fault(
-        "SIGKILL in the midst of work", "ends:be_killed_while_meeting", "crash", "culprit", ("died",), ("raised",),
-        "SIGKILL", stacks=False,
+    _end("segmentation fault", "touch_no_memory", "died", "killed by SIGSEGV"),
+    _end("out of memory", "run_out_of_memory", "raised", "MemoryError"),
+    _hang("hang in Python", "sleep_for_ever", "in sleep_for_ever"),
+    _hang("hang that holds the GIL", "hold_the_gil", "in hold_the_gil"),
+    _hang("hang on a lock", "wait_for_a_lock"),
+    _hang("SIGSTOP", "be_stopped", "stopped by a signal"),  # where: it may move on while it dumps its stack
+    _hang("printing without end", "print_without_end"),
+)  # fmt: skip
+
+
+def _collective(
+    name: str,
+    job: str,
+    verdict: Verdict | tuple[Verdict, ...],
+    blamed: Blame,
+    culprit: tuple[Status, ...],
+    peers: tuple[Status, ...],
+    says: str,
+    calls: tuple[str, str],
+    *,
+    disagrees: bool = True,
+) -> Fault:
+    """A fault in what follows the first call on a group; `calls` are those that follow."""
+    verdicts = (verdict,) if isinstance(verdict, str) else verdict
+    culprits, others = (f"all_reduce {call}".strip() for call in calls)
+    return Fault(
+        name, f"collectives:{job}", verdicts, blamed, culprit, peers, says, (culprits, others), disagrees=disagrees
+    )
+
+
+_EXCHANGE = ("all_to_all_single", "all_to_all_single")
+
+# How gloo ends splits that do not fit: where a rank does not send to itself what it expects it raises; where one is
+# sent more than it expects it aborts; where it is sent less it goes on with garbage.
+_COLLECTIVES = (
+    _collective(
+        "last collective skipped", "skip_the_last", "hang", "culprit", ("ok",), ("hung",),
+        "returned while .* waited .*makes no such call", ("", "all_reduce"),
     ),
-    Fault("segmentation fault", "ends:touch_no_memory", "crash", "culprit", ("died",), ("raised",), "SIGSEGV"),
-    Fault("out of memory", "ends:run_out_of_memory", "crash", "culprit", ("raised",), ("raised",), "MemoryError"),
-    Fault(
-        "hang in Python", "ends:sleep_for_ever", "hang", "culprit", ("hung",), ("hung",),
-        f"{_TIMEOUT} s: in sleep_for_ever", deadline_s=_SHORT_S,
+    _collective(
+        "middle collective skipped", "skip_one_in_the_middle", "hang", "minority", ("hung",), ("hung",),
+        "can no longer complete", ("all_reduce", "all_gather"),
     ),
-    Fault(
-        "hang that holds the GIL", "ends:hold_the_gil", "hang", "culprit", ("hung",), ("hung",),
-        f"{_TIMEOUT} s: in hold_the_gil", deadline_s=_SHORT_S,
+    _collective(
+        "collective of another kind", "take_another_kind", "hang", "minority", ("hung",), ("hung",),
+        "can no longer complete", ("all_gather", "all_reduce"),
     ),
-    Fault(
-        "hang on a lock", "ends:wait_for_a_lock", "hang", "culprit", ("hung",), ("hung",),
-        _TIMEOUT, deadline_s=_SHORT_S,
+    _collective(
+        "collective on another group", "take_another_group", "hang", "minority", ("hung",), ("hung",),
+        "can no longer complete", ("all_reduce", "all_reduce"),
     ),
-    Fault(
-        "SIGSTOP", "ends:be_stopped", "hang", "culprit", ("hung",), ("hung",),
-        f"{_TIMEOUT} s: stopped by a signal", deadline_s=_SHORT_S,  # where: it may move on while it dumps its stack
+    _collective(
+        "collective of another size", "take_another_size", ("crash", "hang"), "minority", ("died", "ok", "hung"),
+        ("raised", "hung"), "7 elements", ("all_reduce", "all_reduce"),
     ),
-    Fault(
-        "printing without end", "ends:print_without_end", "hang", "culprit", ("hung",), ("hung",),
-        _TIMEOUT, deadline_s=_SHORT_S,
+    _collective(
+        "broadcast from another root", "take_another_root", "hang", "minority", ("hung",), ("hung", "ok"),
+        "has root|have root", ("broadcast", "broadcast"),
+    ),
+    _collective(
+        "message that nobody sends", "receive_from_nobody", "hang", "pair", ("hung",), ("ok",),
+        "which never sends it", ("recv", ""),
+    ),
+    _collective(
+        "collective nobody else begins", "begin_one_alone", "fail", "minority", ("ok",), ("ok",),
+        "make no such call|makes no such call", ("all_reduce", ""),
+    ),
+    _collective(
+        "handle never waited for", "never_wait", "fail", "culprit", ("ok",), ("ok",),
+        "was never waited for", ("all_reduce", "all_reduce"), disagrees=False,
+    ),
+    _collective(
+        "splits that do not sum", "split_wrongly", "crash", "culprit", ("raised",), ("raised",),
+        r"sends \d+ rows in splits", _EXCHANGE,
+    ),
+    _collective(
+        "one row fewer expected", "expect_fewer", "crash", "pair", ("died",), ("raised", "ok"),
+        "rows? to rank ., which expects", _EXCHANGE,
+    ),
+    _collective(
+        "one row more expected", "expect_more", "fail", "pair", ("ok",), ("ok",),
+        "rows? to rank ., which expects", _EXCHANGE,
+    ),
+    _collective(
+        "splits swapped, equal totals", "swap_splits", "crash", "culprit", ("died", "raised"), ("raised", "ok"),
+        "rows? to rank ., which expects", _EXCHANGE,
     ),
 )  # fmt: skip
 
-# Of splits gloo itself notices that a rank does not send to itself what it expects, and raises; where it is sent more
-# than it expects it aborts; where it is sent less it goes on with garbage.
-_COLLECTIVES = (
-    Fault(
-        "last collective skipped", "collectives:skip_the_last", "hang", "culprit", ("ok",), ("hung",),
-        "returned while",
-    ),
-    Fault(
-        "middle collective skipped", "collectives:skip_one_in_the_middle", "hang", "minority", ("hung",), ("hung",),
-        _DEADLOCK,
-    ),
-    Fault(
-        "collective of another kind", "collectives:take_another_kind", "hang", "minority", ("hung",), ("hung",),
-        _DEADLOCK,
-    ),
-    Fault(
-        "collective on another group", "collectives:take_another_group", "hang", "minority", ("hung",), ("hung",),
-        _DEADLOCK,
-    ),
-    Fault(
-        "collective nobody else begins", "collectives:leave_one_alone", "fail", "minority", ("ok",), ("ok",), "",
-    ),
-    Fault(
-        "splits that do not sum", "collectives:split_wrongly", "crash", "culprit", ("raised",), ("raised",),
-        "[Ss]plit",
-    ),
-    Fault("one row fewer expected", "collectives:expect_fewer", "crash", "pair", ("died",), ("raised", "ok"), ""),
-    Fault("one row more expected", "collectives:expect_more", "fail", "pair", ("ok",), ("ok",), ""),
-    Fault(
-        "splits swapped, equal totals", "collectives:swap_splits", "crash", "culprit", ("died", "raised"),
-        ("raised", "ok"), "",
-    ),
-)  # fmt: skip
+
+def _bad_result(name: str, job: str, says: str, *, stacks: bool = True) -> Fault:
+    """A function that returns what does not reach the driver."""
+    return Fault(name, f"remains:{job}", ("crash",), "culprit", ("raised",), ("ok",), says, stacks=stacks)
+
+
+def _left(name: str, job: str, says: str) -> Fault:
+    """A function that returns and leaves something behind."""
+    return Fault(name, f"remains:{job}", ("pass",), "nobody", ("ok",), ("ok",), says)
+
 
 _REMAINS = (
-    Fault(
-        "unpicklable result", "remains:return_what_cannot_be_sent", "crash", "culprit", ("raised",), ("ok",),
-        "a generator, cannot be sent",
-    ),
-    Fault(
-        "result that cannot be loaded", "remains:return_what_cannot_be_loaded", "crash", "culprit", ("raised",),
-        ("ok",), "cannot be read on the driver: ValueError", stacks=False,
-    ),
-    Fault(
-        "result too large", "remains:return_too_much", "crash", "culprit", ("raised",), ("ok",), "GiB",
-    ),
-    Fault("thread left behind", "remains:leave_a_thread", "pass", "nobody", ("ok",), ("ok",), "thread 'left-behind'"),
-    Fault("group left behind", "remains:leave_a_group", "pass", "nobody", ("ok",), ("ok",), "1 process group"),
-    Fault(
-        "environment left changed", "remains:leave_variables", "pass", "nobody", ("ok",), ("ok",),
-        "'ENGINE_DRILL_LEFT_BEHIND'.*'OMP_NUM_THREADS'",
-    ),
-    Fault(
-        "dtype and grad mode left changed", "remains:leave_a_default_dtype", "pass", "nobody", ("ok",), ("ok",),
-        "dtype.*grad mode",
-    ),
-    Fault(
-        "child processes left behind", "remains:leave_children", "pass", "nobody", ("ok",), ("ok",),
-        "process '.*', process '.*'",
-    ),
-    Fault(
-        "child processes of a rank that exits", "remains:leave_children_and_die", "crash", "culprit", ("died",),
-        ("raised",), "exited with code 7", stacks=False,
-    ),
-    Fault(
-        "channel closed", "remains:close_the_channel", "crash", "culprit", ("died",), ("ok",), "before it answered",
+    _bad_result("unpicklable result", "return_what_cannot_be_sent", "a generator, cannot be sent"),
+    _bad_result(
+        "result that cannot be loaded", "return_what_cannot_be_loaded", "cannot be read on the driver: ValueError",
         stacks=False,
     ),
+    _bad_result("result too large", "return_too_much", r"takes 1024\.0 GiB, and more than .* are not sent"),
+    _bad_result("default group destroyed", "destroy_the_default_group", "destroyed the default process group"),
     Fault(
-        "default group destroyed", "remains:destroy_the_default_group", "crash", "culprit", ("raised",), ("ok",),
-        "destroyed the default process group",
+        "channel closed", "remains:close_the_channel", ("crash",), "culprit", ("died",), ("ok",), "before it answered",
+        stacks=False,
+    ),
+    _left("thread left behind", "leave_a_thread", "thread 'left-behind'"),
+    _left("group left behind", "leave_a_group", "1 process group"),
+    _left("environment left changed", "leave_variables", "'ENGINE_DRILL_LEFT_BEHIND'.*'OMP_NUM_THREADS'"),
+    _left("dtype and grad mode left changed", "leave_a_default_dtype", "dtype.*grad mode"),
+    _left("child processes left behind", "leave_children", "process '.*', process '.*'"),
+    Fault(
+        "child processes of a rank that exits", "remains:leave_children_and_die", ("crash",), "culprit", ("died",),
+        ("raised",), "exited with code 7", ("all_reduce", "all_reduce all_reduce"), stacks=False,
     ),
 )  # fmt: skip
 

@@ -155,18 +155,21 @@ def verdict_of(result: JobResult) -> Verdict:
 
 def _wrong_result(scene: Scene, result: JobResult) -> Iterator[str]:
     fault = scene.fault
-    if (verdict := verdict_of(result)) != fault.verdict:
-        yield f"verdict {verdict}, not {fault.verdict}"
+    if (verdict := verdict_of(result)) not in fault.verdict:
+        yield f"verdict {verdict}, not {' or '.join(fault.verdict)}"
     if result.blamed != scene.blamed:
         yield f"blamed {result.blamed}, not {scene.blamed}"
     if [rank.rank for rank in result.ranks] != list(range(scene.world)):
         yield f"results of ranks {[rank.rank for rank in result.ranks]}"
+    if bool(result.disagreements) != fault.disagrees:
+        yield f"disagreements {[str(each) for each in result.disagreements]}"
+    cause = str(result.disagreements[0]) if result.disagreements else ""
     for rank in result.ranks:
-        for sentence in _wrong_rank(scene, rank):
+        for sentence in _wrong_rank(scene, rank, cause):
             yield f"rank {rank.rank} ({scene.role(rank.rank)}): {sentence}"
 
 
-def _wrong_rank(scene: Scene, rank: RankResult) -> Iterator[str]:
+def _wrong_rank(scene: Scene, rank: RankResult, cause: str) -> Iterator[str]:
     fault, role = scene.fault, scene.role(rank.rank)
     allowed = ("ok",) if role == "bystander" else fault.culprit if role == "culprit" else fault.peers
     if rank.status not in allowed:
@@ -174,11 +177,20 @@ def _wrong_rank(scene: Scene, rank: RankResult) -> Iterator[str]:
     returned = None if rank.status != "ok" else BYSTANDER if role == "bystander" else "returned"
     if rank.value != returned:
         yield f"returned {rank.value!r}, not {returned!r}"
-    if rank.rank in scene.blamed and not re.search(fault.says, rank.error or ""):
-        yield f"says {rank.error!r}, not {fault.says!r}"
+    if rank.rank in scene.blamed and not re.search(fault.says, f"{rank.error}; {cause}"):
+        yield f"says {rank.error!r} because of {cause!r}, not {fault.says!r}"
     if not scene.blamed and role == "culprit" and not re.search(fault.says, ", ".join(rank.left)):
         yield f"left {rank.left}, not {fault.says!r}"
     if rank.status != "ok" and (role != "culprit" or fault.stacks) and not rank.traceback:
         yield f"{rank.status} without a stack"
     if len(rank.output or "") > _LARGEST_OUTPUT:
         yield f"{len(rank.output or '')} characters of output"
+    yield from _wrong_ledger(scene, rank)
+
+
+def _wrong_ledger(scene: Scene, rank: RankResult) -> Iterator[str]:
+    calls = " ".join(entry.op for entry in rank.ledger)
+    role = scene.role(rank.rank)
+    expected = "" if role == "bystander" else scene.fault.calls[0 if role == "culprit" else 1]
+    if not re.fullmatch(expected, calls):
+        yield f"made the calls {calls!r}, not {expected!r}"
