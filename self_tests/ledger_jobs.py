@@ -276,8 +276,8 @@ def use_correctly(context: RankContext, payload: Any) -> dict[str, Any]:
     """Does everything right: overlap, views, buffers in place, roots, messages, polling, futures, functional calls."""
     results: dict[str, Any] = {}
     buffer = torch.zeros(2, 3)
-    mine = buffer[context.rank]
-    mine.copy_(_x(3))
+    mine = buffer[context.rank : context.rank + 1]
+    mine.copy_(_x(1, 3))
     work = dist.all_gather_into_tensor(buffer, mine, async_op=True)
     results["own part of a gather in place"] = mine.sum()
     work.wait()

@@ -96,7 +96,7 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a tensor around others, DTensor for one: its own operators come by again
         kwargs = kwargs or {}
         if self._pending and (use := _use(func)) is not None:
