@@ -157,7 +157,7 @@ def doctor_(ranks: str | None, drill: bool, times: int) -> NoReturn:
     from moe_conformance import doctor
 
     if drill:
-        sys.exit(doctor.drill(_worlds(ranks or "2,4"), times, click.echo))
+        sys.exit(doctor.drill(_worlds("2,4" if ranks is None else ranks), times, click.echo))
     try:
         wanted = options.from_mapping({"ranks": ranks}).ranks
     except options.Unusable as error:

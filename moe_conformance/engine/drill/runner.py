@@ -21,7 +21,7 @@ from .scene import Scene, groups
 
 _PACKAGE = __name__.rpartition(".")[0]
 _PRELOAD = tuple(f"{_PACKAGE}.{name}" for name in ("ends", "collectives", "remains", "probe"))
-_MARK = "ENGINE_DRILL"  # an environment variable by which a process is known for one of ours
+_MARK = "ENGINE_DRILL"
 _LARGEST_OUTPUT = 1 << 16
 
 
@@ -57,12 +57,15 @@ class Drill:
 
     Args:
         worlds: Even numbers of ranks.
+
+    Attributes:
+        mark: The environment variable, with its value, by which all processes of this engine are known.
     """
 
     def __init__(self, worlds: Sequence[int]) -> None:
         self._tickets = itertools.count(1)
         mark = uuid.uuid4().hex
-        self._mark = f"{_MARK}={mark}"
+        self.mark = f"{_MARK}={mark}"
         with _silence():
             self._engine = Engine(preload=_PRELOAD, environment={_MARK: mark})
         self._pids: dict[int, tuple[int, ...]] = {}
@@ -70,7 +73,7 @@ class Drill:
             self._run_good(world)  # makes the groups
         self._states = {world: [each.state for each in self._run_good(world)] for world in worlds}
         self._nursery = self._run_good(worlds[0])[0].parent
-        self._before = leaks.holdings(self._mark, self._nursery, self._ranks())
+        self._before = leaks.holdings(self.mark, self._nursery, self._ranks())
 
     def __enter__(self) -> Drill:
         return self
@@ -122,7 +125,7 @@ class Drill:
     def _leaks(self) -> list[str]:
         """Says what leaked; it is told once."""
         before = self._before
-        self._before = leaks.settled(before, self._mark, self._nursery, self._ranks())
+        self._before = leaks.settled(before, self.mark, self._nursery, self._ranks())
         return leaks.differences(before, self._before)
 
     def _ranks(self) -> list[int]:
