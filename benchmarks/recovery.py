@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import time
+from typing import Any
 
-from benchmarks.contenders import engine_jobs
+from benchmarks import cases
 from moe_conformance.engine import Engine, Job, RankContext
+
+_CASE = 3
 
 
 def end(context: RankContext, payload: None) -> None:
@@ -15,23 +18,18 @@ def end(context: RankContext, payload: None) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def total(context: RankContext, payload: int) -> int:
-    """Returns the sum of all ranks' numbers, each `payload` more than its rank."""
-    import torch
-    import torch.distributed as dist
-
-    sum_ = torch.tensor(context.rank + payload)
-    dist.all_reduce(sum_)
-    return int(sum_)
+def step(context: RankContext, number: int) -> cases.Outcome:
+    """Runs one case's step on this rank."""
+    return cases.step(cases.make(number, context.world), context.rank)
 
 
 def seconds(world: int, repeats: int) -> list[float]:
-    """Returns, for each repeat, the seconds from sending a job that kills all ranks to the next job's right result.
+    """Returns, for each repeat, the seconds from sending a job that kills all ranks to the next job's right outcome.
 
     Raises:
         AssertionError: the fault was not told, or the next job went wrong.
     """
-    with Engine(preload=(__name__, engine_jobs.__name__)) as engine:
+    with Engine(preload=(__name__,)) as engine:
         _check(engine, world)
         return [_once(engine, world) for _ in range(repeats)]
 
@@ -45,5 +43,7 @@ def _once(engine: Engine, world: int) -> float:
 
 
 def _check(engine: Engine, world: int) -> None:
-    result = engine.run(Job(f"{__name__}:total", 1, world, groups={}))
-    assert [world * (world + 1) // 2] * world == [rank.value for rank in result.ranks], result
+    result = engine.run(Job(f"{__name__}:step", _CASE, world, groups={}))
+    assert result.ok, result
+    outcomes: list[Any] = [rank.value for rank in result.ranks]
+    cases.judge(cases.make(_CASE, world), outcomes)

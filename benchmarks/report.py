@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks import rounds
-from benchmarks.contenders.roster import BARE, CONTINUOUS, ENGINE, SPAWNED, Contender
+from benchmarks.contenders.roster import BARE, BLIND, CONTINUOUS, ENGINE, SPAWNED, Contender
 from benchmarks.rounds import Plan, Sample
 from benchmarks.summary import Summary, summarise
 
@@ -113,6 +113,10 @@ def _measured_goals(results: Results) -> Iterator[tuple[str, float | None, float
             if base.name in names and world in least_of:
                 figures = rounds.ratios(results.samples, ENGINE.name, world, base.name)
                 yield f"rate / {base.title}, {world} ranks", least_of[world], None, figures
+    if BLIND.name in names:
+        for world in results.plan.worlds:
+            rates = rounds.ratios(results.samples, BLIND.name, world, ENGINE.name)
+            yield f"ledger: % more time for a case, {world} ranks", None, 10.0, [100 * (rate - 1) for rate in rates]
     if results.cold_s:
         yield "s from `moe-conformance run` to the first verdict, cold", None, 6.0, results.cold_s
         yield "the same with a warm page cache", None, 5.0, results.warm_s

@@ -7,15 +7,16 @@ from operator import attrgetter
 import pytest
 
 from benchmarks import cases
-from benchmarks.contenders.roster import CONTENDERS, CONTINUOUS_1
+from benchmarks.contenders.roster import BLIND, CONTENDERS, CONTINUOUS_1
 from benchmarks.contenders.start import start
 from benchmarks.rounds import Sample, ratios
 from benchmarks.summary import summarise
 from benchmarks.timeline import Assignment
+from moe_conformance.engine import Engine, Job
 
 # torch's own test classes import a package that torch does not install.
 NEEDS = {"continuous": "expecttest", "spawned": "expecttest"}
-DISTINCT = [contender for contender in CONTENDERS if contender is not CONTINUOUS_1]
+DISTINCT = [contender for contender in CONTENDERS if contender not in (BLIND, CONTINUOUS_1)]
 
 
 def split(case):
@@ -56,6 +57,18 @@ class TestContenders:
         assert {0: True, 1: False} == timing.passed
         assert timing.fixed_s > 0
         assert timing.cases_per_s > 0
+
+
+class TestLedger:
+    def test_a_module_takes_it_away(self):
+        """The same job has entries in its ledger with the engine as it is, and none without the ledger."""
+        entries = {}
+        for more in ((), ("benchmarks.contenders.without_ledger",)):
+            with Engine(preload=("benchmarks.recovery", *more)) as engine:
+                result = engine.run(Job("benchmarks.recovery:step", 1, 2, groups={}))
+            assert result.ok
+            entries[more] = [len(rank.ledger) for rank in result.ranks]
+        assert [[5, 5], [0, 0]] == list(entries.values())
 
 
 class TestFigures:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import cast
 
@@ -14,13 +15,15 @@ from benchmarks.timeline import assigned
 from moe_conformance.engine import Engine, Job, Running
 
 ASSIGNMENT = assigned()
+PRELOAD = "ENGINE_BENCHMARK_PRELOAD"  # a further module for the ranks
 
 
 @pytest.fixture(scope="session")
 def outcomes() -> Iterator[Iterator[list[cases.Outcome]]]:
     """The outcomes of all ranks, case after case."""
     torch.set_num_threads(1)
-    with Engine(preload=(engine_jobs.__name__,)) as engine:
+    more = [name] if (name := os.environ.get(PRELOAD)) else []
+    with Engine(preload=(engine_jobs.__name__, *more)) as engine:
         yield _ahead(engine)
 
 

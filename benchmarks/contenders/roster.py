@@ -40,6 +40,12 @@ def _pytest(file: str) -> list[str]:
 
 BARE = Contender("bare", "bare torchrun loop, no framework", lambda world: [*_torchrun(world), str(_HERE / "bare.py")])
 ENGINE = Contender("engine", "this engine in pytest", lambda _: [sys.executable, "-m", *_pytest("engine_in_pytest.py")])
+BLIND = replace(
+    ENGINE,
+    name="engine-blind",
+    title="the same without its ledger",
+    environment={"ENGINE_BENCHMARK_PRELOAD": "benchmarks.contenders.without_ledger"},
+)
 CONTINUOUS = Contender(
     "continuous", "MultiProcContinuousTest", lambda _: [sys.executable, "-m", *_pytest("continuous.py")]
 )
@@ -59,4 +65,4 @@ GROUP_PER_TEST = Contender(
     lambda world: [*_torchrun(world), "-m", *_pytest("group_per_test.py")],
 )
 
-CONTENDERS = (BARE, ENGINE, GROUP_PER_TEST, CONTINUOUS, CONTINUOUS_1, SPAWNED)
+CONTENDERS = (BARE, ENGINE, BLIND, GROUP_PER_TEST, CONTINUOUS, CONTINUOUS_1, SPAWNED)
