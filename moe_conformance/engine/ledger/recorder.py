@@ -12,11 +12,13 @@ from functools import cache
 
 import torch
 
-from .entry import Hazard, HazardKind, State, hazard_line, issue_line, state_line
+from .entry import MOST_CALLS, Hazard, HazardKind, State, hazard_line, issue_line, state_line
 
 # Frames of these are not the caller's: torch decorates its functions with the others.
 _DECORATORS = ("contextlib.py", "functools.py", "typing_extensions.py", "warnings.py")
-_OWN_FILES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep, "<")
+_LEDGER = os.path.dirname(__file__)
+_VIRTUAL = os.path.join(os.path.dirname(_LEDGER), "virtual")
+_OWN_FILES = (os.path.dirname(torch.__file__) + os.sep, _LEDGER + os.sep, _VIRTUAL + os.sep, "<")
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Ticket:
 
 
 class Recorder:
-    """One rank's ledger of one job. Calls may come from several threads.
+    """One rank's ledger of one job: its first MOST_CALLS calls. They may come from several threads.
 
     Args:
         write: Takes one or more whole lines.
@@ -74,16 +76,19 @@ class Recorder:
             if tag is None:
                 self._sequences[group] += 1
                 sequence = self._sequences[group]
-            self._write(issue_line((order, op, group, ranks, sequence, *details)))
+            if order < MOST_CALLS:
+                self._write(issue_line((order, op, group, ranks, sequence, *details)))
         return Ticket(order, op, ranks, where)
 
     def reached(self, state: State, ticket: Ticket) -> None:
         """Records that a call has come further."""
-        self._write(state_line(state, ticket.order))
+        if ticket.order < MOST_CALLS:
+            self._write(state_line(state, ticket.order))
 
     def hazard(self, kind: HazardKind, ticket: Ticket, where: str = "") -> None:
         """Records a hazard; `where` is the line that did it, if known."""
-        self._write(hazard_line(Hazard(kind, ticket.order, ticket.op, ticket.ranks, ticket.where, where)))
+        if ticket.order < MOST_CALLS:
+            self._write(hazard_line(Hazard(kind, ticket.order, ticket.op, ticket.ranks, ticket.where, where)))
 
 
 def caller() -> str:

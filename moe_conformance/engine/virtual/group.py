@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import HashStore, Work
 from ..store import FOREVER
 from .meeting import Awaited, Hall, House
 from .moves import REDUCTIONS, Call
+from .notes import Notes
 
 BACKEND = "virtual"
 
@@ -72,6 +73,7 @@ class VirtualGroup(dist.ProcessGroup):
     def __init__(self, place: int, hall: Hall, name: str) -> None:
         super().__init__(place, len(hall.ranks))  # type: ignore[call-arg]
         self._place, self._hall, self._name = place, hall, name
+        self._notes = hall.house.notes[hall.ranks[place]]
         self._thread = threading.get_ident()
         self._together: list[Work] | None = None  # between _start_coalescing and _end_coalescing
 
@@ -90,25 +92,25 @@ class VirtualGroup(dist.ProcessGroup):
     # ---- collectives, by the names that torch calls them ---------------------------------------------------------
 
     def barrier(self, opts: Any = None) -> Work:
-        return self._meet(Call("barrier"))
+        return self._meet(Call("barrier"), opts)
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
-        return self._meet(Call("all_reduce", _reduction(opts), send=tensors, receive=tensors))
+        return self._meet(Call("all_reduce", _reduction(opts), send=tensors, receive=tensors), opts)
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
-        detail = f"{_reduction(opts)}, root {self._hall.ranks[opts.rootRank]}"
-        return self._meet(Call("reduce", detail, send=tensors, receive=tensors, root=opts.rootRank))
+        call = Call("reduce", _reduction(opts), send=tensors, receive=tensors, root=opts.rootRank)
+        return self._meet(call, opts)
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Work:
-        return self._rooted("broadcast", tensors, tensors, opts)
+        return self._meet(Call("broadcast", send=tensors, receive=tensors, root=opts.rootRank), opts)
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Work:
-        return self._meet(Call("all_gather", send=inputs, receive=outputs[0]))
+        return self._meet(Call("all_gather", send=inputs, receive=outputs[0]), opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        return self._meet(Call("all_gather_into_tensor", send=[input], receive=[output]))
+        return self._meet(Call("all_gather_into_tensor", send=[input], receive=[output]), opts)
 
     _allgather_base = all_gather_single
 
@@ -127,16 +129,18 @@ class VirtualGroup(dist.ProcessGroup):
         return _All([self.allgather([each], [one]) for each, one in zip(by_number, inputs, strict=True)])
 
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> Work:
-        return self._rooted("gather", inputs, outputs[0] if outputs else (), opts)
+        receive = outputs[0] if outputs else ()
+        return self._meet(Call("gather", send=inputs, receive=receive, root=opts.rootRank), opts)
 
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> Work:
-        return self._rooted("scatter", inputs[0] if inputs else (), outputs, opts)
+        send = inputs[0] if inputs else ()
+        return self._meet(Call("scatter", send=send, receive=outputs, root=opts.rootRank), opts)
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Work:
-        return self._meet(Call("reduce_scatter", _reduction(opts), send=inputs[0], receive=outputs))
+        return self._meet(Call("reduce_scatter", _reduction(opts), send=inputs[0], receive=outputs), opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        return self._meet(Call("reduce_scatter_tensor", _reduction(opts), send=[input], receive=[output]))
+        return self._meet(Call("reduce_scatter_tensor", _reduction(opts), send=[input], receive=[output]), opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -148,7 +152,7 @@ class VirtualGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
-        return self._meet(Call("all_to_all", send=inputs, receive=outputs))
+        return self._meet(Call("all_to_all", send=inputs, receive=outputs), opts)
 
     def all_to_all_single(
         self,
@@ -158,15 +162,14 @@ class VirtualGroup(dist.ProcessGroup):
         input_split_sizes: Sequence[int] | None,
         opts: Any = None,
     ) -> Work:
-        return self._meet(
-            Call(
-                "all_to_all_single",
-                send=[input],
-                receive=[output],
-                send_rows=self._rows("input", input, input_split_sizes),
-                receive_rows=self._rows("output", output, output_split_sizes),
-            )
+        call = Call(
+            "all_to_all_single",
+            send=[input],
+            receive=[output],
+            send_rows=self._rows("input", input, input_split_sizes),
+            receive_rows=self._rows("output", output, output_split_sizes),
         )
+        return self._meet(call, opts)
 
     alltoall_base = all_to_all_single
 
@@ -174,14 +177,15 @@ class VirtualGroup(dist.ProcessGroup):
 
     def send(self, tensors: Sequence[Tensor], dstRank: int, tag: int) -> Work:
         self._require_own_thread()
+        noted = self._notes.message("send", self._hall.name, self._hall.ranks, dstRank, tag, send=tensors)
         self._hall.send(self._place, dstRank, tag, tensors[0])
-        return self._with_others(_All([]))
+        return self._with_others(_Sent(self._notes, noted))
 
     def recv(self, tensors: Sequence[Tensor], srcRank: int | None, tag: int) -> Work:
         self._require_own_thread()
-        return self._with_others(
-            _One(self._hall, self._place, self._hall.receive(self._place, srcRank, tag, tensors[0]))
-        )
+        noted = self._notes.message("recv", self._hall.name, self._hall.ranks, srcRank, tag, receive=tensors)
+        receipt = self._hall.receive(self._place, srcRank, tag, tensors[0])
+        return self._with_others(_One(self._hall, self._place, receipt, noted))
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> Work:
         return self.recv(tensors, None, tag)
@@ -202,16 +206,14 @@ class VirtualGroup(dist.ProcessGroup):
 
     # ---- how ---------------------------------------------------------------------------------------------------
 
-    def _meet(self, call: Call) -> Work:
+    def _meet(self, call: Call, opts: Any) -> Work:
         self._require_own_thread()
         for tensor in (*call.send, *call.receive):
             if tensor.layout is not torch.strided:
                 raise NotImplementedError(f"virtual ranks have no {call.kind} of {tensor.layout} tensors")
-        return self._with_others(_One(self._hall, self._place, self._hall.meet(self._place, call)))
-
-    def _rooted(self, kind: str, send: Sequence[Tensor], receive: Sequence[Tensor], opts: Any) -> Work:
-        detail = f"root {self._hall.ranks[opts.rootRank]}"
-        return self._meet(Call(kind, detail, send=send, receive=receive, root=opts.rootRank))
+        hall, asynchronous = self._hall, bool(getattr(opts, "asyncOp", False))
+        noted = self._notes.collective(call, hall.name, hall.ranks, self._place, asynchronous=asynchronous)
+        return self._with_others(_One(hall, self._place, hall.meet(self._place, call), noted))
 
     def _rows(self, which: str, tensor: Tensor, splits: Sequence[int] | None) -> list[int]:
         """Returns how many rows there are for or from every rank; without splits all have the same."""
@@ -235,12 +237,14 @@ class VirtualGroup(dist.ProcessGroup):
 class _One(Work):
     """What a rank waits for."""
 
-    def __init__(self, hall: Hall, place: int, awaited: Awaited) -> None:
+    def __init__(self, hall: Hall, place: int, awaited: Awaited, noted: int) -> None:
         super().__init__()
-        self._hall, self._place, self._awaited = hall, place, awaited
+        self._hall, self._place, self._awaited, self._noted = hall, place, awaited, noted
 
     def wait(self, timeout: Any = None) -> bool:
-        self._hall.house.wait(self._awaited, self._place)
+        house = self._hall.house
+        house.wait(self._awaited, self._place)
+        house.notes[self._hall.ranks[self._place]].waited(self._noted)
         return True
 
     def is_completed(self) -> bool:
@@ -260,6 +264,29 @@ class _One(Work):
         return source
 
     _source_rank = source_rank
+
+
+class _Sent(Work):
+    """A message that is on its way: nobody waits for it."""
+
+    def __init__(self, notes: Notes, noted: int) -> None:
+        super().__init__()
+        self._notes, self._noted = notes, noted
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._notes.waited(self._noted)
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future that is done."""
+        self.wait()
+        return _done()
 
 
 class _All(Work):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .disagreement import Disagreement, people
 from .moves import Call, check_message, perform
+from .notes import Notes
 from .turns import Turns
 
 
@@ -49,10 +50,11 @@ class Awaited:
 
 
 class House:
-    """What the ranks of a world share: the floor, their halls, and who is gone."""
+    """What the ranks of a world share: the floor, their halls, who is gone, and what each has noted."""
 
     def __init__(self, size: int, turns: Turns) -> None:
         self.turns = turns
+        self.notes = [Notes() for _ in range(size)]
         self.awaited: dict[int, Awaited] = {}  # by every rank that is paused
         self._size = size
         self._gone: dict[int, str] = {}
@@ -64,7 +66,7 @@ class House:
         members = tuple(ranks) or tuple(range(self._size))
         nth = self._entered.get((members, rank), 0)
         self._entered[members, rank] = nth + 1
-        return self._halls.setdefault((members, nth), Hall(self, members))
+        return self._halls.setdefault((members, nth), Hall(self, members, f"group {nth}"))
 
     def wait(self, awaited: Awaited, place: int) -> None:
         """Pauses a rank until what it waits for is done.
@@ -103,10 +105,13 @@ class House:
 
 
 class Hall:
-    """The meetings and messages of one group."""
+    """The meetings and messages of one group.
 
-    def __init__(self, house: House, ranks: tuple[int, ...]) -> None:
-        self.house, self.ranks = house, ranks
+    Its name is the same for all members, whatever torch calls the group, and tells groups of the same ranks apart.
+    """
+
+    def __init__(self, house: House, ranks: tuple[int, ...], name: str) -> None:
+        self.house, self.ranks, self.name = house, ranks, name
         self._calls = [0] * len(ranks)  # made so far, by place
         self._meetings: dict[int, _Meeting] = {}  # by number, until all have come
         self._letters: list[_Letter] = []  # sent and not received
@@ -118,7 +123,7 @@ class Hall:
         self._calls[place] += 1
         meeting = self._meetings.get(number)
         if meeting is None:
-            title = f"{call.title}, call {number} on {_named(self.ranks)}"
+            title = f"{call.title(self.ranks)}, call {number} on {_named(self.ranks)}"
             meeting = self._meetings[number] = _Meeting(title, self.ranks, set(range(len(self.ranks))))
         meeting.calls[place] = call
         meeting.absent.discard(place)

@@ -22,26 +22,27 @@ class Call:
 
     Attributes:
         kind: The collective, as users know it.
-        detail: What all ranks must give alike, in words: the reduction, the root. Empty where there is nothing.
+        reduction: By what is reduced, where something is: one of REDUCTIONS.
         send: Tensors that are read; a rank that is not the root may have none.
         receive: Tensors that are written.
         send_rows: Rows of the one tensor in `send` for every rank.
         receive_rows: Rows of the one tensor in `receive` from every rank.
-        root: The rank of the group that gives or gets what others do not.
+        root: The place of the rank that gives or gets what others do not, where there is one.
     """
 
     kind: str
-    detail: str = ""
+    reduction: str = ""
     send: Sequence[Tensor] = ()
     receive: Sequence[Tensor] = ()
     send_rows: Sequence[int] = ()
     receive_rows: Sequence[int] = ()
-    root: int = 0
+    root: int | None = None
 
-    @property
-    def title(self) -> str:
-        """For example `all_reduce (sum)`."""
-        return f"{self.kind} ({self.detail})" if self.detail else self.kind
+    def title(self, ranks: Sequence[int]) -> str:
+        """Returns what all must call alike, for example `reduce (sum, root 3)`; `ranks` are those of the group."""
+        root = "" if self.root is None else f"root {ranks[self.root]}"
+        details = ", ".join(part for part in (self.reduction, root) if part)
+        return f"{self.kind} ({details})" if details else self.kind
 
 
 @torch.no_grad()
@@ -51,7 +52,7 @@ def perform(calls: Sequence[Call], ranks: Sequence[int]) -> None:
     Raises:
         Disagreement: not everybody calls the same, or what one sends is not what another expects.
     """
-    titles = [call.title for call in calls]
+    titles = [call.title(ranks) for call in calls]
     if len(set(titles)) > 1:
         raise different(titles, ranks)
     _MOVES[calls[0].kind](calls, ranks)
@@ -143,7 +144,7 @@ def _all_reduce(calls: Sequence[Call], ranks: Sequence[int]) -> None:
 def _reduce(calls: Sequence[Call], ranks: Sequence[int]) -> None:
     """Reduces tensor by tensor, and gives the result to the root."""
     for reduced, targets in _reduced(calls, ranks):
-        targets[calls[0].root].detach().copy_(reduced)
+        targets[_root(calls)].detach().copy_(reduced)
 
 
 def _reduce_scatter(calls: Sequence[Call], ranks: Sequence[int]) -> None:
@@ -152,7 +153,7 @@ def _reduce_scatter(calls: Sequence[Call], ranks: Sequence[int]) -> None:
         parts = [other.send[target] for other in calls]
         _require_alike(calls, [*parts[:target], call.receive[0], *parts[target + 1 :]], ranks)
         _require_alike(calls, parts, ranks)
-        call.receive[0].detach().copy_(_total(call.detail, parts).reshape(call.receive[0].shape))
+        call.receive[0].detach().copy_(_total(call.reduction, parts).reshape(call.receive[0].shape))
 
 
 def _reduce_scatter_single(calls: Sequence[Call], ranks: Sequence[int]) -> None:
@@ -164,14 +165,14 @@ def _reduce_scatter_single(calls: Sequence[Call], ranks: Sequence[int]) -> None:
         sentence = f"reduce_scatter_tensor: {numel} elements do not divide over {W} ranks"
         raise Disagreement(sentence, frozenset(range(W)))
     _require_size("reduce_scatter_tensor", calls, [call.receive[0] for call in calls], numel // W, ranks)
-    shares = _total(calls[0].detail, [call.send[0] for call in calls]).reshape(-1).chunk(W) if numel else ()
+    shares = _total(calls[0].reduction, [call.send[0] for call in calls]).reshape(-1).chunk(W) if numel else ()
     for call, share in zip(calls, shares):  # noqa: B905 - no shares where there is nothing
         call.receive[0].detach().copy_(share.reshape(call.receive[0].shape))
 
 
 def _broadcast(calls: Sequence[Call], ranks: Sequence[int]) -> None:
     """Gives the root's tensors to all."""
-    root = calls[0].root
+    root = _root(calls)
     for number, source in enumerate(calls[root].send):
         _exchange(
             [(root, target, source, call.receive[number]) for target, call in enumerate(calls) if target != root],
@@ -182,7 +183,7 @@ def _broadcast(calls: Sequence[Call], ranks: Sequence[int]) -> None:
 
 def _scatter(calls: Sequence[Call], ranks: Sequence[int]) -> None:
     """Gives the root's tensors to one rank each."""
-    root = calls[0].root
+    root = _root(calls)
     _exchange(
         [(root, target, calls[root].send[target], call.receive[0]) for target, call in enumerate(calls)],
         calls,
@@ -192,7 +193,7 @@ def _scatter(calls: Sequence[Call], ranks: Sequence[int]) -> None:
 
 def _gather(calls: Sequence[Call], ranks: Sequence[int]) -> None:
     """Gives every rank's one tensor to the root."""
-    root = calls[0].root
+    root = _root(calls)
     _exchange(
         [(source, root, call.send[0], calls[root].receive[source]) for source, call in enumerate(calls)],
         calls,
@@ -237,23 +238,23 @@ def _reduced(calls: Sequence[Call], ranks: Sequence[int]) -> list[tuple[Tensor, 
     """Returns the reduction of all ranks' first tensors, second tensors, ... and where each belongs, by rank."""
     counts = {len(call.send) for call in calls}
     if len(counts) > 1:
-        raise different([f"{call.title} of {len(call.send)} tensors" for call in calls], ranks)
+        raise different([f"{call.title(ranks)} of {len(call.send)} tensors" for call in calls], ranks)
     found = []
     for number in range(counts.pop()):
         parts = [call.send[number] for call in calls]
         _require_alike(calls, parts, ranks)
-        found.append((_total(calls[0].detail, parts), [call.receive[number] for call in calls]))
+        found.append((_total(calls[0].reduction, parts), [call.receive[number] for call in calls]))
     return found
 
 
 def _total(reduction: str, parts: Sequence[Tensor]) -> Tensor:
-    combine = _REDUCTIONS[reduction.partition(",")[0]]
+    combine = _REDUCTIONS[reduction]
     dtype = parts[0].dtype
     wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
     total = parts[0].detach().to(wide, copy=True)
     for part in parts[1:]:
         total = combine(total, part.detach().to(total.device).reshape(total.shape))
-    if reduction.startswith("avg"):
+    if reduction == "avg":
         total = total / len(parts) if dtype.is_floating_point else total // len(parts)
     return total.to(dtype)
 
@@ -272,6 +273,12 @@ def _exchange(moves: Sequence[tuple[int, int, Tensor, Tensor]], calls: Sequence[
         raise disagree(calls[0].kind, wrong, ranks)
     for _, _, sent, received in moves:
         received.detach().copy_(sent.detach().reshape(received.shape))
+
+
+def _root(calls: Sequence[Call]) -> int:
+    root = calls[0].root
+    assert root is not None
+    return root
 
 
 def _as_rows(tensor: Tensor, rows: int) -> Tensor:
@@ -295,7 +302,7 @@ def _check_widths(kind: str, rows: Sequence[Tensor], calls: Sequence[Call], rank
 
 def _require_alike(calls: Sequence[Call], tensors: Sequence[Tensor], ranks: Sequence[int]) -> None:
     if len({(tensor.numel(), tensor.dtype) for tensor in tensors}) > 1:
-        titles = [f"{call.title} of {elements(tensor)}" for call, tensor in zip(calls, tensors, strict=True)]
+        titles = [f"{call.title(ranks)} of {elements(tensor)}" for call, tensor in zip(calls, tensors, strict=True)]
         raise different(titles, ranks)
 
 

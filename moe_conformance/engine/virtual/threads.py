@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import HashStore
 
 from .. import wire
 from ..faults import describe
+from ..ledger.entry import Entry
 from ..leftovers import difference, surroundings
 from ..rank import Answer, Assignment, Station, UnsendableResultError, find, flush, same
 from ..records import Partition, RankContext
@@ -47,21 +48,21 @@ class Order:
 
 @dataclass(frozen=True)
 class Stuck:
-    """A rank that did not come to an end: what it waits for and for whom, or where it runs, and its stack."""
+    """A rank that did not come to an end: what it waits for, or where it runs, and its stack."""
 
     error: str
     stack: str
     waits: bool
-    awaits: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class End:
-    """How a job ended on one rank: an answer, with the number of buffers of its value, or none."""
+    """How a job ended on one rank: an answer, with the number of buffers of its value, or none; and what it called."""
 
     answer: Answer | None = None
     buffers: int = 0
     stuck: Stuck | None = None
+    ledger: tuple[Entry, ...] = ()
 
 
 def serve(channel: wire.Channel, station: Station, ledger: int) -> NoReturn:
@@ -140,17 +141,20 @@ class _Ranks:
             unprepared = Answer(assignment.number, "unprepared", describe(error))
             return wire.dumps([End(unprepared) for _ in range(self._size)])
         self._work = _Work(assignment, function, payload)
+        for notes in self._house.notes:
+            notes.clear()
         self._turns.begin()
         in_time = self._turns.quiet(began + order.deadline_s - time.monotonic())
         answers = dict(self._work.answers)
         ends, buffers = [], []
         for rank in range(self._size):
+            ledger = self._house.notes[rank].entries()
             if rank in answers:
                 answer, value = answers[rank]
-                ends.append(End(answer, len(value)))
+                ends.append(End(answer, len(value), ledger=ledger))
                 buffers += value
             else:
-                ends.append(End(stuck=self._stuck(rank, None if in_time else order.deadline_s)))
+                ends.append(End(stuck=self._stuck(rank, None if in_time else order.deadline_s), ledger=ledger))
         self._work = None
         flush()
         self.whole = all(end.answer is not None and not end.answer.last for end in ends)
@@ -188,8 +192,7 @@ class _Ranks:
         why = "" if deadline_s is None else f"no answer within {deadline_s:.1f} s: "
         if awaited is not None:
             end = "" if deadline_s is not None else ", and nobody can go on"
-            peers = tuple(awaited.ranks[place] for place in sorted(awaited.absent))
-            return Stuck(f"{why}{awaited.sentence}{end}", stack, True, peers)
+            return Stuck(f"{why}{awaited.sentence}{end}", stack, True)
         if rank == self._holder:
             return Stuck(f"{why}{_place(self._threads[rank])}", stack, False)
         return Stuck(f"{why}could go on, but rank {self._holder} runs", stack, True)

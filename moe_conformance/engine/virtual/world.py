@@ -6,17 +6,16 @@ import contextlib
 import re
 import selectors
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .. import stacks, wire
-from ..blame import Finding, assign
+from .. import blame, stacks, wire
+from ..blame import Finding
 from ..faults import one_line, type_name
 from ..host import Host, RankProcess
 from ..launcher import describe_exit
 from ..rank import Answer, Assignment, Station
 from ..records import EngineError, Job, JobResult, RankResult
-from .disagreement import people
 from .threads import End, Order
 
 _START_LIMIT_S = 120.0
@@ -46,8 +45,10 @@ class VirtualWorld:
         """Sends a job to the ranks; `payload` is the job's, in buffers, and `number` is never used twice.
 
         Raises:
-            EngineError: the ranks could not start.
+            EngineError: the ranks could not start, or the job asks for more than "plain" asynchrony.
         """
+        if job.asynchrony != "plain":
+            raise EngineError(f"virtual ranks have no {job.asynchrony} collectives; run the job on real ones")
         try:
             process = self._ensure()
             self._running = _Running(job, number, time.monotonic())
@@ -68,16 +69,18 @@ class VirtualWorld:
         """
         assert self._running is not None, "no job was started"
         try:
-            results = self._results(self._running)
+            findings = self._findings(self._running)
             seconds = time.monotonic() - self._running.began
-            if any(result.status != "ok" or result.left for result in results):
-                results = self._with_output(results)
+            disagreements = blame.disagreements(findings)
+            results = blame.assign(findings, disagreements)
+            result = JobResult(self._with_output(results), seconds, disagreements)
+            if not result.ok or any(rank.left for rank in results):
                 self.stop()
         except BaseException:
             self.stop()
             raise
         self._running = None
-        return JobResult(results, seconds)
+        return result
 
     def stop(self) -> None:
         """Kills the process; the next job starts another."""
@@ -108,15 +111,15 @@ class VirtualWorld:
 
     # ---- what became of the job ----------------------------------------------------------------------------------
 
-    def _results(self, running: _Running) -> tuple[RankResult, ...]:
+    def _findings(self, running: _Running) -> list[Finding]:
         assert self._process is not None
         message = self._hear(self._process, running)
         if message is not None:
             return _read(message, running.job)
         code = self._host.exit_code(self._process)
         if code is not None:
-            return assign(self._died(self._process, code))
-        return assign(self._unresponsive(self._process, running.job.deadline_s))
+            return self._died(self._process, code)
+        return self._unresponsive(self._process, running.job.deadline_s)
 
     def _hear(self, process: RankProcess, running: _Running) -> list[bytearray] | None:
         """Returns the message in which the process answers, or None if it has ended or its time is up."""
@@ -171,6 +174,8 @@ class VirtualWorld:
     def _with_output(self, results: Sequence[RankResult]) -> tuple[RankResult, ...]:
         """Gives what the process printed to the ranks at fault: they may have said why."""
         assert self._process is not None
+        if all(result.status == "ok" for result in results):
+            return tuple(results)
         printed = self._host.printed(self._process) or None
         return tuple(
             replace(result, output=printed) if result.status != "ok" and not result.secondary else result
@@ -178,31 +183,14 @@ class VirtualWorld:
         )
 
 
-def _read(message: list[bytearray], job: Job) -> tuple[RankResult, ...]:
+def _read(message: list[bytearray], job: Job) -> list[Finding]:
     ends: list[End] = wire.loads(message[:1])
     values = iter(message[1:])
-    findings = [_judge(rank, end, [next(values) for _ in range(end.buffers)], job) for rank, end in enumerate(ends)]
-    awaits = {rank: end.stuck.awaits for rank, end in enumerate(ends) if end.stuck is not None}
-    results = assign(findings)
-    if any(result.status == "ok" and result.error for result in results):
-        return _blame_awaited(results, awaits)
-    return results
-
-
-def _blame_awaited(results: Sequence[RankResult], awaits: Mapping[int, Sequence[int]]) -> tuple[RankResult, ...]:
-    """Blames, of all ranks that returned, those that others wait for; where there are none, all who wait."""
-    waiting: dict[int, list[int]] = {}
-    for rank, peers in awaits.items():
-        for peer in peers:
-            waiting.setdefault(peer, []).append(rank)
-    someone = any(result.status == "ok" and result.rank in waiting for result in results)
-    found = []
-    for result in results:
-        if result.status == "ok":
-            who = people(waiting.get(result.rank, ()))
-            result = replace(result, error=f"returned while {who} waited in a collective" if who else None)
-        found.append(replace(result, secondary=result.status != "ok" and someone))
-    return tuple(found)
+    findings = []
+    for rank, end in enumerate(ends):
+        finding = _judge(rank, end, [next(values) for _ in range(end.buffers)], job)
+        findings.append(replace(finding, result=replace(finding.result, ledger=end.ledger)))
+    return findings
 
 
 def _judge(rank: int, end: End, value: Sequence[bytearray], job: Job) -> Finding:

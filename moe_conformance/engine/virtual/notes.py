@@ -1,0 +1,121 @@
+"""The ledger of a virtual rank: the same entries that a real rank writes, kept in memory.
+
+What a rank that ends its process had noted is lost with it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from ..ledger.entry import Entry
+from ..ledger.recorder import caller
+from .moves import Call
+
+
+class Notes:
+    """What one rank has called in the job that runs."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Begins a job."""
+        self._entries: list[Entry] = []
+        self._waited: set[int] = set()
+        self._sequences: Counter[tuple[str, tuple[int, ...]]] = Counter()
+
+    def collective(self, call: Call, group: str, ranks: tuple[int, ...], place: int, *, asynchronous: bool) -> int:
+        """Notes the part of the rank at a place of the group in a collective, and returns its number."""
+        self._sequences[group, ranks] += 1
+        send, receive = call.send, call.receive
+        if call.kind == "broadcast" and place == call.root:
+            receive = ()
+        elif call.kind == "broadcast":
+            send = ()
+        elif call.kind == "reduce" and place != call.root:
+            receive = ()
+        return self._note(
+            call.kind,
+            group,
+            ranks,
+            self._sequences[group, ranks],
+            send,
+            receive,
+            in_splits=tuple(call.send_rows) or None,
+            out_splits=tuple(call.receive_rows) or None,
+            reduce=call.reduction.upper() or None,
+            root=None if call.root is None else ranks[call.root],
+            asynchronous=asynchronous,
+        )
+
+    def message(
+        self,
+        op: str,
+        group: str,
+        ranks: tuple[int, ...],
+        peer: int | None,
+        tag: int,
+        *,
+        send: Sequence[Tensor] = (),
+        receive: Sequence[Tensor] = (),
+    ) -> int:
+        """Notes a send or receive and returns its number."""
+        to = None if peer is None else ranks[peer]
+        return self._note(op, group, ranks, None, send, receive, peer=to, tag=tag, asynchronous=True)
+
+    def waited(self, number: int) -> None:
+        """Notes that a call was waited for."""
+        self._waited.add(number)
+
+    def entries(self) -> tuple[Entry, ...]:
+        """Returns all of it."""
+        return tuple(
+            replace(entry, state="waited") if entry.order in self._waited else entry for entry in self._entries
+        )
+
+    def _note(
+        self,
+        op: str,
+        group: str,
+        ranks: tuple[int, ...],
+        sequence: int | None,
+        send: Sequence[Tensor],
+        receive: Sequence[Tensor],
+        *,
+        in_splits: tuple[int, ...] | None = None,
+        out_splits: tuple[int, ...] | None = None,
+        reduce: str | None = None,
+        root: int | None = None,
+        peer: int | None = None,
+        tag: int | None = None,
+        asynchronous: bool,
+    ) -> int:
+        order = len(self._entries)
+        dtypes = dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in (*send, *receive))
+        self._entries.append(
+            Entry(
+                order=order,
+                op=op,
+                group=group,
+                ranks=ranks,
+                sequence=sequence,
+                in_splits=in_splits,
+                out_splits=out_splits,
+                shapes_in=tuple(tuple(tensor.shape) for tensor in send),
+                shapes_out=tuple(tuple(tensor.shape) for tensor in receive),
+                dtype=" to ".join(dtypes),
+                bytes_in=sum(tensor.nbytes for tensor in send),
+                bytes_out=sum(tensor.nbytes for tensor in receive),
+                reduce=reduce,
+                root=root,
+                peer=peer,
+                tag=tag,
+                asynchronous=asynchronous,
+                where=caller(),
+            )
+        )
+        return order
