@@ -331,3 +331,10 @@ def leave_groups(context: RankContext, payload: Any) -> None:
 def fork_and_return(context: RankContext, payload: Any) -> str:
     """Goes on in two processes."""
     return "parent" if os.fork() else "child"
+
+
+def call_for_ever(context: RankContext, payload: Any) -> None:
+    """Rank 1 goes on with collectives of its own group of one."""
+    alone = dist.new_group([1])
+    while context.rank == 1:
+        dist.all_reduce(torch.ones(1), group=alone)

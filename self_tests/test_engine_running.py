@@ -7,6 +7,7 @@ import time
 import pytest
 
 from moe_conformance.engine import Engine, EngineError, Job
+from moe_conformance.engine.ledger.entry import MOST_CALLS
 
 JOBS = "self_tests.engine_jobs"
 
@@ -88,6 +89,15 @@ class TestPrinting:
         result = engine.run(job("print_without_end", deadline_s=0.7))
         assert (["ok", "hung"], (1,)) == ([rank.status for rank in result.ranks], result.blamed)
         assert 1 << 16 >= len(result.ranks[1].output) > 0
+        assert engine.run(job("echo", 1)).ok
+
+
+class TestEndlessCalls:
+    def test_the_ledger_of_a_rank_that_calls_for_ever_is_bounded(self, engine):
+        """It holds the first calls, the rank hangs, and the next job runs."""
+        result = engine.run(job("call_for_ever", deadline_s=4.0))
+        assert ["ok", "hung"] == [rank.status for rank in result.ranks]
+        assert MOST_CALLS >= len(result.ranks[1].ledger) > 100
         assert engine.run(job("echo", 1)).ok
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from .ledger.crosscheck import cross_check
 from .ledger.disagreement import Disagreement
+from .ledger.entry import MOST_CALLS
 from .records import RankResult
 
 
@@ -62,7 +63,8 @@ def disagreements(findings: Sequence[Finding]) -> tuple[Disagreement, ...]:
     ledgers = {finding.result.rank: finding.result.ledger for finding in findings}
     explained = any(finding.fails for finding in findings)
     cut = [f.result.rank for f in findings if f.result.status != "ok" and (explained or not f.waits)]
-    return cross_check(ledgers, cut)
+    full = [rank for rank, entries in ledgers.items() if len(entries) >= MOST_CALLS]
+    return cross_check(ledgers, [*cut, *full])
 
 
 def _by_ledgers(findings: Sequence[Finding], first: Disagreement) -> list[RankResult]:

@@ -93,7 +93,7 @@ class RankResult:
         host_syncs: How often a function that returned made the host wait for its GPU, as far as torch can tell; None
             on the CPU.
         ledger: Every call of a collective, send or receive that the function made through torch.distributed, up to
-            its end or that of the process; those of a backend past its group are not seen.
+            its end or that of the process, the first 20 000; those of a backend past its group are not seen.
         hazards: What the function did to buffers and handles of asynchronous calls; "never waited" is always seen, and
             the others as far as `Job.asynchrony` lets them be.
     """

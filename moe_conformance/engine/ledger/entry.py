@@ -10,6 +10,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
+MOST_CALLS = 20_000  # of a job on a rank: one that calls for ever must not fill a disk
 Shapes = tuple[tuple[int, ...], ...]
 Asynchrony = Literal["plain", "poisoned", "watched", "delayed_compute", "delayed_communication"]
 State = Literal["issued", "finished", "waited"]
