@@ -214,10 +214,11 @@ class TestReception:
 
     def test_callers_for_later_are_kept(self, reception, dial):
         """Connections come in any order; those that nobody waits for yet stay."""
-        early, late = calling(dial(), subject=OTHER), calling(dial())
-        first = reception.wait([CONTROL], 5.0)
+        early = calling(dial(), subject=OTHER)
+        assert {} == reception.wait([CONTROL], 0.3)
+        late = calling(dial())
+        first, second = reception.wait([CONTROL], 5.0), reception.wait([OTHER], 5.0)
         assert early() is late() is None
-        second = reception.wait([OTHER], 5.0)
         assert [CONTROL, OTHER] == [*first, *second]
         for end in (*first.values(), *second.values()):
             end.close()

@@ -16,6 +16,10 @@ class HostLostError(EngineError):
     """What forks the ranks of a machine has ended; these ranks have ended with it."""
 
 
+class SiteLostError(HostLostError):
+    """A machine is gone for good, and with it what this engine, or another, could run there."""
+
+
 @dataclass(frozen=True)
 class Child:
     """One rank as its own machine sees it."""

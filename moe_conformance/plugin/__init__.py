@@ -10,6 +10,7 @@ Every pytest run of an environment in which the suite is installed imports this 
     trial.py      from the end of an item to its verdict
     recording.py  from the verdict to the record, and to what pytest shows
     drawing.py    how Hypothesis draws
+    launching.py  the processes of a launcher such as torchrun
     gpus.py       which GPUs an xdist worker's ranks see
     scheduling.py which xdist worker judges what
     roster.py     which items there are, for those that never end
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from moe_conformance.plugin import options
+from moe_conformance.plugin import launching, options
 
 if TYPE_CHECKING:
     from moe_conformance.plugin.driver import Driver
@@ -44,6 +45,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         group.addoption(
             f"--moe-{option.name}", dest=f"moe_{option.field}", metavar=option.metavar, help=option.help, default=None
         )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> int | None:
+    """Under a launcher such as torchrun, take this process's part in the run, which only RANK 0's process drives."""
+    option = config.option
+    if not launching.is_launched() or hasattr(config, "workerinput") or option.help or option.version:
+        return None
+    return launching.join(config) if _is_asked(config) else None
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -100,7 +110,8 @@ def begin(config: pytest.Config) -> None:
     from moe_conformance.plugin.stopping import Stopping
 
     try:
-        driver = Driver(prepare(options.from_mapping(_given(config))))
+        given = launching.with_ranks(config, _given(config))
+        driver = Driver(prepare(options.from_mapping(given), launching.site_of(config)))
     except options.Unusable as error:
         raise pytest.UsageError(str(error)) from None
     asked = driver.run.options
@@ -111,6 +122,14 @@ def begin(config: pytest.Config) -> None:
     manager.register(driver, _DRIVER)
     if not hasattr(config, "workerinput"):  # xdist: the controller reports what the workers judge
         manager.register(Reporter(driver, stopping, config), _REPORTER)
+
+
+def _is_asked(config: pytest.Config) -> bool:
+    """Whether an option or the path of checks was given."""
+    if any(value is not None for value in _given(config).values()):
+        return True
+    paths = [(config.invocation_params.dir / each.partition("::")[0]).resolve() for each in config.args]
+    return any(CHECKS in (path, *path.parents) for path in paths)
 
 
 def _given(config: pytest.Config) -> dict[str, Any]:

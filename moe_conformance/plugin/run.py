@@ -13,6 +13,7 @@ from typing import Any
 from moe_conformance import spec, waivers
 from moe_conformance.backends import registry
 from moe_conformance.contract import Backend, Unsupported
+from moe_conformance.engine.host import Site
 from moe_conformance.plan import layout_names, workload_names
 from moe_conformance.plugin import gpus
 from moe_conformance.plugin.options import Options, Unusable
@@ -22,7 +23,10 @@ PLANTS = "self_tests.planted_bugs"
 
 @dataclass(frozen=True)
 class Run:
-    """One judged backend. `target` is what the ranks load: a registered name or pkg.mod:Class."""
+    """One judged backend. `target` is what the ranks load: a registered name or pkg.mod:Class.
+
+    `site` is where ranks run, None for this machine alone.
+    """
 
     options: Options
     target: str
@@ -30,9 +34,10 @@ class Run:
     versions: Mapping[str, str]
     waivers: waivers.Waivers
     started: datetime
+    site: Site | None = None
 
 
-def prepare(options: Options) -> Run:
+def prepare(options: Options, site: Site | None = None) -> Run:
     """Check everything that can be checked without starting a rank.
 
     Raises:
@@ -57,7 +62,7 @@ def prepare(options: Options) -> Run:
         raise Unusable(str(error)) from error
     if options.report:
         _require_writable(Path(options.report))
-    return Run(options, target, backend, versions, held, datetime.now(UTC))
+    return Run(options, target, backend, versions, held, datetime.now(UTC), site)
 
 
 def open_backend(target: str) -> tuple[Backend, Mapping[str, str]]:

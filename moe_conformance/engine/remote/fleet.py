@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from .. import wire
-from ..host import Child, HostLostError, Place, RankProcess
+from ..host import Child, HostLostError, Place, RankProcess, SiteLostError
 from ..launcher import Launcher
 from ..rank import Station
 from ..records import EngineError
@@ -160,7 +160,7 @@ class Fleet:
             if all(outpost.channel.readable() for outpost in outposts):  # they have answered, or are gone
                 break
             if time.monotonic() > until:
-                raise HostLostError(f"ranks were not connected to the driver within {_START_LIMIT_S:.0f} s")
+                raise SiteLostError(f"ranks were not connected to the driver within {_START_LIMIT_S:.0f} s")
         return found
 
     def _ask(self, method: str, processes: Sequence[RankProcess], *arguments: object) -> dict[int, Any]:

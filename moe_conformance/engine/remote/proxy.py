@@ -6,7 +6,7 @@ import contextlib
 import time
 
 from .. import wire
-from ..host import Child, HostLostError, RankProcess
+from ..host import Child, RankProcess, SiteLostError
 from ..records import EngineError
 from . import messages
 
@@ -17,7 +17,7 @@ class Proxy:
     """Sends requests to one outpost and takes in its replies.
 
     Raises:
-        HostLostError: from any method but `dismiss`, if the outpost is gone, or a message to it was interrupted.
+        SiteLostError: from any method but `dismiss`, if the outpost is gone, or a message to it was interrupted.
     """
 
     def __init__(self, rank: int, channel: wire.Channel) -> None:
@@ -73,12 +73,12 @@ class Proxy:
 
     def forget(self, process: RankProcess) -> None:
         """Kills a rank, unless all of the outpost's ranks are dead."""
-        with contextlib.suppress(HostLostError):
+        with contextlib.suppress(SiteLostError):
             self._send(messages.Forget(process.pid))
 
     def dismiss(self, request: messages.Close | messages.Farewell) -> None:
         """Sends a last request, if the outpost is still there."""
-        with contextlib.suppress(HostLostError):
+        with contextlib.suppress(SiteLostError):
             self._send(request)
 
     def _send(self, request: messages.Request) -> None:
@@ -124,5 +124,5 @@ class Proxy:
         if self._unusable is not None:
             raise self._lost()
 
-    def _lost(self) -> HostLostError:
-        return HostLostError(f"the process of RANK {self.rank} is lost: {self._unusable}")
+    def _lost(self) -> SiteLostError:
+        return SiteLostError(f"the process of RANK {self.rank} is lost: {self._unusable}")

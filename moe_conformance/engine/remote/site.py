@@ -50,7 +50,7 @@ class RemoteSite:
 
         Raises:
             EngineError: a module of the preload cannot be imported somewhere.
-            HostLostError: an outpost is gone.
+            SiteLostError: an outpost is gone.
         """
         opening = messages.Opening(
             tuple(preload), dict(environment), tuple(entry or os.getcwd() for entry in sys.path), os.getcwd()

@@ -1,0 +1,108 @@
+"""Under a launcher such as torchrun: RANK 0's process runs pytest, the others fork ranks for it and print nothing."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from moe_conformance.engine.remote.rendezvous import Launch
+    from moe_conformance.engine.remote.site import RemoteSite
+
+TOKEN = "MOE_CONFORMANCE_TOKEN"
+_USAGE_ERROR = int(pytest.ExitCode.USAGE_ERROR)
+
+
+class Launched:
+    """A plug-in of RANK 0's process: it lets the others go, with the status of the session, when pytest ends."""
+
+    def __init__(self, launch: Launch, site: RemoteSite | None) -> None:
+        """Remember them; a launcher of one process needs no site."""
+        self.size = launch.size
+        self.site = site
+        self._session: pytest.Session | None = None
+
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        """Remember what will know the status."""
+        self._session = session
+
+    def end(self) -> None:
+        """Let the others go."""
+        if self.site is not None:
+            self.site.end(_USAGE_ERROR if self._session is None else int(self._session.exitstatus))
+
+
+LAUNCHED = pytest.StashKey[Launched]()
+
+
+def is_launched() -> bool:
+    """Whether a launcher has started this process; imports nothing."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def join(config: pytest.Config) -> int | None:
+    """Take this process's part in a launcher's job.
+
+    Returns None in RANK 0's process, which then runs pytest, once the others are there; in theirs the exit status, once
+    RANK 0's has let them go.
+
+    Raises:
+        pytest.UsageError: in RANK 0's process, if the run cannot start; says why and what to do.
+    """
+    driver = os.environ["RANK"] == "0"
+    if problem := _problem(config):  # before torch is imported
+        if driver:
+            raise pytest.UsageError(problem)
+        return 0  # RANK 0 says why and fails; torchrun would end it, should we be the first to fail
+    from moe_conformance.engine import EngineError
+    from moe_conformance.engine.remote.outpost import serve
+    from moe_conformance.engine.remote.rendezvous import Given, launch_of
+    from moe_conformance.engine.remote.site import RemoteSite
+
+    token = os.environ.pop(TOKEN, None)  # ranks, and what they start, need not know it
+    try:
+        launch = launch_of(os.environ)
+        assert launch is not None
+        if launch.rank > 0:
+            return serve(launch, Given(token, TOKEN))
+        launched = Launched(launch, RemoteSite(launch, Given(token, TOKEN)) if launch.size > 1 else None)
+    except EngineError as error:
+        if driver:
+            raise pytest.UsageError(str(error)) from None
+        print(f"RANK {os.environ['RANK']}: {error}", file=sys.stderr)
+        return 0  # RANK 0 says why and fails; torchrun would end it, should we be the first to fail
+    config.stash[LAUNCHED] = launched
+    config.pluginmanager.register(launched, "moe-conformance-launched")
+    config.add_cleanup(launched.end)
+    return None
+
+
+def with_ranks(config: pytest.Config, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the options as they were given, with as many ranks as there are processes if that was not.
+
+    Raises:
+        pytest.UsageError: the launcher's other processes cannot know that they are needed.
+    """
+    if not is_launched():
+        return given
+    if LAUNCHED not in config.stash:
+        raise pytest.UsageError("under torchrun, name distributed_tests or give an option such as --moe-backend native")
+    return {**given, "ranks": str(config.stash[LAUNCHED].size)} if given.get("ranks") is None else given
+
+
+def _problem(config: pytest.Config) -> str | None:
+    """Say what a launcher's job cannot be, as far as every process can tell."""
+    if config.getoption("numprocesses", None) or config.getoption("tx", None):
+        return "pytest-xdist starts processes of its own; leave out either -n or torchrun"
+    ranks, size = str(config.getoption("moe_ranks", None)), os.environ["WORLD_SIZE"]
+    if ranks.isdecimal() and size.isdecimal() and int(ranks) > int(size) > 1:
+        return f"{ranks} ranks are more than the {size} processes that were launched; launch more of them"
+    return None
+
+
+def site_of(config: pytest.Config) -> RemoteSite | None:
+    """Return the machines on which ranks run, None for this one alone."""
+    return config.stash[LAUNCHED].site if LAUNCHED in config.stash else None

@@ -1,0 +1,56 @@
+"""Runs pytest under torchrun, with one agent or with several on loopback, and looks for what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+from self_tests.plugin_runs import LIMIT_S, PROJECT, Finished, environment, marked
+from self_tests.test_engine_life import survivors
+
+PYTEST = ("-m", "pytest", "-c", os.devnull, "--rootdir", str(PROJECT), "-p", "no:cacheprovider")
+
+
+def torchrun(*arguments: str, cwd: Path, **variables: str) -> Finished:
+    """Run one agent with two processes."""
+    (finished,) = _together([["--nproc-per-node", "2", *arguments]], cwd, variables)
+    return finished
+
+
+def agents(*arguments: str, cwd: Path, **variables: str) -> list[Finished]:
+    """Run two agents with one process each, as on two machines."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    apart = ("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "static", "--rdzv-endpoint", endpoint)
+    return _together([[*apart, "--node-rank", str(rank), *arguments] for rank in range(2)], cwd, variables)
+
+
+def _together(each: list[list[str]], cwd: Path, variables: dict[str, str]) -> list[Finished]:
+    mark = uuid.uuid4().hex
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *arguments],
+            cwd=cwd,
+            env={**environment(mark), **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for arguments in each
+    ]
+    try:
+        found = []
+        for process in started:
+            output, _ = process.communicate(timeout=LIMIT_S)
+            found.append(Finished(process.returncode, output))
+        left = survivors(list(marked(mark)))
+        assert not left, f"processes are left: {left}"
+        return found
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
