@@ -9,14 +9,15 @@ import hypothesis
 import pytest
 
 from moe_conformance.contract import Limit
+from moe_conformance.engine import EngineError
 from moe_conformance.judging import reading as judging
 from moe_conformance.judging.verdict import Mismatch, RunFailed, Tally
 from moe_conformance.plan import Case, Cell, Plan, too_large
-from moe_conformance.plugin import agenda, roster
+from moe_conformance.plugin import agenda, repeating, roster
 from moe_conformance.plugin.outcomes import Outcomes
-from moe_conformance.plugin.recording import record_of, translate
+from moe_conformance.plugin.recording import record_of, translate, waiver_of
 from moe_conformance.plugin.run import Run
-from moe_conformance.plugin.trial import Trial, ending, trial_of
+from moe_conformance.plugin.trial import Ending, Trial, ending, trial_of
 from moe_conformance.report.records import PROPERTY, Verdict
 from moe_conformance.scenarios.group_lists import CannotTell
 from moe_conformance.scenarios.outcome import Outcome
@@ -123,14 +124,7 @@ class Driver:
         trial.runs += not self._outcomes.holds(case)
         outcome = self._outcomes.of(case, self._followers.get(request.node.nodeid)).outcome
         trial.outcome = outcome
-        if refusal := _refusal(outcome):
-            trial.skip(*refusal)
-        if limit is not None:
-            raise Mismatch(
-                "run",
-                f"the backend declares a limit on {limit.on} that the library refuses to break ({limit.reason}), but "
-                "nothing refused",
-            )
+        _examine(trial, case, outcome)
         return outcome
 
     @pytest.fixture
@@ -205,10 +199,46 @@ class Driver:
         ended = ending(trial, call.excinfo.value if call.excinfo else None)
         if ended.verdict == "error":
             ended = replace(ended, detail=report.longreprtext)
+        ended = self._look_again(item, trial, ended)
         record = record_of(self.run, item, trial, ended)
         report.user_properties.append((PROPERTY, record.to_json()))
         translate(report, record)
         return report
+
+    def _look_again(self, item: pytest.Item, trial: Trial, ended: Ending) -> Ending:
+        """Return how a failed item ended in the light of a repeat on new ranks.
+
+        What a waiver or a plant foretells is not repeated.
+        """
+        if ended.verdict not in ("fail", "crash", "hang") or trial.outcome is None or self.run.options.plant:
+            return ended
+        if waiver_of(self.run, item, trial, ended.violated or trial.requirements):
+            return ended
+        case = agenda.case_of(item)
+        try:
+            kept = self._outcomes.again(case, trial.outcome.workload)
+            if kept is None:
+                return ended
+            if case is None:
+                second = repeating.drawn_again(item, trial, kept)
+            else:
+                second = repeating.judge_again(item, case, kept, _examine)
+        except (repeating.CannotRepeat, EngineError):
+            return ended
+        return repeating.compared(ended, second)
+
+
+def _examine(trial: Trial, case: Case, outcome: Outcome) -> None:
+    """End the item where the outcome alone decides it: the backend refused, or should have."""
+    if refusal := _refusal(outcome):
+        trial.skip(*refusal)
+    limit = _limit(case)
+    if limit is not None:
+        raise Mismatch(
+            "run",
+            f"the backend declares a limit on {limit.on} that the library refuses to break ({limit.reason}), but "
+            "nothing refused",
+        )
 
 
 def _limit(case: Case) -> Limit | None:

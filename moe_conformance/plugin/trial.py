@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis.errors import Unsatisfiable
+from hypothesis.errors import FlakyFailure, Unsatisfiable
 
+from moe_conformance.engine import EngineError
+from moe_conformance.engine.infrastructure import classify
 from moe_conformance.judging.verdict import Mismatch, NotOffered, RunFailed, Tally
 from moe_conformance.plan import Cell
 from moe_conformance.report.records import Verdict
@@ -74,14 +76,22 @@ def ending(trial: Trial, error: BaseException | None) -> Ending:
         return Ending(trial.settled or "not run", str(error))
     if isinstance(error, Unsatisfiable) and trial.settled:
         return Ending(trial.settled, f"every workload that was drawn was refused: {trial.rejected}")
+    if isinstance(error, FlakyFailure):
+        told = "; ".join(str(leaf) for leaf in _leaves(error) if isinstance(leaf, Mismatch)) or str(error)
+        message = f"unstable: what was drawn failed, and did not fail when it ran once more: {told}"
+        return Ending("unstable", message, "Flaky", detail="\n".join(_drawn(trial)))
     if isinstance(error, NotOffered):
         return Ending("not adapted", f"not adapted: {error}")
     leaves = list(_leaves(error))
     mismatches = [leaf for leaf in leaves if isinstance(leaf, Mismatch)]
     if not mismatches or len(mismatches) < len(leaves):
         foreign = next(leaf for leaf in leaves if not isinstance(leaf, Mismatch))
+        if isinstance(foreign, EngineError) and (machine := classify(str(foreign))):
+            return Ending("infrastructure", f"infrastructure: {machine}", "Infrastructure", "run")
         return Ending("error", f"the suite's own {type(foreign).__name__}: {foreign}", type(foreign).__name__)
     first = mismatches[0]
+    if machine := _machines_fault(first, trial.outcome):
+        return Ending("infrastructure", f"infrastructure: {machine}", "Infrastructure", first.stage)
     return Ending(
         verdict=_run_verdict(trial.outcome) if isinstance(first, RunFailed) else "fail",
         message="\n".join(str(mismatch) for mismatch in mismatches),
@@ -91,6 +101,22 @@ def ending(trial: Trial, error: BaseException | None) -> Ending:
         detail="\n".join([*_drawn(trial), *_traceback(first, trial.outcome)]),
         violated=_violated(mismatches),
     )
+
+
+def _machines_fault(mismatch: Mismatch, outcome: Outcome | None) -> str | None:
+    """Return what was wrong with the machine where a run did not finish for that, with the rank that met it."""
+    if not isinstance(mismatch, RunFailed):
+        return None
+    if outcome is None or not outcome.blamed:
+        return classify(mismatch.sentence)
+    excused: list[str] = []
+    for rank in outcome.blamed:
+        reason = classify("\n".join(text for text in (rank.error, rank.traceback, rank.output) if text))
+        if reason:
+            excused.append(f"rank {rank.rank}: {reason}")
+        elif rank.status != "hung":  # a fault of its own beside the machine's
+            return None
+    return excused[0] if excused else None
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:

@@ -7,11 +7,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 Verdict = Literal[
-    "pass", "fail", "crash", "hang", "error", "vacuous", "unexpected pass",
+    "pass", "fail", "crash", "hang", "unstable", "error", "vacuous", "unexpected pass", "infrastructure",
     "waived", "refused", "not adapted", "limit", "not applicable", "not run",
 ]  # fmt: skip
 
-FAILING: tuple[Verdict, ...] = ("fail", "crash", "hang", "error", "vacuous", "unexpected pass")
+# The machine's fault is last: it says nothing of the backend, and a run that met it shows less than it should.
+FAILING: tuple[Verdict, ...] = (
+    "fail", "crash", "hang", "unstable", "error", "vacuous", "unexpected pass", "infrastructure",
+)  # fmt: skip
 
 # What a group of items comes to: the first of these that one of them has.
 _PRECEDENCE: tuple[Verdict, ...] = (

@@ -33,6 +33,8 @@ def tell(
         _propose_waivers(terminal, found, head)
     if head["stopped"]:
         terminal.write_line(f"STOPPED: {head['stopped']}", red=True)
+    if lost := [record for record in records if record.verdict == "infrastructure"]:
+        terminal.write_line(f"INFRASTRUCTURE: {len(lost)} items show nothing, for the machine is at fault", red=True)
     for problem in head["problems"]:
         terminal.write_line(f"FAILS THE RUN: {problem}", red=True)
     law = spec.load()

@@ -55,7 +55,7 @@ def _kind(record: Record) -> tuple[str, ...]:
 
     A run that did not finish fails every check that reads it, whatever the requirement; so does a fault of the suite.
     """
-    if record.verdict in ("crash", "hang", "error"):
+    if record.verdict in ("crash", "hang", "error", "infrastructure"):
         return (record.verdict, record.kind or "", _shape(record.message))
     return (record.verdict, record.kind or "", record.stage or "", *record.requirements)
 

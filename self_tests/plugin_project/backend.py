@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,7 +45,26 @@ class Waiting(AllToAllExchange):
         return super().dispatch(x, routing)
 
 
-EXCHANGES = {"wrong": Doubled, "raises": Raising, "waits": Waiting}
+class Moody(AllToAllExchange):
+    """Is wrong on the first ranks that it ever runs on, and right on those that replace them."""
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        """Return twice what is right."""
+        first = Path(os.environ["MOODY"])
+        if not first.exists():
+            first.write_text(str(os.getpid()))
+        return (2 if first.read_text() == str(os.getpid()) else 1) * super().combine(rows, handle)
+
+
+class Unlucky(AllToAllExchange):
+    """Meets a fault of the machine."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        """Raise what CUDA would."""
+        raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+
+
+EXCHANGES = {"wrong": Doubled, "raises": Raising, "waits": Waiting, "moody": Moody, "unlucky": Unlucky}
 REFUSALS = {"refuses": "library", "proves": "library", "unadapted": "adapter"}
 UNPROVED = Limit("dtype", (torch.float64,), "float64 only, or the device hangs", proof="undefined")
 PROVED = Limit("dtype", (torch.float64,), "float64 only", proof="refused")
@@ -75,6 +96,12 @@ class RightToy(Toy):
     """A toy without fault."""
 
     variants = ("right", "refuses")
+
+
+class MoodyToy(Toy):
+    """A toy with faults that are not its own, or do not stay."""
+
+    variants = ("moody", "unlucky", "wrong")
 
 
 class NeedyToy(Toy):
