@@ -61,7 +61,7 @@ def _cell(entry: Entry, ranks: tuple[int, ...]) -> _Cell:
         cell.append(f"on {', '.join(map(str, entry.ranks))}")
     if entry.dtype:
         given, got = _sizes(entry.in_splits, entry.shapes_in), _sizes(entry.out_splits, entry.shapes_out)
-        cell.append(f"{entry.dtype} {' > '.join(filter(None, (given, got)))}")
+        cell.append(f"{entry.dtype} {' > '.join(dict.fromkeys(filter(None, (given, got))))}")
     if entry.root is not None or entry.reduce is not None:
         cell.append(" ".join([entry.reduce or "", f"root {entry.root}" if entry.root is not None else ""]).strip())
     if entry.state == "issued":

@@ -79,6 +79,11 @@ class Watch(TorchDispatchMode):
         self._recorder = recorder
         self._pending: dict[int, _Pending] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keeps torch from importing its compiler for this mode, which takes seconds."""
+        return False
+
     def began(self, ticket: Ticket, call: Call) -> None:
         """Takes in a call that is about to be made; its own use of pending buffers is looked at too."""
         written = {id(tensor) for tensor in call.outputs}
