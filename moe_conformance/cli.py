@@ -21,7 +21,7 @@ import click
 import pytest
 
 from moe_conformance import plugin
-from moe_conformance.plugin import options
+from moe_conformance.plugin import launching, options
 
 EVERY = "every-importable"
 
@@ -92,6 +92,8 @@ def _run_every(chosen: dict[str, str], pytest_arguments: tuple[str, ...]) -> int
     """Judge each importable backend in a process of its own; return the worst status."""
     from moe_conformance import catalogue
 
+    if launching.is_launched():
+        raise CannotRun(f"--backend {EVERY} is one run after the other: launch each of them under torchrun by itself")
     found = [entry.name for entry in catalogue.backends() if entry.problem is None]
     if not found:
         raise CannotRun("no registered backend has its library here; `moe-conformance doctor` says what each lacks")
