@@ -165,3 +165,10 @@ class TestChannel:
         assert [b"last words"] == right.receive()
         with pytest.raises(EOFError):
             right.receive()
+
+    def test_what_is_no_message_is_told(self, ends):
+        """Whatever else was written into the other end is neither taken for a length nor for an answer."""
+        left, right = ends
+        left.socket.sendall(b"some text\n")
+        with pytest.raises(wire.GarbledError, match="b'some tex' begins no message"):
+            right.receive()

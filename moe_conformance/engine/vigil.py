@@ -86,6 +86,11 @@ class Vigil:
             answer: Answer = wire.loads(message[:1])
         except (EOFError, OSError):
             return False
+        except wire.GarbledError as error:
+            sentence = f"something else than its answer was written into this rank's channel to the driver: {error}"
+            if process.rank in self._pending:
+                self._settle(Finding(RankResult(process.rank, "raised", error=sentence)))
+            return False
         if answer.number == self._number:  # else late, for an earlier job
             self._settle(self._judge(process.rank, answer, message[1:]))
         return True

@@ -19,8 +19,13 @@ import torch
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
+_MARK = b"\xffmessage"  # no text begins like this
 _GIB = 1 << 30
 _SMALL = 1 << 16  # below this a message is joined and sent by one system call
+
+
+class GarbledError(Exception):
+    """What came through a channel is no message."""
 
 
 class TooLargeError(ValueError):
@@ -91,7 +96,7 @@ class Channel:
     """Messages, each a list of buffers, over one end of a socket pair.
 
     Every send and receive may raise TimeoutError if a `timeout` is set, BrokenPipeError or
-    ConnectionResetError where the other end is gone. A message is preceded by the number of its buffers and
+    ConnectionResetError where the other end is gone. A message is preceded by a mark, the number of its buffers and
     their lengths in bytes.
     """
 
@@ -116,7 +121,7 @@ class Channel:
     def send(self, buffers: Sequence[Buffer]) -> None:
         """Sends one message; blocks until the other end has taken all but what the kernel buffers."""
         lengths = [memoryview(buffer).nbytes for buffer in buffers]
-        header = struct.pack(f"<{len(lengths) + 1}Q", len(lengths), *lengths)
+        header = _MARK + struct.pack(f"<{len(lengths) + 1}Q", len(lengths), *lengths)
         if sum(lengths) < _SMALL:
             self._end.sendall(b"".join((header, *buffers)))
             return
@@ -129,7 +134,11 @@ class Channel:
 
         Raises:
             EOFError: the other end was closed.
+            GarbledError: something else than a message was written into the other end; nothing more can be read.
         """
+        mark = self._read(len(_MARK))
+        if mark != _MARK:
+            raise GarbledError(f"{bytes(mark)!r} begins no message")
         (count,) = struct.unpack("<Q", self._read(8))
         lengths = struct.unpack(f"<{count}Q", self._read(8 * count))
         return [self._read(length) for length in lengths]

@@ -204,6 +204,10 @@ _REMAINS = (
         "channel closed", "remains:close_the_channel", ("crash",), "culprit", ("died",), ("ok",), "before it answered",
         stacks=False,
     ),
+    Fault(
+        "channel written into", "remains:write_into_the_channel", ("crash",), "culprit", ("raised",), ("ok",),
+        r"something else than its answer .* b'drilled\\n' begins no message", stacks=False,
+    ),
     _left("thread left behind", "leave_a_thread", "thread 'left-behind'"),
     _left("group left behind", "leave_a_group", "1 process group"),
     _left("environment left changed", "leave_variables", "'ENGINE_DRILL_LEFT_BEHIND'.*'OMP_NUM_THREADS'"),

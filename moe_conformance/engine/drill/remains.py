@@ -101,8 +101,17 @@ def close_the_channel(context: RankContext, plot: Plot) -> str:
     """The culprit closes every local socket, and so the one through which it would answer."""
     meet()
     if context.rank == plot.culprit:
-        for name in os.listdir("/proc/self/fd"):
-            _close_if_local_socket(int(name))
+        for descriptor in _local_sockets():
+            os.close(descriptor)
+    return "returned"
+
+
+def write_into_the_channel(context: RankContext, plot: Plot) -> str:
+    """The culprit writes into every local socket, as one does that has the wrong descriptor."""
+    meet()
+    if context.rank == plot.culprit:
+        for descriptor in _local_sockets():
+            os.write(descriptor, b"drilled\n")
     return "returned"
 
 
@@ -114,13 +123,15 @@ def destroy_the_default_group(context: RankContext, plot: Plot) -> str:
     return "returned"
 
 
-def _close_if_local_socket(descriptor: int) -> None:
+def _local_sockets() -> list[int]:
+    return [int(name) for name in os.listdir("/proc/self/fd") if _is_local_socket(int(name))]
+
+
+def _is_local_socket(descriptor: int) -> bool:
     try:
         if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-            return
+            return False
     except OSError:  # the one that listed the folder
-        return
+        return False
     with socket.socket(fileno=os.dup(descriptor)) as end:
-        local = end.family == socket.AF_UNIX
-    if local:
-        os.close(descriptor)
+        return end.family == socket.AF_UNIX
