@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch.distributed as dist
 
@@ -72,16 +72,21 @@ class Layout:
         Raises:
             InvalidLayout: the layout has a `problem`.
         """
-        if self.problem:
-            raise InvalidLayout(f"{self}: {self.problem}")
-        dense = {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}
-        expert = {"etp": self.etp, "ep": self.ep, "edp": self.edp, "pp": self.pp}
-        groups: dict[str, RankLists] = {"world": (tuple(range(self.world)),)}
-        groups |= {axis: _split(dense, {axis}) for axis in dense}
-        groups["dp_cp"] = _split(dense, {"dp", "cp"})
-        groups |= {axis: _split(expert, {axis}) for axis in ("ep", "etp", "edp")}
-        groups["ep_etp"] = _split(expert, {"ep", "etp"})
-        return {name: groups[name] for name in GROUPS}
+        return dict(_groups_of(self))
+
+
+@lru_cache(maxsize=32)  # hundreds of virtual ranks ask for the same
+def _groups_of(layout: Layout) -> Mapping[str, RankLists]:
+    if layout.problem:
+        raise InvalidLayout(f"{layout}: {layout.problem}")
+    dense = {"tp": layout.tp, "cp": layout.cp, "dp": layout.dp, "pp": layout.pp}
+    expert = {"etp": layout.etp, "ep": layout.ep, "edp": layout.edp, "pp": layout.pp}
+    groups: dict[str, RankLists] = {"world": (tuple(range(layout.world)),)}
+    groups |= {axis: _split(dense, {axis}) for axis in dense}
+    groups["dp_cp"] = _split(dense, {"dp", "cp"})
+    groups |= {axis: _split(expert, {axis}) for axis in ("ep", "etp", "edp")}
+    groups["ep_etp"] = _split(expert, {"ep", "etp"})
+    return {name: groups[name] for name in GROUPS}
 
 
 def _split(fold: Mapping[str, int], varying: set[str]) -> RankLists:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 
 from moe_conformance.contract import Backend
@@ -16,7 +17,7 @@ class NoBackend(LookupError):
 
 def names() -> list[str]:
     """Names of all installed backends, sorted."""
-    return sorted({point.name for point in entry_points(group=ENTRY_POINTS)})
+    return sorted(_points())
 
 
 def load(name: str) -> Backend:
@@ -37,9 +38,14 @@ def load(name: str) -> Backend:
     return backend  # type: ignore[return-value]  # the attributes of the protocol were just looked up
 
 
+@cache  # hundreds of virtual ranks ask in one process
+def _points() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+
+
 def _resolve(name: str) -> object:
     module_name, colon, attribute = name.partition(":")
-    points: dict[str, EntryPoint] = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    points = _points()
     if not colon and name not in points:
         raise NoBackend(
             f"unknown backend {name!r}; known: {', '.join(sorted(points)) or 'none'}; or write pkg.mod:Class"

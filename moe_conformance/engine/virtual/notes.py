@@ -11,19 +11,20 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from ..ledger.entry import Entry
+from ..ledger.entry import MOST_CALLS, Entry
 from ..ledger.recorder import caller
 from .moves import Call
 
 
 class Notes:
-    """What one rank has called in the job that runs."""
+    """What one rank has called in the job that runs: its first MOST_CALLS calls."""
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
         """Begins a job."""
+        self._calls = 0
         self._entries: list[Entry] = []
         self._waited: set[int] = set()
         self._sequences: Counter[tuple[str, tuple[int, ...]]] = Counter()
@@ -94,7 +95,10 @@ class Notes:
         tag: int | None = None,
         asynchronous: bool,
     ) -> int:
-        order = len(self._entries)
+        order = self._calls
+        self._calls += 1
+        if order >= MOST_CALLS:
+            return order
         dtypes = dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in (*send, *receive))
         self._entries.append(
             Entry(
