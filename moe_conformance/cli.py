@@ -13,7 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -60,14 +60,17 @@ def _require_torch() -> None:
         raise CannotRun("torch is not installed here; install the build that this machine needs, 2.6 or newer")
 
 
-def _run_options(command: Command) -> Command:
-    for option in reversed(options.OPTIONS):
-        command = click.option(f"--{option.name}", metavar=option.metavar, help=option.help)(command)
-    return command
+def _options(names: Collection[str]) -> Callable[[Command], Command]:
+    def decorate(command: Command) -> Command:
+        for option in reversed([option for option in options.OPTIONS if option.name in names]):
+            command = click.option(f"--{option.name}", metavar=option.metavar, help=option.help)(command)
+        return command
+
+    return decorate
 
 
 @main.command()
-@_run_options
+@_options([option.name for option in options.OPTIONS])
 @click.argument("pytest_arguments", nargs=-1, type=click.UNPROCESSED)
 def run(pytest_arguments: tuple[str, ...], **given: str | None) -> NoReturn:
     """Judge a backend. What follows `--` is for pytest: `-- -n 2`, `-- -x`, `-- -k alltoall-ep2`.
@@ -124,6 +127,26 @@ def _child(command: list[str]) -> int:
                 continue
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@main.command(name="replay")
+@click.argument("example", metavar="FILE", type=click.Path(path_type=Path))
+@_options(options.REPLAYED)
+def replay_(example: Path, **given: str | None) -> NoReturn:
+    """Run the example of a drawn failure again, from the file in which a run has left it, and judge it.
+
+    Exit status: 0 if it passes, 1 if it fails, 2 if it could not be judged. The file is data and names no code to run:
+    say which backend, as the run has printed it.
+    """
+    _require_torch()
+    from moe_conformance.plugin.replay import replay
+
+    sys.path.append(os.getcwd())  # as in `run`
+    try:
+        status = replay(example, options.from_mapping(given), click.echo)
+    except options.Unusable as error:
+        raise CannotRun(str(error)) from error
+    sys.exit(status)
 
 
 @main.command(name="list")

@@ -75,11 +75,6 @@ class Plan:
             if not self.virtual or virtual.suits(layout, variant == self.backend.variants[0])
         )
 
-    @property
-    def drawn_cells(self) -> tuple[Cell, ...]:
-        """The cells for which Hypothesis draws workloads: not those of worlds larger than the usual."""
-        return tuple(cell for cell in self.cells if cell.layout.world <= virtual.WORLDS[0])
-
     @cached_property
     def cases(self) -> tuple[Case, ...]:
         """Every workload in every cell, in running order.
@@ -102,6 +97,16 @@ class Plan:
     def of(self, kind: str, when: Callable[[Workload], bool] | None) -> list[Case]:
         """Return the cases that a check of that kind reads."""
         return [case for case in self.cases if case.workload.kind == kind and (when is None or when(case.workload))]
+
+    def drawing(self, kind: str) -> tuple[Cell, ...]:
+        """Return the cells for which Hypothesis draws workloads of a kind: not those of worlds larger than the usual.
+
+        See `cases` for routers.
+        """
+        cells = tuple(cell for cell in self.cells if cell.layout.world <= virtual.WORLDS[0])
+        if kind != "route":
+            return cells
+        return tuple(cell for cell in cells if cell.variant == self.backend.variants[0] and not self.virtual)
 
     @property
     def worlds(self) -> tuple[int, ...]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis.errors import Unsatisfiable
+from hypothesis.errors import FlakyFailure, Unsatisfiable
 
-from moe_conformance.judging.verdict import Mismatch, NotOffered, RunFailed, WrongCount, WrongOutput
+from moe_conformance.judging.verdict import Mismatch, NotOffered, Raised, RunFailed, WrongCount, WrongOutput
 from moe_conformance.plan import Cell
 from moe_conformance.plugin.trial import Ending, Trial, ending
 from moe_conformance.scenarios.outcome import Outcome, RankOutcome
@@ -56,9 +56,9 @@ class TestSkips:
 class TestFailures:
     def test_a_mismatch_fails_with_its_words(self):
         """Stage, kind and ranks are those of the mismatch; what was drawn is told with it."""
-        ended = ending(
-            trial(RankOutcome(0, "ok"), RankOutcome(1, "ok")), WrongOutput("combine", "it is off", ranks=(1,))
-        )
+        mismatch = WrongOutput("combine", "it is off", ranks=(1,))
+        mismatch.outcome = Outcome("toy", WORKLOAD, (RankOutcome(0, "ok"), RankOutcome(1, "ok")), 0.1)
+        ended = ending(trial(), mismatch)
         told = (ended.verdict, ended.message, ended.kind, ended.stage, ended.blamed)
         assert ("fail", "combine: it is off", "WrongOutput", "combine", (1,)) == told
         assert ended.detail.startswith("drawn: E = 8, K = 2, D = 32, float32, schedule F0 B0\n")
@@ -75,12 +75,25 @@ class TestFailures:
         assert "line 50" not in ended.detail
 
     def test_several_faults_are_all_told(self):
-        """Hypothesis raises a group when it finds several."""
-        group = ExceptionGroup("two", [WrongCount("dispatch", "one"), WrongOutput("combine", "two")])
+        """Hypothesis raises a group when it finds several, the one with the smallest example last."""
+        group = ExceptionGroup("two", [WrongOutput("combine", "two"), WrongCount("dispatch", "one")])
         assert ("fail", "dispatch: one\ncombine: two") == (
             ending(trial(), group).verdict,
             ending(trial(), group).message,
         )
+
+    def test_a_fault_that_did_not_come_again(self):
+        """Hypothesis runs the smallest example once more before it tells it; one that then passes is unstable."""
+        ended = ending(trial(), FlakyFailure("unreliable", [Raised("run", "rank 0 raised")]))
+        assert ("unstable", "Raised") == (ended.verdict, ended.kind)
+        assert ended.message.endswith("failed and, run again, did not: run: rank 0 raised")
+
+    def test_a_fault_that_came_again_is_told_first(self):
+        """One that did not is no more than a note beside it."""
+        flaky = FlakyFailure("unreliable", [Raised("run", "rank 0 raised")])
+        ended = ending(trial(), ExceptionGroup("two", [WrongCount("dispatch", "one"), flaky]))
+        assert ("fail", "WrongCount") == (ended.verdict, ended.kind)
+        assert ["dispatch: one", "unstable"] == [ended.message.splitlines()[0], ended.message.splitlines()[1][:8]]
 
     def test_any_other_exception_is_the_suites_own(self):
         """Even when it comes together with a mismatch."""

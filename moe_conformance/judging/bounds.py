@@ -71,9 +71,13 @@ def allowed(magnitude: Tensor, dtype: torch.dtype, *, length: int, tokens: int =
     """Return the largest honest error of every element, given its magnitude; see `operation`.
 
     Below the smallest normal number errors are no longer relative: each addend may err by the roundoff of that number.
-    An element whose addends are all zero has magnitude 0 and is allowed no error.
+    And what the accumulator lost there, all of it if it flushes, was then multiplied: by the large token that made a
+    probability so small, say. Factors up to 1/u are provided for. An element whose addends are all zero has magnitude 0
+    and is allowed no error.
     """
-    underflow = (length + tokens) * unit_roundoff(dtype) * torch.finfo(dtype).tiny
+    wide = accumulator(dtype)
+    lost = torch.finfo(wide).tiny / unit_roundoff(wide)
+    underflow = (length + tokens) * (unit_roundoff(dtype) * torch.finfo(dtype).tiny + lost)
     relative = operation(dtype, length=length, tokens=tokens, more=more)
     return torch.where(magnitude > 0, magnitude * relative + underflow, 0.0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +14,16 @@ from torch import Tensor
 
 from moe_conformance.judging import expected
 from moe_conformance.judging.diagnosis import ratio_names, some
-from moe_conformance.judging.verdict import Mismatch, RunFailed, Stage, WrongCount, WrongDelivery
+from moe_conformance.judging.verdict import (
+    Died,
+    Hung,
+    MalformedClaim,
+    Mismatch,
+    Raised,
+    RunFailed,
+    Stage,
+    WrongDelivery,
+)
 from moe_conformance.scenarios.outcome import Handed, Microbatch, Outcome, RankOutcome
 from moe_conformance.workloads import tags
 from moe_conformance.workloads.records import Batch
@@ -206,8 +216,8 @@ def read(outcome: Outcome) -> Reading:
     """Read an outcome for the judges.
 
     Raises:
-        RunFailed: a rank did not finish.
-        WrongCount: a rank's claims contradict each other.
+        Raised, Hung, Died: a rank did not finish.
+        MalformedClaim: a rank's claims contradict each other.
     """
     require_finished(outcome)
     return Reading(outcome, tuple(sorted(outcome.ranks, key=lambda rank: rank.rank)))
@@ -217,8 +227,8 @@ def require_finished(outcome: Outcome) -> None:
     """Raise unless every rank went through the whole run; blame those that failed by themselves, not their victims.
 
     Raises:
-        RunFailed: a rank raised, hung or died.
-        WrongCount: a rank's claims contradict each other.
+        Raised, Hung, Died: a rank did.
+        MalformedClaim: a rank's claims contradict each other.
     """
     unfinished = [rank for rank in outcome.ranks if rank.status != "ok"]
     if not unfinished:
@@ -228,10 +238,31 @@ def require_finished(outcome: Outcome) -> None:
     error = f": {first.error}" if first.error else ""
     also = f"; {some(map(_ending, others))}" if others else ""
     kind, stage = _KINDS.get(first.status, (RunFailed, "run"))
-    raise kind(stage, f"{_ending(first)}{error}{also}", ranks=tuple(rank.rank for rank in guilty))
+    mismatch = kind(stage, f"{_ending(first)}{error}{also}", ranks=tuple(rank.rank for rank in guilty))
+    mismatch.place = place_of(first)
+    raise mismatch
 
 
-_KINDS: dict[str, tuple[type[Mismatch], Stage]] = {"malformed": (WrongCount, "dispatch")}
+_KINDS: dict[str, tuple[type[Mismatch], Stage]] = {
+    "malformed": (MalformedClaim, "dispatch"),
+    "raised": (Raised, "run"),
+    "hung": (Hung, "run"),
+    "died": (Died, "run"),
+}
+
+
+def place_of(rank: RankOutcome) -> str:
+    """Return what tells a rank's fault from others: the exception and the line that raised it, else the phase.
+
+    Where in the phase a hang is seen depends on the moment.
+    """
+    if rank.status not in ("raised", "malformed"):
+        return rank.reached.partition(":")[0]
+    error, lines = (rank.error or "").partition(":")[0], _LINE.findall(rank.traceback or "")
+    return ":".join([error, *lines[-1]]) if lines else error
+
+
+_LINE = re.compile(r'^ *File "(.+)", line (\d+)', re.MULTILINE)
 
 
 def _ending(rank: RankOutcome) -> str:

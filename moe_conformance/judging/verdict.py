@@ -1,12 +1,15 @@
 """What a judgement ends in: a tally of what was compared, or a mismatch told in words.
 
-Every kind of fault has its own exception type, so that Hypothesis shrinks one fault and does not slide to another.
+Every kind of fault has its own exception type; `kinds` makes them finer still where Hypothesis has to tell two faults
+of one kind apart.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Literal
+
+from moe_conformance.scenarios.outcome import Outcome
 
 Stage = Literal["route", "dispatch", "experts", "combine", "gradient", "finish", "groups", "run"]
 
@@ -19,6 +22,7 @@ class Tally:
     pairs: int = 0  # (token, slot) pairs or rows
     ranks: set[int] = field(default_factory=set)
     worst: float = 0.0  # largest observed/allowed error of a bounded comparison; exact comparisons leave it at 0
+    decided: set[str] = field(default_factory=set)  # by a check of several requirements: those that it compared for
 
     @property
     def vacuous(self) -> bool:
@@ -32,6 +36,14 @@ class Tally:
         self.worst = max(self.worst, worst)
         if rank is not None and (elements or pairs):
             self.ranks.add(rank)
+
+    def include(self, other: Tally) -> None:
+        """Count what another tally has counted."""
+        self.elements += other.elements
+        self.pairs += other.pairs
+        self.worst = max(self.worst, other.worst)
+        self.ranks |= other.ranks
+        self.decided |= other.decided
 
 
 class NotOffered(Exception):
@@ -49,6 +61,8 @@ class Mismatch(AssertionError):
         self.ranks = ranks
         self.ratio = ratio
         self.requirement: str | None = None  # set by a check of several requirements: the one that is violated
+        self.place = ""  # where in a rank's program, if a rank failed: tells two crashes apart
+        self.outcome: Outcome | None = None  # set by a check that draws its own workloads: of the one that failed
 
 
 class WrongDelivery(Mismatch):
@@ -115,5 +129,21 @@ class Uncovered(Mismatch):
     """The windows of `named` are copies, overlap, or leave parameters out."""
 
 
+class MalformedClaim(WrongCount):
+    """What a rank claims to hand over contradicts itself."""
+
+
 class RunFailed(Mismatch):
-    """The run did not finish: an exception, a hang or a dead process on a rank."""
+    """The run did not finish on all ranks, or a rank came back without a part of what was asked for."""
+
+
+class Raised(RunFailed):
+    """A rank raised an exception."""
+
+
+class Hung(RunFailed):
+    """A rank came to no end."""
+
+
+class Died(RunFailed):
+    """The process of a rank ended."""

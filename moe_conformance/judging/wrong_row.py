@@ -147,7 +147,8 @@ def _weighted(block: _Piece, slots: Sequence[int]) -> tuple[list[_Held], _Held |
         held.append(("weighted twice", f"{by}: the weight was applied twice"))
     if weight == 2 * own:
         held.append(("twice", f"holds the {noun} twice"))
-    return held, ("another factor", f"{by}: {ratio_words(weight / own, reading.token_ratios)}")
+    factor = f": {ratio_words(weight / own, reading.token_ratios)}" if own else ""
+    return held, ("another factor", f"{by}{factor}")
 
 
 # ---- other tokens ------------------------------------------------------------------------------------------------

@@ -1,12 +1,35 @@
-"""How Hypothesis draws in a run: the same batches every time, so that running twice gives the same verdicts."""
+"""How Hypothesis draws in a run: the same batches every time, so that running twice gives the same verdicts.
+
+A search draws batches, runs each on the ranks and has it judged. Then it sees to it that no feature that the limits
+allow went undrawn: for each that did, it draws a batch that has it. What was drawn is counted in the item's trial.
+"""
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, Phase, settings
+import json
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from hypothesis import HealthCheck, Phase, given, reject, seed, settings
+from hypothesis.errors import Unsatisfiable
+from hypothesis.strategies import SearchStrategy
+
+from moe_conformance.plugin.trial import Trial, refusal_of
+from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.workloads.distribution import Feature
+from moe_conformance.workloads.example import to_json
+from moe_conformance.workloads.records import Workload
 
 NAME = "moe-conformance"
 
 _EXAMPLES = {"quick": 12, "full": 100, "virtual": 12}
+_DEADLINE_S, _DEADLINE_AFTER_A_HANG_S = 60.0, 10.0
+_MOST_BREAKDOWNS = 25  # runs that ended in a crash or a hang, after which shrinking has to do with what it has
+
+Judge = Callable[[Outcome], None]
+Drive = Callable[[SearchStrategy[Workload], Judge], None]
 
 
 def load_profile(profile: str) -> None:
@@ -27,3 +50,75 @@ def load_profile(profile: str) -> None:
         suppress_health_check=list(HealthCheck),
     )
     settings.load_profile(NAME)
+
+
+@dataclass
+class Search:
+    """A search for a batch that fails, in one cell."""
+
+    trial: Trial
+    required: Sequence[Feature]  # what the drawn batches must have had, each at least once
+    step: Callable[[Workload, float], Outcome]  # runs on the ranks, with a deadline in seconds
+    seed: str
+    hung: bool = False  # once, which may repeat while shrinking
+    broken_down: set[str] = field(default_factory=set)  # workloads that ended in a crash or a hang
+
+    def hold(self, workloads: SearchStrategy[Workload], judge: Judge) -> None:
+        """Judge what Hypothesis draws, then one batch of every feature that it left out.
+
+        Raises:
+            Unsatisfiable: the backend refused everything; the trial says why.
+            Mismatch: the judge's, on the smallest batch; a group of them if there are several kinds.
+        """
+        self.trial.drawn.update({"batches": 0} | {feature.name: 0 for feature in self.required})
+        self.trial.judge = judge
+        self._draw(workloads, judge)
+        for feature in self.required:
+            if not self._settled(feature):
+                with suppress(Unsatisfiable):
+                    self._draw(workloads.filter(feature.has), judge, examples=1)
+        for feature in self.required:
+            if feature.refusable and not self.trial.drawn[feature.name] and feature.name in self.trial.refused:
+                del self.trial.drawn[feature.name]  # the limits allow it, and the backend refuses to build it
+
+    def _settled(self, feature: Feature) -> bool:
+        """Whether nothing is to be gained by drawing more of it."""
+        refused = feature.refusable and feature.name in self.trial.refused
+        return bool(self.trial.drawn[feature.name]) or refused
+
+    def _draw(self, workloads: SearchStrategy[Workload], judge: Judge, examples: int | None = None) -> None:
+        @seed(zlib.crc32(self.seed.encode()))
+        @given(workload=workloads)
+        def holds(workload: Workload) -> None:
+            if self._worth_a_run(workload):
+                judge(self._run(workload))
+
+        (holds if examples is None else settings(max_examples=examples)(holds))()
+
+    def _worth_a_run(self, workload: Workload) -> bool:
+        """Whether to run a workload: each breakdown costs new ranks, so only so many are looked for.
+
+        One that broke down is run whenever Hypothesis asks for it, the last time before it is told.
+        """
+        return len(self.broken_down) < _MOST_BREAKDOWNS or _key(workload) in self.broken_down
+
+    def _run(self, workload: Workload) -> Outcome:
+        """Run a drawn workload and count what it has; reject it if the backend refuses it."""
+        trial = self.trial
+        outcome = trial.outcome = self.step(workload, _DEADLINE_AFTER_A_HANG_S if self.hung else _DEADLINE_S)
+        self.hung |= any(rank.status == "hung" for rank in outcome.ranks)
+        if outcome.blamed:
+            self.broken_down.add(_key(workload))
+        found = [feature.name for feature in self.required if feature.has(workload)]
+        if refusal := refusal_of(outcome):
+            trial.settled, trial.rejected = refusal
+            trial.refused.update(found)
+            reject()
+        for name in ("batches", *found):
+            trial.drawn[name] += 1
+        return outcome
+
+
+def _key(workload: Workload) -> str:
+    """Return what only equal workloads share."""
+    return json.dumps(to_json(workload))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import replace
+from functools import partial
+from itertools import takewhile
 
-import hypothesis
 import pytest
 
 from moe_conformance.contract import Limit
@@ -14,18 +15,19 @@ from moe_conformance.judging import reading as judging
 from moe_conformance.judging.verdict import Mismatch, RunFailed, Tally
 from moe_conformance.plan import Case, Cell, Plan, too_large
 from moe_conformance.plugin import agenda, repeating, roster
+from moe_conformance.plugin.drawing import Drive, Search
 from moe_conformance.plugin.outcomes import Outcomes
 from moe_conformance.plugin.recording import record_of, translate, waiver_of
 from moe_conformance.plugin.run import Run
-from moe_conformance.plugin.trial import Ending, Trial, ending, trial_of
-from moe_conformance.report.records import PROPERTY, Verdict
+from moe_conformance.plugin.trial import Ending, Trial, ending, refusal_of, trial_of
+from moe_conformance.report.records import PROPERTY
 from moe_conformance.scenarios.group_lists import CannotTell
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.topology import Layout, RankLists, layouts
+from moe_conformance.workloads import distribution
 from moe_conformance.workloads.features import broken
+from moe_conformance.workloads.freedom import Freedom
 from moe_conformance.workloads.records import Workload
-
-Drive = Callable[[Workload], Outcome]
 
 
 class Driver:
@@ -62,7 +64,7 @@ class Driver:
         if mark is None:
             return
         if "cell" in metafunc.fixturenames:
-            cells = self.plan.drawn_cells
+            cells = self.plan.drawing(_drawn_kind(metafunc.definition))
             metafunc.parametrize("cell", cells, ids=[cell.id for cell in cells], indirect=True)
         elif "case" in metafunc.fixturenames:
             cases = self.plan.of(mark.kwargs["kind"], mark.kwargs["when"])
@@ -135,23 +137,20 @@ class Driver:
 
     @pytest.fixture
     def drive(self, cell: Cell, request: pytest.FixtureRequest) -> Drive:
-        """Runs a drawn workload and returns its outcome; rejects a draw that the backend refuses."""
+        """Runs every workload that a strategy draws on the ranks and has it judged."""
         trial = trial_of(request.node)
+        kind = _drawn_kind(request.node)
         self._skip_inapplicable(trial, cell)
-        allowed = [case for case in self.plan.cases if case.cell is cell and not _limit(case)]
+        allowed = [case for case in self.plan.of(kind, None) if case.cell is cell and not _limit(case)]
         if not allowed:
             trial.skip("limit", f"limit, unproved: every workload breaks a declared limit of {cell.variant}")
-        if refusal := _refusal(self._step(trial, allowed[0].workload)):
-            trial.skip(*refusal)
-
-        def drive(workload: Workload) -> Outcome:
-            trial.outcome = self._step(trial, workload)
-            if refusal := _refusal(trial.outcome):
-                trial.settled, trial.rejected = refusal
-                hypothesis.reject()
-            return trial.outcome
-
-        return drive
+        asked = allowed[:1] if kind == "probe" else allowed  # a router may refuse some configurations and not others
+        refusals = list(takewhile(bool, (refusal_of(self._step(trial, case.workload)) for case in asked)))
+        if len(refusals) == len(asked) and refusals[0]:
+            trial.skip(*refusals[0])
+        freedom = Freedom.under(cell.limits, cell.layout, cell.device)
+        required = distribution.required(kind, freedom)
+        return Search(trial, required, partial(self._step, trial), request.node.name).hold
 
     @pytest.fixture
     def group_lists(self, request: pytest.FixtureRequest) -> Mapping[Layout, Mapping[str, RankLists]]:
@@ -179,9 +178,9 @@ class Driver:
         if reason := too_large(cell.layout, self.run.options.ranks):
             trial.skip("not applicable", f"not applicable: {reason}")
 
-    def _step(self, trial: Trial, workload: Workload) -> Outcome:
+    def _step(self, trial: Trial, workload: Workload, deadline_s: float = 60.0) -> Outcome:
         trial.runs += 1
-        return self._outcomes.step(workload)
+        return self._outcomes.step(workload, deadline_s)
 
     # ---- how items end -----------------------------------------------------------------------------------------
 
@@ -215,12 +214,13 @@ class Driver:
         if waiver_of(self.run, item, trial, ended.violated or trial.requirements):
             return ended
         case = agenda.case_of(item)
+        failed = next((mismatch.outcome for mismatch in ended.failed), None) or trial.outcome
         try:
-            kept = self._outcomes.again(case, trial.outcome.workload)
+            kept = self._outcomes.again(case, failed.workload)
             if kept is None:
                 return ended
             if case is None:
-                second = repeating.drawn_again(item, trial, kept)
+                second = repeating.drawn_again(trial, kept.outcome)
             else:
                 second = repeating.judge_again(item, case, kept, _examine)
         except (repeating.CannotRepeat, EngineError):
@@ -230,7 +230,7 @@ class Driver:
 
 def _examine(trial: Trial, case: Case, outcome: Outcome) -> None:
     """End the item where the outcome alone decides it: the backend refused, or should have."""
-    if refusal := _refusal(outcome):
+    if refusal := refusal_of(outcome):
         trial.skip(*refusal)
     limit = _limit(case)
     if limit is not None:
@@ -241,19 +241,12 @@ def _examine(trial: Trial, case: Case, outcome: Outcome) -> None:
         )
 
 
+def _drawn_kind(item: pytest.Item) -> str:
+    """Return the kind of workload that a check draws, given the kind in its mark: "drawn probe" or "drawn route"."""
+    mark = item.get_closest_marker("requirement")
+    return "" if mark is None else str(mark.kwargs["kind"]).removeprefix("drawn ")
+
+
 def _limit(case: Case) -> Limit | None:
     """Return the first declared limit that a case breaks."""
     return broken(case.cell.limits, case.workload, case.cell.device)
-
-
-def _refusal(outcome: Outcome) -> tuple[Verdict, str] | None:
-    """Return verdict and reason if building was refused; a rank that went on, failed or hung makes it a failure.
-
-    What an adapter refuses proves nothing about the library.
-    """
-    refusal = outcome.refusal
-    if refusal is None or outcome.blamed or any(rank.status == "ok" for rank in outcome.ranks):
-        return None
-    if refusal.error_by == "library":
-        return "refused", f"refused by the library: {refusal.error}"
-    return "not adapted", f"not adapted: {refusal.error}"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from moe_conformance import shards
 from moe_conformance.shards import Shard
 
+REPLAYED = ("backend", "device", "plant", "profile")  # the options of `replay`
 MOST_RANKS = 64  # group construction is checked against its oracle up to here
 FEWEST_VIRTUAL, MOST_VIRTUAL = 8, 512  # ranks of the profile "virtual"
 
@@ -115,6 +117,12 @@ class Options:
         if wanted := only or self.ids:
             words += ["--only", ",".join(wanted)]
         return shlex.join([*words, *(("--", *pytest_arguments) if pytest_arguments else ())])
+
+    def replay(self, example: Path) -> str:
+        """Return a pasteable command that runs an example in a file on the same implementation and kind of ranks."""
+        others = tuple(field.name for field in fields(self) if field.name not in REPLAYED)
+        others += () if self.profile == "virtual" else ("profile",)
+        return shlex.join(["moe-conformance", "replay", str(example), *self.arguments("--", others)])
 
 
 def from_mapping(given: dict[str, Any]) -> Options:

@@ -91,10 +91,10 @@ class Outcomes:
         return self._kept
 
     @_ends_with_its_site
-    def step(self, workload: Workload) -> Outcome:
+    def step(self, workload: Workload, deadline_s: float = 60.0) -> Outcome:
         """Run a workload now."""
         self._drop()
-        return start(self._started, self._run.target, workload).outcome()
+        return start(self._started, self._run.target, workload, deadline_s).outcome()
 
     @_ends_with_its_site
     def again(self, case: Case | None, workload: Workload) -> Kept | None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from moe_conformance.plugin import examples
 from moe_conformance.plugin.run import Run
 from moe_conformance.plugin.trial import Ending, Trial
 from moe_conformance.report.records import FAILING, Record
@@ -16,7 +17,8 @@ from moe_conformance.waivers import Item
 
 def record_of(run: Run, item: pytest.Item, trial: Trial, ended: Ending) -> Record:
     """Return the record of an item that ended; a waiver turns a failure, and a pass too."""
-    requirements = ended.violated or trial.requirements
+    decided = tuple(sorted(trial.tally.decided)) if ended.verdict == "pass" else ()
+    requirements = ended.violated or decided or trial.requirements
     waiver = waiver_of(run, item, trial, requirements)
     if waiver is not None and ended.verdict in ("fail", "crash", "hang"):
         ended = replace(ended, verdict="waived", message=f"waived by {waiver}: {ended.message}")
@@ -43,6 +45,8 @@ def record_of(run: Run, item: pytest.Item, trial: Trial, ended: Ending) -> Recor
         reproduce=run.options.command(("-k", item.name), only=requirements),
         waiver=waiver,
         runs=trial.runs,
+        drawn=trial.drawn,
+        replay=examples.keep(run, trial, ended),
     )
 
 

@@ -5,7 +5,6 @@ The repeat is for diagnosis only. It never makes a run pass.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,6 @@ from moe_conformance.plan import Case
 from moe_conformance.plugin.outcomes import Kept
 from moe_conformance.plugin.trial import Ending, Trial, ending
 from moe_conformance.scenarios.outcome import Outcome
-from moe_conformance.workloads.records import Workload
 
 Examine = Callable[[Trial, Case, Outcome], None]
 
@@ -60,29 +58,20 @@ def judge_again(item: pytest.Item, case: Case, kept: Kept, examine: Examine) -> 
     return ending(trial, None)
 
 
-def drawn_again(item: pytest.Item, failed: Trial, kept: Kept) -> Ending:
-    """Return how a check that draws its workload ends on another outcome of the one that it failed on.
+def drawn_again(failed: Trial, outcome: Outcome) -> Ending:
+    """Return how a check that draws its workloads ends on another outcome of the one that it failed on.
 
     Raises:
-        CannotRepeat: it has fixtures that nobody can give it here.
+        CannotRepeat: it did not say how it judges.
     """
-    again = Trial(failed.requirements, failed.check, failed.cell, outcome=kept.outcome)
-    made: dict[str, Any] = {
-        "cell": failed.cell,
-        "drive": lambda workload: kept.outcome,
-        "tally": again.tally,
-        "data": _Drawn(kept.outcome.workload),
-        "self": getattr(item, "instance", None),
-    }
-    check = getattr(item.obj, "hypothesis").inner_test  # type: ignore[attr-defined]  # noqa: B009  # not in its types
-    names = inspect.signature(check).parameters
-    if not made.keys() >= names.keys():
-        raise CannotRepeat(", ".join(names.keys() - made.keys()))
+    if failed.judge is None:
+        raise CannotRepeat(failed.check)
+    trial = Trial(failed.requirements, failed.check, failed.cell, outcome=outcome, tally=failed.tally)
     try:
-        check(**{name: made[name] for name in names})
-    except (Exception, pytest.skip.Exception) as error:
-        return ending(again, error)
-    return ending(again, None)
+        failed.judge(outcome)
+    except Exception as error:
+        return ending(trial, error)
+    return ending(trial, None)
 
 
 def compared(first: Ending, second: Ending) -> Ending:
@@ -94,14 +83,3 @@ def compared(first: Ending, second: Ending) -> Ending:
         f"first: {first.message}\nthen: {second.message or 'everything that was compared holds'}"
     )
     return replace(first, verdict="unstable", message=message)
-
-
-class _Drawn:
-    """Stands for Hypothesis's data where there is nothing left to draw."""
-
-    def __init__(self, workload: Workload) -> None:
-        self._workload = workload
-
-    def draw(self, strategy: object, label: object = None) -> Workload:
-        """Return the one workload."""
-        return self._workload

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -14,9 +14,11 @@ from moe_conformance.judging.verdict import Mismatch, NotOffered, RunFailed, Tal
 from moe_conformance.plan import Cell
 from moe_conformance.report.records import Verdict
 from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.workloads.example import describe
 from moe_conformance.workloads.records import Workload
 
 _TRACEBACK_LINES = 10
+_UNSTABLE = "unstable: a drawn batch failed and, run again, did not:"
 
 
 @dataclass
@@ -32,6 +34,9 @@ class Trial:
     runs: int = 0
     settled: Verdict | None = None  # by a fixture, before the check ran or while it draws
     rejected: str = ""  # why the latest draw was refused
+    drawn: dict[str, int] = field(default_factory=dict)  # batches, and how many had each feature that is required
+    refused: set[str] = field(default_factory=set)  # features of draws that were refused
+    judge: Callable[[Outcome], None] | None = None  # of what is drawn
 
     def skip(self, verdict: Verdict, reason: str) -> None:
         """End the item here with a verdict that is neither pass nor failure."""
@@ -62,6 +67,20 @@ class Ending:
     blamed: tuple[int, ...] = ()
     detail: str = ""
     violated: tuple[str, ...] = ()  # which of several requirements, where the mismatch says so
+    failed: tuple[Mismatch, ...] = ()  # of drawn workloads, each with the outcome of its smallest
+
+
+def refusal_of(outcome: Outcome) -> tuple[Verdict, str] | None:
+    """Return verdict and reason if building was refused; a rank that went on, failed or hung makes it a failure.
+
+    What an adapter refuses proves nothing about the library.
+    """
+    refusal = outcome.refusal
+    if refusal is None or outcome.blamed or any(rank.status == "ok" for rank in outcome.ranks):
+        return None
+    if refusal.error_by == "library":
+        return "refused", f"refused by the library: {refusal.error}"
+    return "not adapted", f"not adapted: {refusal.error}"
 
 
 def ending(trial: Trial, error: BaseException | None) -> Ending:
@@ -76,31 +95,38 @@ def ending(trial: Trial, error: BaseException | None) -> Ending:
         return Ending(trial.settled or "not run", str(error))
     if isinstance(error, Unsatisfiable) and trial.settled:
         return Ending(trial.settled, f"every workload that was drawn was refused: {trial.rejected}")
-    if isinstance(error, FlakyFailure):
-        told = "; ".join(str(leaf) for leaf in _leaves(error) if isinstance(leaf, Mismatch)) or str(error)
-        message = f"unstable: what was drawn failed, and did not fail when it ran once more: {told}"
-        return Ending("unstable", message, "Flaky", detail="\n".join(_drawn(trial)))
     if isinstance(error, NotOffered):
         return Ending("not adapted", f"not adapted: {error}")
-    leaves = list(_leaves(error))
-    mismatches = [leaf for leaf in leaves if isinstance(leaf, Mismatch)]
-    if not mismatches or len(mismatches) < len(leaves):
-        foreign = next(leaf for leaf in leaves if not isinstance(leaf, Mismatch))
-        if isinstance(foreign, EngineError) and (machine := classify(str(foreign))):
-            return Ending("infrastructure", f"infrastructure: {machine}", "Infrastructure", "run")
-        return Ending("error", f"the suite's own {type(foreign).__name__}: {foreign}", type(foreign).__name__)
+    parts = list(_parts(error))[::-1]  # Hypothesis tells the smallest last
+    mismatches = [part for part in parts if isinstance(part, Mismatch)]
+    unstable = [leaf for part in parts if isinstance(part, FlakyFailure) for leaf in part.exceptions]
+    mismatches += [leaf for leaf in unstable if isinstance(leaf, Mismatch)]
+    for foreign in (*(part for part in parts if not isinstance(part, FlakyFailure)), *unstable):
+        if not isinstance(foreign, Mismatch):
+            return _not_the_backends(foreign)
     first = mismatches[0]
-    if machine := _machines_fault(first, trial.outcome):
+    outcome = first.outcome or trial.outcome
+    if machine := _machines_fault(first, outcome):
         return Ending("infrastructure", f"infrastructure: {machine}", "Infrastructure", first.stage)
+    lines = [f"{_UNSTABLE} {mismatch}" if mismatch in unstable else str(mismatch) for mismatch in mismatches]
+    verdict = _run_verdict(outcome) if isinstance(first, RunFailed) else "fail"
     return Ending(
-        verdict=_run_verdict(trial.outcome) if isinstance(first, RunFailed) else "fail",
-        message="\n".join(str(mismatch) for mismatch in mismatches),
+        verdict="unstable" if first in unstable else verdict,
+        message="\n".join(lines),
         kind=type(first).__name__,
         stage=first.stage,
         blamed=first.ranks,
-        detail="\n".join([*_drawn(trial), *_traceback(first, trial.outcome)]),
+        detail="\n".join([*_drawn(first), *_traceback(first, outcome)]),
         violated=_violated(mismatches),
+        failed=tuple(mismatch for mismatch in mismatches if mismatch.outcome is not None),
     )
+
+
+def _not_the_backends(error: BaseException) -> Ending:
+    """Return the ending by an exception that is no mismatch: the machine's fault or the suite's."""
+    if isinstance(error, EngineError) and (machine := classify(str(error))):
+        return Ending("infrastructure", f"infrastructure: {machine}", "Infrastructure", "run")
+    return Ending("error", f"the suite's own {type(error).__name__}: {error}", type(error).__name__)
 
 
 def _machines_fault(mismatch: Mismatch, outcome: Outcome | None) -> str | None:
@@ -119,11 +145,14 @@ def _machines_fault(mismatch: Mismatch, outcome: Outcome | None) -> str | None:
     return excused[0] if excused else None
 
 
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    """Yield the exceptions of a group: Hypothesis raises one when it finds several faults."""
-    if isinstance(error, BaseExceptionGroup):
+def _parts(error: BaseException) -> Iterator[BaseException]:
+    """Yield what a group is made of: Hypothesis raises one when it finds several faults.
+
+    A fault that did not come again it wraps once more, and that stays together.
+    """
+    if isinstance(error, BaseExceptionGroup) and not isinstance(error, FlakyFailure):
         for each in error.exceptions:
-            yield from _leaves(each)
+            yield from _parts(each)
     else:
         yield error
 
@@ -155,17 +184,6 @@ def _traceback(mismatch: Mismatch, outcome: Outcome | None) -> list[str]:
     return [f"on rank {rank.rank}:", *(f"  {line}" for line in cut + lines[-_TRACEBACK_LINES:])]
 
 
-def _drawn(trial: Trial) -> list[str]:
-    """Return what Hypothesis drew last, which is its smallest example; a pinned workload has a name instead."""
-    if trial.workload is not None or trial.outcome is None:
-        return []
-    workload = trial.outcome.workload
-    config = workload.config
-    dtype = str(config.dtype).removeprefix("torch.")
-    lines = [
-        f"drawn: E = {config.experts}, K = {config.top_k}, D = {config.hidden}, {dtype}, schedule {workload.schedule}"
-    ]
-    for m, batches in enumerate(workload.batches):
-        for rank, batch in enumerate(batches):
-            lines.append(f"  microbatch {m}, rank {rank}: ids {batch.ids_TK.tolist()}")
-    return lines
+def _drawn(mismatch: Mismatch) -> list[str]:
+    """Return the smallest example that Hypothesis found; a pinned workload has a name instead."""
+    return [] if mismatch.outcome is None else describe(mismatch.outcome.workload)

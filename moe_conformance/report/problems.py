@@ -1,9 +1,10 @@
-"""What fails a run beside its items: nothing passed, or a waiver that is wrong, misnamed or unused."""
+"""What fails a run beside its items: nothing passed, draws that lack something, a waiver misnamed or unused."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from moe_conformance.report import drawn
 from moe_conformance.report.records import Record
 from moe_conformance.waivers import Item, Waivers
 
@@ -24,6 +25,7 @@ def of_whole(records: Sequence[Record], waivers: Waivers, *, filtered: bool, ful
         used = [record.waiver for record in records if record.verdict in ("waived", "unexpected pass")]
         yield from waivers.misnamed(record.item for record in records)
         yield from waivers.unused((item for item in ran if item), used, full)
+    yield from drawn.problems(records)
     if not any(record.verdict == "pass" for record in records):
         yield "nothing passed: a run without a single passing check shows nothing"
 

@@ -23,6 +23,8 @@ _PRECEDENCE: tuple[Verdict, ...] = (
 
 PROPERTY = "moe-conformance"
 
+_TUPLES = ("requirements", "blamed", "replay")
+
 
 @dataclass(frozen=True)
 class Record:
@@ -46,6 +48,8 @@ class Record:
     reproduce: str = ""
     waiver: str | None = None  # the waiver that matches the item
     runs: int = 0  # runs on ranks that this item caused; other items read the same
+    drawn: Mapping[str, int] = field(default_factory=dict)  # batches that it drew, and how many had what they may have
+    replay: tuple[str, ...] = ()  # commands that run the smallest failing examples that were drawn, one each
 
     @property
     def item(self) -> str:
@@ -60,13 +64,13 @@ class Record:
     def to_json(self) -> dict[str, Any]:
         """Return the record as dicts, lists, strings and numbers."""
         data = asdict(self)
-        return data | {"requirements": list(self.requirements), "blamed": list(self.blamed)}
+        return data | {name: list(getattr(self, name)) for name in _TUPLES}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Record:
         """Return the record that `to_json` wrote."""
         fields = dict(data)
-        return cls(**(fields | {"requirements": tuple(fields["requirements"]), "blamed": tuple(fields["blamed"])}))
+        return cls(**(fields | {name: tuple(fields[name]) for name in _TUPLES}))
 
 
 def of_report(properties: Iterable[tuple[str, Any]]) -> Record | None:

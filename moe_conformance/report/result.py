@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from moe_conformance.report import drawn
 from moe_conformance.report.records import Record, overall
 from moe_conformance.spec import Requirement
 from moe_conformance.waivers import Waiver
@@ -81,7 +82,8 @@ def head(facts: Facts) -> dict[str, Any]:
 
 def document(head: Mapping[str, Any], law: Sequence[Requirement], records: Sequence[Record]) -> dict[str, Any]:
     """Return the whole report as plain data."""
-    return {**head, "requirements": [_requirement(requirement, records) for requirement in law]}
+    requirements = [_requirement(requirement, records) for requirement in law]
+    return {**head, "drawn": drawn.totals(records), "requirements": requirements}
 
 
 def _requirement(requirement: Requirement, records: Sequence[Record]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from moe_conformance import spec
 from moe_conformance.plan import layout_names
-from moe_conformance.report import matrix, words
+from moe_conformance.report import drawn, matrix, words
 from moe_conformance.report.problems import item_of
 from moe_conformance.report.records import Record
 from moe_conformance.waivers import proposal
@@ -59,6 +59,8 @@ def tell(
     backend = f"native with the planted bug {head['plant']}" if head["plant"] else head["backend"]
     terminal.write_line(f"{backend} ({versions}) on {head['ranks']} ranks, {head['device']}")
     terminal.write_line(matrix.totals(records))
+    if distribution := drawn.line(records):
+        terminal.write_line(distribution)
     rate = head["cases"] / head["seconds"] if head["seconds"] else 0.0
     terminal.write_line(f"{head['cases']} cases in {head['seconds']:.1f} s, {rate:.1f} cases/s")
 

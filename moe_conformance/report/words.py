@@ -38,6 +38,7 @@ def failure(record: Record) -> str:
     if record.detail:
         lines.append(record.detail)
     lines.append(f"reproduce: {record.reproduce}")
+    lines += [f"replay: {command}" for command in record.replay]
     return "\n".join(lines)
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 if TYPE_CHECKING:
     from moe_conformance.workloads.records import Workload
 
-Kind = Literal["probe", "experts", "route", "groups", "property"]
+Kind = Literal["probe", "experts", "route", "groups", "drawn probe", "drawn route"]
 Check = TypeVar("Check", bound=Callable[..., Any])
 
 _ID = re.compile(r"[A-Z]+-\d\d")
@@ -78,7 +78,8 @@ def requirement(
 ) -> Callable[[Check], Check]:
     """Cite the requirements that a check decides, and say on which runs.
 
-    `kind` is the kind of workload that the check reads; `when` narrows it to those in which the rule can be broken.
+    `kind` is the kind of workload that the check reads, or that it draws itself; `when` narrows it to those in which
+    the rule can be broken.
 
     Raises:
         BadSpec: an id is not in the law.

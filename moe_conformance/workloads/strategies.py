@@ -1,54 +1,47 @@
-"""Hypothesis strategies: any batch that a backend's declared limits allow.
+"""Hypothesis strategies: any batch of an exchange that a backend's declared limits allow; routers are next door.
 
 Drawn on the driver, so ranks cannot disagree. Smaller is simpler: shrinking leads to one microbatch, few tokens,
-expert 0, float32.
+expert 0, float32, plain weights. Which experts may be named at all is drawn before ids are, so that all going to one
+expert is as likely as going everywhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
 from moe_conformance.contract import Config, Limit
 from moe_conformance.topology import Layout
 from moe_conformance.workloads import draw
 from moe_conformance.workloads.features import broken
+from moe_conformance.workloads.freedom import Freedom
 from moe_conformance.workloads.records import Batch, Workload
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
-_SCHEDULES = {1: ("F0 B0",), 2: ("F0 B0", "F0 F1 B0 B1", "F0 F1 B1 B0", "F0 B0 F1 B1")}
+MOST_SLOTS, MOST_HELD = 4, 4
+MOST_TOKENS = 6
+
+Weights = Literal["plain", "tied", "odd", "tiny"]
+
+_DROPS = st.lists(st.booleans(), min_size=MOST_SLOTS, max_size=MOST_SLOTS)
+_ONE_AT_A_TIME = ("F0 B0", "F0 B0 F1 B1")
+_TWO_IN_FLIGHT = ("F0 F1 B0 B1", "F0 F1 B1 B0")
 
 
 @dataclass(frozen=True)
-class Freedom:
-    """What a batch may do, read from the limits of a variant."""
+class _Manner:
+    """What all ranks of a drawn workload have in common."""
 
-    uneven: bool
-    zero: bool
-    dropped: bool
-    duplicates: bool
-    schedules: tuple[str, ...]
-    dtypes: tuple[torch.dtype, ...]
-
-    @classmethod
-    def under(cls, limits: Sequence[Limit]) -> Freedom:
-        """Return what all the limits together allow."""
-
-        def allows(on: str, value: Any) -> bool:
-            return all(value in limit.allowed for limit in limits if limit.on == on)
-
-        return cls(
-            uneven=allows("uneven_tokens", True),
-            zero=allows("zero_tokens", True),
-            dropped=allows("dropped_slots", True),
-            duplicates=allows("duplicate_experts", True),
-            schedules=_SCHEDULES[2 if allows("in_flight", 2) else 1] + ("F0 B0 F1 B1",),
-            dtypes=tuple(dtype for dtype in _DTYPES if allows("dtype", dtype)),
-        )
+    places: st.SearchStrategy[list[int]]  # what a token's ids are made of: places in the pool
+    pool: tuple[int, ...]  # experts that are named at all
+    repeats: bool  # a token may name an expert twice
+    drops: bool
+    weights: Weights
+    seed: int
 
 
 @st.composite
@@ -56,47 +49,90 @@ def probe_workloads(
     draw_from: st.DrawFn, variant: str, layout: Layout, limits: Sequence[Limit], device: str
 ) -> Workload:
     """Draw one probe workload within the limits: sizes, routing with drops and duplicates, dtype and schedule."""
-    freedom = Freedom.under(limits)
-    held = draw_from(st.integers(1, 4))
-    E = held * layout.ep
-    K = draw_from(st.integers(1, min(E, 4)))
+    freedom = Freedom.under(limits, layout, device)
+    E = draw_from(st.integers(1, MOST_HELD)) * layout.ep
+    K = draw_from(st.integers(1, min(E, MOST_SLOTS)))
     D = draw_from(st.sampled_from([32, 33, 48]))
     config = Config(variant, E, K, D, dtype=draw_from(st.sampled_from(freedom.dtypes)))
-    schedule = draw_from(st.sampled_from(freedom.schedules))
-    microbatches = 2 if "1" in schedule else 1
+    schedule = draw_from(schedules(freedom))
+    manner = draw_from(_manners(config, freedom))
     batches = tuple(
-        _microbatch(draw_from, microbatch, config, layout, freedom) for microbatch in range(microbatches)
+        tuple(_batch(draw_from, m, rank, T, config, manner) for rank, T in enumerate(draw_from(token_counts(freedom))))
+        for m in microbatches(schedule)
     )
     workload = Workload("drawn", "probe", config, layout, batches, schedule)
-    if limit := broken(limits, workload, device):
-        raise AssertionError(f"the strategy drew what {limit} forbids")  # a fault of ours, not of the backend
+    require_allowed(workload, limits, device)
     return workload
 
 
-def _microbatch(
-    draw_from: st.DrawFn, microbatch: int, config: Config, layout: Layout, freedom: Freedom
-) -> tuple[Batch, ...]:
-    least = 0 if freedom.zero else 1
-    if freedom.uneven:
-        tokens = draw_from(st.lists(st.integers(least, 6), min_size=layout.world, max_size=layout.world))
-    else:
-        tokens = [draw_from(st.integers(max(least, 1), 6))] * layout.world
-    return tuple(_batch(draw_from, rank, T, microbatch, config, freedom) for rank, T in enumerate(tokens))
+def schedules(freedom: Freedom) -> st.SearchStrategy[str]:
+    """Return schedules of one microbatch or two."""
+    return st.sampled_from(_ONE_AT_A_TIME + _TWO_IN_FLIGHT * freedom.two_in_flight)
 
 
-def _batch(
-    draw_from: st.DrawFn, rank: int, tokens: int, microbatch: int, config: Config, freedom: Freedom
-) -> Batch:
+def microbatches(schedule: str) -> range:
+    """Return the microbatches of a schedule."""
+    return range(len({item[1:] for item in schedule.split()}))
+
+
+def token_counts(freedom: Freedom) -> st.SearchStrategy[list[int]]:
+    """Return how many tokens the ranks may have in one microbatch."""
+    some, world = st.integers(0 if freedom.zero else 1, MOST_TOKENS), freedom.layout.world
+    return st.lists(some, min_size=world, max_size=world) if freedom.uneven else some.map(lambda T: [T] * world)
+
+
+def require_allowed(workload: Workload, limits: Sequence[Limit], device: str) -> None:
+    """Fail as a fault of the suite, not of the backend, where a strategy drew what a limit forbids."""
+    if limit := broken(limits, workload, device):
+        raise AssertionError(f"the strategy drew what {limit} forbids")
+
+
+@st.composite
+def _manners(draw_from: st.DrawFn, config: Config, freedom: Freedom) -> _Manner:
     E, K = config.experts, config.top_k
-    if freedom.duplicates:
-        row = st.lists(st.integers(0, E - 1), min_size=K, max_size=K)
-    else:
-        row = st.permutations(range(E)).map(lambda order: list(order[:K]))
-    if freedom.dropped:
-        kept = st.lists(st.booleans(), min_size=K, max_size=K)
-        row = st.tuples(row, kept).map(lambda pair: [e if keep else -1 for e, keep in zip(*pair, strict=True)])
-    ids = draw_from(st.lists(row, min_size=tokens, max_size=tokens))
-    ids_TK = torch.tensor(ids, dtype=torch.int64).reshape(tokens, K)
-    seed = draw_from(st.integers(0, 2**16))
-    generator = draw.generator(seed, rank, microbatch)
-    return draw.probe_batch(rank, microbatch, ids_TK, config, generator, odd=draw_from(st.booleans()))
+    repeats = freedom.duplicates and K > 1 and draw_from(st.booleans())
+    named = max(draw_from(st.integers(1, E)), 1 if repeats else K)
+    most = MOST_HELD * freedom.layout.ep
+    order = draw_from(st.permutations(range(most)))
+    styles: tuple[Weights, ...] = ("plain", "tied", "odd") + ("tiny",) * freedom.subnormal
+    return _Manner(
+        places=st.lists(st.integers(0, most - 1), min_size=MOST_SLOTS, max_size=MOST_SLOTS),
+        pool=tuple(expert for expert in order if expert < E)[:named],
+        repeats=repeats,
+        drops=freedom.dropped and draw_from(st.booleans()),
+        weights=draw_from(st.sampled_from(styles)),
+        seed=draw_from(st.integers(0, 2**16)),
+    )
+
+
+def _batch(draw_from: st.DrawFn, m: int, rank: int, tokens: int, config: Config, manner: _Manner) -> Batch:
+    ids_TK = torch.tensor([_slots(draw_from, config, manner) for _ in range(tokens)], dtype=torch.int64)
+    ids_TK = ids_TK.reshape(tokens, config.top_k)
+    generator = draw.generator(manner.seed, rank, m)
+    batch = draw.probe_batch(rank, m, ids_TK, config, generator, odd=manner.weights == "odd")
+    return replace(batch, weights_TK=_restyled(batch.weights_TK, manner.weights, config.dtype))
+
+
+def _slots(draw_from: st.DrawFn, config: Config, manner: _Manner) -> list[int]:
+    """Draw the ids of one token. How much is drawn depends on nothing that may shrink, or shrinking would stall."""
+    ids: list[int] = []
+    for place in draw_from(manner.places)[: config.top_k]:
+        free = manner.pool if manner.repeats else [expert for expert in manner.pool if expert not in ids]
+        ids.append(free[place % len(free)])
+    if not manner.drops:
+        return ids
+    return [-1 if drop else expert for expert, drop in zip(ids, draw_from(_DROPS), strict=False)]
+
+
+def _restyled(weights_TK: Tensor, style: Weights, dtype: torch.dtype) -> Tensor:
+    """Make all weights of a token equal, or all so small that they are subnormal in the tokens' dtype.
+
+    Weights are multiples of 1/16. Tiny ones leave three bits below them, one for the least gain and two for upstream
+    gradients, so that every product is still exact.
+    """
+    if style == "tied":
+        return weights_TK[:, :1].expand_as(weights_TK).clone()
+    if style == "tiny":
+        smallest = torch.finfo(dtype).tiny * torch.finfo(dtype).eps
+        return weights_TK * 16 * (8 * smallest)
+    return weights_TK

@@ -1,0 +1,140 @@
+"""All judgements on one outcome, in the order in which a fault shows first: for batches that were drawn.
+
+The first fault is raised in a type of its own (see `kinds`), with the requirement that it violates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
+
+from moe_conformance.contract import Config
+from moe_conformance.judging.counts import judge_counts
+from moe_conformance.judging.deliveries import judge_deliveries, judge_rows
+from moe_conformance.judging.finished import judge_finished
+from moe_conformance.judging.gradients import judge_dweights, judge_dx
+from moe_conformance.judging.kept import judge_kept_gradients, judge_state
+from moe_conformance.judging.kinds import of_its_own_kind
+from moe_conformance.judging.outputs import judge_form, judge_inputs, judge_outputs
+from moe_conformance.judging.reading import Reading, read
+from moe_conformance.judging.routers import (
+    judge_bias,
+    judge_group_limit,
+    judge_load,
+    judge_router_dx,
+    judge_router_gradient,
+    judge_router_weights,
+    judge_selection,
+)
+from moe_conformance.judging.row_gradients import judge_out_gradients, judge_rows_gradients
+from moe_conformance.judging.verdict import MalformedClaim, Mismatch, NotOffered, Tally
+from moe_conformance.judging.weights import judge_weights
+from moe_conformance.scenarios.outcome import Outcome
+
+Judge = Callable[[Reading, Tally], None]
+
+
+class Special(NamedTuple):
+    """A requirement on some configurations only, decided together with a general one."""
+
+    requirement: str
+    applies: Callable[[Config], bool]
+    judge: Judge  # counts what the special requirement made a difference to
+
+
+class Judgement(NamedTuple):
+    """A judge and the requirement that it decides.
+
+    A violation is one of the first special requirement that applies: a smallest batch has no groups, no bias, no scale
+    and no normalisation unless the fault needs them.
+    """
+
+    requirement: str
+    judge: Judge
+    special: tuple[Special, ...] = ()
+
+    def violated(self, config: Config) -> str:
+        """Return the requirement that a violation is one of."""
+        return next((each.requirement for each in self.special if each.applies(config)), self.requirement)
+
+
+PROBE = (
+    Judgement("EXCH-09", judge_finished),
+    Judgement("EXCH-01", judge_deliveries),
+    Judgement("EXCH-02", judge_rows),
+    Judgement("EXCH-03", judge_weights),
+    Judgement("EXCH-04", judge_counts),
+    Judgement("EXCH-05", judge_outputs),
+    Judgement("EXCH-07", judge_form),
+    Judgement("EXCH-08", judge_inputs),
+    Judgement("EXCH-11", judge_state),
+    Judgement("GRAD-01", judge_out_gradients),
+    Judgement("GRAD-02", judge_rows_gradients),
+    Judgement("GRAD-02", judge_dx),
+    Judgement("GRAD-03", judge_dweights),
+    Judgement("GRAD-07", judge_kept_gradients),
+)
+
+_GROUPS = Special("ROUTE-04", lambda config: config.groups is not None, judge_group_limit)
+_BIAS = Special("ROUTE-03", lambda config: config.balance_bias, judge_bias)
+_SCALE = Special("ROUTE-06", lambda config: config.scale != 1, judge_router_weights)
+_NORMALISED = Special("ROUTE-05", lambda config: config.normalise, judge_router_weights)
+
+ROUTE = (
+    Judgement("ROUTE-01", judge_selection, (_GROUPS, _BIAS)),
+    Judgement("ROUTE-02", judge_router_weights, (_SCALE, _NORMALISED, _BIAS)),
+    Judgement("ROUTE-07", judge_router_dx),
+    Judgement("ROUTE-08", judge_router_gradient),
+    Judgement("ROUTE-09", judge_load),
+)
+
+
+def decided_by(judgements: tuple[Judgement, ...]) -> tuple[str, ...]:
+    """Return all requirements that judgements may decide.
+
+    >>> decided_by(ROUTE)[:3]
+    ('ROUTE-01', 'ROUTE-02', 'ROUTE-03')
+    """
+    special = {each.requirement for judgement in judgements for each in judgement.special}
+    return tuple(sorted(special | {judgement.requirement for judgement in judgements}))
+
+
+def judge_batch(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether an outcome passes every judgement on its kind of run, and note which requirements that decided.
+
+    Raises:
+        Mismatch: the first fault.
+    """
+    config = outcome.workload.config
+    probe = outcome.workload.kind == "probe"
+    with _told(read, "EXCH-09" if probe else None, outcome):
+        reading = read(outcome)
+    judgements = PROBE if probe else ROUTE
+    for judgement in judgements:
+        # weights that are applied in combine do not travel, loads need not be reported
+        with suppress(NotOffered), _told(judgement.judge, judgement.violated(config), outcome):
+            _count(judgement.requirement, judgement.judge, reading, tally)
+    for special in {special for judgement in judgements for special in judgement.special}:
+        if special.applies(config):
+            _count(special.requirement, special.judge, reading, tally)
+
+
+def _count(requirement: str, judge: Judge, reading: Reading, tally: Tally) -> None:
+    own = Tally()
+    judge(reading, own)
+    tally.include(own)
+    if not own.vacuous:
+        tally.decided.add(requirement)
+
+
+@contextmanager
+def _told(judge: Callable[..., object], requirement: str | None, outcome: Outcome) -> Iterator[None]:
+    """Let a mismatch be of its own kind, and say which requirement it violates on which workload."""
+    try:
+        yield
+    except Mismatch as mismatch:
+        own = of_its_own_kind(mismatch, judge.__name__)
+        own.requirement = "EXCH-04" if isinstance(mismatch, MalformedClaim) else requirement
+        own.outcome = outcome
+        raise own from mismatch

@@ -1,0 +1,191 @@
+"""What drawn batches are like: which of the features that matter each of them has, and which a cell must see.
+
+A search that never drew an idle rank has shown nothing about idle ranks. So the features of every drawn batch are
+counted, and each that a backend's limits allow is required.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_conformance.contract import Config
+from moe_conformance.workloads.features import features, in_flight
+from moe_conformance.workloads.freedom import Freedom
+from moe_conformance.workloads.records import Batch, Workload
+from moe_conformance.workloads.router_strategies import LARGE
+from moe_conformance.workloads.strategies import MOST_SLOTS
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Something that a drawn batch may have."""
+
+    name: str
+    has: Callable[[Workload], bool]
+    allowed: Callable[[Freedom], bool] = lambda freedom: True
+    refusable: bool = False  # it is in the configuration, and a backend may refuse to build that
+
+
+def required(kind: str, freedom: Freedom) -> tuple[Feature, ...]:
+    """Return the features that drawn workloads of a kind must have had, within what is allowed."""
+    return tuple(feature for feature in {"probe": PROBE, "route": ROUTE}[kind] if feature.allowed(freedom))
+
+
+# ---- of every kind of workload --------------------------------------------------------------------------------
+
+
+def _microbatches(holds: Callable[[tuple[Batch, ...]], bool]) -> Callable[[Workload], bool]:
+    """Say that it holds for the ranks of some microbatch."""
+    return lambda workload: any(holds(ranks) for ranks in workload.batches)
+
+
+def _tokens(ranks: tuple[Batch, ...]) -> list[int]:
+    return [len(batch.x_TD) for batch in ranks]
+
+
+def _dtype(dtype: torch.dtype) -> Feature:
+    return Feature(
+        str(dtype).removeprefix("torch."),
+        lambda workload: workload.config.dtype == dtype,
+        lambda freedom: dtype in freedom.dtypes,
+        refusable=True,
+    )
+
+
+def _config(name: str, has: Callable[[Config], bool]) -> Feature:
+    return Feature(name, lambda workload: has(workload.config), refusable=True)
+
+
+_SIZES = (
+    Feature(
+        "idle rank",
+        _microbatches(lambda ranks: 0 in _tokens(ranks) and any(_tokens(ranks))),
+        lambda freedom: freedom.zero and freedom.uneven,
+    ),
+    Feature("all ranks idle", _microbatches(lambda ranks: not any(_tokens(ranks))), lambda freedom: freedom.zero),
+    Feature("uneven tokens", _microbatches(lambda ranks: len(set(_tokens(ranks))) > 1), lambda freedom: freedom.uneven),
+    Feature("two in flight", lambda workload: in_flight(workload.schedule) == 2, lambda freedom: freedom.two_in_flight),
+    *map(_dtype, (torch.float32, torch.bfloat16, torch.float64, torch.float16)),
+)
+
+# ---- of an exchange -------------------------------------------------------------------------------------------
+
+
+def _routed(ranks: tuple[Batch, ...]) -> Tensor:
+    """Return the ids of all routed slots of all ranks."""
+    ids = torch.cat([batch.ids_TK.flatten() for batch in ranks])
+    return ids[ids >= 0]
+
+
+def _reached(workload: Workload) -> Iterator[set[int]]:
+    """Yield the experts that get anything, of every microbatch in which any does."""
+    for ranks in workload.batches:
+        if reached := set(_routed(ranks).tolist()):
+            yield reached
+
+
+def _has_empty_expert(workload: Workload) -> bool:
+    return any(len(reached) < workload.config.experts for reached in _reached(workload))
+
+
+def _has_empty_handed_rank(workload: Workload) -> bool:
+    held = workload.config.experts // workload.layout.ep
+    return any(len({expert // held for expert in reached}) < workload.layout.ep for reached in _reached(workload))
+
+
+def _has_hot_expert(workload: Workload) -> bool:
+    return workload.config.experts > 1 and any(
+        len(ids) > 1 and len(ids.unique()) == 1 for ids in map(_routed, workload.batches)
+    )
+
+
+def _has_tied_weights(batch: Batch) -> bool:
+    weights_TK = batch.weights_TK.masked_fill(batch.ids_TK < 0, torch.nan).sort(1).values  # NaN equals nothing
+    return bool((weights_TK[:, 1:] == weights_TK[:, :-1]).any())
+
+
+def _weights(has: Callable[[Tensor, torch.dtype], Tensor]) -> Callable[[Workload], bool]:
+    """Say that it holds for some weight of a routed slot."""
+    return lambda workload: any(
+        bool(has(batch.weights_TK[batch.ids_TK >= 0], workload.config.dtype).any())
+        for ranks in workload.batches
+        for batch in ranks
+    )
+
+
+def _drops(name: str, has: Callable[[Tensor], bool]) -> Feature:
+    """Say that it holds for the empty slots (T, K) of some rank that has tokens."""
+    return Feature(
+        name,
+        _microbatches(lambda ranks: any(has(batch.ids_TK < 0) for batch in ranks if len(batch.ids_TK))),
+        lambda freedom: freedom.dropped,
+    )
+
+
+PROBE = (
+    *_SIZES,
+    Feature("empty expert", _has_empty_expert),
+    Feature("rank that is handed nothing", _has_empty_handed_rank, lambda freedom: freedom.layout.ep > 1),
+    Feature("one hot expert", _has_hot_expert),
+    _drops("dropped slot", lambda empty_TK: bool(empty_TK.any())),
+    _drops("token without slots", lambda empty_TK: bool(empty_TK.all(1).any())),
+    _drops("rank that sends nothing", lambda empty_TK: bool(empty_TK.all())),
+    Feature(
+        "expert twice in a token",
+        lambda workload: bool(features(workload, "cpu")["duplicate_experts"]),
+        lambda freedom: freedom.duplicates,
+    ),
+    Feature(
+        "K = E",
+        lambda workload: 1 < workload.config.top_k == workload.config.experts,
+        lambda freedom: freedom.layout.ep <= MOST_SLOTS,
+        refusable=True,
+    ),
+    Feature("tied weights", _microbatches(lambda ranks: any(map(_has_tied_weights, ranks)))),
+    Feature("zero weight", _weights(lambda weights, dtype: weights == 0)),
+    Feature("negative weight", _weights(lambda weights, dtype: weights < 0)),
+    Feature(
+        "subnormal weight",
+        _weights(lambda weights, dtype: (weights != 0) & (weights.abs() < torch.finfo(dtype).tiny)),
+        lambda freedom: freedom.subnormal,
+    ),
+)
+
+# ---- of a router ----------------------------------------------------------------------------------------------
+
+
+def _has_tied_logits(workload: Workload) -> bool:
+    """Whether two experts have the same row of the router, and some token is not all zeros."""
+    router_ED = workload.parameters["router", None]
+    tokens = any(bool(batch.x_TD.any()) for ranks in workload.batches for batch in ranks)
+    return tokens and len(router_ED.unique(dim=0)) < len(router_ED)
+
+
+def _has_blank_token(batch: Batch) -> bool:
+    return bool((batch.x_TD == 0).all(1).any())
+
+
+def _has_large_token(batch: Batch) -> bool:
+    return bool((batch.x_TD.abs() > LARGE / 4).any())
+
+
+ROUTE = (
+    *_SIZES,
+    Feature("tied logits", _has_tied_logits),
+    Feature("token of zeros", _microbatches(lambda ranks: any(map(_has_blank_token, ranks)))),
+    Feature("large logits", _microbatches(lambda ranks: any(map(_has_large_token, ranks)))),
+    _config("softmax", lambda config: config.score == "softmax"),
+    _config("softmax over the chosen", lambda config: config.score == "softmax_topk"),
+    _config("sigmoid", lambda config: config.score == "sigmoid"),
+    _config("sqrtsoftplus", lambda config: config.score == "sqrtsoftplus"),
+    _config("normalised", lambda config: config.normalise),
+    _config("scaled", lambda config: config.scale != 1),
+    _config("balancing bias", lambda config: config.balance_bias),
+    _config("groups", lambda config: config.groups is not None),
+    _config("K = E", lambda config: 1 < config.top_k == config.experts),
+    _config("K = 1", lambda config: config.top_k == 1 < config.experts),
+)

@@ -1,0 +1,75 @@
+"""A drawn workload as JSON, bit for bit: so that a batch that failed can be read by a person and sent to another.
+
+Numbers are written in the shortest form that reads back to the same bits. `reading_example` is the way back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_conformance.workloads.records import Batch, Workload
+
+FORMAT = 1
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int64": torch.int64,
+}
+
+
+def to_json(workload: Workload) -> dict[str, Any]:
+    """Return a workload as dicts, lists, strings and numbers.
+
+    Raises:
+        ValueError: it has knobs of one backend (`Config.extra`), which are not data.
+    """
+    config, layout = workload.config, workload.layout
+    if config.extra:
+        raise ValueError("a workload with knobs of one backend cannot be written down for all")
+    asked = {field.name: getattr(config, field.name) for field in fields(config) if field.name != "extra"}
+    return {
+        "format": FORMAT,
+        "kind": workload.kind,
+        "layout": {field.name: getattr(layout, field.name) for field in fields(layout)},
+        "config": asked | {"dtype": _name(config.dtype), "groups": config.groups and list(config.groups)},
+        "schedule": workload.schedule,
+        "parameters": {name: _tensor(value) for (name, _), value in workload.parameters.items()},
+        "batches": [[_batch(batch) for batch in ranks] for ranks in workload.batches],
+    }
+
+
+def describe(workload: Workload) -> list[str]:
+    """Say in a few lines what a workload asks for and what it feeds."""
+    config = workload.config
+    asked = [f"E = {config.experts}", f"K = {config.top_k}", f"D = {config.hidden}", _name(config.dtype)]
+    if workload.kind == "route":
+        asked += [config.score, *(["normalised"] if config.normalise else [])]
+        asked += [f"scale {config.scale}"] if config.scale != 1 else []
+        asked += ["balancing bias"] if config.balance_bias else []
+        if config.groups:
+            asked.append(f"{config.groups[1]} of {config.groups[0]} groups by {config.group_score}")
+    lines = [f"drawn: {', '.join(asked)}, schedule {workload.schedule}"]
+    for m, ranks in enumerate(workload.batches):
+        for rank, batch in enumerate(ranks):
+            fed = f"{len(batch.x_TD)} tokens" if workload.kind == "route" else f"ids {batch.ids_TK.tolist()}"
+            lines.append(f"  microbatch {m}, rank {rank}: {fed}")
+    return lines
+
+
+def _batch(batch: Batch) -> dict[str, Any]:
+    return {field.name.partition("_")[0]: _tensor(getattr(batch, field.name)) for field in fields(batch)}
+
+
+def _tensor(tensor: Tensor) -> dict[str, Any]:
+    return {"dtype": _name(tensor.dtype), "shape": list(tensor.shape), "values": tensor.flatten().tolist()}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,244 @@
+"""From JSON back to a workload. Whatever comes from outside is checked before a tensor is made or a rank is asked.
+
+Fields, sizes, that every number is one that its dtype has, that shapes and schedule fit: what passes here is a workload
+that a strategy could have drawn, so that only the backend can be at fault for what becomes of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
+
+import torch
+from torch import Tensor
+
+from moe_conformance.contract import Config
+from moe_conformance.topology import Layout
+from moe_conformance.workloads import tags
+from moe_conformance.workloads.draw import weight_dtype
+from moe_conformance.workloads.example import DTYPES, FORMAT
+from moe_conformance.workloads.records import Batch, ParameterKey, Workload
+from reference import selection
+
+T = TypeVar("T")
+
+_LARGEST_FILE = 1 << 24  # bytes
+_LARGEST = {"world": 512, "experts": 512, "top_k": 512, "hidden": 4096, "ffn": 4096}
+_MOST_TOKENS, _MOST_MICROBATCHES, _LONGEST_SCHEDULE = 1024, 8, 64
+
+
+class BadExample(ValueError):
+    """The file is no workload; the message says where it is wrong."""
+
+
+def load(path: Path) -> Workload:
+    """Read a workload from a file.
+
+    Raises:
+        BadExample: the file cannot be read, is too large, or holds no workload.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(_LARGEST_FILE + 1)
+    except OSError as error:
+        raise BadExample(f"it cannot be read ({error.strerror})") from error
+    if len(content) > _LARGEST_FILE:
+        raise BadExample(f"it is larger than {_LARGEST_FILE >> 20} MiB")
+    try:
+        data = json.loads(content, parse_constant=_not_a_number)
+    except (ValueError, RecursionError) as error:
+        raise BadExample(f"it is not JSON: {error}") from error
+    return from_json(_object(data, "the file", ("said", "workload"))["workload"])
+
+
+def from_json(data: object) -> Workload:
+    """Return the workload that `example.to_json` wrote.
+
+    Raises:
+        BadExample: it is none; says where.
+    """
+    top = _object(data, "the workload", ("format", "kind", "layout", "config", "schedule", "parameters", "batches"))
+    if top["format"] != FORMAT:
+        raise BadExample(f"its format is {top['format']!r}; this version reads format {FORMAT}")
+    kind = _one_of(top["kind"], "kind", ("probe", "route"))
+    layout = _layout(top["layout"])
+    config = _config(top["config"], kind, layout)
+    batches = _batches(top["batches"], kind, config, layout)
+    schedule = _schedule(top["schedule"], len(batches))
+    parameters = _parameters(top["parameters"], kind, config)
+    return Workload("replayed", kind, config, layout, batches, schedule, parameters)
+
+
+def _layout(data: object) -> Layout:
+    names = tuple(field.name for field in fields(Layout))
+    given = _object(data, "layout", names)
+    layout = Layout(**{name: _whole(given[name], f"layout.{name}", 1, _LARGEST["world"]) for name in names})
+    if layout.problem:
+        raise BadExample(f"layout: {layout.problem}")
+    try:
+        tags.part(0, layout.etp)
+    except ValueError as error:
+        raise BadExample(f"layout: {error}") from error
+    return layout
+
+
+def _config(data: object, kind: str, layout: Layout) -> Config:
+    names = tuple(field.name for field in fields(Config) if field.name != "extra")
+    given = dict(_object(data, "config", names))
+    if not isinstance(given["variant"], str):
+        raise BadExample("config.variant is not a string")
+    for name in ("experts", "top_k", "hidden", "ffn"):
+        _whole(given[name], f"config.{name}", 1, _LARGEST[name])
+    for name in ("normalise", "balance_bias"):
+        _one_of(given[name], f"config.{name}", (False, True))
+    for name in ("weights_applied", "score", "group_score"):
+        _one_of(given[name], f"config.{name}", get_args(get_type_hints(Config)[name]))
+    given["scale"] = _number(given["scale"], "config.scale")
+    given["dtype"] = _dtype(given["dtype"], "config.dtype")
+    if given["groups"] is not None:
+        given["groups"] = tuple(_whole(n, "config.groups", 1, 512) for n in _list(given["groups"], "config.groups", 2))
+    config = Config(**given)
+    if kind == "probe" and config.experts % layout.ep:
+        raise BadExample(f"config: {config.experts} experts cannot be divided among ep = {layout.ep}")
+    try:  # the oracle knows which groups there can be
+        selection.select(
+            torch.zeros(1, config.experts), top_k=config.top_k, groups=config.groups, group_score=config.group_score
+        )
+    except ValueError as error:
+        raise BadExample(f"config: {error}") from error
+    return config
+
+
+def _schedule(data: object, microbatches: int) -> str:
+    """Check that every microbatch goes forward, once, and backward at most once and later."""
+    items = data.split(" ") if isinstance(data, str) and len(data) <= _LONGEST_SCHEDULE else _bad("schedule", data)
+    state = dict.fromkeys(map(str, range(microbatches)), "")
+    for item in items:
+        if (state.get(item[1:]), item[:1]) not in {("", "F"), ("", "D"), ("D", "C"), ("F", "B"), ("C", "B")}:
+            raise BadExample(f"schedule: {item!r} cannot stand where it does")
+        state[item[1:]] = item[:1]
+    if waiting := [m for m, last in state.items() if last in ("", "D")]:
+        raise BadExample(f"schedule: microbatch {waiting[0]} does not go forward")
+    return " ".join(items)
+
+
+def _parameters(data: object, kind: str, config: Config) -> dict[ParameterKey, Tensor]:
+    E, D = config.experts, config.hidden
+    forms = {"router": ((E, D), config.dtype), "balance_bias": ((E,), torch.float32)}
+    names = [] if kind == "probe" else ["router", *(["balance_bias"] if config.balance_bias else [])]
+    given = _object(data, "parameters", names)
+    return {(name, None): _tensor(given[name], f"parameters.{name}", *forms[name]) for name in names}
+
+
+def _batches(data: object, kind: str, config: Config, layout: Layout) -> tuple[tuple[Batch, ...], ...]:
+    given = _list(data, "batches")
+    if not 1 <= len(given) <= _MOST_MICROBATCHES:
+        raise BadExample(f"batches holds {len(given)} microbatches; 1 to {_MOST_MICROBATCHES} can run")
+    return tuple(
+        tuple(
+            _batch(each, f"batches[{m}][{rank}]", kind, config, (m, rank))
+            for rank, each in enumerate(_list(ranks, f"batches[{m}]", layout.world))
+        )
+        for m, ranks in enumerate(given)
+    )
+
+
+def _batch(data: object, where: str, kind: str, config: Config, place: tuple[int, int]) -> Batch:
+    given = _object(data, where, ("x", "ids", "weights", "upstream"))
+    x = _object(given["x"], f"{where}.x", ("dtype", "shape", "values"))
+    shape = _list(x["shape"], f"{where}.x.shape", 2)
+    T, E, D = _whole(shape[0], f"{where}.x.shape", 0, _MOST_TOKENS), config.experts, config.hidden
+    K = config.top_k if kind == "probe" else 0  # the router decides
+    wide = weight_dtype(config.dtype)
+    upstream = ((T, D), config.dtype) if kind == "probe" else ((T, E), wide)
+    batch = Batch(
+        x_TD=_tensor(x, f"{where}.x", (T, D), config.dtype),
+        ids_TK=_tensor(given["ids"], f"{where}.ids", (T, K), torch.int64),
+        weights_TK=_tensor(given["weights"], f"{where}.weights", (T, K), wide if K else torch.float32),
+        upstream=_tensor(given["upstream"], f"{where}.upstream", *upstream),
+    )
+    if bool(((batch.ids_TK < -1) | (batch.ids_TK >= E)).any()):
+        raise BadExample(f"{where}.ids: an id is neither -1 nor one of {E} experts")
+    if kind == "probe" and not torch.equal(batch.x_TD, _tagged(place, batch.x_TD, where)):
+        raise BadExample(f"{where}.x: these are not the tags of its tokens, by which the judge knows them")
+    return batch
+
+
+def _tagged(place: tuple[int, int], x_TD: Tensor, where: str) -> Tensor:
+    m, rank = place
+    try:
+        return tags.encode(rank, m, len(x_TD), x_TD.shape[1], x_TD.dtype)
+    except ValueError as error:
+        raise BadExample(f"{where}.x: {error}") from error
+
+
+# ---- plain values ----------------------------------------------------------------------------------------------
+
+
+def _tensor(data: object, where: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    given = _object(data, where, ("dtype", "shape", "values"))
+    if given["shape"] != list(shape):
+        raise BadExample(f"{where} has the shape {given['shape']!r}; {list(shape)} fits")
+    if _dtype(given["dtype"], f"{where}.dtype") != dtype:
+        raise BadExample(f"{where} has the dtype {given['dtype']}; {str(dtype).removeprefix('torch.')} fits")
+    values = _list(given["values"], f"{where}.values", math.prod(shape))
+    if dtype == torch.int64:
+        for value in values:
+            _whole(value, where, -1, 1 << 31)
+        return torch.tensor(values, dtype=dtype).reshape(shape)
+    exact = torch.tensor([_number(value, where) for value in values], dtype=torch.float64).reshape(shape)
+    tensor = exact.to(dtype)
+    if not torch.equal(tensor.double(), exact):
+        raise BadExample(f"{where} holds a number that {given['dtype']} does not have")
+    return tensor
+
+
+def _object(data: object, where: str, names: Sequence[str]) -> Mapping[str, Any]:
+    if not isinstance(data, dict):
+        raise BadExample(f"{where} is not an object")
+    if odd := sorted(set(names) ^ set(data)):
+        raise BadExample(f"{where} has fields that are missing or unknown: {', '.join(map(repr, odd))}")
+    return data
+
+
+def _list(data: object, where: str, length: int | None = None) -> list[Any]:
+    if not isinstance(data, list):
+        raise BadExample(f"{where} is not a list")
+    if length is not None and len(data) != length:
+        raise BadExample(f"{where} has {len(data)} entries; {length} fit")
+    return data
+
+
+def _whole(value: object, where: str, least: int, most: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise BadExample(f"{where}: {value!r} is not a whole number from {least} to {most}")
+    return value
+
+
+def _number(value: object, where: str) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:
+        raise BadExample(f"{where}: {value!r} is not a finite number")
+    return float(value)
+
+
+def _one_of(value: T, where: str, choices: Sequence[T]) -> T:
+    if value not in choices or type(value) is not type(choices[0]):
+        _bad(where, value)
+    return value
+
+
+def _dtype(value: object, where: str) -> torch.dtype:
+    return DTYPES[value] if isinstance(value, str) and value in DTYPES else _bad(where, value)
+
+
+def _bad(where: str, value: object) -> NoReturn:
+    raise BadExample(f"{where}: {value!r} is none that there is")
+
+
+def _not_a_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number of JSON")

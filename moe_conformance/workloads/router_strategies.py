@@ -1,0 +1,100 @@
+"""Hypothesis strategies: routers of any configuration, and tokens that like some experts equally well.
+
+Logits are the product of tokens and a router that are drawn: ties come from experts with equal rows, and from tokens
+of zeros. Smaller is simpler: shrinking leads to one microbatch, few tokens, a plain softmax and float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from hypothesis import strategies as st
+
+from moe_conformance.contract import Config, Limit
+from moe_conformance.topology import Layout
+from moe_conformance.workloads import draw
+from moe_conformance.workloads.freedom import Freedom
+from moe_conformance.workloads.records import Batch, Workload
+from moe_conformance.workloads.strategies import microbatches, require_allowed, schedules, token_counts
+
+LARGE = 64.0  # a magnitude of tokens at which exponentials that are not held back overflow
+
+_SOFTMAXES = ("softmax", "softmax_topk")  # scores that add up to one, which balancing biases are not for
+_BIASES = (0.0, 0.3, -0.9)  # around which they lie: see `draw.router_parameters`
+
+
+@dataclass(frozen=True)
+class _Manner:
+    """What all ranks of a drawn workload have in common."""
+
+    magnitude: float
+    bias: float
+    twins: bool  # experts 2i and 2i + 1 have the same row of the router
+    blanks: bool  # every other token is all zeros
+    seed: int
+
+
+def _manners(config: Config) -> st.SearchStrategy[_Manner]:
+    """Return tokens and routers; what a score without bounds below weighs at large logits is lost in underflow."""
+    return st.builds(
+        _Manner,
+        magnitude=st.sampled_from([1.0, LARGE] if config.score in _SOFTMAXES else [1.0]),
+        bias=st.sampled_from(_BIASES),
+        twins=st.booleans(),
+        blanks=st.booleans(),
+        seed=st.integers(0, 2**16),
+    )
+
+
+@st.composite
+def route_workloads(
+    draw_from: st.DrawFn, variant: str, layout: Layout, limits: Sequence[Limit], device: str
+) -> Workload:
+    """Draw one router workload within the limits: configuration, sizes, logits with ties, dtype and schedule."""
+    freedom = Freedom.under(limits, layout, device)
+    config = replace(draw_from(_configs()), variant=variant, dtype=draw_from(st.sampled_from(freedom.dtypes)))
+    schedule = draw_from(schedules(freedom))
+    manner = draw_from(_manners(config))
+    batches = tuple(
+        tuple(_batch(m, rank, T, config, manner) for rank, T in enumerate(draw_from(token_counts(freedom))))
+        for m in microbatches(schedule)
+    )
+    parameters = draw.router_parameters(config, draw.generator(manner.seed), bias=manner.bias, twins=False)
+    if manner.twins:
+        router_ED = parameters["router", None]
+        router_ED[1::2] = router_ED[: config.experts // 2 * 2 : 2]
+    workload = Workload("drawn", "route", config, layout, batches, schedule, parameters)
+    require_allowed(workload, limits, device)
+    return workload
+
+
+@st.composite
+def _configs(draw_from: st.DrawFn) -> Config:
+    """Draw scores, weighing and groups that go together."""
+    score = draw_from(st.sampled_from(["softmax", "sigmoid", "softmax_topk", "sqrtsoftplus"]))
+    plain = Config(
+        hidden=draw_from(st.sampled_from([32, 40])),
+        score=score,  # type: ignore[arg-type]  # the strategy gives str
+        normalise=score != "softmax_topk" and draw_from(st.booleans()),  # there they add up to one already
+        scale=draw_from(st.sampled_from([1.0, 2.5])),
+        balance_bias=score not in _SOFTMAXES and draw_from(st.booleans()),
+    )
+    if not draw_from(st.booleans()):
+        E = draw_from(st.integers(1, 8))
+        return replace(plain, experts=E, top_k=draw_from(st.integers(1, E)))
+    G, size = draw_from(st.integers(2, 4)), draw_from(st.integers(2, 3))
+    chosen = draw_from(st.integers(1, G))
+    group_score = draw_from(st.sampled_from(["top2_sum", "topk_sum", "max"]))
+    fewest = chosen if group_score == "topk_sum" else 1  # it adds up K / chosen scores
+    K = draw_from(st.integers(fewest, chosen * size))
+    return replace(plain, experts=G * size, top_k=K, groups=(G, chosen), group_score=group_score)  # type: ignore[arg-type]
+
+
+def _batch(m: int, rank: int, tokens: int, config: Config, manner: _Manner) -> Batch:
+    batch = draw.route_batch(tokens, config, draw.generator(manner.seed, rank, m), manner.magnitude)
+    if not manner.blanks:
+        return batch
+    blank_T1 = (torch.arange(tokens) % 2 == 0)[:, None]
+    return replace(batch, x_TD=batch.x_TD.masked_fill(blank_T1, 0.0))
