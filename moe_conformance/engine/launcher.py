@@ -187,7 +187,7 @@ class Launcher:
 
     def last_stacks(self, process: Child) -> str:
         """Returns what a rank that has ended dumped since `begin`, as a crash makes it do."""
-        return self._files[process.pid].new_stacks()
+        return self._files[process.pid].all_stacks()
 
     def ledgers(self, processes: Sequence[Child]) -> dict[int, bytes]:
         """Returns what ranks wrote into their ledgers since `begin`; the last line may be cut."""
@@ -201,9 +201,9 @@ class Launcher:
         self._order(nursery.Print(process.pid, self._files[process.pid].begun))
         return self._reply(nursery.Printed).printed.decode(errors="replace")
 
-    def ran_ns(self, processes: Sequence[Child], mains: bool) -> dict[int, Mapping[int, int]]:
-        """Returns for how many nanoseconds each thread of each rank has run, or (`mains`) its main thread alone."""
-        return {process.rank: processor.ran_ns(process.pid, mains) for process in processes}
+    def turns(self, processes: Sequence[Child], mains: bool) -> dict[int, Mapping[int, processor.Turns]]:
+        """Returns what each thread of each rank has had of a processor, or (`mains`) its main thread alone."""
+        return {process.rank: processor.turns(process.pid, mains) for process in processes}
 
     def wakers(self) -> Sequence[wire.Channel]:
         """Returns what becomes readable when `collect` has something to take in."""

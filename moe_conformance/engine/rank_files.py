@@ -19,6 +19,7 @@ class RankFiles:
         self._stacks = tempfile.TemporaryFile(prefix="stacks-")  # noqa: SIM115 - until close()
         self._ledger = tempfile.TemporaryFile(prefix="ledger-")  # noqa: SIM115 - until close()
         fcntl.fcntl(self._ledger, fcntl.F_SETFL, os.O_APPEND)  # the driver empties it while the rank has it open
+        self._first = 0  # byte of the stacks since `begin`
         self._read = 0
         self.begun = 0.0
 
@@ -30,7 +31,7 @@ class RankFiles:
     def begin(self) -> None:
         """Leaves behind what was written before the job that is about to be sent."""
         self.begun = time.monotonic()
-        self.skip_stacks()
+        self._first = self._read = self.stacks_size()
         os.ftruncate(self._ledger.fileno(), 0)
 
     def stacks_size(self) -> int:
@@ -43,13 +44,19 @@ class RankFiles:
 
     def new_stacks(self) -> str:
         """Returns what was dumped since `skip_stacks`."""
-        # Never by the file's own position: the rank writes at it.
-        data = os.pread(self._stacks.fileno(), self.stacks_size() - self._read, self._read)
-        return data.decode(errors="replace")
+        return self._stacks_from(self._read)
+
+    def all_stacks(self) -> str:
+        """Returns what was dumped since `begin`: that of a crash may have come before others were asked for."""
+        return self._stacks_from(self._first)
 
     def ledger(self) -> bytes:
         """Returns what the rank wrote into its ledger since `begin`; its last line may be cut."""
         return os.pread(self._ledger.fileno(), os.fstat(self._ledger.fileno()).st_size, 0)
+
+    def _stacks_from(self, start: int) -> str:
+        # Never by the file's own position: the rank writes at it.
+        return os.pread(self._stacks.fileno(), self.stacks_size() - start, start).decode(errors="replace")
 
     def close(self) -> None:
         """Lets go of both."""
