@@ -73,7 +73,7 @@ def join(config: pytest.Config) -> int | None:
         if driver:
             raise pytest.UsageError(str(error)) from None
         print(f"RANK {os.environ['RANK']}: {error}", file=sys.stderr)
-        return 0  # RANK 0 says why and fails; torchrun would end it, should we be the first to fail
+        return _USAGE_ERROR
     config.stash[LAUNCHED] = launched
     config.pluginmanager.register(launched, "moe-conformance-launched")
     config.add_cleanup(launched.end)
