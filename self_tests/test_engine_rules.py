@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -150,9 +151,9 @@ class TestStacks:
         assert "it dumped no stack" == stacks.place("")
 
 
-def look(pids: list[int], mains: bool) -> dict[int, dict[int, int]]:
-    """Returns what the threads of some processes have run."""
-    return {pid: processor.ran_ns(pid, mains) for pid in pids}
+def look(pids: list[int], mains: bool) -> dict[int, dict[int, processor.Turns]]:
+    """Returns what the threads of some processes have had of a processor."""
+    return {pid: processor.turns(pid, mains) for pid in pids}
 
 
 class TestStillness:
@@ -182,6 +183,37 @@ class TestStillness:
         still, moving = (Stillness(partial(look, pids)) for pids in ([waits], [waits, computes]))
         time.sleep(0.3)
         assert (True, False) == (still.holds(), moving.holds())
+
+    def test_it_is_still_for_as_long_as_it_was_watched(self, child):
+        """Stillness lasts from its making, and no longer than that."""
+        still = Stillness(partial(look, [child("input()")]))
+        time.sleep(0.1)
+        assert (True, True, False) == (still.holds(), still.lasts(0.1), still.lasts(60.0))
+
+    @pytest.mark.parametrize(
+        ("helper", "lasts"),
+        [
+            (processor.Turns(ran_ns=0, waited_ns=0, count=3, ready=False), True),
+            (processor.Turns(ran_ns=0, waited_ns=10**7, count=3, ready=True), False),
+            (processor.Turns(ran_ns=0, waited_ns=0, count=0, ready=True), False),
+            (processor.Turns(ran_ns=0, waited_ns=0, count=0, ready=False), True),
+        ],
+        ids=["had its turns", "waited for them", "waits for its first", "has nothing to do"],
+    )
+    def test_on_a_crowded_machine_it_has_to_last_longer(self, helper, lasts):
+        """Where threads wait for their turn, it may only be that which keeps the ranks from moving."""
+        main = processor.Turns(ran_ns=1, waited_ns=0, count=1, ready=False)
+        looks = iter(["main", "all", "main", "later"])
+        told = {"main": {1: main}, "all": {1: main, 2: processor.Turns(0, 0, 0, False)}, "later": {1: main, 2: helper}}
+        still = Stillness(lambda mains: {0: told[next(looks)]})
+        time.sleep(0.05)
+        assert (True, lasts) == (still.holds(), still.lasts(0.05))
+
+    def test_a_main_thread_that_waits_for_its_turn_is_about_to_move(self):
+        """It does not count that it has not run yet."""
+        asleep = processor.Turns(ran_ns=1, waited_ns=0, count=1, ready=False)
+        looks = iter([asleep, asleep, replace(asleep, ready=True)])
+        assert not Stillness(lambda mains: {0: {1: next(looks)}}).holds()
 
 
 class TestFaults:

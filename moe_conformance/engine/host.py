@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from . import wire
+from .processor import Turns
 from .rank import Station
 from .records import EngineError
 
@@ -98,8 +99,8 @@ class Host(Protocol):
     def printed(self, process: RankProcess) -> str:
         """Returns the end of what a rank printed since `begin`, or in its life if it has ended."""
 
-    def ran_ns(self, processes: Sequence[RankProcess], mains: bool) -> dict[int, Mapping[int, int]]:
-        """Returns for how many nanoseconds each thread of each rank has run, or (`mains`) its main thread alone.
+    def turns(self, processes: Sequence[RankProcess], mains: bool) -> dict[int, Mapping[int, Turns]]:
+        """Returns what each thread of each rank has had of a processor, or (`mains`) its main thread alone.
 
         Empty where the machine cannot tell.
         """

@@ -1,19 +1,39 @@
-"""For how long the threads of a process have run."""
+"""What the threads of a process get of the machine's processors."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
 
-def ran_ns(pid: int, main: bool) -> dict[int, int]:
-    """Returns the nanoseconds for which each thread of a process has run, or (`main`) its main thread alone.
+@dataclass(frozen=True)
+class Turns:
+    """The turns of one thread on a processor, since it began.
 
-    A process that has ended moves nothing: its threads have run for 0 ns. Empty where the machine cannot tell (only
-    Linux can).
+    Attributes:
+        ran_ns: For how long it has run.
+        waited_ns: For how long it could have run and waited for its turn, until the latest of them.
+        count: How many it had.
+        ready: Whether it waits for a turn, or for a disk, right now.
     """
-    if _thread_ran_ns(os.getpid(), os.getpid()) == 0:
+
+    ran_ns: int
+    waited_ns: int
+    count: int
+    ready: bool
+
+
+_NONE = Turns(0, 0, 0, False)
+
+
+def turns(pid: int, main: bool) -> dict[int, Turns]:
+    """Returns what each thread of a process has had, or (`main`) its main thread alone.
+
+    Threads of a process that has ended have had nothing. Empty where the machine cannot tell (only Linux can).
+    """
+    if _of_thread(os.getpid(), os.getpid()) == _NONE:
         return {}
-    return {thread: _thread_ran_ns(pid, thread) for thread in ([pid] if main else _threads_of(pid))}
+    return {thread: _of_thread(pid, thread) for thread in ([pid] if main else _threads_of(pid))}
 
 
 def _threads_of(pid: int) -> list[int]:
@@ -23,9 +43,12 @@ def _threads_of(pid: int) -> list[int]:
         return []
 
 
-def _thread_ran_ns(pid: int, thread: int) -> int:
+def _of_thread(pid: int, thread: int) -> Turns:
+    folder = f"/proc/{pid}/task/{thread}"
     try:
-        with open(f"/proc/{pid}/task/{thread}/schedstat", "rb") as schedstat:
-            return int(schedstat.read().split()[0])
+        with open(f"{folder}/schedstat", "rb") as schedstat, open(f"{folder}/stat", "rb") as stat:
+            ran, waited, count = map(int, schedstat.read().split())
+            state = stat.read().rpartition(b")")[2].split()[0]
     except OSError:
-        return 0
+        return _NONE
+    return Turns(ran, waited, count, state in (b"R", b"D"))

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from .. import wire
 from ..host import Child, HostLostError, Place, RankProcess, SiteLostError
 from ..launcher import Launcher
+from ..processor import Turns
 from ..rank import Station
 from ..records import EngineError
 from . import messages, sockets
@@ -118,9 +119,9 @@ class Fleet:
         """Returns the end of what a rank printed since `begin`, or in its life if it has ended."""
         return self._ask_one("printed", process, str)
 
-    def ran_ns(self, processes: Sequence[RankProcess], mains: bool) -> dict[int, Mapping[int, int]]:
-        """Returns for how many nanoseconds each thread of each rank has run, or (`mains`) its main thread alone."""
-        return self._ask("ran_ns", processes, mains)
+    def turns(self, processes: Sequence[RankProcess], mains: bool) -> dict[int, Mapping[int, Turns]]:
+        """Returns what each thread of each rank has had of a processor, or (`mains`) its main thread alone."""
+        return self._ask("turns", processes, mains)
 
     def wakers(self) -> Sequence[wire.Channel]:
         """Returns what becomes readable when `collect` has something to take in."""

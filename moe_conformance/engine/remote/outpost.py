@@ -28,7 +28,7 @@ _LOST = 1  # status where the driver has gone without a farewell
 
 # The methods of a Launcher that take one rank or several.
 _OF_ONE = ("last_stacks", "printed")
-_OF_SEVERAL = ("begin", "signal", "stacks", "ledgers", "ran_ns")
+_OF_SEVERAL = ("begin", "signal", "stacks", "ledgers", "turns")
 
 
 def serve(launch: Launch, given: Given) -> int:
@@ -44,6 +44,7 @@ def serve(launch: Launch, given: Given) -> int:
     signal.signal(signal.SIGTERM, _terminated)  # from here on there is something to end in order
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver
     channel = wire.Channel(driver.dial(messages.control(launch.rank), FIND_LIMIT_S))
+    sockets.limit_silence(channel.socket)
     with contextlib.closing(channel), _silence():
         outpost = Outpost(channel, driver)
         try:
