@@ -13,7 +13,7 @@ from typing import Any
 
 PROJECT = Path(__file__).parent / "plugin_project"
 TOY = "self_tests.plugin_project.backend:Toy"
-LIMIT_S = 120
+LIMIT_S = 300
 _MARK = "MOE_CONFORMANCE_SELF_TEST"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -110,6 +111,7 @@ class TestRun:
         )
         try:
             wait_for_ranks(mark)
+            wait_for_records(tmp_path)
             process.send_signal(number)
             assert status == process.wait(timeout=plugin_runs.LIMIT_S)
         finally:
@@ -117,6 +119,10 @@ class TestRun:
         assert [] == gone(mark)
         report = plugin_runs.result(tmp_path)
         assert (True, status) == (report["interrupted"], report["exit"])
+        finished = {json.loads(line)["node"] for line in (tmp_path / "records.jsonl").read_text("utf-8").splitlines()}
+        checks = [check for requirement in report["requirements"] for check in requirement["checks"]]
+        assert finished == {check["node"] for check in checks if check["verdict"] != "not run"}
+        assert any(check["verdict"] == "not run" for check in checks)
 
 
 def wait_for_ranks(mark: str) -> None:
@@ -124,6 +130,14 @@ def wait_for_ranks(mark: str) -> None:
     end = time.monotonic() + STARTS_S
     while len(list(plugin_runs.marked(mark))) < 4:
         assert time.monotonic() < end, "no ranks"
+        time.sleep(0.1)
+
+
+def wait_for_records(folder: Path) -> None:
+    """Wait until an item has ended."""
+    end = time.monotonic() + STARTS_S
+    while not (folder / "records.jsonl").read_bytes():
+        assert time.monotonic() < end, "no records"
         time.sleep(0.1)
 
 

@@ -16,6 +16,7 @@ RIGHT = f"{TOYS}:RightToy"
 # Checks that take their time, and one that ends its process.
 SLOW = """
 import os
+import signal
 import time
 
 from moe_conformance.spec import requirement
@@ -37,7 +38,7 @@ def test_endless(outcome, tally):
 def test_deadly(outcome, tally):
     tally.add(elements=1)
     if {deadly} and outcome.workload.layout.name == "ep2":
-        os._exit(3)
+        os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
@@ -124,7 +125,7 @@ class TestCutOff:
 
 class TestWorkers:
     def test_the_others_go_on_when_a_worker_ends(self, tmp_path):
-        """The item that it ran is an error, is not run again, and every other item has its own verdict."""
+        """The item that it ran is an error and is not run again, and every other has its own verdict."""
         asked = ("-n", "2", slow(tmp_path, deadly=True))
         done = run(tmp_path, RIGHT, *asked)
         verdicts = plugin_runs.verdicts(plugin_runs.result(tmp_path))

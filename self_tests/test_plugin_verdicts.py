@@ -85,6 +85,12 @@ def report(judged: Finished, folder: Path) -> dict[str, Any]:
     return plugin_runs.result(folder)
 
 
+def decided(report: dict[str, Any]) -> dict[str, Any]:
+    """Return all of every record, the traceback of the suite's own fault aside."""
+    checks = [check for requirement in report["requirements"] for check in requirement["checks"]]
+    return {check["node"]: check | {"detail": None} for check in checks}
+
+
 def record(report: dict[str, Any], item: str) -> dict[str, Any]:
     """Return the record of an item."""
     checks = [check for requirement in report["requirements"] for check in requirement["checks"]]
@@ -108,12 +114,13 @@ class TestVerdicts:
         assert {each: decided.get(each, "not run") for each in spec.load()} == verdicts
 
     def test_xdist_gives_the_same(self, tmp_path, checks, report):
-        """Two workers, each with ranks of its own, reach the verdicts of one process, and no case runs twice."""
+        """Two workers, each with ranks of its own, decide in all what one process does, and no case runs twice."""
         again = plugin_runs.pytest_on("-n", "2", *ASKED, "--moe-report", str(tmp_path), *checks, cwd=tmp_path)
         assert 1 == again.status
         merged = plugin_runs.result(tmp_path)
         assert plugin_runs.verdicts(report) == plugin_runs.verdicts(merged)
         assert report["cases"] == merged["cases"]
+        assert decided(report) == decided(merged)
 
 
 class TestRecord:

@@ -16,7 +16,7 @@ from moe_conformance.report.records import FAILING, Record, overall
 from moe_conformance.waivers import Waiver, Waivers
 
 # What two reports must have in common to be of one run.
-_SAME = ("suite", "backend", "versions", "torch", "device", "ranks", "profile", "plant", "only", "virtual")
+_SAME = ("suite", "backend", "versions", "torch", "device", "ranks", "profile", "plant", "only")
 
 _SOME = 5  # duplicates and contradictions that are told one by one
 
