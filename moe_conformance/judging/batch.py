@@ -108,14 +108,14 @@ def judge_batch(outcome: Outcome, tally: Tally) -> None:
     """
     config = outcome.workload.config
     probe = outcome.workload.kind == "probe"
-    with _told(read, "EXCH-09" if probe else None, outcome):
+    with _told(read, "EXCH-09" if probe else None):
         reading = read(outcome)
     judgements = PROBE if probe else ROUTE
     for judgement in judgements:
         # weights that are applied in combine do not travel, loads need not be reported
-        with suppress(NotOffered), _told(judgement.judge, judgement.violated(config), outcome):
+        with suppress(NotOffered), _told(judgement.judge, judgement.violated(config)):
             _count(judgement.requirement, judgement.judge, reading, tally)
-    for special in {special for judgement in judgements for special in judgement.special}:
+    for special in dict.fromkeys(special for judgement in judgements for special in judgement.special):
         if special.applies(config):
             _count(special.requirement, special.judge, reading, tally)
 
@@ -129,12 +129,11 @@ def _count(requirement: str, judge: Judge, reading: Reading, tally: Tally) -> No
 
 
 @contextmanager
-def _told(judge: Callable[..., object], requirement: str | None, outcome: Outcome) -> Iterator[None]:
-    """Let a mismatch be of its own kind, and say which requirement it violates on which workload."""
+def _told(judge: Callable[..., object], requirement: str | None) -> Iterator[None]:
+    """Let a mismatch be of its own kind, and say which requirement it violates."""
     try:
         yield
     except Mismatch as mismatch:
         own = of_its_own_kind(mismatch, judge.__name__)
         own.requirement = "EXCH-04" if isinstance(mismatch, MalformedClaim) else requirement
-        own.outcome = outcome
         raise own from mismatch

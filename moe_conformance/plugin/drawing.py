@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 from hypothesis.errors import Unsatisfiable
 from hypothesis.strategies import SearchStrategy
 
+from moe_conformance.judging.verdict import Mismatch
 from moe_conformance.plugin.trial import Trial, refusal_of
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.workloads.distribution import Feature
@@ -90,8 +91,14 @@ class Search:
         @seed(zlib.crc32(self.seed.encode()))
         @given(workload=workloads)
         def holds(workload: Workload) -> None:
-            if self._worth_a_run(workload):
-                judge(self._run(workload))
+            if not self._worth_a_run(workload):
+                return
+            outcome = self._run(workload)
+            try:
+                judge(outcome)
+            except Mismatch as mismatch:
+                mismatch.outcome = outcome
+                raise
 
         (holds if examples is None else settings(max_examples=examples)(holds))()
 

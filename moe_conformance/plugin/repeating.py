@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from moe_conformance.judging.verdict import Mismatch
 from moe_conformance.plan import Case
 from moe_conformance.plugin.outcomes import Kept
 from moe_conformance.plugin.trial import Ending, Trial, ending
@@ -69,6 +70,9 @@ def drawn_again(failed: Trial, outcome: Outcome) -> Ending:
     trial = Trial(failed.requirements, failed.check, failed.cell, outcome=outcome, tally=failed.tally)
     try:
         failed.judge(outcome)
+    except Mismatch as mismatch:
+        mismatch.outcome = outcome
+        return ending(trial, mismatch)
     except Exception as error:
         return ending(trial, error)
     return ending(trial, None)
