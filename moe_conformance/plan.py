@@ -7,14 +7,14 @@ of a case come together.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
 
 from moe_conformance.contract import Backend, Limit
 from moe_conformance.topology import Layout
 from moe_conformance.workloads import corpus, routing, virtual
-from moe_conformance.workloads.records import Workload
+from moe_conformance.workloads.records import Asynchrony, Workload
 
 VIRTUAL = "virtual"  # the profile of hundreds of ranks that are threads of one process
 
@@ -55,6 +55,7 @@ class Plan:
     device: str
     profile: str
     virtual_ranks: int = virtual.WORLDS[-1]  # of the virtual profile: drawing workloads for larger worlds takes long
+    asynchrony: Asynchrony = "plain"  # of all cases that do not name another
 
     @property
     def virtual(self) -> bool:
@@ -91,8 +92,13 @@ class Plan:
             workloads = list(corpus.corpus(cell.variant, cell.layout, cast(corpus.Profile, self.profile)))
             if cell.variant == self.backend.variants[0]:
                 workloads += routing.routing_corpus(cell.variant, cell.layout)
-            made += [Case(cell, workload) for workload in workloads]
+            made += [Case(cell, self._as_asked(workload)) for workload in workloads]
         return tuple(made)
+
+    def _as_asked(self, workload: Workload) -> Workload:
+        if self.asynchrony == "plain" or workload.asynchrony != "plain" or workload.layout.world == 1:
+            return workload
+        return replace(workload, asynchrony=self.asynchrony)
 
     def of(self, kind: str, when: Callable[[Workload], bool] | None) -> list[Case]:
         """Return the cases that a check of that kind reads."""

@@ -54,7 +54,7 @@ class Engine:
             raise EngineError(f"device must be 'cpu' or 'cuda', not {device!r}")
         if device == "cuda" and not torch.cuda.is_available():
             raise EngineError("device is 'cuda', but torch finds no GPU here")
-        self._device = device
+        self.device = device
         self._virtual = virtual
         self._preload = tuple(preload)
         self._environment = dict(environment or {})
@@ -82,7 +82,7 @@ class Engine:
         if self._running is not None:
             raise EngineError(f"{self._running.job.function} still runs; take its result() before the next start()")
         check(job)
-        delays.check(job.asynchrony, self._device)
+        delays.check(job.asynchrony, self.device)
         try:
             payload = wire.dumps(job.payload)
         except Exception as error:
@@ -136,9 +136,9 @@ class Engine:
             self._host = self._site.open(self._preload, self._environment)
         if size not in self._worlds:
             self._worlds[size] = (
-                VirtualWorld(size, self._device, self._host)
+                VirtualWorld(size, self.device, self._host)
                 if self._virtual
-                else World(size, self._device, self._host, self._store)
+                else World(size, self.device, self._host, self._store)
             )
         return self._worlds[size]
 

@@ -192,7 +192,7 @@ class _Home:
         return (*difference(before, self._surroundings), *memory)
 
     def _own_groups(self) -> int:
-        return sum(group is not dist.GroupMember.NON_GROUP_MEMBER for group in self._groups.values())
+        return sum(isinstance(group, dist.ProcessGroup) for group in self._groups.values())  # else it is not in it
 
     def settle(self) -> tuple[str, ...]:
         """Takes the process as it is now; nothing counts as left behind."""

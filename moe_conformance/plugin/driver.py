@@ -6,6 +6,7 @@ from collections.abc import Generator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
+from typing import cast
 
 import pytest
 
@@ -27,7 +28,7 @@ from moe_conformance.topology import Layout, RankLists, layouts
 from moe_conformance.workloads import distribution
 from moe_conformance.workloads.features import broken
 from moe_conformance.workloads.freedom import Freedom
-from moe_conformance.workloads.records import Workload
+from moe_conformance.workloads.records import Asynchrony, Workload
 
 
 class Driver:
@@ -40,7 +41,8 @@ class Driver:
             Unusable: there are fewer cells than shards.
         """
         self.run = run
-        self.plan = Plan(run.backend, run.options.device, run.options.profile, run.options.ranks)
+        asynchrony = cast(Asynchrony, run.options.asynchrony)
+        self.plan = Plan(run.backend, run.options.device, run.options.profile, run.options.ranks, asynchrony)
         self.other_cells = agenda.other_cells(self.plan, run.options)
         self._outcomes = Outcomes(run)
         self._followers: dict[str, Case] = {}

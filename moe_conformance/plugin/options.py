@@ -41,6 +41,12 @@ OPTIONS = (
         f"how many layouts and workloads, or {FEWEST_VIRTUAL} to {MOST_VIRTUAL} ranks as threads (default: quick)",
         ("quick", "full", "virtual"),
     ),
+    Option(
+        "asynchrony",
+        "plain|poisoned|watched",
+        "run every case with asynchronous collectives so; a few are poisoned and watched anyway (default: plain)",
+        ("plain", "poisoned", "watched"),
+    ),
     Option("only", "ID,ID", "judge these requirements only"),
     Option("plant", "NAME", "judge native with a planted bug, which must be caught"),
     Option("waivers", "FILE", "waivers of a backend that is given by dotted path"),
@@ -62,6 +68,7 @@ class Options:
     ranks: int = 4
     device: str = "cpu"
     profile: str = "quick"
+    asynchrony: str = "plain"
     only: str = ""
     plant: str = ""
     waivers: str = ""
@@ -82,6 +89,8 @@ class Options:
         fewest, most = (FEWEST_VIRTUAL, MOST_VIRTUAL) if self.profile == "virtual" else (1, MOST_RANKS)
         if not fewest <= self.ranks <= most:
             raise Unusable(f"no layout fits {self.ranks} ranks; give --ranks {fewest} to {most}")
+        if self.profile == "virtual" and self.asynchrony != "plain":
+            raise Unusable(f"virtual ranks have no {self.asynchrony} collectives; leave --asynchrony out")
         if self.plant and self.backend != "native":
             raise Unusable(f"bugs are planted in native, not in {self.backend}; leave --backend out")
         if not 0 <= self.time_limit < float("inf"):

@@ -92,12 +92,12 @@ def planted(name: str) -> str:
         Unusable: there is no such plant, or the planted bugs are not here.
     """
     try:
-        plants = importlib.import_module(PLANTS).plants()
+        bugs = importlib.import_module(PLANTS)
     except ModuleNotFoundError as error:
         if not PLANTS.startswith(error.name or "?"):
             raise
         raise Unusable("the planted bugs come with the source checkout, not with the wheel") from error
-    found: dict[str, str] = {plant.name: plant.backend for plant in plants}
+    found: dict[str, str] = {plant.name: plant.backend for plant in (*bugs.plants(), *bugs.plants_of_many_ranks())}
     if name not in found:
         raise Unusable(f"unknown plant {name!r}; known: {', '.join(found)}")
     return found[name]

@@ -12,12 +12,12 @@ from moe_conformance.engine import EngineError
 from moe_conformance.engine.infrastructure import classify
 from moe_conformance.judging.verdict import Mismatch, NotOffered, RunFailed, Tally
 from moe_conformance.plan import Cell
+from moe_conformance.plugin.evidence import evidence
 from moe_conformance.report.records import Verdict
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.workloads.example import describe
 from moe_conformance.workloads.records import Workload
 
-_TRACEBACK_LINES = 10
 _UNSTABLE = "unstable: a drawn batch failed and, run again, did not:"
 
 
@@ -116,7 +116,7 @@ def ending(trial: Trial, error: BaseException | None) -> Ending:
         kind=type(first).__name__,
         stage=first.stage,
         blamed=first.ranks,
-        detail="\n".join([*_drawn(first), *_traceback(first, outcome)]),
+        detail="\n".join([*_drawn(first), *evidence(first, outcome)]),
         violated=_violated(mismatches),
         failed=tuple(mismatch for mismatch in mismatches if mismatch.outcome is not None),
     )
@@ -170,18 +170,6 @@ def _violated(mismatches: list[Mismatch]) -> tuple[str, ...]:
 def _run_verdict(outcome: Outcome | None) -> Verdict:
     hung = outcome is not None and any(rank.status == "hung" for rank in outcome.blamed)
     return "hang" if hung else "crash"
-
-
-def _traceback(mismatch: Mismatch, outcome: Outcome | None) -> list[str]:
-    """Return the end of the traceback of the first blamed rank; a mismatch of values needs none."""
-    if not isinstance(mismatch, RunFailed) or outcome is None:
-        return []
-    rank = next((rank for rank in outcome.blamed if rank.traceback), None)
-    if rank is None or rank.traceback is None:
-        return []
-    lines = rank.traceback.rstrip().splitlines()
-    cut = ["..."] if len(lines) > _TRACEBACK_LINES else []
-    return [f"on rank {rank.rank}:", *(f"  {line}" for line in cut + lines[-_TRACEBACK_LINES:])]
 
 
 def _drawn(mismatch: Mismatch) -> list[str]:
