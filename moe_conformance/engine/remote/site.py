@@ -86,6 +86,7 @@ class RemoteSite:
         ends = self._reception.wait(subjects, FIND_LIMIT_S)
         for subject, end in ends.items():
             sockets.tune(end)
+            sockets.limit_silence(end)
             self._outposts.append(Proxy(subjects[subject], wire.Channel(end)))
         self._outposts.sort(key=lambda outpost: outpost.rank)
         if missing := [str(rank) for subject, rank in subjects.items() if subject not in ends]:

@@ -17,19 +17,27 @@ _IDLE_S, _INTERVAL_S, _PROBES = 10, 5, 3
 
 
 def tune(end: socket.socket) -> None:
-    """Sends small messages at once, and ends the connection where the other machine gives no sign of life."""
+    """Sends small messages at once, and ends an idle connection where the other machine gives no sign of life."""
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
-        silence_ms = 1000 * (_IDLE_S + _PROBES * _INTERVAL_S)
         for option, value in (
             (socket.TCP_KEEPIDLE, _IDLE_S),
             (socket.TCP_KEEPINTVL, _INTERVAL_S),
             (socket.TCP_KEEPCNT, _PROBES),
-            (socket.TCP_USER_TIMEOUT, silence_ms),  # keep-alive waits while something unacknowledged is under way
         ):
-            with contextlib.suppress(OSError):  # a sandboxed kernel may lack one
-                end.setsockopt(socket.IPPROTO_TCP, option, value)
+            end.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def limit_silence(end: socket.socket) -> None:
+    """Ends the connection also where something sent is not acknowledged: keep-alive waits as long as that is under way.
+
+    Only for small messages: it would end one whose receiver is alive, but does not come to read much, as well.
+    """
+    if sys.platform == "linux":
+        silence_ms = 1000 * (_IDLE_S + _PROBES * _INTERVAL_S)
+        with contextlib.suppress(OSError):  # a sandboxed kernel may lack it
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, silence_ms)
 
 
 def connect(address: str, port: int, patience_s: float) -> socket.socket:
