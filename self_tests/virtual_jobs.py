@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import resource
 import time
 import warnings
 from typing import Any
@@ -236,6 +237,11 @@ def sums(context: RankContext, payload: Any) -> float:
     tensor = torch.tensor(float(context.rank))
     dist.all_reduce(tensor)
     return tensor.item()
+
+
+def peak_mib(context: RankContext, payload: Any) -> float:
+    """The most memory that this rank's process has ever held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 # ---- faults ---------------------------------------------------------------------------------------------------------

@@ -9,13 +9,14 @@ from self_tests.planted_bugs import (
     experts,
     gradients,
     groups,
+    many_ranks,
     overlap,
     routing,
     routing_ends,
 )
 from self_tests.planted_bugs.plant import Expectation, Plant
 
-__all__ = ["Expectation", "Plant", "find", "plants"]
+__all__ = ["Expectation", "Plant", "find", "plants", "plants_of_many_ranks"]
 
 
 def plants() -> tuple[Plant, ...]:
@@ -24,13 +25,18 @@ def plants() -> tuple[Plant, ...]:
     return tuple(plant for chapter in chapters for plant in chapter.PLANTS)
 
 
+def plants_of_many_ranks() -> tuple[Plant, ...]:
+    """Return those that show on virtual ranks only."""
+    return many_ranks.PLANTS
+
+
 def find(name: str) -> Plant:
     """Return the plant of that name.
 
     Raises:
         LookupError: there is none; lists those that there are.
     """
-    for plant in plants():
+    for plant in (*plants(), *plants_of_many_ranks()):
         if plant.name == name:
             return plant
     raise LookupError(f"no plant {name!r}; known: {', '.join(plant.name for plant in plants())}")

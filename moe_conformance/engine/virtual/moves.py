@@ -315,8 +315,12 @@ def _require_size(
         raise Disagreement(sentence, frozenset(wrong))
 
 
+def _rows_in_words(number: int) -> str:
+    return f"{number} row{'' if number == 1 else 's'}"
+
+
 def _row_pairs(sent_WW: Tensor, expected_WW: Tensor) -> list[Pair]:
     return [
-        Pair(source, target, f"{int(sent_WW[source, target])} rows", str(int(expected_WW[source, target])))
+        Pair(source, target, _rows_in_words(int(sent_WW[source, target])), str(int(expected_WW[source, target])))
         for source, target in (sent_WW != expected_WW).nonzero().tolist()
     ]

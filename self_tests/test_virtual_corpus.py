@@ -1,0 +1,131 @@
+"""The corpus of virtual ranks is what it claims, and judged on 512 ranks within its budget."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_conformance.backends.native import Native
+from moe_conformance.engine import Engine, Job
+from moe_conformance.judging.chunks import solve_in_chunks
+from moe_conformance.judging.verdict import Tally
+from moe_conformance.plan import Plan, layout_names, workload_names
+from moe_conformance.scenarios.moe_step import moe_step
+from moe_conformance.topology import Layout
+from moe_conformance.workloads import draw, virtual
+from moe_conformance.workloads.records import Workload
+from reference import layer
+from reference.experts import swiglu_experts
+from self_tests.checks import checks, judge
+
+EP64 = Layout(64, ep=64)
+EP512 = Layout(512, ep=512)
+
+
+def named(name: str, layout: Layout) -> Workload:
+    """The workload of that name."""
+    return next(workload for workload in virtual.corpus("alltoall", layout) if workload.name == name)
+
+
+class TestCorpus:
+    def test_layouts_are_valid_and_have_names_of_their_own(self) -> None:
+        """Every layout can be built, none shares its name with another, and every world has some."""
+        layouts = virtual.layouts()
+        assert [None] * len(layouts) == [layout.problem for layout in layouts]
+        assert len(set(layout_names())) == len(layout_names())
+        assert set(virtual.WORLDS) == {layout.world for layout in layouts}
+
+    @pytest.mark.parametrize("layout", [layout for layout in virtual.layouts() if layout.world <= 64], ids=str)
+    def test_workloads_are_extreme_where_they_say_so(self, layout: Layout) -> None:
+        """Ranks without tokens, experts without rows, and two experts with far more than the others."""
+        assert 0 in {len(batch.x_TD) for batch in named("many-ranks-some-without-tokens", layout).batches[0]}
+        last = named("many-ranks-last-experts", layout)
+        loads = Counter(e for batch in last.batches[0] for e in batch.ids_TK.reshape(-1).tolist())
+        assert {last.config.experts - each for each in (1, 2, 3)} == set(loads)
+        assert {workload.name for workload in virtual.corpus("alltoall", layout)} <= workload_names()
+
+    def test_an_expert_of_512_ranks_gets_more_rows_than_a_byte_counts(self) -> None:
+        """So that counts in a byte overflow."""
+        workload = named("many-ranks-last-experts", EP512)
+        loads = Counter(e for batch in workload.batches[0] for e in batch.ids_TK.reshape(-1).tolist())
+        assert min(loads.values()) > 255
+
+    def test_only_the_first_variant_runs_on_the_widest_layouts(self) -> None:
+        """What takes the square of ranks in memory is spared; the profile has no more ranks than asked for."""
+        cells = Plan(Native(), "cpu", "virtual", 512).cells
+        assert {"alltoall"} == {cell.variant for cell in cells if cell.layout == EP512}
+        assert {"alltoall", "allgather", "local"} == {cell.variant for cell in cells if cell.layout == EP64}
+        assert {8, 64} == {cell.layout.world for cell in Plan(Native(), "cpu", "virtual", 255).cells}
+
+
+class TestChunks:
+    def test_the_oracle_says_the_same_in_pieces(self) -> None:
+        """Outputs and gradients of 40 batches are those of one batch of all their tokens."""
+        config = replace(named("own-many-ranks-uneven", EP64).config, experts=8)
+        generator = draw.generator("chunks")
+        parameters = draw.expert_parameters(config, generator)
+        batches = [
+            layer.Batch(each.x_TD, each.ids_TK, each.weights_TK, each.upstream)
+            for each in (draw.real_batch(draw.choose(3, config, generator), config, generator) for _ in range(40))
+        ]
+
+        def solve(batch: layer.Batch) -> layer.Gradients:
+            return layer.gradients(*batch, swiglu_experts, parameters)
+
+        whole, pieces = solve(layer.global_batch(batches)), solve_in_chunks(batches, solve)
+        for one, other in ((whole.y_TD, pieces.y_TD), (whole.dx_TD, pieces.dx_TD)):
+            assert torch.equal(one, other)
+        assert torch.equal(whole.dweights_TK, pieces.dweights_TK)
+        assert all(torch.allclose(whole.parameters[key], pieces.parameters[key]) for key in parameters)
+
+
+class TestLargestWorld:
+    def test_a_step_of_512_ranks_is_judged_within_a_gibibyte(self) -> None:
+        """Dispatch, combine and backward on 512 ranks pass the exact checks; their process stays below 1 GiB."""
+        workload = named("many-ranks-uneven", EP512)
+        preload = ("moe_conformance.scenarios.moe_step", "self_tests.virtual_jobs")
+        with Engine(virtual=True, preload=preload) as engine:
+            outcome = moe_step(engine, "native", workload)
+            peak = engine.run(Job("self_tests.virtual_jobs:peak_mib", None, 512, {})).ranks[0].value
+        for requirement in ("EXCH-01", "EXCH-02", "EXCH-05", "EXCH-12", "GRAD-01", "GRAD-02", "GRAD-03"):
+            for check in checks()[requirement]:
+                if check.reads(workload):
+                    verdict = judge(check, outcome=outcome)
+                    assert isinstance(verdict, Tally), verdict
+                    assert not verdict.vacuous
+        assert 100 < peak < 1024
+
+
+class TestCommandLine:
+    def test_a_bug_of_many_ranks_fails_the_run(self) -> None:
+        """`--profile virtual --plant NAME` judges virtual ranks, says what is wrong and exits with 1."""
+        plant = ("--plant", "destinations-in-a-word", "--only", "EXCH-01")
+        done = run("--ranks", "64", *plant, "--", "-k", "alltoall-ep64-many-ranks-uneven")
+        assert "expert 127 on rank 63 expected" in done.stdout
+        assert 1 == done.returncode
+
+    def test_too_few_ranks_are_refused(self) -> None:
+        """The virtual profile has no layout for 4 ranks, which is the default."""
+        done = run()
+        assert "no layout fits 4 ranks; give --ranks 8 to 512" in done.stdout
+        assert 2 == done.returncode
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the virtual profile."""
+    return subprocess.run(
+        [sys.executable, "-m", "moe_conformance.cli", "run", "--profile", "virtual", *arguments],
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
