@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from .. import wire
+from .. import offspring, wire
 from ..faults import describe
 from ..ledger.entry import Entry
 from ..leftovers import difference, surroundings
-from ..rank import Answer, Assignment, Station, UnsendableResultError, find, flush, same
+from ..rank import LARGEST_RESULT, Answer, Assignment, Station, UnsendableResultError, find, flush, same
 from ..records import Partition, RankContext
 from ..transport import device_of
 from . import group
@@ -72,6 +72,7 @@ def serve(channel: wire.Channel, station: Station, ledger: int) -> NoReturn:
     the death of the process.
     """
     torch.set_num_threads(1)
+    offspring.adopt()  # so that it is seen what a function leaves behind
     _use_one_heap()
     with contextlib.suppress(EOFError, OSError):  # of the channel: the driver has closed its end
         try:
@@ -216,7 +217,8 @@ def _do(home: _Home, work: _Work) -> tuple[Answer, list[wire.Buffer]]:
         lost = RuntimeError("the function destroyed the default process group, which belongs to the engine")
         return Answer(number, "raised", describe(lost)), []
     try:
-        return Answer(number, "returned", left=home.left(lasting=not same(held, context.kept))), wire.dumps(value)
+        buffers = wire.dumps(value, LARGEST_RESULT)
+        return Answer(number, "returned", left=home.left(lasting=not same(held, context.kept))), buffers
     except BaseException as error:
         return Answer(number, "raised", describe(UnsendableResultError(value, error))), []
 

@@ -13,6 +13,7 @@ from .. import blame, stacks, wire
 from ..blame import Finding
 from ..faults import one_line, type_name
 from ..host import Host, RankProcess
+from ..infrastructure import classify
 from ..launcher import describe_exit
 from ..rank import Answer, Assignment, Station
 from ..records import EngineError, Job, JobResult, RankResult
@@ -172,15 +173,18 @@ class VirtualWorld:
         return int(lines[-2]) if len(lines) > 1 else None
 
     def _with_output(self, results: Sequence[RankResult]) -> tuple[RankResult, ...]:
-        """Gives what the process printed to the ranks at fault: they may have said why."""
+        """Gives what the process printed to the ranks at fault: they may have said why, or the machine did."""
         assert self._process is not None
         if all(result.status == "ok" for result in results):
             return tuple(results)
         printed = self._host.printed(self._process) or None
-        return tuple(
-            replace(result, output=printed) if result.status != "ok" and not result.secondary else result
-            for result in results
-        )
+        found = []
+        for result in results:
+            if result.status != "ok" and not result.secondary:
+                told = "\n".join(filter(None, (result.error, result.traceback, printed)))
+                result = replace(result, output=printed, infrastructure=classify(told))
+            found.append(result)
+        return tuple(found)
 
 
 def _read(message: list[bytearray], job: Job) -> list[Finding]:
