@@ -110,10 +110,13 @@ class TestValues:
         assert [True, True] == [torch.equal(payload, rank.value) for rank in run("echo", payload).ranks]
 
     def test_rank_processes_are_set_up_as_promised(self, run):
-        """One thread for computing, deaf to Ctrl-C, and the driver's import path."""
-        for rank in run("settings").ranks:
-            assert (1, True) == rank.value[:2]
-            assert {entry or os.getcwd() for entry in sys.path} <= set(rank.value[2])
+        """One thread for computing, deaf to Ctrl-C, the driver's import path, and killed before it when memory ends."""
+        with open("/proc/self/oom_score_adj", encoding="ascii") as oom:
+            ours = int(oom.read())
+        for threads, deaf, path, oom_score in (rank.value for rank in run("settings").ranks):
+            assert (1, True) == (threads, deaf)
+            assert {entry or os.getcwd() for entry in sys.path} <= set(path)
+            assert oom_score == max(ours, 800)
 
     def test_work_that_takes_a_while_is_not_taken_for_a_deadlock(self, run):
         """Ranks that only wait for a large collective are left to finish it."""

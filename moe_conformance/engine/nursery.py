@@ -34,6 +34,7 @@ from .virtual import threads
 _ORPHANED = signal.SIGUSR2
 STACK_SIGNAL = signal.SIGUSR1  # makes a rank dump the stacks of its threads, even while it holds the GIL
 _PR_SET_PDEATHSIG = 1
+_OOM_SCORE = 800  # of 1000 at most, which the kernel adds to the thousandths of memory that a process uses
 # The first backward pass of a process imports it, and sympy with it: half a second on every rank, and on each new one.
 _PRELUDE = ("torch.fx.experimental.symbolic_shapes",)
 
@@ -288,12 +289,21 @@ def _signal(pid: int, number: int) -> None:
             os.kill(pid, number)
 
 
+def _be_killed_first() -> None:
+    """Has the kernel kill a rank, and not the driver, when memory runs out."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "r+", encoding="ascii") as adjustment:
+        if int(adjustment.read()) < _OOM_SCORE:
+            adjustment.seek(0)
+            adjustment.write(str(_OOM_SCORE))
+
+
 def _become_rank(nursery: int, station: rank.Station, channel: int, stacks: int, ledger: int) -> NoReturn:
     """Turns a fresh fork into a rank."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which then ends the ranks
         os.setpgid(0, 0)
         _die_with_parent(nursery)
+        _be_killed_first()
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # stacks tell more
         faulthandler.enable(file=stacks)
         faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
