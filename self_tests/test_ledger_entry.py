@@ -9,21 +9,25 @@ import torch
 
 from moe_conformance.engine.ledger.counts import Count, count
 from moe_conformance.engine.ledger.entry import Hazard, decode, group_words
+from moe_conformance.engine.ledger.operators import Call, Group
 from moe_conformance.engine.ledger.recorder import Recorder
+
+PAIR = Group("a", (0, 3), 0)
+X, Y = torch.ones(5, 2), torch.empty(3, 2, dtype=torch.float64)
+EXCHANGE = Call("all_to_all_single", PAIR, [X], [Y], [1, 4], [2, 1], None, None, None, None, True)
+BROADCAST = Call("broadcast", PAIR, [], [X], None, None, None, 3, None, None, False)
+SEND = Call("send", PAIR, [X], [], None, None, None, None, 3, 0, True)
 
 
 @pytest.fixture
 def written():
-    """What a recorder wrote: two calls, one of them waited for, and a hazard."""
+    """What a recorder wrote: three calls, one of them waited for, and a hazard."""
     lines: list[bytes] = []
     recorder = Recorder(lines.append)
-    x, y = torch.ones(5, 2), torch.empty(3, 2, dtype=torch.float64)
-    first = recorder.issue(
-        "all_to_all_single", "a", (0, 3), [x], [y], in_splits=[1, 4], out_splits=[2, 1], asynchronous=True
-    )
+    first = recorder.issue(EXCHANGE)
     recorder.reached("waited", first)
-    second = recorder.issue("broadcast", "a", (0, 3), [], [x], root=3)
-    recorder.issue("send", "a", (0, 3), [x], [], peer=3, tag=0, asynchronous=True)
+    second = recorder.issue(BROADCAST)
+    recorder.issue(SEND)
     recorder.hazard("output touched", second, "there.py:1 (aten.add)")
     return b"".join(lines)
 
@@ -46,7 +50,7 @@ class TestLines:
             first.bytes_in,
             first.bytes_out,
         )
-        assert [(0, "waited", True), (1, "issued", False), (2, "issued", True)] == [
+        assert [(0, "waited", True), (1, "waited", False), (2, "issued", True)] == [
             (entry.order, entry.state, entry.asynchronous) for entry in (first, second, third)
         ]
         assert (2, 3, None, None) == (second.sequence, second.root, second.in_splits, second.tag)
@@ -70,8 +74,25 @@ class TestLines:
         for end in range(len(written)):
             lines = written[:end].count(b"\n")
             ledger = decode(written[:end])
-            assert whole.entries[1:2] * (lines >= 3) == ledger.entries[1:2]
+            assert whole.entries[1:2] * (lines >= 4) == tuple(e for e in ledger.entries[1:2] if e.state == "waited")
             assert (1 <= lines) + (3 <= lines) + (4 <= lines) == len(ledger.entries)
+
+    def test_a_blocking_call_has_come_back_once_there_is_another_or_the_job_ended(self):
+        """Until then the rank stands in it; only asynchronous calls have a line for their wait."""
+        lines: list[bytes] = []
+        recorder = Recorder(lines.append)
+        recorder.issue(BROADCAST)
+        recorder.issue(BROADCAST)
+        assert ["waited", "issued"] == [entry.state for entry in decode(b"".join(lines)).entries]
+        recorder.end()
+        assert ["waited", "waited"] == [entry.state for entry in decode(b"".join(lines)).entries]
+
+    def test_tensors_of_several_dtypes_have_their_own_sizes(self):
+        """Bytes are counted per tensor, and all dtypes are named."""
+        lines: list[bytes] = []
+        Recorder(lines.append).issue(EXCHANGE._replace(inputs=[X, Y], outputs=[]))
+        (entry,) = decode(b"".join(lines)).entries
+        assert ("float32 to float64", 40 + 48, 0) == (entry.dtype, entry.bytes_in, entry.bytes_out)
 
     def test_nothing_is_an_empty_ledger(self):
         """A rank that called nothing has no entries."""

@@ -1,20 +1,28 @@
 """What a rank writes down of a collective, and how it stands in the ledger file.
 
-The file holds lines, each a JSON array. One line is written when a call is issued, a short one when it has finished or
-was waited for. A rank may be killed at any time: of a last line without its end nothing is read.
+The file holds lines, each a JSON array. One line is written when a call is issued, a short one when an asynchronous one
+was waited for, and one at the end of the job. A rank may be killed at any time: of a last line without its end nothing
+is read.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
+
+import torch
 
 MOST_CALLS = 20_000  # of a job on a rank: one that calls for ever must not fill a disk
 Shapes = tuple[tuple[int, ...], ...]
 Asynchrony = Literal["plain", "poisoned", "watched", "delayed_compute", "delayed_communication"]
 State = Literal["issued", "finished", "waited"]
 HazardKind = Literal["never waited", "sent data changed", "output written", "output touched"]
+
+
+ENDED_LINE = b'["ended"]\n'
 
 
 @dataclass(frozen=True)
@@ -40,7 +48,8 @@ class Entry:
         tag: Of a send or receive.
         asynchronous: Whether the caller got a handle to wait for; sends and receives always give one.
         where: `"path/to/file.py:12"`, the line outside torch that made the call; "" if no line of Python did.
-        state: "waited" once the caller has waited for it, "finished" if it was seen to be complete before.
+        state: "waited" once the caller has waited for it, or a blocking call has come back; "finished" if it was
+            complete at the end of the job, but nobody waited.
     """
 
     order: int
@@ -114,11 +123,6 @@ def group_words(ranks: tuple[int, ...]) -> str:
     return f"group ({', '.join(map(str, ranks[:3]))}, ... {ranks[-1]}; {len(ranks)} ranks)"
 
 
-def issue_line(fields: tuple[Any, ...]) -> bytes:
-    """Returns the line for an issued call; `fields` are an Entry's, in order and without the state."""
-    return json.dumps(("issued", *fields), separators=(",", ":")).encode() + b"\n"
-
-
 def state_line(state: State, order: int) -> bytes:
     """Returns the line that says that a call has come further."""
     return b'["%b",%d]\n' % (state.encode(), order)
@@ -139,6 +143,7 @@ def decode(data: bytes) -> Ledger:
     issued: list[list[Any]] = []
     states: dict[int, State] = {}
     hazards: list[Hazard] = []
+    ended = False
     for line in data.split(b"\n")[:-1]:
         what, *fields = json.loads(line)
         if what == "issued":
@@ -146,16 +151,56 @@ def decode(data: bytes) -> Ledger:
         elif what == "hazard":
             kind, order, op, ranks, at, where = fields
             hazards.append(Hazard(kind, order, op, tuple(ranks), at, where))
+        elif what == "ended":
+            ended = True
         else:
             (order,) = fields
             states[order] = what
-    return Ledger(tuple(_entry(fields, states.get(fields[0], "issued")) for fields in issued), tuple(hazards))
+    blocking: list[State] = ["waited"] * len(issued)  # who makes another call has come back from the one before
+    if blocking and not ended:
+        blocking[-1] = "issued"
+    return Ledger(
+        tuple(_entry(fields, states.get(fields[0]), state) for fields, state in zip(issued, blocking, strict=True)),
+        tuple(hazards),
+    )
 
 
-def _entry(fields: list[Any], state: State) -> Entry:
-    for at in (3, 5, 6):  # ranks and splits
-        if fields[at] is not None:
-            fields[at] = tuple(fields[at])
-    for at in (7, 8):  # shapes
-        fields[at] = tuple(map(tuple, fields[at]))
-    return Entry(*(*fields, state))
+def _entry(fields: list[Any], written: State | None, blocking: State) -> Entry:
+    order, op, group, ranks, sequence, in_splits, out_splits, shapes_in, shapes_out, dtypes_in, dtypes_out, *rest = (
+        fields
+    )
+    asynchronous = rest[-2]
+    return Entry(
+        order,
+        op,
+        group,
+        tuple(ranks),
+        sequence,
+        in_splits and tuple(in_splits),
+        out_splits and tuple(out_splits),
+        tuple(map(tuple, shapes_in)),
+        tuple(map(tuple, shapes_out)),
+        _dtype(dtypes_in, dtypes_out),
+        _bytes(shapes_in, dtypes_in),
+        _bytes(shapes_out, dtypes_out),
+        *(*rest, written or ("issued" if asynchronous else blocking)),
+    )
+
+
+def _dtype(*dtypes: str | list[str]) -> str:
+    """Returns the dtype of all tensors: one text for all of a side, or a list with one each."""
+    if dtypes[0] == dtypes[1] and isinstance(dtypes[0], str):
+        return dtypes[0]
+    names = [name for side in dtypes for name in ([side] if isinstance(side, str) else side)]
+    return " to ".join(dict.fromkeys(names))
+
+
+def _bytes(shapes: list[list[int]], dtypes: str | list[str]) -> int:
+    each = [dtypes] * len(shapes) if isinstance(dtypes, str) else dtypes
+    return sum(math.prod(shape) * _item_size(dtype) for shape, dtype in zip(shapes, each, strict=True))
+
+
+@cache
+def _item_size(dtype: str) -> int:
+    size: int = getattr(torch, dtype).itemsize
+    return size

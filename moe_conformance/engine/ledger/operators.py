@@ -6,9 +6,9 @@ the dispatcher. Their arguments are found by name in the schemas, which differ b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,15 +39,22 @@ _OPERATORS = (
 )
 
 
-@dataclass(frozen=True)
-class Call:
+class Group(NamedTuple):
+    """A process group, as far as the ledger needs it."""
+
+    name: str
+    ranks: tuple[int, ...]  # global, by position
+    rank: int  # this one's
+    coalesces: bool = False  # only the whole of the calls that are made now has a handle
+
+
+class Call(NamedTuple):
     """What the arguments of one call say; see Entry."""
 
     op: str
-    group: str
-    ranks: tuple[int, ...]
-    inputs: list[torch.Tensor]
-    outputs: list[torch.Tensor]
+    group: Group
+    inputs: Sequence[torch.Tensor]
+    outputs: Sequence[torch.Tensor]
     in_splits: Sequence[int] | None
     out_splits: Sequence[int] | None
     reduce: str | None
@@ -55,7 +62,24 @@ class Call:
     peer: int | None
     tag: int | None
     asynchronous: bool
-    coalesced: bool  # one of several calls that have a handle only as a whole
+
+
+class Groups:
+    """The groups that were seen so far: their properties take longer to ask for than a dictionary."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Group] = {}
+        self._coalescing = dist.distributed_c10d._world.pg_coalesce_state
+
+    def find(self, boxed: Any) -> Group:
+        """Returns the group in an operator's argument."""
+        group = ProcessGroup.unbox(boxed)
+        name = group.group_name
+        known = self._known.get(name)
+        if known is None:
+            ranks = ranks_of(group)
+            known = self._known[name] = Group(name, ranks, ranks[group.rank()])
+        return known._replace(coalesces=True) if self._coalescing and group in self._coalescing else known
 
 
 class Operator:
@@ -79,31 +103,24 @@ class Operator:
         self._peer_at = at.get("dst", at.get("src"))
         self._tag_at = at.get("tag")
 
-    def read(self, args: tuple[Any, ...]) -> Call:
+    def read(self, args: tuple[Any, ...], groups: Groups) -> Call:
         """Reads the arguments of one call; defaults at their end may be missing."""
-        group = ProcessGroup.unbox(args[self._group_at])
-        ranks = ranks_of(group)
-        root = None if self._root_at is None else ranks[args[self._root_at]]
-        inputs, outputs = self._tensors(args, self.given_at), self._tensors(args, self.got_at)
-        if root is not None:
-            inputs, outputs = self._with_root(inputs, outputs, at_root=ranks[group.rank()] == root)
-        coalesced = group in dist.distributed_c10d._world.pg_coalesce_state
-        in_splits, out_splits = (args[at] or None for at in self._splits_at) if self._splits_at else (None, None)
-        return Call(
-            self.op,
-            group.group_name,
-            ranks,
-            inputs,
-            outputs,
-            in_splits,
-            out_splits,
-            None if self._reduce_at is None else _reduce_name(args[self._reduce_at].op()),
-            root,
-            None if self._peer_at is None else ranks[args[self._peer_at]],
-            None if self._tag_at is None else args[self._tag_at],
-            not coalesced and self._gives_handle(args),
-            coalesced,
-        )
+        group = groups.find(args[self._group_at])
+        inputs = () if self.given_at is None else _flat(args[self.given_at])
+        outputs = () if self.got_at is None else _flat(args[self.got_at])
+        in_splits = out_splits = reduce = root = peer = tag = None
+        if self._splits_at is not None:
+            in_splits, out_splits = args[self._splits_at[0]] or None, args[self._splits_at[1]] or None
+        if self._reduce_at is not None:
+            reduce = _reduce_name(args[self._reduce_at].op())
+        if self._root_at is not None:
+            root = group.ranks[args[self._root_at]]
+            inputs, outputs = self._with_root(inputs, outputs, at_root=group.rank == root)
+        if self._tag_at is not None:
+            tag = args[self._tag_at]
+            peer = None if self._peer_at is None else group.ranks[args[self._peer_at]]
+        asynchronous = not group.coalesces and self._gives_handle(args)
+        return Call(self.op, group, inputs, outputs, in_splits, out_splits, reduce, root, peer, tag, asynchronous)
 
     def work(self, result: Any) -> Work | None:
         """Returns the transport's handle in the operator's result; None where it was made to wait itself."""
@@ -117,18 +134,15 @@ class Operator:
         assert self.got_at is not None, self.schema_name
         return args[self.got_at], work.boxed()
 
-    def _tensors(self, args: tuple[Any, ...], at: int | None) -> list[torch.Tensor]:
-        return [] if at is None else list(flat(args[at]))
-
     def _with_root(
-        self, inputs: list[torch.Tensor], outputs: list[torch.Tensor], *, at_root: bool
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], *, at_root: bool
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         """Leaves out what is only given or only got at the root, or elsewhere."""
         if self.op == "broadcast":
-            return (inputs, []) if at_root else ([], outputs)
+            return (inputs, ()) if at_root else ((), outputs)
         if self.op in ("reduce", "gather"):
-            return inputs, (outputs if at_root else [])
-        return (inputs if at_root else []), outputs  # scatter
+            return inputs, (outputs if at_root else ())
+        return (inputs if at_root else ()), outputs  # scatter
 
     def _gives_handle(self, args: tuple[Any, ...]) -> bool:
         if self.op == "monitored_barrier":
@@ -152,13 +166,13 @@ def functional_overloads() -> list[Any]:
     return [getattr(torch.ops._c10d_functional, name).default for name in sorted(names) if name != "wait_tensor"]
 
 
-def flat(tensors: Any) -> Iterator[torch.Tensor]:
-    """Walks through a tensor, or lists of tensors, or lists of them."""
+def _flat(tensors: Any) -> Sequence[torch.Tensor]:
+    """Returns a tensor, a list of tensors, or a list of lists of them as one list."""
     if isinstance(tensors, torch.Tensor):
-        yield tensors
-    else:
-        for inner in tensors:
-            yield from flat(inner)
+        return (tensors,)
+    if tensors and isinstance(tensors[0], torch.Tensor):
+        return tensors  # type: ignore[no-any-return]
+    return [tensor for inner in tensors for tensor in inner]
 
 
 def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
@@ -167,5 +181,6 @@ def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
     return tuple(range(group.size()) if known is None else known)  # made past torch.distributed: not known there
 
 
+@cache
 def _reduce_name(number: int) -> str:
     return dist.ReduceOp.RedOpType(number).name

@@ -1,18 +1,23 @@
-"""Writes a rank's ledger: numbers its calls and turns them into lines."""
+"""Writes a rank's ledger: numbers its calls and turns them into lines.
+
+It stands between a call and the transport, hundreds of times a second: the lines are put together by hand.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
-from .entry import MOST_CALLS, Hazard, HazardKind, State, hazard_line, issue_line, state_line
+from .entry import ENDED_LINE, MOST_CALLS, Hazard, HazardKind, State, hazard_line, state_line
+from .operators import Call
 
 # Frames of these are not the caller's: torch decorates its functions with the others.
 _DECORATORS = ("contextlib.py", "functools.py", "typing_extensions.py", "warnings.py")
@@ -21,8 +26,7 @@ _VIRTUAL = os.path.join(os.path.dirname(_LEDGER), "virtual")
 _OWN_FILES = (os.path.dirname(torch.__file__) + os.sep, _LEDGER + os.sep, _VIRTUAL + os.sep, "<")
 
 
-@dataclass(frozen=True)
-class Ticket:
+class Ticket(NamedTuple):
     """Stands for one recorded call."""
 
     order: int
@@ -44,44 +48,21 @@ class Recorder:
         self._calls = 0
         self._sequences: Counter[str] = Counter()
 
-    def issue(
-        self,
-        op: str,
-        group: str,
-        ranks: tuple[int, ...],
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        *,
-        in_splits: Sequence[int] | None = None,
-        out_splits: Sequence[int] | None = None,
-        reduce: str | None = None,
-        root: int | None = None,
-        peer: int | None = None,
-        tag: int | None = None,
-        asynchronous: bool = False,
-    ) -> Ticket:
-        """Records a call that is about to be made; see Entry for the arguments.
-
-        `inputs` and `outputs` are the tensors that this rank gives and gets; of their contents nothing is read.
-        """
+    def issue(self, call: Call) -> Ticket:
+        """Records a call that is about to be made; of the contents of its tensors nothing is read."""
         where = caller()
-        shapes = [list(tensor.shape) for tensor in inputs], [list(tensor.shape) for tensor in outputs]
-        sizes = _bytes(inputs), _bytes(outputs)
-        splits = in_splits and list(in_splits), out_splits and list(out_splits)
-        details = (*splits, *shapes, _dtype(inputs, outputs), *sizes, reduce, root, peer, tag, asynchronous, where)
         with self._lock:  # the numbers and the lines in the order in which the calls are made
             order = self._calls
             self._calls += 1
             sequence = None
-            if tag is None:
-                self._sequences[group] += 1
-                sequence = self._sequences[group]
+            if call.tag is None:
+                sequence = self._sequences[call.group.name] = self._sequences[call.group.name] + 1
             if order < MOST_CALLS:
-                self._write(issue_line((order, op, group, ranks, sequence, *details)))
-        return Ticket(order, op, ranks, where)
+                self._write(_line(order, sequence, call, where).encode())
+        return Ticket(order, call.op, call.group.ranks, where)
 
     def reached(self, state: State, ticket: Ticket) -> None:
-        """Records that a call has come further."""
+        """Records that a call has come further; of blocking ones it is known without."""
         if ticket.order < MOST_CALLS:
             self._write(state_line(state, ticket.order))
 
@@ -90,15 +71,29 @@ class Recorder:
         if ticket.order < MOST_CALLS:
             self._write(hazard_line(Hazard(kind, ticket.order, ticket.op, ticket.ranks, ticket.where, where)))
 
+    def end(self) -> None:
+        """Records that the job has ended, and with it the last blocking call."""
+        self._write(ENDED_LINE)
+
 
 def caller() -> str:
     """Returns `"file:line"` of the innermost frame outside torch and this package, or ""."""
     frame = sys._getframe(1)
     while frame is not None:
-        if not _is_own(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        file = frame.f_code.co_filename
+        if not _is_own(file):
+            return f"{file}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""
+
+
+def _line(order: int, sequence: int | None, call: Call, where: str) -> str:
+    """Returns the fields of an Entry but its state as a JSON array, with dtypes in place of bytes."""
+    op, group, inputs, outputs, in_splits, out_splits, *rest = call
+    return (
+        f'["issued",{order},"{op}",{_group(group)},{sequence or "null"},{in_splits or "null"},{out_splits or "null"},'
+        f"{_shapes(inputs)},{_shapes(outputs)},{_dtypes(inputs)},{_dtypes(outputs)},{_rest(*rest)},{_text(where)}]\n"
+    )
 
 
 @cache
@@ -106,10 +101,33 @@ def _is_own(file: str) -> bool:
     return file.startswith(_OWN_FILES) or os.path.basename(file) in _DECORATORS
 
 
-def _bytes(tensors: Sequence[torch.Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
+@cache
+def _group(group: tuple[object, ...]) -> str:
+    name, ranks, *_ = group
+    return f"{json.dumps(name)},{json.dumps(ranks)}"
 
 
-def _dtype(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> str:
-    names = dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in (*inputs, *outputs))
-    return " to ".join(names)
+@cache
+def _rest(*values: str | int | None) -> str:
+    return ",".join(map(json.dumps, values))
+
+
+@cache
+def _text(text: str) -> str:
+    return json.dumps(text)
+
+
+def _shapes(tensors: Sequence[torch.Tensor]) -> str:
+    return f"[{','.join([str([*tensor.shape]) for tensor in tensors])}]"
+
+
+def _dtypes(tensors: Sequence[torch.Tensor]) -> str:
+    """Returns that of all, usually the same, or one each."""
+    if len(tensors) == 1 or len({tensor.dtype for tensor in tensors}) == 1:
+        return _dtype(tensors[0].dtype)
+    return f"[{','.join([_dtype(tensor.dtype) for tensor in tensors])}]"
+
+
+@cache
+def _dtype(dtype: torch.dtype) -> str:
+    return json.dumps(str(dtype).removeprefix("torch."))

@@ -14,13 +14,14 @@ from torch._C import DispatchKey, DispatchKeySet
 from ..gpu import delays
 from .entry import Asynchrony
 from .handle import Handle
-from .operators import Call, Operator, functional_overloads, operators
+from .operators import Groups, Operator, functional_overloads, operators
 from .poison import Poisoned, can_poison
 from .recorder import Recorder, Ticket
 from .watch import Watch
 
+_NOTHING = contextlib.nullcontext()
 # Kernels of ours stand before the choice of a device; these are the keys to go on with.
-_DEVICE_KEYS = (DispatchKey.CUDA, DispatchKey.PrivateUse1, DispatchKey.CPU, DispatchKey.Meta)
+_DEVICE_KEYS = (DispatchKey.CPU, DispatchKey.CUDA, DispatchKey.PrivateUse1, DispatchKey.Meta)
 
 
 class Tap:
@@ -87,7 +88,6 @@ class _Pending:
 
     ticket: Ticket
     handle: Handle
-    call: Call
     functional: bool
 
 
@@ -99,31 +99,29 @@ class _Session:
         self._poisons = asynchrony == "poisoned"
         self.watch = Watch(recorder) if asynchrony == "watched" else None
         self._delays = delays.of(asynchrony)
+        self._groups = Groups()
         self._pending: dict[int, _Pending] = {}
         self._open = True
 
     def run(self, operator: Operator, key: DispatchKey, args: tuple[Any, ...], *, functional: bool) -> Any:
-        """Records a call, makes it, and returns what its operator returns, with a handle of ours."""
-        call = operator.read(args)
-        ticket = self._issue(call)
-        poisoned = Poisoned(operator, args, call) if self._poisons and can_poison(call) else None
+        """Records a call, makes it, and returns what its operator returns, if asynchronous with a handle of ours."""
+        call = operator.read(args, self._groups)
+        ticket = self._recorder.issue(call)
         if self.watch is not None:
             self.watch.began(ticket, call)
+        poisoned = Poisoned(operator, args, call) if self._poisons and can_poison(call) else None
         try:
-            with self._delays.around(call.asynchronous) if self._delays else contextlib.nullcontext():
+            with self._delays.around(call.asynchronous) if self._delays is not None else _NOTHING:
                 result = operator.overload._op_dk(key, *(args if poisoned is None else poisoned.args))
         except BaseException:
             if poisoned is not None:
                 poisoned.undo()
             raise
-        work = None if call.coalesced else operator.work(result)
-        if work is None:
-            if not call.coalesced:
-                self._recorder.reached("waited", ticket)
+        if not call.asynchronous or (work := operator.work(result)) is None:
             return result
-        results = None if poisoned is None else call.outputs
+        results = None if poisoned is None else list(call.outputs)
         handle = Handle(work, lambda: self._settle(ticket, poisoned), results)
-        self._pending[ticket.order] = _Pending(ticket, handle, call, functional)
+        self._pending[ticket.order] = _Pending(ticket, handle, functional)
         return operator.result(args, handle)
 
     def finish(self) -> None:
@@ -132,29 +130,14 @@ class _Session:
             if pending.handle.seems_finished():
                 self._recorder.reached("finished", pending.ticket)
             # Who uses the result of a functional collective waits for it without knowing; not to use it is no fault.
-            if pending.call.asynchronous and not pending.functional:
+            if not pending.functional:
                 self._recorder.hazard("never waited", pending.ticket)
 
     def close(self) -> list[Handle]:
         """Ends the recording and returns the handles that were not waited for."""
         self._open = False
+        self._recorder.end()
         return [pending.handle for pending in self._pending.values()]
-
-    def _issue(self, call: Call) -> Ticket:
-        return self._recorder.issue(
-            call.op,
-            call.group,
-            call.ranks,
-            call.inputs,
-            call.outputs,
-            in_splits=call.in_splits,
-            out_splits=call.out_splits,
-            reduce=call.reduce,
-            root=call.root,
-            peer=call.peer,
-            tag=call.tag,
-            asynchronous=call.asynchronous,
-        )
 
     def _settle(self, ticket: Ticket, poisoned: Poisoned | None) -> None:
         """Ends a call that was waited for, perhaps long after the job that made it."""
@@ -169,4 +152,7 @@ class _Session:
 
 
 def _device_key(keys: DispatchKeySet) -> DispatchKey:
-    return next((key for key in _DEVICE_KEYS if keys.has(key)), DispatchKey.CPU)
+    for key in _DEVICE_KEYS:
+        if keys.has(key):
+            return key
+    return DispatchKey.CPU
