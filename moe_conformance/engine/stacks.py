@@ -11,7 +11,13 @@ _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>
 # Our own, between a call of torch.distributed and torch; they are left out of every stack that is read here.
 _LISTENING = f"{__package__.replace('.', '/')}/ledger/"
 # A frame of torch that only hands the call on says nothing of what is waited for.
-_TRANSPARENT = ("torch/_ops.py", "torch/_library/", "torch/utils/_contextlib.py", "contextlib.py")
+_TRANSPARENT = (
+    "torch/_ops.py",
+    "torch/_library/",
+    "torch/utils/_contextlib.py",
+    "contextlib.py",
+    "typing_extensions.py",
+)
 # Calls that wait for a collective without a frame of torch.distributed: Work.wait and the operators are C++.
 _WAITING_LINE = re.compile(r"\.wait\(|wait_tensor|c10d")
 
@@ -50,7 +56,7 @@ def place(text: str) -> str:
     frames = main_frames(text)
     if not frames:
         return "it dumped no stack"
-    outside = next((frame for frame in frames if "/torch/" not in frame.file), frames[-1])
+    outside = next((f for f in frames if "/torch/" not in f.file and not _only_hands_on(f)), frames[-1])
     return f"in {frames[0].function}, from {outside.file}:{outside.line}"
 
 
@@ -59,8 +65,12 @@ def _frames(block: str) -> list[Frame]:
     return [frame for frame in frames if _LISTENING not in frame.file]
 
 
+def _only_hands_on(frame: Frame) -> bool:
+    return any(part in frame.file for part in _TRANSPARENT)
+
+
 def _waits(frames: list[Frame]) -> bool:
-    telling = next((f for f in frames if not any(part in f.file for part in _TRANSPARENT)), None)
+    telling = next((f for f in frames if not _only_hands_on(f)), None)
     if telling is None:
         return False
     if "torch/distributed/" in telling.file:
