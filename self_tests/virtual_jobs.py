@@ -17,6 +17,7 @@ import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as differentiable
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from moe_conformance.engine import RankContext
 
@@ -181,6 +182,37 @@ def mesh(context: RankContext, payload: Any) -> list[Any]:
     return found
 
 
+def groups_that_come_and_go(context: RankContext, payload: Any) -> list[Tensor]:
+    """Groups of one's own, of all the same ranks, one after the other."""
+    found = []
+    for _ in range(2):
+        group = dist.new_group(list(range(context.world)))
+        tensor = _rows(context, 2)
+        dist.all_reduce(tensor, group=group)
+        dist.destroy_process_group(group)
+        found.append(tensor)
+    return found
+
+
+def data_parallel(context: RankContext, payload: Any) -> Tensor:
+    """A module whose gradients are averaged by C++, which waits for futures."""
+    layer = torch.nn.Linear(4, 4, dtype=torch.float64)
+    with torch.no_grad():
+        layer.weight.fill_(1.0)
+    module = torch.nn.parallel.DistributedDataParallel(layer)
+    module(_rows(context, 2, 4)).sum().backward()
+    return layer.weight.grad.clone()
+
+
+def sharded_tensor(context: RankContext, payload: Any) -> list[Tensor]:
+    """A DTensor made from a shard on every rank, gathered and multiplied."""
+    made = init_device_mesh("cpu", (context.world,))
+    context.kept["line"] = made  # so that its groups are not left behind
+    tensor = DTensor.from_local(_rows(context, 2, 4), made, [Shard(0)])
+    whole = tensor.redistribute(made, [Replicate()])
+    return [whole.to_local(), (tensor @ whole.T).to_local()]
+
+
 SAME = (
     uneven_all_to_all,
     even_all_to_all,
@@ -192,6 +224,9 @@ SAME = (
     asynchronous,
     backward_through_collectives,
     mesh,
+    groups_that_come_and_go,
+    data_parallel,
+    sharded_tensor,
 )
 
 

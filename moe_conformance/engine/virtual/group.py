@@ -185,7 +185,7 @@ class VirtualGroup(dist.ProcessGroup):
         self._require_own_thread()
         noted = self._notes.message("recv", self._hall.name, self._hall.ranks, srcRank, tag, receive=tensors)
         receipt = self._hall.receive(self._place, srcRank, tag, tensors[0])
-        return self._with_others(_One(self._hall, self._place, receipt, noted))
+        return self._with_others(_One(self._hall, self._place, receipt, noted, tensors))
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> Work:
         return self.recv(tensors, None, tag)
@@ -213,7 +213,7 @@ class VirtualGroup(dist.ProcessGroup):
                 raise NotImplementedError(f"virtual ranks have no {call.kind} of {tensor.layout} tensors")
         hall, asynchronous = self._hall, bool(getattr(opts, "asyncOp", False))
         noted = self._notes.collective(call, hall.name, hall.ranks, self._place, asynchronous=asynchronous)
-        return self._with_others(_One(hall, self._place, hall.meet(self._place, call), noted))
+        return self._with_others(_One(hall, self._place, hall.meet(self._place, call), noted, call.receive))
 
     def _rows(self, which: str, tensor: Tensor, splits: Sequence[int] | None) -> list[int]:
         """Returns how many rows there are for or from every rank; without splits all have the same."""
@@ -237,9 +237,10 @@ class VirtualGroup(dist.ProcessGroup):
 class _One(Work):
     """What a rank waits for."""
 
-    def __init__(self, hall: Hall, place: int, awaited: Awaited, noted: int) -> None:
+    def __init__(self, hall: Hall, place: int, awaited: Awaited, noted: int, results: Sequence[Tensor]) -> None:
         super().__init__()
         self._hall, self._place, self._awaited, self._noted = hall, place, awaited, noted
+        self._results = list(results)
 
     def wait(self, timeout: Any = None) -> bool:
         house = self._hall.house
@@ -255,9 +256,12 @@ class _One(Work):
         return self._awaited.done and self._place not in self._awaited.errors
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Wait, and return a future that is done."""
+        """Wait, and return a future that is done and holds what was received."""
         self.wait()
-        return _done()
+        return _done(self._results)
+
+    def result(self) -> list[Tensor]:
+        return self._results
 
     def source_rank(self) -> int:
         source: int = getattr(self._awaited, "source", None) or 0
@@ -283,10 +287,13 @@ class _Sent(Work):
     def is_success(self) -> bool:
         return True
 
+    def result(self) -> list[Tensor]:
+        return []
+
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future that is done."""
         self.wait()
-        return _done()
+        return _done([])
 
 
 class _All(Work):
@@ -308,14 +315,17 @@ class _All(Work):
         return all(work.is_success() for work in self._works)
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Wait, and return a future that is done."""
+        """Wait, and return a future that is done and holds what was received."""
         self.wait()
-        return _done()
+        return _done(self.result())
+
+    def result(self) -> list[Tensor]:
+        return [tensor for work in self._works for tensor in work.result()]
 
 
-def _done() -> torch.futures.Future[Any]:
+def _done(results: list[Tensor]) -> torch.futures.Future[Any]:
     future: torch.futures.Future[Any] = torch.futures.Future()
-    future.set_result([])
+    future.set_result(results)
     return future
 
 

@@ -31,6 +31,7 @@ class Awaited:
         title: What it is, in words.
         ranks: World ranks of the group, by place in it.
         absent: Places without which it cannot be.
+        any_will_do: One of the absent is enough.
         done: Nobody has to wait any more.
         errors: The exception for a place, if it is not what it was to be.
         waiting: World ranks that are paused for it.
@@ -39,6 +40,7 @@ class Awaited:
     title: str
     ranks: tuple[int, ...]
     absent: set[int]
+    any_will_do: bool = False
     done: bool = False
     errors: dict[int, Exception] = field(default_factory=dict)
     waiting: list[int] = field(default_factory=list)
@@ -77,9 +79,9 @@ class House:
         """
         rank = awaited.ranks[place]
         while not awaited.done:
-            for peer in sorted(awaited.ranks[absent] for absent in awaited.absent):
-                if peer in self._gone:
-                    raise PeerGoneError(self._gone[peer])
+            gone = [peer for peer in sorted(awaited.ranks[place] for place in awaited.absent) if peer in self._gone]
+            if gone and (not awaited.any_will_do or len(gone) == len(awaited.absent)):
+                raise PeerGoneError(self._gone[gone[0]])
             awaited.waiting.append(rank)
             self.awaited[rank] = awaited
             self.turns.pause(rank)
@@ -142,7 +144,7 @@ class Hall:
         """Asks for a message from a place, or from any."""
         others = set(range(len(self.ranks))) - {place} if source is None else {source}
         title = f"recv, on {_named(self.ranks)}"
-        receipt = Receipt(title, self.ranks, others, place=place, source=source, tag=tag, tensor=tensor)
+        receipt = Receipt(title, self.ranks, others, source is None, place=place, source=source, tag=tag, tensor=tensor)
         self._receipts.append(receipt)
         self._deliver()
         return receipt
