@@ -10,7 +10,7 @@ import pytest
 
 from moe_conformance import spec
 from moe_conformance.plugin.scheduling import cell_of
-from moe_conformance.report import matrix, result, words
+from moe_conformance.report import drawn, matrix, result, words
 from moe_conformance.report.journal import NAME, Journal, read
 from moe_conformance.report.progress import Progress
 from moe_conformance.report.records import FAILING, PROPERTY, Record, of_report, overall
@@ -39,6 +39,34 @@ class TestRecord:
         """The item is the node without its file, the case what stands in its brackets."""
         given = record("EXCH-01", "pass")
         assert ("test_EXCH-01[alltoall-ep2-even]", "alltoall-ep2-even") == (given.item, given.case)
+
+
+class TestDrawn:
+    def test_totals_are_of_the_run(self):
+        """By check, over all cells: what one cell did not draw another may have drawn."""
+        records = drawing({"ties": 0, "idle rank": 2}, {"ties": 3})
+        assert {"test_x": {"batches": 20, "ties": 3, "idle rank": 2}} == drawn.totals(records)
+        assert [] == list(drawn.problems(records))
+        assert "drawn: 20 batches; rarest of 2 features: idle rank 2, ties 3" == drawn.line(records)
+
+    def test_what_no_cell_drew_fails_the_run(self):
+        """The sentence names it."""
+        (problem,) = drawn.problems(drawing({"ties": 0, "idle rank": 2}, {"ties": 0, "idle rank": 0}))
+        assert problem.startswith("vacuous: of 20 batches that test_x drew, fewer than 1 had: ties;")
+
+    def test_a_search_that_failed_need_not_have_gone_on(self):
+        """Its cell is at fault already."""
+        (failed,) = drawing({"ties": 0}, verdict="fail")
+        assert [] == list(drawn.problems([failed]))
+
+    def test_nothing_drawn_is_nothing_to_tell(self):
+        """Runs of other checks have no such line."""
+        assert drawn.line([record("EXCH-01", "pass")]) is None
+
+
+def drawing(*counts: dict[str, int], verdict: str = "pass") -> list[Record]:
+    """Return the records of cells that drew ten batches each, with features counted."""
+    return [record("EXCH-01", verdict, drawn={"batches": 10, **count}) for count in counts]
 
 
 class TestOverall:

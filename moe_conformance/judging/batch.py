@@ -16,6 +16,7 @@ from moe_conformance.judging.finished import judge_finished
 from moe_conformance.judging.gradients import judge_dweights, judge_dx
 from moe_conformance.judging.kept import judge_kept_gradients, judge_state
 from moe_conformance.judging.kinds import of_its_own_kind
+from moe_conformance.judging.ledgers import judge_agreement
 from moe_conformance.judging.outputs import judge_form, judge_inputs, judge_outputs
 from moe_conformance.judging.reading import Reading, read
 from moe_conformance.judging.routers import (
@@ -59,8 +60,13 @@ class Judgement(NamedTuple):
         return next((each.requirement for each in self.special if each.applies(config)), self.requirement)
 
 
+def _judge_agreement(reading: Reading, tally: Tally) -> None:
+    judge_agreement(reading.outcome, tally)
+
+
 PROBE = (
     Judgement("EXCH-09", judge_finished),
+    Judgement("EXCH-12", _judge_agreement),
     Judgement("EXCH-01", judge_deliveries),
     Judgement("EXCH-02", judge_rows),
     Judgement("EXCH-03", judge_weights),
@@ -112,7 +118,7 @@ def judge_batch(outcome: Outcome, tally: Tally) -> None:
         reading = read(outcome)
     judgements = PROBE if probe else ROUTE
     for judgement in judgements:
-        # weights that are applied in combine do not travel, loads need not be reported
+        # one rank calls no collective, weights that are applied in combine do not travel, loads need not be reported
         with suppress(NotOffered), _told(judgement.judge, judgement.violated(config)):
             _count(judgement.requirement, judgement.judge, reading, tally)
     for special in dict.fromkeys(special for judgement in judgements for special in judgement.special):

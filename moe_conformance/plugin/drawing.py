@@ -7,13 +7,14 @@ allow went undrawn: for each that did, it draws a batch that has it. What was dr
 from __future__ import annotations
 
 import json
+import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from hypothesis import HealthCheck, Phase, given, reject, seed, settings
-from hypothesis.errors import Unsatisfiable
+from hypothesis.errors import HypothesisWarning, Unsatisfiable
 from hypothesis.strategies import SearchStrategy
 
 from moe_conformance.judging.verdict import Mismatch
@@ -100,7 +101,9 @@ class Search:
                 mismatch.outcome = outcome
                 raise
 
-        (holds if examples is None else settings(max_examples=examples)(holds))()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", HypothesisWarning)  # it shows a batch in full, and thinks that is long
+            (holds if examples is None else settings(max_examples=examples)(holds))()
 
     def _worth_a_run(self, workload: Workload) -> bool:
         """Whether to run a workload: each breakdown costs new ranks, so only so many are looked for.

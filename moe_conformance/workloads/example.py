@@ -40,6 +40,8 @@ def to_json(workload: Workload) -> dict[str, Any]:
         "layout": {field.name: getattr(layout, field.name) for field in fields(layout)},
         "config": asked | {"dtype": _name(config.dtype), "groups": config.groups and list(config.groups)},
         "schedule": workload.schedule,
+        "lead": workload.lead,
+        "asynchrony": workload.asynchrony,
         "parameters": {name: _tensor(value) for (name, _), value in workload.parameters.items()},
         "batches": [[_batch(batch) for batch in ranks] for ranks in workload.batches],
     }

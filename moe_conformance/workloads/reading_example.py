@@ -22,11 +22,14 @@ from moe_conformance.topology import Layout
 from moe_conformance.workloads import tags
 from moe_conformance.workloads.draw import weight_dtype
 from moe_conformance.workloads.example import DTYPES, FORMAT
-from moe_conformance.workloads.records import Batch, ParameterKey, Workload
+from moe_conformance.workloads.records import Asynchrony, Batch, ParameterKey, Workload
 from reference import selection
 
 T = TypeVar("T")
 
+_FIELDS = (
+    "format", "kind", "layout", "config", "schedule", "lead", "asynchrony", "parameters", "batches",
+)  # fmt: skip
 _LARGEST_FILE = 1 << 24  # bytes
 _LARGEST = {"world": 512, "experts": 512, "top_k": 512, "hidden": 4096, "ffn": 4096}
 _MOST_TOKENS, _MOST_MICROBATCHES, _LONGEST_SCHEDULE = 1024, 8, 64
@@ -62,7 +65,7 @@ def from_json(data: object) -> Workload:
     Raises:
         BadExample: it is none; says where.
     """
-    top = _object(data, "the workload", ("format", "kind", "layout", "config", "schedule", "parameters", "batches"))
+    top = _object(data, "the workload", _FIELDS)
     if top["format"] != FORMAT:
         raise BadExample(f"its format is {top['format']!r}; this version reads format {FORMAT}")
     kind = _one_of(top["kind"], "kind", ("probe", "route"))
@@ -71,7 +74,11 @@ def from_json(data: object) -> Workload:
     batches = _batches(top["batches"], kind, config, layout)
     schedule = _schedule(top["schedule"], len(batches))
     parameters = _parameters(top["parameters"], kind, config)
-    return Workload("replayed", kind, config, layout, batches, schedule, parameters)
+    lead = _one_of(top["lead"], "lead", ("flat", "two_dims"))
+    if lead == "two_dims" and any(len(batch.x_TD) % 2 for ranks in batches for batch in ranks):
+        raise BadExample("lead: an odd number of tokens cannot be handed over in two dimensions")
+    asynchrony = _one_of(top["asynchrony"], "asynchrony", get_args(Asynchrony))
+    return Workload("replayed", kind, config, layout, batches, schedule, parameters, lead, asynchrony)
 
 
 def _layout(data: object) -> Layout:

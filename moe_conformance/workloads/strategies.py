@@ -131,7 +131,7 @@ def _restyled(weights_TK: Tensor, style: Weights, dtype: torch.dtype) -> Tensor:
     gradients, so that every product is still exact.
     """
     if style == "tied":
-        return weights_TK[:, :1].expand_as(weights_TK).clone()
+        return weights_TK[:, :1].repeat(1, weights_TK.shape[1])
     if style == "tiny":
         smallest = torch.finfo(dtype).tiny * torch.finfo(dtype).eps
         return weights_TK * 16 * (8 * smallest)

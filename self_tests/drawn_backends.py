@@ -1,0 +1,83 @@
+"""Backends for searches: native with two bugs at once, with crashes of several kinds, and with refusals."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_conformance.backends.native import Native, NativeSession
+from moe_conformance.backends.native.exchange import AllToAllExchange, LocalExchange
+from moe_conformance.contract import Config, Delivery, Routing, Unsupported
+from self_tests.planted_bugs import find
+
+
+def _with(*bugs: type[AllToAllExchange]) -> type[Native]:
+    """Return native with all these bugs in its all-to-all."""
+    exchange = type("Several", bugs, {})
+    session = type("SeveralSession", (NativeSession,), {"alltoall_class": exchange})
+    return type("NativeWithSeveral", (Native,), {"session_class": session})
+
+
+def _bug(plant: str) -> type[AllToAllExchange]:
+    """Return the class that a planted bug puts in the place of native's."""
+    bug: type[AllToAllExchange] = find(plant).native.session_class.alltoall_class
+    return bug
+
+
+class RaisesAtOneToken(AllToAllExchange):
+    """Raises on a rank that has a single token: the last step to the smallest batch of any other bug."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        """Raise, or dispatch."""
+        if len(x) == 1:
+            raise RuntimeError("one token")
+        return super().dispatch(x, routing)
+
+
+class RaisesAtTwoTokens(AllToAllExchange):
+    """Raises on a rank that has two tokens or more; the same exception, in another line."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        """Raise, or dispatch."""
+        if len(x) > 1:
+            raise RuntimeError("two tokens")
+        return super().dispatch(x, routing)
+
+
+class Dies(LocalExchange):
+    """Ends its process, whatever it is given."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        """End."""
+        os._exit(3)
+
+
+class _DyingSession(NativeSession):
+    def exchange(self, config: Config) -> LocalExchange:
+        return Dies(config, self.topology)
+
+
+class _RefusingSession(NativeSession):
+    def exchange(self, config: Config) -> LocalExchange:
+        if config.dtype == torch.float16:
+            raise Unsupported("no float16", by="library")
+        return super().exchange(config)
+
+
+class Dying(Native):
+    """Native whose ranks die."""
+
+    session_class = _DyingSession
+
+
+class Refusing(Native):
+    """Native that builds nothing in float16."""
+
+    session_class = _RefusingSession
+
+
+OutputAndCrash = _with(RaisesAtOneToken, _bug("answers-read-in-token-order"))
+TwoCrashes = _with(RaisesAtOneToken, RaisesAtTwoTokens)

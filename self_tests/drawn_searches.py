@@ -1,0 +1,72 @@
+"""Searches as a run makes them, without pytest around: what Hypothesis finds in one cell of a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from hypothesis import settings
+
+from moe_conformance.contract import Limit
+from moe_conformance.engine import Engine
+from moe_conformance.judging.batch import judge_batch
+from moe_conformance.judging.verdict import Mismatch
+from moe_conformance.plan import Cell
+from moe_conformance.plugin import drawing
+from moe_conformance.plugin.trial import Ending, Trial, ending
+from moe_conformance.scenarios.moe_step import moe_step
+from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.topology import Layout
+from moe_conformance.workloads import distribution
+from moe_conformance.workloads.freedom import Freedom
+from moe_conformance.workloads.records import Workload
+from moe_conformance.workloads.router_strategies import route_workloads
+from moe_conformance.workloads.strategies import probe_workloads
+from self_tests.planted_bugs.plant import EP2
+
+STRATEGIES = {"probe": probe_workloads, "route": route_workloads}
+
+
+@dataclass(frozen=True)
+class Found:
+    """How a search ended."""
+
+    trial: Trial
+    ended: Ending
+    seen: tuple[Mismatch, ...]  # by the judge, from the first to the last
+
+    @property
+    def examples(self) -> dict[str | None, Workload]:
+        """The smallest failing workloads by the requirement that each violates."""
+        found = {mismatch.requirement: mismatch.outcome for mismatch in self.ended.failed}
+        return {requirement: outcome.workload for requirement, outcome in found.items() if outcome is not None}
+
+
+def search(
+    engine: Engine, backend: str, kind: str = "probe", *, layout: Layout = EP2, limits: Sequence[Limit] = ()
+) -> Found:
+    """Search one cell for a failing workload, as the quick profile does."""
+    cell = Cell("alltoall", layout, tuple(limits), "cpu")
+    trial = Trial((), "search", cell)
+    freedom = Freedom.under(limits, layout, "cpu")
+    hunt = drawing.Search(trial, distribution.required(kind, freedom), partial(moe_step, engine, backend), cell.id)
+    workloads = STRATEGIES[kind](cell.variant, layout, limits, "cpu")
+    seen: list[Mismatch] = []
+
+    def judge(outcome: Outcome) -> None:
+        try:
+            judge_batch(outcome, trial.tally)
+        except Mismatch as mismatch:
+            seen.append(mismatch)
+            raise
+
+    before = settings.get_current_profile_name()
+    drawing.load_profile("quick")
+    try:
+        hunt.hold(workloads, judge)
+    except Exception as error:
+        return Found(trial, ending(trial, error), tuple(seen))
+    finally:
+        settings.load_profile(before)
+    return Found(trial, ending(trial, None), tuple(seen))

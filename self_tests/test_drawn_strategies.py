@@ -1,0 +1,79 @@
+"""What is drawn for a backend: all that its limits allow, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, find, given, settings
+from hypothesis import strategies as st
+
+from moe_conformance.contract import Limit
+from moe_conformance.topology import Layout
+from moe_conformance.workloads import tags
+from moe_conformance.workloads.distribution import required
+from moe_conformance.workloads.features import features
+from moe_conformance.workloads.freedom import Freedom
+from self_tests.drawn_searches import STRATEGIES
+
+LAYOUTS = (Layout(1), Layout(2, ep=2), Layout(4, ep=2, etp=2), Layout(4, tp=2, ep=4))
+LIMITS = {
+    "none": (),
+    "even": (Limit("uneven_tokens", (False,), "-"),),
+    "even and not zero": (Limit("uneven_tokens", (False,), "-"), Limit("zero_tokens", (False,), "-")),
+    "kept": (Limit("dropped_slots", (False,), "-"), Limit("duplicate_experts", (False,), "-")),
+    "one at a time": (Limit("in_flight", (1,), "-"), Limit("dtype", (torch.bfloat16,), "-")),
+}
+PLAIN = settings(max_examples=2000, phases=[Phase.generate], database=None, suppress_health_check=list(HealthCheck))
+
+
+class TestLimits:
+    @pytest.mark.parametrize("limits", LIMITS)
+    @pytest.mark.parametrize("kind", STRATEGIES)
+    def test_no_draw_breaks_one(self, kind, limits):
+        """Whatever the layout; the rows of an exchange are their tokens' tags."""
+
+        @settings(max_examples=25, suppress_health_check=list(HealthCheck))
+        @given(data=st.data())
+        def holds(data: st.DataObject) -> None:
+            layout = data.draw(st.sampled_from(LAYOUTS))
+            workload = data.draw(STRATEGIES[kind]("default", layout, LIMITS[limits], "cpu"))
+            has = features(workload, "cpu")
+            assert [] == [limit.on for limit in LIMITS[limits] if has[limit.on] not in limit.allowed]
+            for m, ranks in enumerate(workload.batches if kind == "probe" else ()):
+                for rank, batch in enumerate(ranks):
+                    row = tags.decode(batch.x_TD)
+                    assert ({m}, {rank}) == ({m, *row.microbatch_R.tolist()}, {rank, *row.rank_R.tolist()})
+
+        holds()
+
+
+class TestFeatures:
+    @pytest.mark.filterwarnings("ignore:Generating overly large repr")
+    @pytest.mark.parametrize(("layout", "limits"), [(Layout(2, ep=2), "none"), (Layout(1), "even and not zero")])
+    @pytest.mark.parametrize("kind", STRATEGIES)
+    def test_what_is_required_can_be_drawn(self, kind, layout, limits):
+        """Else a run could never have the minimum that it must have."""
+        workloads = STRATEGIES[kind]("default", layout, LIMITS[limits], "cpu")
+        for feature in required(kind, Freedom.under(LIMITS[limits], layout, "cpu")):
+            assert feature.has(find(workloads, feature.has, settings=PLAIN)), feature.name
+
+    def test_what_is_required_depends_on_the_limits(self):
+        """Each limit takes away what it forbids, and nothing more."""
+        names = {
+            limits: {feature.name for feature in required("probe", Freedom.under(LIMITS[limits], LAYOUTS[1], "cpu"))}
+            for limits in LIMITS
+        }
+        assert {"uneven tokens", "idle rank"} == names["none"] - names["even"]
+        assert {"uneven tokens", "idle rank", "all ranks idle"} == names["none"] - names["even and not zero"]
+        assert {
+            "dropped slot", "token without slots", "rank that sends nothing", "expert twice in a token"
+        } == names["none"] - names["kept"]  # fmt: skip
+        assert {"two in flight", "float32", "float64", "float16"} == names["none"] - names["one at a time"]
+
+    def test_gpus_may_flush_subnormals(self):
+        """Their kernels commonly do, and no fault of routing is in it."""
+        on = {
+            device: {feature.name for feature in required("probe", Freedom.under((), LAYOUTS[1], device))}
+            for device in ("cpu", "cuda")
+        }
+        assert {"subnormal weight"} == on["cpu"] - on["cuda"]
