@@ -17,6 +17,8 @@ from moe_conformance.engine import Engine, Job
 from moe_conformance.judging.chunks import solve_in_chunks
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.plan import Plan, layout_names, workload_names
+from moe_conformance.plugin.options import Options, Unusable
+from moe_conformance.plugin.run import prepare
 from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.topology import Layout
 from moe_conformance.workloads import draw, virtual
@@ -27,6 +29,12 @@ from self_tests.checks import checks, judge
 
 EP64 = Layout(64, ep=64)
 EP512 = Layout(512, ep=512)
+
+
+class Global(Native):
+    """A backend whose library needs a process per rank."""
+
+    process_per_rank = True
 
 
 def named(name: str, layout: Layout) -> Workload:
@@ -110,6 +118,12 @@ class TestCommandLine:
         done = run("--ranks", "64", *plant, "--", "-k", "alltoall-ep64-many-ranks-uneven")
         assert "expert 127 on rank 63 expected" in done.stdout
         assert 1 == done.returncode
+
+    def test_a_library_with_global_state_is_refused(self) -> None:
+        """Its ranks would take each other's groups for their own."""
+        options = Options(backend=f"{__name__}:Global", profile="virtual", ranks=8)
+        with pytest.raises(Unusable, match="keeps what is a rank's own in globals"):
+            prepare(options)
 
     def test_too_few_ranks_are_refused(self) -> None:
         """The virtual profile has no layout for 4 ranks, which is the default."""

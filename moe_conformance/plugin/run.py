@@ -41,14 +41,16 @@ def prepare(options: Options, site: Site | None = None) -> Run:
     """Check everything that can be checked without starting a rank.
 
     Raises:
-        Unusable: unknown backend, plant or requirement; no backend at all; a library or a GPU that is not there;
-            waivers that cannot be read; a report folder that cannot be written.
+        Unusable: unknown backend, plant or requirement; no backend at all; a library or a GPU that is not there; a
+            backend that virtual ranks cannot run; waivers that cannot be read; a report folder that cannot be written.
     """
     if unknown := [wanted for wanted in options.ids if wanted not in spec.load()]:
         raise Unusable(f"no requirement {', '.join(unknown)}; `moe-conformance list requirements` shows all of them")
     target = planted(options.plant) if options.plant else options.backend
     backend, versions = open_backend(target)
     _require_device(options.device)
+    if options.profile == "virtual" and getattr(backend, "process_per_rank", False):
+        raise Unusable(f"{target} keeps what is a rank's own in globals of its modules, which virtual ranks share")
     names = waivers.Names(
         requirements=frozenset(spec.load()),
         variants=frozenset(backend.variants),

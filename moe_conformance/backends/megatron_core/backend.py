@@ -20,6 +20,7 @@ class MegatronCore:
 
     name: ClassVar[str] = "megatron-core"
     variants: ClassVar[tuple[str, ...]] = ("alltoall", "allgather")
+    process_per_rank: ClassVar[bool] = True  # parallel_state
     preload: ClassVar[tuple[str, ...]] = ("moe_conformance.backends.megatron_core.library",)
     environment: ClassVar[Mapping[str, str]] = {
         "TORCH_COMPILE_DISABLE": "1",  # else its decorators compile while it is imported, and then once per shape
