@@ -11,7 +11,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -118,7 +118,12 @@ def _text(text: str) -> str:
 
 
 def _shapes(tensors: Sequence[torch.Tensor]) -> str:
-    return f"[{','.join([str([*tensor.shape]) for tensor in tensors])}]"
+    return f"[{','.join([_shape(tensor.shape) for tensor in tensors])}]"
+
+
+@lru_cache(maxsize=4096)
+def _shape(shape: tuple[int, ...]) -> str:
+    return str([*shape])
 
 
 def _dtypes(tensors: Sequence[torch.Tensor]) -> str:

@@ -20,8 +20,15 @@ from .recorder import Recorder, Ticket
 from .watch import Watch
 
 _NOTHING = contextlib.nullcontext()
-# Kernels of ours stand before the choice of a device; these are the keys to go on with.
-_DEVICE_KEYS = (DispatchKey.CPU, DispatchKey.CUDA, DispatchKey.PrivateUse1, DispatchKey.Meta)
+# Kernels of ours stand before the choice of a device; these are the keys to go on with, by `redispatch`: it lets go of
+# the GIL, and costs half of what `_op_dk` does.
+_META = DispatchKeySet(DispatchKey.Meta)
+_DEVICES = (
+    (DispatchKey.CPU, DispatchKeySet(DispatchKey.CPU)),
+    (DispatchKey.CUDA, DispatchKeySet(DispatchKey.CUDA)),
+    (DispatchKey.PrivateUse1, DispatchKeySet(DispatchKey.PrivateUse1)),
+    (DispatchKey.Meta, _META),
+)
 
 
 class Tap:
@@ -62,20 +69,20 @@ class Tap:
         overload = operator.overload
 
         def kernel(keys: DispatchKeySet, *args: Any) -> Any:
-            key = _device_key(keys)
+            device = _device(keys)
             session = self._session
-            if session is None or key is DispatchKey.Meta:
-                return overload._op_dk(key, *args)  # unlike a boxed kernel called from here it lets go of the GIL
+            if session is None or device is _META:
+                return overload.redispatch(device, *args)
             functional = getattr(self._functional_calls, "inside", False)
-            return session.run(operator, key, args, functional=functional)
+            return session.run(operator, device, args, functional=functional)
 
         return kernel
 
     def _functional_kernel(self, overload: Any) -> Callable[..., Any]:
         def kernel(keys: DispatchKeySet, *args: Any) -> Any:
             self._functional_calls.inside = True
-            try:  # these have one kernel for all devices, of which _op_dk knows nothing
-                return overload.redispatch(DispatchKeySet(_device_key(keys)), *args)
+            try:
+                return overload.redispatch(_device(keys), *args)
             finally:
                 self._functional_calls.inside = False
 
@@ -103,7 +110,7 @@ class _Session:
         self._pending: dict[int, _Pending] = {}
         self._open = True
 
-    def run(self, operator: Operator, key: DispatchKey, args: tuple[Any, ...], *, functional: bool) -> Any:
+    def run(self, operator: Operator, device: DispatchKeySet, args: tuple[Any, ...], *, functional: bool) -> Any:
         """Records a call, makes it, and returns what its operator returns, if asynchronous with a handle of ours."""
         call = operator.read(args, self._groups)
         ticket = self._recorder.issue(call)
@@ -112,7 +119,7 @@ class _Session:
         poisoned = Poisoned(operator, args, call) if self._poisons and can_poison(call) else None
         try:
             with self._delays.around(call.asynchronous) if self._delays is not None else _NOTHING:
-                result = operator.overload._op_dk(key, *(args if poisoned is None else poisoned.args))
+                result = operator.overload.redispatch(device, *(args if poisoned is None else poisoned.args))
         except BaseException:
             if poisoned is not None:
                 poisoned.undo()
@@ -151,8 +158,9 @@ class _Session:
             self._recorder.reached("waited", ticket)
 
 
-def _device_key(keys: DispatchKeySet) -> DispatchKey:
-    for key in _DEVICE_KEYS:
+def _device(keys: DispatchKeySet) -> DispatchKeySet:
+    """Returns the key of the device that a call's tensors are on, as a set."""
+    for key, device in _DEVICES:
         if keys.has(key):
-            return key
-    return DispatchKey.CPU
+            return device
+    return _DEVICES[0][1]
