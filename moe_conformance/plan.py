@@ -13,7 +13,8 @@ from typing import cast
 
 from moe_conformance.contract import Backend, Limit
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import corpus, routing, virtual
+from moe_conformance.waivers import DRAWN_WITH
+from moe_conformance.workloads import corpus, distribution, routing, virtual
 from moe_conformance.workloads.records import Asynchrony, Workload
 
 VIRTUAL = "virtual"  # the profile of hundreds of ranks that are threads of one process
@@ -130,10 +131,11 @@ class Plan:
 
 
 def workload_names() -> frozenset[str]:
-    """Return the names of all workloads of all profiles."""
+    """Return the names of all workloads of all profiles, and what a waiver calls those that are not to be drawn."""
     probe, own = virtual.recipes(virtual.layouts()[0])
     recipes = {recipe.name for recipe in (*corpus.PROBE, *corpus.EXPERTS, *probe, *own)}
-    return frozenset(recipes | {recipe.name for recipe in routing.ROUTERS})
+    drawn = {DRAWN_WITH + feature.name for feature in (*distribution.PROBE, *distribution.ROUTE)}
+    return frozenset(recipes | {recipe.name for recipe in routing.ROUTERS} | drawn)
 
 
 def layout_names() -> tuple[str, ...]:

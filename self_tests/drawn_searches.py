@@ -44,13 +44,22 @@ class Found:
 
 
 def search(
-    engine: Engine, backend: str, kind: str = "probe", *, layout: Layout = EP2, limits: Sequence[Limit] = ()
+    engine: Engine,
+    backend: str,
+    kind: str = "probe",
+    *,
+    layout: Layout = EP2,
+    limits: Sequence[Limit] = (),
+    left_out: Sequence[str] = (),
 ) -> Found:
     """Search one cell for a failing workload, as the quick profile does."""
     cell = Cell("alltoall", layout, tuple(limits), "cpu")
     trial = Trial((), "search", cell)
     freedom = Freedom.under(limits, layout, "cpu")
-    hunt = drawing.Search(trial, distribution.required(kind, freedom), partial(moe_step, engine, backend), cell.id)
+    features = distribution.required(kind, freedom)
+    required = [feature for feature in features if feature.name not in left_out]
+    waived = [feature for feature in features if feature.name in left_out]
+    hunt = drawing.Search(trial, required, waived, partial(moe_step, engine, backend), cell.id)
     workloads = STRATEGIES[kind](cell.variant, layout, limits, "cpu")
     seen: list[Mismatch] = []
 

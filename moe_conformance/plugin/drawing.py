@@ -60,6 +60,7 @@ class Search:
 
     trial: Trial
     required: Sequence[Feature]  # what the drawn batches must have had, each at least once
+    left_out: Sequence[Feature]  # what none of them is to have
     step: Callable[[Workload, float], Outcome]  # runs on the ranks, with a deadline in seconds
     seed: str
     hung: bool = False  # once, which may repeat while shrinking
@@ -74,6 +75,8 @@ class Search:
         """
         self.trial.drawn.update({"batches": 0} | {feature.name: 0 for feature in self.required})
         self.trial.judge = judge
+        if self.left_out:
+            workloads = workloads.filter(lambda workload: not any(feature.has(workload) for feature in self.left_out))
         self._draw(workloads, judge)
         for feature in self.required:
             if not self._settled(feature):

@@ -25,6 +25,7 @@ from moe_conformance.report.records import PROPERTY
 from moe_conformance.scenarios.group_lists import CannotTell
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.topology import Layout, RankLists, layouts
+from moe_conformance.waivers import Item
 from moe_conformance.workloads import distribution
 from moe_conformance.workloads.features import broken
 from moe_conformance.workloads.freedom import Freedom
@@ -151,8 +152,11 @@ class Driver:
         if len(refusals) == len(asked) and refusals[0]:
             trial.skip(*refusals[0])
         freedom = Freedom.under(cell.limits, cell.layout, cell.device)
-        required = distribution.required(kind, freedom)
-        return Search(trial, required, partial(self._step, trial), request.node.name).hold
+        item = Item(request.node.name, trial.requirements, cell.variant, cell.layout.name, None)
+        features = distribution.required(kind, freedom)
+        left_out = [feature for feature in features if self.run.waivers.leaves_out(item, feature.name)]
+        required = [feature for feature in features if feature not in left_out]
+        return Search(trial, required, left_out, partial(self._step, trial), request.node.name).hold
 
     @pytest.fixture
     def group_lists(self, request: pytest.FixtureRequest) -> Mapping[Layout, Mapping[str, RankLists]]:

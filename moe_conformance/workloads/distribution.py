@@ -17,7 +17,7 @@ from moe_conformance.workloads.features import features, in_flight
 from moe_conformance.workloads.freedom import Freedom
 from moe_conformance.workloads.records import Batch, Workload
 from moe_conformance.workloads.router_strategies import LARGE
-from moe_conformance.workloads.strategies import MOST_SLOTS
+from moe_conformance.workloads.strategies import MOST_SLOTS, weighing_dtype
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ PROBE = (
     Feature("negative weight", _weights(lambda weights, dtype: weights < 0)),
     Feature(
         "subnormal weight",
-        _weights(lambda weights, dtype: (weights != 0) & (weights.abs() < torch.finfo(dtype).tiny)),
+        _weights(lambda weights, dtype: (weights != 0) & (weights.abs() < torch.finfo(weighing_dtype(dtype)).tiny)),
         lambda freedom: freedom.subnormal,
     ),
 )

@@ -81,6 +81,14 @@ def token_counts(freedom: Freedom) -> st.SearchStrategy[list[int]]:
     return st.lists(some, min_size=world, max_size=world) if freedom.uneven else some.map(lambda T: [T] * world)
 
 
+def weighing_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which weights of tokens of a dtype may be multiplied: float64 knows no smaller than float32.
+
+    Routers commonly hand weights over in float32, whatever the tokens are.
+    """
+    return torch.float32 if dtype == torch.float64 else dtype
+
+
 def require_allowed(workload: Workload, limits: Sequence[Limit], device: str) -> None:
     """Fail as a fault of the suite, not of the backend, where a strategy drew what a limit forbids."""
     if limit := broken(limits, workload, device):
@@ -125,7 +133,7 @@ def _slots(draw_from: st.DrawFn, config: Config, manner: _Manner) -> list[int]:
 
 
 def _restyled(weights_TK: Tensor, style: Weights, dtype: torch.dtype) -> Tensor:
-    """Make all weights of a token equal, or all so small that they are subnormal in the tokens' dtype.
+    """Make all weights of a token equal, or all so small that they are subnormal in the dtype that they weigh in.
 
     Weights are multiples of 1/16. Tiny ones leave three bits below them, one for the least gain and two for upstream
     gradients, so that every product is still exact.
@@ -133,6 +141,6 @@ def _restyled(weights_TK: Tensor, style: Weights, dtype: torch.dtype) -> Tensor:
     if style == "tied":
         return weights_TK[:, :1].repeat(1, weights_TK.shape[1])
     if style == "tiny":
-        smallest = torch.finfo(dtype).tiny * torch.finfo(dtype).eps
-        return weights_TK * 16 * (8 * smallest)
+        weighing = torch.finfo(weighing_dtype(dtype))
+        return weights_TK * 16 * (8 * weighing.tiny * weighing.eps)
     return weights_TK
