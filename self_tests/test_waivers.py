@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
@@ -17,7 +18,7 @@ NAMES = Names(
     requirements=frozenset({"EXCH-05", "EXCH-06", "GRAD-01"}),
     variants=frozenset({"alltoall", "allgather"}),
     layouts=frozenset({"ep2", "ep4", "ep2-etp2"}),
-    workloads=frozenset({"even", "uneven", "dropped-even"}),
+    workloads=frozenset({"even", "uneven", "dropped-even", "drawn with ties"}),
     versions={"some-library": "1.4.2", "torch": "2.13.0+cpu"},
 )
 GOOD = """
@@ -62,6 +63,28 @@ class TestMatch:
             Item("", ("EXCH-05",), "alltoall", "ep2", None),
         ]
         assert [None] * len(others) == [waivers.match(item) for item in others]
+
+
+class TestDrawn:
+    WITHOUT = GOOD.replace('["even"]', '["even", "drawn with ties"]')
+
+    def test_a_feature_is_left_out(self, tmp_path):
+        """Of the draws of every check that decides one of the requirements, in the waiver's cells; nothing is waived."""
+        waivers = loaded(tmp_path, self.WITHOUT)
+        assert () == waivers.problems
+        drawing = Item("test_drawn[alltoall-ep2]", ("EXCH-05", "EXCH-06"), "alltoall", "ep2", None)
+        assert waivers.leaves_out(drawing, "ties")
+        assert waivers.match(drawing) is None
+        assert not waivers.leaves_out(drawing, "idle rank")
+        for item in (replace(drawing, requirements=("EXCH-06",)), replace(drawing, layout="single")):
+            assert not waivers.leaves_out(item, "ties")
+
+    def test_what_is_not_drawn_cannot_be_seen_to_fail(self, tmp_path):
+        """So such a waiver is never unused."""
+        only = self.WITHOUT.replace('"even", ', "").replace("-even]", "]")
+        waivers = loaded(tmp_path, only)
+        assert () == waivers.problems
+        assert [] == list(waivers.unused([ITEM], [], whole=True))
 
 
 class TestProblems:
