@@ -107,8 +107,9 @@ class TestRendezvous:
         """With the same secret given to all, they meet at MASTER_ADDR."""
         apart = {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         ours, theirs, _ = self.meet(launch(RANK="0", **apart), launch(RANK="1", **apart), SOMETHING, SOMETHING)
-        ours.close()
-        theirs.close()
+        with ours, theirs:
+            ours.sendall(b"there")
+            assert b"there" == theirs.recv(16)
 
     def test_on_several_machines_without_a_secret_the_sentence_says_what_to_set(self, launch):
         """A file cannot be shared between machines, so that the run does not begin."""
