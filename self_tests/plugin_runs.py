@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,16 @@ def marked(mark: str) -> Iterator[int]:
                 continue
             if wanted in given:
                 yield int(folder.name)
+
+
+def comes(condition: Callable[[], object]) -> bool:
+    """Wait until a condition holds; False if it does not in the time that a process may take."""
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def result(folder: Path) -> dict[str, Any]:

@@ -118,10 +118,10 @@ def begin(config: pytest.Config) -> None:
     if config.getoption("--hypothesis-profile", None) is None:
         drawing.load_profile(asked.profile)
     stopping = Stopping(config, asked.time_limit)
-    manager.register(stopping, _STOPPING)
     manager.register(driver, _DRIVER)
     if not hasattr(config, "workerinput"):  # xdist: the controller reports what the workers judge
         manager.register(Reporter(driver, stopping, config), _REPORTER)
+    manager.register(stopping, _STOPPING)  # last, so that its hooks are first
 
 
 def _is_asked(config: pytest.Config) -> bool:

@@ -104,10 +104,10 @@ class Reporter:
         """Fail a run in which nothing passed or a waiver is wrong; write result.json."""
         if self._config.option.collectonly or exitstatus == pytest.ExitCode.USAGE_ERROR:
             return
-        stopping = self._stopping
+        stopped = ""
+        interrupted = exitstatus not in (0, 1, 5)
         if exitstatus == pytest.ExitCode.INTERRUPTED:
-            exitstatus = stopping.status or pytest.ExitCode.TESTS_FAILED  # by errors while collecting
-        interrupted = bool(stopping.reason) or exitstatus not in (0, 1, 5) or bool(session.shouldstop)
+            stopped, exitstatus = self._stopping.reason, self._stopping.status
         found = tuple(self._problems(interrupted))
         if found and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -119,7 +119,7 @@ class Reporter:
             cases=sum(record.runs for record in self._records),
             problems=found,
             interrupted=interrupted,
-            stopped=stopping.reason or str(session.shouldstop or ""),
+            stopped=stopped,
         )
         self._head = result.head(facts)
         ended = {record.node for record in self._records}

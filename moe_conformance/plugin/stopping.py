@@ -78,10 +78,13 @@ class Stopping:
             timer.start()
             self._timers.append(timer)
 
+    @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self) -> None:
-        """There is nothing left to stop."""
+        """There is nothing left to stop, and what was found is to be told in full."""
         for timer in self._timers:
             timer.cancel()
+        if self._signals:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
@@ -117,8 +120,10 @@ class Stopping:
         error = excinfo.value
         if isinstance(error, Stopped):
             self.reason, self.status = error.reason, error.status
-        elif type(error) is KeyboardInterrupt:  # others are how pytest and xdist end by themselves
+        elif type(error) is KeyboardInterrupt:
             self.reason, self.status = "interrupted by Ctrl-C", 130
+        elif not self.reason:  # pytest or xdist itself: errors while collecting, -x
+            self.reason, self.status = str(error), 1
 
     def _stop(self, reason: str, status: int) -> None:
         """Let the items that run end, and no other begin."""
