@@ -69,7 +69,7 @@ class TestDrawn:
     WITHOUT = GOOD.replace('["even"]', '["even", "drawn with ties"]')
 
     def test_a_feature_is_left_out(self, tmp_path):
-        """Of the draws of every check that decides one of the requirements, in the waiver's cells; nothing is waived."""
+        """Of the draws of every check that decides a requirement of it, in its cells; nothing is waived."""
         waivers = loaded(tmp_path, self.WITHOUT)
         assert () == waivers.problems
         drawing = Item("test_drawn[alltoall-ep2]", ("EXCH-05", "EXCH-06"), "alltoall", "ep2", None)
