@@ -202,6 +202,12 @@ def skip_meeting(context: RankContext, culprit: int) -> str:
     return "returned"
 
 
+def reduce_otherwise(context: RankContext, culprit: int) -> str:
+    """The culprit takes the greatest where the others add up; the transport lets everybody return."""
+    dist.all_reduce(torch.ones(3), dist.ReduceOp.MAX if context.rank == culprit else dist.ReduceOp.SUM)
+    return "returned"
+
+
 def skip_meeting_in_backward(context: RankContext, culprit: int) -> None:
     """The culprit leaves out a collective that is part of the backward pass."""
     x = torch.ones(3, requires_grad=True)

@@ -12,6 +12,16 @@ from moe_conformance.engine.ledger.entry import MOST_CALLS
 JOBS = "self_tests.engine_jobs"
 
 
+# What runs, and how its ranks end.
+FAULTS = (
+    pytest.param("one_raises", 0, ["raised", "raised"], id="raises"),
+    pytest.param("exit_hard", 1, ["raised", "died"], id="ends"),
+    pytest.param("skip_meeting", 1, ["hung", "ok"], id="hangs"),
+    pytest.param("leave_behind", "variable", ["ok", "ok"], id="leaves-something"),
+    pytest.param("reduce_otherwise", 1, ["ok", "ok"], id="disagrees"),
+)
+
+
 def job(function, payload=None, world=2, deadline_s=60.0):
     """Returns a job of engine_jobs."""
     return Job(f"{JOBS}:{function}", payload, world, {}, deadline_s)
@@ -46,13 +56,29 @@ class TestLater:
         assert ["hung", "hung"] == [rank.status for rank in result.ranks]
         assert (0,) == result.blamed
 
-    def test_one_job_runs_at_a_time(self, engine):
-        """The result of a job is to be taken before the next is started."""
-        running = engine.start(job("echo", 1))
-        with pytest.raises(EngineError, match=r"engine_jobs:echo still runs; take its result\(\) before"):
-            engine.start(job("echo", 2))
-        assert [1, 1] == [rank.value for rank in running.result().ranks]
-        assert engine.run(job("echo", 2)).ok
+    @pytest.mark.parametrize("world", [2, 4])
+    def test_the_next_job_may_start_before_the_result_is_taken(self, engine, world):
+        """On the same ranks, which then go on at once, or on others; each job has its own result."""
+        first, second = engine.start(job("echo", 1)), engine.start(job("echo", 2, world))
+        assert [2] * world == [rank.value for rank in second.result().ranks]
+        assert [1, 1] == [rank.value for rank in first.result().ranks]
+
+    @pytest.mark.parametrize(("function", "payload", "status"), FAULTS)
+    def test_the_next_job_does_not_suffer_from_the_one_before(self, engine, function, payload, status):
+        """Where that one's ranks are replaced, the next runs on the new ones, however far it had come on the old."""
+        before = pids(engine)
+        first, second = engine.start(job(function, payload, deadline_s=0.5)), engine.start(job("pid"))
+        assert status == [rank.status for rank in first.result().ranks]
+        after = second.result()
+        assert after.ok
+        assert set(before).isdisjoint(rank.value[0] for rank in after.ranks)
+
+    def test_what_cannot_run_is_told_by_its_own_result(self, engine):
+        """And not by the start of the next job."""
+        first, second = engine.start(job("no_such_function")), engine.start(job("echo", 2))
+        with pytest.raises(EngineError, match="no_such_function"):
+            first.result()
+        assert [2, 2] == [rank.value for rank in second.result().ranks]
 
     def test_a_dropped_job_has_no_result(self, engine):
         """Renewing the ranks drops what runs; the next job has new ranks."""

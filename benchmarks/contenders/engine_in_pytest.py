@@ -30,9 +30,8 @@ def outcomes() -> Iterator[Iterator[list[cases.Outcome]]]:
 def _ahead(engine: Engine) -> Iterator[list[cases.Outcome]]:
     running = _start(engine, 0)
     for number in range(ASSIGNMENT.count):
-        result = running.result()
-        if number + 1 < ASSIGNMENT.count:
-            running = _start(engine, number + 1)
+        following = _start(engine, number + 1) if number + 1 < ASSIGNMENT.count else running
+        result, running = running.result(), following
         assert result.ok, result
         yield cast(list[cases.Outcome], [rank.value for rank in result.ranks])
 

@@ -17,11 +17,11 @@ from .launcher import LocalSite
 from .records import EngineError, Job, JobResult, check
 from .store import StoreServer
 from .virtual.world import VirtualWorld
-from .world import World
+from .world import Begun, World
 
 
 class Engine:
-    """Runs jobs on ranks that stay for the next job; one thread at a time may use it, for one job at a time.
+    """Runs jobs on ranks that stay for the next job; one thread at a time may use it.
 
     A world of each size is made when first needed and kept. The ranks see the driver's `sys.path` and working
     directory as they were on construction. The engine seeds nothing, and random state passes to the next job on
@@ -73,23 +73,31 @@ class Engine:
     def start(self, job: Job) -> Running:
         """Sends a job to its ranks and returns while it runs there; a fault on a rank will be in the result.
 
+        Waits for the job before, if its result was not taken. What is still to be read of that is read while the ranks
+        run this one: to start a job first, and then take the result of the one before, is quicker than the reverse.
+
         Raises:
-            EngineError: the job is malformed, ranks cannot be started, the engine is closed, or the result of the
-                job before has not been taken.
+            EngineError: the job is malformed, ranks cannot be started, or the engine is closed.
         """
         if self._closed:
             raise EngineError("the engine is closed")
-        if self._running is not None:
-            raise EngineError(f"{self._running.job.function} still runs; take its result() before the next start()")
         check(job)
         delays.check(job.asynchrony, self.device)
         try:
             payload = wire.dumps(job.payload)
         except Exception as error:
             raise EngineError(f"the payload of {job.function} cannot be pickled: {one_line(error)}") from error
-        with self._unharmed():
-            self._world(job.world).start(next(self._numbers), job, payload)
-        self._running = Running(job, self._collect)
+        previous = self._running
+        if previous is not None:
+            with self._unharmed():
+                previous.make_way(job.world)
+        world, begun = self._send(job, payload)
+        if previous is not None and not previous.finished:
+            stops = world.stops
+            previous.finish()
+            if world.stops != stops:  # the ranks disagreed in the job before, and with them this one was dropped
+                _, begun = self._send(job, payload)
+        self._running = Running(job, begun, self._collect)
         return self._running
 
     def renew(self) -> None:
@@ -116,10 +124,16 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _collect(self, job: Job) -> JobResult:
-        self._running = None
+    def _send(self, job: Job, payload: Sequence[wire.Buffer]) -> tuple[World | VirtualWorld, Begun]:
         with self._unharmed():
-            return self._worlds[job.world].collect()
+            world = self._world(job.world)
+            return world, world.start(next(self._numbers), job, payload)
+
+    def _collect(self, running: Running) -> JobResult:
+        if self._running is running:
+            self._running = None
+        with self._unharmed():
+            return running.begun.collect()
 
     @contextlib.contextmanager
     def _unharmed(self) -> Iterator[None]:
@@ -154,11 +168,17 @@ class Engine:
 class Running:
     """A job that was sent to its ranks."""
 
-    def __init__(self, job: Job, collect: Callable[[Job], JobResult]) -> None:
+    def __init__(self, job: Job, begun: Begun, collect: Callable[[Running], JobResult]) -> None:
         self.job = job
+        self.begun = begun
         self._collect = collect
         self._result: JobResult | None = None
-        self._dropped: str | None = None
+        self._failure: EngineError | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether asking for the result waits for nothing."""
+        return self._result is not None or self._failure is not None
 
     def result(self) -> JobResult:
         """Waits for the job, the first time that it is asked, and returns how it went.
@@ -167,17 +187,35 @@ class Running:
             EngineError: the function or payload cannot be loaded on the ranks, or a group not be made; or there
                 will be no result because the engine was closed or its ranks renewed.
         """
-        if self._dropped is not None:
-            raise EngineError(f"{self.job.function} has no result: {self._dropped} before it was taken")
-        if self._result is None:
-            try:
-                self._result = self._collect(self.job)
-            except BaseException:
-                self.drop("taking it failed")
-                raise
+        self.finish()
+        if self._failure is not None:
+            raise self._failure
+        assert self._result is not None
         return self._result
 
+    def make_way(self, world: int) -> None:
+        """Waits until the ranks can have a job for a world of that size; finishes unless that can wait."""
+        try:
+            settled = self.begun.settle()
+        except BaseException:  # Ctrl-C
+            self.drop("waiting for it failed")
+            raise
+        if not settled or world != self.job.world:
+            self.finish()
+
+    def finish(self) -> None:
+        """Waits for the job; what is wrong with it is raised when its result is taken."""
+        if self.finished:
+            return
+        try:
+            self._result = self._collect(self)
+        except EngineError as error:
+            self._failure = error
+        except BaseException:  # Ctrl-C
+            self.drop("taking it failed")
+            raise
+
     def drop(self, why: str) -> None:
-        """Gives up on the result, unless it was taken."""
-        if self._result is None:
-            self._dropped = why
+        """Gives up on the result, unless it is there."""
+        if not self.finished:
+            self._failure = EngineError(f"{self.job.function} has no result: {why} before it was taken")

@@ -26,7 +26,10 @@ _QUIET_S = 0.2  # without news, before ranks are watched for stillness: short jo
 
 
 class Vigil:
-    """Waits until every rank has answered or ended, the deadline passes, or the ranks can no longer move."""
+    """Waits until every rank has answered or ended, the deadline passes, or the ranks can no longer move.
+
+    What is read of the answers and of what the ranks wrote can wait: `settle` leaves that to `findings`.
+    """
 
     def __init__(
         self, host: Host, ranks: Sequence[RankProcess], number: int, began: float, job: Job, *, gpu: bool
@@ -40,7 +43,25 @@ class Vigil:
         self._until = began + job.deadline_s
         self._pending = {process.rank: process for process in ranks}
         self._findings: dict[int, Finding] = {}
-        self._ledgers: dict[int, bytes] = {}  # as they were when ranks without an answer were given up
+        self._ledgers: dict[int, bytes] = {}  # as they were when all had answered, or the others were given up
+        self._failure: EngineError | None = None
+        self._ended = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """From the beginning until all had answered or were given up."""
+        return self._ended - self.began
+
+    def settle(self) -> bool:
+        """Waits, the first time; tells whether all ranks returned and left nothing behind."""
+        if not self._ended:
+            try:
+                self._wait()
+            except EngineError as error:
+                self._failure = error
+            self._ended = time.monotonic()
+        results = [finding.result for finding in self._findings.values()]
+        return self._failure is None and all(result.status == "ok" and not result.left for result in results)
 
     def findings(self) -> list[Finding]:
         """Returns one finding per rank, in the order of ranks.
@@ -48,6 +69,12 @@ class Vigil:
         Raises:
             EngineError: a rank could not load the function or the payload, or not make a group.
         """
+        self.settle()
+        if self._failure is not None:
+            raise self._failure
+        return [self._complete(process, self._ledgers[process.rank]) for process in self._ranks]
+
+    def _wait(self) -> None:
         with selectors.DefaultSelector() as selector:
             for waker in self._host.wakers():
                 selector.register(waker, selectors.EVENT_READ, None)
@@ -56,8 +83,7 @@ class Vigil:
             self._listen(selector)
         if self._pending:
             self._give_up(f"no answer within {self._job.deadline_s:.1f} s")
-        ledgers = self._ledgers or self._host.ledgers(self._ranks)
-        return [self._complete(process, ledgers[process.rank]) for process in self._ranks]
+        self._ledgers = self._ledgers or self._host.ledgers(self._ranks)
 
     def _listen(self, selector: selectors.BaseSelector) -> None:
         watch: DeadlockWatch | None = None

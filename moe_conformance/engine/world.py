@@ -6,6 +6,8 @@ import contextlib
 import selectors
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from . import blame, wire
 from .host import Host, RankProcess
@@ -17,6 +19,20 @@ from .transport import assign
 from .vigil import Vigil
 
 _START_LIMIT_S = 120.0
+
+
+class Begun(Protocol):
+    """A job that ranks were given."""
+
+    def settle(self) -> bool:
+        """Tells whether the ranks can have another job before this one is collected; may wait for them."""
+
+    def collect(self) -> JobResult:
+        """Waits for the job, once.
+
+        Raises:
+            EngineError: a rank could not load the function or the payload, or not make a group.
+        """
 
 
 class World:
@@ -33,9 +49,9 @@ class World:
         self._host = host
         self._store = store
         self._ranks: list[RankProcess] = []
-        self._vigil: Vigil | None = None  # over the job that runs
+        self.stops = 0
 
-    def start(self, number: int, job: Job, payload: Sequence[wire.Buffer]) -> None:
+    def start(self, number: int, job: Job, payload: Sequence[wire.Buffer]) -> Begun:
         """Sends a job to the ranks; `payload` is the job's, in buffers, and `number` is never used twice.
 
         Raises:
@@ -46,34 +62,27 @@ class World:
             began = time.monotonic()
             message = [*wire.dumps(Assignment(number, job.function, dict(job.groups), job.asynchrony)), *payload]
             self._post(message, job.deadline_s)
-            self._vigil = Vigil(self._host, self._ranks, number, began, job, gpu=self._device != "cpu")
+            return _Begun(self, Vigil(self._host, self._ranks, number, began, job, gpu=self._device != "cpu"))
         except BaseException:
             self.stop()
             raise
 
-    def collect(self) -> JobResult:
-        """Waits for the job that was started.
-
-        Raises:
-            EngineError: a rank could not load the function or the payload, or not make a group.
-        """
-        assert self._vigil is not None, "no job was started"
+    def collect(self, vigil: Vigil) -> JobResult:
+        """Waits for a job that was started."""
         try:
-            findings = self._vigil.findings()
-            seconds = time.monotonic() - self._vigil.began
+            findings = vigil.findings()
         except BaseException:  # Ctrl-C too: the ranks are in the middle of something
             self.stop()
             raise
-        self._vigil = None
         disagreements = blame.disagreements(findings)
-        result = JobResult(blame.assign(findings, disagreements), seconds, disagreements)
+        result = JobResult(blame.assign(findings, disagreements), vigil.seconds, disagreements)
         if not result.ok or any(rank.left for rank in result.ranks):
             self.stop()
         return result
 
     def stop(self) -> None:
         """Kills the ranks; the next job starts new ones."""
-        self._vigil = None
+        self.stops += 1
         ranks, self._ranks = self._ranks, []
         for process in ranks:
             self._host.drop(process)
@@ -125,3 +134,15 @@ class World:
             process.channel.socket.settimeout(deadline_s)
             with contextlib.suppress(OSError):  # it has just ended, or is stopped: there will be no answer
                 process.channel.send(message)
+
+
+@dataclass(frozen=True)
+class _Begun:
+    world: World
+    vigil: Vigil
+
+    def settle(self) -> bool:
+        return self.vigil.settle()
+
+    def collect(self) -> JobResult:
+        return self.world.collect(self.vigil)

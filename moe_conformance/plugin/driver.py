@@ -52,6 +52,13 @@ class Driver:
         """End the ranks, if there are any."""
         self._outcomes.close()
 
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collection(self, session: pytest.Session) -> Generator[None, object, object]:
+        """Have the ranks' imports done while items are collected."""
+        if not session.config.option.collectonly:
+            self._outcomes.open()
+        return (yield)
+
     # ---- which items there are ---------------------------------------------------------------------------------
 
     @pytest.hookimpl(tryfirst=True)

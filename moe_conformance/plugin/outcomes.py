@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, wraps
+from threading import Thread
 from typing import ParamSpec, TypeVar
 
 import pytest
@@ -70,11 +72,22 @@ class Outcomes:
     def __init__(self, run: Run) -> None:
         """Start nothing yet."""
         self._run = run
-        self._engine: Engine | None = None
+        self._opened: Future[Engine] | None = None
         self._kept: Kept | None = None
         self._ahead: _Ahead | None = None
         self._repeated: Kept | None = None
         self._repeats = 0
+
+    def open(self) -> None:
+        """Begin to start what forks the ranks, which imports for seconds; whoever wants the ranks first waits for it.
+
+        Its fault is told then. A daemon thread does it: a session that ends before is not kept, and what it leaves
+        half started ends with it.
+        """
+        if self._opened is None:
+            opened: Future[Engine] = Future()
+            self._opened = opened
+            Thread(target=self._open, args=(opened,), name="opens the engine", daemon=True).start()
 
     def holds(self, case: Case) -> bool:
         """Whether asking for the case runs nothing."""
@@ -85,9 +98,10 @@ class Outcomes:
         """Return what a case brought back; if it had to run for that, begin the following one."""
         if self._kept is None or self._kept.case is not case:
             self._kept = None
-            self._kept = Kept(case, self._take(case))
-            if following is not None:
+            step = self._take(case)
+            if following is not None:  # before this one's outcome is read: so that the ranks need not wait for it
                 self._begin(following)
+            self._kept = Kept(case, step.outcome())
         return self._kept
 
     @_ends_with_its_site
@@ -126,15 +140,15 @@ class Outcomes:
     def close(self) -> None:
         """End the ranks, if there are any, and what runs on them."""
         self._ahead = None
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
+        opened, self._opened = self._opened, None
+        if opened is not None and opened.exception() is None:
+            opened.result().close()
 
-    def _take(self, case: Case) -> Outcome:
-        if self._ahead is None or self._ahead.case is not case:
-            return self.step(case.workload)
+    def _take(self, case: Case) -> Step:
         ahead, self._ahead = self._ahead, None
-        return ahead.step.outcome()
+        if ahead is not None and ahead.case is case:
+            return ahead.step
+        return start(self._started, self._run.target, case.workload)
 
     def _begin(self, case: Case) -> None:
         try:
@@ -151,17 +165,25 @@ class Outcomes:
 
     @property
     def _started(self) -> Engine:
-        if self._engine is None:
-            torch.set_num_threads(1)  # the oracles' tensors are tiny: more threads only take the cores from the ranks
-            try:
-                options = self._run.options
-                self._engine = Engine(
-                    device=options.device,
-                    virtual=options.profile == VIRTUAL,
-                    site=self._run.site,
-                    **engine_needs(self._run.backend),
-                )
-            except EngineError as error:  # the machine's or the installation's: no item is at fault
-                reason = str(error).partition("\n")[0]
-                pytest.exit(f"the ranks cannot start: {reason}; try `moe-conformance doctor`", returncode=_USAGE_ERROR)
-        return self._engine
+        self.open()
+        assert self._opened is not None
+        torch.set_num_threads(1)  # the oracles' tensors are tiny: more threads only take the cores from the ranks
+        try:
+            return self._opened.result()
+        except EngineError as error:  # the machine's or the installation's: no item is at fault
+            reason = str(error).partition("\n")[0]
+            pytest.exit(f"the ranks cannot start: {reason}; try `moe-conformance doctor`", returncode=_USAGE_ERROR)
+
+    def _open(self, opened: Future[Engine]) -> None:
+        options = self._run.options
+        try:
+            engine = Engine(
+                device=options.device,
+                virtual=options.profile == VIRTUAL,
+                site=self._run.site,
+                **engine_needs(self._run.backend),
+            )
+        except BaseException as error:
+            opened.set_exception(error)
+        else:
+            opened.set_result(engine)

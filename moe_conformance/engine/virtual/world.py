@@ -17,6 +17,7 @@ from ..infrastructure import classify
 from ..launcher import describe_exit
 from ..rank import Answer, Assignment, Station
 from ..records import EngineError, Job, JobResult, RankResult
+from ..world import Begun
 from .threads import End, Order
 
 _START_LIMIT_S = 120.0
@@ -25,10 +26,18 @@ _WAITS = re.compile(r'first\):\n  File ".*/engine/virtual/turns\.py"')  # for th
 
 
 @dataclass(frozen=True)
-class _Running:
+class _Begun:
+    world: VirtualWorld
     job: Job
-    number: int
     began: float
+
+    def settle(self) -> bool:
+        """Never: one process answers for all of its ranks, and what they left behind is known once that is read."""
+        return False
+
+    def collect(self) -> JobResult:
+        """Waits for the job."""
+        return self.world.collect(self)
 
 
 class VirtualWorld:
@@ -40,9 +49,9 @@ class VirtualWorld:
             rank=0, device=device, world=size, transport="", address="", port=0, prefix="", virtual=True
         )
         self._process: RankProcess | None = None
-        self._running: _Running | None = None
+        self.stops = 0
 
-    def start(self, number: int, job: Job, payload: Sequence[wire.Buffer]) -> None:
+    def start(self, number: int, job: Job, payload: Sequence[wire.Buffer]) -> Begun:
         """Sends a job to the ranks; `payload` is the job's, in buffers, and `number` is never used twice.
 
         Raises:
@@ -52,26 +61,22 @@ class VirtualWorld:
             raise EngineError(f"virtual ranks have no {job.asynchrony} collectives; run the job on real ones")
         try:
             process = self._ensure()
-            self._running = _Running(job, number, time.monotonic())
+            begun = _Begun(self, job, time.monotonic())
             order = Order(Assignment(number, job.function, dict(job.groups)), job.deadline_s)
             process.channel.socket.settimeout(job.deadline_s)
             self._host.begin([process])
             with contextlib.suppress(OSError):  # it has just ended, or is stopped: there will be no answer
                 process.channel.send([*wire.dumps(order), *payload])
+            return begun
         except BaseException:
             self.stop()
             raise
 
-    def collect(self) -> JobResult:
-        """Waits for the job that was started.
-
-        Raises:
-            EngineError: the function or payload cannot be loaded on the ranks, or a group not be made.
-        """
-        assert self._running is not None, "no job was started"
+    def collect(self, begun: _Begun) -> JobResult:
+        """Waits for a job that was started."""
         try:
-            findings = self._findings(self._running)
-            seconds = time.monotonic() - self._running.began
+            findings = self._findings(begun)
+            seconds = time.monotonic() - begun.began
             disagreements = blame.disagreements(findings)
             results = blame.assign(findings, disagreements)
             result = JobResult(self._with_output(results), seconds, disagreements)
@@ -80,12 +85,11 @@ class VirtualWorld:
         except BaseException:
             self.stop()
             raise
-        self._running = None
         return result
 
     def stop(self) -> None:
         """Kills the process; the next job starts another."""
-        self._running = None
+        self.stops += 1
         if self._process is not None:
             self._host.drop(self._process)
             self._process = None
@@ -112,19 +116,19 @@ class VirtualWorld:
 
     # ---- what became of the job ----------------------------------------------------------------------------------
 
-    def _findings(self, running: _Running) -> list[Finding]:
+    def _findings(self, begun: _Begun) -> list[Finding]:
         assert self._process is not None
-        message = self._hear(self._process, running)
+        message = self._hear(self._process, begun)
         if message is not None:
-            return _read(message, running.job)
+            return _read(message, begun.job)
         code = self._host.exit_code(self._process)
         if code is not None:
             return self._died(self._process, code)
-        return self._unresponsive(self._process, running.job.deadline_s)
+        return self._unresponsive(self._process, begun.job.deadline_s)
 
-    def _hear(self, process: RankProcess, running: _Running) -> list[bytearray] | None:
+    def _hear(self, process: RankProcess, begun: _Begun) -> list[bytearray] | None:
         """Returns the message in which the process answers, or None if it has ended or its time is up."""
-        until = running.began + running.job.deadline_s + _GRACE_S
+        until = begun.began + begun.job.deadline_s + _GRACE_S
         with selectors.DefaultSelector() as selector:
             for waker in self._host.wakers():
                 selector.register(waker, selectors.EVENT_READ)
