@@ -54,9 +54,10 @@ def backend_lines(importable: bool) -> Iterator[str]:
 
 
 def requirement_lines() -> Iterator[str]:
-    """Yield a line per requirement."""
-    for requirement in spec.load().values():
-        yield f"{requirement.id}  {requirement.sentence}"
+    """Yield a line per requirement, with level and profile, the profile in brackets where no check decides it yet."""
+    for each in spec.load().values():
+        profile = f"({each.profile})" if each.waits_for else each.profile
+        yield f"{each.id:8}  {each.level:6}  {profile:9}  {each.sentence}"
 
 
 def check_lines() -> Iterator[str]:

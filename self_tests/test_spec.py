@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from moe_conformance import spec
-from moe_conformance.spec import BadSpec, requirement
+from moe_conformance.spec import BadSpec, pages, requirement
+from self_tests.checks import checks
+
+PAGES = Path(__file__).parents[1] / "docs" / "spec"
 
 ENTRY = {
     "id": "EXCH-01",
     "level": "MUST",
+    "profile": "quick",
     "sentence": "It MUST hold.",
     "formula": "f",
     "degenerate": "none",
@@ -34,6 +40,7 @@ class TestLoad:
             ({"id": "EXCH-1"}, "PREFIX-nn"),
             ({"level": "MAY"}, "level is MUST or SHOULD"),
             ({"level": "SHOULD"}, "the sentence says it"),
+            ({"profile": "fast"}, "the profile is one of quick, full, virtual, not 'fast'"),
             ({"sentnce": "x"}, "unknown: sentnce"),
         ],
     )
@@ -46,6 +53,41 @@ class TestLoad:
         """No field may be left out."""
         with pytest.raises(BadSpec, match="source"):
             spec._parse("exchange", {key: value for key, value in ENTRY.items() if key != "source"})
+
+
+class TestUnchecked:
+    """The list of requirements that wait for a check."""
+
+    LAW = {"EXCH-01": spec._parse("exchange", ENTRY)}
+
+    def test_it_says_what_each_waits_for(self) -> None:
+        """The reason stands with the requirement."""
+        law = spec._with_unchecked(self.LAW, [{"waits_for": "a surface", "ids": ["EXCH-01"]}])
+        assert "a surface" == law["EXCH-01"].waits_for
+
+    @pytest.mark.parametrize(("ids", "words"), [(["EXCH-02"], "there is no EXCH-02"), (["EXCH-01"] * 2, "twice")])
+    def test_a_wrong_id_is_told(self, ids: list[str], words: str) -> None:
+        """One that the law does not have, or that stands there twice."""
+        with pytest.raises(BadSpec, match=words):
+            spec._with_unchecked(self.LAW, [{"waits_for": "a surface", "ids": ids}])
+
+    def test_it_holds_exactly_what_no_check_cites(self) -> None:
+        """The gate: every requirement has a check or stands in the list, and none has both."""
+        assert {each.id for each in spec.load().values() if not each.waits_for} == set(checks())
+
+
+class TestPages:
+    def test_they_are_those_of_the_law(self) -> None:
+        """docs/spec holds what `python -m moe_conformance.spec.pages docs/spec` would write."""
+        written = {path.name: path.read_text(encoding="utf-8") for path in PAGES.glob("*.md")}
+        assert pages.pages(pages.read_others(PAGES)) == written
+
+    def test_every_behaviour_of_another_suite_is_covered_or_has_a_reason(self) -> None:
+        """Rows count up without gaps; each names requirements of the law, or says why there is none."""
+        rows = pages.read_others(PAGES)
+        assert list(range(1, len(rows) + 1)) == [row["number"] for row in rows]
+        assert [] == [row["number"] for row in rows if bool(row["requirements"]) == bool(row.get("reason"))]
+        assert set() == {each for row in rows for each in row["requirements"]} - set(spec.load())
 
 
 class TestRequirement:

@@ -46,6 +46,8 @@ def prepare(options: Options, site: Site | None = None) -> Run:
     """
     if unknown := [wanted for wanted in options.ids if wanted not in spec.load()]:
         raise Unusable(f"no requirement {', '.join(unknown)}; `moe-conformance list requirements` shows all of them")
+    if waiting := [spec.load()[wanted] for wanted in options.ids if spec.load()[wanted].waits_for]:
+        raise Unusable(f"no check decides {waiting[0].id} yet: it waits for {waiting[0].waits_for}")
     target = planted(options.plant) if options.plant else options.backend
     backend, versions = open_backend(target)
     _require_device(options.device)

@@ -92,7 +92,9 @@ def _requirement(requirement: Requirement, records: Sequence[Record]) -> dict[st
         "id": requirement.id,
         "chapter": requirement.chapter,
         "level": requirement.level,
+        "profile": requirement.profile,
         "sentence": requirement.sentence,
+        "waits_for": requirement.waits_for or None,  # there is no check yet
         "verdict": overall(record.verdict for record in own),
         "worst": max((record.worst for record in own), default=0.0),
         "checks": [record.to_json() for record in own],

@@ -1,0 +1,106 @@
+"""The law as pages to read: `python -m moe_conformance.spec.pages docs/spec` writes one for each chapter.
+
+Beside them stands other_suites.toml, what ten other test suites check, with the requirements that cover it; its page
+is written too.
+"""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moe_conformance import spec
+from moe_conformance.spec import Requirement
+
+OTHERS = "other_suites.toml"
+
+
+def pages(others: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return every page by its file name.
+
+    Args:
+        others: The behaviours of other_suites.toml.
+    """
+    chapters: dict[str, list[Requirement]] = {}
+    for each in spec.load().values():
+        chapters.setdefault(each.chapter, []).append(each)
+    found = {f"{chapter}.md": _chapter(chapter, law) for chapter, law in chapters.items()}
+    return {"README.md": _index(chapters), "other_suites.md": _others(others), **found}
+
+
+def read_others(folder: Path) -> Sequence[Mapping[str, Any]]:
+    """Return the behaviours that other suites check, from the folder of the pages."""
+    behaviours: Sequence[Mapping[str, Any]] = tomllib.loads((folder / OTHERS).read_text(encoding="utf-8"))["behaviour"]
+    return behaviours
+
+
+def _index(chapters: Mapping[str, Sequence[Requirement]]) -> str:
+    rows = [
+        (f"[{chapter}]({chapter}.md)", law[0].id.split("-")[0], len(law), sum(not each.waits_for for each in law))
+        for chapter, law in chapters.items()
+    ]
+    every = [each for law in chapters.values() for each in law]
+    total = ("all", "", len(every), sum(not each.waits_for for each in every))
+    return _page(
+        "The law",
+        "Every requirement has a permanent id. What has no check yet, and why, stands with it.",
+        _table(("chapter", "ids", "requirements", "with a check"), [*rows, total]),
+        "[What other test suites check](other_suites.md), and the requirements that cover it.",
+    )
+
+
+def _chapter(chapter: str, law: Sequence[Requirement]) -> str:
+    return _page(chapter.replace("_", " ").capitalize(), *(_entry(each) for each in law))
+
+
+def _entry(each: Requirement) -> str:
+    rows = [("formula", each.formula), ("degenerate cases", each.degenerate), ("source", each.source)]
+    state = f"no check yet: it waits for {each.waits_for}" if each.waits_for else f"decided in the {each.profile} profile"
+    return "\n\n".join(
+        [
+            f"## {each.id}",
+            f"**{each.sentence}**",
+            "\n".join(f"- {name}: {text}" for name, text in rows),
+            f"{each.level}, since {each.since}; {state}.",
+        ]
+    )
+
+
+def _others(behaviours: Iterable[Mapping[str, Any]]) -> str:
+    rows = [
+        (each["number"], each["words"], ", ".join(each["requirements"]) or each["reason"])
+        for each in sorted(behaviours, key=lambda each: each["number"])
+    ]
+    return _page(
+        "What other test suites check",
+        "Behaviours that the tests of Megatron-LM, torchtitan, DeepEP, TransformerEngine, DeepSpeed, Tutel, "
+        "Megatron-Bridge, vLLM, SGLang and transformers check, well or not, and the requirements that cover them.",
+        _table(("", "behaviour", "covered by"), rows),
+    )
+
+
+def _table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+def _page(title: str, *parts: str) -> str:
+    note = "<!-- written by `python -m moe_conformance.spec.pages docs/spec`; change the TOML files instead -->"
+    return "\n\n".join([f"# {title}", note, *parts]) + "\n"
+
+
+def main(folder: Path) -> None:
+    """Write the pages into a folder and remove those of chapters that are no more."""
+    wanted = pages(read_others(folder))
+    for path in folder.glob("*.md"):
+        if path.name not in wanted:
+            path.unlink()
+    for name, text in wanted.items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
