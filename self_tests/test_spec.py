@@ -55,21 +55,22 @@ class TestLoad:
             spec._parse("exchange", {key: value for key, value in ENTRY.items() if key != "source"})
 
 
+LAW = {"EXCH-01": spec._parse("exchange", ENTRY)}
+
+
 class TestUnchecked:
     """The list of requirements that wait for a check."""
 
-    LAW = {"EXCH-01": spec._parse("exchange", ENTRY)}
-
     def test_it_says_what_each_waits_for(self) -> None:
         """The reason stands with the requirement."""
-        law = spec._with_unchecked(self.LAW, [{"waits_for": "a surface", "ids": ["EXCH-01"]}])
+        law = spec._with_unchecked(LAW, [{"waits_for": "a surface", "ids": ["EXCH-01"]}])
         assert "a surface" == law["EXCH-01"].waits_for
 
     @pytest.mark.parametrize(("ids", "words"), [(["EXCH-02"], "there is no EXCH-02"), (["EXCH-01"] * 2, "twice")])
     def test_a_wrong_id_is_told(self, ids: list[str], words: str) -> None:
         """One that the law does not have, or that stands there twice."""
         with pytest.raises(BadSpec, match=words):
-            spec._with_unchecked(self.LAW, [{"waits_for": "a surface", "ids": ids}])
+            spec._with_unchecked(LAW, [{"waits_for": "a surface", "ids": ids}])
 
     def test_it_holds_exactly_what_no_check_cites(self) -> None:
         """The gate: every requirement has a check or stands in the list, and none has both."""

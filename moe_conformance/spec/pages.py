@@ -58,7 +58,9 @@ def _chapter(chapter: str, law: Sequence[Requirement]) -> str:
 
 def _entry(each: Requirement) -> str:
     rows = [("formula", each.formula), ("degenerate cases", each.degenerate), ("source", each.source)]
-    state = f"no check yet: it waits for {each.waits_for}" if each.waits_for else f"decided in the {each.profile} profile"
+    state = f"decided in the {each.profile} profile"
+    if each.waits_for:
+        state = f"no check yet: it waits for {each.waits_for}"
     return "\n\n".join(
         [
             f"## {each.id}",
