@@ -1,0 +1,88 @@
+"""Fixed receive buffers by hand: how many rows can come, when they are too many, and what may be left out then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .exchange import Pair
+
+
+def worst_case_rows(
+    tokens_by_rank: Sequence[int],
+    top_k: int,
+    held: int,
+    *,
+    alignment: int = 1,
+    equal_sizes: bool = False,
+    per_token: bool = False,
+) -> int:
+    """Rows of a buffer that cannot overflow: every token sends what it can, one row for each of its K and our N.
+
+    With `equal_sizes` every rank sends as much as the longest. With `per_token` a token sends one row, if there is
+    an expert to ask for it. An expert that gets a row may be filled up by p - 1; one that gets none is not.
+    """
+    small = not tokens_by_rank or min(tokens_by_rank) < 0 or top_k < 1 or held < 0 or alignment < 1
+    if small or (alignment > 1 and per_token):
+        raise ValueError(f"{tokens_by_rank}, {top_k}, {held}, {alignment}")
+    rows = 0
+    for own in tokens_by_rank:
+        for _ in range(max(tokens_by_rank) if equal_sizes else own):
+            slots_left, experts_left = 1 if per_token else top_k, held
+            while slots_left and experts_left:
+                rows, slots_left, experts_left = rows + 1, slots_left - 1, experts_left - 1
+    filled_up = 0
+    for expert in range(held):
+        if expert < rows:  # a row for this one, too, if each before it has one
+            filled_up += alignment - 1
+    return rows + filled_up
+
+
+def over_budget(rows_N: Sequence[int], budget: int, *, alignment: int = 1) -> bool:
+    """Whether the rows that are wanted, each expert's filled up to a multiple, do not fit."""
+    if alignment < 1 or budget < 0 or any(rows < 0 for rows in rows_N):
+        raise ValueError(f"{rows_N}, {budget}, {alignment}")
+    wanted = 0
+    for rows in rows_N:
+        place = 0
+        while place < rows:
+            place += alignment
+        wanted += place
+    return wanted > budget
+
+
+def legal_deliveries(
+    delivered: Sequence[Pair], wanted: Sequence[Pair], budgets: Sequence[int], *, alignment: int = 1
+) -> list[bool]:
+    """Whether each rank got what a rank of its budget may get."""
+    if any(not 0 <= pair.destination < len(budgets) for pair in [*delivered, *wanted]):
+        raise ValueError("a pair goes to a rank without a budget")
+    verdicts = []
+    for rank, budget in enumerate(budgets):
+        got = [pair for pair in delivered if pair.destination == rank]
+        asked = [pair for pair in wanted if pair.destination == rank]
+        rows_N = [sum(pair.expert == expert for pair in asked) for expert in sorted({pair.expert for pair in asked})]
+        over = over_budget(rows_N, budget, alignment=alignment)
+        legal = len(got) <= budget and all(got.count(pair) == 1 and pair in asked for pair in got)
+        legal = legal and (over or all(pair in got for pair in asked))
+        for pair in asked:
+            shards = [other for other in wanted if other[:3] == pair[:3]]
+            reached = sum(other in delivered for other in shards)
+            legal = legal and reached in (0, len(shards))
+        verdicts.append(legal)
+    return verdicts
+
+
+def delivered_slots(delivered: Sequence[Pair], ids_by_rank: Sequence[NDArray[np.int64]]) -> list[NDArray[np.bool_]]:
+    """Which slots of every source rank were delivered anywhere."""
+    reached = [np.zeros(ids_TK.shape, dtype=np.bool_) for ids_TK in ids_by_rank]
+    for source, token, slot, _, expert in delivered:
+        if not 0 <= source < len(ids_by_rank) or token < 0 or slot < 0:
+            raise ValueError(f"no slot {slot} of token {token} on rank {source}")
+        ids_TK = ids_by_rank[source]
+        if token >= ids_TK.shape[0] or slot >= ids_TK.shape[1] or expert < 0 or ids_TK[token, slot] != expert:
+            raise ValueError(f"slot {slot} of token {token} on rank {source} did not choose {expert}")
+        reached[source][token, slot] = True
+    return reached
