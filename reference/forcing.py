@@ -1,0 +1,128 @@
+"""Forcing: routes that a strategy decides instead of the scores, for benchmarks.
+
+Here: what is a route at all, balanced routes, and which strategies may be asked for. Hot ranks, nodes and
+experts are in `forcing_hot.py`, random ones in `forcing_draws.py`, weights and gradients in
+`forcing_scores.py`; the loads are `capacity.loads` of the forced ids.
+
+Sources: behaviour of torchtitan's forced load balance and Megatron-Core's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+STRATEGIES = "random", "biased", "round_robin", "worst_rank", "one_expert", "one_node", "alternating", "ratio"
+WITH_PARAMETER = "biased", "ratio"
+
+
+def legal_ids(ids_TK: Tensor, experts: int, *, padding_T: Tensor | None = None) -> Tensor:
+    """Say of each token whether its ids are a route, int64 (T, K) -> bool (T,).
+
+    Rule: K different ids in 0..E-1. A token that `padding_T`, bool (T,), marks True may instead have nothing
+    but empty slots (-1), not a mixture.
+
+    Decides: FORCE-02. Source: definition of top-K routing.
+
+    >>> ids, padding = torch.tensor([[2, 0], [1, 1], [3, 0], [-1, -1]]), torch.tensor([False] * 3 + [True])
+    >>> legal_ids(ids, 3).tolist(), legal_ids(ids, 3, padding_T=padding).tolist()
+    ([True, False, False, False], [True, False, False, True])
+    """
+    padding = [False] * len(ids_TK) if padding_T is None else padding_T.tolist()
+    if len(padding) != len(ids_TK):
+        raise ValueError(f"a padding mask of {len(padding)} for {len(ids_TK)} tokens")
+    legal = []
+    for ids_K, is_padding in zip(ids_TK.tolist(), padding, strict=True):
+        routed = len(set(ids_K)) == len(ids_K) and set(ids_K) <= set(range(experts))
+        legal.append(routed or (is_padding and set(ids_K) == {-1}))
+    return torch.tensor(legal, dtype=torch.bool)  # (T,)
+
+
+def round_robin(tokens: int, top_k: int, experts: int, *, rank: int = 0) -> Tensor:
+    """Deal the experts out in turn, each rank going on where the one before ends, int64 (T, K).
+
+    Rule: id_tk = ((rank T + t) K + k) mod E, for ranks of equal T. One of the legal routes (`balanced`).
+    T = 0 gives (0, K).
+
+    Decides: FORCE-03, FORCE-04. Source: behaviour of torchtitan's forced load balance.
+
+    >>> round_robin(2, 3, 5).tolist(), round_robin(2, 3, 5, rank=1).tolist()
+    ([[0, 1, 2], [3, 4, 0]], [[1, 2, 3], [4, 0, 1]])
+    """
+    if tokens < 0 or rank < 0 or not 1 <= top_k <= experts:
+        raise ValueError(f"T = {tokens}, rank {rank}, K = {top_k} of E = {experts}: need T, rank >= 0, 1 <= K <= E")
+    ids = [[((rank * tokens + t) * top_k + k) % experts for k in range(top_k)] for t in range(tokens)]  # T, K
+    return torch.tensor(ids, dtype=torch.int64).reshape(tokens, top_k)  # (T, K)
+
+
+def balanced(loads_E: Tensor) -> bool:
+    """Say whether one rank's loads, int64 (E,), differ by at most one.
+
+    Decides: FORCE-03. Source: arithmetic, as even as K T choices of E experts can be.
+
+    >>> balanced(torch.tensor([2, 1, 2])), balanced(torch.tensor([3, 1, 2]))
+    (True, False)
+    """
+    return int(loads_E.max() - loads_E.min()) <= 1
+
+
+def balanced_sum(loads_by_rank: Sequence[Tensor]) -> bool:
+    """Say whether the sum over source ranks of their loads, int64 (E,) each, is as even as it must be.
+
+    Rule: its largest and smallest load differ by at most 1 if all ranks have as many tokens, and by at most
+    the number of ranks if not. Raises on no rank.
+
+    Decides: FORCE-04. Source: arithmetic, equal starts give every remainder to the same experts.
+
+    >>> one, two = torch.tensor([2, 2, 1, 1]), torch.tensor([1, 1, 2, 2])
+    >>> balanced_sum([one, two]), balanced_sum([one, one]), balanced_sum([one, torch.tensor([1, 0, 0, 0])])
+    (True, False, True)
+    """
+    if not loads_by_rank:
+        raise ValueError("no rank's loads to add up")
+    sum_E = torch.stack(list(loads_by_rank)).sum(dim=0)  # (E,)
+    equal = len({int(loads_E.sum()) for loads_E in loads_by_rank}) == 1
+    return int(sum_E.max() - sum_E.min()) <= (1 if equal else len(loads_by_rank))
+
+
+def groups_used(ids_TK: Tensor, experts: int, groups: int) -> Tensor:
+    """Count the groups of E / G neighbours that each token's experts lie in, int64 (T, K) -> int64 (T,).
+
+    Rule: with forced logits at most the chosen number of groups; ids are forced whatever their groups.
+
+    Decides: FORCE-18. Source: DeepSeek-V2 section 2.2.2; behaviour of Megatron-Core and torchtitan.
+
+    >>> groups_used(torch.tensor([[0, 1], [1, 2]]), 6, 3).tolist()
+    [1, 2]
+    """
+    if groups < 1 or experts % groups:
+        raise ValueError(f"{groups} groups do not divide {experts} experts")
+    if not bool(legal_ids(ids_TK, experts).all()):
+        raise ValueError(f"a token's ids are not different experts of {experts}")
+    used = [len({e // (experts // groups) for e in ids_K}) for ids_K in ids_TK.tolist()]
+    return torch.tensor(used, dtype=torch.int64)  # (T,)
+
+
+def verdict(strategies: Sequence[tuple[str, float | None]]) -> Literal["legal", "refused", "free"]:
+    """Say whether a layer that is asked for these strategies, (name, parameter) each, may be built.
+
+    Rule: at most one. Refused: two different ones, an unknown name, no parameter where one is needed. A
+    parameter of 0.0 is one. Free: the same one twice. "none" asks for nothing.
+
+    Decides: FORCE-17. Source: arithmetic, the later override would undo the earlier in silence.
+
+    >>> verdict([("random", None), ("none", None)]), verdict([("biased", 0.0), ("random", None)])
+    ('legal', 'refused')
+    >>> verdict([("biased", 0.5)] * 2), verdict([("biased", None)])
+    ('free', 'refused')
+    """
+    asked = [(name, parameter) for name, parameter in strategies if name != "none"]
+    for name, parameter in asked:
+        if name not in STRATEGIES or (name in WITH_PARAMETER and parameter is None):
+            return "refused"
+    if len(set(asked)) > 1:
+        return "refused"
+    return "free" if len(asked) > 1 else "legal"

@@ -1,0 +1,159 @@
+"""Draws: what random and biased forcing must look like, whatever the random numbers are.
+
+Random forcing replaces the logits by independent normal ones; biased forcing adds to these one normal bias
+of an expert, drawn anew in each forward or kept for a layer. A judge sees loads, logits where they are
+visible, and, with a bias so large that it decides alone, which K experts all tokens choose.
+
+Sources: behaviour of Megatron-Core's forced balancing and forced bias; Bernstein's inequality.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import comb, isnan, sqrt
+
+import torch
+from torch import Tensor
+
+FORWARDS = 16
+"""Of so many draws of a bias, two at least must show different experts."""
+
+
+def load_margin(tokens: int, top_k: int, experts: int) -> float:
+    """Compute how far a load of random routing may be from its mean K T / E.
+
+    Rule: 7 sigma + 16, sigma^2 = T (K/E)(1 - K/E). By Bernstein's inequality exceeded with probability
+    below 1e-9: 2 exp(-d^2 / (2 sigma^2 + 2 d / 3)), d the margin, is largest at sigma = 0, 2 exp(-24).
+    Degenerate: K = E has sigma = 0.
+
+    Decides: FORCE-06. Source: Bernstein's inequality.
+
+    >>> load_margin(100, 2, 4), load_margin(100, 4, 4)
+    (51.0, 16.0)
+    """
+    if tokens < 0 or not 1 <= top_k <= experts:
+        raise ValueError(f"T = {tokens}, K = {top_k} of E = {experts}: need T >= 0 and 1 <= K <= E")
+    chance = top_k / experts
+    return 7 * sqrt(tokens * chance * (1 - chance)) + 16
+
+
+def legal_random_loads(loads_E: Tensor, top_k: int) -> Tensor:
+    """Say of each expert whether its load may come of random forcing, int64 (E,) -> bool (E,).
+
+    Rule: |n_e - K T / E| <= `load_margin`, T = sum n_e / K. Degenerate: K = E loads every expert with T
+    exactly; T = 0 has no load. Raises where K does not divide the sum.
+
+    Decides: FORCE-06. Source: Bernstein's inequality.
+
+    >>> legal_random_loads(torch.tensor([101, 99, 49, 151]), 4).tolist()
+    [False, False, False, False]
+    >>> legal_random_loads(torch.tensor([72, 9, 9, 10]), 1).tolist()
+    [False, True, True, True]
+    """
+    experts, choices = len(loads_E), int(loads_E.sum())
+    if choices % top_k:
+        raise ValueError(f"{choices} choices are not K = {top_k} for each token")
+    tokens = choices // top_k
+    margin = 0.0 if top_k == experts else load_margin(tokens, top_k, experts)
+    legal = [abs(n - choices / experts) <= margin for n in loads_E.tolist()]
+    return torch.tensor(legal, dtype=torch.bool)  # (E,)
+
+
+def bias_moment(logits_by_draw: Sequence[Tensor]) -> float:
+    """Measure the spread of the experts' biases in forced logits, (T, E) of each draw.
+
+    Rule: the mean over draws and experts of (mean over t of z_te)^2. Raises on no draw, on T = 0 or another
+    shape in one.
+
+    Decides: FORCE-08. Source: arithmetic, the mean over tokens leaves the bias and 1 / T of the noise.
+
+    >>> bias_moment([torch.tensor([[1.0, -2.0, 0.0], [3.0, -2.0, 0.0]])])
+    2.6666666666666665
+    """
+    shapes = {tuple(z_TE.shape) for z_TE in logits_by_draw}
+    if len(shapes) != 1 or 0 in next(iter(shapes)):
+        raise ValueError(f"draws of shapes {sorted(shapes)}: give at least one, all (T, E) with T, E > 0")
+    return float(torch.stack([z_TE.double().mean(dim=0) ** 2 for z_TE in logits_by_draw]).mean())
+
+
+def bias_moment_bounds(deviation: float, tokens: int, experts: int, draws: int) -> tuple[float, float]:
+    """Bound `bias_moment` for a deviation v of either sign.
+
+    Rule: (v^2 + 1/T)(1 -+ 8 sqrt(2 / n)), n = E draws: eight standard deviations of the mean of n squares
+    of normal numbers. Never below 0. Degenerate: v = 0 leaves 1/T.
+
+    Decides: FORCE-08. Source: arithmetic, a square of a normal number of variance s has variance 2 s^2.
+
+    >>> bias_moment_bounds(-3.0, 4, 64, 8), bias_moment_bounds(3.0, 4, 2, 16)
+    ((4.625, 13.875), (0.0, 27.75))
+    """
+    if min(tokens, experts, draws) < 1 or isnan(deviation):
+        raise ValueError(f"v = {deviation}, T = {tokens}, E = {experts}, {draws} draws: need sizes >= 1")
+    centre, width = deviation**2 + 1 / tokens, 8 * sqrt(2 / (experts * draws))
+    return max(0.0, centre * (1 - width)), centre * (1 + width)
+
+
+def one_choice(ids: Sequence[Tensor]) -> bool:
+    """Say whether all tokens of all tensors, int64 (T, K), choose the same experts, in whatever order.
+
+    Rule: of one forward at a huge deviation; of the forwards of a layer whose bias is kept; of the ranks of
+    a pipeline stage. Degenerate: T = 0 says nothing, and no token at all is True.
+
+    Decides: FORCE-08, FORCE-10, FORCE-11. Source: arithmetic, the largest biases win for every token.
+
+    >>> one_choice([torch.tensor([[2, 0], [0, 2]]), torch.tensor([[0, 2]])]), one_choice([torch.tensor([[2], [0]])])
+    (True, False)
+    """
+    return len({frozenset(ids_K) for ids_TK in ids for ids_K in ids_TK.tolist()}) <= 1
+
+
+def legal_bias_draws(ids_by_layer: Sequence[Sequence[Tensor]], deviation: float, experts: int) -> bool:
+    """Say whether biases were drawn anew or kept as the sign of the deviation demands.
+
+    Args: of every layer, the ids (T, K) of each forward, at a |deviation| that decides alone (1e6).
+
+    Rule: one choice in each forward. Positive: not the same in all (16 or more) forwards of a layer.
+    Negative: the same in all forwards of a layer, and not the same in all (16 or more) layers.
+
+    Degenerate: K = E shows nothing and is True; forwards of T = 0 are left out. Raises on deviation 0 or
+    NaN, and on fewer than 16 forwards or layers: by chance they could agree.
+
+    Decides: FORCE-10. Source: behaviour of Megatron-Core's forced bias option.
+
+    >>> zero, one = torch.tensor([[0], [0]]), torch.tensor([[1], [1]])
+    >>> legal_bias_draws([[zero, one] * 8], 1e6, 3), legal_bias_draws([[zero] * 16], 1e6, 3)
+    (True, False)
+    >>> legal_bias_draws([[zero] * 2] * 8 + [[one] * 2] * 8, -1e6, 3)
+    True
+    """
+    if deviation == 0 or isnan(deviation):
+        raise ValueError(f"deviation {deviation} draws no bias")
+    layers = [[ids_TK for ids_TK in forwards if len(ids_TK)] for forwards in ids_by_layer]
+    seen = [len(forwards) for forwards in layers] if deviation > 0 else [sum(map(bool, layers))]
+    if min(seen, default=0) < FORWARDS:
+        raise ValueError(
+            f"{seen} forwards or layers with tokens: give at least {FORWARDS}, or they may agree by chance"
+        )
+    if layers[0][0].shape[1] == experts:
+        return True
+    alike_in_forward = all(one_choice([ids_TK]) for forwards in layers for ids_TK in forwards)
+    kept = [one_choice(forwards) for forwards in layers if forwards]
+    if deviation > 0:
+        return alike_in_forward and not any(kept)
+    return alike_in_forward and all(kept) and not one_choice([ids_TK for forwards in layers for ids_TK in forwards])
+
+
+def chance_alike(draws: int, top_k: int, experts: int) -> float:
+    """Compute the chance that so many further draws of K experts all equal the first.
+
+    Rule: binom(E, K)^-draws. A judge that demands a difference asks for enough draws: of tokens (random
+    forcing, next forward), of forwards or of layers (biased).
+
+    Decides: whether FORCE-06 and FORCE-10 can be decided. Source: arithmetic.
+
+    >>> chance_alike(2, 2, 4), chance_alike(15, 4, 4)
+    (0.027777777777777776, 1.0)
+    """
+    if draws < 0 or not 1 <= top_k <= experts:
+        raise ValueError(f"{draws} draws of {top_k} of {experts} experts: need >= 0 and 1 <= K <= E")
+    return float(comb(experts, top_k)) ** -draws
