@@ -1,0 +1,48 @@
+"""Goldens of the exchange: every delivery, the counts of every expert, and the splits between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from reference import exchange
+
+SEED = 2303
+REQUIREMENTS = ("EXCH-01", "EXCH-02", "EXCH-03")
+
+_K, _E = 2, 6
+_TOKENS = (5, 0, 3, 4)  # by rank
+# name: the exchange groups, and the experts that each rank holds
+_CASES: Mapping[str, tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]]] = {
+    "ep2-edp2": ([[0, 1], [2, 3]], [[0, 1, 2], [3, 4, 5], [0, 1, 2], [3, 4, 5]]),
+    "ep2-etp2": ([[0, 1, 2, 3]], [[0, 1, 2], [0, 1, 2], [3, 4, 5], [3, 4, 5]]),
+    "ep4-uneven": ([[0, 1, 2, 3]], [[4], [0, 5], [1, 2], [3]]),
+}
+
+
+def draw(rng: np.random.Generator) -> Mapping[str, Tensor]:
+    """Return the ids of every rank, a fifth of the slots empty."""
+    found = {}
+    for case in _CASES:
+        for rank, T in enumerate(_TOKENS):
+            ids_TK = np.array([rng.permutation(_E)[:_K] for _ in range(T)], dtype=np.int64).reshape(T, _K)
+            ids_TK[rng.random((T, _K)) < 0.2] = -1
+            found[f"{case}/in/ids_TK-{rank}"] = torch.from_numpy(ids_TK)
+    return found
+
+
+def work_out(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return deliveries (source, token, slot, expert, destination), counts per rank, and splits."""
+    found = {}
+    for case, placement in _CASES.items():
+        ids = [inputs[f"{case}/in/ids_TK-{rank}"] for rank in range(len(_TOKENS))]
+        pairs = exchange.deliveries(ids, *placement)
+        rows = [[pair.source, pair.token, pair.slot, pair.expert, pair.destination] for pair in pairs]
+        found[f"{case}/out/deliveries"] = torch.tensor(rows)
+        found[f"{case}/out/splits_WW"] = exchange.splits(ids, *placement)
+        for rank, counts in enumerate(exchange.counts(ids, *placement)):
+            found[f"{case}/out/counts-{rank}"] = torch.tensor(counts)
+    return found

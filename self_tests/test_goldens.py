@@ -1,0 +1,294 @@
+"""Goldens are what the oracles give, and nothing that happens to one goes unnoticed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+from goldens import regenerate
+from goldens.chapters import chapters, routing
+from moe_conformance import goldens, spec
+
+FOLDER = regenerate.FOLDER
+KNOWN = list(chapters())
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of the goldens that may be spoilt."""
+    for path in (*FOLDER.glob(f"*{goldens.SUFFIX}"), FOLDER / goldens.MANIFEST):
+        shutil.copy(path, tmp_path)
+    return tmp_path
+
+
+def problems(folder, **changed):
+    """What --check says of the routing chapter, some of whose parts are other ones."""
+    parts = {name: getattr(routing, name) for name in ("SEED", "REQUIREMENTS", "draw", "work_out")}
+    return list(regenerate.check(folder, {"routing": SimpleNamespace(**{**parts, **changed})}, KNOWN))
+
+
+def edit(path, name, at, value):
+    """Changes one element of a stored tensor and leaves the rest of the file as it is."""
+    tensors = load_file(path)
+    tensors[name][at] = value
+    save_file(tensors, path)
+
+
+class TestStored:
+    def test_they_are_what_the_oracles_give(self):
+        """All chapters, and no file or entry beside them."""
+        assert [] == list(regenerate.check(FOLDER, chapters(), KNOWN))
+
+    def test_they_are_of_requirements_of_the_law(self):
+        """Every chapter holds values of its own chapter's requirements or of gradients."""
+        for name, chapter in chapters().items():
+            assert {spec.load()[each].chapter for each in chapter.REQUIREMENTS} <= {name, "gradients"}
+
+    @pytest.mark.parametrize("name", KNOWN)
+    def test_inputs_are_those_of_the_seed(self, name):
+        """With the numpy of today; a numpy that draws otherwise would not spoil the goldens."""
+        stored = goldens.read(FOLDER, name)
+        drawn = chapters()[name].draw(np.random.default_rng(chapters()[name].SEED))
+        assert {key for key in stored if "/in/" in key} == set(drawn)
+        assert all(torch.equal(stored[key], value) for key, value in drawn.items())
+
+    def test_values_are_double_precision_or_whole(self):
+        """An oracle computes in float64 and leaves integers integers."""
+        forms = {form.dtype for entry in goldens.read_manifest(FOLDER).values() for form in entry.tensors.values()}
+        assert {"float64", "int64"} == forms
+
+    def test_provenance_is_told(self):
+        """The commit that wrote a golden is one of this history's ids."""
+        for entry in goldens.read_manifest(FOLDER).values():
+            assert 40 == len(entry.commit)
+            assert entry.torch
+            assert entry.suite
+
+
+class TestSpoilt:
+    def test_one_number_in_a_golden(self, folder):
+        """The hash tells the chapter, and the oracle tells the element."""
+        edit(folder / "routing.safetensors", "sigmoid-biased/out/weights_TK", (3, 1), 7.5)
+        told = problems(folder)
+        assert 2 == len(told)
+        assert "routing: routing.safetensors has sha256" in told[0]
+        assert "routing: sigmoid-biased/out/weights_TK[3, 1] is 0." in told[1]
+        assert "the golden 7.5; 1 of 21 elements differ" in told[1]
+
+    def test_one_number_in_an_input(self, folder):
+        """What the oracle makes of it is no longer what is stored."""
+        edit(folder / "routing.safetensors", "softmax/in/logits_TE", (6, 11), 9.0)
+        told = problems(folder)
+        assert "routing: softmax/out/dlogits_TE[6, 0] is" in told[1]
+
+    @pytest.mark.parametrize(
+        ("field", "value"), [("seed", 2102), ("bytes", 1), ("torch", "9.9.9"), ("requirements", ["ROUTE-01"])]
+    )
+    def test_one_field_of_the_manifest(self, folder, field, value):
+        """Whichever it is: the entry's digest is of all of them."""
+        path = folder / goldens.MANIFEST
+        manifest = json.loads(path.read_text())
+        manifest["routing"][field] = value
+        path.write_text(json.dumps(manifest))
+        assert [
+            "routing: its entry in manifest.json was changed by hand: the digest is of other fields"
+        ] == problems(folder)
+
+    def test_one_number_in_an_oracle(self, folder):
+        """A change of one element by a part in 10^10 is seen and named."""
+
+        def work_out(inputs):
+            made = dict(routing.work_out(inputs))
+            made["softmax/out/weights_TK"][2, 0] *= 1 + 1e-10
+            return made
+
+        (told,) = problems(folder, work_out=work_out)
+        assert told.startswith("routing: softmax/out/weights_TK[2, 0] is 0.")
+
+    def test_another_choice_of_an_oracle(self, folder):
+        """Integers have no tolerance."""
+
+        def work_out(inputs):
+            made = dict(routing.work_out(inputs))
+            made["softmax/out/ids_TK"][4, 2] += 1
+            return made
+
+        (told,) = problems(folder, work_out=work_out)
+        assert told.startswith("routing: softmax/out/ids_TK[4, 2] is ")
+
+    def test_what_an_oracle_no_longer_gives_or_gives_anew(self, folder):
+        """Both directions are told."""
+
+        def work_out(inputs):
+            made = dict(routing.work_out(inputs))
+            made["softmax/out/more"] = made.pop("softmax/out/ids_TK")
+            return made
+
+        assert [
+            "routing: softmax/out/ids_TK is no longer worked out",
+            "routing: softmax/out/more is not in the golden",
+        ] == problems(folder, work_out=work_out)
+
+    def test_seed_and_requirements_of_a_chapter(self, folder):
+        """They stand in the manifest as the chapter has them."""
+        requirements, seed = problems(folder, SEED=1, REQUIREMENTS=("ROUTE-02",))
+        assert requirements.endswith("the chapter ('ROUTE-02',)")
+        assert "routing: the manifest says seed 2101, the chapter 1" == seed
+
+
+class TestErrors:
+    """Each way to go wrong is an error of its own."""
+
+    def test_a_missing_file(self, folder):
+        """It is named."""
+        (folder / "routing.safetensors").unlink()
+        with pytest.raises(goldens.MissingError, match=r"routing: routing\.safetensors is not there"):
+            goldens.read(folder, "routing")
+
+    def test_a_chapter_without_golden(self, folder):
+        """It is named, on reading and on checking."""
+        with pytest.raises(goldens.MissingError, match=r"losses: manifest\.json has no such chapter; it has exchange"):
+            goldens.read(folder, "losses")
+        (found,) = goldens.check_folder(folder, [*KNOWN, "losses"])
+        assert isinstance(found, goldens.MissingError)
+
+    def test_no_manifest(self, tmp_path):
+        """The command that writes one is named."""
+        with pytest.raises(goldens.MissingError, match=r"python -m goldens\.regenerate"):
+            goldens.read(tmp_path, "routing")
+
+    @pytest.mark.parametrize("content", ["{", "[]", '{"routing": {"seed": 1}}'])
+    def test_a_manifest_that_is_none(self, folder, content):
+        """It is an altered one."""
+        (folder / goldens.MANIFEST).write_text(content)
+        with pytest.raises(goldens.AlteredError, match="cannot be read"):
+            goldens.read(folder, "routing")
+
+    def test_an_unused_golden(self, folder):
+        """An entry that no chapter has, and a file that no entry has."""
+        shutil.copy(folder / "routing.safetensors", folder / "old.safetensors")
+        found = goldens.check_folder(folder, ["exchange", "experts"])
+        assert [goldens.UnusedError] * 2 == [type(each) for each in found]
+        assert ["routing: nothing uses", "old.safetensors: manifest.json does not know"] == [
+            str(found[0])[: len("routing: nothing uses")],
+            str(found[1])[: len("old.safetensors: manifest.json does not know")],
+        ]
+
+    def test_a_truncated_file(self, folder):
+        """It says how much is there."""
+        path = folder / "routing.safetensors"
+        path.write_bytes(path.read_bytes()[:100])
+        with pytest.raises(goldens.TruncatedError, match=r"routing\.safetensors ends after 100 of \d+ bytes"):
+            goldens.read(folder, "routing")
+
+    def test_a_wrong_hash(self, folder):
+        """A file of the same length is not enough."""
+        path = folder / "routing.safetensors"
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(goldens.AlteredError, match="has sha256"):
+            goldens.read(folder, "routing")
+
+    def test_less_precision(self, folder):
+        """A float32 value does not pass a float64 golden, however close."""
+        stored = goldens.read(folder, "routing")["softmax/out/weights_TK"]
+        with pytest.raises(goldens.DifferentError, match=r"is float32 \[7, 3\], the golden float64 \[7, 3\]"):
+            goldens.compare("routing", "weights_TK", stored, stored.float(), 1.0)
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    def test_what_is_not_finite(self, value):
+        """NaN is never the stored value; an infinity is when it is stored."""
+        stored = torch.zeros(2, dtype=torch.float64)
+        with pytest.raises(goldens.DifferentError, match=r"x\[1\] is (nan|inf), the golden 0\.0; 1 of 2 elements"):
+            goldens.compare("c", "x", stored, torch.tensor([0.0, value], dtype=torch.float64), 1.0)
+        infinite = torch.full((2,), float("inf"))
+        goldens.compare("c", "x", infinite, infinite, 0.0)
+
+
+class TestRegenerate:
+    def test_nothing_changes_where_nothing_did(self, folder):
+        """Files and manifest stay, byte for byte."""
+        before = {path.name: path.read_bytes() for path in folder.iterdir()}
+        lines = list(regenerate.regenerate(folder, chapters(), "0" * 40))
+        assert all(" 0 of " in line for line in lines)
+        assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def test_it_shows_what_becomes_different(self, folder):
+        """Which tensor, which element, from what to what."""
+        edit_value = goldens.read(folder, "routing")["softmax/out/weights_TK"][0, 0].item()
+
+        def work_out(inputs):
+            made = dict(routing.work_out(inputs))
+            made["softmax/out/weights_TK"][0, 0] = 0.5
+            return made
+
+        other = SimpleNamespace(
+            SEED=routing.SEED, REQUIREMENTS=routing.REQUIREMENTS, draw=routing.draw, work_out=work_out
+        )
+        lines = list(regenerate.regenerate(folder, {"routing": other}, "f" * 40))
+        assert "  softmax/out/weights_TK[0, 0] is 0.5, the golden " + repr(edit_value) in lines[1]
+        assert 0.5 == goldens.read(folder, "routing")["softmax/out/weights_TK"][0, 0]
+        assert "f" * 40 == goldens.read_manifest(folder)["routing"].commit
+        assert "f" * 40 != goldens.read_manifest(folder)["experts"].commit
+
+    def test_nothing_is_written_if_a_chapter_fails(self, folder):
+        """All chapters or none."""
+
+        def work_out(inputs):
+            raise RuntimeError("the oracle is broken")
+
+        broken = SimpleNamespace(SEED=1, REQUIREMENTS=(), draw=routing.draw, work_out=work_out)
+        before = {path.name: path.read_bytes() for path in folder.iterdir()}
+        with pytest.raises(RuntimeError, match="the oracle is broken"):
+            list(regenerate.regenerate(folder, {**chapters(), "routing": broken}, "f" * 40))
+        assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def test_what_is_left_alone_must_be_in_order(self, folder):
+        """A part is not written beside spoilt other parts."""
+        edit(folder / "experts.safetensors", "output/out/y_TD", (0, 0), 1.0)
+        with pytest.raises(goldens.AlteredError, match="experts"):
+            list(regenerate.regenerate(folder, {"routing": routing}, "f" * 40))
+
+
+class TestCommand:
+    def test_check_says_that_all_is_well(self):
+        """And ends with 0."""
+        run = CliRunner().invoke(regenerate.main, ["--check", "--only", "routing"])
+        assert (0, "routing: as they were written\n") == (run.exit_code, run.output)
+
+    def test_an_unknown_chapter(self):
+        """The known ones are named."""
+        run = CliRunner().invoke(regenerate.main, ["--only", "routes"])
+        assert 2 == run.exit_code
+        assert "no chapter routes; there are exchange, experts, routing" in run.output
+
+    def test_a_changed_checkout_is_refused(self, tmp_path):
+        """Goldens come from a commit that can be looked at."""
+        clone = tmp_path / "clone"
+        subprocess.run(["git", "clone", "--quiet", str(FOLDER.parent), str(clone)], check=True)
+        (clone / "reference" / "routing.py").write_text("broken\n")
+        assert "reference/routing.py" in changes_of(clone)
+
+    def test_changed_goldens_are_not_in_the_way(self, tmp_path):
+        """They are what is about to be written."""
+        clone = tmp_path / "clone"
+        subprocess.run(["git", "clone", "--quiet", str(FOLDER.parent), str(clone)], check=True)
+        (clone / "goldens" / "routing.safetensors").write_bytes(b"")
+        assert "" == changes_of(clone)
+
+
+def changes_of(checkout: Path) -> str:
+    """What makes a checkout dirty."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(regenerate, "FOLDER", checkout / "goldens")
+        return regenerate._changes()
