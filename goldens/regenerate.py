@@ -15,7 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load as parse
 from torch import Tensor
 
-from goldens.chapters import Chapter, chapters
+from goldens.chapter import Chapter
+from goldens.chapters import chapters
 from moe_conformance.goldens import (
     SUFFIX,
     AlteredError,
@@ -92,9 +93,9 @@ def regenerate(folder: Path, chosen: Mapping[str, Chapter], commit: str) -> Iter
         lines = list(_differences(old, made[name]))
         yield f"{name}: {len(lines)} of {len({*old, *made[name]})} tensors differ"
         yield from (f"  {line}" for line in lines)
-        if lines or entries[name].requirements != chapter.REQUIREMENTS or entries[name].seed != chapter.SEED:
+        if lines or entries[name].requirements != chapter.requirements or entries[name].seed != chapter.seed:
             provenance = Entry(
-                requirements=chapter.REQUIREMENTS, seed=chapter.SEED, tensors={}, bytes=0, sha256="",
+                requirements=chapter.requirements, seed=chapter.seed, tensors={}, bytes=0, sha256="",
                 suite=version("moe-conformance"), commit=commit, torch=torch.__version__,
             )  # fmt: skip
             entries[name] = write(folder, name, made[name], provenance)
@@ -102,15 +103,15 @@ def regenerate(folder: Path, chosen: Mapping[str, Chapter], commit: str) -> Iter
 
 
 def _make(chapter: Chapter) -> dict[str, Tensor]:
-    inputs = chapter.draw(np.random.default_rng(chapter.SEED))
+    inputs = chapter.draw(np.random.default_rng(chapter.seed))
     return {**inputs, **chapter.work_out(inputs)}
 
 
 def _check_entry(name: str, chapter: Chapter, entry: Entry) -> Iterator[str]:
-    if entry.requirements != chapter.REQUIREMENTS:
-        yield f"{name}: the manifest says requirements {entry.requirements}, the chapter {chapter.REQUIREMENTS}"
-    if entry.seed != chapter.SEED:
-        yield f"{name}: the manifest says seed {entry.seed}, the chapter {chapter.SEED}"
+    if entry.requirements != chapter.requirements:
+        yield f"{name}: the manifest says requirements {entry.requirements}, the chapter {chapter.requirements}"
+    if entry.seed != chapter.seed:
+        yield f"{name}: the manifest says seed {entry.seed}, the chapter {chapter.seed}"
 
 
 def _check_file(folder: Path, name: str, chapter: Chapter) -> Iterator[str]:

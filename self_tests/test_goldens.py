@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -32,8 +32,7 @@ def folder(tmp_path):
 
 def problems(folder, **changed):
     """What --check says of the routing chapter, some of whose parts are other ones."""
-    parts = {name: getattr(routing, name) for name in ("SEED", "REQUIREMENTS", "draw", "work_out")}
-    return list(regenerate.check(folder, {"routing": SimpleNamespace(**{**parts, **changed})}, KNOWN))
+    return list(regenerate.check(folder, {"routing": replace(routing.CHAPTER, **changed)}, KNOWN))
 
 
 def edit(path, name, at, value):
@@ -51,13 +50,13 @@ class TestStored:
     def test_they_are_of_requirements_of_the_law(self):
         """Every chapter holds values of its own chapter's requirements or of gradients."""
         for name, chapter in chapters().items():
-            assert {spec.load()[each].chapter for each in chapter.REQUIREMENTS} <= {name, "gradients"}
+            assert {spec.load()[each].chapter for each in chapter.requirements} <= {name, "gradients"}
 
     @pytest.mark.parametrize("name", KNOWN)
     def test_inputs_are_those_of_the_seed(self, name):
         """With the numpy of today; a numpy that draws otherwise would not spoil the goldens."""
         stored = goldens.read(FOLDER, name)
-        drawn = chapters()[name].draw(np.random.default_rng(chapters()[name].SEED))
+        drawn = chapters()[name].draw(np.random.default_rng(chapters()[name].seed))
         assert {key for key in stored if "/in/" in key} == set(drawn)
         assert all(torch.equal(stored[key], value) for key, value in drawn.items())
 
@@ -140,7 +139,7 @@ class TestSpoilt:
 
     def test_seed_and_requirements_of_a_chapter(self, folder):
         """They stand in the manifest as the chapter has them."""
-        requirements, seed = problems(folder, SEED=1, REQUIREMENTS=("ROUTE-02",))
+        requirements, seed = problems(folder, seed=1, requirements=("ROUTE-02",))
         assert requirements.endswith("the chapter ('ROUTE-02',)")
         assert "routing: the manifest says seed 2101, the chapter 1" == seed
 
@@ -232,9 +231,7 @@ class TestRegenerate:
             made["softmax/out/weights_TK"][0, 0] = 0.5
             return made
 
-        other = SimpleNamespace(
-            SEED=routing.SEED, REQUIREMENTS=routing.REQUIREMENTS, draw=routing.draw, work_out=work_out
-        )
+        other = replace(routing.CHAPTER, work_out=work_out)
         lines = list(regenerate.regenerate(folder, {"routing": other}, "f" * 40))
         assert "  softmax/out/weights_TK[0, 0] is 0.5, the golden " + repr(edit_value) in lines[1]
         assert 0.5 == goldens.read(folder, "routing")["softmax/out/weights_TK"][0, 0]
@@ -247,7 +244,7 @@ class TestRegenerate:
         def work_out(inputs):
             raise RuntimeError("the oracle is broken")
 
-        broken = SimpleNamespace(SEED=1, REQUIREMENTS=(), draw=routing.draw, work_out=work_out)
+        broken = replace(routing.CHAPTER, work_out=work_out)
         before = {path.name: path.read_bytes() for path in folder.iterdir()}
         with pytest.raises(RuntimeError, match="the oracle is broken"):
             list(regenerate.regenerate(folder, {**chapters(), "routing": broken}, "f" * 40))
@@ -257,7 +254,7 @@ class TestRegenerate:
         """A part is not written beside spoilt other parts."""
         edit(folder / "experts.safetensors", "output/out/y_TD", (0, 0), 1.0)
         with pytest.raises(goldens.AlteredError, match="experts"):
-            list(regenerate.regenerate(folder, {"routing": routing}, "f" * 40))
+            list(regenerate.regenerate(folder, {"routing": routing.CHAPTER}, "f" * 40))
 
 
 class TestCommand:

@@ -8,10 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from goldens.chapter import Chapter
 from reference import exchange
-
-SEED = 2303
-REQUIREMENTS = ("EXCH-01", "EXCH-02", "EXCH-03")
 
 _K, _E = 2, 6
 _TOKENS = (5, 0, 3, 4)  # by rank
@@ -46,3 +44,6 @@ def work_out(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         for rank, counts in enumerate(exchange.counts(ids, *placement)):
             found[f"{case}/out/counts-{rank}"] = torch.tensor(counts)
     return found
+
+
+CHAPTER = Chapter(2303, ("EXCH-01", "EXCH-02", "EXCH-03"), draw, work_out)

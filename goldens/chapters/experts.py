@@ -9,10 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from goldens.chapter import Chapter
 from reference import experts, layer
-
-SEED = 2202
-REQUIREMENTS = ("EXPT-01", "EXPT-03", "GRAD-01", "GRAD-02", "GRAD-04")
 
 _T, _K, _E, _D, _F = 11, 3, 5, 6, 4
 _PLACES: tuple[Literal["output", "input"], ...] = ("output", "input")
@@ -47,3 +45,6 @@ def work_out(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         for name in _NAMES:
             found[f"{place}/out/d{name}"] = torch.stack([made.parameters[name, e] for e in range(_E)])
     return found
+
+
+CHAPTER = Chapter(2202, ("EXPT-01", "EXPT-03", "GRAD-01", "GRAD-02", "GRAD-04"), draw, work_out)

@@ -9,10 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from goldens.chapter import Chapter
 from reference import routing
-
-SEED = 2101
-REQUIREMENTS = ("ROUTE-01", "ROUTE-02", "ROUTE-03", "ROUTE-04", "ROUTE-05", "ROUTE-06", "ROUTE-07")
 
 _T, _E, _K = 7, 12, 3
 _CASES: Mapping[str, Mapping[str, Any]] = {
@@ -42,9 +40,14 @@ def work_out(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     for case, settings in _CASES.items():
         logits_TE = inputs[f"{case}/in/logits_TE"].clone().requires_grad_()
         bias_E = inputs.get(f"{case}/in/bias_E")
-        ids_TK, weights_TK = routing.route(logits_TE, top_k=_K, bias_E=bias_E, **settings)
-        (found[f"{case}/out/dlogits_TE"],) = torch.autograd.grad(
-            weights_TK, logits_TE, inputs[f"{case}/in/upstream_TK"]
-        )
-        found[f"{case}/out/ids_TK"], found[f"{case}/out/weights_TK"] = ids_TK, weights_TK.detach()
+        routed = routing.route(logits_TE, top_k=_K, bias_E=bias_E, **settings)
+        upstream_TK = inputs[f"{case}/in/upstream_TK"]
+        found[f"{case}/out/ids_TK"] = routed.ids_TK
+        found[f"{case}/out/weights_TK"] = routed.weights_TK.detach()
+        (found[f"{case}/out/dlogits_TE"],) = torch.autograd.grad(routed.weights_TK, logits_TE, upstream_TK)
     return found
+
+
+REQUIREMENTS = ("ROUTE-01", "ROUTE-02", "ROUTE-03", "ROUTE-04", "ROUTE-05", "ROUTE-06", "ROUTE-07")
+
+CHAPTER = Chapter(2101, REQUIREMENTS, draw, work_out)
