@@ -78,8 +78,8 @@ def check(folder: Path, chosen: Mapping[str, Chapter], known: Sequence[str]) -> 
             yield from _check_file(folder, name, chapter)
 
 
-def regenerate(folder: Path, chosen: Mapping[str, Chapter], commit: str) -> Iterator[str]:
-    """Write chapters anew, all or none of them; yield what became different, in lines to read.
+def regenerate(folder: Path, chosen: Mapping[str, Chapter], commit: str) -> list[str]:
+    """Write chapters anew, all or none of them; return what became different, in lines to read.
 
     Raises:
         GoldenError: the chapters that are left alone are not in order.
@@ -88,11 +88,11 @@ def regenerate(folder: Path, chosen: Mapping[str, Chapter], commit: str) -> Iter
     for name in set(entries) - set(chosen):
         read(folder, name)  # what stays is as it was written
     made = {name: _make(chapter) for name, chapter in chosen.items()}
+    told = []
     for name, chapter in chosen.items():
         old = read(folder, name) if name in entries else {}
         lines = list(_differences(old, made[name]))
-        yield f"{name}: {len(lines)} of {len({*old, *made[name]})} tensors differ"
-        yield from (f"  {line}" for line in lines)
+        told += [f"{name}: {len(lines)} of {len({*old, *made[name]})} tensors differ", *(f"  {line}" for line in lines)]
         if lines or entries[name].requirements != chapter.requirements or entries[name].seed != chapter.seed:
             provenance = Entry(
                 requirements=chapter.requirements, seed=chapter.seed, tensors={}, bytes=0, sha256="",
@@ -100,6 +100,7 @@ def regenerate(folder: Path, chosen: Mapping[str, Chapter], commit: str) -> Iter
             )  # fmt: skip
             entries[name] = write(folder, name, made[name], provenance)
     write_manifest(folder, entries)
+    return told
 
 
 def _make(chapter: Chapter) -> dict[str, Tensor]:
