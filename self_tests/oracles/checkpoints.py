@@ -1,34 +1,28 @@
-"""Checkpoints by hand: every element has an address of its own, and moving a checkpoint is copying by address.
+"""Moving a checkpoint by hand: every element has an address, and moving is copying by address.
 
 Values are bit patterns (integers), so that equal means the same bits, whatever number they spell. An element of a
-parameter is addressed by (name, global expert id, index in the whole parameter). A layout says which ranks keep
-that element and where in their part; a form says in which tensor of a file, and where in it, the element lies.
+parameter is addressed by (name, global expert id, index in the whole parameter); a layout says which ranks keep
+that element and where in their part. CKPT-01, -04, -06, -07.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .experts import SwiGLU, swiglu_row
-
 Bits = NDArray[np.int64]
-Floats = NDArray[np.float64]
 Key = tuple[str, int]
 Index = tuple[int, ...]
 Parameters = Mapping[Key, Bits]
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 def indices(shape: Sequence[int]) -> list[Index]:
     """Every index of a tensor."""
     return [tuple(index) for index in np.ndindex(*shape)]
 
-
-# ---- layouts (CKPT-01, -04, -06, -07) ----------------------------------------------------------------------
 
 # The dimension of a parameter that the etp ranks of an expert divide among them; others they all hold whole.
 CUT = {"gate": 0, "up": 0, "down": 1}
@@ -128,225 +122,3 @@ def agreed(values: Sequence[Bits]) -> Bits:
         if (value.shape, value.dtype, value.tolist()) != (values[0].shape, values[0].dtype, values[0].tolist()):
             raise ValueError("ranks differ")
     return values[0]
-
-
-# ---- forms (CKPT-10) ---------------------------------------------------------------------------------------
-
-
-class Form(NamedTuple):
-    """How a file stores experts: one stacked tensor; gate and up in one, `halves` or `interleaved`; transposed."""
-
-    stacked: bool
-    fused: str | None
-    transposed: bool
-
-
-def address(key: Key, index: Index, F: int, form: Form) -> tuple[str, Index]:
-    """Tensor of the file, and index in it, where one element of gate, up or down lies."""
-    name, expert = key
-    i, j = index
-    if form.fused is not None and name != "down":
-        if form.fused == "halves":
-            i = i if name == "gate" else F + i
-        else:
-            i = 2 * i if name == "gate" else 2 * i + 1
-        name = "gate_up"
-    if form.transposed:
-        i, j = j, i
-    return (name, (expert, i, j)) if form.stacked else (f"{expert}.{name}", (i, j))
-
-
-def stored(parameters: Parameters, form: Form) -> dict[str, Bits]:
-    """The tensors of a file in this form."""
-    placed: dict[str, dict[Index, int]] = {}
-    for key, whole in parameters.items():
-        for index in indices(whole.shape):
-            name, place = address(key, index, len(parameters["gate", 0]), form)
-            places = placed.setdefault(name, {})
-            if place in places:
-                raise ValueError(f"two elements at {name} {place}")
-            places[place] = int(whole[index])
-    return {name: from_places(places) for name, places in placed.items()}
-
-
-def from_places(places: Mapping[Index, int]) -> Bits:
-    """The tensor that has these elements, no more and no fewer."""
-    shape = [1 + max(place[axis] for place in places) for axis in range(len(next(iter(places))))]
-    tensor = np.zeros(shape, dtype=np.int64)
-    if len(places) != tensor.size:
-        raise ValueError(f"{len(places)} elements for {shape}")
-    for place, value in places.items():
-        tensor[place] = value
-    return tensor
-
-
-def read(tensors: Mapping[str, Bits], form: Form, experts: int, F: int, D: int) -> dict[Key, Bits]:
-    """The parameters in a file of this form, each element looked up where the form puts it."""
-    whole = {}
-    for expert in range(experts):
-        for name, shape in (("gate", (F, D)), ("up", (F, D)), ("down", (D, F))):
-            made = np.zeros(shape, dtype=np.int64)
-            for index in indices(shape):
-                tensor, place = address((name, expert), index, F, form)
-                made[index] = tensors[tensor][place]
-            whole[name, expert] = made
-    return whole
-
-
-def fused_part(gate_FD: Bits, up_FD: Bits, fused: str, part: int, parts: int) -> Bits:
-    """One etp rank's share of a fused matrix: its hidden units of gate and of up, fused again."""
-    F, D = gate_FD.shape
-    if F % parts != 0 or not 0 <= part < parts:
-        raise ValueError(f"part {part} of {parts} of {F} hidden units")
-    units = range(part * (F // parts), (part + 1) * (F // parts))
-    made = np.zeros((2 * len(units), D), dtype=np.int64)
-    for place, f in enumerate(units):
-        for name, matrix in (("gate", gate_FD), ("up", up_FD)):
-            for d in range(D):
-                _, (row, column) = address((name, 0), (place, d), len(units), Form(False, fused, False))
-                made[row, column] = matrix[f, d]
-    return made
-
-
-# ---- names, coverage, conversion (CKPT-02, -03, -08, -11) --------------------------------------------------
-
-
-def all_alike(shapes: Sequence[Shapes]) -> bool:
-    """Does every layout save the same names with the same global shapes?"""
-    return all(
-        sorted((name, *shape) for name, shape in one.items()) == sorted((name, *shape) for name, shape in other.items())
-        for one in shapes
-        for other in shapes
-    )
-
-
-Owner = tuple[int, int, str]
-
-
-def shared_addresses(addresses: Mapping[Owner, tuple[str, int | None]]) -> list[tuple[Owner, Owner]]:
-    """Two parameters in one place: the same name, and not two different indices of it."""
-    found = []
-    for a, (name_a, index_a) in addresses.items():
-        for b, (name_b, index_b) in addresses.items():
-            apart = index_a is not None and index_b is not None and index_a != index_b
-            if a < b and name_a == name_b and not apart:
-                found.append((a, b))
-    return sorted(found)
-
-
-class Written(NamedTuple):
-    """A box of a global tensor that one rank writes: where it starts, and its values."""
-
-    name: str
-    start: Index
-    values: Bits
-
-
-def times_written(parts: Sequence[Written], shapes: Shapes) -> dict[str, Bits]:
-    """How often each element is written; the same box with the same content, from several ranks, counts once."""
-    times = {name: np.zeros(shape, dtype=np.int64) for name, shape in shapes.items()}
-    seen: list[object] = []
-    for part in parts:
-        if part.name not in shapes or len(part.start) != len(shapes[part.name]) or part.values.ndim != len(part.start):
-            raise ValueError(f"no tensor {part.name} of {part.values.ndim} dimensions")
-        for first, size, whole in zip(part.start, part.values.shape, shapes[part.name], strict=True):
-            if first < 0 or first + size > whole:
-                raise ValueError(f"{part.name}: {first} .. {first + size} of {whole}")
-        box = (part.name, part.start, part.values.shape, part.values.dtype, part.values.tolist())
-        if box in seen:
-            continue
-        seen.append(box)
-        for index in indices(part.values.shape):
-            times[part.name][tuple(a + b for a, b in zip(part.start, index, strict=True))] += 1
-    return times
-
-
-def misfits(needed: Shapes, found: Shapes, optional: Collection[str] = ()) -> tuple[list[str], list[str], list[str]]:
-    """Names that are missing, left over, and of another shape than needed."""
-    missing, left_over, misshapen = [], [], []
-    for name in sorted({*needed, *found}):
-        if name not in found:
-            if name not in optional:
-                missing.append(name)
-        elif name not in needed:
-            if name not in optional:
-                left_over.append(name)
-        elif tuple(needed[name]) != tuple(found[name]):
-            misshapen.append(name)
-    return missing, left_over, misshapen
-
-
-def conversion_faults(
-    used: Sequence[str],
-    present: Collection[str],
-    filled: Sequence[str],
-    needed: Collection[str],
-    unused: Collection[str] = (),
-) -> dict[str, list[str]]:
-    """What a conversion did wrong, name by name: each tensor is to be used, each parameter filled, just once."""
-    faults: dict[str, list[str]] = {
-        kind: [] for kind in ("not_used", "used_twice", "invented", "not_filled", "filled_twice", "unknown")
-    }
-    for name in sorted({*used, *present}):
-        times = list(used).count(name)
-        if times == 0 and name not in unused:
-            faults["not_used"].append(name)
-        if times > 1:
-            faults["used_twice"].append(name)
-        if times > 0 and name not in present:
-            faults["invented"].append(name)
-    for name in sorted({*filled, *needed}):
-        times = list(filled).count(name)
-        if times == 0:
-            faults["not_filled"].append(name)
-        if times > 1:
-            faults["filled_twice"].append(name)
-        if times > 0 and name not in needed:
-            faults["unknown"].append(name)
-    return faults
-
-
-# ---- upcycling and moving (CKPT-12, -13) -------------------------------------------------------------------
-
-
-def upcycled(gate_FD: Bits, up_FD: Bits, down_DF: Bits, experts: int, pieces: int) -> dict[Key, Bits]:
-    """Experts that are copies of the dense MLP, or of its pieces in turn."""
-    F, D = gate_FD.shape
-    if experts < 1 or pieces < 1 or experts % pieces != 0 or F % pieces != 0:
-        raise ValueError(f"{experts} experts of {pieces} pieces of {F} hidden units")
-    made = {}
-    for expert in range(experts):
-        units = [f for f in range(F) if f // (F // pieces) == expert % pieces]
-        made["gate", expert] = np.array([[gate_FD[f, d] for d in range(D)] for f in units])
-        made["up", expert] = np.array([[up_FD[f, d] for d in range(D)] for f in units])
-        made["down", expert] = np.array([[down_DF[d, f] for f in units] for d in range(D)])
-    return made
-
-
-def upcycled_output(x_TD: Floats, weights_TK: Floats, dense: SwiGLU) -> Floats:
-    """Every slot's copy answers what the dense MLP answers: the weights of a token add up before it."""
-    y_TD = np.zeros(x_TD.shape)
-    for t in range(len(x_TD)):
-        for k in range(weights_TK.shape[1]):
-            y_TD[t] += weights_TK[t, k] * swiglu_row(dense, x_TD[t])
-    return y_TD
-
-
-def at_places(parameters: Parameters, expert_of_place: Sequence[int]) -> dict[Key, Bits]:
-    """What stands at each physical place after the move; every expert stands somewhere."""
-    known = {expert for _, expert in parameters}
-    if known != set(expert_of_place):
-        raise ValueError(f"experts {known} on places {expert_of_place}")
-    return {
-        (name, place): whole
-        for place, expert in enumerate(expert_of_place)
-        for (name, owner), whole in parameters.items()
-        if owner == expert
-    }
-
-
-def loads(by_place: Sequence[int], expert_of_place: Sequence[int], experts: int) -> list[int]:
-    """Load of every expert: that of all places where it stands."""
-    if len(by_place) != len(expert_of_place) or any(not 0 <= e < experts for e in expert_of_place):
-        raise ValueError(f"{by_place} at {expert_of_place} for {experts} experts")
-    return [sum(by_place[p] for p, e in enumerate(expert_of_place) if e == expert) for expert in range(experts)]
