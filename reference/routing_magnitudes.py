@@ -115,14 +115,14 @@ def gradients_measured(
     chosen_TK, sum_T = _chosen(logits_TE, ids_TK, score)
     d_TK = products("tk,->tk", rounded(dweights_TK), exact(torch.tensor(scale)))
     if normalise:  # w_k = s_k / S, S = sum_j s_j: dL/ds_k = (dw_k - sum_j dw_j w_j) / S
-        d_TK = quotient("tk,t->tk", _less_mean(d_TK, quotient("tk,t->tk", chosen_TK, sum_T)), sum_T)
+        d_TK = quotient("tk,t->tk", less_mean(d_TK, quotient("tk,t->tk", chosen_TK, sum_T)), sum_T)
     if score == "softmax_topk":
-        dlogits_TE = _scatter(products("tk,tk->tk", chosen_TK, _less_mean(d_TK, chosen_TK)), ids_TK, logits_TE)
+        dlogits_TE = _scatter(products("tk,tk->tk", chosen_TK, less_mean(d_TK, chosen_TK)), ids_TK, logits_TE)
     elif score == "softmax":
         s_TE = softmax(logits_TE)
-        dlogits_TE = products("te,te->te", s_TE, _less_mean(_scatter(d_TK, ids_TK, logits_TE), s_TE))
+        dlogits_TE = products("te,te->te", s_TE, less_mean(_scatter(d_TK, ids_TK, logits_TE), s_TE))
     else:
-        slope_TE = _slope(logits_TE, score)
+        slope_TE = slope(logits_TE, score)
         dlogits_TE = products("te,te->te", _scatter(d_TK, ids_TK, logits_TE), slope_TE)
     return (
         products("te,ed->td", dlogits_TE, exact(router_ED)),
@@ -154,7 +154,7 @@ def _chosen(logits_TE: Measured, ids_TK: Tensor, score: Score) -> tuple[Measured
     return chosen_TK, total(chosen_TK, 1)
 
 
-def _less_mean(d: Measured, share: Measured) -> Measured:
+def less_mean(d: Measured, share: Measured) -> Measured:
     """Subtract from every d_k the mean sum_j d_j share_j of its row."""
     mean = products("tk,tk->t", d, share)
     return plus(d, Measured(-mean.value[:, None].expand_as(d.value), mean.magnitude[:, None].expand_as(d.value)))
@@ -166,7 +166,7 @@ def _scatter(d_TK: Measured, ids_TK: Tensor, like_TE: Measured) -> Measured:
     return Measured(zero_TE.scatter(1, ids_TK, d_TK.value), zero_TE.scatter(1, ids_TK, d_TK.magnitude))
 
 
-def _slope(logits_TE: Measured, score: Score) -> Measured:
+def slope(logits_TE: Measured, score: Score) -> Measured:
     """Differentiate sigmoid, s (1 - s), or sqrtsoftplus, sigmoid / (2 s); both are computed from rounded factors."""
     sigmoid_TE = scores_measured(logits_TE, "sigmoid")
     if score == "sigmoid":
