@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,11 @@ class Entry:
 
     def _fields(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+def folder() -> Path:
+    """Return where the goldens are: beside the suite, in a checkout and in a wheel."""
+    return Path(str(files("goldens")))
 
 
 def read_manifest(folder: Path) -> dict[str, Entry]:

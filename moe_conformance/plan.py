@@ -14,7 +14,7 @@ from typing import cast
 from moe_conformance.contract import Backend, Limit
 from moe_conformance.topology import Layout
 from moe_conformance.waivers import DRAWN_WITH
-from moe_conformance.workloads import corpus, distribution, routing, virtual
+from moe_conformance.workloads import corpus, distribution, golden, routing, virtual
 from moe_conformance.workloads.records import Asynchrony, Workload
 
 VIRTUAL = "virtual"  # the profile of hundreds of ranks that are threads of one process
@@ -135,7 +135,7 @@ def workload_names() -> frozenset[str]:
     probe, own = virtual.recipes(virtual.layouts()[0])
     recipes = {recipe.name for recipe in (*corpus.PROBE, *corpus.EXPERTS, *probe, *own)}
     drawn = {DRAWN_WITH + feature.name for feature in (*distribution.PROBE, *distribution.ROUTE)}
-    return frozenset(recipes | {recipe.name for recipe in routing.ROUTERS} | drawn)
+    return frozenset(recipes | {recipe.name for recipe in routing.ROUTERS} | {golden.NAME} | drawn)
 
 
 def layout_names() -> tuple[str, ...]:

@@ -10,13 +10,14 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
-from moe_conformance import spec, waivers
+from moe_conformance import goldens, spec, waivers
 from moe_conformance.backends import registry
 from moe_conformance.contract import Backend, Unsupported
 from moe_conformance.engine.host import Site
 from moe_conformance.plan import layout_names, workload_names
 from moe_conformance.plugin import gpus
 from moe_conformance.plugin.options import Options, Unusable
+from moe_conformance.workloads import golden
 
 PLANTS = "self_tests.planted_bugs"
 
@@ -42,7 +43,8 @@ def prepare(options: Options, site: Site | None = None) -> Run:
 
     Raises:
         Unusable: unknown backend, plant or requirement; no backend at all; a library or a GPU that is not there; a
-            backend that virtual ranks cannot run; waivers that cannot be read; a report folder that cannot be written.
+            backend that virtual ranks cannot run; waivers or goldens that cannot be read; a report folder that cannot
+            be written.
     """
     if unknown := [wanted for wanted in options.ids if wanted not in spec.load()]:
         raise Unusable(f"no requirement {', '.join(unknown)}; `moe-conformance list requirements` shows all of them")
@@ -64,6 +66,10 @@ def prepare(options: Options, site: Site | None = None) -> Run:
         held = waivers.load(waivers.path_for(target, options.waivers), names, date.today())
     except waivers.Unreadable as error:
         raise Unusable(str(error)) from error
+    try:
+        goldens.read(goldens.folder(), golden.CHAPTER)
+    except goldens.GoldenError as error:
+        raise Unusable(f"the goldens cannot be used: {error}") from error
     if options.report:
         _require_writable(Path(options.report))
     return Run(options, target, backend, versions, held, datetime.now(UTC), site)

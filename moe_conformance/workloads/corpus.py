@@ -16,6 +16,7 @@ from torch import Tensor
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
 from moe_conformance.workloads import draw
+from moe_conformance.workloads.golden import golden_workload
 from moe_conformance.workloads.records import Asynchrony, Batch, Workload
 
 Profile = Literal["quick", "full"]
@@ -209,7 +210,11 @@ def layouts(profile: Profile) -> tuple[Layout, ...]:
 
 
 def corpus(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield the exchange workloads of a variant on a layout: with the probe, then with the backend's own experts."""
+    """Yield the exchange workloads of a variant on a layout: with the probe, then with the backend's own experts.
+
+    Raises:
+        GoldenError: the golden is not there, or not as it was written.
+    """
     kinds: tuple[tuple[Literal["probe", "experts"], tuple[Recipe, ...]], ...] = (("probe", PROBE), ("experts", EXPERTS))
     for kind, recipes in kinds:
         for recipe in recipes:
@@ -218,6 +223,9 @@ def corpus(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]
             if recipe.asynchrony != "plain" and layout.world == 1:  # nothing travels
                 continue
             yield exchange_workload(recipe, kind, variant, layout)
+    golden = golden_workload(variant, layout)
+    if golden is not None:
+        yield golden
 
 
 def exchange_workload(recipe: Recipe, kind: Literal["probe", "experts"], variant: str, layout: Layout) -> Workload:

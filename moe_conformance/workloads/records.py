@@ -44,6 +44,7 @@ class Workload:
     parameters: Mapping[ParameterKey, Tensor] = field(default_factory=dict)
     lead: Literal["flat", "two_dims"] = "flat"
     asynchrony: Asynchrony = "plain"
+    golden: str = ""  # the chapter of the goldens whose values judge it; "" for the oracles of today
 
     def goes_backward(self, microbatch: int) -> bool:
         """Whether the schedule asks for a microbatch's gradients."""
