@@ -1,0 +1,123 @@
+"""Equal splits by hand, one row at a time: D columns, W ranks, pieces of n_i rows, every one padded to s rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+def demand(holds: bool, complaint: str) -> None:
+    """Refuse what has no answer."""
+    if not holds:
+        raise ValueError(complaint)
+
+
+def places(pieces: Sequence[int], split: int) -> list[int]:
+    """For each of len(pieces) * split places the row that lies there, -1 for padding."""
+    rows = []
+    row = 0
+    for piece in pieces:
+        demand(0 <= piece <= split, f"a piece of {piece} rows in a split of {split}")
+        for j in range(split):
+            rows.append(row + j if j < piece else -1)
+        row += piece
+    return rows
+
+
+def pad(rows_RD: Floats, pieces: Sequence[int], split: int) -> Floats:
+    """Every place has its row, or zeros."""
+    lying = places(pieces, split)
+    demand(rows_RD.ndim == 2 and sum(pieces) == len(rows_RD), f"{rows_RD.shape} are no rows in pieces {pieces}")
+    padded_PD = np.zeros((len(lying), rows_RD.shape[1]))
+    for place, row in enumerate(lying):
+        if row != -1:
+            padded_PD[place] = rows_RD[row]
+    return padded_PD
+
+
+def compact(padded_PD: Floats, pieces: Sequence[int], split: int) -> Floats:
+    """Every row is taken from its place."""
+    lying = places(pieces, split)
+    demand(padded_PD.ndim == 2 and len(lying) == len(padded_PD), f"{padded_PD.shape} is not {len(pieces)} x {split}")
+    rows_RD = np.zeros((sum(pieces), padded_PD.shape[1]))
+    for place, row in enumerate(lying):
+        if row != -1:
+            rows_RD[row] = padded_PD[place]
+    return rows_RD
+
+
+def pad_backward(g_PD: Floats, pieces: Sequence[int], split: int) -> Floats:
+    """A row's gradient is that of its place; what a place of padding has goes nowhere."""
+    return compact(g_PD, pieces, split)
+
+
+def compact_backward(g_RD: Floats, pieces: Sequence[int], split: int) -> Floats:
+    """A place's gradient is that of its row; a place of padding has 0."""
+    return pad(g_RD, pieces, split)
+
+
+def smallest_split(splits_WW: Ints) -> int:
+    """The largest piece between any two ranks."""
+    demand(splits_WW.dtype == np.int64 and splits_WW.ndim == 2, "splits are not int64 (W, W)")
+    demand(0 < splits_WW.shape[0] == splits_WW.shape[1], f"splits {splits_WW.shape}")
+    largest = 0
+    for piece in splits_WW.reshape(-1).tolist():
+        demand(piece >= 0, f"a piece of {piece} rows")
+        largest = max(largest, piece)
+    return largest
+
+
+def lawful_splits(split_by_rank: Sequence[int], splits_WW: Ints) -> bool:
+    """All ranks agree, and every piece fits."""
+    needed = smallest_split(splits_WW)
+    demand(len(split_by_rank) == len(splits_WW), f"{len(split_by_rank)} ranks, {len(splits_WW)} in the splits")
+    return all(split == split_by_rank[0] and split >= needed for split in split_by_rank)
+
+
+def check_exchange(rows_by_rank: Sequence[Floats], splits_WW: Ints) -> None:
+    """Every rank has the rows that the splits say it sends, all of one width."""
+    smallest_split(splits_WW)
+    demand(len(rows_by_rank) == len(splits_WW), f"{len(rows_by_rank)} ranks, {len(splits_WW)} in the splits")
+    for rows_RD, pieces in zip(rows_by_rank, splits_WW.tolist(), strict=True):
+        demand(rows_RD.ndim == 2 and len(rows_RD) == sum(pieces), f"{rows_RD.shape} are no rows in pieces {pieces}")
+        demand(rows_RD.shape[1] == rows_by_rank[0].shape[1], "ranks differ in D")
+
+
+def uneven_exchange(rows_by_rank: Sequence[Floats], splits_WW: Ints) -> list[Floats]:
+    """Deal every source's rows out in their order; each destination keeps what it gets, by source."""
+    check_exchange(rows_by_rank, splits_WW)
+    received: list[list[Floats]] = [[] for _ in rows_by_rank]
+    for rows_RD, pieces in zip(rows_by_rank, splits_WW.tolist(), strict=True):
+        row = 0
+        for destination, piece in enumerate(pieces):
+            for _ in range(piece):
+                received[destination].append(rows_RD[row])
+                row += 1
+    width = rows_by_rank[0].shape[1]
+    return [np.array(rows).reshape(len(rows), width) for rows in received]
+
+
+def uneven_exchange_backward(g_by_rank: Sequence[Floats], splits_WW: Ints) -> list[Floats]:
+    """The gradients of the rows travel back: what rank d had from s, s has from d."""
+    return uneven_exchange(g_by_rank, splits_WW.T.copy())
+
+
+def equal_exchange(rows_by_rank: Sequence[Floats], splits_WW: Ints, split: int) -> list[Floats]:
+    """Every two ranks swap `split` places; each keeps those that it knows to be rows."""
+    check_exchange(rows_by_rank, splits_WW)
+    demand(split >= smallest_split(splits_WW), f"split {split} is too small")
+    world = len(rows_by_rank)
+    sent = [pad(rows_by_rank[s], splits_WW[s].tolist(), split) for s in range(world)]
+    received = []
+    for d in range(world):
+        arrived_PD = np.zeros((world * split, rows_by_rank[0].shape[1]))
+        for s in range(world):
+            for j in range(split):
+                arrived_PD[s * split + j] = sent[s][d * split + j]
+        received.append(compact(arrived_PD, splits_WW[:, d].tolist(), split))
+    return received
