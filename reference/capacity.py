@@ -49,7 +49,7 @@ def capacities(tokens: int, top_k: int, experts: int, *, factor: float, minimum:
     so where no order of multiplying and dividing rounds anything: E a power of two, and a K T < 2^24 with
     factor = a / 2^p. There an i + 1 is not rounded up but one too many.
 
-    Degenerate: T = 0 gives C_min alone; 0 < x < 1 gives 1; a factor below 1 is legal, and a C above T too.
+    Degenerate: x = 0 gives C_min alone; 0 < x < 1 gives 1; a factor below 1 is legal, and a C above T too.
     Raises on a negative, NaN or infinite factor, T < 0, C_min < 0, or K not in 1..E.
 
     Decides: DROP-01, DROP-02. Source: Switch Transformer section 2.2 equation 3.
@@ -131,7 +131,8 @@ def padded_rows(tokens: int, capacity: int) -> tuple[int, ...]:
 def _rounds_nothing(tokens: int, top_k: int, experts: int, factor: float) -> bool:
     """Say whether factor K T / E is exact in float32 in any order of its operations."""
     power_of_two = experts & (experts - 1) == 0
-    return tokens == 0 or (power_of_two and Fraction(factor).numerator * top_k * tokens < 2**24)
+    product = Fraction(factor).numerator * top_k * tokens
+    return product == 0 or (power_of_two and product < 2**24)
 
 
 def _check_sizes(tokens: int, top_k: int, experts: int) -> None:

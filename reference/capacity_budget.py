@@ -92,10 +92,10 @@ def legal_deliveries(
     ((True, True), (False, False))
     """
     owners = defaultdict(set)  # of every slot, the ranks that want it
-    reached = defaultdict(set)  # of every slot, the ranks that it reached
+    reached = defaultdict(set)  # of every slot, those of them that it reached
     for pair in wanted:
         owners[pair.source, pair.token, pair.slot].add(pair.destination)
-    for pair in delivered:
+    for pair in set(delivered) & set(wanted):
         reached[pair.source, pair.token, pair.slot].add(pair.destination)
     split = {slot for slot, ranks in owners.items() if reached[slot] and reached[slot] != ranks}
 

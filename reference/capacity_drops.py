@@ -171,6 +171,6 @@ def _check(
     d_TK = zeros_TK if errors_TK is None else errors_TK.detach().double()  # (T, K)
     if not ids_TK.shape == w_TK.shape == d_TK.shape:
         raise ValueError(f"weights {tuple(w_TK.shape)}, errors {tuple(d_TK.shape)} for ids {tuple(ids_TK.shape)}")
-    if bool(w_TK.isnan().any()) or not bool((d_TK >= 0).all()):
+    if bool(((ids_TK >= 0) & (w_TK.isnan() | ~(d_TK >= 0))).any()):  # what stands in an empty slot says nothing
         raise ValueError("a weight is NaN, or an error of one is not a number of at least 0")
     return w_TK, d_TK

@@ -78,7 +78,11 @@ def output(
     ([[0.5, 0.5, 0.5], [0.0, 0.0, 0.0]], [[3.0, 0.0], [0.0, 0.0]])
     """
     dropped = after_drop(ids_TK, weights_TK, kept_TK, renormalise=renormalise, scale=scale)
-    return layer.forward(x_TD, dropped.ids_TK, dropped.weights_TK, expert)
+    y_TD = layer.forward(x_TD, dropped.ids_TK, dropped.weights_TK, expert)  # (T, D)
+    # Where nothing at all is kept, the layer never saw x and the weights: their gradients are 0, not absent.
+    never = torch.zeros((), dtype=torch.bool)
+    x_TD, sum_T1 = x_TD.double(), dropped.weights_TK.sum(dim=1, keepdim=True)  # (T, D), (T, 1)
+    return y_TD + torch.where(never, x_TD, 0.0) + torch.where(never, sum_T1, 0.0)  # (T, D)
 
 
 def check_kept(kept_TK: Tensor, ids_TK: Tensor) -> None:

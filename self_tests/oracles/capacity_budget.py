@@ -56,21 +56,26 @@ def over_budget(rows_N: Sequence[int], budget: int, *, alignment: int = 1) -> bo
 def legal_deliveries(
     delivered: Sequence[Pair], wanted: Sequence[Pair], budgets: Sequence[int], *, alignment: int = 1
 ) -> list[bool]:
-    """Whether each rank got what a rank of its budget may get."""
+    """Whether each rank got what a rank of its budget may get.
+
+    A slot that several ranks want is one slot: it reaches them all, or it is dropped because one of them is full.
+    """
     if any(not 0 <= pair.destination < len(budgets) for pair in [*delivered, *wanted]):
         raise ValueError("a pair goes to a rank without a budget")
+    full = []
+    for rank, budget in enumerate(budgets):
+        asked = [pair.expert for pair in wanted if pair.destination == rank]
+        full.append(over_budget([asked.count(expert) for expert in set(asked)], budget, alignment=alignment))
     verdicts = []
     for rank, budget in enumerate(budgets):
         got = [pair for pair in delivered if pair.destination == rank]
-        asked = [pair for pair in wanted if pair.destination == rank]
-        rows_N = [sum(pair.expert == expert for pair in asked) for expert in sorted({pair.expert for pair in asked})]
-        over = over_budget(rows_N, budget, alignment=alignment)
-        legal = len(got) <= budget and all(got.count(pair) == 1 and pair in asked for pair in got)
-        legal = legal and (over or all(pair in got for pair in asked))
-        for pair in asked:
+        legal = len(got) <= budget and all(got.count(pair) == 1 and pair in wanted for pair in got)
+        for pair in wanted:
             shards = [other for other in wanted if other[:3] == pair[:3]]
-            reached = sum(other in delivered for other in shards)
-            legal = legal and reached in (0, len(shards))
+            reached = [other in delivered for other in shards]
+            excused = any(full[other.destination] for other in shards)
+            if pair.destination == rank and not (all(reached) or (excused and not any(reached))):
+                legal = False
         verdicts.append(legal)
     return verdicts
 

@@ -132,7 +132,7 @@ def check_drop(
                 raise ValueError(f"token {token} keeps an empty slot")
             if weights_TK is not None and expert >= 0 and math.isnan(weights_TK[token, slot]):
                 raise ValueError(f"token {token} has a weight of NaN")
-            if errors_TK is not None and not errors_TK[token, slot] >= 0.0:
+            if errors_TK is not None and expert >= 0 and not errors_TK[token, slot] >= 0.0:
                 raise ValueError(f"error {errors_TK[token, slot]}")
 
 
@@ -206,7 +206,7 @@ def after_drop(
             new_ids_TK[token, slot] = ids_TK[token, slot]
             weight = float(weights_TK[token, slot])
             if renormalise:
-                weight = scale * (weight / total) if total > 0.0 else 0.0
+                weight = scale * (weight / total) if total != 0.0 else 0.0
             new_weights_TK[token, slot] = weight
     return new_ids_TK, new_weights_TK
 
@@ -219,7 +219,7 @@ def after_drop_backward(
     for token in range(weights_TK.shape[0]):
         slots = [slot for slot in range(weights_TK.shape[1]) if kept_TK[token, slot]]
         total = math.fsum(float(weights_TK[token, slot]) for slot in slots)
-        if renormalise and not total > 0.0:
+        if renormalise and total == 0.0:
             continue
         mean = 0.0
         for slot in slots:
