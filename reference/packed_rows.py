@@ -43,11 +43,12 @@ def real_rows(cu_seqlens: Tensor, cu_seqlens_padded: Tensor, rows: int | None = 
     R = padded[-1] if rows is None else rows
     if padded[-1] > R:
         raise ValueError(f"the sequences take {padded[-1]} rows, but there are {R}")
-    real_R = torch.zeros(R, dtype=torch.bool)  # (R,)
+    lengths = [after - before for before, after in pairwise(real)]
     for i, (first, end) in enumerate(pairwise(padded)):
-        length = real[i + 1] - real[i]
-        if not 0 <= length <= end - first:
-            raise ValueError(f"sequence {i} has {length} tokens in {end - first} rows")
+        if not 0 <= lengths[i] <= end - first:
+            raise ValueError(f"sequence {i} has {lengths[i]} tokens in {end - first} rows")
+    real_R = torch.zeros(R, dtype=torch.bool)  # (R,)
+    for first, length in zip(padded, lengths, strict=False):  # the last sum begins no sequence
         real_R[first : first + length] = True
     return real_R
 

@@ -1,4 +1,4 @@
-"""Names in a checkpoint by hand: who shares one, what is written how often, what is missing (CKPT-02, -03, -08, -11)."""
+"""Names in a checkpoint by hand: who shares one, who is written how often, who is missing (CKPT-02, -03, -08, -11)."""
 
 from __future__ import annotations
 
