@@ -1,0 +1,88 @@
+"""Outcomes of configurations: refused, honoured or changed openly, and which of them is lawful.
+
+What the table of `config_rules.py` says about one configuration that breaks one rule or several.
+
+Source: arithmetic on the table: a refusal always helps; what was built must be lawful by every rule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Literal
+
+from reference.config_rules import RULES, Settings, broken
+
+Outcome = Literal["built", "refused", "honoured", "changed"]
+FACTS = frozenset({"kernel_present", "kernel_owns_buffers", "versions"})
+
+
+def at_fault(settings: Settings) -> frozenset[str]:
+    """Name the options of which a refusal must name one (RULE-01), of all rules that are broken.
+
+    >>> sorted(at_fault(Settings(overlap=True, dtype="float32"))), sorted(at_fault(Settings()))
+    (['dtype', 'overlap'], [])
+    """
+    return frozenset(option for rule in RULES if rule.breaks(settings) for option in rule.options)
+
+
+def lawful_build(asked: Settings, ran: Settings) -> bool:
+    """Say whether `ran` may be what was built where `asked` was asked for; warnings are judged elsewhere.
+
+    Rule: what runs must be lawful by every rule that it breaks, that is, honoured; and every option that has
+    another value than asked must have it from an open change of a rule that `asked` breaks, made as a whole.
+
+    Degenerate: a configuration that breaks nothing is built as asked, or wrongly. Facts (kernels present,
+    versions) may differ: with overlap off, its limit is active no longer.
+
+    >>> asked = Settings(overlap=True, ep=1, dtype="float32")
+    >>> lawful_build(asked, asked), lawful_build(asked, replace(asked, overlap=False))
+    (False, True)
+    >>> asked = Settings(overlap=True, dtype="float32")
+    >>> lawful_build(asked, asked), lawful_build(asked, replace(asked, overlap=False))
+    (True, False)
+    """
+    open_changes = [
+        change
+        for rule in RULES
+        if rule.breaks(asked)
+        for change in rule.changes
+        if all(getattr(ran, option) == value for option, value in change.items())
+    ]
+    warranted = {option for change in open_changes for option in change}
+    differ = {field.name for field in fields(asked) if getattr(asked, field.name) != getattr(ran, field.name)}
+    return differ - FACTS <= warranted and all(rule.honoured for rule in RULES if rule.breaks(ran))
+
+
+def outcomes(settings: Settings) -> frozenset[Outcome]:
+    """List what may lawfully come of a configuration (RULE-06 to RULE-27).
+
+    Rule: "built" if it breaks nothing; else "refused", "honoured" if it may be built as it is, and "changed"
+    if an open change of every broken rule that knows one makes it lawful.
+
+    >>> sorted(outcomes(Settings(overlap=True, overlap_shared=True, shared_experts=1)))
+    ['changed', 'honoured', 'refused']
+    >>> sorted(outcomes(Settings(overlap=True, ep=1, top_k=9)))
+    ['refused']
+    """
+    if not broken(settings):
+        return frozenset({"built"})
+    lawful: set[Outcome] = {"refused"}
+    if lawful_build(settings, settings):
+        lawful.add("honoured")
+    changed = settings
+    for rule in RULES:
+        if rule.breaks(settings) and rule.changes:
+            changed = replace(changed, **rule.changes[0])
+    if changed != settings and lawful_build(settings, changed):
+        lawful.add("changed")
+    return frozenset(lawful)
+
+
+def overlap_rules() -> tuple[str, ...]:
+    """Name the rules that overlap must meet: its preconditions (RULE-06 to RULE-18).
+
+    >>> overlap_rules()[0], overlap_rules()[-1], len(overlap_rules())
+    ('RULE-06', 'RULE-18', 13)
+    """
+    deferral = "defer_weight_gradients"
+    return tuple(dict.fromkeys(r.id for r in RULES if "overlap" in r.options and deferral not in r.options))
