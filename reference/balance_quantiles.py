@@ -72,6 +72,8 @@ def quantile_bounds(
     paddings = [None] * len(parts) if padding is None else padding
     valid = [s_TE[valid_tokens(s_TE, mask_T)] for s_TE, mask_T in zip(parts, paddings, strict=True)]
     E = len(bias_E)
+    if any(s_TE.shape[1:] != (E,) for s_TE in parts):
+        raise ValueError(f"scores {[tuple(s_TE.shape) for s_TE in parts]} for {E} biases; give (T, E), one E")
     s_VE = torch.cat([torch.zeros(0, E, dtype=torch.float64), *(s_TE.double() for s_TE in valid)])  # (V, E)
     V, b_E = len(s_VE), bias_E.detach().double()
     if not bool(b_E.isfinite().all()) or not bool(s_VE.isfinite().all()):

@@ -33,7 +33,7 @@ from .routing import (
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
-SMALLEST_NORMAL = 2.0**-1022
+NOTHING = 1e-100  # a sum of scores below this is none; the law is free from 1e-12 on
 
 
 class Tokens(NamedTuple):
@@ -95,7 +95,7 @@ def share_of_token(kind: Kind, logits: list[float]) -> Share:
         scores = [square_root_of_softplus(logit) for logit in logits]
         slopes = [slope_of_square_root_of_softplus(logit) for logit in logits]
     total = math.fsum(scores)
-    if total < SMALLEST_NORMAL:
+    if total < NOTHING:
         return Share([0.0] * len(logits), [0.0] * len(logits))
     return Share([score / total for score in scores], [slope / total for slope in slopes])
 
@@ -143,7 +143,7 @@ def count_choices(ids_TK: Ints, experts: int, padding_T: Bools | None = None) ->
 
 
 def balance(parts: Sequence[Tokens], fraction_E: list[float], kind: Kind, c: float) -> tuple[float, list[Floats]]:
-    """Sum c E f_e P_e over experts for given fractions, P over the valid tokens of all parts; with the parts' gradients."""
+    """Sum c E f_e P_e for given fractions, P over the valid tokens of all parts; with the gradient of each."""
     gradients = [np.zeros(part.logits_TE.shape, dtype=np.float64) for part in parts]
     places = [(i, t) for i, part in enumerate(parts) for t in valid_tokens(len(part.logits_TE), part.padding_T)]
     value = 0.0
@@ -162,13 +162,17 @@ def fractions(counts: list[int], choices: int) -> list[float]:
     return [n / choices if choices else 0.0 for n in counts]
 
 
-def auxiliary(tokens: Tokens, kind: Kind, c: float) -> Loss:
-    """The balance loss of one microbatch."""
+def count_tokens(tokens: Tokens) -> tuple[list[int], int]:
+    """Choices of each expert, and valid tokens."""
     T, E = tokens.logits_TE.shape
     if len(tokens.ids_TK) != T:
         raise ValueError(f"ids of {len(tokens.ids_TK)} tokens for logits of {T}")
-    counts = count_choices(tokens.ids_TK, E, tokens.padding_T)
-    V = len(valid_tokens(T, tokens.padding_T))
+    return count_choices(tokens.ids_TK, E, tokens.padding_T), len(valid_tokens(T, tokens.padding_T))
+
+
+def auxiliary(tokens: Tokens, kind: Kind, c: float) -> Loss:
+    """The balance loss of one microbatch."""
+    counts, V = count_tokens(tokens)
     value, (gradient_TE,) = balance([tokens], fractions(counts, V * tokens.ids_TK.shape[1]), kind, c)
     return Loss(value, gradient_TE)
 
@@ -212,9 +216,8 @@ def over_a_step(
         if not remembers:
             counts, V = [0] * E, 0
         for part in row:
-            for e, n in enumerate(count_choices(part.ids_TK, E, part.padding_T)):
-                counts[e] += n
-            V += len(valid_tokens(len(part.logits_TE), part.padding_T))
+            more, tokens = count_tokens(part)
+            counts, V = [n + m for n, m in zip(counts, more, strict=True)], V + tokens
         losses.append(balance(row, fractions(counts, K * V), kind, c))
     return losses
 
