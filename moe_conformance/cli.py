@@ -63,10 +63,18 @@ def _require_torch() -> None:
 def _options(names: Collection[str]) -> Callable[[Command], Command]:
     def decorate(command: Command) -> Command:
         for option in reversed([option for option in options.OPTIONS if option.name in names]):
-            command = click.option(f"--{option.name}", metavar=option.metavar, help=option.help)(command)
+            decorator = click.option(
+                f"--{option.name}", metavar=option.metavar, help=option.help, multiple=option.lists, callback=_joined
+            )
+            command = decorator(command)
         return command
 
     return decorate
+
+
+def _joined(context: click.Context, parameter: click.Parameter, value: str | tuple[str, ...] | None) -> str | None:
+    """Return the values of an option that may be given several times as one."""
+    return (",".join(value) or None) if isinstance(value, tuple) else value
 
 
 @main.command()

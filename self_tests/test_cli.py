@@ -52,6 +52,21 @@ class TestList:
         assert 2 == done.exit_code
 
 
+class TestOnly:
+    def test_requirements_in_several_options(self, tmp_path):
+        """All of them are judged, and none else."""
+        asked = ("--only", "EXCH-01", "--only", "EXCH-04,EXCH-05", "--report", str(tmp_path))
+        assert 0 == plugin_runs.cli("run", "--ranks", "1", *asked, "--", "-k", "alltoall", cwd=tmp_path).status
+        assert ["EXCH-01", "EXCH-04", "EXCH-05"] == json.loads((tmp_path / "result.json").read_text())["only"]
+
+    def test_a_requirement_without_a_check(self, tmp_path):
+        """It says what the check waits for, instead of judging nothing."""
+        waiting = next(each for each in spec.load().values() if each.waits_for)
+        done = plugin_runs.cli("run", "--only", waiting.id, cwd=tmp_path)
+        assert 2 == done.status
+        assert f"no check decides {waiting.id} yet: it waits for {waiting.waits_for}" in done.output
+
+
 class TestDoctor:
     def test_what_runs_here_and_why_not_the_rest(self):
         """Two real ranks start; layouts of more ranks than asked for say so."""

@@ -68,6 +68,11 @@ class TestOptions:
         assert "moe-conformance run --plant unweighted" == Options(plant="unweighted").command()
 
 
+    def test_a_list_may_be_given_in_several_options(self):
+        """None of them is dropped."""
+        assert ("EXCH-01", "EXCH-02", "GRAD-01") == options.from_mapping({"only": ["EXCH-01,EXCH-02", "GRAD-01"]}).ids
+
+
 class TestExitStatus:
     def test_the_command_line_gives_2(self, tmp_path):
         """The sentence, and nothing else."""

@@ -43,7 +43,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("moe-conformance", "conformance of Mixture-of-Experts parallelism")
     for option in options.OPTIONS:
         group.addoption(
-            f"--moe-{option.name}", dest=f"moe_{option.field}", metavar=option.metavar, help=option.help, default=None
+            f"--moe-{option.name}",
+            dest=f"moe_{option.field}",
+            metavar=option.metavar,
+            help=option.help,
+            action="append" if option.lists else "store",
+            default=None,
         )
 
 

@@ -24,6 +24,7 @@ class Option:
     metavar: str
     help: str
     choices: tuple[str, ...] | None = None
+    lists: bool = False  # may be given several times, which is as if the values were given with commas between them
 
     @property
     def field(self) -> str:
@@ -47,7 +48,7 @@ OPTIONS = (
         "run every case with asynchronous collectives so; a few are poisoned and watched anyway (default: plain)",
         ("plain", "poisoned", "watched"),
     ),
-    Option("only", "ID,ID", "judge these requirements only"),
+    Option("only", "ID,ID", "judge these requirements only", lists=True),
     Option("plant", "NAME", "judge native with a planted bug, which must be caught"),
     Option("waivers", "FILE", "waivers of a backend that is given by dotted path"),
     Option("report", "DIR", "write result.json, and records.jsonl as items end, into this folder"),
@@ -140,7 +141,7 @@ def from_mapping(given: dict[str, Any]) -> Options:
     Raises:
         Unusable: a value is out of range or not a number.
     """
-    values = {name: value for name, value in given.items() if value is not None}
+    values = {name: _joined(value) for name, value in given.items() if value is not None}
     numbers: dict[str, Callable[[Any], float]] = {"ranks": int, "time_limit": float}
     for name in numbers.keys() & values.keys():
         try:
@@ -148,3 +149,7 @@ def from_mapping(given: dict[str, Any]) -> Options:
         except ValueError as error:
             raise Unusable(f"--{name.replace('_', '-')} wants a number, not {values[name]!r}") from error
     return Options(**values)
+
+
+def _joined(value: Any) -> Any:
+    return ",".join(value) if isinstance(value, (list, tuple)) else value
