@@ -96,8 +96,8 @@ def fuse(experts: Sequence[SharedExpert]) -> SharedExpert:
     if not experts:
         raise ValueError("there is no expert to fuse")
     gates, ups, downs, maybe_biases = zip(*experts, strict=True)
-    biases = [bias for bias in maybe_biases if bias is not None]
-    bias_D = torch.stack(biases).sum(dim=0) if biases else None  # (D,)
+    biases = [bias.double() for bias in maybe_biases if bias is not None]
+    bias_D = torch.stack(biases).sum(dim=0) if biases else None  # (D,); the one thing here that is computed
     return SharedExpert(torch.cat(gates), torch.cat(ups), torch.cat(downs, dim=1), bias_D)
 
 
