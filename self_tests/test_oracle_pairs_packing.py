@@ -14,8 +14,8 @@ from reference import experts, padding_bounds
 from reference import packing as first
 from self_tests.oracles import layer
 from self_tests.oracles import packing as second
-from self_tests.oracles.agreement import assert_close, floats
-from self_tests.oracles.packing_cases import D, assert_gradients, both_refuse, rank_of
+from self_tests.oracles.agreement import assert_close, both_refuse, floats
+from self_tests.oracles.packing_cases import D, assert_gradients, rank_of
 
 Floats = NDArray[np.float64]
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)

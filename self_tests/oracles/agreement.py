@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -27,3 +31,15 @@ def assert_close(expected: NDArray[np.float64], actual: Tensor, *, addend: float
 def floats(array: NDArray[np.float64], *, leaf: bool = False) -> Tensor:
     """Float64 tensor with memory of its own; as a leaf, autograd keeps its gradient."""
     return torch.tensor(array, dtype=torch.float64, requires_grad=leaf)
+
+
+def ints(values: Sequence[Any]) -> Tensor:
+    """Int64 tensor, also of nothing, for which torch would choose a floating type."""
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def both_refuse(first: Callable[[], object], second: Callable[[], object]) -> None:
+    """Fail unless neither oracle has an answer."""
+    for oracle in (first, second):
+        with pytest.raises(ValueError, match=r"."):
+            oracle()

@@ -1,12 +1,11 @@
-"""What both oracles of packing are asked about: one rank's tokens and experts, and what neither may answer."""
+"""What both oracles of packing are asked about: one rank's tokens and experts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -18,19 +17,6 @@ from .experts import SwiGLU
 Floats = NDArray[np.float64]
 
 K, E, F, D = 2, 4, 3, 5
-
-
-def ints(values: Sequence[int]) -> Tensor:
-    """Int64 tensor, also of nothing."""
-    return torch.tensor(list(values), dtype=torch.int64)
-
-
-def both_refuse(in_first: Callable[[], object], by_hand: Callable[[], object]) -> None:
-    """Neither oracle has an answer."""
-    with pytest.raises(ValueError, match=r"."):
-        in_first()
-    with pytest.raises(ValueError, match=r"."):
-        by_hand()
 
 
 class Rank(NamedTuple):

@@ -108,7 +108,7 @@ def segments(
     rows = []
     for expert, bucket in buckets.items():
         count = smallest_multiple(len(bucket), multiple)
-        if count == 0 and pad_empty:
+        if count == 0 and pad_empty and multiple > 1:
             count = multiple
         rows += bucket + [Row(expert, -1, -1, -1)] * (count - len(bucket))
     return rows
@@ -125,12 +125,12 @@ def ascending(rows: Sequence[Row]) -> dict[int, bool]:
 
 
 def counts_are_legal(claimed: Sequence[int], rows: Sequence[int], multiple: int) -> list[bool]:
-    """Per expert: the smallest multiple that holds its rows, or for no rows either none or one."""
+    """Per expert: the smallest multiple that holds its rows; for no rows one multiple too, unless nothing is padded."""
     if len(claimed) != len(rows):
         raise ValueError(f"{len(claimed)} counts for {len(rows)} experts")
     least = [smallest_multiple(n, multiple) for n in rows]
     return [
-        count == least_count or (n == 0 and count == multiple)
+        count == least_count or (n == 0 and count == multiple > 1)
         for count, n, least_count in zip(claimed, rows, least, strict=True)
     ]
 
