@@ -101,8 +101,8 @@ def backward(
                 back.dx[rank][t] += dx_D
                 for matrix, part in zip(total.matrices, d_matrices, strict=True):
                     matrix += part
-                if total.bias_D is not None:
-                    total.bias_D += a * g_D
+                for d in range(0 if total.bias_D is None else len(g_D)):
+                    total.bias_D[d] += a * g_D[d]
                 if v_D is not None and dv_D is not None:
                     slope = a * (1.0 - a) * layer.inner(answer(expert, x_D), g_D)
                     dv_D += slope * x_D
