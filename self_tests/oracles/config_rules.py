@@ -42,7 +42,7 @@ class Settings(NamedTuple):
 # What neither user nor backend chooses: how the kernel is made, where it is installed, what versions there are.
 FACTS = ("kernel_owns_buffers", "kernel_present", "versions")
 
-# Which options a refusal may name, by rule.
+# Which options a refusal may name, by rule; a version is not chosen among the options.
 OPTIONS = {
     "RULE-06": "overlap ep",
     "RULE-07": "overlap experts",
@@ -56,8 +56,8 @@ OPTIONS = {
     "RULE-15": "overlap overlap_shared shared_experts",
     "RULE-16": "overlap prediction_layers",
     "RULE-17": "overlap capture",
-    "RULE-18": "overlap dispatcher kernel_owns_buffers offload_first_product",
-    "RULE-19": "versions",
+    "RULE-18": "overlap dispatcher kernel offload_first_product",
+    "RULE-19": "",
     "RULE-20": "defer_weight_gradients overlap",
     "RULE-21": "defer_weight_gradients capture accumulate_in_product",
     "RULE-22": "defer_weight_gradients capture attention_bias",
@@ -162,17 +162,21 @@ def may_be_honoured(rule: str, asked: Settings) -> bool:
 
 
 def may_differ(field: str, asked: Settings, ran: Settings) -> bool:
-    """May this option have been changed openly, from what `asked` has to what `ran` has?"""
+    """May this option have been changed openly, from what `asked` has to what `ran` has?
+
+    Overlaps may be switched off; a kernel's name may be dropped where the dispatcher has no use for it, or the
+    dispatcher chosen that has; a kernel that is missing goes together with its dispatcher.
+    """
     rules = broken(asked)
-    kernel_gone = ran.kernel != asked.kernel
-    replaced = "RULE-24" in rules and kernel_gone and ran.dispatcher != asked.dispatcher
+    replaced = "RULE-24" in rules and ran.kernel is None and ran.dispatcher != "fused"
     if field == "overlap":
-        conflict = "RULE-15" in rules and asked.overlap
-        return "RULE-06" in rules or "RULE-07" in rules or conflict
+        return "RULE-06" in rules or "RULE-07" in rules or ("RULE-15" in rules and asked.shared_experts > 0)
     if field == "overlap_shared":
         return "RULE-15" in rules
-    if field in ("kernel", "dispatcher"):
-        return "RULE-23" in rules or replaced
+    if field == "kernel":
+        return replaced or ("RULE-23" in rules and ran.kernel is None)
+    if field == "dispatcher":
+        return replaced or ("RULE-23" in rules and ran.dispatcher == "fused")
     return False
 
 
@@ -210,7 +214,13 @@ def outcomes(asked: Settings) -> set[str]:
 
 def at_fault(asked: Settings) -> set[str]:
     """The options that a refusal may name."""
-    return {option for rule in broken(asked) for option in OPTIONS[rule].split()}
+    named = set()
+    for rule in broken(asked):
+        options = set(OPTIONS[rule].split())
+        if rule == "RULE-15" and asked.shared_experts == 0:
+            options.discard("overlap")  # there is nothing to overlap, whatever else is
+        named |= options
+    return named
 
 
 def overlap_rules() -> list[str]:

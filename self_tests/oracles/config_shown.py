@@ -76,7 +76,7 @@ def hidden(
     for option, value in asked.items():
         shown = [ran[option] for ran in resolved if option in ran]
         usual = option in defaults and defaults[option] == value
-        warned = any(option in line for lines in warnings for line in lines)
+        warned = any(names(line, option) for lines in warnings for line in lines)
         missing = len(shown) < len(resolved) and not usual
         unlike = any(one != other for one in shown for other in shown)
         changed = any(one != value for one in shown)
