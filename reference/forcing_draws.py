@@ -10,10 +10,13 @@ Sources: behaviour of Megatron-Core's forced balancing and forced bias; Bernstei
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 from math import comb, isnan, sqrt
 
 import torch
 from torch import Tensor
+
+from reference.forcing import legal_ids
 
 FORWARDS = 16
 """Of so many draws of a bias, two at least must show different experts."""
@@ -40,8 +43,9 @@ def load_margin(tokens: int, top_k: int, experts: int) -> float:
 def legal_random_loads(loads_E: Tensor, top_k: int) -> Tensor:
     """Say of each expert whether its load may come of random forcing, int64 (E,) -> bool (E,).
 
-    Rule: |n_e - K T / E| <= `load_margin`, T = sum n_e / K. Degenerate: K = E loads every expert with T
-    exactly; T = 0 has no load. Raises where K does not divide the sum.
+    Rule: |n_e - K T / E| <= `load_margin`, T = sum n_e / K, in fractions: at the margin itself a rounded
+    root may lie on either side. Degenerate: K = E loads every expert with T exactly; T = 0 has no load.
+    Raises where K does not divide the sum, or is not in 1..E.
 
     Decides: FORCE-06. Source: Bernstein's inequality.
 
@@ -51,11 +55,14 @@ def legal_random_loads(loads_E: Tensor, top_k: int) -> Tensor:
     [False, True, True, True]
     """
     experts, choices = len(loads_E), int(loads_E.sum())
-    if choices % top_k:
-        raise ValueError(f"{choices} choices are not K = {top_k} for each token")
-    tokens = choices // top_k
-    margin = 0.0 if top_k == experts else load_margin(tokens, top_k, experts)
-    legal = [abs(n - choices / experts) <= margin for n in loads_E.tolist()]
+    if not 1 <= top_k <= experts or choices % top_k:
+        raise ValueError(f"{choices} choices are not K = {top_k} of {experts} experts for each token")
+    chance = Fraction(top_k, experts)
+    variance = choices // top_k * chance * (1 - chance)
+    legal = []
+    for n in loads_E.tolist():
+        off = abs(n - Fraction(choices, experts))
+        legal.append(off == 0 if variance == 0 else off <= 16 or (off - 16) ** 2 <= 49 * variance)
     return torch.tensor(legal, dtype=torch.bool)  # (E,)
 
 
@@ -116,7 +123,7 @@ def legal_bias_draws(ids_by_layer: Sequence[Sequence[Tensor]], deviation: float,
     Negative: the same in all forwards of a layer, and not the same in all (16 or more) layers.
 
     Degenerate: K = E shows nothing and is True; forwards of T = 0 are left out. Raises on deviation 0 or
-    NaN, and on fewer than 16 forwards or layers: by chance they could agree.
+    NaN, on ids that are no route, and on fewer than 16 forwards or layers: by chance they could agree.
 
     Decides: FORCE-10. Source: behaviour of Megatron-Core's forced bias option.
 
@@ -128,13 +135,15 @@ def legal_bias_draws(ids_by_layer: Sequence[Sequence[Tensor]], deviation: float,
     """
     if deviation == 0 or isnan(deviation):
         raise ValueError(f"deviation {deviation} draws no bias")
+    if not all(bool(legal_ids(ids_TK, experts).all()) for forwards in ids_by_layer for ids_TK in forwards):
+        raise ValueError(f"a token's ids are not different experts of {experts}")
     layers = [[ids_TK for ids_TK in forwards if len(ids_TK)] for forwards in ids_by_layer]
     seen = [len(forwards) for forwards in layers] if deviation > 0 else [sum(map(bool, layers))]
     if min(seen, default=0) < FORWARDS:
         raise ValueError(
             f"{seen} forwards or layers with tokens: give at least {FORWARDS}, or they may agree by chance"
         )
-    if layers[0][0].shape[1] == experts:
+    if any(ids_TK.shape[1] == experts for forwards in layers for ids_TK in forwards):
         return True
     alike_in_forward = all(one_choice([ids_TK]) for forwards in layers for ids_TK in forwards)
     kept = [one_choice(forwards) for forwards in layers if forwards]

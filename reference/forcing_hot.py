@@ -94,6 +94,7 @@ def first_hot_ranks(ids_by_forward: Sequence[Sequence[Tensor]], blocks: Blocks) 
     >>> first_hot_ranks([one, zero, one], [[0, 1], [2, 3]]), first_hot_ranks([one, one], [[0, 1], [2, 3]])
     ((1,), ())
     """
+    experts_of(blocks)
     ep = len(blocks)
     hot_by_forward = [hot_blocks(ids_by_rank, blocks) for ids_by_rank in ids_by_forward]
     return tuple(h0 for h0 in range(ep) if all((h0 + i) % ep in hot for i, hot in enumerate(hot_by_forward)))

@@ -53,7 +53,7 @@ def imbalance_rises(loads_by_deviation: Sequence[Sequence[Tensor]], blocks: Bloc
     """Say whether the mean overload rises from each deviation to the next, and stays below ep.
 
     Args: of each deviation, ascending (0, 0.5, 2), the loads of every draw. Degenerate: ep = 1 is always 1,
-    and has nothing to rise.
+    and has nothing to rise. Raises on fewer than two deviations.
 
     Decides: FORCE-22. Source: arithmetic, a bias cannot reach the worst case by itself.
 
@@ -62,6 +62,8 @@ def imbalance_rises(loads_by_deviation: Sequence[Sequence[Tensor]], blocks: Bloc
     >>> imbalance_rises([flat, steep], [[0, 1], [2]]), imbalance_rises([steep, steep], [[0, 1], [2]])
     (False, False)
     """
+    if len(loads_by_deviation) < 2:
+        raise ValueError(f"{len(loads_by_deviation)} deviations: from one to none nothing can rise")
     ep = len(blocks)
     means = [mean_overload(loads_by_draw, blocks) for loads_by_draw in loads_by_deviation]
     rises = all(lower < higher for lower, higher in pairwise(means))

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from reference.forcing import legal_ids
 from reference.routing import Score, weights
 from reference.selection import select
 
@@ -34,6 +35,8 @@ def undecided_weights(logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
     >>> undecided_weights(torch.tensor([[0.0, -torch.inf]] * 2), torch.tensor([[0], [1]])).tolist()
     [False, True]
     """
+    if not bool(legal_ids(ids_TK, logits_TE.shape[1]).all()):
+        raise ValueError(f"a token's forced ids are not different experts of {logits_TE.shape[1]}: {ids_TK.tolist()}")
     return (logits_TE.gather(1, ids_TK) == -inf).all(dim=1)  # (T,)
 
 
@@ -45,7 +48,7 @@ def forced_weights(
     Rule: `routing.weights`, as if the ids had been chosen; "softmax_topk" runs over the K forced logits.
 
     Degenerate: an expert at -inf weighs 0, and if all K of a token do, all weigh 0 with gradient 0; see
-    `undecided_weights`. NaN and +inf raise.
+    `undecided_weights`. NaN and +inf raise, and ids that are no route.
 
     Decides: FORCE-05. Source: behaviour of torchtitan (scores gathered at the forced ids).
 
@@ -102,6 +105,8 @@ def loss_views(
         raise ValueError("give either forced logits or forced ids")
     own = LossView(own_TE.double(), select(own_TE, top_k=top_k))
     if forced_ids_TK is not None:
+        if forced_ids_TK.shape != own.ids_TK.shape or not bool(legal_ids(forced_ids_TK, own_TE.shape[1]).all()):
+            raise ValueError(f"forced ids are not {top_k} different experts for each token: {forced_ids_TK.tolist()}")
         return own, LossView(own_TE.double(), forced_ids_TK)
     assert forced_logits_TE is not None
     z_TE = straight_through(own_TE, forced_logits_TE)  # (T, E)

@@ -87,6 +87,7 @@ def undecided(logits: Sequence[float], ids: Sequence[int]) -> bool:
 
 def undecided_weights(logits_TE: Floats, ids_TK: Ints) -> list[bool]:
     """The same for each token."""
+    check_ids(ids_TK, logits_TE.shape[1])
     return [undecided(logits, ids) for logits, ids in zip(logits_TE.tolist(), ids_TK.tolist(), strict=True)]
 
 

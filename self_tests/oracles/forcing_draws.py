@@ -90,11 +90,11 @@ def legal_bias_draws(ids_by_layer: Sequence[Sequence[Ints]], deviation: float, e
         for ids_TK in forwards:
             check_ids(ids_TK, experts)
     spoken = [[ids_TK for ids_TK in forwards if len(ids_TK)] for forwards in ids_by_layer]
-    if any(ids_TK.shape[1] == experts for forwards in ids_by_layer for ids_TK in forwards):
-        return True
-    enough = all(len(f) >= 16 for f in spoken) if deviation > 0 else sum(bool(f) for f in spoken) >= 16
-    if not enough:
+    draws = [len(forwards) for forwards in spoken] if deviation > 0 else [sum(len(f) > 0 for f in spoken)]
+    if not draws or any(number < 16 for number in draws):
         raise ValueError("too few draws to tell")
+    if any(ids_TK.shape[1] == experts for forwards in spoken for ids_TK in forwards):
+        return True
     if not all(one_choice([ids_TK]) for forwards in spoken for ids_TK in forwards):
         return False
     if deviation > 0:

@@ -100,7 +100,7 @@ def hot_by_ratio(ids_by_rank: Sequence[Ints], blocks: Blocks, ratio: float) -> l
             sent = [sum(named.count(expert) for expert in block) for block in blocks]
             received += sent[h]
             even = even and balanced(sent[:h] + sent[h + 1 :])
-        if even and abs(received - wanted) < len(ids_by_rank):
+        if even and (received == wanted or abs(received - wanted) < len(ids_by_rank)):
             hot.append(h)
     return hot
 
@@ -121,6 +121,8 @@ def mean_overload(loads_by_draw: Sequence[Sequence[int]], blocks: Blocks) -> Fra
 
 def imbalance_rises(loads_by_deviation: Sequence[Sequence[Sequence[int]]], blocks: Blocks) -> bool:
     """Whether each deviation overloads a rank more than the one before it, and none as badly as the worst case."""
+    if len(loads_by_deviation) < 2:
+        raise ValueError("nothing to compare")
     means = [mean_overload(loads_by_draw, blocks) for loads_by_draw in loads_by_deviation]
     rising = all(means[i] < means[i + 1] for i in range(len(means) - 1))
     return len(blocks) == 1 or (rising and all(mean < len(blocks) for mean in means))
