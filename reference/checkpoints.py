@@ -60,7 +60,8 @@ def assemble(by_rank: Sequence[Parameters], layout: Layout) -> dict[tuple[str, i
 
     Raises:
         ValueError: another number of ranks; a rank with an expert of another one's; a name that only some of
-            an expert's holders have; replicas over edp, or over etp of what is not cut, that differ in a bit.
+            an expert's holders have; replicas over edp, or over etp of what is not cut, that differ in a bit;
+            parts over etp that differ in shape or dtype.
 
     Decides: CKPT-01, CKPT-04. Source: arithmetic.
 
@@ -84,7 +85,7 @@ def assemble(by_rank: Sequence[Parameters], layout: Layout) -> dict[tuple[str, i
             for at_etp in range(layout.etp):
                 replicas = [rank for rank in holders if coordinates(rank, layout)[0] == at_etp]
                 parts.append(agreed([by_rank[rank][name, e] for rank in replicas]))
-            whole[name, e] = torch.cat(parts, dim=SHARDED[name]) if name in SHARDED else agreed(parts)
+            whole[name, e] = _joined(name, parts) if name in SHARDED else agreed(parts)
     return whole
 
 
@@ -153,3 +154,11 @@ def _part(name: str, value: Tensor, part: int, parts: int) -> Tensor:
     if value.shape[dimension] % parts:
         raise ValueError(f"{name} {tuple(value.shape)} cannot be cut into {parts} equal parts along {dimension}")
     return value.chunk(parts, dim=dimension)[part] if value.shape[dimension] else value
+
+
+def _joined(name: str, parts: Sequence[Tensor]) -> Tensor:
+    """Put the parts of all etp coordinates together; equal parts, as `_part` cuts them."""
+    if len({(part.shape, part.dtype) for part in parts}) > 1:
+        shapes = [(tuple(part.shape), part.dtype) for part in parts]
+        raise ValueError(f"the parts of {name} over etp differ in shape or dtype: {shapes}")
+    return torch.cat(list(parts), dim=SHARDED[name])

@@ -37,6 +37,15 @@ class Layout(NamedTuple):
     dealt: Sequence[Sequence[int]]
 
 
+def must_be_filled(layout: Layout, experts: int) -> None:
+    """Refuse a layout that leaves ranks over, or does not deal each expert out once."""
+    if min(layout.world, layout.ep, layout.etp, experts) < 1 or layout.world % (layout.ep * layout.etp) != 0:
+        raise ValueError(f"{layout} does not fill its world")
+    dealt = [expert for ids in layout.dealt for expert in ids]
+    if len(layout.dealt) != layout.ep or any(dealt.count(e) != 1 for e in range(experts)) or len(dealt) != experts:
+        raise ValueError(f"{layout} does not deal {experts} experts out")
+
+
 def in_runs(world: int, ep: int, etp: int, experts: int) -> Layout:
     """Experts dealt out in equal runs."""
     share = experts // ep
