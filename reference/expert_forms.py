@@ -41,7 +41,7 @@ def fuse_gate_up(gate_FD: Tensor, up_FD: Tensor, how: Fused) -> Tensor:
     Degenerate: with F = 1 the two are the same.
 
     Raises:
-        ValueError: shapes that differ, or an unknown order.
+        ValueError: shapes or dtypes that differ, or an unknown order.
 
     Decides: CKPT-10, SHARE-08. Source: a permutation of elements.
 
@@ -51,6 +51,10 @@ def fuse_gate_up(gate_FD: Tensor, up_FD: Tensor, how: Fused) -> Tensor:
     """
     if gate_FD.shape != up_FD.shape:
         raise ValueError(f"gate {tuple(gate_FD.shape)} and up {tuple(up_FD.shape)} differ in shape")
+    if gate_FD.dtype != up_FD.dtype:
+        raise ValueError(
+            f"gate {gate_FD.dtype} and up {up_FD.dtype} differ in dtype; one matrix would cast one of them"
+        )
     if how == "halves":
         return torch.cat([gate_FD, up_FD])  # (2F, D)
     if how == "interleaved":
