@@ -31,17 +31,19 @@ def scatter_add(out_ND: Tensor, index_J: Tensor, src_JD: Tensor) -> Tensor:
     Rule: y_i = out_i + sum over j with idx_j = i of src_j.
 
     Degenerate: a row that no index names is out_i as it is, whatever stands in other rows; no index gives out
-    itself, as a copy. A negative index is an error: implementations differ on it.
+    itself, as a copy, and src an empty gradient. A negative index is an error: implementations differ on it.
 
     >>> out, src = torch.zeros(4, 2), torch.tensor([[1.0, 2.0], [10.0, 20.0], [100.0, 200.0]])
     >>> scatter_add(out, torch.tensor([2, 0, 2]), src).tolist()
     [[10.0, 20.0], [0.0, 0.0], [101.0, 202.0], [0.0, 0.0]]
     """
     _check(out_ND, index_J, src_JD)
-    rows_ND = list(out_ND.double().clone().unbind())  # N rows of (D,)
+    N = len(out_ND)
+    both_ND = torch.cat([out_ND.double(), src_JD.double()])  # (N + J, D), so that src has a gradient without rows too
+    rows_ND = list(both_ND[:N].unbind())  # N rows of (D,)
     for j, i in enumerate(index_J.tolist()):
-        rows_ND[i] = rows_ND[i] + src_JD[j].double()
-    return torch.stack(rows_ND) if rows_ND else out_ND.double().clone()  # (N, D)
+        rows_ND[i] = rows_ND[i] + both_ND[N + j]
+    return torch.stack(rows_ND) if rows_ND else both_ND.clone()  # (N, D)
 
 
 def scatter_add_bound(out_ND: Tensor, index_J: Tensor, src_JD: Tensor, unit_roundoff: float) -> Tensor:

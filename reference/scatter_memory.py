@@ -31,7 +31,7 @@ class View:
 
 
 def view_of(tensor: Tensor) -> View:
-    """Read where a tensor lies; one on the meta device has no address. No fake tensors.
+    """Read where a tensor lies; without data, on the meta device or fake, it has no address.
 
     >>> import torch
     >>> buffer = torch.zeros(3, 5)
@@ -41,7 +41,8 @@ def view_of(tensor: Tensor) -> View:
     >>> view_of(torch.zeros(2, device="meta")).address is None
     True
     """
-    address = None if tensor.is_meta else tensor.data_ptr()
+    # A fake tensor says that it is on the device it stands for; its storage says that it is on none.
+    address = None if tensor.untyped_storage().device.type == "meta" else tensor.data_ptr()
     return View(address, tuple(tensor.shape), tensor.stride(), tensor.element_size())
 
 

@@ -12,6 +12,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from . import layer
+from .experts import SwiGLU
+from .layer import Gradients, Tokens
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -65,6 +69,21 @@ def scatter_add_bound(out_ND: Floats, index_J: Ints, src_JD: Floats, unit_roundo
                 magnitude += abs(src_JD[j, d])
             bound_ND[i, d] = magnitude * steps / (1 - steps)
     return bound_ND
+
+
+def add_routed(base_TD: Floats, tokens: Tokens, experts: Sequence[SwiGLU]) -> Floats:
+    """What the experts answer one rank's tokens, weighed, on top of the base."""
+    (routed_TD,) = layer.forward([tokens], experts, "output")
+    y_TD = np.zeros(base_TD.shape)
+    for t in range(base_TD.shape[0]):
+        for d in range(base_TD.shape[1]):
+            y_TD[t, d] = base_TD[t, d] + routed_TD[t, d]
+    return y_TD
+
+
+def add_routed_backward(tokens: Tokens, experts: Sequence[SwiGLU], g_TD: Floats) -> tuple[Floats, Gradients]:
+    """Gradients of the base, which is added as it is, and of all that the layer is made of."""
+    return np.array(g_TD), layer.backward([tokens], experts, "output", [g_TD])
 
 
 class View(NamedTuple):
