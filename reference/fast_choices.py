@@ -62,7 +62,7 @@ def round_robin_shortcut(offset: int, top_k: int, experts: int, ep: int) -> bool
         experts: E.
         ep: over how many ranks the experts are spread, N = E / ep each.
 
-    Rule: K = N and N divides o: then every token goes to all experts of one rank, and to no other.
+    Rule: K = N, and N divides o or ep = 1: then every token goes to all experts of one rank, and to no other.
 
     >>> round_robin_shortcut(4, 2, 6, 3), round_robin_shortcut(3, 2, 6, 3), round_robin_shortcut(0, 3, 6, 3)
     (True, False, False)
@@ -70,7 +70,7 @@ def round_robin_shortcut(offset: int, top_k: int, experts: int, ep: int) -> bool
     if ep < 1 or experts < 1 or experts % ep or not 1 <= top_k <= experts or offset < 0:
         raise ValueError(f"offset {offset}, K = {top_k}, E = {experts}, ep = {ep}: no round-robin over ep ranks")
     held = experts // ep
-    return top_k == held and offset % held == 0
+    return top_k == held and (offset % held == 0 or ep == 1)
 
 
 def round_robin_rows(x_TD: Tensor, rank: int, *, offset: int, top_k: int, experts: int, ep: int) -> Tensor:

@@ -36,10 +36,9 @@ def pad(rows_RD: Tensor, pieces: Sequence[int], split: int) -> Tensor:
         raise ValueError(
             f"rows {tuple(rows_RD.shape)} are not (R, D) with R = {sum(pieces)}, the sum of {list(pieces)}"
         )
-    D = rows_RD.shape[1]
-    parts = [torch.zeros(0, D, dtype=torch.float64)]
+    parts = [rows_RD.double()[:0]]  # so that no piece at all has a width and a gradient too
     for x_nD in rows_RD.double().split(list(pieces)):
-        parts += [x_nD, torch.zeros(split - len(x_nD), D, dtype=torch.float64)]
+        parts += [x_nD, x_nD.new_zeros(split - len(x_nD), rows_RD.shape[1])]
     return torch.cat(parts)  # (len(pieces) * s, D)
 
 
@@ -59,7 +58,7 @@ def compact(padded_PD: Tensor, pieces: Sequence[int], split: int) -> Tensor:
     if padded_PD.dim() != 2 or len(padded_PD) != len(pieces) * split:
         raise ValueError(f"padded rows {tuple(padded_PD.shape)} are not {len(pieces)} pieces of {split} rows")
     parts = [padded_PD.double()[i * split : i * split + n] for i, n in enumerate(pieces)]
-    return torch.cat([torch.zeros(0, padded_PD.shape[1], dtype=torch.float64), *parts])  # (R, D)
+    return torch.cat([padded_PD.double()[:0], *parts])  # (R, D)
 
 
 def smallest_split(splits_WW: Tensor) -> int:
