@@ -80,9 +80,9 @@ class TestPair:
             (routed("forward", 0, [[0, 3], [1, 4]], [True, False]), 3),
             (routed("forward", 0, []), 0),
             (RoutedPass("forward", 0, np.zeros(2, dtype=np.int64)), 3),
-            (RoutedPass("forward", 0, np.zeros((1, 2), dtype=np.int32)), 3),  # type: ignore[arg-type]
+            (RoutedPass("forward", 0, np.zeros((1, 2), dtype=np.int32)), 3),
             (routed("forward", 0, [[0, 1]], [True, False]), 3),
-            (RoutedPass("forward", 0, np.zeros((1, 2), np.int64), np.zeros(1, np.int64)), 3),  # type: ignore[arg-type]
+            (RoutedPass("forward", 0, np.zeros((1, 2), np.int64), np.zeros(1, np.int64)), 3),
         ],
     )
     def test_what_does_not_fit_is_refused_by_both(self, wrong: RoutedPass, experts: int) -> None:

@@ -139,9 +139,9 @@ REFUSED = {
     "a position out of range": Group([IDS, IDS], [[0], [1]], 2, [None, None], [[1, 2]]),
     "a position below 0": Group([IDS, IDS], [[0], [1]], 2, [None, None], [[-1, 0]]),
     "an empty set of copies": Group([IDS, IDS], [[0], [1]], 2, [None, None], [[]]),
-    "padding that is not bool": Group([IDS], [[0, 1]], 1, [np.zeros(2, dtype=np.int64)], []),  # type: ignore[list-item]
+    "padding that is not bool": Group([IDS], [[0, 1]], 1, [np.zeros(2, dtype=np.int64)], []),
     "padding of another T": Group([IDS], [[0, 1]], 1, [np.zeros(3, dtype=np.bool_)], []),
-    "ids of 32 bits": plain([IDS.astype(np.int32)], [[0, 1]], 1),  # type: ignore[list-item]
+    "ids of 32 bits": plain([IDS.astype(np.int32)], [[0, 1]], 1),
     "ids of one dim": plain([IDS[0]], [[0, 1]], 1),
 }
 
