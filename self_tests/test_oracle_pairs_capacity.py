@@ -107,6 +107,10 @@ class TestCapacities:
             ((1, 2, 2), 1 + 4 * ROUNDING, 0, [2]),  # and 2 a
             ((4, 1, 4), 1 + 4 * ROUNDING, 0, [1, 2]),  # but 4 a is 2^24 + 4
             ((2, 2, 4), 1 + 4 * ROUNDING, 0, [1, 2]),
+            ((2**24 - 2**12, 1, 2**12), 1.0, 0, [2**12 - 1]),
+            ((2**24, 1, 2**12), 1.0, 0, [2**12, 2**12 + 1]),  # a K T is not below 2^24
+            ((1, 1, 2**22 - 1), 2.0**22, 0, [1, 2]),  # x = 1 + 1 / (2^22 - 1), off by 2^-22 of x exactly
+            ((1, 1, 2**22 + 1), 2.0**22, 0, [1, 2]),  # x = 1 - 1 / (2^22 + 1), likewise
         ],
     )
     def test_by_hand(self, question: tuple[int, int, int], factor: float, minimum: int, expected: list[int]) -> None:

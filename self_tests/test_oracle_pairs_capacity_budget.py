@@ -170,6 +170,8 @@ class TestBudgets:
         got = [*wanted, Pair(0, 0, 0, 1, 0)]
         found = assert_agree(first.legal_deliveries, second.legal_deliveries, got, wanted, [5, 5])
         assert [True, False] == found
+        found = assert_agree(first.legal_deliveries, second.legal_deliveries, [], wanted, [1, 0])
+        assert [False, True] == found  # one row fits a budget of one: nothing is filled up unasked
 
     @pairs_agree
     @given(st.integers(0, 10**6))
