@@ -128,6 +128,18 @@ class TestLayoutPair:
         else:
             assert_same(expected, first.assemble(first_ranks, layout_of(layout)), torch.float32)
 
+    @pytest.mark.parametrize("expert", [3, E])
+    def test_an_expert_of_another_rank_is_refused(self, expert: int) -> None:
+        """All ranks of one place hold, with equal bits, an expert that is dealt to the other place, or to none."""
+        layout = second.in_runs(4, 2, 1, E)
+        ranks = second.dealt_out(whole_of(1), layout)
+        for rank in (0, 2):
+            ranks[rank]["gate", expert] = np.zeros((6, D), dtype=np.int64)
+        both_refuse(
+            lambda: first.assemble([tensors(held, torch.float32) for held in ranks], layout_of(layout)),
+            lambda: second.gathered(ranks, layout),
+        )
+
     @pairs_agree
     @given(layouts())
     def test_holders_agree(self, layout: second.Layout) -> None:
