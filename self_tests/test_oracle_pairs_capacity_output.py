@@ -283,7 +283,7 @@ BAD: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...], di
             ("C < 0", KEPT, IDS, {"capacity": -1, "policy": "any"}),
             ("errors alone", KEPT, IDS, {"capacity": 1, "policy": "any", "errors_TK": WEIGHTS}),
             ("weights of another shape", KEPT, IDS, {"capacity": 1, "policy": "weight", "weights_TK": WEIGHTS[:1]}),
-            ("NaN", KEPT, IDS, {"capacity": 1, "policy": "any", "weights_TK": WEIGHTS * np.array([[1], [math.nan]])}),
+            ("NaN", KEPT, IDS, {"capacity": 1, "policy": "any", "weights_TK": np.where(IDS == 0, math.nan, 0.5)}),
             (
                 "negative error",
                 KEPT,

@@ -147,6 +147,7 @@ class TestBiasDraws:
         [
             ([chosen([[0, 1], [1, 2]] * 8)], 1e6, True),
             ([chosen([[0, 1]] * 16)], 1e6, False),
+            ([chosen([[0, 1], [1, 2]] * 8)], 1.0, True),
             ([chosen([[0, 1]] * 15 + [[0, 2]])], 1e6, True),
             ([chosen([[0, 1], [1, 0]] * 8)], 1e6, False),  # the order of slots is nothing
             ([chosen([[0, 1], [1, 2]] * 8), chosen([[0, 1]] * 16)], 1e6, False),
@@ -194,8 +195,8 @@ BAD: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]] =
     **{
         f"bias draws: {name}": (first.legal_bias_draws, second.legal_bias_draws, question)
         for name, question in [
-            ("v = 0", ([ANEW], 0.0, 3)),
-            ("v = NaN", ([ANEW], math.nan, 3)),
+            ("v = 0", ([ANEW] * 16, 0.0, 3)),
+            ("v = NaN", ([ANEW] * 16, math.nan, 3)),
             ("id E", ([ANEW], 1e6, 2)),
             ("no layers", ([], 1e6, 3)),
             ("no layers kept", ([], -1e6, 3)),

@@ -284,16 +284,13 @@ class TestRatio:
         assert expected == assert_agree(first.hot_by_ratio, second.hot_by_ratio, ids, blocks, ratio)
 
     def test_no_more_than_a_token_can_send(self) -> None:
-        """K = 2, one expert a rank, rho = 2: a = 2 * 6 / 4 = 3 = S is all there can be; rho = 2.1 is the worst rank."""
+        """K = 2, one expert a rank: rho = 2 asks for a = 2 * 6 / 4 = 3 = S rows, rho = 2.1 for the worst rank."""
         one_each, elsewhere = [np.array([[0, 1], [0, 2], [0, 1]])], [np.array([[1, 2], [0, 2], [0, 1]])]
-        blocks = [[0], [1], [2]]
-        for ratio, ids, expected in [
-            (2.0, one_each, [0]),
-            (2.1, one_each, [0]),
-            (2.1, elsewhere, []),
-            (1.0, elsewhere, [0, 1, 2]),
-        ]:
-            assert expected == assert_agree(first.hot_by_ratio, second.hot_by_ratio, ids, blocks, ratio)
+        cases = [(2.0, one_each, [0]), (2.1, one_each, [0]), (2.1, elsewhere, []), (1.0, elsewhere, [0, 1, 2])]
+        sources = [np.array([[0, 1], [1, 2]]), np.array([[0, 2]])]  # two rows for each are less than two sources off
+        for ratio, ids, expected in [*cases, (2.0, sources, [0, 1, 2]), (2.1, sources, [])]:
+            found = assert_agree(first.hot_by_ratio, second.hot_by_ratio, ids, [[0], [1], [2]], ratio)
+            assert expected == found
 
     def test_one_rank_has_all(self) -> None:
         """With ep = 1, a = K S whatever the ratio."""
