@@ -234,6 +234,15 @@ class TestByHand:
         assert Fraction(7, 4) == first_peaks.cumulative([events] * 3, pairs, balanced)
         assert first_peaks.cumulative([events], pairs[2:], balanced[2:]) is None
 
+    def test_a_rank_without_balance_adds_nothing(self) -> None:
+        """No tokens on any rank: 0 is the one value; beside a rank at 1 / 2 it does not show; no rank, no value."""
+        events: list[Event] = [("a", 1), ("a", -1)]
+        pairs, balanced = [{"a": 0}, {"a": 1}], [{"a": Fraction(0)}, {"a": Fraction(2)}]
+        for oracle in (second, first_peaks):
+            assert [0] == list(oracle.legal_cumulatives([[events]], pairs[:1], balanced[:1]))
+            assert [Fraction(1, 2)] == list(oracle.legal_cumulatives([[events]] * 2, pairs, balanced))
+            assert [] == list(oracle.legal_cumulatives([], [], []))
+
     def test_recomputation_and_a_forward_alone(self) -> None:
         """The forward of a recomputed pass stands at either place; one without a backward counts at once or never."""
         passes: list[Any] = [("forward", 0), ("alone", 1), ("evaluation", 2), ("recomputed", 0), ("backward", 0)]
