@@ -32,19 +32,21 @@ class Arithmetic:
     convention: Literal["sum", "mean_over_dp"] = "sum"
 
 
-def own_workload(layout: Layout | None = None, tokens: int = 12, microbatches: int = 1, **fields: Any) -> Workload:
+def own_workload(
+    layout: Layout | None = None, tokens: int = 12, microbatches: int = 1, series: str = "own", **fields: Any
+) -> Workload:
     """Draw a workload for real experts, on two ranks if nothing else is said; T differs between ranks."""
     layout, config = layout or Layout(2, ep=2), Config(**fields)
     batches = []
     for m in range(microbatches):
         ranks = []
         for rank in range(layout.world):
-            seeded = draw.generator("own", layout.name, m, rank)
+            seeded = draw.generator(series, layout.name, m, rank)
             ids_TK = draw.choose(max(tokens - rank - m, 0), config, seeded)
             ranks.append(draw.real_batch(ids_TK, config, seeded))
         batches.append(tuple(ranks))
     schedule = " ".join(f"F{m} B{m}" for m in range(microbatches))
-    parameters = draw.expert_parameters(config, draw.generator("own", layout.name, "experts"))
+    parameters = draw.expert_parameters(config, draw.generator(series, layout.name, "experts"))
     return Workload("simulated", "experts", config, layout, tuple(batches), schedule, parameters)
 
 

@@ -24,18 +24,20 @@ Choose = Callable[[Tensor, Tensor, Config], Tensor]  # (scores (T, E), bias (E,)
 Finish = Callable[[int, list[Tensor]], Tensor]  # (rank, gradient of every rank) -> the rank's finished one
 
 
-def route_workload(layout: Layout | None = None, tokens: int = 24, microbatches: int = 1, **fields: Any) -> Workload:
+def route_workload(
+    layout: Layout | None = None, tokens: int = 24, microbatches: int = 1, series: str = "route", **fields: Any
+) -> Workload:
     """Draw a workload for routers, on two ranks if nothing else is said; T differs between ranks."""
     layout, config = layout or Layout(2, ep=2), Config(**fields)
     batches = tuple(
         tuple(
-            draw.route_batch(tokens - rank - m, config, draw.generator("route", layout.name, m, rank), 1.0)
+            draw.route_batch(tokens - rank - m, config, draw.generator(series, layout.name, m, rank), 1.0)
             for rank in range(layout.world)
         )
         for m in range(microbatches)
     )
     schedule = " ".join(f"F{m} B{m}" for m in range(microbatches))
-    generator = draw.generator("route", layout.name, "router")
+    generator = draw.generator(series, layout.name, "router")
     parameters = draw.router_parameters(config, generator, bias=-0.9, twins=False)
     return Workload("simulated", "route", config, layout, batches, schedule, parameters)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,67 +10,31 @@ import torch
 from torch import Tensor
 
 from moe_conformance.judging import bounds
-from moe_conformance.judging.bounded import Target, Worst, compare, factor
+from moe_conformance.judging.bounded import Worst, compare, factor
 from moe_conformance.judging.own_expected import batch_of, parameters_of
 from moe_conformance.judging.own_experts import expected_of as experts_expected
-from moe_conformance.judging.places import places_of, shard_of
 from moe_conformance.judging.reading import read
-from moe_conformance.judging.routers import expected_of as router_expected
 from moe_conformance.judging.verdict import Tally
-from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.topology import Layout
-from moe_conformance.workloads.records import Batch
 from reference import layer, routing
 from reference.experts import Parameters
 from reference.magnitudes import magnitudes, swiglu_measured
 from reference.routing_magnitudes import gradients_measured
+from self_tests.bounds_compared import (
+    change_an_expert,
+    double_a_slot,
+    drop_a_slot,
+    experts_compared,
+    present,
+    router_compared,
+    share_found,
+    worst_of,
+)
 from self_tests.simulated_experts import Arithmetic, own_workload, simulate_experts
 from self_tests.simulated_routers import Formula, route_workload, simulate_routers, weigh
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 FOUR = Layout(4, ep=2)  # two replicas of every expert
-
-Compared = tuple[str, Tensor, Target]  # what it is, actual, target
-
-
-def experts_compared(outcome: Outcome) -> Iterator[Compared]:
-    """List everything that is bounded in a run with real experts."""
-    reading = read(outcome)
-    expected = experts_expected(reading)
-    for m, rank in places_of(outcome.workload, range(outcome.workload.layout.world)):
-        seen = reading.seen(m, rank)
-        yield "y", present(seen.y), expected.y((m, rank))
-        yield "dx", present(seen.dx_TD.value), expected.dx((m, rank))
-        yield "dweights", present(seen.dweights_TK.value), expected.dweights((m, rank))
-    for outcome_of in reading.ranks:
-        for (name, expert), grad in (outcome_of.grads_final or {}).items():
-            assert expert is not None
-            target = expected.parameter(expected.stage_of[outcome_of.rank], (name, expert))
-            yield name, present(grad.value), Target(*(shard_of(each, grad.shard) for each in target))
-
-
-def router_compared(outcome: Outcome) -> Iterator[Compared]:
-    """List everything that is bounded in a run of routers."""
-    reading = read(outcome)
-    expected = router_expected(reading)
-    for m, rank in expected.places:
-        seen = reading.seen(m, rank)
-        yield "weights", present(seen.routed_weights_TK), expected.weights((m, rank))
-        yield "dx", present(seen.dx_TD.value), expected.dx((m, rank))
-    for outcome_of in reading.ranks:
-        yield "router", present((outcome_of.grads_final or {})["router", None].value), expected.gradient(0)
-
-
-def present(value: Tensor | None) -> Tensor:
-    """Refuse an absent tensor."""
-    assert value is not None
-    return value
-
-
-def worst_of(compared: Iterator[Compared]) -> tuple[float, int]:
-    """Return the largest observed / allowed error, and how many elements there were."""
-    found = [(compare(actual, *target).ratio, actual.numel()) for _, actual, target in compared]
-    return max(ratio for ratio, _ in found), sum(elements for _, elements in found)
 
 
 class TestUnits:
@@ -289,33 +252,3 @@ class TestWrongArithmeticIsOutside:
         others = Formula(weigh=lambda scores_TE, ids_TK, config: weigh(scores_TE.roll(1, 1), ids_TK, config))
         for formula in (rolled, others):
             assert share_found(router_compared(simulate_routers(work, formula)), "weights") > 0.8
-
-
-def share_found(compared: Iterator[Compared], *names: str) -> float:
-    """Return the share of tokens (rows) and of parameters (whole) in which some element exceeds its bound."""
-    found = []
-    for name, actual, (expected, allowed) in compared:
-        if name in names and name in ("gate", "up", "down"):
-            found.append(not compare(actual, expected, allowed).holds)
-        elif name in names:
-            found += [not compare(*row).holds for row in zip(actual, expected, allowed, strict=True)]
-    return sum(found) / len(found)
-
-
-def drop_a_slot(batch: Batch) -> Batch:
-    """Empty the first slot of every token."""
-    ids_TK = batch.ids_TK.clone()
-    ids_TK[:, 0] = -1
-    return replace(batch, ids_TK=ids_TK)
-
-
-def double_a_slot(batch: Batch) -> Batch:
-    """Let the first slot of every token weigh twice."""
-    return replace(batch, weights_TK=batch.weights_TK * torch.tensor([2.0, 1.0]))
-
-
-def change_an_expert(batch: Batch) -> Batch:
-    """Send the first slot of every token to the next expert."""
-    ids_TK = batch.ids_TK.clone()
-    ids_TK[:, 0] = (ids_TK[:, 0] + 1) % 8
-    return replace(batch, ids_TK=ids_TK)
