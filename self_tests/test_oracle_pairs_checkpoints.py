@@ -17,7 +17,7 @@ from reference import experts, layer, upcycling
 from reference.expert_layouts import Layout, coordinates
 from self_tests.oracles import checkpoints as second
 from self_tests.oracles import upcycling as second_upcycling
-from self_tests.oracles.agreement import assert_both_refuse, assert_close, floats, ints
+from self_tests.oracles.agreement import assert_close, check_refused, floats, ints
 from self_tests.oracles.bits import PATTERNS, Bits, numbers, patterns, spelled
 from self_tests.oracles.experts import SwiGLU
 
@@ -135,7 +135,7 @@ class TestLayoutPair:
         ranks = second.dealt_out(whole_of(1), layout)
         for rank in (0, 2):
             ranks[rank]["gate", expert] = np.zeros((6, D), dtype=np.int64)
-        assert_both_refuse(
+        check_refused(
             lambda: first.assemble([tensors(held, torch.float32) for held in ranks], layout_of(layout)),
             lambda: second.gathered(ranks, layout),
         )
@@ -158,7 +158,7 @@ class TestLayoutPair:
             (1, 1, 1, [list(range(1, E + 1))]), (-1, 1, 1, [list(range(E))]),
         ]:  # fmt: skip
             layout = second.Layout(world, ep, etp, dealt)
-            assert_both_refuse(lambda layout=layout: layout_of(layout), lambda layout=layout: second.must_be_filled(layout, E))
+            check_refused(lambda layout=layout: layout_of(layout), lambda layout=layout: second.must_be_filled(layout, E))
         with pytest.raises(ValueError, match="ep does not divide"):
             Layout(4, ep=4, etp=1, experts=E)
         for rank in (-1, 4):
@@ -169,7 +169,7 @@ class TestLayoutPair:
         """Five hidden units for two parts; an expert that the layout does not know; other experts after than before."""
         layout = second.in_runs(2, 1, 2, E)
         for whole in ({("down", 0): np.zeros((D, 5), dtype=np.int64)}, {("bias", E): np.zeros(D, dtype=np.int64)}):
-            assert_both_refuse(
+            check_refused(
                 lambda whole=whole: first.shard(tensors(whole, torch.float64), layout_of(layout)),
                 lambda whole=whole: second.dealt_out(whole, layout),
             )
@@ -181,7 +181,7 @@ class TestLayoutPair:
         layout = second.in_runs(2, 1, 2, E)
         for name, shapes in [("gate", [(3, D), (3, D + 1)]), ("down", [(D, 3), (D, 4)])]:
             ranks = [{(name, 0): np.zeros(shape, dtype=np.int64)} for shape in shapes]
-            assert_both_refuse(
+            check_refused(
                 lambda ranks=ranks: first.assemble([tensors(held, torch.float64) for held in ranks], layout_of(layout)),
                 lambda ranks=ranks: second.gathered(ranks, layout),
             )
@@ -203,15 +203,15 @@ class TestAgreement:
         assert bits.tolist() == spelled(first.agreed([numbers(value, dtype) for value in values])).tolist()
         if ranks > 1 and bits.size:
             values[-1].flat[-1] ^= [1, 0x40, 0x3F80, -0x8000][bit]
-            assert_both_refuse(
+            check_refused(
                 lambda: first.agreed([numbers(value, dtype) for value in values]), lambda: second.agreed(values)
             )
 
     def test_nothing_agrees_with_nothing(self) -> None:
         """No rank, other shapes, other dtypes."""
-        assert_both_refuse(lambda: first.agreed([]), lambda: second.agreed([]))
+        check_refused(lambda: first.agreed([]), lambda: second.agreed([]))
         one, row = np.zeros(2, dtype=np.int64), np.zeros((1, 2), dtype=np.int64)
-        assert_both_refuse(
+        check_refused(
             lambda: first.agreed([numbers(one, torch.float32), numbers(row, torch.float32)]),
             lambda: second.agreed([one, row]),
         )
@@ -266,7 +266,7 @@ class TestUpcycling:
         """No expert, no piece, experts or hidden units that are no whole number of pieces, weights of other tokens."""
         dense = [np.zeros(shape, dtype=np.int64) for shape in [(6, D), (6, D), (D, 6)]]
         for number, pieces in [(0, 1), (3, 2), (4, 4), (3, 0), (-2, 1)]:
-            assert_both_refuse(
+            check_refused(
                 lambda number=number, pieces=pieces: upcycling.upcycle(
                     *(numbers(matrix, torch.float32) for matrix in dense), number, pieces=pieces
                 ),
@@ -295,12 +295,12 @@ class TestMoving:
         """An expert without a place, a place without its expert, another number of loads, unknown experts."""
         whole = {("gate", e): np.full((1, 1), e, dtype=np.int64) for e in (0, 1)}
         for places in ([0, 0], [0, 1, 2], []):
-            assert_both_refuse(
+            check_refused(
                 lambda places=places: upcycling.at_places(tensors(whole, torch.float32), places),
                 lambda places=places: second_upcycling.at_places(whole, places),
             )
         for loads, places in [([1], [0, 1]), ([1, 2], [0, 2]), ([1, 2], [0, -1])]:
-            assert_both_refuse(
+            check_refused(
                 lambda loads=loads, places=places: upcycling.loads_by_expert(loads, places, 2),
                 lambda loads=loads, places=places: second_upcycling.loads(loads, places, 2),
             )

@@ -14,7 +14,7 @@ from reference import experts, padding_bounds
 from reference import packing as first
 from self_tests.oracles import layer
 from self_tests.oracles import packing as second
-from self_tests.oracles.agreement import assert_both_refuse, assert_close, floats
+from self_tests.oracles.agreement import assert_close, check_refused, floats
 from self_tests.oracles.packing_cases import D, assert_gradients, rank_of
 
 Floats = NDArray[np.float64]
@@ -75,18 +75,18 @@ class TestCommonCounts:
     )  # fmt: skip
     def test_bad_counts_and_groups_are_refused(self, tokens: list[int], groups: list[list[int]], A: int) -> None:
         """Negative counts, no alignment, ranks in no group, in two, or unknown."""
-        assert_both_refuse(
+        check_refused(
             lambda: first.padded_counts(tokens, groups, alignment=A), lambda: second.common_counts(tokens, groups, A)
         )
         refused = [False] * len(tokens)
-        assert_both_refuse(
+        check_refused(
             lambda: padding_bounds.legal_refusals(refused, tokens, groups, 5, alignment=A),
             lambda: second.refusals_are_legal(refused, tokens, groups, 5, A),
         )
 
     def test_answers_of_other_ranks_are_refused(self) -> None:
         """Each rank has one count and one answer."""
-        assert_both_refuse(
+        check_refused(
             lambda: padding_bounds.legal_refusals([True], [3, 1], [[0, 1]], 5),
             lambda: second.refusals_are_legal([True], [3, 1], [[0, 1]], 5, 64),
         )
@@ -180,13 +180,13 @@ class TestPaddingAtTheEnd:
         """Fewer rows than tokens, parts of different length, a cut to more rows than there are."""
         tokens = rank_of(3, seed=1).tokens
         x, ids, w = floats(tokens.x_TD), torch.from_numpy(tokens.ids_TK), floats(tokens.weights_TK)
-        assert_both_refuse(lambda: first.pad(x, ids, w, 2), lambda: second.with_padding(tokens, 2))
+        check_refused(lambda: first.pad(x, ids, w, 2), lambda: second.with_padding(tokens, 2))
         cut = layer.Tokens(tokens.x_TD, tokens.ids_TK[:2], tokens.weights_TK)
-        assert_both_refuse(lambda: first.pad(x, ids[:2], w, 4), lambda: second.with_padding(cut, 4))
+        check_refused(lambda: first.pad(x, ids[:2], w, 4), lambda: second.with_padding(cut, 4))
         cut = layer.Tokens(tokens.x_TD, tokens.ids_TK, tokens.weights_TK[:2])
-        assert_both_refuse(lambda: first.pad(x, ids, w[:2], 4), lambda: second.with_padding(cut, 4))
+        check_refused(lambda: first.pad(x, ids, w[:2], 4), lambda: second.with_padding(cut, 4))
         for lead in [(4,), (2, 2), (-1,), (-1, -2)]:
-            assert_both_refuse(lambda lead=lead: first.trim(x, lead), lambda lead=lead: second.cut_back(tokens.x_TD, lead))
+            check_refused(lambda lead=lead: first.trim(x, lead), lambda lead=lead: second.cut_back(tokens.x_TD, lead))
 
 
 class TestByHand:

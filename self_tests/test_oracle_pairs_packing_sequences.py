@@ -14,7 +14,7 @@ from reference import context_shares, experts, packed_rows, packed_sequences, pa
 from reference import packing as first
 from self_tests.oracles import layer
 from self_tests.oracles import packing as second
-from self_tests.oracles.agreement import assert_both_refuse, assert_close, floats, ints
+from self_tests.oracles.agreement import assert_close, check_refused, floats, ints
 from self_tests.oracles.packing_cases import assert_gradients, rank_of
 
 Floats = NDArray[np.float64]
@@ -66,11 +66,11 @@ class TestLengths:
 
     def test_bad_lengths_are_refused(self) -> None:
         """Negative lengths, multiples and sizes below one."""
-        assert_both_refuse(lambda: packed_sequences.padded_lengths([2, -1], 2), lambda: second.next_multiple(-1, 2))
-        assert_both_refuse(lambda: packed_sequences.padded_lengths([2], 0), lambda: second.next_multiple(2, 0))
-        assert_both_refuse(lambda: packed_sequences.cumulative([2, -1]), lambda: second.running_sums([2, -1]))
+        check_refused(lambda: packed_sequences.padded_lengths([2, -1], 2), lambda: second.next_multiple(-1, 2))
+        check_refused(lambda: packed_sequences.padded_lengths([2], 0), lambda: second.next_multiple(2, 0))
+        check_refused(lambda: packed_sequences.cumulative([2, -1]), lambda: second.running_sums([2, -1]))
         for tp, cp in [(0, 1), (1, 0)]:
-            assert_both_refuse(
+            check_refused(
                 lambda tp=tp, cp=cp: packed_sequences.length_multiple(tp=tp, cp=cp, sequence_parallel=True),
                 lambda tp=tp, cp=cp: second.divider(tp, cp, sequence_parallel=True),
             )
@@ -167,15 +167,15 @@ class TestPacks:
     )  # fmt: skip
     def test_lists_that_describe_no_pack_are_refused(self, real: list[int], padded: list[int]) -> None:
         """Empty, of different lengths, not from 0, descending, a sequence longer than its room."""
-        assert_both_refuse(lambda: packed_rows.real_rows(ints(real), ints(padded)), lambda: second.real_rows(real, padded))
+        check_refused(lambda: packed_rows.real_rows(ints(real), ints(padded)), lambda: second.real_rows(real, padded))
 
     def test_packs_that_do_not_hold_their_sequences_are_refused(self) -> None:
         """Fewer rows than the lists say, less room than tokens, another number of rooms."""
         real, padded, rows = ints([0, 2]), ints([0, 3]), torch.zeros(2, 1)
-        assert_both_refuse(lambda: packed_rows.real_rows(real, padded, 2), lambda: second.real_rows([0, 2], [0, 3], 2))
-        assert_both_refuse(lambda: packed_rows.unpack(rows, real, padded), lambda: second.real_rows([0, 2], [0, 3], 2))
+        check_refused(lambda: packed_rows.real_rows(real, padded, 2), lambda: second.real_rows([0, 2], [0, 3], 2))
+        check_refused(lambda: packed_rows.unpack(rows, real, padded), lambda: second.real_rows([0, 2], [0, 3], 2))
         for room in [[1], [2, 2], []]:
-            assert_both_refuse(lambda room=room: packed_rows.pack([rows], room), lambda room=room: second.laid_out([2], room))
+            check_refused(lambda room=room: packed_rows.pack([rows], room), lambda room=room: second.laid_out([2], room))
 
 
 class TestContextShares:
@@ -209,16 +209,16 @@ class TestContextShares:
     @pytest.mark.parametrize(("length", "cp"), [(6, 2), (2, 2), (-4, 2), (4, 0), (-1, 1)])
     def test_sequences_that_do_not_divide_are_refused(self, length: int, cp: int) -> None:
         """Not a multiple of 2 cp, negative, or no rank."""
-        assert_both_refuse(lambda: context_shares.context_share(length, cp), lambda: second.places_by_cp_rank(length, cp))
+        check_refused(lambda: context_shares.context_share(length, cp), lambda: second.places_by_cp_rank(length, cp))
 
     @pytest.mark.parametrize("padded", [[], [4, 8], [0, 8, 4], [0, 6]])
     def test_lists_that_do_not_divide_are_refused(self, padded: list[int]) -> None:
         """Empty, not from 0, descending, a length that cp = 2 does not divide."""
-        assert_both_refuse(lambda: context_shares.context_rows(ints(padded), 2), lambda: second.rows_by_cp_rank(padded, 2))
+        check_refused(lambda: context_shares.context_rows(ints(padded), 2), lambda: second.rows_by_cp_rank(padded, 2))
 
     def test_no_rank_holds_no_pack(self) -> None:
         """A cp of zero is refused even where there is nothing to hold."""
-        assert_both_refuse(lambda: context_shares.context_rows(ints([0]), 0), lambda: second.rows_by_cp_rank([0], 0))
+        check_refused(lambda: context_shares.context_rows(ints([0]), 0), lambda: second.rows_by_cp_rank([0], 0))
 
 
 class TestHowTokensArePacked:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from reference import experts, layer, padded_segments
 from reference import permute as first
 from self_tests.oracles import permute as second
-from self_tests.oracles.agreement import assert_both_refuse, assert_close, floats, ints
+from self_tests.oracles.agreement import assert_close, check_refused, floats, ints
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -54,11 +54,11 @@ class TestOtherOrders:
     def test_no_permutation_no_order(self) -> None:
         """Too short, too long, a place twice, a place that does not exist."""
         for order in [[0], [0, 1, 2], [0, 0], [1, 2], [-1, 0]]:
-            assert_both_refuse(
+            check_refused(
                 lambda order=order: first.reorder_tokens(torch.ones(2, 3), ints(order)),
                 lambda order=order: second.tokens_in_order([1, 2], order),
             )
-            assert_both_refuse(
+            check_refused(
                 lambda order=order: first.relabel_parameters({}, ints([*order, 5])),
                 lambda order=order: second.renamed_parameters({}, [*order, 5]),
             )
@@ -69,7 +69,7 @@ class TestOtherOrders:
             ([0, 1], [[0, 1]]),
             ([1, 0], [[0], [0]]),
         ]:
-            assert_both_refuse(
+            check_refused(
                 lambda order=order, slots=slots: first.reorder_slots(ints(values), ints(order), ints(slots)),
                 lambda order=order, slots=slots: second.slots_in_order(values, order, slots),
             )
@@ -77,12 +77,12 @@ class TestOtherOrders:
     def test_unknown_experts_have_no_new_number(self) -> None:
         """An id of -2, or of E, and parameters of expert E or -1."""
         for expert in (-2, 3):
-            assert_both_refuse(
+            check_refused(
                 lambda expert=expert: first.relabel(ints([[expert]]), ints([2, 0, 1])),
                 lambda expert=expert: second.renamed([[expert]], [2, 0, 1]),
             )
         for expert in (-1, 3):
-            assert_both_refuse(
+            check_refused(
                 lambda expert=expert: first.relabel_parameters({("a", expert): torch.ones(1)}, ints([2, 0, 1])),
                 lambda expert=expert: second.renamed_parameters({("a", expert): 1}, [2, 0, 1]),
             )
@@ -190,25 +190,25 @@ class TestSegments:
         ids = [np.array([[0, 1]]), np.array([[-1, 1]])]
         low = [np.array([[0, -2]])]
         for arrays, held, multiple in [(ids, [0, 0], 1), (ids, [-1], 1), (low, [0], 1), (ids, [0], 0), (ids, [0], -2)]:
-            assert_both_refuse(
+            check_refused(
                 lambda arrays=arrays, held=held, multiple=multiple: first.expert_major(
                     [torch.from_numpy(array) for array in arrays], held, multiple=multiple
                 ),
                 lambda arrays=arrays, held=held, multiple=multiple: second.segments(arrays, held, multiple),
             )
         for claimed, rows, multiple in [([4], [4, 0], 4), ([4], [4], 0), ([4], [-1], 4)]:
-            assert_both_refuse(
+            check_refused(
                 lambda claimed=claimed, rows=rows, multiple=multiple: padded_segments.legal_counts(
                     claimed, rows, multiple
                 ),
                 lambda claimed=claimed, rows=rows, multiple=multiple: second.counts_are_legal(claimed, rows, multiple),
             )
         for counts, rows in [([4], [5]), ([4], [-1]), ([4, 4], [4])]:
-            assert_both_refuse(
+            check_refused(
                 lambda counts=counts, rows=rows: padded_segments.padding_rows(counts, rows),
                 lambda counts=counts, rows=rows: second.is_padding(counts, rows),
             )
-        assert_both_refuse(lambda: padded_segments.segment_starts([2, -1]), lambda: second.starts([2, -1]))
+        check_refused(lambda: padded_segments.segment_starts([2, -1]), lambda: second.starts([2, -1]))
 
     def test_columns_of_different_length_are_no_rows(self) -> None:
         """The first oracle keeps rows in columns, which must be equally long."""

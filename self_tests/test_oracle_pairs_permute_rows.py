@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from reference import reorder, row_index
 from self_tests.oracles import permute as second
-from self_tests.oracles.agreement import assert_both_refuse, assert_close, floats, ints
+from self_tests.oracles.agreement import assert_close, check_refused, floats, ints
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -90,7 +90,7 @@ class TestRowIndex:
             with pytest.raises(ValueError, match=r"int64|\(R,\)"):
                 row_index.scatter(x, index, w, 2)
         for index, weights, tokens in [([0], [1.0, 1.0], 2), ([0, 1], [1.0], 2), ([0, 1], [1.0, 1.0], -1)]:
-            assert_both_refuse(
+            check_refused(
                 lambda index=index, weights=weights, tokens=tokens: row_index.scatter(
                     x, ints(index), torch.tensor(weights), tokens
                 ),
@@ -138,18 +138,18 @@ class TestReordering:
     def test_bad_counts_are_refused(self) -> None:
         """Negative, of one dimension, of floats, or of another number of rows."""
         for counts in ([[1, -1]], [[3, -1]], [1, 1]):
-            assert_both_refuse(
+            check_refused(
                 lambda counts=counts: reorder.reorder_positions(ints(counts)),
                 lambda counts=counts: second.positions(np.array(counts)),
             )
         with pytest.raises(ValueError, match="int64"):
             reorder.reorder_positions(torch.ones(1, 1))
         rows, counts = [7, 8], [[1, 2]]
-        assert_both_refuse(
+        check_refused(
             lambda: reorder.to_expert_major(ints(rows), ints(counts)),
             lambda: second.by_expert(rows, np.array(counts)),
         )
-        assert_both_refuse(
+        check_refused(
             lambda: reorder.to_source_major(ints(rows), ints(counts)),
             lambda: second.by_source(rows, np.array(counts)),
         )

@@ -18,7 +18,7 @@ from reference import layer as first_layer
 from reference import shared_experts as first
 from self_tests.oracles import layer
 from self_tests.oracles import shared_experts as second
-from self_tests.oracles.agreement import assert_both_refuse, assert_close, floats, ints
+from self_tests.oracles.agreement import assert_close, check_refused, floats, ints
 from self_tests.oracles.experts import SwiGLU
 
 Floats = NDArray[np.float64]
@@ -180,7 +180,7 @@ class TestLayerPair:
     def test_bad_gates_ranks_and_divisors_are_refused(self) -> None:
         """A gate of another size or per expert, no rank, no divisor."""
         x_TD = np.ones((2, D))
-        assert_both_refuse(
+        check_refused(
             lambda: first.gate_factors(floats(x_TD), torch.ones(D + 1)), lambda: second.factor(x_TD[0], np.ones(D + 1))
         )
         with pytest.raises(ValueError, match="gate"):
@@ -248,16 +248,16 @@ class TestParts:
         whole = drawn_shared(np.random.default_rng(1), 3, True)
         tensors = shared_of(whole)
         for rows in ([[0, 1]], [[0, 1], [1, 2]], [[0, 1], [2, 3]], [[0, 1, 2], [-1]], []):
-            assert_both_refuse(
+            check_refused(
                 lambda rows=rows: shared_expert_parts.tp_shards(tensors, rows),
                 lambda rows=rows: second.shards(whole, rows),
             )
         for sizes in ([1, 1], [4], [4, -1], []):
-            assert_both_refuse(
+            check_refused(
                 lambda sizes=sizes: shared_expert_parts.fused_parts(tensors, sizes),
                 lambda sizes=sizes: second.parts_of_fused(whole, sizes),
             )
-        assert_both_refuse(lambda: shared_expert_parts.fuse([]), lambda: second.fused([]))
+        check_refused(lambda: shared_expert_parts.fuse([]), lambda: second.fused([]))
         for shards in ([], [tensors]):
             with pytest.raises(ValueError, match="bias"):
                 shared_expert_parts.sum_of_shards(torch.ones(1, D), shards)

@@ -38,7 +38,7 @@ def ints(values: Sequence[Any]) -> Tensor:
     return torch.tensor(values, dtype=torch.int64)
 
 
-def assert_both_refuse(first: Callable[[], object], second: Callable[[], object]) -> None:
+def check_refused(first: Callable[[], object], second: Callable[[], object]) -> None:
     """Fail unless neither oracle has an answer."""
     for oracle in (first, second):
         with pytest.raises(ValueError, match=r"."):
