@@ -158,7 +158,9 @@ class TestLayoutPair:
             (1, 1, 1, [list(range(1, E + 1))]), (-1, 1, 1, [list(range(E))]),
         ]:  # fmt: skip
             layout = second.Layout(world, ep, etp, dealt)
-            check_refused(lambda layout=layout: layout_of(layout), lambda layout=layout: second.must_be_filled(layout, E))
+            check_refused(
+                lambda layout=layout: layout_of(layout), lambda layout=layout: second.must_be_filled(layout, E)
+            )
         with pytest.raises(ValueError, match="ep does not divide"):
             Layout(4, ep=4, etp=1, experts=E)
         for rank in (-1, 4):

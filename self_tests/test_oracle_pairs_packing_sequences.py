@@ -175,7 +175,9 @@ class TestPacks:
         check_refused(lambda: packed_rows.real_rows(real, padded, 2), lambda: second.real_rows([0, 2], [0, 3], 2))
         check_refused(lambda: packed_rows.unpack(rows, real, padded), lambda: second.real_rows([0, 2], [0, 3], 2))
         for room in [[1], [2, 2], []]:
-            check_refused(lambda room=room: packed_rows.pack([rows], room), lambda room=room: second.laid_out([2], room))
+            check_refused(
+                lambda room=room: packed_rows.pack([rows], room), lambda room=room: second.laid_out([2], room)
+            )
 
 
 class TestContextShares:
