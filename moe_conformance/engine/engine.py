@@ -88,7 +88,7 @@ class Engine:
         except Exception as error:
             raise EngineError(f"the payload of {job.function} cannot be pickled: {one_line(error)}") from error
         previous = self._running
-        if previous is not None:
+        if previous is not None and not previous.finished:
             with self._unharmed():
                 previous.make_way(job.world)
         world, begun = self._send(job, payload)
