@@ -122,7 +122,12 @@ class TestRun:
         command = [sys.executable, "-m", "moe_conformance.cli", "run", "--only", "EXCH-01", "--report", str(tmp_path)]
         environment = plugin_runs.environment(mark)
         process = subprocess.Popen(
-            command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            command,
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=heed_interrupts,
         )
         try:
             wait_for_ranks(mark)
@@ -138,6 +143,11 @@ class TestRun:
         checks = [check for requirement in report["requirements"] for check in requirement["checks"]]
         assert finished == {check["node"] for check in checks if check["verdict"] != "not run"}
         assert any(check["verdict"] == "not run" for check in checks)
+
+
+def heed_interrupts() -> None:
+    """Undo what a shell does to commands in the background: they start with SIGINT ignored, and pass that on."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def wait_for_ranks(mark: str) -> None:
