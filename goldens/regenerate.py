@@ -153,9 +153,10 @@ def _differences(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> Iterat
 
 
 def _allowed(stored: Tensor) -> float:
-    if not stored.is_floating_point() or stored.numel() == 0:
+    if not stored.is_floating_point():
         return 0.0
-    return _RELATIVE * float(stored.abs().max())
+    finite = stored[stored.isfinite()]  # beside an infinity the others are not free
+    return _RELATIVE * float(finite.abs().max()) if len(finite) else 0.0
 
 
 def _changes() -> str:

@@ -127,6 +127,12 @@ class TestSpoilt:
         (told,) = problems(folder, work_out=work_out)
         assert told.startswith("routing: softmax/out/ids_TK[4, 2] is ")
 
+    def test_one_number_beside_an_infinity(self):
+        """An infinity is compared with itself, and makes nothing beside it free."""
+        stored = torch.tensor([float("inf"), 2.0], dtype=torch.float64)
+        assert 2e-12 == regenerate._allowed(stored)
+        assert 0.0 == regenerate._allowed(stored[:1])
+
     def test_what_an_oracle_no_longer_gives_or_gives_anew(self, folder):
         """Both directions are told."""
 
