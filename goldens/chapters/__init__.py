@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from goldens.chapter import Chapter
-from goldens.chapters import exchange, experts, routing
+from goldens.chapters import exchange, experts, losses, routing
 
 
 def chapters() -> Mapping[str, Chapter]:
     """Return all chapters by name."""
-    return {"exchange": exchange.CHAPTER, "experts": experts.CHAPTER, "routing": routing.CHAPTER}
+    return {
+        "exchange": exchange.CHAPTER,
+        "experts": experts.CHAPTER,
+        "losses": losses.CHAPTER,
+        "routing": routing.CHAPTER,
+    }

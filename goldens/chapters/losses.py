@@ -1,0 +1,84 @@
+"""Goldens of the losses: shares, choices, and every loss of a microbatch with its gradient.
+
+What several ranks and microbatches make of losses is in `losses_of_steps.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import inf
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from goldens.chapter import Chapter, given, named
+from goldens.chapters import losses_of_steps
+from reference import losses
+from reference.z_loss import z_loss
+
+_T, _E, _K, _C = 9, 8, 2, 0.25
+_CASES: Mapping[str, Mapping[str, Any]] = {
+    "softmax": {"score": "softmax"},
+    "softmax-of-chosen": {"score": "softmax_topk", "groups": (4, 2), "group_score": "max"},
+    "sigmoid": {"score": "sigmoid", "groups": (4, 2), "group_score": "top2_sum"},
+    "sqrtsoftplus": {"score": "sqrtsoftplus", "groups": (2, 1), "group_score": "topk_sum"},
+    "ties": {"score": "sigmoid"},
+    "underflowed": {"score": "sigmoid"},
+    "masked-expert": {"score": "softmax"},
+    "padding-only": {"score": "sqrtsoftplus"},
+    "no-tokens": {"score": "softmax"},
+}
+
+
+def draw(rng: np.random.Generator) -> dict[str, Tensor]:
+    """Return logits, forced choices with empty slots, packed sequences and padding; then what steps are made of."""
+    found: dict[str, Tensor] = {}
+    for case in _CASES:
+        T = 0 if case == "no-tokens" else _T
+        logits_TE = 2 * rng.standard_normal((T, _E))
+        ids_TK = rng.integers(-1, _E, (T, _K))
+        sequences_T = rng.integers(0, 4, T)
+        padding_T = rng.random(T) < 0.25
+        if case == "ties":
+            logits_TE = logits_TE.round()
+        if case == "underflowed":
+            logits_TE[4:7] = -900  # below what the sum of scores of a token can be told from 0
+            padding_T[4:7] = False
+        if case == "masked-expert":
+            logits_TE[:, 3] = -inf
+        if case == "padding-only":
+            padding_T[:] = True
+        tokens = {"logits_TE": logits_TE, "ids_TK": ids_TK}
+        found |= named(case, "in", {**tokens, "sequences_T": sequences_T, "padding_T": padding_T})
+    return found | losses_of_steps.draw(rng)
+
+
+def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return shares and choices, the losses of the drawn ids, and all gradients of the logits."""
+    found: dict[str, Tensor] = {}
+    for case, settings in _CASES.items():
+        own, score = given(inputs, case), settings["score"]
+        leaf_TE, ids_TK, padding_T = own["logits_TE"].clone().requires_grad_(), own["ids_TK"], own["padding_T"].bool()
+        charged = {"score": score, "coefficient": _C, "padding_T": padding_T}
+        sequences = int(own["sequences_T"].max()) + 3 if len(ids_TK) else 2  # some of which have no token at all
+        values = {
+            "auxiliary": losses.auxiliary_loss(leaf_TE, ids_TK, **charged),
+            "sequence": losses.sequence_loss(leaf_TE, ids_TK, own["sequences_T"], **charged),
+            "sequence-of-all": losses.sequence_loss(leaf_TE, ids_TK, own["sequences_T"], divisor=sequences, **charged),
+            "z": z_loss(leaf_TE, coefficient=_C, padding_T=padding_T),
+        }
+        gradients = {f"d{name}_TE": torch.autograd.grad(value, leaf_TE)[0] for name, value in values.items()}
+        told: dict[str, object] = {
+            "p_TE": losses.normalised_scores(own["logits_TE"], score),
+            "choices_TK": losses.choices(own["logits_TE"], top_k=_K, padding_T=padding_T, **settings),
+            "counts_E": losses.choice_counts(ids_TK, _E, padding_T=padding_T),
+        }
+        found |= named(case, "out", told | values | gradients)
+    return found | losses_of_steps.work_out(inputs)
+
+
+_REQUIREMENTS = tuple(f"LOSS-{number:02}" for number in range(1, 20))
+
+CHAPTER = Chapter(2401, _REQUIREMENTS, draw, work_out)

@@ -1,0 +1,111 @@
+"""Goldens of the losses of a step: microbatches, groups and ranks, and how their losses train and are reported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from goldens.chapter import given, named
+from reference import loss_reports, loss_scaling, losses, losses_over_ranks, routing
+from reference.z_loss import z_loss, z_loss_of_parts
+
+_E, _K, _D, _C = 5, 2, 4, 0.25
+_TOKENS = ((4, 0), (3, 6), (0, 0), (2, 1))  # by microbatch and data parallel group
+_PLACES = ((0, 2, 3), (1, 3, 5), (), (4,))  # by rank, the tokens of one microbatch; rank 1 has a copy of a token
+_KINDS: Sequence[loss_reports.ForwardKind] = ("evaluation", "training", "recomputed", "training", "no_grad", "training")
+_SCALE = 0.5
+
+
+def draw(rng: np.random.Generator) -> dict[str, Tensor]:
+    """Return what every part holds, gradients of losses, a router, and losses by layer."""
+    found: dict[str, Tensor] = {}
+    for m, row in enumerate(_TOKENS):
+        for d, T in enumerate(row):
+            logits_TE, ids_TK = 2 * rng.standard_normal((T, _E)), rng.integers(-1, _E, (T, _K))
+            part = {"logits_TE": logits_TE, "ids_TK": ids_TK, "padding_T": rng.random(T) < 0.2}
+            found |= named(f"step-{m}{d}", "in", part)
+    found |= named("whole", "in", {"x_TD": rng.standard_normal((6, _D))})
+    table = {"gradients_MdE": rng.standard_normal((3, 2, _E)), "valid_Md": [[4, 0], [3, 6], [2, 1]]}
+    found |= named("scaling", "in", table)
+    router = {"x_TD": rng.standard_normal((7, _D)), "router_ED": rng.standard_normal((_E, _D))}
+    found |= named("router", "in", router | {"upstream_TK": rng.standard_normal((7, _K))})
+    return found | named("report", "in", {"losses_YMd": rng.random((2, 3, 2))})
+
+
+def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the global losses and those of parts, what was put together, finished gradients and reports."""
+    return _step(inputs) | _whole(inputs) | _scaling(inputs) | _router(inputs) | _report(inputs)
+
+
+def _step(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    parts = [[given(inputs, f"step-{m}{d}") for d in range(2)] for m in range(len(_TOKENS))]
+    logits = [[part["logits_TE"].clone().requires_grad_() for part in row] for row in parts]
+    ids, padding = ([[part[name] for part in row] for row in parts] for name in ("ids_TK", "padding_T"))
+    masks: list[list[Tensor | None]] = [[mask_T.bool() for mask_T in row] for row in padding]
+    found: dict[str, Tensor] = {}
+    for case, remembers in (("global", True), ("global-forgetful", False)):
+        losses_M = losses_over_ranks.global_losses(
+            logits, ids, score="sigmoid", coefficient=_C, padding=masks, remembers=remembers
+        )
+        own: dict[str, object] = {"losses_M": losses_M}
+        for m, row in enumerate(logits):
+            for d, dlogits_TE in enumerate(torch.autograd.grad(losses_M[m], row, retain_graph=True)):
+                own[f"dlogits_TE-{m}{d}"] = dlogits_TE
+        found |= named(case, "out", own)
+    for m, row in enumerate(logits):  # the groups as if they were ranks of one
+        value = z_loss_of_parts(row, coefficient=_C, padding_by_rank=masks[m])
+        gradients = torch.autograd.grad(value, row)
+        named_gradients = {f"dlogits_TE-{d}": gradient_TE for d, gradient_TE in enumerate(gradients)}
+        found |= named(f"z-of-parts-{m}", "out", {"z": value, **named_gradients})
+    return found
+
+
+def _whole(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    x_TD = given(inputs, "whole")["x_TD"]
+    places = [torch.tensor(own, dtype=torch.int64) for own in _PLACES]
+    return named("whole", "out", {"x_TD": losses_over_ranks.whole([x_TD[own] for own in places], places)})
+
+
+def _scaling(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    own = given(inputs, "scaling")
+    table, valid = [list(row) for row in own["gradients_MdE"]], own["valid_Md"].tolist()
+    values = {
+        "mean_E": loss_scaling.mean_gradient(table),
+        "sum_E": loss_scaling.sum_gradient(table, scale=_SCALE),
+        "by_token_E": loss_scaling.token_gradient(table, valid),
+        "by_no_token_E": loss_scaling.token_gradient(table, [[0, 0]] * 3),
+    }
+    return named("scaling", "out", values)
+
+
+def _router(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Attach a balance loss and a z-loss to normalised weights, and carry the gradient to the router."""
+    own = given(inputs, "router")
+    logits_TE = own["x_TD"] @ own["router_ED"].T
+    ids_TK = routing.route(logits_TE, top_k=_K, score="sigmoid").ids_TK
+    weigh = partial(routing.weights, ids_TK=ids_TK, score="sigmoid", normalise=True, scale=2.5)
+    charges = [
+        partial(losses.auxiliary_loss, ids_TK=ids_TK, score="sigmoid", coefficient=_C),
+        partial(z_loss, coefficient=_C),
+    ]
+    dlogits_TE = loss_scaling.attached_gradient(logits_TE, weigh, own["upstream_TK"], charges, scale=_SCALE)
+    alone_TE = loss_scaling.attached_gradient(logits_TE, weigh, own["upstream_TK"], charges, scale=0.0)
+    dx_TD, drouter_ED = loss_scaling.router_gradients(own["x_TD"], own["router_ED"], dlogits_TE)
+    values = {"ids_TK": ids_TK, "dlogits_TE": dlogits_TE, "dlogits_TE-of-weights": alone_TE}
+    return named("router", "out", values | {"dx_TD": dx_TD, "drouter_ED": drouter_ED})
+
+
+def _report(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    one, other = given(inputs, "report")["losses_YMd"]
+    values = {
+        "model": loss_reports.model_loss([one[0, 0], None, other[0, 0]]),
+        "reported": loss_reports.reported([one, None, other]),
+        "reported-without-coefficient": loss_reports.reported([one, None, other], coefficient=_C),
+        "reported-of-nothing": loss_reports.reported([one[:0]]),
+        "training-forwards": loss_reports.training_forwards(_KINDS),
+    }
+    return named("report", "out", values)

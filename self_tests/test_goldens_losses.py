@@ -1,0 +1,119 @@
+"""The goldens of the losses are what the longhand makes of the stored inputs, too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from self_tests.golden_twins import assert_twins, given, stored, told
+from self_tests.oracles import loss_scaling, losses
+from self_tests.oracles.losses import Tokens
+from self_tests.oracles.routing import Gate, Limit, route
+
+C, K = 0.25, 2
+CASES = {
+    "softmax": ("softmax", None),
+    "softmax-of-chosen": ("softmax_topk", Limit(4, 2, "max")),
+    "sigmoid": ("sigmoid", Limit(4, 2, "top2_sum")),
+    "sqrtsoftplus": ("sqrtsoftplus", Limit(2, 1, "topk_sum")),
+    "ties": ("sigmoid", None),
+    "underflowed": ("sigmoid", None),
+    "masked-expert": ("softmax", None),
+    "padding-only": ("sqrtsoftplus", None),
+    "no-tokens": ("softmax", None),
+}
+
+
+def tokens(own: Mapping[str, Any]) -> Tokens:
+    """A part as the longhand takes it."""
+    return Tokens(own["logits_TE"], own["ids_TK"], own["padding_T"].astype(bool))
+
+
+def of_microbatch(values: Mapping[str, Any], case: str) -> dict[str, Any]:
+    """Shares, choices, losses and gradients of one microbatch."""
+    (kind, limit), own = CASES[case], given(values, case)
+    part, sequences_T = tokens(own), own["sequences_T"]
+    of_all = int(max(sequences_T)) + 3 if len(sequences_T) else 2
+    charged = {
+        "auxiliary": losses.auxiliary(part, kind, C),
+        "sequence": losses.by_sequence(part, sequences_T, kind, C),
+        "sequence-of-all": losses.by_sequence(part, sequences_T, kind, C, of_all),
+        "z": losses.z(part.logits_TE, C, part.padding_T),
+    }
+    answers = {
+        "p_TE": losses.shares(kind, part.logits_TE),
+        "choices_TK": losses.own_choices(kind, part.logits_TE, K, limit, part.padding_T),
+        "counts_E": losses.count_choices(part.ids_TK, part.logits_TE.shape[1], part.padding_T),
+    }
+    answers |= {name: loss.value for name, loss in charged.items()}
+    return told(case, answers | {f"d{name}_TE": loss.gradient_TE for name, loss in charged.items()})
+
+
+def of_step(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The global losses, with and without memory, and the z-loss of each microbatch's groups as if these were ranks."""
+    step = [[tokens(given(values, f"step-{m}{d}")) for d in range(2)] for m in range(4)]
+    found = {}
+    for case, remembers in (("global", True), ("global-forgetful", False)):
+        told_M = losses.over_a_step(step, "sigmoid", C, remembers=remembers)
+        answers = {f"dlogits_TE-{m}{d}": told_M[m][1][d] for m in range(4) for d in range(2)}
+        found |= told(case, answers | {"losses_M": [value for value, _ in told_M]})
+    for m, row in enumerate(step):
+        value, gradients = losses.z_of_parts([(part.logits_TE, part.padding_T) for part in row], C)
+        found |= told(f"z-of-parts-{m}", {"z": value} | {f"dlogits_TE-{d}": gradients[d] for d in range(2)})
+    return found
+
+
+def of_scaling(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A microbatch put together, and finished gradients in every convention."""
+    x_TD = given(values, "whole")["x_TD"]
+    places = [np.array(own, dtype=np.int64) for own in ([0, 2, 3], [1, 3, 5], [], [4])]
+    own = given(values, "scaling")
+    table, valid = [list(row) for row in own["gradients_MdE"]], own["valid_Md"].tolist()
+    answers = {
+        "mean_E": loss_scaling.mean(table),
+        "sum_E": loss_scaling.scaled_sum(table, 0.5),
+        "by_token_E": loss_scaling.by_tokens(table, valid),
+        "by_no_token_E": loss_scaling.by_tokens(table, [[0, 0]] * 3),
+    }
+    together = loss_scaling.put_together([x_TD[own] for own in places], places)
+    return told("whole", {"x_TD": together}) | told("scaling", answers)
+
+
+def of_router(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Losses attached to weights, back to the router and its input."""
+    own = given(values, "router")
+    logits_TE = own["x_TD"] @ own["router_ED"].T
+    gate = Gate(K, "sigmoid", normalise=True, scale=2.5)
+    ids_TK, _ = route(logits_TE, gate)
+    charges = [losses.auxiliary(Tokens(logits_TE, ids_TK), "sigmoid", C), losses.z(logits_TE, C)]
+    alone_TE = loss_scaling.attached(logits_TE, ids_TK, gate, own["upstream_TK"], charges, 0.0)
+    dlogits_TE = loss_scaling.attached(logits_TE, ids_TK, gate, own["upstream_TK"], charges, 0.5)
+    dx_TD, drouter_ED = loss_scaling.through_router(own["x_TD"], own["router_ED"], dlogits_TE)
+    answers = {"ids_TK": ids_TK, "dlogits_TE": dlogits_TE, "dlogits_TE-of-weights": alone_TE}
+    return told("router", answers | {"dx_TD": dx_TD, "drouter_ED": drouter_ED})
+
+
+def of_report(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What losses of layers add up to and are reported as."""
+    one, other = given(values, "report")["losses_YMd"]
+    kinds = ["evaluation", "training", "recomputed", "training", "no_grad", "training"]
+    answers = {
+        "model": loss_scaling.of_model([one[0, 0], None, other[0, 0]]),
+        "reported": loss_scaling.report([one, None, other]),
+        "reported-without-coefficient": loss_scaling.report([one, None, other], C),
+        "reported-of-nothing": loss_scaling.report([one[:0]]),
+        "training-forwards": loss_scaling.counted_forwards(kinds),
+    }
+    return told("report", answers)
+
+
+class TestGolden:
+    def test_the_longhand_answers_likewise(self):
+        """Every stored loss and gradient."""
+        values = stored("losses")
+        answers = {name: answer for case in CASES for name, answer in of_microbatch(values, case).items()}
+        for part in (of_step, of_scaling, of_router, of_report):
+            answers |= part(values)
+        assert_twins("losses", answers)
