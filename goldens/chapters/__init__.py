@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from goldens.chapter import Chapter
-from goldens.chapters import exchange, experts, losses, routing
+from goldens.chapters import balance_bias, exchange, experts, losses, routing
 
 
 def chapters() -> Mapping[str, Chapter]:
     """Return all chapters by name."""
     return {
+        "balance_bias": balance_bias.CHAPTER,
         "exchange": exchange.CHAPTER,
         "experts": experts.CHAPTER,
         "losses": losses.CHAPTER,
