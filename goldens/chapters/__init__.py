@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from goldens.chapter import Chapter
-from goldens.chapters import balance_bias, exchange, experts, losses, routing
+from goldens.chapters import balance_bias, exchange, experts, losses, packed_rows, packing, routing
 
 
 def chapters() -> Mapping[str, Chapter]:
@@ -15,5 +15,7 @@ def chapters() -> Mapping[str, Chapter]:
         "exchange": exchange.CHAPTER,
         "experts": experts.CHAPTER,
         "losses": losses.CHAPTER,
+        "packed_rows": packed_rows.CHAPTER,
+        "packing": packing.CHAPTER,
         "routing": routing.CHAPTER,
     }
