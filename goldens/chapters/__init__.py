@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from goldens.chapter import Chapter
-from goldens.chapters import balance_bias, exchange, experts, losses, packed_rows, packing, routing
+from goldens.chapters import balance_bias, capacity, exchange, experts, losses, packed_rows, packing, routing
 
 
 def chapters() -> Mapping[str, Chapter]:
     """Return all chapters by name."""
     return {
         "balance_bias": balance_bias.CHAPTER,
+        "capacity": capacity.CHAPTER,
         "exchange": exchange.CHAPTER,
         "experts": experts.CHAPTER,
         "losses": losses.CHAPTER,

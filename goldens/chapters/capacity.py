@@ -1,0 +1,140 @@
+"""Goldens of capacity: how many rows fit, which slots may be kept, and what the layer makes of the rest.
+
+Buffers of a fixed size on the receiving rank are in `capacity_budgets.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from goldens.chapter import Chapter, given, named
+from goldens.chapters import capacity_budgets
+from reference import capacity, capacity_drops, capacity_output, experts
+
+_E, _K, _D, _F = 5, 3, 4, 3
+_TOKENS = (10, 0, 6)  # by rank
+_CAPACITIES = (0, 1, 3, 10)
+_POLICIES: tuple[capacity_drops.Policy, ...] = get_args(capacity_drops.Policy)
+# Tokens of the layer, the capacity of its experts, and how kept weights are normalised.
+_LAYERS: Mapping[str, tuple[int, int, Mapping[str, Any]]] = {
+    "as-they-are": (6, 2, {}),
+    "renormalised": (6, 2, {"renormalise": True, "scale": 2.5}),
+    "nothing-kept": (4, 0, {"renormalise": True}),
+    "no-tokens": (0, 2, {}),
+}
+_NAMES = ("gate", "up", "down")
+
+
+def draw(rng: np.random.Generator) -> dict[str, Tensor]:
+    """Return sizes, ids of ranks with weights that tie and errors, layers, and what capacity_budgets.py needs."""
+    sizes = {"tokens_N": rng.integers(0, 300, 40), "experts_N": rng.choice([5, 6, 8, 60, 64], 40)}
+    sizes |= {"top_k_N": rng.integers(1, 6, 40), "minimum_N": rng.choice([0, 4], 40)}
+    found = named("sizes", "in", sizes | {"factor_N": rng.choice([0.0, 0.5, 1.0, 1.1, 1.25, 2.0], 40)})
+    found |= named("rows", "in", {"tokens_N": [0, 3, 5, 5], "capacity_N": [2, 5, 5, 3]})
+    for rank, T in enumerate(_TOKENS):
+        weights_TK = (4 * rng.random((T, _K))).round() / 4
+        own = {"ids_TK": _ids(rng, T), "weights_TK": weights_TK, "errors_TK": 0.3 * rng.random((T, _K))}
+        found |= named(f"rank-{rank}", "in", own)
+    for case, (T, _, _) in _LAYERS.items():
+        own = {"x_TD": rng.standard_normal((T, _D)), "ids_TK": _ids(rng, T), "weights_TK": rng.random((T, _K))}
+        own |= {"upstream_TK": rng.standard_normal((T, _K)), "dy_TD": rng.standard_normal((T, _D))}
+        for name, shape in zip(_NAMES, ((_E, _F, _D), (_E, _F, _D), (_E, _D, _F)), strict=True):
+            own[name] = rng.standard_normal(shape)
+        found |= named(case, "in", own)
+    return found | capacity_budgets.draw(rng)
+
+
+def _ids(rng: np.random.Generator, T: int) -> np.ndarray[tuple[int, ...], np.dtype[Any]]:
+    """Draw different experts for each token, a fifth of the slots empty."""
+    ids_TK = np.array([rng.permutation(_E)[:_K] for _ in range(T)], dtype=np.int64).reshape(T, _K)
+    return np.where(rng.random((T, _K)) < 0.2, -1, ids_TK)
+
+
+def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return capacities (least and largest legal), loads, kept slots and verdicts, and every gradient of a layer."""
+    sizes = given(inputs, "sizes")
+    legal = [
+        capacity.capacities(tokens, top_k, experts_, factor=factor, minimum=minimum)
+        for tokens, top_k, experts_, factor, minimum in zip(
+            *(sizes[f"{name}_N"].tolist() for name in ("tokens", "top_k", "experts", "factor", "minimum")), strict=True
+        )
+    ]
+    found = named("sizes", "out", {"least_N": [each[0] for each in legal], "largest_N": [each[-1] for each in legal]})
+    own = given(inputs, "rows")
+    pairs = zip(own["tokens_N"].tolist(), own["capacity_N"].tolist(), strict=True)
+    rows = [capacity.padded_rows(*pair) for pair in pairs]
+    found |= named("rows", "out", {"least_N": [each[0] for each in rows], "largest_N": [each[-1] for each in rows]})
+    found |= _drops(inputs)
+    for case, (_, C, how) in _LAYERS.items():
+        found |= named(case, "out", _layer(given(inputs, case), C, how))
+    return found | capacity_budgets.work_out(inputs)
+
+
+def _drops(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    ranks = [given(inputs, f"rank-{rank}") for rank in range(len(_TOKENS))]
+    ids, weights = [own["ids_TK"] for own in ranks], [own["weights_TK"] for own in ranks]
+    found = named("group", "out", {
+        "lossless": [capacity.lossless_capacity(ids, _E), capacity.lossless_capacity(ids, _E, minimum=9, multiple=4)],
+        "lossless-without-tokens": capacity.lossless_capacity(ids[1:2], _E, minimum=3),
+    })  # fmt: skip
+    for rank, own in enumerate(ranks):
+        told: dict[str, object] = {"loads_E": capacity.loads(own["ids_TK"], _E)}
+        told["fits_CE"] = torch.stack([capacity.fits(own["ids_TK"], _E, C) for C in _CAPACITIES])
+        for policy in _POLICIES[1:]:  # "any" has no order to keep by
+            kept = [_keep(own, C, policy) for C in _CAPACITIES]
+            told[f"kept-by-{policy}_CTK"] = torch.stack(kept)
+            exact = {"weights_TK": own["weights_TK"]}
+            told[f"legal-of-{policy}_CPE"] = _verdicts(own["ids_TK"], kept, _POLICIES, exact)
+            told[f"legal-within-errors-of-{policy}_CPE"] = _verdicts(
+                own["ids_TK"], kept, _POLICIES, exact | {"errors_TK": own["errors_TK"]}
+            )
+            unweighed = tuple(each for each in _POLICIES if each != "weight")
+            told[f"legal-unweighed-of-{policy}_CPE"] = _verdicts(own["ids_TK"], kept, unweighed, {})
+        found |= named(f"rank-{rank}", "out", told)
+    verdicts = []
+    for more in (0, 1):  # the legal capacity, and one more
+        C_R = [capacity.capacities(len(ids_TK), _K, _E, factor=0.75)[0] + more for ids_TK in ids]
+        kept = [_keep(own, C, "choice") for own, C in zip(ranks, C_R, strict=True)]
+        for tokens in (None, [T + 3 for T in _TOKENS]):
+            verdicts.append(capacity_drops.legal_drops_by_rank(
+                kept, ids, _E, factor=0.75, policy="choice", tokens_by_rank=tokens, weights_by_rank=weights
+            ))  # fmt: skip
+    return found | named("group", "out", {"legal_NR": verdicts})
+
+
+def _keep(own: Mapping[str, Tensor], C: int, policy: capacity_drops.Policy) -> Tensor:
+    return capacity_drops.keep(own["ids_TK"], _E, capacity=C, policy=policy, weights_TK=own["weights_TK"])
+
+
+def _verdicts(
+    ids_TK: Tensor, kept: list[Tensor], policies: tuple[capacity_drops.Policy, ...], known: Mapping[str, Tensor]
+) -> Tensor:
+    """Judge by every policy what was kept by one, of every capacity, (C, policies, E)."""
+    return torch.stack([
+        torch.stack([
+            capacity_drops.legal_drop(kept_TK, ids_TK, _E, capacity=C, policy=policy, **known) for policy in policies
+        ])
+        for C, kept_TK in zip(_CAPACITIES, kept, strict=True)
+    ])  # fmt: skip
+
+
+def _layer(own: Mapping[str, Tensor], C: int, how: Mapping[str, Any]) -> dict[str, object]:
+    leaves = {name: own[name].clone().requires_grad_() for name in ("x_TD", "weights_TK", *_NAMES)}
+    kept_TK = _keep(own, C, "weight")
+    dropped = capacity_output.after_drop(own["ids_TK"], leaves["weights_TK"], kept_TK, **how)
+    (back_TK,) = torch.autograd.grad(dropped.weights_TK, leaves["weights_TK"], own["upstream_TK"])
+    expert = experts.swiglu_experts({(name, e): leaves[name][e] for name in _NAMES for e in range(_E)})
+    y_TD = capacity_output.output(leaves["x_TD"], own["ids_TK"], leaves["weights_TK"], kept_TK, expert, **how)
+    gradients = torch.autograd.grad(
+        y_TD, list(leaves.values()), own["dy_TD"], allow_unused=True, materialize_grads=True
+    )
+    made = {"kept_TK": kept_TK, "ids_TK": dropped.ids_TK, "weights_TK": dropped.weights_TK, "back_TK": back_TK}
+    return {**made, "y_TD": y_TD, **{f"d{name}": value for name, value in zip(leaves, gradients, strict=True)}}
+
+
+CHAPTER = Chapter(2601, tuple(f"DROP-{number:02}" for number in range(1, 16)), draw, work_out)

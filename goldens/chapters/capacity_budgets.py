@@ -1,0 +1,65 @@
+"""Goldens of receive budgets: the most rows there can be, and what may be delivered where they do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from goldens.chapter import given, named
+from reference import capacity_budget, exchange
+
+_K, _E = 2, 6
+_TOKENS = (5, 0, 3, 4)  # by rank
+_GROUPS, _HELD = ((0, 1, 2, 3),), ((0, 1, 2), (0, 1, 2), (3, 4, 5), (3, 4, 5))  # ep 2, etp 2: a slot is two rows
+# Experts of a rank, the alignment, whether all send as much as the fullest, and whether a token travels once.
+_WORST: Sequence[tuple[int, int, bool, bool]] = (
+    (0, 1, False, False), (1, 1, False, False), (4, 1, False, False), (4, 8, False, False), (3, 4, True, False),
+    (4, 1, True, True), (0, 1, False, True),
+)  # fmt: skip
+_BUDGETS: Sequence[tuple[Sequence[int], int]] = (((99,) * 4, 1), ((8, 8, 99, 99), 1), ((12,) * 4, 4), ((0,) * 4, 1))
+_PAIRS = 2 * _K * sum(_TOKENS)  # at most
+
+
+def draw(rng: np.random.Generator) -> dict[str, Tensor]:
+    """Return the ids of every rank, and of every pair and attempt how often it arrives."""
+    found: dict[str, Tensor] = {}
+    for rank, T in enumerate(_TOKENS):
+        ids_TK = np.array([rng.permutation(_E)[:_K] for _ in range(T)], dtype=np.int64).reshape(T, _K)
+        ids_TK[rng.random((T, _K)) < 0.2] = -1
+        found |= named("budgets", "in", {f"ids_TK-{rank}": ids_TK})
+    slots = (rng.random(_PAIRS // 2) < 0.7).repeat(2)  # both shards of a slot, or none
+    pairs = rng.random(_PAIRS) < 0.9
+    twice = 1 + (np.arange(_PAIRS) == 3)
+    found |= named("budgets", "in", {"arrivals_AP": np.stack([np.ones(_PAIRS), slots, pairs, twice]).astype(np.int64)})
+    return found | named("budgets", "in", {"rows_BN": rng.integers(0, 6, (5, 3)), "budget_B": [0, 5, 7, 9, 12]})
+
+
+def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return worst cases, which budgets are exceeded, and of every budget and attempt each rank's verdict."""
+    own = given(inputs, "budgets")
+    worst = [
+        capacity_budget.worst_case_rows(
+            tokens, _K, held, alignment=alignment, equal_sizes=equal_sizes, per_token=per_token
+        )
+        for tokens in (_TOKENS, (0, 0))
+        for held, alignment, equal_sizes, per_token in _WORST
+    ]
+    wants = list(zip(own["rows_BN"].tolist(), own["budget_B"].tolist(), strict=True))
+    over = [[capacity_budget.over_budget(*want, alignment=alignment) for want in wants] for alignment in (1, 4)]
+    ids = [own[f"ids_TK-{rank}"] for rank in range(len(_TOKENS))]
+    wanted = exchange.deliveries(ids, _GROUPS, _HELD)
+    attempts = [
+        [pair for pair, times in zip(wanted, arrivals, strict=False) for _ in range(times)]
+        for arrivals in own["arrivals_AP"].tolist()
+    ]
+    legal = [
+        [capacity_budget.legal_deliveries(delivered, wanted, budgets, alignment=alignment) for delivered in attempts]
+        for budgets, alignment in _BUDGETS
+    ]
+    told: dict[str, object] = {"worst_N": worst, "over_AB": over, "legal_BAR": legal}
+    for attempt, delivered in enumerate(attempts):
+        for rank, kept_TK in enumerate(capacity_budget.delivered_slots(delivered, ids)):
+            told[f"delivered_TK-{attempt}{rank}"] = kept_TK
+    return named("budgets", "out", told)
