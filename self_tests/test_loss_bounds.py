@@ -20,6 +20,7 @@ from reference.z_loss import z_loss
 SCORES = get_args(routing.Score)
 SIZES = [(1, 5, 2), (37, 4, 1), (101, 60, 8)]  # T, E, K
 C = 0.01
+FLOAT32 = bounds.rounding(torch.float32)
 
 Loss = Callable[[Tensor], Tensor]
 
@@ -62,7 +63,7 @@ def worst_ratios(logits_TE: Tensor, loss: Loss, measured: tuple[Measured, Measur
     (gradient_TE,) = torch.autograd.grad(value, leaf_TE)
     T, E = logits_TE.shape
     value_ratio, gradient_ratio = (
-        compare(actual.detach(), of.value, bounds.allowed(of.magnitude, torch.float32, length=E, tokens=T)).ratio
+        compare(actual.detach(), of.value, bounds.allowed(of.error, torch.float32, addends=E + T)).ratio
         for actual, of in zip((value, gradient_TE), measured, strict=True)
     )
     return value_ratio, gradient_ratio
@@ -71,7 +72,7 @@ def worst_ratios(logits_TE: Tensor, loss: Loss, measured: tuple[Measured, Measur
 def balance_measured(logits_TE: Tensor, ids_TK: Tensor, score: routing.Score) -> tuple[Measured, Measured]:
     """The measured auxiliary loss and gradient."""
     f_E = choice_counts(ids_TK, logits_TE.shape[1]).double() / ids_TK.numel()
-    return charge_measured(logits_TE, f_E, score=score, coefficient=C)
+    return charge_measured(FLOAT32, logits_TE, f_E, score=score, coefficient=C)
 
 
 class TestHonestFloat32IsWithin:
@@ -96,7 +97,8 @@ class TestHonestFloat32IsWithin:
         found = []
         for T, E, _ in SIZES:
             logits_TE = drawn_logits(T, E, dtype)
-            found.append(worst_ratios(logits_TE, honest_z(torch.float32), z_measured(logits_TE, coefficient=C)))
+            measured = z_measured(FLOAT32, logits_TE, coefficient=C)
+            found.append(worst_ratios(logits_TE, honest_z(torch.float32), measured))
         assert all(ratio <= 1 for ratios in found for ratio in ratios), found
         assert max(gradient for _, gradient in found) > 0.01, found
 
@@ -113,7 +115,7 @@ class TestHonestFloat32IsWithin:
         ids_TK = choices(logits_TE, score=score, top_k=K)
         balance = honest_balance(ids_TK, score, torch.float32)
         assert 1 >= max(worst_ratios(logits_TE, balance, balance_measured(logits_TE, ids_TK, score)))
-        assert 1 >= max(worst_ratios(logits_TE, honest_z(torch.float32), z_measured(logits_TE, coefficient=C)))
+        assert 1 >= max(worst_ratios(logits_TE, honest_z(torch.float32), z_measured(FLOAT32, logits_TE, coefficient=C)))
 
 
 class TestWrongArithmeticIsOutside:
@@ -139,7 +141,7 @@ class TestWrongArithmeticIsOutside:
         """A logarithm in bfloat16 and V = T - 1 show."""
         T, E, _ = SIZES[2]
         logits_TE = drawn_logits(T, E, torch.bfloat16)
-        measured = z_measured(logits_TE, coefficient=C)
+        measured = z_measured(FLOAT32, logits_TE, coefficient=C)
         honest = honest_z(torch.float32)
         wrong: list[Loss] = [honest_z(torch.bfloat16), lambda logits: honest(logits) * T / (T - 1)]
         assert all(max(worst_ratios(logits_TE, loss, measured)) > 1 for loss in wrong)
@@ -158,7 +160,7 @@ class TestValuesAreTheOracles:
                 auxiliary_loss(logits_TE, ids_TK, score=score, coefficient=C, padding_T=padding_T),
                 balance_measured(valid_VE, ids_TK[~padding_T], score),
             ),
-            (z_loss(logits_TE, coefficient=C, padding_T=padding_T), z_measured(valid_VE, coefficient=C)),
+            (z_loss(logits_TE, coefficient=C, padding_T=padding_T), z_measured(FLOAT32, valid_VE, coefficient=C)),
         ]
         for loss, (value, gradient) in cases:
             (theirs_TE,) = torch.autograd.grad(loss, logits_TE)

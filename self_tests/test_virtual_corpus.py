@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,10 +85,10 @@ class TestChunks:
             for each in (draw.real_batch(draw.choose(3, config, generator), config, generator) for _ in range(40))
         ]
 
-        def solve(batch: layer.Batch) -> layer.Gradients:
-            return layer.gradients(*batch, swiglu_experts, parameters)
+        def solve(some: Sequence[layer.Batch]) -> layer.Gradients:
+            return layer.gradients(*layer.global_batch(some), swiglu_experts, parameters)
 
-        whole, pieces = solve(layer.global_batch(batches)), solve_in_chunks(batches, solve)
+        whole, pieces = solve(batches), solve_in_chunks(batches, solve)
         for one, other in ((whole.y_TD, pieces.y_TD), (whole.dx_TD, pieces.dx_TD)):
             assert torch.equal(one, other)
         assert torch.equal(whole.dweights_TK, pieces.dweights_TK)

@@ -115,14 +115,14 @@ def factor(actual: Tensor, expected: Tensor, allowed: Tensor, names: Mapping[str
     return ratio
 
 
-def too_narrow(actual: Tensor, target: Target, dtype: torch.dtype, length: int) -> str | None:
-    """Say so if a result that is wrong in its dtype would be right in a narrower one; `length` as in `bounds`.
+def too_narrow(actual: Tensor, target: Target, dtype: torch.dtype) -> str | None:
+    """Say so if a result that is wrong in its dtype would be right in a narrower one.
 
     Errors of float16 and of bfloat16 differ by less than they vary, and cannot be told apart.
     """
     half = "bfloat16" if dtype == torch.float16 else "bfloat16 or float16"
     for narrow, name in ((torch.float32, "float32"), (torch.bfloat16, half)):
-        times = bounds.operation(narrow, length=length) / bounds.operation(dtype, length=length)
+        times = bounds.unit_roundoff(narrow) / bounds.unit_roundoff(dtype)
         if times > 1 and within(actual, target.expected, times * target.allowed):
             return f"computed with the precision of {name} instead of {str(dtype).removeprefix('torch.')}"
     return None

@@ -17,10 +17,10 @@ from reference.layer import Gradients
 _AT_ONCE = 16  # batches of one rank and microbatch
 
 
-def solve_in_chunks(batches: Sequence[layer.Batch], solve: Callable[[layer.Batch], Gradients]) -> Gradients:
+def solve_in_chunks(batches: Sequence[layer.Batch], solve: Callable[[Sequence[layer.Batch]], Gradients]) -> Gradients:
     """Return what `solve` says of all batches together, having asked it of a few at a time."""
     chunks = [batches[start : start + _AT_ONCE] for start in range(0, len(batches), _AT_ONCE)]
-    found = [solve(layer.global_batch(chunk)) for chunk in chunks]
+    found = [solve(chunk) for chunk in chunks]
     if len(found) == 1:
         return found[0]
     sums = {key: value.clone() for key, value in found[0].parameters.items()}

@@ -45,7 +45,9 @@ def expect(workload: Workload, parts: Sequence[float]) -> Expected:
     result = solve_in_chunks(
         oracles,
         lambda chunk: layer.gradients(
-            *chunk, build=lambda parameters: tagged_experts(config.experts, parameters), parameters=gains
+            *layer.global_batch(chunk),
+            build=lambda parameters: tagged_experts(config.experts, parameters),
+            parameters=gains,
         ),
     )
 

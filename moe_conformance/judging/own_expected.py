@@ -18,9 +18,10 @@ from moe_conformance.judging.places import Place, Shard, backward_places_of, pla
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.workloads.records import Workload
 from reference import layer
+from reference.expert_magnitudes import Sharing, swiglu_measured
 from reference.experts import Expert, Parameters, swiglu_experts
 from reference.layer import Gradients, WeightsAt
-from reference.magnitudes import magnitudes, swiglu_measured
+from reference.magnitudes import magnitudes
 
 Key = tuple[str, int]  # (name, global expert id)
 
@@ -103,7 +104,7 @@ class OwnExpected:
 
     @cached_property
     def _results(self) -> tuple[tuple[Gradients, Gradients], ...]:
-        """Values and magnitudes of every stage, of all its tokens."""
+        """Values and errors of every stage, of all its tokens."""
         return self._solved([places_of(self.workload, ranks) for ranks in self.stages])
 
     @cached_property
@@ -115,50 +116,55 @@ class OwnExpected:
 
     def _solved(self, stages: Sequence[Sequence[Place]]) -> tuple[tuple[Gradients, Gradients], ...]:
         parameters, weights_at = parameters_of(self.workload), self.weights_at
+        layout, rounding = self.workload.layout, bounds.rounding(self.workload.config.dtype)
+        microbatches = sum(map(self.workload.goes_backward, range(len(self.workload.batches))))
+        sums = bounds.sums_of_a_gradient(microbatches, layout.edp)
 
-        def values(batch: layer.Batch) -> Gradients:
-            return layer.gradients(*batch, swiglu_experts, parameters, weights_at=weights_at)
+        def values(batches: Sequence[layer.Batch]) -> Gradients:
+            return layer.gradients(*layer.global_batch(batches), swiglu_experts, parameters, weights_at=weights_at)
 
-        def sizes(batch: layer.Batch) -> Gradients:
-            return magnitudes(*batch, swiglu_measured, parameters, weights_at=weights_at)
+        def errors(batches: Sequence[layer.Batch]) -> Gradients:
+            return magnitudes(
+                *layer.global_batch(batches),
+                swiglu_measured,
+                parameters,
+                rounding=rounding,
+                sharing=Sharing(layout.etp, [len(batch.x_TD) for batch in batches], sums),
+                weights_at=weights_at,
+            )
 
         every = [batches_of(self.workload, places) for places in stages]
         if self.workload.golden:  # of all tokens in their order: there is one stage
             (batches,) = every
-            return ((stored(self.workload.golden, weights_at), solve_in_chunks(batches, sizes)),)
-        return tuple((solve_in_chunks(batches, values), solve_in_chunks(batches, sizes)) for batches in every)
+            return ((stored(self.workload.golden, weights_at), solve_in_chunks(batches, errors)),)
+        return tuple((solve_in_chunks(batches, values), solve_in_chunks(batches, errors)) for batches in every)
 
     @cached_property
     def _parameters(self) -> tuple[dict[Key, Target], ...]:
         """The finished gradient of every parameter, of every stage."""
-        config, layout = self.workload.config, self.workload.layout
-        microbatches = sum(map(self.workload.goes_backward, range(len(self.workload.batches))))
-        length, more = bounds.longest_sum(config), bounds.more_in_parameter_gradients(microbatches, layout.edp)
+        config = self.workload.config
         found: list[dict[Key, Target]] = []
-        for ranks, (values, sizes) in zip(self.stages, self._backward_results, strict=True):
+        for ranks, (values, errors) in zip(self.stages, self._backward_results, strict=True):
             places = backward_places_of(self.workload, ranks)
             tokens = sum(len(self.workload.batches[m][rank].x_TD) for m, rank in places)
             found.append({})
             for key, value in values.parameters.items():
-                magnitude = sizes.parameters[key]
-                allowed = bounds.allowed(magnitude, config.dtype, length=length, tokens=tokens, more=more)
+                addends = bounds.longest_sum(config) + tokens
+                allowed = bounds.allowed(errors.parameters[key], config.dtype, addends=addends)
                 found[-1][key] = Target(value / self.divisor, allowed / self.divisor)
         return tuple(found)
 
     @cached_property
     def _tokens(self) -> dict[Place, tuple[Target, Target, Target]]:
         """y, dx and dweights of every place."""
-        config, layout = self.workload.config, self.workload.layout
-        length, sums = bounds.longest_sum(config), bounds.more_in_sums(config.top_k, layout)
-        weights = bounds.more_in_weight_gradients(layout)
-        found = {}
-        for ranks, (values, sizes) in zip(self.stages, self._results, strict=True):
+        config, found = self.workload.config, {}
+        for ranks, (values, errors) in zip(self.stages, self._results, strict=True):
             targets = [
-                Target(value, bounds.allowed(size, config.dtype, length=length, more=more))
-                for value, size, more in (
-                    (values.y_TD, sizes.y_TD, sums),
-                    (values.dx_TD, sizes.dx_TD, sums),
-                    (values.dweights_TK, sizes.dweights_TK, weights),
+                Target(value, bounds.allowed(error, config.dtype, addends=bounds.longest_sum(config)))
+                for value, error in (
+                    (values.y_TD, errors.y_TD),
+                    (values.dx_TD, errors.dx_TD),
+                    (values.dweights_TK, errors.dweights_TK),
                 )
             ]
             start = 0

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from moe_conformance.judging import bounds
 from moe_conformance.judging.bounded import Target, compare, factor, too_narrow, within
 from moe_conformance.judging.diagnosis import Finding, likeliest, ratio_words
 from moe_conformance.judging.once import Kept
@@ -112,19 +111,15 @@ def _cause(
     """Return the first mistake that explains all tokens of all ranks."""
     field = {"y": "y_TD", "dx": "dx_TD", "dweights": "dweights_TK"}[name]
     places = tuple(actual)
+    spare_T = allowed_T.max().expand_as(allowed_T)  # errors are those of the other run: of larger weights, say
     for words, result in other_runs(expected, places):
-        if within(actual_T, getattr(result, field), allowed_T):
+        if within(actual_T, getattr(result, field), spare_T):
             return words
     right_T = getattr(solve(expected.workload, places, expected.weights_at), field)
     for by in range(1, right_T.shape[1]) if name == "dweights" else ():
-        if within(actual_T, right_T.roll(-by, 1), allowed_T.max().expand_as(allowed_T)):
+        if within(actual_T, right_T.roll(-by, 1), spare_T):
             return f"slot k had the gradient of slot (k + {by}) modulo {right_T.shape[1]}"
-    return _too_narrow(expected, actual_T, Target(right_T, allowed_T))
-
-
-def _too_narrow(expected: OwnExpected, actual: Tensor, target: Target) -> str | None:
-    config = expected.workload.config
-    return too_narrow(actual, target, config.dtype, bounds.longest_sum(config))
+    return too_narrow(actual_T, Target(right_T, allowed_T), expected.workload.config.dtype)
 
 
 # ---- parameters ----------------------------------------------------------------------------------------------
@@ -221,7 +216,7 @@ class _Explainer:
         ratio = factor(held.value, *held.target, self.names)
         if ratio is not None:
             return f"the gradient is {ratio_words(ratio, self.names)}"
-        narrow = _too_narrow(self.expected, held.value, held.target)
+        narrow = too_narrow(held.value, held.target, self.expected.workload.config.dtype)
         return f"the gradient is as if {narrow}" if narrow else None
 
     def _candidates(self, held: Held) -> Iterator[tuple[str, Tensor]]:

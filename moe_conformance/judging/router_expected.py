@@ -18,6 +18,7 @@ from moe_conformance.judging.bounded import Target
 from moe_conformance.judging.places import Place, backward_places_of, places_of, stages
 from moe_conformance.workloads.records import Workload
 from reference import routing, selection
+from reference.rounding import Measured, Rounding
 from reference.routing_magnitudes import (
     gradients_measured,
     logits_measured,
@@ -92,9 +93,9 @@ class RouterExpected:
 
         Twice what the selection score of any of the token's experts may err by; see `reference.selection.margins`.
         """
-        scores_TE = scores_measured(logits_measured(self._x(place), self.router_ED), self.weighing["score"])
-        magnitude_TE = selection_scores_measured(scores_TE, self.bias_E).magnitude
-        return 2 * self._allowed(magnitude_TE).max(1).values
+        scores_TE = scores_measured(self._rounding, self._logits_measured(place), self.weighing["score"])
+        scores_TE = selection_scores_measured(self._rounding, scores_TE, self.bias_E)
+        return 2 * self._allowed(scores_TE).max(1).values
 
     def legal(self, place: Place, scores_TE: Tensor | None = None, limit: Limit | None = None) -> Tensor:
         """Whether each token's choice is legal within rounding, bool (T,), by other scores or groups too."""
@@ -106,25 +107,33 @@ class RouterExpected:
     def weights(self, place: Place) -> Target:
         """The weights of what was chosen, (T, K)."""
         ids_TK = self.ids[place]
-        measured = weights_measured(logits_measured(self._x(place), self.router_ED), ids_TK, **self.weighing)
-        return Target(self.weigh(self.logits(place), ids_TK), self._allowed(measured.magnitude))
+        measured = weights_measured(self._rounding, self._logits_measured(place), ids_TK, **self.weighing)
+        return Target(self.weigh(self.logits(place), ids_TK), self._allowed(measured))
 
     def dx(self, place: Place) -> Target:
         """The gradient of the tokens, (T, D)."""
         measured, _ = gradients_measured(
-            self._x(place), self.router_ED, self.ids[place], self.upstream(place), **self.weighing
+            self._rounding, self._x(place), self.router_ED, self.ids[place], self.upstream(place), **self.weighing
         )
-        return Target(self.solve([place])[0], self._allowed(measured.magnitude))
+        return Target(self.solve([place])[0], self._allowed(measured))
 
     def gradient(self, stage: int) -> Target:
         """The finished gradient of the router (E, D): over all tokens of a pipeline stage, divided where averaged."""
         places = self.stage_places(stage)
         microbatches = len({m for m, _ in places})
         x_TD, ids_TK, dweights_TK = self._batch(places)
-        _, measured = gradients_measured(x_TD, self.router_ED, ids_TK, dweights_TK, **self.weighing)
         replicas = len(stages(self.workload.layout)[stage])  # every rank of the stage has tokens of its own
-        more = bounds.more_in_parameter_gradients(microbatches, replicas)
-        allowed_ED = self._allowed(measured.magnitude, tokens=len(x_TD), more=more)
+        _, measured = gradients_measured(
+            self._rounding,
+            x_TD,
+            self.router_ED,
+            ids_TK,
+            dweights_TK,
+            **self.weighing,
+            places=[len(self._x(place)) for place in places],
+            sums=bounds.sums_of_a_gradient(microbatches, replicas),
+        )
+        allowed_ED = self._allowed(measured, tokens=len(x_TD))
         return Target(self.solve(places)[1] / self.divisor, allowed_ED / self.divisor)
 
     def upstream(self, place: Place) -> Tensor:
@@ -167,7 +176,13 @@ class RouterExpected:
             torch.cat([self.upstream(place) for place in places]),
         )
 
-    def _allowed(self, magnitude: Tensor, tokens: int = 0, more: int = 0) -> Tensor:
+    @property
+    def _rounding(self) -> Rounding:
+        return bounds.rounding(self.workload.config.dtype)
+
+    def _logits_measured(self, place: Place) -> Measured:
+        return logits_measured(self._rounding, self._x(place), self.router_ED)
+
+    def _allowed(self, measured: Measured, tokens: int = 0) -> Tensor:
         config = self.workload.config
-        length = bounds.longest_sum(config)
-        return bounds.allowed(magnitude, config.dtype, length=length, tokens=tokens, more=more)
+        return bounds.allowed(measured.error, config.dtype, addends=bounds.longest_sum(config) + tokens)

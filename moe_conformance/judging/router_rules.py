@@ -12,7 +12,6 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from moe_conformance.judging import bounds
 from moe_conformance.judging.bounded import Target, compare, factor, too_narrow, within
 from moe_conformance.judging.diagnosis import Finding, ratio_names, ratio_words
 from moe_conformance.judging.places import Place, other_sums
@@ -147,7 +146,7 @@ def _explain(
         return [Finding("factor", sentence, ranks, abs(ratio - 1))], ratio
     if all(_near(actual[at].sort(1).values, targets[at].expected.sort(1).values, targets[at]) for at in actual):
         return [Finding("order", f"{what} of a token lie at other slots than its experts; {example}", ranks)], None
-    narrow = _too_narrow(expected, joined[0], Target(*joined[1:]))
+    narrow = too_narrow(joined[0], Target(*joined[1:]), expected.workload.config.dtype)
     if narrow:
         return [Finding("cause", f"{what} {be} as if {narrow}; for example {example}", ranks)], None
     return tokens, None
@@ -200,7 +199,7 @@ def _mistake(
     for words, weigh in _differentiable(expected):
         if _near(value, expected.solve(expected.stage_places(stage), weigh)[1] / expected.divisor, target):
             return f"the gradient is as if {words}"
-    narrow = _too_narrow(expected, value, target)
+    narrow = too_narrow(value, target, expected.workload.config.dtype)
     return f"the gradient is as if {narrow}" if narrow else None
 
 
@@ -222,11 +221,6 @@ def _names(expected: RouterExpected) -> dict[str, float]:
 def _near(actual: Tensor, guess: Tensor, target: Target) -> bool:
     """Whether a guess explains what came back; it may be larger than the target, so it gets the largest bound."""
     return not actual.numel() or within(actual, guess, torch.full_like(guess, float(target.allowed.max())))
-
-
-def _too_narrow(expected: RouterExpected, actual: Tensor, target: Target) -> str | None:
-    config = expected.workload.config
-    return too_narrow(actual, target, config.dtype, bounds.longest_sum(config))
 
 
 def _joined(actual: Mapping[Any, Tensor], targets: Mapping[Any, Target]) -> tuple[Tensor, Tensor, Tensor]:
