@@ -35,7 +35,7 @@ def assert_twins(chapter: str, answers: Mapping[str, Any], *, unanswered: Collec
         expected = np.array(answer.detach() if isinstance(answer, Tensor) else answer)
         assert expected.shape == found[name].shape, name
         if found[name].dtype == np.int64:
-            assert np.array_equal(expected.astype(np.float64), found[name].astype(np.float64)), name
+            assert np.array_equal(expected, found[name]), name
         else:
             largest = np.abs(expected[np.isfinite(expected)]).max(initial=0.0)
             np.testing.assert_allclose(found[name], expected, RELATIVE, RELATIVE * largest, err_msg=name)

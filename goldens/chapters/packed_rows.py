@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from goldens.chapter import Chapter
+from goldens.chapter import Chapter, given, named
+from goldens.gradients import gradients, leaf, prefixed
 from goldens.small_layer import D, E, K, draw_experts, draw_tokens, expert_leaves, experts_of
-from goldens.values import gradients, kept, leaf, real, whole
 from reference import context_shares, packed_rows, packed_sequences
 
 SIZES = tuple(product((1, 2, 3), (1, 2, 3), (False, True)))  # tp, cp, sequence parallel
@@ -29,42 +29,38 @@ CUMULATIVE_PADDED = (0, 12, 12, 36)
 
 def draw(rng: np.random.Generator) -> Mapping[str, Tensor]:
     """Return sums of lengths right and wrong, packs with gaps, without and of gaps alone, and an order of rows."""
-    found = {}
+    found: dict[str, Tensor] = {}
     for i, lengths in enumerate(LENGTHS):
         sums_S = packed_sequences.cumulative(packed_sequences.padded_lengths(lengths, 4))
         moved = [sums_S + by * (torch.arange(len(sums_S)) >= int(rng.integers(len(sums_S)))) for by in (4, 4, 1, -4)]
-        found[f"lengths-{i}/in/claimed_NS"] = torch.stack([sums_S, *moved])
+        found |= named(f"lengths-{i}", "in", {"claimed_NS": torch.stack([sums_S, *moved])})
     found |= draw_experts(rng)
     for case, (own, padded, more) in PACKS.items():
         P = sum(padded) + more
         found |= draw_tokens(rng, case, sum(own))
-        found[f"{case}/in/ids_PK"] = torch.from_numpy(rng.integers(-1, E - 1, size=(P, K)))
-        found[f"{case}/in/weights_PK"], found[f"{case}/in/dweights_PK"] = real(rng, P, K), real(rng, P, K)
-        found[f"{case}/in/rows_PD"] = real(rng, P, D)
-    found["context/in/order_R"] = torch.from_numpy(rng.permutation(CUMULATIVE_PADDED[-1]))
-    return found
+        rows = {"ids_PK": rng.integers(-1, E - 1, size=(P, K)), "weights_PK": rng.standard_normal((P, K))}
+        rows |= {"dweights_PK": rng.standard_normal((P, K)), "rows_PD": rng.standard_normal((P, D))}
+        found |= named(case, "in", rows)
+    return found | named("context", "in", {"order_R": rng.permutation(CUMULATIVE_PADDED[-1])})
 
 
 def work_out(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return lengths and verdicts on them, packs with outputs and gradients, and the rows of every cp rank."""
-    found = {**_lengths(inputs), **_context(inputs["context/in/order_R"])}
-    for case in PACKS:
-        found |= {**_packing(inputs, case), **_layer(inputs, case)}
-    return found
-
-
-def _lengths(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     multiples = [packed_sequences.length_multiple(tp=tp, cp=cp, sequence_parallel=sp) for tp, cp, sp in SIZES]
-    found = {"lengths/out/multiples": whole(multiples)}
+    found = named("lengths", "out", {"multiples": multiples})
     for i, lengths in enumerate(LENGTHS):
-        real_S = packed_sequences.cumulative(lengths)
-        padded = [packed_sequences.padded_lengths(lengths, multiple) for multiple in MULTIPLES]
-        claimed_NS = inputs[f"lengths-{i}/in/claimed_NS"]
-        judged = [packed_sequences.judge_lengths(lengths, real_S, claimed_S, 4) for claimed_S in claimed_NS]
-        found[f"lengths-{i}/out/cumulative_S"] = real_S
-        found[f"lengths-{i}/out/padded_MS"] = whole(padded)
-        found[f"lengths-{i}/out/judged_N"] = whole([JUDGED.index(word) for word in judged])
-    return found
+        found |= named(f"lengths-{i}", "out", _of_lengths(lengths, inputs[f"lengths-{i}/in/claimed_NS"]))
+    for case in PACKS:
+        own = given(inputs, case)
+        found |= named(case, "out", {**_packing(own, case), **_layer(own, expert_leaves(inputs), case)})
+    return found | named("context", "out", _context(inputs["context/in/order_R"]))
+
+
+def _of_lengths(lengths: Sequence[int], claimed_NS: Tensor) -> dict[str, object]:
+    real_S = packed_sequences.cumulative(lengths)
+    judged = [packed_sequences.judge_lengths(lengths, real_S, claimed_S, 4) for claimed_S in claimed_NS]
+    padded = [packed_sequences.padded_lengths(lengths, multiple) for multiple in MULTIPLES]
+    return {"cumulative_S": real_S, "padded_MS": padded, "judged_N": [JUDGED.index(word) for word in judged]}
 
 
 def _packed(tokens_TX: Tensor, case: str, fill: float) -> Tensor:
@@ -73,51 +69,51 @@ def _packed(tokens_TX: Tensor, case: str, fill: float) -> Tensor:
     return packed_rows.pack(tokens_TX.split(list(lengths)), [*padded[:-1], padded[-1] + more], fill=fill)
 
 
-def _packing(inputs: Mapping[str, Tensor], case: str) -> dict[str, Tensor]:
+def _real_rows(case: str) -> Tensor:
+    lengths, padded, more = PACKS[case]
+    sums = packed_sequences.cumulative(lengths), packed_sequences.cumulative(padded)
+    return packed_rows.real_rows(*sums, sum(padded) + more)
+
+
+def _packing(own: Mapping[str, Tensor], case: str) -> dict[str, Tensor]:
     """Return what `pack`, `unpack` and `route_gaps_nowhere` make of the case, and their gradients."""
-    of = {name: inputs[f"{case}/in/{name}"] for name in ("ids_TK", "dy_TD", "ids_PK", "dweights_PK", "rows_PD")}
+    x_TD, rows_PD, weights_PK = (leaf(own[name]) for name in ("x_TD", "rows_PD", "weights_PK"))
+    x_PD = _packed(x_TD, case, 2.5)
     sums = [packed_sequences.cumulative(lengths) for lengths in PACKS[case][:2]]
-    real_P = packed_rows.real_rows(sums[0], sums[1], len(of["rows_PD"]))
-    x_TD, rows_PD = leaf(inputs[f"{case}/in/x_TD"]), leaf(of["rows_PD"])
-    x_PD, unpacked_TD = _packed(x_TD, case, 2.5), torch.cat(packed_rows.unpack(rows_PD, *sums))
-    weights_PK = leaf(inputs[f"{case}/in/weights_PK"])
-    routed = packed_rows.route_gaps_nowhere(of["ids_PK"], weights_PK, real_P)
+    unpacked_TD = torch.cat(packed_rows.unpack(rows_PD, sums[0], sums[1]))
+    routed = packed_rows.route_gaps_nowhere(own["ids_PK"], weights_PK, _real_rows(case))
     return {
-        f"{case}/out/real_P": real_P.long(),
-        f"{case}/out/pack.ids_PK": _packed(of["ids_TK"], case, -1),
-        f"{case}/out/pack.x_PD": kept(x_PD),
-        f"{case}/out/pack.dx_TD": gradients([x_PD], {"x": x_TD}, [of["rows_PD"]])["x"],
-        f"{case}/out/unpack.x_TD": kept(unpacked_TD),
-        f"{case}/out/unpack.drows_PD": gradients([unpacked_TD], {"rows": rows_PD}, [of["dy_TD"]])["rows"],
-        f"{case}/out/routed.ids_PK": routed.ids_TK,
-        f"{case}/out/routed.weights_PK": kept(routed.weights_TK),
-        f"{case}/out/routed.dweights_PK": gradients([routed.weights_TK], {"w": weights_PK}, [of["dweights_PK"]])["w"],
+        "real_P": _real_rows(case),
+        "pack.ids_PK": _packed(own["ids_TK"], case, -1),
+        "pack.x_PD": x_PD,
+        **prefixed("pack", gradients([x_PD], {"x_TD": x_TD}, [own["rows_PD"]])),
+        "unpack.x_TD": unpacked_TD,
+        **prefixed("unpack", gradients([unpacked_TD], {"rows_PD": rows_PD}, [own["dy_TD"]])),
+        "routed.ids_PK": routed.ids_TK,
+        "routed.weights_PK": routed.weights_TK,
+        **prefixed("routed", gradients([routed.weights_TK], {"weights_PK": weights_PK}, [own["dweights_PK"]])),
     }
 
 
-def _layer(inputs: Mapping[str, Tensor], case: str) -> dict[str, Tensor]:
+def _layer(own: Mapping[str, Tensor], parameters: Mapping[str, Tensor], case: str) -> dict[str, Tensor]:
     """Return the output of the layer on the pack, NaN in its gaps, and all gradients."""
-    sums = [packed_sequences.cumulative(lengths) for lengths in PACKS[case][:2]]
-    dy_PD = inputs[f"{case}/in/rows_PD"]
-    real_P = packed_rows.real_rows(sums[0], sums[1], len(dy_PD))
-    leaves = {name: leaf(inputs[f"{case}/in/{name}"]) for name in ("x_TD", "weights_PK")} | expert_leaves(inputs)
-    x_PD, ids_PK = _packed(leaves["x_TD"], case, nan), inputs[f"{case}/in/ids_PK"]
-    y_PD = packed_rows.packed_forward(x_PD, ids_PK, leaves["weights_PK"], experts_of(leaves), real_P)
-    found = {f"{case}/out/layer.y_PD": kept(y_PD)}
-    for name, gradient in gradients([y_PD], leaves, [dy_PD]).items():
-        found[f"{case}/out/layer.d{name}"] = gradient
-    return found
+    leaves = {"x_TD": leaf(own["x_TD"]), "weights_PK": leaf(own["weights_PK"]), **parameters}
+    x_PD = _packed(leaves["x_TD"], case, nan)
+    y_PD = packed_rows.packed_forward(
+        x_PD, own["ids_PK"], leaves["weights_PK"], experts_of(leaves), _real_rows(case)
+    )
+    return prefixed("layer", {"y_PD": y_PD, **gradients([y_PD], leaves, [own["rows_PD"]])})
 
 
-def _context(order_R: Tensor) -> dict[str, Tensor]:
-    R, halves = len(order_R), (order_R[:7], order_R[7:])
-    found = {}
-    for name, held in (("halves", halves), ("twice", (order_R[:7], order_R[6:])), ("part", halves[:1])):
-        found[f"context/out/{name}-are-partition"] = whole([context_shares.is_partition(held, R)])
+def _context(order_R: Tensor) -> dict[str, object]:
+    halves, twice = (order_R[:7], order_R[7:]), (order_R[:7], order_R[6:])
+    verdicts = [context_shares.is_partition(held, len(order_R)) for held in (halves, twice, halves[:1])]
+    found: dict[str, object] = {"halves-twice-part-are-partitions": verdicts}
     for cp in CONTEXTS:
-        found[f"context/out/share-cp{cp}_CP"] = whole(context_shares.context_share(12, cp))
-        found[f"context/out/rows-cp{cp}_CR"] = torch.stack(context_shares.context_rows(whole(CUMULATIVE_PADDED), cp))
-        found[f"context/out/none-cp{cp}_CR"] = torch.stack(context_shares.context_rows(whole([0, 0]), cp))
+        rows = context_shares.context_rows(torch.tensor(CUMULATIVE_PADDED), cp)
+        found[f"share-cp{cp}_CP"] = context_shares.context_share(12, cp)
+        found[f"rows-cp{cp}_CR"] = torch.stack(rows)
+        found[f"none-cp{cp}_CR"] = torch.stack(context_shares.context_rows(torch.tensor([0, 0]), cp))
     return found
 
 

@@ -8,19 +8,20 @@ from math import prod
 from typing import Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from goldens.chapter import Chapter
+from goldens.chapter import Chapter, given, named
+from goldens.gradients import gradients, leaf, prefixed
 from goldens.small_layer import D, K, draw_experts, draw_tokens, expert_leaves, experts_of
-from goldens.values import gradients, kept, leaf, real, whole
 from reference import packing, padding_bounds
+
+Groups = Sequence[Sequence[int]]
 
 A = 8  # alignment, where a case does not vary it
 ALIGNMENTS, BOUNDS = (1, 5, 64), (0, 7, 8, 9, 12, 24)
 REFUSALS = tuple(product((False, True), repeat=4))
 # name: the exchange groups of four ranks
-GROUPS: Mapping[str, Sequence[Sequence[int]]] = {
+GROUPS: Mapping[str, Groups] = {
     "pairs": ((0, 1), (2, 3)),
     "one-group": ((3, 1, 0, 2),),
     "alone": ((0,), (1,), (2,), (3,)),
@@ -35,76 +36,68 @@ PLACES: tuple[Literal["output", "input"], ...] = ("output", "input")
 
 def draw(rng: np.random.Generator) -> Mapping[str, Tensor]:
     """Return counts at multiples of the alignment and beside them, and tokens of cases with and without any."""
-    found = {"counts/in/counts_N": whole([0, 1, 4, 5, 63, 64, 65, 128, *rng.integers(200, size=4)])}
+    found = named("counts", "in", {"counts_N": [0, 1, 4, 5, 63, 64, 65, 128, *rng.integers(200, size=4)]})
     for case in GROUPS:
         tokens_W = rng.choice([0, 1, 7, 8, 9, 12, 13, 25], size=4)
-        found[f"{case}/in/tokens_W"] = torch.from_numpy(0 * tokens_W if case == "quiet" else tokens_W)
+        found |= named(case, "in", {"tokens_W": 0 * tokens_W if case == "quiet" else tokens_W})
     found |= draw_experts(rng)
     for case, (lead, P) in PADDED.items():
         found |= draw_tokens(rng, case, prod(lead))
-        found[f"{case}/in/rows_PD"], found[f"{case}/in/rows_PK"] = real(rng, P, D), real(rng, P, K)
+        found |= named(case, "in", {"rows_PD": rng.standard_normal((P, D)), "rows_PK": rng.standard_normal((P, K))})
     return found
 
 
 def work_out(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return counts, what each group may do under each bound and refusal, outputs and gradients."""
     counts_N = inputs["counts/in/counts_N"].tolist()
-    aligned_AN = [[packing.aligned(n, alignment=a) for n in counts_N] for a in ALIGNMENTS]
-    bounded_AN = [[padding_bounds.bounded_count(n, alignment=a) for n in counts_N] for a in ALIGNMENTS]
-    found = {"counts/out/aligned_AN": whole(aligned_AN), "counts/out/bounded_AN": whole(bounded_AN)}
-    found["counts/out/by-default_N"] = whole([packing.aligned(n) for n in counts_N])
-    for case in GROUPS:
-        found |= _groups(case, inputs[f"{case}/in/tokens_W"].tolist())
-    for case in PADDED:
-        found |= {**_padding(inputs, case), **_layer(inputs, case)}
+    counts = {
+        "aligned_AN": [[packing.aligned(n, alignment=a) for n in counts_N] for a in ALIGNMENTS],
+        "bounded_AN": [[padding_bounds.bounded_count(n, alignment=a) for n in counts_N] for a in ALIGNMENTS],
+        "by-default_N": [packing.aligned(n) for n in counts_N],
+    }
+    found = named("counts", "out", counts)
+    for case, groups in GROUPS.items():
+        found |= named(case, "out", _of_groups(groups, inputs[f"{case}/in/tokens_W"].tolist()))
+    for case, (lead, P) in PADDED.items():
+        own = given(inputs, case)
+        found |= named(case, "out", {**_padding(own, lead, P), **_layer(own, expert_leaves(inputs), lead, P)})
     return found
 
 
-def _groups(case: str, tokens: Sequence[int]) -> dict[str, Tensor]:
-    groups = GROUPS[case]
-    padded_W = packing.padded_counts(tokens, groups, alignment=A)
-    with_a_row_W = packing.padded_counts(tokens, groups, alignment=A, needs_a_row=True)
-    legal_BRG = [
-        [padding_bounds.legal_refusals(refused, tokens, groups, bound, alignment=A) for refused in REFUSALS]
-        for bound in BOUNDS
-    ]
+def _of_groups(groups: Groups, tokens: Sequence[int]) -> dict[str, object]:
     return {
-        f"{case}/out/padded_W": whole(padded_W),
-        f"{case}/out/with-a-row_W": whole(with_a_row_W),
-        f"{case}/out/legal_BRG": whole(legal_BRG),
-        f"{case}/out/may-refuse-unequal_G": whole(padding_bounds.may_refuse_unequal(tokens, groups)),
+        "padded_W": packing.padded_counts(tokens, groups, alignment=A),
+        "with-a-row_W": packing.padded_counts(tokens, groups, alignment=A, needs_a_row=True),
+        "may-refuse-unequal_G": padding_bounds.may_refuse_unequal(tokens, groups),
+        "legal_BRG": [
+            [padding_bounds.legal_refusals(refused, tokens, groups, bound, alignment=A) for refused in REFUSALS]
+            for bound in BOUNDS
+        ],
     }
 
 
-def _padding(inputs: Mapping[str, Tensor], case: str) -> dict[str, Tensor]:
+def _padding(own: Mapping[str, Tensor], lead: Sequence[int], P: int) -> dict[str, Tensor]:
     """Return what `pad` and `trim` make, and their gradients."""
-    lead, P = PADDED[case]
-    leaves = {name: leaf(inputs[f"{case}/in/{name}"]) for name in ("x_TD", "weights_TK")}
-    padded = packing.pad(leaves["x_TD"], inputs[f"{case}/in/ids_TK"], leaves["weights_TK"], P)
-    found = {f"{case}/out/pad.{name}": kept(value) for name, value in padded._asdict().items()}
-    upstream = [inputs[f"{case}/in/{name}"] for name in ("rows_PD", "rows_PK")]
-    for name, gradient in gradients([padded.x_PD, padded.weights_PK], leaves, upstream).items():
-        found[f"{case}/out/pad.d{name}"] = gradient
-    rows_PD, dy_LD = leaf(inputs[f"{case}/in/rows_PD"]), inputs[f"{case}/in/dy_TD"].reshape(*lead, D)
+    leaves = {name: leaf(own[name]) for name in ("x_TD", "weights_TK")}
+    padded = packing.pad(leaves["x_TD"], own["ids_TK"], leaves["weights_TK"], P)
+    padded_from = gradients([padded.x_PD, padded.weights_PK], leaves, [own["rows_PD"], own["rows_PK"]])
+    rows_PD = leaf(own["rows_PD"])
     y_LD = packing.trim(rows_PD, lead)
-    found[f"{case}/out/trim.y_LD"] = kept(y_LD)
-    found[f"{case}/out/trim.drows_PD"] = gradients([y_LD], {"rows": rows_PD}, [dy_LD])["rows"]
-    return found
+    trimmed_from = gradients([y_LD], {"rows_PD": rows_PD}, [own["dy_TD"].reshape(*lead, D)])
+    return {**prefixed("pad", {**padded._asdict(), **padded_from}), **prefixed("trim", {"y_LD": y_LD, **trimmed_from})}
 
 
-def _layer(inputs: Mapping[str, Tensor], case: str) -> dict[str, Tensor]:
+def _layer(
+    own: Mapping[str, Tensor], parameters: Mapping[str, Tensor], lead: Sequence[int], P: int
+) -> dict[str, Tensor]:
     """Return the output of the padded layer and all its gradients, for both places of the weights."""
-    lead, P = PADDED[case]
-    x_LD, dy_LD = (inputs[f"{case}/in/{name}"].reshape(*lead, D) for name in ("x_TD", "dy_TD"))
-    found = {}
+    x_LD, dy_LD = (own[name].reshape(*lead, D) for name in ("x_TD", "dy_TD"))
+    leaves = {"x_LD": leaf(x_LD), "weights_TK": leaf(own["weights_TK"]), **parameters}
+    inputs = leaves["x_LD"], own["ids_TK"], leaves["weights_TK"], experts_of(leaves), P
+    found: dict[str, Tensor] = {}
     for place in PLACES:
-        leaves = {"x_LD": leaf(x_LD), "weights_TK": leaf(inputs[f"{case}/in/weights_TK"]), **expert_leaves(inputs)}
-        y_LD = packing.padded_forward(
-            leaves["x_LD"], inputs[f"{case}/in/ids_TK"], leaves["weights_TK"], experts_of(leaves), P, weights_at=place
-        )
-        found[f"{case}/out/{place}.y_LD"] = kept(y_LD)
-        for name, gradient in gradients([y_LD], leaves, [dy_LD]).items():
-            found[f"{case}/out/{place}.d{name}"] = gradient
+        y_LD = packing.padded_forward(*inputs, weights_at=place)
+        found |= prefixed(place, {"y_LD": y_LD, **gradients([y_LD], leaves, [dy_LD])})
     return found
 
 
