@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from goldens.chapter import Chapter
-from goldens.chapters import balance_bias, capacity, exchange, experts, losses, packed_rows, packing, routing
+from goldens.chapters import balance_bias, capacity, exchange, experts, forcing, losses, packed_rows, packing, routing
 
 
 def chapters() -> Mapping[str, Chapter]:
@@ -15,6 +15,7 @@ def chapters() -> Mapping[str, Chapter]:
         "capacity": capacity.CHAPTER,
         "exchange": exchange.CHAPTER,
         "experts": experts.CHAPTER,
+        "forcing": forcing.CHAPTER,
         "losses": losses.CHAPTER,
         "packed_rows": packed_rows.CHAPTER,
         "packing": packing.CHAPTER,

@@ -1,0 +1,102 @@
+"""Goldens of forcing: routes, weights of forced ids, and what losses may see.
+
+Hot blocks are in `forcing_hot.py`, random and biased draws in `forcing_draws.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import inf
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from goldens.chapter import Chapter, given, named
+from goldens.chapters import forcing_draws, forcing_hot
+from reference import capacity, forcing, forcing_scores
+
+_T, _E, _K = 6, 8, 3
+_DEALT = ((5, 3, 8, 0), (5, 3, 8, 1), (5, 3, 8, 2), (4, 2, 2, 3), (0, 2, 5, 1), (3, 1, 7, 4))  # T, K, E, rank
+_SCORES: Mapping[str, Mapping[str, Any]] = {
+    "softmax": {"score": "softmax", "normalise": True},
+    "softmax-of-forced": {"score": "softmax_topk", "scale": 2.5},
+    "sigmoid": {"score": "sigmoid", "normalise": True, "scale": 1.5},
+    "sqrtsoftplus": {"score": "sqrtsoftplus"},
+    "no-tokens": {"score": "sigmoid"},
+}
+_ASKED: Sequence[Sequence[tuple[str, float | None]]] = (
+    (), (("random", None), ("none", None)), (("random", None),) * 2, (("biased", 0.0),), (("biased", None),),
+    (("ratio", 2.0), ("ratio", 3.0)), (("ratio", 2.0),) * 2, (("hottest", None),),
+    (("one_node", None), ("random", None)),
+)  # fmt: skip
+_VERDICTS = ("legal", "refused", "free")
+
+
+def draw(rng: np.random.Generator) -> dict[str, Tensor]:
+    """Return ids that are routes and some that are none, loads of ranks, and logits of which some are masked."""
+    free_TK = rng.integers(-1, _E + 1, (20, 2))
+    free_TK[12:16] = -1
+    found = named("free", "in", {"ids_TK": free_TK, "padding_T": rng.random(20) < 0.5})
+    found |= named("routes", "in", {"ids_TK": _routes(rng)})
+    found |= named("balance", "in", {"loads_NWE": rng.integers(2, 5, (6, 2, 3))})
+    for case in _SCORES:
+        T = 0 if case == "no-tokens" else _T
+        ids_TK, logits_TE = _routes(rng)[:T], 2 * rng.standard_normal((T, _E))
+        logits_TE[:, 5] = -inf
+        if T:
+            logits_TE[2, ids_TK[2]] = -inf  # nothing decides the weights of this token
+        own = {"logits_TE": logits_TE, "ids_TK": ids_TK, "upstream_TK": rng.standard_normal((T, _K))}
+        forced = {"forced_TE": rng.standard_normal((T, _E)).round(1), "upstream_TE": rng.standard_normal((T, _E))}
+        found |= named(case, "in", {**own, **forced})
+    return found | forcing_hot.draw(rng) | forcing_draws.draw(rng)
+
+
+def _routes(rng: np.random.Generator) -> np.ndarray[tuple[int, ...], np.dtype[Any]]:
+    return np.stack([rng.permutation(_E)[:_K] for _ in range(_T)])
+
+
+def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return routes and judgements on routes, forced weights with gradients, and the views of a loss."""
+    own = given(inputs, "free")
+    legal = {"legal_T": forcing.legal_ids(own["ids_TK"], _E)}
+    legal["legal-or-padding_T"] = forcing.legal_ids(own["ids_TK"], _E, padding_T=own["padding_T"].bool())
+    found = named("free", "out", legal)
+    used = [forcing.groups_used(given(inputs, "routes")["ids_TK"], _E, groups) for groups in (1, 2, 4, 8)]
+    found |= named("routes", "out", {"groups_used_GT": torch.stack(used)})
+    dealt = [forcing.round_robin(T, K, E, rank=rank) for T, K, E, rank in _DEALT]
+    found |= named("dealt", "out", {f"ids_TK-{n}": ids_TK for n, ids_TK in enumerate(dealt)})
+    even = [forcing.balanced(capacity.loads(ids_TK, size[2])) for ids_TK, size in zip(dealt, _DEALT, strict=True)]
+    found |= named("dealt", "out", {"balanced_N": even})
+    loads_NWE = given(inputs, "balance")["loads_NWE"]
+    even_NW = [[forcing.balanced(loads_E) for loads_E in loads_WE] for loads_WE in loads_NWE]
+    sums = [forcing.balanced_sum(list(loads_WE)) for loads_WE in loads_NWE]
+    found |= named("balance", "out", {"balanced_NW": even_NW, "balanced_sum_N": sums})
+    found |= named("asked", "out", {"verdict_N": [_VERDICTS.index(forcing.verdict(asked)) for asked in _ASKED]})
+    for case, settings in _SCORES.items():
+        found |= named(case, "out", _weighed(given(inputs, case), settings))
+    return found | forcing_hot.work_out(inputs) | forcing_draws.work_out(inputs)
+
+
+def _weighed(own: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
+    leaf_TE, ids_TK = own["logits_TE"].clone().requires_grad_(), own["ids_TK"]
+    weights_TK = forcing_scores.forced_weights(leaf_TE, ids_TK, **settings)
+    found = {"undecided_T": forcing_scores.undecided_weights(leaf_TE, ids_TK), "weights_TK": weights_TK}
+    (found["dlogits_TE"],) = torch.autograd.grad(weights_TK, leaf_TE, own["upstream_TK"])
+    z_TE = forcing_scores.straight_through(leaf_TE, own["forced_TE"])
+    found["z_TE"] = z_TE
+    (found["dlogits-of-z_TE"],) = torch.autograd.grad(z_TE, leaf_TE, own["upstream_TE"])
+    of_logits = forcing_scores.loss_views(leaf_TE, top_k=_K, forced_logits_TE=own["forced_TE"])
+    of_ids = forcing_scores.loss_views(leaf_TE, top_k=_K, forced_ids_TK=ids_TK)
+    views = [*of_logits, *of_ids]
+    found["views_VTE"] = torch.stack([view.logits_TE for view in views])
+    found["views_VTK"] = torch.stack([view.ids_TK for view in views])
+    back = [torch.autograd.grad(view.logits_TE, leaf_TE, own["upstream_TE"])[0] for view in views]
+    found["dlogits-of-views_VTE"] = torch.stack(back)
+    return found
+
+
+_REQUIREMENTS = tuple(f"FORCE-{number:02}" for number in (*range(2, 12), *range(13, 19), 21, 22))
+
+CHAPTER = Chapter(2701, _REQUIREMENTS, draw, work_out)
