@@ -2,6 +2,8 @@
 
     norm_p = (sum |g_i|^p)^(1/p) = m (sum (|g_i| / m)^p)^(1/p), m = max |g_i|, so that no power overflows
     c = min(1, max_norm / (norm + eps)), as a fraction of whole numbers
+
+What is not finite passes through: the norm of an infinite element is infinite, that of a NaN is NaN.
 """
 
 from __future__ import annotations
@@ -116,9 +118,7 @@ def clip_factor(norm: float, max_norm: float, *, eps: float = 0.0) -> float:
     return float(factor) if factor < 1 else 1.0
 
 
-def clipped(
-    gradients: Mapping[str, Floats], max_norm: float, *, eps: float = 0.0, p: float = 2.0
-) -> dict[str, Floats]:
+def clipped(gradients: Mapping[str, Floats], max_norm: float, *, eps: float = 0.0, p: float = 2.0) -> dict[str, Floats]:
     """Every element of every parameter times the one factor."""
     factor = clip_factor(norm(gradients, p=p), max_norm, eps=eps)
     made = {}
