@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from goldens.chapter import Chapter
-from goldens.chapters import balance_bias, capacity, exchange, experts, forcing, losses, packed_rows, packing, routing
+from goldens.chapters import (
+    balance_bias,
+    capacity,
+    exchange,
+    experts,
+    forcing,
+    losses,
+    overload,
+    packed_rows,
+    packing,
+    routing,
+)
 
 
 def chapters() -> Mapping[str, Chapter]:
@@ -17,6 +28,7 @@ def chapters() -> Mapping[str, Chapter]:
         "experts": experts.CHAPTER,
         "forcing": forcing.CHAPTER,
         "losses": losses.CHAPTER,
+        "overload": overload.CHAPTER,
         "packed_rows": packed_rows.CHAPTER,
         "packing": packing.CHAPTER,
         "routing": routing.CHAPTER,

@@ -1,0 +1,132 @@
+"""Goldens of overload: entries, their factors, and reports of many; fractions are pairs of integers.
+
+What is in flight at once, and counters of experts, are in `overload_timelines.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import get_args
+
+import numpy as np
+from torch import Tensor
+
+from goldens.chapter import Chapter, given, named
+from goldens.chapters import overload_timelines
+from reference import overload, overload_report
+
+_E, _K = 6, 2
+
+
+@dataclass(frozen=True)
+class _Group:
+    """An exchange group: tokens by rank, whose second rank may copy the first, over how many its experts are spread."""
+
+    tokens: Sequence[int]
+    ep: int
+    held: Sequence[Sequence[int]]
+    copies: Sequence[Sequence[int]] = ()
+
+
+_HALVES = ((0, 1, 2), (3, 4, 5))
+_GROUPS: Mapping[str, _Group] = {
+    "ep2": _Group((7, 4), 2, _HALVES),
+    "ep2-etp2": _Group((5, 5, 0, 3), 2, (_HALVES[0], _HALVES[0], _HALVES[1], _HALVES[1])),
+    "ep2-etp2-copies": _Group((5, 5, 4, 3), 2, (_HALVES[0], _HALVES[1], _HALVES[0], _HALVES[1]), ((0, 1),)),
+    "ep3-uneven": _Group((3, 6, 2), 3, ((5,), (0, 3, 2), (1, 4))),
+    "one-rank": _Group((6,), 1, (tuple(range(_E)),)),
+    "no-tokens": _Group((0, 0), 2, _HALVES),
+}
+_EXACT = ((Fraction(3, 2), 4, 1), (Fraction(-1, 3), 0, 2), (Fraction(0), 9, 1), (Fraction(7, 5), 100, Fraction(9, 4)))
+# What every rank recorded, a letter for each entry, with two exchange groups; and the stages of the ranks.
+_RECORDED = (
+    ("ab", "ba", "cd", "cd"),
+    ("a", "b", "c", "c"),
+    ("ab", "ab", "c", "c"),
+    ("", "", "", ""),
+    ("aa", "a", "b", "bb"),
+)
+_STAGES = ((0, 0, 0, 0), (0, 0, 1, 1))
+_ENDS = get_args(overload_report.End)
+
+
+def draw(rng: np.random.Generator) -> dict[str, Tensor]:
+    """Return ids with dropped slots and padding of every group, and entries of three stages, the last without any."""
+    found: dict[str, Tensor] = {}
+    for case, group in _GROUPS.items():
+        ids = [rng.integers(-1, _E, (T, _K)) for T in group.tokens]
+        padding = [rng.random(T) < 0.2 for T in group.tokens]
+        for first, *others in group.copies:
+            for rank in others:
+                ids[rank], padding[rank] = ids[first], padding[first]
+        for rank in range(len(ids)):
+            found |= named(case, "in", {f"ids_TK-{rank}": ids[rank], f"padding_T-{rank}": padding[rank]})
+    found |= named("brought", "in", {"padding_SB": rng.random((3, 5)) < 0.3})
+    N = 14
+    entries = {"stage_N": rng.integers(0, 2, N), "layer_N": rng.choice([-1, 0, 1, 3], N)}  # -1: the pass has no layer
+    pairs_NW, tokens_N = rng.integers(0, 12, (N, 2)), rng.integers(1, 9, N)
+    pairs_NW[::5], tokens_N[::5] = 0, 0
+    return (
+        found
+        | named("entries", "in", {**entries, "pairs_NW": pairs_NW, "tokens_N": tokens_N})
+        | overload_timelines.draw(rng)
+    )
+
+
+def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return pairs, balanced counts and factors, reports in rows, errors that are allowed, and how reports end."""
+    found: dict[str, Tensor] = {}
+    for case, group in _GROUPS.items():
+        own, ranks = given(inputs, case), range(len(group.tokens))
+        padding = [own[f"padding_T-{rank}"].bool() for rank in ranks]
+        ids = [own[f"ids_TK-{rank}"] for rank in ranks]
+        entry = overload.entry(ids, group.held, ep=group.ep, padding_by_rank=padding, copies=group.copies)
+        ratios = {"balanced": _ratio(entry.balanced), "factor": _ratio(overload.factor(entry))}
+        found |= named(case, "out", {"pairs_W": entry.pairs, **ratios})
+    padding_SB = given(inputs, "brought")["padding_SB"].bool()
+    brought = [overload.tokens_brought((3, 5), padding_SB), overload.tokens_brought((15,), padding_SB.flatten())]
+    brought += [overload.tokens_brought((3, 5)), overload.tokens_brought((2, 0)), overload.tokens_brought(())]
+    found |= named("brought", "out", {"tokens_N": brought})
+    errors = [_ratio(overload_report.allowed_error(exact, n, growth=growth)) for exact, n, growth in _EXACT]
+    found |= named("errors", "out", {"allowed_N2": errors})
+    ends = [
+        [[_ENDS.index(end) for end in overload_report.ends(recorded, [[0, 1], [2, 3]], stages)] for stages in _STAGES]
+        for recorded in _RECORDED
+    ]
+    return found | named("ends", "out", {"ends_NSW": ends}) | _reports(inputs) | overload_timelines.work_out(inputs)
+
+
+def _reports(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return of every report rows: layer (-1: all), average, maximum or cumulative, value, whether it may be absent."""
+    own = {name: value.tolist() for name, value in given(inputs, "entries").items()}
+    entries = [
+        overload.Entry(stage, None if layer < 0 else layer, tuple(pairs), Fraction(_K * tokens, 2))
+        for stage, layer, pairs, tokens in zip(
+            own["stage_N"], own["layer_N"], own["pairs_NW"], own["tokens_N"], strict=True
+        )
+    ]
+    found: dict[str, Tensor] = {}
+    for stage in range(3):
+        for empty in get_args(overload_report.Empty):
+            for peak in (Fraction(5, 4), None):
+                report = overload_report.reported(entries, stage, cumulative=peak, empty=empty, prefix="moe/")
+                rows = []
+                for name, value in report.values.items():
+                    words = name.removeprefix("moe/").split("_")  # avg overload factor layer 3, max cum overload factor
+                    layer = int(words[-1]) if "layer" in words else -1
+                    kind = 2 if "cum" in words else ("avg", "max").index(words[0])
+                    rows.append([layer, kind, *_ratio(value), name in report.may_be_absent])
+                case = f"reported-{stage}-{empty}-{'with' if peak else 'without'}"
+                found |= named(case, "out", {"rows_N5": sorted(rows)})
+    return found
+
+
+def _ratio(value: Fraction) -> tuple[int, int]:
+    return value.numerator, value.denominator
+
+
+_REQUIREMENTS = tuple(f"LOAD-{number:02}" for number in (*range(1, 19), 20, 23, 24, 25, 28, 29, 30))
+
+CHAPTER = Chapter(2801, _REQUIREMENTS, draw, work_out)

@@ -1,0 +1,132 @@
+"""Goldens of overload over time: timelines of passes, their peaks, and counters of experts.
+
+A pass is stored as a row of its kind and its label, an event as its label and +1 or -1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from goldens.chapter import given, named
+from reference import load_counters, overload_peaks, overload_timelines
+from reference.overload_timelines import Event, Kind, Pass
+
+_KINDS: tuple[Kind, ...] = get_args(Kind)  # forward, recomputed, backward, alone, evaluation
+_REPORT, _ABANDON = len(_KINDS), len(_KINDS) + 1  # in a log
+_LIVES: Sequence[Sequence[Kind]] = (
+    ("forward", "backward"), ("forward", "recomputed", "backward"), ("alone",), ("evaluation",),
+    ("forward", "backward"), ("forward", "recomputed", "backward"),
+)  # fmt: skip
+_RANKS, _E, _K, _T = 3, 5, 2, 4
+_BLOCKS: Sequence[Sequence[Sequence[Pass]]] = (
+    ((("forward", 0), ("forward", 1)),),
+    ((("forward", 2), ("backward", 2)), (("backward", 1), ("recomputed", 0)), ()),
+    ((("backward", 0),),),
+)
+
+
+def draw(rng: np.random.Generator) -> dict[str, Tensor]:
+    """Return passes of every rank in an order of time, the last without any, with counts; a log; and routed passes."""
+    found: dict[str, Tensor] = {}
+    for rank in range(_RANKS):
+        left = {label: list(life) for label, life in enumerate(_LIVES if rank < _RANKS - 1 else ())}
+        order = rng.permutation([label for label, life in left.items() for _ in life]).tolist()
+        passes = np.array([[_KINDS.index(left[label].pop(0)), label] for label in order], dtype=np.int64).reshape(-1, 2)
+        counts = {"pairs_L": rng.integers(0, 20, len(_LIVES)), "balanced_L2": rng.integers(1, 9, (len(_LIVES), 2))}
+        found |= named(f"time-{rank}", "in", {"passes_P2": passes, **counts})
+    kinds = np.array([0, 2, 3, _REPORT, 0, 2, _ABANDON, 0, _REPORT, _REPORT, _ABANDON, 3, 1])
+    found |= named("log", "in", {"lines_N2": np.stack([kinds, rng.integers(0, 9, len(kinds))], axis=1)})
+    ids_PTK = rng.integers(-1, _E, (len(_KINDS) + 1, _T, _K))
+    return found | named("counters", "in", {"ids_PTK": ids_PTK, "padding_PT": rng.random(ids_PTK.shape[:2]) < 0.25})
+
+
+def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return every legal timeline with its peaks, cumulative factors of the world, and counters."""
+    found: dict[str, Tensor] = {}
+    choices: list[Sequence[Sequence[Event]]] = []
+    pairs: list[overload_peaks.Pairs] = []
+    balanced: list[overload_peaks.Balanced] = []
+    for rank in range(_RANKS):
+        own = given(inputs, f"time-{rank}")
+        passes = _passes(own["passes_P2"])
+        pairs.append(dict(enumerate(own["pairs_L"].tolist())))
+        balanced.append({label: Fraction(*two) for label, two in enumerate(own["balanced_L2"].tolist())})
+        choices.append(overload_timelines.legal_timelines(passes))
+        wrong = overload_timelines.miscounted(passes[:-2], [*range(5), 9])
+        told: dict[str, object] = {"miscounted_N3": sorted([label, *counts] for label, counts in wrong.items())}
+        for recomputed in get_args(overload_timelines.Recomputed):
+            for alone in get_args(overload_timelines.Alone):
+                events = overload_timelines.timeline(passes, recomputed=recomputed, alone=alone)
+                P, Q = overload_peaks.peaks(events, pairs[rank], balanced[rank])
+                told[f"events_J2-{recomputed}-{alone}"] = np.array(events, dtype=np.int64).reshape(-1, 2)
+                told[f"peaks_3-{recomputed}-{alone}"] = [P, *_ratio(Q)]
+        told["lengths_N"] = [len(events) for events in choices[rank]]
+        found |= named(f"time-{rank}", "out", told)
+    return found | _world(choices, pairs, balanced) | _log(inputs) | _counters(inputs)
+
+
+def _world(
+    choices: Sequence[Sequence[Sequence[Event]]],
+    pairs: Sequence[overload_peaks.Pairs],
+    balanced: Sequence[overload_peaks.Balanced],
+) -> dict[str, Tensor]:
+    events = [of_rank[0] for of_rank in choices]
+    worst = overload_peaks.cumulative(events, pairs, balanced)
+    assert worst is not None
+    idle = overload_peaks.cumulative([(), ()], pairs[:2], balanced[:2])
+    told = {
+        "cumulative": _ratio(worst),
+        "none-where-nothing-runs": idle is None,
+        "interval_22": [_ratio(end) for end in overload_peaks.cumulative_interval(events, pairs, balanced)],
+        "interval-where-nothing-runs_22": [
+            _ratio(end) for end in overload_peaks.cumulative_interval([(), ()], pairs[:2], balanced[:2])
+        ],
+        "legal_N2": [_ratio(value) for value in overload_peaks.legal_cumulatives(choices, pairs, balanced)],
+    }
+    return named("world", "out", told)
+
+
+def _log(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    lines: list[Pass | Literal["report", "abandon"]] = []
+    for kind, label in given(inputs, "log")["lines_N2"].tolist():
+        lines.append("report" if kind == _REPORT else "abandon" if kind == _ABANDON else (_KINDS[kind], label))
+    reports = overload_timelines.since_reports(lines)
+    covered = [[n, *row] for n, passes in enumerate(reports) for row in _rows(passes)]
+    orders = sorted(_rows(merged) for merged in overload_timelines.merges(_BLOCKS))
+    told = {"reports": len(reports), "covered_N3": covered}
+    return named("log", "out", told) | named("merged", "out", {"orders_NP2": orders})
+
+
+def _counters(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Count passes of every kind, and a second forward; their labels are their places."""
+    own = given(inputs, "counters")
+    passes = [
+        load_counters.RoutedPass(kind, n, own["ids_PTK"][n], own["padding_PT"][n].bool() if n else None)
+        for n, kind in enumerate((*_KINDS, "forward"))
+    ]
+    trace = load_counters.trace(passes)
+    told: dict[str, object] = {
+        "counts_E": load_counters.expert_counts(passes, _E),
+        "counts-of-nothing_E": load_counters.expert_counts([], _E),
+    }
+    for label, record in trace.items():
+        told[f"record_TE-{label}"] = torch.tensor([[e in chosen for e in range(_E)] for chosen in record])
+    return named("counters", "out", told)
+
+
+def _passes(rows_P2: Tensor) -> list[Pass]:
+    return [(_KINDS[kind], label) for kind, label in rows_P2.tolist()]
+
+
+def _rows(passes: Sequence[Pass]) -> list[list[object]]:
+    return [[_KINDS.index(kind), label] for kind, label in passes]
+
+
+def _ratio(value: Fraction) -> tuple[int, int]:
+    return value.numerator, value.denominator
