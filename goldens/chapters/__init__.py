@@ -11,11 +11,14 @@ from goldens.chapters import (
     exchange,
     experts,
     forcing,
+    groups,
     losses,
     overload,
     packed_rows,
     packing,
+    permute,
     routing,
+    scatter,
 )
 
 
@@ -27,9 +30,12 @@ def chapters() -> Mapping[str, Chapter]:
         "exchange": exchange.CHAPTER,
         "experts": experts.CHAPTER,
         "forcing": forcing.CHAPTER,
+        "groups": groups.CHAPTER,
         "losses": losses.CHAPTER,
         "overload": overload.CHAPTER,
         "packed_rows": packed_rows.CHAPTER,
         "packing": packing.CHAPTER,
+        "permute": permute.CHAPTER,
         "routing": routing.CHAPTER,
+        "scatter": scatter.CHAPTER,
     }

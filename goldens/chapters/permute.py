@@ -1,0 +1,145 @@
+"""Goldens of orders: names changed, rows of experts and their padding, rows by index, received rows reordered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import nan
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from goldens.chapter import Chapter, given, named
+from goldens.gradients import gradients, leaf, prefixed
+from reference import padded_segments, permute, reorder, row_index
+
+K, E, D = 3, 6, 2
+# name: tokens by rank of the exchange group, and the experts of the rank that receives
+RANKS: Mapping[str, tuple[Sequence[int], Sequence[int]]] = {
+    "four-ranks": ((5, 0, 3, 1), (4, 1, 5)),  # 5 gets nothing
+    "one-rank": ((4,), tuple(range(E))),
+    "no-token": ((0, 0), (2, 3)),
+}
+PADDINGS = ((1, False), (4, False), (4, True))  # the multiple, and whether an empty segment is padded
+CLAIMS, PAIRS, MULTIPLES = tuple(range(13)), tuple(range(10)), (1, 4)
+INDEX = (-7, -1, 0, 1, 2, 3, 4, 5, 10**9)  # of T = 4 tokens
+COUNTS: Mapping[str, Sequence[Sequence[int]]] = {  # rows from each source for each local expert
+    "uneven": ((1, 2, 0, 3), (0, 0, 0, 0), (2, 1, 4, 0)),
+    "equal": ((2, 2, 2), (2, 2, 2)),
+    "one-source": ((1, 0, 2),),
+    "nothing": ((0, 0), (0, 0)),
+}
+
+
+def draw(rng: np.random.Generator) -> Mapping[str, Tensor]:
+    """Return ids with empty slots and experts named twice, orders, indices with sentinels, and rows."""
+    found: dict[str, Tensor] = {}
+    for case, (tokens, experts) in RANKS.items():
+        ids = [rng.integers(-1, E - 1, size=(T, K)) for T in tokens]
+        R = sum(int(np.isin(ids_TK, experts).sum()) for ids_TK in ids)
+        found |= named(case, "in", {f"ids_TK-{rank}": ids_TK for rank, ids_TK in enumerate(ids)})
+        found |= named(case, "in", {"order_R": [*rng.permutation(R // 2), *range(R // 2, R)]})
+    for case, T in (("names", 4), ("names-of-one", 1), ("names-of-none", 0)):
+        slots_TK = np.array([rng.permutation(K) for _ in range(T)], dtype=np.int64).reshape(T, K)
+        orders = {"order_T": rng.permutation(T), "slots_TK": slots_TK, "new_E": rng.permutation(E)}
+        values = {name: rng.standard_normal((T, K)) for name in ("values_TK", "upstream_TK")}
+        values |= {"gate_E": rng.standard_normal(E)}
+        found |= named(case, "in", {**orders, **values, "ids_TK": rng.integers(-1, E, size=(T, K))})
+    for case, T, R in (("index", 4, 11), ("index-of-none", 0, 5), ("no-index", 4, 0)):
+        shapes = {"x_TD": (T, D), "dy_TD": (T, D), "out_RD": (R, D), "drows_RD": (R, D), "weights_R": (R,)}
+        rows = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
+        found |= named(case, "in", {**rows, "index_R": rng.choice(INDEX, size=R)})
+    for case, counts_WN in COUNTS.items():
+        rows = {name: rng.standard_normal((int(np.sum(counts_WN)), D)) for name in ("rows_RD", "upstream_RD")}
+        found |= named(case, "in", {"counts_WN": counts_WN, **rows})
+    return found | named("segments", "in", {"counts_N": 4 * rng.integers(0, 3, 7), "missing_N": rng.integers(0, 4, 7)})
+
+
+def work_out(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return what stands where after each reordering, and the gradients on the way back."""
+    found = named("segments", "out", _segments(given(inputs, "segments")))
+    for case, (tokens, experts) in RANKS.items():
+        ids_by_rank = [inputs[f"{case}/in/ids_TK-{rank}"] for rank in range(len(tokens))]
+        found |= named(case, "out", _rows(ids_by_rank, experts, inputs[f"{case}/in/order_R"]))
+    for cases, answer in (
+        (("names", "names-of-one", "names-of-none"), _names),
+        (("index", "index-of-none", "no-index"), _by_index),
+        (COUNTS, _reordered),
+    ):
+        for case in cases:
+            found |= named(case, "out", answer(given(inputs, case)))
+    return found
+
+
+def _segments(own: Mapping[str, Tensor]) -> dict[str, object]:
+    counts = own["counts_N"].tolist()
+    rows = (own["counts_N"] - own["missing_N"]).clamp(min=0).tolist()
+    return {
+        "legal_MCP": [
+            [padded_segments.legal_counts([claim] * len(PAIRS), PAIRS, multiple) for claim in CLAIMS]
+            for multiple in MULTIPLES
+        ],
+        "starts_N": padded_segments.segment_starts(counts),
+        "padding_R": padded_segments.padding_rows(counts, rows),
+    }
+
+
+def _rows(ids_by_rank: Sequence[Tensor], experts: Sequence[int], order_R: Tensor) -> dict[str, object]:
+    """Return the rows of a rank's experts, and whose of them stand in order, also after some of the rows are moved."""
+    found: dict[str, object] = {}
+    for multiple, pad_empty in PADDINGS:
+        rows = permute.expert_major(ids_by_rank, experts, multiple=multiple, pad_empty=pad_empty)
+        name = f"rows-of-{multiple}{'-empty-too' if pad_empty else ''}_R4"
+        found[name] = torch.stack([rows.expert, rows.source, rows.token, rows.slot], dim=1)
+        found[name.replace("rows", "order").replace("_R4", "_N2")] = _verdicts(rows)
+    rows = permute.expert_major(ids_by_rank, experts)
+    moved = permute.Rows(rows.source[order_R], rows.token[order_R], rows.slot[order_R], rows.expert[order_R])
+    return {**found, "order-of-moved_N2": _verdicts(moved)}
+
+
+def _verdicts(rows: permute.Rows) -> Tensor:
+    verdicts = [[expert, int(verdict)] for expert, verdict in sorted(permute.in_order(rows).items())]
+    return torch.tensor(verdicts, dtype=torch.int64).reshape(-1, 2)
+
+
+def _names(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    tokens_TK, slots_TK = leaf(own["values_TK"]), leaf(own["values_TK"])
+    moved = {
+        "tokens": permute.reorder_tokens(tokens_TK, own["order_T"]),
+        "slots": permute.reorder_slots(slots_TK, own["order_T"], own["slots_TK"]),
+    }
+    back = gradients(list(moved.values()), {"tokens": tokens_TK, "slots": slots_TK}, [own["upstream_TK"]] * 2)
+    renamed = permute.relabel_parameters({("gain", e): own["gate_E"][e] for e in range(E)}, own["new_E"])
+    return {
+        **{f"{name}_TK": value for name, value in {**moved, **back}.items()},
+        "ids_TK": permute.reorder_slots(own["ids_TK"], own["order_T"], own["slots_TK"]),
+        "relabelled_TK": permute.relabel(own["ids_TK"], own["new_E"]),
+        "gate_E": torch.stack([renamed["gain", e] for e in range(E)]),
+    }
+
+
+def _by_index(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return rows gathered and scattered; what stands at sentinels is NaN, and reaches nothing."""
+    index_R, T = own["index_R"], len(own["x_TD"])
+    sentinel_R = (index_R < 0) | (index_R >= T)
+    leaves = {name: leaf(own[name]) for name in ("x_TD", "out_RD", "weights_R")}
+    rows_RD = row_index.gather(leaves["x_TD"], index_R)
+    out_RD = leaves["out_RD"].masked_fill(sentinel_R[:, None], nan)
+    y_TD = row_index.scatter(out_RD, index_R, leaves["weights_R"].masked_fill(sentinel_R, nan), T)
+    back = gradients([rows_RD, y_TD], leaves, [own["drows_RD"], own["dy_TD"]])
+    return {"rows_RD": rows_RD, "y_TD": y_TD, **back}
+
+
+def _reordered(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    counts_WN, upstream_RD = own["counts_WN"], own["upstream_RD"]
+    found = {"positions_R": reorder.reorder_positions(counts_WN)}
+    for name, way in (("to-expert", reorder.to_expert_major), ("to-source", reorder.to_source_major)):
+        rows_RD = leaf(own["rows_RD"])
+        moved_RD = way(rows_RD, counts_WN)
+        found |= prefixed(name, {"rows_RD": moved_RD, **gradients([moved_RD], {"rows_RD": rows_RD}, [upstream_RD])})
+    return found
+
+
+REQUIREMENTS = ("EXCH-04", "EXCH-13", "EXCH-14", "EXCH-18", "EXCH-19", "EXCH-20", "EXCH-21")
+
+CHAPTER = Chapter(2406, REQUIREMENTS, draw, work_out)
