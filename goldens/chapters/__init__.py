@@ -19,6 +19,7 @@ from goldens.chapters import (
     permute,
     routing,
     scatter,
+    shared_experts,
 )
 
 
@@ -38,4 +39,5 @@ def chapters() -> Mapping[str, Chapter]:
         "permute": permute.CHAPTER,
         "routing": routing.CHAPTER,
         "scatter": scatter.CHAPTER,
+        "shared_experts": shared_experts.CHAPTER,
     }
