@@ -100,7 +100,7 @@ def copy_gradients(own: Mapping[int, Tensor], copies: Sequence[Sequence[int]]) -
     if set(places) - set(own):
         raise ValueError(f"places {sorted(set(places) - set(own))} have no gradient; an idle copy has zeros")
     _check(copies, max(places, default=-1) + 1)
-    finished = {}
+    finished: dict[int, Tensor] = {}
     for of_expert in copies:
         total = sum((own[place].double() for place in of_expert[1:]), start=own[of_expert[0]].double())
         finished |= {place: total.clone() for place in of_expert}
