@@ -46,14 +46,23 @@ def different_in_range(ids: Sequence[int], experts: int) -> bool:
 
 
 def legal_ids(
-    logits_TE: Floats, ids_TK: Ints, *, score: Kind, bias_E: Floats | None = None, error: float = 2.0**-126
+    logits_TE: Floats,
+    ids_TK: Ints,
+    *,
+    score: Kind,
+    bias_E: Floats | None = None,
+    among_TE: Bools | None = None,
+    error: float = 2.0**-126,
 ) -> Bools:
-    """Whether a token's experts are K different ones, none of them masked where a better one is left."""
-    if not error >= 0.0:
-        raise ValueError(f"error {error}")
+    """Whether a token's experts are K different ones, none of them masked where a better one is left.
+
+    Left is an expert that may be chosen (among those of the chosen groups), is not masked, and is not chosen.
+    """
+    if not error >= 0.0 or (among_TE is not None and among_TE.shape != logits_TE.shape):
+        raise ValueError(f"error {error}, or experts to choose among of another shape than {logits_TE.shape}")
     E = logits_TE.shape[1]
     legal = []
-    for logits, ids in tokens_of(logits_TE, ids_TK):
+    for t, (logits, ids) in enumerate(tokens_of(logits_TE, ids_TK)):
         if not different_in_range(ids, E):
             legal.append(False)
             continue
@@ -70,6 +79,7 @@ def legal_ids(
             for left in range(E)
             if logits[chosen] == MASKED
             and logits[left] != MASKED
+            and (among_TE is None or among_TE[t, left])
             and left not in ids
             and values[left] - values[chosen] > 2.0 * error
         ]
