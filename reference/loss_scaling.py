@@ -89,7 +89,7 @@ def sum_gradient(gradients: Sequence[Sequence[Tensor]], *, scale: float) -> Tens
 def token_gradient(gradients: Sequence[Sequence[Tensor]], valid: Sequence[Sequence[int]]) -> Tensor:
     """Finish gradients of microbatch losses that are divided by the tokens of the step, of[m][d] (...) -> (...).
 
-    Rule (LOSS-13): sum_{m,d} V^{m,d} grad L^{m,d} / sum_{m,d} V^{m,d}, V the valid tokens of the whole tp x cp
+    Rule (LOSS-13, GRAD-14): sum_{m,d} V^{m,d} grad L^{m,d} / sum_{m,d} V^{m,d}, V the valid tokens of the whole tp x cp
     group; for the global loss V^m = sum_d V^{m,d}, in one column.
 
     Degenerate: all V equal is `mean_gradient`; all V = 0 gives 0, not NaN.

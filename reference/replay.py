@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from reference.forcing_scores import forced_weights
-from reference.routing import Score
+from reference.routing import Score, scores
 
 Place = tuple[int, int]
 """The number of the layer in the model, dense ones counted, and of the microbatch."""
@@ -50,18 +50,24 @@ def replayed_weights(
     >>> replayed_weights(logits, ids, score="softmax_topk", scale=4.0).tolist()
     [[2.0, 0.0, 2.0], [0.0, 4.0, 0.0]]
     """
-    (T, K), E = ids_TK.shape, logits_TE.shape[1]
-    if len(logits_TE) != T or bool((ids_TK < -1).any()) or bool((logits_TE.isnan() | (logits_TE == torch.inf)).any()):
-        tokens = f"{T} tokens of ids, {len(logits_TE)} of logits"
-        raise ValueError(f"{tokens}: need as many, ids in -1..{E - 1}, and neither NaN nor +inf")
-    w_TK = torch.zeros(T, K, dtype=torch.float64)  # (T, K)
-    for t, ids_K in enumerate(ids_TK):
-        (slots,) = (ids_K >= 0).nonzero(as_tuple=True)
-        if len(slots):
-            alone_1E, held = logits_TE[t : t + 1], ids_K[slots][None]  # (1, E), (1, slots)
-            weights = forced_weights(alone_1E, held, score=score, normalise=normalise, scale=scale)  # (1, slots)
-            w_TK = w_TK.index_put((torch.tensor(t), slots), weights[0])  # (T, K)
-    return w_TK
+    T, E = len(ids_TK), logits_TE.shape[1]
+    named = [[e for e in ids_K if e != -1] for ids_K in ids_TK.tolist()]
+    if not all(len(set(each)) == len(each) and set(each) <= set(range(E)) for each in named):
+        raise ValueError(f"recorded ids {ids_TK.tolist()} are not different experts of {E}, or -1")
+    if len(logits_TE) != T or bool((logits_TE.isnan() | (logits_TE == inf)).any()):
+        raise ValueError(f"{T} tokens of ids, {len(logits_TE)} of logits: need as many, and neither NaN nor +inf")
+    real_TK = ids_TK >= 0  # (T, K)
+    seen_TK = torch.where(real_TK, logits_TE.double().gather(1, ids_TK.clamp(min=0)), -inf)  # (T, K)
+    undecided_T1 = (seen_TK == -inf).all(dim=1, keepdim=True)  # (T, 1); nothing to weigh, or 0/0
+    if score == "softmax_topk":
+        w_TK = torch.where(undecided_T1, 0.0, seen_TK).softmax(dim=1)  # (T, K)
+    else:
+        l_TE = torch.where(undecided_T1 & (logits_TE == -inf), 0.0, logits_TE.double())  # (T, E); any finite logit
+        w_TK = torch.where(real_TK, scores(l_TE, score).gather(1, ids_TK.clamp(min=0)), 0.0)  # (T, K)
+    if normalise:
+        sum_T1 = w_TK.sum(dim=1, keepdim=True)  # (T, 1)
+        w_TK = w_TK / torch.where(sum_T1 > 0, sum_T1, 1.0)  # (T, K)
+    return torch.where(real_TK & ~undecided_T1, scale * w_TK, 0.0)  # (T, K)
 
 
 def routing_calls(schedule: str, router_layers: Sequence[int], *, recompute: bool = False) -> tuple[Place, ...]:
