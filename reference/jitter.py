@@ -110,8 +110,8 @@ def deviations(factors_TN: Tensor, eps: float) -> Deviations:
     u^2, and the product of two neighbours, of mean 0 and variance 1/9, along tokens and along columns.
     Each mean, less what it should be, over its own standard deviation.
 
-    Degenerate: no neighbours, no deviation: 0. It takes some hundred factors to tell; one for all of a token then
-    shows along columns, none at all as too small a variance.
+    Degenerate: no neighbours, no deviation: 0. It takes some hundred factors to tell; then one for all of a token
+    shows along columns, and no jitter as a variance that is too small.
 
     Raises:
         ValueError: eps <= 0, no factor, one that is not finite.
