@@ -220,6 +220,13 @@ class TestAgreement:
         with pytest.raises(ValueError, match=r"."):
             first.agreed([torch.zeros(2), torch.zeros(2, dtype=torch.int32)])
 
+    def test_memory_does_not_matter(self) -> None:
+        """Values that lie apart in memory, or all in one place, are what they read as."""
+        apart, together = torch.arange(6.0)[::2], torch.tensor(4.0).expand(3)
+        assert [0.0, 2.0, 4.0] == first.agreed([apart, torch.tensor([0.0, 2.0, 4.0])]).tolist()
+        assert [4.0, 4.0, 4.0] == first.agreed([together, torch.full((3,), 4.0)]).tolist()
+        assert not first.same_bits(apart, together)
+
 
 class TestUpcycling:
     @pairs_agree

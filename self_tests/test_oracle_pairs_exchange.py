@@ -110,6 +110,12 @@ class TestWorkedExamples:
         assert [[1, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 1], [0, 0, 1, 0]] == first_splits(case)
         assert [[2], [0], [1], [1]] == first_counts(case)
 
+    def test_a_group_has_no_order(self) -> None:
+        """However a group lists its ranks, a row goes to the holders in ascending order."""
+        ids = [torch.tensor([[0]]), torch.tensor([[-1]]), torch.tensor([[-1]])]
+        pairs = first.deliveries(ids, [[2, 0, 1]], [[0], [], [0]])
+        assert [0, 2] == [pair.destination for pair in pairs]
+
 
 class TestRefusals:
     """Holders and groups that leave a row's destination open have no answer."""

@@ -149,3 +149,9 @@ class TestTaggedPair:
         """Fewer columns than experts would leave an expert silent, so the first oracle refuses."""
         with pytest.raises(ValueError, match="3"):
             first.tagged(torch.ones(1, 3), 0, experts=4)
+
+    @pytest.mark.parametrize("expert", [-1, 2])
+    def test_an_expert_beyond_the_others_is_an_error(self, expert: int) -> None:
+        """Only experts 0 .. E - 1 have columns."""
+        with pytest.raises(ValueError, match=f"expert {expert} of 2"):
+            first.tagged(torch.ones(1, 6), expert, experts=2)

@@ -174,6 +174,14 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"\w"):
             first_report.allowed_error(Fraction(1), terms, growth=growth)
 
+    @pytest.mark.parametrize(
+        ("pairs", "balanced"), [((), 1), ((2, -1), 1), ((2, 1), -1), ((0, 1), 0)], ids=lambda value: str(value)
+    )
+    def test_counts_that_do_not_fit_are_refused(self, pairs: tuple[int, ...], balanced: int) -> None:
+        """No rank, less than no pair, less than no token, or a pair without a token have no factor."""
+        with pytest.raises(ValueError, match=r"Entry"):
+            first.factor(first.Entry(0, 0, pairs, Fraction(balanced)))
+
 
 class TestByHand:
     @pytest.mark.parametrize("etp", [1, 2, 4])

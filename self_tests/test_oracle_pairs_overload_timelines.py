@@ -196,6 +196,19 @@ class TestPeaksPair:
             with pytest.raises(ValueError, match=r"\w"):
                 oracle.peaks([("a", 1)], {"a": 1}, {})
 
+    @pytest.mark.parametrize("lacking", [0, 1, 2])
+    def test_a_rank_without_its_counts_is_refused(self, lacking: int) -> None:
+        """All that looks at several ranks needs the events, the pairs and the balance of each."""
+        for one, function in (
+            ((), first_peaks.cumulative),
+            ((), first_peaks.cumulative_interval),
+            ([()], first_peaks.legal_cumulatives),
+        ):
+            known: list[list[Any]] = [[one] * 2, [{}] * 2, [{}] * 2]
+            known[lacking].pop()
+            with pytest.raises(ValueError, match=r"argument \d"):
+                function(*known)
+
 
 def cumulative(events: Sequence[Event], pairs: dict[Any, int], balanced: dict[Any, Any]) -> Fraction | None:
     """The first oracle's factor of one rank."""
