@@ -76,7 +76,8 @@ def legal_values(
     Rule: |v - x| <= max(u |x|, t s) (1 + 2^-16) + unit |v|, u and t half a step of the format, relative for its
     normal numbers and absolute for those below; and v is 0 or has the sign of x.
 
-    Degenerate: x = 0 gives 0. An inf or NaN gives no finite number, and the rest of its block is free.
+    Degenerate: x = 0 gives 0. A finite x gives a finite number. An inf or NaN gives none, and the rest of its
+    block is free.
 
     Raises:
         ValueError: shapes that do not fit, a negative unit.
@@ -96,6 +97,6 @@ def legal_values(
     u = 2.0 ** -(fmt.mantissa_bits + 1)
     t = 2.0 ** (fmt.least_exponent - fmt.mantissa_bits - 1)
     error_RD = torch.maximum(u * x.abs(), t * s_RD) * (1 + 2**-16) + unit * v.abs()  # (R, D)
-    near_RD = ((v - x).abs() <= error_RD) & ((v == 0) | (v.sign() == x.sign()))  # (R, D)
+    near_RD = v.isfinite() & ((v - x).abs() <= error_RD) & ((v == 0) | (v.sign() == x.sign()))  # (R, D)
     spoiled_RD = spread((~block_maxima(x_RD, block).isfinite()).double(), block, x_RD.shape[1]) > 0  # (R, D)
     return torch.where(x.isfinite(), near_RD | spoiled_RD, ~v.isfinite())  # (R, D)

@@ -31,13 +31,12 @@ def same_calls(calls_by_case: Sequence[Sequence[int]]) -> bool:
 
 
 def legal_backward(forward: Moved, backward: Moved, *, weight_bytes: int = 0) -> bool:
-    """Backward brings back what came, and beside it the gradients of weights that travelled."""
+    """Backward brings back what came at most, and beside it the gradients of weights that travelled."""
     if min(*forward, *backward, weight_bytes) < 0:
         raise ValueError(f"{forward}, {backward}, {weight_bytes}")
     if backward.dispatch > forward.dispatch or backward.combine > forward.combine:
         return False
-    allowed = sum(weight_bytes for _row in range(forward.dispatch))
-    return backward.beside <= allowed
+    return backward.beside <= weight_bytes
 
 
 def settled(calls_by_step: Sequence[Sequence[Call]]) -> bool:

@@ -47,6 +47,8 @@ def wrong_pairs(
         raise ValueError("copies of a token choose different experts")
     wrong = set()
     for pair in delivered:
+        if pair.source not in world:
+            raise ValueError(f"a row of rank {pair.source}, which is none of {len(world)}")
         token_exists = 0 <= pair.token < len(ids_by_rank[pair.source])
         slot_exists = token_exists and 0 <= pair.slot < ids_by_rank[pair.source].shape[1]
         expert = int(ids_by_rank[pair.source][pair.token, pair.slot]) if slot_exists else -1

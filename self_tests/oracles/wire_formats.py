@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
-SLACK = 1 + Fraction(1, 2**20)
+SCALE_SLACK = Fraction(1, 2**20)
+VALUE_SLACK = Fraction(1, 2**16)
 
 
 class Format(NamedTuple):
@@ -133,19 +134,33 @@ def sent(x_RD: Floats, block: int, fmt: Format, *, power_of_two: bool = False) -
     return dequantise(quantise(x_RD, own_RB, block, fmt), own_RB, block)
 
 
+def bounds_of_scale(row: list[float], fmt: Format) -> tuple[Fraction, Fraction]:
+    """The least and the largest scale that a block of these numbers may have."""
+    largest, limit = max(abs(Fraction(value)) for value in row), Fraction(fmt.largest)
+    return largest / limit * (1 - SCALE_SLACK), 2 * max(largest, Fraction(1e-4)) / limit * (1 + SCALE_SLACK)
+
+
+def scale_bounds(x_RD: Floats, block: int, fmt: Format) -> tuple[Floats, Floats]:
+    """The least and the largest scale of every block of numbers."""
+    low_RB = np.zeros((x_RD.shape[0], number_of_blocks(x_RD, block)), dtype=np.float64)
+    high_RB = low_RB.copy()
+    for r, b, columns in blocks(x_RD, block):
+        low, high = bounds_of_scale([float(x_RD[r, d]) for d in columns], fmt)
+        low_RB[r, b], high_RB[r, b] = float(low), float(high)
+    return low_RB, high_RB
+
+
 def legal_scales(x_RD: Floats, scales_RB: Floats, block: int, fmt: Format) -> Bools:
     """Whether each block's scale fits its largest number."""
     check_scales(x_RD, scales_RB, block)
     legal_RB = np.zeros(scales_RB.shape, dtype=np.bool_)
     for r, b, columns in blocks(x_RD, block):
-        row, scale = [abs(float(x_RD[r, d])) for d in columns], float(scales_RB[r, b])
+        row, scale = [float(x_RD[r, d]) for d in columns], float(scales_RB[r, b])
         if not all(math.isfinite(value) for value in row):
             legal_RB[r, b] = True
         elif math.isfinite(scale):
-            largest, limit = Fraction(max(row)), Fraction(fmt.largest)
-            least = largest / limit * (1 - Fraction(1, 2**20))
-            most = 2 * max(largest, Fraction(1e-4)) / limit * SLACK
-            legal_RB[r, b] = largest == 0 or least <= Fraction(scale) <= most
+            low, high = bounds_of_scale(row, fmt)
+            legal_RB[r, b] = not any(row) or low <= Fraction(scale) <= high
     return legal_RB
 
 
@@ -164,7 +179,7 @@ def legal_values(x_RD: Floats, v_RD: Floats, scales_RB: Floats, block: int, fmt:
             if spoilt:
                 legal_RD[r, d] = math.isfinite(x) or not math.isfinite(v)
             elif math.isfinite(v) and math.isfinite(scale):
-                error = max(relative * abs(Fraction(x)), absolute * Fraction(scale)) * SLACK
+                error = max(relative * abs(Fraction(x)), absolute * Fraction(scale)) * (1 + VALUE_SLACK)
                 error += Fraction(unit) * abs(Fraction(v))
                 close = abs(Fraction(v) - Fraction(x)) <= error
                 legal_RD[r, d] = close and (v == 0.0 or (v > 0.0) == (x > 0.0)) and (v == 0.0 or x != 0.0)
