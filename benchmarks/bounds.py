@@ -1,8 +1,9 @@
 """How near honest arithmetic comes to its bounds, and what wrong arithmetic they see: `python -m benchmarks.bounds`.
 
-Honest: everything is stored in the dtype of the tokens, products are added up in float32. At least 10^5 elements of
-each kind and dtype. Wrong: one of the K terms of every token is dropped, doubled, or another expert's; a case is a
-token.
+Honest: everything is stored in the dtype of the tokens, products are added up in float32; weights multiply first, last
+or inside the expert; sums are short (D = 32) and long (D = 256). At least 10^5 elements of each kind and dtype.
+
+Wrong: one of the K terms of every token is dropped, doubled, or another expert's; a case is a token.
 """
 
 from __future__ import annotations
@@ -26,7 +27,13 @@ _DOCUMENT = Path(__file__).parent.parent / "docs" / "bounds.md"
 _BEGIN, _END = "<!-- figures: written by benchmarks.bounds -->", "<!-- end of figures -->"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _LEAST = 100_000
-_FOUR = Layout(4, ep=2)
+_FOUR, _PARTS = Layout(4, ep=2), Layout(4, ep=2, etp=2)
+_WAYS = (
+    Arithmetic(),
+    Arithmetic(place="input", cast=True),
+    Arithmetic(place="hidden", cast=True, fused=False),
+    Arithmetic(convention="mean_over_dp"),
+)
 _WRONG = (bounds_compared.drop_a_slot, bounds_compared.double_a_slot, bounds_compared.change_an_expert)
 
 
@@ -68,9 +75,10 @@ def honest(dtype: torch.dtype) -> list[Nearest]:
 
 
 def _experts(dtype: torch.dtype, series: str) -> Iterator[bounds_compared.Compared]:
-    work = own_workload(_FOUR, tokens=300, microbatches=2, series=series, dtype=dtype, top_k=4)
-    for how in (Arithmetic(), Arithmetic(place="input", cast=True)):
-        yield from bounds_compared.experts_compared(simulate_experts(work, how))
+    for layout, fields in ((_FOUR, {"top_k": 4}), (_PARTS, {"top_k": 8, "hidden": 256, "ffn": 96})):
+        work = own_workload(layout, tokens=100, microbatches=2, series=series, dtype=dtype, **fields)
+        for how in _WAYS:
+            yield from bounds_compared.experts_compared(simulate_experts(work, how))
 
 
 def _routing(dtype: torch.dtype, series: str) -> Iterator[bounds_compared.Compared]:
@@ -81,7 +89,7 @@ def _routing(dtype: torch.dtype, series: str) -> Iterator[bounds_compared.Compar
 
 def wrong(tokens: int) -> list[Seen]:
     """Make one term of each token wrong, at D = 1024, K = 8, in bfloat16, weights between 1/16 and 1."""
-    work = own_workload(Layout(1), tokens=tokens, dtype=torch.bfloat16, hidden=1024, ffn=16, top_k=8, experts=16)
+    work = own_workload(Layout(1), tokens=tokens, dtype=torch.bfloat16, hidden=1024, ffn=64, top_k=8, experts=16)
     found = []
     for change in _WRONG:
         batches = tuple(tuple(map(change, ranks)) for ranks in work.batches)

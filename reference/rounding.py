@@ -2,8 +2,8 @@
 
 Every number carries two bounds of its error, to first order in u. `worst` adds up all roundings as if each were as
 large as it may be and all had the same sign. `spread` is their standard deviation: a rounding to nearest errs evenly
-between -u |a| and u |a|, so by u |a| / sqrt(3), and independent roundings add up by their squares. An error beyond 8
-spreads has a probability under 2 exp(-32), 10^-13. The smaller of worst and 8 spreads is what is allowed. Inputs are
+between -u |a| and u |a|, so by u |a| / sqrt(3), and independent roundings add up by their squares. An error beyond 7
+spreads has a probability under 2 exp(-24.5), 10^-10. The smaller of worst and 7 spreads is what is allowed. Inputs are
 exact. The rules:
 
 * what is stored is rounded once by u, the unit roundoff of its dtype;
@@ -12,7 +12,7 @@ exact. The rules:
 * a sum of n products inherits err(a) |b| + |a| err(b) from each; each product may be stored; each of n additions
   errs by v times the sum of absolute addends; and the sum is stored.
 
-The worst case of a sum of more than 64 / 3 products says nothing new (Cauchy and Schwarz), and 8 spreads are taken in
+The worst case of a sum of more than 49 / 3 products says nothing new (Cauchy and Schwarz), and 7 spreads are taken in
 its place. Where errors may be alike, as those of ties are, both are added up as in the worst case.
 
 Source: Higham, "Accuracy and Stability of Numerical Algorithms", 3.1 and 3.3 (inner products, running error
@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-DEVIATIONS = 8  # how many spreads an error may be away
+DEVIATIONS = 7  # how many spreads an error may be away
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -15,6 +16,7 @@ from moe_conformance.judging.own_experts import expected_of as experts_expected
 from moe_conformance.judging.reading import read
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.topology import Layout
+from moe_conformance.workloads.records import Batch
 from reference.rounding import Rounding, exact, partial
 from self_tests.bounds_compared import (
     change_an_expert,
@@ -59,15 +61,15 @@ class TestUnits:
 class TestRounding:
     """The rules of `reference.rounding` against arithmetic that is as bad as it may be."""
 
-    @pytest.mark.parametrize("n", [1, 2, 21, 22, 1000])
+    @pytest.mark.parametrize("n", [1, 2, 16, 17, 1000])
     def test_neither_bound_is_ever_far_above_the_other(self, n: int) -> None:
-        """Few roundings are bounded by the worst case and many by 8 spreads; the two meet at 64 / 3 of equal size."""
+        """Few roundings are bounded by the worst case and many by 7 spreads; the two meet at 49 / 3 of equal size."""
         ones = exact(torch.ones(n))
         off = Rounding(1.0, 0.0).stored(ones)
         of = Rounding(0.0, 0.0).products("i,i->", off, ones)
-        assert min(n, 8 * (n / 3) ** 0.5) == pytest.approx(of.error.item())
+        assert min(n, 7 * (n / 3) ** 0.5) == pytest.approx(of.error.item())
 
-    @pytest.mark.parametrize("n", [1, 10, 21, 22, 4096])
+    @pytest.mark.parametrize("n", [1, 10, 16, 17, 4096])
     def test_even_errors_of_either_sign_stay_within(self, n: int) -> None:
         """Addends that are off by anything between -u and u of themselves are within in 20,000 sums."""
         generator = torch.Generator().manual_seed(n)
@@ -198,6 +200,14 @@ class TestWrongArithmeticIsOutside:
             outcome = replace(simulate_experts(wrong), workload=work)
             assert 1 == share_found(experts_compared(outcome), "y", "gate", "up", "down"), change
             assert share_found(experts_compared(outcome), "dx") > 0.9, change
+
+    @pytest.mark.parametrize("change", [drop_a_slot, double_a_slot, change_an_expert])
+    def test_of_one_slot_of_eight_in_wide_tokens(self, change: Callable[[Batch], Batch]) -> None:
+        """At D = 1024 in bfloat16, one wrong slot of eight shows in every token, though its weight may be 1/16."""
+        work = own_workload(Layout(1), tokens=50, dtype=torch.bfloat16, hidden=1024, ffn=64, top_k=8)
+        wrong = replace(work, batches=tuple(tuple(map(change, ranks)) for ranks in work.batches))
+        outcome = replace(simulate_experts(wrong), workload=work)
+        assert 1 == share_found(experts_compared(outcome), "y")
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_of_one_token_less(self, dtype: torch.dtype) -> None:
