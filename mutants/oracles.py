@@ -1,0 +1,116 @@
+"""The oracles of both sides, by chapter, and which tests hold them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from itertools import takewhile
+from pathlib import Path
+
+FOLDERS = ("reference", "self_tests/oracles")
+_TESTS = "test_oracle_pairs_"
+_REQUIREMENT = re.compile(r"\b([A-Z]{3,})-\d\d\b")
+
+# First oracles that cite no requirement, and bear no chapter's name.
+_CHAPTERS: Mapping[str, str] = {"layer": "gradients", "selection": "routing"}
+# Files that are no oracle of a pair.
+_OTHERS = frozenset(
+    {
+        # Bounds of errors: honest and wrong arithmetic hold them, in self_tests/test_bounds.py and test_loss_bounds.py.
+        "reference/expert_magnitudes.py", "reference/loss_magnitudes.py", "reference/magnitudes.py",
+        "reference/rounding.py", "reference/routing_magnitudes.py",
+        # What asks both oracles of a pair: another question that still fits is no error. And what compares the answers.
+        "reference/config_cases.py",
+        "self_tests/oracles/agreement.py", "self_tests/oracles/bits.py", "self_tests/oracles/packing_cases.py",
+    }
+)  # fmt: skip
+
+
+class NotHeld(ValueError):
+    """An oracle that belongs to no chapter, or that no test of a pair holds."""
+
+
+@dataclass(frozen=True)
+class Checkout:
+    """A checkout of this project."""
+
+    root: Path
+
+    def oracles(self) -> list[str]:
+        """Return all files of oracles, both sides, as paths below the root."""
+        found = [path.relative_to(self.root).as_posix() for name in FOLDERS for path in (self.root / name).glob("*.py")]
+        return sorted(file for file in found if not file.endswith("/__init__.py") and file not in _OTHERS)
+
+    def chapter(self, file: str) -> str:
+        """Return the chapter of the law whose name an oracle bears, or which it or the first of its name cites most.
+
+        Raises:
+            NotHeld: it cites none.
+        """
+        stem, spec = Path(file).stem, self.root / "moe_conformance" / "spec"
+        if (spec / f"{stem}.toml").is_file():
+            return stem
+        first = self.root / "reference" / f"{stem}.py"
+        text = (first if first.is_file() else self.root / file).read_text()
+        cited = Counter(_REQUIREMENT.findall(text)).most_common(1)
+        for chapter in spec.glob("*.toml"):
+            if cited and f'\nid = "{cited[0][0]}-' in chapter.read_text() and chapter.stem != "unchecked":
+                return chapter.stem
+        if stem not in _CHAPTERS:
+            raise NotHeld(f"{file} cites no requirement of the law: let it, or give it a chapter in {__file__}")
+        return _CHAPTERS[stem]
+
+    def tests(self, file: str) -> list[str]:
+        """Return all tests of pairs that an oracle takes part in, directly or through others, the nearest first.
+
+        Then come the examples in its own docstrings, if it has any: the file itself.
+
+        Raises:
+            NotHeld: there is no test of a pair.
+        """
+        stem = Path(file).stem
+        distances = {}
+        for path in (self.root / "self_tests").glob(f"{_TESTS}*.py"):
+            distance = self._distance(path, self.root / file)
+            if distance is not None:
+                letters = zip(stem, path.stem.removeprefix(_TESTS), strict=False)
+                alike = len(list(takewhile(lambda pair: pair[0] == pair[1], letters)))
+                distances[path.relative_to(self.root).as_posix()] = (distance, -alike, path.name)
+        if not distances:
+            raise NotHeld(f"no self_tests/{_TESTS}*.py imports {file}: write one, or name the file in {__file__}")
+        examples = [file] if ">>> " in (self.root / file).read_text() else []
+        return sorted(distances, key=distances.__getitem__) + examples
+
+    def _distance(self, start: Path, goal: Path) -> int | None:
+        """Count the imports from one file to another; None if there is no way."""
+        seen, ring, distance = {start}, {start}, 0
+        while ring and goal not in ring:
+            ring = {imported for path in ring for imported in _imports(path, self.root)} - seen
+            seen |= ring
+            distance += 1
+        return distance if ring else None
+
+
+@cache
+def _imports(path: Path, root: Path) -> frozenset[Path]:
+    """Return the files below the root that a file imports, packages left out."""
+    return frozenset(_found(path, root))
+
+
+def _found(path: Path, root: Path) -> Iterator[Path]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            near = path.parent.relative_to(root).parts[: 1 - node.level or None] if node.level else ()
+            package = ".".join([*near, *([node.module] if node.module else [])])
+            names = [package, *(f"{package}.{alias.name}" for alias in node.names)]
+        for name in names:
+            file = root / (name.replace(".", "/") + ".py")
+            if file.is_file():
+                yield file
