@@ -52,7 +52,8 @@ def by_quantile(values: Mapping[str, Any], case: str) -> dict[str, Any]:
     """Bounds of the new bias, how far a drawn one lies outside, and every token's cutoff."""
     (K, parts, memory), own = STEPS[case], given(values, case)
     scores = [own[f"scores_TE-{part}"] for part in range(parts)]
-    padding = [own[f"padding_T-{part}"].astype(bool) for part in range(parts)]
+    masks = [own.get(f"padding_T-{part}") for part in range(parts)]
+    padding = [mask if mask is None else mask.astype(bool) for mask in masks]
     bias = own["bias_E"].tolist()
     low, high = balance_bias.legal_range(scores, bias, K, padding, memory)
     answers = {"low_E": low, "high_E": high, "outside": balance_bias.missed(own["new_bias_E"].tolist(), low, high)}

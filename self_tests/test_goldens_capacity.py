@@ -24,14 +24,17 @@ LAYERS: Mapping[str, tuple[int, dict[str, Any]]] = {
 
 def of_sizes(values: Mapping[str, Any]) -> dict[str, Any]:
     """Capacities, and rows after padding."""
-    own = given(values, "sizes")
-    legal = [
-        capacity.capacities(tokens, top_k, experts, factor=factor, minimum=minimum)
-        for tokens, top_k, experts, factor, minimum in zip(
-            *(own[f"{name}_N"].tolist() for name in ("tokens", "top_k", "experts", "factor", "minimum")), strict=True
-        )
-    ]
-    found = told("sizes", {"least_N": [min(each) for each in legal], "largest_N": [max(each) for each in legal]})
+    found = {}
+    for case in ("sizes", "rounded"):
+        own = {name: values_N.tolist() for name, values_N in given(values, case).items()}
+        minima = own.get("minimum_N", [0] * len(own["tokens_N"]))
+        legal = [
+            capacity.capacities(tokens, top_k, experts, factor=factor, minimum=minimum)
+            for tokens, top_k, experts, factor, minimum in zip(
+                *(own[f"{name}_N"] for name in ("tokens", "top_k", "experts", "factor")), minima, strict=True
+            )
+        ]
+        found |= told(case, {"least_N": [min(each) for each in legal], "largest_N": [max(each) for each in legal]})
     own = given(values, "rows")
     rows = [
         capacity.padded_rows(T, C) for T, C in zip(own["tokens_N"].tolist(), own["capacity_N"].tolist(), strict=True)
@@ -72,15 +75,12 @@ def of_group(values: Mapping[str, Any]) -> dict[str, Any]:
     ranks = [given(values, f"rank-{rank}") for rank in range(len(TOKENS))]
     ids, weights = [own["ids_TK"] for own in ranks], [own["weights_TK"] for own in ranks]
     legal = []
-    for more in (0, 1):
-        C_R = [capacity.capacities(T, K, E, factor=0.75)[0] + more for T in TOKENS]
+    for more in (0, 1, 2):
+        C_R = [capacity.capacities(T, K, E, factor=2 / 3)[0] + more for T in TOKENS]
         kept = [capacity_drops.keep(ids_TK, E, capacity=C, policy="choice") for ids_TK, C in zip(ids, C_R, strict=True)]
-        for tokens in (None, [T + 3 for T in TOKENS]):
-            legal.append(
-                capacity_drops.legal_drops_by_rank(
-                    kept, ids, E, factor=0.75, policy="choice", tokens_by_rank=tokens, weights_by_rank=weights
-                )
-            )
+        known: dict[str, Any]
+        for known in ({}, {"weights_by_rank": weights}, {"tokens_by_rank": [T + 3 for T in TOKENS]}):
+            legal.append(capacity_drops.legal_drops_by_rank(kept, ids, E, factor=2 / 3, policy="choice", **known))
     answers = {"lossless": [capacity.lossless_capacity(ids, E)], "legal_NR": legal}
     answers["lossless"].append(capacity.lossless_capacity(ids, E, minimum=9, multiple=4))
     answers["lossless-without-tokens"] = capacity.lossless_capacity(ids[1:2], E, minimum=3)
@@ -118,7 +118,7 @@ def of_budgets(values: Mapping[str, Any]) -> dict[str, Any]:
         worst += [capacity_budget.worst_case_rows(each, 2, held, alignment=p) for held, p in plain]
         worst.append(capacity_budget.worst_case_rows(each, 2, 3, alignment=4, equal_sizes=True))
         worst.append(capacity_budget.worst_case_rows(each, 2, 4, equal_sizes=True, per_token=True))
-        worst.append(capacity_budget.worst_case_rows(each, 2, 0, per_token=True))
+        worst += [capacity_budget.worst_case_rows(each, 2, held, per_token=True) for held in (0, 3)]
     wants = list(zip(own["rows_BN"].tolist(), own["budget_B"].tolist(), strict=True))
     over = [[capacity_budget.over_budget(rows, B, alignment=p) for rows, B in wants] for p in (1, 4)]
     ids = [own[f"ids_TK-{rank}"] for rank in range(4)]

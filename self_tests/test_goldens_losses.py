@@ -28,7 +28,8 @@ CASES = {
 
 def tokens(own: Mapping[str, Any]) -> Tokens:
     """A part as the longhand takes it."""
-    return Tokens(own["logits_TE"], own["ids_TK"], own["padding_T"].astype(bool))
+    padding_T = own["padding_T"].astype(bool) if "padding_T" in own else None
+    return Tokens(own["logits_TE"], own["ids_TK"], padding_T)
 
 
 def of_microbatch(values: Mapping[str, Any], case: str) -> dict[str, Any]:
@@ -52,16 +53,23 @@ def of_microbatch(values: Mapping[str, Any], case: str) -> dict[str, Any]:
 
 
 def of_step(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The global losses, with and without memory, and the z-loss of each microbatch's groups as if these were ranks."""
+    """The global losses, and the z-loss of each microbatch's groups as if these were ranks."""
     step = [[tokens(given(values, f"step-{m}{d}")) for d in range(2)] for m in range(4)]
-    found = {}
-    for case, remembers in (("global", True), ("global-forgetful", False)):
-        told_M = losses.over_a_step(step, "sigmoid", C, remembers=remembers)
+    bare = [[part._replace(padding_T=None) for part in row] for row in step]
+    found = told("global-of-nothing", {"losses_M": np.array(losses.over_a_step([], "sigmoid", C), dtype=np.float64)})
+    for case, parts, remembers in (
+        ("global", step, True),
+        ("global-forgetful", step, False),
+        ("global-unpadded", bare, True),
+    ):
+        told_M = losses.over_a_step(parts, "sigmoid", C, remembers=remembers)
         answers = {f"dlogits_TE-{m}{d}": told_M[m][1][d] for m in range(4) for d in range(2)}
         found |= told(case, answers | {"losses_M": [value for value, _ in told_M]})
-    for m, row in enumerate(step):
-        value, gradients = losses.z_of_parts([(part.logits_TE, part.padding_T) for part in row], C)
-        found |= told(f"z-of-parts-{m}", {"z": value} | {f"dlogits_TE-{d}": gradients[d] for d in range(2)})
+    for word, parts in (("", step), ("unpadded-", bare)):
+        for m, row in enumerate(parts):
+            value, gradients = losses.z_of_parts([(part.logits_TE, part.padding_T) for part in row], C)
+            answers = {f"dlogits_TE-{d}": gradients[d] for d in range(2)}
+            found |= told(f"z-of-parts-{word}{m}", answers | {"z": value})
     return found
 
 
@@ -90,9 +98,10 @@ def of_router(values: Mapping[str, Any]) -> dict[str, Any]:
     charges = [losses.auxiliary(Tokens(logits_TE, ids_TK), "sigmoid", C), losses.z(logits_TE, C)]
     alone_TE = loss_scaling.attached(logits_TE, ids_TK, gate, own["upstream_TK"], charges, 0.0)
     dlogits_TE = loss_scaling.attached(logits_TE, ids_TK, gate, own["upstream_TK"], charges, 0.5)
+    plain_TE = loss_scaling.attached(logits_TE, ids_TK, gate, own["upstream_TK"], charges, 1.0)
     dx_TD, drouter_ED = loss_scaling.through_router(own["x_TD"], own["router_ED"], dlogits_TE)
     answers = {"ids_TK": ids_TK, "dlogits_TE": dlogits_TE, "dlogits_TE-of-weights": alone_TE}
-    return told("router", answers | {"dx_TD": dx_TD, "drouter_ED": drouter_ED})
+    return told("router", answers | {"dlogits_TE-unscaled": plain_TE, "dx_TD": dx_TD, "drouter_ED": drouter_ED})
 
 
 def of_report(values: Mapping[str, Any]) -> dict[str, Any]:

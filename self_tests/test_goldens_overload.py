@@ -34,7 +34,8 @@ def of_entries(values: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for case, (ep, held, copies) in GROUPS.items():
         own, ranks = given(values, case), range(len(held))
-        padding = [own[f"padding_T-{rank}"].astype(bool) for rank in ranks]
+        masks = [own.get(f"padding_T-{rank}") for rank in ranks]
+        padding = [mask if mask is None else mask.astype(bool) for mask in masks]
         group = overload.Group([own[f"ids_TK-{rank}"] for rank in ranks], held, ep, padding, copies)
         entry = overload.entry(group)
         answers = {"balanced": ratio(entry.balanced), "factor": ratio(overload.factor(entry))}
@@ -42,6 +43,16 @@ def of_entries(values: Mapping[str, Any]) -> dict[str, Any]:
     padding_SB = given(values, "brought")["padding_SB"].astype(bool)
     shapes = [((3, 5), padding_SB), ((15,), padding_SB.reshape(-1)), ((3, 5), None), ((2, 0), None), ((), None)]
     return found | told("brought", {"tokens_N": [overload.tokens_brought(*each) for each in shapes]})
+
+
+def rows_of(report: tuple[dict[str, Fraction], set[str]]) -> list[list[int]]:
+    """A report as it is stored."""
+    kinds = {"moe/avg_overload_factor": 0, "moe/max_overload_factor": 1, "moe/max_cum_overload_factor": 2}
+    rows = []
+    for name, value in report[0].items():
+        start, _, layer = name.partition("_layer_")
+        rows.append([int(layer or -1), kinds[start], *ratio(value), int(name in report[1])])
+    return sorted(rows)
 
 
 def of_reports(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,17 +64,12 @@ def of_reports(values: Mapping[str, Any]) -> dict[str, Any]:
             own["stage_N"], own["layer_N"], own["pairs_NW"], own["tokens_N"], strict=True
         )
     ]
-    found = {}
+    found = told("reported-of-nothing", {"rows_N5": rows_of(overload.reported([], 0, None, "zero", "moe/"))})
     for stage in range(3):
         for empty in ("zero", "left_out"):
             for which, peak in (("with", Fraction(5, 4)), ("without", None)):
-                report, absent = overload.reported(entries, stage, peak, empty, "moe/")
-                kinds = {"moe/avg_overload_factor": 0, "moe/max_overload_factor": 1, "moe/max_cum_overload_factor": 2}
-                rows = []
-                for name, value in report.items():
-                    start, _, layer = name.partition("_layer_")
-                    rows.append([int(layer or -1), kinds[start], *ratio(value), name in absent])
-                found |= told(f"reported-{stage}-{empty}-{which}", {"rows_N5": sorted(rows)})
+                report = overload.reported(entries, stage, peak, empty, "moe/")
+                found |= told(f"reported-{stage}-{empty}-{which}", {"rows_N5": rows_of(report)})
     exact = [
         (Fraction(3, 2), 4, 1),
         (Fraction(-1, 3), 0, 2),
@@ -71,13 +77,16 @@ def of_reports(values: Mapping[str, Any]) -> dict[str, Any]:
         (Fraction(7, 5), 100, Fraction(9, 4)),
     ]
     found |= told("errors", {"allowed_N2": [ratio(overload.allowed_error(x, n, Fraction(g))) for x, n, g in exact]})
-    recorded = ["ab ba cd cd", "a b c c", "ab ab c c", "", "aa a b bb"]
-    worlds = [(each.split(" ") if each else ["", "", "", ""]) for each in recorded]
-    codes = {"values": 0, "either": 1, "error": 2}
-    ends = [
-        [[codes[end] for end in overload.ends(world, [[0, 1], [2, 3]], stages)] for stages in ([0] * 4, [0, 0, 1, 1])]
-        for world in worlds
+    worlds = [
+        ["ab", "ba", "cd", "cd", "ef", "ef"],
+        ["a", "b", "c", "c", "d", "d"],
+        ["ab", "ab", "c", "c", "d", "d"],
+        [""] * 6,
+        ["aa", "a", "b", "bb", "", ""],
     ]
+    codes, groups = {"values": 0, "either": 1, "error": 2}, [[0, 1], [2, 3], [4, 5]]
+    stages = ([0] * 6, [0, 0, 0, 0, 1, 1], [0, 0, 1, 1, 2, 2])
+    ends = [[[codes[end] for end in overload.ends(world, groups, each)] for each in stages] for world in worlds]
     return found | told("ends", {"ends_NSW": ends})
 
 
@@ -92,8 +101,10 @@ def of_time(values: Mapping[str, Any]) -> dict[str, Any]:
             {label: Fraction(top, bottom) for label, (top, bottom) in enumerate(own["balanced_L2"].tolist())}
         )
         choices.append(overload_timelines.legal_timelines(passes))
-        wrong = overload_timelines.miscounted(passes[:-2], [0, 1, 2, 3, 4, 9])
-        answers: dict[str, Any] = {"miscounted_N3": sorted([label, *counts] for label, counts in wrong.items())}
+        answers: dict[str, Any] = {}
+        for word, expected in (("", [0, 1, 2, 3, 4, 9]), ("-strangers", [])):
+            wrong = overload_timelines.miscounted(passes[:-2], expected)
+            answers[f"miscounted{word}_N3"] = sorted([label, *counts] for label, counts in wrong.items())
         for late, alone in CHOICES:
             events = overload_timelines.timeline(passes, late, alone)
             P, Q = overload_timelines.peaks(events, pairs[rank], balanced[rank])
@@ -105,7 +116,9 @@ def of_time(values: Mapping[str, Any]) -> dict[str, Any]:
     idle = ([[], []], pairs[:2], balanced[:2])
     worst = overload_timelines.cumulative(*world)
     assert worst is not None
+    still = overload_timelines.legal_cumulatives([[[]]], pairs[:1], balanced[:1])
     answers = {
+        "legal-where-nothing-runs_N2": [ratio(value) for value in still],
         "cumulative": ratio(worst),
         "none-where-nothing-runs": overload_timelines.cumulative(*idle) is None,
         "interval_22": [ratio(end) for end in overload_timelines.cumulative_interval(*world)],

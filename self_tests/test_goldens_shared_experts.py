@@ -13,17 +13,17 @@ from self_tests.oracles import shared_experts
 from self_tests.oracles.experts import SwiGLU
 from self_tests.oracles.shared_experts import Gradients, Shared
 
-LAYERS: Mapping[str, tuple[int, bool, Literal["output", "input"]]] = {
-    "plain": (2, False, "output"),
-    "gated": (2, True, "output"),
-    "gated-weights-at-input": (1, True, "input"),
-    "nothing-shared": (0, True, "output"),
+LAYERS: Mapping[str, tuple[int, bool, Literal["output", "input"], int]] = {
+    "plain": (3, False, "output", 3),
+    "gated": (3, True, "output", 1),
+    "gated-weights-at-input": (1, True, "input", 2),
+    "nothing-shared": (0, True, "output", 3),
 }
 
 
 def shared_of(values: Mapping[str, Any]) -> list[Shared]:
     """The stored shared experts."""
-    found = [given(values, f"shared-{n}") for n in range(2)]
+    found = [given(values, f"shared-{n}") for n in range(3)]
     return [Shared(SwiGLU(own["gate_FD"], own["up_FD"], own["down_DF"]), own.get("bias_D")) for own in found]
 
 
@@ -48,10 +48,11 @@ def of_layers(values: Mapping[str, Any]) -> dict[str, Any]:
     batch, upstream = [tokens_of(own) for own in ranks], [own["dy_TD"] for own in ranks]
     routed, shared, v_D = experts_of(values), shared_of(values), given(values, "shared")["gate_D"]
     found = {}
-    for case, (S, gated, place) in LAYERS.items():
+    for case, (S, gated, place, divisor) in LAYERS.items():
         gate_D = v_D if gated else None
-        back = shared_experts.backward(batch, routed, shared[:S], gate_D, upstream, place, divisor=3)
+        back = shared_experts.backward(batch, routed, shared[:S], gate_D, upstream, place, divisor)
         found |= told(case, flat(back))
+    found |= told("nothing", flat(shared_experts.backward(batch[1:2], routed, [], None, upstream[1:2])))
     for rank in range(3):
         own = batch[rank : rank + 1]
         back = shared_experts.backward(own, routed, shared, v_D, upstream[rank : rank + 1])
@@ -60,7 +61,7 @@ def of_layers(values: Mapping[str, Any]) -> dict[str, Any]:
     wide = shared_experts.fused(shared)
     (whole,) = shared_experts.backward(batch[:1], routed, [wide], v_D, upstream[:1]).shared
     answers = named(wide) | named(whole, "d.")
-    for n, part in enumerate(shared_experts.parts_of_fused(whole, [4, 2])):
+    for n, part in enumerate(shared_experts.parts_of_fused(whole, [4, 2, 3])):
         answers |= named(part, f"d{n}.")
     return found | told("fused", answers)
 

@@ -52,8 +52,9 @@ def draw(rng: np.random.Generator) -> dict[str, Tensor]:
             scores_TE = rng.random((T, _E))
             if case == "quantiles-of-ties":
                 scores_TE = (4 * scores_TE).round() / 4
-            padding_T = rng.random(T) < (0.2 if T > 2 else 0.0)
-            found |= named(case, "in", {f"scores_TE-{part}": scores_TE, f"padding_T-{part}": padding_T})
+            found |= named(case, "in", {f"scores_TE-{part}": scores_TE})
+            if T > 2:
+                found |= named(case, "in", {f"padding_T-{part}": rng.random(T) < 0.2})
     return found
 
 
@@ -64,13 +65,14 @@ def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found = named("ranks", "out", {"loads_WE": sums_WE})
     for case in _LOADS:
         own = given(inputs, case)
-        bias_E, centred_E = (balance_bias.update(**own, rate=_RATE, centred=centred) for centred in (False, True))
+        bias_E = balance_bias.update(own["bias_E"], own["loads_E"], rate=_RATE)
+        centred_E = balance_bias.update(own["bias_E"], own["loads_E"], rate=_RATE, centred=True)
         free_E = balance_bias.without_constant(bias_E)
         found |= named(case, "out", {"bias_E": bias_E, "centred_E": centred_E, "without_constant_E": free_E})
     own = given(inputs, "training")
     events = [Forward(kind, n_E) if kind else Update() for kind, n_E in zip(_TRAINING, own["loads_NE"], strict=True)]
-    for case, centred in (("training", False), ("training-centred", True)):
-        bias_E, counters_E = balance_bias.trained(own["bias_E"], events, rate=_RATE, centred=centred)
+    for case, how in (("training", {}), ("training-centred", {"centred": True})):
+        bias_E, counters_E = balance_bias.trained(own["bias_E"], events, rate=_RATE, **how)
         found |= named(case, "out", {"bias_E": bias_E, "counters_E": counters_E})
     gaps = [balance_bias.growth(*each) for each in ((_RATE, 1000), (0.5, 1), (_RATE, 0), (0.0, 7))]
     found |= named("growth", "out", {"gaps": [gap for gap, _ in gaps], "errors": [error for _, error in gaps]})
@@ -82,7 +84,8 @@ def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _step(case: str, own: Mapping[str, Tensor]) -> Mapping[str, Tensor | float]:
     K, tokens, memory = _STEPS[case]
     scores = [own[f"scores_TE-{part}"] for part in range(len(tokens))]
-    padding = [own[f"padding_T-{part}"].bool() for part in range(len(tokens))]
+    masks = [own.get(f"padding_T-{part}") for part in range(len(tokens))]
+    padding = [mask if mask is None else mask.bool() for mask in masks] if any(T > 2 for T in tokens) else None
     low_E, high_E = balance_quantiles.quantile_bounds(scores, own["bias_E"], top_k=K, padding=padding, memory=memory)
     found: dict[str, Tensor | float] = {"low_E": low_E, "high_E": high_E}
     found["outside"] = balance_quantiles.outside(own["new_bias_E"], low_E, high_E)

@@ -19,6 +19,13 @@ from reference import capacity, capacity_drops, capacity_output, experts
 _E, _K, _D, _F = 5, 3, 4, 3
 _TOKENS = (10, 0, 6)  # by rank
 _CAPACITIES = (0, 1, 3, 10)
+# Sizes where float32 may round a product, and where it cannot: T, K, E, factor.
+_ROUNDED = (
+    (10, 3, 5, 1.0), (8, 2, 8, 1.0), (20, 4, 8, 1.1), (0, 4, 6, 1.1), (2**24, 1, 8, 1.0), (2**24 - 8, 1, 8, 1.0),
+    (2**22, 2, 8, 1.25), (2**20, 2, 8, 1.25), (2**25, 1, 1, 1.0), (2**22, 1, 3, 1.0), (2**22 - 3, 1, 3, 1.0),
+    (3355444, 1, 3, 1.0), (2**22 + 4, 1, 5, 1.0),
+)  # fmt: skip
+_FACTOR = 2 / 3  # of ranks of 10 tokens 4 or 5 rows, as 2 / 3 is rounded
 _POLICIES: tuple[capacity_drops.Policy, ...] = get_args(capacity_drops.Policy)
 # Tokens of the layer, the capacity of its experts, and how kept weights are normalised.
 _LAYERS: Mapping[str, tuple[int, int, Mapping[str, Any]]] = {
@@ -35,6 +42,8 @@ def draw(rng: np.random.Generator) -> dict[str, Tensor]:
     sizes = {"tokens_N": rng.integers(0, 300, 40), "experts_N": rng.choice([5, 6, 8, 60, 64], 40)}
     sizes |= {"top_k_N": rng.integers(1, 6, 40), "minimum_N": rng.choice([0, 4], 40)}
     found = named("sizes", "in", sizes | {"factor_N": rng.choice([0.0, 0.5, 1.0, 1.1, 1.25, 2.0], 40)})
+    columns = zip(("tokens_N", "top_k_N", "experts_N", "factor_N"), zip(*_ROUNDED, strict=True), strict=True)
+    found |= named("rounded", "in", dict(columns))
     found |= named("rows", "in", {"tokens_N": [0, 3, 5, 5], "capacity_N": [2, 5, 5, 3]})
     for rank, T in enumerate(_TOKENS):
         weights_TK = (4 * rng.random((T, _K))).round() / 4
@@ -57,14 +66,10 @@ def _ids(rng: np.random.Generator, T: int) -> np.ndarray[tuple[int, ...], np.dty
 
 def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return capacities (least and largest legal), loads, kept slots and verdicts, and every gradient of a layer."""
-    sizes = given(inputs, "sizes")
-    legal = [
-        capacity.capacities(tokens, top_k, experts_, factor=factor, minimum=minimum)
-        for tokens, top_k, experts_, factor, minimum in zip(
-            *(sizes[f"{name}_N"].tolist() for name in ("tokens", "top_k", "experts", "factor", "minimum")), strict=True
-        )
-    ]
-    found = named("sizes", "out", {"least_N": [each[0] for each in legal], "largest_N": [each[-1] for each in legal]})
+    found: dict[str, Tensor] = {}
+    for case in ("sizes", "rounded"):
+        legal = _capacities({name: values_N.tolist() for name, values_N in given(inputs, case).items()})
+        found |= named(case, "out", {"least_N": [each[0] for each in legal], "largest_N": [each[-1] for each in legal]})
     own = given(inputs, "rows")
     pairs = zip(own["tokens_N"].tolist(), own["capacity_N"].tolist(), strict=True)
     rows = [capacity.padded_rows(*pair) for pair in pairs]
@@ -73,6 +78,12 @@ def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for case, (_, C, how) in _LAYERS.items():
         found |= named(case, "out", _layer(given(inputs, case), C, how))
     return found | capacity_budgets.work_out(inputs)
+
+
+def _capacities(own: Mapping[str, list[Any]]) -> list[tuple[int, ...]]:
+    sizes = list(zip(own["tokens_N"], own["top_k_N"], own["experts_N"], own["factor_N"], strict=True))
+    least = [{"minimum": minimum} for minimum in own["minimum_N"]] if "minimum_N" in own else [{}] * len(sizes)
+    return [capacity.capacities(T, K, E, factor=c, **how) for (T, K, E, c), how in zip(sizes, least, strict=True)]
 
 
 def _drops(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -97,13 +108,12 @@ def _drops(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
             told[f"legal-unweighed-of-{policy}_CPE"] = _verdicts(own["ids_TK"], kept, unweighed, {})
         found |= named(f"rank-{rank}", "out", told)
     verdicts = []
-    for more in (0, 1):  # the legal capacity, and one more
-        C_R = [capacity.capacities(len(ids_TK), _K, _E, factor=0.75)[0] + more for ids_TK in ids]
+    for more in (0, 1, 2):  # than the least legal capacity
+        C_R = [capacity.capacities(len(ids_TK), _K, _E, factor=_FACTOR)[0] + more for ids_TK in ids]
         kept = [_keep(own, C, "choice") for own, C in zip(ranks, C_R, strict=True)]
-        for tokens in (None, [T + 3 for T in _TOKENS]):
-            verdicts.append(capacity_drops.legal_drops_by_rank(
-                kept, ids, _E, factor=0.75, policy="choice", tokens_by_rank=tokens, weights_by_rank=weights
-            ))  # fmt: skip
+        for how in ({}, {"weights_by_rank": weights}, {"tokens_by_rank": [T + 3 for T in _TOKENS]}):
+            legal = capacity_drops.legal_drops_by_rank(kept, ids, _E, factor=_FACTOR, policy="choice", **how)
+            verdicts.append(legal)
     return found | named("group", "out", {"legal_NR": verdicts})
 
 

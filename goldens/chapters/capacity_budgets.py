@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -13,12 +14,12 @@ from reference import capacity_budget, exchange
 _K, _E = 2, 6
 _TOKENS = (5, 0, 3, 4)  # by rank
 _GROUPS, _HELD = ((0, 1, 2, 3),), ((0, 1, 2), (0, 1, 2), (3, 4, 5), (3, 4, 5))  # ep 2, etp 2: a slot is two rows
-# Experts of a rank, the alignment, whether all send as much as the fullest, and whether a token travels once.
-_WORST: Sequence[tuple[int, int, bool, bool]] = (
-    (0, 1, False, False), (1, 1, False, False), (4, 1, False, False), (4, 8, False, False), (3, 4, True, False),
-    (4, 1, True, True), (0, 1, False, True),
+_WORST: Sequence[tuple[int, Mapping[str, Any]]] = (  # experts of a rank
+    (0, {}), (1, {}), (4, {}), (4, {"alignment": 8}), (3, {"alignment": 4, "equal_sizes": True}),
+    (4, {"equal_sizes": True, "per_token": True}), (0, {"per_token": True}), (3, {"per_token": True}),
 )  # fmt: skip
-_BUDGETS: Sequence[tuple[Sequence[int], int]] = (((99,) * 4, 1), ((8, 8, 99, 99), 1), ((12,) * 4, 4), ((0,) * 4, 1))
+_ALIGNED: Sequence[Mapping[str, int]] = ({}, {"alignment": 4})
+_BUDGETS = (((99,) * 4, _ALIGNED[0]), ((8, 8, 99, 99), _ALIGNED[0]), ((12,) * 4, _ALIGNED[1]), ((0,) * 4, _ALIGNED[0]))
 _PAIRS = 2 * _K * sum(_TOKENS)  # at most
 
 
@@ -40,14 +41,10 @@ def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return worst cases, which budgets are exceeded, and of every budget and attempt each rank's verdict."""
     own = given(inputs, "budgets")
     worst = [
-        capacity_budget.worst_case_rows(
-            tokens, _K, held, alignment=alignment, equal_sizes=equal_sizes, per_token=per_token
-        )
-        for tokens in (_TOKENS, (0, 0))
-        for held, alignment, equal_sizes, per_token in _WORST
+        capacity_budget.worst_case_rows(tokens, _K, held, **how) for tokens in (_TOKENS, (0, 0)) for held, how in _WORST
     ]
     wants = list(zip(own["rows_BN"].tolist(), own["budget_B"].tolist(), strict=True))
-    over = [[capacity_budget.over_budget(*want, alignment=alignment) for want in wants] for alignment in (1, 4)]
+    over = [[capacity_budget.over_budget(rows, budget, **how) for rows, budget in wants] for how in _ALIGNED]
     ids = [own[f"ids_TK-{rank}"] for rank in range(len(_TOKENS))]
     wanted = exchange.deliveries(ids, _GROUPS, _HELD)
     attempts = [
@@ -55,8 +52,8 @@ def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for arrivals in own["arrivals_AP"].tolist()
     ]
     legal = [
-        [capacity_budget.legal_deliveries(delivered, wanted, budgets, alignment=alignment) for delivered in attempts]
-        for budgets, alignment in _BUDGETS
+        [capacity_budget.legal_deliveries(delivered, wanted, budgets, **how) for delivered in attempts]
+        for budgets, how in _BUDGETS
     ]
     told: dict[str, object] = {"worst_N": worst, "over_AB": over, "legal_BAR": legal}
     for attempt, delivered in enumerate(attempts):

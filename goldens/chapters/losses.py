@@ -15,6 +15,7 @@ from torch import Tensor
 
 from goldens.chapter import Chapter, given, named
 from goldens.chapters import losses_of_steps
+from goldens.gradients import leaf
 from reference import losses
 from reference.z_loss import z_loss
 
@@ -45,13 +46,15 @@ def draw(rng: np.random.Generator) -> dict[str, Tensor]:
             logits_TE = logits_TE.round()
         if case == "underflowed":
             logits_TE[4:7] = -900  # below what the sum of scores of a token can be told from 0
-            padding_T[4:7] = False
+            logits_TE[7] -= 100  # above
+            padding_T[4:8] = False
         if case == "masked-expert":
             logits_TE[:, 3] = -inf
         if case == "padding-only":
             padding_T[:] = True
-        tokens = {"logits_TE": logits_TE, "ids_TK": ids_TK}
-        found |= named(case, "in", {**tokens, "sequences_T": sequences_T, "padding_T": padding_T})
+        found |= named(case, "in", {"logits_TE": logits_TE, "ids_TK": ids_TK, "sequences_T": sequences_T})
+        if case != "masked-expert":
+            found |= named(case, "in", {"padding_T": padding_T})
     return found | losses_of_steps.draw(rng)
 
 
@@ -60,7 +63,8 @@ def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for case, settings in _CASES.items():
         own, score = given(inputs, case), settings["score"]
-        leaf_TE, ids_TK, padding_T = own["logits_TE"].clone().requires_grad_(), own["ids_TK"], own["padding_T"].bool()
+        leaf_TE, ids_TK = leaf(own["logits_TE"]), own["ids_TK"]
+        padding_T = own["padding_T"].bool() if "padding_T" in own else None
         charged = {"score": score, "coefficient": _C, "padding_T": padding_T}
         sequences = int(own["sequences_T"].max()) + 3 if len(ids_TK) else 2  # some of which have no token at all
         values = {

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from goldens.chapter import given, named
+from goldens.gradients import leaf
 from reference import loss_reports, loss_scaling, losses, losses_over_ranks, routing
 from reference.z_loss import z_loss, z_loss_of_parts
 
@@ -43,24 +44,30 @@ def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _step(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     parts = [[given(inputs, f"step-{m}{d}") for d in range(2)] for m in range(len(_TOKENS))]
-    logits = [[part["logits_TE"].clone().requires_grad_() for part in row] for row in parts]
-    ids, padding = ([[part[name] for part in row] for row in parts] for name in ("ids_TK", "padding_T"))
-    masks: list[list[Tensor | None]] = [[mask_T.bool() for mask_T in row] for row in padding]
+    logits = [[leaf(part["logits_TE"]) for part in row] for row in parts]
+    ids, masks = ([[part[name] for part in row] for row in parts] for name in ("ids_TK", "padding_T"))
+    padding = [[padding_T.bool() for padding_T in row] for row in masks]
     found: dict[str, Tensor] = {}
-    for case, remembers in (("global", True), ("global-forgetful", False)):
-        losses_M = losses_over_ranks.global_losses(
-            logits, ids, score="sigmoid", coefficient=_C, padding=masks, remembers=remembers
-        )
-        own: dict[str, object] = {"losses_M": losses_M}
+    losses_by_case = {
+        "global": losses_over_ranks.global_losses(logits, ids, score="sigmoid", coefficient=_C, padding=padding),
+        "global-forgetful": losses_over_ranks.global_losses(
+            logits, ids, score="sigmoid", coefficient=_C, padding=padding, remembers=False
+        ),
+        "global-unpadded": losses_over_ranks.global_losses(logits, ids, score="sigmoid", coefficient=_C),
+    }
+    for case, losses_M in losses_by_case.items():
+        found |= named(case, "out", {"losses_M": losses_M})
         for m, row in enumerate(logits):
-            for d, dlogits_TE in enumerate(torch.autograd.grad(losses_M[m], row, retain_graph=True)):
-                own[f"dlogits_TE-{m}{d}"] = dlogits_TE
-        found |= named(case, "out", own)
+            back = torch.autograd.grad(losses_M[m], row, retain_graph=True)
+            found |= named(case, "out", {f"dlogits_TE-{m}{d}": dlogits_TE for d, dlogits_TE in enumerate(back)})
+    nothing_M = losses_over_ranks.global_losses([], [], score="sigmoid", coefficient=_C)
+    found |= named("global-of-nothing", "out", {"losses_M": nothing_M})
     for m, row in enumerate(logits):  # the groups as if they were ranks of one
-        value = z_loss_of_parts(row, coefficient=_C, padding_by_rank=masks[m])
-        gradients = torch.autograd.grad(value, row)
-        named_gradients = {f"dlogits_TE-{d}": gradient_TE for d, gradient_TE in enumerate(gradients)}
-        found |= named(f"z-of-parts-{m}", "out", {"z": value, **named_gradients})
+        for word, paddings in (("", padding[m]), ("unpadded-", None)):
+            value = z_loss_of_parts(row, coefficient=_C, padding_by_rank=paddings)
+            back = torch.autograd.grad(value, row)
+            told = {f"dlogits_TE-{d}": dlogits_TE for d, dlogits_TE in enumerate(back)}
+            found |= named(f"z-of-parts-{word}{m}", "out", {"z": value, **told})
     return found
 
 
@@ -95,8 +102,9 @@ def _router(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     dlogits_TE = loss_scaling.attached_gradient(logits_TE, weigh, own["upstream_TK"], charges, scale=_SCALE)
     alone_TE = loss_scaling.attached_gradient(logits_TE, weigh, own["upstream_TK"], charges, scale=0.0)
     dx_TD, drouter_ED = loss_scaling.router_gradients(own["x_TD"], own["router_ED"], dlogits_TE)
+    plain_TE = loss_scaling.attached_gradient(logits_TE, weigh, own["upstream_TK"], charges)
     values = {"ids_TK": ids_TK, "dlogits_TE": dlogits_TE, "dlogits_TE-of-weights": alone_TE}
-    return named("router", "out", values | {"dx_TD": dx_TD, "drouter_ED": drouter_ED})
+    return named("router", "out", values | {"dlogits_TE-unscaled": plain_TE, "dx_TD": dx_TD, "drouter_ED": drouter_ED})
 
 
 def _report(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -39,16 +39,17 @@ _GROUPS: Mapping[str, _Group] = {
     "one-rank": _Group((6,), 1, (tuple(range(_E)),)),
     "no-tokens": _Group((0, 0), 2, _HALVES),
 }
-_EXACT = ((Fraction(3, 2), 4, 1), (Fraction(-1, 3), 0, 2), (Fraction(0), 9, 1), (Fraction(7, 5), 100, Fraction(9, 4)))
-# What every rank recorded, a letter for each entry, with two exchange groups; and the stages of the ranks.
+_EXACT: Sequence[tuple[Fraction, int, Mapping[str, Fraction]]] = (
+    (Fraction(3, 2), 4, {}), (Fraction(-1, 3), 0, {"growth": Fraction(2)}), (Fraction(0), 9, {}),
+    (Fraction(7, 5), 100, {"growth": Fraction(9, 4)}),
+)  # fmt: skip
+# What every rank recorded, a letter for each entry, with exchange groups of two; and the stages of the ranks.
 _RECORDED = (
-    ("ab", "ba", "cd", "cd"),
-    ("a", "b", "c", "c"),
-    ("ab", "ab", "c", "c"),
-    ("", "", "", ""),
-    ("aa", "a", "b", "bb"),
-)
-_STAGES = ((0, 0, 0, 0), (0, 0, 1, 1))
+    ("ab", "ba", "cd", "cd", "ef", "ef"), ("a", "b", "c", "c", "d", "d"), ("ab", "ab", "c", "c", "d", "d"),
+    ("", "", "", "", "", ""), ("aa", "a", "b", "bb", "", ""),
+)  # fmt: skip
+_STAGES = ((0, 0, 0, 0, 0, 0), (0, 0, 0, 0, 1, 1), (0, 0, 1, 1, 2, 2))
+_PAIRED = ((0, 1), (2, 3), (4, 5))
 _ENDS = get_args(overload_report.End)
 
 
@@ -62,7 +63,9 @@ def draw(rng: np.random.Generator) -> dict[str, Tensor]:
             for rank in others:
                 ids[rank], padding[rank] = ids[first], padding[first]
         for rank in range(len(ids)):
-            found |= named(case, "in", {f"ids_TK-{rank}": ids[rank], f"padding_T-{rank}": padding[rank]})
+            found |= named(case, "in", {f"ids_TK-{rank}": ids[rank]})
+            if case != "one-rank":
+                found |= named(case, "in", {f"padding_T-{rank}": padding[rank]})
     found |= named("brought", "in", {"padding_SB": rng.random((3, 5)) < 0.3})
     N = 14
     entries = {"stage_N": rng.integers(0, 2, N), "layer_N": rng.choice([-1, 0, 1, 3], N)}  # -1: the pass has no layer
@@ -80,7 +83,7 @@ def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for case, group in _GROUPS.items():
         own, ranks = given(inputs, case), range(len(group.tokens))
-        padding = [own[f"padding_T-{rank}"].bool() for rank in ranks]
+        padding = [own[f"padding_T-{rank}"].bool() for rank in ranks] if "padding_T-0" in own else None
         ids = [own[f"ids_TK-{rank}"] for rank in ranks]
         entry = overload.entry(ids, group.held, ep=group.ep, padding_by_rank=padding, copies=group.copies)
         ratios = {"balanced": _ratio(entry.balanced), "factor": _ratio(overload.factor(entry))}
@@ -89,17 +92,16 @@ def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     brought = [overload.tokens_brought((3, 5), padding_SB), overload.tokens_brought((15,), padding_SB.flatten())]
     brought += [overload.tokens_brought((3, 5)), overload.tokens_brought((2, 0)), overload.tokens_brought(())]
     found |= named("brought", "out", {"tokens_N": brought})
-    errors = [_ratio(overload_report.allowed_error(exact, n, growth=growth)) for exact, n, growth in _EXACT]
+    errors = [_ratio(overload_report.allowed_error(exact, n, **how)) for exact, n, how in _EXACT]
     found |= named("errors", "out", {"allowed_N2": errors})
     ends = [
-        [[_ENDS.index(end) for end in overload_report.ends(recorded, [[0, 1], [2, 3]], stages)] for stages in _STAGES]
+        [[_ENDS.index(end) for end in overload_report.ends(recorded, _PAIRED, stages)] for stages in _STAGES]
         for recorded in _RECORDED
     ]
     return found | named("ends", "out", {"ends_NSW": ends}) | _reports(inputs) | overload_timelines.work_out(inputs)
 
 
 def _reports(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return of every report rows: layer (-1: all), average, maximum or cumulative, value, whether it may be absent."""
     own = {name: value.tolist() for name, value in given(inputs, "entries").items()}
     entries = [
         overload.Entry(stage, None if layer < 0 else layer, tuple(pairs), Fraction(_K * tokens, 2))
@@ -107,20 +109,27 @@ def _reports(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
             own["stage_N"], own["layer_N"], own["pairs_NW"], own["tokens_N"], strict=True
         )
     ]
-    found: dict[str, Tensor] = {}
+    found = named("reported-of-nothing", "out", {"rows_N5": _rows([], 0, "zero", None)})
     for stage in range(3):
         for empty in get_args(overload_report.Empty):
             for peak in (Fraction(5, 4), None):
-                report = overload_report.reported(entries, stage, cumulative=peak, empty=empty, prefix="moe/")
-                rows = []
-                for name, value in report.values.items():
-                    words = name.removeprefix("moe/").split("_")  # avg overload factor layer 3, max cum overload factor
-                    layer = int(words[-1]) if "layer" in words else -1
-                    kind = 2 if "cum" in words else ("avg", "max").index(words[0])
-                    rows.append([layer, kind, *_ratio(value), name in report.may_be_absent])
                 case = f"reported-{stage}-{empty}-{'with' if peak else 'without'}"
-                found |= named(case, "out", {"rows_N5": sorted(rows)})
+                found |= named(case, "out", {"rows_N5": _rows(entries, stage, empty, peak)})
     return found
+
+
+def _rows(
+    entries: Sequence[overload.Entry], stage: int, empty: overload_report.Empty, peak: Fraction | None
+) -> list[list[int]]:
+    """Report in rows: layer (-1: all), average, maximum or cumulative, the value, whether it may be absent."""
+    report = overload_report.reported(entries, stage, cumulative=peak, empty=empty, prefix="moe/")
+    rows = []
+    for name, value in report.values.items():
+        words = name.removeprefix("moe/").split("_")  # avg overload factor layer 3, max cum overload factor
+        layer = int(words[-1]) if "layer" in words else -1
+        kind = 2 if "cum" in words else ("avg", "max").index(words[0])
+        rows.append([layer, kind, *_ratio(value), int(name in report.may_be_absent)])
+    return sorted(rows)
 
 
 def _ratio(value: Fraction) -> tuple[int, int]:

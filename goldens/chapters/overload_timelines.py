@@ -58,8 +58,10 @@ def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         pairs.append(dict(enumerate(own["pairs_L"].tolist())))
         balanced.append({label: Fraction(*two) for label, two in enumerate(own["balanced_L2"].tolist())})
         choices.append(overload_timelines.legal_timelines(passes))
-        wrong = overload_timelines.miscounted(passes[:-2], [*range(5), 9])
-        told: dict[str, object] = {"miscounted_N3": sorted([label, *counts] for label, counts in wrong.items())}
+        told: dict[str, object] = {}
+        for word, expected in (("", [*range(5), 9]), ("-strangers", [])):
+            wrong = overload_timelines.miscounted(passes[:-2], expected)
+            told[f"miscounted{word}_N3"] = sorted([label, *counts] for label, counts in wrong.items())
         for recomputed in get_args(overload_timelines.Recomputed):
             for alone in get_args(overload_timelines.Alone):
                 events = overload_timelines.timeline(passes, recomputed=recomputed, alone=alone)
@@ -81,6 +83,9 @@ def _world(
     assert worst is not None
     idle = overload_peaks.cumulative([(), ()], pairs[:2], balanced[:2])
     told = {
+        "legal-where-nothing-runs_N2": [
+            _ratio(x) for x in overload_peaks.legal_cumulatives([[()]], pairs[:1], balanced[:1])
+        ],
         "cumulative": _ratio(worst),
         "none-where-nothing-runs": idle is None,
         "interval_22": [_ratio(end) for end in overload_peaks.cumulative_interval(events, pairs, balanced)],

@@ -1,8 +1,9 @@
-"""Goldens of routing: selection, weights and the gradient back to the logits, for every score function."""
+"""Goldens of routing: selection, its margins, weights and the gradient back to the logits, for every score function."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,11 @@ _CASES: Mapping[str, Mapping[str, Any]] = {
     "sigmoid-groups-top2": {"score": "sigmoid", "groups": (4, 2), "group_score": "top2_sum"},
     "softmax-groups-max": {"score": "softmax", "groups": (4, 2), "group_score": "max"},
     "sqrtsoftplus": {"score": "sqrtsoftplus", "normalise": True, "scale": 1.5},
+    "sigmoid-groups-topk-sum": {"score": "sigmoid", "groups": (4, 1), "group_score": "topk_sum"},
+    "ties": {"score": "softmax", "groups": (6, 4), "group_score": "max"},
+    "masked-experts": {"score": "softmax_topk"},
+    "underflowed": {"score": "sigmoid", "normalise": True},
+    "no-tokens": {"score": "softmax"},
 }
 
 
@@ -30,18 +36,28 @@ def draw(rng: np.random.Generator) -> Mapping[str, Tensor]:
     for case in _CASES:
         found[f"{case}/in/logits_TE"] = torch.from_numpy(2 * rng.standard_normal((_T, _E)))
         found[f"{case}/in/upstream_TK"] = torch.from_numpy(rng.standard_normal((_T, _K)))
+    found["ties/in/logits_TE"] = found["ties/in/logits_TE"].round()
+    found["masked-experts/in/logits_TE"][:, 2:9] = -inf
+    found["underflowed/in/logits_TE"][3:5] = -900
+    found |= {
+        f"no-tokens/in/{name}": found[f"no-tokens/in/{name}"][:0].clone() for name in ("logits_TE", "upstream_TK")
+    }
     found["sigmoid-biased/in/bias_E"] = torch.from_numpy(0.3 * rng.standard_normal(_E))
     return found
 
 
 def work_out(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return ids, weights and the gradient of the logits."""
+    """Return ids, how clearly they and the experts after them win, weights, and the gradient of the logits."""
     found = {}
     for case, settings in _CASES.items():
         logits_TE = inputs[f"{case}/in/logits_TE"].clone().requires_grad_()
         bias_E = inputs.get(f"{case}/in/bias_E")
         routed = routing.route(logits_TE, top_k=_K, bias_E=bias_E, **settings)
         upstream_TK = inputs[f"{case}/in/upstream_TK"]
+        how = {name: value for name, value in settings.items() if name not in ("normalise", "scale")}
+        others_TK = (routed.ids_TK + 1) % _E
+        for name, ids_TK in (("margins_T", None), ("margins-of-others_T", others_TK)):
+            found[f"{case}/out/{name}"] = routing.margins(logits_TE.detach(), ids_TK, top_k=_K, bias_E=bias_E, **how)
         found[f"{case}/out/ids_TK"] = routed.ids_TK
         found[f"{case}/out/weights_TK"] = routed.weights_TK.detach()
         (found[f"{case}/out/dlogits_TE"],) = torch.autograd.grad(routed.weights_TK, logits_TE, upstream_TK)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,14 +19,15 @@ from reference.shared_expert_gradients import SharedGradients
 from reference.shared_experts import SharedExpert
 
 _TOKENS = (5, 0, 3)  # by rank
-_WIDTHS = (4, 2)  # of the shared experts, of which the first has a bias
+_WIDTHS = (4, 2, 3)  # of the shared experts
+_BIASED = (0, 2)
 _SHARDS = ((3, 0), (), (1, 2))
-# How many experts are shared, if there is a gate, and where the weights of the routed ones are applied.
-_LAYERS: Mapping[str, tuple[int, bool, Literal["output", "input"]]] = {
-    "plain": (2, False, "output"),
-    "gated": (2, True, "output"),
-    "gated-weights-at-input": (1, True, "input"),
-    "nothing-shared": (0, True, "output"),
+# How many experts are shared, if there is a gate, and what else the gradients of all ranks are asked with.
+_LAYERS: Mapping[str, tuple[int, bool, Mapping[str, Any]]] = {
+    "plain": (3, False, {"divisor": 3}),
+    "gated": (3, True, {}),
+    "gated-weights-at-input": (1, True, {"weights_at": "input", "divisor": 2}),
+    "nothing-shared": (0, True, {"divisor": 3}),
 }
 
 
@@ -35,7 +36,7 @@ def draw(rng: np.random.Generator) -> dict[str, Tensor]:
     found = draw_experts(rng) | named("shared", "in", {"gate_D": rng.standard_normal(D)})
     for n, F in enumerate(_WIDTHS):
         sizes = {"gate_FD": (F, D), "up_FD": (F, D), "down_DF": (D, F), "bias_D": (D,)}
-        drawn = {name: rng.standard_normal(size) for name, size in sizes.items() if n == 0 or name != "bias_D"}
+        drawn = {name: rng.standard_normal(size) for name, size in sizes.items() if n in _BIASED or name != "bias_D"}
         found |= named(f"shared-{n}", "in", drawn)
     for rank, T in enumerate(_TOKENS):
         found |= draw_tokens(rng, f"rank-{rank}", T)
@@ -50,12 +51,14 @@ def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     shared = [SharedExpert(**given(inputs, f"shared-{n}")) for n in range(len(_WIDTHS))]
     gate_D = given(inputs, "shared")["gate_D"]
     found = _parts(batches[0].x_TD, shared, gate_D)
-    for case, (S, gated, place) in _LAYERS.items():
+    for case, (S, gated, how) in _LAYERS.items():
         v_D = gate_D if gated else None
         of_all = shared_expert_gradients.global_gradients(
-            batches, swiglu_experts, routed, shared[:S], gate_D=v_D, weights_at=place, divisor=3
+            batches, swiglu_experts, routed, shared[:S], gate_D=v_D, **how
         )
         found |= named(case, "out", _flat(of_all))
+    nothing = shared_expert_gradients.gradients(batches[1], swiglu_experts, routed, [])  # no token and nothing shared
+    found |= named("nothing", "out", _flat(nothing))
     for rank, batch in enumerate(batches):
         own = shared_expert_gradients.gradients(batch, swiglu_experts, routed, shared, gate_D=gate_D)
         ids_TK, weights_TK = batch.ids_TK, batch.weights_TK
