@@ -1,0 +1,450 @@
+"""Combine with biases, failed ranks, redundant experts and copies over tp, worked out twice."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from reference import combine_rules as first
+from reference import expert_copies as first_experts
+from reference import tp_copies as first_copies
+from self_tests.asked_twice import assert_agree, assert_refused
+from self_tests.oracles import combine_rules as second
+from self_tests.oracles import exchange as second_exchange
+from self_tests.oracles import expert_copies as second_experts
+from self_tests.oracles import tp_copies as second_copies
+from self_tests.oracles.agreement import assert_close, check_refused, floats
+from self_tests.oracles.exchange import Pair
+from self_tests.oracles.expert_copies import Handed
+
+pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+def make_case(T: int, K: int, D: int, biases: int, seed: int) -> tuple[Floats, Ints, Floats, list[Floats], Floats]:
+    """Answers, ids, weights, biases and upstream; an empty slot has NaN for an answer and for a weight."""
+    random = np.random.default_rng(seed)
+    ids_TK = random.integers(-1, 3, size=(T, K))
+    answers_TKD, weights_TK = random.normal(size=(T, K, D)), random.normal(size=(T, K))
+    answers_TKD[ids_TK < 0], weights_TK[ids_TK < 0] = np.nan, np.nan
+    made = [random.normal(size=(T, D)) for _ in range(biases)]
+    return answers_TKD, ids_TK, weights_TK, made, random.normal(size=(T, D))
+
+
+cases = st.builds(
+    make_case, st.integers(0, 3), st.integers(0, 4), st.integers(0, 3), st.integers(0, 2), st.integers(0, 10**6)
+)
+
+
+class TestCombine:
+    @settings(pairs_agree, max_examples=120)
+    @given(cases)
+    def test_values_and_gradients_agree(self, case: tuple[Floats, Ints, Floats, list[Floats], Floats]) -> None:
+        """Both add every bias once, unweighted, and nothing of an empty slot; so do the gradients."""
+        answers_TKD, ids_TK, weights_TK, biases, g_TD = case
+        leaves = [floats(array, leaf=True) for array in (answers_TKD, weights_TK, *biases)]
+        y_TD = first.combine(leaves[0], torch.from_numpy(ids_TK), leaves[1], leaves[2:])
+        assert_close(second.combine(answers_TKD, ids_TK, weights_TK, biases), y_TD, addend=5.0)
+        gradients = torch.autograd.grad(y_TD, leaves, floats(g_TD), materialize_grads=True)
+        d_answers, d_weights, d_biases = second.combine_backward(*case)
+        for expected, actual in zip([d_answers, d_weights, *d_biases], gradients, strict=True):
+            assert_close(expected, actual, addend=5.0)
+
+    def test_by_hand(self) -> None:
+        """Two slots of three hold experts: 2 (1, 10) + 3 (2, 20), and 100 and 1000 on top."""
+        answers = np.array([[[1.0, 10.0], [math.nan, 7.0], [2.0, 20.0]], [[math.inf, 5.0]] * 3])
+        ids, weights = np.array([[0, -1, 4], [-1, -1, -1]]), np.array([[2.0, 9.0, 3.0], [1.0, math.nan, 1.0]])
+        biases = [np.full((2, 2), 100.0), np.array([[1000.0, 0.0], [0.0, 2000.0]])]
+        for count, expected in [
+            (0, [[8.0, 80.0], [0.0, 0.0]]),
+            (1, [[108.0, 180.0], [100.0, 100.0]]),
+            (2, [[1108.0, 180.0], [100.0, 2100.0]]),
+        ]:
+            assert expected == second.combine(answers, ids, weights, biases[:count]).tolist()
+            tensors = [floats(bias) for bias in biases[:count]]
+            assert expected == first.combine(floats(answers), torch.from_numpy(ids), floats(weights), tensors).tolist()
+
+    def test_autograd_is_the_derivative(self) -> None:
+        """Gradcheck over answers, weights and two biases."""
+        answers_TKD, ids_TK, weights_TK, biases, _ = make_case(3, 2, 2, 2, 3)
+        arrays = [np.nan_to_num(array, nan=2.0) for array in (answers_TKD, weights_TK, *biases)]
+        ids = torch.from_numpy(ids_TK)
+        assert 0 < int((ids < 0).sum()) < ids.numel()
+        assert torch.autograd.gradcheck(
+            lambda answers, weights, *rest: first.combine(answers, ids, weights, rest),
+            [floats(array, leaf=True) for array in arrays],
+        )
+
+    @pytest.mark.parametrize(
+        "shapes",
+        [
+            ((2, 3, 4), (2, 2), (2, 3)),
+            ((2, 3, 4), (2, 3), (2, 1)),
+            ((2, 3, 4), (1, 3), (1, 3)),
+            ((2, 3, 4), (2, 3), (2, 3), (1, 4)),
+            ((2, 3, 4), (2, 3), (2, 3), (2, 4), (4,)),
+            ((2, 3, 4), (2, 3), (2, 3), (2, 1)),
+        ],
+    )
+    def test_refused(self, shapes: tuple[Any, ...]) -> None:
+        """Nothing is broadcast, a bias neither."""
+        answers, ids, weights, *biases = (np.zeros(shape) for shape in shapes)
+        question = answers, ids.astype(np.int64), weights, biases
+        assert_refused(first.combine, second.combine, *question)
+
+
+class TestFailedRanks:
+    @pairs_agree
+    @given(st.integers(0, 10**6))
+    def test_routings_agree(self, seed: int) -> None:
+        """Both empty the slots of every expert that misses an owner, one of its shards too, and no others."""
+        random = np.random.default_rng(seed)
+        E, W = int(random.integers(1, 6)), 4
+        owners = [random.permutation(W)[: random.integers(1, 3)].tolist() for _ in range(E)]
+        ids_TK = random.integers(-1, E, size=(int(random.integers(0, 4)), 3))
+        failed = random.permutation(W)[: random.integers(0, W + 1)].tolist()
+        left = assert_agree(first.without_ranks, second.without_ranks, ids_TK, owners, failed)
+        if not failed:
+            assert ids_TK.tolist() == left[1]
+
+    def test_by_hand(self) -> None:
+        """Experts 0 and 1 are cut over ranks 0 and 1, and 2 over 2 and 3; the question itself stays as it is."""
+        ids, owners = np.array([[0, 2, -1], [2, 2, 1]]), [[0, 1], [1, 0], [2, 3]]
+        for failed, expected in [
+            ([1], [[-1, 2, -1], [2, 2, -1]]),
+            ([3], [[0, -1, -1], [-1, -1, 1]]),
+            ([0, 2], [[-1, -1, -1], [-1, -1, -1]]),
+            ([7], [[0, 2, -1], [2, 2, 1]]),
+        ]:
+            assert [[2, 3], expected] == assert_agree(first.without_ranks, second.without_ranks, ids, owners, failed)
+        assert [[0, 2, -1], [2, 2, 1]] == ids.tolist()
+
+    @pytest.mark.parametrize(("ids", "owners"), [([[2]], [[0], [1]]), ([[-2]], [[0], [1]]), ([[0]], [[0], []])])
+    def test_refused(self, ids: list[list[int]], owners: list[list[int]]) -> None:
+        """Ids that are no experts, and experts without a rank."""
+        assert_refused(first.without_ranks, second.without_ranks, np.array(ids), owners, [0])
+
+
+def both_handed(ids: list[Ints], handed: list[Handed], copies: list[list[int]], ranks: list[list[int]]) -> list[Any]:
+    """Which slots both call wrongly handed."""
+    expected = second_experts.wrongly_handed(ids, handed, copies, ranks)
+    told = [first_experts.Handed(*row) for row in handed]
+    actual = first_experts.wrongly_handed([torch.from_numpy(each) for each in ids], told, copies, ranks)
+    assert expected == list(actual)
+    return expected
+
+
+COPIES, RANKS = [[3, 0], [1], [2, 5]], [[0], [1], [1], [2], [0], [0, 2]]
+
+
+class TestExpertCopies:
+    @settings(pairs_agree, max_examples=200)
+    @given(st.integers(0, 10**6))
+    def test_verdicts_agree(self, seed: int) -> None:
+        """Both find the slots whose rows were lost, doubled, moved, halved or made up."""
+        random = np.random.default_rng(seed)
+        ids = [random.integers(-1, 3, size=(int(random.integers(0, 3)), 2)) for _ in range(2)]
+        handed, slots = [], [(s, t, k) for s, each in enumerate(ids) for t, k in np.ndindex(*each.shape)]
+        for s, t, k in slots:
+            if ids[s][t, k] >= 0:
+                place = int(random.choice(COPIES[ids[s][t, k]]))
+                handed += [Handed(s, t, k, place, rank) for rank in RANKS[place]]
+        assert [] == both_handed(ids, handed, COPIES, RANKS)
+        for _ in range(int(random.integers(0, 3))):
+            change = random.integers(0, 4)
+            if change == 0 and slots:
+                handed.append(
+                    Handed(*slots[random.integers(len(slots))], int(random.integers(6)), int(random.integers(3)))
+                )
+            elif change == 1 and handed:
+                handed.pop(random.integers(len(handed)))
+            elif change == 2 and handed:
+                handed.append(handed[random.integers(len(handed))])
+            elif handed:
+                i = int(random.integers(len(handed)))
+                handed[i] = handed[i]._replace(rank=int(random.integers(3)))
+        order = random.permutation(len(handed))
+        both_handed(ids, [handed[i] for i in order], COPIES, RANKS)
+
+    @pytest.mark.parametrize(
+        ("expert", "rows", "legal"),
+        [
+            (0, [(3, 2)], True),
+            (0, [(0, 0)], True),
+            (0, [(3, 2), (0, 0)], False),  # both copies
+            (0, [(3, 0)], False),  # the right place on the wrong rank
+            (0, [(1, 1)], False),
+            (0, [(3, 2), (3, 2)], False),
+            (0, [], False),
+            (2, [(5, 0), (5, 2)], True),
+            (2, [(5, 2), (5, 0)], True),
+            (2, [(5, 0)], False),  # one of two shards
+            (2, [(5, 0), (5, 0)], False),
+            (2, [(5, 0), (5, 2), (2, 1)], False),
+            (2, [(2, 1)], True),
+            (1, [(4, 0)], False),  # a place of no expert
+            (-1, [], True),
+            (-1, [(1, 1)], False),
+        ],
+    )
+    def test_by_hand(self, expert: int, rows: list[tuple[int, int]], legal: bool) -> None:
+        """One slot; expert 2 has a copy on rank 1 and another that is cut over ranks 0 and 2."""
+        handed = [Handed(0, 0, 0, place, rank) for place, rank in rows]
+        assert ([] if legal else [(0, 0, 0)]) == both_handed([np.array([[expert]])], handed, COPIES, RANKS)
+
+    def test_rows_of_slots_that_are_not_there(self) -> None:
+        """They are wrong, in the order of source, token and slot, and the others are missed."""
+        handed = [Handed(*at, 1, 1) for at in [(1, 0, 0), (0, 1, 0), (0, 0, 2), (0, -1, 0), (0, 0, 0)]]
+        expected = [(0, -1, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0), (1, 0, 0)]
+        assert expected == both_handed([np.array([[1, 1]])], handed, COPIES, RANKS)
+
+    @pytest.mark.parametrize(
+        ("ids", "copies", "ranks"),
+        [
+            ([[3]], COPIES, RANKS),
+            ([[-2]], COPIES, RANKS),
+            ([[0]], [[0], []], RANKS),
+            ([[0]], [[0, 0]], RANKS),
+            ([[0]], [[0], [1, 0]], RANKS),
+            ([[0]], [[6]], RANKS),
+            ([[0]], [[-1]], RANKS),
+            ([[0]], [[1]], [[0], []]),
+        ],
+    )
+    def test_refused(self, ids: list[list[int]], copies: list[list[int]], ranks: list[list[int]]) -> None:
+        """Ids that are no experts, experts without a place, places of two, places that are nowhere."""
+        check_refused(
+            lambda: first_experts.wrongly_handed([torch.tensor(ids)], [], copies, ranks),
+            lambda: second_experts.wrongly_handed([np.array(ids)], [], copies, ranks),
+        )
+
+    def test_gradients(self) -> None:
+        """Every copy gets the sum over its expert's copies; a place of no expert is left out, and memory is its own."""
+        own = {place: np.random.default_rng(place).normal(size=(2, 3)) for place in range(7)}
+        expected = second_experts.copy_gradients(own, COPIES)
+        leaves = {place: floats(gradient) for place, gradient in own.items()}
+        actual = first_experts.copy_gradients(leaves, COPIES)
+        assert {0, 1, 2, 3, 5} == set(expected) == set(actual)
+        for place, gradient in expected.items():
+            assert_close(gradient, actual[place], addend=5.0)
+        assert_close(own[3] + own[0], actual[0], addend=5.0)
+        assert actual[0].tolist() == actual[3].tolist()
+        assert actual[2].tolist() == actual[5].tolist()
+        actual[1].zero_()
+        assert_close(own[1], leaves[1])
+
+    @pytest.mark.parametrize("copies", [[[0, 2]], [[2]], [[0], []], [[0, 0]], [[0], [1, 0]], [[-1]]])
+    def test_no_gradients(self, copies: list[list[int]]) -> None:
+        """A place without a gradient, and copies that are none."""
+        own = {0: np.zeros(1), 1: np.zeros(1)}
+        tensors = {place: floats(gradient) for place, gradient in own.items()}
+        check_refused(
+            lambda: first_experts.copy_gradients(tensors, copies), lambda: second_experts.copy_gradients(own, copies)
+        )
+
+
+# World, experts, ep, etp, and the tp groups.
+LAYOUTS = [
+    (4, 4, 4, 1, [[1, 0], [2, 3]]),  # copies share an exchange group
+    (4, 2, 2, 1, [[0, 2], [1, 3]]),  # each copy has a group of its own
+    (4, 2, 2, 2, [[0, 1], [3, 2]]),
+    (4, 4, 1, 1, [[0, 1, 2, 3]]),  # ep = 1
+    (4, 2, 2, 1, [[0], [1], [2], [3]]),
+    (4, 2, 2, 1, [[0, 1, 2], [3]]),  # two copies in one group, one in the other
+]
+
+
+def both_wrong(ids: list[Ints], delivered: list[Pair], *lists: list[list[int]]) -> list[tuple[int, int, int]]:
+    """Which slots both call wrongly delivered."""
+    found = assert_agree(first_copies.wrong_pairs, second_copies.wrong_pairs, ids, delivered, *lists)
+    return [tuple(at) for at in found]
+
+
+class TestTokenCopies:
+    @settings(pairs_agree, max_examples=250)
+    @given(st.sampled_from(LAYOUTS), st.integers(0, 10**6))
+    def test_verdicts_agree(self, layout: tuple[int, int, int, int, list[list[int]]], seed: int) -> None:
+        """Both let one copy of a group send, whichever it is, and find what is lost, doubled or misdirected."""
+        world, experts, ep, etp, tp_groups = layout
+        random = np.random.default_rng(seed)
+        placement = second_exchange.contiguous(world, experts, ep, etp)
+        held = [list(each) for each in placement.held]
+        ids: list[Ints] = [np.zeros((0, 2), dtype=np.int64)] * world
+        for group in tp_groups:
+            own = random.integers(-1, experts, size=(int(random.integers(0, 3)), 2))
+            for rank in group:
+                ids[rank] = own
+        everything = second_exchange.deliveries(ids, placement)
+        lists = [list(each) for each in placement.exchange_groups], held, tp_groups
+        copies = [next(group for group in tp_groups if rank in group) for rank in range(world)]
+        sender, delivered = {}, []
+        for pair in everything:
+            exchange = next(group for group in lists[0] if pair.source in group)
+            senders = [rank for rank in copies[pair.source] if rank in exchange]
+            key = (min(copies[pair.source]), pair.token, pair.slot, exchange[0])
+            if sender.setdefault(key, int(random.choice(senders))) == pair.source:
+                delivered.append(pair)
+        assert [] == both_wrong(ids, delivered, *lists)
+        for _ in range(int(random.integers(0, 4))):
+            if not delivered:
+                break
+            i = int(random.integers(len(delivered)))
+            pair = delivered[i]
+            delivered[i] = [
+                pair._replace(destination=int(random.integers(world))),
+                pair._replace(source=int(random.integers(world))),
+                pair._replace(token=pair.token + int(random.choice([-1, 1]))),
+                pair._replace(expert=int(random.integers(experts))),
+                pair._replace(slot=1 - pair.slot),
+            ][random.integers(5)]
+            if random.random() < 0.4:
+                delivered.append(pair)
+            elif random.random() < 0.3:
+                delivered.pop(i)
+        both_wrong(ids, delivered, *lists)
+
+    # Ranks 0 and 1 hold one token that goes to expert 1 and to nobody; experts 0 and 1 are on both ranks' groups.
+    IDS = (np.array([[1, -1]]),) * 2
+
+    @pytest.mark.parametrize(
+        ("groups", "held", "rows", "legal"),
+        [
+            ([[0, 1]], [[0], [1]], [(0, 1, 1)], True),
+            ([[0, 1]], [[0], [1]], [(1, 1, 1)], True),  # whichever copy sends
+            ([[0, 1]], [[0], [1]], [(0, 1, 1), (1, 1, 1)], False),  # both do
+            ([[0, 1]], [[0], [1]], [(0, 1, 1)] * 2, False),
+            ([[0, 1]], [[0], [1]], [], False),
+            ([[0, 1]], [[0], [1]], [(0, 0, 1)], False),
+            ([[0, 1]], [[0], [1]], [(0, 1, 0)], False),
+            ([[0, 1]], [[0], [1]], [(0, 1, 1), (0, 0, 1)], False),
+            ([[0], [1]], [[0, 1], [0, 1]], [(0, 0, 1)], True),  # in one group of two
+            ([[0], [1]], [[0, 1], [0, 1]], [(1, 1, 1)], True),
+            ([[0], [1]], [[0, 1], [0, 1]], [(0, 0, 1), (1, 1, 1)], True),  # in both
+            ([[0], [1]], [[0, 1], [0, 1]], [(0, 0, 1)] * 2 + [(1, 1, 1)], False),
+            ([[0], [1]], [[0, 1], [0, 1]], [(0, 1, 1)], False),  # across
+            ([[0, 1]], [[1], [1]], [(0, 0, 1), (0, 1, 1)], True),  # two shards
+            ([[0, 1]], [[1], [1]], [(0, 0, 1), (1, 1, 1)], True),  # of which each copy serves one
+            ([[0, 1]], [[1], [1]], [(0, 0, 1)], False),
+            ([[0], [1]], [[0, 1], [0]], [(0, 0, 1)], True),  # only one group has the expert
+            ([[0], [1]], [[0], [0]], [], False),
+        ],
+    )
+    def test_by_hand(
+        self, groups: list[list[int]], held: list[list[int]], rows: list[tuple[int, int, int]], legal: bool
+    ) -> None:
+        """One slot of one token, on two ranks; rows as (source, destination, expert)."""
+        delivered = [Pair(source, 0, 0, destination, expert) for source, destination, expert in rows]
+        found = both_wrong(list(self.IDS), delivered, groups, held, [[1, 0]])
+        assert ([] if legal else [(0, 0, 0)]) == found
+
+    def test_rows_of_nothing(self) -> None:
+        """An empty slot, a slot and a token that are not there; told by the lowest rank of the copies."""
+        right = Pair(1, 0, 0, 1, 1)
+        for at in [(0, 1), (0, 2), (0, -1), (1, 0), (-1, 0)]:
+            wrong = Pair(1, *at, 1, 1)
+            found = both_wrong(list(self.IDS), [right, wrong], [[0, 1]], [[0], [1]], [[1, 0]])
+            assert [(0, *at)] == found
+
+    @pytest.mark.parametrize(
+        ("ids", "source", "groups", "tp_groups"),
+        [
+            ([[[1, 0]], [[0, 1]]], 0, [[0, 1]], [[0, 1]]),
+            ([[[1, 0]], [[1, 0]]], 2, [[0, 1]], [[0, 1]]),
+            ([[[1, 0]], [[1, 0]]], -1, [[0, 1]], [[0, 1]]),
+            ([[[1, 0]], [[1, 0]]], 0, [[0, 1]], [[0]]),
+            ([[[1, 0]], [[1, 0]]], 0, [[0, 1]], [[0, 1], [1]]),
+            ([[[1, 0]], [[1, 0]]], 0, [[0]], [[0, 1]]),
+            ([[[1, 0]], [[1, 0]]], 0, [[0, 1], [0]], [[0, 1]]),
+        ],
+    )
+    def test_refused(
+        self, ids: list[list[list[int]]], source: int, groups: list[list[int]], tp_groups: list[list[int]]
+    ) -> None:
+        """Copies that differ, rows from nowhere, ranks in no group or in two."""
+        question = [np.array(each) for each in ids], [Pair(source, 0, 0, 1, 1)], groups, [[0], [1]], tp_groups
+        assert_refused(first_copies.wrong_pairs, second_copies.wrong_pairs, *question)
+
+    @pytest.mark.parametrize(
+        ("others", "expected"),
+        [
+            ([[1, -1]], True),
+            ([[-1, 1]], False),
+            ([[1]], False),
+            ([[1, -1], [1, -1]], False),
+            ([[1, 0]], False),
+        ],
+    )
+    def test_copies_agree(self, others: list[list[int]], expected: bool) -> None:
+        """In ids, order of slots and shape, within each group alone; the last rank may be the one that differs."""
+        same, other = np.array([[1, -1]]), np.array(others)
+        for ids, groups in [([same, other], [[0, 1]]), ([same, same, other], [[0, 1, 2]]), ([same, other], [[1, 0]])]:
+            assert expected is assert_agree(first_copies.copies_agree, second_copies.copies_agree, ids, groups)
+        assert assert_agree(first_copies.copies_agree, second_copies.copies_agree, [same, other], [[0], [1]])
+        four = [same, same, same, other]
+        found = assert_agree(first_copies.copies_agree, second_copies.copies_agree, four, [[0, 1], [2, 3]])
+        assert expected is found
+
+
+ZEROS = np.zeros((2, 3))
+NANS = np.array([math.nan, 1.0])
+
+
+class TestOutputsOfCopies:
+    @pytest.mark.parametrize(
+        ("copies", "expected"),
+        [
+            ([ZEROS], True),
+            ([ZEROS, ZEROS.copy()], True),
+            ([ZEROS, ZEROS, ZEROS + 2.0**-1074], False),
+            ([ZEROS, -ZEROS], False),
+            ([ZEROS, ZEROS.reshape(3, 2)], False),
+            ([ZEROS, ZEROS.astype(np.float32)], False),
+            ([ZEROS, ZEROS.astype(np.int64)], False),  # the same bytes, read as another type
+            ([NANS, NANS.copy()], True),
+            ([NANS, -NANS], False),
+            ([ZEROS[:0], ZEROS[:0].copy()], True),
+            ([np.arange(6.0).reshape(2, 3).T, np.ascontiguousarray(np.arange(6.0).reshape(2, 3).T)], True),
+            ([np.arange(6.0).reshape(2, 3).T, np.arange(6.0).reshape(3, 2)], False),
+        ],
+    )
+    def test_same_bytes(self, copies: list[Any], expected: bool) -> None:
+        """Type, shape and bytes, in the order of elements, not of memory."""
+        assert expected is assert_agree(first_copies.same_bytes, second_copies.same_bytes, copies)
+
+    def test_of_eight_bits_and_of_no_dimension(self) -> None:
+        """PyTorch's small types compare by bytes as well."""
+        one = torch.tensor([1.0, math.nan]).bfloat16()
+        assert first_copies.same_bytes([one, one.clone()])
+        assert not first_copies.same_bytes([one, torch.tensor([1.0078125, math.nan]).bfloat16()])
+        assert first_copies.same_bytes([torch.tensor(2.0), torch.tensor(2.0)])
+        assert not first_copies.same_bytes([torch.tensor(2.0), torch.tensor(3.0)])
+
+    @pairs_agree
+    @given(st.integers(1, 4), st.integers(0, 10**6), st.sampled_from(["complete", "parts"]))
+    def test_gathered_gradients_agree(self, copies: int, seed: int, declared: Any) -> None:
+        """Both hand on what each copy has, or the one sum, in float64."""
+        made = [np.random.default_rng(seed + i).normal(size=(2, 3)).astype(np.float32) for i in range(copies)]
+        expected = second_copies.gathered(made, declared)
+        actual = first_copies.gathered([torch.from_numpy(each) for each in made], declared)
+        assert (copies if declared == "complete" else 1) == len(expected)
+        for one, other in zip(expected, actual, strict=True):
+            assert_close(one, other, addend=5.0)
+
+    @pytest.mark.parametrize(
+        ("copies", "declared"),
+        [([], "parts"), ([], "complete"), ([ZEROS], "whole"), ([ZEROS, ZEROS[:1]], "parts"),
+         ([ZEROS, ZEROS[:1]], "complete")],
+    )  # fmt: skip
+    def test_refused(self, copies: list[Floats], declared: Any) -> None:
+        """No copy, another word, copies of different shapes."""
+        assert_refused(first_copies.gathered, second_copies.gathered, copies, declared)
+        if not copies:
+            assert_refused(first_copies.same_bytes, second_copies.same_bytes, copies)
