@@ -128,7 +128,11 @@ def _check_file(folder: Path, name: str, chapter: Chapter) -> Iterator[str]:
         yield str(error)
         return
     # Of the stored inputs: the oracle is on trial here, and not numpy's way to draw.
-    worked_out = chapter.work_out({key: value for key, value in stored.items() if "/in/" in key})
+    try:
+        worked_out = chapter.work_out({key: value for key, value in stored.items() if "/in/" in key})
+    except Exception as error:  # whatever an oracle says to what it once answered
+        yield f"{name}: the oracles no longer work it out: {type(error).__name__}: {error}"
+        return
     outputs = {key for key in stored if "/out/" in key}
     for key in sorted(outputs ^ set(worked_out)):
         yield f"{name}: {key} is {'no longer worked out' if key in outputs else 'not in the golden'}"

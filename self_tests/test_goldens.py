@@ -138,6 +138,16 @@ class TestSpoilt:
         assert 2e-12 == regenerate._allowed(stored)
         assert 0.0 == regenerate._allowed(stored[:1])
 
+    def test_an_oracle_that_fails(self, folder):
+        """It is told like any other difference."""
+
+        def work_out(inputs):
+            raise ValueError("there is no such score")
+
+        assert ["routing: the oracles no longer work it out: ValueError: there is no such score"] == problems(
+            folder, work_out=work_out
+        )
+
     def test_what_an_oracle_no_longer_gives_or_gives_anew(self, folder):
         """Both directions are told."""
 

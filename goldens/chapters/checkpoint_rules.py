@@ -18,7 +18,7 @@ from reference.checkpoint_rules import Part
 
 NAMES = "abcdefgh"
 KEYS = tuple(product((0, 1), (0, 1, 2), ("down", "up")))  # layer, expert, parameter
-LAYOUTS = (0, 1, 0, 2, 1, 0)  # which of three drawn checkpoints each layout saves
+LAYOUTS = (0, 1, 0, 2, 1, 0)  # which of three checkpoints each layout saves
 TENSORS = {"matrix": (4, 5), "vector": (7,), "nothing": (0, 3)}
 FILLS = (0.0, -0.0)  # other bits, so no copies
 
@@ -26,7 +26,9 @@ FILLS = (0.0, -0.0)  # other bits, so no copies
 def draw(rng: np.random.Generator) -> Mapping[str, Tensor]:
     """Return sizes (0: the name is not there), addresses, boxes of which some are copies, and uses of names."""
     N, drawn = len(NAMES), 6
-    found = named("layouts", "in", {"sizes_LN": rng.choice([0, 2, 3], size=(3, N))[list(LAYOUTS)]})
+    sizes_3N = rng.choice([0, 2, 3], size=(3, N))
+    sizes_3N[2] = np.where(sizes_3N[0], 5 - sizes_3N[0], 0)  # the names of the first, and other shapes
+    found = named("layouts", "in", {"sizes_LN": sizes_3N[list(LAYOUTS)]})
     found |= named("addresses", "in", {"name-index_K2": rng.integers((0, -1), (4, 3), size=(len(KEYS), 2))})
     for case, shape in TENSORS.items():
         starts = [rng.integers(0, max(1, total), size=9) if total else np.zeros(9, np.int64) for total in shape]

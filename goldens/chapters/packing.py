@@ -24,7 +24,7 @@ REFUSALS = tuple(product((False, True), repeat=4))
 GROUPS: Mapping[str, Groups] = {
     "pairs": ((0, 1), (2, 3)),
     "one-group": ((3, 1, 0, 2),),
-    "alone": ((0,), (1,), (2,), (3,)),
+    "alone": ((0,), (1,), (2,), (3,)),  # counts at the bounds and beside them
     "quiet": ((0, 2), (1, 3)),  # no token on any rank
 }
 # name: the leading dimensions, and the rows to which they are padded
@@ -38,8 +38,9 @@ def draw(rng: np.random.Generator) -> Mapping[str, Tensor]:
     """Return counts at multiples of the alignment and beside them, and tokens of cases with and without any."""
     found = named("counts", "in", {"counts_N": [0, 1, 4, 5, 63, 64, 65, 128, *rng.integers(200, size=4)]})
     for case in GROUPS:
-        tokens_W = rng.choice([0, 1, 7, 8, 9, 12, 13, 25], size=4)
-        found |= named(case, "in", {"tokens_W": 0 * tokens_W if case == "quiet" else tokens_W})
+        drawn_W = rng.choice([0, 1, 7, 8, 9, 12, 13, 25], size=4)
+        tokens_W = {"alone": [7, 8, 9, 16], "quiet": [0, 0, 0, 0]}.get(case, drawn_W)
+        found |= named(case, "in", {"tokens_W": tokens_W})
     found |= draw_experts(rng)
     for case, (lead, P) in PADDED.items():
         found |= draw_tokens(rng, case, prod(lead))

@@ -38,7 +38,8 @@ def draw(rng: np.random.Generator) -> Mapping[str, Tensor]:
         ids = [rng.integers(-1, E - 1, size=(T, K)) for T in tokens]
         R = sum(int(np.isin(ids_TK, experts).sum()) for ids_TK in ids)
         found |= named(case, "in", {f"ids_TK-{rank}": ids_TK for rank, ids_TK in enumerate(ids)})
-        found |= named(case, "in", {"order_R": [*rng.permutation(R // 2), *range(R // 2, R)]})
+        order_R = [*rng.permutation(R // 2), *range(R // 2, R), *range(R)[-1:]]  # the last row comes twice
+        found |= named(case, "in", {"order_R": order_R})
     for case, T in (("names", 4), ("names-of-one", 1), ("names-of-none", 0)):
         slots_TK = np.array([rng.permutation(K) for _ in range(T)], dtype=np.int64).reshape(T, K)
         orders = {"order_T": rng.permutation(T), "slots_TK": slots_TK, "new_E": rng.permutation(E)}
