@@ -22,8 +22,8 @@ _CAPACITIES = (0, 1, 3, 10)
 # Sizes where float32 may round a product, and where it cannot: T, K, E, factor.
 _ROUNDED = (
     (10, 3, 5, 1.0), (8, 2, 8, 1.0), (20, 4, 8, 1.1), (0, 4, 6, 1.1), (2**24, 1, 8, 1.0), (2**24 - 8, 1, 8, 1.0),
-    (2**22, 2, 8, 1.25), (2**20, 2, 8, 1.25), (2**25, 1, 1, 1.0), (2**22, 1, 3, 1.0), (2**22 - 3, 1, 3, 1.0),
-    (3355444, 1, 3, 1.0), (2**22 + 4, 1, 5, 1.0),
+    (2**22, 2, 8, 1.25), (2**20, 2, 8, 1.25), (10, 1, 1, 1.1), (20, 1, 1, 1.0), (2**22, 1, 3, 1.0),
+    (2**22 - 3, 1, 3, 1.0), (3355444, 1, 3, 1.0), (2**22 + 4, 1, 5, 1.0),
 )  # fmt: skip
 _FACTOR = 2 / 3  # of ranks of 10 tokens 4 or 5 rows, as 2 / 3 is rounded
 _POLICIES: tuple[capacity_drops.Policy, ...] = get_args(capacity_drops.Policy)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from goldens.chapter import Chapter
+from goldens.chapter import Chapter, named
 from reference import routing
 
 _T, _E, _K = 7, 12, 3
@@ -22,6 +22,8 @@ _CASES: Mapping[str, Mapping[str, Any]] = {
     "sigmoid-groups-top2": {"score": "sigmoid", "groups": (4, 2), "group_score": "top2_sum"},
     "softmax-groups-max": {"score": "softmax", "groups": (4, 2), "group_score": "max"},
     "sqrtsoftplus": {"score": "sqrtsoftplus", "normalise": True, "scale": 1.5},
+}
+_MORE: Mapping[str, Mapping[str, Any]] = {
     "sigmoid-groups-topk-sum": {"score": "sigmoid", "groups": (4, 1), "group_score": "topk_sum"},
     "ties": {"score": "softmax", "groups": (6, 4), "group_score": "max"},
     "masked-experts": {"score": "softmax_topk"},
@@ -32,24 +34,30 @@ _CASES: Mapping[str, Mapping[str, Any]] = {
 
 def draw(rng: np.random.Generator) -> Mapping[str, Tensor]:
     """Return logits, upstream gradients of the weights and, for one case, a balancing bias."""
-    found = {}
+    found: dict[str, Tensor] = {}
     for case in _CASES:
-        found[f"{case}/in/logits_TE"] = torch.from_numpy(2 * rng.standard_normal((_T, _E)))
-        found[f"{case}/in/upstream_TK"] = torch.from_numpy(rng.standard_normal((_T, _K)))
+        found |= _tokens(rng, case)
+    found["sigmoid-biased/in/bias_E"] = torch.from_numpy(0.3 * rng.standard_normal(_E))
+    for case in _MORE:
+        found |= _tokens(rng, case)
     found["ties/in/logits_TE"] = found["ties/in/logits_TE"].round()
     found["masked-experts/in/logits_TE"][:, 2:9] = -inf
     found["underflowed/in/logits_TE"][3:5] = -900
     found |= {
         f"no-tokens/in/{name}": found[f"no-tokens/in/{name}"][:0].clone() for name in ("logits_TE", "upstream_TK")
     }
-    found["sigmoid-biased/in/bias_E"] = torch.from_numpy(0.3 * rng.standard_normal(_E))
     return found
+
+
+def _tokens(rng: np.random.Generator, case: str) -> dict[str, Tensor]:
+    logits_TE, upstream_TK = 2 * rng.standard_normal((_T, _E)), rng.standard_normal((_T, _K))
+    return named(case, "in", {"logits_TE": logits_TE, "upstream_TK": upstream_TK})
 
 
 def work_out(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return ids, how clearly they and the experts after them win, weights, and the gradient of the logits."""
-    found = {}
-    for case, settings in _CASES.items():
+    found: dict[str, Tensor] = {}
+    for case, settings in {**_CASES, **_MORE}.items():
         logits_TE = inputs[f"{case}/in/logits_TE"].clone().requires_grad_()
         bias_E = inputs.get(f"{case}/in/bias_E")
         routed = routing.route(logits_TE, top_k=_K, bias_E=bias_E, **settings)
