@@ -16,7 +16,7 @@ from mutants.trial import Trial
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
-@click.option("--each", default=3, metavar="N", help="mutants of each file, drawn at random")
+@click.option("--each", default=2, metavar="N", help="mutants of each file, drawn at random")
 @click.option("--seed", default=1, metavar="N", help="of the draw")
 @click.option("--all", "every", is_flag=True, help="every mutant: hours")
 @click.option("--only", multiple=True, metavar="FILE", help="an oracle; may be given several times  [default: all]")

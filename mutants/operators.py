@@ -36,6 +36,8 @@ _NAMES = {
 _SYMMETRIC = ("min", "max", "minimum", "maximum", "equal", "array_equal")
 # Methods that change what a number is kept in, not the number.
 _CONVERSIONS = ("tolist", "item")
+# What need not be said, and is; to zip strictly can be left out in one way, not two.
+_DEFAULTS = (("zeros", "dtype=np.float64"), ("ones", "dtype=np.float64"), ("zip", "strict=True"))
 
 
 class Text:
@@ -144,12 +146,14 @@ def _constants(value: object) -> list[str]:
 
 
 def _calls(node: ast.Call, text: Text) -> Iterator[Change]:
-    for place in range(len(node.keywords)):
+    function = node.func
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    for place, keyword in enumerate(node.keywords):
+        if (name, ast.unparse(keyword)) in _DEFAULTS:
+            continue
         less = deepcopy(node)
         del less.keywords[place]
         yield *text.span(node), ast.unparse(less)
-    function = node.func
-    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
     two = len(node.args) > 1 and not any(isinstance(argument, ast.Starred) for argument in node.args[:2])
     if two and name not in _SYMMETRIC:
         exchanged = deepcopy(node)
