@@ -131,7 +131,8 @@ def _check_file(folder: Path, name: str, chapter: Chapter) -> Iterator[str]:
     try:
         worked_out = chapter.work_out({key: value for key, value in stored.items() if "/in/" in key})
     except Exception as error:  # whatever an oracle says to what it once answered
-        yield f"{name}: the oracles no longer work it out: {type(error).__name__}: {error}"
+        told = " ".join(str(error).split())  # on one line
+        yield f"{name}: the oracles no longer work it out: {type(error).__name__}: {told}"
         return
     outputs = {key for key in stored if "/out/" in key}
     for key in sorted(outputs ^ set(worked_out)):
