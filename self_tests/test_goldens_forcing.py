@@ -40,6 +40,7 @@ DIVISIONS = [
 ]
 RATIOS = (1.0, 1.5, 2.0, 4.0, 100.0)
 ROUTES = ("hot-rank", "hot-rank-and-more", "hot-node", "hot-expert", "cold", "without-tokens", "all-experts")
+UNEVEN = ("hot-rank-uneven", "hot-node-uneven", "hot-expert-uneven")
 
 
 def of_routes(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,7 +93,7 @@ def marks(hot: Sequence[int], among: int = 3) -> list[bool]:
 def of_hot(values: Mapping[str, Any]) -> dict[str, Any]:
     """Which blocks are hot in every route."""
     found = {}
-    for case in ROUTES:
+    for case in (*ROUTES, *UNEVEN):
         own = given(values, case)
         ids = [own[f"ids_TK-{rank}"] for rank in range(2)]
         answers: dict[str, Any] = {"hot_experts_E": marks(forcing_hot.hot_experts(ids, 6), 6)}
@@ -115,7 +116,7 @@ def of_loads(values: Mapping[str, Any]) -> dict[str, Any]:
     loads = given(values, "draws")["loads_VNE"].tolist()
     rises = [
         forcing_hot.imbalance_rises([loads[v] for v in order], blocks)
-        for order in ((0, 1, 2), (1, 0), (0, 0))
+        for order in ((0, 1, 2), (1, 0), (0, 0), (0, 2, 1), (0, 3))
         for blocks in DIVISIONS
     ]
     answers = {
@@ -139,7 +140,8 @@ def of_draws(values: Mapping[str, Any]) -> dict[str, Any]:
     found |= told("moments", answers | {"bounds_N2": [forcing_draws.bias_moment_bounds(*each) for each in bounds]})
     chances = [(2, 2, 4), (15, 4, 4), (0, 1, 3), (3, 2, 8)]
     found |= told("chances", {f"{n}-more-of-{k}-in-{e}": forcing_draws.chance_alike(n, k, e) for n, k, e in chances})
-    for case in ("anew", "kept", "once", "strayed"):
+    but_one = ("anew-but-in-one-layer", "kept-but-in-one-layer")
+    for case in ("anew", "kept", "once", *but_one, "strayed", "all-experts"):
         ids_LFTK = given(values, f"biased-{case}")["ids_LFTK"]
         answers = {"alike_LF": [[forcing_draws.one_choice([ids_TK]) for ids_TK in row] for row in ids_LFTK]}
         answers["alike_L"] = [forcing_draws.one_choice(list(row)) for row in ids_LFTK]

@@ -18,6 +18,9 @@ from goldens.chapters import forcing_draws, forcing_hot
 from reference import capacity, forcing, forcing_scores
 
 _T, _E, _K = 6, 8, 3
+_SUMS = (  # loads by rank: as even as they must be, not, likewise with unequal numbers of tokens
+    ((2, 2, 1), (1, 2, 2)), ((2, 2, 1), (2, 2, 1)), ((2, 2, 1), (1, 1, 0)), ((3, 2, 1), (1, 1, 0)),
+)  # fmt: skip
 _DEALT = ((5, 3, 8, 0), (5, 3, 8, 1), (5, 3, 8, 2), (4, 2, 2, 3), (0, 2, 5, 1), (3, 1, 7, 4))  # T, K, E, rank
 _SCORES: Mapping[str, Mapping[str, Any]] = {
     "softmax": {"score": "softmax", "normalise": True},
@@ -40,7 +43,7 @@ def draw(rng: np.random.Generator) -> dict[str, Tensor]:
     free_TK[12:16] = -1
     found = named("free", "in", {"ids_TK": free_TK, "padding_T": rng.random(20) < 0.5})
     found |= named("routes", "in", {"ids_TK": _routes(rng)})
-    found |= named("balance", "in", {"loads_NWE": rng.integers(2, 5, (6, 2, 3))})
+    found |= named("balance", "in", {"loads_NWE": np.concatenate([rng.integers(2, 5, (6, 2, 3)), np.array(_SUMS)])})
     for case in _SCORES:
         T = 0 if case == "no-tokens" else _T
         ids_TK, logits_TE = _routes(rng)[:T], 2 * rng.standard_normal((T, _E))
@@ -65,7 +68,7 @@ def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found = named("free", "out", legal)
     used = [forcing.groups_used(given(inputs, "routes")["ids_TK"], _E, groups) for groups in (1, 2, 4, 8)]
     found |= named("routes", "out", {"groups_used_GT": torch.stack(used)})
-    dealt = [forcing.round_robin(T, K, E, rank=rank) for T, K, E, rank in _DEALT]
+    dealt = [forcing.round_robin(T, K, E, **({"rank": rank} if rank else {})) for T, K, E, rank in _DEALT]
     found |= named("dealt", "out", {f"ids_TK-{n}": ids_TK for n, ids_TK in enumerate(dealt)})
     even = [forcing.balanced(capacity.loads(ids_TK, size[2])) for ids_TK, size in zip(dealt, _DEALT, strict=True)]
     found |= named("dealt", "out", {"balanced_N": even})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -15,33 +15,37 @@ _E, _K, _T = 5, 2, 3
 _SIZES = ((100, 2, 4), (0, 1, 8), (4096, 8, 64), (7, 4, 4))  # T, K, E
 _BOUNDS = ((0.0, 4, 8, 2), (-3.0, 4, 64, 8), (3.0, 4, 2, 16), (0.5, 1000, 256, 40))  # deviation, T, E, draws
 _CHANCES = ((2, 2, 4), (15, 4, 4), (0, 1, 3), (3, 2, 8))  # further draws, K, E
-# Layers and forwards, how often the bias is drawn anew, and in how many forwards a token strays.
-_BIASED = {
-    "anew": (1, 16, "forward"),
-    "kept": (16, 2, "layer"),
-    "once": (16, 16, "never"),
-    "strayed": (1, 17, "forward"),
+# At the margin and beyond it: 7 sqrt(192 1/4 3/4) + 16 = 58 from a mean of 48, and 112.99 from 256.
+_MARGINAL = ((106, 29, 29, 28), (107, 29, 28, 28), (368, 219, 219, 218), (369, 219, 218, 218))
+# Layers, forwards and K; for which forwards the bias is drawn anew.
+_BIASED: Mapping[str, tuple[int, int, int, Callable[[int, int], bool]]] = {
+    "anew": (1, 16, _K, lambda layer, forward: True),
+    "kept": (16, 2, _K, lambda layer, forward: forward == 0),
+    "once": (16, 16, _K, lambda layer, forward: layer == forward == 0),
+    "anew-but-in-one-layer": (2, 16, _K, lambda layer, forward: layer == 0 or forward == 0),
+    "kept-but-in-one-layer": (16, 2, _K, lambda layer, forward: forward == 0 or layer == 3),
+    "strayed": (1, 17, _K, lambda layer, forward: True),
+    "all-experts": (1, 16, _E, lambda layer, forward: True),
 }
 
 
 def draw(rng: np.random.Generator) -> dict[str, Tensor]:
     """Return loads of random and of other routes, forced logits, and ids that a bias alone decides."""
     even_NE = np.array([np.bincount(rng.integers(0, 4, 400), minlength=4) for _ in range(3)])
-    margin_NE = [[72, 9, 9, 10], [100, 100, 100, 100], [51, 151, 99, 99], [0, 0, 0, 0]]
-    found = named("random", "in", {"loads_NE": np.concatenate([even_NE, np.array(margin_NE)])})
+    others_NE = [[72, 9, 9, 10], [100, 100, 100, 100], [51, 151, 99, 99], [0, 0, 0, 0], *_MARGINAL]
+    found = named("random", "in", {"loads_NE": np.concatenate([even_NE, np.array(others_NE)])})
     found |= named(
         "moments", "in", {"logits_NTE": 2 * rng.standard_normal((4, 6, _E)) + rng.standard_normal((4, 1, _E))}
     )
-    for case, (layers, forwards, anew) in _BIASED.items():
-        ids_LFTK = np.zeros((layers, forwards, _T, _K), dtype=np.int64)
-        for layer in range(layers):
-            for forward in range(forwards):
-                if anew == "forward" or (layer == 0 and forward == 0) or (anew == "layer" and forward == 0):
-                    chosen = rng.permutation(_E)[:_K]
-                ids_LFTK[layer, forward] = [rng.permutation(chosen) for _ in range(_T)]
+    for case, (layers, forwards, K, anew) in _BIASED.items():
+        ids_LFTK = np.zeros((layers, forwards, _T, K), dtype=np.int64)
+        chosen_K = rng.permutation(_E)[:K]
+        for layer, forward in np.ndindex(layers, forwards):
+            if anew(layer, forward):
+                chosen_K = rng.permutation(_E)[:K]
+            ids_LFTK[layer, forward] = [rng.permutation(chosen_K) for _ in range(_T)]
         if case == "strayed":
-            ids_LFTK[0, 4, 1] = (ids_LFTK[0, 4, 1] + [0, 1]) % _E
-            ids_LFTK[0, 4, 1, 1] += ids_LFTK[0, 4, 1, 1] == ids_LFTK[0, 4, 1, 0]
+            ids_LFTK[0, 4, 1] = (ids_LFTK[0, 4, 1] + 1) % _E
         found |= named(f"biased-{case}", "in", {"ids_LFTK": ids_LFTK})
     return found
 
@@ -59,7 +63,7 @@ def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found |= named("moments", "out", {"moments": moments, "bounds_N2": bounds})
     for draws, K, E in _CHANCES:
         found |= named("chances", "out", {f"{draws}-more-of-{K}-in-{E}": forcing_draws.chance_alike(draws, K, E)})
-    for case, (layers, forwards, _) in _BIASED.items():
+    for case, (layers, forwards, _, _) in _BIASED.items():
         ids_LFTK = given(inputs, f"biased-{case}")["ids_LFTK"]
         told: dict[str, object] = {
             "alike_LF": [[forcing_draws.one_choice([ids_TK]) for ids_TK in row] for row in ids_LFTK],

@@ -25,6 +25,12 @@ _ROUTES: Mapping[str, tuple[Sequence[int], int, Sequence[int]]] = {
     "without-tokens": ((), 2, (0, 0)),
     "all-experts": ((), _E, (2, 1)),
 }
+# Ids by rank: hot, but with one that is not even.
+_UNEVEN: Mapping[str, Sequence[Sequence[Sequence[int]]]] = {
+    "hot-rank-uneven": (((2, 3, 0), (3, 2, 1), (2, 0, 3)), ((2, 3, 4),)),
+    "hot-node-uneven": (((0, 1), (2, 0), (1, 2)), ((0, 1), (1, 0), (0, 1))),
+    "hot-expert-uneven": (((4, 0), (1, 4), (4, 2)), ((4, 0), (0, 4), (4, 0))),
+}
 _RATIOS = (1.0, 1.5, 2.0, 4.0, 100.0)
 _SHARES = (
     (4, 1, 1),
@@ -42,6 +48,8 @@ def draw(rng: np.random.Generator) -> dict[str, Tensor]:
     for case, (hot, K, tokens) in _ROUTES.items():
         for rank, T in enumerate(tokens):
             found |= named(case, "in", {f"ids_TK-{rank}": _routes(rng, hot, K, T)})
+    for case, ids in _UNEVEN.items():
+        found |= named(case, "in", {f"ids_TK-{rank}": ids_TK for rank, ids_TK in enumerate(ids)})
     forwards = [[_routes(rng, _DIVISIONS[0][i % 3], 2, 3) for i in starts] for starts in ((1, 2, 3, 4), (2, 0, 1, 1))]
     found |= named("forwards", "in", {"ids_NFTK": np.array(forwards)})
     for n, shares in enumerate(_SHARES):
@@ -51,7 +59,8 @@ def draw(rng: np.random.Generator) -> dict[str, Tensor]:
         found |= named("shares", "in", {f"ids_TK-{n}": rng.permutation(ids_T1)})
     flat, uneven, steep = (rng.integers(low, 20, (4, _E)) for low in (18, 9, 0))
     steep[:, 0] += 40
-    return found | named("draws", "in", {"loads_VNE": np.stack([flat, uneven, steep])})
+    worst = np.eye(1, _E, dtype=np.int64).repeat(4, axis=0)  # all on one rank
+    return found | named("draws", "in", {"loads_VNE": np.stack([flat, uneven, steep, worst])})
 
 
 def _routes(
@@ -70,8 +79,8 @@ def _routes(
 def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return of every block whether it may have been meant, and by how much it is overloaded."""
     found: dict[str, Tensor] = {}
-    for case, (_, _, tokens) in _ROUTES.items():
-        ids = [given(inputs, case)[f"ids_TK-{rank}"] for rank in range(len(tokens))]
+    for case in (*_ROUTES, *_UNEVEN):
+        ids = [given(inputs, case)[f"ids_TK-{rank}"] for rank in range(2)]
         told = {
             "hot_experts_E": _marks(forcing_hot.hot_experts(ids, _E), _E),
             "hot_DB": [_marks(forcing_hot.hot_blocks(ids, blocks)) for blocks in _DIVISIONS],
@@ -96,7 +105,7 @@ def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     ]
     rises = [
         forcing_imbalance.imbalance_rises([list(loads_VNE[v]) for v in order], blocks)
-        for order in ((0, 1, 2), (1, 0), (0, 0)) for blocks in _DIVISIONS
+        for order in ((0, 1, 2), (1, 0), (0, 0), (0, 2, 1), (0, 3)) for blocks in _DIVISIONS
     ]  # fmt: skip
     return found | named("draws", "out", {"overload_KB": factors, "mean_overload_VB": means, "rises_N": rises})
 
