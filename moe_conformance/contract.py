@@ -156,7 +156,8 @@ class Delivery:
 
     The experts compute out_r = sum_j w_rj * f_e(row_r) with e = local_experts[ids_rj], where w = 1 if `weights_RJ`
     is None (the backend has applied them or will). Rows with no id >= 0 (they may be uninitialised) and all-zero
-    rows are padding: the suite's expert answers them with a large finite value, which must reach no output.
+    rows are padding: the suite's expert answers them with a large finite value, which must reach no output. With
+    `unrouted="zero"` a row with no id is a token whose experts are elsewhere, and its empty sum of zero is wanted.
     """
 
     rows_RD: Tensor
@@ -164,6 +165,7 @@ class Delivery:
     weights_RJ: Tensor | None
     counts_N: Tensor | None  # as claimed by the backend, untouched; None if it claims none
     shape: tuple[int, ...]  # of the rows as the backend holds them; the experts' output comes back in it
+    unrouted: Literal["padding", "zero"] = "padding"  # zero: the backend adds up the answers of several ranks
 
     @classmethod
     def grouped(cls, rows_RD: Tensor, counts_N: Counts, weights_R: Tensor | None = None) -> Delivery:
@@ -179,11 +181,16 @@ class Delivery:
 
     @classmethod
     def listed(
-        cls, rows_RD: Tensor, ids_RJ: Tensor, weights_RJ: Tensor | None = None, counts_N: Counts | None = None
+        cls,
+        rows_RD: Tensor,
+        ids_RJ: Tensor,
+        weights_RJ: Tensor | None = None,
+        counts_N: Counts | None = None,
+        unrouted: Literal["padding", "zero"] = "padding",
     ) -> Delivery:
         """One row per token and rank with J slots. The adapter maps ids that mean "not mine" to -1."""
         claimed_N = None if counts_N is None else _cpu(counts_N)
-        return cls(rows_RD, ids_RJ.to(torch.int64), weights_RJ, claimed_N, tuple(rows_RD.shape))
+        return cls(rows_RD, ids_RJ.to(torch.int64), weights_RJ, claimed_N, tuple(rows_RD.shape), unrouted)
 
     @classmethod
     def batched(cls, rows_NCD: Tensor, counts_N: Counts | None = None, weights_NC: Tensor | None = None) -> Delivery:
@@ -216,8 +223,15 @@ class Resolved(Protocol):
         ...
 
 
+WIRES = ("pairs", "tokens", "all")
+
+
 class Placed(Resolved, Protocol):
-    """What every exchange tells of the experts that this rank holds."""
+    """What every exchange tells of the experts that this rank holds.
+
+    `resolved["wire"]` says what its dispatch sends to other ranks: "pairs", a row for each routed pair, unless it says
+    otherwise; "tokens", one row for each token and rank that needs it; "all", every token to every rank.
+    """
 
     @property
     def local_experts(self) -> tuple[int, ...]:

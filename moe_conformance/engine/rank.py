@@ -117,7 +117,7 @@ def _do(home: _Home, tap: Tap, message: list[bytearray]) -> tuple[Any, ...]:
     try:
         function = find(assignment.function)
         payload = wire.loads(message[1:])
-        context = home.context(assignment.groups)
+        context = home.context(assignment.groups, tap.calls)
     except BaseException as error:
         return (Answer(number, "unprepared", describe(error)),)
     held = dict(context.kept)
@@ -199,7 +199,7 @@ class _Home:
         self.left()
         return ()
 
-    def context(self, partitions: Mapping[str, Partition]) -> RankContext:
+    def context(self, partitions: Mapping[str, Partition], calls: Callable[[], int]) -> RankContext:
         """Makes the groups that do not exist yet: all of them, on all ranks, in the same order."""
         mine: dict[str, dist.ProcessGroup] = {}
         for name, partition in partitions.items():
@@ -208,4 +208,4 @@ class _Home:
                     self._groups[ranks] = dist.new_group(list(ranks), timeout=store.FOREVER)
                 if self._rank in ranks:
                     mine[name] = self._groups[ranks]
-        return RankContext(self._rank, self._world, self._device, mine, self._kept)
+        return RankContext(self._rank, self._world, self._device, mine, self._kept, calls)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -59,6 +59,7 @@ class RankContext:
             once per tuple of ranks and kept for later jobs: two partitions that name the same ranks share it.
         kept: What functions leave here for later jobs of the same process. A replaced rank starts with nothing. A
             job that adds to it may change the process too (start threads, set variables): it made something to last.
+        calls: Returns how many collectives this job has called on this rank so far: the next one's `Entry.order`.
     """
 
     rank: int
@@ -66,6 +67,7 @@ class RankContext:
     device: torch.device
     groups: Mapping[str, dist.ProcessGroup]
     kept: MutableMapping[str, Any]
+    calls: Callable[[], int]
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,10 @@ class AbandonedCollective(Mismatch):
     """An asynchronous collective was never waited for."""
 
 
+class Costly(Mismatch):
+    """A step calls more collectives, or moves more, than it has to."""
+
+
 class Uncovered(Mismatch):
     """The windows of `named` are copies, overlap, or leave parameters out."""
 

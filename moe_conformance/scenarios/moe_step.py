@@ -136,6 +136,7 @@ class _Step:
     def __init__(self, context: RankContext, workload: Workload) -> None:
         self.context, self.workload, self.config = context, workload, workload.config
         self.reached = "open"
+        self.phases: list[tuple[str, int]] = []
         self.inputs: dict[int, _Inputs] = {}
         self.delivered: dict[int, Any] = {}  # handles between the halves of a forward
         self.outputs: dict[int, Tensor] = {}
@@ -186,11 +187,15 @@ class _Step:
         for item in self.workload.schedule.split():
             phase, act = phases[item[0]]
             m = int(item[1:])
-            self.reached = f"{phase}:{m}"
+            self._reach(f"{phase}:{m}")
             if m not in self.inputs:
                 batch = self.workload.batches[m][self.context.rank]
                 self.inputs[m] = _Inputs(self.workload, batch, self.context.device)
             act(m)
+
+    def _reach(self, phase: str) -> None:
+        self.reached = phase
+        self.phases.append((phase, self.context.calls()))
 
     def _forward(self, m: int) -> None:
         inputs = self.inputs[m]
@@ -233,7 +238,7 @@ class _Step:
         self.inputs[m].keep_gradients()
 
     def _bring_back(self, session: Session, built: list[Parametrised]) -> RankOutcome:
-        self.reached = "finish"
+        self._reach("finish")
         attribute = session.grad_attr
         uncovered = tuple(complaint for surface in built for complaint in parameters.coverage(surface))
         local = parameters.gradients(built, attribute)
@@ -244,11 +249,12 @@ class _Step:
                 final = parameters.gradients(built, attribute)
             except Unsupported as error:
                 refusal = str(error)
+        self._reach("done")
         resolved = [surface.resolved for surface in (self.exchange, *built) if isinstance(surface, Resolved)]
         return RankOutcome(
             rank=self.context.rank,
             status="ok",
-            reached="done",
+            reached=self.reached,
             microbatches=tuple(self._microbatch(m) for m in range(len(self.workload.batches))),
             local_experts=tuple(self.exchange.local_experts) if self.exchange is not None else (),
             grads_local=local,
@@ -260,6 +266,7 @@ class _Step:
             weights_at=_weights_at(session, self.config.weights_applied),
             partial=session.expert_output_is_partial,
             loss_convention=session.loss_convention,
+            phases=tuple(self.phases),
         )
 
     def _microbatch(self, m: int) -> Microbatch:

@@ -74,8 +74,10 @@ class Probe:
             if delivery.weights_RJ is not None:
                 answer_RD = (answer_RD * delivery.weights_RJ[:, j : j + 1]).to(rows_RD.dtype)
             out_RD = out_RD + torch.where(held_R1, answer_RD, 0)
-        padding_R1 = ((ids_RJ < 0).all(1) | (rows_RD.detach() == 0).all(1))[:, None]
-        out_RD = torch.where(padding_R1, tags.PADDING_ANSWER, out_RD)
+        padding_R = (rows_RD.detach() == 0).all(1)
+        if delivery.unrouted == "padding":
+            padding_R |= (ids_RJ < 0).all(1)
+        out_RD = torch.where(padding_R[:, None], tags.PADDING_ANSWER, out_RD)
         return _watch(out_RD, call.out_grads).reshape(delivery.shape)
 
     def _record(self, delivery: Delivery) -> Handed:

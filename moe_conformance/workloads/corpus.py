@@ -26,6 +26,7 @@ Route = Callable[[int, Config, Layout, torch.Generator], Tensor]  # (T, config, 
 EVEN = (8,)
 UNEVEN = (9, 4, 13, 6, 11, 5, 7, 10)
 ONE_WITHOUT = (7, 0, 9, 4)
+BY_TURNS = (24, 0, 1, 7)
 MANY = (160, 0, 300, 129)  # more than a byte, signed or not, counts
 
 
@@ -92,6 +93,7 @@ class Recipe:
     experts_per_ep: int | None = None  # E = this many times ep, instead of 8
     weights: Literal["plain", "odd"] = "plain"  # odd: some are zero, some negative
     asynchrony: Asynchrony = "plain"
+    repeated: bool = False  # all microbatches are routed alike
 
 
 _INPUT = {"weights_applied": "input"}
@@ -131,6 +133,8 @@ PROBE = (
     Recipe("halves-in-flight-uneven", tokens=UNEVEN, schedule="D0 D1 C1 C0 B1 B0"),
     Recipe("one-by-one-uneven", tokens=UNEVEN, schedule="F0 B0 F1 B1"),
     Recipe("forward-only-even", schedule="F0 F1 B1"),
+    Recipe("by-turns-uneven", tokens=BY_TURNS, schedule="F0 B0 F1 B1 F2 B2 F3 B3"),
+    Recipe("repeated-even", schedule="F0 B0 F1 B1 F2 B2", repeated=True),
     Recipe("poisoned-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B1 B0", asynchrony="poisoned"),
     Recipe("watched-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B0 B1", asynchrony="watched"),
     Recipe("input-weights-even", config=_INPUT),
@@ -237,8 +241,9 @@ def exchange_workload(recipe: Recipe, kind: Literal["probe", "experts"], variant
     microbatches = 1 + max(int(item[1:]) for item in recipe.schedule.split())
 
     def batch(microbatch: int, rank: int) -> Batch:
-        generator = draw.generator(recipe.name, layout.name, microbatch, rank)
-        T = recipe.tokens[(rank + microbatch) % len(recipe.tokens)]
+        turn = 0 if recipe.repeated else microbatch
+        generator = draw.generator(recipe.name, layout.name, turn, rank)
+        T = recipe.tokens[(rank + turn) % len(recipe.tokens)]
         ids_TK = recipe.route(T, config, layout, generator)
         if kind == "probe":
             return draw.probe_batch(rank, microbatch, ids_TK, config, generator, odd=recipe.weights == "odd")

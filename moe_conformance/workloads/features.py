@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from moe_conformance.contract import Limit
+from moe_conformance.topology import Layout
 from moe_conformance.workloads.records import Batch, Workload
 
 
@@ -49,6 +50,18 @@ def has_idle_expert(workload: Workload) -> bool:
         for batch in microbatch if workload.goes_backward(m) else ():
             reached.update(batch.ids_TK.unique().tolist())
     return not reached.issuperset(range(workload.config.experts))
+
+
+def exchanges(layout: Layout) -> bool:
+    """Return whether experts of a rank's tokens lie on other ranks."""
+    return layout.ep * layout.etp > 1
+
+
+def repeated(workload: Workload) -> bool:
+    """Return whether three microbatches or more ask for the same experts, each on every rank."""
+    first, *others = workload.batches
+    pairs = [pair for other in others for pair in zip(first, other, strict=True)]
+    return len(others) > 1 and all(torch.equal(one.ids_TK, another.ids_TK) for one, another in pairs)
 
 
 def in_flight(schedule: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from self_tests.planted_bugs import (
+    cost,
     exchange,
     exchange_back,
     exchange_ends,
@@ -21,7 +22,8 @@ __all__ = ["Expectation", "Plant", "find", "plants", "plants_of_many_ranks"]
 
 def plants() -> tuple[Plant, ...]:
     """Return all plants, chapter by chapter."""
-    chapters = (routing, routing_ends, exchange, exchange_back, exchange_ends, experts, gradients, groups, overlap)
+    exchanges = (exchange, exchange_back, exchange_ends)
+    chapters = (routing, routing_ends, *exchanges, experts, gradients, groups, overlap, cost)
     return tuple(plant for chapter in chapters for plant in chapter.PLANTS)
 
 

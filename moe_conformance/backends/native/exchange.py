@@ -111,6 +111,11 @@ class AllGatherExchange(LocalExchange):
     def _check_layout(self) -> None:
         """Any layout will do."""
 
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        """As of every exchange, and that all tokens travel."""
+        return {**super().resolved, "wire": "all"}
+
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
         """Gather x, ids and weights, and permute what is this rank's; all ranks bring the same K."""
         group = self.topology.group("ep_etp")

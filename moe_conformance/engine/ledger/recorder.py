@@ -45,15 +45,15 @@ class Recorder:
     def __init__(self, write: Callable[[bytes], object]) -> None:
         self._write = write
         self._lock = threading.Lock()
-        self._calls = 0
+        self.calls = 0
         self._sequences: Counter[str] = Counter()
 
     def issue(self, call: Call) -> Ticket:
         """Records a call that is about to be made; of the contents of its tensors nothing is read."""
         where = caller()
         with self._lock:  # the numbers and the lines in the order in which the calls are made
-            order = self._calls
-            self._calls += 1
+            order = self.calls
+            self.calls += 1
             sequence = None
             if call.tag is None:
                 sequence = self._sequences[call.group.name] = self._sequences[call.group.name] + 1

@@ -65,6 +65,10 @@ class Tap:
             self._session = None
             self._unwaited = [handle for handle in (*self._unwaited, *session.close()) if not handle.settled]
 
+    def calls(self) -> int:
+        """Returns how many calls were made since the recording began."""
+        return self._session.calls() if self._session is not None else 0
+
     def _kernel(self, operator: Operator) -> Callable[..., Any]:
         overload = operator.overload
 
@@ -109,6 +113,10 @@ class _Session:
         self._groups = Groups()
         self._pending: dict[int, _Pending] = {}
         self._open = True
+
+    def calls(self) -> int:
+        """Returns how many calls were made."""
+        return self._recorder.calls
 
     def run(self, operator: Operator, device: DispatchKeySet, args: tuple[Any, ...], *, functional: bool) -> Any:
         """Records a call, makes it, and returns what its operator returns, if asynchronous with a handle of ours."""

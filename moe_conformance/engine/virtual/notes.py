@@ -72,6 +72,10 @@ class Notes:
         """Notes that a call was waited for."""
         self._waited.add(number)
 
+    def calls(self) -> int:
+        """Returns how many calls there were."""
+        return self._calls
+
     def entries(self) -> tuple[Entry, ...]:
         """Returns all of it."""
         return tuple(

@@ -170,7 +170,7 @@ class _Ranks:
         """Runs one rank, job after job."""
         self._turns.enter(rank)
         try:
-            home = _Home(rank, self._size, self._device, store)
+            home = _Home(rank, self._size, self._device, store, self._house.notes[rank].calls)
         except BaseException as error:
             self._failure = error
             self._turns.leave(rank)
@@ -226,8 +226,8 @@ def _do(home: _Home, work: _Work) -> tuple[Answer, list[wire.Buffer]]:
 class _Home:
     """A rank's process group, its device, and the groups made so far."""
 
-    def __init__(self, rank: int, world: int, device: str, store: HashStore) -> None:
-        self._rank, self._world = rank, world
+    def __init__(self, rank: int, world: int, device: str, store: HashStore, calls: Callable[[], int]) -> None:
+        self._rank, self._world, self._calls = rank, world, calls
         self._device = device_of(rank, device, 0 if device == "cpu" else torch.cuda.device_count())
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -246,7 +246,7 @@ class _Home:
                 if ranks not in self._groups:
                     self._groups[ranks] = group.new_group(ranks)
                 mine[name] = self._groups[ranks]
-        return RankContext(self._rank, self._world, self._device, mine, self._kept)
+        return RankContext(self._rank, self._world, self._device, mine, self._kept, self._calls)
 
     def left(self, *, lasting: bool) -> tuple[str, ...]:
         """Returns what differs in the process from when this was last asked; nothing if it was made to last."""

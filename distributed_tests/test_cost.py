@@ -1,0 +1,73 @@
+"""COST: what a step asks of the wire, in calls and bytes, by the ledgers of the ranks."""
+
+from __future__ import annotations
+
+from moe_conformance.judging.cost import (
+    judge_backward_rows,
+    judge_beside_rows,
+    judge_even_calls,
+    judge_no_calls,
+    judge_reductions,
+    judge_repeated,
+    judge_rows,
+)
+from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.verdict import Tally
+from moe_conformance.spec import requirement
+from moe_conformance.workloads.features import exchanges, repeated
+from moe_conformance.workloads.records import Workload
+
+
+def alone(workload: Workload) -> bool:
+    """Whether every rank exchanges with itself."""
+    return not exchanges(workload.layout) and workload.layout.tp == 1
+
+
+def counted(workload: Workload) -> bool:
+    """Whether rows leave ranks, in the dtype that every backend has, one step after the other."""
+    plain = workload.asynchrony == "plain" and workload.schedule.startswith("F0 B0")
+    return exchanges(workload.layout) and plain and workload.config.dtype.itemsize == 4
+
+
+def by_turns(workload: Workload) -> bool:
+    """Whether microbatches follow each other, and there are some to compare."""
+    return counted(workload) and len(workload.batches) > 1
+
+
+class TestExchange:
+    @requirement("COST-01", kind="probe", when=alone)
+    def test_one_rank_calls_nobody(self, reading: Reading, tally: Tally) -> None:
+        """A rank that holds all experts makes no collective in forward or backward."""
+        judge_no_calls(reading, tally)
+
+    @requirement("COST-02", kind="probe", when=by_turns)
+    def test_calls_do_not_depend_on_tokens(self, reading: Reading, tally: Tally) -> None:
+        """Every microbatch takes as many collectives as any other, whatever its tokens and wherever they go."""
+        judge_even_calls(reading, tally)
+
+    @requirement("COST-03", kind="probe", when=counted)
+    def test_no_row_travels_that_need_not(self, reading: Reading, tally: Tally) -> None:
+        """Dispatch and combine each move a row for every pair, or every token, as the backend says, and none beside."""
+        judge_rows(reading, tally)
+
+    @requirement("COST-05", kind="probe", when=counted)
+    def test_backward_moves_no_more_than_forward(self, reading: Reading, tally: Tally) -> None:
+        """What came by dispatch goes back once, what went by combine comes once, and no count travels again."""
+        judge_backward_rows(reading, tally)
+
+    @requirement("COST-06", kind="probe", when=counted)
+    def test_little_travels_beside_the_rows(self, reading: Reading, tally: Tally) -> None:
+        """Counts are a number per rank and expert, and a row brings a few numbers with it."""
+        judge_beside_rows(reading, tally)
+
+    @requirement("COST-07", kind="probe", when=repeated)
+    def test_a_step_costs_what_the_last_one_did(self, reading: Reading, tally: Tally) -> None:
+        """The same microbatch makes the same calls whenever it runs after the first."""
+        judge_repeated(reading, tally)
+
+
+class TestOwnExperts:
+    @requirement("COST-08", kind="experts", when=lambda workload: workload.layout.world > 1)
+    def test_gradients_travel_between_replicas_only(self, reading: Reading, tally: Tally) -> None:
+        """Gradients of experts are reduced over the ranks that hold the same experts, and nowhere else."""
+        judge_reductions(reading, tally)

@@ -1,0 +1,55 @@
+"""What leaves a rank by its collectives, read from its ledger: rows of width D, and bytes of anything else.
+
+A rank's part for itself does not leave it. What is given to be reduced elsewhere does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import pairwise
+
+from moe_conformance.engine.ledger.entry import Entry
+from moe_conformance.scenarios.outcome import RankOutcome
+
+
+def by_phase(rank: RankOutcome) -> Mapping[str, tuple[Entry, ...]]:
+    """Return what a rank that finished called in each phase, "forward:0", "backward:0", ..., "finish", in order."""
+    bounds = pairwise(rank.phases)
+    return {phase: rank.ledger[start:end] for (phase, start), (_, end) in bounds}
+
+
+def carries_rows(entry: Entry, hidden: int) -> bool:
+    """Whether a call carries rows of width D: floating numbers in its last dimension, as counts may be as many."""
+    shapes = entry.shapes_in or entry.shapes_out
+    return "float" in entry.dtype and bool(shapes) and all(len(of) > 1 and of[-1] == hidden for of in shapes)
+
+
+def rows_leaving(entry: Entry, rank: int, hidden: int) -> float:
+    """Count the rows that leave a rank by a call that carries rows of width D; a reduction may share one out."""
+    return _elements_leaving(entry, rank) / hidden
+
+
+def bytes_leaving(entry: Entry, rank: int) -> float:
+    """Count the bytes that leave a rank by a call."""
+    given = sum(map(math.prod, entry.shapes_in))
+    return _elements_leaving(entry, rank) * entry.bytes_in / given if given else 0.0
+
+
+def _elements_leaving(entry: Entry, rank: int) -> float:
+    """Count the elements that a rank gives to others, once for each rank that gets them."""
+    given, W = [math.prod(shape) for shape in entry.shapes_in], len(entry.ranks)
+    if not given or W == 1:
+        return 0.0
+    if entry.op == "all_to_all_single" and entry.in_splits is not None:
+        (shape,), place = entry.shapes_in, entry.ranks.index(rank)
+        return (sum(entry.in_splits) - entry.in_splits[place]) * math.prod(shape[1:])
+    if entry.op in ("all_to_all", "reduce_scatter", "scatter") and len(given) == W:
+        return sum(given) - given[entry.ranks.index(rank)]
+    if entry.op in ("all_to_all_single", "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced"):
+        return sum(given) * (W - 1) / W
+    if entry.op.startswith("all_gather") or entry.op == "broadcast":
+        return sum(given) * (W - 1)
+    if entry.op.startswith("all_reduce"):
+        return 2 * sum(given) * (W - 1) / W  # as a reduce-scatter and an all-gather, of which one is made
+    return sum(given)  # to one other rank: send, gather, reduce

@@ -1,0 +1,108 @@
+"""COST: bugs that cost calls or bytes and change no value."""
+
+# ruff: noqa: D102 - a plant says in its class what its methods do wrong
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_conformance.backends.native.exchange import AllToAllExchange
+from moe_conformance.backends.native.gradients import GradientFinisher
+from moe_conformance.contract import Config, Delivery, Routing, Topology
+from self_tests.planted_bugs.plant import EP2_EDP2, SINGLE, Expectation, collect, planted
+
+
+@planted(
+    Expectation("COST-01", "even", "run", "rank 0 calls all_to_all_single on group (0)", "in forward:0"),
+    layout=SINGLE,
+)
+class CallsItself(AllToAllExchange):
+    """Counts are exchanged though all experts are here: the group is not looked at."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        counts_E = torch.zeros(routing.experts)
+        dist.all_to_all_single(torch.empty_like(counts_E), counts_E, group=self.topology.group("ep"))
+        return super().dispatch(x, routing)
+
+
+@planted(Expectation("COST-02", "by-turns-uneven", "run", "forward takes other numbers of collectives", "in forward:1"))
+class ChunksByTokens(AllToAllExchange):
+    """A group whose ranks have more than 16 tokens takes a round more, as one that sends them in chunks."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        most = torch.tensor([x.shape[0]])
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.topology.group("ep"))
+        if most.item() > 16:
+            dist.all_reduce(most, group=self.topology.group("ep"))
+        return super().dispatch(x, routing)
+
+
+@planted(Expectation("COST-03", "even", "run", "forward:0 moves", "times the least", "should do"))
+class GathersToo(AllToAllExchange):
+    """All tokens go to all ranks before the pairs go to their experts, and nobody reads them."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        rows = x.detach().reshape(-1, x.shape[-1])
+        group = self.topology.group("ep")
+        sizes = torch.zeros(group.size(), dtype=torch.int64)
+        dist.all_gather_into_tensor(sizes, torch.tensor([len(rows)]), group=group)
+        everything = list(rows.new_empty(int(sizes.sum()), rows.shape[1]).split(sizes.tolist()))
+        dist.all_to_all(everything, [rows] * group.size(), group=group)
+        return super().dispatch(x, routing)
+
+
+@planted(Expectation("COST-05", "even", "gradient", "backward:0 exchanges int64 again", "all_to_all_single"))
+class CountsAgain(AllToAllExchange):
+    """The backward of dispatch exchanges the counts once more instead of keeping them."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        delivery, handle = super().dispatch(x, routing)
+        delivery.rows_RD.register_hook(self._ask)
+        return delivery, handle
+
+    def _ask(self, gradient_RD: Tensor) -> None:
+        counts = torch.zeros(self.topology.group("ep").size(), dtype=torch.int64)
+        dist.all_to_all_single(torch.empty_like(counts), counts, group=self.topology.group("ep"))
+
+
+@planted(Expectation("COST-06", "even", "dispatch", "bytes beside", "rows in forward:0, over"))
+class SquareOfExperts(AllToAllExchange):
+    """What every rank learns of the loads grows with the square of the number of experts."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        loads = torch.zeros(64 * routing.experts**2, dtype=torch.int64)
+        dist.all_reduce(loads, group=self.topology.group("ep"))
+        return super().dispatch(x, routing)
+
+
+@planted(Expectation("COST-07", "repeated-even", "run", "does not repeat its calls in each forward", "of them"))
+class CallsMoreEachStep(AllToAllExchange):
+    """A list of buffers that is never emptied is agreed upon, one by one, in each step."""
+
+    def __init__(self, config: Config, topology: Topology) -> None:
+        super().__init__(config, topology)
+        self._buffers: list[Tensor] = []
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        self._buffers.append(torch.zeros(1))
+        for buffer in self._buffers:
+            dist.all_reduce(buffer, group=self.topology.group("ep"))
+        return super().dispatch(x, routing)
+
+
+@planted(
+    Expectation("COST-08", "own-even", "finish", "calls all_reduce of", "on group (0, 1, 2, 3), where replicas are"),
+    layout=EP2_EDP2,
+)
+class ReducesEverywhere(GradientFinisher):
+    """Gradients of experts travel over all ranks, and what comes back is thrown away."""
+
+    def _summed(self, gradient: Tensor, replicas: tuple[str, ...]) -> Tensor:
+        dist.all_reduce(torch.zeros_like(gradient), group=self.topology.group("world"))
+        return super()._summed(gradient, replicas)
+
+
+PLANTS = collect(globals())
