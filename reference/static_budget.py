@@ -32,7 +32,7 @@ def least_budget(
         multiple: M, to which the rows of each expert are padded.
 
     Rule: ceil(factor b) + N (M - 1), b = etp sum_s T_s K / (ep etp), in fractions. Where factor b is within
-    four float32 roundings of a whole number, that number. A backend may round up further.
+    four float32 roundings of the nearest whole number, that number. A backend may round up further.
 
     Degenerate: without a token the budget may be 0.
 

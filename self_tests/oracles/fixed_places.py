@@ -138,7 +138,7 @@ def least_budget(
 ) -> int:
     """Rows that a budget of this factor must have room for, with what filling up experts may take.
 
-    A share that a float32 may have missed by rounding counts as the whole number that it is next to.
+    A share that a float32 may have missed by rounding counts as the nearest whole number.
     """
     sizes = [ep, etp, top_k, multiple]
     if min(sizes) < 1 or len(tokens_by_rank) != ep * etp or min(tokens_by_rank) < 0 or held < 0:
@@ -148,7 +148,7 @@ def least_budget(
     if sum(tokens_by_rank) == 0:
         return 0
     share = Fraction(factor) * etp * sum(tokens_by_rank) * top_k / (ep * etp)
-    below = share.numerator // share.denominator
-    slack = Fraction(4, 2**24) * share
-    rows = below if share - below <= slack else below + 1
+    rows, slack = share.numerator // share.denominator, Fraction(4, 2**24) * share
+    if share - rows > slack or share - rows > Fraction(1, 2):
+        rows += 1
     return rows + held * (multiple - 1)
