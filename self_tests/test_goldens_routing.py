@@ -23,6 +23,8 @@ GATES = {
     "masked-experts": Gate(K, "softmax_topk"),
     "underflowed": Gate(K, "sigmoid", normalise=True),
     "no-tokens": Gate(K, "softmax"),
+    "underflowed-root": Gate(K, "sqrtsoftplus", normalise=True),
+    "softmax-groups-topk-sum": Gate(K, "softmax", limit=Limit(4, 3, "topk_sum")),
 }
 
 

@@ -29,6 +29,8 @@ _MORE: Mapping[str, Mapping[str, Any]] = {
     "masked-experts": {"score": "softmax_topk"},
     "underflowed": {"score": "sigmoid", "normalise": True},
     "no-tokens": {"score": "softmax"},
+    "underflowed-root": {"score": "sqrtsoftplus", "normalise": True},
+    "softmax-groups-topk-sum": {"score": "softmax", "groups": (4, 3), "group_score": "topk_sum"},
 }
 
 
@@ -42,7 +44,8 @@ def draw(rng: np.random.Generator) -> Mapping[str, Tensor]:
         found |= _tokens(rng, case)
     found["ties/in/logits_TE"] = found["ties/in/logits_TE"].round()
     found["masked-experts/in/logits_TE"][:, 2:9] = -inf
-    found["underflowed/in/logits_TE"][3:5] = -900
+    for case in ("underflowed", "underflowed-root"):
+        found[f"{case}/in/logits_TE"][3:5] = -900
     found |= {
         f"no-tokens/in/{name}": found[f"no-tokens/in/{name}"][:0].clone() for name in ("logits_TE", "upstream_TK")
     }
