@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from moe_conformance.backends.native import Native, NativeSession
-from moe_conformance.backends.native.exchange import AllToAllExchange, LocalExchange
+from moe_conformance.backends.native.exchange import AllToAllExchange
 from moe_conformance.backends.native.experts import Experts
 from moe_conformance.backends.native.routing import Router
-from moe_conformance.contract import Config, Delivery, Named, Read, Routing, Unsupported
+from moe_conformance.contract import Config, Delivery, Named, Read, Routing, SplitExchange, Unsupported
 from moe_conformance.topology import RankLists
 
 
@@ -175,7 +175,7 @@ class HidesParameter(Liar):
 
 
 class _DefaultsSession(NativeSession):
-    def exchange(self, config: Config) -> LocalExchange:
+    def exchange(self, config: Config) -> SplitExchange:
         return super().exchange(self._plain(config))
 
     def experts(self, config: Config) -> Experts:

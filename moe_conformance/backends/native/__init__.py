@@ -4,6 +4,9 @@
     permutation.py  tokens to rows sorted by expert, and back
     collectives.py  uneven all-to-all, all-gather and reduce-scatter with gradients
     exchange.py     variants "local", "allgather" and "alltoall"
+    token_exchange.py, mirrored.py, managers.py, flex.py
+                    variants "deepep", "hybridep" and "ncclep": a fused exchange, its gradients, three layouts
+                    for the experts, and the dispatcher over them
     experts.py      SwiGLU experts
     routing.py      the router
     gradients.py    what happens to gradients before the step
@@ -41,7 +44,7 @@ class Native:
     """The backend; it has no limits of its own."""
 
     name: str = "native"
-    variants: tuple[str, ...] = ("alltoall", "allgather", "local")
+    variants: tuple[str, ...] = ("alltoall", "allgather", "local", "deepep", "hybridep", "ncclep")
     session_class: type[NativeSession] = NativeSession
 
     def versions(self) -> Mapping[str, str]:

@@ -8,10 +8,13 @@ import torch
 
 from moe_conformance.backends.native.exchange import AllGatherExchange, AllToAllExchange, LocalExchange
 from moe_conformance.backends.native.experts import Experts
+from moe_conformance.backends.native.flex import FlexExchange
 from moe_conformance.backends.native.gradients import GradientFinisher, Replicated
 from moe_conformance.backends.native.groups import CannotBuild
+from moe_conformance.backends.native.managers import DeepEPManager, HybridEPManager, Manager, NCCLEPManager
 from moe_conformance.backends.native.routing import Router
-from moe_conformance.contract import Config, Parametrised, Session, Topology, Unsupported, refusals
+from moe_conformance.backends.native.token_exchange import TokenExchange
+from moe_conformance.contract import Config, Parametrised, Session, SplitExchange, Topology, Unsupported, refusals
 
 # Each of them by some surface: one config serves all surfaces.
 _MAPPED = (
@@ -29,6 +32,10 @@ class NativeSession(Session):
     alltoall_class: type[LocalExchange] = AllToAllExchange
     allgather_class: type[LocalExchange] = AllGatherExchange
     local_class: type[LocalExchange] = LocalExchange
+    deepep_class: type[Manager] = DeepEPManager
+    hybridep_class: type[Manager] = HybridEPManager
+    ncclep_class: type[Manager] = NCCLEPManager
+    token_exchange_class: type[TokenExchange] = TokenExchange  # under the managers
     experts_class: type[Experts] = Experts
     router_class: type[Router] = Router
     finisher_class: type[GradientFinisher] = GradientFinisher
@@ -38,18 +45,20 @@ class NativeSession(Session):
         self.topology = topology
         self.device = device
 
-    def exchange(self, config: Config) -> LocalExchange:
-        """Build the exchange of `config.variant`."""
-        config.only(*_MAPPED)
-        classes = {
-            "alltoall": self.alltoall_class,
-            "allgather": self.allgather_class,
-            "local": self.local_class,
-        }
-        if config.variant not in classes:
-            raise Unsupported(f"native has no variant {config.variant!r}; it has {', '.join(classes)}")
+    def exchange(self, config: Config) -> SplitExchange:
+        """Build the exchange of `config.variant`; afterwards `weights_at` says where that one applies weights."""
+        classes = {"alltoall": self.alltoall_class, "allgather": self.allgather_class, "local": self.local_class}
+        managers = {"deepep": self.deepep_class, "hybridep": self.hybridep_class, "ncclep": self.ncclep_class}
+        self.weights_at = FlexExchange.weights_at if config.variant in managers else type(self).weights_at
         with refusals(CannotBuild, match="."):
-            return classes[config.variant](config, self.topology)
+            if config.variant in classes:
+                return classes[config.variant](config.only(*_MAPPED), self.topology)
+            if config.variant in managers:
+                config.only(*_MAPPED, "extra")
+                return FlexExchange(config, self.topology, managers[config.variant], self.token_exchange_class)
+        raise Unsupported(
+            f"native has no variant {config.variant!r}; it has {', '.join((*classes, *managers))}"
+        )
 
     def experts(self, config: Config) -> Experts:
         """Build this rank's experts."""

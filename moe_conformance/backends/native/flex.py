@@ -1,0 +1,97 @@
+"""The flex exchange: one dispatcher over a fused token exchange, with a manager for the form that the experts get.
+
+It spans the ranks of ep and etp together: a token goes once to each rank that holds one of its experts or a shard of
+it, and the sum over the ranks is at once that over experts and over shards. Weights travel beside the rows, in float32
+at least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from moe_conformance.backends.native.groups import CannotBuild, Placement
+from moe_conformance.backends.native.managers import Manager
+from moe_conformance.backends.native.token_exchange import TokenExchange
+from moe_conformance.contract import Config, Delivery, Routing, Topology
+
+
+class Flight:
+    """One microbatch between dispatch and combine: what its manager keeps is let go of with the first combine."""
+
+    def __init__(self, held: Any, delivered: int, shape: tuple[int, ...]) -> None:
+        """Keep the manager's part, the number of rows that went to the experts, and the shape of x."""
+        self._held, self._delivered, self.shape = held, delivered, shape
+
+    @property
+    def released(self) -> bool:
+        """Whether it has been combined."""
+        return self._held is None
+
+    def land(self, rows: Tensor) -> Any:
+        """Return the manager's part, once.
+
+        Raises:
+            ValueError: the rows are not as many as were handed over, or were combined before.
+        """
+        if self._held is None:
+            raise ValueError("this handle was combined before: every dispatch gives a handle for one combine")
+        if len(rows) != self._delivered:
+            raise ValueError(
+                f"combine got {len(rows)} rows, and the dispatch of its handle handed over {self._delivered}: "
+                "is it the handle of another microbatch?"
+            )
+        held, self._held = self._held, None
+        return held
+
+
+class FlexExchange:
+    """Dispatch, the given experts, combine, over `ep_etp`; see `contract.SplitExchange`."""
+
+    weights_at: Literal["expert"] = "expert"
+
+    def __init__(
+        self,
+        config: Config,
+        topology: Topology,
+        manager_class: type[Manager],
+        token_exchange_class: type[TokenExchange] = TokenExchange,
+    ) -> None:
+        """Build the token exchange of this rank's group and the manager over it.
+
+        Raises:
+            CannotBuild: the experts do not divide over ep, or the manager cannot do what is asked for.
+        """
+        self.placement = Placement.of(config.experts, topology)
+        if unknown := [name for name, _ in config.extra if name not in manager_class.knobs]:
+            raise CannotBuild(f"{manager_class.__name__} has no knob {', '.join(unknown)}")
+        group = topology.group("ep_etp")
+        self.manager = manager_class(config, token_exchange_class(group, config.experts, self.placement.shards))
+
+    @property
+    def local_experts(self) -> tuple[int, ...]:
+        """Global ids of this rank's N experts."""
+        return self.placement.ids
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        """The classes that were built, where the weights are applied, and who goes backward."""
+        return {
+            "exchange": type(self).__name__,
+            "manager": type(self.manager).__name__,
+            "token_exchange": type(self.manager.exchange).__name__,
+            "weights": "input" if self.manager.weighs_input else self.weights_at,
+        }
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Flight]:
+        """Return what this rank's experts are handed, and the handle; x is (*lead, D) with prod(lead) == T."""
+        weights_TK = routing.weights_TK.to(torch.promote_types(x.dtype, torch.float32))
+        delivery, held = self.manager.dispatch(x.reshape(-1, x.shape[-1]), routing.ids_TK, weights_TK)
+        return delivery, Flight(held, len(delivery.rows_RD), tuple(x.shape))
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        """Return y in the shape of x; the handle is of no use afterwards."""
+        return self.manager.combine(rows, handle.land(rows)).reshape(handle.shape)

@@ -1,0 +1,196 @@
+"""What the experts are handed of a fused token exchange: three layouts of the same rows, after three libraries.
+
+The exchange brings a token to a rank once, however many of its slots are meant there. A manager makes of that what its
+library hands to the experts, and turns their answers into one row for each that came. It applies no weight in combine:
+the weights travel, in float32 at least, and the experts apply them, or the manager does before the experts where the
+config asks for it and every row has one weight.
+
+T tokens, K slots, N experts held, D hidden, W ranks, R rows received, P pairs: filled slots of the received rows, B
+rows of a static budget.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from moe_conformance.backends.native import mirrored
+from moe_conformance.backends.native.groups import CannotBuild
+from moe_conformance.backends.native.permutation import Pairs, permute, sort_pairs, unpermute, weigh
+from moe_conformance.backends.native.token_exchange import Arrived, Handle, TokenExchange
+from moe_conformance.contract import Config, Delivery
+
+
+class Overflow(RuntimeError):
+    """Some rank of the group needs more rows than the budget; every rank of the group raises it."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a manager keeps of one microbatch until its combine."""
+
+    handle: Handle
+    pairs: Pairs | None = None  # of the received rows and their ids; None where the rows are handed over as they came
+    tokens: int | None = None  # T, where more were dispatched
+
+
+class Manager:
+    """Dispatches, hands over and combines; it keeps nothing on itself, so that any number of steps may be in flight."""
+
+    knobs: ClassVar[tuple[str, ...]] = ()  # names that it takes from `Config.extra`
+
+    def __init__(self, config: Config, exchange: TokenExchange) -> None:
+        """Take the token exchange to work over.
+
+        Raises:
+            CannotBuild: the manager cannot do what the config asks for.
+        """
+        self.exchange = exchange
+        self.weighs_input = config.weights_applied == "input"
+
+    def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Delivery, Any]:
+        """Return what the experts are handed and what `combine` needs; collective."""
+        arrived = mirrored.dispatch(self.exchange, x_TD, ids_TK, weights_TK)
+        return self._hand_over(arrived)
+
+    def combine(self, rows: Tensor, held: Any) -> Tensor:
+        """Return y_TD from the experts' answers; collective."""
+        return mirrored.combine(self.exchange, self._take_back(rows, held), held.handle)
+
+    def _hand_over(self, arrived: Arrived) -> tuple[Delivery, Held]:
+        raise NotImplementedError
+
+    def _take_back(self, rows: Tensor, held: Held) -> Tensor:
+        raise NotImplementedError
+
+
+class DeepEPManager(Manager):
+    """Rows as they came, each with K slots: an index among the experts of this rank or -1, and a weight."""
+
+    def __init__(self, config: Config, exchange: TokenExchange) -> None:
+        """See `Manager`; one row has several weights, so that none can be applied before the experts."""
+        super().__init__(config, exchange)
+        if self.weighs_input:
+            raise CannotBuild("a row with a weight for each of its slots cannot be weighed before the experts")
+
+    def _hand_over(self, arrived: Arrived) -> tuple[Delivery, Held]:
+        handle = arrived.handle
+        delivery = Delivery.listed(arrived.rows_RD, handle.ids_RK, arrived.weights_RK, handle.counts_N)
+        return delivery, Held(handle)
+
+    def _take_back(self, rows: Tensor, held: Held) -> Tensor:
+        return rows
+
+
+class _OneRowPerPair(Manager):
+    """The base of managers that give every filled slot a row of its own, in an order of theirs."""
+
+    def _rows(self, arrived: Arrived, pairs: Pairs) -> tuple[Tensor, Tensor | None]:
+        """Return rows_PD and their weights; no weights if they have been applied."""
+        rows_PD = permute(arrived.rows_RD, pairs)
+        assert arrived.weights_RK is not None
+        weights_P = arrived.weights_RK[pairs.token_P, pairs.slot_P]
+        return (weigh(rows_PD, weights_P), None) if self.weighs_input else (rows_PD, weights_P)
+
+    def _take_back(self, rows: Tensor, held: Held) -> Tensor:
+        """Return the sum of every received row's pairs."""
+        assert held.pairs is not None
+        return unpermute(rows[: len(held.pairs.token_P)], held.pairs)
+
+
+class HybridEPManager(_OneRowPerPair):
+    """Rows expert by expert in a buffer of B rows on every rank, whatever the load; more than B is an error of all.
+
+    All ranks dispatch the same number of tokens, the largest T of the group: empty ones fill up. B is that number times
+    K times the shards of an expert times the knob `rank_capacity_factor`, rounded up. Its default, ep, holds whatever
+    may come.
+    """
+
+    knobs = ("rank_capacity_factor",)
+
+    def __init__(self, config: Config, exchange: TokenExchange) -> None:
+        """See `Manager`.
+
+        Raises:
+            CannotBuild: the factor is not above 0.
+        """
+        super().__init__(config, exchange)
+        self.factor = float(dict(config.extra).get("rank_capacity_factor", exchange.blocks))
+        if not self.factor > 0:
+            raise CannotBuild(f"rank_capacity_factor = {self.factor}: it must be above 0")
+
+    def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Delivery, Held]:
+        """Return rows_BD by expert, see `Manager.dispatch`.
+
+        Raises:
+            Overflow: on all ranks, if any of them got more than B rows.
+        """
+        T, K = ids_TK.shape
+        most = self._largest(T, x_TD.device)
+        missing = (0, 0, 0, most - T)
+        arrived = mirrored.dispatch(
+            self.exchange, F.pad(x_TD, missing), F.pad(ids_TK, missing, value=-1), F.pad(weights_TK, missing)
+        )
+        budget = math.ceil(self.factor * most * K * self.exchange.shards)
+        self._check(int(arrived.handle.counts_N.sum()), budget, x_TD.device)
+        pairs = sort_pairs(arrived.handle.ids_RK, self.exchange.held)
+        rows_PD, weights_P = self._rows(arrived, pairs)
+        unused = budget - len(rows_PD)
+        weights_B = None if weights_P is None else F.pad(weights_P, (0, unused))
+        delivery = Delivery.grouped(F.pad(rows_PD, (0, 0, 0, unused)), pairs.counts_E, weights_B)
+        return delivery, Held(arrived.handle, pairs, T)
+
+    def combine(self, rows: Tensor, held: Any) -> Tensor:
+        """Return y_TD without the tokens that filled up."""
+        return super().combine(rows, held)[: held.tokens]
+
+    def _check(self, demand: int, budget: int, device: torch.device) -> None:
+        largest = self._largest(demand, device)  # the overflow flag, of all ranks
+        if largest > budget:
+            raise Overflow(
+                f"the busiest rank of the exchange group needs {largest} rows, and the budget of each is {budget} "
+                f"(rank_capacity_factor = {self.factor:g}); this rank needs {demand}"
+            )
+
+    def _largest(self, value: int, device: torch.device) -> int:
+        group = self.exchange.group
+        largest = torch.tensor([value], device=device)
+        if group.size() > 1:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        return int(largest)
+
+
+@dataclass(frozen=True)
+class Packed(Held):
+    """What the packed layout keeps: also where in the buffer the rows of a source for an expert begin."""
+
+    begin_WN: Tensor | None = None
+
+
+class NCCLEPManager(_OneRowPerPair):
+    """Rows packed by source rank, then expert, in a buffer of just their number; a table says where each run begins."""
+
+    def _hand_over(self, arrived: Arrived) -> tuple[Delivery, Held]:
+        handle, W, N = arrived.handle, self.exchange.group.size(), self.exchange.held
+        received_W = torch.tensor(handle.received_W, device=handle.ids_RK.device)
+        source_R1 = torch.arange(W, device=received_W.device).repeat_interleave(received_W).unsqueeze(1)
+        run_RK = torch.where(handle.ids_RK >= 0, source_R1 * N + handle.ids_RK, -1)
+        pairs = sort_pairs(run_RK, W * N)
+        rows_PD, weights_P = self._rows(arrived, pairs)
+        begin_WN = (pairs.counts_E.cumsum(0) - pairs.counts_E).reshape(W, N)
+        held = Packed(handle, pairs, begin_WN=begin_WN)
+        weights_P1 = None if weights_P is None else weights_P.unsqueeze(1)
+        return Delivery.listed(rows_PD, self._experts(held, len(rows_PD)), weights_P1, handle.counts_N), held
+
+    def _experts(self, held: Packed, rows: int) -> Tensor:
+        """Return ids_P1, read off the table: a row belongs to the last run that begins at or before it."""
+        assert held.begin_WN is not None
+        begin = held.begin_WN.flatten()
+        run_P = torch.searchsorted(begin, torch.arange(rows, device=begin.device), right=True) - 1
+        return (run_P % self.exchange.held).unsqueeze(1)

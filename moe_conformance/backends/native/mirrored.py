@@ -1,0 +1,61 @@
+"""A fused token exchange under autograd: the backward of each half is the other half, with the same handle.
+
+The gradient of a token is the sum over its copies, which is what combine computes; the gradient of a row that was added
+to its token is that token's, which is what dispatch sends. Weights that travelled with the rows send their gradients
+home beside those of the rows. No backward exchanges a number of rows or an id.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_conformance.backends.native.token_exchange import Arrived, Handle, TokenExchange
+
+
+class _Dispatch(torch.autograd.Function):
+    """Tokens and weights to the ranks of their experts; the gradients of both come back by combine."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, exchange: TokenExchange
+    ) -> tuple[Tensor, Tensor | None, Handle]:
+        """Dispatch and keep the handle."""
+        arrived = exchange.dispatch(x_TD, ids_TK, weights_TK)
+        ctx.exchange, ctx.handle = exchange, arrived.handle
+        return arrived.rows_RD, arrived.weights_RK, arrived.handle
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor | None, None, None]:
+        """Combine the gradients of the rows and of their weights, on every rank, wanted or not."""
+        rows_RD, weights_RK, _ = gradients
+        return *ctx.exchange.combine(rows_RD, ctx.handle, weights_RK), None, None
+
+
+class _Combine(torch.autograd.Function):
+    """Rows back to their tokens; the gradient of each token goes out to all its copies by dispatch."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RD: Tensor, exchange: TokenExchange, handle: Handle) -> Tensor:
+        """Combine and keep the handle."""
+        ctx.exchange, ctx.handle = exchange, handle
+        return exchange.combine(rows_RD, handle)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        """Dispatch the gradients of the tokens over the layout that is known."""
+        return ctx.exchange.dispatch(gradients[0], handle=ctx.handle).rows_RD, None, None
+
+
+def dispatch(exchange: TokenExchange, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Arrived:
+    """Return what reached this rank, differentiable in the tokens and in the weights."""
+    rows_RD, weights_RK, handle = _Dispatch.apply(x_TD, weights_TK, ids_TK, exchange)  # type: ignore[no-untyped-call]
+    return Arrived(rows_RD, weights_RK, handle)
+
+
+def combine(exchange: TokenExchange, rows_RD: Tensor, handle: Handle) -> Tensor:
+    """Return the sums by token, differentiable in the rows."""
+    y_TD: Tensor = _Combine.apply(rows_RD, exchange, handle)  # type: ignore[no-untyped-call]
+    return y_TD

@@ -1,0 +1,224 @@
+"""The fused token exchange on torch.distributed: the contract of docs/token_exchange.md, portable and without kernels.
+
+A token goes once to every rank that holds one of its experts, with the experts meant there and their weights; the rows
+that come back are added. Nothing here knows of autograd: `mirrored.py` does. A library of kernels takes this module's
+place by offering the same three methods.
+
+T tokens of this rank, K slots, E experts, N experts held, D hidden, W ranks, S shards of an expert, M rows sent by this
+rank, R rows received.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_conformance.backends.native import collectives
+from moe_conformance.backends.native.groups import CannotBuild
+
+_REFUSED = -1  # in place of a number of rows: this rank's input is wrong, and no row will come
+
+
+class DispatchRefused(ValueError):
+    """Another rank's input is wrong, so that nothing is dispatched; that rank's own error says what it is."""
+
+
+@dataclass(frozen=True)
+class DispatchLayout:
+    """Where the tokens of this rank go. Nothing has to be exchanged to know it."""
+
+    tokens_W: Tensor  # int64, tokens to every rank; a token counts once there, however many of its slots are meant
+    tokens_E: Tensor  # int64, slots for every expert of all ranks
+    in_rank_TW: Tensor  # bool, whether a token goes to a rank
+
+
+@dataclass(frozen=True)
+class Handle:
+    """How the rows of one dispatch travelled. It serves any number of dispatches and combines of the same routing."""
+
+    token_M: Tensor  # whose copy every sent row is: by destination, then token
+    place_M: Tensor  # which copy of its token it is: 0 for the first destination
+    copies: int  # at most, of a token
+    sent_W: list[int]
+    received_W: list[int]
+    ids_RK: Tensor  # int64, index among the receiver's experts, -1 = empty slot or another rank's
+    counts_N: Tensor  # int64, slots for each of the receiver's experts
+    tokens: int  # T
+
+    @property
+    def rows(self) -> int:
+        """R, rows received."""
+        return sum(self.received_W)
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """What one dispatch brought to this rank: by source rank, then token."""
+
+    rows_RD: Tensor
+    weights_RK: Tensor | None  # 0 where the id is -1; None where none were sent
+    handle: Handle
+
+
+class TokenExchange:
+    """Dispatch and combine between the ranks of one group, which hold E experts in equal blocks of ids, in order.
+
+    With S shards the ranks count shards fastest, and each of the S ranks of a block gets the block's tokens. All ranks
+    of the group call each method, in the same order. A group of one rank starts no collective.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, experts: int, shards: int = 1) -> None:
+        """Take the group; no communication.
+
+        Raises:
+            CannotBuild: the ranks do not divide into shards, or the experts into blocks.
+        """
+        self.group, self.experts, self.shards = group, experts, shards
+        if group.size() % shards:
+            raise CannotBuild(f"{group.size()} ranks do not divide into {shards} shards of each expert")
+        self.blocks = group.size() // shards
+        if experts % self.blocks:
+            raise CannotBuild(f"{experts} experts do not divide over {self.blocks} ranks")
+        self.held = experts // self.blocks  # N
+
+    # ---- the contract ----------------------------------------------------------------------------------------
+
+    def get_dispatch_layout(self, ids_TK: Tensor) -> DispatchLayout:
+        """Return where tokens go; ids below 0 are empty slots.
+
+        Raises:
+            ValueError: an id is not below E, or the ids are no int64 table.
+        """
+        self._check_ids(ids_TK)
+        block_TK = torch.where(ids_TK >= 0, ids_TK // self.held, self.blocks)  # one more, for empty slots
+        in_block_TB = ids_TK.new_zeros(len(ids_TK), self.blocks + 1, dtype=torch.bool).scatter(1, block_TK, True)
+        in_rank_TW = in_block_TB[:, : self.blocks].repeat_interleave(self.shards, dim=1)
+        return DispatchLayout(
+            tokens_W=in_rank_TW.sum(0),
+            tokens_E=torch.bincount(ids_TK[ids_TK >= 0], minlength=self.experts),
+            in_rank_TW=in_rank_TW,
+        )
+
+    def dispatch(
+        self,
+        x_TD: Tensor,
+        ids_TK: Tensor | None = None,
+        weights_TK: Tensor | None = None,
+        handle: Handle | None = None,
+    ) -> Arrived:
+        """Send one copy of every token to each rank of its layout, with its weights if there are any.
+
+        Give either the ids or the handle of an earlier dispatch: its layout is used again then, and nothing but rows
+        (and weights, if given) travels. Weights are float32, or float64 for float64 rows.
+
+        Raises:
+            ValueError: shapes, dtypes or ids are wrong on this rank.
+            DispatchRefused: they are wrong on another rank; only a dispatch with a handle cannot tell.
+        """
+        if handle is None:
+            handle = self._lay_out(x_TD, ids_TK, weights_TK)
+        elif ids_TK is not None:
+            raise ValueError("a dispatch with a handle takes its ids from it: give one of the two")
+        elif problem := _wrong_input(x_TD, handle.tokens, weights_TK, handle.ids_RK.shape[1]):
+            raise ValueError(problem)
+        rows_RD = self._send(x_TD[handle.token_M], handle)
+        if weights_TK is None:
+            return Arrived(rows_RD, None, handle)
+        weights_RK = self._send(weights_TK[handle.token_M], handle)
+        return Arrived(rows_RD, self._own_slots(weights_RK, handle), handle)
+
+    def combine(
+        self, rows_RD: Tensor, handle: Handle, weights_RK: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Send every row back to its token and return the sums; no weight is applied. A token without a copy gets 0.
+
+        Numbers that belong to the slots of the rows (gradients of weights) may come along and are added likewise; those
+        of slots whose id is -1 are left behind.
+
+        Raises:
+            ValueError: the handle belongs to a dispatch that brought another number of rows.
+        """
+        if len(rows_RD) != handle.rows:
+            raise ValueError(
+                f"combine got {len(rows_RD)} rows, and the dispatch of its handle brought {handle.rows}: "
+                "is it the handle of another microbatch?"
+            )
+        y_TD = _add_up(self._send_back(rows_RD, handle), handle)
+        if weights_RK is None:
+            return y_TD, None
+        return y_TD, _add_up(self._send_back(self._own_slots(weights_RK, handle), handle), handle)
+
+    # ---- how -------------------------------------------------------------------------------------------------
+
+    def _lay_out(self, x_TD: Tensor, ids_TK: Tensor | None, weights_TK: Tensor | None) -> Handle:
+        """Tell every rank how many rows will come, and send the ids ahead of them."""
+        try:
+            if ids_TK is None:
+                raise ValueError("a dispatch needs ids or a handle")
+            layout = self.get_dispatch_layout(ids_TK)
+            if problem := _wrong_input(x_TD, len(ids_TK), weights_TK, ids_TK.shape[1]):
+                raise ValueError(problem)
+        except ValueError:
+            refusals_W = torch.full((self.group.size(), 1), _REFUSED, device=x_TD.device)
+            collectives.start_all_to_all(refusals_W, self.group).wait()  # nobody waits for rows then
+            raise
+        travelling = collectives.start_all_to_all(layout.tokens_W.unsqueeze(1), self.group)
+        rank_M, token_M = layout.in_rank_TW.t().nonzero(as_tuple=True)
+        place_TW = layout.in_rank_TW.cumsum(1) - 1
+        received_W = travelling.wait().flatten().tolist()
+        if _REFUSED in received_W:
+            raise DispatchRefused(f"rank {received_W.index(_REFUSED)} of the group had wrong input to dispatch")
+        sent_W = layout.tokens_W.tolist()
+        ids_RK = collectives.all_to_all(ids_TK[token_M], sent_W, received_W, self.group)
+        ids_RK = self._local_ids(ids_RK)
+        return Handle(
+            token_M=token_M,
+            place_M=place_TW[token_M, rank_M],
+            copies=min(self.group.size(), ids_TK.shape[1] * self.shards),
+            sent_W=sent_W,
+            received_W=received_W,
+            ids_RK=ids_RK,
+            counts_N=torch.bincount(ids_RK[ids_RK >= 0], minlength=self.held),
+            tokens=len(ids_TK),
+        )
+
+    def _local_ids(self, ids_RK: Tensor) -> Tensor:
+        """Return the index among this rank's experts, -1 for an expert held elsewhere or an empty slot."""
+        local_RK = ids_RK - self.group.rank() // self.shards * self.held
+        return torch.where((ids_RK >= 0) & (local_RK >= 0) & (local_RK < self.held), local_RK, -1)
+
+    def _own_slots(self, weights_RK: Tensor, handle: Handle) -> Tensor:
+        return torch.where(handle.ids_RK >= 0, weights_RK, 0)
+
+    def _send(self, rows_M: Tensor, handle: Handle) -> Tensor:
+        return collectives.all_to_all(rows_M, handle.sent_W, handle.received_W, self.group)
+
+    def _send_back(self, rows_R: Tensor, handle: Handle) -> Tensor:
+        return collectives.all_to_all(rows_R, handle.received_W, handle.sent_W, self.group)
+
+    def _check_ids(self, ids_TK: Tensor) -> None:
+        if ids_TK.dtype != torch.int64 or ids_TK.dim() != 2:
+            raise ValueError(f"ids are {ids_TK.dtype} of shape {tuple(ids_TK.shape)}, not int64 of shape (T, K)")
+        if ids_TK.numel() and int(ids_TK.max()) >= self.experts:
+            raise ValueError(f"expert id {int(ids_TK.max())} among {self.experts} experts")
+
+
+def _wrong_input(x_TD: Tensor, tokens: int, weights_TK: Tensor | None, slots: int) -> str:
+    """Return what is wrong with the tokens or their weights, "" if nothing is."""
+    if x_TD.dim() != 2 or len(x_TD) != tokens:
+        return f"tokens of shape {tuple(x_TD.shape)} for the ids of {tokens}"
+    if weights_TK is None:
+        return ""
+    if tuple(weights_TK.shape) != (tokens, slots):
+        return f"weights of shape {tuple(weights_TK.shape)} for ids of shape {(tokens, slots)}"
+    wide = torch.promote_types(x_TD.dtype, torch.float32)
+    return "" if weights_TK.dtype == wide else f"weights are {weights_TK.dtype} beside {x_TD.dtype} rows, not {wide}"
+
+
+def _add_up(rows_M: Tensor, handle: Handle) -> Tensor:
+    """Return the sum over every token's copies, in the order of ranks and in one rounding; zeros without any."""
+    table = rows_M.new_zeros(handle.tokens, handle.copies, rows_M.shape[1])
+    return table.index_put((handle.token_M, handle.place_M), rows_M).sum(1)
