@@ -274,6 +274,15 @@ class TestDrops:
         drop = Drop(self.IDS, self.WEIGHTS, errors_TK, kept_TK, 3, 3)
         assert [legal, True, True] == judged(drop, "weight")
 
+    def test_weights_may_belong_to_a_graph(self) -> None:
+        """Weights and errors that want gradients are judged as the numbers they are."""
+        w_TK, errors_TK = floats(self.WEIGHTS, leaf=True), floats(np.zeros((4, 2)), leaf=True)
+        ids_TK, options = torch.from_numpy(self.IDS), {"capacity": 2, "policy": "weight"}
+        kept_TK = first_drops.keep(ids_TK, 3, weights_TK=w_TK, **options)
+        assert second_drops.keep(self.IDS, 3, weights_TK=self.WEIGHTS, **options).tolist() == kept_TK.tolist()
+        legal_E = first_drops.legal_drop(kept_TK, ids_TK, 3, weights_TK=w_TK, errors_TK=errors_TK, **options)
+        assert [True] * 3 == legal_E.tolist()
+
     @pytest.mark.parametrize(("error", "legal"), [(0.0, False), (3 / 32, False), (1 / 8, True), (1 / 4, True)])
     def test_a_weight_that_may_be_zero_may_be_absent(self, error: float, legal: bool) -> None:
         """The slot of 1/8 that found room but was not kept is legal only if it may weigh 0, at its error exactly."""
