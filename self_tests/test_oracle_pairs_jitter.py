@@ -89,6 +89,12 @@ class TestSeenFactors:
         assert_close(expected, actual)
         assert_close(factors_TD[:, columns], actual)
 
+    def test_all_columns_by_hand(self) -> None:
+        """Three experts read all of three columns, in another order."""
+        logits, x = np.array([[10.0, 3.0, -6.0]]), np.array([[2.0, -4.0, 8.0]])
+        assert [[1.25, 1.5, 1.5]] == second.seen_factors(logits, x, [2, 0, 1]).tolist()
+        assert [[1.25, 1.5, 1.5]] == first.seen_factors(floats(logits), floats(x), [2, 0, 1]).tolist()
+
     @pytest.mark.parametrize(
         ("logits", "x", "columns"),
         [
