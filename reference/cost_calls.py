@@ -100,7 +100,7 @@ def settled(calls_by_step: Sequence[Sequence[Any]]) -> bool:
 def legal_reduction(group: Collection[int], edp_group: Collection[int]) -> bool:
     """Say whether elements of a rank's expert gradients may appear in a call among these ranks.
 
-    Rule: only among replicas, all or some of the rank's edp group; and where that has one rank, in no call.
+    Rule: only among replicas, all or some of the rank's edp group. A call over one rank moves nothing.
 
     Raises:
         ValueError: no ranks in either group.
@@ -108,8 +108,8 @@ def legal_reduction(group: Collection[int], edp_group: Collection[int]) -> bool:
     Decides: COST-08. Source: GShard; MoE Parallel Folding (Liu et al. 2025).
 
     >>> legal_reduction([1, 5], [1, 3, 5]), legal_reduction([1, 2], [1, 3, 5]), legal_reduction([1], [1])
-    (True, False, False)
+    (True, False, True)
     """
     if not group or not edp_group:
         raise ValueError(f"a call among {list(group)}, replicas on {list(edp_group)}: need ranks in both")
-    return len(set(edp_group)) > 1 and set(group) <= set(edp_group)
+    return set(group) <= set(edp_group)

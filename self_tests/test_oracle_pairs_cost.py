@@ -366,13 +366,13 @@ class TestCalls:
             ([1], [1, 3], True),
             ([1, 2], [1, 3], False),
             ([1, 3, 5], [1, 3], False),
-            ([2], [2], False),  # no replicas: nothing moves
-            ([2, 2], [2, 2], False),
+            ([2], [2], True),  # a call with oneself, which moves nothing
+            ([2, 1], [2], False),
             ([0, 1, 2, 3], [1, 3], False),
         ],
     )
     def test_reduction(self, group: list[int], edp_group: list[int], expected: bool) -> None:
-        """Within the replicas of the expert, of which there are two at least."""
+        """Within the replicas of the expert, all or some."""
         question = group, edp_group
         assert expected is assert_agree(first_calls.legal_reduction, second_calls.legal_reduction, *question)
 

@@ -48,7 +48,7 @@ def settled(calls_by_step: Sequence[Sequence[Call]]) -> bool:
 
 
 def legal_reduction(group: Collection[int], edp_group: Collection[int]) -> bool:
-    """Gradients of experts travel among the replicas of the expert, of which there must be two."""
+    """Gradients of experts travel among the replicas of the expert, and nowhere else."""
     if not group or not edp_group:
         raise ValueError(f"groups {group}, {edp_group}")
-    return len(set(edp_group)) > 1 and set(group) <= set(edp_group)
+    return all(rank in edp_group for rank in group)

@@ -32,6 +32,7 @@ __all__ = [
     "get_moe_module_spec",
     "moe_utils",
     "parallel_state",
+    "token_dispatcher",
 ]
 
 # Advice to people who train, on every layer that is built; and the old names of collectives, on every rank.

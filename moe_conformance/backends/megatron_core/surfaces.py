@@ -43,6 +43,7 @@ class Exchange:
             "permute": "fused" if dispatcher.config.moe_permute_fusion else "unfused",
             "ep ranks": str(dispatcher.ep_size),
             "etp ranks": str(dispatcher.tp_size),
+            "wire": "all" if isinstance(dispatcher, library.token_dispatcher.MoEAllGatherTokenDispatcher) else "pairs",
         } | _SHIMS
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, None]:
