@@ -44,8 +44,9 @@ def draw(rng: np.random.Generator) -> dict[str, Tensor]:
     found = named("ranks", "in", {"loads_WE": ranks_WE})
     for case, loads_E in _LOADS.items():
         found |= named(case, "in", {"bias_E": 0.1 * rng.standard_normal(_E), "loads_E": loads_E})
-    training = {"bias_E": 0.1 * rng.standard_normal(_E), "loads_NE": rng.integers(0, 9, (len(_TRAINING), _E))}
-    found |= named("training", "in", training)
+    bias_E, loads_NE = 0.1 * rng.standard_normal(_E), rng.integers(0, 9, (len(_TRAINING), _E))
+    loads_NE[:, 0] = 40  # alone above the mean, so that the changes do not add up to 0
+    found |= named("training", "in", {"bias_E": bias_E, "loads_NE": loads_NE})
     for case, (_, tokens, _) in _STEPS.items():
         found |= named(case, "in", {"bias_E": rng.integers(-4, 5, _E) / 16, "new_bias_E": rng.standard_normal(_E)})
         for part, T in enumerate(tokens):
@@ -86,7 +87,8 @@ def _step(case: str, own: Mapping[str, Tensor]) -> Mapping[str, Tensor | float]:
     scores = [own[f"scores_TE-{part}"] for part in range(len(tokens))]
     masks = [own.get(f"padding_T-{part}") for part in range(len(tokens))]
     padding = [mask if mask is None else mask.bool() for mask in masks] if any(T > 2 for T in tokens) else None
-    low_E, high_E = balance_quantiles.quantile_bounds(scores, own["bias_E"], top_k=K, padding=padding, memory=memory)
+    how = {"memory": memory} if memory else {}
+    low_E, high_E = balance_quantiles.quantile_bounds(scores, own["bias_E"], top_k=K, padding=padding, **how)
     found: dict[str, Tensor | float] = {"low_E": low_E, "high_E": high_E}
     found["outside"] = balance_quantiles.outside(own["new_bias_E"], low_E, high_E)
     if K < _E:
