@@ -223,14 +223,15 @@ class Resolved(Protocol):
         ...
 
 
-WIRES = ("pairs", "tokens", "all")
+WIRES = ("pairs", "tokens", "all", "copies")
 
 
 class Placed(Resolved, Protocol):
     """What every exchange tells of the experts that this rank holds.
 
     `resolved["wire"]` says what its dispatch sends to other ranks: "pairs", a row for each routed pair, unless it says
-    otherwise; "tokens", one row for each token and rank that needs it; "all", every token to every rank.
+    otherwise; "tokens", one row for each token and rank that needs it; "all", every token to every rank; "copies", that
+    the adapter first copied the tokens of every tensor rank to all of them, as the backend wants them: not counted.
     """
 
     @property
@@ -396,6 +397,9 @@ class Backend(Protocol):
 
     Optional and pure: `groups(sizes) -> Mapping[str, tuple[tuple[int, ...], ...]]`, the rank lists that the library
     would build for sizes world, tp, cp, pp, ep, etp, under the names of `Topology.ranks`.
+
+    Optional: `sampled: tuple[str, ...]`, variants that share most of what they do with others. The quick and virtual
+    profiles try them on few layouts, the full profile on all.
     """
 
     name: str

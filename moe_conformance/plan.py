@@ -65,7 +65,7 @@ class Plan:
 
     @cached_property
     def cells(self) -> tuple[Cell, ...]:
-        """Every variant on every layout, layout by layout."""
+        """Every variant on every layout, layout by layout, but for those of which a sample will do."""
         limits = {variant: tuple(self.backend.limits(variant)) for variant in self.backend.variants}
         layouts = corpus.layouts(cast(corpus.Profile, self.profile))
         if self.virtual:
@@ -74,8 +74,19 @@ class Plan:
             Cell(variant, layout, limits[variant], self.device)
             for layout in layouts
             for variant in self.backend.variants
-            if not self.virtual or virtual.suits(layout, variant == self.backend.variants[0])
+            if self._runs(variant, layout)
         )
+
+    def _runs(self, variant: str, layout: Layout) -> bool:
+        """Whether a variant is tried on a layout.
+
+        A backend may name variants that share most of what they do with others (`Backend.sampled`). Outside the full
+        profile they run only where experts are spread over ranks and cut over ranks as well.
+        """
+        if self.profile != "full" and variant in getattr(self.backend, "sampled", ()):
+            crossed = layout.ep > 1 and layout.etp > 1
+            return crossed and (not self.virtual or virtual.suits(layout, first_variant=False))
+        return not self.virtual or virtual.suits(layout, variant == self.backend.variants[0])
 
     @cached_property
     def cases(self) -> tuple[Case, ...]:

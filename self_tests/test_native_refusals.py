@@ -35,15 +35,18 @@ def cases() -> list[Case]:
     return chosen
 
 
-def test_native_refuses_only_the_local_exchange_between_ranks(engine: Engine) -> None:
-    """All ranks refuse together, by what the layout is; everything else runs, and says all that is judged."""
-    expected = {case.id: _status(case.cell.variant, case.cell.layout) for case in cases()}
+def test_native_refuses_what_an_exchange_cannot_do_and_nothing_else(engine: Engine) -> None:
+    """All ranks refuse together: the local exchange between ranks, one weight for a row with several slots."""
+    expected = {case.id: _status(case) for case in cases()}
     actual = {case.id: _statuses(engine, case) for case in cases()}
     assert expected == actual
 
 
-def _status(variant: str, layout: Layout) -> set[str]:
-    return {"refused" if variant == "local" and layout.ep * layout.etp > 1 else "ok"}
+def _status(case: Case) -> set[str]:
+    layout, config = case.cell.layout, case.workload.config
+    stays = config.variant == "local" and layout.ep * layout.etp > 1
+    one_weight = config.variant == "deepep" and config.weights_applied == "input"
+    return {"refused" if stays or one_weight else "ok"}
 
 
 def _statuses(engine: Engine, case: Case) -> set[str]:

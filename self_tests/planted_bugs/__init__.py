@@ -8,6 +8,7 @@ from self_tests.planted_bugs import (
     exchange_back,
     exchange_ends,
     experts,
+    flex,
     gradients,
     groups,
     many_ranks,
@@ -23,7 +24,7 @@ __all__ = ["Expectation", "Plant", "find", "plants", "plants_of_many_ranks"]
 def plants() -> tuple[Plant, ...]:
     """Return all plants, chapter by chapter."""
     exchanges = (exchange, exchange_back, exchange_ends)
-    chapters = (routing, routing_ends, *exchanges, experts, gradients, groups, overlap, cost)
+    chapters = (routing, routing_ends, *exchanges, experts, gradients, groups, overlap, cost, flex)
     return tuple(plant for chapter in chapters for plant in chapter.PLANTS)
 
 

@@ -22,7 +22,9 @@ from moe_conformance.backends.native import Native, NativeSession
 from moe_conformance.backends.native.exchange import AllGatherExchange, AllToAllExchange, LocalExchange
 from moe_conformance.backends.native.experts import Experts
 from moe_conformance.backends.native.gradients import GradientFinisher
+from moe_conformance.backends.native.managers import DeepEPManager, HybridEPManager, NCCLEPManager
 from moe_conformance.backends.native.routing import Router
+from moe_conformance.backends.native.token_exchange import TokenExchange
 from moe_conformance.topology import Layout
 
 SINGLE = Layout(1)
@@ -36,11 +38,22 @@ _ATTRIBUTES = {
     AllToAllExchange: "alltoall_class",
     AllGatherExchange: "allgather_class",
     LocalExchange: "local_class",
+    DeepEPManager: "deepep_class",
+    HybridEPManager: "hybridep_class",
+    NCCLEPManager: "ncclep_class",
+    TokenExchange: "token_exchange_class",
     Experts: "experts_class",
     Router: "router_class",
     GradientFinisher: "finisher_class",
 }
-_VARIANTS = {"allgather_class": "allgather", "local_class": "local"}  # all others show behind "alltoall"
+_VARIANTS = {  # all others show behind "alltoall"
+    "allgather_class": "allgather",
+    "local_class": "local",
+    "deepep_class": "deepep",
+    "hybridep_class": "hybridep",
+    "ncclep_class": "ncclep",
+    "token_exchange_class": "deepep",
+}
 
 
 @dataclass(frozen=True, init=False)

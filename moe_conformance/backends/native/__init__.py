@@ -45,6 +45,7 @@ class Native:
 
     name: str = "native"
     variants: tuple[str, ...] = ("alltoall", "allgather", "local", "deepep", "hybridep", "ncclep")
+    sampled: tuple[str, ...] = ("deepep", "hybridep", "ncclep")  # one token exchange carries all three
     session_class: type[NativeSession] = NativeSession
 
     def versions(self) -> Mapping[str, str]:

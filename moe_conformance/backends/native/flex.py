@@ -78,12 +78,13 @@ class FlexExchange:
 
     @property
     def resolved(self) -> Mapping[str, str]:
-        """The classes that were built, where the weights are applied, and who goes backward."""
+        """The classes that were built, where the weights are applied, and what travels."""
         return {
             "exchange": type(self).__name__,
             "manager": type(self.manager).__name__,
             "token_exchange": type(self.manager.exchange).__name__,
             "weights": "input" if self.manager.weighs_input else self.weights_at,
+            "wire": "tokens",
         }
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Flight]:

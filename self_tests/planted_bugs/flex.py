@@ -1,0 +1,177 @@
+"""EXCH, GRAD and COST: bugs in the fused token exchange and in what its managers hand to the experts."""
+
+# ruff: noqa: D102 - a plant says in its class what its methods do wrong
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_conformance.backends.native import collectives
+from moe_conformance.backends.native.managers import DeepEPManager, Held, HybridEPManager, NCCLEPManager, Packed
+from moe_conformance.backends.native.token_exchange import Arrived, Handle, TokenExchange
+from moe_conformance.contract import Delivery
+from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, collect, planted
+
+# ---- copies --------------------------------------------------------------------------------------------------------
+
+
+@planted(
+    Expectation("EXCH-01", "even", "dispatch", "was delivered twice to expert"),
+    Expectation("EXCH-05", "even", "dispatch", "every element of y is 2.000 x the oracle"),
+    layout=EP2_ETP2,
+)
+class CopyPerSlot(DeepEPManager):
+    """A token goes out once for each of its slots, and each copy names all of them."""
+
+    def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Delivery, Any]:
+        K = ids_TK.shape[1]
+        return super().dispatch(*(each.repeat_interleave(K, dim=0) for each in (x_TD, ids_TK, weights_TK)))
+
+    def combine(self, rows: Tensor, held: Any) -> Tensor:
+        y = super().combine(rows, held)
+        copies = held.handle.ids_RK.shape[1]
+        return y.reshape(-1, copies, y.shape[1]).sum(1)
+
+
+@planted(Expectation("COST-03", "even", "run", "forward:0 moves", "times the least", "should do"), layout=EP2_ETP2)
+class SlotBySlot(DeepEPManager):
+    """Every slot travels by itself, also those that go to the same rank; the values are right."""
+
+    def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Delivery, Any]:
+        K = ids_TK.shape[1]
+        delivery, held = super().dispatch(
+            x_TD.repeat_interleave(K, dim=0), ids_TK.reshape(-1, 1), weights_TK.reshape(-1, 1)
+        )
+        return delivery, (held, K)
+
+    def combine(self, rows: Tensor, held: Any) -> Tensor:
+        y = super().combine(rows, held[0])
+        return y.reshape(-1, held[1], y.shape[1]).sum(1)
+
+
+# ---- ids and weights -----------------------------------------------------------------------------------------------
+
+
+@planted(
+    Expectation("EXCH-01", "even", "dispatch", "on rank 2", "was lost: it never reached expert 5 on rank 2"),
+    layout=EP2_ETP2,
+)
+class LocalIdsNotShifted(TokenExchange):
+    """Global ids are held against the number of experts of a rank, and all ranks take the first ones for theirs."""
+
+    def _local_ids(self, ids_RK: Tensor) -> Tensor:
+        return torch.where(ids_RK < self.held, ids_RK, -1)
+
+
+@planted(Expectation("EXCH-03", "even", "dispatch", "carries", "the weight of slot", "instead of"), layout=EP2_ETP2)
+class WeightsOfOthersSlots(TokenExchange):
+    """A rank reads its weights from the first slots of a row, and some of those belong to other ranks."""
+
+    def _own_slots(self, weights_RK: Tensor, handle: Handle) -> Tensor:
+        own_RK = (handle.ids_RK >= 0).long()
+        return super()._own_slots(weights_RK.gather(1, (own_RK.cumsum(1) - 1).clamp_min(0)), handle)
+
+
+@planted(
+    Expectation("GRAD-03", "even", "gradient", "every element of the gradients of the routing weights is zero"),
+    layout=EP2_ETP2,
+)
+class WeightGradientsStayAway(TokenExchange):
+    """Combine in the backward brings home the gradients of rows and not those of the weights beside them."""
+
+    def combine(
+        self, rows_RD: Tensor, handle: Handle, weights_RK: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        y_TD, weights_TK = super().combine(rows_RD, handle, weights_RK)
+        return y_TD, None if weights_TK is None else weights_TK * 0
+
+
+# ---- handles -------------------------------------------------------------------------------------------------------
+
+
+@planted(
+    Expectation("EXCH-01", "in-flight-even", "dispatch", "microbatch 1 was dispatched by the routing of microbatch 0"),
+    layout=EP2_ETP2,
+)
+class StaleLayout(TokenExchange):
+    """The layout of an earlier routing is used for another that has as many tokens."""
+
+    kept: Handle | None = None
+
+    def dispatch(
+        self,
+        x_TD: Tensor,
+        ids_TK: Tensor | None = None,
+        weights_TK: Tensor | None = None,
+        handle: Handle | None = None,
+    ) -> Arrived:
+        if handle is None and self.kept is not None and self.kept.tokens == len(x_TD):
+            return super().dispatch(x_TD, None, weights_TK, self.kept)
+        arrived = super().dispatch(x_TD, ids_TK, weights_TK, handle)
+        self.kept = arrived.handle
+        return arrived
+
+
+@planted(
+    Expectation("COST-05", "even", "gradient", "backward:0 exchanges int64 again", "all_to_all_single"), layout=EP2_ETP2
+)
+class IdsSentAgain(TokenExchange):
+    """A dispatch with a handle sends the ids of its slots once more."""
+
+    def dispatch(
+        self,
+        x_TD: Tensor,
+        ids_TK: Tensor | None = None,
+        weights_TK: Tensor | None = None,
+        handle: Handle | None = None,
+    ) -> Arrived:
+        if handle is not None:
+            collectives.all_to_all(handle.ids_RK, handle.received_W, handle.sent_W, self.group)
+        return super().dispatch(x_TD, ids_TK, weights_TK, handle)
+
+
+# ---- what the managers make of it ----------------------------------------------------------------------------------
+
+
+@planted(
+    Expectation("EXCH-05", "even", "combine", "(16384) reached it"),
+    layout=EP2_ETP2,
+)
+class AnswersFromTheTail(HybridEPManager):
+    """The answers are read from the end of the static buffer, where nothing was put."""
+
+    def _take_back(self, rows: Tensor, held: Held) -> Tensor:
+        assert held.pairs is not None
+        return super()._take_back(rows[len(rows) - len(held.pairs.token_P) :], held)
+
+
+@planted(Expectation("EXCH-04", "even", "dispatch", "rank 0 claims", "rows for expert 0"), layout=EP2_ETP2)
+class BudgetClaimed(HybridEPManager):
+    """The whole static buffer is claimed for the last expert that has rows, unused rows included."""
+
+    def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Delivery, Held]:
+        delivery, held = super().dispatch(x_TD, ids_TK, weights_TK)
+        assert delivery.counts_N is not None
+        counts_N = delivery.counts_N.clone()
+        counts_N[0] += len(delivery.rows_RD) - int(counts_N.sum())
+        return replace(delivery, counts_N=counts_N), held
+
+
+@planted(
+    Expectation("EXCH-01", "even", "dispatch", "are exchanged", "expert 5 on rank 2 expected, went to expert 7"),
+    layout=EP2_ETP2,
+)
+class RunsReadOneTooFar(NCCLEPManager):
+    """The table of the packed buffer holds where runs end, and is read as where they begin."""
+
+    def _experts(self, held: Packed, rows: int) -> Tensor:
+        assert held.begin_WN is not None
+        ends = held.begin_WN.flatten().roll(-1)
+        ends[-1] = rows
+        return super()._experts(replace(held, begin_WN=ends.reshape(held.begin_WN.shape)), rows)
+
+
+PLANTS = collect(globals())
