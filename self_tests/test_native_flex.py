@@ -385,7 +385,7 @@ def refuse(scene: Scene) -> tuple[str, str]:
 
 class TestPlan:
     def test_the_quick_profile_tries_a_sample(self) -> None:
-        """Every variant of the token exchange runs where experts are spread and cut; the full profile leaves none out."""
+        """All three run where experts are spread and cut; the full profile leaves no layout out."""
         quick = {cell.id for cell in Plan(Native(), "cpu", "quick").cells if cell.variant in FLEX}
         assert {f"{variant}-ep2-etp2" for variant in FLEX} == quick
         full = [cell for cell in Plan(Native(), "cpu", "full").cells if cell.variant in FLEX]
