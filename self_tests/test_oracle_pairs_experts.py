@@ -150,6 +150,11 @@ class TestTaggedPair:
         with pytest.raises(ValueError, match="3"):
             first.tagged(torch.ones(1, 3), 0, experts=4)
 
+    def test_narrow_rows_become_float64(self) -> None:
+        """Rows of float32 are widened before the gain, so that the answer is exact."""
+        y_RD = first.tagged(torch.tensor([[0.1, 3.0]]), 0, experts=2, gain=3.0)
+        assert (torch.float64, [[3 * float(np.float32(0.1)), 0.0]]) == (y_RD.dtype, y_RD.tolist())
+
     @pytest.mark.parametrize("expert", [-1, 2])
     def test_an_expert_beyond_the_others_is_an_error(self, expert: int) -> None:
         """Only experts 0 .. E - 1 have columns."""
