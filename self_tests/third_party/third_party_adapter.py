@@ -17,6 +17,8 @@ from moe_conformance.contract import Config, Delivery, ExpertFn, Limit, Routing,
 
 def gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the rows of all ranks of the group, one rank after the other."""
+    if group.size() == 1:
+        return own
     parts = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(parts, own.contiguous(), group)
     return torch.cat(parts)
@@ -24,9 +26,12 @@ def gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def add_up(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return this rank's rows of the sum over the group."""
-    total = rows.clone()
-    dist.all_reduce(total, group=group)
-    return total.chunk(group.size())[group.rank()]
+    if group.size() == 1:
+        return rows
+    parts = [part.contiguous() for part in rows.chunk(group.size())]
+    total = torch.empty_like(parts[group.rank()])
+    dist.reduce_scatter(total, parts, group=group)
+    return total
 
 
 class Linked(Function):
@@ -51,7 +56,7 @@ class GatherExchange:
         self.group = topology.group("ep")
         held = experts // self.group.size()
         self.local_experts = tuple(range(self.group.rank() * held, (self.group.rank() + 1) * held))
-        self.resolved = {"path": f"all_gather over {self.group.size()} ranks"}
+        self.resolved = {"path": f"all_gather over {self.group.size()} ranks", "wire": "all"}
 
     def __call__(self, x: Tensor, routing: Routing, expert: ExpertFn) -> Tensor:
         """Pick each local expert's rows out of all tokens, have them answered, weigh and add up."""
