@@ -81,6 +81,8 @@ class TestIds:
             ([-INF, 0.0, 1.0], [1, 2], "sigmoid", None, True),
             ([-INF, 0.0, 1.0], [2, 0], "sigmoid", None, False),
             ([-INF, 0.0, 1.0], [2, 0, 1], "sigmoid", None, True),  # fewer than K others
+            ([-INF, 0.0, 1.0], [1], "sigmoid", None, True),  # one slot
+            ([-INF, 0.0, 1.0], [0], "sigmoid", None, False),
             ([-INF, 0.0, -INF], [1, 0], "softmax_topk", None, True),
             ([-INF, 0.0, -INF], [0, 2], "softmax_topk", None, False),
             ([-INF, -1e30, 1.0], [2, 0], "sigmoid", None, True),  # underflows to the score of a masked one
@@ -211,6 +213,13 @@ class TestWeights:
             question = np.array([[0.0, 0.0, -INF]]), np.array([[2, 0]]), np.array(weights)
             verdict = assert_agree(first.legal_weights, second.legal_weights, *question, score="sigmoid")
             assert [expected] == verdict
+
+    @pytest.mark.parametrize(("weight", "expected"), [(2.0, True), (1.0, False), (NAN, False)])
+    def test_one_slot_by_hand(self, weight: float, expected: bool) -> None:
+        """Normalised, one expert has all of the scale."""
+        question = np.array([[0.0, -INF]]), np.array([[0]]), np.array([[weight]])
+        options: dict[str, Any] = {"score": "sigmoid", "normalise": True, "scale": 2.0}
+        assert [expected] == assert_agree(first.legal_weights, second.legal_weights, *question, **options)
 
     @pytest.mark.parametrize(("rounding", "expected"), [(0.25, True), (0.125, False)])
     def test_rounding_is_of_the_scale(self, rounding: float, expected: bool) -> None:
