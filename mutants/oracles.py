@@ -65,21 +65,25 @@ class Checkout:
         return _CHAPTERS[stem]
 
     def tests(self, file: str) -> list[str]:
-        """Return all tests of pairs that an oracle takes part in, directly or through others, the nearest first.
+        """Return all tests of pairs that an oracle takes part in, directly or through others.
+
+        Those of its chapter come first, then the nearest.
 
         Then come the examples in its own docstrings, if it has any: the file itself.
 
         Raises:
-            NotHeld: there is no test of a pair.
+            NotHeld: there is no test of a pair, or no chapter.
         """
-        stem = Path(file).stem
+        stem, chapter = Path(file).stem, self.chapter(file)
         distances = {}
         for path in (self.root / "self_tests").glob(f"{_TESTS}*.py"):
             distance = self._distance(path, self.root / file)
             if distance is not None:
                 letters = zip(stem, path.stem.removeprefix(_TESTS), strict=False)
                 alike = len(list(takewhile(lambda pair: pair[0] == pair[1], letters)))
-                distances[path.relative_to(self.root).as_posix()] = (distance, -alike, path.name)
+                distances[path.relative_to(self.root).as_posix()] = (
+                    not path.stem.startswith(_TESTS + chapter), distance, -alike, path.name
+                )  # fmt: skip
         if not distances:
             raise NotHeld(f"no self_tests/{_TESTS}*.py imports {file}: write one, or name the file in {__file__}")
         examples = [file] if ">>> " in (self.root / file).read_text() else []
