@@ -1,0 +1,107 @@
+"""What the suite loads: the backend's name, variants, limits, and its session on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import ClassVar
+
+import torch
+
+from moe_conformance.backends.transformers.exchange import SharedExchange
+from moe_conformance.backends.transformers.experts import ShardedExperts
+from moe_conformance.backends.transformers.placement import Placement
+from moe_conformance.backends.transformers.router import ModelRouter, model_of
+from moe_conformance.contract import Config, Limit, Parametrised, Session, Topology, Unsupported
+
+_INSTALL = "pip install --no-deps transformers, and huggingface_hub tokenizers regex pyyaml requests tqdm"
+
+# The library's (ep_implementation, experts_implementation). In training auto is all_to_all.
+_VARIANTS = {
+    "alltoall": ("all_to_all", "eager"),
+    "alltoall_batched_mm": ("all_to_all", "batched_mm"),
+    "auto": ("auto", "grouped_mm"),
+    "allreduce": ("all_reduce", "eager"),
+    "allreduce_batched_mm": ("all_reduce", "batched_mm"),
+    "allreduce_grouped_mm": ("all_reduce", "grouped_mm"),
+}
+
+
+class Transformers:
+    """The published transformers; on CPU ranks over gloo or on GPUs."""
+
+    name: ClassVar[str] = "transformers"
+    variants: ClassVar[tuple[str, ...]] = tuple(_VARIANTS)
+    preload: ClassVar[tuple[str, ...]] = (
+        "torch.distributed.fsdp",
+        "transformers.distributed.expert_parallel",
+        "transformers.models.deepseek_v2.modeling_deepseek_v2",
+        "transformers.models.deepseek_v3.modeling_deepseek_v3",
+        "transformers.models.deepseek_v4.modeling_deepseek_v4",
+        "transformers.models.gpt_oss.modeling_gpt_oss",
+        "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    )
+    environment: ClassVar[Mapping[str, str]] = {"HF_HUB_OFFLINE": "1"}  # nothing is ever asked of a server
+
+    def versions(self) -> Mapping[str, str]:
+        """Versions of transformers and of torch."""
+        if find_spec("transformers") is None:
+            raise Unsupported(f"transformers is not installed: {_INSTALL}")
+        return {package: version(package) for package in ("transformers", "torch")}
+
+    def limits(self, variant: str) -> Sequence[Limit]:
+        """The all-to-all has no value for an empty slot; the all-reduce masks it as another rank's expert."""
+        if _implementations(variant)[0] == "all_reduce":
+            return ()
+        reason = "AllToAllEP counts the pairs of every expert by scatter_add over the ids, in which -1 is out of bounds"
+        return (Limit("dropped_slots", (False,), reason, proof="undefined"),)
+
+    def open(self, topology: Topology, device: torch.device) -> Session:
+        """Open a session on the suite's groups."""
+        self.versions()
+        return _Session(topology, device)
+
+
+class _Session(Session):
+    loss_convention = "mean_over_dp"  # FSDP2 divides by the number of distinct batches
+
+    def __init__(self, topology: Topology, device: torch.device) -> None:
+        self._topology, self._device = topology, device
+
+    def exchange(self, config: Config) -> SharedExchange:
+        """Install the library's implementation on a module that asks the given experts."""
+        config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype")  # where weights apply is not for choosing
+        implementation, _ = _implementations(config.variant)
+        placement = Placement(config, self._topology, self._device)
+        alone = self._topology.sizes["ep"] == 1
+        if alone and implementation == "all_reduce":
+            raise Unsupported("with ep = 1 the library installs no implementation; see the variant alltoall")
+        self.weights_at = "expert" if alone or implementation == "all_reduce" else "combine"
+        return SharedExchange(placement, None if alone else implementation)
+
+    def experts(self, config: Config) -> ShardedExperts:
+        """Build Qwen3-MoE's experts, shard them over ep, and by FSDP2 over edp."""
+        config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype")
+        _, implementation = _implementations(config.variant)
+        return ShardedExperts(config, Placement(config, self._topology, self._device), implementation)
+
+    def router(self, config: Config) -> ModelRouter:
+        """Build the router of the model that routes as asked."""
+        config.only(
+            "variant", "experts", "top_k", "hidden", "ffn", "dtype", "score", "normalise", "scale", "groups",
+            "group_score", "balance_bias",
+        )  # fmt: skip
+        return ModelRouter(config, model_of(config), self._device)
+
+    def finish_gradients(self, *built: Parametrised) -> None:
+        """Nothing is left to do for experts: FSDP2 has reduced in every backward."""
+        for surface in built:
+            if not isinstance(surface, ShardedExperts):
+                raise Unsupported("the reduction of router gradients is not adapted")
+
+
+def _implementations(variant: str) -> tuple[str, str]:
+    if variant not in _VARIANTS:
+        raise Unsupported(f"variant {variant!r} is not one of {', '.join(_VARIANTS)}")
+    return _VARIANTS[variant]

@@ -1,0 +1,109 @@
+"""The routers of models, each for the rule of routing that it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_conformance.contract import Config, Named, Read, Routed, Routing, Unsupported
+
+ONE_HEAD: Mapping[str, Any] = {"num_attention_heads": 1, "num_key_value_heads": 1}  # which divides every hidden size
+
+
+def model_of(config: Config) -> str:
+    """Return the model whose router has the rule that is asked for, or refuse a rule that is adapted to none."""
+    if config.score == "sigmoid" and (config.groups is None or config.group_score == "top2_sum"):
+        if config.experts < 2 * (config.groups or (1,))[0]:
+            raise Unsupported(f"the router of deepseek_v3 wants two experts in a group: {config.experts} in all")
+        return "deepseek_v3"
+    if config.score == "sqrtsoftplus" and config.normalise and config.groups is None:
+        return "deepseek_v4"
+    plain = not (config.normalise or config.balance_bias)
+    if config.score == "softmax_topk" and plain and config.groups is None and config.scale == 1:
+        return "gpt_oss"
+    if config.score == "softmax" and plain and (config.groups is None or config.group_score == "max"):
+        return "deepseek_v2" if config.groups or config.scale != 1 else "qwen3_moe"
+    if config.score == "softmax" and not config.balance_bias and config.groups is None and config.scale == 1:
+        return "qwen3_moe"
+    asked = {name: getattr(config, name) for name in ("score", "normalise", "scale", "groups", "balance_bias")}
+    asked |= {"group_score": config.group_score} if config.groups else {}
+    raise Unsupported("no router is adapted to " + ", ".join(f"{name}={value!r}" for name, value in asked.items()))
+
+
+# What a model calls its router and its config, and the fields of the config beside hidden_size and num_experts_per_tok.
+_Fields = Callable[[Config], dict[str, Any]]
+_MODELS: Mapping[str, tuple[str, str, _Fields]] = {
+    "deepseek_v2": (
+        "DeepseekV2TopkRouter",
+        "DeepseekV2Config",
+        lambda config: {
+            "n_routed_experts": config.experts,
+            "routed_scaling_factor": config.scale,
+            "topk_method": "group_limited_greedy" if config.groups else "greedy",
+            "n_group": config.groups[0] if config.groups else None,
+            "topk_group": config.groups[1] if config.groups else None,
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3TopkRouter",
+        "DeepseekV3Config",
+        lambda config: {
+            "n_routed_experts": config.experts,
+            "norm_topk_prob": config.normalise,
+            "routed_scaling_factor": config.scale,
+            "n_group": config.groups[0] if config.groups else 1,
+            "topk_group": config.groups[1] if config.groups else 1,
+        },
+    ),
+    "deepseek_v4": (
+        "DeepseekV4TopKRouter",
+        "DeepseekV4Config",
+        lambda config: {
+            "n_routed_experts": config.experts,
+            "routed_scaling_factor": config.scale,
+            "scoring_func": "sqrtsoftplus",
+        },
+    ),
+    "gpt_oss": ("GptOssTopKRouter", "GptOssConfig", lambda config: {"num_local_experts": config.experts}),
+    "qwen3_moe": (
+        "Qwen3MoeTopKRouter",
+        "Qwen3MoeConfig",
+        lambda config: {"num_experts": config.experts, "norm_topk_prob": config.normalise},
+    ),
+}
+
+
+class ModelRouter:
+    """One router. Its balance bias stays in float32, as the models keep it; a bias of the logits stays zero."""
+
+    def __init__(self, config: Config, model: str, device: torch.device) -> None:
+        """Build the router of a model from the model's own config."""
+        router_class, config_class, fields = _MODELS[model]
+        package = f"transformers.models.{model}"
+        asked = getattr(import_module(f"{package}.configuration_{model}"), config_class)(
+            hidden_size=config.hidden, num_experts_per_tok=config.top_k, **ONE_HEAD, **fields(config)
+        )
+        router: Any = getattr(import_module(f"{package}.modeling_{model}"), router_class)(asked).to(device)
+        for name, parameter in list(router.named_parameters()):
+            setattr(router, name, nn.Parameter(parameter.detach().to(config.dtype)))
+        self._router, self._biased = router, config.balance_bias
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        """The class that was built, and the dtype of its weight."""
+        return {"router": type(self._router).__name__, "gate": str(self._router.weight.dtype)}
+
+    def __call__(self, x: Tensor) -> Routed:
+        """Return what the router hands to the experts; it counts no load."""
+        logits_TE, weights_TK, ids_TK = self._router(x.reshape(-1, x.shape[-1]))
+        return Routed(Routing(ids_TK, weights_TK, logits_TE.shape[1]), logits_TE)
+
+    def named(self, read: Read) -> Iterator[Named]:
+        """Yield the weight, and the correction bias where one is asked for."""
+        yield Named("router", None, read(self._router.weight))
+        if self._biased:
+            yield Named("balance_bias", None, read(self._router.e_score_correction_bias))
