@@ -307,6 +307,8 @@ class TestBudgets:
             ([1], 1, {"factor": 3 - 2.0**-22, "ep": 1, "held": 1}, 3),
             ([1], 1, {"factor": 0.5, "ep": 1, "held": 1}, 1),
             ([1], 1, {"factor": 1.5, "ep": 1, "held": 1}, 2),
+            # 2^22 / 3 is (2^22 - 1) / 3 and a third, and 2^-22 of it is a third.
+            ([2**22, 0, 0], 1, {"factor": 1.0, "ep": 3, "held": 1}, (2**22 - 1) // 3),
             ([2**22], 1, {"factor": 1 + 0.25 * 2.0**-22, "ep": 1, "held": 1}, 2**22),  # 0.25 more than that
             ([2**22], 1, {"factor": 1 + 0.75 * 2.0**-22, "ep": 1, "held": 1}, 2**22 + 1),
             ([0, 0], 3, {"factor": 2.0, "ep": 2, "held": 4, "multiple": 8}, 0),
