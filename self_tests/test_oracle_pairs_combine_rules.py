@@ -200,6 +200,10 @@ class TestExpertCopies:
         handed = [Handed(0, 0, 0, place, rank) for place, rank in rows]
         assert ([] if legal else [(0, 0, 0)]) == both_handed([np.array([[expert]])], handed, COPIES, RANKS)
 
+    def test_every_place_by_hand(self) -> None:
+        """All places may be somebody's."""
+        assert [] == both_handed([np.array([[0]])], [Handed(0, 0, 0, 1, 7)], [[0, 1]], [[3], [7]])
+
     def test_rows_of_slots_that_are_not_there(self) -> None:
         """They are wrong, in the order of source, token and slot, and the others are missed."""
         handed = [Handed(*at, 1, 1) for at in [(1, 0, 0), (0, 1, 0), (0, 0, 2), (0, -1, 0), (0, 0, 0)]]
@@ -216,6 +220,8 @@ class TestExpertCopies:
             ([[0]], [[0], [1, 0]], RANKS),
             ([[0]], [[6]], RANKS),
             ([[0]], [[-1]], RANKS),
+            ([[0]], [[0, 6]], RANKS),
+            ([[0]], [[0, 1]], [[0], []]),
             ([[0]], [[1]], [[0], []]),
         ],
     )

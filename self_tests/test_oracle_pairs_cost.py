@@ -267,6 +267,10 @@ class TestBytes:
         """Each expert's rows up to the multiple, and a multiple more for each expert."""
         assert expected == assert_agree(first_bytes.most_rows, second_bytes.most_rows, rows, multiple)
 
+    def test_most_rows_without_padding_by_hand(self) -> None:
+        """A multiple of one, unless another is given."""
+        assert 12 == assert_agree(first_bytes.most_rows, second_bytes.most_rows, [3, 7])
+
     @pairs_agree
     @given(st.lists(st.integers(0, 30), max_size=5), st.integers(1, 9))
     def test_most_rows_agree(self, rows: list[int], multiple: int) -> None:

@@ -322,6 +322,14 @@ class TestUnmoved:
             weights[0, 0] = weight
             assert [expected, True, True, True] == both_unmoved(LOGITS, IDS, weights, alone)
 
+    @pytest.mark.parametrize(
+        ("now", "expected"), [(-2.0, True), (-2.125, True), (-1.875, True), (-2.25, False), (2.0, False)]
+    )
+    def test_negative_weights_by_hand(self, now: float, expected: bool) -> None:
+        """The rounding of -2 is a sixteenth of 2, up and down."""
+        question = LOGITS[:1], IDS[:1], np.array([[now, 1.0]])
+        assert [expected] == both_unmoved(*question, ([[1, 0]], [[-2.0, 1.0]]), rounding=2.0**-4)
+
     def test_without_bad_tokens_and_without_good_ones(self) -> None:
         """All tokens are compared, or none."""
         alone = IDS[:1].tolist(), WEIGHTS[:1].tolist()

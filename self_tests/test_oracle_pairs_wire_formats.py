@@ -328,7 +328,8 @@ class TestLegalValues:
         """One element under the scale 1; its neighbour is off by all that it has, the next block has its own scale."""
         spoilt = not math.isfinite(x)
         question = np.array([[x, 2.0, 4.0]]), np.array([[v, 9.0, 5.0]]), np.array([[1.0, 2048.0]]), 2, fmt
-        verdict = assert_agree(first_errors.legal_values, second.legal_values, *question, unit=unit)
+        options = {"unit": unit} if unit else {}
+        verdict = assert_agree(first_errors.legal_values, second.legal_values, *question, **options)
         # 4 arrives as 5: of 2048 2^-10 = 2 is allowed, of e5m2 2^-6 or 2^-3 4 is not.
         assert [[1, 3], [[expected, spoilt, fmt is E4M3]]] == verdict
 
