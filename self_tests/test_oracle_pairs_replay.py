@@ -115,6 +115,13 @@ class TestWeights:
         made = first.replayed_weights(floats(logits), torch.from_numpy(recorded), **options)
         assert expected == pytest.approx(made[0].tolist(), rel=1e-14)
 
+    def test_without_a_scale_by_hand(self) -> None:
+        """The score itself, neither normalised nor scaled: sigmoid(log 3) = 3/4."""
+        logits, ids = np.array([[math.log(3.0), 0.0]]), np.array([[0, -1]])
+        assert [0.75, 0.0] == pytest.approx(second.replayed_weights(logits, ids, score="sigmoid")[0].tolist())
+        made = first.replayed_weights(floats(logits), torch.from_numpy(ids), score="sigmoid")
+        assert [0.75, 0.0] == pytest.approx(made[0].tolist())
+
     @pytest.mark.parametrize("score", KINDS)
     @pytest.mark.parametrize("everything", [True, False])
     def test_recorded_experts_that_are_all_masked_weigh_nothing(self, score: Kind, everything: bool) -> None:
