@@ -243,6 +243,11 @@ class TestParts:
             assert_shared(d_part, cut)
             assert_shared(whole, cut if whole.bias_D is not None else cut._replace(bias_D=None))
 
+    def test_no_parts_make_up_no_units(self) -> None:
+        """An expert without units falls apart into no part, as it does into one that is empty."""
+        nothing = first.SharedExpert(torch.zeros(0, D), torch.zeros(0, D), torch.zeros(D, 0))
+        assert [0, 1] == [len(shared_expert_parts.fused_parts(nothing, sizes)) for sizes in ([], [0])]
+
     def test_bad_parts_are_refused(self) -> None:
         """Units lost, twice or unknown; shards with a bias, or none; widths that do not add up."""
         whole = drawn_shared(np.random.default_rng(1), 3, True)
