@@ -98,6 +98,12 @@ class TestDelivery:
         ids_RJ = torch.tensor([[0, -1], [1, 0]], dtype=torch.int32)
         assert [[0, -1], [1, 0]] == Delivery.listed(torch.zeros(2, 3), ids_RJ).ids_RJ.tolist()
 
+    def test_rows_for_nobody_are_padding_unless_said_otherwise(self) -> None:
+        """Only a listed delivery may want zero for a row with no id."""
+        rows, ids_RJ = torch.zeros(2, 3), torch.tensor([[0], [-1]])
+        assert {"padding"} == {each.unrouted for each in (Delivery.listed(rows, ids_RJ), Delivery.grouped(rows, [1]))}
+        assert "zero" == Delivery.listed(rows, ids_RJ, unrouted="zero").unrouted
+
     @pytest.mark.parametrize(
         "claim",
         [

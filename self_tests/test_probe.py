@@ -38,6 +38,15 @@ class TestAnswers:
         out = Probe(CONFIG, (1, 3), 1.0)(delivery(weights=True))
         assert torch.equal(torch.full((2, 34), tags.PADDING_ANSWER), out[3:].detach())
 
+    def test_a_token_of_other_ranks_experts_is_answered_with_zero(self) -> None:
+        """Where the answers of several ranks are summed, no expert adds nothing; a zero row is padding all the same."""
+        rows = torch.cat([tags.encode(0, 0, 2, 34, torch.float32), torch.zeros(1, 34)])
+        given = Delivery.listed(rows, torch.tensor([[0, 1], [-1, -1], [0, -1]]), unrouted="zero")
+        out = Probe(CONFIG, (1, 3), 1.0)(given)
+        assert out[0].any()
+        assert torch.equal(torch.zeros(34), out[1])
+        assert torch.equal(torch.full((34,), tags.PADDING_ANSWER), out[2])
+
     def test_weights_that_travel_are_applied(self) -> None:
         """A weight handed over with a row multiplies the answer."""
         plain, weighted = (Probe(CONFIG, (1, 3), 1.0)(delivery(weights=w)) for w in (False, True))

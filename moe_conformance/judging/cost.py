@@ -64,9 +64,12 @@ def judge_rows(reading: Reading, tally: Tally) -> None:
     Raises:
         Costly: it moves more.
         WrongForm: the backend says something unknown of its wire.
-        NotOffered: the ledger sees fewer rows than must travel, so that they travel in another form.
+        NotOffered: the ledger sees fewer rows than must travel, so that they travel in another form; or the rows of the
+            adapter's own copying are among them.
     """
     found = []
+    if reading.ranks[0].resolved.get("wire") == "copies":
+        raise NotOffered("the adapter copies tokens to tensor ranks, and its rows would be counted")
     for m, forwards in _forwards(reading).items():
         allowed, smallest = 2 * _needed(reading, m), 2 * _smallest(reading, m)
         moved = sum(_rows(reading, calls, rank) for rank, calls in forwards.items())

@@ -1,0 +1,274 @@
+"""The adapter to transformers, held against the oracles by itself: no judge of the suite takes part."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from moe_conformance.backends.transformers import Transformers
+from moe_conformance.backends.transformers.router import model_of
+from moe_conformance.backends.transformers.shared_batch import SharedBatch
+from moe_conformance.contract import Config, Session, Unsupported
+from moe_conformance.engine import Engine, Job, RankContext
+from moe_conformance.scenarios.moe_step import moe_step
+from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.scenarios.parameters import shard_of
+from moe_conformance.topology import Layout, Topology
+from moe_conformance.workloads import corpus, features, routing
+from moe_conformance.workloads.records import ParameterKey, Workload
+from reference.routing import route
+from self_tests.dense import oracle, seen, worst
+
+try:
+    Transformers().versions()  # importing the library here would take seconds: only the ranks need it
+except Unsupported as missing:
+    pytest.skip(str(missing), allow_module_level=True)
+
+NAME = "moe_conformance.backends.transformers:Transformers"
+CPU = torch.device("cpu")
+EP2, EP2_EDP2, TP2_EP2, TP2 = Layout(2, ep=2), Layout(4, ep=2), Layout(4, tp=2, ep=2), Layout(2, tp=2, ep=2)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    """Ranks that have imported transformers already."""
+    preload = (*Transformers.preload, "moe_conformance.scenarios.moe_step")
+    with Engine(preload=preload, environment=Transformers.environment) as engine:
+        yield engine
+
+
+def pinned(variant: str, layout: Layout, name: str) -> Workload:
+    """The pinned workload of that name."""
+    return next(w for w in corpus.corpus(variant, layout, "full") if w.name == name)
+
+
+def run(engine: Engine, workload: Workload) -> Outcome:
+    """Run a workload, which every rank must finish."""
+    outcome = moe_step(engine, NAME, workload)
+    assert ["ok"] * workload.layout.world == [rank.status for rank in outcome.ranks], [r.error for r in outcome.ranks]
+    return outcome
+
+
+def session(layout: Layout) -> Session:
+    """A session of rank 0 that may build what needs no process group."""
+    return Transformers().open(Topology(layout, 0, {}), CPU)
+
+
+def shared(context: RankContext, layout: Layout) -> list[list[float]]:
+    """On a rank with 3 tokens or 1: the shared batch, this rank's part of it, and the gradients of both ways."""
+    group = Topology(layout, context.rank, context.groups).group("tp")
+    T = (3, 1)[context.rank]
+    own = (10.0 * context.rank + torch.arange(float(T)))[:, None].requires_grad_()
+    batch = SharedBatch(T, group, CPU)
+    of_all = batch.of_all(own)
+    back = batch.own(of_all * torch.arange(1.0, 5.0)[:, None])
+    back.backward(torch.full_like(back, 2.0 + context.rank))
+    assert own.grad is not None
+    return [each.flatten().tolist() for each in (of_all.detach(), back.detach(), own.grad)]
+
+
+class TestModule:
+    def test_importing_the_adapter_does_not_import_the_library(self) -> None:
+        """A driver that only lists backends stays light."""
+        code = "import sys, moe_conformance.backends.transformers; sys.exit('transformers' in sys.modules)"
+        assert 0 == subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode
+
+    def test_versions_name_the_library(self) -> None:
+        """Verdicts can be told apart by the version that they are about."""
+        assert {"transformers", "torch"} == set(Transformers().versions())
+
+
+class TestSharedBatch:
+    def test_tokens_go_into_one_batch_and_come_back(self, engine: Engine) -> None:
+        """Rank 1's tokens come first; every rank gets its own back, and the gradient of what it gave."""
+        result = engine.run(Job(f"{__name__}:shared", TP2, 2, TP2.groups(), deadline_s=30.0))
+        assert ["ok", "ok"] == [rank.status for rank in result.ranks], [rank.error for rank in result.ranks]
+        batch = [10.0, 0.0, 1.0, 2.0]
+        assert [batch, [0.0, 3.0, 8.0], [4.0, 6.0, 8.0]] == result.ranks[0].value
+        assert [batch, [10.0], [3.0]] == result.ranks[1].value
+
+
+class TestExchange:
+    @pytest.mark.parametrize("layout", [EP2, TP2_EP2, Layout(4, tp=2, ep=4)], ids=lambda layout: layout.name)
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "uneven",
+            "rank-without-tokens",
+            "one-expert-even",
+            "idle-rank-even",
+            "top-all-even",
+            "duplicates-even",
+            "two-dims-even",
+            "in-flight-uneven",
+            "uneven-bfloat16",
+        ],
+    )
+    def test_the_all_to_all_computes_the_layer(self, engine: Engine, layout: Layout, name: str) -> None:
+        """Output and gradients of the suite's expert equal the dense formulation to the bit."""
+        self.check(run(engine, pinned("alltoall", layout, name)))
+
+    @pytest.mark.parametrize(
+        "name", ["uneven", "rank-without-tokens", "idle-rank-even", "dropped-even", "even-bfloat16"]
+    )
+    def test_the_all_reduce_computes_the_layer(self, engine: Engine, name: str) -> None:
+        """With masked experts elsewhere, empty slots included."""
+        self.check(run(engine, pinned("allreduce", TP2_EP2, name)))
+
+    def check(self, outcome: Outcome) -> None:
+        """Compare to the bit."""
+        expected, (y, dx, dweights) = oracle(outcome.workload), seen(outcome)
+        assert torch.equal(expected.y_TD, y)
+        assert torch.equal(expected.dx_TD, dx)
+        assert torch.equal(expected.dweights_TK, dweights)
+
+    @pytest.mark.parametrize(
+        ("variant", "layout", "told"),
+        [
+            ("alltoall", EP2, ("AllToAllEP", "combine")),
+            ("auto", TP2_EP2, ("AutoEP", "combine")),
+            ("allreduce", TP2_EP2, ("AllReduceEP", "expert")),
+            ("alltoall", Layout(1), ("none", "expert")),
+        ],
+    )
+    def test_it_says_what_it_built(self, engine: Engine, variant: str, layout: Layout, told: tuple[str, str]) -> None:
+        """The class of the implementation, and where that applies the weights."""
+        rank = run(engine, pinned(variant, layout, "even")).ranks[0]
+        assert told == (rank.resolved["implementation"], rank.weights_at)
+        assert ("tokens" in rank.resolved) == (layout.tp > 1)
+
+
+class TestExperts:
+    @pytest.mark.parametrize("layout", [EP2, EP2_EDP2, TP2_EP2, TP2], ids=lambda layout: layout.name)
+    @pytest.mark.parametrize(
+        ("variant", "name", "allowed"),
+        [
+            ("alltoall", "own-uneven", 1e-6),
+            ("alltoall_batched_mm", "own-odd-experts-even", 1e-6),
+            ("auto", "own-rank-without-tokens", 1e-6),
+            ("auto", "own-uneven-bfloat16", 0.02),
+        ],
+    )
+    def test_gradients_are_averaged_over_batches(
+        self, engine: Engine, layout: Layout, variant: str, name: str, allowed: float
+    ) -> None:
+        """Every element of every expert is held once per replica set, with the gradient over dp * cp."""
+        self.check(run(engine, pinned(variant, layout, name)), allowed)
+
+    @pytest.mark.parametrize("variant", ["allreduce", "allreduce_batched_mm", "allreduce_grouped_mm"])
+    def test_masked_tokens_add_nothing(self, engine: Engine, variant: str) -> None:
+        """Tokens whose experts are elsewhere leave no trace in outputs and gradients."""
+        self.check(run(engine, pinned(variant, TP2_EP2, "own-dropped-even")), 1e-6)
+
+    def check(self, outcome: Outcome, allowed: float) -> None:
+        """Compare outputs, and gradients against the largest of them."""
+        layout, expected = outcome.workload.layout, oracle(outcome.workload)
+        assert worst(seen(outcome)[0], expected.y_TD) < allowed
+        largest = max(float(value.abs().max()) for value in expected.parameters.values())
+        held: dict[ParameterKey, int] = dict.fromkeys(expected.parameters, 0)
+        for rank in outcome.ranks:
+            assert () == rank.uncovered
+            assert rank.grads_final is not None
+            for key, grad in rank.grads_final.items():
+                assert grad.value is not None
+                wanted = shard_of(expected.parameters[key], grad.shard) / (layout.dp * layout.cp)
+                assert float((grad.value.double() - wanted).abs().max()) / largest < allowed
+                held[key] += grad.value.numel()
+        assert {key: value.numel() for key, value in expected.parameters.items()} == held
+
+
+class TestRouter:
+    @pytest.mark.parametrize(
+        ("name", "model"),
+        [
+            ("route-softmax", "qwen3_moe"),
+            ("route-softmax-normalised", "qwen3_moe"),
+            ("route-softmax-scaled", "deepseek_v2"),
+            ("route-groups-max", "deepseek_v2"),
+            ("route-softmax-topk", "gpt_oss"),
+            ("route-sigmoid-biased-normalised-scaled", "deepseek_v3"),
+            ("route-groups-top2", "deepseek_v3"),
+            ("route-sqrtsoftplus-biased-normalised", "deepseek_v4"),
+            ("route-odd-experts", "qwen3_moe"),
+        ],
+    )
+    def test_it_chooses_and_weighs_as_the_oracle(self, engine: Engine, name: str, model: str) -> None:
+        """The router of the model that has the rule: the same experts, the same weights."""
+        workload = next(w for w in routing.routing_corpus("alltoall", Layout(2)) if w.name == name)
+        outcome = run(engine, workload)
+        config, bias_E = workload.config, workload.parameters.get(("balance_bias", None))
+        assert model == model_of(config)
+        for rank, batch in zip(outcome.ranks, workload.batches[0], strict=True):
+            found = rank.microbatches[0]
+            assert found.routed_ids_TK is not None
+            assert found.routed_weights_TK is not None
+            expected = route(
+                batch.x_TD.double() @ workload.parameters["router", None].double().T,
+                top_k=config.top_k,
+                score=config.score,
+                bias_E=bias_E,
+                groups=config.groups,
+                group_score=config.group_score,
+                normalise=config.normalise,
+                scale=config.scale,
+            )
+            order, sorted_ids = expected.ids_TK.argsort(1), found.routed_ids_TK.argsort(1)
+            assert torch.equal(expected.ids_TK.gather(1, order), found.routed_ids_TK.gather(1, sorted_ids))
+            weights_TK = found.routed_weights_TK.gather(1, sorted_ids)
+            assert worst(weights_TK, expected.weights_TK.gather(1, order)) < 1e-6
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("layout", "surface", "fields", "reason"),
+        [
+            (EP2, "exchange", {"variant": "deepep"}, "variant 'deepep' is not one of"),
+            (EP2, "exchange", {"variant": "alltoall", "experts": 5}, "5 on ep = 2"),
+            (
+                EP2,
+                "exchange",
+                {"variant": "alltoall", "weights_applied": "input"},
+                "does not map weights_applied='input'",
+            ),
+            (Layout(2, etp=2), "exchange", {"variant": "alltoall"}, "etp = 2"),
+            (Layout(2, tp=2), "experts", {"variant": "alltoall"}, "tp = 2 with ep = 1"),
+            (Layout(1), "exchange", {"variant": "allreduce"}, "installs no implementation"),
+            (EP2, "router", {"score": "sqrtsoftplus"}, "no router is adapted to score='sqrtsoftplus', normalise=False"),
+            (EP2, "router", {"groups": (4, 2), "group_score": "topk_sum"}, "group_score='topk_sum'"),
+            (EP2, "router", {"score": "sigmoid", "experts": 1, "top_k": 1}, "two experts in a group: 1 in all"),
+        ],
+    )
+    def test_what_it_cannot_ask_for_is_refused(
+        self, layout: Layout, surface: str, fields: dict[str, Any], reason: str
+    ) -> None:
+        """The adapter says what was asked and refuses in its own name, not in the library's."""
+        with pytest.raises(Unsupported, match=reason) as refusal:
+            getattr(session(layout), surface)(Config(**fields))
+        assert "adapter" == refusal.value.by
+
+    @pytest.mark.parametrize(
+        ("variant", "layout", "reason"),
+        [
+            ("alltoall", Layout(4, tp=4, ep=2), "`ep_size` must be a multiple of `tp_size`"),
+            ("alltoall", Layout(4, pp=2, ep=2), "pipeline parallelism is not supported yet"),
+            ("allreduce", EP2, "AllReduceEP needs every rank of the expert group to hold the same batch"),
+        ],
+    )
+    def test_what_the_library_refuses_is_proved(
+        self, engine: Engine, variant: str, layout: Layout, reason: str
+    ) -> None:
+        """The library's own error, raised while it is built, on every rank."""
+        ranks = moe_step(engine, NAME, pinned(variant, layout, "even")).ranks
+        assert {("refused", "library")} == {(rank.status, rank.error_by) for rank in ranks}
+        assert all(reason in (rank.error or "") for rank in ranks)
+
+    @pytest.mark.parametrize(("variant", "limited"), [("alltoall", True), ("auto", True), ("allreduce", False)])
+    def test_empty_slots_are_for_the_all_reduce_only(self, variant: str, limited: bool) -> None:
+        """The all-to-all would leave ranks waiting; the all-reduce masks them."""
+        broken = features.broken(Transformers().limits(variant), pinned(variant, TP2_EP2, "dropped-even"), "cpu")
+        assert ("dropped_slots" if limited else None) == (broken and broken.on)
