@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
@@ -20,6 +21,7 @@ from torch import Tensor
 
 MANIFEST = "manifest.json"
 SUFFIX = ".safetensors"
+_INNERMOST = re.compile(r"\{[^{}]*\}|\[[^\[\]{}]*\]")  # objects and lists of a manifest that take one line
 
 
 class GoldenError(Exception):
@@ -111,7 +113,8 @@ def read_manifest(folder: Path) -> dict[str, Entry]:
 def write_manifest(folder: Path, entries: Mapping[str, Entry]) -> None:
     """Write the entries, chapters in alphabetical order."""
     content = {chapter: asdict(entries[chapter]) for chapter in sorted(entries)}
-    (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    text = _INNERMOST.sub(lambda found: " ".join(found[0].split()), json.dumps(content, indent=1))
+    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
 
 def read(folder: Path, chapter: str) -> dict[str, Tensor]:
