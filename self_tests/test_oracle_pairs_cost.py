@@ -203,10 +203,11 @@ class TestBytes:
     @given(st.integers(-1, 9), st.integers(-1, 9), st.integers(-1, 9), st.integers(-1, 9))
     def test_metadata_agrees(self, ranks: int, experts: int, top_k: int, rows: int) -> None:
         """Both allow the same bytes beside the rows, or refuse."""
-        fine = min(ranks, experts, top_k) > 0 and rows >= 0
-        (assert_agree if fine else assert_refused)(
-            first_bytes.metadata_bytes, second_bytes.metadata_bytes, ranks, experts, top_k, rows
-        )
+        question = ranks, experts, top_k, rows
+        if min(ranks, experts, top_k) > 0 and rows >= 0:
+            assert_agree(first_bytes.metadata_bytes, second_bytes.metadata_bytes, *question)
+        else:
+            assert_refused(first_bytes.metadata_bytes, second_bytes.metadata_bytes, *question)
 
     def test_metadata_by_hand(self) -> None:
         """3 ranks and 5 experts: 18 numbers of 8 bytes; 7 rows with 2 slots of 16 bytes."""
