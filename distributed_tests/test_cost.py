@@ -10,6 +10,7 @@ from moe_conformance.judging.cost import (
     judge_reductions,
     judge_repeated,
     judge_rows,
+    judge_token_rows,
 )
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.verdict import Tally
@@ -49,6 +50,11 @@ class TestExchange:
     def test_no_row_travels_that_need_not(self, reading: Reading, tally: Tally) -> None:
         """Dispatch and combine each move a row for every pair, or every token, as the backend says, and none beside."""
         judge_rows(reading, tally)
+
+    @requirement("COST-04", kind="probe", when=counted)
+    def test_a_token_travels_once_to_a_rank(self, reading: Reading, tally: Tally) -> None:
+        """Where the backend says so, a token goes once to each rank that needs it, and its answer comes back once."""
+        judge_token_rows(reading, tally)
 
     @requirement("COST-05", kind="probe", when=counted)
     def test_backward_moves_no_more_than_forward(self, reading: Reading, tally: Tally) -> None:

@@ -67,8 +67,8 @@ def judge_rows(reading: Reading, tally: Tally) -> None:
         NotOffered: the ledger sees fewer rows than must travel, so that they travel in another form; or the rows of the
             adapter's own copying are among them.
     """
-    found = []
-    if reading.ranks[0].resolved.get("wire") == "copies":
+    found, wire = [], _wire(reading)
+    if wire == "copies":
         raise NotOffered("the adapter copies tokens to tensor ranks, and its rows would be counted")
     for m, forwards in _forwards(reading).items():
         allowed, smallest = 2 * _needed(reading, m), 2 * _smallest(reading, m)
@@ -80,6 +80,25 @@ def judge_rows(reading: Reading, tally: Tally) -> None:
             found.append(f"forward:{m} moves {moved:g} rows, {times:.3g} times the least, where {allowed} should do")
         else:
             tally.add(pairs=len(forwards), worst=moved / allowed if allowed else 0.0)
+    if found:
+        raise Costly("run", some(found))
+
+
+def judge_token_rows(reading: Reading, tally: Tally) -> None:
+    """Decide whether a token travels once to each other rank that needs it, and its answer back, if that is said.
+
+    Raises:
+        Costly: other numbers of rows travel.
+        NotOffered: the backend says something else of its wire.
+    """
+    if (wire := _wire(reading)) != "tokens":
+        raise NotOffered(f"the backend says that its wire carries {wire!r}")
+    found = []
+    for m, forwards in _forwards(reading).items():
+        moved, smallest = sum(_rows(reading, calls, rank) for rank, calls in forwards.items()), _smallest(reading, m)
+        if moved != 2 * smallest:
+            found.append(f"forward:{m} moves {moved:g} rows, {smallest} there and {smallest} back are needed")
+        tally.add(pairs=len(forwards))
     if found:
         raise Costly("run", some(found))
 
@@ -202,15 +221,20 @@ def _rows(reading: Reading, calls: Sequence[Entry], rank: int) -> float:
 
 def _needed(reading: Reading, m: int) -> int:
     """Count the rows that a dispatch should move at most, by what the backend says of its wire."""
-    wire = reading.ranks[0].resolved.get("wire", "pairs")
-    if wire not in WIRES:
-        raise WrongForm("run", f"the backend says that its wire carries {wire!r}, which is none of {WIRES}")
+    wire = _wire(reading)
     if wire == "pairs":
         return int(cost.pair_rows(*_routed(reading, m)).sum())
     if wire == "tokens":
         return _smallest(reading, m)
     sizes = [len(batch.x_TD) for batch in reading.batches[m]]
     return int(cost.all_gather_rows(sizes, reading.outcome.workload.layout.groups()["ep_etp"]).sum())
+
+
+def _wire(reading: Reading) -> str:
+    wire = reading.ranks[0].resolved.get("wire", "pairs")
+    if wire not in WIRES:
+        raise WrongForm("run", f"the backend says that its wire carries {wire!r}, which is none of {WIRES}")
+    return wire
 
 
 def _smallest(reading: Reading, m: int) -> int:

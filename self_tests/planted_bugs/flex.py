@@ -36,7 +36,11 @@ class CopyPerSlot(DeepEPManager):
         return y.reshape(-1, copies, y.shape[1]).sum(1)
 
 
-@planted(Expectation("COST-03", "even", "run", "forward:0 moves", "times the least", "should do"), layout=EP2_ETP2)
+@planted(
+    Expectation("COST-03", "even", "run", "forward:0 moves", "times the least", "should do"),
+    Expectation("COST-04", "even", "run", "forward:0 moves", "there and", "back are needed"),
+    layout=EP2_ETP2,
+)
 class SlotBySlot(DeepEPManager):
     """Every slot travels by itself, also those that go to the same rank; the values are right."""
 
