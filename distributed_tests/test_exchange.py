@@ -6,7 +6,7 @@ from moe_conformance.judging.counts import judge_counts
 from moe_conformance.judging.deliveries import judge_deliveries, judge_rows
 from moe_conformance.judging.finished import judge_finished
 from moe_conformance.judging.gradients import judge_dweights, judge_dx
-from moe_conformance.judging.kept import judge_state
+from moe_conformance.judging.kept import judge_kept_outputs, judge_state
 from moe_conformance.judging.ledgers import judge_agreement
 from moe_conformance.judging.outputs import judge_form, judge_inputs, judge_outputs
 from moe_conformance.judging.reading import Reading
@@ -94,6 +94,11 @@ class TestBehaviour:
         judge_outputs(reading, tally)
         judge_dx(reading, tally)
         judge_dweights(reading, tally)
+
+    @requirement("EXCH-32", kind="probe", when=several_in_flight)
+    def test_outputs_outlive_other_microbatches(self, reading: Reading, tally: Tally) -> None:
+        """An output and the rows that were handed over hold their bytes until their own backward has ended."""
+        judge_kept_outputs(reading, tally)
 
     @requirement("EXCH-11", kind="probe")
     def test_global_state_is_left_alone(self, reading: Reading, tally: Tally) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moe_conformance.judging.diagnosis import Finding, fail
 from moe_conformance.judging.reading import Reading
-from moe_conformance.judging.verdict import ChangedState, Tally, WrongGradient
+from moe_conformance.judging.verdict import ChangedState, Tally, WrongGradient, WrongOutput
 
 
 def judge_kept_gradients(reading: Reading, tally: Tally) -> None:
@@ -33,6 +33,33 @@ def judge_kept_gradients(reading: Reading, tally: Tally) -> None:
         for microbatch in rank.microbatches:
             for grad in (microbatch.dx_TD.value, microbatch.dweights_TK.value):
                 tally.add(elements=0 if grad is None else grad.numel(), rank=rank.rank)
+
+
+def judge_kept_outputs(reading: Reading, tally: Tally) -> None:
+    """Decide whether y and the rows handed over hold their bytes until their own backward has ended.
+
+    Raises:
+        WrongOutput: some bytes differ.
+    """
+    said = {"y": "the output", "rows": "a row handed over"}
+    findings = [
+        Finding(
+            "overwritten",
+            f"{said[name]} of microbatch {m} on rank {rank.rank} was overwritten before its backward had ended: it "
+            "shares memory that the backend goes on using",
+            (rank.rank,),
+        )
+        for rank in reading.outcome.ranks
+        for m, microbatch in enumerate(rank.microbatches)
+        for name in microbatch.outputs_changed
+    ]
+    if findings:
+        fail(WrongOutput, "combine", findings)
+    for rank in reading.outcome.ranks:
+        for m, microbatch in enumerate(rank.microbatches):
+            if reading.goes_backward(m) and microbatch.y is not None:
+                rows = sum(handed.rows_RD.numel() for handed in microbatch.handed)
+                tally.add(elements=microbatch.y.numel() + rows, rank=rank.rank)
 
 
 def judge_state(reading: Reading, tally: Tally) -> None:

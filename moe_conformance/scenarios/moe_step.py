@@ -140,6 +140,8 @@ class _Step:
         self.inputs: dict[int, _Inputs] = {}
         self.delivered: dict[int, Any] = {}  # handles between the halves of a forward
         self.outputs: dict[int, Tensor] = {}
+        self.returned: dict[int, Tensor] = {}  # copies of outputs, made when they were returned
+        self.outputs_changed: dict[int, tuple[str, ...]] = {}
         self.routed: dict[int, dict[str, Tensor | None]] = {}
 
     def run(self, backend_name: str) -> RankOutcome:
@@ -210,7 +212,7 @@ class _Step:
             }
             return
         assert self.exchange is not None
-        self.outputs[m] = whole(self.exchange)(inputs.x, inputs.routing, self._expert(m))
+        self._keep_output(m, whole(self.exchange)(inputs.x, inputs.routing, self._expert(m)))
 
     def _dispatch(self, m: int) -> None:
         assert isinstance(self.exchange, SplitExchange)
@@ -219,7 +221,10 @@ class _Step:
     def _combine(self, m: int) -> None:
         assert isinstance(self.exchange, SplitExchange)
         delivery, handle = self.delivered.pop(m)
-        self.outputs[m] = self.exchange.combine(self._expert(m)(delivery), handle)
+        self._keep_output(m, self.exchange.combine(self._expert(m)(delivery), handle))
+
+    def _keep_output(self, m: int, output: Tensor) -> None:
+        self.outputs[m], self.returned[m] = output, output.detach().clone()
 
     def _expert(self, m: int) -> Probe | Experts:
         assert self.experts is not None
@@ -236,6 +241,11 @@ class _Step:
             upstream = upstream.gather(1, ids_TK.clamp_min(0)) * (ids_TK >= 0)
         torch.autograd.backward(output, upstream.to(output.dtype).reshape(output.shape))
         self.inputs[m].keep_gradients()
+        if self.router is None:
+            same = {"y": _same_bytes(self.returned[m].cpu(), output.detach().cpu())}
+            if isinstance(self.experts, Probe):
+                same["rows"] = not self.experts.overwritten(m)
+            self.outputs_changed[m] = tuple(name for name, is_same in same.items() if not is_same)
 
     def _bring_back(self, session: Session, built: list[Parametrised]) -> RankOutcome:
         self._reach("finish")
@@ -282,6 +292,7 @@ class _Step:
             dx_TD=Grad(inputs.gradients.get("x")),
             dweights_TK=Grad(inputs.gradients.get("weights")),
             inputs_changed=inputs.changed(),
+            outputs_changed=self.outputs_changed.get(m, ()),
             gradients_changed=inputs.gradients_changed(),
             **self.routed.get(m, {}),
         )

@@ -39,6 +39,7 @@ def _watch(value: Tensor, seen: list[Tensor]) -> Tensor:
 @dataclass(frozen=True)
 class _Call:
     handed: Handed
+    rows_RD: Tensor  # as the backend holds them, of which `handed` has a copy
     out_grads: list[Tensor]  # empty until backward passes; several where backward ran more than once
     rows_grads: list[Tensor]
 
@@ -63,7 +64,7 @@ class Probe:
         rows_RD, ids_RJ = delivery.rows_RD, delivery.ids_RJ
         if rows_RD.dim() != 2 or rows_RD.shape[1] != self._hidden:
             raise ValueError(f"handed rows of shape {tuple(rows_RD.shape)}, expected (R, {self._hidden})")
-        call = _Call(self._record(delivery), [], [])
+        call = _Call(self._record(delivery), rows_RD.detach(), [], [])
         self._calls.append(call)
         watched_RD = _watch(rows_RD, call.rows_grads)
         factor_ND = self._factor_ND.to(rows_RD.device, rows_RD.dtype)
@@ -100,6 +101,19 @@ class Probe:
             for call in self._calls
             if call.handed.microbatch == microbatch
         )
+
+    def overwritten(self, microbatch: int) -> bool:
+        """Whether rows that were handed over in a microbatch, for some expert, have other bytes by now."""
+        return any(
+            not _same_rows(call.handed.rows_RD, call.rows_RD.cpu(), call.handed.ids_RJ)
+            for call in self._calls
+            if call.handed.microbatch == microbatch
+        )
+
+
+def _same_rows(before_RD: Tensor, now_RD: Tensor, ids_RJ: Tensor) -> bool:
+    routed_R = (ids_RJ >= 0).any(1)
+    return torch.equal(before_RD[routed_R].view(torch.uint8), now_RD[routed_R].contiguous().view(torch.uint8))
 
 
 def _total(grads: list[Tensor]) -> Tensor | None:
