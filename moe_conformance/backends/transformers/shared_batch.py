@@ -2,7 +2,7 @@
 
 The two steps stand before and behind a layer that wants whole activations, where these are split over tensor ranks: a
 gather, whose gradient is the rank's own part (the library gives the whole gradient to every rank), and its opposite.
-The batch begins with the tokens of the second rank: so no rank's own tokens are the slice that it computes.
+The batch begins with the tokens of the second rank: where all have as many, no rank computes its own.
 """
 
 from __future__ import annotations
