@@ -9,6 +9,8 @@ import torch
 
 from moe_conformance.judging.counts import judge_counts
 from moe_conformance.judging.deliveries import judge_deliveries, judge_rows
+from moe_conformance.judging.reading import read
+from moe_conformance.judging.row_gradients import judge_out_gradients
 from moe_conformance.judging.verdict import CorruptRow, NotOffered, WrongCount, WrongDelivery, WrongForm, WrongWeight
 from moe_conformance.judging.weights import judge_weights
 from moe_conformance.topology import Layout
@@ -277,6 +279,17 @@ class TestWeights:
         assert 4 == judged(judge_weights, outcomes[0]).pairs
         with pytest.raises(NotOffered, match="none travel"):
             judged(judge_weights, outcomes[1])
+
+    def test_ones_beside_the_rows_choose_no_place(self) -> None:
+        """Experts that take weights are handed ones where combine weighs, and the gradients are those of combine."""
+        work = workload(ids=[[[0, 5]], [[1, 6]]], weights_applied="output")
+        outcome = broken(work, weights_at="combine")
+        for rank in range(2):
+            outcome = edit_handed(
+                outcome, rank, lambda handed: replace(handed, weights_RJ=torch.ones(handed.ids_RJ.shape))
+            )
+        assert ("combine", "combine") == read(outcome).applied
+        judged(judge_out_gradients, outcome)
 
     def test_weights_that_do_not_travel_are_not_counted(self) -> None:
         """Where combine applies the weights there is nothing to compare, and that is neither a pass nor a failure."""

@@ -233,7 +233,7 @@ class TestRefusals:
                 EP2,
                 "exchange",
                 {"variant": "alltoall", "weights_applied": "input"},
-                "does not map weights_applied='input'",
+                "not weights_applied='input'",
             ),
             (Layout(2, etp=2), "exchange", {"variant": "alltoall"}, "etp = 2"),
             (Layout(2, tp=2), "experts", {"variant": "alltoall"}, "tp = 2 with ep = 1"),

@@ -163,12 +163,14 @@ class Reading:
     def applied(self) -> tuple[Applied, ...]:
         """Where every rank's weights are applied.
 
-        As the session claims; but "after the expert" leaves two places, and handing weights over is choosing one.
+        As the session claims; but "after the expert" leaves two places, and handing weights over is choosing one. Ones
+        choose nothing: experts that take weights are given ones where combine weighs.
         """
         chosen: list[Applied] = []
         asked = self.outcome.workload.config.weights_applied
         for rank in self.ranks:
-            carried = any(call.weights_RJ is not None for seen in rank.microbatches for call in seen.handed)
+            handed = (call.weights_RJ for seen in rank.microbatches for call in seen.handed)
+            carried = any(weights_RJ is not None and bool((weights_RJ != 1).any()) for weights_RJ in handed)
             if asked == "output":
                 chosen.append("expert" if carried else "combine")
             elif asked == "input" or rank.weights_at == "input":

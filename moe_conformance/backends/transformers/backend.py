@@ -71,7 +71,9 @@ class _Session(Session):
 
     def exchange(self, config: Config) -> SharedExchange:
         """Install the library's implementation on a module that asks the given experts."""
-        config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype")  # where weights apply is not for choosing
+        config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied")
+        if config.weights_applied == "input":
+            raise Unsupported("the library weighs what experts answer, not weights_applied='input'")
         implementation, _ = _implementations(config.variant)
         placement = Placement(config, self._topology, self._device)
         alone = self._topology.sizes["ep"] == 1
@@ -82,7 +84,7 @@ class _Session(Session):
 
     def experts(self, config: Config) -> ShardedExperts:
         """Build Qwen3-MoE's experts, shard them over ep, and by FSDP2 over edp."""
-        config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype")
+        config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied")
         _, implementation = _implementations(config.variant)
         return ShardedExperts(config, Placement(config, self._topology, self._device), implementation)
 
