@@ -14,7 +14,7 @@ from moe_conformance.judging.verdict import Tally
 from moe_conformance.judging.weights import judge_weights
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
-from moe_conformance.workloads.features import has_empty_slots, in_flight
+from moe_conformance.workloads.features import has_empty_slots, in_flight, without_gradients
 from moe_conformance.workloads.records import Workload
 
 
@@ -99,6 +99,13 @@ class TestBehaviour:
     def test_outputs_outlive_other_microbatches(self, reading: Reading, tally: Tally) -> None:
         """An output and the rows that were handed over hold their bytes until their own backward has ended."""
         judge_kept_outputs(reading, tally)
+
+    @requirement("EXCH-38", kind="probe", when=without_gradients)
+    def test_inference_delivers_and_answers_alike(self, reading: Reading, tally: Tally) -> None:
+        """Forwards without gradients deliver the same pairs and give the same outputs, also between others."""
+        judge_deliveries(reading, tally)
+        judge_rows(reading, tally)
+        judge_outputs(reading, tally)
 
     @requirement("EXCH-11", kind="probe")
     def test_global_state_is_left_alone(self, reading: Reading, tally: Tally) -> None:

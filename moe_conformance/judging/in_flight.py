@@ -41,7 +41,7 @@ def _together(schedule: str) -> frozenset[int]:
     flying: set[int] = set()
     most: frozenset[int] = frozenset()
     for item in schedule.split():
-        (flying.discard if item[0] == "B" else flying.add)(int(item[1:]))
+        (flying.discard if item[0] in "BNI" else flying.add)(int(item[1:]))
         most = max(most, frozenset(flying), key=len)
     return most if len(most) > 1 else frozenset()
 

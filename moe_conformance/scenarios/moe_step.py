@@ -7,6 +7,7 @@ router alone. `run` executes on every rank; `start` and `moe_step` are the drive
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -185,6 +186,8 @@ class _Step:
             "D": ("dispatch", self._dispatch),
             "C": ("combine", self._combine),
             "B": ("backward", self._backward),
+            "N": ("no_grad", lambda m: self._infer(m, torch.no_grad())),
+            "I": ("inference", lambda m: self._infer(m, torch.inference_mode())),
         }
         for item in self.workload.schedule.split():
             phase, act = phases[item[0]]
@@ -222,6 +225,13 @@ class _Step:
         assert isinstance(self.exchange, SplitExchange)
         delivery, handle = self.delivered.pop(m)
         self._keep_output(m, self.exchange.combine(self._expert(m)(delivery), handle))
+
+    def _infer(self, m: int, mode: AbstractContextManager[object]) -> None:
+        assert self.exchange is not None
+        x, routing = self.inputs[m].x.detach(), self.inputs[m].routing
+        routing = Routing(routing.ids_TK, routing.weights_TK.detach(), routing.experts)
+        with mode:
+            self._keep_output(m, whole(self.exchange)(x, routing, self._expert(m)))
 
     def _keep_output(self, m: int, output: Tensor) -> None:
         self.outputs[m], self.returned[m] = output, output.detach().clone()

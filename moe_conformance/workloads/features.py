@@ -64,6 +64,11 @@ def repeated(workload: Workload) -> bool:
     return len(others) > 1 and all(torch.equal(one.ids_TK, another.ids_TK) for one, another in pairs)
 
 
+def without_gradients(workload: Workload) -> bool:
+    """Return whether some microbatch runs forward without gradients."""
+    return any(item[0] in "NI" for item in workload.schedule.split())
+
+
 def in_flight(schedule: str) -> int:
     """Return how many microbatches are between their forward and their backward at the same time."""
     return _most_open(schedule, opens="FD", closes="B")

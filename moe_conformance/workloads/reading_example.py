@@ -121,12 +121,15 @@ def _config(data: object, kind: str, layout: Layout) -> Config:
     return config
 
 
+_STEPS = {("", "F"), ("", "D"), ("", "N"), ("", "I"), ("D", "C"), ("F", "B"), ("C", "B")}
+
+
 def _schedule(data: object, microbatches: int) -> str:
     """Check that every microbatch goes forward, once, and backward at most once and later."""
     items = data.split(" ") if isinstance(data, str) and len(data) <= _LONGEST_SCHEDULE else _bad("schedule", data)
     state = dict.fromkeys(map(str, range(microbatches)), "")
     for item in items:
-        if (state.get(item[1:]), item[:1]) not in {("", "F"), ("", "D"), ("D", "C"), ("F", "B"), ("C", "B")}:
+        if (state.get(item[1:]), item[:1]) not in _STEPS:
             raise BadExample(f"schedule: {item!r} cannot stand where it does")
         state[item[1:]] = item[:1]
     if waiting := [m for m, last in state.items() if last in ("", "D")]:

@@ -40,7 +40,9 @@ class Workload:
     config: Config
     layout: Layout
     batches: tuple[tuple[Batch, ...], ...]
-    schedule: str = "F0 B0"  # F forward and B backward of a microbatch, in this order; D and C are the halves of F
+    # F forward and B backward of a microbatch, in this order; D and C are the halves of F. N is a forward without
+    # gradients and I one in inference mode, of inputs that ask for none; no backward follows.
+    schedule: str = "F0 B0"
     parameters: Mapping[ParameterKey, Tensor] = field(default_factory=dict)
     lead: Literal["flat", "two_dims"] = "flat"
     asynchrony: Asynchrony = "plain"

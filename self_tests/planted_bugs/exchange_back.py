@@ -272,4 +272,12 @@ class LendsItsOutput(AllToAllExchange):
         return y
 
 
+@planted(Expectation("EXCH-38", "inference-even", "combine", "y of rank 0 token 0", "microbatch 0", "weighted by 1"))
+class UnweightedInference(AllToAllExchange):
+    """The path without gradients forgets the weights."""
+
+    def _weigh(self, rows_PD: Tensor, weights_P: Tensor) -> Tensor:
+        return super()._weigh(rows_PD, weights_P) if torch.is_grad_enabled() else rows_PD
+
+
 PLANTS = collect(globals())
