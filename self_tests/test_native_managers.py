@@ -1,0 +1,121 @@
+"""What the managers of native's flex variants hand to the experts, on ranks; where they are tried; what they refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from moe_conformance.backends.native import Native
+from moe_conformance.backends.native.flex import FlexExchange
+from moe_conformance.backends.native.token_exchange import Arrived
+from moe_conformance.contract import Config, Delivery, Routing, Unsupported
+from moe_conformance.engine import Engine
+from moe_conformance.plan import Plan
+from moe_conformance.workloads import corpus
+from self_tests.flex_scene import EP2_ETP2, EP4, TOKENS, E, K, Scene, on_ranks, values
+
+FLEX = ("deepep", "hybridep", "ncclep")
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    """Ranks for the tests of this file."""
+    with Engine(preload=("self_tests.test_native_managers",)) as engine:
+        yield engine
+
+
+def deliver(scene: Scene) -> tuple[Delivery, Any, Arrived]:
+    """Dispatch through a manager and bare."""
+    x_TD, ids_TK, weights_TK = scene.batch()
+    flex: FlexExchange = scene.flex(scene.payload)
+    delivery, flight = flex.dispatch(x_TD, Routing(ids_TK, weights_TK, E))
+    held = flight.land(delivery.rows_RD)
+    return delivery, getattr(held, "begin_WN", None), scene.exchange.dispatch(x_TD, ids_TK, weights_TK)
+
+
+class TestManagers:
+    def test_deepep_hands_over_the_rows_as_they_came(self, engine: Engine) -> None:
+        """With K slots each."""
+        for delivery, _, bare in values(on_ranks(engine, deliver, EP2_ETP2, "deepep")):
+            assert torch.equal(bare.rows_RD, delivery.rows_RD)
+            assert torch.equal(bare.handle.ids_RK, delivery.ids_RJ)
+            assert torch.equal(bare.weights_RK, delivery.weights_RJ)
+
+    def test_hybridep_hands_over_rows_by_expert_in_equal_buffers(self, engine: Engine) -> None:
+        """Whatever each rank got; behind the counts there is nothing for any expert."""
+        found = [delivery for delivery, *_ in values(on_ranks(engine, deliver, EP2_ETP2, "hybridep"))]
+        assert {4 * max(TOKENS) * K} == {len(delivery.rows_RD) for delivery in found}
+        for delivery in found:
+            filled = int(delivery.counts_N.sum())
+            assert sorted(delivery.ids_RJ[:filled, 0].tolist()) == delivery.ids_RJ[:filled, 0].tolist()
+            assert {-1} == set(delivery.ids_RJ[filled:, 0].tolist())
+        assert len({int(delivery.counts_N.sum()) for delivery in found}) > 1
+
+    def test_ncclep_packs_rows_by_source_and_tells_where_runs_begin(self, engine: Engine) -> None:
+        """The table is that of the pairs counted one by one."""
+        for delivery, begin_WN, bare in values(on_ranks(engine, deliver, EP4, "ncclep")):
+            source_R = [s for s, rows in enumerate(bare.handle.received_W) for _ in range(rows)]
+            runs = sorted(
+                (source, n) for source, ids_K in zip(source_R, bare.handle.ids_RK.tolist(), strict=True)
+                for n in ids_K if n >= 0
+            )  # fmt: skip
+            assert [n for _, n in runs] == delivery.ids_RJ[:, 0].tolist()
+            W, N = begin_WN.shape
+            assert [[sum(run < (s, n) for run in runs) for n in range(N)] for s in range(W)] == begin_WN.tolist()
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("config", "sentence"),
+        [
+            (Config("deepep", weights_applied="input"), "a weight for each of its slots"),
+            (Config("hybridep", extra=(("rank_capacity_factor", 0),)), "rank_capacity_factor = 0.0"),
+            (Config("ncclep", extra=(("rank_capacity_factor", 1),)), "NCCLEPManager has no knob rank_capacity_factor"),
+            (Config("hybridep", experts=7), "7 experts do not divide over ep = 4"),
+        ],
+    )
+    def test_what_a_manager_cannot_do_is_refused(self, engine: Engine, config: Config, sentence: str) -> None:
+        """By the library, on every rank, before anything is exchanged."""
+        for rank in on_ranks(engine, refuse, payload=config):
+            assert ("library", ()) == (rank.value[0], rank.ledger)
+            assert sentence in rank.value[1]
+
+
+def refuse(scene: Scene) -> tuple[str, str]:
+    """Build an exchange that cannot be; return who refused and how."""
+    with pytest.raises(Unsupported) as refusal:
+        Native().open(scene.topology, scene.context.device).exchange(scene.payload)
+    return refusal.value.by, str(refusal.value)
+
+
+class TestPlan:
+    def test_the_quick_profile_tries_a_sample(self) -> None:
+        """All three run where experts are spread and cut; the full profile leaves no layout out."""
+        quick = {cell.id for cell in Plan(Native(), "cpu", "quick").cells if cell.variant in FLEX}
+        assert {f"{variant}-ep2-etp2" for variant in FLEX} == quick
+        full = [cell for cell in Plan(Native(), "cpu", "full").cells if cell.variant in FLEX]
+        assert len(FLEX) * len(corpus.full_layouts()) == len(full)
+
+    def test_many_virtual_ranks_are_tried(self) -> None:
+        """On 8 and on 64."""
+        virtual = Plan(Native(), "cpu", "virtual", 64).cells
+        for variant in FLEX:
+            assert [8, 64] == [cell.layout.world for cell in virtual if cell.variant == variant]
+
+
+@pytest.mark.parametrize("variant", FLEX)
+def test_what_was_built_is_told(engine: Engine, variant: str) -> None:
+    """The manager, the token exchange under it and what travels."""
+    for told in values(on_ranks(engine, tell, payload=variant)):
+        assert {"deepep": "DeepEPManager", "hybridep": "HybridEPManager", "ncclep": "NCCLEPManager"}[variant] == told[
+            "manager"
+        ]
+        assert ("TokenExchange", "tokens", "expert") == (told["token_exchange"], told["wire"], told["weights"])
+
+
+def tell(scene: Scene) -> dict[str, str]:
+    """What the built exchange says of itself."""
+    return dict(scene.flex(scene.payload).resolved)
