@@ -14,7 +14,7 @@ from moe_conformance.judging.verdict import Tally
 from moe_conformance.judging.weights import judge_weights
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
-from moe_conformance.workloads.features import has_empty_slots, in_flight, without_gradients
+from moe_conformance.workloads.features import has_empty_slots, has_filled_memory, in_flight, without_gradients
 from moe_conformance.workloads.records import Workload
 
 
@@ -106,6 +106,15 @@ class TestBehaviour:
         judge_deliveries(reading, tally)
         judge_rows(reading, tally)
         judge_outputs(reading, tally)
+
+    @requirement("EXCH-39", kind="probe", when=has_filled_memory)
+    def test_uninitialised_memory_reaches_nothing(self, reading: Reading, tally: Tally) -> None:
+        """Deliveries, outputs and gradients are right where memory that nobody has written yet is full of NaN."""
+        judge_deliveries(reading, tally)
+        judge_rows(reading, tally)
+        judge_outputs(reading, tally)
+        judge_dx(reading, tally)
+        judge_dweights(reading, tally)
 
     @requirement("EXCH-11", kind="probe")
     def test_global_state_is_left_alone(self, reading: Reading, tally: Tally) -> None:

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from moe_conformance.judging.outputs import judge_form
-from moe_conformance.judging.own_experts import judge_own_outputs, judge_weight_place, judge_windows
+from moe_conformance.judging.own_experts import (
+    judge_expert_gradients,
+    judge_own_dweights,
+    judge_own_dx,
+    judge_own_outputs,
+    judge_weight_place,
+    judge_windows,
+)
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
+from moe_conformance.workloads.features import has_filled_memory
 from moe_conformance.workloads.records import Workload
 
 
@@ -25,6 +33,14 @@ class TestOwnExperts:
     def test_output_has_the_form_of_the_input(self, reading: Reading, tally: Tally) -> None:
         """With own experts too, the output has the input's form."""
         judge_form(reading, tally)
+
+    @requirement("EXCH-39", kind="experts", when=has_filled_memory)
+    def test_uninitialised_memory_reaches_nothing(self, reading: Reading, tally: Tally) -> None:
+        """Outputs and gradients are right where memory that nobody has written yet is full of NaN."""
+        judge_own_outputs(reading, tally)
+        judge_own_dx(reading, tally)
+        judge_own_dweights(reading, tally)
+        judge_expert_gradients(reading, tally)
 
     @requirement("EXPT-02", kind="experts")
     def test_windows_cover_every_parameter(self, reading: Reading, tally: Tally) -> None:

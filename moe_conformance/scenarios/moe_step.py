@@ -7,7 +7,7 @@ router alone. `run` executes on every rank; `start` and `moe_step` are the drive
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -163,10 +163,11 @@ class _Step:
             self.experts = self._experts(session, kept.topology, built)
         for surface in built:
             parameters.write(surface, self.workload.parameters)
-        before = state.snapshot(self.context.device)
-        self._follow_schedule()
-        self.state_changed = state.changed(before, state.snapshot(self.context.device))
-        return self._bring_back(session, built)
+        with state.filled_memory() if self.workload.memory == "filled" else nullcontext():
+            before = state.snapshot(self.context.device)
+            self._follow_schedule()
+            self.state_changed = state.changed(before, state.snapshot(self.context.device))
+            return self._bring_back(session, built)
 
     def _experts(self, session: Session, topology: Topology, built: list[Parametrised]) -> Probe | Experts:
         assert self.exchange is not None

@@ -4,9 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
+
+
+@contextmanager
+def filled_memory() -> Iterator[None]:
+    """Fill new tensors that nobody has written yet with NaN, and integers with their largest number.
+
+    torch does so only while it is asked for deterministic algorithms; one that has none is used all the same.
+    """
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r".*does not have a deterministic implementation.*")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def snapshot(device: torch.device) -> dict[str, str]:

@@ -93,6 +93,7 @@ class Recipe:
     experts_per_ep: int | None = None  # E = this many times ep, instead of 8
     weights: Literal["plain", "odd"] = "plain"  # odd: some are zero, some negative
     asynchrony: Asynchrony = "plain"
+    memory: Literal["plain", "filled"] = "plain"
     repeated: bool = False  # all microbatches are routed alike
 
 
@@ -133,6 +134,8 @@ PROBE = (
     Recipe("halves-in-flight-uneven", tokens=UNEVEN, schedule="D0 D1 C1 C0 B1 B0"),
     Recipe("one-by-one-uneven", tokens=UNEVEN, schedule="F0 B0 F1 B1"),
     Recipe("forward-only-even", schedule="F0 F1 B1"),
+    Recipe("filled-even", schedule="F0 B0 F1 B1", memory="filled"),
+    Recipe("filled-uneven", dropped, tokens=ONE_WITHOUT, memory="filled"),
     Recipe("inference-even", schedule="N0 F1 I2 B1"),
     Recipe("inference-uneven", tokens=ONE_WITHOUT, schedule="F0 I1 B0 N2"),
     Recipe("by-turns-uneven", tokens=BY_TURNS, schedule="F0 B0 F1 B1 F2 B2 F3 B3"),
@@ -157,6 +160,8 @@ _OWN = (
     Recipe("own-empty-expert-even", empty_expert),
     Recipe("own-idle-rank-even", idle_rank, needs_ep=True),
     Recipe("own-rank-without-tokens", tokens=ONE_WITHOUT),
+    Recipe("own-filled-even", memory="filled"),
+    Recipe("own-filled-uneven", tokens=ONE_WITHOUT, memory="filled"),
     Recipe("own-inference-even", schedule="N0 F1 I2 B1"),
     Recipe("own-accumulated-even", schedule="F0 B0 F1 B1"),
     Recipe("own-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B0 B1"),
@@ -257,5 +262,14 @@ def exchange_workload(recipe: Recipe, kind: Literal["probe", "experts"], variant
     if kind == "experts":
         parameters = draw.expert_parameters(config, draw.generator(recipe.name, layout.name, "experts"))
     return Workload(
-        recipe.name, kind, config, layout, batches, recipe.schedule, parameters, recipe.lead, recipe.asynchrony
+        recipe.name,
+        kind,
+        config,
+        layout,
+        batches,
+        recipe.schedule,
+        parameters,
+        recipe.lead,
+        recipe.asynchrony,
+        recipe.memory,
     )

@@ -64,6 +64,11 @@ def repeated(workload: Workload) -> bool:
     return len(others) > 1 and all(torch.equal(one.ids_TK, another.ids_TK) for one, another in pairs)
 
 
+def has_filled_memory(workload: Workload) -> bool:
+    """Return whether memory that nobody has written yet is filled."""
+    return workload.memory == "filled"
+
+
 def without_gradients(workload: Workload) -> bool:
     """Return whether some microbatch runs forward without gradients."""
     return any(item[0] in "NI" for item in workload.schedule.split())

@@ -32,7 +32,8 @@ class Workload:
     `batches[m][r]` belongs to microbatch m on rank r. `parameters` are full tensors in canonical orientation, keyed by
     (name, global expert id). `lead` says in which shape x is handed over: flat (T, D), or (T / 2, 2, D), T even.
     `asynchrony` says what asynchronous collectives deliver before they are waited for: whatever they have, or poison;
-    if they are watched, every touch of their data until then is written down.
+    if they are watched, every touch of their data until then is written down. `memory` says what new tensors hold that
+    nobody has written yet: whatever was there, or NaN (the largest number, of integers).
     """
 
     name: str  # unique together with the variant and the layout
@@ -46,6 +47,7 @@ class Workload:
     parameters: Mapping[ParameterKey, Tensor] = field(default_factory=dict)
     lead: Literal["flat", "two_dims"] = "flat"
     asynchrony: Asynchrony = "plain"
+    memory: Literal["plain", "filled"] = "plain"
     golden: str = ""  # the chapter of the goldens whose values judge it; "" for the oracles of today
 
     def goes_backward(self, microbatch: int) -> bool:
