@@ -240,6 +240,14 @@ class TestRefusals:
         )
         assert refused(lambda: second.legal_range(parts, bias, slots, masks, memory))
 
+    @pytest.mark.parametrize(("tokens", "slots"), [(2, 3), (0, 1)])
+    @pytest.mark.parametrize("value", [math.inf, math.nan])
+    def test_of_a_bias_that_nothing_moves(self, tokens: int, slots: int, value: float) -> None:
+        """K = E, or no token, would hand the bias on as it is: it has to be finite all the same."""
+        scores_TE, bias = np.zeros((tokens, 3)), [0.0, value, 0.0]
+        assert refused(lambda: first.quantile_bounds([torch.tensor(scores_TE)], doubles(bias), top_k=slots))
+        assert refused(lambda: second.legal_range([scores_TE], bias, slots))
+
     @pytest.mark.parametrize(
         ("scores", "bias", "slots"),
         [

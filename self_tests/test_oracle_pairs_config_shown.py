@@ -91,6 +91,12 @@ class TestPair:
         expected = second.lawful_refusal(errors, ["ep"], ["1", "2"])
         assert expected == first.lawful_refusal(errors, ["ep"], ["1", "2"])
 
+    def test_one_name_of_an_option_is_enough(self) -> None:
+        """An option may have several names, and an error says one of them."""
+        errors: list[tuple[str, str] | None] = [("ValueError", "ep must not be 2")]
+        for oracle in (first, second):
+            assert oracle.lawful_refusal(errors, ["ep", "expert_parallel"], ["2", "3"])
+
     @pairs_agree
     @given(
         st.sampled_from([1, 2]), st.sampled_from([1, 2]), st.lists(st.sampled_from([1, 2]), max_size=3), st.booleans()

@@ -97,6 +97,11 @@ class TestRefusals:
         assert refused(lambda: first_z.z_loss_of_parts([], coefficient=1.0))
         assert refused(lambda: second.z_of_parts([], 1.0))
 
+    def test_of_masks_for_other_ranks(self) -> None:
+        """Every rank has a mask, or none has."""
+        ranks = [torch.zeros(2, 3), torch.ones(2, 3)]
+        assert refused(lambda: first_z.z_loss_of_parts(ranks, coefficient=1.0, padding_by_rank=[None]))
+
     @pytest.mark.parametrize("slots", [0, 4])
     def test_of_choices(self, slots: int) -> None:
         """No experts to choose, or more than there are."""
