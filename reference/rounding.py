@@ -42,8 +42,8 @@ class Measured:
 
     @property
     def error(self) -> Tensor:
-        """What an honest result may be off by."""
-        return torch.minimum(self.worst, DEVIATIONS * self.spread)
+        """What an honest result may be off by; the squares of a tiny spread may be too small for float64, and 0."""
+        return torch.where(self.spread > 0, torch.minimum(self.worst, DEVIATIONS * self.spread), self.worst)
 
     def __neg__(self) -> Measured:
         """Change the sign, exactly."""

@@ -87,6 +87,11 @@ class TestRounding:
         allowed = Rounding(0.0, 0.0).products("i,i->", off, exact(torch.ones(1000))).error
         assert 0.005 * a_N.sum() > allowed
 
+    def test_numbers_whose_squares_vanish_keep_their_error(self) -> None:
+        """A probability of 1e-170 may be off by a part of itself, though its variance is 0 in float64."""
+        a = Rounding(0.5, 0.0).stored(exact(torch.tensor(1e-170, dtype=torch.float64)))
+        assert (0.0, 5e-171) == (a.spread.item(), a.error.item())
+
     def test_no_partial_sum_is_larger_than_its_bound(self) -> None:
         """Whatever the order of 6 parts, no partial sum exceeds the bound, and one reaches it."""
         parts_N = torch.tensor([3.0, -5.0, 2.0, 0.5, -1.0, 4.0])
