@@ -81,12 +81,17 @@ class Plan:
         """Whether a variant is tried on a layout.
 
         A backend may name variants that share most of what they do with others (`Backend.sampled`). Outside the full
-        profile they run only where experts are spread over ranks and cut over ranks as well.
+        profile they run only where experts are spread over ranks and cut over ranks as well; in the quick one each of
+        them gets its part of the workloads, and Hypothesis draws none for them.
         """
-        if self.profile != "full" and variant in getattr(self.backend, "sampled", ()):
+        if variant in self._sampled:
             crossed = layout.ep > 1 and layout.etp > 1
             return crossed and (not self.virtual or virtual.suits(layout, first_variant=False))
         return not self.virtual or virtual.suits(layout, variant == self.backend.variants[0])
+
+    @cached_property
+    def _sampled(self) -> tuple[str, ...]:
+        return () if self.profile == "full" else tuple(getattr(self.backend, "sampled", ()))
 
     @cached_property
     def cases(self) -> tuple[Case, ...]:
@@ -104,6 +109,8 @@ class Plan:
             workloads = list(corpus.corpus(cell.variant, cell.layout, cast(corpus.Profile, self.profile)))
             if cell.variant == self.backend.variants[0]:
                 workloads += routing.routing_corpus(cell.variant, cell.layout)
+            if cell.variant in self._sampled:
+                workloads = workloads[self._sampled.index(cell.variant) :: len(self._sampled)]
             made += [Case(cell, self._as_asked(workload)) for workload in workloads]
         return tuple(made)
 
@@ -121,7 +128,11 @@ class Plan:
 
         See `cases` for routers.
         """
-        cells = tuple(cell for cell in self.cells if cell.layout.world <= virtual.WORLDS[0])
+        cells = tuple(
+            cell
+            for cell in self.cells
+            if cell.layout.world <= virtual.WORLDS[0] and cell.variant not in self._sampled
+        )
         if kind != "route":
             return cells
         return tuple(cell for cell in cells if cell.variant == self.backend.variants[0] and not self.virtual)

@@ -99,6 +99,17 @@ class TestPlan:
         full = [cell for cell in Plan(Native(), "cpu", "full").cells if cell.variant in FLEX]
         assert len(FLEX) * len(corpus.full_layouts()) == len(full)
 
+    def test_each_gets_its_part_of_the_workloads(self) -> None:
+        """In the quick profile the three share the workloads of one variant, and Hypothesis draws none for them."""
+        plan = Plan(Native(), "cpu", "quick")
+        parts = {
+            variant: [case.workload.name for case in plan.cases if case.cell.id == f"{variant}-ep2-etp2"]
+            for variant in (*FLEX, "allgather")
+        }
+        whole = parts.pop("allgather")
+        assert sorted(whole) == sorted(name for part in parts.values() for name in part)
+        assert not {cell.variant for cell in plan.drawing("probe")} & set(FLEX)
+
     def test_many_virtual_ranks_are_tried(self) -> None:
         """On 8 and on 64."""
         virtual = Plan(Native(), "cpu", "virtual", 64).cells
