@@ -172,6 +172,7 @@ class TestOracles:
 
     def test_an_oracle_without_a_pair_is_refused(self, checkout):
         """A file that no test of a pair imports has no tests, whatever its own examples say."""
+        (checkout / "moe_conformance" / "spec" / "routing.toml").touch()
         (checkout / "reference" / "routing.py").write_text('"""ROUTE-01\n>>> 1\n1\n"""\n')
         with pytest.raises(oracles.NotHeld, match=r"imports reference/routing.py"):
             oracles.Checkout(checkout).tests("reference/routing.py")

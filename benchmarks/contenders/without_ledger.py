@@ -21,5 +21,9 @@ class _NoTap:
         """Records nothing."""
         yield
 
+    def calls(self) -> int:
+        """Returns how many calls were recorded."""
+        return 0
+
 
 rank.Tap = _NoTap  # type: ignore[assignment, attr-defined]
