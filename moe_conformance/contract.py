@@ -144,6 +144,7 @@ class Routing:
 
 
 Counts = Tensor | Sequence[int]
+Unrouted = Literal["padding", "zero"]
 
 
 def _cpu(counts: Counts) -> Tensor:
@@ -165,7 +166,7 @@ class Delivery:
     weights_RJ: Tensor | None
     counts_N: Tensor | None  # as claimed by the backend, untouched; None if it claims none
     shape: tuple[int, ...]  # of the rows as the backend holds them; the experts' output comes back in it
-    unrouted: Literal["padding", "zero"] = "padding"  # zero: the backend adds up the answers of several ranks
+    unrouted: Unrouted = "padding"  # zero: the backend adds up the answers of several ranks
 
     @classmethod
     def grouped(cls, rows_RD: Tensor, counts_N: Counts, weights_R: Tensor | None = None) -> Delivery:
@@ -181,13 +182,9 @@ class Delivery:
 
     @classmethod
     def listed(
-        cls,
-        rows_RD: Tensor,
-        ids_RJ: Tensor,
-        weights_RJ: Tensor | None = None,
-        counts_N: Counts | None = None,
-        unrouted: Literal["padding", "zero"] = "padding",
-    ) -> Delivery:
+        cls, rows_RD: Tensor, ids_RJ: Tensor, weights_RJ: Tensor | None = None, counts_N: Counts | None = None,
+        unrouted: Unrouted = "padding",
+    ) -> Delivery:  # fmt: skip
         """One row per token and rank with J slots. The adapter maps ids that mean "not mine" to -1."""
         claimed_N = None if counts_N is None else _cpu(counts_N)
         return cls(rows_RD, ids_RJ.to(torch.int64), weights_RJ, claimed_N, tuple(rows_RD.shape), unrouted)
@@ -220,7 +217,6 @@ class Resolved(Protocol):
     @property
     def resolved(self) -> Mapping[str, str]:
         """What was built, read from the built object (class, path, fused or not): a silent fallback shows here."""
-        ...
 
 
 WIRES = ("pairs", "tokens", "all", "copies")
@@ -237,7 +233,6 @@ class Placed(Resolved, Protocol):
     @property
     def local_experts(self) -> tuple[int, ...]:
         """Global ids of this rank's N experts, in the order that delivered ids count in."""
-        ...
 
 
 class Exchange(Placed, Protocol):
@@ -249,7 +244,6 @@ class Exchange(Placed, Protocol):
 
     def __call__(self, x: Tensor, routing: Routing, expert: ExpertFn) -> Tensor:
         """Return y for x; call `expert` on what reached this rank."""
-        ...
 
 
 @runtime_checkable
@@ -262,11 +256,9 @@ class SplitExchange(Placed, Protocol):
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
         """Return what reached this rank's experts, and the handle that combine needs."""
-        ...
 
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
         """Return y from the experts' output, which has the delivery's shape."""
-        ...
 
 
 def whole(exchange: Exchange | SplitExchange) -> Callable[[Tensor, Routing, ExpertFn], Tensor]:
@@ -304,7 +296,6 @@ class Parametrised(Protocol):
 
     def named(self, read: Read) -> Iterator[Named]:
         """Yield a window on every parameter (and on the balance bias, a buffer, if there is one)."""
-        ...
 
 
 class Experts(Parametrised, Resolved, Protocol):
@@ -315,7 +306,6 @@ class Experts(Parametrised, Resolved, Protocol):
 
         It is this etp rank's part of the sum if `Session.expert_output_is_partial`.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -332,7 +322,6 @@ class Router(Parametrised, Resolved, Protocol):
 
     def __call__(self, x: Tensor) -> Routed:
         """Return the routing of x, differentiable in x and in the router's parameters."""
-        ...
 
 
 # ---- the backend ---------------------------------------------------------------------------------------------
@@ -344,20 +333,16 @@ class Topology(Protocol):
     @property
     def rank(self) -> int:
         """Rank in the world."""
-        ...
 
     @property
     def sizes(self) -> Mapping[str, int]:
         """Sizes by name: world, tp, cp, pp, dp, ep, etp, edp."""
-        ...
 
     def ranks(self, name: str) -> tuple[int, ...]:
         """World ranks of this rank's group: world, tp, cp, pp, dp, dp_cp, ep, etp, ep_etp, edp."""
-        ...
 
     def group(self, name: str) -> dist.ProcessGroup:
         """Process group of the same names, of one rank too. It belongs to the suite: do not destroy it."""
-        ...
 
 
 class Session:
@@ -399,7 +384,7 @@ class Backend(Protocol):
     would build for sizes world, tp, cp, pp, ep, etp, under the names of `Topology.ranks`.
 
     Optional: `sampled: tuple[str, ...]`, variants that share most of what they do with others. The quick and virtual
-    profiles try them on few layouts, the full profile on all.
+    profiles try them on few layouts, and quick shares its workloads among them; the full profile leaves nothing out.
     """
 
     name: str
@@ -407,12 +392,9 @@ class Backend(Protocol):
 
     def versions(self) -> Mapping[str, str]:
         """Versions that verdicts depend on; `Unsupported` if the library is not installed, with what to install."""
-        ...
 
     def limits(self, variant: str) -> Sequence[Limit]:
         """Limits of that variant."""
-        ...
 
     def open(self, topology: Topology, device: torch.device) -> Session:
         """Open a session; collective."""
-        ...

@@ -81,3 +81,11 @@ class TestPhases:
         phases = (("forward:0", 1), ("backward:0", 3), ("finish", 3), ("done", 5))
         found = by_phase(RankOutcome(rank=1, status="ok", phases=phases, ledger=calls))
         assert {"forward:0": calls[1:3], "backward:0": (), "finish": calls[3:]} == found
+
+    def test_a_phase_may_be_entered_again(self) -> None:
+        """What is called after each time that the experts are asked is one phase."""
+        calls = tuple(call("all_reduce", (n, D)) for n in range(5))
+        names = ("forward:0", "answered:0", "answered:0", "forward:1", "answered:0", "done")
+        phases = tuple(zip(names, range(6), strict=True))
+        found = by_phase(RankOutcome(rank=1, status="ok", phases=phases, ledger=calls))
+        assert {"forward:0": calls[:1], "answered:0": (*calls[1:3], calls[4]), "forward:1": calls[3:4]} == found

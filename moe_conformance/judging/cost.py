@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -57,29 +58,28 @@ def judge_even_calls(reading: Reading, tally: Tally) -> None:
 
 
 def judge_rows(reading: Reading, tally: Tally) -> None:
-    """Decide whether a forward moves no more rows than what the backend says of its wire needs, in each direction.
+    """Decide whether dispatch and combine each move no more rows than what the backend says of its wire needs.
 
-    A forward is a dispatch and a combine: twice the rows of one.
+    Of a forward that asks the experts several times, they are judged together.
 
     Raises:
-        Costly: it moves more.
+        Costly: one moves more.
         WrongForm: the backend says something unknown of its wire.
         NotOffered: the ledger sees fewer rows than must travel, so that they travel in another form; or the rows of the
             adapter's own copying are among them.
     """
-    found, wire = [], _wire(reading)
-    if wire == "copies":
+    found = []
+    if _wire(reading) == "copies":
         raise NotOffered("the adapter copies tokens to tensor ranks, and its rows would be counted")
-    for m, forwards in _forwards(reading).items():
-        allowed, smallest = 2 * _needed(reading, m), 2 * _smallest(reading, m)
-        moved = sum(_rows(reading, calls, rank) for rank, calls in forwards.items())
-        if moved < smallest:
-            raise NotOffered(f"the ledger sees {moved:g} of at least {smallest} rows of width D in a forward")
-        if moved > allowed:
-            times = cost.ratio(round(moved), smallest)
-            found.append(f"forward:{m} moves {moved:g} rows, {times:.3g} times the least, where {allowed} should do")
+    for half in _halves(reading):
+        allowed, smallest = half.times * _needed(reading, half.m), half.times * _smallest(reading, half.m)
+        if half.rows < smallest:
+            raise NotOffered(f"the ledger sees {half.rows:g} of at least {smallest} rows of width D in {half.name}")
+        if half.rows > allowed:
+            times = cost.ratio(math.ceil(half.rows), smallest)
+            found.append(f"{half.name} moves {half.rows:g} rows, {times:.3g} times the least; {allowed} should do")
         else:
-            tally.add(pairs=len(forwards), worst=moved / allowed if allowed else 0.0)
+            tally.add(pairs=len(reading.ranks), worst=half.rows / allowed if allowed else 0.0)
     if found:
         raise Costly("run", some(found))
 
@@ -94,35 +94,39 @@ def judge_token_rows(reading: Reading, tally: Tally) -> None:
     if (wire := _wire(reading)) != "tokens":
         raise NotOffered(f"the backend says that its wire carries {wire!r}")
     found = []
-    for m, forwards in _forwards(reading).items():
-        moved, smallest = sum(_rows(reading, calls, rank) for rank, calls in forwards.items()), _smallest(reading, m)
-        if moved != 2 * smallest:
-            found.append(f"forward:{m} moves {moved:g} rows, {smallest} there and {smallest} back are needed")
-        tally.add(pairs=len(forwards))
+    for half in _halves(reading):
+        smallest = half.times * _smallest(reading, half.m)
+        if half.rows != smallest:
+            found.append(f"{half.name} moves {half.rows:g} rows, where {smallest} are needed")
+        tally.add(pairs=len(reading.ranks))
     if found:
         raise Costly("run", some(found))
 
 
 def judge_backward_rows(reading: Reading, tally: Tally) -> None:
-    """Decide whether a backward moves no more rows than its forward, and exchanges no counts or indices again.
+    """Decide whether a backward moves no more than its forward: rows, and beside them a number for each weight.
+
+    No count or index is exchanged again, and what weights travelled in forward is the most that may come back.
 
     Raises:
-        Costly: it does.
+        Costly: it moves more.
     """
     found = []
-    forwards = _forwards(reading)
-    for m, forward in forwards.items():
+    for m, forward in _forwards(reading).items():
         if not reading.goes_backward(m):
             continue
-        for rank, calls in forward.items():
-            back = by_phase(reading.ranks[rank])[f"backward:{m}"]
-            there, here = _rows(reading, calls, rank), _rows(reading, back, rank)
-            again = [entry for entry in back if entry.shapes_in and "float" not in entry.dtype]
-            if here > there:
-                found.append(f"backward:{m} moves {here:g} rows off rank {rank}, and forward {there:g}")
-            if again:
+        back = {rank.rank: by_phase(rank)[f"backward:{m}"] for rank in reading.ranks}
+        for rank, calls in back.items():
+            if again := [entry for entry in calls if entry.shapes_in and "float" not in entry.dtype]:
                 found.append(f"backward:{m} exchanges {again[0].dtype} again on rank {rank}: {_words(again)}")
             tally.add(pairs=1, rank=rank)
+        floats = {rank: [entry for entry in calls if "float" in entry.dtype] for rank, calls in forward.items()}
+        there, here, weights = _moved(reading, forward), _moved(reading, back), _moved(reading, floats).beside
+        if not found and not cost_calls.legal_backward(there, here, weight_bytes=weights):
+            found.append(
+                f"backward:{m} moves {here.dispatch} rows and {here.beside} bytes beside them; forward "
+                f"{there.dispatch} rows, and weights in {weights} bytes"
+            )
     if found:
         raise Costly("gradient", some(found))
 
@@ -137,13 +141,13 @@ def judge_beside_rows(reading: Reading, tally: Tally) -> None:
     W = reading.outcome.workload.layout.ep * reading.outcome.workload.layout.etp
     for m, forwards in _forwards(reading).items():
         for rank, calls in forwards.items():
-            rows = _rows(reading, calls, rank)
-            beside = sum(bytes_leaving(entry, rank) for entry in calls if not carries_rows(entry, config.hidden))
-            allowed = cost_bytes.metadata_bytes(W, config.experts, config.top_k, math.ceil(rows))
-            if beside > allowed:
-                found.append(f"rank {rank} sends {beside:g} bytes beside {rows:g} rows in forward:{m}, over {allowed}")
+            moved = _moved(reading, {rank: calls})
+            allowed = cost_bytes.metadata_bytes(W, config.experts, config.top_k, moved.dispatch)
+            if moved.beside > allowed:
+                sent = f"{moved.beside} bytes beside {moved.dispatch} rows"
+                found.append(f"rank {rank} sends {sent} in forward:{m}, over {allowed}")
             else:
-                tally.add(pairs=1, rank=rank, worst=beside / allowed)
+                tally.add(pairs=1, rank=rank, worst=moved.beside / allowed)
     if found:
         raise Costly("dispatch", some(found))
 
@@ -171,7 +175,7 @@ def judge_repeated(reading: Reading, tally: Tally) -> None:
 def judge_reductions(reading: Reading, tally: Tally) -> None:
     """Decide whether gradients of experts travel between replicas only, while they are finished.
 
-    Counts calls that carry as many elements as a part of a parameter: norms and flags are fewer.
+    A rank may send less than the smallest part of a parameter elsewhere, all calls together: norms and flags.
 
     Raises:
         Costly: they travel elsewhere.
@@ -183,11 +187,12 @@ def judge_reductions(reading: Reading, tally: Tally) -> None:
     least = min(value.numel() for value in workload.parameters.values()) // workload.layout.etp
     for group in workload.layout.groups()["edp"]:
         for rank in group:
-            for entry in by_phase(reading.ranks[rank])["finish"]:
-                elements = sum(map(math.prod, entry.shapes_in))
-                if elements >= least and not cost_calls.legal_reduction(entry.ranks, group):
-                    where = f"{group_words(entry.ranks)}, where replicas are {group_words(group)}"
-                    found.append(f"rank {rank} calls {entry.op} of {elements} elements on {where}")
+            calls = by_phase(reading.ranks[rank])["finish"]
+            astray = [entry for entry in calls if not cost_calls.legal_reduction(entry.ranks, group)]
+            elements = sum(math.prod(shape) for entry in astray for shape in entry.shapes_in)
+            if elements >= least:
+                replicas = f"where replicas are {group_words(group)}"
+                found.append(f"rank {rank} sends {elements} elements by {_words(astray)}, {replicas}")
             tally.add(pairs=1, rank=rank)
     if found:
         raise Costly("finish", some(found))
@@ -198,6 +203,36 @@ def _exchange_phases(rank: RankOutcome) -> Iterator[tuple[str, Sequence[Entry]]]
     return ((phase, calls) for phase, calls in by_phase(rank).items() if phase != "finish")
 
 
+class _Half(NamedTuple):
+    """Dispatch or combine of one microbatch, or both at once, and the rows that it moves off all ranks."""
+
+    m: int
+    name: str
+    times: int  # how many halves it is
+    rows: float
+
+
+_HALVES = {"dispatch": ("forward", "dispatch"), "combine": ("combine", "answered")}
+
+
+def _halves(reading: Reading) -> Iterator[_Half]:
+    """List dispatch and combine of every microbatch; as one where the experts were asked in between several times."""
+    phases = [by_phase(rank) for rank in reading.ranks]
+    for m in range(len(reading.batches)):
+        rows = {
+            half: sum(
+                _rows(reading, phases[rank.rank].get(f"{name}:{m}", ()), rank.rank)
+                for rank in reading.ranks
+                for name in names
+            )
+            for half, names in _HALVES.items()
+        }
+        if all(len(rank.microbatches[m].handed) == 1 for rank in reading.ranks):
+            yield from (_Half(m, f"{half}:{m}", 1, moved) for half, moved in rows.items())
+        else:
+            yield _Half(m, f"forward:{m}", 2, sum(rows.values()))
+
+
 def _forwards(reading: Reading) -> Mapping[int, Mapping[int, Sequence[Entry]]]:
     """Return the calls of every microbatch's forward, in halves or not, rank by rank."""
     return {
@@ -205,7 +240,7 @@ def _forwards(reading: Reading) -> Mapping[int, Mapping[int, Sequence[Entry]]]:
             rank.rank: [
                 entry
                 for phase, calls in by_phase(rank).items()
-                if phase in (f"forward:{m}", f"dispatch:{m}", f"combine:{m}")
+                if phase in [f"{name}:{m}" for names in _HALVES.values() for name in names]
                 for entry in calls
             ]
             for rank in reading.ranks
@@ -217,6 +252,15 @@ def _forwards(reading: Reading) -> Mapping[int, Mapping[int, Sequence[Entry]]]:
 def _rows(reading: Reading, calls: Sequence[Entry], rank: int) -> float:
     hidden = reading.outcome.workload.config.hidden
     return sum(rows_leaving(entry, rank, hidden) for entry in calls if carries_rows(entry, hidden))
+
+
+def _moved(reading: Reading, calls_by_rank: Mapping[int, Sequence[Entry]]) -> cost_calls.Moved:
+    """Count what leaves ranks by calls of which it is not known which half they belong to: rows, and bytes beside."""
+    hidden, rows, beside = reading.outcome.workload.config.hidden, 0.0, 0.0
+    for rank, calls in calls_by_rank.items():
+        rows += _rows(reading, calls, rank)
+        beside += sum(bytes_leaving(entry, rank) for entry in calls if not carries_rows(entry, hidden))
+    return cost_calls.Moved(math.ceil(rows), 0, math.ceil(beside))
 
 
 def _needed(reading: Reading, m: int) -> int:

@@ -14,9 +14,14 @@ from moe_conformance.scenarios.outcome import RankOutcome
 
 
 def by_phase(rank: RankOutcome) -> Mapping[str, tuple[Entry, ...]]:
-    """Return what a rank that finished called in each phase, "forward:0", "backward:0", ..., "finish", in order."""
-    bounds = pairwise(rank.phases)
-    return {phase: rank.ledger[start:end] for (phase, start), (_, end) in bounds}
+    """Return what a rank that finished called in each phase, "forward:0", "answered:0", "backward:0", ..., "finish".
+
+    A forward is dispatch until the experts are asked, and "answered" from then on.
+    """
+    found: dict[str, tuple[Entry, ...]] = {}
+    for (phase, start), (_, end) in pairwise(rank.phases):
+        found[phase] = (*found.get(phase, ()), *rank.ledger[start:end])
+    return found
 
 
 def carries_rows(entry: Entry, hidden: int) -> bool:

@@ -17,7 +17,9 @@ from torch import Tensor
 from moe_conformance.backends.registry import load
 from moe_conformance.contract import (
     Backend,
+    Delivery,
     Exchange,
+    ExpertFn,
     Experts,
     Parametrised,
     Resolved,
@@ -237,11 +239,18 @@ class _Step:
     def _keep_output(self, m: int, output: Tensor) -> None:
         self.outputs[m], self.returned[m] = output, output.detach().clone()
 
-    def _expert(self, m: int) -> Probe | Experts:
+    def _expert(self, m: int) -> ExpertFn:
+        """Return the experts, which note where dispatch ends and combine begins."""
         assert self.experts is not None
-        if isinstance(self.experts, Probe):
-            self.experts.microbatch = m
-        return self.experts
+        experts = self.experts
+        if isinstance(experts, Probe):
+            experts.microbatch = m
+
+        def answer(delivery: Delivery) -> Tensor:
+            self.phases.append((f"answered:{m}", self.context.calls()))
+            return experts(delivery)
+
+        return answer
 
     def _backward(self, m: int) -> None:
         output, upstream = self.outputs[m], self.inputs[m].upstream

@@ -78,7 +78,8 @@ class RankOutcome:
     partial: bool = False  # Session.expert_output_is_partial
     loss_convention: str = "sum"
     output: str | None = None  # the end of what a rank printed that did not finish
-    phases: tuple[tuple[str, int], ...] = ()  # phases in order, each with how many collectives were called before it
+    # Phases in order, each with how many collectives were called before it; "answered" begins as the experts are asked.
+    phases: tuple[tuple[str, int], ...] = ()
     ledger: tuple[Entry, ...] = ()  # its collectives; written by the engine, past the backend
     hazards: tuple[Hazard, ...] = ()  # what it did to the data of asynchronous ones before they had come
 

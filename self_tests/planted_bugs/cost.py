@@ -40,7 +40,7 @@ class ChunksByTokens(AllToAllExchange):
         return super().dispatch(x, routing)
 
 
-@planted(Expectation("COST-03", "even", "run", "forward:0 moves", "times the least", "should do"))
+@planted(Expectation("COST-03", "even", "run", "dispatch:0 moves", "times the least", "should do"))
 class GathersToo(AllToAllExchange):
     """All tokens go to all ranks before the pairs go to their experts, and nobody reads them."""
 
@@ -65,6 +65,20 @@ class CountsAgain(AllToAllExchange):
 
     def _ask(self, gradient_RD: Tensor) -> None:
         counts = torch.zeros(self.topology.group("ep").size(), dtype=torch.int64)
+        dist.all_to_all_single(torch.empty_like(counts), counts, group=self.topology.group("ep"))
+
+
+@planted(Expectation("COST-05", "even", "gradient", "backward:0 moves", "bytes beside them", "weights in 0 bytes"))
+class CountsAgainAsNumbers(AllToAllExchange):
+    """The backward of dispatch exchanges the counts once more, as floating numbers."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        delivery, handle = super().dispatch(x, routing)
+        delivery.rows_RD.register_hook(self._ask)
+        return delivery, handle
+
+    def _ask(self, gradient_RD: Tensor) -> None:
+        counts = torch.zeros(self.topology.group("ep").size())
         dist.all_to_all_single(torch.empty_like(counts), counts, group=self.topology.group("ep"))
 
 
@@ -94,7 +108,7 @@ class CallsMoreEachStep(AllToAllExchange):
 
 
 @planted(
-    Expectation("COST-08", "own-even", "finish", "calls all_reduce of", "on group (0, 1, 2, 3), where replicas are"),
+    Expectation("COST-08", "own-even", "finish", "elements by all_reduce on group (0, 1, 2, 3)", "where replicas are"),
     layout=EP2_EDP2,
 )
 class ReducesEverywhere(GradientFinisher):
@@ -103,6 +117,30 @@ class ReducesEverywhere(GradientFinisher):
     def _summed(self, gradient: Tensor, replicas: tuple[str, ...]) -> Tensor:
         dist.all_reduce(torch.zeros_like(gradient), group=self.topology.group("world"))
         return super()._summed(gradient, replicas)
+
+
+@planted(
+    Expectation("COST-08", "own-even", "finish", "elements by all_reduce on group (0, 1, 2, 3)", "where replicas are"),
+    layout=EP2_EDP2,
+)
+class ReducesEverywhereRowByRow(GradientFinisher):
+    """The same in calls that carry a row each."""
+
+    def _summed(self, gradient: Tensor, replicas: tuple[str, ...]) -> Tensor:
+        for row in torch.zeros_like(gradient).flatten(0, -2):
+            dist.all_reduce(row, group=self.topology.group("world"))
+        return super()._summed(gradient, replicas)
+
+
+@planted(Expectation("COST-03", "top-all-even", "run", "dispatch:0 moves", "should do"))
+class SavesOnTheWayBack(AllToAllExchange):
+    """Rows go out twice; that answers come back added up, fewer than pairs, does not make up for it."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        rows = x.detach().reshape(-1, x.shape[-1])
+        group = self.topology.group("ep")
+        dist.all_gather_into_tensor(rows.new_empty(len(rows) * group.size(), rows.shape[1]), rows, group=group)
+        return super().dispatch(x, routing)
 
 
 PLANTS = collect(globals())

@@ -37,8 +37,8 @@ class CopyPerSlot(DeepEPManager):
 
 
 @planted(
-    Expectation("COST-03", "even", "run", "forward:0 moves", "times the least", "should do"),
-    Expectation("COST-04", "even", "run", "forward:0 moves", "there and", "back are needed"),
+    Expectation("COST-03", "even", "run", "dispatch:0 moves", "times the least", "should do"),
+    Expectation("COST-04", "even", "run", "dispatch:0 moves", "combine:0 moves", "are needed"),
     layout=EP2_ETP2,
 )
 class SlotBySlot(DeepEPManager):
