@@ -10,6 +10,7 @@ from moe_conformance.workloads import tags
 from moe_conformance.workloads.records import Workload
 from reference import layer
 from reference.experts import swiglu_experts, tagged_experts
+from reference.routing import route
 
 
 def oracle(workload: Workload) -> layer.Gradients:
@@ -32,6 +33,30 @@ def seen(outcome: Outcome) -> tuple[Tensor, Tensor, Tensor]:
         torch.cat([part.double() for part in column if part is not None]) for column in zip(*parts, strict=True)
     )
     return y, dx, dweights
+
+
+def assert_routed_alike(outcome: Outcome, allowed: float) -> None:
+    """In their first microbatch the routers of all ranks chose the same experts, in any order, and weighed them alike."""
+    workload = outcome.workload
+    config, router_ED = workload.config, workload.parameters["router", None].double()
+    for rank, batch in zip(outcome.ranks, workload.batches[0], strict=True):
+        found = rank.microbatches[0]
+        assert found.routed_ids_TK is not None
+        assert found.routed_weights_TK is not None
+        expected = route(
+            batch.x_TD.double() @ router_ED.T,
+            top_k=config.top_k,
+            score=config.score,
+            bias_E=workload.parameters.get(("balance_bias", None)),
+            groups=config.groups,
+            group_score=config.group_score,
+            normalise=config.normalise,
+            scale=config.scale,
+        )
+        order, sorted_ids = expected.ids_TK.argsort(1), found.routed_ids_TK.argsort(1)
+        assert torch.equal(expected.ids_TK.gather(1, order), found.routed_ids_TK.gather(1, sorted_ids))
+        weights_TK = found.routed_weights_TK.gather(1, sorted_ids)
+        assert worst(weights_TK, expected.weights_TK.gather(1, order)) < allowed
 
 
 def worst(actual: Tensor, expected: Tensor) -> float:

@@ -122,6 +122,8 @@ def judge_backward_rows(reading: Reading, tally: Tally) -> None:
             tally.add(pairs=1, rank=rank)
         floats = {rank: [entry for entry in calls if "float" in entry.dtype] for rank, calls in forward.items()}
         there, here, weights = _moved(reading, forward), _moved(reading, back), _moved(reading, floats).beside
+        if _wire(reading) == "copies":  # tensor ranks that share tokens add up their gradients: nothing went out for it
+            weights = here.beside
         if not found and not cost_calls.legal_backward(there, here, weight_bytes=weights):
             found.append(
                 f"backward:{m} moves {here.dispatch} rows and {here.beside} bytes beside them; forward "

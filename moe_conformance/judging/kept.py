@@ -17,12 +17,7 @@ def judge_kept_gradients(reading: Reading, tally: Tally) -> None:
         WrongGradient: some bytes differ.
     """
     findings = [
-        Finding(
-            "overwritten",
-            f"the gradient of {name} on rank {rank.rank}, microbatch {m}, was overwritten after its backward had "
-            "returned: it shares memory that the backend goes on using",
-            (rank.rank,),
-        )
+        _overwritten(f"the gradient of {name} on rank {rank.rank}, microbatch {m},", rank.rank, "after", "returned")
         for rank in reading.outcome.ranks
         for m, microbatch in enumerate(rank.microbatches)
         for name in microbatch.gradients_changed
@@ -43,12 +38,7 @@ def judge_kept_outputs(reading: Reading, tally: Tally) -> None:
     """
     said = {"y": "the output", "rows": "a row handed over"}
     findings = [
-        Finding(
-            "overwritten",
-            f"{said[name]} of microbatch {m} on rank {rank.rank} was overwritten before its backward had ended: it "
-            "shares memory that the backend goes on using",
-            (rank.rank,),
-        )
+        _overwritten(f"{said[name]} of microbatch {m} on rank {rank.rank}", rank.rank, "before", "ended")
         for rank in reading.outcome.ranks
         for m, microbatch in enumerate(rank.microbatches)
         for name in microbatch.outputs_changed
@@ -79,3 +69,8 @@ def judge_state(reading: Reading, tally: Tally) -> None:
         fail(ChangedState, "run", findings)
     for rank in reading.outcome.ranks:
         tally.add(elements=1, rank=rank.rank)
+
+
+def _overwritten(what: str, rank: int, when: str, done: str) -> Finding:
+    memory = "it shares memory that the backend goes on using"
+    return Finding("overwritten", f"{what} was overwritten {when} its backward had {done}: {memory}", (rank,))

@@ -272,6 +272,24 @@ class LendsItsOutput(AllToAllExchange):
         return y
 
 
+@planted(
+    Expectation("EXCH-32", "in-flight-uneven", "combine", "a row handed over of microbatch 0 on rank 0 was overwritten")
+)
+class LendsItsRows(AllToAllExchange):
+    """The rows of the next microbatch arrive in the memory of the last one's, which experts may still need."""
+
+    lent: Tensor | None = None
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        delivery, handle = super().dispatch(x, routing)
+        rows = delivery.rows_RD
+        if self.lent is not None:
+            n = min(len(rows), len(self.lent))
+            self.lent.data[:n] = rows.data[:n]
+        self.lent = rows
+        return delivery, handle
+
+
 @planted(Expectation("EXCH-38", "inference-even", "combine", "y of rank 0 token 0", "microbatch 0", "weighted by 1"))
 class UnweightedInference(AllToAllExchange):
     """The path without gradients forgets the weights."""
