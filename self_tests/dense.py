@@ -36,7 +36,7 @@ def seen(outcome: Outcome) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def assert_routed_alike(outcome: Outcome, allowed: float) -> None:
-    """In their first microbatch the routers of all ranks chose the same experts, in any order, and weighed them alike."""
+    """In their first microbatch, routers of all ranks chose the same experts, in any order, and weighed them alike."""
     workload = outcome.workload
     config, router_ED = workload.config, workload.parameters["router", None].double()
     for rank, batch in zip(outcome.ranks, workload.batches[0], strict=True):

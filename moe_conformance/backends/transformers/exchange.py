@@ -9,20 +9,20 @@ from torch import Tensor, nn
 
 from moe_conformance.backends.transformers.placement import Placement
 from moe_conformance.backends.transformers.shared_batch import SharedBatch
-from moe_conformance.contract import Delivery, ExpertFn, Routing, refusals
+from moe_conformance.contract import Delivery, ExpertFn, Routing, Unrouted, refusals
 
 
 class _Given(nn.Module):
     """Stands where the experts of a model stood: N of them, which answer by the function given for the call."""
 
-    def __init__(self, held: int) -> None:
+    def __init__(self, held: int, unrouted: Unrouted) -> None:
         super().__init__()
-        self.num_experts = held
+        self.num_experts, self._unrouted = held, unrouted
         self.expert: ExpertFn
 
     def forward(self, rows_RD: Tensor, ids_RJ: Tensor, weights_RJ: Tensor) -> Tensor:
         ids_RJ = torch.where(ids_RJ < self.num_experts, ids_RJ, -1)  # N means another rank's expert
-        return self.expert(Delivery.listed(rows_RD, ids_RJ, weights_RJ, unrouted="zero"))
+        return self.expert(Delivery.listed(rows_RD, ids_RJ, weights_RJ, unrouted=self._unrouted))
 
 
 class SharedExchange:
@@ -30,7 +30,9 @@ class SharedExchange:
 
     def __init__(self, placement: Placement, implementation: str | None) -> None:
         """Install the implementation of that name, or none; Unsupported where the library refuses it."""
-        self._given, self._placement, self._class = _Given(placement.held), placement, "none"
+        # All-reduce hands experts the tokens of others too, and so does auto where there are no gradients.
+        unrouted: Unrouted = "padding" if implementation in (None, "all_to_all") else "zero"
+        self._given, self._placement, self._class = _Given(placement.held, unrouted), placement, "none"
         if implementation is None:
             return
         from transformers.distributed.expert_parallel import EpDispatchExpertsParallel, EPImplementationInterface
