@@ -5,8 +5,8 @@ hidden, F expert hidden, R rows received, J slots per row, C capacity. One proce
 that rank's part. Tensors that come back are ready on the current stream: wait for events and asynchronous results.
 
 A backend is opened once per topology (`Backend.open`) and gives a `Session`; a session builds *surfaces* (an exchange,
-experts, a router) from a `Config`. Adapters only adapt: they never cast, reshape, recount or repair what the library
-returned, never decide a verdict, and catch exceptions through `refusals` alone.
+experts, a router; further ones are in `surfaces`) from a `Config`. Adapters only adapt: they never cast, reshape,
+recount or repair what the library returned, never decide a verdict, and catch exceptions through `refusals` alone.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from moe_conformance.surfaces import Layer
 
 # ---- refusals ------------------------------------------------------------------------------------------------
 
@@ -78,6 +81,9 @@ class Config:
     groups: tuple[int, int] | None = None  # (number of expert groups, groups chosen)
     group_score: Literal["top2_sum", "topk_sum", "max"] = "top2_sum"  # topk_sum: of the best K / groups chosen
     balance_bias: bool = False  # a bias per expert that selects and does not weigh
+    shared_ffn: tuple[int, ...] = ()  # widths F of the shared experts of a layer; fused into one where they are several
+    shared_gate: bool = False  # one sigmoid per token multiplies what the shared experts add
+    shared_overlap: bool = False  # they run while the routed exchange is under way
     extra: tuple[tuple[str, Any], ...] = ()  # knobs of one backend, passed on under their own names
 
     def only(self, *mapped: str) -> Config:
@@ -282,7 +288,7 @@ class Named:
     `read(parameter)`, never a copy.
     """
 
-    name: str  # "gate" "up" "down" "router" "balance_bias"
+    name: str  # "gate" "up" "down" "router" "balance_bias"; of shared experts see `surfaces.Layer`
     expert: int | None  # global id, None for what is not an expert's
     view: Tensor
     shard: tuple[int, int, int] | None = None  # (dim, index, of): this etp rank holds chunk `index` of `of` along dim
@@ -368,6 +374,10 @@ class Session:
     def router(self, config: Config) -> Router:
         """Build a router; collective."""
         raise Unsupported("this backend offers no router")
+
+    def layer(self, config: Config) -> Layer:
+        """Build a whole layer: router, exchange, experts and shared experts; collective."""
+        raise Unsupported("this backend offers no layer")
 
     def finish_gradients(self, *built: Parametrised) -> None:
         """Do all that the backend's trainer does to gradients between the last backward and the step."""
