@@ -14,7 +14,7 @@ from typing import cast
 from moe_conformance.contract import Backend, Limit
 from moe_conformance.topology import Layout
 from moe_conformance.waivers import DRAWN_WITH
-from moe_conformance.workloads import corpus, distribution, golden, routing, virtual
+from moe_conformance.workloads import corpus, distribution, golden, routing, scripts, virtual
 from moe_conformance.workloads.records import Asynchrony, Workload
 
 VIRTUAL = "virtual"  # the profile of hundreds of ranks that are threads of one process
@@ -107,10 +107,12 @@ class Plan:
         made = []
         for cell in self.cells:
             workloads = list(corpus.corpus(cell.variant, cell.layout, cast(corpus.Profile, self.profile)))
-            if cell.variant == self.backend.variants[0]:
+            first = cell.variant == self.backend.variants[0]
+            if first:
                 workloads += routing.routing_corpus(cell.variant, cell.layout)
             if cell.variant in self._sampled:
                 workloads = workloads[self._sampled.index(cell.variant) :: len(self._sampled)]
+            workloads += scripts.scripts(cell.variant, cell.layout, cast(corpus.Profile, self.profile), first)
             made += [Case(cell, self._as_asked(workload)) for workload in workloads]
         return tuple(made)
 
@@ -157,7 +159,7 @@ def workload_names() -> frozenset[str]:
     probe, own = virtual.recipes(virtual.layouts()[0])
     recipes = {recipe.name for recipe in (*corpus.PROBE, *corpus.EXPERTS, *probe, *own)}
     drawn = {DRAWN_WITH + feature.name for feature in (*distribution.PROBE, *distribution.ROUTE)}
-    return frozenset(recipes | {recipe.name for recipe in routing.ROUTERS} | {golden.NAME} | drawn)
+    return frozenset(recipes | {recipe.name for recipe in routing.ROUTERS} | {golden.NAME} | drawn | scripts.names())
 
 
 def layout_names() -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import load
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import corpus, routing
+from moe_conformance.workloads import corpus, routing, scripts
 from moe_conformance.workloads.records import Workload
 from self_tests.checks import checks, judge
 from self_tests.planted_bugs import Expectation, Plant, plants
@@ -32,7 +32,11 @@ NATIVE = "native"
 @cache
 def workloads(variant: str, layout: Layout) -> dict[str, Workload]:
     """Return the quick corpus of a variant on a layout, by name."""
-    drawn = (*corpus.corpus(variant, layout, "quick"), *routing.routing_corpus(variant, layout))
+    drawn = (
+        *corpus.corpus(variant, layout, "quick"),
+        *routing.routing_corpus(variant, layout),
+        *scripts.scripts(variant, layout, "quick", first=True),
+    )
     return {workload.name: workload for workload in drawn}
 
 

@@ -133,6 +133,10 @@ class Uncovered(Mismatch):
     """The windows of `named` are copies, overlap, or leave parameters out."""
 
 
+class Unrefused(Mismatch):
+    """A call that every rank must refuse was answered by some."""
+
+
 class MalformedClaim(WrongCount):
     """What a rank claims to hand over contradicts itself."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -55,6 +55,22 @@ class Microbatch:
     gradients_changed: tuple[str, ...] = ()  # of x, weights: bytes that differ from when their backward returned
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What one call of a script brought about on one rank."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)  # what it returned, by field, "" if it has none; data only
+    gradients: Mapping[str, Tensor | None] = field(default_factory=dict)  # of its arguments, when the script had ended
+    changed: tuple[str, ...] = ()  # arguments whose bytes were not the same when the script had ended
+    error: str = ""  # the exception's message, where it raised
+    error_type: str = ""  # and its type, with the module
+
+    @property
+    def raised(self) -> bool:
+        """Whether the call ended in an exception."""
+        return bool(self.error_type)
+
+
 @dataclass(frozen=True, repr=False)
 class RankOutcome:
     """What one rank brings back; `reached` is the last phase that it entered (open, build, forward:0, finish, done)."""
@@ -67,6 +83,7 @@ class RankOutcome:
     traceback: str | None = None
     secondary: bool = False  # the consequence of another rank's fault
     microbatches: tuple[Microbatch, ...] = ()
+    answers: tuple[Answer, ...] = ()  # of a script, by call
     local_experts: tuple[int, ...] = ()
     grads_local: Mapping[ParameterKey, Grad] = field(default_factory=dict)  # after all backwards
     grads_final: Mapping[ParameterKey, Grad] | None = None  # after finish_gradients; None where none is offered

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 if TYPE_CHECKING:
     from moe_conformance.workloads.records import Workload
 
-Kind = Literal["probe", "experts", "route", "groups", "drawn probe", "drawn route"]
 Check = TypeVar("Check", bound=Callable[..., Any])
 
 _ID = re.compile(r"[A-Z]+-\d\d")
@@ -97,11 +96,12 @@ def _parse(chapter: str, entry: Mapping[str, str]) -> Requirement:
 
 
 def requirement(
-    *ids: str, kind: Kind, when: Callable[[Workload], bool] | None = None
+    *ids: str, kind: str, when: Callable[[Workload], bool] | None = None
 ) -> Callable[[Check], Check]:
     """Cite the requirements that a check decides, and say on which runs.
 
-    `kind` is the kind of workload that the check reads, or that it draws itself; `when` narrows it to those in which
+    `kind` is the kind of workload that the check reads ("probe", "experts", "route", "groups", or the surface of a
+    script), or that it draws itself ("drawn probe", "drawn route"); `when` narrows it to those in which
     the rule can be broken.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -25,6 +25,31 @@ class Batch:
     upstream: Tensor  # gradient of the loss with respect to y (T, D); route: to the dense weights (T, E)
 
 
+@dataclass(frozen=True)
+class Ref:
+    """What an earlier call of the same script returned on this rank. It stays there: a handle may be anything."""
+
+    call: int
+    field: str = ""  # of its answer, "delivery.rows_RD" for a field of a field; "" for all of it
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a method of a surface, on every rank.
+
+    `given[r]` holds rank r's arguments by name: data, records of data (`contract.Routing`), or a `Ref`. An argument, or
+    a field of one ("routing.weights_TK"), that `differentiable` names asks for a gradient. `upstream[r]` has, by field
+    of the answer, the gradient that goes backward right after the call; nothing does where it is empty. With
+    `may_raise` an exception is an answer, and the script goes on.
+    """
+
+    method: str  # "__call__" for the surface itself
+    given: tuple[Mapping[str, Any], ...]
+    differentiable: tuple[str, ...] = ()
+    upstream: tuple[Mapping[str, Tensor], ...] = ()
+    may_raise: bool = False
+
+
 @dataclass(frozen=True, repr=False)
 class Workload:
     """One run: what is built, where, and what it is fed.
@@ -37,7 +62,8 @@ class Workload:
     """
 
     name: str  # unique together with the variant and the layout
-    kind: Literal["probe", "experts", "route"]  # the suite's expert, the backend's own experts, the router alone
+    # probe: the suite's expert; experts: the backend's own; route: its router alone. With `calls`: a method of Session.
+    kind: str
     config: Config
     layout: Layout
     batches: tuple[tuple[Batch, ...], ...]
@@ -48,6 +74,7 @@ class Workload:
     lead: Literal["flat", "two_dims"] = "flat"
     asynchrony: Asynchrony = "plain"
     memory: Literal["plain", "filled"] = "plain"
+    calls: tuple[Call, ...] = ()  # a script, in place of batches and a schedule: calls on the one surface `kind`
     golden: str = ""  # the chapter of the goldens whose values judge it; "" for the oracles of today
 
     def goes_backward(self, microbatch: int) -> bool:

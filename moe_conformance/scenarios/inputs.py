@@ -1,0 +1,61 @@
+"""What a microbatch is on a rank: the tensors that the backend is given, and what became of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_conformance.contract import Routing
+from moe_conformance.scenarios.tensors import same_bytes, to_cpu
+from moe_conformance.workloads.records import Batch, Workload
+
+
+class Inputs:
+    """One microbatch on this rank's device.
+
+    `changed` names what no longer holds the bytes it was given. Gradients are copied when their backward returns, as a
+    pipeline hands them on then; `gradients_changed` names what somebody wrote over later.
+    """
+
+    def __init__(self, workload: Workload, batch: Batch, device: torch.device) -> None:
+        """Copy the batch to the device."""
+        shape = batch.x_TD.shape
+        if workload.lead == "two_dims":
+            shape = (shape[0] // 2, 2, shape[1])  # type: ignore[assignment]
+        self.given = batch
+        self.x = batch.x_TD.to(device, copy=True).reshape(shape).requires_grad_()
+        self.routing = Routing(
+            batch.ids_TK.to(device, copy=True),
+            batch.weights_TK.to(device, copy=True).requires_grad_(),
+            workload.config.experts,
+        )
+        self.upstream = batch.upstream.to(device, copy=True)
+        self.gradients: dict[str, Tensor] = {}
+
+    def _current_gradients(self) -> dict[str, Tensor]:
+        hidden = self.given.x_TD.shape[-1]
+        now = {"x": to_cpu(self.x.grad, flat=hidden), "weights": to_cpu(self.routing.weights_TK.grad)}
+        return {name: grad for name, grad in now.items() if grad is not None}
+
+    def keep_gradients(self) -> None:
+        """Copy the gradients as they are now."""
+        self.gradients = self._current_gradients()
+
+    def gradients_changed(self) -> tuple[str, ...]:
+        """Return which gradients hold other bytes than when they were kept."""
+        now = self._current_gradients()
+        return tuple(name for name, kept in self.gradients.items() if not same_bytes(kept, now[name]))
+
+    def changed(self) -> tuple[str, ...]:
+        """Return which inputs hold other bytes than the batch."""
+        now = {
+            "x": (self.x, self.given.x_TD),
+            "ids": (self.routing.ids_TK, self.given.ids_TK),
+            "weights": (self.routing.weights_TK, self.given.weights_TK),
+            "upstream": (self.upstream, self.given.upstream),
+        }
+        return tuple(
+            name
+            for name, (held, given) in now.items()
+            if not same_bytes(held.detach().cpu().reshape(given.shape), given)
+        )

@@ -1,0 +1,154 @@
+"""A script on one rank: build one surface of a backend, make the calls in order, bring the answers back as data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_conformance.engine import RankContext
+from moe_conformance.scenarios import parameters
+from moe_conformance.scenarios.outcome import Answer, RankOutcome
+from moe_conformance.scenarios.sessions import opened
+from moe_conformance.scenarios.tensors import same_bytes, to_cpu
+from moe_conformance.workloads.records import Call, Ref, Workload
+
+_PLAIN = (bool, int, float, str, torch.dtype, type(None))
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """A tensor that was handed over: as it was drawn, and as the surface has it."""
+
+    given: Tensor
+    held: Tensor
+
+
+class Script:
+    """The state of one script on one rank."""
+
+    def __init__(self, context: RankContext, workload: Workload) -> None:
+        """Begin nothing yet."""
+        self.context, self.workload = context, workload
+        self.reached = "open"
+        self.phases: list[tuple[str, int]] = []
+        self.returned: list[Any] = []  # by call, as it came: handles stay on the rank
+        self.leaves: list[dict[str, _Leaf]] = []
+        self.answers: list[Answer] = []
+
+    def run(self, backend_name: str) -> RankOutcome:
+        """Do it all and return what this rank saw."""
+        session = opened(self.context, backend_name, self.workload.layout).session
+        self.reached = "build"
+        surface = getattr(session, self.workload.kind)(self.workload.config)
+        if self.workload.parameters:
+            parameters.write(surface, self.workload.parameters)
+        for number, call in enumerate(self.workload.calls):
+            self._reach(f"{call.method}:{number}")
+            self.answers.append(self._call(surface, call))
+        self._reach("done")
+        return RankOutcome(
+            rank=self.context.rank,
+            status="ok",
+            reached=self.reached,
+            answers=tuple(self._finished(number) for number in range(len(self.answers))),
+            local_experts=tuple(getattr(surface, "local_experts", ())),
+            resolved={key: str(value) for key, value in dict(surface.resolved).items()},
+            phases=tuple(self.phases),
+        )
+
+    def _reach(self, phase: str) -> None:
+        self.reached = phase
+        self.phases.append((phase, self.context.calls()))
+
+    def _call(self, surface: Any, call: Call) -> Answer:
+        leaves: dict[str, _Leaf] = {}
+        self.leaves.append(leaves)
+        given = call.given[self.context.rank]
+        arguments = {name: self._argument(name, value, call, leaves) for name, value in given.items()}
+        try:
+            returned = getattr(surface, call.method)(**arguments)
+            if call.upstream:
+                self._backward(returned, call.upstream[self.context.rank])
+        except Exception as error:
+            if not call.may_raise:
+                raise
+            self.returned.append(None)
+            return Answer(error=str(error), error_type=f"{type(error).__module__}.{type(error).__qualname__}")
+        self.returned.append(returned)
+        return Answer(values=_by_field(returned))
+
+    def _argument(self, name: str, value: Any, call: Call, leaves: dict[str, _Leaf]) -> Any:
+        if isinstance(value, Ref):
+            return _field(self.returned[value.call], value.field)
+        if isinstance(value, Tensor):
+            held = value.to(self.context.device, copy=True).requires_grad_(name in call.differentiable)
+            leaves[name] = _Leaf(value, held)
+            return held
+        if is_dataclass(value) and not isinstance(value, type):
+            parts = {f.name: getattr(value, f.name) for f in fields(value)}
+            return replace(value, **{k: self._argument(f"{name}.{k}", v, call, leaves) for k, v in parts.items()})
+        if isinstance(value, tuple):
+            return tuple(self._argument(f"{name}.{i}", each, call, leaves) for i, each in enumerate(value))
+        return value
+
+    def _backward(self, returned: Any, upstream: Mapping[str, Tensor]) -> None:
+        outputs = [_field(returned, name) for name in upstream]
+        torch.autograd.backward(outputs, [each.to(self.context.device) for each in upstream.values()])
+
+    def _finished(self, number: int) -> Answer:
+        """Return the answer with what later calls may still have done to its arguments."""
+        leaves = self.leaves[number]
+        return replace(
+            self.answers[number],
+            gradients={name: to_cpu(leaves[name].held.grad) for name in self.workload.calls[number].differentiable},
+            changed=tuple(
+                name for name, leaf in leaves.items() if not same_bytes(leaf.held.detach().cpu(), leaf.given)
+            ),
+        )
+
+
+def _field(value: Any, path: str) -> Any:
+    return reduce(getattr, path.split("."), value) if path else value
+
+
+def _by_field(returned: Any) -> dict[str, Any]:
+    """Return the data in what a call returned, by name; what is no data is left out."""
+    names = _names(returned)
+    named = {"": returned} if names is None else {name: getattr(returned, name) for name in names}
+    data = {name: _data(value) for name, value in named.items()}
+    return {name: value for name, value in data.items() if value is not _OPAQUE}
+
+
+def _names(value: Any) -> tuple[str, ...] | None:
+    """Return the fields of a dataclass or a named tuple, None for anything else."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return tuple(each.name for each in fields(value))
+    return tuple(value._fields) if isinstance(value, tuple) and hasattr(value, "_fields") else None
+
+
+_OPAQUE = object()
+
+
+def _data(value: Any) -> Any:
+    """Return a copy of what is data, and `_OPAQUE` for anything else."""
+    if isinstance(value, Tensor):
+        return to_cpu(value)
+    if isinstance(value, _PLAIN):
+        return value
+    if _names(value) is not None:
+        return _by_field(value)
+    if isinstance(value, Mapping):
+        return _all_data({key: _data(each) for key, each in value.items()})
+    if isinstance(value, list | tuple):
+        return _all_data(tuple(_data(each) for each in value))
+    return _OPAQUE
+
+
+def _all_data(collected: dict[Any, Any] | tuple[Any, ...]) -> Any:
+    parts = collected.values() if isinstance(collected, dict) else collected
+    return _OPAQUE if any(each is _OPAQUE for each in parts) else collected

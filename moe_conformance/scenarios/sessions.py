@@ -1,0 +1,39 @@
+"""The session of a backend on a rank: it stays open from run to run, until another backend or layout is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from moe_conformance.backends.registry import load
+from moe_conformance.contract import Backend, Session
+from moe_conformance.engine import RankContext
+from moe_conformance.topology import Layout, Topology
+
+_SESSION = "moe_conformance.session"
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A session, and what it was opened for."""
+
+    key: tuple[Any, ...]
+    backend: Backend
+    session: Session
+    topology: Topology
+
+
+def opened(context: RankContext, name: str, layout: Layout) -> Opened:
+    """Return the session of a backend on a layout; one that was open for anything else is closed first."""
+    key = (name, layout, str(context.device))
+    kept: Opened | None = context.kept.get(_SESSION)
+    if kept is not None and kept.key == key:
+        return kept
+    if kept is not None:
+        del context.kept[_SESSION]
+        kept.session.close()
+    backend = load(name)
+    topology = Topology(layout, context.rank, context.groups)
+    kept = Opened(key, backend, backend.open(topology, context.device), topology)
+    context.kept[_SESSION] = kept
+    return kept

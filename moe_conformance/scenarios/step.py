@@ -1,0 +1,230 @@
+"""One training step of a backend on one rank: build, follow a schedule, finish the gradients.
+
+Three kinds of run share it: the suite's probe expert inside the backend's exchange, the backend's own experts, or its
+router alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_conformance.contract import (
+    Delivery,
+    Exchange,
+    ExpertFn,
+    Experts,
+    Parametrised,
+    Resolved,
+    Router,
+    Routing,
+    Session,
+    SplitExchange,
+    Unsupported,
+    whole,
+)
+from moe_conformance.engine import RankContext
+from moe_conformance.scenarios import parameters, state
+from moe_conformance.scenarios.inputs import Inputs
+from moe_conformance.scenarios.outcome import Grad, Microbatch, RankOutcome
+from moe_conformance.scenarios.probe import Probe
+from moe_conformance.scenarios.sessions import opened
+from moe_conformance.scenarios.tensors import same_bytes, to_cpu
+from moe_conformance.topology import Topology
+from moe_conformance.workloads import tags
+from moe_conformance.workloads.records import Workload
+
+
+class TrainingStep:
+    """The state of one run on one rank."""
+
+    def __init__(self, context: RankContext, workload: Workload) -> None:
+        """Begin nothing yet."""
+        self.context, self.workload, self.config = context, workload, workload.config
+        self.reached = "open"
+        self.phases: list[tuple[str, int]] = []
+        self.inputs: dict[int, Inputs] = {}
+        self.delivered: dict[int, Any] = {}  # handles between the halves of a forward
+        self.outputs: dict[int, Tensor] = {}
+        self.returned: dict[int, Tensor] = {}  # copies of outputs, made when they were returned
+        self.outputs_changed: dict[int, tuple[str, ...]] = {}
+        self.routed: dict[int, dict[str, Tensor | None]] = {}
+
+    def run(self, backend_name: str) -> RankOutcome:
+        """Do it all and return what this rank saw."""
+        kept = opened(self.context, backend_name, self.workload.layout)
+        session = kept.session
+        self.reached = "build"
+        built: list[Parametrised] = []
+        self.router: Router | None = None
+        self.exchange: Exchange | SplitExchange | None = None
+        self.experts: Probe | Experts | None = None
+        if self.workload.kind == "route":
+            self.router = session.router(self.config)
+            built.append(self.router)
+        else:
+            self.exchange = session.exchange(self.config)
+            if "D" in self.workload.schedule and not isinstance(self.exchange, SplitExchange):
+                raise Unsupported("this exchange has no halves to interleave")
+            self.experts = self._experts(session, kept.topology, built)
+        for surface in built:
+            parameters.write(surface, self.workload.parameters)
+        with state.filled_memory() if self.workload.memory == "filled" else nullcontext():
+            before = state.snapshot(self.context.device)
+            self._follow_schedule()
+            self.state_changed = state.changed(before, state.snapshot(self.context.device))
+            return self._bring_back(session, built)
+
+    def _experts(self, session: Session, topology: Topology, built: list[Parametrised]) -> Probe | Experts:
+        assert self.exchange is not None
+        if self.workload.kind == "experts":
+            experts = session.experts(self.config)
+            built.append(experts)
+            return experts
+        part = 1.0
+        if session.expert_output_is_partial:
+            shards = topology.ranks("etp")
+            part = tags.part(shards.index(topology.rank), len(shards))
+        return Probe(self.config, tuple(self.exchange.local_experts), part)
+
+    def _follow_schedule(self) -> None:
+        phases: dict[str, tuple[str, Callable[[int], None]]] = {
+            "F": ("forward", self._forward),
+            "D": ("dispatch", self._dispatch),
+            "C": ("combine", self._combine),
+            "B": ("backward", self._backward),
+            "N": ("no_grad", lambda m: self._infer(m, torch.no_grad())),
+            "I": ("inference", lambda m: self._infer(m, torch.inference_mode())),
+        }
+        for item in self.workload.schedule.split():
+            phase, act = phases[item[0]]
+            m = int(item[1:])
+            self._reach(f"{phase}:{m}")
+            if m not in self.inputs:
+                batch = self.workload.batches[m][self.context.rank]
+                self.inputs[m] = Inputs(self.workload, batch, self.context.device)
+            act(m)
+
+    def _reach(self, phase: str) -> None:
+        self.reached = phase
+        self.phases.append((phase, self.context.calls()))
+
+    def _forward(self, m: int) -> None:
+        inputs = self.inputs[m]
+        if self.router is not None:
+            routed = self.router(inputs.x)
+            self.outputs[m] = routed.routing.weights_TK
+            self.routed[m] = {
+                "routed_ids_TK": to_cpu(routed.routing.ids_TK),
+                "routed_weights_TK": to_cpu(routed.routing.weights_TK),
+                "logits_TE": to_cpu(routed.logits_TE),
+                "counts_E": to_cpu(routed.counts_E),
+            }
+            return
+        assert self.exchange is not None
+        self._keep_output(m, whole(self.exchange)(inputs.x, inputs.routing, self._expert(m)))
+
+    def _dispatch(self, m: int) -> None:
+        assert isinstance(self.exchange, SplitExchange)
+        self.delivered[m] = self.exchange.dispatch(self.inputs[m].x, self.inputs[m].routing)
+
+    def _combine(self, m: int) -> None:
+        assert isinstance(self.exchange, SplitExchange)
+        delivery, handle = self.delivered.pop(m)
+        self._keep_output(m, self.exchange.combine(self._expert(m)(delivery), handle))
+
+    def _infer(self, m: int, mode: AbstractContextManager[object]) -> None:
+        assert self.exchange is not None
+        x, routing = self.inputs[m].x.detach(), self.inputs[m].routing
+        routing = Routing(routing.ids_TK, routing.weights_TK.detach(), routing.experts)
+        with mode:
+            self._keep_output(m, whole(self.exchange)(x, routing, self._expert(m)))
+
+    def _keep_output(self, m: int, output: Tensor) -> None:
+        self.outputs[m], self.returned[m] = output, output.detach().clone()
+
+    def _expert(self, m: int) -> ExpertFn:
+        """Return the experts, which note where dispatch ends and combine begins."""
+        assert self.experts is not None
+        experts = self.experts
+        if isinstance(experts, Probe):
+            experts.microbatch = m
+
+        def answer(delivery: Delivery) -> Tensor:
+            self.phases.append((f"answered:{m}", self.context.calls()))
+            return experts(delivery)
+
+        return answer
+
+    def _backward(self, m: int) -> None:
+        output, upstream = self.outputs[m], self.inputs[m].upstream
+        if self.router is not None:  # upstream is dense (T, E): the backend chose the slots
+            ids_TK = self.routed[m]["routed_ids_TK"]
+            assert ids_TK is not None
+            ids_TK = ids_TK.to(upstream.device)
+            upstream = upstream.gather(1, ids_TK.clamp_min(0)) * (ids_TK >= 0)
+        torch.autograd.backward(output, upstream.to(output.dtype).reshape(output.shape))
+        self.inputs[m].keep_gradients()
+        if self.router is None:
+            same = {"y": same_bytes(self.returned[m].cpu(), output.detach().cpu())}
+            if isinstance(self.experts, Probe):
+                same["rows"] = not self.experts.overwritten(m)
+            self.outputs_changed[m] = tuple(name for name, is_same in same.items() if not is_same)
+
+    def _bring_back(self, session: Session, built: list[Parametrised]) -> RankOutcome:
+        self._reach("finish")
+        attribute = session.grad_attr
+        uncovered = tuple(complaint for surface in built for complaint in parameters.coverage(surface))
+        local = parameters.gradients(built, attribute)
+        final, refusal = None, None
+        if built:
+            try:
+                session.finish_gradients(*built)
+                final = parameters.gradients(built, attribute)
+            except Unsupported as error:
+                refusal = str(error)
+        self._reach("done")
+        resolved = [surface.resolved for surface in (self.exchange, *built) if isinstance(surface, Resolved)]
+        return RankOutcome(
+            rank=self.context.rank,
+            status="ok",
+            reached=self.reached,
+            microbatches=tuple(self._microbatch(m) for m in range(len(self.workload.batches))),
+            local_experts=tuple(self.exchange.local_experts) if self.exchange is not None else (),
+            grads_local=local,
+            grads_final=final,
+            finish_refusal=refusal,
+            state_changed=self.state_changed,
+            uncovered=uncovered,
+            resolved={key: str(value) for each in resolved for key, value in each.items()},
+            weights_at=_weights_at(session, self.config.weights_applied),
+            partial=session.expert_output_is_partial,
+            loss_convention=session.loss_convention,
+            phases=tuple(self.phases),
+        )
+
+    def _microbatch(self, m: int) -> Microbatch:
+        inputs, output = self.inputs[m], self.outputs[m]
+        seen = {}
+        if self.router is None:
+            seen = {"y": to_cpu(output).reshape(-1, self.config.hidden)}  # type: ignore[union-attr]
+        return Microbatch(
+            handed=self.experts.handed(m) if isinstance(self.experts, Probe) else (),
+            y=seen.get("y"),
+            y_shape=tuple(output.shape),
+            y_dtype=output.dtype,
+            dx_TD=Grad(inputs.gradients.get("x")),
+            dweights_TK=Grad(inputs.gradients.get("weights")),
+            inputs_changed=inputs.changed(),
+            outputs_changed=self.outputs_changed.get(m, ()),
+            gradients_changed=inputs.gradients_changed(),
+            **self.routed.get(m, {}),
+        )
+
+
+def _weights_at(session: Session, applied: str) -> str:
+    return {"native": session.weights_at, "input": "input", "output": "combine"}[applied]

@@ -1,0 +1,41 @@
+"""The pinned scripts: what every surface beside the exchange, the experts and the router is asked, chapter by chapter.
+
+A chapter says under which names its workloads go and draws them for a variant on a layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from moe_conformance.topology import Layout
+from moe_conformance.workloads.corpus import Profile
+from moe_conformance.workloads.records import Workload
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """The scripts of one chapter.
+
+    A surface that has nothing to do with the exchange is asked once, with the backend's first variant.
+    """
+
+    names: tuple[str, ...]
+    draw: Callable[[str, Layout, Profile], Iterator[Workload]]
+    variants: Literal["first", "every"] = "first"
+
+
+CHAPTERS: tuple[Chapter, ...] = ()
+
+
+def scripts(variant: str, layout: Layout, profile: Profile, first: bool) -> Iterator[Workload]:
+    """Yield the scripts of a variant on a layout; `first`: it is the backend's first variant."""
+    for chapter in CHAPTERS:
+        if first or chapter.variants == "every":
+            yield from chapter.draw(variant, layout, profile)
+
+
+def names() -> frozenset[str]:
+    """Return the names of all scripts."""
+    return frozenset(name for chapter in CHAPTERS for name in chapter.names)
