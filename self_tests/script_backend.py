@@ -1,4 +1,4 @@
-"""A backend with one surface of its own, for scripts: it halves rows, keeps a handle, and refuses when it is told to."""
+"""A backend with one surface of its own, for scripts: it halves rows, keeps a handle, and refuses when told to."""
 
 from __future__ import annotations
 
