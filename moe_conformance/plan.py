@@ -108,7 +108,7 @@ class Plan:
         for cell in self.cells:
             workloads = list(corpus.corpus(cell.variant, cell.layout, cast(corpus.Profile, self.profile)))
             first = cell.variant == self.backend.variants[0]
-            if first:
+            if first and cell.layout.world <= corpus.USUAL_RANKS:
                 workloads += routing.routing_corpus(cell.variant, cell.layout)
             if cell.variant in self._sampled:
                 workloads = workloads[self._sampled.index(cell.variant) :: len(self._sampled)]
@@ -126,14 +126,13 @@ class Plan:
         return [case for case in self.cases if case.workload.kind == kind and (when is None or when(case.workload))]
 
     def drawing(self, kind: str) -> tuple[Cell, ...]:
-        """Return the cells for which Hypothesis draws workloads of a kind: not those of worlds larger than the usual.
+        """Return the cells for which Hypothesis draws workloads of a kind: not those of larger worlds than the usual.
 
         See `cases` for routers.
         """
+        most = virtual.WORLDS[0] if self.virtual else corpus.USUAL_RANKS
         cells = tuple(
-            cell
-            for cell in self.cells
-            if cell.layout.world <= virtual.WORLDS[0] and cell.variant not in self._sampled
+            cell for cell in self.cells if cell.layout.world <= most and cell.variant not in self._sampled
         )
         if kind != "route":
             return cells
@@ -164,7 +163,7 @@ def workload_names() -> frozenset[str]:
 
 def layout_names() -> tuple[str, ...]:
     """Return the names of all layouts of all profiles, in running order."""
-    return tuple(layout.name for layout in (*corpus.layouts("full"), *virtual.layouts()))
+    return tuple(dict.fromkeys(layout.name for layout in (*corpus.layouts("full"), *virtual.layouts())))
 
 
 def too_large(layout: Layout, ranks: int) -> str | None:

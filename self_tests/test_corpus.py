@@ -11,12 +11,15 @@ import reference.routing
 from moe_conformance.contract import Limit
 from moe_conformance.topology import Layout
 from moe_conformance.workloads import draw
-from moe_conformance.workloads.corpus import corpus, full_layouts, quick_layouts
-from moe_conformance.workloads.features import broken, features, halves_in_flight, in_flight
+from moe_conformance.workloads.corpus import USUAL_RANKS, corpus, full_layouts, quick_layouts
+from moe_conformance.workloads.features import broken, features, halves_in_flight, has_empty_slots, in_flight
 from moe_conformance.workloads.records import Workload
 from moe_conformance.workloads.routing import routing_corpus
 
 EP2 = Layout(4, ep=2)
+
+# (tp, ep, etp) of the whole exchange family.
+FOLDINGS = "111 121 141 181 211 212 221 222 241 122 142 411 414 422"
 
 
 def named(name: str, layout: Layout = EP2) -> Workload:
@@ -41,6 +44,41 @@ class TestCorpus:
     def test_quick_layouts_are_part_of_the_full_ones(self) -> None:
         """What passes quick is judged again in full."""
         assert set(quick_layouts()) <= set(full_layouts())
+
+    def test_every_folding_is_there(self) -> None:
+        """All products of tp, ep and etp that 8 ranks allow, some with replicas, and one layout with every axis."""
+        layouts = full_layouts()
+        assert set(FOLDINGS.split()) <= {f"{each.tp}{each.ep}{each.etp}" for each in layouts}
+        assert {1, 2, 4} <= {each.edp for each in layouts}
+        assert any(min(each.tp, each.cp, each.pp, each.ep, each.etp) > 1 for each in layouts)
+
+    @pytest.mark.parametrize("layout", [each for each in full_layouts() if each.world > USUAL_RANKS], ids=str)
+    def test_many_ranks_see_every_kind_of_workload(self, layout: Layout) -> None:
+        """The part of the corpus that runs on more ranks than usual leaves no dtype, load or phase out."""
+        found = {kind: [w for w in corpus("any", layout, "full") if w.kind == kind] for kind in ("probe", "experts")}
+        for kind, workloads in found.items():
+            asked = [features(workload, "cpu") for workload in workloads]
+            assert {torch.float32, torch.float64} <= {each["dtype"] for each in asked}
+            assert {True, False} == {each["uneven_tokens"] for each in asked} == {each["zero_tokens"] for each in asked}
+            assert 2 == max(each["in_flight"] for each in asked)
+            if kind == "probe":
+                assert {torch.bfloat16, torch.float16} <= {each["dtype"] for each in asked}
+                assert 2 == max(each["halves_in_flight"] for each in asked)
+                assert 2 == max(each["token_dims"] for each in asked)
+                assert any(has_empty_slots(workload) for workload in workloads)
+                assert any(each["duplicate_experts"] for each in asked)
+
+    def test_columns_need_not_be_two(self) -> None:
+        """Tokens come in three columns too, an odd number of them, and a rank may have none."""
+        workload = named("three-columns-uneven")
+        assert [(3, 3), (1, 3), (5, 3), (0, 3)] == [workload.lead_of(len(b.x_TD)) for b in workload.batches[0]]
+
+    def test_tensor_ranks_share_what_does_not_divide(self) -> None:
+        """The tokens of some tensor group are no multiple of tp."""
+        for layout in (each for each in full_layouts() if each.tp > 1):
+            sizes = [[len(batch.x_TD) for batch in ranks] for ranks in named("in-flight-uneven", layout).batches]
+            shared = [sum(each[rank] for rank in group) for group in layout.groups()["tp"] for each in sizes]
+            assert any(T % layout.tp for T in shared), layout.name
 
     def test_the_same_bytes_each_time(self) -> None:
         """Drawing twice gives equal tensors."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +13,7 @@ from moe_conformance.plan import Case, Plan
 from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import RankOutcome
 from moe_conformance.topology import Layout
+from moe_conformance.workloads.corpus import Recipe, exchange_workload
 
 WHOLE = (Layout(1), Layout(2, ep=2))  # the layouts on which every case is run; on the others one of every cell
 
@@ -40,6 +42,17 @@ def test_native_refuses_what_an_exchange_cannot_do_and_nothing_else(engine: Engi
     expected = {case.id: _status(case) for case in cases()}
     actual = {case.id: _statuses(engine, case) for case in cases()}
     assert expected == actual
+
+
+@pytest.mark.parametrize("variant", [variant for variant in Native.variants if variant != "local"])
+def test_experts_that_do_not_divide_are_refused_in_a_sentence(engine: Engine, variant: str) -> None:
+    """No rank builds an exchange, or experts, of 7 experts on 2 ranks of ep; each names both numbers."""
+    for kind in ("probe", "experts"):
+        drawn = exchange_workload(Recipe("odd", experts_per_ep=4), kind, variant, Layout(2, ep=2))
+        ranks = moe_step(engine, "native", replace(drawn, config=replace(drawn.config, experts=7))).ranks
+        assert ["refused"] * 2 == [rank.status for rank in ranks]
+        assert {"library"} == {rank.error_by for rank in ranks}
+        assert {"7 experts do not divide over ep = 2 ranks"} == {rank.error for rank in ranks}
 
 
 def _status(case: Case) -> set[str]:

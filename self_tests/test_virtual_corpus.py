@@ -48,6 +48,7 @@ class TestCorpus:
         """Every layout can be built, none shares its name with another, and every world has some."""
         layouts = virtual.layouts()
         assert [None] * len(layouts) == [layout.problem for layout in layouts]
+        assert len({layout.name for layout in layouts}) == len(layouts)
         assert len(set(layout_names())) == len(layout_names())
         assert set(virtual.WORLDS) == {layout.world for layout in layouts}
 

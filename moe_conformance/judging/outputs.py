@@ -105,7 +105,7 @@ def _misshapen(reading: Reading) -> list[Finding]:
     for rank in reading.ranks:
         for m, seen in enumerate(rank.microbatches):
             T, D = workload.batches[m][rank.rank].x_TD.shape
-            shape = (T // 2, 2, D) if workload.lead == "two_dims" else (T, D)
+            shape = (*workload.lead_of(T), D)
             whose = f"y of rank {rank.rank} in microbatch {m}"
             if seen.y is None:
                 findings.append(Finding("shape", f"{whose} is missing", (rank.rank,)))

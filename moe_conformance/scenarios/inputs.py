@@ -19,9 +19,8 @@ class Inputs:
 
     def __init__(self, workload: Workload, batch: Batch, device: torch.device) -> None:
         """Copy the batch to the device."""
-        shape = batch.x_TD.shape
-        if workload.lead == "two_dims":
-            shape = (shape[0] // 2, 2, shape[1])  # type: ignore[assignment]
+        T, D = batch.x_TD.shape
+        shape = (*workload.lead_of(T), D)
         self.given = batch
         self.x = batch.x_TD.to(device, copy=True).reshape(shape).requires_grad_()
         self.routing = Routing(

@@ -17,7 +17,7 @@ from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
 from moe_conformance.workloads import draw
 from moe_conformance.workloads.golden import golden_workload
-from moe_conformance.workloads.records import Asynchrony, Batch, Workload
+from moe_conformance.workloads.records import Asynchrony, Batch, Lead, Workload
 
 Profile = Literal["quick", "full"]
 Route = Callable[[int, Config, Layout, torch.Generator], Tensor]  # (T, config, layout, generator) -> ids_TK
@@ -27,7 +27,13 @@ EVEN = (8,)
 UNEVEN = (9, 4, 13, 6, 11, 5, 7, 10)
 ONE_WITHOUT = (7, 0, 9, 4)
 BY_TURNS = (24, 0, 1, 7)
+THREES = (9, 3, 15, 0, 21)
 MANY = (160, 0, 300, 129)  # more than a byte, signed or not, counts
+
+# What is tried on more ranks than this is a part of the corpus: the recipes that say `wide`, the golden, and nothing of
+# routers, which do not know of other ranks. Among them are all phases and dtypes, ranks without tokens, uneven ones,
+# several in flight, empty slots, two dimensions, and the backend's own experts.
+USUAL_RANKS = 6
 
 
 def anywhere(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
@@ -87,7 +93,7 @@ class Recipe:
     tokens: tuple[int, ...] = EVEN
     config: dict[str, Any] = field(default_factory=dict)
     schedule: str = "F0 B0"
-    lead: Literal["flat", "two_dims"] = "flat"
+    lead: Lead = "flat"
     needs_ep: bool = False  # says nothing new where there is one ep coordinate
     profile: Profile = "quick"
     experts_per_ep: int | None = None  # E = this many times ep, instead of 8
@@ -95,14 +101,15 @@ class Recipe:
     asynchrony: Asynchrony = "plain"
     memory: Literal["plain", "filled"] = "plain"
     repeated: bool = False  # all microbatches are routed alike
+    wide: bool = False  # runs on layouts of more than `USUAL_RANKS` as well
 
 
 _INPUT = {"weights_applied": "input"}
 _OUTPUT = {"weights_applied": "output"}
 
 PROBE = (
-    Recipe("uneven", tokens=UNEVEN),
-    Recipe("even"),
+    Recipe("uneven", tokens=UNEVEN, wide=True),
+    Recipe("even", wide=True),
     Recipe("top-1-even", config={"top_k": 1}),
     Recipe("top-1-uneven", tokens=UNEVEN, config={"top_k": 1}, profile="full"),
     Recipe("top-all-even", config={"top_k": 8}),
@@ -111,60 +118,62 @@ PROBE = (
     Recipe("empty-expert-even", empty_expert),
     Recipe("idle-rank-even", idle_rank, needs_ep=True),
     Recipe("idle-rank-uneven", idle_rank, tokens=UNEVEN, needs_ep=True, profile="full"),
-    Recipe("one-rank-even", one_rank, needs_ep=True),
+    Recipe("one-rank-even", one_rank, needs_ep=True, wide=True),
     Recipe("one-expert-even", one_expert, config={"top_k": 1}),
     Recipe("one-expert-uneven", one_expert, tokens=UNEVEN, config={"top_k": 1}, profile="full"),
-    Recipe("one-token-even", tokens=(1,)),
-    Recipe("rank-without-tokens", tokens=ONE_WITHOUT),
-    Recipe("many-tokens", tokens=MANY),
+    Recipe("one-token-even", tokens=(1,), wide=True),
+    Recipe("rank-without-tokens", tokens=ONE_WITHOUT, wide=True),
+    Recipe("many-tokens", tokens=MANY, wide=True),
     Recipe("many-tokens-even", tokens=(140,), profile="full"),
     Recipe("many-tokens-one-expert", one_expert, tokens=MANY, config={"top_k": 1}),
     Recipe("many-experts-even", tokens=(24,), config={"experts": 64, "top_k": 10, "hidden": 256}, profile="full"),
     Recipe("all-dropped-on-a-rank", all_dropped, tokens=UNEVEN, needs_ep=True),
     Recipe("zero-and-negative-weights-even", weights="odd"),
-    Recipe("dropped-even", dropped),
-    Recipe("dropped-uneven", dropped, tokens=UNEVEN, profile="full"),
-    Recipe("duplicates-even", duplicates),
-    Recipe("two-dims-even", lead="two_dims"),
-    Recipe("in-flight-even", schedule="F0 F1 B0 B1"),
-    Recipe("in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B1 B0"),
+    Recipe("dropped-even", dropped, wide=True),
+    Recipe("dropped-uneven", dropped, tokens=UNEVEN, profile="full", wide=True),
+    Recipe("duplicates-even", duplicates, wide=True),
+    Recipe("two-dims-even", lead="two_dims", wide=True),
+    Recipe("three-columns-even", tokens=(9,), lead="three_columns", profile="full"),
+    Recipe("three-columns-uneven", tokens=THREES, lead="three_columns", wide=True),
+    Recipe("in-flight-even", schedule="F0 F1 B0 B1", wide=True),
+    Recipe("in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B1 B0", wide=True),
     Recipe("three-in-flight-even", schedule="F0 F1 F2 B0 B1 B2"),
     Recipe("three-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B0 F2 B1 B2"),
     Recipe("halves-in-flight-even", schedule="D0 D1 C0 C1 B0 B1"),
-    Recipe("halves-in-flight-uneven", tokens=UNEVEN, schedule="D0 D1 C1 C0 B1 B0"),
+    Recipe("halves-in-flight-uneven", tokens=UNEVEN, schedule="D0 D1 C1 C0 B1 B0", wide=True),
     Recipe("one-by-one-uneven", tokens=UNEVEN, schedule="F0 B0 F1 B1"),
     Recipe("forward-only-even", schedule="F0 F1 B1"),
     Recipe("filled-even", schedule="F0 B0 F1 B1", memory="filled"),
-    Recipe("filled-uneven", dropped, tokens=ONE_WITHOUT, memory="filled"),
+    Recipe("filled-uneven", dropped, tokens=ONE_WITHOUT, memory="filled", wide=True),
     Recipe("inference-even", schedule="N0 F1 I2 B1"),
-    Recipe("inference-uneven", tokens=ONE_WITHOUT, schedule="F0 I1 B0 N2"),
-    Recipe("by-turns-uneven", tokens=BY_TURNS, schedule="F0 B0 F1 B1 F2 B2 F3 B3"),
-    Recipe("repeated-even", schedule="F0 B0 F1 B1 F2 B2", repeated=True),
-    Recipe("poisoned-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B1 B0", asynchrony="poisoned"),
+    Recipe("inference-uneven", tokens=ONE_WITHOUT, schedule="F0 I1 B0 N2", wide=True),
+    Recipe("by-turns-uneven", tokens=BY_TURNS, schedule="F0 B0 F1 B1 F2 B2 F3 B3", wide=True),
+    Recipe("repeated-even", schedule="F0 B0 F1 B1 F2 B2", repeated=True, wide=True),
+    Recipe("poisoned-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B1 B0", asynchrony="poisoned", wide=True),
     Recipe("watched-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B0 B1", asynchrony="watched"),
-    Recipe("input-weights-even", config=_INPUT),
+    Recipe("input-weights-even", config=_INPUT, wide=True),
     Recipe("output-weights-even", config=_OUTPUT),
-    Recipe("even-bfloat16", config={"dtype": torch.bfloat16}),
+    Recipe("even-bfloat16", config={"dtype": torch.bfloat16}, wide=True),
     Recipe("uneven-bfloat16", tokens=UNEVEN, config={"dtype": torch.bfloat16}),
-    Recipe("even-float64", config={"dtype": torch.float64}),
+    Recipe("even-float64", config={"dtype": torch.float64}, wide=True),
     Recipe("uneven-float64", tokens=UNEVEN, config={"dtype": torch.float64}, profile="full"),
-    Recipe("even-float16", config={"dtype": torch.float16}, profile="full"),
+    Recipe("even-float16", config={"dtype": torch.float16}, profile="full", wide=True),
     Recipe("top-all-even-bfloat16", config={"top_k": 8, "dtype": torch.bfloat16}, profile="full"),
 )
 
 _OWN = (
-    Recipe("own-even"),
-    Recipe("own-uneven", tokens=UNEVEN, profile="full"),
+    Recipe("own-even", wide=True),
+    Recipe("own-uneven", tokens=UNEVEN, profile="full", wide=True),
     Recipe("own-top-all-even", config={"top_k": 8}),
     Recipe("own-one-expert-even", one_expert, config={"top_k": 1}),
     Recipe("own-empty-expert-even", empty_expert),
     Recipe("own-idle-rank-even", idle_rank, needs_ep=True),
-    Recipe("own-rank-without-tokens", tokens=ONE_WITHOUT),
+    Recipe("own-rank-without-tokens", tokens=ONE_WITHOUT, wide=True),
     Recipe("own-filled-even", memory="filled"),
     Recipe("own-filled-uneven", tokens=ONE_WITHOUT, memory="filled"),
     Recipe("own-inference-even", schedule="N0 F1 I2 B1"),
-    Recipe("own-accumulated-even", schedule="F0 B0 F1 B1"),
-    Recipe("own-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B0 B1"),
+    Recipe("own-accumulated-even", schedule="F0 B0 F1 B1", wide=True),
+    Recipe("own-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B0 B1", wide=True),
     Recipe("own-forward-only-even", schedule="F0 F1 B1", profile="full"),
     Recipe("own-input-weights-even", config=_INPUT),
     Recipe("own-output-weights-even", config=_OUTPUT),
@@ -181,8 +190,8 @@ EXPERTS = (
     Recipe("own-odd-experts-even", experts_per_ep=3, config={"hidden": 40, "ffn": 24, "top_k": 3}),
     # In bfloat16 too: some libraries' experts compute in it whatever the tokens are, and are judged there.
     *(replace(own, name=f"{own.name}-bfloat16", config={**own.config, "dtype": torch.bfloat16}) for own in _OWN),
-    Recipe("own-uneven-float64", tokens=UNEVEN, config={"dtype": torch.float64}),
-    Recipe("own-even-float64", config={"dtype": torch.float64}),
+    Recipe("own-uneven-float64", tokens=UNEVEN, config={"dtype": torch.float64}, wide=True),
+    Recipe("own-even-float64", config={"dtype": torch.float64}, wide=True),
 )
 
 def quick_layouts() -> tuple[Layout, ...]:
@@ -198,7 +207,10 @@ def quick_layouts() -> tuple[Layout, ...]:
 
 
 def full_layouts() -> tuple[Layout, ...]:
-    """The quick layouts, foldings in which dense and expert axes cross, and sizes that are no powers of two."""
+    """The quick layouts, foldings in which dense and expert axes cross, and sizes that are no powers of two.
+
+    Those of 8 ranks are what 4 have no room for: more replicas beside ep and etp, and all axes at once.
+    """
     return (
         *quick_layouts(),
         Layout(2),
@@ -208,11 +220,20 @@ def full_layouts() -> tuple[Layout, ...]:
         Layout(4, tp=2, ep=4),
         Layout(4, tp=4, ep=2),
         Layout(4, tp=2, ep=2, etp=2),
+        Layout(4, tp=4),
         Layout(4, etp=4),
+        Layout(4, tp=4, etp=4),
+        Layout(4, tp=4, ep=2, etp=2),
         Layout(3, ep=3),
         Layout(4, cp=2, ep=2),
         Layout(4, pp=2, ep=2),
         Layout(6, ep=3, etp=2),
+        Layout(8, ep=8),
+        Layout(8, ep=4, etp=2),
+        Layout(8, tp=2, ep=4),  # beside it, every expert has two replicas
+        Layout(8, tp=2, ep=2, etp=2),
+        Layout(8, tp=4, ep=2, etp=2),
+        Layout(8, tp=2, cp=2, pp=2, ep=2, etp=2),
     )
 
 
@@ -234,6 +255,8 @@ def corpus(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]
                 continue
             if recipe.asynchrony != "plain" and layout.world == 1:  # nothing travels
                 continue
+            if layout.world > USUAL_RANKS and not recipe.wide:
+                continue
             yield exchange_workload(recipe, kind, variant, layout)
     golden = golden_workload(variant, layout)
     if golden is not None:
@@ -243,7 +266,8 @@ def corpus(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]
 def exchange_workload(recipe: Recipe, kind: Literal["probe", "experts"], variant: str, layout: Layout) -> Workload:
     """Draw the workload of a recipe for a variant on a layout."""
     config = replace(Config(variant=variant), **recipe.config)
-    if recipe.experts_per_ep or config.experts % layout.ep:
+    few = "experts" not in recipe.config and config.experts < 2 * layout.ep  # for two slots on one rank
+    if recipe.experts_per_ep or config.experts % layout.ep or few:
         E = (recipe.experts_per_ep or 3) * layout.ep
         config = replace(config, experts=E, top_k=min(config.top_k, E))
     microbatches = 1 + max(int(item[1:]) for item in recipe.schedule.split())

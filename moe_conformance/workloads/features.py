@@ -22,7 +22,7 @@ def features(workload: Workload, device: str) -> dict[str, Any]:
         "layout": workload.layout.name,
         "uneven_tokens": any(len(tokens) > 1 for tokens in sizes),
         "zero_tokens": any(0 in tokens for tokens in sizes),
-        "token_dims": 2 if workload.lead == "two_dims" else 1,
+        "token_dims": len(workload.lead_of(0)),
         "duplicate_experts": any(_duplicates(batch) for batch in batches),
         "dropped_slots": has_empty_slots(workload),
         "in_flight": in_flight(workload.schedule),

@@ -22,7 +22,7 @@ from moe_conformance.topology import Layout
 from moe_conformance.workloads import tags
 from moe_conformance.workloads.draw import weight_dtype
 from moe_conformance.workloads.example import DTYPES, FORMAT
-from moe_conformance.workloads.records import Asynchrony, Batch, ParameterKey, Workload
+from moe_conformance.workloads.records import COLUMNS, Asynchrony, Batch, ParameterKey, Workload
 from reference import selection
 
 T = TypeVar("T")
@@ -74,9 +74,9 @@ def from_json(data: object) -> Workload:
     batches = _batches(top["batches"], kind, config, layout)
     schedule = _schedule(top["schedule"], len(batches))
     parameters = _parameters(top["parameters"], kind, config)
-    lead = _one_of(top["lead"], "lead", ("flat", "two_dims"))
-    if lead == "two_dims" and any(len(batch.x_TD) % 2 for ranks in batches for batch in ranks):
-        raise BadExample("lead: an odd number of tokens cannot be handed over in two dimensions")
+    lead = _one_of(top["lead"], "lead", tuple(COLUMNS))
+    if any(len(batch.x_TD) % COLUMNS[lead] for ranks in batches for batch in ranks):
+        raise BadExample(f"lead: the tokens of a rank do not fill {COLUMNS[lead]} columns")
     asynchrony = _one_of(top["asynchrony"], "asynchrony", get_args(Asynchrony))
     return Workload("replayed", kind, config, layout, batches, schedule, parameters, lead, asynchrony)
 

@@ -12,7 +12,10 @@ from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
 
 Asynchrony = Literal["plain", "poisoned", "watched"]
+Lead = Literal["flat", "two_dims", "three_columns"]
 ParameterKey = tuple[str, int | None]  # (canonical name, global expert id or None)
+
+COLUMNS: Mapping[Lead, int] = {"flat": 1, "two_dims": 2, "three_columns": 3}  # B of x (S, B, D)
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class Workload:
     """One run: what is built, where, and what it is fed.
 
     `batches[m][r]` belongs to microbatch m on rank r. `parameters` are full tensors in canonical orientation, keyed by
-    (name, global expert id). `lead` says in which shape x is handed over: flat (T, D), or (T / 2, 2, D), T even.
+    (name, global expert id). `lead` says in which shape x is handed over, see `lead_of`.
     `asynchrony` says what asynchronous collectives deliver before they are waited for: whatever they have, or poison;
     if they are watched, every touch of their data until then is written down. `memory` says what new tensors hold that
     nobody has written yet: whatever was there, or NaN (the largest number, of integers).
@@ -71,11 +74,16 @@ class Workload:
     # gradients and I one in inference mode, of inputs that ask for none; no backward follows.
     schedule: str = "F0 B0"
     parameters: Mapping[ParameterKey, Tensor] = field(default_factory=dict)
-    lead: Literal["flat", "two_dims"] = "flat"
+    lead: Lead = "flat"
     asynchrony: Asynchrony = "plain"
     memory: Literal["plain", "filled"] = "plain"
     calls: tuple[Call, ...] = ()  # a script, in place of batches and a schedule: calls on the one surface `kind`
     golden: str = ""  # the chapter of the goldens whose values judge it; "" for the oracles of today
+
+    def lead_of(self, T: int) -> tuple[int, ...]:
+        """Return the leading dims of T tokens: (T,), (T / 2, 2) or (T / 3, 3)."""
+        columns = COLUMNS[self.lead]
+        return (T,) if columns == 1 else (T // columns, columns)
 
     def goes_backward(self, microbatch: int) -> bool:
         """Whether the schedule asks for a microbatch's gradients."""
