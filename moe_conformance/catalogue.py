@@ -60,19 +60,35 @@ def requirement_lines() -> Iterator[str]:
         yield f"{each.id:8}  {each.level:6}  {profile:9}  {each.sentence}"
 
 
-def check_lines() -> Iterator[str]:
-    """Yield a line per check: where it is, what it decides, and on which kind of run."""
+@dataclass(frozen=True)
+class Check:
+    """A check as it stands in its file: where, what it decides, and on which kind of run."""
+
+    module: str
+    name: str  # of the function, after its class if it has one: `TestDispatch::test_rows_arrive_unchanged`
+    requirements: tuple[str, ...]
+    kind: str
+
+
+def checks() -> Iterator[Check]:
+    """Yield every check."""
     package = importlib.import_module(CHECKS)
     for info in pkgutil.iter_modules(package.__path__):
         if info.name.startswith("test_"):
             yield from _of_module(importlib.import_module(f"{CHECKS}.{info.name}"))
 
 
-def _of_module(module: ModuleType) -> Iterator[str]:
+def check_lines() -> Iterator[str]:
+    """Yield a line per check."""
+    for check in checks():
+        yield f"{check.module}::{check.name}  {', '.join(check.requirements)}  ({check.kind})"
+
+
+def _of_module(module: ModuleType) -> Iterator[Check]:
     for holder_name, holder in vars(module).items():
         members = vars(holder).items() if isclass(holder) else [(None, holder)]
         for name, function in members:
             for mark in getattr(function, "pytestmark", ()):
                 if mark.name == "requirement" and getattr(function, "__module__", None) == module.__name__:
                     where = "::".join(part for part in (holder_name, name) if part)
-                    yield f"{module.__name__}::{where}  {', '.join(mark.args)}  ({mark.kwargs['kind']})"
+                    yield Check(module.__name__, where, mark.args, mark.kwargs["kind"])

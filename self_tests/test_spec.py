@@ -90,6 +90,28 @@ class TestPages:
         assert [] == [row["number"] for row in rows if bool(row["requirements"]) == bool(row.get("reason"))]
         assert set() == {each for row in rows for each in row["requirements"]} - set(spec.load())
 
+    def test_every_behaviour_says_what_decides_it_or_why_nothing_does(self) -> None:
+        """No row is blank, and every requirement of a row stands on the side where it belongs."""
+        functions = {check.function.__name__ for found in checks().values() for check in found}
+        for row in pages.read_others(PAGES):
+            decided, waiting = pages._decided(row, pages._checks())
+            assert decided or waiting, row["number"]
+            for each in row["requirements"]:
+                assert (each in decided) is (each in checks()), (row["number"], each)
+                assert (each in waiting) is (each not in checks()), (row["number"], each)
+            assert {name.strip("`,;") for name in decided.split() if "`" in name} <= functions, row["number"]
+
+    def test_a_requirement_without_a_check_gives_its_reason(self) -> None:
+        """What decides one requirement of a row does not speak for the other, and reasons are told once."""
+        law = spec.load()
+        *some, last = [each for each in law if law[each].waits_for][:3]
+        row = {"number": 1, "words": "w", "requirements": ["EXCH-01", *some, last]}
+        decided, waiting = pages._decided(row, {"EXCH-01": ["test_a", "test_b", "test_a"], last: ["test_c"]})
+        assert f"EXCH-01 `test_a`, `test_b`; {last} `test_c`" == decided
+        reasons = {law[each].waits_for for each in some}
+        assert len(reasons) == waiting.count("waits for")
+        assert all(each in waiting for each in (*some, *reasons))
+
 
 class TestRequirement:
     def test_unknown_ids_are_refused(self) -> None:

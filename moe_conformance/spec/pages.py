@@ -1,7 +1,7 @@
 """The law as pages to read: `python -m moe_conformance.spec.pages docs/spec` writes one for each chapter.
 
 Beside them stands other_suites.toml, what ten other test suites check, with the requirements that cover it; its page
-is written too.
+says beside every behaviour which checks decide it today, and what the others wait for.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_conformance import spec
+from moe_conformance import catalogue, spec
 from moe_conformance.spec import Requirement
 
 OTHERS = "other_suites.toml"
@@ -28,7 +28,16 @@ def pages(others: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     for each in spec.load().values():
         chapters.setdefault(each.chapter, []).append(each)
     found = {f"{chapter}.md": _chapter(chapter, law) for chapter, law in chapters.items()}
-    return {"README.md": _index(chapters), "other_suites.md": _others(others), **found}
+    return {"README.md": _index(chapters), "other_suites.md": _others(others, _checks()), **found}
+
+
+def _checks() -> Mapping[str, Sequence[str]]:
+    """Return the names of the functions that decide each requirement."""
+    found: dict[str, list[str]] = {}
+    for check in catalogue.checks():
+        for each in check.requirements:
+            found.setdefault(each, []).append(check.name.rpartition("::")[2])
+    return found
 
 
 def read_others(folder: Path) -> Sequence[Mapping[str, Any]]:
@@ -71,16 +80,34 @@ def _entry(each: Requirement) -> str:
     )
 
 
-def _others(behaviours: Iterable[Mapping[str, Any]]) -> str:
-    rows = [
-        (each["number"], each["words"], ", ".join(each["requirements"]) or each["reason"])
-        for each in sorted(behaviours, key=lambda each: each["number"])
-    ]
+def _others(behaviours: Iterable[Mapping[str, Any]], checks: Mapping[str, Sequence[str]]) -> str:
+    ordered = sorted(behaviours, key=lambda each: each["number"])
+    rows = [(each["number"], each["words"], *_decided(each, checks)) for each in ordered]
+    wholly = sum(not waiting for *_, waiting in rows)
+    partly = sum(bool(decided and waiting) for *_, decided, waiting in rows)
     return _page(
         "What other test suites check",
         "Behaviours that the tests of Megatron-LM, torchtitan, DeepEP, TransformerEngine, DeepSpeed, Tutel, "
-        "Megatron-Bridge, vLLM, SGLang and transformers check, well or not, and the requirements that cover them.",
-        _table(("", "behaviour", "covered by"), rows),
+        "Megatron-Bridge, vLLM, SGLang and transformers check, well or not, and the requirements that cover them: with "
+        "the checks that run, or with what is missing for one.",
+        f"Of {len(rows)} behaviours checks decide {wholly} wholly and {partly} in part.",
+        _table(("", "behaviour", "decided by", "not decided"), rows),
+    )
+
+
+def _decided(behaviour: Mapping[str, Any], checks: Mapping[str, Sequence[str]]) -> tuple[str, str]:
+    """Return the requirements that a check decides, each with its functions, and why the others are not decided."""
+    if not behaviour["requirements"]:
+        return "", behaviour["reason"]
+    law = spec.load()
+    waiting: dict[str, list[str]] = {}
+    decided = [each for each in behaviour["requirements"] if each in checks]
+    for each in behaviour["requirements"]:
+        if each not in checks:
+            waiting.setdefault(law[each].waits_for, []).append(each)
+    return (
+        "; ".join(f"{each} {', '.join(f'`{name}`' for name in dict.fromkeys(checks[each]))}" for each in decided),
+        "; ".join(f"{', '.join(ids)}: waits for {reason}" for reason, ids in waiting.items()),
     )
 
 
