@@ -84,6 +84,10 @@ class Config:
     shared_ffn: tuple[int, ...] = ()  # widths F of the shared experts of a layer; fused into one where they are several
     shared_gate: bool = False  # one sigmoid per token multiplies what the shared experts add
     shared_overlap: bool = False  # they run while the routed exchange is under way
+    capacity_factor: float | None = None  # an expert takes C = ceil(factor K T / E) slots of a rank; None: all of them
+    min_capacity: int = 0  # C is never less
+    drop_policy: Literal["weights", "position"] = "weights"  # who stays: the heaviest, or the first tokens
+    pad_to_capacity: bool = False  # each rank sends each expert C rows; without a factor the largest load of the group
     extra: tuple[tuple[str, Any], ...] = ()  # knobs of one backend, passed on under their own names
 
     def only(self, *mapped: str) -> Config:

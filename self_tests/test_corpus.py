@@ -15,6 +15,7 @@ from moe_conformance.workloads.corpus import USUAL_RANKS, corpus, full_layouts, 
 from moe_conformance.workloads.features import broken, features, halves_in_flight, has_empty_slots, in_flight
 from moe_conformance.workloads.records import Workload
 from moe_conformance.workloads.routing import routing_corpus
+from moe_conformance.workloads.scripts import scripts
 
 EP2 = Layout(4, ep=2)
 
@@ -38,7 +39,9 @@ class TestCorpus:
     def test_layouts_are_valid_and_names_unique(self, layout: Layout) -> None:
         """Every layout can be built, and no two workloads on it share a name."""
         assert layout.problem is None
-        names = [w.name for w in (*corpus("any", layout, "full"), *routing_corpus("any", layout))]
+        steps = (*corpus("any", layout, "full"), *routing_corpus("any", layout))
+        every = (*steps, *scripts("any", layout, "full", first=True))
+        names = [w.name for w in every]
         assert len(names) == len(set(names))
 
     def test_quick_layouts_are_part_of_the_full_ones(self) -> None:

@@ -191,14 +191,16 @@ def judge_router_weights(reading: Reading, tally: Tally) -> None:
     fail(WrongWeight, "route", findings, ratio=ratio)
 
 
-def judge_router_dx(reading: Reading, tally: Tally) -> None:
+def judge_router_dx(reading: Reading, tally: Tally, expected: RouterExpected | None = None) -> None:
     """Decide whether the gradient of the weights reached the tokens through scores and normalisation, within rounding.
+
+    As `expected` has it, if one is given.
 
     Raises:
         AbsentGradient: the gradient of the tokens is None.
         WrongForm, WrongGradient: another shape; an element outside its bound.
     """
-    expected = expected_of(reading)
+    expected = expected or expected_of(reading)
     actual, targets = {}, {}
     for m, rank in expected.places:
         if not reading.goes_backward(m):
@@ -214,10 +216,10 @@ def judge_router_dx(reading: Reading, tally: Tally) -> None:
     fail(WrongGradient, "gradient", findings, ratio=ratio)
 
 
-def judge_router_gradient(reading: Reading, tally: Tally) -> None:
+def judge_router_gradient(reading: Reading, tally: Tally, expected: RouterExpected | None = None) -> None:
     """Decide whether every rank ends with the router's gradient over the tokens of all ranks of its pipeline stage.
 
-    A failure is of the stage "finish" if the ranks' gradients before `finish_gradients` add up to the right one.
+    As `expected` has it, if one is given. A failure is of the stage "finish" if the ranks' gradients before `finish_gradients` add up to the right one.
 
     Raises:
         NotOffered: the backend finishes no gradients.
@@ -225,7 +227,7 @@ def judge_router_gradient(reading: Reading, tally: Tally) -> None:
         AbsentGradient: the gradient is None, or some ranks finish none while others do.
         WrongForm, WrongGradient: another shape; an element outside its bound.
     """
-    expected, finals = expected_of(reading), finals_of(reading)
+    expected, finals = expected or expected_of(reading), finals_of(reading)
     for stage, ranks in enumerate(stages(expected.workload.layout)):
         target = expected.gradient(stage)
         actual, targets = {}, {}
@@ -238,13 +240,17 @@ def judge_router_gradient(reading: Reading, tally: Tally) -> None:
         _require_whole(ranks, finals, "finish")
         worst = {rank: compare(actual[rank], *targets[rank], tally, rank) for rank in actual}
         if not all(each.holds for each in worst.values()):
-            _fail_gradient(reading, ranks, stage, actual, targets)
+            _fail_gradient(reading, expected, ranks, stage, actual, targets)
 
 
 def _fail_gradient(
-    reading: Reading, ranks: tuple[int, ...], stage: int, actual: dict[int, Tensor], targets: dict[int, Target]
+    reading: Reading,
+    expected: RouterExpected,
+    ranks: tuple[int, ...],
+    stage: int,
+    actual: dict[int, Tensor],
+    targets: dict[int, Target],
 ) -> NoReturn:
-    expected = expected_of(reading)
     grads = [reading.ranks[rank].grads_local.get(("router", None)) for rank in ranks]
     local = [grad.value.double() for grad in grads if grad and grad.value is not None and grad.shard is None]
     full = expected.gradient(stage)

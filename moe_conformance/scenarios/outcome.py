@@ -50,6 +50,8 @@ class Microbatch:
     routed_weights_TK: Tensor | None = None
     logits_TE: Tensor | None = None
     counts_E: Tensor | None = None
+    undropped_ids_TK: Tensor | None = None  # capacity: what the same router decides without one
+    undropped_weights_TK: Tensor | None = None
     inputs_changed: tuple[str, ...] = ()  # of x, ids, weights, upstream: bytes that differ after the step
     outputs_changed: tuple[str, ...] = ()  # of y, rows: bytes that differ when its backward has returned
     gradients_changed: tuple[str, ...] = ()  # of x, weights: bytes that differ from when their backward returned

@@ -1,19 +1,21 @@
 """One training step of a backend on one rank: build, follow a schedule, finish the gradients.
 
 Three kinds of run share it: the suite's probe expert inside the backend's exchange, the backend's own experts, or its
-router alone.
+router alone; one with a capacity is asked without it as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_conformance.contract import (
+    Config,
     Delivery,
     Exchange,
     ExpertFn,
@@ -61,11 +63,15 @@ class TrainingStep:
         self.reached = "build"
         built: list[Parametrised] = []
         self.router: Router | None = None
+        self.undropping: Router | None = None  # the same router without its capacity
         self.exchange: Exchange | SplitExchange | None = None
         self.experts: Probe | Experts | None = None
-        if self.workload.kind == "route":
+        if self.workload.kind in ("route", "capacity"):
             self.router = session.router(self.config)
             built.append(self.router)
+            if self.workload.kind == "capacity":
+                self.undropping = session.router(_without_capacity(self.config))
+                parameters.write(self.undropping, self.workload.parameters)
         else:
             self.exchange = session.exchange(self.config)
             if "D" in self.workload.schedule and not isinstance(self.exchange, SplitExchange):
@@ -124,6 +130,11 @@ class TrainingStep:
                 "logits_TE": to_cpu(routed.logits_TE),
                 "counts_E": to_cpu(routed.counts_E),
             }
+            if self.undropping is not None:
+                with torch.no_grad():
+                    undropped = self.undropping(inputs.x.detach()).routing
+                self.routed[m]["undropped_ids_TK"] = to_cpu(undropped.ids_TK)
+                self.routed[m]["undropped_weights_TK"] = to_cpu(undropped.weights_TK)
             return
         assert self.exchange is not None
         self._keep_output(m, whole(self.exchange)(inputs.x, inputs.routing, self._expert(m)))
@@ -224,6 +235,11 @@ class TrainingStep:
             gradients_changed=inputs.gradients_changed(),
             **self.routed.get(m, {}),
         )
+
+
+def _without_capacity(config: Config) -> Config:
+    capacity = ("capacity_factor", "min_capacity", "drop_policy", "pad_to_capacity")
+    return replace(config, **{each.name: each.default for each in fields(Config) if each.name in capacity})
 
 
 def _weights_at(session: Session, applied: str) -> str:

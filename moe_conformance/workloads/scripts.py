@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moe_conformance.topology import Layout
+from moe_conformance.workloads import capacity
 from moe_conformance.workloads.corpus import Profile
 from moe_conformance.workloads.records import Workload
 
@@ -26,7 +27,9 @@ class Chapter:
     variants: Literal["first", "every"] = "first"
 
 
-CHAPTERS: tuple[Chapter, ...] = ()
+CHAPTERS: tuple[Chapter, ...] = (
+    Chapter(tuple(recipe.name for recipe in capacity.CAPACITIES), capacity.capacities),
+)
 
 
 def scripts(variant: str, layout: Layout, profile: Profile, first: bool) -> Iterator[Workload]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moe_conformance.backends.native import capacity
 from moe_conformance.backends.native.gradients import Replicated
 from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.contract import Config, Named, Read, Routed, Routing
@@ -56,8 +57,23 @@ class Router(Replicated):
         scores_TE = self._scores(logits_TE)
         ids_TK = self._choose(scores_TE)
         weights_TK = self._weights(scores_TE, ids_TK)
-        counts_E = torch.bincount(ids_TK.reshape(-1), minlength=self.config.experts)
+        counts_E = torch.bincount(ids_TK.reshape(-1), minlength=self.config.experts)  # of all that chose
+        if self.config.capacity_factor is not None:
+            ids_TK, weights_TK = self._drop(ids_TK, weights_TK)
         return Routed(Routing(ids_TK, weights_TK, self.config.experts), logits_TE, counts_E)
+
+    def _drop(self, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """Empty the slots that find no room with their experts; the weights of the others stay as they are."""
+        kept_TK = self._keep(ids_TK, weights_TK.detach(), self._capacity(len(ids_TK)))
+        return torch.where(kept_TK, ids_TK, -1), torch.where(kept_TK, weights_TK, 0.0)
+
+    def _capacity(self, tokens: int) -> int:
+        return capacity.of_rank(self.config, tokens)
+
+    def _keep(self, ids_TK: Tensor, weights_TK: Tensor, room: int) -> Tensor:
+        """Say which slots stay, bool (T, K), where every expert has `room` for as many."""
+        worth_TK = weights_TK if self.config.drop_policy == "weights" else None
+        return capacity.keep(ids_TK, self.config.experts, room, worth_TK)
 
     def _logits(self, x_TD: Tensor) -> Tensor:
         return F.linear(x_TD.to(self.wide), self.router_ED.to(self.wide))
@@ -120,6 +136,7 @@ def _check(config: Config) -> None:
     E, K = config.experts, config.top_k
     if not 1 <= K <= E:
         raise CannotBuild(f"top_k = {K} of {E} experts")
+    capacity.check(config)
     if config.groups is None:
         return
     groups, chosen = config.groups

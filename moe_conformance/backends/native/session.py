@@ -20,6 +20,7 @@ from moe_conformance.contract import Config, Parametrised, Session, SplitExchang
 _MAPPED = (
     "variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied",
     "score", "normalise", "scale", "groups", "group_score", "balance_bias",
+    "capacity_factor", "min_capacity", "drop_policy",
 )  # fmt: skip
 
 

@@ -1,0 +1,112 @@
+"""The pinned corpus of capacities: routers whose experts have room for too few tokens, for just enough, or for more.
+
+A run asks the same router twice, with its capacity and without: what was chosen before anything was dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from moe_conformance.contract import Config
+from moe_conformance.topology import Layout
+from moe_conformance.workloads import draw
+from moe_conformance.workloads.corpus import Profile
+from moe_conformance.workloads.records import Batch, ParameterKey, Workload
+from moe_conformance.workloads.routing import ONE_WITHOUT, TOKENS
+
+
+@dataclass(frozen=True)
+class CapacityRecipe:
+    """How to draw one workload of a router with a capacity."""
+
+    name: str
+    config: dict[str, Any] = field(default_factory=dict)
+    tokens: tuple[int, ...] = TOKENS  # of rank r: the entry r modulo the length
+    schedule: str = "F0 B0"
+    alike: int = 1  # so many tokens in a row are the same token: their weights are equal
+    shift: float = 0.0  # is added to all logits
+    hot: bool = False  # one expert is the first choice of every token
+    same: bool = False  # ranks of even number are fed the same in every microbatch, the others not
+
+
+_SOFT = {"score": "softmax_topk"}
+_BIASED = {"score": "sigmoid", "balance_bias": True, "normalise": True, "scale": 2.5}
+_BY_PLACE = {"drop_policy": "position"}
+
+CAPACITIES = (
+    CapacityRecipe("capacity-tight", {"capacity_factor": 0.5}),
+    CapacityRecipe("capacity-tight-position", {"capacity_factor": 0.5, "top_k": 3, **_BY_PLACE}),
+    CapacityRecipe("capacity-mean", {"capacity_factor": 1.0, **_SOFT}),
+    CapacityRecipe("capacity-mean-position", {"capacity_factor": 1.0, **_BY_PLACE}, tokens=(40, 24, 33, 29)),
+    CapacityRecipe("capacity-fraction", {"capacity_factor": 1.3, "experts": 6, "top_k": 3, "hidden": 40}),
+    CapacityRecipe("capacity-normalised", {"capacity_factor": 0.75, "normalise": True, "top_k": 3}),
+    CapacityRecipe("capacity-biased", {"capacity_factor": 1.0, **_BIASED}),
+    CapacityRecipe("capacity-biased-position", {"capacity_factor": 1.0, **_BIASED, **_BY_PLACE}),
+    CapacityRecipe("capacity-of-one", {"capacity_factor": 0.01, **_SOFT}),
+    CapacityRecipe("capacity-of-none", {"capacity_factor": 0.0}),
+    CapacityRecipe("capacity-minimum", {"capacity_factor": 0.5, "min_capacity": 4}),
+    CapacityRecipe("capacity-minimum-position", {"capacity_factor": 0.25, "min_capacity": 3, **_BY_PLACE}),
+    CapacityRecipe("capacity-minimum-beyond", {"capacity_factor": 0.5, "min_capacity": 64}),
+    CapacityRecipe("capacity-of-all", {"capacity_factor": 4.0}),  # E / K: C = T
+    CapacityRecipe("capacity-beyond", {"capacity_factor": 10.0, **_SOFT}),
+    CapacityRecipe("capacity-beyond-position", {"capacity_factor": 10.0, **_BY_PLACE}),
+    CapacityRecipe("capacity-ties", {"capacity_factor": 0.6, **_SOFT}, alike=3),
+    CapacityRecipe("capacity-equal-weights", {"capacity_factor": 0.5, "top_k": 1, **_SOFT}),
+    CapacityRecipe("capacity-negative-logits", {"capacity_factor": 1.0, **_SOFT}, shift=-24.0),
+    CapacityRecipe("capacity-hot-expert", {"capacity_factor": 1.25, **_SOFT}, hot=True),
+    CapacityRecipe("capacity-hot-expert-position", {"capacity_factor": 1.25, **_BY_PLACE}, hot=True),
+    CapacityRecipe("capacity-one-token", {"capacity_factor": 1.0, **_SOFT}, tokens=(1,)),
+    CapacityRecipe("capacity-rank-without-tokens", {"capacity_factor": 0.75, **_SOFT}, tokens=ONE_WITHOUT),
+    CapacityRecipe("capacity-of-own-tokens", {"capacity_factor": 1.0, **_SOFT}, schedule="F0 B0 F1 B1", same=True),
+    CapacityRecipe("capacity-in-flight", {"capacity_factor": 0.75, **_SOFT}, schedule="F0 F1 B0 B1"),
+    CapacityRecipe("capacity-bfloat16", {"capacity_factor": 0.75, "dtype": torch.bfloat16}),
+    CapacityRecipe("capacity-float64", {"capacity_factor": 0.75, "dtype": torch.float64}),
+)
+
+
+def capacities(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
+    """Yield the workloads of routers with a capacity; the variant only has to be one that the backend knows."""
+    for recipe in CAPACITIES:
+        config = replace(Config(variant=variant), **recipe.config)
+        parameters = _parameters(recipe, config, layout)
+        microbatches = len({item[1:] for item in recipe.schedule.split()})
+        batches = tuple(
+            tuple(_batch(recipe, config, layout, microbatch, rank, parameters) for rank in range(layout.world))
+            for microbatch in range(microbatches)
+        )
+        yield Workload(recipe.name, "capacity", config, layout, batches, recipe.schedule, parameters)
+
+
+def _parameters(recipe: CapacityRecipe, config: Config, layout: Layout) -> dict[ParameterKey, torch.Tensor]:
+    """Draw the router; where logits are shifted, every expert weighs the first column alike."""
+    generator = draw.generator(recipe.name, layout.name, "router")
+    parameters = draw.router_parameters(config, generator, bias=0.0, twins=False)
+    if recipe.shift:
+        parameters["router", None][:, 0] = 1.0
+    return parameters
+
+
+def _batch(
+    recipe: CapacityRecipe,
+    config: Config,
+    layout: Layout,
+    microbatch: int,
+    rank: int,
+    parameters: dict[ParameterKey, torch.Tensor],
+) -> Batch:
+    turn = 0 if recipe.same and rank % 2 == 0 else microbatch
+    tokens = recipe.tokens[(rank + turn) % len(recipe.tokens)]
+    batch = draw.route_batch(tokens, config, draw.generator(recipe.name, layout.name, turn, rank), 1.0)
+    x_TD = batch.x_TD
+    if recipe.alike > 1:
+        x_TD = x_TD[torch.arange(tokens) // recipe.alike * recipe.alike]
+    if recipe.shift:
+        x_TD[:, 0] = recipe.shift
+    if recipe.hot:
+        hot_D = parameters["router", None][config.experts - 2]
+        x_TD += 12.0 * hot_D / (hot_D @ hot_D)
+    return replace(batch, x_TD=x_TD)
