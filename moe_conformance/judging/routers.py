@@ -219,7 +219,8 @@ def judge_router_dx(reading: Reading, tally: Tally, expected: RouterExpected | N
 def judge_router_gradient(reading: Reading, tally: Tally, expected: RouterExpected | None = None) -> None:
     """Decide whether every rank ends with the router's gradient over the tokens of all ranks of its pipeline stage.
 
-    As `expected` has it, if one is given. A failure is of the stage "finish" if the ranks' gradients before `finish_gradients` add up to the right one.
+    As `expected` has it, if one is given. A failure is of the stage "finish" if the ranks' gradients before
+    `finish_gradients` add up to the right one.
 
     Raises:
         NotOffered: the backend finishes no gradients.

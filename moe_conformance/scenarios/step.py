@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -238,8 +238,14 @@ class TrainingStep:
 
 
 def _without_capacity(config: Config) -> Config:
-    capacity = ("capacity_factor", "min_capacity", "drop_policy", "pad_to_capacity")
-    return replace(config, **{each.name: each.default for each in fields(Config) if each.name in capacity})
+    plain = Config()
+    return replace(
+        config,
+        capacity_factor=plain.capacity_factor,
+        min_capacity=plain.min_capacity,
+        drop_policy=plain.drop_policy,
+        pad_to_capacity=plain.pad_to_capacity,
+    )
 
 
 def _weights_at(session: Session, applied: str) -> str:

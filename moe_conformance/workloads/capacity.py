@@ -110,3 +110,19 @@ def _batch(
         hot_D = parameters["router", None][config.experts - 2]
         x_TD += 12.0 * hot_D / (hot_D @ hot_D)
     return replace(batch, x_TD=x_TD)
+
+
+def fits_all(workload: Workload) -> bool:
+    """Whether the capacity of every rank is at least its number of tokens."""
+    config = workload.config
+    assert config.capacity_factor is not None
+    return config.capacity_factor * config.top_k >= config.experts or config.min_capacity >= max(TOKENS)
+
+
+def others_change(workload: Workload) -> bool:
+    """Whether some rank is fed the same in several microbatches while another is not."""
+    first, *later = workload.batches
+    return any(
+        len({torch.equal(one.x_TD, other.x_TD) for one, other in zip(first, ranks, strict=True)}) == 2
+        for ranks in later
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from self_tests.planted_bugs import (
+    capacity,
     cost,
     exchange,
     exchange_back,
@@ -24,7 +25,7 @@ __all__ = ["Expectation", "Plant", "find", "plants", "plants_of_many_ranks"]
 def plants() -> tuple[Plant, ...]:
     """Return all plants, chapter by chapter."""
     exchanges = (exchange, exchange_back, exchange_ends)
-    chapters = (routing, routing_ends, *exchanges, experts, gradients, groups, overlap, cost, flex)
+    chapters = (routing, routing_ends, capacity, *exchanges, experts, gradients, groups, overlap, cost, flex)
     return tuple(plant for chapter in chapters for plant in chapter.PLANTS)
 
 

@@ -1,0 +1,315 @@
+"""Routers with a capacity: how many slots an expert keeps, which of them, and what becomes of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from moe_conformance.judging.bounded import Target, compare
+from moe_conformance.judging.diagnosis import Finding, fail, likeliest, some
+from moe_conformance.judging.drops import Drops, drops_of, weights_at
+from moe_conformance.judging.places import Place
+from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.router_rules import explain_weights
+from moe_conformance.judging.routers import judge_router_dx, judge_router_gradient
+from moe_conformance.judging.verdict import Tally, WrongCount, WrongSelection, WrongWeight
+from reference import capacity_drops
+from reference.capacity_drops import Policy
+
+_POLICIES: dict[str, Policy] = {"weights": "weight", "position": "position"}
+
+
+# ---- how many ------------------------------------------------------------------------------------------------
+
+
+def judge_capacity(reading: Reading, tally: Tally) -> None:
+    """Decide whether experts keep as many slots as the capacity of the rank has room for.
+
+    Counts the experts that more slots chose than find room; where there is none, all of them.
+
+    Raises:
+        WrongForm, WrongSelection: there is nothing to count, see `drops_of`.
+        WrongCount: an expert keeps more or fewer.
+    """
+    drops = drops_of(reading)
+    findings = likeliest([fault for place in drops.places for fault in _wrong_counts(drops, place)])
+    if findings:
+        fail(WrongCount, "route", findings)
+    for place in drops.places:
+        crowded = sum(n > drops.capacities(place)[0] for n in drops.loads(place))
+        tally.add(pairs=crowded or drops.workload.config.experts, rank=place[1])
+
+
+def judge_minimum(reading: Reading, tally: Tally) -> None:
+    """Decide whether the configured minimum is the capacity wherever the formula gives less.
+
+    Counts the experts of ranks whose capacity the minimum decides.
+
+    Raises:
+        WrongForm, WrongSelection, WrongCount: as `judge_capacity`.
+    """
+    judge_capacity(reading, Tally())
+    drops = drops_of(reading)
+    for place in drops.places:
+        if drops.capacities(place) == (drops.workload.config.min_capacity,):
+            tally.add(pairs=drops.workload.config.experts, rank=place[1])
+
+
+def _wrong_counts(drops: Drops, place: Place) -> list[list[Finding]]:
+    """List what is wrong at a place, each fault with all the findings that would explain it."""
+    loads, kept, legal = drops.loads(place), drops.kept_loads(place), drops.capacities(place)
+    if any(kept == [min(n, C) for n in loads] for C in legal):
+        return []
+    m, rank = place
+    config = drops.workload.config
+    T = len(drops.ids[place])
+    at_least = f", at least {config.min_capacity}" if config.min_capacity else ""
+    right = (
+        f"{' or '.join(map(str, legal))} (ceil({config.capacity_factor:g} x {config.top_k} x {T} / {config.experts})"
+        f"{at_least})"
+    )
+    of = f" of microbatch {m}" if m else ""
+    full = max((k for k, n in zip(kept, loads, strict=True) if k < n), default=max(loads, default=0))
+    if kept == [min(n, full) for n in loads]:
+        nobody_dropped = full == max(loads, default=0)
+        bound = "at least " if nobody_dropped else ""
+        sentence = f"rank {rank}{of} has the capacity {bound}{full} instead of {right}"
+        causes = [words for words, C in _other_capacities(drops, place) if C == full or (nobody_dropped and C > full)]
+        size = abs(full - legal[0])
+        told = [Finding(words, f"{sentence}: {words}", (rank,), size) for words in causes]
+        return [[*told, Finding("capacity", sentence, (rank,), size)]]
+    wrong = [e for e in range(len(loads)) if kept[e] not in {min(loads[e], C) for C in legal}] or [kept.index(full)]
+    told = {e: f"expert {e} keeps {kept[e]} of {loads[e]} slots; the capacity is {right}" for e in wrong}
+    return [[Finding("count", f"rank {rank}{of} {words}", (rank,))] for words in told.values()]
+
+
+def _other_capacities(drops: Drops, place: Place) -> Iterator[tuple[str, int]]:
+    """List wrong capacities in words."""
+    config, layout = drops.workload.config, drops.workload.layout
+    assert config.capacity_factor is not None
+    m, rank = place
+    tokens = [len(drops.ids[m, other]) for other in range(layout.world)]
+    per_token = config.capacity_factor / config.experts
+    mean = per_token * config.top_k * tokens[rank]
+    yield "rounded down", max(config.min_capacity, int(mean))
+    yield "not less than the minimum is asked for", drops.capacities(place)[0] - 1
+    if config.min_capacity:
+        yield "without the minimum", -int(-mean // 1)
+    yield "as if every token chose one expert", max(config.min_capacity, -int(-per_token * tokens[rank] // 1))
+    for words, T in (
+        ("of the tokens of all ranks", sum(tokens)),
+        ("of the most tokens of any rank", max(tokens)),
+        ("of the fewest tokens of any rank", min(tokens)),
+        ("of the mean number of tokens of the ranks", sum(tokens) // len(tokens)),
+    ):
+        yield words, drops.capacities_of(T)[0]
+
+
+def judge_fit(reading: Reading, tally: Tally) -> None:
+    """Decide whether every expert keeps as many of the slots that chose it as find room, none that did not.
+
+    Raises:
+        WrongForm, WrongSelection, WrongCount: it does not.
+    """
+    judge_capacity(reading, Tally())
+    _judge_kept(reading, tally, "any")
+
+
+# ---- which ---------------------------------------------------------------------------------------------------
+
+
+def judge_policy(reading: Reading, tally: Tally) -> None:
+    """Decide whether the slots that are kept are those that the configured policy prefers.
+
+    Ties are free, and so are weights that are nearer to each other than their rounding errors.
+
+    Raises:
+        WrongForm, WrongSelection, WrongCount: others are.
+    """
+    _judge_kept(reading, tally, _POLICIES[reading.outcome.workload.config.drop_policy])
+
+
+def _judge_kept(reading: Reading, tally: Tally, policy: Policy) -> None:
+    """Judge every place by the oracle; counts the slots of experts that had to drop some, else all slots."""
+    drops = drops_of(reading)
+    findings: list[Finding] = []
+    for place in drops.places:
+        if not _legal(drops, place, policy):
+            findings += _overtaken(drops, place, policy) or likeliest(_wrong_counts(drops, place))
+    if findings:
+        fail(WrongSelection, "route", findings)
+    for place in drops.places:
+        loads, (room, *_) = drops.loads(place), drops.capacities(place)
+        tally.add(pairs=sum(n for n in loads if n > room) or sum(loads), rank=place[1])
+
+
+def _legal(drops: Drops, place: Place, policy: Policy) -> bool:
+    weights_TK, errors_TK = drops.weights(place)
+    return any(
+        bool(
+            capacity_drops.legal_drop(
+                drops.kept[place],
+                drops.ids[place],
+                drops.workload.config.experts,
+                capacity=room,
+                policy=policy,
+                weights_TK=weights_TK,
+                errors_TK=errors_TK,
+            ).all()
+        )
+        for room in drops.capacities(place)
+    )
+
+
+def _overtaken(drops: Drops, place: Place, policy: Policy) -> list[Finding]:
+    """Tell for every expert the dropped slot that most clearly comes before a kept one."""
+    ids_TK, kept_TK, (weights_TK, errors_TK) = drops.ids[place], drops.kept[place], drops.weights(place)
+    m, rank = place
+    findings = []
+    for e in range(drops.workload.config.experts):
+        slots: list[tuple[int, int]] = [(t, k) for t, k in (ids_TK == e).nonzero().tolist()]
+        kept = [slot for slot in slots if kept_TK[slot]]
+        dropped = [slot for slot in slots if not kept_TK[slot]]
+        if not kept or not dropped or policy == "any":
+            continue
+        if policy == "position":
+            out, stays = min(dropped), max(kept)
+            wrong, told = out < stays, ""
+        else:
+            out = max(dropped, key=lambda slot: float(weights_TK[slot]))
+            stays = min(kept, key=lambda slot: float(weights_TK[slot]))
+            apart = float(weights_TK[out] - weights_TK[stays])
+            wrong = apart > float(errors_TK[out] + errors_TK[stays])
+            told = f", which weighs {float(weights_TK[out]):.4g}, and not {float(weights_TK[stays]):.4g}"
+        if wrong:
+            of = f" of microbatch {m}" if m else ""
+            sentence = f"rank {rank}{of} expert {e} keeps token {stays[0]} and drops token {out[0]}{told}"
+            findings.append(Finding("overtaken", sentence, (rank,)))
+    return findings
+
+
+def judge_lossless(reading: Reading, tally: Tally) -> None:
+    """Decide whether a capacity of at least the largest load changes nothing: ids and weights have the same bits.
+
+    Counts the slots of ranks with such a capacity; what the gradients are is judged as well.
+
+    Raises:
+        WrongForm, WrongSelection, WrongCount: a slot is dropped.
+        WrongWeight: a weight has other bits.
+        AbsentGradient, WrongGradient: as `judge_drop_gradients`.
+    """
+    drops = drops_of(reading)
+    findings, compared = [], []
+    for place in drops.places:
+        if drops.capacities(place)[0] < max(drops.loads(place)):
+            continue
+        lost = (~drops.kept[place]).nonzero().tolist()
+        if lost:
+            told = some(f"token {t} for expert {int(drops.ids[place][t, k])}" for t, k in lost)
+            sentence = f"rank {place[1]} has room for all and drops {told}"
+            findings.append(Finding("dropped", sentence, (place[1],), len(lost)))
+        seen = reading.seen(*place)
+        assert seen.undropped_ids_TK is not None
+        assert seen.undropped_weights_TK is not None
+        without_TK = torch.zeros_like(seen.undropped_weights_TK)
+        order_TK = (drops.ids[place].unsqueeze(2) == seen.undropped_ids_TK.unsqueeze(1)).int().argmax(2)
+        without_TK = seen.undropped_weights_TK.gather(1, order_TK)
+        with_TK = weights_at(reading, place, drops.ids[place])
+        for t, k in (drops.kept[place] & (with_TK != without_TK)).nonzero().tolist():
+            pair = f"{float(with_TK[t, k])!r} with the capacity and {float(without_TK[t, k])!r} without"
+            sentence = f"rank {place[1]} token {t} expert {int(drops.ids[place][t, k])} weighs {pair}"
+            findings.append(Finding("weight", sentence, (place[1],)))
+        compared.append((place[1], drops.ids[place].numel()))
+    if findings:
+        dropped = any(finding.kind == "dropped" for finding in findings)
+        fail(WrongSelection if dropped else WrongWeight, "route", findings)
+    judge_drop_gradients(reading, Tally())
+    for rank, slots in compared:
+        tally.add(pairs=slots, rank=rank)
+
+
+def judge_own_tokens(reading: Reading, tally: Tally) -> None:
+    """Decide whether a rank's drops are those of its own tokens, and the same whatever the other ranks hold.
+
+    Counts the slots of tokens that a rank was fed twice, beside other tokens of other ranks.
+
+    Raises:
+        WrongForm, WrongSelection, WrongCount: they are not.
+    """
+    judge_policy(reading, Tally())
+    drops, findings = drops_of(reading), []
+    for first, second in _repeated(drops):
+        moved = (drops.kept[first] != drops.kept[second]).nonzero().tolist()
+        if moved:
+            told = some(f"token {t} for expert {int(drops.ids[first][t, k])}" for t, k in moved)
+            sentence = f"rank {first[1]} has the same tokens in microbatches {first[0]} and {second[0]}, but drops"
+            findings.append(Finding("moved", f"{sentence} or keeps {told} in one of them only", (first[1],)))
+    if findings:
+        fail(WrongSelection, "route", findings)
+    for first, _ in _repeated(drops):
+        tally.add(pairs=drops.ids[first].numel(), rank=first[1])
+
+
+def _repeated(drops: Drops) -> Iterator[tuple[Place, Place]]:
+    """List places of the same rank with the same tokens, while some other rank has others."""
+    batches = drops.workload.batches
+    for m in range(1, len(batches)):
+        same = [torch.equal(one.x_TD, other.x_TD) for one, other in zip(batches[0], batches[m], strict=True)]
+        for rank, is_same in enumerate(same):
+            if is_same and not all(same):
+                yield (0, rank), (m, rank)
+
+
+# ---- what becomes of them ------------------------------------------------------------------------------------
+
+
+def judge_drop_weights(reading: Reading, tally: Tally) -> None:
+    """Decide whether kept slots weigh what they weighed before the drop, within rounding.
+
+    Raises:
+        WrongForm, WrongSelection: see `drops_of`.
+        WrongWeight: a weight lies outside its bound.
+    """
+    drops = drops_of(reading)
+    actual, targets = {}, {}
+    for place in drops.places:
+        weights_TK, allowed_TK = drops.weights(place)
+        targets[place] = Target(weights_TK, allowed_TK)
+        given_TK = weights_at(reading, place, drops.ids[place])
+        actual[place] = torch.where(drops.kept[place], given_TK.double(), weights_TK)  # the dropped are not looked at
+    worst = [compare(actual[place], *targets[place], Tally()) for place in drops.places]
+    if not all(each.holds for each in worst):
+        _fail_weights(drops, actual, targets)
+    for place, each in zip(drops.places, worst, strict=True):
+        tally.add(elements=drops.ids[place].numel(), rank=place[1], worst=each.ratio)  # the dropped are not there
+
+
+def _fail_weights(drops: Drops, actual: dict[Place, torch.Tensor], targets: dict[Place, Target]) -> None:
+    renormalised = {}
+    for place, kept_TK in drops.kept.items():
+        w_TK = targets[place].expected * kept_TK
+        sum_T1 = w_TK.sum(1, keepdim=True)
+        again_TK = w_TK / torch.where(sum_T1 == 0, 1.0, sum_T1) * drops.workload.config.scale
+        renormalised[place] = torch.where(kept_TK, again_TK, targets[place].expected)
+    filled = {place: target.allowed for place, target in targets.items() if target.allowed.numel()}
+    allowed = {place: torch.full_like(each, 4 * float(each.max())) for place, each in filled.items()}
+    if all(compare(actual[place], renormalised[place], allowed[place]).holds for place in allowed):
+        place = max(allowed, key=lambda at: compare(actual[at], *targets[at]).size)
+        example = compare(actual[place], *targets[place])
+        sentence = f"the weights are as if divided again, by the sum of those that were kept; for example {example}"
+        fail(WrongWeight, "route", [Finding("cause", sentence, tuple(sorted({at[1] for at in allowed})))])
+    findings, ratio = explain_weights(drops, actual, targets)
+    fail(WrongWeight, "route", findings, ratio=ratio)
+
+
+def judge_drop_gradients(reading: Reading, tally: Tally) -> None:
+    """Decide whether the kept slots alone give gradients to tokens and router, through the sum of all chosen.
+
+    Raises:
+        NotOffered: the backend finishes no gradients.
+        Uncovered, AbsentGradient, WrongForm, WrongGradient: they do not.
+    """
+    drops = drops_of(reading)
+    judge_router_dx(reading, tally, drops)
+    judge_router_gradient(reading, tally, drops)

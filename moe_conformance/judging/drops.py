@@ -1,0 +1,144 @@
+"""What a router with a capacity kept, of what the same router chooses without one.
+
+Both answers come from the backend. What is chosen is held against the oracle first, so that nothing is hidden by being
+wrong twice; then the kept slots are marked among the chosen, and the judges of `capacity` read the marks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_conformance.judging.diagnosis import Finding, fail
+from moe_conformance.judging.once import once
+from moe_conformance.judging.places import Place, places_of
+from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.router_choices import explain_selection
+from moe_conformance.judging.router_expected import RouterExpected
+from moe_conformance.judging.verdict import WrongForm, WrongSelection
+from reference import capacity
+
+
+@dataclass(frozen=True)
+class Drops(RouterExpected):
+    """The oracle's answer to a "capacity" workload, given what was chosen and what of it was kept."""
+
+    kept: Mapping[Place, Tensor]  # bool (T, K), of `ids`, in falling order of selection score
+
+    def upstream(self, place: Place) -> Tensor:
+        """The gradient of the loss in the weights, (T, K): a dropped slot is in no loss."""
+        return super().upstream(place) * self.kept[place]
+
+    def capacities(self, place: Place) -> tuple[int, ...]:
+        """The legal capacities of a rank."""
+        return self.capacities_of(len(self.ids[place]))
+
+    def capacities_of(self, tokens: int) -> tuple[int, ...]:
+        """The legal capacities of a rank with that many tokens."""
+        config = self.workload.config
+        assert config.capacity_factor is not None
+        sizes = (tokens, config.top_k, config.experts)
+        return capacity.capacities(*sizes, factor=config.capacity_factor, minimum=config.min_capacity)
+
+    def loads(self, place: Place) -> list[int]:
+        """How many slots of a rank chose each expert."""
+        return capacity.loads(self.ids[place], self.workload.config.experts).tolist()
+
+    def kept_loads(self, place: Place) -> list[int]:
+        """How many of them each expert kept."""
+        ids_TK = torch.where(self.kept[place], self.ids[place], -1)
+        return capacity.loads(ids_TK, self.workload.config.experts).tolist()
+
+
+def drops_of(reading: Reading) -> Drops:
+    """Return what was kept of what, computed once.
+
+    Raises:
+        WrongForm: a selection is missing, or is no (T, K) table.
+        WrongSelection: what is chosen without a capacity is not legal, or with it a slot is kept that chose nothing.
+    """
+    return once(reading, _drops)
+
+
+def _drops(reading: Reading) -> Drops:
+    workload = reading.outcome.workload
+    places = places_of(workload, range(len(reading.ranks)))
+    averaged = reading.ranks[0].loss_convention == "mean_over_dp"
+    divisor = workload.layout.dp * workload.layout.cp if averaged else 1
+    chosen = RouterExpected(workload, {place: _chosen(reading, place) for place in places}, divisor)
+    illegal = {place: (~chosen.legal(place)).nonzero().flatten().tolist() for place in places}
+    if any(illegal.values()):
+        fail(WrongSelection, "route", explain_selection(chosen, illegal))
+    ids = {place: _best_first(chosen, place) for place in places}
+    kept, findings = dict[Place, Tensor](), list[Finding]()
+    for place in places:
+        kept[place], strange = _kept(reading, place, ids[place])
+        findings += strange
+    if findings:
+        fail(WrongSelection, "route", findings)
+    return Drops(workload, ids, divisor, kept)
+
+
+def _chosen(reading: Reading, place: Place) -> Tensor:
+    """Return what the router chooses without a capacity: K different experts for every token."""
+    m, rank = place
+    config, ids_TK = reading.outcome.workload.config, reading.seen(m, rank).undropped_ids_TK
+    shape = (len(reading.batches[m][rank].x_TD), config.top_k)
+    what = f"what rank {rank} chooses without a capacity"
+    if ids_TK is None or tuple(ids_TK.shape) != shape:
+        is_ = "missing" if ids_TK is None else f"of shape {tuple(ids_TK.shape)} instead of {shape}"
+        raise WrongForm("route", f"{what} is {is_}", ranks=(rank,))
+    for t, ids_K in enumerate(ids_TK.tolist()):
+        if len(set(ids_K)) < len(ids_K) or not set(ids_K) <= set(range(config.experts)):
+            sentence = f"{what} for token {t}, {ids_K}, is not {len(ids_K)} different experts of {config.experts}"
+            raise WrongSelection("route", sentence, ranks=(rank,))
+    return ids_TK
+
+
+def _best_first(chosen: RouterExpected, place: Place) -> Tensor:
+    """Return the chosen experts in falling order of selection score."""
+    ids_TK = chosen.ids[place]
+    scores_TK = chosen.selection_scores(place, chosen.bias_E).gather(1, ids_TK)
+    order_TK = scores_TK.argsort(dim=1, descending=True, stable=True)
+    return ids_TK.gather(1, order_TK)
+
+
+def _kept(reading: Reading, place: Place, chosen_TK: Tensor) -> tuple[Tensor, list[Finding]]:
+    """Mark the chosen slots that came back, bool (T, K), and tell what came back that was not chosen.
+
+    A slot that was added to fill an expert up to its capacity weighs exactly zero and is not looked at further.
+    """
+    m, rank = place
+    seen, padded = reading.seen(m, rank), reading.outcome.workload.config.pad_to_capacity
+    ids, weights = seen.routed_ids_TK, seen.routed_weights_TK
+    if ids is None or weights is None or ids.dim() != 2 or ids.shape != weights.shape or len(ids) != len(chosen_TK):
+        shapes = " and ".join("missing" if each is None else str(tuple(each.shape)) for each in (ids, weights))
+        sentence = f"ids and weights of rank {rank} are {shapes}: not (T, K) with {len(chosen_TK)} tokens"
+        raise WrongForm("route", sentence, ranks=(rank,))
+    kept_TK, findings = torch.zeros_like(chosen_TK, dtype=torch.bool), list[Finding]()
+    for t, wanted in enumerate(chosen_TK.tolist()):
+        ids_K, weights_K = ids[t].tolist(), weights[t].tolist()
+        held = [e for e, weight in zip(ids_K, weights_K, strict=True) if e >= 0 and not (padded and weight == 0)]
+        strange = sorted(set(held) - set(wanted)) or ([held] if len(set(held)) < len(held) else [])
+        if strange:
+            sentence = f"rank {rank} token {t} is given to expert {strange[0]}, and chose {wanted}"
+            findings.append(Finding("never chosen", sentence, (rank,)))
+        kept_TK[t] = torch.tensor([e in held for e in wanted], dtype=torch.bool)
+    return kept_TK, findings
+
+
+def weights_at(reading: Reading, place: Place, ids_TK: Tensor) -> Tensor:
+    """Return the weights that came back, (T, K) in the order of the given ids, zero where an id did not come back."""
+    seen = reading.seen(*place)
+    assert seen.routed_ids_TK is not None
+    assert seen.routed_weights_TK is not None
+    table_TE = seen.routed_weights_TK.new_zeros(len(ids_TK), reading.outcome.workload.config.experts)
+    held_TK = seen.routed_ids_TK >= 0
+    token_P = held_TK.nonzero()[:, 0]
+    table_TE[token_P, seen.routed_ids_TK[held_TK]] = seen.routed_weights_TK[held_TK]
+    return table_TE.gather(1, ids_TK)
+
+
