@@ -80,8 +80,8 @@ def _wrong_counts(drops: Drops, place: Place) -> list[list[Finding]]:
         told = [Finding(words, f"{sentence}: {words}", (rank,), size) for words in causes]
         return [[*told, Finding("capacity", sentence, (rank,), size)]]
     wrong = [e for e in range(len(loads)) if kept[e] not in {min(loads[e], C) for C in legal}] or [kept.index(full)]
-    told = {e: f"expert {e} keeps {kept[e]} of {loads[e]} slots; the capacity is {right}" for e in wrong}
-    return [[Finding("count", f"rank {rank}{of} {words}", (rank,))] for words in told.values()]
+    words = [f"expert {e} keeps {kept[e]} of {loads[e]} slots; the capacity is {right}" for e in wrong]
+    return [[Finding("count", f"rank {rank}{of} {each}", (rank,))] for each in words]
 
 
 def _other_capacities(drops: Drops, place: Place) -> Iterator[tuple[str, int]]:
