@@ -102,15 +102,16 @@ class Config:
 class Limit:
     """A declared limit of a backend: outside `allowed` it is not run, and the report says why.
 
-    `in_flight` counts microbatches between forward and backward, `halves_in_flight` those between dispatch and combine.
+    `spread_experts` says whether ep > 1 and `sharded_experts` whether etp > 1; `in_flight` counts microbatches between
+    forward and backward, `halves_in_flight` those between dispatch and combine.
 
     `proof="refused"`: break it and the library refuses cleanly; the suite breaks it and wants to see that.
     `proof="undefined"`: breaking it may hang or corrupt the device; it is believed, left out, and shown as unproved.
     """
 
     on: Literal[
-        "dtype", "device", "layout", "uneven_tokens", "zero_tokens", "token_dims", "duplicate_experts", "dropped_slots",
-        "in_flight", "halves_in_flight",
+        "dtype", "device", "spread_experts", "sharded_experts", "uneven_tokens", "zero_tokens", "token_dims",
+        "duplicate_experts", "dropped_slots", "in_flight", "halves_in_flight",
     ]  # fmt: skip
     allowed: tuple[Any, ...]  # values of the case that may run, e.g. (torch.float32,) or (False,)
     reason: str  # quoted or derived from the library's own documentation or code

@@ -15,6 +15,7 @@ from moe_conformance.contract import Backend, Limit
 from moe_conformance.topology import Layout
 from moe_conformance.waivers import DRAWN_WITH
 from moe_conformance.workloads import corpus, distribution, golden, routing, scripts, virtual
+from moe_conformance.workloads.features import cell_limits
 from moe_conformance.workloads.records import Asynchrony, Workload
 
 VIRTUAL = "virtual"  # the profile of hundreds of ranks that are threads of one process
@@ -113,6 +114,8 @@ class Plan:
             if cell.variant in self._sampled:
                 workloads = workloads[self._sampled.index(cell.variant) :: len(self._sampled)]
             workloads += scripts.scripts(cell.variant, cell.layout, cast(corpus.Profile, self.profile), first)
+            if cell_limits(cell.limits, cell.layout):  # all are refused alike: the first of a kind proves it
+                workloads = list({workload.kind: workload for workload in reversed(workloads)}.values())[::-1]
             made += [Case(cell, self._as_asked(workload)) for workload in workloads]
         return tuple(made)
 
@@ -126,13 +129,18 @@ class Plan:
         return [case for case in self.cases if case.workload.kind == kind and (when is None or when(case.workload))]
 
     def drawing(self, kind: str) -> tuple[Cell, ...]:
-        """Return the cells for which Hypothesis draws workloads of a kind: not those of larger worlds than the usual.
+        """Return the cells for which Hypothesis draws workloads of a kind.
 
-        See `cases` for routers.
+        Not those of worlds larger than the usual, nor those that are refused whatever the workload. See `cases` for
+        routers.
         """
         most = virtual.WORLDS[0] if self.virtual else corpus.USUAL_RANKS
         cells = tuple(
-            cell for cell in self.cells if cell.layout.world <= most and cell.variant not in self._sampled
+            cell
+            for cell in self.cells
+            if cell.layout.world <= most
+            and cell.variant not in self._sampled
+            and not cell_limits(cell.limits, cell.layout)
         )
         if kind != "route":
             return cells

@@ -55,6 +55,15 @@ def test_experts_that_do_not_divide_are_refused_in_a_sentence(engine: Engine, va
         assert {"7 experts do not divide over ep = 2 ranks"} == {rank.error for rank in ranks}
 
 
+def test_a_cell_that_is_refused_whatever_is_asked_is_tried_once_for_each_kind() -> None:
+    """One refusal of the exchange and one of the experts behind it prove the limit."""
+    plan = Plan(Native(), "cpu", "quick")
+    tried = [case.workload.kind for case in plan.cases if case.cell.id == "local-ep2"]
+    assert sorted(set(tried)) == sorted(tried)
+    assert {"probe", "experts"} <= set(tried)
+    assert "local-ep2" not in {cell.id for cell in plan.drawing("probe")}
+
+
 def _status(case: Case) -> set[str]:
     layout, config = case.cell.layout, case.workload.config
     stays = config.variant == "local" and layout.ep * layout.etp > 1
@@ -65,7 +74,10 @@ def _status(case: Case) -> set[str]:
 def _statuses(engine: Engine, case: Case) -> set[str]:
     """How the ranks ended; what a rank leaves unsaid counts too, as the checks of it would be left out quietly."""
     ranks = moe_step(engine, "native", case.workload).ranks
-    return {rank.status for rank in ranks} | {words for rank in ranks for words in _unsaid(case.workload.kind, rank)}
+    statuses = {rank.status for rank in ranks}
+    if case.workload.calls:
+        return statuses
+    return statuses | {words for rank in ranks for words in _unsaid(case.workload.kind, rank)}
 
 
 def _unsaid(kind: str, rank: RankOutcome) -> Iterator[str]:

@@ -19,7 +19,8 @@ def features(workload: Workload, device: str) -> dict[str, Any]:
     return {
         "dtype": workload.config.dtype,
         "device": device,
-        "layout": workload.layout.name,
+        "spread_experts": workload.layout.ep > 1,
+        "sharded_experts": workload.layout.etp > 1,
         "uneven_tokens": any(len(tokens) > 1 for tokens in sizes),
         "zero_tokens": any(0 in tokens for tokens in sizes),
         "token_dims": len(workload.lead_of(0)),
@@ -36,6 +37,12 @@ def broken(limits: Sequence[Limit], workload: Workload, device: str) -> Limit | 
         return None
     asked = features(workload, device)
     return next((limit for limit in limits if asked[limit.on] not in limit.allowed), None)
+
+
+def cell_limits(limits: Sequence[Limit], layout: Layout) -> tuple[Limit, ...]:
+    """Return the limits that every workload on a layout breaks."""
+    of_layout = {"spread_experts": layout.ep > 1, "sharded_experts": layout.etp > 1}
+    return tuple(limit for limit in limits if limit.on in of_layout and of_layout[limit.on] not in limit.allowed)
 
 
 def has_empty_slots(workload: Workload) -> bool:

@@ -41,7 +41,7 @@ __all__ = ["Native", "NativeSession"]
 
 
 class Native:
-    """The backend; it has no limits of its own."""
+    """The backend."""
 
     name: str = "native"
     variants: tuple[str, ...] = ("alltoall", "allgather", "local", "deepep", "hybridep", "ncclep")
@@ -53,8 +53,11 @@ class Native:
         return {"torch": torch.__version__}
 
     def limits(self, variant: str) -> Sequence[Limit]:
-        """Return none: what native cannot build it refuses."""
-        return ()
+        """Return those of the local exchange, which moves nothing; what else native cannot build it refuses."""
+        if variant != "local":
+            return ()
+        reason = "the local exchange moves nothing between ranks"
+        return tuple(Limit(on, (False,), reason) for on in ("spread_experts", "sharded_experts"))
 
     def open(self, topology: Topology, device: torch.device) -> NativeSession:
         """Open a session."""
