@@ -121,9 +121,12 @@ class AlwaysTheHeaviest(Router):
         super().__init__(replace(config, drop_policy="weights"), device)
 
 
-@planted(Expectation("DROP-06", "capacity-mean-position", "route", "rank 0 expert", "keeps token", "drops token"))
+@planted(
+    Expectation("DROP-06", "capacity-mean-position", "route", "rank 0 expert", "keeps token", "drops token"),
+    real="NVIDIA/Megatron-LM core_r0.16.0, docs/findings/megatron-core.md MC-15 (2026-11-21)",
+)
 class FirstOfATie(TableRouter):
-    """The first are the best C of a column of ones and zeros, which says nothing of which ones come first."""
+    """The first are the best C of a column of ones and zeros, and nothing says which of equals come first."""
 
     def _keep(self, ids_TK: Tensor, weights_TK: Tensor, room: int) -> Tensor:
         if self.config.drop_policy == "weights":

@@ -14,6 +14,7 @@ from moe_conformance.contract import Config, Unsupported, refusals
 
 LAYER = ("variant", "experts", "top_k", "hidden", "ffn", "dtype", "extra")  # fields of Config that shape any surface
 ROUTER = ("score", "normalise", "scale", "groups", "group_score", "balance_bias")  # and the router's own
+CAPACITY = ("capacity_factor", "drop_policy", "pad_to_capacity")  # of router and dispatcher; there is no minimum
 
 
 def transformer_config(config: Config, sizes: Mapping[str, int]) -> Any:
@@ -71,6 +72,9 @@ def _routing(config: Config) -> dict[str, Any]:
         "moe_router_pre_softmax": _softmax_before_selection(config),
         "moe_router_topk_scaling_factor": config.scale,
         "moe_router_enable_expert_bias": config.balance_bias,
+        "moe_expert_capacity_factor": config.capacity_factor,
+        "moe_token_drop_policy": {"weights": "probs", "position": "position"}[config.drop_policy],
+        "moe_pad_expert_input_to_capacity": config.pad_to_capacity,
     }
     if config.groups is not None:
         asked["moe_router_num_groups"], asked["moe_router_group_topk"] = config.groups

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from moe_conformance.backends.megatron_core import library
-from moe_conformance.backends.megatron_core.configuration import LAYER, ROUTER, transformer_config
+from moe_conformance.backends.megatron_core.configuration import CAPACITY, LAYER, ROUTER, transformer_config
 from moe_conformance.backends.megatron_core.surfaces import Exchange, Experts, Router
 from moe_conformance.contract import Config, Parametrised, Session, Topology, Unsupported, refusals
 
@@ -41,16 +41,16 @@ class MegatronSession(Session):
 
     def exchange(self, config: Config) -> Exchange:
         """Build a layer and return its token dispatcher."""
-        return Exchange(self._layer(config.only(*LAYER)))
+        return Exchange(self._layer(config.only(*LAYER, *CAPACITY)))
 
     def experts(self, config: Config) -> Experts:
         """Build a layer and return its experts, wrapped for the reduction of their gradients."""
         etp = self._topology.ranks("etp")
-        return Experts(self._layer(config.only(*LAYER)), etp.index(self._topology.rank), len(etp))
+        return Experts(self._layer(config.only(*LAYER, *CAPACITY)), etp.index(self._topology.rank), len(etp))
 
     def router(self, config: Config) -> Router:
         """Build a layer and return its router, wrapped for the reduction of its gradients."""
-        return Router(self._layer(config.only(*LAYER, *ROUTER)))
+        return Router(self._layer(config.only(*LAYER, *ROUTER, *CAPACITY)))
 
     def _layer(self, config: Config) -> Any:
         parts = library.get_moe_module_spec(use_te=False, num_experts=config.experts, moe_grouped_gemm=False)
