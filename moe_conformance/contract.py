@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from moe_conformance.surfaces import Layer
+    from moe_conformance.surfaces import Layer, Permutation, Reordering, RoutingForms, RowIndex
 
 # ---- refusals ------------------------------------------------------------------------------------------------
 
@@ -88,6 +88,7 @@ class Config:
     min_capacity: int = 0  # C is never less
     drop_policy: Literal["weights", "position"] = "weights"  # who stays: the heaviest, or the first tokens
     pad_to_capacity: bool = False  # each rank sends each expert C rows; without a factor the largest load of the group
+    row_multiple: int = 1  # a permutation pads every expert's rows to a multiple of it
     extra: tuple[tuple[str, Any], ...] = ()  # knobs of one backend, passed on under their own names
 
     def only(self, *mapped: str) -> Config:
@@ -383,6 +384,22 @@ class Session:
     def layer(self, config: Config) -> Layer:
         """Build a whole layer: router, exchange, experts and shared experts; collective."""
         raise Unsupported("this backend offers no layer")
+
+    def permutation(self, config: Config) -> Permutation:
+        """Build what sorts one rank's tokens by expert, and back."""
+        raise Unsupported("this backend offers no permutation")
+
+    def reordering(self, config: Config) -> Reordering:
+        """Build what puts received rows from source-major into expert-major order, and back."""
+        raise Unsupported("this backend offers no reordering of received rows")
+
+    def row_index(self, config: Config) -> RowIndex:
+        """Build what fetches and puts back rows by an index with sentinels."""
+        raise Unsupported("this backend offers no index of rows")
+
+    def routing_forms(self, config: Config) -> RoutingForms:
+        """Build what turns a routing into a dense map, and back."""
+        raise Unsupported("this backend offers no conversion of routings")
 
     def finish_gradients(self, *built: Parametrised) -> None:
         """Do all that the backend's trainer does to gradients between the last backward and the step."""

@@ -5,11 +5,12 @@ They are under the rules of `contract`, with its letters; a surface that is not 
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from moe_conformance.contract import Parametrised, Resolved
+from moe_conformance.contract import Parametrised, Resolved, Routing
 
 
 class Layer(Parametrised, Resolved, Protocol):
@@ -25,3 +26,67 @@ class Layer(Parametrised, Resolved, Protocol):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return y in the shape (*lead, D) of x, differentiable in x and in all parameters."""
+
+
+@dataclass(frozen=True)
+class Permuted:
+    """Rows sorted by expert: in each expert's segment its pairs, then its padding; what comes after is unspecified."""
+
+    rows_RD: Tensor
+    counts_E: Tensor  # int64: rows of every segment, padding included
+    weights_R: Tensor | None  # of the rows, where the backend hands them on; those of padding are free
+    handle: Any  # what unpermute needs
+
+
+class Permutation(Resolved, Protocol):
+    """One rank's tokens to rows sorted by expert, and back, without an exchange.
+
+    Every segment is padded to `Config.row_multiple`. An empty slot is no pair.
+    """
+
+    def permute(self, x_TD: Tensor, routing: Routing) -> Permuted:
+        """Return one row per pair, differentiable in x."""
+
+    def unpermute(self, rows_RD: Tensor, handle: Any) -> Tensor:
+        """Return y (T, D), y_t = sum over the pairs (t, k) of w_tk times their row; differentiable in rows and weights.
+
+        The rows stand as `permute` left them, padding included.
+        """
+
+
+class Reordering(Resolved, Protocol):
+    """Two orders of the same W * N segments: counts_WN, int64, has the rows from each source for each local expert."""
+
+    def to_expert_major(self, rows_RD: Tensor, counts_WN: Tensor) -> Tensor:
+        """Return the rows expert by expert, in each source by source; they come source by source."""
+
+    def to_source_major(self, rows_RD: Tensor, counts_WN: Tensor) -> Tensor:
+        """Undo it."""
+
+
+class RowIndex(Resolved, Protocol):
+    """Rows by index: index_R, int64, names a token by 0 <= i < T; anything else, -1 or T, is a sentinel."""
+
+    def gather(self, x_TD: Tensor, index_R: Tensor) -> Tensor:
+        """Return rows (R, D): x_i, or zeros at a sentinel."""
+
+    def scatter(self, rows_RD: Tensor, index_R: Tensor, weights_R: Tensor, tokens: int) -> Tensor:
+        """Return y (T, D), to whose row i every row of index i is added, times its weight; a sentinel adds nothing."""
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A routing as a map: where `map_TE` is set, `weights_TE` has the weight, and 0 elsewhere."""
+
+    weights_TE: Tensor
+    map_TE: Tensor  # bool
+
+
+class RoutingForms(Resolved, Protocol):
+    """The two forms of one routing. Both conversions are differentiable in the weights."""
+
+    def to_dense(self, routing: Routing) -> Dense:
+        """Return the dense form; an empty slot sets nothing."""
+
+    def to_indices(self, weights_TE: Tensor, map_TE: Tensor) -> Routing:
+        """Return the indexed form, with as many slots as the backend likes, -1 for those that are empty."""

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from moe_conformance.contract import Limit
+from moe_conformance.contract import Limit, Routing
 from moe_conformance.topology import Layout
-from moe_conformance.workloads.records import Batch, Workload
+from moe_conformance.workloads.records import Workload
 
 
 def features(workload: Workload, device: str) -> dict[str, Any]:
     """Return every feature that a limit may speak of, by name."""
-    batches = [batch for microbatch in workload.batches for batch in microbatch]
     sizes = [{batch.x_TD.shape[0] for batch in microbatch} for microbatch in workload.batches]
     return {
         "dtype": workload.config.dtype,
@@ -24,7 +24,7 @@ def features(workload: Workload, device: str) -> dict[str, Any]:
         "uneven_tokens": any(len(tokens) > 1 for tokens in sizes),
         "zero_tokens": any(0 in tokens for tokens in sizes),
         "token_dims": len(workload.lead_of(0)),
-        "duplicate_experts": any(_duplicates(batch) for batch in batches),
+        "duplicate_experts": any(_duplicates(ids_TK) for ids_TK in _ids(workload)),
         "dropped_slots": has_empty_slots(workload),
         "in_flight": in_flight(workload.schedule),
         "halves_in_flight": halves_in_flight(workload.schedule),
@@ -47,7 +47,7 @@ def cell_limits(limits: Sequence[Limit], layout: Layout) -> tuple[Limit, ...]:
 
 def has_empty_slots(workload: Workload) -> bool:
     """Return whether any token has a slot that is not routed."""
-    return any(bool((batch.ids_TK < 0).any()) for microbatch in workload.batches for batch in microbatch)
+    return any(bool((ids_TK < 0).any()) for ids_TK in _ids(workload))
 
 
 def has_idle_expert(workload: Workload) -> bool:
@@ -102,8 +102,14 @@ def _most_open(schedule: str, opens: str, closes: str) -> int:
     return most
 
 
-def _duplicates(batch: Batch) -> bool:
-    ids_TK = batch.ids_TK
+def _ids(workload: Workload) -> list[Tensor]:
+    """Return every table of ids, (T, K): of batches, and of routings that a script hands over."""
+    handed = [value for call in workload.calls for given in call.given for value in given.values()]
+    routings = [value.ids_TK for value in handed if isinstance(value, Routing)]
+    return [batch.ids_TK for microbatch in workload.batches for batch in microbatch] + routings
+
+
+def _duplicates(ids_TK: Tensor) -> bool:
     if ids_TK.shape[1] < 2 or not ids_TK.shape[0]:
         return False
     sorted_TK = torch.sort(ids_TK, dim=1).values

@@ -14,6 +14,7 @@ from self_tests.planted_bugs import (
     groups,
     many_ranks,
     overlap,
+    permute,
     routing,
     routing_ends,
 )
@@ -25,7 +26,7 @@ __all__ = ["Expectation", "Plant", "find", "plants", "plants_of_many_ranks"]
 def plants() -> tuple[Plant, ...]:
     """Return all plants, chapter by chapter."""
     exchanges = (exchange, exchange_back, exchange_ends)
-    chapters = (routing, routing_ends, capacity, *exchanges, experts, gradients, groups, overlap, cost, flex)
+    chapters = (routing, routing_ends, capacity, *exchanges, experts, gradients, groups, overlap, cost, flex, permute)
     return tuple(plant for chapter in chapters for plant in chapter.PLANTS)
 
 

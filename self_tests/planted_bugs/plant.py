@@ -23,7 +23,11 @@ from moe_conformance.backends.native.exchange import AllGatherExchange, AllToAll
 from moe_conformance.backends.native.experts import Experts
 from moe_conformance.backends.native.gradients import GradientFinisher
 from moe_conformance.backends.native.managers import DeepEPManager, HybridEPManager, NCCLEPManager
+from moe_conformance.backends.native.reordering import Reordering
 from moe_conformance.backends.native.routing import Router
+from moe_conformance.backends.native.routing_forms import RoutingForms
+from moe_conformance.backends.native.row_index import RowIndex
+from moe_conformance.backends.native.rows import Permutation
 from moe_conformance.backends.native.token_exchange import TokenExchange
 from moe_conformance.topology import Layout
 
@@ -45,6 +49,10 @@ _ATTRIBUTES = {
     Experts: "experts_class",
     Router: "router_class",
     GradientFinisher: "finisher_class",
+    Permutation: "permutation_class",
+    Reordering: "reordering_class",
+    RowIndex: "row_index_class",
+    RoutingForms: "routing_forms_class",
 }
 _VARIANTS = {  # all others show behind "alltoall"
     "allgather_class": "allgather",

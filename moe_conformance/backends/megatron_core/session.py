@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from moe_conformance.backends.megatron_core import library
 from moe_conformance.backends.megatron_core.configuration import CAPACITY, LAYER, ROUTER, transformer_config
+from moe_conformance.backends.megatron_core.permutation import Permutation, Reordering
 from moe_conformance.backends.megatron_core.surfaces import Exchange, Experts, Router
 from moe_conformance.contract import Config, Parametrised, Session, Topology, Unsupported, refusals
 
@@ -51,6 +52,16 @@ class MegatronSession(Session):
     def router(self, config: Config) -> Router:
         """Build a layer and return its router, wrapped for the reduction of its gradients."""
         return Router(self._layer(config.only(*LAYER, *ROUTER, *CAPACITY)))
+
+    def permutation(self, config: Config) -> Permutation:
+        """Return the library's functions."""
+        config.only(*LAYER)
+        return Permutation()
+
+    def reordering(self, config: Config) -> Reordering:
+        """Return the library's function."""
+        config.only(*LAYER)
+        return Reordering()
 
     def _layer(self, config: Config) -> Any:
         parts = library.get_moe_module_spec(use_te=False, num_experts=config.experts, moe_grouped_gemm=False)

@@ -12,7 +12,11 @@ from moe_conformance.backends.native.flex import FlexExchange
 from moe_conformance.backends.native.gradients import GradientFinisher, Replicated
 from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.backends.native.managers import DeepEPManager, HybridEPManager, Manager, NCCLEPManager
+from moe_conformance.backends.native.reordering import Reordering
 from moe_conformance.backends.native.routing import Router
+from moe_conformance.backends.native.routing_forms import RoutingForms
+from moe_conformance.backends.native.row_index import RowIndex
+from moe_conformance.backends.native.rows import Permutation
 from moe_conformance.backends.native.token_exchange import TokenExchange
 from moe_conformance.contract import Config, Parametrised, Session, SplitExchange, Topology, Unsupported, refusals
 
@@ -39,6 +43,10 @@ class NativeSession(Session):
     token_exchange_class: type[TokenExchange] = TokenExchange  # under the managers
     experts_class: type[Experts] = Experts
     router_class: type[Router] = Router
+    permutation_class: type[Permutation] = Permutation
+    reordering_class: type[Reordering] = Reordering
+    row_index_class: type[RowIndex] = RowIndex
+    routing_forms_class: type[RoutingForms] = RoutingForms
     finisher_class: type[GradientFinisher] = GradientFinisher
 
     def __init__(self, topology: Topology, device: torch.device) -> None:
@@ -72,6 +80,25 @@ class NativeSession(Session):
         config.only(*_MAPPED)
         with refusals(CannotBuild, match="."):
             return self.router_class(config, self.device)
+
+    def permutation(self, config: Config) -> Permutation:
+        """Build what sorts tokens by expert."""
+        with refusals(CannotBuild, match="."):
+            return self.permutation_class(config.only(*_MAPPED, "row_multiple"))
+
+    def reordering(self, config: Config) -> Reordering:
+        """Build what sorts received rows by expert."""
+        config.only(*_MAPPED)
+        return self.reordering_class()
+
+    def row_index(self, config: Config) -> RowIndex:
+        """Build what finds rows by index."""
+        config.only(*_MAPPED)
+        return self.row_index_class()
+
+    def routing_forms(self, config: Config) -> RoutingForms:
+        """Build what turns routings into maps."""
+        return self.routing_forms_class(config.only(*_MAPPED))
 
     def finish_gradients(self, *built: Parametrised) -> None:
         """Sum the gradients of native's experts and router over their replicas."""

@@ -1,0 +1,58 @@
+"""EXCH and ROUTE: what one rank does to rows and routings by itself, without an exchange."""
+
+from __future__ import annotations
+
+from moe_conformance.judging.permutation import (
+    judge_order,
+    judge_permutation_gradients,
+    judge_permuted,
+    judge_unpermuted,
+)
+from moe_conformance.judging.routing_forms import judge_forms
+from moe_conformance.judging.row_orders import judge_reordering, judge_row_index
+from moe_conformance.judging.verdict import Tally
+from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.spec import requirement
+
+
+class TestPermutation:
+    @requirement("EXCH-18", kind="permutation")
+    def test_segments_hold_their_pairs_and_then_padding(self, outcome: Outcome, tally: Tally) -> None:
+        """Every expert's rows are its pairs, padded to the smallest multiple that holds them."""
+        judge_permuted(outcome, tally)
+
+    @requirement("EXCH-21", kind="permutation")
+    def test_rows_of_an_expert_stand_in_order(self, outcome: Outcome, tally: Tally) -> None:
+        """The rows of an expert stand by token, then slot."""
+        judge_order(outcome, tally)
+
+    @requirement("EXCH-05", kind="permutation")
+    def test_tokens_get_the_weighted_sum_of_their_rows(self, outcome: Outcome, tally: Tally) -> None:
+        """The way back adds to every token the rows of its own pairs, each times its weight."""
+        judge_unpermuted(outcome, tally)
+
+    @requirement("GRAD-02", "GRAD-03", kind="permutation")
+    def test_gradients_are_those_of_the_sum(self, outcome: Outcome, tally: Tally) -> None:
+        """Gradients of tokens, rows and weights come back to where they belong."""
+        judge_permutation_gradients(outcome, tally)
+
+
+class TestRowIndex:
+    @requirement("EXCH-19", kind="row_index")
+    def test_sentinels_give_and_add_nothing(self, outcome: Outcome, tally: Tally) -> None:
+        """A sentinel gives a row of zeros, and adds nothing, whatever stands beside it."""
+        judge_row_index(outcome, tally)
+
+
+class TestReordering:
+    @requirement("EXCH-20", kind="reordering")
+    def test_rows_change_their_order_and_nothing_else(self, outcome: Outcome, tally: Tally) -> None:
+        """Source-major rows become expert-major ones, and come back."""
+        judge_reordering(outcome, tally)
+
+
+class TestRoutingForms:
+    @requirement("ROUTE-21", kind="routing_forms")
+    def test_both_forms_name_the_same_triples(self, outcome: Outcome, tally: Tally) -> None:
+        """Tokens, experts and weights survive the way to a dense map and back, with their gradients."""
+        judge_forms(outcome, tally)

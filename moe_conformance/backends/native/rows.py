@@ -1,0 +1,70 @@
+"""Native's permutation as a surface: tokens to rows sorted by expert, every segment padded, and back.
+
+R rows, padding included; the other letters are those of `permutation.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_conformance.backends.native.groups import CannotBuild
+from moe_conformance.backends.native.permutation import Pairs, permute, sort_pairs, unpermute, weigh
+from moe_conformance.contract import Config, Routing
+from moe_conformance.surfaces import Permuted
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """Where the rows of one call stand."""
+
+    pairs: Pairs
+    place_P: Tensor  # the row of every pair
+    weights_P: Tensor
+
+
+class Permutation:
+    """Sorts pairs by expert, then token, then slot. An expert without a pair gets no row."""
+
+    def __init__(self, config: Config) -> None:
+        """Take the multiple.
+
+        Raises:
+            CannotBuild: it is below 1.
+        """
+        if config.row_multiple < 1:
+            raise CannotBuild(f"rows cannot be padded to a multiple of {config.row_multiple}; need 1 or more")
+        self.multiple = config.row_multiple
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        """To what rows are padded."""
+        return {"permutation": "stable sort", "multiple": str(self.multiple)}
+
+    def permute(self, x_TD: Tensor, routing: Routing) -> Permuted:
+        """Return the rows, zeros where they are padding."""
+        pairs = sort_pairs(routing.ids_TK, routing.experts)
+        counts_E = self._padded(pairs.counts_E)
+        place_P = self._places(pairs.counts_E, counts_E)
+        rows_PD = permute(x_TD, pairs)
+        rows_RD = rows_PD.new_zeros(int(counts_E.sum()), x_TD.shape[1]).index_put((place_P,), rows_PD)
+        weights_P = routing.weights_TK[pairs.token_P, pairs.slot_P]
+        weights_R = weights_P.new_zeros(len(rows_RD)).index_put((place_P,), weights_P)
+        return Permuted(rows_RD, counts_E, weights_R, Sorted(pairs, place_P, weights_P))
+
+    def unpermute(self, rows_RD: Tensor, handle: Any) -> Tensor:
+        """Return every token's weighted sum."""
+        return unpermute(weigh(rows_RD[handle.place_P], handle.weights_P), handle.pairs)
+
+    def _padded(self, counts_E: Tensor) -> Tensor:
+        """Return the rows of every segment."""
+        return (counts_E + self.multiple - 1) // self.multiple * self.multiple
+
+    def _places(self, pairs_E: Tensor, counts_E: Tensor) -> Tensor:
+        """Return the row of every pair: they lie as sorted, each segment shifted by the padding of those before it."""
+        shift_E = (counts_E - pairs_E).cumsum(0) - (counts_E - pairs_E)
+        return torch.arange(int(pairs_E.sum()), device=pairs_E.device) + shift_E.repeat_interleave(pairs_E)

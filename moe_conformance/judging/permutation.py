@@ -1,0 +1,231 @@
+"""Rows sorted by expert and padded, and the way back to tokens: held against the oracle, row by row.
+
+A row is known by its content: it is the hidden state of a token, moved and never cast.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_conformance.contract import Routing
+from moe_conformance.judging.answers import answers, values
+from moe_conformance.judging.diagnosis import Finding, fail
+from moe_conformance.judging.tensors import judge_tensor
+from moe_conformance.judging.verdict import (
+    CorruptRow,
+    Tally,
+    WrongCount,
+    WrongDelivery,
+    WrongForm,
+    WrongGradient,
+    WrongOutput,
+    WrongWeight,
+)
+from moe_conformance.scenarios.outcome import Outcome
+from reference.padded_segments import legal_counts, padding_rows, segment_starts
+from reference.permute import Rows, expert_major, in_order
+from reference.row_index import gather, scatter
+
+_OWN, _OTHER = (0, 1), (2, 3)  # permute and unpermute of its own rows, and of rows drawn for it
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a call of permute was given."""
+
+    x_TD: Tensor
+    routing: Routing
+    multiple: int
+
+
+def judge_permuted(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether every expert's segment has its pairs first, then padding, and is as long as it should be.
+
+    Raises:
+        WrongForm: rows of another dtype or width.
+        WrongCount: a segment of another length.
+        CorruptRow, WrongDelivery: a row that is no token's, or not one of this expert.
+        WrongWeight: a weight that came with a row is not that of its token and slot.
+    """
+    for call in _calls(outcome):
+        rows = _read(outcome, call[0])
+        tally.add(pairs=len(rows.token) + (not len(rows.token)), rank=0)
+
+
+def judge_order(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether the rows of every expert stand by token, then slot.
+
+    Raises:
+        WrongDelivery: two rows of an expert stand the other way round; or the rows are not the expert's at all.
+    """
+    rows = _read(outcome, 0)
+    ordered = in_order(rows)
+    if odd := [expert for expert, right in ordered.items() if not right]:
+        at = (rows.expert == odd[0]) & (rows.source >= 0)
+        sentence = f"the rows of expert {odd[0]} are of tokens {rows.token[at].tolist()}, which do not ascend"
+        raise WrongDelivery("dispatch", sentence, ranks=(0,))
+    tally.add(pairs=max(1, len(rows.token)), rank=0)
+
+
+def judge_unpermuted(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether every token gets the weighted sum of its own pairs' rows.
+
+    Raises:
+        WrongForm, WrongOutput: another shape, dtype or value.
+    """
+    for there, back in _calls(outcome):
+        asked, rows = _asked(outcome, there), _read(outcome, there)
+        (y_TD,) = values(outcome, back)
+        expected_TD = _back(asked, rows, _rows_of(outcome, back, there).double(), _weights(asked))
+        if y_TD.dtype != asked.x_TD.dtype:
+            raise WrongForm("combine", f"y has the dtype {y_TD.dtype}, not {asked.x_TD.dtype}", ranks=(0,))
+        judge_tensor(y_TD, expected_TD, tally, error=WrongOutput, stage="combine", what="y", row="token")
+
+
+def judge_permutation_gradients(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether gradients of tokens, rows and weights are those of the sum.
+
+    Raises:
+        AbsentGradient, WrongForm, WrongGradient: none, another shape, another value.
+    """
+    for there, back in _calls(outcome):
+        asked, rows = _asked(outcome, there), _read(outcome, there)
+        x_TD = asked.x_TD.double().requires_grad_()
+        weights_TK = _weights(asked).requires_grad_()
+        own = back == _OWN[1]
+        rows_RD = gather(x_TD, rows.token) if own else _rows_of(outcome, back, there).double().requires_grad_()
+        y_TD = _back(asked, rows, rows_RD, weights_TK)
+        y_TD.backward(outcome.workload.calls[back].upstream[0][""].double())
+        first, second = answers(outcome, there)[0].gradients, answers(outcome, back)[0].gradients
+        compared = [("the gradient of the weights", first["routing.weights_TK"], weights_TK, "token")]
+        if own:
+            compared.append(("the gradient of x", first["x_TD"], x_TD, "token"))
+        else:
+            compared.append(("the gradient of the rows", second["rows_RD"], rows_RD, "row"))
+        for what, actual, leaf, row in compared:
+            expected = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            judge_tensor(actual, expected, tally, error=WrongGradient, stage="gradient", what=what, row=row)
+
+
+def _calls(outcome: Outcome) -> list[tuple[int, int]]:
+    return [_OWN, _OTHER] if len(outcome.workload.calls) > _OTHER[0] else [_OWN]
+
+
+def _asked(outcome: Outcome, call: int) -> _Asked:
+    given = outcome.workload.calls[call].given[0]
+    return _Asked(given["x_TD"], given["routing"], outcome.workload.config.row_multiple)
+
+
+def _weights(asked: _Asked) -> Tensor:
+    return asked.routing.weights_TK.double()
+
+
+def _rows_of(outcome: Outcome, back: int, there: int) -> Tensor:
+    """Return the rows that a call of unpermute was given."""
+    if back == _OWN[1]:
+        (rows_RD,) = values(outcome, there, "rows_RD")
+        return rows_RD  # type: ignore[no-any-return]
+    return outcome.workload.calls[back].given[0]["rows_RD"]  # type: ignore[no-any-return]
+
+
+def _back(asked: _Asked, rows: Rows, rows_RD: Tensor, weights_TK: Tensor) -> Tensor:
+    """Return what the oracle makes of rows that lie as the backend left them."""
+    real_R = rows.source >= 0
+    weights_R = torch.zeros(len(rows.token), dtype=torch.float64)
+    weights_R = weights_R.index_put((real_R.nonzero()[:, 0],), weights_TK[rows.token[real_R], rows.slot[real_R]])
+    return scatter(rows_RD[: len(rows.token)], rows.token, weights_R, len(asked.x_TD))
+
+
+def _read(outcome: Outcome, call: int) -> Rows:
+    """Say what every row is, as the oracle lists rows; raise where one is not what it should be."""
+    asked = _asked(outcome, call)
+    (rows_RD,), (counts_E,), (weights_R,) = (
+        values(outcome, call, name) for name in ("rows_RD", "counts_E", "weights_R")
+    )
+    if rows_RD.dtype != asked.x_TD.dtype or rows_RD.shape[1:] != asked.x_TD.shape[1:]:
+        said = f"rows are {rows_RD.dtype} of {tuple(rows_RD.shape[1:])}, tokens {asked.x_TD.dtype}"
+        raise WrongForm("dispatch", said, ranks=(0,))
+    wanted = expert_major([asked.routing.ids_TK], range(asked.routing.experts))
+    pairs_E = torch.bincount(wanted.expert, minlength=asked.routing.experts).tolist()
+    counts = [int(count) for count in counts_E.tolist()]
+    _check_counts(counts, pairs_E, len(rows_RD), asked)
+    found = _found(rows_RD, counts, pairs_E, asked, wanted)
+    _check_weights(found, weights_R, asked)
+    return found
+
+
+def _check_counts(counts: list[int], pairs_E: list[int], rows: int, asked: _Asked) -> None:
+    if len(counts) != len(pairs_E):
+        raise WrongCount("dispatch", f"{len(counts)} counts for {len(pairs_E)} experts", ranks=(0,))
+    legal = legal_counts(counts, pairs_E, asked.multiple)
+    findings = [
+        Finding(
+            "count",
+            f"expert {expert} has {counts[expert]} rows for {pairs_E[expert]} pairs and a multiple of {asked.multiple}",
+            (0,),
+        )
+        for expert, right in enumerate(legal)
+        if not right
+    ]
+    if findings:
+        fail(WrongCount, "dispatch", findings)
+    if sum(counts) > rows:
+        raise WrongCount("dispatch", f"counts add up to {sum(counts)} of {rows} rows", ranks=(0,))
+
+
+def _found(rows_RD: Tensor, counts: list[int], pairs_E: list[int], asked: _Asked, wanted: Rows) -> Rows:
+    """Name every row by its token; slots of a token that has an expert twice are taken in order."""
+    tokens: dict[tuple[float, ...], list[int]] = {}
+    for token, x_D in enumerate(asked.x_TD.double().tolist()):
+        tokens.setdefault(tuple(x_D), []).append(token)
+    starts, padding_R = segment_starts(counts), padding_rows(counts, pairs_E)
+    columns: list[tuple[int, int, int, int]] = [(-1, -1, -1, -1)] * sum(counts)
+    findings: list[Finding] = []
+    for expert, start in enumerate(starts):
+        of_expert = wanted.expert == expert
+        open_pairs = list(zip(wanted.token[of_expert].tolist(), wanted.slot[of_expert].tolist(), strict=True))
+        for row in range(start, start + counts[expert]):
+            columns[row] = (-1, -1, -1, expert)
+            if padding_R[row]:
+                continue
+            alike = tokens.get(tuple(rows_RD[row].double().tolist()), [])
+            pair = next((pair for pair in open_pairs if pair[0] in alike), None)
+            if pair is None:
+                findings.append(_stranger(row, start, expert, alike, asked))
+            else:
+                open_pairs.remove(pair)
+                columns[row] = (0, *pair, expert)
+    if findings:
+        fail(CorruptRow if findings[0].kind == "corrupt" else WrongDelivery, "dispatch", findings)
+    return Rows(*torch.tensor(columns, dtype=torch.int64).reshape(-1, 4).T)
+
+
+def _stranger(row: int, start: int, expert: int, alike: list[int], asked: _Asked) -> Finding:
+    place = f"row {row}, number {row - start} of expert {expert},"
+    if not alike:
+        return Finding("corrupt", f"{place} is no token's, and not yet padding", (0,))
+    token = alike[0]
+    ids = asked.routing.ids_TK[token].tolist()
+    twice = " once more" if expert in ids else f", which goes to {ids}"
+    return Finding("stranger", f"{place} is token {token}{twice}", (0,))
+
+
+def _check_weights(rows: Rows, weights_R: Tensor | None, asked: _Asked) -> None:
+    if weights_R is None:
+        return
+    real_R = (rows.source >= 0).nonzero()[:, 0]
+    expected_P = asked.routing.weights_TK[rows.token[real_R], rows.slot[real_R]]
+    if weights_R.reshape(-1).shape[0] < len(rows.token):
+        raise WrongForm("dispatch", f"{weights_R.numel()} weights for {len(rows.token)} rows", ranks=(0,))
+    actual_P = weights_R.reshape(-1)[real_R]
+    for at in (actual_P.double() != expected_P.double()).nonzero()[:, 0].tolist():
+        row = int(real_R[at])
+        raise WrongWeight(
+            "dispatch",
+            f"row {row}, token {int(rows.token[row])} slot {int(rows.slot[row])}, carries the weight "
+            f"{float(actual_P[at]):g} instead of {float(expected_P[at]):g}",
+            ranks=(0,),
+        )
