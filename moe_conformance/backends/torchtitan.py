@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
+from moe_conformance.backends.torchtitan_rows import Permutation, Reordering
 from moe_conformance.contract import (
     Config,
     Delivery,
@@ -116,6 +117,17 @@ class _Session(Session):
         if config.group_score != "top2_sum":
             raise Unsupported(f"torchtitan ranks groups by their two best experts, not by {config.group_score}")
         return _Router(config, self._device)
+
+    def permutation(self, config: Config) -> Permutation:
+        """Build a dispatcher that sends nothing; torchao's pads."""
+        config.only("variant", "experts", "top_k", "hidden", "dtype", "row_multiple")
+        if config.row_multiple > 1 and find_spec("torchao") is None:
+            raise Unsupported(f"rows are padded by torchao: {_INSTALL}")
+        return Permutation(config)
+
+    def reordering(self, config: Config) -> Reordering:
+        """Build the all-to-all dispatcher."""
+        return Reordering(config.only("variant", "experts", "top_k", "hidden", "dtype"))
 
     def finish_gradients(self, *built: Parametrised) -> None:
         """Reduce the experts' gradients over their replicas, as the pipeline schedules do after the last backward."""
