@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from moe_conformance.surfaces import Layer, Permutation, Reordering, RoutingForms, RowIndex
+    from moe_conformance.surfaces import Layer, Permutation, Reordering, RoutingForms, RowIndex, TokenExchange
 
 # ---- refusals ------------------------------------------------------------------------------------------------
 
@@ -364,7 +364,8 @@ class Session:
     attributes state how the backend works; the suite observes whether they are true.
     """
 
-    weights_at: Literal["input", "expert", "combine"] = "combine"  # where the weights are applied by default
+    # Where the weights are applied by default; an exchange that differs says so in `resolved["weights_at"]`.
+    weights_at: Literal["input", "expert", "combine"] = "combine"
     expert_output_is_partial: bool = False  # etp > 1: combine sums the parts
     grad_attr: str = "grad"  # where gradients lie after finish_gradients ("main_grad")
     loss_convention: Literal["sum", "mean_over_dp"] = "sum"  # finish_gradients: summed, or averaged over dp*cp
@@ -400,6 +401,10 @@ class Session:
     def routing_forms(self, config: Config) -> RoutingForms:
         """Build what turns a routing into a dense map, and back."""
         raise Unsupported("this backend offers no conversion of routings")
+
+    def token_exchange(self, config: Config) -> TokenExchange:
+        """Build a fused token exchange, without experts; collective."""
+        raise Unsupported("this backend offers no token exchange")
 
     def finish_gradients(self, *built: Parametrised) -> None:
         """Do all that the backend's trainer does to gradients between the last backward and the step."""

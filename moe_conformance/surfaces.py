@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from moe_conformance.contract import Parametrised, Resolved, Routing
+from moe_conformance.contract import Parametrised, Placed, Resolved, Routing
 
 
 class Layer(Parametrised, Resolved, Protocol):
@@ -90,3 +90,46 @@ class RoutingForms(Resolved, Protocol):
 
     def to_indices(self, weights_TE: Tensor, map_TE: Tensor) -> Routing:
         """Return the indexed form, with as many slots as the backend likes, -1 for those that are empty."""
+
+
+# ---- fused token exchanges -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Received:
+    """What one dispatch brought to this rank: a row for each token that has an expert here, however many it has.
+
+    The order of rows is free. A row that is nobody's, of a buffer of fixed size, has no id >= 0.
+    """
+
+    rows_RD: Tensor
+    ids_RK: Tensor  # int64 index into local_experts; -1 = an empty slot, or another rank's
+    weights_RK: Tensor | None  # 0 where the id is -1; None where none travelled
+    counts_N: Tensor | None  # slots for each of this rank's experts; None if none are claimed
+    handle: Any  # what combine and a repeated dispatch need; no state stays elsewhere
+
+
+class TokenExchange(Placed, Protocol):
+    """Kernels that send a token once to every rank that needs it, and add up what comes back; no experts.
+
+    It spans the ranks of ep_etp. All of them call each method, in the same order and with no tokens too. The gradients
+    of either method are those of the sum that it is: the backward of one is the other with the same handle.
+    """
+
+    def dispatch(
+        self,
+        x_TD: Tensor,
+        ids_TK: Tensor | None = None,
+        weights_TK: Tensor | None = None,
+        handle: Any = None,
+    ) -> Received:
+        """Send tokens where their ids say (global, -1 = empty slot), or by the layout of an earlier dispatch's handle.
+
+        Weights are float32, or float64 beside float64 rows; without them none travel.
+        """
+
+    def combine(self, rows_RD: Tensor, handle: Any, biases: tuple[Tensor, ...] = ()) -> Tensor:
+        """Return y_TD, for each token the sum of its rows on all ranks and of its row in each bias (T, D); unweighted.
+
+        Raise on every rank if the rows are not as many as the handle's.
+        """

@@ -6,7 +6,7 @@ router alone; one with a capacity is asked without it as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -199,7 +199,8 @@ class TrainingStep:
             except Unsupported as error:
                 refusal = str(error)
         self._reach("done")
-        resolved = [surface.resolved for surface in (self.exchange, *built) if isinstance(surface, Resolved)]
+        built_of = [surface.resolved for surface in (self.exchange, *built) if isinstance(surface, Resolved)]
+        resolved = {key: str(value) for each in built_of for key, value in each.items()}
         return RankOutcome(
             rank=self.context.rank,
             status="ok",
@@ -211,8 +212,8 @@ class TrainingStep:
             finish_refusal=refusal,
             state_changed=self.state_changed,
             uncovered=uncovered,
-            resolved={key: str(value) for each in resolved for key, value in each.items()},
-            weights_at=_weights_at(session, self.config.weights_applied),
+            resolved=resolved,
+            weights_at=_weights_at(session, resolved, self.config.weights_applied),
             partial=session.expert_output_is_partial,
             loss_convention=session.loss_convention,
             phases=tuple(self.phases),
@@ -248,5 +249,5 @@ def _without_capacity(config: Config) -> Config:
     )
 
 
-def _weights_at(session: Session, applied: str) -> str:
-    return {"native": session.weights_at, "input": "input", "output": "combine"}[applied]
+def _weights_at(session: Session, resolved: Mapping[str, str], applied: str) -> str:
+    return {"native": resolved.get("weights_at", session.weights_at), "input": "input", "output": "combine"}[applied]

@@ -24,6 +24,7 @@ from moe_conformance.backends.native.experts import Experts
 from moe_conformance.backends.native.gradients import GradientFinisher
 from moe_conformance.backends.native.managers import DeepEPManager, HybridEPManager, NCCLEPManager
 from moe_conformance.backends.native.reordering import Reordering
+from moe_conformance.backends.native.reusable import ReusableExchange
 from moe_conformance.backends.native.routing import Router
 from moe_conformance.backends.native.routing_forms import RoutingForms
 from moe_conformance.backends.native.row_index import RowIndex
@@ -46,6 +47,7 @@ _ATTRIBUTES = {
     HybridEPManager: "hybridep_class",
     NCCLEPManager: "ncclep_class",
     TokenExchange: "token_exchange_class",
+    ReusableExchange: "reusable_class",
     Experts: "experts_class",
     Router: "router_class",
     GradientFinisher: "finisher_class",

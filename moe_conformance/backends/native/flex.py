@@ -8,7 +8,7 @@ at least.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,8 +51,6 @@ class Flight:
 class FlexExchange:
     """Dispatch, the given experts, combine, over `ep_etp`; see `contract.SplitExchange`."""
 
-    weights_at: Literal["expert"] = "expert"
-
     def __init__(
         self,
         config: Config,
@@ -83,7 +81,8 @@ class FlexExchange:
             "exchange": type(self).__name__,
             "manager": type(self.manager).__name__,
             "token_exchange": type(self.manager.exchange).__name__,
-            "weights": "input" if self.manager.weighs_input else self.weights_at,
+            "weights": "input" if self.manager.weighs_input else "expert",
+            "weights_at": "expert",
             "wire": "tokens",
         }
 

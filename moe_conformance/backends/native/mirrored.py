@@ -20,18 +20,23 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, exchange: TokenExchange
+        ctx: Any,
+        x_TD: Tensor,
+        weights_TK: Tensor | None,
+        ids_TK: Tensor | None,
+        exchange: TokenExchange,
+        handle: Handle | None,
     ) -> tuple[Tensor, Tensor | None, Handle]:
         """Dispatch and keep the handle."""
-        arrived = exchange.dispatch(x_TD, ids_TK, weights_TK)
+        arrived = exchange.dispatch(x_TD, ids_TK, weights_TK, handle)
         ctx.exchange, ctx.handle = exchange, arrived.handle
         return arrived.rows_RD, arrived.weights_RK, arrived.handle
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor | None, None, None, None]:
         """Combine the gradients of the rows and of their weights, on every rank, wanted or not."""
         rows_RD, weights_RK, _ = gradients
-        return *ctx.exchange.combine(rows_RD, ctx.handle, weights_RK), None, None
+        return *ctx.exchange.combine(rows_RD, ctx.handle, weights_RK), None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -49,10 +54,16 @@ class _Combine(torch.autograd.Function):
         return ctx.exchange.dispatch(gradients[0], handle=ctx.handle).rows_RD, None, None
 
 
-def dispatch(exchange: TokenExchange, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Arrived:
-    """Return what reached this rank, differentiable in the tokens and in the weights."""
-    rows_RD, weights_RK, handle = _Dispatch.apply(x_TD, weights_TK, ids_TK, exchange)  # type: ignore[no-untyped-call]
-    return Arrived(rows_RD, weights_RK, handle)
+def dispatch(
+    exchange: TokenExchange,
+    x_TD: Tensor,
+    ids_TK: Tensor | None = None,
+    weights_TK: Tensor | None = None,
+    handle: Handle | None = None,
+) -> Arrived:
+    """Return what reached this rank, differentiable in the tokens and in the weights; see `TokenExchange.dispatch`."""
+    found = _Dispatch.apply(x_TD, weights_TK, ids_TK, exchange, handle)  # type: ignore[no-untyped-call]
+    return Arrived(*found)
 
 
 def combine(exchange: TokenExchange, rows_RD: Tensor, handle: Handle) -> Tensor:

@@ -13,6 +13,7 @@ from moe_conformance.backends.native.gradients import GradientFinisher, Replicat
 from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.backends.native.managers import DeepEPManager, HybridEPManager, Manager, NCCLEPManager
 from moe_conformance.backends.native.reordering import Reordering
+from moe_conformance.backends.native.reusable import ReusableExchange
 from moe_conformance.backends.native.routing import Router
 from moe_conformance.backends.native.routing_forms import RoutingForms
 from moe_conformance.backends.native.row_index import RowIndex
@@ -41,6 +42,7 @@ class NativeSession(Session):
     hybridep_class: type[Manager] = HybridEPManager
     ncclep_class: type[Manager] = NCCLEPManager
     token_exchange_class: type[TokenExchange] = TokenExchange  # under the managers
+    reusable_class: type[ReusableExchange] = ReusableExchange  # over the same, for callers
     experts_class: type[Experts] = Experts
     router_class: type[Router] = Router
     permutation_class: type[Permutation] = Permutation
@@ -55,10 +57,9 @@ class NativeSession(Session):
         self.device = device
 
     def exchange(self, config: Config) -> SplitExchange:
-        """Build the exchange of `config.variant`; afterwards `weights_at` says where that one applies weights."""
+        """Build the exchange of `config.variant`."""
         classes = {"alltoall": self.alltoall_class, "allgather": self.allgather_class, "local": self.local_class}
         managers = {"deepep": self.deepep_class, "hybridep": self.hybridep_class, "ncclep": self.ncclep_class}
-        self.weights_at = FlexExchange.weights_at if config.variant in managers else type(self).weights_at
         with refusals(CannotBuild, match="."):
             if config.variant in classes:
                 return classes[config.variant](config.only(*_MAPPED), self.topology)
@@ -99,6 +100,12 @@ class NativeSession(Session):
     def routing_forms(self, config: Config) -> RoutingForms:
         """Build what turns routings into maps."""
         return self.routing_forms_class(config.only(*_MAPPED))
+
+    def token_exchange(self, config: Config) -> ReusableExchange:
+        """Build the token exchange that the managers work over."""
+        config.only(*_MAPPED)
+        with refusals(CannotBuild, match="."):
+            return self.reusable_class(config, self.topology, self.token_exchange_class)
 
     def finish_gradients(self, *built: Parametrised) -> None:
         """Sum the gradients of native's experts and router over their replicas."""

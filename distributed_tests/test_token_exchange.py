@@ -1,0 +1,43 @@
+"""EXCH, of fused token exchanges: handles that are used again or are another's, and what combine adds."""
+
+from __future__ import annotations
+
+from moe_conformance.judging.token_exchange import judge_biases, judge_other_handle, judge_reuse
+from moe_conformance.judging.verdict import Tally
+from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.spec import requirement
+from moe_conformance.workloads.records import Workload
+
+
+def reuses(workload: Workload) -> bool:
+    """Whether a handle serves several dispatches."""
+    return workload.name.startswith("reused-handle")
+
+
+def takes_another(workload: Workload) -> bool:
+    """Whether a combine gets the handle of another dispatch."""
+    return workload.name.startswith("handle-of-another")
+
+
+def has_biases(workload: Workload) -> bool:
+    """Whether combine gets biases."""
+    return workload.name.startswith("biases")
+
+
+class TestHandles:
+    @requirement("EXCH-27", kind="token_exchange", when=reuses)
+    def test_a_handle_serves_further_dispatches(self, outcome: Outcome, tally: Tally) -> None:
+        """A dispatch by an earlier one's handle brings the new tokens to the old places; gradients go through both."""
+        judge_reuse(outcome, tally)
+
+    @requirement("EXCH-28", kind="token_exchange", when=takes_another)
+    def test_the_handle_of_another_is_refused(self, outcome: Outcome, tally: Tally) -> None:
+        """Rows that are not as many as the handle's are an error on every rank, and the right handles still serve."""
+        judge_other_handle(outcome, tally)
+
+
+class TestCombine:
+    @requirement("EXCH-31", kind="token_exchange", when=has_biases)
+    def test_biases_are_added_once(self, outcome: Outcome, tally: Tally) -> None:
+        """Every token gets each bias once and unweighted, also one that went nowhere."""
+        judge_biases(outcome, tally)

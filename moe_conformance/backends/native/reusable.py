@@ -1,0 +1,65 @@
+"""Native's token exchange as a surface: differentiable, with handles that a caller keeps and biases in combine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from moe_conformance.backends.native import mirrored
+from moe_conformance.backends.native.groups import Placement
+from moe_conformance.backends.native.token_exchange import Handle, TokenExchange
+from moe_conformance.contract import Config, Topology
+from moe_conformance.surfaces import Received
+
+
+class ReusableExchange:
+    """Dispatch and combine over `ep_etp`; see `surfaces.TokenExchange`."""
+
+    def __init__(self, config: Config, topology: Topology, exchange_class: type[TokenExchange]) -> None:
+        """Build the exchange of this rank's group.
+
+        Raises:
+            CannotBuild: the experts do not divide over ep.
+        """
+        self.placement = Placement.of(config.experts, topology)
+        self.exchange = exchange_class(topology.group("ep_etp"), config.experts, self.placement.shards)
+
+    @property
+    def local_experts(self) -> tuple[int, ...]:
+        """Global ids of this rank's N experts."""
+        return self.placement.ids
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        """The class that was built, and what travels."""
+        return {"token_exchange": type(self.exchange).__name__, "wire": "tokens"}
+
+    def dispatch(
+        self,
+        x_TD: Tensor,
+        ids_TK: Tensor | None = None,
+        weights_TK: Tensor | None = None,
+        handle: Handle | None = None,
+    ) -> Received:
+        """Send tokens; rows come by source rank, then token."""
+        arrived = mirrored.dispatch(self.exchange, x_TD, ids_TK, weights_TK, handle)
+        known = arrived.handle
+        return Received(arrived.rows_RD, known.ids_RK, arrived.weights_RK, known.counts_N, known)
+
+    def combine(self, rows_RD: Tensor, handle: Handle, biases: tuple[Tensor, ...] = ()) -> Tensor:
+        """Add up the rows of every token in the order of ranks, then the biases in theirs.
+
+        Raises:
+            ValueError: rows or biases of another number than the handle's.
+        """
+        for bias_TD in biases:
+            if bias_TD.shape != (handle.tokens, rows_RD.shape[1]):
+                raise ValueError(f"a bias of shape {tuple(bias_TD.shape)} for {handle.tokens} tokens")
+        y_TD = mirrored.combine(self.exchange, rows_RD, handle)
+        for bias_TD in biases:
+            y_TD = self._add(y_TD, bias_TD)
+        return y_TD
+
+    def _add(self, y_TD: Tensor, bias_TD: Tensor) -> Tensor:
+        return y_TD + bias_TD

@@ -1,0 +1,298 @@
+"""The fused token exchange: what dispatches bring, with a handle of their own or of another, and what combines add up.
+
+Scripts feed tags (see `workloads.tags`), so that each row says whose it is. R rows received, K slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_conformance.judging.answers import answers, judge_refused, values
+from moe_conformance.judging.diagnosis import Finding, fail
+from moe_conformance.judging.exact import wrong
+from moe_conformance.judging.verdict import (
+    AbsentGradient,
+    ChangedInput,
+    Stage,
+    Tally,
+    WrongDelivery,
+    WrongForm,
+    WrongGradient,
+    WrongOutput,
+)
+from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.workloads import tags
+from moe_conformance.workloads.records import Call, Ref
+
+
+class Token(NamedTuple):
+    """A token of a dispatch."""
+
+    source: int
+    token: int
+
+    def __str__(self) -> str:
+        """Name it."""
+        return f"rank {self.source} token {self.token}"
+
+
+def judge_reuse(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether dispatches by an earlier one's handle bring what is new in the places of what was there.
+
+    Raises:
+        WrongDelivery: a row is another token's than that of the first dispatch, or not its new value; or the first
+            dispatch itself did not bring every token once to each rank that has an expert of it.
+        WrongOutput: a combine does not return the sum of its token's rows.
+        WrongGradient, AbsentGradient: the gradient of a token is not that of the sum.
+    """
+    script = Script(outcome)
+    for number in script.dispatches:
+        if script.first(number) == number:
+            script.judge_fresh(number, tally)
+    for number in script.dispatches:
+        if script.first(number) != number:
+            script.judge_again(number, tally)
+    script.judge_sums(tally)
+    script.judge_arguments(tally)
+
+
+def judge_other_handle(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether combines with another dispatch's handle are refused everywhere, and leave nothing behind.
+
+    Raises:
+        Unrefused: some ranks answered.
+        WrongOutput, WrongGradient, AbsentGradient: a later combine with the right handle is not right.
+    """
+    script = Script(outcome)
+    for number, call in enumerate(outcome.workload.calls):
+        if call.may_raise:
+            asked = f"the rows of call {_of(call, 'rows_RD')} with the handle of call {_of(call, 'handle')}"
+            judge_refused(outcome, number, tally, stage="combine", asked=asked)
+    script.judge_sums(tally)
+
+
+def judge_biases(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether every bias is added once to each token, and gets the gradient of the output.
+
+    Raises:
+        WrongOutput, WrongGradient, AbsentGradient: it is not.
+    """
+    script = Script(outcome)
+    script.judge_sums(tally)
+    for number, call in enumerate(outcome.workload.calls):
+        for name in call.differentiable:
+            if call.method == "combine":
+                expected = [upstream[""] for upstream in call.upstream]
+                script.judge_gradients(number, name, expected, f"{name} of call {number}", tally)
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script of dispatches and combines, and what the oracles expect of it."""
+
+    outcome: Outcome
+
+    @cached_property
+    def dispatches(self) -> tuple[int, ...]:
+        """Numbers of the calls that dispatch."""
+        return tuple(n for n, call in enumerate(self.outcome.workload.calls) if call.method == "dispatch")
+
+    @cached_property
+    def group_of(self) -> dict[int, tuple[int, ...]]:
+        """Every rank's exchange group."""
+        return {rank: group for group in self.outcome.workload.layout.groups()["ep_etp"] for rank in group}
+
+    @cached_property
+    def held(self) -> tuple[tuple[int, ...], ...]:
+        """Global ids of every rank's experts, by rank."""
+        return tuple(rank.local_experts for rank in sorted(self.outcome.ranks, key=lambda rank: rank.rank))
+
+    def call(self, number: int) -> Call:
+        """A call."""
+        return self.outcome.workload.calls[number]
+
+    def first(self, number: int) -> int:
+        """The dispatch whose layout a dispatch uses, maybe itself."""
+        return _of(self.call(number), "handle", number)
+
+    def ids(self, number: int) -> list[Tensor]:
+        """ids_TK of every rank by which a dispatch went."""
+        return [given["ids_TK"] for given in self.call(self.first(number)).given]
+
+    def copies(self, number: int) -> list[Tensor]:
+        """To how many ranks every token of every rank went, (T, 1) each."""
+        return [
+            sum((_holds(ids_TK, self.held[to]).double() for to in self.group_of[rank]), torch.zeros(len(ids_TK)).double())
+            .unsqueeze(1)
+            for rank, ids_TK in enumerate(self.ids(number))
+        ]
+
+    # ---- rows ------------------------------------------------------------------------------------------------
+
+    def rows(self, number: int) -> Iterator[tuple[int, int, Token | None, Tensor]]:
+        """Yield every row of a dispatch that is for an expert: its rank, its number, whose it is, and its values."""
+        ids = values(self.outcome, number, "ids_RK")
+        for rank, rows_RD in enumerate(values(self.outcome, number, "rows_RD")):
+            if len(rows_RD) != len(ids[rank]):
+                sentence = f"call {number}: {len(rows_RD)} rows and ids of {len(ids[rank])} on rank {rank}"
+                raise WrongForm("dispatch", sentence, ranks=(rank,))
+            said = tags.decode(rows_RD)
+            for row in (ids[rank] >= 0).any(1).nonzero().flatten().tolist():
+                known = said.kind_R[row] == tags.TAG and int(said.microbatch_R[row]) == number
+                token = Token(int(said.rank_R[row]), int(said.token_R[row])) if known else None
+                yield rank, row, token, rows_RD[row]
+
+    def judge_fresh(self, number: int, tally: Tally) -> None:
+        """Require every token once, with its slots, on every rank of its group that holds one of its experts."""
+        findings: list[Finding] = []
+        found = {(rank, token): row for rank, row, token, _ in self.rows(number)}
+        places = [(rank, token) for rank, _, token, _ in self.rows(number)]
+        call = self.call(number)
+        for rank, token in places:
+            if token is None or places.count((rank, token)) > 1:
+                what = "is no token's" if token is None else f"and another are both {token}"
+                findings.append(Finding("row", f"call {number}: row {found[rank, token]} on rank {rank} {what}", (rank,)))
+        for rank, group in self.group_of.items():
+            for source in group:
+                ids_TK = call.given[source]["ids_TK"]
+                for t in range(len(ids_TK)):
+                    asked = self._slots(rank, ids_TK[t], call.given[source].get("weights_TK"), t)
+                    row = found.pop((rank, Token(source, t)), None)
+                    got = [] if row is None else self._received(number, rank, row)
+                    if asked != got:
+                        findings.append(_told(number, rank, Token(source, t), asked, got))
+                    tally.add(pairs=1, rank=rank)
+        findings += [
+            Finding("extra", f"call {number}: {token} reached rank {rank}, which is not in its group", (rank,))
+            for rank, token in found
+            if token is not None
+        ]
+        findings += self._wrong_counts(number)
+        if findings:
+            fail(WrongDelivery, "dispatch", findings)
+
+    def _slots(self, rank: int, ids_K: Tensor, weights_TK: Tensor | None, t: int) -> list[tuple[int, float]]:
+        """What a rank should be told of a token: local expert and weight of every slot that is meant there."""
+        held = self.held[rank]
+        weights = [0.0] * len(ids_K) if weights_TK is None else weights_TK[t].tolist()
+        return sorted((held.index(e), w) for e, w in zip(ids_K.tolist(), weights, strict=True) if e in held)
+
+    def _received(self, number: int, rank: int, row: int) -> list[tuple[int, float]]:
+        answer = answers(self.outcome, number)[rank].values
+        ids = answer["ids_RK"][row].tolist()
+        weights = answer.get("weights_RK")
+        carried = [0.0] * len(ids) if weights is None else weights[row].tolist()
+        return sorted((e, w) for e, w in zip(ids, carried, strict=True) if e >= 0)
+
+    def _wrong_counts(self, number: int) -> Iterator[Finding]:
+        for rank, counts in enumerate(values(self.outcome, number, "counts_N")):
+            slots = [int(e) for s in self.group_of[rank] for e in self.ids(number)[s].flatten()]
+            true = [slots.count(e) for e in self.held[rank]]
+            if counts is not None and counts.tolist() != true:
+                yield Finding("counts", f"call {number}: rank {rank} counts {counts.tolist()}, not {true}", (rank,))
+
+    def judge_again(self, number: int, tally: Tally) -> None:
+        """Require the new value of a token where the first dispatch had put that token, and the first's ids."""
+        first = self.first(number)
+        there = {(rank, row): token for rank, row, token, _ in self.rows(first)}
+        findings = []
+        here = {(rank, row): (token, row_D) for rank, row, token, row_D in self.rows(number)}
+        for (rank, row), wanted in there.items():
+            token, row_D = here.pop((rank, row), (None, None))
+            given = self.call(number).given
+            same = token == wanted and row_D is not None and torch.equal(row_D, given[wanted.source]["x_TD"][wanted.token])
+            if not same:
+                said = str(token) if token else "no token of it"
+                sentence = f"call {number}: row {row} on rank {rank} is {said}, where call {first} had put {wanted}"
+                findings.append(Finding("moved", sentence, (rank,)))
+            tally.add(pairs=1, elements=0 if row_D is None else row_D.numel(), rank=rank)
+        findings += [
+            Finding("more", f"call {number}: row {row} on rank {rank} is more than call {first} brought", (rank,))
+            for rank, row in here
+        ]
+        for name in ("ids_RK", "counts_N"):
+            pairs = zip(values(self.outcome, first, name), values(self.outcome, number, name), strict=True)
+            for rank, (before, now) in enumerate(pairs):
+                if before is not None and now is not None and not torch.equal(before, now):
+                    findings.append(Finding(name, f"call {number}: {name} on rank {rank} are not call {first}'s", (rank,)))
+        if findings:
+            fail(WrongDelivery, "dispatch", findings)
+
+    # ---- sums ------------------------------------------------------------------------------------------------
+
+    @property
+    def combines(self) -> Iterator[tuple[int, Call, int]]:
+        """Yield every combine with a right handle: its number, itself, the dispatch whose rows it adds up."""
+        for number, call in enumerate(self.outcome.workload.calls):
+            if call.method == "combine" and not call.may_raise:
+                yield number, call, _of(call, "rows_RD")
+
+    def judge_sums(self, tally: Tally) -> None:
+        """Require of every combine the sum of its tokens' rows and biases, and of their gradients."""
+        for number, call, rows in self.combines:
+            expected = [
+                copies_T1 * given["x_TD"].double() + sum((bias.double() for bias in own.get("biases", ())), torch.zeros(()))
+                for copies_T1, given, own in zip(self.copies(rows), self.call(rows).given, call.given, strict=True)
+            ]
+            self._judge(values(self.outcome, number), expected, "combine", f"y of call {number}", tally)
+        for number, call, rows in self.combines:
+            pairs = zip(self.copies(rows), call.upstream, strict=True)
+            wanted = [copies_T1 * upstream[""].double() for copies_T1, upstream in pairs]
+            name = f"the gradient of what call {rows} dispatched and call {number} combined,"
+            self.judge_gradients(rows, "x_TD", wanted, name, tally)
+
+    def judge_gradients(self, number: int, argument: str, expected: Sequence[Tensor], name: str, tally: Tally) -> None:
+        """Require the gradient of an argument of a call."""
+        found = [answer.gradients[argument] for answer in answers(self.outcome, number)]
+        if absent := [rank for rank, gradient in enumerate(found) if gradient is None]:
+            raise AbsentGradient("gradient", f"{name} is absent on rank {absent[0]}", ranks=tuple(absent))
+        self._judge(found, expected, "gradient", name, tally)
+
+    def _judge(self, found: Sequence[Any], expected: Sequence[Tensor], stage: Stage, name: str, tally: Tally) -> None:
+        findings = []
+        for rank, (actual, wanted) in enumerate(zip(found, expected, strict=True)):
+            if actual.shape != wanted.shape:
+                sentence = f"{name} has the shape {tuple(actual.shape)} on rank {rank}, not {tuple(wanted.shape)}"
+                raise WrongForm(stage, sentence, ranks=(rank,))
+            for t in wrong(actual, wanted).any(1).nonzero().flatten().tolist():
+                column = int(wrong(actual, wanted)[t].nonzero()[0])
+                was, should = float(actual[t, column]), float(wanted[t, column])
+                sentence = f"{name} at {Token(rank, t)}, column {column}, is {was:g}, expected {should:g}"
+                findings.append(Finding("value", sentence, (rank,), abs(was - should)))
+            tally.add(elements=wanted.numel(), rank=rank)
+        if findings:
+            fail(WrongGradient if stage == "gradient" else WrongOutput, stage, findings)
+
+    def judge_arguments(self, tally: Tally) -> None:
+        """Require that no call wrote into what it was given."""
+        for number, call in enumerate(self.outcome.workload.calls):
+            for rank, answer in enumerate(answers(self.outcome, number)):
+                if answer.changed:
+                    sentence = f"{call.method} of call {number} wrote into {', '.join(answer.changed)} on rank {rank}"
+                    raise ChangedInput("run", sentence, ranks=(rank,))
+                tally.add(pairs=1, rank=rank)
+
+
+def _of(call: Call, argument: str, default: int = -1) -> int:
+    """The call that an argument comes from, the same on all ranks."""
+    ref = call.given[0].get(argument)
+    return ref.call if isinstance(ref, Ref) else default
+
+
+def _holds(ids_TK: Tensor, experts: Sequence[int]) -> Tensor:
+    return torch.isin(ids_TK, torch.tensor(experts)).any(1)
+
+
+def _told(number: int, rank: int, token: Token, asked: list[Any], got: list[Any]) -> Finding:
+    if not got:
+        return Finding("lost", f"call {number}: {token} never reached rank {rank}, which has {len(asked)} of its slots", (rank,))
+    if not asked:
+        return Finding("extra", f"call {number}: {token} reached rank {rank}, which has none of its experts", (rank,))
+    sentence = f"call {number}: {token} came to rank {rank} for local experts and weights {got}, not {asked}"
+    return Finding("slots", sentence, (rank,))

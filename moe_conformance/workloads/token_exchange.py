@@ -1,0 +1,144 @@
+"""Scripts of the fused token exchange: handles that are used again, handles of others, biases in combine.
+
+Rows are tags, so that a row says whose it is in whatever order it lies; a combine is given back the rows that a dispatch
+brought, so that its sum is the token times the number of ranks that it went to. All numbers are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from moe_conformance.contract import Config
+from moe_conformance.topology import Layout
+from moe_conformance.workloads import corpus, draw
+from moe_conformance.workloads.records import Batch, Call, Ref, Workload
+
+KIND = "token_exchange"
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of one dispatch on every rank."""
+
+    batches: tuple[Batch, ...]
+
+    def call(self, *, weights: bool = True, differentiable: tuple[str, ...] = ("x_TD",)) -> Call:
+        """Dispatch them where their ids say."""
+        given = tuple(
+            {"x_TD": b.x_TD, "ids_TK": b.ids_TK} | ({"weights_TK": b.weights_TK} if weights else {})
+            for b in self.batches
+        )
+        return Call("dispatch", given, differentiable)
+
+    def again(self, first: int) -> Call:
+        """Dispatch them by the layout of an earlier dispatch."""
+        handle = Ref(first, "handle")
+        return Call("dispatch", tuple({"x_TD": b.x_TD, "handle": handle} for b in self.batches), ("x_TD",))
+
+    def combine(self, rows: int, handle: int) -> Call:
+        """Combine the rows of a dispatch with the handle of one, and go backward."""
+        given = {"rows_RD": Ref(rows, "rows_RD"), "handle": Ref(handle, "handle")}
+        return Call("combine", (given,) * len(self.batches), upstream=tuple({"": b.upstream} for b in self.batches))
+
+
+class Drawing:
+    """Draws the tokens of a script: on other ranks and in other dispatches other ones."""
+
+    def __init__(self, name: str, variant: str, layout: Layout) -> None:
+        """Choose the config; an expert for each ep coordinate at least, and more."""
+        self.name, self.layout = name, layout
+        experts = 4 * layout.ep
+        self.config = Config(variant, experts=experts, top_k=min(3, experts), hidden=40)
+
+    def tokens(
+        self, number: int, sizes: tuple[int, ...], route: corpus.Route = corpus.dropped, config: Config | None = None
+    ) -> Tokens:
+        """Draw the tokens of dispatch `number`, with it for a microbatch."""
+        config = config or self.config
+        made = []
+        for rank in range(self.layout.world):
+            generator = draw.generator(self.name, self.layout.name, number, rank)
+            ids_TK = route(sizes[rank % len(sizes)], config, self.layout, generator)
+            made.append(draw.probe_batch(rank, number, ids_TK, config, generator))
+        return Tokens(tuple(made))
+
+    def biases(self, number: int, rank: int, shape: torch.Size) -> tuple[Tensor, ...]:
+        """Draw so many biases."""
+        generator = draw.generator(self.name, self.layout.name, "biases", number, rank)
+        return tuple(torch.randint(-99, 99, shape, generator=generator) / 4 for _ in range(number))
+
+    def workload(self, *calls: Call) -> Workload:
+        """Return the script."""
+        return Workload(self.name, KIND, self.config, self.layout, (), calls=calls)
+
+
+def everywhere(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
+    """One expert of every ep coordinate, so that a token goes to all ranks; K is ep."""
+    held = config.experts // layout.ep
+    local_TK = torch.randint(0, held, (T, layout.ep), generator=generator)
+    return local_TK + held * torch.arange(layout.ep)
+
+
+def reused(drawing: Drawing, sizes: tuple[int, ...], others: tuple[int, ...]) -> Workload:
+    """Dispatch, dispatch something else, and use the first handle twice more; each is combined, the last ones first."""
+    first, other = drawing.tokens(0, sizes), drawing.tokens(1, others)
+    second, third = (replace_routing(drawing.tokens(number, sizes), first) for number in (2, 3))
+    return drawing.workload(
+        first.call(),
+        other.call(weights=False),
+        second.again(0),
+        third.again(0),
+        third.combine(3, 0),
+        second.combine(2, 0),
+        other.combine(1, 1),
+        first.combine(0, 0),
+    )
+
+
+def replace_routing(tokens: Tokens, routing: Tokens) -> Tokens:
+    """Return the tokens, which go where others went."""
+    pairs = zip(tokens.batches, routing.batches, strict=True)
+    return Tokens(tuple(replace(own, ids_TK=its.ids_TK, weights_TK=its.weights_TK) for own, its in pairs))
+
+
+def wrong_handle(drawing: Drawing) -> Workload:
+    """Combine the rows of two dispatches with each other's handle, then with their own. Every rank got other numbers."""
+    drawing.config = replace(drawing.config, top_k=drawing.layout.ep)
+    few = drawing.tokens(0, tuple(range(2, 2 + drawing.layout.world)), everywhere)
+    more = drawing.tokens(1, tuple(range(4, 4 + drawing.layout.world)), everywhere)
+    wrong = (replace(call, upstream=(), may_raise=True) for call in (few.combine(0, 1), more.combine(1, 0)))
+    return drawing.workload(few.call(), more.call(), *wrong, more.combine(1, 1), few.combine(0, 0))
+
+
+def biases(drawing: Drawing, sizes: tuple[int, ...]) -> Workload:
+    """Combine with one bias, with two and with none, each time what was dispatched afresh."""
+    calls: list[Call] = []
+    for number in (1, 2, 0):
+        tokens = drawing.tokens(number, sizes)
+        combine = tokens.combine(len(calls), len(calls))
+        given = tuple(
+            {**combine.given[rank], "biases": drawing.biases(number, rank, batch.x_TD.shape)}
+            for rank, batch in enumerate(tokens.batches)
+        )
+        named = tuple(f"biases.{each}" for each in range(number))
+        calls += [tokens.call(weights=False), replace(combine, given=given, differentiable=named)]
+    return drawing.workload(*calls)
+
+
+SCRIPTS: dict[str, Callable[[Drawing], Workload]] = {
+    "reused-handle": lambda drawing: reused(drawing, corpus.UNEVEN, (5, 12, 3)),
+    "reused-handle-without-tokens": lambda drawing: reused(drawing, corpus.ONE_WITHOUT, (0, 6)),
+    "handle-of-another": wrong_handle,
+    "biases": lambda drawing: biases(drawing, corpus.UNEVEN),
+    "biases-without-tokens": lambda drawing: biases(drawing, corpus.ONE_WITHOUT),
+}
+
+
+def scripts(variant: str, layout: Layout, profile: corpus.Profile) -> Iterator[Workload]:
+    """Yield the scripts of a variant on a layout."""
+    for name, write in SCRIPTS.items():
+        yield write(Drawing(name, variant, layout))
