@@ -128,8 +128,7 @@ class Script:
     def copies(self, number: int) -> list[Tensor]:
         """To how many ranks every token of every rank went, (T, 1) each."""
         return [
-            sum((_holds(ids_TK, self.held[to]).double() for to in self.group_of[rank]), torch.zeros(len(ids_TK)).double())
-            .unsqueeze(1)
+            torch.stack([_holds(ids_TK, self.held[to]) for to in self.group_of[rank]]).double().sum(0).unsqueeze(1)
             for rank, ids_TK in enumerate(self.ids(number))
         ]
 
@@ -151,31 +150,37 @@ class Script:
     def judge_fresh(self, number: int, tally: Tally) -> None:
         """Require every token once, with its slots, on every rank of its group that holds one of its experts."""
         findings: list[Finding] = []
-        found = {(rank, token): row for rank, row, token, _ in self.rows(number)}
-        places = [(rank, token) for rank, _, token, _ in self.rows(number)]
+        found: dict[tuple[int, Token], int] = {}
         call = self.call(number)
-        for rank, token in places:
-            if token is None or places.count((rank, token)) > 1:
-                what = "is no token's" if token is None else f"and another are both {token}"
-                findings.append(Finding("row", f"call {number}: row {found[rank, token]} on rank {rank} {what}", (rank,)))
+        for rank, row, token, row_D in self.rows(number):
+            what = ""
+            if token is None or not torch.equal(row_D, self._sent(number, token)):
+                what = "is no token's"
+            elif found.setdefault((rank, token), row) != row:
+                what = f"is {token}, as row {found[rank, token]} is"
+            if what:
+                findings.append(Finding("row", f"call {number}: row {row} on rank {rank} {what}", (rank,)))
         for rank, group in self.group_of.items():
             for source in group:
                 ids_TK = call.given[source]["ids_TK"]
                 for t in range(len(ids_TK)):
                     asked = self._slots(rank, ids_TK[t], call.given[source].get("weights_TK"), t)
-                    row = found.pop((rank, Token(source, t)), None)
-                    got = [] if row is None else self._received(number, rank, row)
+                    at = found.pop((rank, Token(source, t)), None)
+                    got = [] if at is None else self._received(number, rank, at)
                     if asked != got:
                         findings.append(_told(number, rank, Token(source, t), asked, got))
                     tally.add(pairs=1, rank=rank)
         findings += [
             Finding("extra", f"call {number}: {token} reached rank {rank}, which is not in its group", (rank,))
             for rank, token in found
-            if token is not None
         ]
         findings += self._wrong_counts(number)
         if findings:
             fail(WrongDelivery, "dispatch", findings)
+
+    def _sent(self, number: int, token: Token) -> Tensor:
+        row_D: Tensor = self.call(number).given[token.source]["x_TD"][token.token]
+        return row_D
 
     def _slots(self, rank: int, ids_K: Tensor, weights_TK: Tensor | None, t: int) -> list[tuple[int, float]]:
         """What a rank should be told of a token: local expert and weight of every slot that is meant there."""
@@ -204,14 +209,12 @@ class Script:
         findings = []
         here = {(rank, row): (token, row_D) for rank, row, token, row_D in self.rows(number)}
         for (rank, row), wanted in there.items():
-            token, row_D = here.pop((rank, row), (None, None))
-            given = self.call(number).given
-            same = token == wanted and row_D is not None and torch.equal(row_D, given[wanted.source]["x_TD"][wanted.token])
-            if not same:
-                said = str(token) if token else "no token of it"
+            token, row_D = here.pop((rank, row), (None, torch.empty(0)))
+            if token is None or token != wanted or not torch.equal(row_D, self._sent(number, token)):
+                said = "no token of it" if token is None else str(token)
                 sentence = f"call {number}: row {row} on rank {rank} is {said}, where call {first} had put {wanted}"
                 findings.append(Finding("moved", sentence, (rank,)))
-            tally.add(pairs=1, elements=0 if row_D is None else row_D.numel(), rank=rank)
+            tally.add(pairs=1, elements=row_D.numel(), rank=rank)
         findings += [
             Finding("more", f"call {number}: row {row} on rank {rank} is more than call {first} brought", (rank,))
             for rank, row in here
@@ -220,7 +223,8 @@ class Script:
             pairs = zip(values(self.outcome, first, name), values(self.outcome, number, name), strict=True)
             for rank, (before, now) in enumerate(pairs):
                 if before is not None and now is not None and not torch.equal(before, now):
-                    findings.append(Finding(name, f"call {number}: {name} on rank {rank} are not call {first}'s", (rank,)))
+                    sentence = f"call {number}: {name} on rank {rank} are not those of call {first}"
+                    findings.append(Finding(name, sentence, (rank,)))
         if findings:
             fail(WrongDelivery, "dispatch", findings)
 
@@ -237,7 +241,7 @@ class Script:
         """Require of every combine the sum of its tokens' rows and biases, and of their gradients."""
         for number, call, rows in self.combines:
             expected = [
-                copies_T1 * given["x_TD"].double() + sum((bias.double() for bias in own.get("biases", ())), torch.zeros(()))
+                sum((bias_TD.double() for bias_TD in own.get("biases", ())), copies_T1 * given["x_TD"].double())
                 for copies_T1, given, own in zip(self.copies(rows), self.call(rows).given, call.given, strict=True)
             ]
             self._judge(values(self.outcome, number), expected, "combine", f"y of call {number}", tally)
@@ -291,7 +295,8 @@ def _holds(ids_TK: Tensor, experts: Sequence[int]) -> Tensor:
 
 def _told(number: int, rank: int, token: Token, asked: list[Any], got: list[Any]) -> Finding:
     if not got:
-        return Finding("lost", f"call {number}: {token} never reached rank {rank}, which has {len(asked)} of its slots", (rank,))
+        sentence = f"call {number}: {token} never reached rank {rank}, where {len(asked)} of its slots are meant"
+        return Finding("lost", sentence, (rank,))
     if not asked:
         return Finding("extra", f"call {number}: {token} reached rank {rank}, which has none of its experts", (rank,))
     sentence = f"call {number}: {token} came to rank {rank} for local experts and weights {got}, not {asked}"

@@ -1,7 +1,7 @@
 """Scripts of the fused token exchange: handles that are used again, handles of others, biases in combine.
 
-Rows are tags, so that a row says whose it is in whatever order it lies; a combine is given back the rows that a dispatch
-brought, so that its sum is the token times the number of ranks that it went to. All numbers are exact.
+Rows are tags, so that a row says whose it is in whatever order it lies; a combine is given back the rows that a
+dispatch brought, so that its sum is the token times the number of ranks that it went to. All numbers are exact.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def replace_routing(tokens: Tokens, routing: Tokens) -> Tokens:
 
 
 def wrong_handle(drawing: Drawing) -> Workload:
-    """Combine the rows of two dispatches with each other's handle, then with their own. Every rank got other numbers."""
+    """Combine the rows of two dispatches with each other's handle, then with their own; each has its number of rows."""
     drawing.config = replace(drawing.config, top_k=drawing.layout.ep)
     few = drawing.tokens(0, tuple(range(2, 2 + drawing.layout.world)), everywhere)
     more = drawing.tokens(1, tuple(range(4, 4 + drawing.layout.world)), everywhere)

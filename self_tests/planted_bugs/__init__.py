@@ -17,6 +17,7 @@ from self_tests.planted_bugs import (
     permute,
     routing,
     routing_ends,
+    token_exchange,
 )
 from self_tests.planted_bugs.plant import Expectation, Plant
 
@@ -26,8 +27,9 @@ __all__ = ["Expectation", "Plant", "find", "plants", "plants_of_many_ranks"]
 def plants() -> tuple[Plant, ...]:
     """Return all plants, chapter by chapter."""
     exchanges = (exchange, exchange_back, exchange_ends)
-    chapters = (routing, routing_ends, capacity, *exchanges, experts, gradients, groups, overlap, cost, flex, permute)
-    return tuple(plant for chapter in chapters for plant in chapter.PLANTS)
+    chapters = (routing, routing_ends, capacity, *exchanges, experts, gradients, groups, overlap, cost)
+    surfaces = (flex, permute, token_exchange)
+    return tuple(plant for chapter in (*chapters, *surfaces) for plant in chapter.PLANTS)
 
 
 def plants_of_many_ranks() -> tuple[Plant, ...]:
