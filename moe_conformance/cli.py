@@ -1,4 +1,4 @@
-"""The command line: `moe-conformance run`, `merge`, `list` and `doctor`.
+"""The command line: `moe-conformance run`, `merge`, `table`, `list` and `doctor`.
 
 `run` is pytest on the installed checks, no more. What needs torch is imported by the command that needs it, so that
 `--help` does not wait for it.
@@ -227,6 +227,25 @@ def merge_(folders: tuple[Path, ...], report: Path) -> NoReturn:
     for line in (*merged.notes, f"report: {written}"):
         terminal.write_line(line)
     sys.exit(merged.head["exit"])
+
+
+@main.command(name="table")
+@click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="DIR...")
+@click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="where it goes, instead of here")
+def table_(folders: tuple[Path, ...], output: Path | None) -> None:
+    """Make the table exchange x layout x (forward, backward, ...) of the reports of a run, a shard or several."""
+    from moe_conformance.report import exchange_table, merge
+
+    try:
+        parts = [merge.read(folder) for folder in folders]
+        merged = merge.merge(parts, shlex.join(["moe-conformance", *sys.argv[1:]]))
+    except merge.Unmergeable as error:
+        raise CannotRun(str(error)) from error
+    page = exchange_table.page(merged.head, merged.records, [part.head["command"] for part in parts])
+    if output is None:
+        click.echo(page, nl=False)
+    else:
+        output.write_text(page, encoding="utf-8")
 
 
 class _Terminal:

@@ -60,7 +60,8 @@ def judge_even_calls(reading: Reading, tally: Tally) -> None:
 def judge_rows(reading: Reading, tally: Tally) -> None:
     """Decide whether dispatch and combine each move no more rows than what the backend says of its wire needs.
 
-    Of a forward that asks the experts several times, they are judged together.
+    Of a forward that asks the experts several times, they are judged together. What travels is told in the tally beside
+    the least that has to, however it is decided.
 
     Raises:
         Costly: one moves more.
@@ -71,6 +72,7 @@ def judge_rows(reading: Reading, tally: Tally) -> None:
     found = []
     if _wire(reading) == "copies":
         raise NotOffered("the adapter copies tokens to tensor ranks, and its rows would be counted")
+    tally.travelled = _travelled(reading)
     for half in _halves(reading):
         allowed, smallest = half.times * _needed(reading, half.m), half.times * _smallest(reading, half.m)
         if half.rows < smallest:
@@ -263,6 +265,20 @@ def _moved(reading: Reading, calls_by_rank: Mapping[int, Sequence[Entry]]) -> co
         rows += _rows(reading, calls, rank)
         beside += sum(bytes_leaving(entry, rank) for entry in calls if not carries_rows(entry, hidden))
     return cost_calls.Moved(math.ceil(rows), 0, math.ceil(beside))
+
+
+def _travelled(reading: Reading) -> dict[str, float]:
+    """Count what leaves ranks in all forwards, and what had to: each row once there and its answer once back."""
+    config, forwards = reading.outcome.workload.config, _forwards(reading)
+    least = 2 * sum(_smallest(reading, m) for m in forwards)
+    calls = [(rank, entry) for by_rank in forwards.values() for rank, each in by_rank.items() for entry in each]
+    return {
+        "rows": sum(_rows(reading, [entry], rank) for rank, entry in calls),
+        "least_rows": least,
+        "bytes": sum(bytes_leaving(entry, rank) for rank, entry in calls),
+        "least_bytes": least * config.hidden * config.dtype.itemsize,
+        "calls": max(len(each) for by_rank in forwards.values() for each in by_rank.values()),
+    }
 
 
 def _needed(reading: Reading, m: int) -> int:

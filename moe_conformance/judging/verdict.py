@@ -23,6 +23,9 @@ class Tally:
     ranks: set[int] = field(default_factory=set)
     worst: float = 0.0  # largest observed/allowed error of a bounded comparison; exact comparisons leave it at 0
     decided: set[str] = field(default_factory=set)  # by a check of several requirements: those that it compared for
+    # Off all ranks: "rows" and "bytes" that travelled in forwards, "least_rows" and "least_bytes" that had to; and the
+    # most "calls" that a rank made in one forward.
+    travelled: dict[str, float] = field(default_factory=dict)
 
     @property
     def vacuous(self) -> bool:

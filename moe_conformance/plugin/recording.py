@@ -13,6 +13,7 @@ from moe_conformance.plugin.trial import Ending, Trial
 from moe_conformance.report.records import FAILING, Record
 from moe_conformance.report.words import failure
 from moe_conformance.waivers import Item
+from moe_conformance.workloads.features import traits
 
 
 def record_of(run: Run, item: pytest.Item, trial: Trial, ended: Ending) -> Record:
@@ -38,7 +39,9 @@ def record_of(run: Run, item: pytest.Item, trial: Trial, ended: Ending) -> Recor
         variant=trial.cell.variant if trial.cell else None,
         layout=trial.cell.layout.name if trial.cell else None,
         workload=trial.workload.name if trial.workload else None,
+        traits=traits(trial.workload) if trial.workload else (),
         compared={"elements": tally.elements, "pairs": tally.pairs, "ranks": sorted(tally.ranks)},
+        travelled=tally.travelled,
         worst=min(tally.worst, sys.float_info.max),  # JSON has no infinity
         resolved=dict(outcome.ranks[0].resolved) if outcome else {},
         detail=ended.detail,

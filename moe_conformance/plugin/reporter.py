@@ -158,6 +158,7 @@ class Reporter:
             shard=options.shard,
             left_out={"cells": sorted(filter(None, other)), "cases": sum(loads[each] for each in other)},
             waivers=self._run.waivers.held,
+            variants=tuple(self._run.backend.variants),
         )
 
     def _problems(self, interrupted: bool) -> Iterator[str]:

@@ -18,6 +18,7 @@ import pytest
 from moe_conformance.plugin import agenda
 from moe_conformance.plugin.trial import trial_of
 from moe_conformance.report.records import Record
+from moe_conformance.workloads.features import traits
 
 Roster = dict[str, Record]  # by node id
 
@@ -72,4 +73,5 @@ def _entry(item: pytest.Item) -> Record:
         variant=cell.variant if cell else None,
         layout=cell.layout.name if cell else None,
         workload=case.workload.name if case else None,
+        traits=traits(case.workload) if case else (),
     )

@@ -23,7 +23,7 @@ _PRECEDENCE: tuple[Verdict, ...] = (
 
 PROPERTY = "moe-conformance"
 
-_TUPLES = ("requirements", "blamed", "replay")
+_TUPLES = ("requirements", "blamed", "replay", "traits")
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,9 @@ class Record:
     variant: str | None = None
     layout: str | None = None
     workload: str | None = None
-    compared: Mapping[str, Any] = field(default_factory=dict)  # elements, pairs: numbers; ranks: list
+    traits: tuple[str, ...] = ()  # of the workload, see `workloads.features.traits`
+    compared: Mapping[str, Any] = field(default_factory=dict)  # elements, pairs: numbers; ranks: list; see Tally
+    travelled: Mapping[str, float] = field(default_factory=dict)  # rows, bytes, calls, see Tally
     worst: float = 0.0  # observed/allowed error
     resolved: Mapping[str, str] = field(default_factory=dict)
     detail: str = ""  # a rank's traceback, what Hypothesis drew

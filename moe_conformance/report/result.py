@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from moe_conformance.report import drawn
+from moe_conformance.report import drawn, travelled
 from moe_conformance.report.records import Record, overall
 from moe_conformance.spec import Requirement
 from moe_conformance.waivers import Waiver
@@ -44,6 +44,7 @@ class Facts:
     shard: str = ""  # I/N
     left_out: Mapping[str, Any] = field(default_factory=dict)  # to other shards: cells by name, number of cases
     waivers: tuple[Waiver, ...] = ()
+    variants: tuple[str, ...] = ()  # all that the backend has
 
     @property
     def seconds(self) -> float:
@@ -57,6 +58,7 @@ def head(facts: Facts) -> dict[str, Any]:
         "suite": version("moe-conformance"),
         "backend": facts.backend,
         "versions": dict(facts.versions),
+        "variants": list(facts.variants),
         "device": facts.device,
         "ranks": facts.ranks,
         "profile": facts.profile,
@@ -83,7 +85,8 @@ def head(facts: Facts) -> dict[str, Any]:
 def document(head: Mapping[str, Any], law: Sequence[Requirement], records: Sequence[Record]) -> dict[str, Any]:
     """Return the whole report as plain data."""
     requirements = [_requirement(requirement, records) for requirement in law]
-    return {**head, "drawn": drawn.totals(records), "requirements": requirements}
+    worst = [asdict(each) | {"ratio": each.ratio} for each in travelled.worst(records)]
+    return {**head, "drawn": drawn.totals(records), "travelled": worst, "requirements": requirements}
 
 
 def _requirement(requirement: Requirement, records: Sequence[Record]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from moe_conformance import spec
 from moe_conformance.plan import layout_names
-from moe_conformance.report import drawn, matrix, words
+from moe_conformance.report import drawn, matrix, travelled, words
 from moe_conformance.report.problems import item_of
 from moe_conformance.report.records import Record
 from moe_conformance.waivers import proposal
@@ -49,6 +49,8 @@ def tell(
         encoding=encoding,
     )
     terminal.write_line("\n" + shown.rstrip("\n"))
+    if cost := travelled.table(layout_names(), records, width=width, encoding=encoding):
+        terminal.write_line(cost)
     if left_out := len(decidable) - len(set(wanted)):
         terminal.write_line(f"{left_out} requirements not run: left out by --only")
     if waiting := len(law) - len(decidable):

@@ -45,6 +45,16 @@ def cell_limits(limits: Sequence[Limit], layout: Layout) -> tuple[Limit, ...]:
     return tuple(limit for limit in limits if limit.on in of_layout and of_layout[limit.on] not in limit.allowed)
 
 
+ZERO_TOKENS, IN_FLIGHT = "zero tokens", "in flight"
+
+
+def traits(workload: Workload) -> tuple[str, ...]:
+    """Return what a report tells of a workload: a rank has no tokens, several microbatches are under way at once."""
+    empty = any(not len(batch.x_TD) for microbatch in workload.batches for batch in microbatch)
+    open_at_once = max(in_flight(workload.schedule), halves_in_flight(workload.schedule)) > 1
+    return tuple(trait for trait, has in ((ZERO_TOKENS, empty), (IN_FLIGHT, open_at_once)) if has)
+
+
 def has_empty_slots(workload: Workload) -> bool:
     """Return whether any token has a slot that is not routed."""
     return any(bool((ids_TK < 0).any()) for ids_TK in _ids(workload))

@@ -1,0 +1,121 @@
+"""The tables of a report: exchanges on layouts, and what travelled against the least that has to."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import UTC, datetime
+
+import pytest
+from click.testing import CliRunner
+
+from moe_conformance import cli, spec
+from moe_conformance.report import exchange_table, result, travelled
+from moe_conformance.report.records import Record
+from moe_conformance.topology import Layout
+from moe_conformance.workloads.corpus import corpus, quick_layouts
+from moe_conformance.workloads.features import IN_FLIGHT, ZERO_TOKENS, traits
+
+START = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
+FACTS = result.Facts(
+    "toy", {"toylib": "2"}, "cpu", 4, "quick", "", "moe-conformance run", START, START, 0,
+    interrupted=False, stopped="", variants=("a", "b"),
+)  # fmt: skip
+
+
+def record(requirement: str, verdict: str = "pass", variant: str = "a", layout: str = "ep2", **more) -> Record:
+    """Return how a check ended on one workload."""
+    node = f"test_x.py::test_{requirement}[{variant}-{layout}-{more.get('workload', 'even')}]"
+    return Record(node, "test_x", (requirement,), verdict, variant=variant, layout=layout, **more)
+
+
+def rows(*records: Record) -> dict[tuple[str, str], list[str]]:
+    """The cells of the table, by variant and layout."""
+    page = exchange_table.page(result.head(FACTS), records, ["moe-conformance run"])
+    lines = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("|")][2:]
+    return {(variant, layout): cells for variant, layout, *cells in lines}
+
+
+class TestExchangeTable:
+    def test_no_cell_is_blank(self) -> None:
+        """Every variant of the backend stands there on every layout of the profile; what was not judged says so."""
+        table = rows(record("EXCH-01"))
+        assert {(variant, layout.name) for variant in "ab" for layout in quick_layouts()} == set(table)
+        assert ["1 pass", *["not run"] * 4] == table["a", "ep2"]
+        assert ["not run"] * 5 == table["b", "tp2-ep2-edp2"]
+
+    @pytest.mark.parametrize(
+        ("requirement", "has", "columns"),
+        [
+            ("EXPT-01", (), [0]),
+            ("GRAD-02", (), [1]),
+            ("PACK-03", (IN_FLIGHT,), [2]),
+            ("EXCH-05", (ZERO_TOKENS,), [0, 3]),
+            ("GRAD-01", (ZERO_TOKENS, IN_FLIGHT), [1, 3, 4]),
+            ("COST-03", (ZERO_TOKENS,), []),
+        ],
+    )
+    def test_an_item_counts_where_it_belongs(self, requirement: str, has: tuple[str, ...], columns: list[int]) -> None:
+        """By the chapter that its check cites, and by the traits of its workload."""
+        cells = rows(record(requirement, traits=has))["a", "ep2"]
+        assert columns == [i for i, cell in enumerate(cells) if cell == "1 pass"]
+
+    def test_every_verdict_is_counted(self) -> None:
+        """Failures first; a pass does not hide a refusal."""
+        verdicts = ("pass", "refused", "fail", "pass", "not adapted", "limit")
+        given = [record("EXCH-01", verdict, workload=f"w{i}") for i, verdict in enumerate(verdicts)]
+        assert "1 fail, 2 pass, 1 refused, 1 not adapted, 1 limit" == rows(*given)["a", "ep2"][0]
+
+    def test_the_command_makes_it_of_reports(self, tmp_path) -> None:
+        """Of several parts too; it names the commands of the runs and its own."""
+        for name, layout in (("one", "ep2"), ("two", "ep4")):
+            (tmp_path / name).mkdir()
+            head = result.head(replace(FACTS, command=f"moe-conformance run {name}"))
+            law = tuple(spec.load().values())
+            result.write(tmp_path / name, result.document(head, law, [record("GRAD-01", layout=layout)]))
+        folders = [str(tmp_path / name) for name in ("one", "two")]
+        told = CliRunner().invoke(cli.main, ["table", *folders])
+        assert 0 == told.exit_code, told.output
+        assert "| a | ep4 | not run | 1 pass | not run | not run | not run |" in told.output.splitlines()
+        assert "- `moe-conformance run two`" in told.output
+        done = CliRunner().invoke(cli.main, ["table", *folders, "--output", str(tmp_path / "page.md")])
+        assert (0, "") == (done.exit_code, done.output)
+        assert told.output == (tmp_path / "page.md").read_text(encoding="utf-8")
+        none = CliRunner().invoke(cli.main, ["table", str(tmp_path)])
+        assert (2, True) == (none.exit_code, "there is no report" in none.output)
+
+
+class TestTraits:
+    def test_they_are_those_of_the_workload(self) -> None:
+        """Ranks without tokens in any microbatch, and microbatches open at once, whole or in halves."""
+        found = {workload.name: traits(workload) for workload in corpus("any", Layout(2, ep=2), "quick")}
+        assert () == found["uneven"]
+        assert (ZERO_TOKENS,) == found["rank-without-tokens"] == found["by-turns-uneven"]
+        assert (IN_FLIGHT,) == found["in-flight-even"] == found["halves-in-flight-even"]
+
+
+def moved(workload: str, rows_moved: float, least: float, variant: str = "a", layout: str = "ep2") -> Record:
+    """Return the record of a workload in which rows travelled."""
+    figures = {"rows": rows_moved, "least_rows": least, "bytes": 40 * rows_moved, "least_bytes": 32 * least, "calls": 3}
+    return record("COST-03", variant=variant, layout=layout, workload=workload, travelled=figures)
+
+
+class TestTravelled:
+    def test_the_worst_workload_stands_for_its_cell(self) -> None:
+        """By the ratio of rows, not by their number; where nothing had to travel there is no ratio."""
+        found = travelled.worst([moved("x", 30, 20), moved("y", 4, 2), moved("z", 5, 0), record("EXCH-01")])
+        assert [("y", 2.0)] == [(each.workload, each.ratio) for each in found]
+
+    def test_a_line_for_each_layout(self) -> None:
+        """Rows and bytes over the least possible, and calls; a cell without figures says that it was not run."""
+        records = [moved("x", 3, 2), moved("x", 2, 2, "b", "ep4"), moved("x", 2, 2, "a", "ep4")]
+        table = travelled.table(["ep4", "ep2"], records, width=120, encoding="ascii")
+        lines = [[cell.strip() for cell in line.strip(" |").split("|")] for line in table.splitlines() if "ep" in line]
+        assert [["ep4", "1.00, 1.25; 3", "1.00, 1.25; 3"], ["ep2", "1.50, 1.88; 3", "not run"]] == lines
+        assert "" == travelled.table(["ep2"], [record("EXCH-01")], width=120, encoding="ascii")
+
+    def test_the_report_has_it(self) -> None:
+        """With the ratio, as plain data."""
+        content = result.document(result.head(FACTS), (), [moved("x", 3, 2)])
+        (told,) = json.loads(json.dumps(content))["travelled"]
+        assert ("a", "ep2", "x", 1.5) == (told["variant"], told["layout"], told["workload"], told["ratio"])
