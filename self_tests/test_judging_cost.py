@@ -28,6 +28,7 @@ class TestTravelled:
     """What the tally tells of the wire of native on two ranks."""
 
     def travelled(self, engine: Engine, variant: str, name: str) -> dict[str, float]:
+        """Return what the tally says after a workload of the corpus."""
         workload = next(each for each in corpus(variant, Layout(2, ep=2), "quick") if each.name == name)
         tally = Tally()
         judge_rows(read(moe_step(engine, "native", workload)), tally)
