@@ -92,12 +92,13 @@ class TestCorpus:
                 assert torch.equal(a.upstream, b.upstream)
 
     def test_ranks_and_microbatches_differ(self) -> None:
-        """No two batches of a workload share tokens, and upstream gradients are not constant."""
+        """No two batches of a workload share tokens, and upstream gradients are not constant but where they say so."""
         for workload in corpus("any", EP2, "quick"):
             batches = [batch for batch in sum(workload.batches, ()) if batch.x_TD.numel()]
             firsts = {tuple(batch.x_TD[0].tolist()) for batch in batches}
             assert len(batches) == len(firsts), workload.name
-            assert all(batch.upstream.unique().numel() > 4 for batch in batches), workload.name
+            if workload.name != "all-alike-even":
+                assert all(batch.upstream.unique().numel() > 4 for batch in batches), workload.name
 
     def test_experts_differ(self) -> None:
         """No two experts of a workload have the same parameters."""

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ import pytest
 from moe_conformance.backends import lying, registry
 from moe_conformance.engine import Engine
 from moe_conformance.judging.verdict import Mismatch, Tally
+from moe_conformance.plugin.alongside import Twins
 from moe_conformance.scenarios.group_lists import group_lists
 from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
@@ -56,7 +57,8 @@ class Court:
             (built,) = group_lists(self.engine, backend, (layout,))
             return [judge(check, group_lists={layout: built}) for check in asked]
         outcome = self._run(backend, variant, layout, workload)
-        return [judge(check, outcome=outcome) for check in asked if check.reads(outcome.workload)]
+        twins = Twins(registry.load(backend), "cpu", partial(moe_step, self.engine, backend, deadline_s=20.0))
+        return [judge(check, outcome=outcome, twins=twins) for check in asked if check.reads(outcome.workload)]
 
     def _run(self, backend: str, variant: str, layout: Layout, workload: str) -> Outcome:
         key = backend, variant, layout, workload

@@ -16,6 +16,7 @@ from moe_conformance.judging import reading as judging
 from moe_conformance.judging.verdict import Mismatch, RunFailed, Tally
 from moe_conformance.plan import Case, Cell, Plan, too_large
 from moe_conformance.plugin import agenda, repeating, roster
+from moe_conformance.plugin.alongside import Twins
 from moe_conformance.plugin.drawing import Drive, Search
 from moe_conformance.plugin.outcomes import Outcomes
 from moe_conformance.plugin.recording import record_of, translate, waiver_of
@@ -146,6 +147,12 @@ class Driver:
         return self._outcomes.of(case, None).reading
 
     @pytest.fixture
+    def twins(self, outcome: Outcome, request: pytest.FixtureRequest) -> Twins:
+        """Runs twins of the case beside it."""
+        del outcome  # it is there: a case that was refused has no twins
+        return Twins(self.run.backend, self.run.options.device, partial(self._step, trial_of(request.node)))
+
+    @pytest.fixture
     def drive(self, cell: Cell, request: pytest.FixtureRequest) -> Drive:
         """Runs every workload that a strategy draws on the ranks and has it judged."""
         trial = trial_of(request.node)
@@ -235,7 +242,7 @@ class Driver:
             if case is None:
                 second = repeating.drawn_again(trial, kept.outcome)
             else:
-                second = repeating.judge_again(item, case, kept, _examine)
+                second = repeating.judge_again(item, case, kept, _examine, self._outcomes.step)
         except (repeating.CannotRepeat, EngineError):
             return ended
         return repeating.compared(ended, second)

@@ -16,6 +16,7 @@ from moe_conformance.plan import Case
 from moe_conformance.plugin.outcomes import Kept
 from moe_conformance.plugin.trial import Ending, Trial, ending
 from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.workloads.records import Workload
 
 Examine = Callable[[Trial, Case, Outcome], None]
 
@@ -24,7 +25,9 @@ class CannotRepeat(Exception):
     """The check stands on something else than what its case brought back."""
 
 
-def judge_again(item: pytest.Item, case: Case, kept: Kept, examine: Examine) -> Ending:
+def judge_again(
+    item: pytest.Item, case: Case, kept: Kept, examine: Examine, step: Callable[[Workload], Outcome]
+) -> Ending:
     """Return how the check of an item ends on another outcome of its case.
 
     Args:
@@ -32,6 +35,7 @@ def judge_again(item: pytest.Item, case: Case, kept: Kept, examine: Examine) -> 
         case: What it reads.
         kept: The other outcome.
         examine: Raises what the outcome alone decides: a refusal, a limit that nothing kept.
+        step: Runs a workload on the ranks that the other outcome is from.
 
     Raises:
         CannotRepeat: it has fixtures of its own that were never made.
@@ -45,6 +49,7 @@ def judge_again(item: pytest.Item, case: Case, kept: Kept, examine: Examine) -> 
             "outcome": lambda: kept.outcome,
             "reading": lambda: kept.reading,
             "tally": lambda: trial.tally,
+            "twins": lambda: replace(first["twins"], step=step),
         }
         given = {}
         for name in item._fixtureinfo.argnames:  # type: ignore[attr-defined]  # a function's

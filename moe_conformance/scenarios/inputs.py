@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.contract import Routing
+from moe_conformance.scenarios.strides import laid_out
 from moe_conformance.scenarios.tensors import same_bytes, to_cpu
 from moe_conformance.workloads.records import Batch, Workload
 
@@ -21,14 +22,16 @@ class Inputs:
         """Copy the batch to the device."""
         T, D = batch.x_TD.shape
         shape = (*workload.lead_of(T), D)
+        strides = workload.twist.strides
         self.given = batch
-        self.x = batch.x_TD.to(device, copy=True).reshape(shape).requires_grad_()
+        x_TD = laid_out(batch.x_TD.to(device, copy=True), strides.get("x"))
+        self.x = x_TD.reshape(shape).detach().requires_grad_()
         self.routing = Routing(
-            batch.ids_TK.to(device, copy=True),
-            batch.weights_TK.to(device, copy=True).requires_grad_(),
+            laid_out(batch.ids_TK.to(device, copy=True), strides.get("ids")),
+            laid_out(batch.weights_TK.to(device, copy=True), strides.get("weights")).detach().requires_grad_(),
             workload.config.experts,
         )
-        self.upstream = batch.upstream.to(device, copy=True)
+        self.upstream = laid_out(batch.upstream.to(device, copy=True), strides.get("upstream"))
         self.gradients: dict[str, Tensor] = {}
 
     def _current_gradients(self) -> dict[str, Tensor]:

@@ -95,7 +95,10 @@ class TrainingStep:
         if session.expert_output_is_partial:
             shards = topology.ranks("etp")
             part = tags.part(shards.index(topology.rank), len(shards))
-        return Probe(self.config, tuple(self.exchange.local_experts), part)
+        answers = tuple(self.exchange.local_experts)
+        if self.workload.twist.probe_as:
+            answers = tuple(self.workload.twist.probe_as[expert] for expert in answers)
+        return Probe(self.config, answers, part)
 
     def _follow_schedule(self) -> None:
         phases: dict[str, tuple[str, Callable[[int], None]]] = {

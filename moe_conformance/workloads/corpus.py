@@ -84,6 +84,11 @@ def duplicates(T: int, config: Config, layout: Layout, generator: torch.Generato
     return ids_TK
 
 
+def one_choice(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
+    """All tokens of a rank go to the same experts."""
+    return draw.choose(1, config, generator).repeat(T, 1)
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How to draw one workload of the exchange, with the suite's or the backend's experts."""
@@ -102,14 +107,16 @@ class Recipe:
     memory: Literal["plain", "filled"] = "plain"
     repeated: bool = False  # all microbatches are routed alike
     wide: bool = False  # runs on layouts of more than `USUAL_RANKS` as well
+    likened: Profile | None = None  # runs that must give the same are held against it, from this profile on
+    alike: bool = False  # all tokens have one row of weights and one number for upstream
 
 
 _INPUT = {"weights_applied": "input"}
 _OUTPUT = {"weights_applied": "output"}
 
 PROBE = (
-    Recipe("uneven", tokens=UNEVEN, wide=True),
-    Recipe("even", wide=True),
+    Recipe("uneven", tokens=UNEVEN, wide=True, likened="full"),
+    Recipe("even", wide=True, likened="quick"),
     Recipe("top-1-even", config={"top_k": 1}),
     Recipe("top-1-uneven", tokens=UNEVEN, config={"top_k": 1}, profile="full"),
     Recipe("top-all-even", config={"top_k": 8}),
@@ -129,7 +136,8 @@ PROBE = (
     Recipe("many-experts-even", tokens=(24,), config={"experts": 64, "top_k": 10, "hidden": 256}, profile="full"),
     Recipe("all-dropped-on-a-rank", all_dropped, tokens=UNEVEN, needs_ep=True),
     Recipe("zero-and-negative-weights-even", weights="odd"),
-    Recipe("dropped-even", dropped, wide=True),
+    Recipe("dropped-even", dropped, wide=True, likened="full"),
+    Recipe("all-alike-even", one_choice, likened="quick", alike=True),
     Recipe("dropped-uneven", dropped, tokens=UNEVEN, profile="full", wide=True),
     Recipe("duplicates-even", duplicates, wide=True),
     Recipe("two-dims-even", lead="two_dims", wide=True),
@@ -162,8 +170,8 @@ PROBE = (
 )
 
 _OWN = (
-    Recipe("own-even", wide=True),
-    Recipe("own-uneven", tokens=UNEVEN, profile="full", wide=True),
+    Recipe("own-even", wide=True, likened="full"),
+    Recipe("own-uneven", tokens=UNEVEN, profile="full", wide=True, likened="full"),
     Recipe("own-top-all-even", config={"top_k": 8}),
     Recipe("own-one-expert-even", one_expert, config={"top_k": 1}),
     Recipe("own-empty-expert-even", empty_expert),
@@ -179,6 +187,13 @@ _OWN = (
     Recipe("own-output-weights-even", config=_OUTPUT),
 )
 
+
+def in_bfloat16(recipe: Recipe) -> Recipe:
+    """Return a recipe in the dtype that every library offers; its twins are in the quick profile."""
+    config = {**recipe.config, "dtype": torch.bfloat16}
+    return replace(recipe, name=f"{recipe.name}-bfloat16", config=config, likened=recipe.likened and "quick")
+
+
 EXPERTS = (
     *_OWN,
     Recipe("own-dropped-even", dropped),
@@ -189,7 +204,7 @@ EXPERTS = (
     Recipe("own-three-in-flight-even", schedule="F0 F1 F2 B0 B1 B2"),
     Recipe("own-odd-experts-even", experts_per_ep=3, config={"hidden": 40, "ffn": 24, "top_k": 3}),
     # In bfloat16 too: some libraries' experts compute in it whatever the tokens are, and are judged there.
-    *(replace(own, name=f"{own.name}-bfloat16", config={**own.config, "dtype": torch.bfloat16}) for own in _OWN),
+    *(in_bfloat16(own) for own in _OWN),
     Recipe("own-uneven-float64", tokens=UNEVEN, config={"dtype": torch.float64}, wide=True),
     Recipe("own-even-float64", config={"dtype": torch.float64}, wide=True),
 )
@@ -237,6 +252,11 @@ def full_layouts() -> tuple[Layout, ...]:
     )
 
 
+def likened_layouts(profile: Profile) -> tuple[Layout, ...]:
+    """The layouts on which runs are held against each other: in the quick profile, one of each kind of exchange."""
+    return (Layout(2, ep=2), Layout(4, ep=2), Layout(4, ep=2, etp=2)) if profile == "quick" else full_layouts()
+
+
 def layouts(profile: Profile) -> tuple[Layout, ...]:
     """The layouts of a profile."""
     return quick_layouts() if profile == "quick" else full_layouts()
@@ -257,7 +277,9 @@ def corpus(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]
                 continue
             if layout.world > USUAL_RANKS and not recipe.wide:
                 continue
-            yield exchange_workload(recipe, kind, variant, layout)
+            workload = exchange_workload(recipe, kind, variant, layout)
+            asked = recipe.likened in ("quick", profile) and layout in likened_layouts(profile)
+            yield replace(workload, likened=profile) if asked else workload
     golden = golden_workload(variant, layout)
     if golden is not None:
         yield golden
@@ -278,7 +300,8 @@ def exchange_workload(recipe: Recipe, kind: Literal["probe", "experts"], variant
         T = recipe.tokens[(rank + turn) % len(recipe.tokens)]
         ids_TK = recipe.route(T, config, layout, generator)
         if kind == "probe":
-            return draw.probe_batch(rank, microbatch, ids_TK, config, generator, odd=recipe.weights == "odd")
+            batch = draw.probe_batch(rank, microbatch, ids_TK, config, generator, odd=recipe.weights == "odd")
+            return draw.alike(batch) if recipe.alike else batch
         return draw.real_batch(ids_TK, config, generator)
 
     batches = tuple(tuple(batch(m, r) for r in range(layout.world)) for m in range(microbatches))

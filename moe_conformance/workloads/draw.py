@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -76,6 +77,17 @@ def probe_batch(
         weights_TK=weights_TK,
         upstream=(steps_TD * signs_TD / 4).to(config.dtype),
     )
+
+
+def alike(batch: Batch) -> Batch:
+    """Return the batch with the first token's weights for all tokens, and one upstream gradient everywhere.
+
+    As of the sum of all outputs, which every first example differentiates.
+    """
+    if not len(batch.x_TD):
+        return batch
+    weights_TK = batch.weights_TK[:1].expand_as(batch.weights_TK).clone()
+    return replace(batch, weights_TK=weights_TK, upstream=torch.full_like(batch.upstream, 0.75))
 
 
 def real_batch(ids_TK: Tensor, config: Config, draw: torch.Generator) -> Batch:

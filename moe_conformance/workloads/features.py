@@ -86,6 +86,13 @@ def has_filled_memory(workload: Workload) -> bool:
     return workload.memory == "filled"
 
 
+def all_alike(workload: Workload) -> bool:
+    """Return whether runs are likened to it, and all tokens of a rank have the same ids, weights and upstream."""
+    batches = [batch for microbatch in workload.batches for batch in microbatch]
+    fed = [each for batch in batches for each in (batch.ids_TK, batch.weights_TK, batch.upstream)]
+    return bool(workload.likened) and all(bool((each == each[:1]).all()) for each in fed)
+
+
 def without_gradients(workload: Workload) -> bool:
     """Return whether some microbatch runs forward without gradients."""
     return any(item[0] in "NI" for item in workload.schedule.split())

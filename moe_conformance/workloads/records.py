@@ -53,6 +53,22 @@ class Call:
     may_raise: bool = False
 
 
+Stride = Literal["rows", "columns", "transposed", "packed", "expanded"]
+
+
+@dataclass(frozen=True)
+class Twist:
+    """What is done around a run and to its inputs that must change nothing of what it gives.
+
+    `strides` says how x, ids, weights and upstream lie in memory: every second row, every second column, transposed,
+    columns in the middle of a wider tensor, or a row that is there once and stands for all (of upstream: a number);
+    what lies between them is NaN, of ids 2^40. The probe answers for expert e as for `probe_as[e]`.
+    """
+
+    strides: Mapping[str, Stride] = field(default_factory=dict)
+    probe_as: tuple[int, ...] = ()  # empty: as for itself
+
+
 @dataclass(frozen=True, repr=False)
 class Workload:
     """One run: what is built, where, and what it is fed.
@@ -78,6 +94,8 @@ class Workload:
     asynchrony: Asynchrony = "plain"
     memory: Literal["plain", "filled"] = "plain"
     calls: tuple[Call, ...] = ()  # a script, in place of batches and a schedule: calls on the one surface `kind`
+    twist: Twist = field(default_factory=Twist)
+    likened: Literal["", "quick", "full"] = ""  # the profile in which runs that must give the same are held against it
     golden: str = ""  # the chapter of the goldens whose values judge it; "" for the oracles of today
 
     def lead_of(self, T: int) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from self_tests.planted_bugs import (
     routing,
     routing_ends,
     token_exchange,
+    twins,
 )
 from self_tests.planted_bugs.plant import Expectation, Plant
 
@@ -26,7 +27,7 @@ __all__ = ["Expectation", "Plant", "find", "plants", "plants_of_many_ranks"]
 
 def plants() -> tuple[Plant, ...]:
     """Return all plants, chapter by chapter."""
-    exchanges = (exchange, exchange_back, exchange_ends)
+    exchanges = (exchange, exchange_back, exchange_ends, twins)
     chapters = (routing, routing_ends, capacity, *exchanges, experts, gradients, groups, overlap, cost)
     surfaces = (flex, permute, token_exchange)
     return tuple(plant for chapter in (*chapters, *surfaces) for plant in chapter.PLANTS)

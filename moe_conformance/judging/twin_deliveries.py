@@ -1,0 +1,76 @@
+"""What a twin's experts are handed, byte by byte beside what the original's were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from moe_conformance.judging.diagnosis import Finding, fail
+from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.verdict import Tally, WrongDelivery
+from moe_conformance.scenarios.outcome import Handed
+from moe_conformance.workloads.twins import Twin
+
+
+def judge_same_deliveries(original: Reading, twin: Twin, other: Reading, tally: Tally) -> None:
+    """Decide whether a twin's experts get the original's rows, in the same places, for the same experts.
+
+    Only rows for some expert are compared, and weights beside them only where the twin has the original's. Every
+    microbatch of the twin is fed one of the original, whole.
+
+    Raises:
+        WrongDelivery: a row, its experts, its weights or a count differ.
+    """
+    findings = []
+    for m, ranks in enumerate(twin.origin):
+        sources = {int(row[0]) for rows in ranks for row in rows.source_T3}
+        weighed = not any(bool(rows.powers_T.any()) for rows in ranks)
+        for rank in range(len(ranks)):
+            now = other.seen(m, rank).handed
+            was = original.seen(min(sources, default=m), rank).handed
+            whose = f"rank {rank}" + (f" in microbatch {m}" if len(twin.origin) > 1 else "")
+            if len(now) != len(was):
+                calls = f"the experts of {whose} are called {len(now)} times, and were called {len(was)} times"
+                findings.append(Finding("calls", calls, (rank,)))
+                continue
+            for one, before in zip(now, was, strict=True):
+                found = list(_differences(one, before, weighed))
+                findings += [Finding(kind, f"{kind} handed to {whose} {said}", (rank,)) for kind, said in found]
+                if not found:
+                    tally.add(pairs=int((one.ids_RJ >= 0).sum()), rank=rank)
+    if findings:
+        fail(WrongDelivery, "dispatch", findings, start=f"run {twin.how}, ")
+
+
+def _differences(now: Handed, was: Handed, weighed: bool) -> Iterator[tuple[str, str]]:
+    """Yield what differs, and how."""
+    if not _same(now.ids_RJ, was.ids_RJ):
+        yield "experts of the rows", f"are {_some(now.ids_RJ)}, and were {_some(was.ids_RJ)}"
+        return
+    routed_R = (now.ids_RJ >= 0).any(1)
+    if not _same(now.rows_RD[routed_R], was.rows_RD[routed_R]):
+        changed = (now.rows_RD.double() != was.rows_RD.double()).any(1) & routed_R
+        row = int(changed.nonzero()[0]) if bool(changed.any()) else int(routed_R.nonzero()[0])
+        yield "rows", f"differ, the first is row {row}"
+    for kind, one, before in (
+        ("weights", now.weights_RJ if weighed else None, was.weights_RJ if weighed else None),
+        ("counts", now.counts_N, was.counts_N),
+    ):
+        if (one is None) != (before is None):
+            yield kind, "are there in one run only"
+        elif one is not None and before is not None:
+            held = now.ids_RJ >= 0 if kind == "weights" else torch.ones_like(one, dtype=torch.bool)
+            if one.shape != before.shape or not _same(one[held], before[held]):
+                yield kind, f"are {_some(one)}, and were {_some(before)}"
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether both hold the same values; what is not a number is equal to itself here."""
+    return one.shape == other.shape and torch.equal(torch.nan_to_num(one), torch.nan_to_num(other))
+
+
+def _some(values: Tensor) -> str:
+    flat = values.flatten().tolist()
+    return f"{flat[:8]}" if len(flat) <= 8 else f"{str(flat[:8])[:-1]}, ...]"

@@ -1,0 +1,239 @@
+"""A run held against its twins: what the law says is the same is compared, and what is not is told by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_conformance.judging.diagnosis import Finding, fail
+from moe_conformance.judging.likeness import likeness
+from moe_conformance.judging.own_expected import OwnExpected
+from moe_conformance.judging.own_experts import expected_of
+from moe_conformance.judging.places import Place
+from moe_conformance.judging.reading import Reading, read, tokens_of
+from moe_conformance.judging.twin_deliveries import judge_same_deliveries
+from moe_conformance.judging.twin_parameters import judge_same_parameters
+from moe_conformance.judging.verdict import Mismatch, NotOffered, Stage, Tally, WrongForm, WrongGradient, WrongOutput
+from moe_conformance.scenarios.outcome import Microbatch, Outcome
+from moe_conformance.workloads.twins import Rows, Twin, picked
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A twin and what its run brought back, or why there is nothing."""
+
+    twin: Twin
+    outcome: Outcome | None
+    why_not: str = ""
+
+
+RunTwins = Callable[[Sequence[Twin]], list[Ran]]  # on the ranks that the original ran on
+
+
+class Sides(NamedTuple):
+    """A run, a twin of it, and the twin's run."""
+
+    original: Reading
+    twin: Twin
+    other: Reading
+
+
+def judge_alike(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
+    """Decide whether every twin gives what the run gave: y, dx, dweights and the finished gradients of parameters.
+
+    Every byte where the twin says so; else every value with the suite's experts, whose answers are exact, and with
+    the backend's own every element within the rounding errors of the two runs together.
+
+    Raises:
+        NotOffered: the backend ran none of the twins.
+        WrongForm, WrongDelivery, WrongOutput, WrongGradient: something differs.
+        Raised, Hung, Died: the twin did not finish.
+    """
+    present = [each for each in ran if each.outcome is not None]
+    if not present:
+        raise NotOffered("; ".join(f"{each.twin.how}: {each.why_not}" for each in ran))
+    for each in present:
+        sides = Sides(reading, each.twin, read_twin(each))
+        if each.twin.bits:
+            judge_same_deliveries(*sides, tally)
+        for judged in _JUDGED:
+            _judge_tokens(sides, judged, tally)
+        if each.twin.times is not None and reading.outcome.workload.parameters:
+            judge_same_parameters(*sides, tally)
+
+
+def judge_scaled(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
+    """Decide `judge_alike` of twins with other weights; weights that act before the experts are under no such law.
+
+    Raises:
+        NotOffered: the backend applies weights at the experts' input.
+    """
+    if "input" in reading.applied:
+        raise NotOffered("weights multiply the experts' input, of which the answers are no linear function")
+    judge_alike(reading, ran, tally)
+
+
+def judge_strided(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
+    """Decide `judge_alike` of twins whose inputs lie otherwise in memory; to refuse them with an error is legal too.
+
+    An error counts as a refusal if every rank raised it in the first forward, before any collective of that forward.
+    """
+    judge_alike(reading, [_or_refused(reading, each) for each in ran], tally)
+
+
+def read_twin(ran: Ran) -> Reading:
+    """Read a twin's outcome; a failure is told with how the twin differs."""
+    assert ran.outcome is not None
+    try:
+        return read(ran.outcome)
+    except Mismatch as mismatch:
+        told = type(mismatch)(mismatch.stage, f"run {ran.twin.how}, {mismatch.sentence}", ranks=mismatch.ranks)
+        told.place = mismatch.place
+        raise told from mismatch
+
+
+def _or_refused(reading: Reading, ran: Ran) -> Ran:
+    """Return a twin that every rank refused with an error at once as one that was not run."""
+    if ran.outcome is None:
+        return ran
+    before = {rank.rank: rank.phases[0][1] for rank in reading.ranks}  # collectives before the first forward
+    for rank in ran.outcome.ranks:
+        at_once = rank.reached in ("forward:0", "dispatch:0") and len(rank.ledger) <= before[rank.rank]
+        if rank.status != "raised" or not at_once:
+            return ran
+    return replace(ran, outcome=None, why_not=f"refused with {ran.outcome.ranks[0].error}")
+
+
+# ---- tokens --------------------------------------------------------------------------------------------------------
+
+
+class _Judged(NamedTuple):
+    """A result that every token has."""
+
+    name: str
+    error: type[Mismatch]
+    value: Callable[[Microbatch], Tensor | None]
+    allowed: Callable[[OwnExpected, Place], Tensor]
+    backward: bool
+
+
+_JUDGED = (
+    _Judged("y", WrongOutput, lambda seen: seen.y, lambda own, at: own.y(at).allowed, False),
+    _Judged("dx", WrongGradient, lambda seen: seen.dx_TD.value, lambda own, at: own.dx(at).allowed, True),
+    _Judged(
+        "dweights", WrongGradient, lambda seen: seen.dweights_TK.value, lambda own, at: own.dweights(at).allowed, True
+    ),
+)
+
+
+def _judge_tokens(sides: Sides, judged: _Judged, tally: Tally) -> None:
+    findings = list(_differences(sides, judged, tally))
+    if not findings:
+        return
+    own = bool(sides.original.outcome.workload.parameters)
+    stage: Stage = "gradient" if judged.backward else "experts" if own else "combine"
+    fail(judged.error, stage, findings, start=f"run {sides.twin.how}, ")
+
+
+def _differences(sides: Sides, judged: _Judged, tally: Tally) -> Iterator[Finding]:
+    """Yield a finding for every token that differs; what does not is counted."""
+    known: list[list[Tensor | None]] = [
+        [judged.value(sides.original.seen(m, rank)) for rank in range(len(ranks))]
+        for m, ranks in enumerate(sides.original.batches)
+    ]
+    for m, ranks in enumerate(sides.twin.origin):
+        if judged.backward and not sides.other.goes_backward(m):
+            continue
+        for rank, rows in enumerate(ranks):
+            actual = judged.value(sides.other.seen(m, rank))
+            was = _expected(rows, known, judged.name)
+            whose = f"{judged.name} of rank {rank}" + (f" in microbatch {m}" if len(sides.twin.origin) > 1 else "")
+            if actual is None or was is None:
+                if (actual is None) != (was is None) and len(rows.source_T3):
+                    now, then = ("None", "there") if actual is None else ("there", "None")
+                    yield Finding("absent", f"{whose} is {now}, and was {then}", (rank,))
+                continue
+            if actual.shape != was.shape:
+                shapes = f"{tuple(actual.shape)}, and was {tuple(was.shape)}"
+                raise WrongForm("combine", f"run {sides.twin.how}, {whose} has the shape {shapes}", ranks=(rank,))
+            differs = _differs(sides, judged, (m, rank), actual, was)
+            for t in differs.any(1).nonzero().flatten().tolist():
+                yield _finding(sides, judged.name, (m, rank, t), actual, was, differs[t], known)
+            if not bool(differs.any()):
+                tally.add(elements=actual.numel(), rank=rank)
+
+
+def _expected(rows: Rows, known: Sequence[Sequence[Tensor | None]], name: str) -> Tensor | None:
+    """Return what the original's values say of a twin's rows; None if one of them is."""
+    values = [[value for value in ranks if value is not None] for ranks in known]
+    if any(known[m][rank] is None for m, rank, _ in rows.source_T3.tolist()) or not any(values):
+        return None
+    filled = [[torch.empty(0, 0) if value is None else value for value in ranks] for ranks in known]
+    some = next(value for ranks in values for value in ranks)
+    was = picked(rows.source_T3, filled) if len(rows.source_T3) else some[:0]
+    if name == "dweights":
+        return was.gather(1, rows.slots_TK)
+    return torch.ldexp(was.double(), rows.powers_T[:, None]).to(was.dtype)
+
+
+def _differs(sides: Sides, judged: _Judged, place: Place, actual: Tensor, was: Tensor) -> Tensor:
+    """Mark the elements that differ by more than the law allows."""
+    if sides.twin.bits and actual.dtype == was.dtype:
+        return _as_integers(actual) != _as_integers(was)
+    if not sides.original.outcome.workload.parameters:
+        return actual.double() != was.double()
+    m, rank = place
+    rows = sides.twin.origin[m][rank]
+    before = expected_of(sides.original)
+    world = range(len(sides.original.ranks))
+    ours = [[judged.allowed(before, (m0, r)) for r in world] for m0 in range(len(sides.original.batches))]
+    allowed = picked(rows.source_T3, ours) if len(rows.source_T3) else torch.zeros_like(was, dtype=torch.float64)
+    if judged.name == "dweights" and len(rows.source_T3):
+        allowed = allowed.gather(1, rows.slots_TK)
+    allowed = allowed + judged.allowed(expected_of(sides.other), place)
+    off = (actual.double() - was.double()).abs()
+    return ~(off <= allowed)
+
+
+def _as_integers(values: Tensor) -> Tensor:
+    widths = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return values.contiguous().view(widths[values.element_size()])
+
+
+def _finding(
+    sides: Sides,
+    name: str,
+    at: tuple[int, int, int],
+    actual: Tensor,
+    was: Tensor,
+    differs: Tensor,
+    known: Sequence[Sequence[Tensor | None]],
+) -> Finding:
+    """Tell of one token, by the element that is farthest off, and whose row it looks like."""
+    m, rank, t = at
+    source = tuple(sides.twin.origin[m][rank].source_T3[t].tolist())
+    off = torch.nan_to_num((actual[t].double() - was[t].double()).abs(), nan=torch.inf) * differs
+    worst = int(off.argmax()) if bool((off > 0).any()) else int(differs.nonzero()[0])
+    unit = "slot" if name == "dweights" else "column"
+    where = f" (rank {source[1]} token {source[2]} of microbatch {source[0]})" if source != at else ""
+    sentence = (
+        f"{name} of rank {rank} token {t} in {unit} {worst} is {_number(actual[t, worst], was[t, worst])}, "
+        f"and was {_number(was[t, worst], actual[t, worst])}{where}"
+    )
+    if name != "dweights" and all(value is not None for ranks in known for value in ranks):
+        rows, names = tokens_of(sides.original, known)  # type: ignore[arg-type]  # none is None
+        said = likeness(actual[t], rows, names)
+        own = f"rank {source[1]} token {source[2]}"
+        if own not in said and not said.startswith("no token's"):
+            sentence += f": it is {said}"
+    return Finding(f"{name} differs", sentence, (rank,), float(off[worst]))
+
+
+def _number(value: Tensor, beside: Tensor) -> str:
+    """Write a number so that it differs from the one beside it, if it does."""
+    one, other = float(value), float(beside)
+    return f"{one:.{6 if f'{one:.6g}' != f'{other:.6g}' else 17}g}"

@@ -1,0 +1,35 @@
+"""Running twins beside a case: those that the backend can run, and why not the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from moe_conformance.contract import Backend
+from moe_conformance.judging.twins import Ran
+from moe_conformance.plugin.trial import refusal_of
+from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.workloads.features import broken
+from moe_conformance.workloads.records import Workload
+from moe_conformance.workloads.twins import Twin
+
+
+@dataclass(frozen=True)
+class Twins:
+    """What a check asks to run twins of its case."""
+
+    backend: Backend
+    device: str
+    step: Callable[[Workload], Outcome]
+
+    def __call__(self, twins: Sequence[Twin]) -> list[Ran]:
+        """Run them one after the other; one outside the limits of its variant is not, and one may be refused."""
+        return [self._run(twin) for twin in twins]
+
+    def _run(self, twin: Twin) -> Ran:
+        limit = broken(self.backend.limits(twin.workload.config.variant), twin.workload, self.device)
+        if limit is not None:
+            return Ran(twin, None, limit.reason)
+        outcome = self.step(twin.workload)
+        refusal = refusal_of(outcome)
+        return Ran(twin, outcome) if refusal is None else Ran(twin, None, refusal[1])

@@ -1,0 +1,47 @@
+"""Laying a tensor out in memory with gaps, or once for all rows, its values as they are."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_conformance.workloads.records import Stride
+
+NOBODYS_ID = 2**40  # between the strides of ids: no expert has it
+
+
+def laid_out(values: Tensor, stride: Stride | None) -> Tensor:
+    """Return values (T, n) as a view of other memory, whose other elements are NaN or `NOBODYS_ID`.
+
+    Without a stride the values themselves. What is "expanded" is there once, with strides of zero: one row, or one
+    number where all elements are equal.
+
+    Raises:
+        ValueError: what is to be expanded is not the same in all rows.
+    """
+    T, n = values.shape
+    if stride is None:
+        return values
+    if stride == "expanded":
+        return _expanded(values)
+    shape = {"rows": (2 * T, n), "columns": (T, 2 * n), "transposed": (n, T), "packed": (T, n + 3)}[stride]
+    memory = values.new_full(shape, torch.nan if values.is_floating_point() else NOBODYS_ID)
+    views = {
+        "rows": lambda: memory[::2],
+        "columns": lambda: memory[:, ::2],
+        "transposed": lambda: memory.T,
+        "packed": lambda: memory[:, 1 : n + 1],
+    }
+    view = views[stride]()
+    view.copy_(values)
+    return view
+
+
+def _expanded(values: Tensor) -> Tensor:
+    if not len(values):
+        return values
+    once = values[:1, :1] if bool((values == values[0, 0]).all()) else values[:1]
+    view = once.clone().expand(values.shape)
+    if not torch.equal(view, values):
+        raise ValueError("rows that differ cannot be expanded from one")
+    return view

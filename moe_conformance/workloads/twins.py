@@ -1,0 +1,204 @@
+"""Twins: workloads that must give what another gives, token by token, though they are fed or run in another way.
+
+A twin is made of the rows of its original, so that for each of its tokens there is one of the original to compare it
+with. Laws that hold of every exchange say how the two are related; nobody has to know the right answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_conformance.topology import Layout
+from moe_conformance.workloads import draw
+from moe_conformance.workloads.records import Batch, Stride, Twist, Workload
+from reference.permute import relabel, relabel_parameters, reorder_slots
+
+
+class Rows(NamedTuple):
+    """Where the tokens of one rank in one microbatch of a twin come from."""
+
+    source_T3: Tensor  # int64: microbatch, rank and token of the original
+    slots_TK: Tensor  # int64: the slot of the original
+    powers_T: Tensor  # int64: the weights of the token are multiplied by 2 to this
+
+
+Origin = tuple[tuple[Rows, ...], ...]  # [microbatch][rank] of the twin
+
+
+@dataclass(frozen=True, repr=False)
+class Twin:
+    """Another run, and where its tokens and experts are found in the original."""
+
+    how: str  # it differs, in words that fit behind "the run"
+    workload: Workload
+    origin: Origin
+    numbers_E: Tensor  # int64: the number that expert e has in the twin
+    times: int | None = 1  # how often every token of the original is in it; None: parameters' gradients differ
+    bits: bool = False  # whether all bytes are the same, and rows arrive in the same order
+
+    def __repr__(self) -> str:
+        """Name it in a line."""
+        return f"<twin {self.how}>"
+
+
+def the_same(workload: Workload) -> Origin:
+    """Return the origin of a twin that is fed what its original is fed."""
+    return tuple(
+        tuple(_rows([(m, rank, t) for t in range(len(batch.x_TD))], workload) for rank, batch in enumerate(ranks))
+        for m, ranks in enumerate(workload.batches)
+    )
+
+
+def twin(
+    workload: Workload,
+    how: str,
+    origin: Origin | None = None,
+    *,
+    numbers_E: Tensor | None = None,
+    times: int | None = 1,
+    bits: bool = False,
+    layout: Layout | None = None,
+    schedule: str | None = None,
+    variant: str | None = None,
+    twist: Twist | None = None,
+) -> Twin:
+    """Make a twin of the original's rows."""
+    E = workload.config.experts
+    origin = the_same(workload) if origin is None else origin
+    numbers_E = torch.arange(E) if numbers_E is None else numbers_E
+    twin_workload = replace(
+        workload,
+        name=f"{workload.name}, {how}",
+        config=replace(workload.config, variant=variant or workload.config.variant),
+        layout=layout or workload.layout,
+        batches=tuple(tuple(_batch(workload, rows, numbers_E) for rows in ranks) for ranks in origin),
+        schedule=schedule or workload.schedule,
+        parameters=relabel_parameters(workload.parameters, numbers_E),  # type: ignore[arg-type]  # experts have ids
+        twist=twist or Twist(),
+        likened="",
+    )
+    return Twin(how, twin_workload, origin, numbers_E, times, bits)
+
+
+# ---- the laws ------------------------------------------------------------------------------------------------------
+
+
+def reordered(workload: Workload) -> list[Twin]:
+    """Put the tokens of every rank and the slots of every token into another order."""
+
+    def rows(m: int, rank: int) -> Rows:
+        generator = draw.generator("reordered", workload.name, m, rank)
+        T, K = workload.batches[m][rank].ids_TK.shape
+        order_T = torch.randperm(T, generator=generator)
+        slots = [torch.randperm(K, generator=generator) for _ in range(T)]
+        slots_TK = torch.stack(slots) if slots else torch.empty(0, K, dtype=torch.int64)
+        return _rows([(m, rank, t) for t in order_T.tolist()], workload)._replace(slots_TK=slots_TK)
+
+    return [twin(workload, "with tokens and slots in another order", _origin(workload, rows))]
+
+
+def relabelled(workload: Workload) -> list[Twin]:
+    """Give the experts other numbers, so that other ranks hold them."""
+    E = workload.config.experts
+    orders = {"under other numbers": torch.randperm(E, generator=draw.generator("relabelled", workload.name))}
+    if workload.likened == "full":
+        orders["numbered from behind"] = torch.arange(E).flip(0)
+    return [
+        twin(
+            workload,
+            f"with experts {how}",
+            numbers_E=numbers_E,
+            twist=Twist(probe_as=tuple(numbers_E.argsort().tolist())),
+        )
+        for how, numbers_E in orders.items()
+    ]
+
+
+def scaled(workload: Workload) -> list[Twin]:
+    """Multiply the weights of every token by a power of two of its own."""
+
+    def rows(m: int, rank: int) -> Rows:
+        rows = the_same(workload)[m][rank]
+        generator = draw.generator("scaled", workload.name, m, rank)
+        return rows._replace(powers_T=torch.randint(-3, 4, (len(rows.powers_T),), generator=generator))
+
+    how = "with all weights of a token times a power of two"
+    return [twin(workload, how, _origin(workload, rows), times=None, bits=True)]
+
+
+def strided(workload: Workload) -> list[Twin]:
+    """Lay the inputs into memory with gaps: each in some way, each in another, and in full in every way and alone."""
+    asked: list[dict[str, Stride]] = [
+        {"x": "transposed", "ids": "columns", "weights": "packed", "upstream": "rows"},
+        {"x": "packed", "ids": "transposed", "weights": "columns", "upstream": "transposed"},
+    ]
+    if workload.likened == "full":
+        asked += [
+            {"x": "rows", "ids": "packed", "weights": "transposed", "upstream": "columns"},
+            {"x": "columns", "ids": "rows", "weights": "rows", "upstream": "packed"},
+        ]
+        asked += [{each: "transposed"} for each in ("x", "ids", "weights", "upstream")]
+    return [twin(workload, _lying(strides), bits=True, twist=Twist(strides)) for strides in asked]
+
+
+def expanded(workload: Workload) -> list[Twin]:
+    """Keep what is the same for all tokens once, with a stride of zero."""
+    asked: list[dict[str, Stride]] = [{"ids": "expanded", "weights": "expanded", "upstream": "expanded"}]
+    if workload.likened == "full":
+        asked += [{each: "expanded"} for each in ("ids", "weights", "upstream")]
+    return [twin(workload, _lying(strides), bits=True, twist=Twist(strides)) for strides in asked]
+
+
+def _lying(strides: dict[str, Stride]) -> str:
+    words: dict[Stride, str] = {
+        "rows": "every second row",
+        "columns": "every second column",
+        "transposed": "transposed",
+        "packed": "columns of a wider matrix",
+        "expanded": "there once",
+    }
+    return "with " + ", ".join(f"{name} {words[stride]}" for name, stride in strides.items())
+
+
+# ---- how they are made ---------------------------------------------------------------------------------------------
+
+
+def _origin(workload: Workload, rows: Callable[[int, int], Rows]) -> Origin:
+    """Return an origin in which every rank has its own tokens, in some way."""
+    ranks = range(workload.layout.world)
+    return tuple(tuple(map(partial(rows, m), ranks)) for m in range(len(workload.batches)))
+
+
+def _rows(sources: Sequence[tuple[int, int, int]], workload: Workload) -> Rows:
+    """Return rows with the slots and weights that they have."""
+    T, K = len(sources), workload.batches[0][0].ids_TK.shape[1]
+    source_T3 = torch.tensor(sources, dtype=torch.int64).reshape(-1, 3)
+    return Rows(source_T3, torch.arange(K).repeat(T, 1), torch.zeros(T, dtype=torch.int64))
+
+
+def _batch(workload: Workload, rows: Rows, numbers_E: Tensor) -> Batch:
+    """Put the rows of a twin together."""
+    pick = partial(picked, rows.source_T3)
+    batches = workload.batches
+    as_they_come = torch.arange(len(rows.source_T3))
+    weights_TK = pick([[batch.weights_TK for batch in ranks] for ranks in batches])
+    weights_TK = reorder_slots(weights_TK, as_they_come, rows.slots_TK)
+    ids_TK = pick([[batch.ids_TK for batch in ranks] for ranks in batches])
+    return Batch(
+        x_TD=pick([[batch.x_TD for batch in ranks] for ranks in batches]),
+        ids_TK=relabel(reorder_slots(ids_TK, as_they_come, rows.slots_TK), numbers_E),
+        weights_TK=torch.ldexp(weights_TK, rows.powers_T[:, None]).to(weights_TK.dtype),
+        upstream=pick([[batch.upstream for batch in ranks] for ranks in batches]),
+    )
+
+
+def picked(source_T3: Tensor, values: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Return the rows that a twin's tokens have in the original, given its values [microbatch][rank]."""
+    empty = values[0][0][:0]
+    return torch.stack([values[m][rank][t] for m, rank, t in source_T3.tolist()]) if len(source_T3) else empty

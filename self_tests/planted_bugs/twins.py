@@ -1,0 +1,124 @@
+"""EXCH: bugs that break a law between two runs: some are right wherever one run alone is judged."""
+
+# ruff: noqa: D102 - a plant says in its class what its methods do wrong
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_conformance.backends.native.exchange import AllToAllExchange, Permuted
+from moe_conformance.backends.native.permutation import Pairs
+from moe_conformance.contract import Routing
+from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, collect, planted
+
+
+def _as_if_contiguous(values: Tensor) -> Tensor:
+    """Read a matrix from its first element on, row after row, as far as there is memory."""
+    T, n = values.shape
+    start, end = values.storage_offset(), values.untyped_storage().nbytes() // values.element_size()
+    if end - start < T * n:
+        return values
+    return values.as_strided((T, n), (n, 1))
+
+
+# ---- order and numbers ---------------------------------------------------------------------------------------------
+
+
+@planted(
+    Expectation("EXCH-13", "even", "combine", "tokens and slots in another order"),
+    real="huggingface/transformers PR #45473",
+)
+class IdsSortedWithoutTheirWeights(AllToAllExchange):
+    """The ids of a token are sorted, and the weights beside them stay as they were."""
+
+    def _permute(self, x: Tensor, routing: Routing) -> tuple[Tensor, Permuted]:
+        return super()._permute(x, replace(routing, ids_TK=routing.ids_TK.sort(dim=1).values))
+
+
+@planted(
+    Expectation("EXCH-14", "even", "combine", "with experts under other numbers"),
+    Expectation("EXCH-14", "own-even-bfloat16", "experts", "with experts under other numbers"),
+    real="huggingface/transformers PR #40545",
+)
+class ExpertZeroIsNobody(AllToAllExchange):
+    """The fill value of slots that are not served is zero, and so is the number of an expert."""
+
+    def _permute(self, x: Tensor, routing: Routing) -> tuple[Tensor, Permuted]:
+        return super()._permute(x, replace(routing, ids_TK=torch.where(routing.ids_TK == 0, -1, routing.ids_TK)))
+
+
+# ---- weights -------------------------------------------------------------------------------------------------------
+
+
+@planted(
+    Expectation("EXCH-16", "even", "combine", "with all weights of a token times a power of two"),
+    Expectation("EXCH-16", "own-even-bfloat16", "experts", "with all weights of a token times a power of two"),
+)
+class WeightsCutAtOne(AllToAllExchange):
+    """Weights are taken to be probabilities, and cut off where a routing scale makes them larger than one."""
+
+    def _weights(self, routing: Routing, pairs: Pairs) -> Tensor:
+        return super()._weights(routing, pairs).clamp_max(1)
+
+
+# ---- memory --------------------------------------------------------------------------------------------------------
+
+
+@planted(
+    Expectation("EXCH-17", "even", "dispatch", "with x transposed", "rows handed to rank 0 differ"),
+    Expectation("EXCH-17", "own-even-bfloat16", "experts", "with x transposed", "y of rank 0 token 0"),
+    real="pytorch/torchtitan commit f713a0254 (#3771)",
+    layout=EP2_ETP2,
+)
+class TokensReadAsIfContiguous(AllToAllExchange):
+    """A kernel takes the pointer of the tokens and not their strides."""
+
+    def _permute(self, x: Tensor, routing: Routing) -> tuple[Tensor, Permuted]:
+        x_TD = x.reshape(-1, x.shape[-1])
+        return super()._permute(_Misread.apply(x_TD), routing)  # type: ignore[no-untyped-call]
+
+
+class _Misread(torch.autograd.Function):
+    """Reads the memory of its input on, row after row."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return _as_if_contiguous(values).clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+@planted(
+    Expectation("EXCH-17", "even", "gradient", "upstream every second row", "dx of rank 0 token 1"),
+    real="pytorch/torchtitan commit f713a0254 (#3771)",
+)
+class UpstreamReadAsIfContiguous(AllToAllExchange):
+    """The backward of combine takes the pointer of the gradient: that of a sum is one number."""
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        y: Tensor = _MisreadBackward.apply(super().combine(rows, handle))  # type: ignore[no-untyped-call]
+        return y
+
+
+class _MisreadBackward(torch.autograd.Function):
+    """Reads the memory of its gradient on, row after row; past the end there are zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (gradient,) = gradients
+        memory = gradient.as_strided((gradient.untyped_storage().nbytes() // gradient.element_size(),), (1,), 0)
+        read = torch.zeros(gradient.numel(), dtype=gradient.dtype)
+        read[: len(memory)] = memory[: gradient.numel()]
+        return read.reshape(gradient.shape)
+
+
+PLANTS = collect(globals())
