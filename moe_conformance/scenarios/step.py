@@ -87,7 +87,7 @@ class TrainingStep:
 
     def _experts(self, session: Session, topology: Topology, built: list[Parametrised]) -> Probe | Experts:
         assert self.exchange is not None
-        if self.workload.kind == "experts":
+        if self.workload.kind.endswith("experts"):
             experts = session.experts(self.config)
             built.append(experts)
             return experts

@@ -8,6 +8,7 @@ from self_tests.planted_bugs import (
     exchange,
     exchange_back,
     exchange_ends,
+    exchange_spoilt,
     experts,
     flex,
     gradients,
@@ -27,7 +28,7 @@ __all__ = ["Expectation", "Plant", "find", "plants", "plants_of_many_ranks"]
 
 def plants() -> tuple[Plant, ...]:
     """Return all plants, chapter by chapter."""
-    exchanges = (exchange, exchange_back, exchange_ends, twins)
+    exchanges = (exchange, exchange_back, exchange_ends, twins, exchange_spoilt)
     chapters = (routing, routing_ends, capacity, *exchanges, experts, gradients, groups, overlap, cost)
     surfaces = (flex, permute, token_exchange)
     return tuple(plant for chapter in (*chapters, *surfaces) for plant in chapter.PLANTS)

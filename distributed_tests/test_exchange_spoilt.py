@@ -1,0 +1,35 @@
+"""EXCH: tokens that are not finite, which come through and harm no other."""
+
+from __future__ import annotations
+
+from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.spoilt import (
+    judge_delivered,
+    judge_other_gradients,
+    judge_other_outputs,
+    judge_parameters_beside,
+    spoilt_without_slot,
+)
+from moe_conformance.judging.verdict import Tally
+from moe_conformance.spec import requirement
+
+
+class TestTokensThatAreNotFinite:
+    @requirement("EXCH-43", kind="spoilt")
+    def test_they_harm_no_other_in_the_exchange(self, reading: Reading, tally: Tally) -> None:
+        """Other tokens have the outputs and gradients that they have beside finite ones, exactly."""
+        judge_other_outputs(reading, tally)
+        judge_other_gradients(reading, tally)
+        judge_delivered(reading, tally)
+
+    @requirement("EXCH-43", kind="spoilt experts")
+    def test_they_harm_no_other_in_the_experts(self, reading: Reading, tally: Tally) -> None:
+        """The same behind the backend's own experts, within rounding."""
+        judge_other_outputs(reading, tally)
+        judge_other_gradients(reading, tally)
+        judge_delivered(reading, tally)
+
+    @requirement("EXCH-44", kind="spoilt experts", when=spoilt_without_slot)
+    def test_without_a_slot_they_reach_no_parameter(self, reading: Reading, tally: Tally) -> None:
+        """The experts' gradients are those of the routed tokens alone."""
+        judge_parameters_beside(reading, tally)

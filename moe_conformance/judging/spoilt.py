@@ -1,0 +1,186 @@
+"""Tokens that are not finite: they come through, and nothing of them reaches another token or an expert.
+
+What the other tokens must get is what they get where the bad ones are zero, as tokens do not know of each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from moe_conformance.judging import own_experts
+from moe_conformance.judging.bounded import Target, compare
+from moe_conformance.judging.diagnosis import Finding, fail, some
+from moe_conformance.judging.own_expected import expect_own
+from moe_conformance.judging.places import Place, places_of
+from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.verdict import (
+    AbsentGradient,
+    Mismatch,
+    Stage,
+    Tally,
+    WrongForm,
+    WrongGradient,
+    WrongOutput,
+)
+from moe_conformance.scenarios.outcome import Microbatch
+from moe_conformance.workloads.records import Batch, Workload
+
+Values = Callable[[Microbatch], Tensor | None]
+
+
+def spoilt_without_slot(workload: Workload) -> bool:
+    """Whether all that is not finite belongs to tokens without a slot."""
+    bad = [(_bad_x(each) | _bad_upstream(each), _routed(each)) for ranks in workload.batches for each in ranks]
+    return not any(bool((bad_T & routed_T).any()) for bad_T, routed_T in bad)
+
+
+def judge_other_outputs(reading: Reading, tally: Tally) -> None:
+    """Decide whether y of every other token is what it is beside finite ones, and zero where a token has no slot.
+
+    Raises:
+        WrongForm: y is missing or not (T, D).
+        WrongOutput: an element differs: with the suite's experts at all, with others beyond its rounding.
+    """
+    targets = _targets(reading)["y"]
+    _judge(reading, tally, "y", lambda seen: seen.y, targets, _bad_x, WrongOutput, "combine")
+
+
+def judge_other_gradients(reading: Reading, tally: Tally) -> None:
+    """Decide the same of the gradients of x and of the routing weights.
+
+    A gradient of a token is free where the token or its upstream gradient is not finite, unless it has no slot.
+
+    Raises:
+        AbsentGradient, WrongForm: a gradient is None, or of another shape.
+        WrongGradient: an element differs.
+    """
+    targets = _targets(reading)
+
+    def bad(batch: Batch) -> Tensor:
+        return _bad_x(batch) | _bad_upstream(batch)
+
+    _judge(reading, tally, "dx", lambda seen: seen.dx_TD.value, targets["dx"], bad, WrongGradient, "gradient")
+    weights, of_weights = "the gradient of the weights", targets["dweights"]
+    _judge(reading, tally, weights, lambda seen: seen.dweights_TK.value, of_weights, bad, WrongGradient, "gradient")
+
+
+def judge_delivered(reading: Reading, tally: Tally) -> None:
+    """Decide whether the answer to a token that is NaN all over is not finite either, where an expert answers.
+
+    Raises:
+        WrongOutput: it is finite, as if somebody had repaired the token or never sent it.
+    """
+    findings = []
+    for m, rank in _places(reading):
+        batch, y_TD = reading.batches[m][rank], reading.seen(m, rank).y
+        for t in (batch.x_TD.isnan().all(1) & _routed(batch)).nonzero().flatten().tolist():
+            if y_TD is not None and bool(y_TD[t].isfinite().all()):
+                sentence = f"rank {rank} token {t} is NaN, went to experts {_experts(batch, t)}, and its y is finite"
+                findings.append(Finding("repaired", sentence, (rank,)))
+            else:
+                tally.add(pairs=1, rank=rank)
+    if findings:
+        fail(WrongOutput, "combine", findings)
+
+
+def judge_parameters_beside(reading: Reading, tally: Tally) -> None:
+    """Decide whether bad tokens without a slot add nothing to any gradient of an expert; of such workloads only.
+
+    Raises:
+        NotOffered, Uncovered, AbsentGradient, WrongForm, WrongGradient: as `own_experts.judge_expert_gradients`.
+    """
+    outcome = replace(reading.outcome, workload=_cleaned(reading.outcome.workload))
+    own_experts.judge_expert_gradients(Reading(outcome, reading.ranks), tally)
+
+
+# ---- how -----------------------------------------------------------------------------------------------------
+
+
+def _judge(
+    reading: Reading,
+    tally: Tally,
+    name: str,
+    actual: Values,
+    targets: Mapping[Place, Target],
+    bad: Callable[[Batch], Tensor],
+    error: type[Mismatch],
+    stage: Stage,
+) -> None:
+    findings = []
+    spoilt = [
+        f"rank {rank} token {t}"
+        for m, rank in _places(reading)
+        for t in bad(reading.batches[m][rank]).nonzero().flatten().tolist()
+    ]
+    for m, rank in _places(reading):
+        batch, target = reading.batches[m][rank], targets[m, rank]
+        value = actual(reading.seen(m, rank))
+        if value is None or value.shape != target.expected.shape:
+            what = "None" if value is None else f"of shape {tuple(value.shape)}, not {tuple(target.expected.shape)}"
+            kind = AbsentGradient if value is None and stage == "gradient" else WrongForm
+            raise kind(stage, f"{name} of rank {rank} is {what}", ranks=(rank,))
+        judged_T = ~(bad(batch) & _routed(batch))
+        for t in judged_T.nonzero().flatten().tolist():
+            worst = compare(value[t], target.expected[t], target.allowed[t], tally, rank)
+            if not worst.holds:
+                beside = "has no slot" if bool(bad(batch)[t]) else "is finite itself"
+                sentence = (
+                    f"{name} of rank {rank} token {t} is {worst}; the token {beside}, and {some(spoilt)} are not finite"
+                )
+                findings.append(Finding("spread", sentence, (rank,), worst.size))
+    if findings:
+        fail(error, stage, findings)
+
+
+def _targets(reading: Reading) -> dict[str, dict[Place, Target]]:
+    """Return what y, dx and dweights must be where bad tokens and bad upstream gradients are zero."""
+    clean = _cleaned(reading.outcome.workload)
+    first = reading.ranks[0]
+    if reading.outcome.workload.kind == "spoilt experts":
+        own = expect_own(clean, first.weights_at, first.loss_convention)
+        by_name = {"y": own.y, "dx": own.dx, "dweights": own.dweights}
+        return {name: {place: target(place) for place in _places(reading)} for name, target in by_name.items()}
+    exact = Reading(replace(reading.outcome, workload=clean), reading.ranks).expected
+    found: dict[str, dict[Place, Target]] = {"y": {}, "dx": {}, "dweights": {}}
+    for m, rank in _places(reading):
+        for name, value in (("y", exact.y[m][rank]), ("dx", exact.dx[m][rank])):
+            found[name][m, rank] = Target(value, torch.zeros_like(value))
+        found["dweights"][m, rank] = Target(exact.dweights[m][rank], exact.dweights_allowed[m][rank])
+    return found
+
+
+def _cleaned(workload: Workload) -> Workload:
+    batches = tuple(tuple(_clean(batch) for batch in ranks) for ranks in workload.batches)
+    return replace(workload, batches=batches)
+
+
+def _clean(batch: Batch) -> Batch:
+    return replace(
+        batch,
+        x_TD=batch.x_TD.masked_fill(_bad_x(batch)[:, None], 0),
+        upstream=batch.upstream.masked_fill(_bad_upstream(batch)[:, None], 0),
+    )
+
+
+def _places(reading: Reading) -> tuple[Place, ...]:
+    return places_of(reading.outcome.workload, range(len(reading.ranks)))
+
+
+def _bad_x(batch: Batch) -> Tensor:
+    return ~batch.x_TD.isfinite().all(1)
+
+
+def _bad_upstream(batch: Batch) -> Tensor:
+    return ~batch.upstream.isfinite().all(1)
+
+
+def _routed(batch: Batch) -> Tensor:
+    return (batch.ids_TK >= 0).any(1)
+
+
+def _experts(batch: Batch, t: int) -> str:
+    return some([str(e) for e in batch.ids_TK[t].tolist() if e >= 0])

@@ -1,0 +1,73 @@
+"""Tokens that are no numbers: NaN and infinity in some tokens, or in the gradients that come back to some.
+
+Rank 0 has none of them where there are other ranks: whatever reaches it came through the exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from moe_conformance.topology import Layout
+from moe_conformance.workloads import corpus
+from moe_conformance.workloads.corpus import Profile, Recipe
+from moe_conformance.workloads.records import Batch, Workload
+
+Where = Literal["tokens", "upstream", "dropped"]
+
+
+@dataclass(frozen=True)
+class _Spoilt:
+    recipe: Recipe
+    where: Where  # dropped: a token without a slot, in both
+
+
+def _spoilt(where: Where, name: str, route: corpus.Route, tokens: tuple[int, ...]) -> tuple[_Spoilt, _Spoilt]:
+    """Return the workload with the suite's experts, and with the backend's own."""
+    return (
+        _Spoilt(Recipe(f"spoilt-{name}", route, tokens), where),
+        # In bfloat16: some libraries' experts compute in it whatever the tokens are.
+        _Spoilt(Recipe(f"own-spoilt-{name}", route, tokens, {"dtype": torch.bfloat16}), where),
+    )
+
+
+_PAIRS = (
+    _spoilt("tokens", "tokens-even", corpus.anywhere, corpus.EVEN),
+    _spoilt("tokens", "tokens-uneven", corpus.anywhere, corpus.UNEVEN),
+    _spoilt("upstream", "upstream-even", corpus.anywhere, corpus.EVEN),
+    _spoilt("dropped", "dropped-even", corpus.dropped, corpus.EVEN),
+)
+_ALL = tuple(each for pair in _PAIRS for each in pair)
+NAMES = tuple(each.recipe.name for each in _ALL)
+
+
+def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
+    """Yield them all."""
+    for spoilt in _ALL:
+        own = spoilt.recipe.name.startswith("own-")
+        workload = corpus.exchange_workload(spoilt.recipe, "experts" if own else "probe", variant, layout)
+        batches = tuple(
+            tuple(_spoil(each, spoilt.where) if rank or layout.world == 1 else each for rank, each in enumerate(ranks))
+            for ranks in workload.batches
+        )
+        yield replace(workload, kind="spoilt experts" if own else "spoilt", batches=batches)
+
+
+def _spoil(batch: Batch, where: Where) -> Batch:
+    """Return the batch with one token that is NaN all over, and with infinities in one column of two others.
+
+    Where tokens are dropped only the first, which has no slot, is spoilt.
+    """
+    x_TD, upstream_TD = batch.x_TD.clone(), batch.upstream.clone()
+    if where == "dropped":
+        x_TD[0], upstream_TD[0] = torch.nan, torch.nan
+    else:
+        spoilt_TD = x_TD if where == "tokens" else upstream_TD
+        spoilt_TD[1] = torch.nan
+        spoilt_TD[2, 5], spoilt_TD[3, -3] = torch.inf, -torch.inf
+    return replace(batch, x_TD=x_TD, upstream=upstream_TD)
+
+
