@@ -15,21 +15,21 @@ from moe_conformance.spec import requirement
 
 
 class TestTokensThatAreNotFinite:
-    @requirement("EXCH-43", kind="spoilt")
+    @requirement("EXCH-41", kind="spoilt")
     def test_they_harm_no_other_in_the_exchange(self, reading: Reading, tally: Tally) -> None:
         """Other tokens have the outputs and gradients that they have beside finite ones, exactly."""
         judge_other_outputs(reading, tally)
         judge_other_gradients(reading, tally)
         judge_delivered(reading, tally)
 
-    @requirement("EXCH-43", kind="spoilt experts")
+    @requirement("EXCH-41", kind="spoilt experts")
     def test_they_harm_no_other_in_the_experts(self, reading: Reading, tally: Tally) -> None:
         """The same behind the backend's own experts, within rounding."""
         judge_other_outputs(reading, tally)
         judge_other_gradients(reading, tally)
         judge_delivered(reading, tally)
 
-    @requirement("EXCH-44", kind="spoilt experts", when=spoilt_without_slot)
+    @requirement("EXCH-42", kind="spoilt experts", when=spoilt_without_slot)
     def test_without_a_slot_they_reach_no_parameter(self, reading: Reading, tally: Tally) -> None:
         """The experts' gradients are those of the routed tokens alone."""
         judge_parameters_beside(reading, tally)

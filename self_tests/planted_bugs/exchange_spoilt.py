@@ -15,8 +15,8 @@ from self_tests.planted_bugs.plant import Expectation, collect, planted
 
 
 @planted(
-    Expectation("EXCH-43", "spoilt-tokens-even", "combine", "y of rank 1 token 0 is nan", "the token is finite itself"),
-    Expectation("EXCH-43", "own-spoilt-tokens-even", "combine", "y of rank 1 token 0 is nan", "is finite itself"),
+    Expectation("EXCH-41", "spoilt-tokens-even", "combine", "y of rank 1 token 0 is nan", "the token is finite itself"),
+    Expectation("EXCH-41", "own-spoilt-tokens-even", "combine", "y of rank 1 token 0 is nan", "is finite itself"),
 )
 class CombineByOneHotMatrix(AllToAllExchange):
     """Answers are added up by a product with a one-hot matrix, in which zero times NaN reaches every token."""
@@ -29,7 +29,7 @@ class CombineByOneHotMatrix(AllToAllExchange):
 
 
 @planted(
-    Expectation("EXCH-43", "spoilt-upstream-even", "gradient", "dx of rank 1 token 0 is nan", "rank 1 token 1, rank")
+    Expectation("EXCH-41", "spoilt-upstream-even", "gradient", "dx of rank 1 token 0 is nan", "rank 1 token 1, rank")
 )
 class DispatchBackwardByOneHotMatrix(AllToAllExchange):
     """Tokens are copied right, but their gradients are added up by a product with a one-hot matrix."""
@@ -53,7 +53,7 @@ class _Copied(torch.autograd.Function):
         return ctx.one_hot_TP @ gradient, None, None
 
 
-@planted(Expectation("EXCH-43", "spoilt-tokens-even", "combine", "rank 1 token 1 is NaN", "and its y is finite"))
+@planted(Expectation("EXCH-41", "spoilt-tokens-even", "combine", "rank 1 token 1 is NaN", "and its y is finite"))
 class TokensRepaired(AllToAllExchange):
     """Tokens that are no numbers become zero before they are sent, and a run that has diverged looks sound."""
 
@@ -62,8 +62,8 @@ class TokensRepaired(AllToAllExchange):
 
 
 @planted(
-    Expectation("EXCH-43", "spoilt-dropped-even", "combine", "y of rank 1 token 0 is nan", "the token has no slot"),
-    Expectation("EXCH-44", "own-spoilt-dropped-even", "gradient", "of expert 0 on rank 0 has nan instead of"),
+    Expectation("EXCH-41", "spoilt-dropped-even", "combine", "y of rank 1 token 0 is nan", "the token has no slot"),
+    Expectation("EXCH-42", "own-spoilt-dropped-even", "gradient", "of expert 0 on rank 0 has nan instead of"),
     real="huggingface/transformers PR #48205",
 )
 class EmptySlotsWeighZero(AllToAllExchange):
