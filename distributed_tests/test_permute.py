@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moe_conformance.judging.dispatch_layout import judge_dispatch_layout
 from moe_conformance.judging.permutation import (
     judge_order,
     judge_permutation_gradients,
@@ -56,3 +57,10 @@ class TestRoutingForms:
     def test_both_forms_name_the_same_triples(self, outcome: Outcome, tally: Tally) -> None:
         """Tokens, experts and weights survive the way to a dense map and back, with their gradients."""
         judge_forms(outcome, tally)
+
+
+class TestDispatchLayout:
+    @requirement("EXCH-26", kind="dispatch_layout")
+    def test_tokens_are_counted_for_ranks_nodes_and_experts(self, outcome: Outcome, tally: Tally) -> None:
+        """A token counts once for each rank and node that it goes to, and for an expert once per slot."""
+        judge_dispatch_layout(outcome, tally)

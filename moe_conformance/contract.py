@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from moe_conformance.surfaces import Layer, Permutation, Reordering, RoutingForms, RowIndex, TokenExchange
+    from moe_conformance import surfaces
 
 # ---- refusals ------------------------------------------------------------------------------------------------
 
@@ -382,29 +382,37 @@ class Session:
         """Build a router; collective."""
         raise Unsupported("this backend offers no router")
 
-    def layer(self, config: Config) -> Layer:
+    def layer(self, config: Config) -> surfaces.Layer:
         """Build a whole layer: router, exchange, experts and shared experts; collective."""
         raise Unsupported("this backend offers no layer")
 
-    def permutation(self, config: Config) -> Permutation:
+    def permutation(self, config: Config) -> surfaces.Permutation:
         """Build what sorts one rank's tokens by expert, and back."""
         raise Unsupported("this backend offers no permutation")
 
-    def reordering(self, config: Config) -> Reordering:
+    def reordering(self, config: Config) -> surfaces.Reordering:
         """Build what puts received rows from source-major into expert-major order, and back."""
         raise Unsupported("this backend offers no reordering of received rows")
 
-    def row_index(self, config: Config) -> RowIndex:
+    def row_index(self, config: Config) -> surfaces.RowIndex:
         """Build what fetches and puts back rows by an index with sentinels."""
         raise Unsupported("this backend offers no index of rows")
 
-    def routing_forms(self, config: Config) -> RoutingForms:
+    def routing_forms(self, config: Config) -> surfaces.RoutingForms:
         """Build what turns a routing into a dense map, and back."""
         raise Unsupported("this backend offers no conversion of routings")
 
-    def token_exchange(self, config: Config) -> TokenExchange:
+    def token_exchange(self, config: Config) -> surfaces.TokenExchange:
         """Build a fused token exchange, without experts; collective."""
         raise Unsupported("this backend offers no token exchange")
+
+    def dispatch_layout(self, config: Config) -> surfaces.DispatchLayout:
+        """Build what counts where tokens go."""
+        raise Unsupported("this backend offers no dispatch layout")
+
+    def transport(self, config: Config) -> surfaces.Transport:
+        """Build what chooses the transport of a group."""
+        raise Unsupported("this backend does not tell how it chooses a transport")
 
     def finish_gradients(self, *built: Parametrised) -> None:
         """Do all that the backend's trainer does to gradients between the last backward and the step."""

@@ -5,6 +5,7 @@ They are under the rules of `contract`, with its letters; a surface that is not 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -132,4 +133,32 @@ class TokenExchange(Placed, Protocol):
         """Return y_TD, for each token the sum of its rows on all ranks and of its row in each bias (T, D); unweighted.
 
         Raise on every rank if the rows are not as many as the handle's.
+        """
+
+
+@dataclass(frozen=True)
+class Destinations:
+    """Where the tokens of a rank go: to which ranks, and how many to every rank, node and expert."""
+
+    in_rank_TW: Tensor  # bool
+    per_rank_W: Tensor  # tokens, integers
+    per_node_D: Tensor  # tokens
+    per_expert_E: Tensor  # slots: an expert twice in a token counts twice
+
+
+class DispatchLayout(Resolved, Protocol):
+    """Counts where the tokens of a rank go before anything is sent."""
+
+    def __call__(self, ids_TK: Tensor, owner_E: Tensor, node_of_W: Tensor) -> Destinations:
+        """Return it for ids (-1 is an empty slot), the rank of every expert and the node 0, 1, ... of every rank."""
+
+
+class Transport(Resolved, Protocol):
+    """Chooses the transport of a group of ranks."""
+
+    def is_local(self, members: Sequence[int], domain_of: Sequence[str], visible_devices: int) -> bool:
+        """Tell whether the group stays within one fast transport domain.
+
+        `domain_of` names the domain of every rank of the world: its host, or what spans hosts; `visible_devices` is
+        how many devices each of the processes sees.
         """

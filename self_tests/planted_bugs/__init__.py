@@ -5,6 +5,7 @@ from __future__ import annotations
 from self_tests.planted_bugs import (
     capacity,
     cost,
+    dispatch_layout,
     exchange,
     exchange_back,
     exchange_ends,
@@ -30,7 +31,7 @@ def plants() -> tuple[Plant, ...]:
     """Return all plants, chapter by chapter."""
     exchanges = (exchange, exchange_back, exchange_ends, twins, exchange_spoilt)
     chapters = (routing, routing_ends, capacity, *exchanges, experts, gradients, groups, overlap, cost)
-    surfaces = (flex, permute, token_exchange)
+    surfaces = (flex, permute, dispatch_layout, token_exchange)
     return tuple(plant for chapter in (*chapters, *surfaces) for plant in chapter.PLANTS)
 
 

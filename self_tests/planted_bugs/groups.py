@@ -1,4 +1,4 @@
-"""GROUP: bugs in which ranks belong together. Nothing runs: the lists of ranks are wrong."""
+"""GROUP and EXPT: bugs in which ranks belong together, and in which experts they say that they hold."""
 
 # ruff: noqa: D102 - a plant says in its class what its one method does wrong
 from __future__ import annotations
@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from moe_conformance.backends.native import Native
+from moe_conformance.backends.native.exchange import AllToAllExchange
 from moe_conformance.topology import RankLists
-from self_tests.planted_bugs.plant import EP2_EDP2, EP2_ETP2, Expectation, collect, planted
+from self_tests.planted_bugs.plant import EP2, EP2_EDP2, EP2_ETP2, Expectation, collect, planted
 
 
 @planted(
@@ -46,6 +47,44 @@ class DenseShards(Native):
     def groups(self, sizes: Mapping[str, int]) -> Mapping[str, RankLists]:
         lists = super().groups(sizes)
         return {**lists, "etp": lists["tp"]}
+
+
+@planted(
+    Expectation("EXPT-04", "even", "groups", "expert 0 is on 2 places of an ep group, ranks [0, 1]", "4 is on none"),
+    real="deepspeedai/DeepSpeed issue #6589",
+    layout=EP2,
+)
+class LocalNumbers(AllToAllExchange):
+    """Every rank numbers its experts from 0."""
+
+    @property
+    def local_experts(self) -> tuple[int, ...]:
+        return tuple(range(self.placement.held))
+
+
+@planted(
+    Expectation("EXPT-04", "even", "groups", "rank 1 holds experts", "and rank 0 of its etp group [0, 1, 2, 3]"),
+    layout=EP2_ETP2,
+)
+class ShardsInAnotherOrder(AllToAllExchange):
+    """The second shard of every expert lists its experts from the last to the first."""
+
+    @property
+    def local_experts(self) -> tuple[int, ...]:
+        return self.placement.ids[:: -1 if self.placement.shard else 1]
+
+
+@planted(
+    Expectation("EXPT-04", "even", "groups", "expert 0 is on none", "rank 1 holds experts [8], and there are 8"),
+    real="vllm-project/vllm-ascend PR #4232",
+    layout=EP2,
+)
+class CountedFromOne(AllToAllExchange):
+    """Placed for one expert more than there is: the last rank has an expert that no router names."""
+
+    @property
+    def local_experts(self) -> tuple[int, ...]:
+        return tuple(expert + 1 for expert in self.placement.ids)
 
 
 PLANTS = collect(globals())

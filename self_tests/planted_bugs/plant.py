@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_conformance.backends.native import Native, NativeSession
+from moe_conformance.backends.native.dispatch_layout import DispatchLayout
 from moe_conformance.backends.native.exchange import AllGatherExchange, AllToAllExchange, LocalExchange
 from moe_conformance.backends.native.experts import Experts
 from moe_conformance.backends.native.gradients import GradientFinisher
@@ -30,6 +31,7 @@ from moe_conformance.backends.native.routing_forms import RoutingForms
 from moe_conformance.backends.native.row_index import RowIndex
 from moe_conformance.backends.native.rows import Permutation
 from moe_conformance.backends.native.token_exchange import TokenExchange
+from moe_conformance.backends.native.transport import Transport
 from moe_conformance.topology import Layout
 
 SINGLE = Layout(1)
@@ -55,6 +57,8 @@ _ATTRIBUTES = {
     Reordering: "reordering_class",
     RowIndex: "row_index_class",
     RoutingForms: "routing_forms_class",
+    DispatchLayout: "dispatch_layout_class",
+    Transport: "transport_class",
 }
 _VARIANTS = {  # all others show behind "alltoall"
     "allgather_class": "allgather",

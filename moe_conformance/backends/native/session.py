@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 
+from moe_conformance.backends.native.dispatch_layout import DispatchLayout
 from moe_conformance.backends.native.exchange import AllGatherExchange, AllToAllExchange, LocalExchange
 from moe_conformance.backends.native.experts import Experts
 from moe_conformance.backends.native.flex import FlexExchange
@@ -19,6 +20,7 @@ from moe_conformance.backends.native.routing_forms import RoutingForms
 from moe_conformance.backends.native.row_index import RowIndex
 from moe_conformance.backends.native.rows import Permutation
 from moe_conformance.backends.native.token_exchange import TokenExchange
+from moe_conformance.backends.native.transport import Transport
 from moe_conformance.contract import Config, Parametrised, Session, SplitExchange, Topology, Unsupported, refusals
 
 # Each of them by some surface: one config serves all surfaces.
@@ -49,6 +51,8 @@ class NativeSession(Session):
     reordering_class: type[Reordering] = Reordering
     row_index_class: type[RowIndex] = RowIndex
     routing_forms_class: type[RoutingForms] = RoutingForms
+    dispatch_layout_class: type[DispatchLayout] = DispatchLayout
+    transport_class: type[Transport] = Transport
     finisher_class: type[GradientFinisher] = GradientFinisher
 
     def __init__(self, topology: Topology, device: torch.device) -> None:
@@ -106,6 +110,16 @@ class NativeSession(Session):
         config.only(*_MAPPED)
         with refusals(CannotBuild, match="."):
             return self.reusable_class(config, self.topology, self.token_exchange_class)
+
+    def dispatch_layout(self, config: Config) -> DispatchLayout:
+        """Build what counts where tokens go."""
+        config.only(*_MAPPED)
+        return self.dispatch_layout_class()
+
+    def transport(self, config: Config) -> Transport:
+        """Build what tells local groups from others."""
+        config.only(*_MAPPED)
+        return self.transport_class()
 
     def finish_gradients(self, *built: Parametrised) -> None:
         """Sum the gradients of native's experts and router over their replicas."""

@@ -1,0 +1,19 @@
+"""Whether a group stays within one fast transport domain."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+
+class Transport:
+    """Compares the domains of the members, and nothing else."""
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        """What decides."""
+        return {"transport": "domains of the members"}
+
+    def is_local(self, members: Sequence[int], domain_of: Sequence[str], visible_devices: int) -> bool:
+        """Tell whether all members have one domain; how many devices this process sees is of no use."""
+        del visible_devices
+        return len({domain_of[rank] for rank in members}) == 1

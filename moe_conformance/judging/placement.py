@@ -1,0 +1,61 @@
+"""Which experts every rank says that it holds, held against the groups of the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from moe_conformance.judging.diagnosis import Finding, fail
+from moe_conformance.judging.reading import require_finished
+from moe_conformance.judging.verdict import Tally, WrongGroups
+from moe_conformance.scenarios.outcome import Outcome
+from reference.groups import groups
+
+
+def judge_placement(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether every expert is on one ep coordinate, and shards and replicas name the same experts in one order.
+
+    Raises:
+        WrongGroups: an expert is on no rank of an ep group, or on two, or is none of the experts; the ranks of an etp
+            or edp group name other experts, or in another order.
+    """
+    require_finished(outcome)
+    layout, experts = outcome.workload.layout, outcome.workload.config.experts
+    held = {rank.rank: tuple(rank.local_experts) for rank in outcome.ranks}
+    sizes = layout.sizes()
+    of_axis = groups(**{axis: sizes[axis] for axis in ("world", "tp", "cp", "pp", "ep", "etp")})
+    findings = [finding for ranks in of_axis["ep"] for finding in _spread(ranks, held, experts)]
+    findings += [finding for axis in ("etp", "edp") for ranks in of_axis[axis] for finding in _alike(axis, ranks, held)]
+    if findings:
+        fail(WrongGroups, "groups", findings)
+    for rank in held:
+        tally.add(pairs=max(1, len(held[rank])), rank=rank)
+
+
+def _spread(ranks: Sequence[int], held: Mapping[int, tuple[int, ...]], experts: int) -> list[Finding]:
+    findings = []
+    places = {expert: [rank for rank in ranks for each in held[rank] if each == expert] for expert in range(experts)}
+    for expert, holders in places.items():
+        if not holders:
+            sentence = f"expert {expert} is on none of the ranks {list(ranks)} of an ep group"
+            findings.append(Finding("nowhere", sentence, tuple(ranks)))
+        elif len(holders) > 1:
+            sentence = f"expert {expert} is on {len(holders)} places of an ep group, ranks {holders}"
+            findings.append(Finding("twice", sentence, tuple(holders)))
+    for rank in ranks:
+        if strange := [expert for expert in held[rank] if not 0 <= expert < experts]:
+            sentence = f"rank {rank} holds experts {strange}, and there are {experts}"
+            findings.append(Finding("strange", sentence, (rank,)))
+    return findings
+
+
+def _alike(axis: str, ranks: Sequence[int], held: Mapping[int, tuple[int, ...]]) -> list[Finding]:
+    first = ranks[0]
+    return [
+        Finding(
+            axis,
+            f"rank {rank} holds experts {list(held[rank])} and rank {first} of its {axis} group {list(held[first])}",
+            (rank,),
+        )
+        for rank in ranks
+        if held[rank] != held[first]
+    ]
