@@ -89,6 +89,11 @@ class Config:
     drop_policy: Literal["weights", "position"] = "weights"  # who stays: the heaviest, or the first tokens
     pad_to_capacity: bool = False  # each rank sends each expert C rows; without a factor the largest load of the group
     row_multiple: int = 1  # a permutation pads every expert's rows to a multiple of it
+    # All ranks of an exchange dispatch as many tokens, rows without a slot among them: the largest T of the group, or a
+    # bound that no T may exceed; "no": only where the exchange itself cannot do without.
+    pad_tokens: Literal["no", "group_max", "bound"] = "no"
+    token_alignment: int = 1  # that many tokens are a multiple of it
+    token_bound: int | None = None
     extra: tuple[tuple[str, Any], ...] = ()  # knobs of one backend, passed on under their own names
 
     def only(self, *mapped: str) -> Config:
@@ -381,6 +386,10 @@ class Session:
     def router(self, config: Config) -> Router:
         """Build a router; collective."""
         raise Unsupported("this backend offers no router")
+
+    def token_padding(self, config: Config) -> surfaces.TokenPadding:
+        """Build what tells the exchange of `config` to how many tokens it pads; collective."""
+        raise Unsupported("this backend offers no padding of token counts")
 
     def layer(self, config: Config) -> surfaces.Layer:
         """Build a whole layer: router, exchange, experts and shared experts; collective."""

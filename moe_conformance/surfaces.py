@@ -162,3 +162,14 @@ class Transport(Resolved, Protocol):
         `domain_of` names the domain of every rank of the world: its host, or what spans hosts; `visible_devices` is
         how many devices each of the processes sees.
         """
+
+
+class TokenPadding(Resolved, Protocol):
+    """To how many tokens the ranks of an exchange are padded (`Config.pad_tokens`): the exchange's own answer.
+
+    `resolved["alignment"]` states the multiple that all its parts use, and `resolved["padding"]` says "group_max" or
+    "bound"; an exchange that pads says the same of itself.
+    """
+
+    def count(self, tokens: int) -> int:
+        """Return P, the rows that this rank dispatches for its T tokens; collective over ep_etp, or not at all."""

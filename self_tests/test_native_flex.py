@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from moe_conformance.backends.native import mirrored
+from moe_conformance.backends.native.collectives import DispatchRefused
 from moe_conformance.backends.native.managers import Overflow
-from moe_conformance.backends.native.token_exchange import DispatchRefused
 from moe_conformance.contract import Routing
 from moe_conformance.engine import Engine
 from moe_conformance.topology import Layout

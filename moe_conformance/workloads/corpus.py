@@ -109,10 +109,25 @@ class Recipe:
     wide: bool = False  # runs on layouts of more than `USUAL_RANKS` as well
     likened: Profile | None = None  # runs that must give the same are held against it, from this profile on
     alike: bool = False  # all tokens have one row of weights and one number for upstream
+    turns: tuple[tuple[int, ...], ...] = ()  # in place of tokens: those of every microbatch
+
+    def tokens_of(self, rank: int, microbatch: int) -> int:
+        """Return T."""
+        if self.turns:
+            tokens = self.turns[microbatch]
+            return tokens[rank % len(tokens)]
+        return self.tokens[(rank + microbatch) % len(self.tokens)]
 
 
 _INPUT = {"weights_applied": "input"}
 _OUTPUT = {"weights_applied": "output"}
+_TO_LARGEST = {"pad_tokens": "group_max"}
+_TO_8 = {"pad_tokens": "group_max", "token_alignment": 8}
+_TO_64 = {"pad_tokens": "group_max", "token_alignment": 64}
+_TO_BOUND = {"pad_tokens": "bound", "token_alignment": 8, "token_bound": 13}  # the largest of UNEVEN
+
+# Alone above an alignment of 64, just on it, nobody, one token alone.
+AROUND_64 = ((70, 3), (64, 0), (0,), (1, 0, 0, 0, 0, 0, 0, 0))
 
 PROBE = (
     Recipe("uneven", tokens=UNEVEN, wide=True, likened="full"),
@@ -159,6 +174,19 @@ PROBE = (
     Recipe("repeated-even", schedule="F0 B0 F1 B1 F2 B2", repeated=True, wide=True),
     Recipe("poisoned-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B1 B0", asynchrony="poisoned", wide=True),
     Recipe("watched-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B0 B1", asynchrony="watched"),
+    Recipe("padded-uneven", tokens=UNEVEN, config=_TO_8, wide=True),
+    Recipe("padded-to-largest-uneven", tokens=ONE_WITHOUT, config=_TO_LARGEST, profile="full"),
+    Recipe("padded-even", config=_TO_8, profile="full"),
+    Recipe("padded-dropped-uneven", dropped, tokens=ONE_WITHOUT, config=_TO_64, profile="full"),
+    Recipe("padded-two-dims-uneven", tokens=(6, 2, 0, 10), lead="two_dims", config=_TO_8),
+    Recipe("padded-by-turns-uneven", turns=AROUND_64, config=_TO_64, schedule="F0 B0 F1 B1 F2 B2 F3 B3", wide=True),
+    Recipe("padded-in-flight-uneven", tokens=UNEVEN, config=_TO_8, schedule="F0 F1 B1 B0"),
+    Recipe("padded-three-in-flight-uneven", tokens=BY_TURNS, config=_TO_8, schedule="F0 F1 B0 F2 B1 B2"),
+    Recipe("padded-halves-in-flight-uneven", tokens=UNEVEN, config=_TO_8, schedule="D0 D1 C0 C1 B0 B1"),
+    Recipe("padded-uneven-bfloat16", tokens=UNEVEN, config={**_TO_8, "dtype": torch.bfloat16}, profile="full"),
+    Recipe("padded-filled-uneven", tokens=ONE_WITHOUT, config=_TO_8, memory="filled", profile="full"),
+    Recipe("bounded-uneven", tokens=UNEVEN, config=_TO_BOUND, wide=True),
+    Recipe("bounded-in-flight-uneven", tokens=ONE_WITHOUT, config=_TO_BOUND, schedule="F0 F1 B0 B1", profile="full"),
     Recipe("input-weights-even", config=_INPUT, wide=True),
     Recipe("output-weights-even", config=_OUTPUT),
     Recipe("even-bfloat16", config={"dtype": torch.bfloat16}, wide=True),
@@ -183,6 +211,9 @@ _OWN = (
     Recipe("own-accumulated-even", schedule="F0 B0 F1 B1", wide=True),
     Recipe("own-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B0 B1", wide=True),
     Recipe("own-forward-only-even", schedule="F0 F1 B1", profile="full"),
+    Recipe("own-padded-uneven", tokens=ONE_WITHOUT, config=_TO_8),
+    Recipe("own-padded-in-flight-uneven", tokens=UNEVEN, config=_TO_64, schedule="F0 F1 B0 B1", profile="full"),
+    Recipe("own-bounded-uneven", tokens=UNEVEN, config=_TO_BOUND),
     Recipe("own-input-weights-even", config=_INPUT),
     Recipe("own-output-weights-even", config=_OUTPUT),
 )
@@ -297,7 +328,7 @@ def exchange_workload(recipe: Recipe, kind: Literal["probe", "experts"], variant
     def batch(microbatch: int, rank: int) -> Batch:
         turn = 0 if recipe.repeated else microbatch
         generator = draw.generator(recipe.name, layout.name, turn, rank)
-        T = recipe.tokens[(rank + turn) % len(recipe.tokens)]
+        T = recipe.tokens_of(rank, turn)
         ids_TK = recipe.route(T, config, layout, generator)
         if kind == "probe":
             batch = draw.probe_batch(rank, microbatch, ids_TK, config, generator, odd=recipe.weights == "odd")

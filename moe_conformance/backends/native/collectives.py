@@ -19,6 +19,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+REFUSED = -1  # in place of a number of rows: the rank that sends it cannot dispatch, and no row will come
+
+
+class DispatchRefused(ValueError):
+    """Another rank cannot dispatch what it was given, so that nothing is dispatched; its own error says why."""
+
+
+def check_told(numbers_W: Tensor) -> None:
+    """Look at what every rank of a group told of its numbers of rows, (W,) or (W, ...).
+
+    Raises:
+        DispatchRefused: one of them told that no row will come.
+    """
+    refused_W = (numbers_W == REFUSED).reshape(len(numbers_W), -1).any(1)
+    if bool(refused_W.any()):
+        raise DispatchRefused(f"rank {int(refused_W.nonzero()[0])} of the group had wrong input to dispatch")
+
 
 class _AllToAll(torch.autograd.Function):
     """Rows by destination in, rows by source out; the gradient takes the way back."""
@@ -90,3 +107,12 @@ def reduce_scatter(rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup)
     own = sizes[group.rank()]
     parts = all_to_all(rows, sizes, [own] * W, group)
     return parts.reshape(W, own, *rows.shape[1:]).sum(0)
+
+
+def largest(number: int, group: dist.ProcessGroup, device: torch.device) -> int:
+    """Return the largest of the ranks' numbers."""
+    if group.size() == 1:
+        return number
+    found = torch.tensor([number], device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    return int(found)

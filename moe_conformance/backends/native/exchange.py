@@ -14,6 +14,7 @@ T tokens of this rank, K slots, E experts, N experts held, D hidden, P pairs of 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +74,9 @@ class LocalExchange:
         """Return y in the shape of x and the dtype of the rows."""
         return self._unpermute(rows, handle)
 
+    def withdraw(self, device: torch.device) -> None:
+        """Take part in a dispatch to which this rank can bring nothing: the others raise `DispatchRefused`."""
+
     def _permute(self, x: Tensor, routing: Routing) -> tuple[Tensor, Permuted]:
         """Return one row per pair, by expert; an exchange that weighs the input has weighed them."""
         pairs = sort_pairs(routing.ids_TK, routing.experts)
@@ -120,7 +124,7 @@ class AllGatherExchange(LocalExchange):
         """Gather x, ids and weights, and permute what is this rank's; all ranks bring the same K."""
         group = self.topology.group("ep_etp")
         x_TD = x.reshape(-1, x.shape[-1])
-        sizes_W = collectives.all_gather(_counts([x_TD.shape[0]], x), [1] * group.size(), group).tolist()
+        sizes_W = self._sizes(x_TD.shape[0], x.device)
         everything = Routing(
             self._local_ids(collectives.all_gather(routing.ids_TK, sizes_W, group)),
             collectives.all_gather(routing.weights_TK, sizes_W, group),
@@ -134,6 +138,18 @@ class AllGatherExchange(LocalExchange):
         everything = self._unpermute(rows, handle.permuted)
         own = collectives.reduce_scatter(everything, handle.sizes_W, self.topology.group("ep_etp"))
         return own.reshape(handle.shape)
+
+    def withdraw(self, device: torch.device) -> None:
+        """Tell the others instead of a number of tokens."""
+        with suppress(collectives.DispatchRefused):
+            self._sizes(collectives.REFUSED, device)
+
+    def _sizes(self, tokens: int, device: torch.device) -> list[int]:
+        """Return how many tokens every rank brings."""
+        group = self.topology.group("ep_etp")
+        sizes_W = collectives.all_gather(torch.tensor([tokens], device=device), [1] * group.size(), group)
+        collectives.check_told(sizes_W)
+        return sizes_W.tolist()
 
     def _local_ids(self, ids_TK: Tensor) -> Tensor:
         """Return the index among this rank's experts, -1 for an expert held elsewhere or an empty slot."""
@@ -195,6 +211,7 @@ class AllToAllExchange(LocalExchange):
         sent_C = counts_CN.sum(1).tolist()  # while the counts travel
         arriving_CN = travelling.wait()
         arriving_SCN = collectives.all_gather(arriving_CN, [C] * S, etp).reshape(S, C, self.placement.held)
+        collectives.check_told(arriving_SCN.transpose(0, 1).reshape(C * S, -1))  # etp counts fastest in ep_etp
         return Plan(
             sent_C=sent_C,
             received_C=arriving_CN.sum(1).tolist(),
@@ -202,6 +219,12 @@ class AllToAllExchange(LocalExchange):
             order_R=_expert_major(arriving_SCN),
             counts_N=arriving_SCN.sum((0, 1)),
         )
+
+    def withdraw(self, device: torch.device) -> None:
+        """Tell the owners of all experts instead of a number of pairs, and by their shards every rank of ep_etp."""
+        E = self.topology.sizes["ep"] * self.placement.held
+        with suppress(collectives.DispatchRefused):
+            self._plan(torch.full((E,), collectives.REFUSED, device=device))
 
     def _start(self, counts_CN: Tensor) -> collectives.Travelling:
         return collectives.start_all_to_all(counts_CN, self.topology.group("ep"))
@@ -224,6 +247,3 @@ def _expert_major(counts_SCN: Tensor) -> Tensor:
     place_R = place_NCS.permute(2, 1, 0).reshape(-1).repeat_interleave(counts_SCN.reshape(-1))
     return place_R.argsort(stable=True)
 
-
-def _counts(values: list[int], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=like.device)

@@ -92,6 +92,10 @@ class FlexExchange:
         delivery, held = self.manager.dispatch(x.reshape(-1, x.shape[-1]), routing.ids_TK, weights_TK)
         return delivery, Flight(held, len(delivery.rows_RD), tuple(x.shape))
 
+    def withdraw(self, device: torch.device) -> None:
+        """Take part in a dispatch to which this rank can bring nothing: the others raise `DispatchRefused`."""
+        self.manager.exchange.withdraw(device)
+
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
         """Return y in the shape of x; the handle is of no use afterwards."""
         return self.manager.combine(rows, handle.land(rows)).reshape(handle.shape)

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_conformance.backends.native import mirrored
+from moe_conformance.backends.native import collectives, mirrored
 from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.backends.native.permutation import Pairs, permute, sort_pairs, unpermute, weigh
 from moe_conformance.backends.native.token_exchange import Arrived, Handle, TokenExchange
@@ -37,13 +36,13 @@ class Held:
 
     handle: Handle
     pairs: Pairs | None = None  # of the received rows and their ids; None where the rows are handed over as they came
-    tokens: int | None = None  # T, where more were dispatched
 
 
 class Manager:
     """Dispatches, hands over and combines; it keeps nothing on itself, so that any number of steps may be in flight."""
 
     knobs: ClassVar[tuple[str, ...]] = ()  # names that it takes from `Config.extra`
+    needs_equal_tokens: ClassVar[bool] = False  # all ranks have to dispatch as many: `padding.py` sees to it
 
     def __init__(self, config: Config, exchange: TokenExchange) -> None:
         """Take the token exchange to work over.
@@ -107,12 +106,12 @@ class _OneRowPerPair(Manager):
 class HybridEPManager(_OneRowPerPair):
     """Rows expert by expert in a buffer of B rows on every rank, whatever the load; more than B is an error of all.
 
-    All ranks dispatch the same number of tokens, the largest T of the group: empty ones fill up. B is that number times
-    K times the shards of an expert times the knob `rank_capacity_factor`, rounded up. Its default, ep, holds whatever
-    may come.
+    All ranks dispatch the same number of tokens, empty ones among them. B is that number times K times the shards of an
+    expert times the knob `rank_capacity_factor`, rounded up. Its default, ep, holds whatever may come.
     """
 
     knobs = ("rank_capacity_factor",)
+    needs_equal_tokens = True
 
     def __init__(self, config: Config, exchange: TokenExchange) -> None:
         """See `Manager`.
@@ -132,38 +131,23 @@ class HybridEPManager(_OneRowPerPair):
             Overflow: on all ranks, if any of them got more than B rows.
         """
         T, K = ids_TK.shape
-        most = self._largest(T, x_TD.device)
-        missing = (0, 0, 0, most - T)
-        arrived = mirrored.dispatch(
-            self.exchange, F.pad(x_TD, missing), F.pad(ids_TK, missing, value=-1), F.pad(weights_TK, missing)
-        )
-        budget = math.ceil(self.factor * most * K * self.exchange.shards)
+        arrived = mirrored.dispatch(self.exchange, x_TD, ids_TK, weights_TK)
+        budget = math.ceil(self.factor * T * K * self.exchange.shards)
         self._check(int(arrived.handle.counts_N.sum()), budget, x_TD.device)
         pairs = sort_pairs(arrived.handle.ids_RK, self.exchange.held)
         rows_PD, weights_P = self._rows(arrived, pairs)
         unused = budget - len(rows_PD)
         weights_B = None if weights_P is None else F.pad(weights_P, (0, unused))
         delivery = Delivery.grouped(F.pad(rows_PD, (0, 0, 0, unused)), pairs.counts_E, weights_B)
-        return delivery, Held(arrived.handle, pairs, T)
-
-    def combine(self, rows: Tensor, held: Any) -> Tensor:
-        """Return y_TD without the tokens that filled up."""
-        return super().combine(rows, held)[: held.tokens]
+        return delivery, Held(arrived.handle, pairs)
 
     def _check(self, demand: int, budget: int, device: torch.device) -> None:
-        largest = self._largest(demand, device)  # the overflow flag, of all ranks
+        largest = collectives.largest(demand, self.exchange.group, device)  # the overflow flag, of all ranks
         if largest > budget:
             raise Overflow(
                 f"the busiest rank of the exchange group needs {largest} rows, and the budget of each is {budget} "
                 f"(rank_capacity_factor = {self.factor:g}); this rank needs {demand}"
             )
-
-    def _largest(self, value: int, device: torch.device) -> int:
-        group = self.exchange.group
-        largest = torch.tensor([value], device=device)
-        if group.size() > 1:
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-        return int(largest)
 
 
 @dataclass(frozen=True)

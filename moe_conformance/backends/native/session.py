@@ -13,6 +13,7 @@ from moe_conformance.backends.native.flex import FlexExchange
 from moe_conformance.backends.native.gradients import GradientFinisher, Replicated
 from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.backends.native.managers import DeepEPManager, HybridEPManager, Manager, NCCLEPManager
+from moe_conformance.backends.native.padding import PaddedExchange, TokenPadding
 from moe_conformance.backends.native.reordering import Reordering
 from moe_conformance.backends.native.reusable import ReusableExchange
 from moe_conformance.backends.native.routing import Router
@@ -28,6 +29,7 @@ _MAPPED = (
     "variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied",
     "score", "normalise", "scale", "groups", "group_score", "balance_bias",
     "capacity_factor", "min_capacity", "drop_policy",
+    "pad_tokens", "token_alignment", "token_bound",
 )  # fmt: skip
 
 
@@ -45,6 +47,8 @@ class NativeSession(Session):
     ncclep_class: type[Manager] = NCCLEPManager
     token_exchange_class: type[TokenExchange] = TokenExchange  # under the managers
     reusable_class: type[ReusableExchange] = ReusableExchange  # over the same, for callers
+    padding_class: type[TokenPadding] = TokenPadding
+    padded_class: type[PaddedExchange] = PaddedExchange  # around any of the exchanges
     experts_class: type[Experts] = Experts
     router_class: type[Router] = Router
     permutation_class: type[Permutation] = Permutation
@@ -62,17 +66,36 @@ class NativeSession(Session):
 
     def exchange(self, config: Config) -> SplitExchange:
         """Build the exchange of `config.variant`."""
-        classes = {"alltoall": self.alltoall_class, "allgather": self.allgather_class, "local": self.local_class}
-        managers = {"deepep": self.deepep_class, "hybridep": self.hybridep_class, "ncclep": self.ncclep_class}
         with refusals(CannotBuild, match="."):
-            if config.variant in classes:
-                return classes[config.variant](config.only(*_MAPPED), self.topology)
-            if config.variant in managers:
-                config.only(*_MAPPED, "extra")
-                return FlexExchange(config, self.topology, managers[config.variant], self.token_exchange_class)
-        raise Unsupported(
-            f"native has no variant {config.variant!r}; it has {', '.join((*classes, *managers))}"
-        )
+            exchange = self._exchange(config)
+            if not self._pads(config):
+                return exchange
+            return self.padded_class(exchange, self.padding_class(config, self.topology, self.device))
+
+    def token_padding(self, config: Config) -> TokenPadding:
+        """Build the padding of the exchange of `config`."""
+        config.only(*_MAPPED)
+        if not self._pads(config):
+            raise Unsupported(f"the exchange {config.variant!r} pads no token counts unless it is asked to")
+        with refusals(CannotBuild, match="."):
+            return self.padding_class(config, self.topology, self.device)
+
+    def _exchange(self, config: Config) -> LocalExchange | FlexExchange:
+        classes = {"alltoall": self.alltoall_class, "allgather": self.allgather_class, "local": self.local_class}
+        if config.variant in classes:
+            return classes[config.variant](config.only(*_MAPPED), self.topology)
+        if manager := self._managers.get(config.variant):
+            return FlexExchange(config.only(*_MAPPED, "extra"), self.topology, manager, self.token_exchange_class)
+        known = ", ".join((*classes, *self._managers))
+        raise Unsupported(f"native has no variant {config.variant!r}; it has {known}")
+
+    @property
+    def _managers(self) -> dict[str, type[Manager]]:
+        return {"deepep": self.deepep_class, "hybridep": self.hybridep_class, "ncclep": self.ncclep_class}
+
+    def _pads(self, config: Config) -> bool:
+        manager = self._managers.get(config.variant)
+        return config.pad_tokens != "no" or bool(manager and manager.needs_equal_tokens)
 
     def experts(self, config: Config) -> Experts:
         """Build this rank's experts."""

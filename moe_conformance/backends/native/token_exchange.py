@@ -19,12 +19,6 @@ from torch import Tensor
 from moe_conformance.backends.native import collectives
 from moe_conformance.backends.native.groups import CannotBuild
 
-_REFUSED = -1  # in place of a number of rows: this rank's input is wrong, and no row will come
-
-
-class DispatchRefused(ValueError):
-    """Another rank's input is wrong, so that nothing is dispatched; that rank's own error says what it is."""
-
 
 @dataclass(frozen=True)
 class DispatchLayout:
@@ -151,6 +145,11 @@ class TokenExchange:
             return y_TD, None
         return y_TD, _add_up(self._send_back(self._own_slots(weights_RK, handle), handle), handle)
 
+    def withdraw(self, device: torch.device) -> None:
+        """Take part in a dispatch to which this rank can bring nothing: the others raise `DispatchRefused`."""
+        refusals_W = torch.full((self.group.size(), 1), collectives.REFUSED, device=device)
+        collectives.start_all_to_all(refusals_W, self.group).wait()  # nobody waits for rows then
+
     # ---- how -------------------------------------------------------------------------------------------------
 
     def _lay_out(self, x_TD: Tensor, ids_TK: Tensor | None, weights_TK: Tensor | None) -> Handle:
@@ -162,15 +161,14 @@ class TokenExchange:
             if problem := _wrong_input(x_TD, len(ids_TK), weights_TK, ids_TK.shape[1]):
                 raise ValueError(problem)
         except ValueError:
-            refusals_W = torch.full((self.group.size(), 1), _REFUSED, device=x_TD.device)
-            collectives.start_all_to_all(refusals_W, self.group).wait()  # nobody waits for rows then
+            self.withdraw(x_TD.device)
             raise
         travelling = collectives.start_all_to_all(layout.tokens_W.unsqueeze(1), self.group)
         rank_M, token_M = layout.in_rank_TW.t().nonzero(as_tuple=True)
         place_TW = layout.in_rank_TW.cumsum(1) - 1
-        received_W = travelling.wait().flatten().tolist()
-        if _REFUSED in received_W:
-            raise DispatchRefused(f"rank {received_W.index(_REFUSED)} of the group had wrong input to dispatch")
+        told_W = travelling.wait().flatten()
+        collectives.check_told(told_W)
+        received_W = told_W.tolist()
         sent_W = layout.tokens_W.tolist()
         ids_RK = collectives.all_to_all(ids_TK[token_M], sent_W, received_W, self.group)
         ids_RK = self._local_ids(ids_RK)
