@@ -25,8 +25,9 @@ def alone(workload: Workload) -> bool:
 
 
 def counted(workload: Workload) -> bool:
-    """Whether rows leave ranks, in the dtype that every backend has, one step after the other."""
+    """Whether rows leave ranks, in the dtype that every backend has, one step after the other, and none is added."""
     plain = workload.asynchrony == "plain" and workload.schedule.startswith("F0 B0")
+    plain = plain and workload.config.pad_tokens == "no"
     return exchanges(workload.layout) and plain and workload.config.dtype.itemsize == 4
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import capacity, dispatch_layout, permute, spoilt, token_exchange
+from moe_conformance.workloads import capacity, dispatch_layout, packing, permute, spoilt, token_exchange
 from moe_conformance.workloads.corpus import Profile
 from moe_conformance.workloads.records import Workload
 
@@ -33,6 +33,7 @@ CHAPTERS: tuple[Chapter, ...] = (
     Chapter(tuple(token_exchange.SCRIPTS), token_exchange.scripts),
     Chapter(spoilt.NAMES, spoilt.draw, variants="every"),
     Chapter(dispatch_layout.NAMES, dispatch_layout.corpus),
+    Chapter(packing.TOKEN_COUNTS, packing.token_counts, variants="every"),
 )
 
 

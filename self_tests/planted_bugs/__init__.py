@@ -16,6 +16,7 @@ from self_tests.planted_bugs import (
     groups,
     many_ranks,
     overlap,
+    packing,
     permute,
     routing,
     routing_ends,
@@ -31,7 +32,7 @@ def plants() -> tuple[Plant, ...]:
     """Return all plants, chapter by chapter."""
     exchanges = (exchange, exchange_back, exchange_ends, twins, exchange_spoilt)
     chapters = (routing, routing_ends, capacity, *exchanges, experts, gradients, groups, overlap, cost)
-    surfaces = (flex, permute, dispatch_layout, token_exchange)
+    surfaces = (flex, permute, dispatch_layout, token_exchange, packing)
     return tuple(plant for chapter in (*chapters, *surfaces) for plant in chapter.PLANTS)
 
 

@@ -24,6 +24,7 @@ from moe_conformance.backends.native.exchange import AllGatherExchange, AllToAll
 from moe_conformance.backends.native.experts import Experts
 from moe_conformance.backends.native.gradients import GradientFinisher
 from moe_conformance.backends.native.managers import DeepEPManager, HybridEPManager, NCCLEPManager
+from moe_conformance.backends.native.padding import PaddedExchange, TokenPadding
 from moe_conformance.backends.native.reordering import Reordering
 from moe_conformance.backends.native.reusable import ReusableExchange
 from moe_conformance.backends.native.routing import Router
@@ -50,6 +51,8 @@ _ATTRIBUTES = {
     NCCLEPManager: "ncclep_class",
     TokenExchange: "token_exchange_class",
     ReusableExchange: "reusable_class",
+    TokenPadding: "padding_class",
+    PaddedExchange: "padded_class",
     Experts: "experts_class",
     Router: "router_class",
     GradientFinisher: "finisher_class",
