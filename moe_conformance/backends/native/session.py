@@ -78,6 +78,7 @@ class NativeSession(Session):
         if not self._pads(config):
             raise Unsupported(f"the exchange {config.variant!r} pads no token counts unless it is asked to")
         with refusals(CannotBuild, match="."):
+            self._exchange(config)  # where there is none, there is nothing to pad
             return self.padding_class(config, self.topology, self.device)
 
     def _exchange(self, config: Config) -> LocalExchange | FlexExchange:
