@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from moe_conformance.judging.reading import Reading
-from moe_conformance.judging.twins import RunTwins, judge_alike, judge_scaled, judge_strided
+from moe_conformance.judging.twins import RunTwins, judge_across, judge_alike, judge_scaled, judge_strided
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
-from moe_conformance.workloads import twins as laws
+from moe_conformance.workloads import laws
 from moe_conformance.workloads.features import all_alike
 from moe_conformance.workloads.records import Workload
 
@@ -14,6 +14,11 @@ from moe_conformance.workloads.records import Workload
 def likened(workload: Workload) -> bool:
     """Whether twins are held against runs of it."""
     return bool(workload.likened)
+
+
+def in_one_stage(workload: Workload) -> bool:
+    """Whether twins are held against it, and every rank has the same experts' parameters within reach."""
+    return bool(workload.likened) and workload.layout.pp == 1
 
 
 class TestNames:
@@ -36,6 +41,52 @@ class TestNames:
     def test_the_numbers_mean_nothing_to_experts(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """The backend's own experts take their parameters along, and their gradients."""
         judge_alike(reading, twins(laws.relabelled(reading.outcome.workload)), tally)
+
+
+class TestPlaces:
+    @requirement("EXCH-15", kind="probe", when=in_one_stage)
+    def test_where_tokens_lie_means_nothing(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
+        """The same tokens on other ranks, on fewer and in other layouts have the results that they had."""
+        judge_alike(reading, twins(laws.spread(reading.outcome.workload)), tally)
+
+    @requirement("EXCH-15", kind="experts", when=in_one_stage)
+    def test_where_tokens_lie_means_nothing_to_experts(
+        self, reading: Reading, twins: RunTwins, tally: Tally
+    ) -> None:
+        """The backend's own experts get the gradients that they got, whoever holds them."""
+        judge_alike(reading, twins(laws.spread(reading.outcome.workload)), tally)
+
+    @requirement("EXCH-43", kind="probe", when=likened)
+    def test_exchanges_agree(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
+        """All exchanges of a backend give the same for the same batch."""
+        judge_across(reading, twins(laws.exchanged(reading.outcome.workload, twins.variants)), tally)
+
+    @requirement("EXCH-43", kind="experts", when=likened)
+    def test_exchanges_agree_behind_experts(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
+        """Behind the backend's own experts too."""
+        judge_across(reading, twins(laws.exchanged(reading.outcome.workload, twins.variants)), tally)
+
+    @requirement("PACK-09", kind="probe", when=likened)
+    def test_packs_mean_nothing(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
+        """Sequences in another order and in several microbatches give every token what they gave."""
+        judge_alike(reading, twins(laws.packed(reading.outcome.workload)), tally)
+
+    @requirement("PACK-09", kind="experts", when=likened)
+    def test_packs_mean_nothing_to_experts(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
+        """The backend's own experts get the gradients of all packs together."""
+        judge_alike(reading, twins(laws.packed(reading.outcome.workload)), tally)
+
+
+class TestHistory:
+    @requirement("EXCH-40", kind="probe", when=likened)
+    def test_exchanges_take_turns(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
+        """An exchange used in turn with others of other sizes gives the bytes that it gives alone."""
+        judge_alike(reading, twins(laws.in_turn(reading.outcome.workload)), tally)
+
+    @requirement("EXCH-40", kind="experts", when=likened)
+    def test_experts_take_turns(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
+        """Two steps in turn with others give twice the gradients of one."""
+        judge_alike(reading, twins(laws.in_turn(reading.outcome.workload)), tally)
 
 
 class TestWeights:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -31,7 +31,15 @@ class Ran:
     why_not: str = ""
 
 
-RunTwins = Callable[[Sequence[Twin]], list[Ran]]  # on the ranks that the original ran on
+class RunTwins(Protocol):
+    """What a check asks for its twins."""
+
+    @property
+    def variants(self) -> Sequence[str]:
+        """All variants of the backend."""
+
+    def __call__(self, twins: Sequence[Twin]) -> list[Ran]:
+        """Run twins on the ranks that the original ran on, one after the other."""
 
 
 class Sides(NamedTuple):
@@ -55,7 +63,7 @@ def judge_alike(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
     """
     present = [each for each in ran if each.outcome is not None]
     if not present:
-        raise NotOffered("; ".join(f"{each.twin.how}: {each.why_not}" for each in ran))
+        raise NotOffered("; ".join(f"{each.twin.how}: {each.why_not}" for each in ran) or "there is no other run")
     for each in present:
         sides = Sides(reading, each.twin, read_twin(each))
         if each.twin.bits:
@@ -75,6 +83,25 @@ def judge_scaled(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
     if "input" in reading.applied:
         raise NotOffered("weights multiply the experts' input, of which the answers are no linear function")
     judge_alike(reading, ran, tally)
+
+
+def judge_across(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
+    """Decide `judge_alike` of twins through other exchanges, that apply weights on the same side of the experts.
+
+    Raises:
+        NotOffered: there is no such exchange.
+    """
+
+    def side(outcome: Outcome) -> bool:
+        return any(rank.weights_at == "input" for rank in outcome.ranks)
+
+    comparable = [
+        replace(each, outcome=None, why_not="it applies weights on the other side of the experts")
+        if each.outcome is not None and side(each.outcome) != side(reading.outcome)
+        else each
+        for each in ran
+    ]
+    judge_alike(reading, comparable, tally)
 
 
 def judge_strided(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
@@ -219,9 +246,10 @@ def _finding(
     off = torch.nan_to_num((actual[t].double() - was[t].double()).abs(), nan=torch.inf) * differs
     worst = int(off.argmax()) if bool((off > 0).any()) else int(differs.nonzero()[0])
     unit = "slot" if name == "dweights" else "column"
+    of_m = f" of microbatch {m}" if len(sides.twin.origin) > 1 else ""
     where = f" (rank {source[1]} token {source[2]} of microbatch {source[0]})" if source != at else ""
     sentence = (
-        f"{name} of rank {rank} token {t} in {unit} {worst} is {_number(actual[t, worst], was[t, worst])}, "
+        f"{name} of rank {rank} token {t}{of_m} in {unit} {worst} is {_number(actual[t, worst], was[t, worst])}, "
         f"and was {_number(was[t, worst], actual[t, worst])}{where}"
     )
     if name != "dweights" and all(value is not None for ranks in known for value in ranks):

@@ -22,14 +22,20 @@ class Twins:
     device: str
     step: Callable[[Workload], Outcome]
 
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """All variants of the backend."""
+        return self.backend.variants
+
     def __call__(self, twins: Sequence[Twin]) -> list[Ran]:
         """Run them one after the other; one outside the limits of its variant is not, and one may be refused."""
         return [self._run(twin) for twin in twins]
 
     def _run(self, twin: Twin) -> Ran:
-        limit = broken(self.backend.limits(twin.workload.config.variant), twin.workload, self.device)
-        if limit is not None:
-            return Ran(twin, None, limit.reason)
+        limits = self.backend.limits(twin.workload.config.variant)
+        for workload in (twin.workload, *twin.workload.twist.beside):
+            if limit := broken(limits, workload, self.device):
+                return Ran(twin, None, limit.reason)
         outcome = self.step(twin.workload)
         refusal = refusal_of(outcome)
         return Ran(twin, outcome) if refusal is None else Ran(twin, None, refusal[1])

@@ -5,7 +5,7 @@ The repeat is for diagnosis only. It never makes a run pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -49,19 +49,23 @@ def judge_again(
             "outcome": lambda: kept.outcome,
             "reading": lambda: kept.reading,
             "tally": lambda: trial.tally,
-            "twins": lambda: replace(first["twins"], step=step),
+            "twins": lambda: replace(_of("twins", first), step=step),
         }
         given = {}
         for name in item._fixtureinfo.argnames:  # type: ignore[attr-defined]  # a function's
-            if name not in made and name not in first:
-                raise CannotRepeat(name)
-            given[name] = made[name]() if name in made else first[name]
+            given[name] = made[name]() if name in made else _of(name, first)
         item.obj(**given)  # type: ignore[attr-defined]
     except CannotRepeat:
         raise
     except (Exception, pytest.skip.Exception) as error:
         return ending(trial, error)
     return ending(trial, None)
+
+
+def _of(name: str, fixtures: Mapping[str, Any]) -> Any:
+    if name not in fixtures:
+        raise CannotRepeat(name)
+    return fixtures[name]
 
 
 def drawn_again(failed: Trial, outcome: Outcome) -> Ending:

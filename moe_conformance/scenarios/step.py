@@ -34,7 +34,7 @@ from moe_conformance.scenarios import parameters, state
 from moe_conformance.scenarios.inputs import Inputs
 from moe_conformance.scenarios.outcome import Grad, Microbatch, RankOutcome
 from moe_conformance.scenarios.probe import Probe
-from moe_conformance.scenarios.sessions import opened
+from moe_conformance.scenarios.sessions import Opened, opened
 from moe_conformance.scenarios.tensors import same_bytes, to_cpu
 from moe_conformance.topology import Topology
 from moe_conformance.workloads import tags
@@ -49,6 +49,7 @@ class TrainingStep:
         self.context, self.workload, self.config = context, workload, workload.config
         self.reached = "open"
         self.phases: list[tuple[str, int]] = []
+        self.beside: list[TrainingStep] = []  # of other exchanges, which take turns with this one
         self.inputs: dict[int, Inputs] = {}
         self.delivered: dict[int, Any] = {}  # handles between the halves of a forward
         self.outputs: dict[int, Tensor] = {}
@@ -59,8 +60,20 @@ class TrainingStep:
     def run(self, backend_name: str) -> RankOutcome:
         """Do it all and return what this rank saw."""
         kept = opened(self.context, backend_name, self.workload.layout)
-        session = kept.session
         self.reached = "build"
+        built = self._build(kept)
+        self.beside = [TrainingStep(self.context, other) for other in self.workload.twist.beside]
+        for other in self.beside:
+            other._build(kept)
+        with state.filled_memory() if self.workload.memory == "filled" else nullcontext():
+            before = state.snapshot(self.context.device)
+            self._follow_schedule()
+            self.state_changed = state.changed(before, state.snapshot(self.context.device))
+            return self._bring_back(kept.session, built)
+
+    def _build(self, kept: Opened) -> list[Parametrised]:
+        """Build the surfaces and write their parameters; return those that have any."""
+        session = kept.session
         built: list[Parametrised] = []
         self.router: Router | None = None
         self.undropping: Router | None = None  # the same router without its capacity
@@ -79,11 +92,12 @@ class TrainingStep:
             self.experts = self._experts(session, kept.topology, built)
         for surface in built:
             parameters.write(surface, self.workload.parameters)
-        with state.filled_memory() if self.workload.memory == "filled" else nullcontext():
-            before = state.snapshot(self.context.device)
-            self._follow_schedule()
-            self.state_changed = state.changed(before, state.snapshot(self.context.device))
-            return self._bring_back(session, built)
+        return built
+
+    def _once_more(self) -> None:
+        """Follow the schedule from its beginning; what came of it before is forgotten."""
+        self.inputs, self.delivered, self.outputs, self.returned = {}, {}, {}, {}
+        self._follow_schedule()
 
     def _experts(self, session: Session, topology: Topology, built: list[Parametrised]) -> Probe | Experts:
         assert self.exchange is not None
@@ -112,6 +126,8 @@ class TrainingStep:
         for item in self.workload.schedule.split():
             phase, act = phases[item[0]]
             m = int(item[1:])
+            for other in self.beside if item[0] in "FD" else ():
+                other._once_more()
             self._reach(f"{phase}:{m}")
             if m not in self.inputs:
                 batch = self.workload.batches[m][self.context.rank]

@@ -67,6 +67,7 @@ class Twist:
 
     strides: Mapping[str, Stride] = field(default_factory=dict)
     probe_as: tuple[int, ...] = ()  # empty: as for itself
+    beside: tuple[Workload, ...] = ()  # built too; each takes its own steps before every forward of this one
 
 
 @dataclass(frozen=True, repr=False)

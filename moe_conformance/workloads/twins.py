@@ -6,7 +6,7 @@ with. Laws that hold of every exchange say how the two are related; nobody has t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import draw
-from moe_conformance.workloads.records import Batch, Stride, Twist, Workload
+from moe_conformance.workloads.records import Batch, Lead, Twist, Workload
 from reference.permute import relabel, relabel_parameters, reorder_slots
 
 
@@ -41,6 +40,7 @@ class Twin:
     numbers_E: Tensor  # int64: the number that expert e has in the twin
     times: int | None = 1  # how often every token of the original is in it; None: parameters' gradients differ
     bits: bool = False  # whether all bytes are the same, and rows arrive in the same order
+    fresh: bool = False  # whether it runs on ranks that have run nothing before
 
     def __repr__(self) -> str:
         """Name it in a line."""
@@ -50,7 +50,7 @@ class Twin:
 def the_same(workload: Workload) -> Origin:
     """Return the origin of a twin that is fed what its original is fed."""
     return tuple(
-        tuple(_rows([(m, rank, t) for t in range(len(batch.x_TD))], workload) for rank, batch in enumerate(ranks))
+        tuple(rows_of([(m, rank, t) for t in range(len(batch.x_TD))], workload) for rank, batch in enumerate(ranks))
         for m, ranks in enumerate(workload.batches)
     )
 
@@ -63,7 +63,9 @@ def twin(
     numbers_E: Tensor | None = None,
     times: int | None = 1,
     bits: bool = False,
+    fresh: bool = False,
     layout: Layout | None = None,
+    lead: Lead | None = None,
     schedule: str | None = None,
     variant: str | None = None,
     twist: Twist | None = None,
@@ -79,103 +81,15 @@ def twin(
         layout=layout or workload.layout,
         batches=tuple(tuple(_batch(workload, rows, numbers_E) for rows in ranks) for ranks in origin),
         schedule=schedule or workload.schedule,
+        lead=lead or workload.lead,
         parameters=relabel_parameters(workload.parameters, numbers_E),  # type: ignore[arg-type]  # experts have ids
         twist=twist or Twist(),
         likened="",
     )
-    return Twin(how, twin_workload, origin, numbers_E, times, bits)
+    return Twin(how, twin_workload, origin, numbers_E, times, bits, fresh)
 
 
-# ---- the laws ------------------------------------------------------------------------------------------------------
-
-
-def reordered(workload: Workload) -> list[Twin]:
-    """Put the tokens of every rank and the slots of every token into another order."""
-
-    def rows(m: int, rank: int) -> Rows:
-        generator = draw.generator("reordered", workload.name, m, rank)
-        T, K = workload.batches[m][rank].ids_TK.shape
-        order_T = torch.randperm(T, generator=generator)
-        slots = [torch.randperm(K, generator=generator) for _ in range(T)]
-        slots_TK = torch.stack(slots) if slots else torch.empty(0, K, dtype=torch.int64)
-        return _rows([(m, rank, t) for t in order_T.tolist()], workload)._replace(slots_TK=slots_TK)
-
-    return [twin(workload, "with tokens and slots in another order", _origin(workload, rows))]
-
-
-def relabelled(workload: Workload) -> list[Twin]:
-    """Give the experts other numbers, so that other ranks hold them."""
-    E = workload.config.experts
-    orders = {"under other numbers": torch.randperm(E, generator=draw.generator("relabelled", workload.name))}
-    if workload.likened == "full":
-        orders["numbered from behind"] = torch.arange(E).flip(0)
-    return [
-        twin(
-            workload,
-            f"with experts {how}",
-            numbers_E=numbers_E,
-            twist=Twist(probe_as=tuple(numbers_E.argsort().tolist())),
-        )
-        for how, numbers_E in orders.items()
-    ]
-
-
-def scaled(workload: Workload) -> list[Twin]:
-    """Multiply the weights of every token by a power of two of its own."""
-
-    def rows(m: int, rank: int) -> Rows:
-        rows = the_same(workload)[m][rank]
-        generator = draw.generator("scaled", workload.name, m, rank)
-        return rows._replace(powers_T=torch.randint(-3, 4, (len(rows.powers_T),), generator=generator))
-
-    how = "with all weights of a token times a power of two"
-    return [twin(workload, how, _origin(workload, rows), times=None, bits=True)]
-
-
-def strided(workload: Workload) -> list[Twin]:
-    """Lay the inputs into memory with gaps: each in some way, each in another, and in full in every way and alone."""
-    asked: list[dict[str, Stride]] = [
-        {"x": "transposed", "ids": "columns", "weights": "packed", "upstream": "rows"},
-        {"x": "packed", "ids": "transposed", "weights": "columns", "upstream": "transposed"},
-    ]
-    if workload.likened == "full":
-        asked += [
-            {"x": "rows", "ids": "packed", "weights": "transposed", "upstream": "columns"},
-            {"x": "columns", "ids": "rows", "weights": "rows", "upstream": "packed"},
-        ]
-        asked += [{each: "transposed"} for each in ("x", "ids", "weights", "upstream")]
-    return [twin(workload, _lying(strides), bits=True, twist=Twist(strides)) for strides in asked]
-
-
-def expanded(workload: Workload) -> list[Twin]:
-    """Keep what is the same for all tokens once, with a stride of zero."""
-    asked: list[dict[str, Stride]] = [{"ids": "expanded", "weights": "expanded", "upstream": "expanded"}]
-    if workload.likened == "full":
-        asked += [{each: "expanded"} for each in ("ids", "weights", "upstream")]
-    return [twin(workload, _lying(strides), bits=True, twist=Twist(strides)) for strides in asked]
-
-
-def _lying(strides: dict[str, Stride]) -> str:
-    words: dict[Stride, str] = {
-        "rows": "every second row",
-        "columns": "every second column",
-        "transposed": "transposed",
-        "packed": "columns of a wider matrix",
-        "expanded": "there once",
-    }
-    return "with " + ", ".join(f"{name} {words[stride]}" for name, stride in strides.items())
-
-
-# ---- how they are made ---------------------------------------------------------------------------------------------
-
-
-def _origin(workload: Workload, rows: Callable[[int, int], Rows]) -> Origin:
-    """Return an origin in which every rank has its own tokens, in some way."""
-    ranks = range(workload.layout.world)
-    return tuple(tuple(map(partial(rows, m), ranks)) for m in range(len(workload.batches)))
-
-
-def _rows(sources: Sequence[tuple[int, int, int]], workload: Workload) -> Rows:
+def rows_of(sources: Sequence[tuple[int, int, int]], workload: Workload) -> Rows:
     """Return rows with the slots and weights that they have."""
     T, K = len(sources), workload.batches[0][0].ids_TK.shape[1]
     source_T3 = torch.tensor(sources, dtype=torch.int64).reshape(-1, 3)

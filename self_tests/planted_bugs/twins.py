@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from moe_conformance.backends.native.exchange import AllToAllExchange, Permuted
+from moe_conformance.backends.native.exchange import AllGatherExchange, AllToAllExchange, Permuted
 from moe_conformance.backends.native.permutation import Pairs
-from moe_conformance.contract import Routing
+from moe_conformance.contract import Config, Routing, Topology
 from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, collect, planted
 
 
@@ -119,6 +119,89 @@ class _MisreadBackward(torch.autograd.Function):
         read = torch.zeros(gradient.numel(), dtype=gradient.dtype)
         read[: len(memory)] = memory[: gradient.numel()]
         return read.reshape(gradient.shape)
+
+
+# ---- places --------------------------------------------------------------------------------------------------------
+
+
+@planted(
+    Expectation("EXCH-15", "even", "combine", "run on single", "y of rank 0 token 0"),
+    Expectation("EXCH-15", "own-even-bfloat16", "experts", "run on single", "y of rank 0 token 0"),
+    real="NVIDIA/Megatron-LM commit a98c5ba19c",
+)
+class OneSlotWithoutPeers(AllToAllExchange):
+    """Where all experts are at home, the exchange is left out, and with it all slots but the first."""
+
+    def _permute(self, x: Tensor, routing: Routing) -> tuple[Tensor, Permuted]:
+        if self.topology.group("ep_etp").size() == 1:
+            ids_TK = routing.ids_TK.clone()
+            ids_TK[:, 1:] = -1
+            routing = replace(routing, ids_TK=ids_TK)
+        return super()._permute(x, routing)
+
+
+@planted(
+    Expectation("EXCH-15", "even", "combine", "the tokens of the next rank", "was 0 (rank 0 token 0"),
+    layout=EP2_ETP2,
+)
+class FirstTokenOfTheWorldIsMissing(AllToAllExchange):
+    """The first token of the first rank is taken for one that begins a text, which no expert has to see."""
+
+    def _permute(self, x: Tensor, routing: Routing) -> tuple[Tensor, Permuted]:
+        ids_TK = routing.ids_TK.clone()
+        if self.topology.rank == 0:
+            ids_TK[:1] = -1
+        return super()._permute(x, replace(routing, ids_TK=ids_TK))
+
+
+@planted(
+    Expectation("EXCH-43", "even", "combine", "run through alltoall", "y of rank 0 token 0"),
+    Expectation("EXCH-43", "own-even-bfloat16", "experts", "run through alltoall", "y of rank 0 token 0"),
+)
+class MeanOverTheGatheringRanks(AllGatherExchange):
+    """The answers of the ranks are averaged, as those of replicas would be."""
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        return super().combine(rows, handle) / self.topology.group("ep_etp").size()
+
+
+# ---- what came before ----------------------------------------------------------------------------------------------
+
+
+@planted(
+    Expectation("EXCH-40", "even", "combine", "run in turn with one-expert-even", "y of rank 0 token 0"),
+    real="microsoft/Tutel commit ce19abd (#12)",
+)
+class KernelOfTheLatestExchange(AllToAllExchange):
+    """Kernels are made for a number of slots and kept by the number of experts alone: the latest serves all."""
+
+    _slots: ClassVar[dict[int, int]] = {}
+
+    def __init__(self, config: Config, topology: Topology) -> None:
+        super().__init__(config, topology)
+        self._slots[config.experts] = config.top_k
+
+    def _weights(self, routing: Routing, pairs: Pairs) -> Tensor:
+        weights_P = super()._weights(routing, pairs)
+        return weights_P * (pairs.slot_P < self._slots[routing.experts])
+
+
+@planted(
+    Expectation("PACK-09", "even", "combine", "run in two packs of other order", "token 2", "is 0, and was"),
+    Expectation("PACK-09", "own-even-bfloat16", "experts", "run in two packs of other order", "of microbatch 1"),
+)
+class OutputAsLongAsTheFirstPack(AllToAllExchange):
+    """The memory of the output is made for the first pack, and of a longer one the end is left out."""
+
+    def __init__(self, config: Config, topology: Topology) -> None:
+        super().__init__(config, topology)
+        self._tokens: int | None = None
+
+    def _unpermute(self, rows_PD: Tensor, permuted: Permuted) -> Tensor:
+        y = super()._unpermute(rows_PD, permuted)
+        self._tokens = len(y) if self._tokens is None else self._tokens
+        there_T = torch.arange(len(y)) < self._tokens
+        return torch.where(there_T[:, None], y, 0)
 
 
 PLANTS = collect(globals())

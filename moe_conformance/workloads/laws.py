@@ -1,0 +1,205 @@
+"""Laws that hold of every layer: what may be done to a run without changing what it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from moe_conformance.topology import Layout
+from moe_conformance.workloads import corpus, draw
+from moe_conformance.workloads.records import Stride, Twist, Workload
+from moe_conformance.workloads.twins import Origin, Rows, Twin, rows_of, the_same, twin
+
+Source = tuple[int, int, int]  # microbatch, rank and token
+
+# ---- names ---------------------------------------------------------------------------------------------------------
+
+
+def reordered(workload: Workload) -> list[Twin]:
+    """Put the tokens of every rank and the slots of every token into another order."""
+
+    def rows(m: int, rank: int) -> Rows:
+        generator = draw.generator("reordered", workload.name, m, rank)
+        T, K = workload.batches[m][rank].ids_TK.shape
+        order_T = torch.randperm(T, generator=generator)
+        slots = [torch.randperm(K, generator=generator) for _ in range(T)]
+        slots_TK = torch.stack(slots) if slots else torch.empty(0, K, dtype=torch.int64)
+        return rows_of([(m, rank, t) for t in order_T.tolist()], workload)._replace(slots_TK=slots_TK)
+
+    return [twin(workload, "with tokens and slots in another order", _origin(workload, rows))]
+
+
+def relabelled(workload: Workload) -> list[Twin]:
+    """Give the experts other numbers, so that other ranks hold them."""
+    E = workload.config.experts
+    orders = {"under other numbers": torch.randperm(E, generator=draw.generator("relabelled", workload.name))}
+    if workload.likened == "full":
+        orders["numbered from behind"] = torch.arange(E).flip(0)
+    return [
+        twin(
+            workload,
+            f"with experts {how}",
+            numbers_E=numbers_E,
+            twist=Twist(probe_as=tuple(numbers_E.argsort().tolist())),
+        )
+        for how, numbers_E in orders.items()
+    ]
+
+
+# ---- inputs --------------------------------------------------------------------------------------------------------
+
+
+def scaled(workload: Workload) -> list[Twin]:
+    """Multiply the weights of every token by a power of two of its own."""
+
+    def rows(m: int, rank: int) -> Rows:
+        rows = the_same(workload)[m][rank]
+        generator = draw.generator("scaled", workload.name, m, rank)
+        return rows._replace(powers_T=torch.randint(-3, 4, (len(rows.powers_T),), generator=generator))
+
+    how = "with all weights of a token times a power of two"
+    return [twin(workload, how, _origin(workload, rows), times=None, bits=True)]
+
+
+def strided(workload: Workload) -> list[Twin]:
+    """Lay the inputs into memory with gaps: each in some way, each in another, and in full in every way and alone."""
+    asked: list[dict[str, Stride]] = [
+        {"x": "transposed", "ids": "columns", "weights": "packed", "upstream": "rows"},
+        {"x": "packed", "ids": "transposed", "weights": "columns", "upstream": "transposed"},
+    ]
+    if workload.likened == "full":
+        asked += [
+            {"x": "rows", "ids": "packed", "weights": "transposed", "upstream": "columns"},
+            {"x": "columns", "ids": "rows", "weights": "rows", "upstream": "packed"},
+        ]
+        asked += [{each: "transposed"} for each in ("x", "ids", "weights", "upstream")]
+    return [twin(workload, _lying(strides), bits=True, twist=Twist(strides)) for strides in asked]
+
+
+def expanded(workload: Workload) -> list[Twin]:
+    """Keep what is the same for all tokens once, with a stride of zero."""
+    asked: list[dict[str, Stride]] = [{"ids": "expanded", "weights": "expanded", "upstream": "expanded"}]
+    if workload.likened == "full":
+        asked += [{each: "expanded"} for each in ("ids", "weights", "upstream")]
+    return [twin(workload, _lying(strides), bits=True, twist=Twist(strides)) for strides in asked]
+
+
+def _lying(strides: dict[str, Stride]) -> str:
+    words: dict[Stride, str] = {
+        "rows": "every second row",
+        "columns": "every second column",
+        "transposed": "transposed",
+        "packed": "columns of a wider matrix",
+        "expanded": "there once",
+    }
+    return "with " + ", ".join(f"{name} {words[stride]}" for name, stride in strides.items())
+
+
+# ---- places --------------------------------------------------------------------------------------------------------
+
+
+def spread(workload: Workload) -> list[Twin]:
+    """Give the ranks each other's tokens, and cut the same tokens up for other numbers of ranks and other layouts."""
+    world, E = workload.layout.world, workload.config.experts
+    smaller = Layout(1) if world < 4 else Layout(2, ep=2)
+    layouts = (smaller,) if workload.likened == "quick" else corpus.quick_layouts()
+    every = [(0, rank, t) for rank in range(world) for t in range(len(workload.batches[0][rank].x_TD))]
+    turned = [[source for source in every if source[1] == (rank + 1) % world] for rank in range(world)]
+    made = [twin(workload, "with the tokens of the next rank on every rank", _placed(workload, [turned]))]
+    for layout in layouts:
+        if layout != workload.layout and layout.world <= world and E % layout.ep == 0:
+            cut = _cut(every, _shares(workload, len(every), layout.world))
+            made.append(twin(workload, f"on {layout.name}", _placed(workload, [cut]), layout=layout))
+    return made
+
+
+def packed(workload: Workload) -> list[Twin]:
+    """Put the sequences of a rank, two tokens each, into another order and into several microbatches."""
+    world = range(workload.layout.world)
+
+    def sequences(rank: int) -> list[list[Source]]:
+        T = len(workload.batches[0][rank].x_TD)
+        starts = torch.randperm(-(-T // 2), generator=draw.generator("packed", workload.name, rank)).tolist()
+        return [[(0, rank, t) for t in range(2 * start, min(2 * start + 2, T))] for start in starts]
+
+    def packs(rank: int, first: int) -> list[list[Source]]:
+        found = sequences(rank)
+        return [[source for sequence in part for source in sequence] for part in (found[:first], found[first:])]
+
+    def microbatches(first: int) -> Origin:
+        by_rank = [packs(rank, first) for rank in world]
+        return _placed(workload, [[by_rank[rank][m] for rank in world] for m in range(2)])
+
+    made = [twin(workload, "in two packs of other order", microbatches(1), schedule="F0 B0 F1 B1")]
+    if workload.likened == "full":
+        made.append(twin(workload, "in two packs in flight", microbatches(2), schedule="F0 F1 B1 B0"))
+        if all(len(batch.x_TD) % 2 == 0 for batch in workload.batches[0]):
+            made.append(twin(workload, "with one row for two sequences", lead="two_dims"))
+    return made
+
+
+def exchanged(workload: Workload, variants: Sequence[str]) -> list[Twin]:
+    """Send the tokens through another exchange: in full through each that there is."""
+    others = [variant for variant in variants if variant != workload.config.variant]
+    if workload.likened == "quick":
+        others = others[:1]
+    return [twin(workload, f"through {variant}", variant=variant) for variant in others]
+
+
+# ---- what came before ----------------------------------------------------------------------------------------------
+
+
+def in_turn(workload: Workload) -> list[Twin]:
+    """Take two steps, and before each of them one of another exchange that has been built beside."""
+    kind = "experts" if workload.parameters else "probe"
+    recipes = corpus.EXPERTS if workload.parameters else corpus.PROBE
+    names = ["odd-experts-even", "one-expert-even"]
+    if workload.likened == "full":
+        names += ["even", "even-float64", "rank-without-tokens"]
+    prefix = "own-" if workload.parameters else ""
+    others = [recipe for recipe in recipes if recipe.name in [prefix + name for name in names]]
+    beside = [corpus.exchange_workload(other, kind, workload.config.variant, workload.layout) for other in others]  # type: ignore[arg-type]
+    return [
+        twin(
+            workload,
+            f"in turn with {other.name}",
+            the_same(workload) * 2,
+            times=2,
+            bits=True,
+            schedule="F0 B0 F1 B1",
+            twist=Twist(beside=(other,)),
+        )
+        for other in beside
+    ]
+
+
+# ---- how they are made ---------------------------------------------------------------------------------------------
+
+
+def _placed(workload: Workload, places: Sequence[Sequence[Sequence[Source]]]) -> Origin:
+    """Return the origin of given tokens, [microbatch][rank][token]."""
+    return tuple(tuple(rows_of(sources, workload) for sources in ranks) for ranks in places)
+
+
+def _cut(every: Sequence[Source], shares: Sequence[int]) -> list[Sequence[Source]]:
+    ends = torch.tensor(shares).cumsum(0).tolist()
+    return [every[end - share : end] for share, end in zip(shares, ends, strict=True)]
+
+
+def _shares(workload: Workload, tokens: int, world: int) -> list[int]:
+    """Return how many tokens every rank gets: equally many where all had equally many, one of them none elsewhere."""
+    if len({len(batch.x_TD) for batch in workload.batches[0]}) == 1 and tokens % world == 0:
+        return [tokens // world] * world
+    shares = [tokens // world] * world
+    shares[0] += tokens % world
+    if world > 1:
+        shares[-1], shares[0] = 0, shares[0] + shares[-1]
+    return shares
+
+
+def _origin(workload: Workload, rows: Callable[[int, int], Rows]) -> Origin:
+    """Return an origin in which every rank has its own tokens, in some way."""
+    ranks = range(workload.layout.world)
+    return tuple(tuple(map(partial(rows, m), ranks)) for m in range(len(workload.batches)))
