@@ -12,10 +12,24 @@ from moe_conformance.judging.capacity import (
     judge_own_tokens,
     judge_policy,
 )
+from moe_conformance.judging.own_experts import (
+    judge_expert_gradients,
+    judge_own_dweights,
+    judge_own_dx,
+    judge_own_outputs,
+)
+from moe_conformance.judging.padding import (
+    judge_dropped_gradients,
+    judge_filled,
+    judge_lossless_capacity,
+    judge_lost_tokens,
+    judge_worst_case,
+)
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
 from moe_conformance.workloads.capacity import fits_all, others_change
+from moe_conformance.workloads.features import has_empty_slots, has_lost_tokens, somebody_gets_all
 
 
 class TestRoom:
@@ -57,6 +71,29 @@ class TestChoice:
         judge_own_tokens(reading, tally)
 
 
+class TestFilledUp:
+    @requirement("DROP-08", kind="padded", when=lambda workload: workload.config.capacity_factor is None)
+    def test_a_capacity_that_drops_nothing_is_the_largest_load(self, reading: Reading, tally: Tally) -> None:
+        """Every expert gets as many rows of each rank as any rank of the group has for any expert."""
+        judge_lossless_capacity(reading, tally)
+
+    @requirement("DROP-12", kind="padded")
+    def test_rows_that_fill_up_change_nothing(self, reading: Reading, tally: Tally) -> None:
+        """Every expert gets as many rows as its capacity, and outputs and gradients are those without them."""
+        judge_filled(reading, tally)
+
+    @requirement("DROP-12", kind="experts", when=lambda workload: workload.config.pad_to_capacity)
+    def test_experts_do_not_learn_from_rows_that_fill_up(self, reading: Reading, tally: Tally) -> None:
+        """Behind the backend's own experts, outputs and all gradients are those without the rows that fill up."""
+        for judge in (judge_own_outputs, judge_own_dx, judge_own_dweights, judge_expert_gradients):
+            judge(reading, tally)
+
+    @requirement("DROP-13", kind="probe", when=somebody_gets_all)
+    def test_the_worst_case_fits(self, reading: Reading, tally: Tally) -> None:
+        """A rank that all tokens choose, with all the slots that they can, gets all of them."""
+        judge_worst_case(reading, tally)
+
+
 class TestConsequences:
     @requirement("DROP-09", kind="capacity")
     def test_kept_slots_keep_their_weights(self, reading: Reading, tally: Tally) -> None:
@@ -67,3 +104,18 @@ class TestConsequences:
     def test_kept_slots_alone_give_gradients(self, reading: Reading, tally: Tally) -> None:
         """A dropped slot gives its token and the router nothing but what went through the sum of weights."""
         judge_drop_gradients(reading, tally)
+
+    @requirement("DROP-10", kind="probe", when=has_lost_tokens)
+    def test_a_token_without_slots_has_no_output(self, reading: Reading, tally: Tally) -> None:
+        """What the experts add to a token that lost all its slots is exactly zero."""
+        judge_lost_tokens(reading, tally)
+
+    @requirement("DROP-11", kind="probe", when=has_empty_slots)
+    def test_a_dropped_slot_has_no_gradient(self, reading: Reading, tally: Tally) -> None:
+        """The gradient of a dropped slot's weight is zero, and its token gets nothing through it."""
+        judge_dropped_gradients(reading, tally)
+
+    @requirement("DROP-11", kind="experts", when=has_empty_slots)
+    def test_experts_do_not_learn_from_dropped_slots(self, reading: Reading, tally: Tally) -> None:
+        """The gradient of every expert is that of the slots that were kept."""
+        judge_expert_gradients(reading, tally)

@@ -60,6 +60,28 @@ def has_empty_slots(workload: Workload) -> bool:
     return any(bool((ids_TK < 0).any()) for ids_TK in _ids(workload))
 
 
+def has_lost_tokens(workload: Workload) -> bool:
+    """Return whether any token has no slot left."""
+    return any(bool((batch.ids_TK < 0).all(1).any()) for microbatch in workload.batches for batch in microbatch)
+
+
+def somebody_gets_all(workload: Workload) -> bool:
+    """Return whether all tokens of a group choose one ep coordinate's experts, with all the slots that they can.
+
+    Experts are counted in equal runs, one for each coordinate.
+    """
+    held = workload.config.experts // workload.layout.ep
+    most = min(workload.config.top_k, held)
+    for microbatch in workload.batches:
+        for group in workload.layout.groups()["ep_etp"]:
+            ids_TK = torch.cat([microbatch[rank].ids_TK for rank in group])
+            for first in range(0, workload.config.experts, held):
+                mine_TK = (ids_TK >= first) & (ids_TK < first + held)
+                if len(ids_TK) and bool((mine_TK.sum(1) == most).all()):
+                    return True
+    return False
+
+
 def has_idle_expert(workload: Workload) -> bool:
     """Return whether some expert gets no token of any rank in any microbatch that goes backward."""
     reached: set[int] = set()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import capacity, dispatch_layout, packing, permute, spoilt, token_exchange
+from moe_conformance.workloads import capacity, dispatch_layout, packing, padded, permute, spoilt, token_exchange
 from moe_conformance.workloads.corpus import Profile
 from moe_conformance.workloads.records import Workload
 
@@ -29,6 +29,7 @@ class Chapter:
 
 CHAPTERS: tuple[Chapter, ...] = (
     Chapter(tuple(recipe.name for recipe in capacity.CAPACITIES), capacity.capacities),
+    Chapter(padded.names(), padded.padded, "every"),
     Chapter(permute.NAMES, permute.corpus),
     Chapter(tuple(token_exchange.SCRIPTS), token_exchange.scripts),
     Chapter(spoilt.NAMES, spoilt.draw, variants="every"),

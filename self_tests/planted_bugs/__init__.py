@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from self_tests.planted_bugs import (
     capacity,
+    capacity_exchange,
     cost,
     dispatch_layout,
     exchange,
@@ -31,7 +32,8 @@ __all__ = ["Expectation", "Plant", "find", "plants", "plants_of_many_ranks"]
 def plants() -> tuple[Plant, ...]:
     """Return all plants, chapter by chapter."""
     exchanges = (exchange, exchange_back, exchange_ends, twins, exchange_spoilt)
-    chapters = (routing, routing_ends, capacity, *exchanges, experts, gradients, groups, overlap, cost)
+    drops = (capacity, capacity_exchange)
+    chapters = (routing, routing_ends, *drops, *exchanges, experts, gradients, groups, overlap, cost)
     surfaces = (flex, permute, dispatch_layout, token_exchange, packing)
     return tuple(plant for chapter in (*chapters, *surfaces) for plant in chapter.PLANTS)
 

@@ -3,12 +3,13 @@
 What reaches the experts is expert-major; the rows of one expert are ordered by source rank, then token, then
 slot. The weights stay with the tokens' side of the exchange and are applied to the answers in combine, or to
 the rows before they leave for the experts where `Config.weights_applied` is "input"; the experts never see
-them.
+them. Where experts are filled up to a capacity, rows of zeros follow those of each rank.
 
 With etp > 1 every pair goes to all etp shards of its expert, and their answers, parts of a sum, are added.
 All state of a step is in the handle: any number of steps may be in flight.
 
-T tokens of this rank, K slots, E experts, N experts held, D hidden, P pairs of this rank, R rows received.
+T tokens of this rank, K slots, E experts, N experts held, D hidden, P pairs of this rank, Q rows that it sends, R rows
+received.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_conformance.backends.native import collectives
+from moe_conformance.backends.native import capacity, collectives
+from moe_conformance.backends.native.capacity import Blocks
 from moe_conformance.backends.native.groups import CannotBuild, Placement
 from moe_conformance.backends.native.permutation import Pairs, permute, sort_pairs, unpermute, weigh
 from moe_conformance.contract import Config, Delivery, Routing, Topology
@@ -34,6 +36,12 @@ class Permuted:
     pairs: Pairs
     weights_P: Tensor
     shape: tuple[int, ...]  # of x
+    blocks: Blocks | None = None  # the rows of an expert are filled up to its capacity
+
+    @property
+    def rows_E(self) -> Tensor:
+        """Rows of every expert, those that fill up included."""
+        return self.pairs.counts_E if self.blocks is None else self.blocks.room_E
 
 
 class LocalExchange:
@@ -43,8 +51,11 @@ class LocalExchange:
         """Take the place among the experts from the topology.
 
         Raises:
-            CannotBuild: the experts do not divide over ep, or this variant cannot run on the layout.
+            CannotBuild: the experts do not divide over ep, this variant cannot run on the layout, or there is no such
+                capacity.
         """
+        capacity.check(config)
+        self.config = config
         self.topology = topology
         self.placement = Placement.of(config.experts, topology)
         self.weighs_input = config.weights_applied == "input"
@@ -67,8 +78,8 @@ class LocalExchange:
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
         """Return the rows of this rank's experts and the handle; x is (*lead, D) with prod(lead) == T."""
-        rows_PD, permuted = self._permute(x, routing)
-        return Delivery.grouped(rows_PD, permuted.pairs.counts_E), permuted
+        rows_QD, permuted = self._permute(x, routing, self._room(routing))
+        return Delivery.grouped(rows_QD, permuted.rows_E), permuted
 
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
         """Return y in the shape of x and the dtype of the rows."""
@@ -77,17 +88,35 @@ class LocalExchange:
     def withdraw(self, device: torch.device) -> None:
         """Take part in a dispatch to which this rank can bring nothing: the others raise `DispatchRefused`."""
 
-    def _permute(self, x: Tensor, routing: Routing) -> tuple[Tensor, Permuted]:
-        """Return one row per pair, by expert; an exchange that weighs the input has weighed them."""
+    def _room(self, routing: Routing) -> int | None:
+        """Return up to how many rows of this rank every expert is filled, None where it is not."""
+        if not self.config.pad_to_capacity:
+            return None
+        if self.config.capacity_factor is not None:
+            return capacity.of_rank(self.config, len(routing.ids_TK))
+        ids_P = routing.ids_TK[routing.ids_TK >= 0]
+        counts_E = torch.bincount(ids_P, minlength=routing.experts)
+        return capacity.lossless(self.config, counts_E, self.topology.group("ep_etp"))
+
+    def _permute(self, x: Tensor, routing: Routing, room: int | None) -> tuple[Tensor, Permuted]:
+        """Return one row per pair, by expert, filled up to a capacity if there is one.
+
+        An exchange that weighs the input has weighed them.
+        """
         pairs = sort_pairs(routing.ids_TK, routing.experts)
         weights_P = self._weights(routing, pairs)
         rows_PD = permute(x.reshape(-1, x.shape[-1]), pairs)
         if self.weighs_input:
             rows_PD = self._weigh(rows_PD, weights_P)
-        return rows_PD, Permuted(pairs, weights_P, tuple(x.shape))
+        blocks = None if room is None else Blocks.of(pairs.counts_E, room)
+        return self._fill(rows_PD, blocks), Permuted(pairs, weights_P, tuple(x.shape), blocks)
 
-    def _unpermute(self, rows_PD: Tensor, permuted: Permuted) -> Tensor:
+    def _fill(self, rows_PD: Tensor, blocks: Blocks | None) -> Tensor:
+        return rows_PD if blocks is None else blocks.fill(rows_PD)
+
+    def _unpermute(self, rows_QD: Tensor, permuted: Permuted) -> Tensor:
         """Return y of the answers to the pairs, weighed here unless their rows were."""
+        rows_PD = rows_QD if permuted.blocks is None else permuted.blocks.take(rows_QD)
         if not self.weighs_input:
             rows_PD = self._weigh(rows_PD, permuted.weights_P)
         return unpermute(rows_PD, permuted.pairs).reshape(permuted.shape)
@@ -125,13 +154,15 @@ class AllGatherExchange(LocalExchange):
         group = self.topology.group("ep_etp")
         x_TD = x.reshape(-1, x.shape[-1])
         sizes_W = self._sizes(x_TD.shape[0], x.device)
+        ids_TK = collectives.all_gather(routing.ids_TK, sizes_W, group)
         everything = Routing(
-            self._local_ids(collectives.all_gather(routing.ids_TK, sizes_W, group)),
+            self._local_ids(ids_TK),
             collectives.all_gather(routing.weights_TK, sizes_W, group),
             self.placement.held,
         )
-        rows_RD, permuted = self._permute(collectives.all_gather(x_TD, sizes_W, group), everything)
-        return Delivery.grouped(rows_RD, permuted.pairs.counts_E), Gathered(sizes_W, permuted, tuple(x.shape))
+        room = self._rooms(ids_TK, sizes_W)
+        rows_RD, permuted = self._permute(collectives.all_gather(x_TD, sizes_W, group), everything, room)
+        return Delivery.grouped(rows_RD, permuted.rows_E), Gathered(sizes_W, permuted, tuple(x.shape))
 
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
         """Sum every token's answers here, then over the ranks."""
@@ -150,6 +181,15 @@ class AllGatherExchange(LocalExchange):
         sizes_W = collectives.all_gather(torch.tensor([tokens], device=device), [1] * group.size(), group)
         collectives.check_told(sizes_W)
         return sizes_W.tolist()
+
+    def _rooms(self, ids_TK: Tensor, sizes_W: list[int]) -> int | None:
+        """Return up to how many rows of all ranks every expert is filled, given their ids, None where it is not."""
+        if not self.config.pad_to_capacity:
+            return None
+        if self.config.capacity_factor is not None:
+            return sum(capacity.of_rank(self.config, tokens) for tokens in sizes_W)
+        largest = capacity.largest_load(ids_TK, self.config.experts, sizes_W)
+        return max(self.config.min_capacity, largest) * len(sizes_W)
 
     def _local_ids(self, ids_TK: Tensor) -> Tensor:
         """Return the index among this rank's experts, -1 for an expert held elsewhere or an empty slot."""
@@ -188,9 +228,9 @@ class AllToAllExchange(LocalExchange):
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
         """Send the pairs off and group what arrives by expert."""
-        rows_PD, permuted = self._permute(x, routing)  # by expert, so by owner too
-        plan = self._plan(permuted.pairs.counts_E)
-        rows = collectives.all_to_all(rows_PD, plan.sent_C, plan.received_C, self.topology.group("ep"))
+        rows_QD, permuted = self._permute(x, routing, self._room(routing))  # by expert, so by owner too
+        plan = self._plan(permuted.rows_E)
+        rows = collectives.all_to_all(rows_QD, plan.sent_C, plan.received_C, self.topology.group("ep"))
         rows = collectives.all_gather(rows, plan.gathered_S, self.topology.group("etp"))
         return Delivery.grouped(self._regroup(rows, plan.order_R), plan.counts_N), Sent(plan, permuted)
 
@@ -199,11 +239,11 @@ class AllToAllExchange(LocalExchange):
         plan: Plan = handle.plan
         rows = self._ungroup(rows, plan.order_R)
         rows = collectives.reduce_scatter(rows, plan.gathered_S, self.topology.group("etp"))
-        rows_PD = collectives.all_to_all(rows, plan.received_C, plan.sent_C, self.topology.group("ep"))
-        return self._unpermute(rows_PD, handle.permuted)
+        rows_QD = collectives.all_to_all(rows, plan.received_C, plan.sent_C, self.topology.group("ep"))
+        return self._unpermute(rows_QD, handle.permuted)
 
     def _plan(self, counts_E: Tensor) -> Plan:
-        """Tell every owner how many pairs come for each of its experts, and its shards too."""
+        """Tell every owner how many rows come for each of its experts, and its shards too."""
         ep, etp = self.topology.group("ep"), self.topology.group("etp")
         C, S = ep.size(), etp.size()
         counts_CN = counts_E.reshape(C, self.placement.held)
@@ -223,6 +263,8 @@ class AllToAllExchange(LocalExchange):
     def withdraw(self, device: torch.device) -> None:
         """Tell the owners of all experts instead of a number of pairs, and by their shards every rank of ep_etp."""
         E = self.topology.sizes["ep"] * self.placement.held
+        if self.config.pad_to_capacity and self.config.capacity_factor is None:  # the others ask for the largest load
+            capacity.lossless(self.config, torch.zeros(E, dtype=torch.int64, device=device), self.topology.group("ep_etp"))
         with suppress(collectives.DispatchRefused):
             self._plan(torch.full((E,), collectives.REFUSED, device=device))
 

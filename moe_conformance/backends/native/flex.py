@@ -63,6 +63,8 @@ class FlexExchange:
         Raises:
             CannotBuild: the experts do not divide over ep, or the manager cannot do what is asked for.
         """
+        if config.pad_to_capacity:
+            raise CannotBuild("a token goes to a rank once, so that no expert's rows are filled up to a capacity")
         self.placement = Placement.of(config.experts, topology)
         if unknown := [name for name, _ in config.extra if name not in manager_class.knobs]:
             raise CannotBuild(f"{manager_class.__name__} has no knob {', '.join(unknown)}")

@@ -28,7 +28,7 @@ from moe_conformance.contract import Config, Parametrised, Session, SplitExchang
 _MAPPED = (
     "variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied",
     "score", "normalise", "scale", "groups", "group_score", "balance_bias",
-    "capacity_factor", "min_capacity", "drop_policy",
+    "capacity_factor", "min_capacity", "drop_policy", "pad_to_capacity",
     "pad_tokens", "token_alignment", "token_bound",
 )  # fmt: skip
 

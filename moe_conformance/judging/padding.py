@@ -1,0 +1,218 @@
+"""Exchanges that fill experts up to a capacity: how many rows arrive, and that those added change nothing.
+
+And slots that are empty because they were dropped: what a token has left that lost some of its slots, or all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+
+from torch import Tensor
+
+from moe_conformance.judging.diagnosis import Finding, fail
+from moe_conformance.judging.gradients import judge_dweights, judge_dx
+from moe_conformance.judging.outputs import judge_outputs
+from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.verdict import (
+    AbsentGradient,
+    Tally,
+    WrongCount,
+    WrongDelivery,
+    WrongGradient,
+    WrongOutput,
+)
+from moe_conformance.workloads import tags
+from reference import capacity, capacity_budget
+
+# ---- rows that fill up ---------------------------------------------------------------------------------------
+
+
+def judge_filled(reading: Reading, tally: Tally) -> None:
+    """Decide whether every expert is handed as many rows as its capacity, and the rows added change nothing.
+
+    Counts those rows; y, dx and the gradients of the weights are exactly those without them.
+
+    Raises:
+        WrongCount: an expert gets another number of rows, or of tokens of one rank.
+        WrongForm, WrongOutput, AbsentGradient, WrongGradient: an added row reached something.
+    """
+    findings, rows = _wrong_rows(reading)
+    if findings:
+        fail(WrongCount, "dispatch", findings)
+    for judge in (judge_outputs, judge_dx, judge_dweights):
+        judge(reading, tally)
+    for rank, number in rows.items():
+        tally.add(pairs=number, rank=rank)
+
+
+def judge_lossless_capacity(reading: Reading, tally: Tally) -> None:
+    """Decide whether the capacity that is to drop nothing is the largest load of any rank of the group for any expert.
+
+    Raises:
+        WrongCount: an expert gets another number of rows.
+        WrongDelivery: a pair did not arrive.
+    """
+    findings, rows = _wrong_rows(reading)
+    if findings:
+        fail(WrongCount, "dispatch", findings)
+    lost = [
+        Finding("lost", f"rank {pair.source} token {pair.token} is lost for expert {pair.expert}", (pair.destination,))
+        for _, pair in reading.matching.lost
+    ]
+    if lost:
+        fail(WrongDelivery, "dispatch", lost)
+    for rank, number in rows.items():
+        tally.add(pairs=number, rank=rank)
+
+
+def _wrong_rows(reading: Reading) -> tuple[list[Finding], Counter[int]]:
+    """Hold the rows of every expert against the capacities; also count the rows of every rank."""
+    handed = Counter((entry.microbatch, entry.rank, entry.expert) for entry in reading.entries)
+    tagged = Counter((e.microbatch, e.rank, e.expert, e.source) for e in reading.entries if e.kind == tags.TAG)
+    findings, rows = list[Finding](), Counter[int]()
+    for m in range(len(reading.batches)):
+        for group in reading.outcome.workload.layout.groups()["ep_etp"]:
+            fewest, most = _capacities(reading, m, group)
+            for rank in group:
+                for expert in reading.ranks[rank].local_experts:
+                    got = handed[m, rank, expert]
+                    rows[rank] += got
+                    if not sum(fewest) <= got <= sum(most):
+                        findings.append(_told(m, rank, expert, got, fewest, most))
+                    for place, source in enumerate(group):
+                        if (tokens := tagged[m, rank, expert, source]) > most[place]:
+                            sentence = f"rank {rank} expert {expert} gets {tokens} tokens of rank {source}, which may"
+                            findings.append(Finding("source", f"{sentence} send it {most[place]}", (rank,)))
+    return findings, rows
+
+
+def _told(m: int, rank: int, expert: int, got: int, fewest: list[int], most: list[int]) -> Finding:
+    of = f" in microbatch {m}" if m else ""
+    right = f"{sum(most)}" if fewest == most else f"{sum(fewest)} to {sum(most)}"
+    same = len(set(most)) == 1
+    each = f"{most[0]} of each rank" if same else f"{' + '.join(map(str, most))} of the ranks of its group"
+    sentence = f"rank {rank} is handed {got} rows for expert {expert}{of} instead of {right}, {each}"
+    return Finding("rows", sentence, (rank,), abs(got - sum(most)))
+
+
+def _capacities(reading: Reading, m: int, group: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """Return the smallest and the largest legal number of rows of every rank of a group for one expert.
+
+    Where rows are filled up with tokens that did not choose the expert, there are no more of them than tokens.
+    """
+    config = reading.outcome.workload.config
+    ids = [reading.batches[m][rank].ids_TK for rank in group]
+    if config.capacity_factor is None:
+        room = capacity.lossless_capacity(ids, config.experts, minimum=config.min_capacity)
+        return [room] * len(group), [room] * len(group)
+    legal_of = partial(capacity.capacities, factor=config.capacity_factor, minimum=config.min_capacity)
+    legal = [legal_of(len(ids_TK), config.top_k, config.experts) for ids_TK in ids]
+    fewest = [min(rooms[0], len(ids_TK)) for rooms, ids_TK in zip(legal, ids, strict=True)]
+    return fewest, [rooms[-1] for rooms in legal]
+
+
+# ---- slots that were dropped ---------------------------------------------------------------------------------
+
+
+def judge_lost_tokens(reading: Reading, tally: Tally) -> None:
+    """Decide whether a token without any slot has an output of exactly zero in every element.
+
+    Raises:
+        WrongOutput: an element of one is not zero, or the output is missing.
+    """
+    findings, compared = [], []
+    for m, ranks in enumerate(reading.batches):
+        for rank, batch in enumerate(ranks):
+            y = reading.seen(m, rank).y
+            if y is None or len(y) != len(batch.x_TD):
+                findings.append(Finding("missing", f"rank {rank} has no output for each of its tokens", (rank,)))
+                continue
+            lost = _without_slots(batch.ids_TK)
+            for t in lost:
+                wrong = (y[t] != 0).nonzero().flatten().tolist()
+                if wrong:
+                    value = float(y[t, wrong[0]])
+                    sentence = f"rank {rank} token {t} lost all its slots, and its output is {value:g} at {wrong[0]}"
+                    findings.append(Finding("output", sentence, (rank,), min(abs(value), 1e300)))
+            compared.append((rank, len(lost) * batch.x_TD.shape[1]))
+    if findings:
+        fail(WrongOutput, "combine", findings)
+    for rank, elements in compared:
+        tally.add(elements=elements, rank=rank)
+
+
+def judge_dropped_gradients(reading: Reading, tally: Tally) -> None:
+    """Decide whether a dropped slot has a weight gradient of zero and adds nothing to the gradient of its token.
+
+    Counts the dropped slots. A token without any slot has a gradient of exactly zero, and it is there.
+
+    Raises:
+        AbsentGradient: the gradient of a token or of a weight is None.
+        WrongGradient, WrongForm: an element differs.
+    """
+    findings = []
+    for m, ranks in enumerate(reading.batches):
+        if not reading.goes_backward(m):
+            continue
+        for rank, batch in enumerate(ranks):
+            seen = reading.seen(m, rank)
+            if seen.dx_TD.value is None and len(batch.x_TD):
+                raise AbsentGradient("gradient", f"the gradient of x on rank {rank} is None", ranks=(rank,))
+            dweights = seen.dweights_TK.value
+            if dweights is None or dweights.shape != batch.ids_TK.shape:
+                continue  # `judge_dweights` decides whether it may be
+            for t, k in ((batch.ids_TK < 0) & (dweights != 0)).nonzero().tolist():
+                value = float(dweights[t, k])
+                sentence = f"the weight's gradient at rank {rank} token {t} slot {k} is {value:g}"
+                told = f"{sentence}, and that slot was dropped"
+                findings.append(Finding("dropped slot", told, (rank,), min(abs(value), 1e300)))
+    if findings:
+        fail(WrongGradient, "gradient", findings)
+    judge_dx(reading, Tally())
+    judge_dweights(reading, Tally())
+    for m, ranks in enumerate(reading.batches):
+        for rank, batch in enumerate(ranks):
+            tally.add(pairs=int((batch.ids_TK < 0).sum()) * reading.goes_backward(m), rank=rank)
+
+
+def _without_slots(ids_TK: Tensor) -> list[int]:
+    lost: list[int] = (ids_TK < 0).all(1).nonzero().flatten().tolist()
+    return lost
+
+
+# ---- the worst case ------------------------------------------------------------------------------------------
+
+
+def judge_worst_case(reading: Reading, tally: Tally) -> None:
+    """Decide whether every rank received all that is meant for it where that is the most that there can be.
+
+    Counts the rows of ranks whose experts all tokens chose with all the slots that they could.
+
+    Raises:
+        WrongDelivery: a row did not arrive.
+        WrongCount: more rows than there can be.
+    """
+    workload = reading.outcome.workload
+    findings, full = [], list[tuple[int, int]]()
+    lost = Counter((each.microbatch, each.pair.destination) for each in reading.matching.lost)
+    received = Counter((e.microbatch, e.rank) for e in reading.entries if e.kind == tags.TAG)
+    wanted = Counter((m, pair.destination) for m, pairs in enumerate(reading.pairs) for pair in pairs)
+    for m, ranks in enumerate(reading.batches):
+        for group in workload.layout.groups()["ep_etp"]:
+            tokens = [len(ranks[rank].x_TD) for rank in group]
+            for rank in group:
+                held = len(reading.ranks[rank].local_experts)
+                most = capacity_budget.worst_case_rows(tokens, workload.config.top_k, held)
+                if received[m, rank] > most:
+                    sentence = f"rank {rank} received {received[m, rank]} rows; there can be {most} at most"
+                    findings.append(Finding("more", sentence, (rank,)))
+                if wanted[m, rank] == most and lost[m, rank]:
+                    sentence = f"{lost[m, rank]} of {most} rows did not reach rank {rank}, which all tokens chose"
+                    findings.append(Finding("lost", sentence, (rank,)))
+                elif wanted[m, rank] == most:
+                    full.append((rank, most))
+    if findings:
+        fail(WrongDelivery, "dispatch", findings)
+    for rank, rows in full:
+        tally.add(pairs=rows, rank=rank)

@@ -1,0 +1,94 @@
+"""The pinned corpus of exchanges that fill every expert up to its capacity, with the probe and with own experts.
+
+What is routed fits: slots beyond the capacity were dropped before, as a router does it. Without a capacity factor the
+exchange itself finds the capacity that drops nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_conformance.contract import Config
+from moe_conformance.topology import Layout
+from moe_conformance.workloads.corpus import (
+    BY_TURNS,
+    ONE_WITHOUT,
+    UNEVEN,
+    Profile,
+    Recipe,
+    anywhere,
+    exchange_workload,
+    one_expert,
+)
+from moe_conformance.workloads.records import Workload
+from reference import capacity, capacity_drops
+
+
+def fitting(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
+    """Any K different experts, of which each keeps its first C slots."""
+    return _dropped(anywhere(T, config, layout, generator), config)
+
+
+def crowded(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
+    """Everything goes to one expert, which keeps its first C slots; the others are all padding."""
+    return _dropped(one_expert(T, config, layout, generator), config)
+
+
+def _dropped(ids_TK: Tensor, config: Config) -> Tensor:
+    assert config.capacity_factor is not None
+    sizes = (len(ids_TK), config.top_k, config.experts)
+    room = capacity.capacities(*sizes, factor=config.capacity_factor, minimum=config.min_capacity)[0]
+    kept_TK = capacity_drops.keep(ids_TK, config.experts, capacity=room, policy="position")
+    return torch.where(kept_TK, ids_TK, -1)
+
+
+def _filled(factor: float, **others: Any) -> dict[str, Any]:
+    return {"pad_to_capacity": True, "capacity_factor": factor, **others}
+
+
+_LOSSLESS: dict[str, Any] = {"pad_to_capacity": True}
+
+PROBE = (
+    Recipe("padded-even", fitting, config=_filled(1.0)),
+    Recipe("padded-loose-even", fitting, config=_filled(1.5, top_k=3), tokens=(11,)),
+    Recipe("padded-of-all-even", fitting, config=_filled(4.0)),
+    Recipe("padded-beyond-even", fitting, config=_filled(6.0)),
+    Recipe("padded-uneven", fitting, config=_filled(1.0), tokens=UNEVEN),
+    Recipe("padded-one-expert-even", crowded, config=_filled(1.0, top_k=1)),
+    Recipe("padded-rank-without-tokens", fitting, config=_filled(1.0), tokens=ONE_WITHOUT),
+    Recipe("padded-minimum", fitting, config=_filled(0.5, min_capacity=3), tokens=ONE_WITHOUT),
+    Recipe("padded-in-flight", fitting, config=_filled(1.0), tokens=UNEVEN, schedule="F0 F1 B1 B0"),
+    Recipe("padded-weighed-at-input-even", fitting, config=_filled(1.0, weights_applied="input")),
+    Recipe("padded-filled-even", fitting, config=_filled(2.0), memory="filled"),
+    Recipe("padded-even-bfloat16", fitting, config=_filled(1.0, dtype=torch.bfloat16)),
+    Recipe("lossless-even", config=_LOSSLESS),
+    Recipe("lossless-uneven", config=_LOSSLESS, tokens=UNEVEN),
+    Recipe("lossless-top-3-uneven", config={**_LOSSLESS, "top_k": 3}, tokens=UNEVEN),
+    Recipe("lossless-one-expert", one_expert, config={**_LOSSLESS, "top_k": 1}, tokens=UNEVEN),
+    Recipe("lossless-minimum", config={**_LOSSLESS, "min_capacity": 9}, tokens=ONE_WITHOUT),
+    Recipe("lossless-by-turns", config=_LOSSLESS, tokens=BY_TURNS, schedule="F0 B0 F1 B1 F2 B2"),
+)
+
+EXPERTS = (
+    Recipe("own-padded-even", fitting, config=_filled(1.0)),
+    Recipe("own-padded-uneven", fitting, config=_filled(1.5), tokens=UNEVEN),
+    Recipe("own-lossless", config=_LOSSLESS, tokens=ONE_WITHOUT),
+)
+
+
+def padded(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
+    """Yield the workloads of a variant on a layout."""
+    for recipe in PROBE:
+        yield replace(exchange_workload(recipe, "probe", variant, layout), kind="padded")
+    for recipe in EXPERTS:
+        yield exchange_workload(recipe, "experts", variant, layout)
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of the workloads."""
+    return tuple(recipe.name for recipe in (*PROBE, *EXPERTS))

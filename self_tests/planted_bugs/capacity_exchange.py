@@ -1,0 +1,143 @@
+"""DROP: bugs in exchanges that fill up to a capacity, lose tokens, or have too little room."""
+
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_conformance.backends.native.exchange import AllToAllExchange, Permuted
+from moe_conformance.backends.native.managers import HybridEPManager
+from moe_conformance.backends.native.permutation import Pairs
+from moe_conformance.backends.native.token_exchange import TokenExchange
+from moe_conformance.contract import Config, Routing
+from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, collect, planted
+
+# ---- filled up to a capacity ---------------------------------------------------------------------------------------
+
+
+@planted(Expectation("DROP-08", "lossless-uneven", "dispatch", "rank 0 is handed", "rows for expert", "of each rank"))
+class LargestOfOwn(AllToAllExchange):
+    """Every rank fills up to its own largest load, and no rank asks the others for theirs."""
+
+    def _room(self, routing: Routing) -> int | None:
+        if self.config.capacity_factor is not None:
+            return super()._room(routing)
+        counts_E = torch.bincount(routing.ids_TK[routing.ids_TK >= 0], minlength=routing.experts)
+        return max(self.config.min_capacity, int(counts_E.max()))
+
+
+@planted(
+    Expectation("DROP-08", "lossless-one-expert", "dispatch", "rank 0 is handed 26 rows for expert 0 instead of 18"),
+    layout=EP2_EDP2,
+)
+class LargestOfAll(AllToAllExchange):
+    """The largest load is taken over all ranks, those that exchange nothing with this one included."""
+
+    def _room(self, routing: Routing) -> int | None:
+        if not self.config.pad_to_capacity or self.config.capacity_factor is not None:
+            return super()._room(routing)
+        counts_E = torch.bincount(routing.ids_TK[routing.ids_TK >= 0], minlength=routing.experts)
+        largest = counts_E.max().reshape(1)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return int(largest)
+
+
+@planted(
+    Expectation("DROP-08", "lossless-even", "run", "rows for expert", "whose capacity is"),
+    real="deepspeedai/DeepSpeed commit 5a2e705b8 (#5156)",
+)
+class LargestOfFirstChoices(AllToAllExchange):
+    """The capacity that is to drop nothing counts first choices only, so that second ones find no room."""
+
+    def _room(self, routing: Routing) -> int | None:
+        return super()._room(replace(routing, ids_TK=routing.ids_TK[:, :1], weights_TK=routing.weights_TK[:, :1]))
+
+
+@planted(
+    Expectation("DROP-12", "padded-uneven", "combine", "y of rank 0", "token"),
+    real="NVIDIA/Megatron-LM commit 9bbb40dd65 (!2532)",
+)
+class TakenWithoutThePadding(AllToAllExchange):
+    """On the way back rows are looked up where they would lie without the rows that fill up."""
+
+    def _unpermute(self, rows_QD: Tensor, permuted: Permuted) -> Tensor:
+        return super()._unpermute(rows_QD[: len(permuted.weights_P)], replace(permuted, blocks=None))
+
+
+@planted(Expectation("DROP-12", "padded-even", "dispatch", "rank 0 is handed 6 rows for expert 0 instead of 4"))
+class OneRowMore(AllToAllExchange):
+    """Experts are filled up to one row more than the capacity, as if it were an index."""
+
+    def _room(self, routing: Routing) -> int | None:
+        room = super()._room(routing)
+        return None if room is None else room + 1
+
+
+@planted(Expectation("DROP-12", "padded-even", "combine", "token"))
+class PaddingAnswered(AllToAllExchange):
+    """Rows that fill up carry index 0, so that token 0 gets the answers to all of them."""
+
+    def _unpermute(self, rows_QD: Tensor, permuted: Permuted) -> Tensor:
+        y = super()._unpermute(rows_QD, permuted)
+        if permuted.blocks is None or not len(y):
+            return y
+        free_Q = torch.ones(len(rows_QD), dtype=torch.bool).index_fill(0, permuted.blocks.place_P, False)
+        first = rows_QD[free_Q].sum(0, keepdim=True)
+        return torch.cat([(y.flatten(0, -2)[:1] + first), y.flatten(0, -2)[1:]]).reshape(y.shape)
+
+
+# ---- slots that were dropped ---------------------------------------------------------------------------------------
+
+
+@planted(
+    Expectation("DROP-10", "dropped-even", "combine", "rank 0 token 0 lost all its slots, and its output is 0.125 at 0")
+)
+class OutputNotCleared(AllToAllExchange):
+    """The output is written where rows come back, and not cleared before: other tokens keep what the buffer held."""
+
+    def _unpermute(self, rows_QD: Tensor, permuted: Permuted) -> Tensor:
+        y = super()._unpermute(rows_QD, permuted)
+        came_T = torch.zeros(permuted.pairs.shape[0], dtype=torch.bool).index_fill(0, permuted.pairs.token_P, True)
+        return torch.where(came_T.reshape(*y.shape[:-1], 1), y, 0.125)
+
+
+@planted(Expectation("DROP-11", "dropped-even", "gradient", "the weight's gradient at rank 0", "that slot was dropped"))
+class DroppedLearnLikeTheKept(AllToAllExchange):
+    """What was dropped weighs nothing and learns all the same, by way of the slots that its token kept."""
+
+    def _weights(self, routing: Routing, pairs: Pairs) -> Tensor:
+        dropped_T = torch.where(routing.ids_TK < 0, routing.weights_TK, 0.0).sum(1)
+        return super()._weights(routing, pairs) + (dropped_T - dropped_T.detach())[pairs.token_P]
+
+
+# ---- room --------------------------------------------------------------------------------------------------------
+
+
+@planted(Expectation("DROP-13", "one-rank-even", "run", "raised in forward:0", "rows, and the budget of each is"))
+class RoomForTheMean(HybridEPManager):
+    """The buffer is sized for tokens that spread evenly over the ranks."""
+
+    def __init__(self, config: Config, exchange: TokenExchange) -> None:
+        super().__init__(config, exchange)
+        self.factor = float(dict(config.extra).get("rank_capacity_factor", 1.0))
+
+
+@planted(Expectation("DROP-13", "one-rank-even", "dispatch", "rows did not reach rank 1, which all tokens chose"))
+class RoomForOneSlot(AllToAllExchange):
+    """The buffer of a source has a row per token, and what does not fit is cut off."""
+
+    def _regroup(self, rows_RD: Tensor, order_R: Tensor) -> Tensor:
+        rows_RD = super()._regroup(rows_RD, order_R)
+        most = sum(self.sent_tokens)
+        return torch.cat([rows_RD[:most], torch.zeros_like(rows_RD[most:])])
+
+    def _room(self, routing: Routing) -> int | None:
+        self.sent_tokens = [len(routing.ids_TK)] * self.topology.group("ep").size()
+        return super()._room(routing)
+
+
+PLANTS = collect(globals())
