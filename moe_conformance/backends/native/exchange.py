@@ -264,7 +264,8 @@ class AllToAllExchange(LocalExchange):
         """Tell the owners of all experts instead of a number of pairs, and by their shards every rank of ep_etp."""
         E = self.topology.sizes["ep"] * self.placement.held
         if self.config.pad_to_capacity and self.config.capacity_factor is None:  # the others ask for the largest load
-            capacity.lossless(self.config, torch.zeros(E, dtype=torch.int64, device=device), self.topology.group("ep_etp"))
+            none_E = torch.zeros(E, dtype=torch.int64, device=device)
+            capacity.lossless(self.config, none_E, self.topology.group("ep_etp"))
         with suppress(collectives.DispatchRefused):
             self._plan(torch.full((E,), collectives.REFUSED, device=device))
 
