@@ -54,18 +54,18 @@ def _filled(factor: float, **others: Any) -> dict[str, Any]:
 _LOSSLESS: dict[str, Any] = {"pad_to_capacity": True}
 
 PROBE = (
-    Recipe("padded-even", fitting, config=_filled(1.0)),
-    Recipe("padded-loose-even", fitting, config=_filled(1.5, top_k=3), tokens=(11,)),
-    Recipe("padded-of-all-even", fitting, config=_filled(4.0)),
-    Recipe("padded-beyond-even", fitting, config=_filled(6.0)),
-    Recipe("padded-uneven", fitting, config=_filled(1.0), tokens=UNEVEN),
-    Recipe("padded-one-expert-even", crowded, config=_filled(1.0, top_k=1)),
-    Recipe("padded-rank-without-tokens", fitting, config=_filled(1.0), tokens=ONE_WITHOUT),
-    Recipe("padded-minimum", fitting, config=_filled(0.5, min_capacity=3), tokens=ONE_WITHOUT),
-    Recipe("padded-in-flight", fitting, config=_filled(1.0), tokens=UNEVEN, schedule="F0 F1 B1 B0"),
-    Recipe("padded-weighed-at-input-even", fitting, config=_filled(1.0, weights_applied="input")),
-    Recipe("padded-filled-even", fitting, config=_filled(2.0), memory="filled"),
-    Recipe("padded-even-bfloat16", fitting, config=_filled(1.0, dtype=torch.bfloat16)),
+    Recipe("to-capacity-even", fitting, config=_filled(1.0)),
+    Recipe("to-capacity-loose-even", fitting, config=_filled(1.5, top_k=3), tokens=(11,)),
+    Recipe("to-capacity-of-all-even", fitting, config=_filled(4.0)),
+    Recipe("to-capacity-beyond-even", fitting, config=_filled(6.0)),
+    Recipe("to-capacity-uneven", fitting, config=_filled(1.0), tokens=UNEVEN),
+    Recipe("to-capacity-one-expert-even", crowded, config=_filled(1.0, top_k=1)),
+    Recipe("to-capacity-rank-without-tokens", fitting, config=_filled(1.0), tokens=ONE_WITHOUT),
+    Recipe("to-capacity-minimum", fitting, config=_filled(0.5, min_capacity=3), tokens=ONE_WITHOUT),
+    Recipe("to-capacity-in-flight", fitting, config=_filled(1.0), tokens=UNEVEN, schedule="F0 F1 B1 B0"),
+    Recipe("to-capacity-weighed-at-input-even", fitting, config=_filled(1.0, weights_applied="input")),
+    Recipe("to-capacity-filled-even", fitting, config=_filled(2.0), memory="filled"),
+    Recipe("to-capacity-even-bfloat16", fitting, config=_filled(1.0, dtype=torch.bfloat16)),
     Recipe("lossless-even", config=_LOSSLESS),
     Recipe("lossless-uneven", config=_LOSSLESS, tokens=UNEVEN),
     Recipe("lossless-top-3-uneven", config={**_LOSSLESS, "top_k": 3}, tokens=UNEVEN),
@@ -75,8 +75,8 @@ PROBE = (
 )
 
 EXPERTS = (
-    Recipe("own-padded-even", fitting, config=_filled(1.0)),
-    Recipe("own-padded-uneven", fitting, config=_filled(1.5), tokens=UNEVEN),
+    Recipe("own-to-capacity-even", fitting, config=_filled(1.0)),
+    Recipe("own-to-capacity-uneven", fitting, config=_filled(1.5), tokens=UNEVEN),
     Recipe("own-lossless", config=_LOSSLESS, tokens=ONE_WITHOUT),
 )
 

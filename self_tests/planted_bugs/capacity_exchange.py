@@ -58,7 +58,7 @@ class LargestOfFirstChoices(AllToAllExchange):
 
 
 @planted(
-    Expectation("DROP-12", "padded-uneven", "combine", "y of rank 0", "token"),
+    Expectation("DROP-12", "to-capacity-uneven", "combine", "y of rank 0", "token"),
     real="NVIDIA/Megatron-LM commit 9bbb40dd65 (!2532)",
 )
 class TakenWithoutThePadding(AllToAllExchange):
@@ -68,7 +68,7 @@ class TakenWithoutThePadding(AllToAllExchange):
         return super()._unpermute(rows_QD[: len(permuted.weights_P)], replace(permuted, blocks=None))
 
 
-@planted(Expectation("DROP-12", "padded-even", "dispatch", "rank 0 is handed 6 rows for expert 0 instead of 4"))
+@planted(Expectation("DROP-12", "to-capacity-even", "dispatch", "rank 0 is handed 6 rows for expert 0 instead of 4"))
 class OneRowMore(AllToAllExchange):
     """Experts are filled up to one row more than the capacity, as if it were an index."""
 
@@ -77,7 +77,7 @@ class OneRowMore(AllToAllExchange):
         return None if room is None else room + 1
 
 
-@planted(Expectation("DROP-12", "padded-even", "combine", "token"))
+@planted(Expectation("DROP-12", "to-capacity-even", "combine", "token"))
 class PaddingAnswered(AllToAllExchange):
     """Rows that fill up carry index 0, so that token 0 gets the answers to all of them."""
 
