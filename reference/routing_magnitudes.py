@@ -96,7 +96,7 @@ def gradients_measured(
     x_TD: Tensor,
     router_ED: Tensor,
     ids_TK: Tensor,
-    dweights_TK: Tensor,
+    dweights_TK: Tensor | Measured,
     *,
     score: Score,
     normalise: bool = False,
@@ -107,8 +107,8 @@ def gradients_measured(
     """Take the gradient of the weights back to the tokens and the router, (T, K) -> (T, D) and (E, D).
 
     Rule: the derivative of each step of `routing.weights`, last step first; the upstream gradient may have
-    been rounded to the weights' dtype. For the router over all ranks, measure the tokens of all, `places` and
-    `sums` as in `expert_magnitudes.Sharing`.
+    been rounded to the weights' dtype, and may have errors of its own. For the router over all ranks, measure
+    the tokens of all, `places` and `sums` as in `expert_magnitudes.Sharing`.
 
     >>> from reference.routing import weights
     >>> x, router, dw = (torch.arange(n).cos().double().reshape(-1, 3) for n in (15, 12, 15))
@@ -125,7 +125,8 @@ def gradients_measured(
     """
     logits_TE = logits_measured(r, x_TD, router_ED)
     chosen_TK, sum_T = _chosen(r, logits_TE, ids_TK, score)
-    d_TK = r.products("tk,->tk", r.stored(exact(dweights_TK)), exact(torch.tensor(scale)))
+    upstream_TK = dweights_TK if isinstance(dweights_TK, Measured) else exact(dweights_TK)
+    d_TK = r.products("tk,->tk", r.stored(upstream_TK), exact(torch.tensor(scale)))
     if normalise:  # w_k = s_k / S, S = sum_j s_j: dL/ds_k = (dw_k - sum_j dw_j w_j) / S
         d_TK = quotient(r, "tk,t->tk", less_mean(r, d_TK, quotient(r, "tk,t->tk", chosen_TK, sum_T)), sum_T)
     if score == "softmax_topk":

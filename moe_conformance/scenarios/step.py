@@ -1,7 +1,7 @@
 """One training step of a backend on one rank: build, follow a schedule, finish the gradients.
 
-Three kinds of run share it: the suite's probe expert inside the backend's exchange, the backend's own experts, or its
-router alone; one with a capacity is asked without it as well.
+Four kinds of run share it: the suite's probe expert inside the backend's exchange, the backend's own experts, its
+router alone, or a whole layer; a router with a capacity is asked without it as well.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from moe_conformance.scenarios.outcome import Grad, Microbatch, RankOutcome
 from moe_conformance.scenarios.probe import Probe
 from moe_conformance.scenarios.sessions import Opened, opened
 from moe_conformance.scenarios.tensors import same_bytes, to_cpu
+from moe_conformance.surfaces import Layer
 from moe_conformance.topology import Topology
 from moe_conformance.workloads import tags
 from moe_conformance.workloads.records import Workload
@@ -79,12 +80,16 @@ class TrainingStep:
         self.undropping: Router | None = None  # the same router without its capacity
         self.exchange: Exchange | SplitExchange | None = None
         self.experts: Probe | Experts | None = None
+        self.layer: Layer | None = None
         if self.workload.kind in ("route", "capacity"):
             self.router = session.router(self.config)
             built.append(self.router)
             if self.workload.kind == "capacity":
                 self.undropping = session.router(_without_capacity(self.config))
                 parameters.write(self.undropping, self.workload.parameters)
+        elif self.workload.kind == "layer":
+            self.layer = session.layer(self.config)
+            built.append(self.layer)
         else:
             self.exchange = session.exchange(self.config)
             if "D" in self.workload.schedule and not isinstance(self.exchange, SplitExchange):
@@ -154,6 +159,9 @@ class TrainingStep:
                     undropped = self.undropping(inputs.x.detach()).routing
                 self.routed[m]["undropped_ids_TK"] = to_cpu(undropped.ids_TK)
                 self.routed[m]["undropped_weights_TK"] = to_cpu(undropped.weights_TK)
+            return
+        if self.layer is not None:
+            self._keep_output(m, self.layer(inputs.x))
             return
         assert self.exchange is not None
         self._keep_output(m, whole(self.exchange)(inputs.x, inputs.routing, self._expert(m)))

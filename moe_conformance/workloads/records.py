@@ -82,8 +82,8 @@ class Workload:
     """
 
     name: str  # unique together with the variant and the layout
-    # probe: the suite's expert; experts: the backend's own; route: its router alone. "spoilt" and "spoilt experts" are
-    # the first two with tokens that are not finite, for checks of their own. With `calls`: a method of Session.
+    # probe: the suite's expert; experts: the backend's own; route: its router alone; layer: a whole one. "spoilt" and
+    # "spoilt experts" are the first two with tokens that are not finite. With `calls`: a method of Session.
     kind: str
     config: Config
     layout: Layout

@@ -1,6 +1,7 @@
 """The pinned scripts: what every surface beside the exchange, the experts and the router is asked, chapter by chapter.
 
-A chapter says under which names its workloads go and draws them for a variant on a layout.
+Whole layers are asked here too, which are run as exchanges are. A chapter says under which names its workloads go and
+draws them for a variant on a layout.
 """
 
 from __future__ import annotations
@@ -10,7 +11,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import capacity, dispatch_layout, packing, padded, permute, spoilt, token_exchange
+from moe_conformance.workloads import (
+    capacity,
+    dispatch_layout,
+    layers,
+    packing,
+    padded,
+    permute,
+    spoilt,
+    token_exchange,
+)
 from moe_conformance.workloads.corpus import Profile
 from moe_conformance.workloads.records import Workload
 
@@ -35,6 +45,7 @@ CHAPTERS: tuple[Chapter, ...] = (
     Chapter(spoilt.NAMES, spoilt.draw, variants="every"),
     Chapter(dispatch_layout.NAMES, dispatch_layout.corpus),
     Chapter(packing.TOKEN_COUNTS, packing.token_counts, variants="every"),
+    Chapter(tuple(recipe.name for recipe in layers.LAYERS), layers.layers, "every"),
 )
 
 

@@ -21,6 +21,7 @@ from self_tests.planted_bugs import (
     permute,
     routing,
     routing_ends,
+    shared_experts,
     token_exchange,
     twins,
 )
@@ -34,7 +35,7 @@ def plants() -> tuple[Plant, ...]:
     exchanges = (exchange, exchange_back, exchange_ends, twins, exchange_spoilt)
     drops = (capacity, capacity_exchange)
     chapters = (routing, routing_ends, *drops, *exchanges, experts, gradients, groups, overlap, cost)
-    surfaces = (flex, permute, dispatch_layout, token_exchange, packing)
+    surfaces = (flex, permute, dispatch_layout, token_exchange, packing, shared_experts)
     return tuple(plant for chapter in (*chapters, *surfaces) for plant in chapter.PLANTS)
 
 

@@ -23,6 +23,7 @@ from moe_conformance.backends.native.dispatch_layout import DispatchLayout
 from moe_conformance.backends.native.exchange import AllGatherExchange, AllToAllExchange, LocalExchange
 from moe_conformance.backends.native.experts import Experts
 from moe_conformance.backends.native.gradients import GradientFinisher
+from moe_conformance.backends.native.layer import Layer
 from moe_conformance.backends.native.managers import DeepEPManager, HybridEPManager, NCCLEPManager
 from moe_conformance.backends.native.padding import PaddedExchange, TokenPadding
 from moe_conformance.backends.native.reordering import Reordering
@@ -31,6 +32,7 @@ from moe_conformance.backends.native.routing import Router
 from moe_conformance.backends.native.routing_forms import RoutingForms
 from moe_conformance.backends.native.row_index import RowIndex
 from moe_conformance.backends.native.rows import Permutation
+from moe_conformance.backends.native.shared_experts import SharedExperts
 from moe_conformance.backends.native.token_exchange import TokenExchange
 from moe_conformance.backends.native.transport import Transport
 from moe_conformance.topology import Layout
@@ -55,6 +57,8 @@ _ATTRIBUTES = {
     PaddedExchange: "padded_class",
     Experts: "experts_class",
     Router: "router_class",
+    Layer: "layer_class",
+    SharedExperts: "shared_class",
     GradientFinisher: "finisher_class",
     Permutation: "permutation_class",
     Reordering: "reordering_class",

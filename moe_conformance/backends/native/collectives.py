@@ -90,6 +90,78 @@ def start_all_to_all(rows: Tensor, group: dist.ProcessGroup) -> Travelling:
     return Travelling(sent, received, dist.all_to_all_single(received, sent, group=group, async_op=True))
 
 
+class Journey:
+    """Rows under way that autograd goes through: to be waited for once in the forward, and once in the backward."""
+
+    def __init__(self, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> None:
+        """Keep who sends how many rows to whom."""
+        self._sent, self._received, self._group = sent, received, group
+        self._under_way: tuple[dist.Work, Tensor, Tensor] | None = None
+
+    def start(self, rows: Tensor, *, back: bool = False) -> Tensor:
+        """Start to send rows, or gradients of what was received back; return where they will be."""
+        sent, received = (self._received, self._sent) if back else (self._sent, self._received)
+        given = rows.contiguous()  # kept until it is sent
+        result = rows.new_empty(sum(received), *rows.shape[1:])
+        work = dist.all_to_all_single(result, given, list(received), list(sent), group=self._group, async_op=True)
+        self._under_way = work, given, result
+        return result
+
+    def wait(self) -> Tensor:
+        """Wait for what was started last, and return it."""
+        assert self._under_way is not None
+        work, _, result = self._under_way
+        work.wait()
+        self._under_way = None
+        return result
+
+
+class _Depart(torch.autograd.Function):
+    """Starts to send rows and returns the rows themselves; in the backward, waits for the gradients that come back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, journey: Journey) -> Tensor:
+        ctx.journey = journey
+        journey.start(rows)
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.journey.wait(), None  # they came to where `gradients` are
+
+
+class _Arrive(torch.autograd.Function):
+    """Waits for what was received in place of the rows; in the backward, starts to send the gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, journey: Journey) -> Tensor:
+        ctx.journey = journey
+        return journey.wait()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.journey.start(gradients[0], back=True), None
+
+
+def depart(
+    rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
+) -> tuple[Tensor, Journey | None]:
+    """Start an `all_to_all`; return what `arrive` has to be given, and nothing else.
+
+    What is computed in between runs beside it; its backward runs beside the all-to-all of the gradients, as autograd
+    goes first through what was computed last.
+    """
+    if group.size() == 1:
+        return rows, None
+    journey = Journey(sent, received, group)
+    return _Depart.apply(rows, journey), journey  # type: ignore[no-untyped-call]
+
+
+def arrive(rows: Tensor, journey: Journey | None) -> Tensor:
+    """Return the rows of every rank, in rank order."""
+    return rows if journey is None else _Arrive.apply(rows, journey)  # type: ignore[no-untyped-call]
+
+
 def all_gather(rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     """Return the `sizes[w]` rows of every rank w, in rank order. The ranks' gradients are summed."""
     W = group.size()

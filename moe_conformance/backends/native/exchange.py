@@ -217,6 +217,16 @@ class Sent:
     permuted: Permuted
 
 
+@dataclass(frozen=True)
+class Departed:
+    """Pairs on their way to their experts; nobody may touch the rows before they have arrived."""
+
+    rows: Tensor
+    journey: Any
+    plan: Plan
+    permuted: Permuted
+
+
 class AllToAllExchange(LocalExchange):
     """Pairs go to their expert by all-to-all over ep, then to all its shards by all-gather over etp.
 
@@ -231,6 +241,22 @@ class AllToAllExchange(LocalExchange):
         rows_QD, permuted = self._permute(x, routing, self._room(routing))  # by expert, so by owner too
         plan = self._plan(permuted.rows_E)
         rows = collectives.all_to_all(rows_QD, plan.sent_C, plan.received_C, self.topology.group("ep"))
+        return self._delivered(rows, plan, permuted)
+
+    def depart(self, x: Tensor, routing: Routing) -> Departed:
+        """Send the pairs off as `dispatch` does, and return while they travel."""
+        rows_QD, permuted = self._permute(x, routing, self._room(routing))
+        plan = self._plan(permuted.rows_E)
+        rows, journey = collectives.depart(rows_QD, plan.sent_C, plan.received_C, self.topology.group("ep"))
+        return Departed(rows, journey, plan, permuted)
+
+    def arrive(self, departed: Departed) -> tuple[Delivery, Any]:
+        """Wait for the pairs and return what `dispatch` returns."""
+        rows = collectives.arrive(departed.rows, departed.journey)
+        return self._delivered(rows, departed.plan, departed.permuted)
+
+    def _delivered(self, rows: Tensor, plan: Plan, permuted: Permuted) -> tuple[Delivery, Any]:
+        """Give what has arrived to all shards, and group it by expert."""
         rows = collectives.all_gather(rows, plan.gathered_S, self.topology.group("etp"))
         return Delivery.grouped(self._regroup(rows, plan.order_R), plan.counts_N), Sent(plan, permuted)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -12,6 +13,7 @@ from moe_conformance.backends.native.experts import Experts
 from moe_conformance.backends.native.flex import FlexExchange
 from moe_conformance.backends.native.gradients import GradientFinisher, Replicated
 from moe_conformance.backends.native.groups import CannotBuild
+from moe_conformance.backends.native.layer import Layer
 from moe_conformance.backends.native.managers import DeepEPManager, HybridEPManager, Manager, NCCLEPManager
 from moe_conformance.backends.native.padding import PaddedExchange, TokenPadding
 from moe_conformance.backends.native.reordering import Reordering
@@ -20,6 +22,7 @@ from moe_conformance.backends.native.routing import Router
 from moe_conformance.backends.native.routing_forms import RoutingForms
 from moe_conformance.backends.native.row_index import RowIndex
 from moe_conformance.backends.native.rows import Permutation
+from moe_conformance.backends.native.shared_experts import SharedExperts
 from moe_conformance.backends.native.token_exchange import TokenExchange
 from moe_conformance.backends.native.transport import Transport
 from moe_conformance.contract import Config, Parametrised, Session, SplitExchange, Topology, Unsupported, refusals
@@ -31,6 +34,7 @@ _MAPPED = (
     "capacity_factor", "min_capacity", "drop_policy", "pad_to_capacity",
     "pad_tokens", "token_alignment", "token_bound",
 )  # fmt: skip
+_SHARED = ("shared_ffn", "shared_gate", "shared_overlap")
 
 
 class NativeSession(Session):
@@ -57,6 +61,8 @@ class NativeSession(Session):
     routing_forms_class: type[RoutingForms] = RoutingForms
     dispatch_layout_class: type[DispatchLayout] = DispatchLayout
     transport_class: type[Transport] = Transport
+    layer_class: type[Layer] = Layer
+    shared_class: type[SharedExperts] = SharedExperts
     finisher_class: type[GradientFinisher] = GradientFinisher
 
     def __init__(self, topology: Topology, device: torch.device) -> None:
@@ -145,10 +151,23 @@ class NativeSession(Session):
         config.only(*_MAPPED)
         return self.transport_class()
 
+    def layer(self, config: Config) -> Layer:
+        """Build a layer of the session's own router, exchange and experts, and its shared experts."""
+        config.only(*_MAPPED, *_SHARED)
+        routed = replace(config, shared_ffn=(), shared_gate=False, shared_overlap=False)
+        parts = (self.router(routed), self.exchange(routed), self.experts(routed))
+        with refusals(CannotBuild, match="."):
+            return self.layer_class(config, self.topology, self.device, parts, self.shared_class)
+
     def finish_gradients(self, *built: Parametrised) -> None:
-        """Sum the gradients of native's experts and router over their replicas."""
-        modules = [surface for surface in built if isinstance(surface, Replicated)]
-        if len(modules) < len(built):
-            kinds = ", ".join(type(surface).__name__ for surface in built)
-            raise TypeError(f"native finishes the gradients of what native built; this was {kinds}")
+        """Sum the gradients of native's router and experts, shared ones too, over their replicas."""
+        modules: list[Replicated] = []
+        for surface in built:
+            if isinstance(surface, Layer):
+                modules += surface.parts
+            elif isinstance(surface, Replicated):
+                modules.append(surface)
+            else:
+                kinds = ", ".join(type(surface).__name__ for surface in built)
+                raise TypeError(f"native finishes the gradients of what native built; this was {kinds}")
         self.finisher_class(self.topology).finish(modules)

@@ -1,0 +1,98 @@
+"""SHARE: whole layers, with experts that every token sees beside its routed ones."""
+
+from __future__ import annotations
+
+from moe_conformance.judging.layers import (
+    EVERY,
+    SHARED,
+    judge_layer_dx,
+    judge_layer_gradients,
+    judge_layer_outputs,
+    judge_layer_replicas,
+    judge_shared_unrouted,
+)
+from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.verdict import Tally
+from moe_conformance.spec import requirement
+from moe_conformance.workloads.records import Workload
+
+
+def shares(workload: Workload) -> bool:
+    """Whether there are shared experts."""
+    return bool(workload.config.shared_ffn)
+
+
+def shares_and_scales(workload: Workload) -> bool:
+    """Whether there are shared experts beside routing weights that are scaled."""
+    return shares(workload) and workload.config.scale != 1
+
+
+def gates(workload: Workload) -> bool:
+    """Whether the shared experts have a gate."""
+    return workload.config.shared_gate
+
+
+def cuts(workload: Workload) -> bool:
+    """Whether shared experts are cut over ranks."""
+    return shares(workload) and workload.layout.tp > 1
+
+
+def fuses(workload: Workload) -> bool:
+    """Whether there are several shared experts."""
+    return len(workload.config.shared_ffn) > 1
+
+
+class TestOutputs:
+    @requirement("SHARE-01", kind="layer", when=shares)
+    def test_shared_experts_are_added_once(self, reading: Reading, tally: Tally) -> None:
+        """Every token gets the output of every shared expert once, beside its routed part."""
+        judge_layer_outputs(reading, tally)
+
+    @requirement("SHARE-02", kind="layer", when=shares_and_scales)
+    def test_shared_experts_are_not_routed(self, reading: Reading, tally: Tally) -> None:
+        """No routing weight and no routing scale changes what shared experts add."""
+        judge_shared_unrouted(reading, tally)
+
+    @requirement("SHARE-03", kind="layer", when=gates)
+    def test_a_gate_is_one_sigmoid_of_the_shared_part(self, reading: Reading, tally: Tally) -> None:
+        """The gate multiplies the shared part alone, forward and backward, and has its own gradient."""
+        judge_layer_outputs(reading, tally)
+        judge_layer_dx(reading, tally)
+        judge_layer_gradients(reading, tally, ("shared_score",))
+
+
+class TestGradients:
+    @requirement("SHARE-04", kind="layer", when=shares)
+    def test_tokens_get_both_gradients(self, reading: Reading, tally: Tally) -> None:
+        """The gradient of a token is what comes back through routed and through shared experts."""
+        judge_layer_dx(reading, tally)
+
+    @requirement("SHARE-05", kind="layer", when=shares)
+    def test_shared_parameters_get_the_gradient_of_all_tokens(self, reading: Reading, tally: Tally) -> None:
+        """Shared experts and their gate end with the gradient over the tokens of all ranks, alike on all holders."""
+        judge_layer_gradients(reading, tally, SHARED)
+        if reading.outcome.workload.layout.world > reading.outcome.workload.layout.pp:
+            judge_layer_replicas(reading, tally, SHARED)
+
+    @requirement("GRAD-18", kind="layer")
+    def test_a_layer_is_one_function(self, reading: Reading, tally: Tally) -> None:
+        """Output and all gradients of a whole layer are those of the dense formulation."""
+        judge_layer_outputs(reading, tally)
+        judge_layer_dx(reading, tally)
+        judge_layer_gradients(reading, tally, EVERY)
+
+
+class TestParts:
+    @requirement("SHARE-06", kind="layer", when=cuts)
+    def test_shards_make_up_the_whole(self, reading: Reading, tally: Tally) -> None:
+        """A shared expert that is cut over tp gives the output and the gradients of the whole one."""
+        judge_layer_outputs(reading, tally)
+        judge_layer_dx(reading, tally)
+        judge_layer_gradients(reading, tally, SHARED)
+
+    @requirement("SHARE-08", kind="layer", when=fuses)
+    def test_several_are_as_one_wider_expert(self, reading: Reading, tally: Tally) -> None:
+        """Several shared experts add up, and each has its own gradient."""
+        judge_layer_outputs(reading, tally)
+        judge_layer_dx(reading, tally)
+        judge_layer_gradients(reading, tally, SHARED)

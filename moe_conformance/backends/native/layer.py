@@ -1,0 +1,105 @@
+"""A whole layer: the router, an exchange with the experts behind it, and the shared experts beside them.
+
+With `shared_overlap` the shared experts run while the tokens are on their way to the routed ones, forward, and while
+the tokens' gradients are on their way back, backward. On CUDA a collective runs on a stream of its own, so that this
+takes no further one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_conformance.backends.native.exchange import AllToAllExchange
+from moe_conformance.backends.native.experts import Experts
+from moe_conformance.backends.native.gradients import Replicated
+from moe_conformance.backends.native.groups import CannotBuild
+from moe_conformance.backends.native.routing import Router
+from moe_conformance.backends.native.shared_experts import Score, SharedExperts
+from moe_conformance.contract import Config, Delivery, Named, Read, Routing, SplitExchange, Topology
+
+
+class Layer(nn.Module):
+    """Router, exchange, experts and shared experts; the routed and the shared part are added last."""
+
+    def __init__(
+        self,
+        config: Config,
+        topology: Topology,
+        device: torch.device,
+        routed: tuple[Router, SplitExchange, Experts],
+        shared_class: type[SharedExperts],
+    ) -> None:
+        """Put the routed parts together, and make the shared ones that are asked for.
+
+        Raises:
+            CannotBuild: a gate or an overlap of no shared expert; an overlap with another exchange than all-to-all.
+        """
+        super().__init__()
+        self.config = config
+        self.router, self.exchange, self.experts = routed
+        if not config.shared_ffn and (config.shared_gate or config.shared_overlap):
+            raise CannotBuild("shared_gate and shared_overlap are of shared experts, and shared_ffn names none")
+        if config.shared_overlap and not isinstance(self.exchange, AllToAllExchange):
+            raise CannotBuild(f"shared_overlap runs beside an all-to-all, not with {config.variant!r}")
+        self.shared = shared_class(config, topology, device) if config.shared_ffn else None
+        self.score = Score(config, device) if config.shared_gate else None
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        """What the parts tell, and the shared experts."""
+        shared = "none" if self.shared is None else f"{type(self.shared).__name__} {self.config.shared_ffn}"
+        when = "beside dispatch" if self.config.shared_overlap else "after combine"
+        parts = (self.router, self.exchange, self.experts)
+        return {key: value for part in parts for key, value in part.resolved.items()} | {
+            "layer": type(self).__name__,
+            "shared experts": shared,
+            "shared experts run": when,
+        }
+
+    @property
+    def parts(self) -> tuple[Replicated, ...]:
+        """What has parameters."""
+        return tuple(part for part in (self.router, self.experts, self.shared, self.score) if part is not None)
+
+    def named(self, read: Read) -> Iterator[Named]:
+        """Yield the windows of all parts."""
+        shared = () if self.shared is None else self.shared.named(read)
+        score = () if self.score is None else (Named("shared_score", None, read(self.score.score_1D)),)
+        return chain(self.router.named(read), self.experts.named(read), shared, score)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return y in the shape and dtype of x."""
+        routing = self.router(x).routing
+        if self.config.shared_overlap:
+            assert isinstance(self.exchange, AllToAllExchange)
+            departed = self.exchange.depart(x, routing)
+            shared = self._shared_part(x)
+            delivery, handle = self.exchange.arrive(departed)
+            return self._added(self._answered(delivery, handle), shared)
+        y = self._answered(*self._dispatched(x, routing))
+        return self._added(y, self._shared_part(x))
+
+    def _dispatched(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        return self.exchange.dispatch(x, routing)
+
+    def _answered(self, delivery: Delivery, handle: Any) -> Tensor:
+        return self.exchange.combine(self.experts(delivery), handle)
+
+    def _shared_part(self, x: Tensor) -> Tensor | None:
+        """Return what the shared experts add, gated where there is a gate; None without shared experts."""
+        if self.shared is None:
+            return None
+        x_TD = x.reshape(-1, x.shape[-1])
+        shared_TD: Tensor = self.shared(x_TD)
+        if self.score is not None:
+            shared_TD = (self.score(x_TD) * shared_TD).to(x.dtype)
+        return shared_TD.reshape(x.shape)
+
+    def _added(self, y: Tensor, shared: Tensor | None) -> Tensor:
+        """Add the shared part; never in place, as either may be a tensor that somebody else holds."""
+        return y if shared is None else y + shared

@@ -1,0 +1,242 @@
+"""Whole layers: outputs, the gradients of tokens, and those of every parameter, within rounding."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_conformance.judging.bounded import Target, compare
+from moe_conformance.judging.diagnosis import Finding, fail
+from moe_conformance.judging.finals import finals_of
+from moe_conformance.judging.layer_expected import ROUTED, LayerExpected, expect_layer
+from moe_conformance.judging.layer_mistakes import explain_parameter, explain_tokens, part_name, times_of_shared
+from moe_conformance.judging.once import once
+from moe_conformance.judging.places import Place, Shard, shard_of, whole
+from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.verdict import (
+    AbsentGradient,
+    NotOffered,
+    Stage,
+    Tally,
+    Uncovered,
+    WrongForm,
+    WrongGradient,
+    WrongOutput,
+)
+from moe_conformance.scenarios.outcome import Grad
+from moe_conformance.workloads.records import ParameterKey
+
+SHARED = ("shared_gate", "shared_up", "shared_down", "shared_score")
+EVERY = ("router", *ROUTED, *SHARED)
+
+
+def expected_of(reading: Reading) -> LayerExpected:
+    """Return the oracle's answer to a reading, computed once."""
+    return once(reading, _expect)
+
+
+def _expect(reading: Reading) -> LayerExpected:
+    first = reading.ranks[0]  # what a session says of itself is the same on every rank
+    return expect_layer(reading.outcome.workload, first.weights_at, first.loss_convention)
+
+
+# ---- tokens --------------------------------------------------------------------------------------------------
+
+
+def judge_layer_outputs(reading: Reading, tally: Tally) -> None:
+    """Decide whether y is the routed part plus the shared part, in every element within its rounding error.
+
+    Raises:
+        WrongForm: y is missing, not (T, D), not in the shape of x or not in its dtype.
+        WrongOutput: an element lies outside its bound.
+    """
+    expected, workload = expected_of(reading), reading.outcome.workload
+    actual, targets = {}, {}
+    for place in expected.places:
+        m, rank = place
+        target, seen = expected.y(place), reading.seen(m, rank)
+        shape = (*workload.lead_of(len(target.expected)), workload.config.hidden)
+        if seen.y is None or seen.y_shape != shape or seen.y_dtype != workload.config.dtype:
+            what = f"{seen.y_dtype} {seen.y_shape} instead of {workload.config.dtype} {shape}"
+            raise WrongForm("combine", f"y of rank {rank} in microbatch {m} is {what}", ranks=(rank,))
+        actual[place], targets[place] = seen.y, target
+    if _all_hold(actual, targets, tally):
+        return
+    findings, ratio = explain_tokens(
+        expected, "y", lambda result: result.y_TD, actual, targets, reading.token_ratios
+    )
+    fail(WrongOutput, "combine", findings, ratio=ratio)
+
+
+def judge_layer_dx(reading: Reading, tally: Tally) -> None:
+    """Decide whether the gradient of a token is what comes back through experts, shared experts, gate and router.
+
+    Raises:
+        AbsentGradient: there are tokens, and their gradient is None.
+        WrongForm, WrongGradient: another shape; an element outside its bound.
+    """
+    expected = expected_of(reading)
+    actual, targets = {}, {}
+    for place in expected.places:
+        m, rank = place
+        if not reading.goes_backward(m):
+            continue
+        target, value = expected.dx(place), reading.seen(m, rank).dx_TD.value
+        if value is None and not target.expected.numel():
+            continue
+        whose = f"dx of rank {rank} in microbatch {m}"
+        actual[place], targets[place] = _formed(value, target, whose, rank, "gradient"), target
+    if _all_hold(actual, targets, tally):
+        return
+    findings, ratio = explain_tokens(
+        expected, "dx", lambda result: result.dx_TD, actual, targets, reading.token_ratios
+    )
+    fail(WrongGradient, "gradient", findings, ratio=ratio)
+
+
+def judge_shared_unrouted(reading: Reading, tally: Tally) -> None:
+    """Decide whether no routing scale changes what the shared experts add.
+
+    Counts the elements in which a scaled shared part would be outside its bound.
+
+    Raises:
+        WrongForm, WrongOutput: as `judge_layer_outputs`.
+    """
+    judge_layer_outputs(reading, Tally())
+    expected, scale = expected_of(reading), reading.outcome.workload.config.scale
+    for times in (scale, 1 / scale):
+        for place in expected.places:
+            target = expected.y(place)
+            other_TD = expected.solve([place], times_of_shared(times)).y_TD
+            apart = int(((other_TD - target.expected).abs() > 2 * target.allowed).sum())
+            tally.add(elements=apart, rank=place[1])
+
+
+def _all_hold(actual: Mapping[Place, Tensor], targets: Mapping[Place, Target], tally: Tally) -> bool:
+    worst = [compare(value, *targets[place], tally, place[1]) for place, value in actual.items()]
+    return all(each.holds for each in worst)
+
+
+def _formed(value: Tensor | None, target: Target, whose: str, rank: int, stage: Stage) -> Tensor:
+    if value is None:
+        raise AbsentGradient(stage, f"{whose} is None", ranks=(rank,))
+    if value.shape != target.expected.shape:
+        shapes = f"{tuple(value.shape)} instead of {tuple(target.expected.shape)}"
+        raise WrongForm(stage, f"{whose} has the shape {shapes}", ranks=(rank,))
+    return value
+
+
+# ---- parameters ----------------------------------------------------------------------------------------------
+
+
+class Held(NamedTuple):
+    """What one rank holds of one parameter's finished gradient."""
+
+    rank: int
+    stage: int  # of the pipeline
+    key: ParameterKey
+    grad: Grad
+
+
+def judge_layer_gradients(reading: Reading, tally: Tally, names: Sequence[str] = EVERY) -> None:
+    """Decide whether every rank ends with the gradient of what it holds over all tokens of its pipeline stage.
+
+    Experts that no token reached are left to GRAD-06. A failure is of the stage "finish" if the ranks' gradients before
+    `finish_gradients` add up to the right one, and of the stage "gradient" if not.
+
+    Raises:
+        NotOffered: the backend finishes no gradients.
+        Uncovered: the ranks of a stage together do not name all of a parameter.
+        AbsentGradient: a gradient is None, or some ranks finish none while others do.
+        WrongForm, WrongGradient: another shape than the part's; an element outside its bound.
+    """
+    expected = expected_of(reading)
+    held = [each for each in _held(reading, names) if not expected.idle(each.stage, each.key)]
+    wrong = []
+    for each in held:
+        target = _target(expected, each)
+        whose = f"the gradient of {part_name(each.key, each.grad.shard)} on rank {each.rank}"
+        if not compare(_formed(each.grad.value, target, whose, each.rank, "finish"), *target, tally, each.rank).holds:
+            wrong.append(each)
+    if not wrong:
+        return
+    names_of_ratios = reading.router_ratios
+    findings = []
+    for each in wrong[:_EXPLAINED]:
+        assert each.grad.value is not None
+        findings.append(
+            explain_parameter(expected, each.rank, each.key, each.grad.shard, each.grad.value, names_of_ratios)
+        )
+    for each in wrong[_EXPLAINED:]:
+        sentence = f"the gradient of {part_name(each.key, each.grad.shard)} on rank {each.rank} is wrong too"
+        findings.append(Finding("not explained", sentence, (each.rank,)))
+    fail(WrongGradient, _stage_of(reading, wrong), findings)
+
+
+_EXPLAINED = 8
+
+
+def judge_layer_replicas(reading: Reading, tally: Tally, names: Sequence[str]) -> None:
+    """Decide whether ranks that hold the same part of a parameter end with the same gradient, bit for bit.
+
+    Raises:
+        NotOffered: gradients are not finished, or every part is held by one rank only.
+        Uncovered: as `judge_layer_gradients`.
+        WrongGradient: two replicas differ.
+    """
+    groups: dict[tuple[int, ParameterKey, Shard], list[Held]] = {}
+    for each in _held(reading, names):
+        groups.setdefault((each.stage, each.key, each.grad.shard), []).append(each)
+    if all(len(holders) == 1 for holders in groups.values()):
+        raise NotOffered("every part of every one of these parameters is held by one rank")
+    findings = []
+    for first, *others in groups.values():
+        for other in others:
+            one, another = (torch.zeros(()) if grad is None else grad for grad in (first.grad.value, other.grad.value))
+            if torch.equal(one, another):
+                tally.add(elements=another.numel(), rank=other.rank)
+                continue
+            of = part_name(first.key, first.grad.shard)
+            sentence = f"the gradient of {of} on ranks {first.rank} and {other.rank} is not the same"
+            findings.append(Finding("replicas", sentence, (first.rank, other.rank)))
+    if findings:
+        fail(WrongGradient, "finish", findings)
+
+
+def _held(reading: Reading, names: Sequence[str]) -> list[Held]:
+    expected, finals = expected_of(reading), finals_of(reading)
+    keys = [key for key in reading.outcome.workload.parameters if key[0] in names]
+    found = []
+    for at, ranks in enumerate(expected.stages):
+        for key in keys:
+            held = [Held(rank, at, key, finals[rank][key]) for rank in ranks if key in finals[rank]]
+            parts = Counter(each.grad.shard for each in held)
+            if not held or not whole(parts):
+                which = f"the parts {sorted(map(str, parts))}" if held else "nothing"
+                raise Uncovered("finish", f"ranks {list(ranks)} name {which} of {part_name(key, None)}", ranks=ranks)
+            found += held
+    return found
+
+
+def _target(expected: LayerExpected, held: Held) -> Target:
+    full = expected.parameter(held.stage, held.key)
+    return Target(*(shard_of(each, held.grad.shard) for each in full))
+
+
+def _stage_of(reading: Reading, wrong: Sequence[Held]) -> Stage:
+    """Say where it went wrong: in "finish" if the gradients before it add up to what finishing should give."""
+    expected = expected_of(reading)
+    for stage, key, shard in dict.fromkeys((each.stage, each.key, each.grad.shard) for each in wrong):
+        local = [reading.ranks[rank].grads_local.get(key) for rank in expected.stages[stage]]
+        parts = [grad.value.double() for grad in local if grad and grad.value is not None and grad.shard == shard]
+        if not parts:
+            continue
+        full = expected.parameter(stage, key)
+        target = Target(*(shard_of(each * expected.divisor, shard) for each in full))
+        if not compare(torch.stack(parts).sum(0), *target).holds:
+            return "gradient"
+    return "finish"

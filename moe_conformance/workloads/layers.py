@@ -1,0 +1,168 @@
+"""The pinned corpus of whole layers: routed experts behind the layer's own router, with shared experts and without.
+
+A layer is judged on values, so that its choice of experts must not be in doubt: tokens are drawn until every one has a
+clear margin between the experts that it chooses and the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_conformance.contract import Config
+from moe_conformance.topology import Layout
+from moe_conformance.workloads import draw
+from moe_conformance.workloads.corpus import EVEN, ONE_WITHOUT, UNEVEN, USUAL_RANKS, Profile
+from moe_conformance.workloads.records import Asynchrony, Batch, Lead, ParameterKey, Workload
+from reference import routing
+
+MARGIN = 1 / 16  # in selection scores: more than rounding to bfloat16 can move them
+_CANDIDATES = 8  # drawn at once for each token that is wanted
+_ROUNDS = 20
+
+
+@dataclass(frozen=True)
+class LayerRecipe:
+    """How to draw one workload of a layer."""
+
+    name: str
+    config: dict[str, Any] = field(default_factory=dict)
+    tokens: tuple[int, ...] = EVEN
+    schedule: str = "F0 B0"
+    lead: Lead = "flat"
+    asynchrony: Asynchrony = "plain"
+    profile: Profile = "quick"
+
+
+_ONE = {"shared_ffn": (24,)}
+_GATED = {**_ONE, "shared_gate": True}
+_SEVERAL = {"shared_ffn": (16, 24)}
+_BESIDE = {**_GATED, "shared_overlap": True}
+_SCALED = {"score": "sigmoid", "normalise": True, "scale": 2.5}
+_BFLOAT16 = {"dtype": torch.bfloat16}
+
+LAYERS = (
+    LayerRecipe("layer-even"),
+    LayerRecipe("layer-uneven", tokens=UNEVEN, profile="full"),
+    LayerRecipe("layer-sigmoid-scaled-even", _SCALED, profile="full"),
+    LayerRecipe("layer-rank-without-tokens", tokens=ONE_WITHOUT, profile="full"),
+    LayerRecipe("layer-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B0 B1"),
+    LayerRecipe("layer-even-bfloat16", _BFLOAT16, profile="full"),
+    LayerRecipe("shared-even", _ONE),
+    LayerRecipe("shared-uneven", _ONE, tokens=UNEVEN, profile="full"),
+    LayerRecipe("shared-rank-without-tokens", _ONE, tokens=ONE_WITHOUT),
+    LayerRecipe("shared-scaled-even", {**_ONE, **_SCALED}),
+    LayerRecipe("shared-top-all-even", {**_ONE, "top_k": 8}, profile="full"),
+    LayerRecipe("shared-two-dims-even", _ONE, lead="two_dims"),
+    LayerRecipe("shared-accumulated-even", _ONE, schedule="F0 B0 F1 B1", profile="full"),
+    LayerRecipe("shared-in-flight-uneven", _ONE, tokens=UNEVEN, schedule="F0 F1 B1 B0"),
+    LayerRecipe("shared-even-bfloat16", {**_ONE, **_BFLOAT16}),
+    LayerRecipe("shared-even-float64", {**_ONE, "dtype": torch.float64}, profile="full"),
+    LayerRecipe("shared-gate-even", _GATED),
+    LayerRecipe("shared-gate-scaled-even", {**_GATED, **_SCALED}, profile="full"),
+    LayerRecipe("shared-gate-rank-without-tokens", _GATED, tokens=ONE_WITHOUT, profile="full"),
+    LayerRecipe("shared-gate-in-flight-uneven", _GATED, tokens=UNEVEN, schedule="F0 F1 B0 B1", profile="full"),
+    LayerRecipe("shared-gate-even-bfloat16", {**_GATED, **_BFLOAT16}, profile="full"),
+    LayerRecipe("shared-several-even", _SEVERAL),
+    LayerRecipe("shared-several-gate-uneven", {**_SEVERAL, "shared_gate": True}, tokens=UNEVEN),
+    LayerRecipe("shared-beside-even", {**_ONE, "shared_overlap": True}),
+    LayerRecipe("shared-beside-rank-without-tokens", _BESIDE, tokens=ONE_WITHOUT, profile="full"),
+    LayerRecipe("shared-beside-in-flight-even", _BESIDE, schedule="F0 F1 B0 B1", profile="full"),
+    LayerRecipe("shared-beside-in-flight-uneven", _BESIDE, tokens=UNEVEN, schedule="F0 F1 B1 B0"),
+    LayerRecipe(
+        "shared-beside-poisoned-uneven", _BESIDE, tokens=UNEVEN, schedule="F0 F1 B1 B0", asynchrony="poisoned"
+    ),
+    LayerRecipe("shared-beside-watched-uneven", _BESIDE, tokens=UNEVEN, asynchrony="watched", profile="full"),
+)
+
+
+def layers(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
+    """Yield the layer workloads of a variant on a layout."""
+    for recipe in LAYERS:
+        if profile == "quick" and recipe.profile == "full":
+            continue
+        if layout.world > USUAL_RANKS or (recipe.asynchrony != "plain" and layout.world == 1):
+            continue
+        yield layer_workload(recipe, variant, layout)
+
+
+def layer_workload(recipe: LayerRecipe, variant: str, layout: Layout) -> Workload:
+    """Draw the workload of a recipe for a variant on a layout."""
+    config = replace(Config(variant=variant), **recipe.config)
+    if config.experts % layout.ep or config.experts < 2 * layout.ep:
+        E = 3 * layout.ep
+        config = replace(config, experts=E, top_k=E if config.top_k == config.experts else config.top_k)
+    parameters = layer_parameters(config, draw.generator(recipe.name, layout.name, "layer"))
+    microbatches = len({item[1:] for item in recipe.schedule.split()})
+
+    def batch(microbatch: int, rank: int) -> Batch:
+        T = recipe.tokens[(rank + microbatch) % len(recipe.tokens)]
+        generator = draw.generator(recipe.name, layout.name, microbatch, rank)
+        return layer_batch(T, config, parameters, generator)
+
+    return Workload(
+        recipe.name,
+        "layer",
+        config,
+        layout,
+        tuple(tuple(batch(m, r) for r in range(layout.world)) for m in range(microbatches)),
+        recipe.schedule,
+        parameters,
+        recipe.lead,
+        recipe.asynchrony,
+    )
+
+
+def layer_parameters(config: Config, generator: torch.Generator) -> dict[ParameterKey, Tensor]:
+    """Return the router, twice as decided as usual, the experts, and the shared experts with their gate."""
+    parameters = draw.router_parameters(config, generator, bias=0.0, twins=False)
+    parameters["router", None] = parameters["router", None] * 2
+    parameters |= draw.expert_parameters(config, generator)
+    for j, width in enumerate(config.shared_ffn):
+        own = draw.expert_parameters(replace(config, ffn=width, experts=1), generator)
+        parameters |= {(f"shared_{name}", j): value for (name, _), value in own.items()}
+    if config.shared_gate:
+        score_1D = torch.randn(1, config.hidden, generator=generator, dtype=torch.float64) * config.hidden**-0.5
+        parameters["shared_score", None] = score_1D.to(config.dtype)
+    return parameters
+
+
+def layer_batch(
+    T: int, config: Config, parameters: dict[ParameterKey, Tensor], generator: torch.Generator
+) -> Batch:
+    """Return normal tokens whose choice of experts is clear, and an upstream gradient (T, D).
+
+    Raises:
+        ValueError: too few of the tokens that were drawn have the margin.
+    """
+
+    def normal(rows: int) -> Tensor:
+        return torch.randn(rows, config.hidden, generator=generator, dtype=torch.float64).to(config.dtype)
+
+    clear_TD = normal(0)
+    for _ in range(_ROUNDS):
+        if len(clear_TD) >= T:
+            break
+        pool_TD = normal(_CANDIDATES * T)
+        clear_TD = torch.cat([clear_TD, pool_TD[margins(pool_TD, config, parameters) > MARGIN]])
+    if len(clear_TD) < T:
+        raise ValueError(f"{len(clear_TD)} of the tokens that were drawn have a clear choice; {T} are wanted")
+    none = torch.empty(T, 0)
+    return Batch(clear_TD[:T].contiguous(), none.long(), none, normal(T))
+
+
+def margins(x_TD: Tensor, config: Config, parameters: dict[ParameterKey, Tensor]) -> Tensor:
+    """Return how clearly every token chooses, in selection scores, (T,)."""
+    logits_TE = x_TD.double() @ parameters["router", None].double().T
+    return routing.margins(
+        logits_TE,
+        top_k=config.top_k,
+        score=config.score,
+        bias_E=parameters.get(("balance_bias", None)),
+        groups=config.groups,
+        group_score=config.group_score,
+    )

@@ -1,0 +1,119 @@
+"""A whole layer: logits, weights of the chosen, routed experts and shared experts, with every gradient.
+
+y_t = sum_k w_tk f_{e_tk}(x_t) + a_t sum_j h_j(x_t), where the weights w are those of the router's scores. It is
+`shared_experts.forward` on the weights of `routing.weights`, and nothing else; who is chosen is given, as the choice
+has no gradient.
+
+Sources: DeepSeek-V3 section 2.1.2 (the equations of the layer); Shazeer et al. 2017 equation 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from reference import routing
+from reference.experts import swiglu_experts
+from reference.layer import WeightsAt, forward
+from reference.routing import Score
+from reference.shared_experts import SharedExpert, gate_factors, shared_part
+
+Key = tuple[str, int | None]
+"""(name, expert): "router", "gate" "up" "down" of expert e, "shared_gate" "shared_up" "shared_down" of shared expert
+j, "shared_score" (1, D); None for what is not an expert's."""
+
+Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(routed part (T, D), sum of the shared experts (T, D), gate factors (T, 1)) -> y (T, D)"""
+
+
+@dataclass(frozen=True)
+class Weighing:
+    """How the scores of the chosen become weights; see `routing.weights`."""
+
+    score: Score
+    normalise: bool = False
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class LayerGradients:
+    """What comes out, float64: y, dL/dx and dL/dparameter."""
+
+    y_TD: Tensor
+    dx_TD: Tensor
+    parameters: Mapping[Key, Tensor]
+
+
+def mixed(routed_TD: Tensor, shared_TD: Tensor, factor_T1: Tensor) -> Tensor:
+    """Put the parts together, (T, D): y = routed + a sum_j h_j.
+
+    Decides: SHARE-01, SHARE-02, SHARE-03. Source: DeepSeekMoE section 3.2.
+
+    >>> mixed(torch.tensor([[3.0]]), torch.tensor([[4.0]]), torch.tensor([[0.5]])).item()
+    5.0
+    """
+    return routed_TD + factor_T1 * shared_TD  # (T, D)
+
+
+def gradients(
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    dy_TD: Tensor,
+    parameters: Mapping[Key, Tensor],
+    weighing: Weighing,
+    *,
+    weights_at: WeightsAt = "output",
+    mix: Mix = mixed,
+) -> LayerGradients:
+    """Compute y and, given dL/dy, the gradient in x and in every parameter, by autograd.
+
+    Args:
+        x_TD: tokens.
+        ids_TK: int64, the chosen of every token, all of them different.
+        dy_TD: dL/dy.
+        parameters: by `Key`; the shared experts are numbered from 0. What selects only ("balance_bias") is left out.
+        weighing: of the chosen.
+        weights_at: where the weights are applied.
+        mix: how the parts are put together; by another rule than `mixed`, what a mistake would yield.
+
+    Degenerate: an expert without tokens has gradients of zeros, which are returned and never left out; T = 0 gives
+    empty and zero gradients; without shared experts the layer is the routed one.
+
+    Decides: SHARE-01 to SHARE-05. Source: chain rule.
+
+    >>> one = torch.ones(1, 1)
+    >>> p = {(name, 0): one for name in ("gate", "up", "down", "shared_gate", "shared_up", "shared_down")}
+    >>> p["router", None] = one
+    >>> g = gradients(one, torch.tensor([[0]]), one, p, Weighing("softmax"))
+    >>> round(g.y_TD.item() / one.sigmoid().item(), 6), round(g.parameters["shared_down", 0].item(), 6)
+    (2.0, 0.731059)
+    """
+    x = _leaf(x_TD)
+    p = {key: _leaf(value) for key, value in parameters.items() if key != ("balance_bias", None)}
+    w_TK = routing.weights(
+        x @ p["router", None].T, ids_TK, score=weighing.score, normalise=weighing.normalise, scale=weighing.scale
+    )  # (T, K)
+    routed = swiglu_experts({(name, e): value for (name, e), value in p.items() if e is not None})
+    routed_TD = forward(x, ids_TK, w_TK, routed, weights_at=weights_at)  # (T, D)
+    shared_TD = shared_part(x, shared_of(p))  # (T, D)
+    score = p.get(("shared_score", None))
+    factor_T1 = gate_factors(x, None if score is None else score[0])[:, None]  # (T, 1)
+    y_TD = mix(routed_TD, shared_TD, factor_T1)  # (T, D)
+    dx, *dp = torch.autograd.grad(
+        y_TD, [x, *p.values()], dy_TD.double(), allow_unused=True, materialize_grads=True
+    )
+    return LayerGradients(y_TD.detach(), dx, dict(zip(p, dp, strict=True)))
+
+
+def shared_of(parameters: Mapping[Key, Tensor]) -> Sequence[SharedExpert]:
+    """Take the shared experts out of the parameters, by number."""
+    numbers = sorted(j for name, j in parameters if name == "shared_gate" and j is not None)
+    names = ("shared_gate", "shared_up", "shared_down")
+    return [SharedExpert(*(parameters[name, j] for name in names)) for j in numbers]
+
+
+def _leaf(value: Tensor) -> Tensor:
+    return value.detach().double().clone().requires_grad_()
