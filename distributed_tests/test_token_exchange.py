@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moe_conformance.judging.fixed_places import judge_limit, judge_places
 from moe_conformance.judging.token_exchange import judge_biases, judge_other_handle, judge_reuse
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
@@ -24,6 +25,16 @@ def has_biases(workload: Workload) -> bool:
     return workload.name.startswith("biases")
 
 
+def within_limits(workload: Workload) -> bool:
+    """Whether no rank brings more tokens than were said to come."""
+    return not breaks_limits(workload)
+
+
+def breaks_limits(workload: Workload) -> bool:
+    """Whether some rank does."""
+    return workload.name.startswith("tokens-over-limit")
+
+
 class TestHandles:
     @requirement("EXCH-27", kind="token_exchange", when=reuses)
     def test_a_handle_serves_further_dispatches(self, outcome: Outcome, tally: Tally) -> None:
@@ -41,3 +52,15 @@ class TestCombine:
     def test_biases_are_added_once(self, outcome: Outcome, tally: Tally) -> None:
         """Every token gets each bias once and unweighted, also one that went nowhere."""
         judge_biases(outcome, tally)
+
+
+class TestPlaces:
+    @requirement("EXCH-29", kind="places_exchange", when=within_limits)
+    def test_the_first_places_are_filled(self, outcome: Outcome, tally: Tally) -> None:
+        """The first places of an expert hold its rows, by source where that is said; the others reach nothing."""
+        judge_places(outcome, tally)
+
+    @requirement("EXCH-23", kind="places_exchange", when=breaks_limits)
+    def test_more_tokens_than_fit_are_refused(self, outcome: Outcome, tally: Tally) -> None:
+        """One token more than was said to come, on one rank or on all, is an error on every rank; the limit is not."""
+        judge_limit(outcome, tally)

@@ -423,6 +423,10 @@ class Session:
         """Build what chooses the transport of a group."""
         raise Unsupported("this backend does not tell how it chooses a transport")
 
+    def places_exchange(self, config: Config) -> surfaces.PlacesExchange:
+        """Build a token exchange with a fixed number of places for each expert, without experts; collective."""
+        raise Unsupported("this backend offers no exchange with fixed places")
+
     def finish_gradients(self, *built: Parametrised) -> None:
         """Do all that the backend's trainer does to gradients between the last backward and the step."""
         raise Unsupported("this backend offers no gradient reduction")

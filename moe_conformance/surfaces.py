@@ -173,3 +173,31 @@ class TokenPadding(Resolved, Protocol):
 
     def count(self, tokens: int) -> int:
         """Return P, the rows that this rank dispatches for its T tokens; collective over ep_etp, or not at all."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """What one dispatch brought into the places of this rank's experts: a row for each pair."""
+
+    rows_NCD: Tensor  # the first counts_n places of expert n are filled; the others hold anything, NaN included
+    counts_N: Tensor  # int64
+    begin_NW: Tensor | None  # int64: where the run of each source begins, in the order of the ranks of ep_etp
+    run_NW: Tensor | None  # int64: and how many rows it has; None where a source's rows may stand anywhere
+    handle: Any  # what combine needs
+
+
+class PlacesExchange(Placed, Protocol):
+    """Kernels for few tokens and little waiting: a fixed number of places for each expert, whatever the load.
+
+    It spans the ranks of ep_etp. All of them call each method, in the same order and with no tokens too. Both are
+    differentiable. Several dispatches may be under way.
+    """
+
+    def dispatch(self, x_TD: Tensor, ids_TK: Tensor, tokens_max: int) -> Places:
+        """Send every routed pair to its expert, and to all shards of it.
+
+        No rank brings more than `tokens_max` tokens, the same number on all; if one does, raise on every rank.
+        """
+
+    def combine(self, rows_NCD: Tensor, weights_TK: Tensor, handle: Any) -> Tensor:
+        """Return y_TD, the weighted sum over each token's pairs of their rows on all shards, 0 without any."""

@@ -18,6 +18,7 @@ from moe_conformance.workloads import (
     packing,
     padded,
     permute,
+    places,
     spoilt,
     token_exchange,
 )
@@ -46,6 +47,7 @@ CHAPTERS: tuple[Chapter, ...] = (
     Chapter(dispatch_layout.NAMES, dispatch_layout.corpus),
     Chapter(packing.TOKEN_COUNTS, packing.token_counts, variants="every"),
     Chapter(tuple(recipe.name for recipe in layers.LAYERS), layers.layers, "every"),
+    Chapter(tuple(places.SCRIPTS), places.scripts),
 )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -48,10 +49,11 @@ class Tokens:
 class Drawing:
     """Draws the tokens of a script: on other ranks and in other dispatches other ones."""
 
-    def __init__(self, name: str, variant: str, layout: Layout) -> None:
-        """Choose the config; an expert for each ep coordinate at least, and more."""
-        self.name, self.layout = name, layout
+    def __init__(self, name: str, variant: str, layout: Layout, kind: str = KIND) -> None:
+        """Choose the config; four experts for each ep coordinate."""
+        self.name, self.layout, self.kind = name, layout, kind
         experts = 4 * layout.ep
+        self.memory: Literal["plain", "filled"] = "plain"
         self.config = Config(variant, experts=experts, top_k=min(3, experts), hidden=40)
 
     def tokens(
@@ -73,7 +75,7 @@ class Drawing:
 
     def workload(self, *calls: Call) -> Workload:
         """Return the script."""
-        return Workload(self.name, KIND, self.config, self.layout, (), calls=calls)
+        return Workload(self.name, self.kind, self.config, self.layout, (), memory=self.memory, calls=calls)
 
 
 def everywhere(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:

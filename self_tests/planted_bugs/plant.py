@@ -24,6 +24,7 @@ from moe_conformance.backends.native.exchange import AllGatherExchange, AllToAll
 from moe_conformance.backends.native.experts import Experts
 from moe_conformance.backends.native.gradients import GradientFinisher
 from moe_conformance.backends.native.layer import Layer
+from moe_conformance.backends.native.low_latency import LowLatencyExchange
 from moe_conformance.backends.native.managers import DeepEPManager, HybridEPManager, NCCLEPManager
 from moe_conformance.backends.native.padding import PaddedExchange, TokenPadding
 from moe_conformance.backends.native.reordering import Reordering
@@ -45,6 +46,7 @@ EP2_ETP2 = Layout(4, ep=2, etp=2)
 
 # What a session builds, and the attribute that names the class of it; a class before its bases.
 _ATTRIBUTES = {
+    LowLatencyExchange: "lowlatency_class",
     AllToAllExchange: "alltoall_class",
     AllGatherExchange: "allgather_class",
     LocalExchange: "local_class",
@@ -70,6 +72,7 @@ _ATTRIBUTES = {
 _VARIANTS = {  # all others show behind "alltoall"
     "allgather_class": "allgather",
     "local_class": "local",
+    "lowlatency_class": "lowlatency",
     "deepep_class": "deepep",
     "hybridep_class": "hybridep",
     "ncclep_class": "ncclep",

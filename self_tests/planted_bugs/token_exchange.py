@@ -3,11 +3,17 @@
 # ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moe_conformance.backends.native.low_latency import Filled, LowLatencyExchange
 from moe_conformance.backends.native.reusable import ReusableExchange
 from moe_conformance.backends.native.token_exchange import Arrived, Handle, TokenExchange
+from moe_conformance.contract import Routing
 from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, collect, planted
 
 # ---- handles -------------------------------------------------------------------------------------------------------
@@ -88,6 +94,52 @@ class SecondBiasDetached(ReusableExchange):
 
     def combine(self, rows_RD: Tensor, handle: Handle, biases: tuple[Tensor, ...] = ()) -> Tensor:
         return super().combine(rows_RD, handle, (*biases[:1], *(bias_TD.detach() for bias_TD in biases[1:])))
+
+
+# ---- fixed places --------------------------------------------------------------------------------------------------
+
+
+@planted(Expectation("EXCH-29", "places", "dispatch", "in place", "of expert", "is missing"), layout=EP2_ETP2)
+class RunsOverlap(LowLatencyExchange):
+    """The rows of every source are put at the first places of their expert, over those of the sources before."""
+
+    def _begins(self, runs_NW: Tensor) -> Tensor:
+        return torch.zeros_like(runs_NW)
+
+
+@planted(Expectation("EXCH-29", "places", "dispatch", "says that the runs (begin, length) of expert"), layout=EP2_ETP2)
+class RunsToldBackwards(LowLatencyExchange):
+    """The table of runs counts sources from the last, and the rows lie from the first."""
+
+    def fill(self, x: Tensor, routing: Routing, tokens_max: int | None = None) -> tuple[Tensor, Filled]:
+        rows_NCD, filled = super().fill(x, routing, tokens_max)
+        return rows_NCD, replace(filled, begin_NW=filled.begin_NW.flip(1))
+
+
+@planted(Expectation("EXCH-29", "places", "combine", "y of call 2 at rank", "column 0, is nan, expected"))
+class PlacesTimesZero(LowLatencyExchange):
+    """Places that are not filled are multiplied by zero and added; what nobody wrote may be NaN."""
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        unfilled = torch.ones(handle.shape[0] * handle.shape[1], 1, dtype=rows.dtype)
+        unfilled[handle.place_R] = 0
+        return super().combine(rows, handle) + 0 * (rows.reshape(-1, rows.shape[-1]) * unfilled).sum()
+
+
+@planted(Expectation("EXCH-23", "tokens-over-limit", "dispatch", "7 tokens of a rank", "6 were to come"))
+class MoreIsWelcome(LowLatencyExchange):
+    """The number of tokens that were said to come is the least size of the buffer, not its limit."""
+
+    def _places(self, ids_TK: Tensor, tokens_max: int | None) -> int:
+        return max(super()._places(ids_TK, None), 2 * (tokens_max or 0))
+
+
+@planted(Expectation("EXCH-23", "tokens-over-limit", "run", "in dispatch:0"))
+class LimitItselfRefused(LowLatencyExchange):
+    """As many tokens as were said to come are taken for too many."""
+
+    def _places(self, ids_TK: Tensor, tokens_max: int | None) -> int:
+        return super()._places(ids_TK, None if tokens_max is None else tokens_max - 1)
 
 
 PLANTS = collect(globals())

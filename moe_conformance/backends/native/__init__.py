@@ -4,6 +4,7 @@
     permutation.py  tokens to rows sorted by expert, and back
     collectives.py  uneven all-to-all, all-gather and reduce-scatter with gradients
     exchange.py     variants "local", "allgather" and "alltoall"
+    low_latency.py  variant "lowlatency": a fixed number of places for each expert
     token_exchange.py, mirrored.py, managers.py, flex.py
                     variants "deepep", "hybridep" and "ncclep": a fused exchange, its gradients, three layouts
                     for the experts, and the dispatcher over them
@@ -45,8 +46,9 @@ class Native:
     """The backend."""
 
     name: str = "native"
-    variants: tuple[str, ...] = ("alltoall", "allgather", "local", "deepep", "hybridep", "ncclep")
-    sampled: tuple[str, ...] = ("deepep", "hybridep", "ncclep")  # one token exchange carries all three
+    variants: tuple[str, ...] = ("alltoall", "allgather", "local", "deepep", "hybridep", "ncclep", "lowlatency")
+    # One token exchange carries three of them, and the all-to-all the last.
+    sampled: tuple[str, ...] = ("deepep", "hybridep", "ncclep", "lowlatency")
     session_class: type[NativeSession] = NativeSession
 
     def versions(self) -> Mapping[str, str]:

@@ -207,6 +207,7 @@ class Plan:
     gathered_S: list[int]  # rows that every rank of etp has then
     order_R: Tensor  # from (etp rank, ep rank, expert) to (expert, source rank)
     counts_N: Tensor
+    runs_NW: Tensor  # rows of each expert from each rank of ep_etp
 
 
 @dataclass(frozen=True)
@@ -284,6 +285,7 @@ class AllToAllExchange(LocalExchange):
             gathered_S=arriving_SCN.sum((1, 2)).tolist(),
             order_R=_expert_major(arriving_SCN),
             counts_N=arriving_SCN.sum((0, 1)),
+            runs_NW=arriving_SCN.permute(2, 1, 0).reshape(self.placement.held, -1),
         )
 
     def withdraw(self, device: torch.device) -> None:

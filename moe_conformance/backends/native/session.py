@@ -14,6 +14,7 @@ from moe_conformance.backends.native.flex import FlexExchange
 from moe_conformance.backends.native.gradients import GradientFinisher, Replicated
 from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.backends.native.layer import Layer
+from moe_conformance.backends.native.low_latency import FixedPlaces, LowLatencyExchange
 from moe_conformance.backends.native.managers import DeepEPManager, HybridEPManager, Manager, NCCLEPManager
 from moe_conformance.backends.native.padding import PaddedExchange, TokenPadding
 from moe_conformance.backends.native.reordering import Reordering
@@ -46,6 +47,7 @@ class NativeSession(Session):
     alltoall_class: type[LocalExchange] = AllToAllExchange
     allgather_class: type[LocalExchange] = AllGatherExchange
     local_class: type[LocalExchange] = LocalExchange
+    lowlatency_class: type[LowLatencyExchange] = LowLatencyExchange
     deepep_class: type[Manager] = DeepEPManager
     hybridep_class: type[Manager] = HybridEPManager
     ncclep_class: type[Manager] = NCCLEPManager
@@ -88,7 +90,12 @@ class NativeSession(Session):
             return self.padding_class(config, self.topology, self.device)
 
     def _exchange(self, config: Config) -> LocalExchange | FlexExchange:
-        classes = {"alltoall": self.alltoall_class, "allgather": self.allgather_class, "local": self.local_class}
+        classes: dict[str, type[LocalExchange]] = {
+            "alltoall": self.alltoall_class,
+            "allgather": self.allgather_class,
+            "local": self.local_class,
+            "lowlatency": self.lowlatency_class,
+        }
         if config.variant in classes:
             return classes[config.variant](config.only(*_MAPPED), self.topology)
         if manager := self._managers.get(config.variant):
@@ -158,6 +165,12 @@ class NativeSession(Session):
         parts = (self.router(routed), self.exchange(routed), self.experts(routed))
         with refusals(CannotBuild, match="."):
             return self.layer_class(config, self.topology, self.device, parts, self.shared_class)
+
+    def places_exchange(self, config: Config) -> FixedPlaces:
+        """Build the exchange with fixed places, for callers."""
+        config.only(*_MAPPED)
+        with refusals(CannotBuild, match="."):
+            return FixedPlaces(config, self.topology, self.lowlatency_class)
 
     def finish_gradients(self, *built: Parametrised) -> None:
         """Sum the gradients of native's router and experts, shared ones too, over their replicas."""

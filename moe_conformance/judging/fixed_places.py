@@ -1,0 +1,159 @@
+"""The token exchange with fixed places: what fills them, what combine makes of them, and limits that are broken.
+
+Scripts feed tags (see `workloads.tags`), so that each row says whose it is. N experts held, C places, W ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from moe_conformance.judging.answers import answers, judge_refused, values
+from moe_conformance.judging.diagnosis import Finding, fail
+from moe_conformance.judging.exact import wrong
+from moe_conformance.judging.verdict import (
+    AbsentGradient,
+    Mismatch,
+    Tally,
+    WrongDelivery,
+    WrongForm,
+    WrongGradient,
+    WrongOutput,
+)
+from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.workloads import tags
+from moe_conformance.workloads.records import Ref
+from reference.combine_rules import combine
+from reference.fixed_places import Places, legal_places
+
+
+def judge_places(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether the first places of every expert hold its rows, and nothing else reaches an output or gradient.
+
+    Raises:
+        WrongDelivery: places, counts or runs are not as they must be.
+        WrongOutput, WrongGradient, AbsentGradient: what combine makes of them.
+    """
+    for number, call in enumerate(outcome.workload.calls):
+        if call.method == "dispatch" and not call.may_raise:
+            _judge_dispatch(outcome, number, tally)
+    _judge_sums(outcome, tally)
+
+
+def judge_limit(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether more tokens than were said to come are refused on every rank, and no fewer are.
+
+    Raises:
+        Unrefused: some ranks answered.
+        WrongDelivery, WrongOutput, WrongGradient, AbsentGradient: a dispatch within the limit is not right.
+    """
+    judge_places(outcome, tally)
+    for number, call in enumerate(outcome.workload.calls):
+        if call.may_raise:
+            most = max(len(given["x_TD"]) for given in call.given)
+            asked = f"{most} tokens of a rank where at most {call.given[0]['tokens_max']} were to come (call {number})"
+            judge_refused(outcome, number, tally, stage="dispatch", asked=asked)
+
+
+def _judge_dispatch(outcome: Outcome, number: int, tally: Tally) -> None:
+    findings = []
+    answered = answers(outcome, number)
+    values(outcome, number, "counts_N")  # raises where a rank did
+    for rank, group, held in _ranks(outcome):
+        answer = answered[rank].values
+        rows_NCD, counts_N = answer["rows_NCD"], answer["counts_N"]
+        N, C = rows_NCD.shape[:2]
+        where = f"call {number}: rank {rank}"
+        if N != len(held) or bool((counts_N > C).any()) or len(counts_N) != N:
+            sentence = f"{where} has places of shape {tuple(rows_NCD.shape)} and counts {counts_N.tolist()}"
+            raise WrongForm("dispatch", f"{sentence} for {len(held)} experts", ranks=(rank,))
+        said = tags.decode(rows_NCD.reshape(N * C, -1))
+        known_R = (said.kind_R == tags.TAG) & (said.microbatch_R == number) & (said.scale_R == 1)
+        place = torch.tensor([group.index(s) if s in group else -2 for s in said.rank_R.tolist()], dtype=torch.int64)
+        source_NC = torch.where(known_R, place, -2).reshape(N, C)
+        token_NC = torch.where(known_R, said.token_R, -2).reshape(N, C)
+        runs = answer.get("run_NW") is not None
+        zeros = torch.zeros(N, len(group), dtype=torch.int64)
+        begin_NW, run_NW = (answer["begin_NW"], answer["run_NW"]) if runs else (zeros, zeros)
+        places = Places(source_NC, token_NC, counts_N, begin_NW, run_NW)
+        ids = [outcome.workload.calls[number].given[s]["ids_TK"] for s in group]
+        for n, legal in enumerate(legal_places(places, ids, held, runs=runs)):
+            if not legal:
+                findings.append(_told(where, n, places, ids, group, held, runs))
+            tally.add(pairs=int(counts_N[n]), elements=1, rank=rank)
+    if findings:
+        fail(WrongDelivery, "dispatch", findings)
+
+
+def _told(
+    where: str, n: int, places: Places, ids: list[Tensor], group: tuple[int, ...], held: tuple[int, ...], runs: bool
+) -> Finding:
+    """Say what stands in the places of an expert and what should."""
+    count, expert = int(places.counts_N[n]), held[n]
+    wanted = sorted((s, t) for s, ids_TK in enumerate(ids) for t in (ids_TK == expert).nonzero()[:, 0].tolist())
+    stands = list(zip(places.source_NC[n, :count].tolist(), places.token_NC[n, :count].tolist(), strict=True))
+    rank = int(where.split()[-1])
+    if count != len(wanted):
+        return Finding("count", f"{where} counts {count} rows for expert {expert}, which has {len(wanted)}", (rank,))
+    if sorted(stands) != wanted:
+        lost = next(each for each in wanted if each not in stands)
+        at = next(i for i, each in enumerate(stands) if each not in wanted or stands.index(each) != i)
+        is_there = f"rank {group[stands[at][0]]} token {stands[at][1]}" if stands[at][0] >= 0 else "no token's row"
+        missing = f"rank {group[lost[0]]} token {lost[1]} is missing"
+        return Finding("rows", f"{where} has {is_there} in place {at} of expert {expert}, and {missing}", (rank,))
+    assert runs
+    said = [(int(places.begin_NS[n, s]), int(places.run_NS[n, s])) for s in range(len(group))]
+    stand = f"; by source stand {[s for s, _ in stands]}"
+    return Finding("runs", f"{where} says that the runs (begin, length) of expert {expert} are {said}{stand}", (rank,))
+
+
+def _ranks(outcome: Outcome) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """Yield every rank, its exchange group, and its experts."""
+    group_of = {rank: group for group in outcome.workload.layout.groups()["ep_etp"] for rank in group}
+    for rank in sorted(outcome.ranks, key=lambda rank: rank.rank):
+        yield rank.rank, group_of[rank.rank], rank.local_experts
+
+
+def _judge_sums(outcome: Outcome, tally: Tally) -> None:
+    """Hold y against the weighted sum of a token's own row, once for each shard that returns it, and its gradients."""
+    shards = outcome.workload.layout.etp
+    for number, call in enumerate(outcome.workload.calls):
+        if call.method != "combine":
+            continue
+        ref = call.given[0]["rows_NCD"]
+        assert isinstance(ref, Ref)
+        found = values(outcome, number)
+        dispatched = outcome.workload.calls[ref.call]
+        back = [answer.gradients["weights_TK"] for answer in answers(outcome, number)]
+        tokens_back = [answer.gradients["x_TD"] for answer in answers(outcome, ref.call)]
+        for rank, given in enumerate(dispatched.given):
+            x_TD = given["x_TD"].double().requires_grad_()
+            weights_TK = call.given[rank]["weights_TK"].double().requires_grad_()
+            K = weights_TK.shape[1]
+            rows_TKD = (shards * x_TD).unsqueeze(1).expand(-1, K, -1)
+            y_TD = combine(rows_TKD, given["ids_TK"], weights_TK)
+            wanted = torch.autograd.grad(y_TD, (x_TD, weights_TK), call.upstream[rank][""].double())
+            of = f"call {number}"
+            _compare(WrongOutput, found[rank], y_TD.detach(), f"y of {of}", rank, tally)
+            own = (tokens_back[rank], back[rank])
+            for actual, expected, name in zip(own, wanted, ("tokens", "weights"), strict=True):
+                words = f"the gradient of the {name} through {of}"
+                if actual is None:
+                    raise AbsentGradient("gradient", f"{words} is absent on rank {rank}", ranks=(rank,))
+                _compare(WrongGradient, actual, expected, words, rank, tally)
+
+
+def _compare(error: type[Mismatch], actual: Tensor, expected: Tensor, name: str, rank: int, tally: Tally) -> None:
+    stage = "combine" if error is WrongOutput else "gradient"
+    if actual.shape != expected.shape:
+        sentence = f"{name} has the shape {tuple(actual.shape)} on rank {rank}, not {tuple(expected.shape)}"
+        raise WrongForm(stage, sentence, ranks=(rank,))  # type: ignore[arg-type]
+    findings = []
+    for t, c in wrong(actual, expected).nonzero().tolist():
+        numbers = f"is {float(actual[t, c]):g}, expected {float(expected[t, c]):g}"
+        findings.append(Finding("value", f"{name} at rank {rank} token {t}, column {c}, {numbers}", (rank,)))
+    if findings:
+        fail(error, stage, findings)  # type: ignore[arg-type]
+    tally.add(elements=expected.numel(), rank=rank)

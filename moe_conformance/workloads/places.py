@@ -1,0 +1,65 @@
+"""Scripts of the token exchange with fixed places: what fills them, and more tokens than were said to come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from moe_conformance.topology import Layout
+from moe_conformance.workloads import corpus
+from moe_conformance.workloads.records import Call, Ref, Workload
+from moe_conformance.workloads.token_exchange import Drawing, Tokens
+
+KIND = "places_exchange"
+
+
+def dispatch(tokens: Tokens, tokens_max: int, *, may_raise: bool = False) -> Call:
+    """Dispatch tokens, of which each rank brings at most so many."""
+    given = tuple({"x_TD": b.x_TD, "ids_TK": b.ids_TK, "tokens_max": tokens_max} for b in tokens.batches)
+    return Call("dispatch", given, ("x_TD",), may_raise=may_raise)
+
+
+def combine(tokens: Tokens, first: int) -> Call:
+    """Combine what a dispatch brought, as it is, and go backward."""
+    came = {"rows_NCD": Ref(first, "rows_NCD"), "handle": Ref(first, "handle")}
+    given = tuple({"weights_TK": b.weights_TK, **came} for b in tokens.batches)
+    return Call("combine", given, ("weights_TK",), tuple({"": b.upstream} for b in tokens.batches))
+
+
+def filled(drawing: Drawing, sizes: Sequence[int], others: Sequence[int]) -> Workload:
+    """Two dispatches under way at once, each of few tokens and many; memory that nobody wrote is NaN."""
+    drawing.memory = "filled"
+    first, second = drawing.tokens(0, tuple(sizes)), drawing.tokens(1, tuple(others))
+    most = [max(len(batch.x_TD) for batch in tokens.batches) for tokens in (first, second)]
+    calls = (dispatch(first, most[0]), dispatch(second, most[1] + 3), combine(second, 1), combine(first, 0))
+    return drawing.workload(*calls)
+
+
+def over_limit(drawing: Drawing) -> Workload:
+    """As many tokens as were said to come, one more on all ranks, one more on one rank of each group, and none."""
+    last = {group[-1] for group in drawing.layout.groups()["ep_etp"]}
+    world = range(drawing.layout.world)
+    limit = 6
+    full, over = drawing.tokens(0, (limit,)), drawing.tokens(1, (limit + 1,))
+    one_over = drawing.tokens(2, tuple(limit + 1 if rank in last else rank % limit for rank in world))
+    few = drawing.tokens(4, tuple(0 if rank in last else limit for rank in world))
+    return drawing.workload(
+        dispatch(full, limit),
+        combine(full, 0),
+        dispatch(over, limit, may_raise=True),
+        dispatch(one_over, limit, may_raise=True),
+        dispatch(few, limit),
+        combine(few, 4),
+    )
+
+
+SCRIPTS: dict[str, Callable[[Drawing], Workload]] = {
+    "places": lambda drawing: filled(drawing, corpus.UNEVEN, (3,)),
+    "places-without-tokens": lambda drawing: filled(drawing, corpus.ONE_WITHOUT, (0, 6)),
+    "tokens-over-limit": over_limit,
+}
+
+
+def scripts(variant: str, layout: Layout, profile: corpus.Profile) -> Iterator[Workload]:
+    """Yield the scripts of a variant on a layout."""
+    for name, write in SCRIPTS.items():
+        yield write(Drawing(name, variant, layout, KIND))
