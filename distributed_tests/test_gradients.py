@@ -13,9 +13,12 @@ from moe_conformance.judging.own_experts import (
 )
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.row_gradients import judge_out_gradients, judge_rows_gradients
+from moe_conformance.judging.twin_sums import judge_sum
+from moe_conformance.judging.twins import RunTwins, judge_alike
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
-from moe_conformance.workloads.features import has_idle_expert
+from moe_conformance.workloads import laws
+from moe_conformance.workloads.features import has_idle_expert, likened_sums, likened_where_crossed
 
 
 class TestExchange:
@@ -53,6 +56,16 @@ class TestOwnExperts:
     def test_experts_get_the_gradient_of_all_ranks(self, reading: Reading, tally: Tally) -> None:
         """Every owner of an expert ends with the gradient over all ranks' tokens, in the declared convention."""
         judge_expert_gradients(reading, tally)
+
+    @requirement("GRAD-11", kind="experts", when=likened_sums)
+    def test_microbatches_add_up(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
+        """Experts end with the sum of what every microbatch gives them alone."""
+        judge_sum(reading, twins(laws.alone(reading.outcome.workload)), tally)
+
+    @requirement("GRAD-15", kind="experts", when=likened_where_crossed)
+    def test_what_asks_for_no_gradient_gets_none(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
+        """Tokens, weights or experts that ask for no gradient get none, and all others have theirs, to the bit."""
+        judge_alike(reading, twins(laws.unasked(reading.outcome.workload)), tally)
 
     @requirement("GRAD-06", kind="experts", when=has_idle_expert)
     def test_idle_experts_get_zeros(self, reading: Reading, tally: Tally) -> None:

@@ -12,8 +12,12 @@ from moe_conformance.judging.routers import (
     judge_router_weights,
     judge_selection,
 )
+from moe_conformance.judging.twin_routes import judge_same_routes
+from moe_conformance.judging.twins import RunTwins
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
+from moe_conformance.workloads import laws
+from moe_conformance.workloads.features import likened
 
 
 class TestSelection:
@@ -36,6 +40,18 @@ class TestSelection:
     def test_the_reported_load_is_true(self, reading: Reading, tally: Tally) -> None:
         """The load that a router reports is the number of tokens that chose each expert."""
         judge_load(reading, tally)
+
+
+class TestTwins:
+    @requirement("ROUTE-12", kind="route", when=likened)
+    def test_copies_are_routed_alike(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
+        """Ranks that hold the same tokens choose the same experts for them with the same weights, ties included."""
+        judge_same_routes(reading, twins(laws.shared(reading.outcome.workload)), tally, to_the_bit=True)
+
+    @requirement("ROUTE-13", kind="route", when=likened)
+    def test_other_tokens_do_not_matter(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
+        """A token is routed alike at another place of another batch, and alone."""
+        judge_same_routes(reading, twins(laws.recut(reading.outcome.workload)), tally, to_the_bit=False)
 
 
 class TestWeights:

@@ -7,18 +7,13 @@ from moe_conformance.judging.twins import RunTwins, judge_across, judge_alike, j
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
 from moe_conformance.workloads import laws
-from moe_conformance.workloads.features import all_alike
+from moe_conformance.workloads.features import all_alike, likened
 from moe_conformance.workloads.records import Workload
-
-
-def likened(workload: Workload) -> bool:
-    """Whether twins are held against runs of it."""
-    return bool(workload.likened)
 
 
 def in_one_stage(workload: Workload) -> bool:
     """Whether twins are held against it, and every rank has the same experts' parameters within reach."""
-    return bool(workload.likened) and workload.layout.pp == 1
+    return likened(workload) and workload.layout.pp == 1
 
 
 class TestNames:

@@ -57,7 +57,8 @@ class Court:
             (built,) = group_lists(self.engine, backend, (layout,))
             return [judge(check, group_lists={layout: built}) for check in asked]
         outcome = self._run(backend, variant, layout, workload)
-        twins = Twins(registry.load(backend), "cpu", partial(moe_step, self.engine, backend, deadline_s=20.0))
+        step = partial(moe_step, self.engine, backend, deadline_s=20.0)
+        twins = Twins(registry.load(backend), "cpu", step, self.engine.renew)
         return [judge(check, outcome=outcome, twins=twins) for check in asked if check.reads(outcome.workload)]
 
     def _run(self, backend: str, variant: str, layout: Layout, workload: str) -> Outcome:

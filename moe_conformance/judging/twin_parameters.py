@@ -28,6 +28,9 @@ def judge_same_parameters(original: Reading, twin: Twin, other: Reading, tally: 
         Uncovered: the ranks do not hold some gradient whole.
         WrongGradient: an element differs.
     """
+    if "parameters" in twin.workload.twist.unasked:
+        _require_absent(twin, other, tally)
+        return
     try:
         before, now = assembled(original), assembled(other)
     except NotOffered:
@@ -39,7 +42,8 @@ def judge_same_parameters(original: Reading, twin: Twin, other: Reading, tally: 
         actual, expected = now[stage, (name, number)], was * twin.times
         allowed = torch.zeros_like(expected)
         if not twin.bits:
-            allowed = twin.times * _allowed(original, stage, (name, expert)) + _allowed(other, stage, (name, number))
+            allowed = twin.times * allowed_of(original, stage, (name, expert))
+            allowed = allowed + allowed_of(other, stage, (name, number))
         worst = compare(actual, expected, allowed)
         if worst.holds:
             tally.add(elements=actual.numel())
@@ -49,6 +53,21 @@ def judge_same_parameters(original: Reading, twin: Twin, other: Reading, tally: 
             sentence = f"the gradient of {name} of expert {expert}{there} is not {times}what it was: {worst}"
             holders = stages(original.outcome.workload.layout)[stage]
             findings.append(Finding("parameters", sentence, holders, worst.size))
+    if findings:
+        fail(WrongGradient, "finish", findings, start=f"run {twin.how}, ")
+
+
+def _require_absent(twin: Twin, other: Reading, tally: Tally) -> None:
+    """Raise if some parameter has a gradient."""
+    findings = []
+    for rank in other.ranks:
+        for when, grads in (("before", rank.grads_local), ("after", rank.grads_final or {})):
+            for (name, expert), grad in grads.items():
+                if grad.value is not None:
+                    sentence = f"{name} of expert {expert} on rank {rank.rank} has a gradient {when} finishing"
+                    findings.append(Finding("unasked", sentence, (rank.rank,)))
+                else:
+                    tally.add(pairs=1, rank=rank.rank)
     if findings:
         fail(WrongGradient, "finish", findings, start=f"run {twin.how}, ")
 
@@ -89,6 +108,7 @@ def _joined(full: Tensor, parts: dict[Shard, Tensor | None]) -> Tensor:
     return joined
 
 
-def _allowed(reading: Reading, stage: int, key: Key) -> Tensor:
+def allowed_of(reading: Reading, stage: int, key: Key) -> Tensor:
+    """Return by how much rounding may change a gradient that `assembled` returns."""
     expected = expected_of(reading)
     return expected.parameter(stage, key).allowed * expected.divisor

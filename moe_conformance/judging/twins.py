@@ -61,17 +61,26 @@ def judge_alike(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
         WrongForm, WrongDelivery, WrongOutput, WrongGradient: something differs.
         Raised, Hung, Died: the twin did not finish.
     """
-    present = [each for each in ran if each.outcome is not None]
-    if not present:
-        raise NotOffered("; ".join(f"{each.twin.how}: {each.why_not}" for each in ran) or "there is no other run")
-    for each in present:
+    for each in those_that_ran(ran):
         sides = Sides(reading, each.twin, read_twin(each))
-        if each.twin.bits:
+        if each.twin.bits and not each.twin.partial:
             judge_same_deliveries(*sides, tally)
         for judged in _JUDGED:
             _judge_tokens(sides, judged, tally)
         if each.twin.times is not None and reading.outcome.workload.parameters:
             judge_same_parameters(*sides, tally)
+
+
+def those_that_ran(ran: Sequence[Ran]) -> list[Ran]:
+    """Return the twins that have an outcome.
+
+    Raises:
+        NotOffered: none has.
+    """
+    present = [each for each in ran if each.outcome is not None]
+    if not present:
+        raise NotOffered("; ".join(f"{each.twin.how}: {each.why_not}" for each in ran) or "there is no other run")
+    return present
 
 
 def judge_scaled(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
@@ -109,7 +118,7 @@ def judge_strided(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
 
     An error counts as a refusal if every rank raised it in the first forward, before any collective of that forward.
     """
-    judge_alike(reading, [_or_refused(reading, each) for each in ran], tally)
+    judge_alike(reading, [_or_refused(each) for each in ran], tally)
 
 
 def read_twin(ran: Ran) -> Reading:
@@ -123,14 +132,13 @@ def read_twin(ran: Ran) -> Reading:
         raise told from mismatch
 
 
-def _or_refused(reading: Reading, ran: Ran) -> Ran:
+def _or_refused(ran: Ran) -> Ran:
     """Return a twin that every rank refused with an error at once as one that was not run."""
     if ran.outcome is None:
         return ran
-    before = {rank.rank: rank.phases[0][1] for rank in reading.ranks}  # collectives before the first forward
     for rank in ran.outcome.ranks:
-        at_once = rank.reached in ("forward:0", "dispatch:0") and len(rank.ledger) <= before[rank.rank]
-        if rank.status != "raised" or not at_once:
+        at_once = rank.phases and len(rank.ledger) <= rank.phases[0][1]  # no collective since the phase began
+        if rank.status != "raised" or rank.reached not in ("forward:0", "dispatch:0") or not at_once:
             return ran
     return replace(ran, outcome=None, why_not=f"refused with {ran.outcome.ranks[0].error}")
 
@@ -145,14 +153,23 @@ class _Judged(NamedTuple):
     error: type[Mismatch]
     value: Callable[[Microbatch], Tensor | None]
     allowed: Callable[[OwnExpected, Place], Tensor]
-    backward: bool
+    asks: str = ""  # the input whose gradient it is
+
+    @property
+    def backward(self) -> bool:
+        """Whether a backward makes it."""
+        return bool(self.asks)
 
 
 _JUDGED = (
-    _Judged("y", WrongOutput, lambda seen: seen.y, lambda own, at: own.y(at).allowed, False),
-    _Judged("dx", WrongGradient, lambda seen: seen.dx_TD.value, lambda own, at: own.dx(at).allowed, True),
+    _Judged("y", WrongOutput, lambda seen: seen.y, lambda own, at: own.y(at).allowed),
+    _Judged("dx", WrongGradient, lambda seen: seen.dx_TD.value, lambda own, at: own.dx(at).allowed, "x"),
     _Judged(
-        "dweights", WrongGradient, lambda seen: seen.dweights_TK.value, lambda own, at: own.dweights(at).allowed, True
+        name="dweights",
+        error=WrongGradient,
+        value=lambda seen: seen.dweights_TK.value,
+        allowed=lambda own, at: own.dweights(at).allowed,
+        asks="weights",
     ),
 )
 
@@ -177,6 +194,10 @@ def _differences(sides: Sides, judged: _Judged, tally: Tally) -> Iterator[Findin
             continue
         for rank, rows in enumerate(ranks):
             actual = judged.value(sides.other.seen(m, rank))
+            if judged.asks in sides.twin.workload.twist.unasked:
+                if actual is not None:
+                    yield Finding("unasked", f"{judged.name} of rank {rank} is there, though none is wanted", (rank,))
+                continue
             was = _expected(rows, known, judged.name)
             whose = f"{judged.name} of rank {rank}" + (f" in microbatch {m}" if len(sides.twin.origin) > 1 else "")
             if actual is None or was is None:

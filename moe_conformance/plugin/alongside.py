@@ -21,6 +21,7 @@ class Twins:
     backend: Backend
     device: str
     step: Callable[[Workload], Outcome]
+    renew: Callable[[], None]  # ends all ranks: the next step has new ones
 
     @property
     def variants(self) -> tuple[str, ...]:
@@ -36,6 +37,8 @@ class Twins:
         for workload in (twin.workload, *twin.workload.twist.beside):
             if limit := broken(limits, workload, self.device):
                 return Ran(twin, None, limit.reason)
+        if twin.fresh:
+            self.renew()
         outcome = self.step(twin.workload)
         refusal = refusal_of(outcome)
         return Ran(twin, outcome) if refusal is None else Ran(twin, None, refusal[1])

@@ -150,7 +150,8 @@ class Driver:
     def twins(self, outcome: Outcome, request: pytest.FixtureRequest) -> Twins:
         """Runs twins of the case beside it."""
         del outcome  # it is there: a case that was refused has no twins
-        return Twins(self.run.backend, self.run.options.device, partial(self._step, trial_of(request.node)))
+        step = partial(self._step, trial_of(request.node))
+        return Twins(self.run.backend, self.run.options.device, step, self._outcomes.renew)
 
     @pytest.fixture
     def drive(self, cell: Cell, request: pytest.FixtureRequest) -> Drive:

@@ -110,6 +110,14 @@ class Outcomes:
         return start(self._started, self._run.target, workload, deadline_s).outcome()
 
     @_ends_with_its_site
+    def renew(self) -> None:
+        """End all ranks, once what ran ahead is there: what comes next has new ones."""
+        if self._ahead is not None:
+            with suppress(EngineError):
+                self._ahead.step.outcome()
+        self._started.renew()
+
+    @_ends_with_its_site
     def again(self, case: Case | None, workload: Workload) -> Kept | None:
         """Return what a workload brings back from new ranks, once more; None if enough was repeated already.
 

@@ -25,10 +25,12 @@ class Inputs:
         strides = workload.twist.strides
         self.given = batch
         x_TD = laid_out(batch.x_TD.to(device, copy=True), strides.get("x"))
-        self.x = x_TD.reshape(shape).detach().requires_grad_()
+        self.x = x_TD.reshape(shape).detach().requires_grad_("x" not in workload.twist.unasked)
         self.routing = Routing(
             laid_out(batch.ids_TK.to(device, copy=True), strides.get("ids")),
-            laid_out(batch.weights_TK.to(device, copy=True), strides.get("weights")).detach().requires_grad_(),
+            laid_out(batch.weights_TK.to(device, copy=True), strides.get("weights"))
+            .detach()
+            .requires_grad_("weights" not in workload.twist.unasked),
             workload.config.experts,
         )
         self.upstream = laid_out(batch.upstream.to(device, copy=True), strides.get("upstream"))

@@ -69,11 +69,14 @@ def _rank_outcome(result: RankResult, deserted: bool) -> RankOutcome:
         assert isinstance(result.value, RankOutcome)
         return replace(result.value, ledger=result.ledger, hazards=result.hazards)
     malformed = result.error_type == "moe_conformance.contract.Malformed"
+    reached = str(result.error_attributes.get("reached", ""))
+    collectives = result.error_attributes.get("collectives")
     return RankOutcome(
         rank=result.rank,
         # A rank may return while its peers wait for it in a collective: then it is the one at fault.
         status="malformed" if malformed else "hung" if result.status == "ok" else result.status,
-        reached=str(result.error_attributes.get("reached", "")),
+        reached=reached,
+        phases=() if collectives is None else ((reached, int(collectives)),),
         error=result.error,
         traceback=result.traceback,
         secondary=result.secondary,
@@ -90,9 +93,16 @@ def run(context: RankContext, assignment: Assignment) -> RankOutcome:
         return step.run(assignment.backend)
     except Unsupported as error:
         if step.reached not in ("open", "build"):
-            error.reached = step.reached  # type: ignore[attr-defined]
+            _mark(error, step)
             raise
         return RankOutcome(context.rank, "refused", step.reached, error=str(error), error_by=error.by)
     except Exception as error:
-        error.reached = step.reached  # type: ignore[attr-defined]
+        _mark(error, step)
         raise
+
+
+def _mark(error: Exception, step: Script | TrainingStep) -> None:
+    """Have the exception carry where it was raised: the phase, and how many collectives were called before it."""
+    error.reached = step.reached  # type: ignore[attr-defined]
+    if isinstance(step, TrainingStep) and step.phases:
+        error.collectives = step.phases[-1][1]  # type: ignore[attr-defined]

@@ -44,6 +44,16 @@ def write(surface: Parametrised, values: Mapping[ParameterKey, Tensor]) -> None:
         window.view.copy_(value)
 
 
+def unask(surface: Parametrised) -> None:
+    """Have no parameter ask for a gradient."""
+
+    def read(parameter: Tensor) -> Tensor:
+        return parameter.requires_grad_(False).detach()
+
+    for _ in surface.named(read):
+        pass
+
+
 def gradients(surfaces: Iterable[Parametrised], attribute: str) -> dict[ParameterKey, Grad]:
     """Return the gradients of every window; a parameter without one gives `Grad(None)`, not zeros."""
     found: dict[ParameterKey, Grad] = {}

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+import numpy
 import torch
 
 
@@ -25,6 +26,13 @@ def filled_memory() -> Iterator[None]:
             yield
         finally:
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def seed(number: int) -> None:
+    """Put every random generator of the process somewhere else."""
+    torch.manual_seed(number)
+    random.seed(number)
+    numpy.random.seed(number)
 
 
 def snapshot(device: torch.device) -> dict[str, str]:

@@ -6,6 +6,7 @@ router alone, or a whole layer; a router with a capacity is asked without it as 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -67,6 +68,8 @@ class TrainingStep:
         for other in self.beside:
             other._build(kept)
         with state.filled_memory() if self.workload.memory == "filled" else nullcontext():
+            if self.workload.twist.seed is not None:
+                state.seed(self.workload.twist.seed + self.context.rank)
             before = state.snapshot(self.context.device)
             self._follow_schedule()
             self.state_changed = state.changed(before, state.snapshot(self.context.device))
@@ -97,6 +100,8 @@ class TrainingStep:
             self.experts = self._experts(session, kept.topology, built)
         for surface in built:
             parameters.write(surface, self.workload.parameters)
+            if "parameters" in self.workload.twist.unasked:
+                parameters.unask(surface)
         return built
 
     def _once_more(self) -> None:
@@ -131,6 +136,7 @@ class TrainingStep:
         for item in self.workload.schedule.split():
             phase, act = phases[item[0]]
             m = int(item[1:])
+            time.sleep(self.workload.twist.late[self.context.rank] if self.workload.twist.late else 0)
             for other in self.beside if item[0] in "FD" else ():
                 other._once_more()
             self._reach(f"{phase}:{m}")

@@ -208,8 +208,8 @@ _OWN = (
     Recipe("own-filled-even", memory="filled"),
     Recipe("own-filled-uneven", tokens=ONE_WITHOUT, memory="filled"),
     Recipe("own-inference-even", schedule="N0 F1 I2 B1"),
-    Recipe("own-accumulated-even", schedule="F0 B0 F1 B1", wide=True),
-    Recipe("own-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B0 B1", wide=True),
+    Recipe("own-accumulated-even", schedule="F0 B0 F1 B1", wide=True, likened="full"),
+    Recipe("own-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B0 B1", wide=True, likened="full"),
     Recipe("own-forward-only-even", schedule="F0 F1 B1", profile="full"),
     Recipe("own-padded-uneven", tokens=ONE_WITHOUT, config=_TO_8),
     Recipe("own-padded-in-flight-uneven", tokens=UNEVEN, config=_TO_64, schedule="F0 F1 B0 B1", profile="full"),
@@ -222,7 +222,8 @@ _OWN = (
 def in_bfloat16(recipe: Recipe) -> Recipe:
     """Return a recipe in the dtype that every library offers; its twins are in the quick profile."""
     config = {**recipe.config, "dtype": torch.bfloat16}
-    return replace(recipe, name=f"{recipe.name}-bfloat16", config=config, likened=recipe.likened and "quick")
+    likened: Profile | None = "quick" if recipe.likened and "uneven" not in recipe.name else recipe.likened
+    return replace(recipe, name=f"{recipe.name}-bfloat16", config=config, likened=likened)
 
 
 EXPERTS = (

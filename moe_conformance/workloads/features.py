@@ -108,11 +108,29 @@ def has_filled_memory(workload: Workload) -> bool:
     return workload.memory == "filled"
 
 
+def likened(workload: Workload) -> bool:
+    """Return whether twins are held against runs of it."""
+    return bool(workload.likened) and len(workload.batches) == 1
+
+
+def likened_sums(workload: Workload) -> bool:
+    """Return whether its microbatches are run alone as well."""
+    return bool(workload.likened) and len(workload.batches) > 1
+
+
+def likened_where_crossed(workload: Workload) -> bool:
+    """Return whether twins are held against runs of it that cost more, or say little new from layout to layout.
+
+    In the quick profile where experts are spread over ranks and cut over ranks as well.
+    """
+    return likened(workload) and (workload.likened == "full" or workload.layout.etp > 1)
+
+
 def all_alike(workload: Workload) -> bool:
     """Return whether runs are likened to it, and all tokens of a rank have the same ids, weights and upstream."""
     batches = [batch for microbatch in workload.batches for batch in microbatch]
     fed = [each for batch in batches for each in (batch.ids_TK, batch.weights_TK, batch.upstream)]
-    return bool(workload.likened) and all(bool((each == each[:1]).all()) for each in fed)
+    return likened(workload) and all(bool((each == each[:1]).all()) for each in fed)
 
 
 def without_gradients(workload: Workload) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Literal
 
 import torch
 
@@ -173,6 +174,88 @@ def in_turn(workload: Workload) -> list[Twin]:
         )
         for other in beside
     ]
+
+
+def again(workload: Workload) -> list[Twin]:
+    """Run it in processes that have run nothing before."""
+    return [twin(workload, "in fresh processes", bits=True, fresh=True)]
+
+
+def twice(workload: Workload) -> list[Twin]:
+    """Take the same step twice, in full also as the first steps of a process."""
+    places = [False, True] if workload.likened == "full" else [False]
+    return [
+        twin(
+            workload,
+            "twice over" + (" in fresh processes" if fresh else ""),
+            the_same(workload) * 2,
+            times=2,
+            bits=True,
+            fresh=fresh,
+            schedule="F0 B0 F1 B1",
+        )
+        for fresh in places
+    ]
+
+
+def seeded(workload: Workload) -> list[Twin]:
+    """Put the random generators of every rank somewhere else before the step."""
+    seeds = (1, 20_000) if workload.likened == "full" else (20_000,)
+    return [twin(workload, f"with random seed {seed}", bits=True, twist=Twist(seed=seed)) for seed in seeds]
+
+
+def delayed(workload: Workload) -> list[Twin]:
+    """Make the first ranks late, then the last."""
+    world = workload.layout.world
+    late = tuple(0.01 * rank for rank in range(world))
+    return [
+        twin(workload, f"with rank {last} late", bits=True, twist=Twist(late=each))
+        for last, each in ((world - 1, late), (0, late[::-1]))
+    ]
+
+
+def alone(workload: Workload) -> list[Twin]:
+    """Run every microbatch alone."""
+    return [
+        twin(workload, f"with microbatch {m} alone", (ranks,), times=None, partial=True, schedule="F0 B0")
+        for m, ranks in enumerate(the_same(workload))
+    ]
+
+
+def unasked(workload: Workload) -> list[Twin]:
+    """Ask for no gradient of the tokens, of the weights, of the experts."""
+    asked: list[Literal["x", "weights", "parameters"]] = ["x", "weights"]
+    if workload.parameters:
+        asked.append("parameters")
+    return [
+        twin(workload, f"with {name} that ask for no gradient", bits=True, twist=Twist(unasked=(name,)))
+        for name in asked
+    ]
+
+
+# ---- routers -------------------------------------------------------------------------------------------------------
+
+
+def shared(workload: Workload) -> list[Twin]:
+    """Give every rank the tokens of rank 0."""
+    every = [(0, 0, t) for t in range(len(workload.batches[0][0].x_TD))]
+    copies = _placed(workload, [[every] * workload.layout.world])
+    return [twin(workload, "with the tokens of rank 0 on every rank", copies, times=None, partial=True)]
+
+
+def recut(workload: Workload) -> list[Twin]:
+    """Put the tokens of every rank into another order and two microbatches, and route the first of them alone."""
+
+    def halves(rank: int) -> list[list[Source]]:
+        T = len(workload.batches[0][rank].x_TD)
+        order = torch.randperm(T, generator=draw.generator("recut", workload.name, rank)).tolist()
+        sources = [(0, rank, t) for t in order]
+        return [sources[:1], sources[1:]]
+
+    cut = [halves(rank) for rank in range(workload.layout.world)]
+    places = [[ranks[m] for ranks in cut] for m in range(2)]
+    how = "with tokens in another order, the first of them alone"
+    return [twin(workload, how, _placed(workload, places), schedule="F0 B0 F1 B1")]
 
 
 # ---- how they are made ---------------------------------------------------------------------------------------------

@@ -62,12 +62,16 @@ class Twist:
 
     `strides` says how x, ids, weights and upstream lie in memory: every second row, every second column, transposed,
     columns in the middle of a wider tensor, or a row that is there once and stands for all (of upstream: a number);
-    what lies between them is NaN, of ids 2^40. The probe answers for expert e as for `probe_as[e]`.
+    what lies between them is NaN, of ids 2^40. The probe answers for expert e as for `probe_as[e]`. Of what `unasked`
+    names, no gradients are wanted. `late[r]` are the seconds that rank r waits before every item of the schedule.
     """
 
     strides: Mapping[str, Stride] = field(default_factory=dict)
     probe_as: tuple[int, ...] = ()  # empty: as for itself
     beside: tuple[Workload, ...] = ()  # built too; each takes its own steps before every forward of this one
+    unasked: tuple[Literal["x", "weights", "parameters"], ...] = ()
+    late: tuple[float, ...] = ()
+    seed: int | None = None  # of all random generators before the schedule, another on every rank
 
 
 @dataclass(frozen=True, repr=False)

@@ -6,16 +6,16 @@ with. Laws that hold of every exchange say how the two are related; nobody has t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_conformance.topology import Layout
-from moe_conformance.workloads.records import Batch, Lead, Twist, Workload
+from moe_conformance.workloads.records import Batch, Lead, ParameterKey, Twist, Workload
 from reference.permute import relabel, relabel_parameters, reorder_slots
 
 
@@ -41,6 +41,7 @@ class Twin:
     times: int | None = 1  # how often every token of the original is in it; None: parameters' gradients differ
     bits: bool = False  # whether all bytes are the same, and rows arrive in the same order
     fresh: bool = False  # whether it runs on ranks that have run nothing before
+    partial: bool = False  # whether tokens of the original are missing in it
 
     def __repr__(self) -> str:
         """Name it in a line."""
@@ -64,6 +65,7 @@ def twin(
     times: int | None = 1,
     bits: bool = False,
     fresh: bool = False,
+    partial: bool = False,
     layout: Layout | None = None,
     lead: Lead | None = None,
     schedule: str | None = None,
@@ -82,11 +84,11 @@ def twin(
         batches=tuple(tuple(_batch(workload, rows, numbers_E) for rows in ranks) for ranks in origin),
         schedule=schedule or workload.schedule,
         lead=lead or workload.lead,
-        parameters=relabel_parameters(workload.parameters, numbers_E),  # type: ignore[arg-type]  # experts have ids
+        parameters=_numbered(workload, numbers_E),
         twist=twist or Twist(),
         likened="",
     )
-    return Twin(how, twin_workload, origin, numbers_E, times, bits, fresh)
+    return Twin(how, twin_workload, origin, numbers_E, times, bits, fresh, partial)
 
 
 def rows_of(sources: Sequence[tuple[int, int, int]], workload: Workload) -> Rows:
@@ -96,9 +98,17 @@ def rows_of(sources: Sequence[tuple[int, int, int]], workload: Workload) -> Rows
     return Rows(source_T3, torch.arange(K).repeat(T, 1), torch.zeros(T, dtype=torch.int64))
 
 
+def _numbered(workload: Workload, numbers_E: Tensor) -> Mapping[ParameterKey, Tensor]:
+    """Return the parameters under the experts' new numbers; a router has none to change."""
+    if workload.kind != "experts":
+        return workload.parameters
+    experts = {(name, expert): value for (name, expert), value in workload.parameters.items() if expert is not None}
+    return dict[ParameterKey, Tensor](relabel_parameters(experts, numbers_E).items())
+
+
 def _batch(workload: Workload, rows: Rows, numbers_E: Tensor) -> Batch:
     """Put the rows of a twin together."""
-    pick = partial(picked, rows.source_T3)
+    pick = functools.partial(picked, rows.source_T3)
     batches = workload.batches
     as_they_come = torch.arange(len(rows.source_T3))
     weights_TK = pick([[batch.weights_TK for batch in ranks] for ranks in batches])

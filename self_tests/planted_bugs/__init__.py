@@ -19,6 +19,7 @@ from self_tests.planted_bugs import (
     overlap,
     packing,
     permute,
+    repetition,
     routing,
     routing_ends,
     shared_experts,
@@ -32,7 +33,7 @@ __all__ = ["Expectation", "Plant", "find", "plants", "plants_of_many_ranks"]
 
 def plants() -> tuple[Plant, ...]:
     """Return all plants, chapter by chapter."""
-    exchanges = (exchange, exchange_back, exchange_ends, twins, exchange_spoilt)
+    exchanges = (exchange, repetition, exchange_back, exchange_ends, twins, exchange_spoilt)
     drops = (capacity, capacity_exchange)
     chapters = (routing, routing_ends, *drops, *exchanges, experts, gradients, groups, overlap, cost)
     surfaces = (flex, permute, dispatch_layout, token_exchange, packing, shared_experts)

@@ -31,13 +31,13 @@ class GradientFinisher:
         self.topology = topology
 
     def finish(self, modules: Iterable[Replicated]) -> None:
-        """Leave in `grad` of every parameter the sum over its replicas; an absent gradient counts as zeros.
+        """Leave in `grad` of every parameter that asks for one the sum over its replicas; absence counts as zeros.
 
         Absence may differ between replicas (a rank without a backward), so every replica takes part in the
         sum.
         """
         for module in modules:
-            for parameter in module.parameters():
+            for parameter in filter(lambda parameter: parameter.requires_grad, module.parameters()):
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 parameter.grad.copy_(self._summed(parameter.grad, module.replicas))

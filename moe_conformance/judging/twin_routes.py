@@ -1,0 +1,89 @@
+"""What a router decides for a token, in a run and in a twin of it: the same experts, with the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from moe_conformance.judging.diagnosis import Finding, fail
+from moe_conformance.judging.places import Place
+from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.routers import expected_of
+from moe_conformance.judging.twins import Ran, read_twin, those_that_ran
+from moe_conformance.judging.verdict import Tally, WrongSelection, WrongWeight
+from moe_conformance.workloads.twins import picked
+
+
+class Routes(NamedTuple):
+    """What was decided for some tokens, by ascending expert, and how near to the oracle's it has to be."""
+
+    ids_TK: Tensor
+    weights_TK: Tensor
+    allowed_TK: Tensor
+    legal_T: Tensor
+
+
+def judge_same_routes(reading: Reading, ran: Sequence[Ran], tally: Tally, *, to_the_bit: bool) -> None:
+    """Decide whether every token of a twin is routed as in the original, whatever the order of slots.
+
+    To the bit, ties included; or as rounding has it: where scores are nearer to each other than that, both choices are
+    legal, and weights may differ by the errors of both runs.
+
+    Raises:
+        NotOffered: none of the twins was run.
+        WrongForm, WrongSelection: other experts were chosen.
+        WrongWeight: they weigh something else.
+    """
+    world = range(len(reading.ranks))
+    before = [[_routes(reading, (m, rank)) for rank in world] for m in range(len(reading.batches))]
+    for each in those_that_ran(ran):
+        other, origin = read_twin(each), each.twin.origin
+        chosen, weighed = list[Finding](), list[Finding]()
+        for m, ranks in enumerate(origin):
+            for rank, rows in enumerate(ranks):
+                was = Routes(*(picked(rows.source_T3, columns) for columns in _columns(before)))
+                now = _routes(other, (m, rank))
+                chosen += _other_choices(now, was, rank, to_the_bit)
+                weighed += _other_weights(now, was, rank, to_the_bit)
+                tally.add(pairs=now.ids_TK.numel(), rank=rank)
+        if chosen:
+            fail(WrongSelection, "route", chosen, start=f"run {each.twin.how}, ")
+        if weighed:
+            fail(WrongWeight, "route", weighed, start=f"run {each.twin.how}, ")
+
+
+def _routes(reading: Reading, place: Place) -> Routes:
+    expected = expected_of(reading)
+    ids_TK, order_TK = expected.ids[place].sort(dim=1)
+    weights_TK = reading.seen(*place).routed_weights_TK
+    assert weights_TK is not None  # as ids are there, which `expected_of` asks for
+    allowed_TK = expected.weights(place).allowed.gather(1, order_TK)
+    return Routes(ids_TK, weights_TK.gather(1, order_TK), allowed_TK, expected.legal(place))
+
+
+def _columns(routes: Sequence[Sequence[Routes]]) -> list[list[list[Tensor]]]:
+    """Return each field [microbatch][rank]."""
+    return [[[each[field] for each in ranks] for ranks in routes] for field in range(len(Routes._fields))]
+
+
+def _other_choices(now: Routes, was: Routes, rank: int, to_the_bit: bool) -> Iterator[Finding]:
+    other_T = (now.ids_TK != was.ids_TK).any(1)
+    if not to_the_bit:
+        other_T = other_T & ~(now.legal_T & was.legal_T)
+    for t in other_T.nonzero().flatten().tolist():
+        sentence = f"rank {rank} token {t} chose {now.ids_TK[t].tolist()}, and had chosen {was.ids_TK[t].tolist()}"
+        yield Finding("choice", sentence, (rank,))
+
+
+def _other_weights(now: Routes, was: Routes, rank: int, to_the_bit: bool) -> Iterator[Finding]:
+    """Yield tokens that chose the same, and weigh it otherwise."""
+    off_TK = (now.weights_TK.double() - was.weights_TK.double()).abs()
+    allowed_TK = (now.allowed_TK + was.allowed_TK) * (not to_the_bit)
+    wrong_TK = ~(off_TK <= allowed_TK) & (now.ids_TK == was.ids_TK).all(1, keepdim=True)
+    for t in wrong_TK.any(1).nonzero().flatten().tolist():
+        k = int((off_TK[t] * wrong_TK[t]).argmax())
+        is_, had = float(now.weights_TK[t, k]), float(was.weights_TK[t, k])
+        sentence = f"rank {rank} token {t} weighs expert {int(now.ids_TK[t, k])} by {is_:.9g}, and had by {had:.9g}"
+        yield Finding("weight", sentence, (rank,), float(off_TK[t, k]))

@@ -1,0 +1,42 @@
+"""The gradient of several microbatches beside those of each of them alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moe_conformance.judging.bounded import compare
+from moe_conformance.judging.diagnosis import Finding, fail
+from moe_conformance.judging.places import stages
+from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.twin_parameters import allowed_of, assembled
+from moe_conformance.judging.twins import Ran, judge_alike, read_twin, those_that_ran
+from moe_conformance.judging.verdict import NotOffered, Tally, WrongGradient
+
+
+def judge_sum(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
+    """Decide whether parameters end with the sum of what every microbatch alone gives them, and tokens with the same.
+
+    Raises:
+        NotOffered: some microbatch was not run alone, or the backend finishes no gradients.
+        WrongGradient: a sum differs by more than the rounding errors of all runs together.
+        As `judge_alike`.
+    """
+    if any(each.outcome is None for each in ran):
+        raise NotOffered("; ".join(each.why_not for each in ran if each.outcome is None))
+    judge_alike(reading, ran, tally)
+    runs = [read_twin(each) for each in those_that_ran(ran)]
+    whole, parts = assembled(reading), [assembled(run) for run in runs]
+    findings = []
+    for (stage, key), actual in whole.items():
+        expected = sum(part[stage, key] for part in parts)
+        allowed = sum((allowed_of(run, stage, key) for run in runs), allowed_of(reading, stage, key))
+        worst = compare(actual, actual.new_zeros(()) + expected, allowed)
+        if worst.holds:
+            tally.add(elements=actual.numel())
+            continue
+        name, expert = key
+        sentence = f"the gradient of {name} of expert {expert} is not the sum of what the microbatches give: {worst}"
+        holders = stages(reading.outcome.workload.layout)[stage]
+        findings.append(Finding("sum", sentence, holders, worst.size))
+    if findings:
+        fail(WrongGradient, "finish", findings)

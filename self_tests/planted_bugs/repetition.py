@@ -1,0 +1,124 @@
+"""DET, GRAD, ROUTE: bugs that no single run shows: each run is right, and two of them differ."""
+
+# ruff: noqa: D102 - a plant says in its class what its methods do wrong
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_conformance.backends.native import collectives
+from moe_conformance.backends.native.exchange import AllGatherExchange, AllToAllExchange
+from moe_conformance.backends.native.permutation import Pairs
+from moe_conformance.backends.native.routing import Router
+from moe_conformance.contract import Config, Routing, Topology
+from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, collect, planted
+
+
+def _dithered(values: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Move some values of bfloat16 by a last place or two."""
+    moved = torch.randint(0, 2, values.shape, generator=generator)
+    return values * (1 + moved / 128).to(values.dtype)
+
+
+@planted(
+    Expectation("DET-01", "own-even-bfloat16", "experts", "run in fresh processes", "y of rank 0 token"),
+    layout=EP2_ETP2,
+)
+class RoundingSeededByTheProcess(AllToAllExchange):
+    """Outputs are rounded up or down at random, from a seed that is the number of the process."""
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        return _dithered(super().combine(rows, handle), torch.Generator().manual_seed(os.getpid()))
+
+
+@planted(
+    Expectation("DET-02", "own-even-bfloat16", "experts", "run with random seed 20000", "y of rank 0 token"),
+    layout=EP2_ETP2,
+)
+class RoundingFromTheModelsGenerator(AllToAllExchange):
+    """Outputs are rounded up or down at random, by the generator that belongs to the model."""
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        return _dithered(super().combine(rows, handle), None)
+
+
+@planted(
+    Expectation("DET-05", "own-even-bfloat16", "experts", "run twice over", "of microbatch 1"),
+    layout=EP2_ETP2,
+)
+class AnotherKernelOnceWarm(AllToAllExchange):
+    """The first step tries kernels out, and the later ones run the quickest, which rounds weights to bfloat16."""
+
+    def __init__(self, config: Config, topology: Topology) -> None:
+        super().__init__(config, topology)
+        self._warm = False
+
+    def _weights(self, routing: Routing, pairs: Pairs) -> Tensor:
+        weights_P = super()._weights(routing, pairs)
+        warm, self._warm = self._warm, True
+        return weights_P.to(torch.bfloat16).to(weights_P.dtype) if warm else weights_P
+
+
+@planted(
+    Expectation("DET-06", "own-even-bfloat16", "experts", "late, y of rank 0 token"),
+    layout=EP2_ETP2,
+)
+class SummedAsTheyArrive(AllGatherExchange):
+    """The answers of the ranks are added in bfloat16 in the order in which they arrive."""
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        group, arrived = self.topology.group("ep_etp"), time.time()
+        times = [0.0] * group.size()
+        dist.all_gather_object(times, arrived, group=group)
+        everything = self._unpermute(rows, handle.permuted)
+        own = handle.sizes_W[group.rank()]
+        parts = collectives.all_to_all(everything, handle.sizes_W, [own] * group.size(), group)
+        parts_WTD = parts.reshape(group.size(), own, -1)
+        total_TD = torch.zeros_like(parts_WTD[0])
+        for _, w in sorted((when, w) for w, when in enumerate(times)):
+            total_TD = total_TD + parts_WTD[w]
+        return total_TD.reshape(handle.shape)
+
+
+@planted(
+    Expectation("GRAD-15", "own-even-bfloat16", "gradient", "x that ask for no gradient", "dweights of rank 0"),
+    layout=EP2_ETP2,
+)
+class BackwardOnlyForTokens(AllToAllExchange):
+    """The backward of the exchange is set up where tokens ask for a gradient, and gives weights theirs only then."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> Any:
+        if not x.requires_grad:
+            detached = routing.weights_TK.detach()
+            routing = Routing(routing.ids_TK, detached, routing.experts)
+        return super().dispatch(x, routing)
+
+
+@planted(
+    Expectation("ROUTE-12", "route-near-ties", "route", "the tokens of rank 0 on every rank", "rank 1 token", "chose"),
+)
+class TiesBrokenByRank(Router):
+    """Near ties are broken by noise, which every rank draws for itself."""
+
+    def _choose(self, scores_TE: Tensor) -> Tensor:
+        noise = torch.Generator().manual_seed(dist.get_rank())
+        return super()._choose(scores_TE * (1 + 0.01 * torch.rand(scores_TE.shape, generator=noise)))
+
+
+@planted(
+    Expectation("ROUTE-13", "route-softmax-normalised", "route", "the first of them alone", "weighs expert"),
+)
+class ScoresStretchedByTheBatch(Router):
+    """Logits are divided by the largest of the batch, so that none overflows."""
+
+    def _logits(self, x_TD: Tensor) -> Tensor:
+        logits_TE = super()._logits(x_TD)
+        return logits_TE / logits_TE.detach().abs().max() if len(logits_TE) else logits_TE
+
+
+PLANTS = collect(globals())
