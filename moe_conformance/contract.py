@@ -391,6 +391,14 @@ class Session:
         """Build what tells the exchange of `config` to how many tokens it pads; collective."""
         raise Unsupported("this backend offers no padding of token counts")
 
+    def packing(self, config: Config) -> surfaces.Packing:
+        """Build what lays sequences out in one tensor."""
+        raise Unsupported("this backend offers no packing of sequences")
+
+    def masked_router(self, config: Config) -> surfaces.MaskedRouter:
+        """Build a router that is told of padding; collective."""
+        raise Unsupported("this backend offers no router that is told of padding")
+
     def layer(self, config: Config) -> surfaces.Layer:
         """Build a whole layer: router, exchange, experts and shared experts; collective."""
         raise Unsupported("this backend offers no layer")

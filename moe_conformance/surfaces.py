@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from moe_conformance.contract import Parametrised, Placed, Resolved, Routing
+from moe_conformance.contract import Parametrised, Placed, Resolved, Routed, Routing
 
 
 class Layer(Parametrised, Resolved, Protocol):
@@ -201,3 +201,35 @@ class PlacesExchange(Placed, Protocol):
 
     def combine(self, rows_NCD: Tensor, weights_TK: Tensor, handle: Any) -> Tensor:
         """Return y_TD, the weighted sum over each token's pairs of their rows on all shards, 0 without any."""
+
+
+@dataclass(frozen=True)
+class PackedSequences:
+    """Where sequences stand in a packed tensor: sums of their lengths, and of their rows with the gaps behind them."""
+
+    cu_seqlens: Tensor  # integers (S + 1,), from 0
+    cu_seqlens_padded: Tensor
+
+
+class Packing(Resolved, Protocol):
+    """Sequences one after the other in one tensor (THD), each padded to what its parallelism divides it by.
+
+    R is the last of cu_seqlens_padded. `resolved["context_order"]` names the order of shares where it is another than
+    front chunks and their mirror images.
+    """
+
+    def lay_out(self, lengths: Sequence[int], cp: int, tp: int, sequence_parallel: bool) -> PackedSequences:
+        """Return where sequences of these lengths stand."""
+
+    def tokens(self, cu_seqlens: Tensor, cu_seqlens_padded: Tensor) -> Tensor:
+        """Return which rows are tokens, bool (R,); the others are gaps."""
+
+    def share(self, cu_seqlens_padded: Tensor, cp: int, cp_rank: int) -> Tensor:
+        """Return the rows of the pack that a cp rank holds, integers, in its own order."""
+
+
+class MaskedRouter(Parametrised, Resolved, Protocol):
+    """A router that is told which of its tokens are padding. x: (*lead, D), prod(lead) == T."""
+
+    def __call__(self, x: Tensor, padding_mask_T: Tensor) -> Routed:
+        """Return the routing of x; the mask, bool (T,), is True at padding. `counts_E` is the load without padding."""

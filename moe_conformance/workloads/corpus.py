@@ -89,6 +89,18 @@ def one_choice(T: int, config: Config, layout: Layout, generator: torch.Generato
     return draw.choose(1, config, generator).repeat(T, 1)
 
 
+GAP_EVERY = 8
+
+
+def gaps(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
+    """Sequences in 8 rows each, what they do not fill routed nowhere; of one sequence alone nothing is a token."""
+    ids_TK = draw.choose(T, config, generator)
+    for first in range(0, T, GAP_EVERY):
+        length = 0 if T <= GAP_EVERY else int(torch.randint(0, GAP_EVERY + 1, (), generator=generator))
+        ids_TK[first + length : first + GAP_EVERY] = -1
+    return ids_TK
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How to draw one workload of the exchange, with the suite's or the backend's experts."""
@@ -185,6 +197,7 @@ PROBE = (
     Recipe("padded-halves-in-flight-uneven", tokens=UNEVEN, config=_TO_8, schedule="D0 D1 C0 C1 B0 B1"),
     Recipe("padded-uneven-bfloat16", tokens=UNEVEN, config={**_TO_8, "dtype": torch.bfloat16}, profile="full"),
     Recipe("padded-filled-uneven", tokens=ONE_WITHOUT, config=_TO_8, memory="filled", profile="full"),
+    Recipe("gaps-uneven", gaps, tokens=(24, 8, 32, 0, 16), schedule="F0 F1 B0 B1", wide=True),
     Recipe("bounded-uneven", tokens=UNEVEN, config=_TO_BOUND, wide=True),
     Recipe("bounded-in-flight-uneven", tokens=ONE_WITHOUT, config=_TO_BOUND, schedule="F0 F1 B0 B1", profile="full"),
     Recipe("input-weights-even", config=_INPUT, wide=True),
@@ -213,6 +226,7 @@ _OWN = (
     Recipe("own-forward-only-even", schedule="F0 F1 B1", profile="full"),
     Recipe("own-padded-uneven", tokens=ONE_WITHOUT, config=_TO_8),
     Recipe("own-padded-in-flight-uneven", tokens=UNEVEN, config=_TO_64, schedule="F0 F1 B0 B1", profile="full"),
+    Recipe("own-gaps-uneven", gaps, tokens=(24, 8, 32, 0, 16)),
     Recipe("own-bounded-uneven", tokens=UNEVEN, config=_TO_BOUND),
     Recipe("own-input-weights-even", config=_INPUT),
     Recipe("own-output-weights-even", config=_OUTPUT),

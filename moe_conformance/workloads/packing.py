@@ -1,12 +1,16 @@
-"""Scripts of padded token counts: how many rows the ranks of an exchange pad to, and bounds that some T breaks.
+"""Scripts of padded token counts, of bounds that some T breaks, and of packed sequences with gaps between them.
 
-T tokens of a rank, P rows that it is padded to, A the alignment, B the bound.
+T tokens of a rank, P rows that it is padded to, A the alignment, B the bound. L_i tokens of sequence i in P_i rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from moe_conformance.contract import Config, Routing
 from moe_conformance.topology import Layout
@@ -58,3 +62,69 @@ def token_counts(variant: str, layout: Layout, profile: Profile) -> Iterator[Wor
 
 
 TOKEN_COUNTS = (*(f"padded-counts-{A}" for A in ALIGNMENTS), "padded-counts-bound", "bound-broken")
+
+# ---- packed sequences ----------------------------------------------------------------------------------------------
+
+PARALLEL = tuple(  # cp, tp, sequence parallel
+    (cp, tp, split) for cp in (1, 2, 3, 4) for tp in (1, 2, 3) for split in (False, True)
+)
+LENGTHS = ((5, 0, 4, 1, 13), (7,), (24, 48), (1, 1, 1), (0, 0), (), (17, 3, 0, 29, 2, 0))
+# Pairs of lists: the second is the first with sequences of length zero at the front, in the middle and at the end.
+WITH_EMPTY = (((5, 13), (0, 5, 13)), ((5, 13), (5, 0, 0, 13)), ((5, 13, 1), (5, 13, 1, 0)), ((7,), (0, 7, 0)))
+# cp, then (L_i, P_i) of every sequence: without gaps, padded, and padded for more than cp asks; short ones leave some
+# ranks gaps alone.
+PACKS = (
+    (1, ((5, 5), (0, 0), (3, 4))),
+    (2, ((5, 8), (4, 4), (0, 0), (13, 16))),
+    (2, ((1, 4), (0, 8), (8, 8))),
+    (3, ((2, 6), (29, 36), (0, 0), (6, 12))),
+    (4, ((1, 8), (16, 16), (3, 24))),
+)
+
+
+def _sums(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+
+def _packs(layout: Layout, variant: str) -> Iterator[Workload]:
+    def script(name: str, calls: Iterable[Call]) -> Workload:
+        return Workload(name, "packing", Config(variant), layout, (), calls=tuple(calls))
+
+    def lay_out(lengths: tuple[int, ...], cp: int, tp: int, split: bool) -> Call:
+        return Call("lay_out", ({"lengths": lengths, "cp": cp, "tp": tp, "sequence_parallel": split},) * layout.world)
+
+    yield script("packed-lengths", (lay_out(each, *axes) for axes in PARALLEL for each in LENGTHS))
+    yield script("packed-empty", (lay_out(each, *axes) for axes in PARALLEL for pair in WITH_EMPTY for each in pair))
+    sums = [(cp, _sums([L for L, _ in pack]), _sums([P for _, P in pack])) for cp, pack in PACKS]
+    given = [{"cu_seqlens": real, "cu_seqlens_padded": padded} for _, real, padded in sums]
+    yield script("packed-tokens", (Call("tokens", (each,) * layout.world) for each in given))
+    shares = [{"cu_seqlens_padded": padded, "cp": cp, "cp_rank": c} for cp, _, padded in sums for c in range(cp)]
+    yield script("packed-shares", (Call("share", (each,) * layout.world) for each in shares))
+
+
+def _masked(layout: Layout, variant: str) -> Workload:
+    """Draw a router with padding in gaps; the second call differs from the first in what stands there."""
+    config = Config(variant, score="sigmoid", normalise=True, balance_bias=True)
+    generator = draw.generator("masked-router", layout.name)
+
+    def given(rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        lengths = torch.randint(0, 9, (2 + rank,), generator=generator)
+        mask_T = torch.cat([torch.arange(8) >= length for length in lengths])  # of sequences in 8 rows each
+        x_TD, other_TD = (draw.route_batch(len(mask_T), config, generator, 1.0).x_TD for _ in range(2))
+        other_TD = torch.where(mask_T[:, None], other_TD, x_TD)
+        return {"x": x_TD, "padding_mask_T": mask_T}, {"x": other_TD, "padding_mask_T": mask_T}
+
+    both = [given(rank) for rank in range(layout.world)]
+    calls = tuple(Call("__call__", each) for each in zip(*both, strict=True))
+    parameters = draw.router_parameters(config, generator, bias=-0.9, twins=False)
+    return Workload("masked-router", "masked_router", config, layout, (), parameters=parameters, calls=calls)
+
+
+SEQUENCES = ("packed-lengths", "packed-empty", "packed-tokens", "packed-shares", "masked-router")
+
+
+def sequences(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
+    """Yield the scripts of `SEQUENCES`, on one rank: nothing in them is exchanged."""
+    if layout.world == 1:
+        yield from _packs(layout, variant)
+        yield _masked(layout, variant)

@@ -48,6 +48,7 @@ CHAPTERS: tuple[Chapter, ...] = (
     Chapter(packing.TOKEN_COUNTS, packing.token_counts, variants="every"),
     Chapter(tuple(recipe.name for recipe in layers.LAYERS), layers.layers, "every"),
     Chapter(tuple(places.SCRIPTS), places.scripts),
+    Chapter(packing.SEQUENCES, packing.sequences),
 )
 
 

@@ -26,6 +26,7 @@ from moe_conformance.backends.native.gradients import GradientFinisher
 from moe_conformance.backends.native.layer import Layer
 from moe_conformance.backends.native.low_latency import LowLatencyExchange
 from moe_conformance.backends.native.managers import DeepEPManager, HybridEPManager, NCCLEPManager
+from moe_conformance.backends.native.packing import Packing
 from moe_conformance.backends.native.padding import PaddedExchange, TokenPadding
 from moe_conformance.backends.native.reordering import Reordering
 from moe_conformance.backends.native.reusable import ReusableExchange
@@ -57,6 +58,7 @@ _ATTRIBUTES = {
     ReusableExchange: "reusable_class",
     TokenPadding: "padding_class",
     PaddedExchange: "padded_class",
+    Packing: "packing_class",
     Experts: "experts_class",
     Router: "router_class",
     Layer: "layer_class",

@@ -8,6 +8,7 @@
     token_exchange.py, mirrored.py, managers.py, flex.py
                     variants "deepep", "hybridep" and "ncclep": a fused exchange, its gradients, three layouts
                     for the experts, and the dispatcher over them
+    packing.py      packed sequences: sums of lengths, gaps, shares of context ranks
     padding.py      token counts of all ranks padded to one size, around any of the exchanges
     experts.py      SwiGLU experts
     routing.py      the router

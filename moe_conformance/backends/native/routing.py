@@ -51,16 +51,22 @@ class Router(Replicated):
         if self.balance_bias is not None:
             yield Named("balance_bias", None, read(self.balance_bias))
 
-    def forward(self, x: Tensor) -> Routed:
-        """Return ids, weights, logits and counts; x is (*lead, D)."""
+    def forward(self, x: Tensor, padding_mask_T: Tensor | None = None) -> Routed:
+        """Return ids, weights, logits and counts; x is (*lead, D). Where the mask is True all slots are empty."""
         logits_TE = self._logits(x.reshape(-1, x.shape[-1]))
         scores_TE = self._scores(logits_TE)
         ids_TK = self._choose(scores_TE)
         weights_TK = self._weights(scores_TE, ids_TK)
-        counts_E = torch.bincount(ids_TK.reshape(-1), minlength=self.config.experts)  # of all that chose
+        if padding_mask_T is not None:
+            ids_TK, weights_TK = self._leave_out(ids_TK, weights_TK, padding_mask_T.reshape(-1, 1))
+        counts_E = torch.bincount(ids_TK[ids_TK >= 0], minlength=self.config.experts)  # of all that chose
         if self.config.capacity_factor is not None:
             ids_TK, weights_TK = self._drop(ids_TK, weights_TK)
         return Routed(Routing(ids_TK, weights_TK, self.config.experts), logits_TE, counts_E)
+
+    def _leave_out(self, ids_TK: Tensor, weights_TK: Tensor, padding_T1: Tensor) -> tuple[Tensor, Tensor]:
+        """Route padding nowhere."""
+        return ids_TK.masked_fill(padding_T1, -1), weights_TK.masked_fill(padding_T1, 0.0)
 
     def _drop(self, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Empty the slots that find no room with their experts; the weights of the others stay as they are."""

@@ -16,6 +16,7 @@ from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.backends.native.layer import Layer
 from moe_conformance.backends.native.low_latency import FixedPlaces, LowLatencyExchange
 from moe_conformance.backends.native.managers import DeepEPManager, HybridEPManager, Manager, NCCLEPManager
+from moe_conformance.backends.native.packing import Packing
 from moe_conformance.backends.native.padding import PaddedExchange, TokenPadding
 from moe_conformance.backends.native.reordering import Reordering
 from moe_conformance.backends.native.reusable import ReusableExchange
@@ -54,6 +55,7 @@ class NativeSession(Session):
     token_exchange_class: type[TokenExchange] = TokenExchange  # under the managers
     reusable_class: type[ReusableExchange] = ReusableExchange  # over the same, for callers
     padding_class: type[TokenPadding] = TokenPadding
+    packing_class: type[Packing] = Packing
     padded_class: type[PaddedExchange] = PaddedExchange  # around any of the exchanges
     experts_class: type[Experts] = Experts
     router_class: type[Router] = Router
@@ -88,6 +90,17 @@ class NativeSession(Session):
         with refusals(CannotBuild, match="."):
             self._exchange(config)  # where there is none, there is nothing to pad
             return self.padding_class(config, self.topology, self.device)
+
+    def packing(self, config: Config) -> Packing:
+        """Build what lays sequences out."""
+        config.only(*_MAPPED)
+        return self.packing_class()
+
+    def masked_router(self, config: Config) -> Router:
+        """Build the router, which takes a mask."""
+        if config.capacity_factor is not None:
+            raise Unsupported("native drops by capacity where no token is padding")
+        return self.router(config)
 
     def _exchange(self, config: Config) -> LocalExchange | FlexExchange:
         classes: dict[str, type[LocalExchange]] = {

@@ -1,0 +1,213 @@
+"""Packed sequences: sums of lengths, which rows are tokens, what a context rank holds, and padding in a router."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_conformance.judging.answers import values
+from moe_conformance.judging.diagnosis import some
+from moe_conformance.judging.verdict import Tally, WrongCount, WrongDelivery, WrongForm, WrongSelection, WrongWeight
+from moe_conformance.scenarios.outcome import Outcome
+from reference import context_shares, packed_rows, packed_sequences
+
+
+def judge_lengths(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether sums of lengths and of padded lengths are those of the sequences that were laid out.
+
+    Raises:
+        WrongForm: a list is no list of integers with an entry for every sequence and one more.
+        WrongCount: a length changed, or a padded length is no multiple of what it must be, or too small.
+    """
+    found = []
+    for number, call in enumerate(outcome.workload.calls):
+        for rank, (real, padded) in enumerate(_lists(outcome, number)):
+            given = call.given[rank]
+            axes = {name: given[name] for name in ("tp", "cp", "sequence_parallel")}
+            m = packed_sequences.length_multiple(**axes)
+            if packed_sequences.judge_lengths(given["lengths"], real, padded, m) == "wrong":
+                found.append(_told_lengths(given, m, real, padded))
+            tally.add(pairs=1 + len(given["lengths"]), rank=rank)
+    if found:
+        raise WrongCount("dispatch", some(found))
+
+
+def judge_empty_sequences(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether sequences of length zero change nothing but the lists, where they stand as equal neighbours.
+
+    Calls come in pairs: without such sequences and with them.
+
+    Raises:
+        WrongForm: a list has not an entry for every sequence and one more.
+        WrongCount: another sequence stands elsewhere than without them.
+    """
+    found = []
+    for number in range(0, len(outcome.workload.calls), 2):
+        without, within = (outcome.workload.calls[each] for each in (number, number + 1))
+        for rank, (before, after) in enumerate(
+            zip(_lists(outcome, number), _lists(outcome, number + 1), strict=True)
+        ):
+            lengths = within.given[rank]["lengths"]
+            kept = [i for i, length in enumerate(lengths) if length]
+            for name, one, other in zip(("cu_seqlens", "cu_seqlens_padded"), before, after, strict=True):
+                grown = other.diff()
+                if other[0] != 0 or grown[kept].tolist() != one.diff().tolist() or int(grown.sum()) != int(one[-1]):
+                    told = f"{name} of lengths {list(lengths)} is {other.tolist()}"
+                    found.append(f"{told}, and {one.tolist()} of {list(without.given[rank]['lengths'])}")
+                tally.add(pairs=len(lengths), rank=rank)
+    if found:
+        raise WrongCount("dispatch", some(found))
+
+
+def judge_tokens(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether rows are told from gaps: the first L_i rows of sequence i are tokens, and no others.
+
+    Raises:
+        WrongForm: the answer is no boolean for every row.
+        WrongDelivery: a gap is taken for a token, or a token for a gap.
+    """
+    found = []
+    for number, call in enumerate(outcome.workload.calls):
+        for rank, answer in enumerate(values(outcome, number)):
+            given = call.given[rank]
+            expected = packed_rows.real_rows(given["cu_seqlens"], given["cu_seqlens_padded"])
+            if not isinstance(answer, Tensor) or answer.dtype != torch.bool or answer.shape != expected.shape:
+                raise WrongForm("dispatch", f"tokens are {_form(answer)}, not booleans of {len(expected)} rows")
+            lists = f"cu_seqlens {given['cu_seqlens'].tolist()} in {given['cu_seqlens_padded'].tolist()}"
+            for row in (answer != expected).nonzero().flatten().tolist():
+                is_not = "a gap, and is taken for a token" if answer[row] else "a token, and is taken for a gap"
+                found.append(f"row {row} of {lists} is {is_not}")
+            tally.add(elements=len(expected), pairs=1, rank=rank)
+    if found:
+        raise WrongDelivery("dispatch", some(found))
+
+
+def judge_shares(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether the ranks of a cp group hold every row once, in the order of chunks unless another is stated.
+
+    Raises:
+        WrongForm: the answer is no list of integers.
+        WrongDelivery: a row is on no rank, on several, or on another than its chunk.
+    """
+    packs: dict[tuple[int, tuple[int, ...]], dict[int, dict[int, Tensor]]] = {}
+    for number, call in enumerate(outcome.workload.calls):
+        for rank, answer in enumerate(values(outcome, number)):
+            given = call.given[rank]
+            if not isinstance(answer, Tensor) or answer.dim() != 1 or answer.is_floating_point():
+                raise WrongForm("dispatch", f"a share is {_form(answer)}, not a list of row numbers")
+            pack = given["cp"], tuple(given["cu_seqlens_padded"].tolist())
+            packs.setdefault(pack, {}).setdefault(rank, {})[given["cp_rank"]] = answer
+    found = []
+    for (cp, sums), by_rank in packs.items():
+        for rank, shares in by_rank.items():
+            stated = outcome.ranks[rank].resolved.get("context_order", "mirrored")
+            found += _wrong_shares(cp, sums, [shares[c] for c in range(cp)], stated)
+            tally.add(elements=sums[-1], pairs=cp, rank=rank)
+    if found:
+        raise WrongDelivery("dispatch", some(found))
+
+
+def judge_masked_router(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether padding changes no token's route and enters no load.
+
+    The second call differs from the first in the padding rows only.
+
+    Raises:
+        WrongSelection: a token chooses otherwise, or a padding row is routed in part.
+        WrongWeight: a token's weights change, or those of empty slots are not zero.
+        WrongCount: the load is not that of the tokens.
+    """
+    first, second = (values(outcome, number, "routing") for number in (0, 1))
+    loads = [values(outcome, number, "counts_E") for number in (0, 1)]
+    for rank, (one, other) in enumerate(zip(first, second, strict=True)):
+        mask_T = outcome.workload.calls[0].given[rank]["padding_mask_T"]
+        for routing, counts_E in ((one, loads[0][rank]), (other, loads[1][rank])):
+            _judge_padding(rank, routing, mask_T)
+            _judge_load(rank, routing["ids_TK"], mask_T, counts_E, outcome.workload.config.experts)
+        for t in (~mask_T).nonzero().flatten().tolist():
+            where = f"token {t} of rank {rank}, with other rows in the gaps,"
+            if not torch.equal(one["ids_TK"][t], other["ids_TK"][t]):
+                chosen = f"{other['ids_TK'][t].tolist()} in place of {one['ids_TK'][t].tolist()}"
+                raise WrongSelection("route", f"{where} chooses {chosen}", ranks=(rank,))
+            if not torch.equal(one["weights_TK"][t], other["weights_TK"][t]):
+                raise WrongWeight("route", f"{where} has other weights", ranks=(rank,))
+            tally.add(pairs=1, rank=rank)
+
+
+def _judge_padding(rank: int, routing: Any, mask_T: Tensor) -> None:
+    for t in mask_T.nonzero().flatten().tolist():
+        empty_K = routing["ids_TK"][t] < 0
+        if bool(empty_K.any()) and not bool(empty_K.all()):
+            raise WrongSelection("route", f"padding row {t} of rank {rank} is routed in part", ranks=(rank,))
+        if bool((routing["weights_TK"][t][empty_K] != 0).any()):
+            raise WrongWeight("route", f"padding row {t} of rank {rank} has weights in empty slots", ranks=(rank,))
+    for t in (~mask_T).nonzero().flatten().tolist():
+        if bool((routing["ids_TK"][t] < 0).any()):
+            raise WrongSelection("route", f"token {t} of rank {rank} is no padding, and has empty slots", ranks=(rank,))
+
+
+def _judge_load(rank: int, ids_TK: Tensor, mask_T: Tensor, counts_E: Any, experts: int) -> None:
+    def load(chosen: Tensor) -> list[int]:
+        return torch.bincount(chosen[chosen >= 0].flatten(), minlength=experts).tolist()
+
+    expected, counted = load(ids_TK[~mask_T]), [int(n) for n in counts_E.tolist()]
+    if counted != expected:
+        cause = ""
+        if counted == load(ids_TK):
+            cause = ": padding is counted"
+        elif counted == load(ids_TK[mask_T]):
+            cause = ": padding alone is counted"
+        raise WrongCount("route", f"rank {rank} counts {counted}, its tokens chose {expected}{cause}", ranks=(rank,))
+
+
+def _lists(outcome: Outcome, number: int) -> list[tuple[Tensor, Tensor]]:
+    """Return both sums of every rank's answer, as int64."""
+    found = []
+    real, padded = (values(outcome, number, name) for name in ("cu_seqlens", "cu_seqlens_padded"))
+    for rank, pair in enumerate(zip(real, padded, strict=True)):
+        S = len(outcome.workload.calls[number].given[rank]["lengths"])
+        for name, sums in zip(("cu_seqlens", "cu_seqlens_padded"), pair, strict=True):
+            if not isinstance(sums, Tensor) or sums.is_floating_point() or sums.shape != (S + 1,):
+                raise WrongForm("dispatch", f"{name} of {S} sequences is {_form(sums)}, not {S + 1} integers")
+        found.append((pair[0].long(), pair[1].long()))
+    return found
+
+
+def _form(answer: Any) -> str:
+    return f"{answer.dtype} {tuple(answer.shape)}" if isinstance(answer, Tensor) else type(answer).__name__
+
+
+def _told_lengths(given: Any, m: int, real: Tensor, padded: Tensor) -> str:
+    lengths = list(given["lengths"])
+    asked = f"of lengths {lengths} with cp = {given['cp']}, tp = {given['tp']}"
+    if given["sequence_parallel"]:
+        asked += " and sequence parallelism"
+    if real.tolist() != packed_sequences.cumulative(lengths).tolist():
+        return f"cu_seqlens {asked} is {real.tolist()}"
+    grown = [after - before for before, after in pairwise(padded.tolist())]
+    for i, (rows, length) in enumerate(zip(grown, lengths, strict=True)):
+        if rows < length:
+            return f"cu_seqlens_padded {asked} gives sequence {i} {rows} rows for {length} tokens"
+        if rows % m:
+            return f"cu_seqlens_padded {asked} gives sequence {i} {rows} rows, which is no multiple of {m}"
+    return f"cu_seqlens_padded {asked} is {padded.tolist()}"
+
+
+def _wrong_shares(cp: int, sums: Sequence[int], shares: Sequence[Tensor], stated: str) -> list[str]:
+    found, pack = [], f"cu_seqlens_padded {list(sums)} with cp = {cp}"
+    if not context_shares.is_partition(shares, sums[-1]):
+        held = [row for share in shares for row in share.tolist()]
+        lost = sorted(set(range(sums[-1])) - set(held))
+        twice = sorted({row for row in held if held.count(row) > 1})
+        return [f"of {pack} rows {lost or 'none'} are on no rank, and rows {twice or 'none'} on several"]
+    if stated != "mirrored":
+        return []
+    right = context_shares.context_rows(torch.tensor(sums), cp)
+    for c, (share, expected) in enumerate(zip(shares, right, strict=True)):
+        if share.tolist() != expected.tolist():
+            found.append(f"of {pack} cp rank {c} holds rows {share.tolist()}, expected {expected.tolist()}")
+    return found
