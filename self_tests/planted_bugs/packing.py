@@ -220,7 +220,7 @@ class SequenceParallelismForgotten(Packing):
 
 
 @planted(
-    Expectation("PACK-07", "packed-lengths", "dispatch", "cu_seqlens of lengths [5, 0, 4, 1, 13]", "[0, 6, 6, 10, 12, 26]"),
+    Expectation("PACK-07", "packed-lengths", "dispatch", "of lengths [5, 0, 4, 1, 13]", "is [0, 6, 6, 10, 12, 26]"),
     layout=SINGLE,
 )
 class PaddedSumsForReal(Packing):
