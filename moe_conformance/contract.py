@@ -117,7 +117,7 @@ class Limit:
 
     on: Literal[
         "dtype", "device", "spread_experts", "sharded_experts", "uneven_tokens", "zero_tokens", "token_dims",
-        "duplicate_experts", "dropped_slots", "in_flight", "halves_in_flight",
+        "uneven_tp_tokens", "duplicate_experts", "dropped_slots", "in_flight", "halves_in_flight",
     ]  # fmt: skip
     allowed: tuple[Any, ...]  # values of the case that may run, e.g. (torch.float32,) or (False,)
     reason: str  # quoted or derived from the library's own documentation or code

@@ -22,6 +22,7 @@ def features(workload: Workload, device: str) -> dict[str, Any]:
         "spread_experts": workload.layout.ep > 1,
         "sharded_experts": workload.layout.etp > 1,
         "uneven_tokens": any(len(tokens) > 1 for tokens in sizes),
+        "uneven_tp_tokens": bool(workload.config.shared_ffn) and _uneven_in_tp(workload),
         "zero_tokens": any(0 in tokens for tokens in sizes),
         "token_dims": len(workload.lead_of(0)),
         "duplicate_experts": any(_duplicates(ids_TK) for ids_TK in _ids(workload)),
@@ -146,6 +147,15 @@ def in_flight(schedule: str) -> int:
 def halves_in_flight(schedule: str) -> int:
     """Return how many microbatches are between their dispatch and their combine at the same time."""
     return max(1, _most_open(schedule, opens="D", closes="C"))
+
+
+def _uneven_in_tp(workload: Workload) -> bool:
+    """Return whether the ranks of some tp group hold different numbers of tokens in some microbatch."""
+    return any(
+        len({len(microbatch[rank].x_TD) for rank in ranks}) > 1
+        for microbatch in workload.batches
+        for ranks in workload.layout.groups()["tp"]
+    )
 
 
 def _most_open(schedule: str, opens: str, closes: str) -> int:

@@ -14,6 +14,7 @@ from moe_conformance.contract import Config, Unsupported, refusals
 
 LAYER = ("variant", "experts", "top_k", "hidden", "ffn", "dtype", "extra")  # fields of Config that shape any surface
 ROUTER = ("score", "normalise", "scale", "groups", "group_score", "balance_bias")  # and the router's own
+SHARED = ("shared_ffn", "shared_gate", "shared_overlap")  # of a whole layer
 CAPACITY = ("capacity_factor", "drop_policy", "pad_to_capacity")  # of router and dispatcher; there is no minimum
 
 
@@ -60,9 +61,21 @@ def transformer_config(config: Config, sizes: Mapping[str, int]) -> Any:
                 "expert_model_parallel_size": sizes["ep"],
                 "expert_tensor_parallel_size": sizes["etp"],
                 **_routing(config),
+                **_shared(config),
                 **extra,
             }
         )
+
+
+def _shared(config: Config) -> dict[str, Any]:
+    """Return the fields of shared experts: several are one of their total width."""
+    if not config.shared_ffn:
+        return {}
+    return {
+        "moe_shared_expert_intermediate_size": sum(config.shared_ffn),
+        "moe_shared_expert_gate": config.shared_gate,
+        "moe_shared_expert_overlap": config.shared_overlap,
+    }
 
 
 def _routing(config: Config) -> dict[str, Any]:

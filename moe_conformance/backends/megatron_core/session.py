@@ -9,7 +9,14 @@ import torch
 import torch.distributed as dist
 
 from moe_conformance.backends.megatron_core import library
-from moe_conformance.backends.megatron_core.configuration import CAPACITY, LAYER, ROUTER, transformer_config
+from moe_conformance.backends.megatron_core.configuration import (
+    CAPACITY,
+    LAYER,
+    ROUTER,
+    SHARED,
+    transformer_config,
+)
+from moe_conformance.backends.megatron_core.layer import Layer
 from moe_conformance.backends.megatron_core.permutation import Permutation, Reordering
 from moe_conformance.backends.megatron_core.surfaces import Exchange, Experts, Router
 from moe_conformance.contract import Config, Parametrised, Session, Topology, Unsupported, refusals
@@ -52,6 +59,10 @@ class MegatronSession(Session):
     def router(self, config: Config) -> Router:
         """Build a layer and return its router, wrapped for the reduction of its gradients."""
         return Router(self._layer(config.only(*LAYER, *ROUTER, *CAPACITY)))
+
+    def layer(self, config: Config) -> Layer:
+        """Build a whole layer, wrapped for the reduction of its gradients."""
+        return Layer(self._layer(config.only(*LAYER, *ROUTER, *SHARED)), config, self._topology)
 
     def permutation(self, config: Config) -> Permutation:
         """Return the library's functions."""

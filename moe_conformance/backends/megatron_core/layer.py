@@ -1,0 +1,78 @@
+"""A whole MoELayer as a surface, with its shared experts. F is the width of all shared experts together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from moe_conformance.backends.megatron_core import library
+from moe_conformance.backends.megatron_core.surfaces import wrapped
+from moe_conformance.contract import Config, Named, Read, Topology, Unsupported
+
+
+class Layer:
+    """The layer as a model has it, in Megatron's DistributedDataParallel.
+
+    Several shared experts are one of their total width. In the part of a tp rank lie parts of all of them in order.
+    """
+
+    def __init__(self, layer: Any, config: Config, topology: Topology) -> None:
+        """Wrap the layer.
+
+        Raises:
+            Unsupported: a shared expert's width does not divide over tp.
+        """
+        self._layer, self._config = layer, config
+        self._etp, self._tp = _place(topology, "etp"), _place(topology, "tp")
+        if odd := [width for width in config.shared_ffn if width % self._tp[1]]:
+            raise Unsupported(f"a shared expert of width {odd[0]} has no equal parts on tp = {self._tp[1]}")
+        self.chunk = wrapped(layer, layer.config)
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        """The classes of the parts, and whether shared experts run beside the dispatcher."""
+        return {
+            "layer": type(self._layer).__qualname__,
+            "dispatcher": type(self._layer.token_dispatcher).__qualname__,
+            "experts": type(self._layer.experts).__qualname__,
+            "shared experts": type(self._layer.shared_experts).__qualname__,
+            "shared overlap": str(self._layer.shared_expert_overlap),
+            "shims": "; ".join(library.SHIMS) or "none",
+        }
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the layer's output; it takes [sequence, batch, D], and rows without a batch are a batch of one."""
+        y: Tensor = self.chunk(x if x.dim() == 3 else x.unsqueeze(1))[0]
+        return y if x.dim() == 3 else y.squeeze(1)
+
+    def named(self, read: Read) -> Iterator[Named]:
+        """Yield the gate of the router, the experts, the shared experts and their gate."""
+        yield Named("router", None, read(self._layer.router.weight))
+        if self._layer.router.expert_bias is not None:
+            yield Named("balance_bias", None, read(self._layer.router.expert_bias))
+        for expert, mlp in zip(self._layer.local_expert_indices, self._layer.experts.local_experts, strict=True):
+            gate_FD, up_FD = read(mlp.linear_fc1.weight).chunk(2, 0)
+            yield Named("gate", expert, gate_FD, (0, *self._etp))
+            yield Named("up", expert, up_FD, (0, *self._etp))
+            yield Named("down", expert, read(mlp.linear_fc2.weight), (1, *self._etp))
+        if self._layer.shared_experts is not None:
+            yield from self._shared(self._layer.shared_experts, read)
+
+    def _shared(self, shared: Any, read: Read) -> Iterator[Named]:
+        gate_FD, up_FD = read(shared.linear_fc1.weight).chunk(2, 0)
+        down_DF, start = read(shared.linear_fc2.weight), 0
+        for j, width in enumerate(self._config.shared_ffn):
+            units = slice(start, start + width // self._tp[1])
+            yield Named("shared_gate", j, gate_FD[units], (0, *self._tp))
+            yield Named("shared_up", j, up_FD[units], (0, *self._tp))
+            yield Named("shared_down", j, down_DF[:, units], (1, *self._tp))
+            start = units.stop
+        if shared.gate_weight is not None:
+            yield Named("shared_score", None, read(shared.gate_weight))
+
+
+def _place(topology: Topology, group: str) -> tuple[int, int]:
+    ranks = topology.ranks(group)
+    return ranks.index(topology.rank), len(ranks)
