@@ -46,3 +46,20 @@ class TestOwnExpertsAndFinish:
     def test_own_experts_wait_for_every_collective(self, outcome: Outcome, tally: Tally) -> None:
         """Nor of those that finish the gradients."""
         judge_hazards(outcome, tally, "never waited")
+
+
+class TestLayers:
+    @requirement("OVLP-01", kind="layer", when=watched)
+    def test_layers_touch_nothing_early(self, outcome: Outcome, tally: Tally) -> None:
+        """Nor by a whole layer whose shared experts run while its tokens travel."""
+        judge_hazards(outcome, tally, "output touched", "output written")
+
+    @requirement("OVLP-02", kind="layer", when=watched)
+    def test_layers_leave_alone_what_is_sent(self, outcome: Outcome, tally: Tally) -> None:
+        """Nor by a whole layer whose shared experts run while its tokens travel."""
+        judge_hazards(outcome, tally, "sent data changed")
+
+    @requirement("OVLP-03", kind="layer", when=watched)
+    def test_layers_wait_for_every_collective(self, outcome: Outcome, tally: Tally) -> None:
+        """Nor of those that run beside shared experts."""
+        judge_hazards(outcome, tally, "never waited")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moe_conformance.judging.layer_overlap import judge_overlap
 from moe_conformance.judging.layers import (
     EVERY,
     SHARED,
@@ -12,6 +13,7 @@ from moe_conformance.judging.layers import (
     judge_shared_unrouted,
 )
 from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.twins import RunTwins
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
 from moe_conformance.workloads.records import Workload
@@ -40,6 +42,11 @@ def cuts(workload: Workload) -> bool:
 def fuses(workload: Workload) -> bool:
     """Whether there are several shared experts."""
     return len(workload.config.shared_ffn) > 1
+
+
+def overlaps(workload: Workload) -> bool:
+    """Whether shared experts run while the exchange is under way."""
+    return workload.config.shared_overlap
 
 
 class TestOutputs:
@@ -80,6 +87,13 @@ class TestGradients:
         judge_layer_outputs(reading, tally)
         judge_layer_dx(reading, tally)
         judge_layer_gradients(reading, tally, EVERY)
+
+
+class TestOverlap:
+    @requirement("SHARE-07", kind="layer", when=overlaps)
+    def test_overlap_changes_nothing(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
+        """Beside the exchange shared experts give what they give after it, and every collective is called once."""
+        judge_overlap(reading, twins, tally)
 
 
 class TestParts:

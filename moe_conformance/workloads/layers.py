@@ -76,7 +76,7 @@ LAYERS = (
     LayerRecipe(
         "shared-beside-poisoned-uneven", _BESIDE, tokens=UNEVEN, schedule="F0 F1 B1 B0", asynchrony="poisoned"
     ),
-    LayerRecipe("shared-beside-watched-uneven", _BESIDE, tokens=UNEVEN, asynchrony="watched", profile="full"),
+    LayerRecipe("shared-beside-watched-even", _BESIDE, asynchrony="watched"),
 )
 
 

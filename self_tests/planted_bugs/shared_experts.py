@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_conformance.backends.native import collectives
+from moe_conformance.backends.native.exchange import AllToAllExchange, Departed
 from moe_conformance.backends.native.gradients import GradientFinisher
 from moe_conformance.backends.native.layer import Layer
 from moe_conformance.backends.native.shared_experts import SharedExperts
@@ -159,6 +161,58 @@ class ScoreNotReducedOverTp(_SharedFinisher):
 
     groups = ("dp_cp", "tp")
     instead = ("dp_cp",)
+
+
+# ---- beside the exchange -------------------------------------------------------------------------------------------
+
+
+@planted(
+    Expectation("SHARE-07", "shared-beside-poisoned-uneven", "combine", "y of rank", "nan"),
+    real="EfficientMoE/MoE-Infinity PR #197",
+)
+class ArrivesEarly(AllToAllExchange):
+    """The tokens are read while they travel; the wait comes later."""
+
+    def arrive(self, departed: Departed) -> tuple[Delivery, Any]:
+        early = departed.journey.result.clone()
+        rows = collectives.arrive(departed.rows, departed.journey)
+        return self._delivered(rows + (early - rows.detach()), departed.plan, departed.permuted)
+
+
+@planted(
+    Expectation("SHARE-07", "shared-beside-poisoned-uneven", "gradient", "dx of rank", "nan"),
+    real="NVIDIA-NeMo/Automodel PR #3109",
+)
+class FencedInForwardOnly(AllToAllExchange):
+    """The backward takes the gradients that come back before they have come."""
+
+    def depart(self, x: Tensor, routing: Routing) -> Departed:
+        departed = super().depart(x, routing)
+        departed.journey.__class__ = _Unfenced
+        return departed
+
+
+class _Unfenced(collectives.Journey):
+    forward = True
+
+    def wait(self) -> Tensor:
+        early, self_forward, self.forward = self.result.clone(), self.forward, False
+        came = super().wait()
+        return came if self_forward else early
+
+
+@planted(
+    Expectation("SHARE-07", "shared-beside-even", "run", "rank 0 calls all_to_all_single on group (0, 1)", "without"),
+    real="NVIDIA/Megatron-LM commit dc092cb1e9 (!3143)",
+)
+class TravelsTwice(AllToAllExchange):
+    """What is sent beside the shared experts is sent once more by the usual dispatch, and only one is used."""
+
+    def arrive(self, departed: Departed) -> tuple[Delivery, Any]:
+        plan = departed.plan
+        rows = departed.rows.detach()
+        collectives.all_to_all(rows, plan.sent_C, plan.received_C, self.topology.group("ep"))
+        return super().arrive(departed)
 
 
 # ---- parts ---------------------------------------------------------------------------------------------------------

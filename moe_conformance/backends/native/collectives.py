@@ -107,6 +107,12 @@ class Journey:
         self._under_way = work, given, result
         return result
 
+    @property
+    def result(self) -> Tensor:
+        """Where the rows will be; nobody may touch it before `wait`."""
+        assert self._under_way is not None
+        return self._under_way[2]
+
     def wait(self) -> Tensor:
         """Wait for what was started last, and return it."""
         assert self._under_way is not None
