@@ -1,0 +1,240 @@
+"""Twins are made of their originals' tokens, and a run is held against them token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+
+from moe_conformance.judging.reading import read
+from moe_conformance.judging.twin_sums import judge_sum
+from moe_conformance.judging.twins import Ran, judge_alike, judge_scaled, judge_strided
+from moe_conformance.judging.verdict import (
+    Mismatch,
+    NotOffered,
+    Raised,
+    Tally,
+    WrongDelivery,
+    WrongGradient,
+    WrongOutput,
+)
+from moe_conformance.scenarios.outcome import Grad, Outcome, RankOutcome
+from moe_conformance.scenarios.strides import NOBODYS_ID, laid_out
+from moe_conformance.topology import Layout
+from moe_conformance.workloads import laws
+from moe_conformance.workloads.corpus import corpus
+from moe_conformance.workloads.records import Workload
+from moe_conformance.workloads.twins import Twin
+from self_tests.breaking import edit
+from self_tests.simulated_exchange import Simulation, simulate, workload
+from self_tests.simulated_experts import own_workload, simulate_experts
+
+LAYOUT = Layout(4, ep=2)
+UNEVEN = next(w for w in corpus("any", LAYOUT, "full") if w.name == "uneven")
+WORK = replace(workload(drop=True), likened="full")
+
+
+def sources(twin: Twin) -> list[tuple[int, ...]]:
+    """Every token of a twin, by where it comes from."""
+    return [tuple(source) for rows in chain(*twin.origin) for source in rows.source_T3.tolist()]
+
+
+def tokens(work: Workload) -> list[tuple[int, int, int]]:
+    """Every token of a workload."""
+    return [
+        (m, rank, t)
+        for m, ranks in enumerate(work.batches)
+        for rank, batch in enumerate(ranks)
+        for t in range(len(batch.x_TD))
+    ]
+
+
+def spoilt(outcome: Outcome, rank: int, **changed: Any) -> Outcome:
+    """Change what a rank saw of microbatch 0."""
+    return edit(outcome, rank, lambda seen: replace(seen, **changed))
+
+
+class TestLaws:
+    @pytest.mark.parametrize("law", [laws.reordered, laws.relabelled, laws.spread, laws.packed, laws.scaled])
+    def test_every_token_is_in_it_once(self, law: Callable[[Workload], list[Twin]]) -> None:
+        """No token is lost and none comes twice, wherever it goes."""
+        for twin in law(replace(UNEVEN, likened="full")):
+            assert tokens(UNEVEN) == sorted(sources(twin)), twin.how
+
+    def test_rows_keep_what_is_theirs(self) -> None:
+        """A token takes its upstream gradient along, and every slot its weight."""
+        (twin,) = laws.reordered(WORK)
+        moved = 0
+        for rank, (rows, batch) in enumerate(zip(twin.origin[0], twin.workload.batches[0], strict=True)):
+            was = WORK.batches[0][rank]
+            for i, (_, _, t) in enumerate(rows.source_T3.tolist()):
+                moved += i != t
+                assert torch.equal(was.upstream[t], batch.upstream[i])
+                pairs = zip(batch.ids_TK[i].tolist(), batch.weights_TK[i].tolist(), strict=True)
+                assert sorted(zip(was.ids_TK[t].tolist(), was.weights_TK[t].tolist(), strict=True)) == sorted(pairs)
+        assert moved
+
+    def test_relabelled_experts_answer_as_before(self) -> None:
+        """The probe answers for an expert's new number as for the old one; empty slots stay empty."""
+        for twin in laws.relabelled(WORK):
+            for was, now in zip(WORK.batches[0], twin.workload.batches[0], strict=True):
+                back_E = torch.tensor([*twin.workload.twist.probe_as, -1])
+                assert torch.equal(was.ids_TK, back_E[now.ids_TK])
+
+    def test_a_step_in_turn_comes_twice(self) -> None:
+        """Both steps of a twin in turn are the original's."""
+        for twin in laws.in_turn(WORK):
+            assert sorted(2 * tokens(WORK)) == sorted(sources(twin))
+
+
+class TestStrides:
+    @pytest.mark.parametrize("stride", ["rows", "columns", "transposed", "packed"])
+    def test_values_lie_apart(self, stride: str) -> None:
+        """A view holds the values and is not contiguous, and what lies between them is no number."""
+        values = torch.arange(12.0).reshape(4, 3)
+        view = laid_out(values, stride)  # type: ignore[arg-type]
+        assert torch.equal(values, view)
+        assert not view.is_contiguous()
+        memory = view.as_strided((view.untyped_storage().nbytes() // 4,), (1,), 0)
+        assert memory.numel() - 12 == int(memory.isnan().sum())
+
+    def test_ids_lie_between_ids_of_nobody(self) -> None:
+        """What lies between ids is no expert's."""
+        view = laid_out(torch.zeros(2, 2, dtype=torch.int64), "columns")
+        assert {0, NOBODYS_ID} == set(view.as_strided((8,), (1,), 0).tolist()[:7])
+
+    def test_one_row_for_all(self) -> None:
+        """Rows that are the same are there once, and others are not expanded."""
+        assert (0, 1) == laid_out(torch.tensor([[1.0, 2.0]] * 3), "expanded").stride()
+        assert (0, 0) == laid_out(torch.ones(3, 2), "expanded").stride()
+        with pytest.raises(ValueError, match="differ"):
+            laid_out(torch.eye(2), "expanded")
+
+
+def judged(
+    original: Outcome,
+    twin: Twin,
+    outcome: Outcome | None,
+    judge: Callable[..., None] = judge_alike,
+) -> Tally:
+    """Judge one twin."""
+    tally = Tally()
+    judge(read(original), [Ran(twin, outcome, "why not")], tally)
+    return tally
+
+
+class TestJudgement:
+    def test_an_honest_twin_is_acquitted(self) -> None:
+        """What only lies elsewhere is counted as equal."""
+        for twin in (*laws.reordered(WORK), *laws.scaled(WORK), *laws.strided(WORK), *laws.packed(WORK)):
+            assert judged(simulate(WORK), twin, simulate(twin.workload)).elements
+
+    def test_a_token_that_differs_is_told_with_where_it_was(self) -> None:
+        """The sentence says how the twin differs, which token is wrong and which one it was."""
+        (twin,) = laws.reordered(WORK)
+        outcome = simulate(twin.workload)
+        y = outcome.ranks[1].microbatches[0].y
+        assert y is not None
+        wrong = y.clone()
+        wrong[2, 5] += 1
+        t = int(twin.origin[0][1].source_T3[2, 2])
+        with pytest.raises(WrongOutput, match="with tokens and slots in another order, y of rank 1 token 2") as caught:
+            judged(simulate(WORK), twin, spoilt(outcome, 1, y=wrong))
+        assert (f"(rank 1 token {t} of microbatch 0)" in str(caught.value)) == (t != 2)
+        assert (1,) == caught.value.ranks
+
+    def test_bits_count_where_the_law_says_so(self) -> None:
+        """A zero of the other sign is another byte."""
+        twin = laws.strided(WORK)[0]
+        outcome = simulate(twin.workload)
+        dx = outcome.ranks[0].microbatches[0].dx_TD.value
+        assert dx is not None
+        flipped = torch.where(dx == 0, -dx, dx)
+        assert not torch.equal(dx.view(torch.int32), flipped.view(torch.int32))
+        with pytest.raises(WrongGradient, match="dx of rank 0"):
+            judged(simulate(WORK), twin, spoilt(outcome, 0, dx_TD=Grad(flipped)))
+
+    def test_rows_in_other_places_are_told(self) -> None:
+        """Where bits count, rows arrive in the same order too."""
+        twin = laws.strided(WORK)[0]
+        other = simulate(twin.workload, Simulation(rows=lambda rank, rows: rows.flip(0)))
+        with pytest.raises(WrongDelivery, match="handed to rank 0"):
+            judged(simulate(WORK), twin, other)
+
+    def test_a_gradient_that_is_gone_is_told(self) -> None:
+        """None is not the gradient that it was."""
+        (twin,) = laws.scaled(WORK)
+        with pytest.raises(WrongGradient, match="dweights of rank 0 is None, and was there"):
+            judged(simulate(WORK), twin, spoilt(simulate(twin.workload), 0, dweights_TK=Grad(None)))
+
+    def test_nothing_is_decided_without_a_run(self) -> None:
+        """A twin that could not be run decides nothing."""
+        with pytest.raises(NotOffered, match="why not"):
+            judged(simulate(WORK), laws.strided(WORK)[0], None)
+
+    def test_weights_at_the_input_scale_nothing(self) -> None:
+        """Experts are no linear function of their input."""
+        (twin,) = laws.scaled(WORK)
+        simulation = Simulation(weights_at="input")
+        with pytest.raises(NotOffered, match="input"):
+            judged(simulate(WORK, simulation), twin, simulate(twin.workload, simulation), judge_scaled)
+
+
+class TestRefusal:
+    def raised(self, reached: str, before: int) -> Outcome:
+        """Every rank raised in a phase that began after some collectives, and none was called since 0."""
+        twin = laws.strided(WORK)[0]
+        ranks = tuple(
+            RankOutcome(r, "raised", reached, error="RuntimeError: strides", phases=((reached, before),))
+            for r in range(WORK.layout.world)
+        )
+        return Outcome("simulated", twin.workload, ranks, 0.0)
+
+    def test_an_error_at_once_is_a_refusal(self) -> None:
+        """Strides may be refused before anything travels."""
+        with pytest.raises(NotOffered, match="refused with RuntimeError: strides"):
+            judged(simulate(WORK), laws.strided(WORK)[0], self.raised("forward:0", 0), judge_strided)
+
+    def test_an_error_later_is_none(self) -> None:
+        """In the backward it is too late."""
+        with pytest.raises(Raised, match="run with x transposed"):
+            judged(simulate(WORK), laws.strided(WORK)[0], self.raised("backward:0", 0), judge_strided)
+
+
+class TestParameters:
+    def test_gradients_are_put_together_and_compared(self) -> None:
+        """Parameters end with what they had, experts under other numbers too."""
+        own = own_workload()
+        for law in (laws.reordered, laws.relabelled, laws.packed):
+            for twin in law(replace(own, likened="quick")):
+                tally = judged(simulate_experts(own), twin, simulate_experts(twin.workload))
+                assert tally.elements > sum(value.numel() for value in own.parameters.values())
+
+    def test_a_gradient_that_differs_is_told(self) -> None:
+        """The sentence names the parameter and the expert."""
+        own = own_workload()
+        (twin,) = laws.reordered(own)
+        outcome = simulate_experts(twin.workload)
+        final = dict(outcome.ranks[0].grads_final or {})
+        key = next(iter(final))
+        value = final[key].value
+        assert value is not None
+        final[key] = replace(final[key], value=value + 1)
+        ranks = (replace(outcome.ranks[0], grads_final=final), *outcome.ranks[1:])
+        with pytest.raises(Mismatch, match=f"the gradient of {key[0]} of expert {key[1]} is not what it was"):
+            judged(simulate_experts(own), twin, replace(outcome, ranks=ranks))
+
+    def test_microbatches_add_up(self) -> None:
+        """The sum over microbatches is that of each alone; of one of them it is not."""
+        own = own_workload(microbatches=2)
+        twins = laws.alone(own)
+        ran = [Ran(twin, simulate_experts(twin.workload)) for twin in twins]
+        tally = Tally()
+        judge_sum(read(simulate_experts(own)), ran, tally)
+        assert tally.elements
+        with pytest.raises(WrongGradient, match="is not the sum"):
+            judge_sum(read(simulate_experts(own)), [ran[0], ran[0]], Tally())
