@@ -7,28 +7,28 @@ from moe_conformance.judging.twins import RunTwins, judge_alike
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
 from moe_conformance.workloads import laws
-from moe_conformance.workloads.features import likened_where_crossed
+from moe_conformance.workloads.features import likened_once
 
 
 class TestRepetition:
-    @requirement("DET-01", kind="experts", when=likened_where_crossed)
+    @requirement("DET-01", kind="experts", when=likened_once)
     def test_fresh_processes_give_the_same_bits(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """The same inputs and parameters give the same bits in other processes."""
         judge_alike(reading, twins(laws.again(reading.outcome.workload)), tally)
 
-    @requirement("DET-05", kind="experts", when=likened_where_crossed)
+    @requirement("DET-05", kind="experts", when=likened_once)
     def test_a_second_step_gives_the_same_bits(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """A step taken twice gives the same outputs twice, and exactly twice the gradients of parameters."""
         judge_alike(reading, twins(laws.twice(reading.outcome.workload)), tally)
 
 
 class TestSurroundings:
-    @requirement("DET-02", kind="experts", when=likened_where_crossed)
+    @requirement("DET-02", kind="experts", when=likened_once)
     def test_random_generators_do_not_matter(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """A step that draws no random numbers gives the same bits from any state of the random generators."""
         judge_alike(reading, twins(laws.seeded(reading.outcome.workload)), tally)
 
-    @requirement("DET-06", kind="experts", when=likened_where_crossed)
+    @requirement("DET-06", kind="experts", when=likened_once)
     def test_late_ranks_do_not_matter(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """Whichever rank is late, all get the same bits."""
         judge_alike(reading, twins(laws.delayed(reading.outcome.workload)), tally)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moe_conformance.judging.differences import judge_differences
 from moe_conformance.judging.gradients import judge_dweights, judge_dx
 from moe_conformance.judging.kept import judge_kept_gradients
 from moe_conformance.judging.own_experts import (
@@ -18,7 +19,7 @@ from moe_conformance.judging.twins import RunTwins, judge_alike
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
 from moe_conformance.workloads import laws
-from moe_conformance.workloads.features import has_idle_expert, likened_sums, likened_where_crossed
+from moe_conformance.workloads.features import differentiated, has_idle_expert, likened_once, likened_sums
 
 
 class TestExchange:
@@ -62,10 +63,15 @@ class TestOwnExperts:
         """Experts end with the sum of what every microbatch gives them alone."""
         judge_sum(reading, twins(laws.alone(reading.outcome.workload)), tally)
 
-    @requirement("GRAD-15", kind="experts", when=likened_where_crossed)
+    @requirement("GRAD-15", kind="experts", when=likened_once)
     def test_what_asks_for_no_gradient_gets_none(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """Tokens, weights or experts that ask for no gradient get none, and all others have theirs, to the bit."""
         judge_alike(reading, twins(laws.unasked(reading.outcome.workload)), tally)
+
+    @requirement("GRAD-10", kind="experts", when=differentiated)
+    def test_gradients_are_derivatives_of_the_forward(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
+        """Along random directions in tokens, weights and parameters the loss has the slope that gradients say."""
+        judge_differences(reading, laws.nudged(reading.outcome.workload), twins, tally)
 
     @requirement("GRAD-06", kind="experts", when=has_idle_expert)
     def test_idle_experts_get_zeros(self, reading: Reading, tally: Tally) -> None:

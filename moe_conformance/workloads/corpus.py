@@ -252,7 +252,7 @@ EXPERTS = (
     # In bfloat16 too: some libraries' experts compute in it whatever the tokens are, and are judged there.
     *(in_bfloat16(own) for own in _OWN),
     Recipe("own-uneven-float64", tokens=UNEVEN, config={"dtype": torch.float64}, wide=True),
-    Recipe("own-even-float64", config={"dtype": torch.float64}, wide=True),
+    Recipe("own-even-float64", config={"dtype": torch.float64}, wide=True, likened="quick"),
 )
 
 def quick_layouts() -> tuple[Layout, ...]:

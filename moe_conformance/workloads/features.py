@@ -111,7 +111,7 @@ def has_filled_memory(workload: Workload) -> bool:
 
 def likened(workload: Workload) -> bool:
     """Return whether twins are held against runs of it."""
-    return bool(workload.likened) and len(workload.batches) == 1
+    return bool(workload.likened) and len(workload.batches) == 1 and workload.config.dtype != torch.float64
 
 
 def likened_sums(workload: Workload) -> bool:
@@ -119,12 +119,21 @@ def likened_sums(workload: Workload) -> bool:
     return bool(workload.likened) and len(workload.batches) > 1
 
 
-def likened_where_crossed(workload: Workload) -> bool:
+def likened_once(workload: Workload) -> bool:
     """Return whether twins are held against runs of it that cost more, or say little new from layout to layout.
 
-    In the quick profile where experts are spread over ranks and cut over ranks as well.
+    In the quick profile on the layout that has replicas, which every backend offers.
     """
-    return likened(workload) and (workload.likened == "full" or workload.layout.etp > 1)
+    return likened(workload) and (workload.likened == "full" or workload.layout.edp > 1)
+
+
+def differentiated(workload: Workload) -> bool:
+    """Return whether its gradients are held against differences of the runs beside it, which takes double precision.
+
+    In the quick profile on the layout that has replicas.
+    """
+    asked = bool(workload.likened) and workload.config.dtype == torch.float64
+    return asked and (workload.likened == "full" or workload.layout.edp > 1)
 
 
 def all_alike(workload: Workload) -> bool:

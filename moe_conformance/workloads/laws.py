@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from moe_conformance.topology import Layout
 from moe_conformance.workloads import corpus, draw
@@ -231,6 +233,50 @@ def unasked(workload: Workload) -> list[Twin]:
         twin(workload, f"with {name} that ask for no gradient", bits=True, twist=Twist(unasked=(name,)))
         for name in asked
     ]
+
+
+@dataclass(frozen=True)
+class Nudged:
+    """One input or all parameters moved along a random direction of norm 1, by h and 2 h, to and fro."""
+
+    what: Literal["x", "weights", "parameters"]
+    h: float
+    directions: Mapping[Any, Tensor]  # by rank, or by parameter
+    twins: tuple[Twin, Twin, Twin, Twin]  # by h, -h, 2 h and -2 h
+
+
+def nudged(workload: Workload) -> list[Nudged]:
+    """Move tokens, weights and parameters, each alone; one microbatch."""
+    fields: dict[Literal["x", "weights", "parameters"], dict[Any, Tensor]] = {
+        "x": {rank: batch.x_TD for rank, batch in enumerate(workload.batches[0])},
+        "weights": {rank: batch.weights_TK for rank, batch in enumerate(workload.batches[0])},
+        "parameters": dict(workload.parameters),
+    }
+    made = []
+    for what, values in fields.items():
+        generator = draw.generator("nudged", workload.name, what)
+        drawn = {key: torch.randn(v.shape, generator=generator, dtype=torch.float64) for key, v in values.items()}
+        norm = float(sum(float(v.square().sum()) for v in drawn.values())) ** 0.5
+        directions = {key: v / norm for key, v in drawn.items()}
+        h = 2.0**-17 * max(1.0, *(float(v.abs().max()) for v in values.values() if v.numel()))
+        steps = (h, -h, 2 * h, -2 * h)
+        first, second, third, fourth = (_moved(workload, what, directions, step) for step in steps)
+        made.append(Nudged(what, h, directions, (first, second, third, fourth)))
+    return made
+
+
+def _moved(workload: Workload, what: str, directions: Mapping[Any, Tensor], by: float) -> Twin:
+    """Return the twin in which one thing lies elsewhere."""
+    made = twin(workload, f"with {what} moved by {by:.3g}", times=None)
+    if what == "parameters":
+        there = {key: value + by * directions[key] for key, value in workload.parameters.items()}
+        return replace(made, workload=replace(made.workload, parameters=there))
+    field = {"x": "x_TD", "weights": "weights_TK"}[what]
+    ranks = tuple(
+        replace(batch, **{field: getattr(batch, field) + by * directions[rank]})
+        for rank, batch in enumerate(workload.batches[0])
+    )
+    return replace(made, workload=replace(made.workload, batches=(ranks,)))
 
 
 # ---- routers -------------------------------------------------------------------------------------------------------

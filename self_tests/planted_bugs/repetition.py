@@ -10,13 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
-from moe_conformance.backends.native import collectives
-from moe_conformance.backends.native.exchange import AllGatherExchange, AllToAllExchange
+from moe_conformance.backends.native.exchange import AllToAllExchange
+from moe_conformance.backends.native.experts import Experts
 from moe_conformance.backends.native.permutation import Pairs
 from moe_conformance.backends.native.routing import Router
 from moe_conformance.contract import Config, Routing, Topology
-from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, collect, planted
+from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, collect, planted
 
 
 def _dithered(values: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -27,7 +28,7 @@ def _dithered(values: Tensor, generator: torch.Generator | None) -> Tensor:
 
 @planted(
     Expectation("DET-01", "own-even-bfloat16", "experts", "run in fresh processes", "y of rank 0 token"),
-    layout=EP2_ETP2,
+    layout=EP2_EDP2,
 )
 class RoundingSeededByTheProcess(AllToAllExchange):
     """Outputs are rounded up or down at random, from a seed that is the number of the process."""
@@ -38,7 +39,7 @@ class RoundingSeededByTheProcess(AllToAllExchange):
 
 @planted(
     Expectation("DET-02", "own-even-bfloat16", "experts", "run with random seed 20000", "y of rank 0 token"),
-    layout=EP2_ETP2,
+    layout=EP2_EDP2,
 )
 class RoundingFromTheModelsGenerator(AllToAllExchange):
     """Outputs are rounded up or down at random, by the generator that belongs to the model."""
@@ -49,7 +50,7 @@ class RoundingFromTheModelsGenerator(AllToAllExchange):
 
 @planted(
     Expectation("DET-05", "own-even-bfloat16", "experts", "run twice over", "of microbatch 1"),
-    layout=EP2_ETP2,
+    layout=EP2_EDP2,
 )
 class AnotherKernelOnceWarm(AllToAllExchange):
     """The first step tries kernels out, and the later ones run the quickest, which rounds weights to bfloat16."""
@@ -66,28 +67,23 @@ class AnotherKernelOnceWarm(AllToAllExchange):
 
 @planted(
     Expectation("DET-06", "own-even-bfloat16", "experts", "late, y of rank 0 token"),
-    layout=EP2_ETP2,
+    layout=EP2_EDP2,
 )
-class SummedAsTheyArrive(AllGatherExchange):
-    """The answers of the ranks are added in bfloat16 in the order in which they arrive."""
+class LatecomersSendLess(AllToAllExchange):
+    """The rank that comes last to combine sends its answers in eight bits, to catch up."""
 
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
-        group, arrived = self.topology.group("ep_etp"), time.time()
+        group = self.topology.group("ep")
         times = [0.0] * group.size()
-        dist.all_gather_object(times, arrived, group=group)
-        everything = self._unpermute(rows, handle.permuted)
-        own = handle.sizes_W[group.rank()]
-        parts = collectives.all_to_all(everything, handle.sizes_W, [own] * group.size(), group)
-        parts_WTD = parts.reshape(group.size(), own, -1)
-        total_TD = torch.zeros_like(parts_WTD[0])
-        for _, w in sorted((when, w) for w, when in enumerate(times)):
-            total_TD = total_TD + parts_WTD[w]
-        return total_TD.reshape(handle.shape)
+        dist.all_gather_object(times, time.time(), group=group)
+        if max(times) == times[group.rank()]:
+            rows = rows.to(torch.float8_e4m3fn).to(rows.dtype)
+        return super().combine(rows, handle)
 
 
 @planted(
     Expectation("GRAD-15", "own-even-bfloat16", "gradient", "x that ask for no gradient", "dweights of rank 0"),
-    layout=EP2_ETP2,
+    layout=EP2_EDP2,
 )
 class BackwardOnlyForTokens(AllToAllExchange):
     """The backward of the exchange is set up where tokens ask for a gradient, and gives weights theirs only then."""
@@ -97,6 +93,23 @@ class BackwardOnlyForTokens(AllToAllExchange):
             detached = routing.weights_TK.detach()
             routing = Routing(routing.ids_TK, detached, routing.experts)
         return super().dispatch(x, routing)
+
+
+@planted(
+    Expectation("GRAD-10", "own-even-float64", "gradient", "in parameters the loss has the slope"),
+    layout=EP2_EDP2,
+)
+class GateGradientOfASigmoid(Experts):
+    """The backward of the gate has the slope of a sigmoid where it should have that of silu."""
+
+    def _loop(self, rows_PD: Tensor, counts_N: list[int]) -> Tensor:
+        weights = zip(self.gate_NFD.unbind(), self.up_NFD.unbind(), self.down_NDF.unbind(), strict=True)
+        outputs = []
+        for rows, (gate, up, down) in zip(rows_PD.split(counts_N), weights, strict=True):
+            hidden = functional.linear(rows, gate)
+            sloped = functional.silu(hidden).detach() + hidden.sigmoid() - hidden.sigmoid().detach()
+            outputs.append(functional.linear(sloped * functional.linear(rows, up), down))
+        return torch.cat(outputs)
 
 
 @planted(
