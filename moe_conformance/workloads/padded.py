@@ -76,7 +76,7 @@ PROBE = (
 
 EXPERTS = (
     Recipe("own-to-capacity-even", fitting, config=_filled(1.0)),
-    Recipe("own-to-capacity-uneven", fitting, config=_filled(1.5), tokens=UNEVEN),
+    Recipe("own-to-capacity-loose-even", fitting, config=_filled(2.0)),
     Recipe("own-lossless", config=_LOSSLESS, tokens=ONE_WITHOUT),
 )
 

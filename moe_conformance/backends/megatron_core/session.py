@@ -49,6 +49,8 @@ class MegatronSession(Session):
 
     def exchange(self, config: Config) -> Exchange:
         """Build a layer and return its token dispatcher."""
+        if config.pad_to_capacity and config.variant == "allgather":
+            raise Unsupported("the all-gather dispatcher pads nothing: it takes a map that the router has filled up")
         return Exchange(self._layer(config.only(*LAYER, *CAPACITY)))
 
     def experts(self, config: Config) -> Experts:
