@@ -22,7 +22,7 @@ from moe_conformance.workloads import (
     spoilt,
     token_exchange,
 )
-from moe_conformance.workloads.corpus import Profile
+from moe_conformance.workloads.corpus import Profile, quick_layouts
 from moe_conformance.workloads.records import Workload
 
 
@@ -30,23 +30,30 @@ from moe_conformance.workloads.records import Workload
 class Chapter:
     """The scripts of one chapter.
 
-    A surface that has nothing to do with the exchange is asked once, with the backend's first variant.
+    A surface that has nothing to do with the exchange is asked once, with the backend's first variant. `quick` has the
+    layouts on which the quick profile asks for what the way in which ranks are folded changes little.
     """
 
     names: tuple[str, ...]
     draw: Callable[[str, Layout, Profile], Iterator[Workload]]
     variants: Literal["first", "every"] = "first"
+    quick: tuple[Layout, ...] = quick_layouts()
 
+
+_ALONE, _SPREAD, _REPLICATED = Layout(1), Layout(2, ep=2), Layout(4, ep=2)
+_CUT, _TENSOR = Layout(4, ep=2, etp=2), Layout(4, tp=2, ep=2)
 
 CHAPTERS: tuple[Chapter, ...] = (
-    Chapter(tuple(recipe.name for recipe in capacity.CAPACITIES), capacity.capacities),
-    Chapter(padded.names(), padded.padded, "every"),
+    Chapter(tuple(recipe.name for recipe in capacity.CAPACITIES), capacity.capacities, quick=(_ALONE, _SPREAD)),
+    Chapter(padded.names(), padded.padded, "every", (_SPREAD, _CUT, _REPLICATED)),
     Chapter(permute.NAMES, permute.corpus),
     Chapter(tuple(token_exchange.SCRIPTS), token_exchange.scripts),
-    Chapter(spoilt.NAMES, spoilt.draw, variants="every"),
+    Chapter(spoilt.NAMES, spoilt.draw, "every", (_ALONE, _SPREAD, _CUT)),
     Chapter(dispatch_layout.NAMES, dispatch_layout.corpus),
-    Chapter(packing.TOKEN_COUNTS, packing.token_counts, variants="every"),
-    Chapter(tuple(recipe.name for recipe in layers.LAYERS), layers.layers, "every"),
+    Chapter(packing.TOKEN_COUNTS, packing.token_counts, "every", (_ALONE, _SPREAD, _CUT, _TENSOR)),
+    Chapter(
+        tuple(recipe.name for recipe in layers.LAYERS), layers.layers, "every", (_ALONE, _SPREAD, _CUT, _TENSOR)
+    ),
     Chapter(tuple(places.SCRIPTS), places.scripts),
     Chapter(packing.SEQUENCES, packing.sequences),
 )
@@ -55,7 +62,8 @@ CHAPTERS: tuple[Chapter, ...] = (
 def scripts(variant: str, layout: Layout, profile: Profile, first: bool) -> Iterator[Workload]:
     """Yield the scripts of a variant on a layout; `first`: it is the backend's first variant."""
     for chapter in CHAPTERS:
-        if first or chapter.variants == "every":
+        asked = profile == "full" or layout in chapter.quick
+        if asked and (first or chapter.variants == "every"):
             yield from chapter.draw(variant, layout, profile)
 
 
