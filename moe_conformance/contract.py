@@ -449,8 +449,8 @@ class Backend(Protocol):
     Optional and pure: `groups(sizes) -> Mapping[str, tuple[tuple[int, ...], ...]]`, the rank lists that the library
     would build for sizes world, tp, cp, pp, ep, etp, under the names of `Topology.ranks`.
 
-    Optional: `sampled: tuple[str, ...]`, variants that share most of what they do with others. The quick and virtual
-    profiles try them on few layouts, and quick shares its workloads among them; the full profile leaves nothing out.
+    Optional: `sampled: tuple[str, ...]`, variants that share most of what they do with others. The quick profile
+    tries them on few layouts and shares its workloads among them; the other profiles leave nothing out.
     """
 
     name: str

@@ -81,18 +81,17 @@ class Plan:
     def _runs(self, variant: str, layout: Layout) -> bool:
         """Whether a variant is tried on a layout.
 
-        A backend may name variants that share most of what they do with others (`Backend.sampled`). Outside the full
-        profile they run only where experts are spread over ranks and cut over ranks as well; in the quick one each of
-        them gets its part of the workloads, and Hypothesis draws none for them.
+        A backend may name variants that share most of what they do with others (`Backend.sampled`). In the quick profile
+        they run only where experts are spread over ranks and cut over ranks as well, each of them gets its part of the
+        workloads, and Hypothesis draws none for them.
         """
         if variant in self._sampled:
-            crossed = layout.ep > 1 and layout.etp > 1
-            return crossed and (not self.virtual or virtual.suits(layout, first_variant=False))
+            return layout.ep > 1 and layout.etp > 1
         return not self.virtual or virtual.suits(layout, variant == self.backend.variants[0])
 
     @cached_property
     def _sampled(self) -> tuple[str, ...]:
-        return () if self.profile == "full" else tuple(getattr(self.backend, "sampled", ()))
+        return () if self.profile != "quick" else tuple(getattr(self.backend, "sampled", ()))
 
     @cached_property
     def cases(self) -> tuple[Case, ...]:

@@ -115,10 +115,13 @@ class TestPlan:
         assert not {cell.variant for cell in plan.drawing("probe")} & set(FLEX)
 
     def test_many_virtual_ranks_are_tried(self) -> None:
-        """On 8 and on 64."""
-        virtual = Plan(Native(), "cpu", "virtual", 64).cells
+        """On 8, 64 and 256, as many as of the other variants."""
+        virtual = Plan(Native(), "cpu", "virtual", 256).cells
         for variant in FLEX:
-            assert [8, 64] == [cell.layout.world for cell in virtual if cell.variant == variant]
+            assert {8, 64, 256} == {cell.layout.world for cell in virtual if cell.variant == variant}
+            assert {c.layout for c in virtual if c.variant == variant} == {
+                c.layout for c in virtual if c.variant == "allgather"
+            }
 
 
 @pytest.mark.parametrize("variant", FLEX)

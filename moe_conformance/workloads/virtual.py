@@ -33,19 +33,38 @@ def last_experts(T: int, config: Config, layout: Layout, generator: torch.Genera
 
 
 def layouts() -> tuple[Layout, ...]:
-    """The layouts of virtual ranks, smallest first: all of the world for ep, and ep together with the other axes."""
+    """The layouts of virtual ranks, smallest first: all of the world for ep, and ep together with the other axes.
+
+    Of 64 and of 256 ranks there are all foldings of tp, ep and etp that the full profile has on few.
+    """
     return (
         Layout(8, ep=8),
         Layout(8, ep=4),
         Layout(8, tp=2, ep=4),
         Layout(8, ep=4, etp=2),
         Layout(64, ep=64),
+        Layout(64),
         Layout(64, ep=8),
+        Layout(64, tp=8),
+        Layout(64, etp=8),
+        Layout(64, tp=4, etp=4),
+        Layout(64, tp=8, ep=16),
         Layout(64, tp=8, ep=64),
+        Layout(64, ep=16, etp=2),
         Layout(64, tp=2, ep=16, etp=4),
+        Layout(64, tp=8, ep=8, etp=4),
+        Layout(64, tp=2, cp=2, pp=2, ep=8, etp=2),
         Layout(256, ep=256),
+        Layout(256),
         Layout(256, ep=32),
+        Layout(256, tp=8),
+        Layout(256, etp=8),
+        Layout(256, tp=4, etp=4),
+        Layout(256, tp=8, ep=32),
+        Layout(256, ep=32, etp=2),
         Layout(256, tp=4, ep=64, etp=2),
+        Layout(256, tp=8, ep=16, etp=4),
+        Layout(256, tp=2, cp=2, pp=2, ep=16, etp=2),
         Layout(512, ep=512),
         Layout(512, ep=64),
         Layout(512, tp=2, ep=256, etp=2),
@@ -64,9 +83,10 @@ def suits(layout: Layout, first_variant: bool) -> bool:
 def recipes(layout: Layout) -> tuple[tuple[Recipe, ...], tuple[Recipe, ...]]:
     """The recipes for a layout, with the probe and with the backend's own experts.
 
-    A rank holds two experts, one where there are 512. The probe needs a column for each, own experts do not.
+    A rank holds two experts, one where there are 512; there are no fewer than 8. The probe needs a column for each, own
+    experts do not.
     """
-    E = layout.ep * (2 if layout.ep < 512 else 1)
+    E = max(8, layout.ep * (2 if layout.ep < 512 else 1))
     probe: dict[str, Any] = {"experts": E, "hidden": max(E, 32)}
     own: dict[str, Any] = {"experts": E, "hidden": 32, "ffn": 16}
     uneven = _UNEVEN if layout.world <= 64 else _FEW
