@@ -64,6 +64,7 @@ class TestCorpus:
             assert {torch.float32, torch.float64} <= {each["dtype"] for each in asked}
             assert {True, False} == {each["uneven_tokens"] for each in asked} == {each["zero_tokens"] for each in asked}
             assert 2 == max(each["in_flight"] for each in asked)
+            assert {"no", "group_max"} <= {workload.config.pad_tokens for workload in workloads}
             if kind == "probe":
                 assert {torch.bfloat16, torch.float16} <= {each["dtype"] for each in asked}
                 assert 2 == max(each["halves_in_flight"] for each in asked)

@@ -32,7 +32,7 @@ MANY = (160, 0, 300, 129)  # more than a byte, signed or not, counts
 
 # What is tried on more ranks than this is a part of the corpus: the recipes that say `wide`, the golden, and nothing of
 # routers, which do not know of other ranks. Among them are all phases and dtypes, ranks without tokens, uneven ones,
-# several in flight, empty slots, two dimensions, and the backend's own experts.
+# padded and bounded ones, several in flight, empty slots, two dimensions, and the backend's own experts.
 USUAL_RANKS = 6
 
 
@@ -224,7 +224,7 @@ _OWN = (
     Recipe("own-accumulated-even", schedule="F0 B0 F1 B1", wide=True, likened="full"),
     Recipe("own-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B0 B1", wide=True, likened="full"),
     Recipe("own-forward-only-even", schedule="F0 F1 B1", profile="full"),
-    Recipe("own-padded-uneven", tokens=ONE_WITHOUT, config=_TO_8),
+    Recipe("own-padded-uneven", tokens=ONE_WITHOUT, config=_TO_8, wide=True),
     Recipe("own-padded-in-flight-uneven", tokens=UNEVEN, config=_TO_64, schedule="F0 F1 B0 B1", profile="full"),
     Recipe("own-gaps-uneven", gaps, tokens=(24, 8, 32, 0, 16)),
     Recipe("own-bounded-uneven", tokens=UNEVEN, config=_TO_BOUND),
