@@ -81,9 +81,9 @@ class Plan:
     def _runs(self, variant: str, layout: Layout) -> bool:
         """Whether a variant is tried on a layout.
 
-        A backend may name variants that share most of what they do with others (`Backend.sampled`). In the quick profile
-        they run only where experts are spread over ranks and cut over ranks as well, each of them gets its part of the
-        workloads, and Hypothesis draws none for them.
+        A backend may name variants that share most of what they do with others (`Backend.sampled`). In the quick
+        profile they run only where experts are spread over ranks and cut over ranks as well, each of them gets its part
+        of the workloads, and Hypothesis draws none for them.
         """
         if variant in self._sampled:
             return layout.ep > 1 and layout.etp > 1
