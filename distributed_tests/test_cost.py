@@ -6,6 +6,7 @@ from moe_conformance.judging.cost import (
     judge_backward_rows,
     judge_beside_rows,
     judge_even_calls,
+    judge_handed,
     judge_no_calls,
     judge_reductions,
     judge_repeated,
@@ -15,7 +16,7 @@ from moe_conformance.judging.cost import (
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
-from moe_conformance.workloads.features import exchanges, repeated
+from moe_conformance.workloads.features import exchanges, repeated, without_gradients
 from moe_conformance.workloads.records import Workload
 
 
@@ -29,6 +30,11 @@ def counted(workload: Workload) -> bool:
     plain = workload.asynchrony == "plain" and workload.schedule.startswith("F0 B0")
     plain = plain and workload.config.pad_tokens == "no"
     return exchanges(workload.layout) and plain and workload.config.dtype.itemsize == 4
+
+
+def unpadded(workload: Workload) -> bool:
+    """Whether nothing asks for rows beside those that are routed, and all is done as in training."""
+    return not workload.config.pad_to_capacity and not without_gradients(workload) and workload.asynchrony == "plain"
 
 
 def by_turns(workload: Workload) -> bool:
@@ -66,6 +72,11 @@ class TestExchange:
     def test_little_travels_beside_the_rows(self, reading: Reading, tally: Tally) -> None:
         """Counts are a number per rank and expert, and a row brings a few numbers with it."""
         judge_beside_rows(reading, tally)
+
+    @requirement("COST-10", kind="probe", when=unpadded)
+    def test_experts_are_handed_what_is_for_them(self, reading: Reading, tally: Tally) -> None:
+        """No more rows than are routed to a rank reach its experts, whatever the worst case would be."""
+        judge_handed(reading, tally)
 
     @requirement("COST-07", kind="probe", when=repeated)
     def test_a_step_costs_what_the_last_one_did(self, reading: Reading, tally: Tally) -> None:

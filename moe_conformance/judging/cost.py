@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
-from moe_conformance.contract import WIRES
+from moe_conformance.contract import HANDED, WIRES
 from moe_conformance.engine.ledger.entry import Entry, group_words
 from moe_conformance.judging.diagnosis import some
 from moe_conformance.judging.reading import Reading
@@ -174,6 +174,38 @@ def judge_repeated(reading: Reading, tally: Tally) -> None:
             tally.add(pairs=len(calls_by_step) - 1, rank=rank.rank)
     if found:
         raise Costly("run", some(found))
+
+
+def judge_handed(reading: Reading, tally: Tally) -> None:
+    """Decide whether the experts of a rank are handed no more rows than are routed to them, one each to round up.
+
+    Where all tokens are handed over, as the backend has to say, no more than these.
+
+    Raises:
+        Costly: they are handed more.
+        NotOffered: the backend says that the number of rows is a static one.
+        WrongForm: it says something unknown.
+    """
+    workload, found = reading.outcome.workload, []
+    handed = reading.ranks[0].resolved.get("handed", "routed")
+    if handed not in HANDED:
+        raise WrongForm("dispatch", f"the backend says that it hands over {handed!r}, which is none of {HANDED}")
+    if handed == "static":
+        raise NotOffered("the backend says that it hands over a static number of rows")
+    for m, pairs in enumerate(reading.pairs):
+        routed = Counter((pair.destination, pair.expert) for pair in pairs)
+        for group in workload.layout.groups()["ep_etp"]:
+            tokens = sum(len(reading.batches[m][rank].x_TD) for rank in group)
+            for rank in group:
+                rows_N = [routed[rank, expert] for expert in reading.ranks[rank].local_experts]
+                rows = sum(len(call.rows_RD) for call in reading.ranks[rank].microbatches[m].handed)
+                allowed = tokens if handed == "tokens" else cost_bytes.most_rows(rows_N)
+                if rows > allowed:
+                    some_of = f"{tokens} tokens" if handed == "tokens" else f"{sum(rows_N)} routed pairs"
+                    found.append(f"rank {rank} hands {rows} rows to its experts in microbatch {m}, of {some_of}")
+                tally.add(pairs=1, rank=rank)
+    if found:
+        raise Costly("dispatch", some(found))
 
 
 def judge_reductions(reading: Reading, tally: Tally) -> None:

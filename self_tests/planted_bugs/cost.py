@@ -3,10 +3,12 @@
 # ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from moe_conformance.backends.native.exchange import AllToAllExchange
@@ -105,6 +107,26 @@ class CallsMoreEachStep(AllToAllExchange):
         for buffer in self._buffers:
             dist.all_reduce(buffer, group=self.topology.group("ep"))
         return super().dispatch(x, routing)
+
+
+@planted(
+    Expectation("COST-10", "even", "dispatch", "rank 0 hands 64 rows to its experts", "routed pairs"),
+    Expectation("COST-10", "rank-without-tokens", "dispatch", "rows to its experts in microbatch 0"),
+)
+class WorstCaseBuffer(AllToAllExchange):
+    """The buffer of received rows is as long as if every rank sent everything here; the counts say what is filled."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        delivery, handle = super().dispatch(x, routing)
+        filled = len(delivery.rows_RD)
+        unused = max(64 - filled, filled)
+        rows_RD = F.pad(delivery.rows_RD, (0, 0, 0, unused))
+        ids_RJ = F.pad(delivery.ids_RJ, (0, 0, 0, unused), value=-1)
+        return replace(delivery, rows_RD=rows_RD, ids_RJ=ids_RJ, shape=tuple(rows_RD.shape)), (handle, filled)
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        permuted, filled = handle
+        return super().combine(rows[:filled], permuted)
 
 
 @planted(

@@ -86,6 +86,7 @@ class FlexExchange:
             "weights": "input" if self.manager.weighs_input else "expert",
             "weights_at": "expert",
             "wire": "tokens",
+            "handed": self.manager.handed,
         }
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Flight]:

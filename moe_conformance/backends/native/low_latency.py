@@ -38,6 +38,11 @@ class Filled:
 class LowLatencyExchange(AllToAllExchange):
     """Dispatch into fixed places and combine from them; weights are applied as in the all-to-all exchange."""
 
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        """As of every exchange, and that places are as many whatever arrives."""
+        return {**super().resolved, "handed": "static"}
+
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
         """Hand over as many places as the busiest rank of the group could need."""
         rows_NCD, filled = self.fill(x, routing)

@@ -43,6 +43,7 @@ class Manager:
 
     knobs: ClassVar[tuple[str, ...]] = ()  # names that it takes from `Config.extra`
     needs_equal_tokens: ClassVar[bool] = False  # all ranks have to dispatch as many: `padding.py` sees to it
+    handed: ClassVar[str] = "routed"  # how many rows its experts are handed, see `contract.Placed`
 
     def __init__(self, config: Config, exchange: TokenExchange) -> None:
         """Take the token exchange to work over.
@@ -111,6 +112,7 @@ class HybridEPManager(_OneRowPerPair):
     """
 
     knobs = ("rank_capacity_factor",)
+    handed = "static"
     needs_equal_tokens = True
 
     def __init__(self, config: Config, exchange: TokenExchange) -> None:

@@ -33,6 +33,7 @@ class SharedExchange:
         # All-reduce hands experts the tokens of others too, and so does auto where there are no gradients.
         unrouted: Unrouted = "padding" if implementation in (None, "all_to_all") else "zero"
         self._given, self._placement, self._class = _Given(placement.held, unrouted), placement, "none"
+        self._hands_all = False
         if implementation is None:
             return
         from transformers.distributed.expert_parallel import EpDispatchExpertsParallel, EPImplementationInterface
@@ -42,6 +43,7 @@ class SharedExchange:
                 self._given, placement.expert_mesh["ep"], tp_mesh=placement.tp_mesh, ep_implementation=implementation
             )
         self._class = EPImplementationInterface()[implementation].__name__
+        self._hands_all = implementation == "all_reduce"
 
     @property
     def local_experts(self) -> tuple[int, ...]:
@@ -53,7 +55,10 @@ class SharedExchange:
         """The class of the implementation, and what the adapter did to the tokens."""
         sizes = self._placement.topology.sizes
         shared = {"tokens": f"gathered from {sizes['tp']} ranks by the adapter", "wire": "copies"}
-        return {"implementation": self._class, "ep ranks": str(sizes["ep"])} | (shared if sizes["tp"] > 1 else {})
+        told = {"implementation": self._class, "ep ranks": str(sizes["ep"])}
+        return (
+            told | ({"handed": "tokens"} if self._hands_all else {}) | (shared if sizes["tp"] > 1 else {})
+        )
 
     def __call__(self, x: Tensor, routing: Routing, expert: ExpertFn) -> Tensor:
         """Run the installed forward on this rank's tokens, or on those of all ranks that share a batch."""
