@@ -247,7 +247,8 @@ class Placed(Resolved, Protocol):
     otherwise; "tokens", one row for each token and rank that needs it; "all", every token to every rank; "copies", that
     the adapter first copied the tokens of every tensor rank to all of them, as the backend wants them: not counted.
     `resolved["handed"]` says how many rows the experts are handed: "routed", as many as are for them, unless it says
-    otherwise; "tokens", every token of the exchange group; "static", a number that was agreed upon before.
+    otherwise; "tokens", every token of the exchange group; "static", a number that was agreed upon before. Where the
+    rows of an expert are padded to a multiple, `resolved["multiple"]` says to which.
     """
 
     @property

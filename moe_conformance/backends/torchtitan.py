@@ -193,6 +193,7 @@ class _Exchange:
         return {
             "dispatcher": type(self._dispatcher).__qualname__,
             "path": "local" if mesh is None else f"all_to_all over {mesh.size()} ranks",
+            "multiple": str(getattr(self._dispatcher, "pad_multiple", 1)),
         }
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:

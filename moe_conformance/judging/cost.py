@@ -177,7 +177,7 @@ def judge_repeated(reading: Reading, tally: Tally) -> None:
 
 
 def judge_handed(reading: Reading, tally: Tally) -> None:
-    """Decide whether the experts of a rank are handed no more rows than are routed to them, one each to round up.
+    """Decide whether the experts of a rank are handed no more rows than are routed to them, and some to round up.
 
     Where all tokens are handed over, as the backend has to say, no more than these.
 
@@ -190,6 +190,7 @@ def judge_handed(reading: Reading, tally: Tally) -> None:
     handed = reading.ranks[0].resolved.get("handed", "routed")
     if handed not in HANDED:
         raise WrongForm("dispatch", f"the backend says that it hands over {handed!r}, which is none of {HANDED}")
+    multiple = int(reading.ranks[0].resolved.get("multiple", "1"))
     if handed == "static":
         raise NotOffered("the backend says that it hands over a static number of rows")
     for m, pairs in enumerate(reading.pairs):
@@ -199,7 +200,7 @@ def judge_handed(reading: Reading, tally: Tally) -> None:
             for rank in group:
                 rows_N = [routed[rank, expert] for expert in reading.ranks[rank].local_experts]
                 rows = sum(len(call.rows_RD) for call in reading.ranks[rank].microbatches[m].handed)
-                allowed = tokens if handed == "tokens" else cost_bytes.most_rows(rows_N)
+                allowed = tokens if handed == "tokens" else cost_bytes.most_rows(rows_N, multiple)
                 if rows > allowed:
                     some_of = f"{tokens} tokens" if handed == "tokens" else f"{sum(rows_N)} routed pairs"
                     found.append(f"rank {rank} hands {rows} rows to its experts in microbatch {m}, of {some_of}")
