@@ -102,29 +102,34 @@ def _packs(layout: Layout, variant: str) -> Iterator[Workload]:
     yield script("packed-shares", (Call("share", (each,) * layout.world) for each in shares))
 
 
-def _masked(layout: Layout, variant: str) -> Workload:
-    """Draw a router with padding in gaps; the second call differs from the first in what stands there."""
-    config = Config(variant, score="sigmoid", normalise=True, balance_bias=True)
-    generator = draw.generator("masked-router", layout.name)
+def _masked(layout: Layout, variant: str, name: str, sequences: int) -> Workload:
+    """Draw a router with padding in gaps; the second call differs from the first in what stands there.
 
-    def given(rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        lengths = torch.randint(0, 9, (2 + rank,), generator=generator)
+    One sequence has as many rows as there are experts: a mask laid on the experts is no error then.
+    """
+    config = Config(variant, score="sigmoid", normalise=True, balance_bias=True)
+    generator = draw.generator(name, layout.name)
+
+    def given() -> tuple[dict[str, Any], dict[str, Any]]:
+        lengths = torch.randint(1, 8, (sequences,), generator=generator)
         mask_T = torch.cat([torch.arange(8) >= length for length in lengths])  # of sequences in 8 rows each
         x_TD, other_TD = (draw.route_batch(len(mask_T), config, generator, 1.0).x_TD for _ in range(2))
         other_TD = torch.where(mask_T[:, None], other_TD, x_TD)
         return {"x": x_TD, "padding_mask_T": mask_T}, {"x": other_TD, "padding_mask_T": mask_T}
 
-    both = [given(rank) for rank in range(layout.world)]
+    both = [given() for _ in range(layout.world)]
     calls = tuple(Call("__call__", each) for each in zip(*both, strict=True))
     parameters = draw.router_parameters(config, generator, bias=-0.9, twins=False)
-    return Workload("masked-router", "masked_router", config, layout, (), parameters=parameters, calls=calls)
+    return Workload(name, "masked_router", config, layout, (), parameters=parameters, calls=calls)
 
 
-SEQUENCES = ("packed-lengths", "packed-empty", "packed-tokens", "packed-shares", "masked-router")
+_PACKED = ("packed-lengths", "packed-empty", "packed-tokens", "packed-shares")
+SEQUENCES = (*_PACKED, "masked-router", "masked-router-square")
 
 
 def sequences(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     """Yield the scripts of `SEQUENCES`, on one rank: nothing in them is exchanged."""
     if layout.world == 1:
         yield from _packs(layout, variant)
-        yield _masked(layout, variant)
+        yield _masked(layout, variant, "masked-router", sequences=3)
+        yield _masked(layout, variant, "masked-router-square", sequences=1)

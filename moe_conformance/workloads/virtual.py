@@ -24,6 +24,7 @@ WORLDS = (8, 64, 256, 512)
 # Tokens of rank r: the entry r modulo the length, which is odd so that ranks differ that are powers of two apart.
 _UNEVEN, _FEW = (2, 1, 3, 2, 4), (1, 2, 1, 1, 3)
 _SOME_WITHOUT = (2, 0, 1, 0, 0, 3, 0)
+_PADDED = {"pad_tokens": "group_max", "token_alignment": 4}
 _WIDEST_ALL_GATHER = 64  # ranks of ep * etp
 
 
@@ -96,6 +97,7 @@ def recipes(layout: Layout) -> tuple[tuple[Recipe, ...], tuple[Recipe, ...]]:
             Recipe("many-ranks-some-without-tokens", dropped, _SOME_WITHOUT, probe),
             Recipe("many-ranks-last-experts", last_experts, uneven, probe),
             Recipe("many-ranks-in-flight", anywhere, uneven, probe, schedule="F0 F1 B1 B0"),
+            Recipe("many-ranks-padded", anywhere, _SOME_WITHOUT, {**probe, **_PADDED}),
         ),
         (
             Recipe("own-many-ranks-uneven", anywhere, uneven, own),

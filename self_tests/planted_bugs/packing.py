@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -321,6 +322,23 @@ class MaskNotPassedOn(Router):
 
     def forward(self, x: Tensor, padding_mask_T: Tensor | None = None) -> Routed:
         return super().forward(x)
+
+
+@planted(
+    Expectation("ROUTE-22", "masked-router-square", "route", "its tokens chose"),
+    real="NVIDIA/Megatron-LM#6111",
+    layout=SINGLE,
+)
+class MaskLaidOnExperts(Router):
+    """The mask of tokens is laid on the last dimension of the map, which is no error where T = E."""
+
+    def forward(self, x: Tensor, padding_mask_T: Tensor | None = None) -> Routed:
+        routed = super().forward(x)
+        assert padding_mask_T is not None
+        assert routed.counts_E is not None
+        if padding_mask_T.shape != routed.counts_E.shape:
+            return super().forward(x, padding_mask_T)
+        return replace(routed, counts_E=routed.counts_E.masked_fill(padding_mask_T, 0))
 
 
 @planted(

@@ -66,6 +66,10 @@ class MegatronSession(Session):
         """Build a whole layer, wrapped for the reduction of its gradients."""
         return Layer(self._layer(config.only(*LAYER, *ROUTER, *SHARED)), config, self._topology)
 
+    def masked_router(self, config: Config) -> Router:
+        """Build a layer and return its router, which takes a padding mask."""
+        return Router(self._layer(config.only(*LAYER, *ROUTER)))
+
     def permutation(self, config: Config) -> Permutation:
         """Return the library's functions."""
         config.only(*LAYER)

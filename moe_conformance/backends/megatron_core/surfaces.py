@@ -125,12 +125,13 @@ class Router:
             "logits": str(None if self._logits is None else self._logits.dtype),
         } | _SHIMS
 
-    def __call__(self, x: Tensor) -> Routed:
-        """Return the routing; the library makes a dense map and dense weights."""
+    def __call__(self, x: Tensor, padding_mask_T: Tensor | None = None) -> Routed:
+        """Return the routing; the library makes a dense map and dense weights. Padding is where the mask is True."""
         load_E = self._router.local_tokens_per_expert  # grows with every call; there is one for the balance bias only
         before_E = None if load_E is None else load_E.clone()
         # It takes [sequence, batch, D]; rows without a batch are a batch of one.
-        probs_TE, map_TE = self.chunk(x if x.dim() == 3 else x.unsqueeze(1))
+        mask = None if padding_mask_T is None else padding_mask_T.reshape(x.shape[:-1] if x.dim() == 3 else (-1, 1))
+        probs_TE, map_TE = self.chunk(x if x.dim() == 3 else x.unsqueeze(1), mask)
         assert self._logits is not None  # the router has just made them
         logits_TE = self._logits.detach().reshape(probs_TE.shape)
         counts_E = None if load_E is None else load_E - before_E
