@@ -8,13 +8,14 @@ from dataclasses import replace
 import pytest
 
 from moe_conformance.engine import Engine
-from moe_conformance.judging.cost import judge_rows
+from moe_conformance.judging.cost import judge_handed, judge_rows
 from moe_conformance.judging.reading import read
-from moe_conformance.judging.verdict import NotOffered, Tally
+from moe_conformance.judging.verdict import Costly, NotOffered, Tally, WrongForm
 from moe_conformance.scenarios.moe_step import moe_step
+from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus import corpus
-from self_tests.breaking import broken
+from self_tests.breaking import broken, edit_handed, judged
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +23,33 @@ def engine() -> Iterator[Engine]:
     """Ranks for the tests of this file."""
     with Engine(preload=("moe_conformance.scenarios.moe_step",)) as engine:
         yield engine
+
+
+class TestHanded:
+    def test_what_is_routed_is_allowed(self) -> None:
+        """Every rank's experts are compared."""
+        assert {0, 1} <= judged(judge_handed, broken()).ranks
+
+    def test_a_buffer_of_the_worst_case_is_told(self) -> None:
+        """Rows beyond those that are routed, and one for each expert; a multiple that is named excuses them."""
+        longer = edit_handed(
+            broken(), 1, lambda call: replace(call, rows_RD=call.rows_RD.new_zeros(len(call.rows_RD) + 5, 32))
+        )
+        with pytest.raises(Costly, match=r"rank 1 hands .* rows to its experts in microbatch 0, of .* routed pairs"):
+            judge_handed(read(longer), Tally())
+        judged(judge_handed, says(longer, multiple="16"))
+
+    def test_what_the_backend_says_decides(self) -> None:
+        """A static number is judged elsewhere, all tokens are few, and an unknown word is a fault."""
+        with pytest.raises(NotOffered, match="a static number of rows"):
+            judge_handed(read(says(broken(), handed="static")), Tally())
+        with pytest.raises(WrongForm, match="hands over 'most', which is none of"):
+            judge_handed(read(says(broken(), handed="most")), Tally())
+
+
+def says(outcome: Outcome, **resolved: str) -> Outcome:
+    """Let all ranks say something of the exchange."""
+    return replace(outcome, ranks=tuple(replace(rank, resolved=resolved) for rank in outcome.ranks))
 
 
 class TestTravelled:
