@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from moe_conformance.judging.dispatch_layout import judge_transport
+from moe_conformance.judging.group_sizes import judge_sizes, judge_stages
 from moe_conformance.judging.groups import judge_groups
+from moe_conformance.judging.indivisible import judge_indivisible
 from moe_conformance.judging.placement import judge_placement
 from moe_conformance.judging.verdict import Tally
-from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.scenarios.outcome import Outcome, Told
 from moe_conformance.spec import requirement
 from moe_conformance.topology import Layout, RankLists
+from moe_conformance.workloads.records import Wish
 
 
 class TestFolding:
@@ -21,6 +24,25 @@ class TestFolding:
         """For every valid layout of a world, the backend's groups are those of the declared folding."""
         for layout, built in group_lists.items():
             judge_groups(built, layout, tally)
+
+    @requirement("GROUP-02", kind="groups")
+    def test_sizes_are_taken_if_and_only_if_they_make_a_layout(
+        self, group_answers: Mapping[Wish, Told], tally: Tally
+    ) -> None:
+        """Every layout of a world gets groups, or a documented refusal, and sizes that make none are refused."""
+        judge_sizes(group_answers, tally)
+
+    @requirement("GROUP-04", kind="groups")
+    def test_no_group_has_ranks_of_two_stages(self, group_answers: Mapping[Wish, Told], tally: Tally) -> None:
+        """In every order of axes, both folds put every rank into the same pipeline stage."""
+        judge_stages(group_answers, tally)
+
+
+class TestDivision:
+    @requirement("GROUP-03", kind="session")
+    def test_what_does_not_divide_is_refused(self, outcome: Outcome, tally: Tally) -> None:
+        """Experts or widths that the layout cannot divide are refused on every rank, with both numbers."""
+        judge_indivisible(outcome, tally)
 
 
 class TestTransport:

@@ -451,7 +451,9 @@ class Backend(Protocol):
     """An implementation under test. Importing its module must not import the library.
 
     Optional and pure: `groups(sizes) -> Mapping[str, tuple[tuple[int, ...], ...]]`, the rank lists that the library
-    would build for sizes world, tp, cp, pp, ep, etp, under the names of `Topology.ranks`.
+    would build for sizes world, tp, cp, pp, ep, etp, under the names of `Topology.ranks` (and "expert_pp", where the
+    expert fold has its own); an exception where it refuses them. With `orders: tuple[str, ...]`, further orders of axes
+    by the library's names, it is called as `groups(sizes, order)` too.
 
     Optional: `sampled: tuple[str, ...]`, variants that share most of what they do with others. The quick profile
     tries them on few layouts and shares its workloads among them; the other profiles leave nothing out.

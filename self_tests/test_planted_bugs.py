@@ -21,8 +21,8 @@ from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import load
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import corpus, routing, scripts
-from moe_conformance.workloads.records import Workload
+from moe_conformance.workloads import corpus, group_sizes, routing, scripts
+from moe_conformance.workloads.records import Wish, Workload
 from self_tests.checks import checks, judge
 from self_tests.planted_bugs import Expectation, Plant, plants
 from self_tests.planted_bugs.plant import EP2, EP2_ETP2
@@ -54,8 +54,11 @@ class Court:
         """Return what every check of a requirement makes of a run."""
         asked = checks()[requirement]
         if asked[0].kind == "groups":
-            (built,) = group_lists(self.engine, backend, (layout,))
-            return [judge(check, group_lists={layout: built}) for check in asked]
+            world = layout.world
+            wishes = tuple(Wish(each) for each in (*group_sizes.possible(world), *group_sizes.impossible(world)))
+            told = dict(zip(wishes, group_lists(self.engine, backend, wishes), strict=True))
+            lists = {layout: told[Wish(layout)].lists}
+            return [judge(check, group_lists=lists, group_answers=told) for check in asked]
         outcome = self._run(backend, variant, layout, workload)
         step = partial(moe_step, self.engine, backend, deadline_s=20.0)
         twins = Twins(registry.load(backend), "cpu", step, self.engine.renew)

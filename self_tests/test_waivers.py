@@ -64,6 +64,18 @@ class TestMatch:
         ]
         assert [None] * len(others) == [waivers.match(item) for item in others]
 
+    def test_groups_have_a_place_of_their_own(self, tmp_path):
+        """A check for which nothing runs is waived under the names for that, and under no others."""
+        places = 'variants = ["any"]\nlayouts = ["any"]\nworkloads = ["groups"]\n'
+        before, _, after = GOOD.partition('variants = ')
+        of_groups = before + places + after.partition('["even"]\n')[2].replace("alltoall-ep2-even", "world-2")
+        waivers = loaded(tmp_path, of_groups)
+        assert () == waivers.problems
+        assert waivers.match(Item.of_groups("test_outputs[world-2]", ("EXCH-05",))) is not None
+        assert waivers.match(ITEM) is None
+        (problem,) = loaded(tmp_path, GOOD.replace("alltoall-ep2-even", "world-2")).problems
+        assert "is no test_name" in problem
+
 
 class TestDrawn:
     WITHOUT = GOOD.replace('["even"]', '["even", "drawn with ties"]')

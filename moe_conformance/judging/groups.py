@@ -37,7 +37,8 @@ def judge_groups(built: Mapping[str, RankLists], layout: Layout, tally: Tally) -
 
 def _expected(layout: Layout) -> dict[str, RankLists]:
     sizes = layout.sizes()
-    return dict(reference_groups(**{axis: sizes[axis] for axis in ("world", "tp", "cp", "pp", "ep", "etp")}))
+    lists = dict(reference_groups(**{axis: sizes[axis] for axis in ("world", "tp", "cp", "pp", "ep", "etp")}))
+    return lists | {"expert_pp": lists["pp"]}
 
 
 def _wrong(name: str, built: RankLists, expected: RankLists, layout: Layout) -> list[Finding]:

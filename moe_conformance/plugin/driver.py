@@ -24,13 +24,14 @@ from moe_conformance.plugin.run import Run
 from moe_conformance.plugin.trial import Ending, Trial, ending, refusal_of, trial_of
 from moe_conformance.report.records import PROPERTY
 from moe_conformance.scenarios.group_lists import CannotTell
-from moe_conformance.scenarios.outcome import Outcome
-from moe_conformance.topology import Layout, RankLists, layouts
+from moe_conformance.scenarios.outcome import Outcome, Told
+from moe_conformance.scenarios.script import SESSION
+from moe_conformance.topology import Layout, RankLists
 from moe_conformance.waivers import Item
-from moe_conformance.workloads import distribution
+from moe_conformance.workloads import distribution, group_sizes
 from moe_conformance.workloads.features import broken
 from moe_conformance.workloads.freedom import Freedom
-from moe_conformance.workloads.records import Asynchrony, Workload
+from moe_conformance.workloads.records import Asynchrony, Wish, Workload
 
 
 class Driver:
@@ -80,9 +81,9 @@ class Driver:
         elif "case" in metafunc.fixturenames:
             cases = self.plan.of(mark.kwargs["kind"], mark.kwargs["when"])
             metafunc.parametrize("case", cases, ids=[case.id for case in cases], indirect=True)
-        elif "group_lists" in metafunc.fixturenames:
+        elif asked := {"group_lists", "group_answers"} & set(metafunc.fixturenames):
             worlds = self.plan.worlds
-            metafunc.parametrize("group_lists", worlds, ids=[f"world-{world}" for world in worlds], indirect=True)
+            metafunc.parametrize(asked.pop(), worlds, ids=[f"world-{world}" for world in worlds], indirect=True)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -177,18 +178,31 @@ class Driver:
     def group_lists(self, request: pytest.FixtureRequest) -> Mapping[Layout, Mapping[str, RankLists]]:
         """The rank lists that the backend would build, for every layout of a world that it has."""
         trial = trial_of(request.node)
+        answers = self._answers(trial, tuple(Wish(layout) for layout in group_sizes.possible(request.param)))
+        if raised := [f"{wish}: {told.error}" for wish, told in answers.items() if told.by == "raised"]:
+            raise RunFailed("groups", f"the backend was asked for its groups with {raised[0]}")
+        lists = {wish.layout: told.lists for wish, told in answers.items() if told.lists is not None}
+        if not lists:
+            trial.skip("not adapted", f"not adapted: {next(iter(answers.values())).error}")
+        return lists
+
+    @pytest.fixture
+    def group_answers(self, request: pytest.FixtureRequest) -> Mapping[Wish, Told]:
+        """What the backend answers for every layout of a world in every order of axes, and for sizes that make none."""
+        world: int = request.param
+        orders = ("", *getattr(self.run.backend, "orders", ()))
+        wishes = [Wish(layout, order) for order in orders for layout in group_sizes.possible(world)]
+        wishes += [Wish(layout) for layout in group_sizes.impossible(world)]
+        return self._answers(trial_of(request.node), tuple(wishes))
+
+    def _answers(self, trial: Trial, wishes: tuple[Wish, ...]) -> dict[Wish, Told]:
         if not hasattr(self.run.backend, "groups"):
             trial.skip("not adapted", "not adapted: the backend does not tell which groups it would build")
-        every = tuple(layouts(request.param))
         trial.runs += 1
         try:
-            answers = self._outcomes.group_lists(every)
+            return dict(zip(wishes, self._outcomes.group_lists(wishes), strict=True))
         except CannotTell as error:
             raise RunFailed("groups", f"the backend was asked for its groups: {error}") from error
-        told = {layout: lists for layout, lists in zip(every, answers, strict=True) if not isinstance(lists, str)}
-        if not told:
-            trial.skip("not adapted", f"not adapted: {answers[0]}")
-        return told
 
     def _runs(self, case: Case) -> bool:
         """Whether a case is run at all: on enough ranks, within the limits that nobody may break."""
@@ -254,7 +268,7 @@ def _examine(trial: Trial, case: Case, outcome: Outcome) -> None:
     if refusal := refusal_of(outcome):
         trial.skip(*refusal)
     limit = _limit(case)
-    if limit is not None:
+    if limit is not None and case.workload.kind != SESSION:  # there refusals are answers
         raise Mismatch(
             "run",
             f"the backend declares a limit on {limit.on} that the library refuses to break ({limit.reason}), but "

@@ -21,9 +21,8 @@ from moe_conformance.plugin.run import Run, engine_needs
 from moe_conformance.plugin.stopping import stop_now
 from moe_conformance.scenarios.group_lists import group_lists
 from moe_conformance.scenarios.moe_step import Step, start
-from moe_conformance.scenarios.outcome import Outcome
-from moe_conformance.topology import Layout, RankLists
-from moe_conformance.workloads.records import Workload
+from moe_conformance.scenarios.outcome import Outcome, Told
+from moe_conformance.workloads.records import Wish, Workload
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -135,14 +134,14 @@ class Outcomes:
         return self._repeated
 
     @_ends_with_its_site
-    def group_lists(self, every: tuple[Layout, ...]) -> list[dict[str, RankLists] | str]:
+    def group_lists(self, wishes: tuple[Wish, ...]) -> list[Told]:
         """Ask the backend for its groups, on a rank.
 
         Raises:
             CannotTell: the rank did not answer.
         """
         self._drop()
-        return group_lists(self._started, self._run.target, every)
+        return group_lists(self._started, self._run.target, wishes)
 
     def close(self) -> None:
         """End the ranks, if there are any, and what runs on them."""

@@ -56,9 +56,11 @@ def record_of(run: Run, item: pytest.Item, trial: Trial, ended: Ending) -> Recor
 def waiver_of(run: Run, item: pytest.Item, trial: Trial, requirements: tuple[str, ...]) -> str | None:
     """Return the id of the waiver that answers for the item, if one does."""
     if trial.cell is None:
-        return None
-    workload = trial.workload.name if trial.workload else None
-    waiver = run.waivers.match(Item(item.name, requirements, trial.cell.variant, trial.cell.layout.name, workload))
+        asked = Item.of_groups(item.name, requirements)
+    else:
+        workload = trial.workload.name if trial.workload else None
+        asked = Item(item.name, requirements, trial.cell.variant, trial.cell.layout.name, workload)
+    waiver = run.waivers.match(asked)
     return None if waiver is None else waiver.id
 
 

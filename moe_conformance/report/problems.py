@@ -24,14 +24,14 @@ def of_whole(records: Sequence[Record], waivers: Waivers, *, filtered: bool, ful
         ran = [item_of(record) for record in records if record.verdict not in _DID_NOT_RUN]
         used = [record.waiver for record in records if record.verdict in ("waived", "unexpected pass")]
         yield from waivers.misnamed(record.item for record in records)
-        yield from waivers.unused((item for item in ran if item), used, full)
+        yield from waivers.unused(ran, used, full)
     yield from drawn.problems(records)
     if not any(record.verdict == "pass" for record in records):
         yield "nothing passed: a run without a single passing check shows nothing"
 
 
-def item_of(record: Record) -> Item | None:
+def item_of(record: Record) -> Item:
     """Return what a waiver would be held against."""
     if record.variant is None or record.layout is None:
-        return None
+        return Item.of_groups(record.item, record.requirements)
     return Item(record.item, record.requirements, record.variant, record.layout, record.workload)

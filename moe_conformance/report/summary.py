@@ -78,8 +78,8 @@ def _tell_failures(terminal: Terminal, found: Sequence[words.Group]) -> None:
 
 def _propose_waivers(terminal: Terminal, found: Sequence[words.Group], head: Mapping[str, Any]) -> None:
     for group in found[: words.IN_FULL]:
-        items = [item for record in group.records if (item := item_of(record))]
-        if group.first.verdict in ("fail", "crash", "hang") and items:
+        items = [item_of(record) for record in group.records]
+        if group.first.verdict in ("fail", "crash", "hang"):
             terminal.write_sep("-", "a waiver for this would read")
             ids = sorted({each for record in group.records for each in record.requirements})
             reason = group.first.message.splitlines()[0]

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from moe_conformance.backends.registry import load
 from moe_conformance.contract import Unsupported
 from moe_conformance.engine import Engine, Job, RankContext
-from moe_conformance.topology import Layout, RankLists
-
-Lists = dict[str, RankLists]
+from moe_conformance.scenarios.outcome import Told
+from moe_conformance.workloads.records import SIZES, Wish
 
 
 @dataclass(frozen=True)
@@ -17,20 +16,20 @@ class Question:
     """What the one rank is asked."""
 
     backend: str  # a name of the registry or pkg.mod:Class
-    layouts: tuple[Layout, ...]
+    wishes: tuple[Wish, ...]
 
 
 class CannotTell(Exception):
-    """Asking raised, hung or killed the rank; the message says what happened there."""
+    """Asking hung or killed the rank; the message says what happened there."""
 
 
-def group_lists(engine: Engine, backend: str, layouts: tuple[Layout, ...]) -> list[Lists | str]:
-    """Return, for every layout, rank lists by name or the reason why the backend has none.
+def group_lists(engine: Engine, backend: str, wishes: tuple[Wish, ...]) -> list[Told]:
+    """Return what the backend answers to every wish.
 
     Raises:
         CannotTell: the rank did not answer.
     """
-    question = Question(backend, layouts)
+    question = Question(backend, wishes)
     job = Job("moe_conformance.scenarios.group_lists:ask", payload=question, world=1, groups={})
     result = engine.run(job).ranks[0]
     if result.status != "ok":
@@ -38,14 +37,19 @@ def group_lists(engine: Engine, backend: str, layouts: tuple[Layout, ...]) -> li
     return list(result.value or ())
 
 
-def ask(context: RankContext, question: Question) -> list[Lists | str]:
-    """Ask for every layout."""
+def ask(context: RankContext, question: Question) -> list[Told]:
+    """Ask for everything."""
     del context  # any rank knows the same
     backend = load(question.backend)
-    answers: list[Lists | str] = []
-    for layout in question.layouts:
-        try:
-            answers.append(dict(backend.groups(layout.sizes())))  # type: ignore[attr-defined]  # optional; the driver looked
-        except Unsupported as error:
-            answers.append(str(error))
-    return answers
+    return [_told(backend, wish) for wish in question.wishes]
+
+
+def _told(backend: object, wish: Wish) -> Told:
+    sizes = {name: getattr(wish.layout, name) for name in SIZES}
+    order = (wish.order,) if wish.order else ()
+    try:
+        return Told(dict(backend.groups(sizes, *order)))  # type: ignore[attr-defined]  # optional; the driver looked
+    except Unsupported as error:
+        return Told(None, str(error), error.by)
+    except Exception as error:
+        return Told(None, f"{type(error).__name__}: {error}", "raised")

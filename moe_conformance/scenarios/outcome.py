@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe_conformance.engine.ledger.disagreement import Disagreement
 from moe_conformance.engine.ledger.entry import Entry, Hazard
+from moe_conformance.topology import RankLists
 from moe_conformance.workloads.records import ParameterKey, Workload
 
 
@@ -66,6 +67,7 @@ class Answer:
     changed: tuple[str, ...] = ()  # arguments whose bytes were not the same when the script had ended
     error: str = ""  # the exception's message, where it raised
     error_type: str = ""  # and its type, with the module
+    error_by: str = ""  # of `Unsupported`: "library" or "adapter"
 
     @property
     def raised(self) -> bool:
@@ -130,3 +132,12 @@ class Outcome:
     def blamed(self) -> tuple[RankOutcome, ...]:
         """Ranks that did not finish by a fault of their own."""
         return tuple(r for r in self.ranks if r.status not in ("ok", "refused") and not r.secondary)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the backend answered: rank lists by name, or why there are none."""
+
+    lists: dict[str, RankLists] | None
+    error: str = ""
+    by: Literal["", "library", "adapter", "raised"] = ""  # who refused; raised: an exception that is no refusal

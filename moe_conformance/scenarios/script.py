@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_conformance.contract import Unsupported
 from moe_conformance.engine import RankContext
 from moe_conformance.scenarios import parameters
 from moe_conformance.scenarios.outcome import Answer, RankOutcome
@@ -17,6 +18,7 @@ from moe_conformance.scenarios.sessions import opened
 from moe_conformance.scenarios.tensors import same_bytes, to_cpu
 from moe_conformance.workloads.records import Call, Ref, Workload
 
+SESSION = "session"  # a kind of script whose calls are those of the session: they build surfaces
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
 
 
@@ -44,7 +46,8 @@ class Script:
         """Do it all and return what this rank saw."""
         session = opened(self.context, backend_name, self.workload.layout).session
         self.reached = "build"
-        surface = getattr(session, self.workload.kind)(self.workload.config)
+        kind = self.workload.kind
+        surface: Any = session if kind == SESSION else getattr(session, kind)(self.workload.config)
         if self.workload.parameters:
             parameters.write(surface, self.workload.parameters)
         for number, call in enumerate(self.workload.calls):
@@ -57,7 +60,7 @@ class Script:
             reached=self.reached,
             answers=tuple(self._finished(number) for number in range(len(self.answers))),
             local_experts=tuple(getattr(surface, "local_experts", ())),
-            resolved={key: str(value) for key, value in dict(surface.resolved).items()},
+            resolved={key: str(value) for key, value in dict(getattr(surface, "resolved", {})).items()},
             phases=tuple(self.phases),
         )
 
@@ -78,7 +81,9 @@ class Script:
             if not call.may_raise:
                 raise
             self.returned.append(None)
-            return Answer(error=str(error), error_type=f"{type(error).__module__}.{type(error).__qualname__}")
+            by = error.by if isinstance(error, Unsupported) else ""
+            kind = f"{type(error).__module__}.{type(error).__qualname__}"
+            return Answer(error=str(error), error_type=kind, error_by=by)
         self.returned.append(returned)
         return Answer(values=_by_field(returned))
 

@@ -13,6 +13,7 @@ from moe_conformance.topology import Layout
 
 Asynchrony = Literal["plain", "poisoned", "watched"]
 Lead = Literal["flat", "two_dims", "three_columns"]
+SIZES = ("world", "tp", "cp", "pp", "ep", "etp")  # that make a layout
 ParameterKey = tuple[str, int | None]  # (canonical name, global expert id or None)
 
 COLUMNS: Mapping[Lead, int] = {"flat": 1, "two_dims": 2, "three_columns": 3}  # B of x (S, B, D)
@@ -87,7 +88,8 @@ class Workload:
 
     name: str  # unique together with the variant and the layout
     # probe: the suite's expert; experts: the backend's own; route: its router alone; layer: a whole one. "spoilt" and
-    # "spoilt experts" are the first two with tokens that are not finite. With `calls`: a method of Session.
+    # "spoilt experts" are the first two with tokens that are not finite. With `calls`: a method of Session,
+    # or session, where they are calls on the session itself.
     kind: str
     config: Config
     layout: Layout
@@ -116,3 +118,16 @@ class Workload:
     def __repr__(self) -> str:
         """Name it in a line: pytest shows arguments, and tensors would fill pages."""
         return f"<workload {self.config.variant}-{self.layout.name}-{self.name}>"
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Sizes to ask for, which may make no layout, and the order of axes; "" is the backend's usual one."""
+
+    layout: Layout
+    order: str = ""
+
+    def __str__(self) -> str:
+        """All sizes, and the order."""
+        sizes = ", ".join(f"{name} = {getattr(self.layout, name)}" for name in SIZES)
+        return f"{sizes} in the order {self.order}" if self.order else sizes

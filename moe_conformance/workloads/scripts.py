@@ -14,6 +14,7 @@ from moe_conformance.topology import Layout
 from moe_conformance.workloads import (
     capacity,
     dispatch_layout,
+    indivisible,
     layers,
     packing,
     padded,
@@ -56,6 +57,7 @@ CHAPTERS: tuple[Chapter, ...] = (
     ),
     Chapter(tuple(places.SCRIPTS), places.scripts),
     Chapter(packing.SEQUENCES, packing.sequences),
+    Chapter(indivisible.NAMES, indivisible.corpus, variants="every"),
 )
 
 

@@ -4,9 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from math import lcm
+
+import torch
 
 from moe_conformance.backends.native import Native
 from moe_conformance.backends.native.exchange import AllToAllExchange
+from moe_conformance.backends.native.experts import Experts
+from moe_conformance.backends.native.groups import CannotBuild
+from moe_conformance.contract import Config, Topology
 from moe_conformance.topology import RankLists
 from self_tests.planted_bugs.plant import EP2, EP2_EDP2, EP2_ETP2, Expectation, collect, planted
 
@@ -47,6 +54,89 @@ class DenseShards(Native):
     def groups(self, sizes: Mapping[str, int]) -> Mapping[str, RankLists]:
         lists = super().groups(sizes)
         return {**lists, "etp": lists["tp"]}
+
+
+@planted(
+    Expectation("GROUP-02", "", "groups", "cp = 3", "got groups, although", "3 does not divide the world of 4"),
+    layout=EP2_EDP2,
+)
+class LeftOutRanks(Native):
+    """Where sizes do not divide the world, the ranks that are left over belong to no group."""
+
+    def groups(self, sizes: Mapping[str, int]) -> Mapping[str, RankLists]:
+        step = lcm(sizes["tp"] * sizes["cp"] * sizes["pp"], sizes["etp"] * sizes["ep"] * sizes["pp"])
+        fitting = sizes["world"] // step * step if step > 0 else 0
+        return super().groups({**sizes, "world": fitting or sizes["world"]})
+
+
+@planted(
+    Expectation("GROUP-02", "", "groups", "tp = 4, ", "raised ValueError: ep = 2 does not divide dp"),
+    layout=EP2_EDP2,
+)
+class EpWithinDp(Native):
+    """Experts are spread over data parallel ranks only, as before the two folds were parted."""
+
+    def groups(self, sizes: Mapping[str, int]) -> Mapping[str, RankLists]:
+        lists = super().groups(sizes)
+        dp = len(lists["dp"][0])
+        if dp % sizes["ep"]:
+            raise ValueError(f"ep = {sizes['ep']} does not divide dp = {dp}")
+        return lists
+
+
+@planted(
+    Expectation("GROUP-04", "", "groups", "the edp group [0, 2] has ranks of the stages [0, 1] with", "pp = 2"),
+    layout=EP2_EDP2,
+)
+class StagesBeforeReplicas(Native):
+    """The expert fold counts its replicas slower than the stages, the dense fold the other way round."""
+
+    def groups(self, sizes: Mapping[str, int]) -> Mapping[str, RankLists]:
+        lists = dict(super().groups(sizes))
+        block = sizes["etp"] * sizes["ep"]
+        if sizes["pp"] == 1:
+            return lists
+        jump = block * sizes["pp"]
+        firsts = [stage * block + at for stage in range(sizes["pp"]) for at in range(block)]
+        return {**lists, "edp": tuple(tuple(range(first, sizes["world"], jump)) for first in firsts)}
+
+
+@planted(
+    Expectation("GROUP-03", "indivisible-experts", "run", "exchange answered a config of E = 3 experts over ep"),
+    layout=EP2,
+)
+class ExpertsLeftOver(AllToAllExchange):
+    """The experts that are left over by a division are on no rank."""
+
+    def __init__(self, config: Config, topology: Topology) -> None:
+        ep = topology.sizes["ep"]
+        super().__init__(replace(config, experts=max(config.experts // ep, 1) * ep), topology)
+
+
+@planted(
+    Expectation("GROUP-03", "indivisible-width", "run", "experts answered a config of width F = 17 over etp"),
+    layout=EP2_ETP2,
+)
+class ColumnsLeftOver(Experts):
+    """The hidden units that are left over by a division are in no shard."""
+
+    def __init__(self, config: Config, topology: Topology, device: torch.device) -> None:
+        etp = topology.sizes["etp"]
+        super().__init__(replace(config, ffn=max(config.ffn // etp, 1) * etp), topology, device)
+
+
+@planted(
+    Expectation("GROUP-03", "indivisible-experts", "run", "without naming 3 and 2: 'wrong number of experts'"),
+    layout=EP2,
+)
+class WordlessRefusal(AllToAllExchange):
+    """It is refused, and nobody learns what was wrong."""
+
+    def __init__(self, config: Config, topology: Topology) -> None:
+        try:
+            super().__init__(config, topology)
+        except CannotBuild:
+            raise CannotBuild("wrong number of experts") from None
 
 
 @planted(

@@ -21,6 +21,7 @@ class MegatronCore:
 
     name: ClassVar[str] = "megatron-core"
     variants: ClassVar[tuple[str, ...]] = ("alltoall", "allgather")
+    orders: ClassVar[tuple[str, ...]] = ("tp-cp-ep-pp-dp", "pp-tp-cp-ep-dp", "tp-pp-cp-ep-dp", "dp-ep-cp-tp-pp")
     process_per_rank: ClassVar[bool] = True  # parallel_state
     preload: ClassVar[tuple[str, ...]] = ("moe_conformance.backends.megatron_core.library",)
     environment: ClassVar[Mapping[str, str]] = {
@@ -49,29 +50,11 @@ class MegatronCore:
             return (*limits, Limit("uneven_tokens", (False,), _EVEN, proof="undefined"))
         return limits
 
-    def groups(self, sizes: Mapping[str, int]) -> Mapping[str, tuple[tuple[int, ...], ...]]:
-        """The rank lists of the library's two rank generators, for the dense and the expert parts of a model."""
-        from moe_conformance.backends.megatron_core.library import parallel_state
+    def groups(self, sizes: Mapping[str, int], order: str = "") -> Mapping[str, tuple[tuple[int, ...], ...]]:
+        """The rank lists of the library's two rank generators, if its own checks let the sizes and the order pass."""
+        from moe_conformance.backends.megatron_core.rank_lists import USUAL, rank_lists
 
-        order = "tp-cp-ep-dp-pp"  # the default of initialize_model_parallel
-        common = {"pp": sizes["pp"], "order": order}
-        world, tp, cp, ep, etp = (sizes[name] for name in ("world", "tp", "cp", "ep", "etp"))
-        dense = parallel_state.RankGenerator(tp=tp, ep=1, cp=cp, dp=world // (tp * cp * sizes["pp"]), **common)
-        expert = parallel_state.RankGenerator(tp=etp, ep=ep, cp=1, dp=world // (etp * ep * sizes["pp"]), **common)
-        lists = {
-            "tp": dense.get_ranks("tp"),
-            "cp": dense.get_ranks("cp"),
-            "pp": dense.get_ranks("pp"),
-            "dp": dense.get_ranks("dp"),
-            "dp_cp": dense.get_ranks("dp-cp"),
-            "ep": expert.get_ranks("ep"),
-            "etp": expert.get_ranks("tp"),
-            "ep_etp": expert.get_ranks("tp-ep"),
-            "edp": expert.get_ranks("dp"),
-        }
-        return {"world": (tuple(range(world)),)} | {
-            name: tuple(tuple(ranks) for ranks in groups) for name, groups in lists.items()
-        }
+        return rank_lists(sizes, order or USUAL)
 
     def open(self, topology: Topology, device: torch.device) -> Session:
         """Import the library if the ranks did not preload it, and open a session."""

@@ -24,10 +24,6 @@ def transformer_config(config: Config, sizes: Mapping[str, int]) -> Any:
     Raises:
         Unsupported: by the library where it refuses the combination, by the adapter where it has no way to say it.
     """
-    if config.experts % sizes["ep"]:
-        raise Unsupported(
-            f"Megatron-Core gives every rank equally many experts: {config.experts} on ep = {sizes['ep']}"
-        )
     if config.variant not in ("allgather", "alltoall"):
         raise Unsupported(f"the dispatcher {config.variant!r} is not adapted")
     extra = dict(config.extra)

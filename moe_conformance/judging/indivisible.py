@@ -1,0 +1,43 @@
+"""What a layout cannot divide is refused when it is built, in words that name both numbers."""
+
+from __future__ import annotations
+
+import re
+
+from moe_conformance.judging.answers import answers, judge_refused
+from moe_conformance.judging.diagnosis import Finding, fail
+from moe_conformance.judging.verdict import NotOffered, Tally, WrongForm
+from moe_conformance.scenarios.outcome import Outcome
+from reference.group_rules import indivisible
+
+
+def judge_indivisible(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether every rank refuses to build what cannot be divided, and says which number by which.
+
+    What the adapter refuses shows nothing of the library.
+
+    Raises:
+        Unrefused, Hung: some ranks built it.
+        WrongForm: the error lacks one of the numbers.
+        NotOffered: the adapter refused everything.
+    """
+    layout = outcome.workload.layout
+    findings: list[Finding] = []
+    calls = range(len(outcome.workload.calls))
+    by_adapter = [all(answer.error_by == "adapter" for answer in answers(outcome, call)) for call in calls]
+    if all(by_adapter):
+        raise NotOffered(answers(outcome, 0)[0].error)
+    for number, call in enumerate(outcome.workload.calls):
+        if by_adapter[number]:
+            continue
+        config = call.given[0]["config"]
+        reason = indivisible(config.experts, config.ffn, layout.ep, layout.etp)
+        assert reason is not None, config  # the corpus asks for nothing else
+        for rank, said in enumerate(judge_refused(outcome, number, tally, stage="run", asked=f"a config of {reason}")):
+            numbers = re.findall(r"= (\d+)", reason)
+            if missing := [each for each in numbers if not re.search(rf"\b{each}\b", said)]:
+                lacking = " and ".join(missing)
+                sentence = f"{call.method} refused {reason} on rank {rank} without naming {lacking}: {said!r}"
+                findings.append(Finding("words", sentence, (rank,)))
+    if findings:
+        fail(WrongForm, "run", findings)

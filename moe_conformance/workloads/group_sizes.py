@@ -1,0 +1,30 @@
+"""Sizes that backends are asked to make groups for: every layout of a world, and sizes that make none."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+from moe_conformance.topology import Layout, layouts
+
+_AXES = ("tp", "cp", "pp", "ep", "etp")
+
+
+def impossible(world: int) -> tuple[Layout, ...]:
+    """Return sizes that do not fit: too large, not dividing, zero and negative, in up to two axes or all of a fold.
+
+    What fits by itself is among the values, so that products are tried that do not.
+    """
+    values = sorted({-1, 0, 2, 3, world // 2 + 1, world, 2 * world})
+    tried = [
+        dict(zip(axes, sizes, strict=True))
+        for axes in combinations(_AXES, 2)
+        for sizes in product((1, *values), repeat=2)
+    ]
+    tried += [dict.fromkeys(axes, size) for axes in (("tp", "cp", "pp"), ("etp", "ep", "pp")) for size in values]
+    made = dict.fromkeys(Layout(world, **sizes) for sizes in tried)
+    return tuple(layout for layout in made if layout.problem)
+
+
+def possible(world: int) -> tuple[Layout, ...]:
+    """Return every layout of a world."""
+    return tuple(layouts(world))

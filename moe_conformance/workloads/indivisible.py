@@ -1,0 +1,37 @@
+"""Scripts for what a layout cannot divide: experts over ep, the width of an expert over etp. Nothing may be built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from moe_conformance.contract import Config
+from moe_conformance.topology import Layout
+from moe_conformance.workloads.corpus import Profile
+from moe_conformance.workloads.records import Call, Workload
+
+EXPERTS, WIDTH = "indivisible-experts", "indivisible-width"
+NAMES = (EXPERTS, WIDTH)
+_WIDEST = 6  # ranks: what cannot be divided is no other on more
+
+
+def corpus(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
+    """Yield what does not divide on a layout: of experts a few too many and fewer than ranks, of widths likewise."""
+    del profile
+    if layout.world > _WIDEST:
+        return
+    ep, etp = layout.ep, layout.etp
+    if ep > 1:
+        counts = dict.fromkeys((ep + 1, 3 * ep - 1, ep - 1))
+        configs = [Config(variant=variant, experts=count, top_k=1) for count in counts]
+        yield _workload(EXPERTS, configs, ("exchange", "experts"), layout)
+    if etp > 1:
+        configs = [Config(variant=variant, experts=2 * ep, top_k=1, ffn=width) for width in (8 * etp + 1, etp - 1)]
+        yield _workload(WIDTH, configs, ("experts",), layout)
+
+
+def _workload(name: str, configs: list[Config], surfaces: tuple[str, ...], layout: Layout) -> Workload:
+    asked: list[tuple[str, Mapping[str, Config]]] = [
+        (surface, {"config": config}) for config in configs for surface in surfaces
+    ]
+    calls = tuple(Call(surface, (given,) * layout.world, may_raise=True) for surface, given in asked)
+    return Workload(name, "session", Config(variant=configs[0].variant), layout, (), calls=calls)
