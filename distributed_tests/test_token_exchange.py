@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from moe_conformance.judging.fixed_places import judge_limit, judge_places
+from moe_conformance.judging.float8_rows import judge_float8_bytes, judge_float8_rows
 from moe_conformance.judging.token_exchange import judge_biases, judge_other_handle, judge_reuse
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
+from moe_conformance.workloads.features import exchanges
 from moe_conformance.workloads.records import Workload
 
 
@@ -33,6 +35,16 @@ def within_limits(workload: Workload) -> bool:
 def breaks_limits(workload: Workload) -> bool:
     """Whether some rank does."""
     return workload.name.startswith("tokens-over-limit")
+
+
+def rounds(workload: Workload) -> bool:
+    """Whether rows travel in eight bits."""
+    return workload.config.wire == "float8"
+
+
+def rounds_for_others(workload: Workload) -> bool:
+    """Whether rows that leave a rank do."""
+    return rounds(workload) and exchanges(workload.layout)
 
 
 class TestHandles:
@@ -64,3 +76,15 @@ class TestPlaces:
     def test_more_tokens_than_fit_are_refused(self, outcome: Outcome, tally: Tally) -> None:
         """One token more than was said to come, on one rank or on all, is an error on every rank; the limit is not."""
         judge_limit(outcome, tally)
+
+
+class TestWire:
+    @requirement("EXCH-30", kind="token_exchange", when=rounds)
+    def test_rows_are_rounded_under_their_own_scales(self, outcome: Outcome, tally: Tally) -> None:
+        """A row arrives within the format's rounding of itself, under scales that belong to its own blocks."""
+        judge_float8_rows(outcome, tally)
+
+    @requirement("COST-09", kind="token_exchange", when=rounds_for_others)
+    def test_eight_bits_are_what_travels(self, outcome: Outcome, tally: Tally) -> None:
+        """The bytes that leave a rank are those of the format, its scales, the ids and the weights."""
+        judge_float8_bytes(outcome, tally)

@@ -108,6 +108,7 @@ class Received:
     weights_RK: Tensor | None  # 0 where the id is -1; None where none travelled
     counts_N: Tensor | None  # slots for each of this rank's experts; None if none are claimed
     handle: Any  # what combine and a repeated dispatch need; no state stays elsewhere
+    scales_RB: Tensor | None = None  # with `Config.wire` "float8": of every block; rows are multiplied by them
 
 
 class TokenExchange(Placed, Protocol):
@@ -115,6 +116,9 @@ class TokenExchange(Placed, Protocol):
 
     It spans the ranks of ep_etp. All of them call each method, in the same order and with no tokens too. The gradients
     of either method are those of the sum that it is: the backward of one is the other with the same handle.
+
+    With `Config.wire` "float8" dispatch rounds rows, and `resolved` names "wire_format", "e4m3" or "e5m2", and
+    "wire_block", the columns that share a scale. Gradients are those of rows that were not rounded.
     """
 
     def dispatch(

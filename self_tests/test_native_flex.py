@@ -242,3 +242,34 @@ class TestWrongUse:
     def test_no_tokens_anywhere_need_no_budget(self, engine: Engine) -> None:
         """The buffer is empty then."""
         assert [("nothing", [0])] * 4 == values(on_ranks(engine, overflow, EP4, (1.0, 0, 0)))
+
+
+# ---- eight bits ----------------------------------------------------------------------------------------------------
+
+
+def over_both_wires(scene: Scene) -> tuple[Any, ...]:
+    """Dispatch signs and go backward, over a plain wire and one of eight bits; return rows, gradients, dtypes sent."""
+    found = []
+    for wire in ("plain", "float8"):
+        x_TD, ids_TK, weights_TK = scene.batch()
+        x_TD = x_TD.sign().requires_grad_()
+        flex = scene.flex(scene.payload, wire=wire)
+        delivery, handle = flex.dispatch(x_TD, Routing(ids_TK, weights_TK, E))
+        y_TD = flex.combine(delivery.rows_RD * 3, handle)
+        y_TD.backward(torch.randn(y_TD.shape, generator=torch.Generator().manual_seed(scene.context.rank)))
+        found.append((delivery.rows_RD.detach(), y_TD.detach(), x_TD.grad))
+    return tuple(found)
+
+
+class TestEightBits:
+    @pytest.mark.parametrize("variant", ["deepep", "hybridep", "ncclep"])
+    def test_numbers_that_the_format_has_arrive_as_they_are(self, engine: Engine, variant: str) -> None:
+        """Signs are the same over both wires, under every manager; gradients travel as they are."""
+        for plain, rounded in values(on_ranks(engine, over_both_wires, payload=variant)):
+            assert all(torch.equal(one, other) for one, other in zip(plain, rounded, strict=True))
+
+    def test_bytes_travel_forward_alone(self, engine: Engine) -> None:
+        """Of two forwards and two backwards one forward sends bytes: five numbers and a scale for each row."""
+        for rank in on_ranks(engine, over_both_wires, payload="deepep"):
+            sent = [entry.shapes_in[0][-1] for entry in rank.ledger if entry.dtype == "uint8"]
+            assert [D + 4] == sent

@@ -14,6 +14,7 @@ from moe_conformance.topology import Layout
 from moe_conformance.workloads import (
     capacity,
     dispatch_layout,
+    float8_rows,
     indivisible,
     layers,
     packing,
@@ -58,6 +59,7 @@ CHAPTERS: tuple[Chapter, ...] = (
     Chapter(tuple(places.SCRIPTS), places.scripts),
     Chapter(packing.SEQUENCES, packing.sequences),
     Chapter(indivisible.NAMES, indivisible.corpus, variants="every"),
+    Chapter(tuple(float8_rows.SCRIPTS), float8_rows.scripts),
 )
 
 

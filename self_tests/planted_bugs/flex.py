@@ -111,10 +111,11 @@ class StaleLayout(TokenExchange):
         ids_TK: Tensor | None = None,
         weights_TK: Tensor | None = None,
         handle: Handle | None = None,
+        plain: bool = False,
     ) -> Arrived:
         if handle is None and self.kept is not None and self.kept.tokens == len(x_TD):
-            return super().dispatch(x_TD, None, weights_TK, self.kept)
-        arrived = super().dispatch(x_TD, ids_TK, weights_TK, handle)
+            return super().dispatch(x_TD, None, weights_TK, self.kept, plain)
+        arrived = super().dispatch(x_TD, ids_TK, weights_TK, handle, plain)
         self.kept = arrived.handle
         return arrived
 
@@ -131,10 +132,11 @@ class IdsSentAgain(TokenExchange):
         ids_TK: Tensor | None = None,
         weights_TK: Tensor | None = None,
         handle: Handle | None = None,
+        plain: bool = False,
     ) -> Arrived:
         if handle is not None:
             collectives.all_to_all(handle.ids_RK, handle.received_W, handle.sent_W, self.group)
-        return super().dispatch(x_TD, ids_TK, weights_TK, handle)
+        return super().dispatch(x_TD, ids_TK, weights_TK, handle, plain)
 
 
 # ---- what the managers make of it ----------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from moe_conformance.backends.native import Native, NativeSession
 from moe_conformance.backends.native.dispatch_layout import DispatchLayout
 from moe_conformance.backends.native.exchange import AllGatherExchange, AllToAllExchange, LocalExchange
 from moe_conformance.backends.native.experts import Experts
+from moe_conformance.backends.native.float8 import Float8Wire
 from moe_conformance.backends.native.gradients import GradientFinisher
 from moe_conformance.backends.native.layer import Layer
 from moe_conformance.backends.native.low_latency import LowLatencyExchange
@@ -56,6 +57,7 @@ _ATTRIBUTES = {
     NCCLEPManager: "ncclep_class",
     TokenExchange: "token_exchange_class",
     ReusableExchange: "reusable_class",
+    Float8Wire: "float8_class",
     TokenPadding: "padding_class",
     PaddedExchange: "padded_class",
     Packing: "packing_class",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moe_conformance.backends.native.float8 import Float8Wire
 from moe_conformance.backends.native.low_latency import Filled, LowLatencyExchange
 from moe_conformance.backends.native.reusable import ReusableExchange
 from moe_conformance.backends.native.token_exchange import Arrived, Handle, TokenExchange
@@ -29,8 +30,9 @@ class SlotsByPosition(TokenExchange):
         ids_TK: Tensor | None = None,
         weights_TK: Tensor | None = None,
         handle: Handle | None = None,
+        plain: bool = False,
     ) -> Arrived:
-        return super().dispatch(x_TD if handle is None else x_TD.flip(0), ids_TK, weights_TK, handle)
+        return super().dispatch(x_TD if handle is None else x_TD.flip(0), ids_TK, weights_TK, handle, plain)
 
 
 @planted(
@@ -48,8 +50,9 @@ class OneOperationInFlight(TokenExchange):
         ids_TK: Tensor | None = None,
         weights_TK: Tensor | None = None,
         handle: Handle | None = None,
+        plain: bool = False,
     ) -> Arrived:
-        arrived = super().dispatch(x_TD, ids_TK, weights_TK, handle and self.kept)
+        arrived = super().dispatch(x_TD, ids_TK, weights_TK, handle and self.kept, plain)
         self.kept = arrived.handle
         return arrived
 
@@ -140,6 +143,73 @@ class LimitItselfRefused(LowLatencyExchange):
 
     def _places(self, ids_TK: Tensor, tokens_max: int | None) -> int:
         return super()._places(ids_TK, None if tokens_max is None else tokens_max - 1)
+
+
+# ---- eight bits on the wire ----------------------------------------------------------------------------------------
+
+
+@planted(Expectation("EXCH-30", "float8-rows", "dispatch", "the scale of block", "not from"), layout=EP2_ETP2)
+class ScalesOfTheRowBefore(Float8Wire):
+    """A row is packed with the scales of the row before it in the message; its numbers are its own."""
+
+    def pack(self, rows_RD: Tensor) -> Tensor:
+        bytes_R, D = super().pack(rows_RD), rows_RD.shape[1]
+        return torch.cat([bytes_R[:, :D], bytes_R[:, D:].roll(1, dims=0)], dim=1)
+
+
+@planted(
+    Expectation("EXCH-30", "float8-rows", "dispatch", "row 0 on rank 0, of rank 0 token 1: column 1 is"),
+    real="NVIDIA/TransformerEngine commit c988548f7 (#2547): rows and their scales part ways",
+)
+class ScalesByColumn(Float8Wire):
+    """The scales of the blocks of a row are taken in turn by its columns, instead of each for a block of them."""
+
+    def unpack(self, bytes_R: Tensor, hidden: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        rows_RD, scales_RB = super().unpack(bytes_R, hidden, dtype)
+        turns_RD = scales_RB.repeat(1, self.block)[:, :hidden]
+        return (rows_RD / self._spread(scales_RB, hidden) * turns_RD).to(dtype), scales_RB
+
+
+@planted(Expectation("EXCH-30", "float8-rows", "dispatch", "column"))
+class RoundedTowardsZero(Float8Wire):
+    """Numbers are cut off to three bits of mantissa instead of rounded to the nearest."""
+
+    def _round(self, scaled_RD: Tensor) -> Tensor:
+        nearest_RD = super()._round(scaled_RD)
+        away_RD = nearest_RD.float().abs() > scaled_RD.abs()
+        towards = (nearest_RD.view(torch.uint8) - away_RD.to(torch.uint8)).view(torch.float8_e4m3fn)
+        return towards
+
+
+@planted(Expectation("EXCH-30", "float8-rows", "dispatch", "the scale of block"))
+class OneScaleForARow(Float8Wire):
+    """All blocks of a row get the scale of its largest element; small blocks lose their numbers."""
+
+    def _scales(self, rows_RD: Tensor) -> Tensor:
+        scales_RB = super()._scales(rows_RD)
+        return scales_RB.amax(1, keepdim=True).repeat(1, scales_RB.shape[1])
+
+
+@planted(Expectation("EXCH-30", "float8-rows", "gradient", "the gradient of rank 0 token"))
+class GradientOfRounding(TokenExchange):
+    """The backward divides by the scales once more."""
+
+    def combine(
+        self, rows_RD: Tensor, handle: Handle, weights_RK: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        y_TD, weights_TK = super().combine(rows_RD, handle, weights_RK)
+        return (y_TD if weights_RK is None else y_TD * 448), weights_TK
+
+
+@planted(Expectation("COST-09", "float8-rows", "dispatch", "bytes leave rank 0 in dispatch for", "should do"))
+class RoundedAndSentWide(TokenExchange):
+    """Rows are rounded as on the wire of eight bits, and travel in the dtype that they had."""
+
+    def _send_rows(self, rows_MD: Tensor, handle: Handle, wire: Float8Wire | None) -> tuple[Tensor, Tensor | None]:
+        if wire is None:
+            return super()._send_rows(rows_MD, handle, wire)
+        rounded_MD, scales_MB = wire.unpack(wire.pack(rows_MD), rows_MD.shape[1], rows_MD.dtype)
+        return self._send(rounded_MD, handle), self._send(scales_MB, handle)
 
 
 PLANTS = collect(globals())

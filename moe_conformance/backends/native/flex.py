@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_conformance.backends.native.float8 import Float8Wire
 from moe_conformance.backends.native.groups import CannotBuild, Placement
 from moe_conformance.backends.native.managers import Manager
 from moe_conformance.backends.native.token_exchange import TokenExchange
@@ -57,6 +58,7 @@ class FlexExchange:
         topology: Topology,
         manager_class: type[Manager],
         token_exchange_class: type[TokenExchange] = TokenExchange,
+        float8_class: type[Float8Wire] = Float8Wire,
     ) -> None:
         """Build the token exchange of this rank's group and the manager over it.
 
@@ -69,7 +71,8 @@ class FlexExchange:
         if unknown := [name for name, _ in config.extra if name not in manager_class.knobs]:
             raise CannotBuild(f"{manager_class.__name__} has no knob {', '.join(unknown)}")
         group = topology.group("ep_etp")
-        self.manager = manager_class(config, token_exchange_class(group, config.experts, self.placement.shards))
+        wire = float8_class() if config.wire == "float8" else None
+        self.manager = manager_class(config, token_exchange_class(group, config.experts, self.placement.shards, wire))
 
     @property
     def local_experts(self) -> tuple[int, ...]:

@@ -2,7 +2,8 @@
 
 The gradient of a token is the sum over its copies, which is what combine computes; the gradient of a row that was added
 to its token is that token's, which is what dispatch sends. Weights that travelled with the rows send their gradients
-home beside those of the rows. No backward exchanges a number of rows or an id.
+home beside those of the rows. No backward exchanges a number of rows or an id. Where rows are rounded on the wire,
+their gradient is that of what was sent, and gradients travel as they are.
 """
 
 from __future__ import annotations
@@ -26,16 +27,18 @@ class _Dispatch(torch.autograd.Function):
         ids_TK: Tensor | None,
         exchange: TokenExchange,
         handle: Handle | None,
-    ) -> tuple[Tensor, Tensor | None, Handle]:
+    ) -> tuple[Tensor, Tensor | None, Handle, Tensor | None]:
         """Dispatch and keep the handle."""
         arrived = exchange.dispatch(x_TD, ids_TK, weights_TK, handle)
         ctx.exchange, ctx.handle = exchange, arrived.handle
-        return arrived.rows_RD, arrived.weights_RK, arrived.handle
+        if arrived.scales_RB is not None:
+            ctx.mark_non_differentiable(arrived.scales_RB)
+        return arrived.rows_RD, arrived.weights_RK, arrived.handle, arrived.scales_RB
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor | None, None, None, None]:
         """Combine the gradients of the rows and of their weights, on every rank, wanted or not."""
-        rows_RD, weights_RK, _ = gradients
+        rows_RD, weights_RK, *_ = gradients
         return *ctx.exchange.combine(rows_RD, ctx.handle, weights_RK), None, None, None
 
 
@@ -51,7 +54,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         """Dispatch the gradients of the tokens over the layout that is known."""
-        return ctx.exchange.dispatch(gradients[0], handle=ctx.handle).rows_RD, None, None
+        return ctx.exchange.dispatch(gradients[0], handle=ctx.handle, plain=True).rows_RD, None, None
 
 
 def dispatch(

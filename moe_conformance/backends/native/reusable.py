@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from moe_conformance.backends.native import mirrored
+from moe_conformance.backends.native.float8 import Float8Wire
 from moe_conformance.backends.native.groups import Placement
 from moe_conformance.backends.native.token_exchange import Handle, TokenExchange
 from moe_conformance.contract import Config, Topology
@@ -16,14 +17,17 @@ from moe_conformance.surfaces import Received
 class ReusableExchange:
     """Dispatch and combine over `ep_etp`; see `surfaces.TokenExchange`."""
 
-    def __init__(self, config: Config, topology: Topology, exchange_class: type[TokenExchange]) -> None:
+    def __init__(
+        self, config: Config, topology: Topology, exchange_class: type[TokenExchange], float8_class: type[Float8Wire]
+    ) -> None:
         """Build the exchange of this rank's group.
 
         Raises:
             CannotBuild: the experts do not divide over ep.
         """
         self.placement = Placement.of(config.experts, topology)
-        self.exchange = exchange_class(topology.group("ep_etp"), config.experts, self.placement.shards)
+        wire = float8_class() if config.wire == "float8" else None
+        self.exchange = exchange_class(topology.group("ep_etp"), config.experts, self.placement.shards, wire)
 
     @property
     def local_experts(self) -> tuple[int, ...]:
@@ -33,7 +37,9 @@ class ReusableExchange:
     @property
     def resolved(self) -> Mapping[str, str]:
         """The class that was built, and what travels."""
-        return {"token_exchange": type(self.exchange).__name__, "wire": "tokens"}
+        told = {"token_exchange": type(self.exchange).__name__, "wire": "tokens"}
+        wire = self.exchange.wire
+        return told if wire is None else {**told, "wire_format": "e4m3", "wire_block": str(wire.block)}
 
     def dispatch(
         self,
@@ -45,7 +51,8 @@ class ReusableExchange:
         """Send tokens; rows come by source rank, then token."""
         arrived = mirrored.dispatch(self.exchange, x_TD, ids_TK, weights_TK, handle)
         known = arrived.handle
-        return Received(arrived.rows_RD, known.ids_RK, arrived.weights_RK, known.counts_N, known)
+        weights_RK, scales_RB = arrived.weights_RK, arrived.scales_RB
+        return Received(arrived.rows_RD, known.ids_RK, weights_RK, known.counts_N, known, scales_RB)
 
     def combine(self, rows_RD: Tensor, handle: Handle, biases: tuple[Tensor, ...] = ()) -> Tensor:
         """Add up the rows of every token in the order of ranks, then the biases in theirs.

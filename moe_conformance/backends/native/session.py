@@ -11,6 +11,7 @@ from moe_conformance.backends.native.dispatch_layout import DispatchLayout
 from moe_conformance.backends.native.exchange import AllGatherExchange, AllToAllExchange, LocalExchange
 from moe_conformance.backends.native.experts import Experts
 from moe_conformance.backends.native.flex import FlexExchange
+from moe_conformance.backends.native.float8 import Float8Wire
 from moe_conformance.backends.native.gradients import GradientFinisher, Replicated
 from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.backends.native.layer import Layer
@@ -53,6 +54,7 @@ class NativeSession(Session):
     hybridep_class: type[Manager] = HybridEPManager
     ncclep_class: type[Manager] = NCCLEPManager
     token_exchange_class: type[TokenExchange] = TokenExchange  # under the managers
+    float8_class: type[Float8Wire] = Float8Wire
     reusable_class: type[ReusableExchange] = ReusableExchange  # over the same, for callers
     padding_class: type[TokenPadding] = TokenPadding
     packing_class: type[Packing] = Packing
@@ -112,7 +114,8 @@ class NativeSession(Session):
         if config.variant in classes:
             return classes[config.variant](config.only(*_MAPPED), self.topology)
         if manager := self._managers.get(config.variant):
-            return FlexExchange(config.only(*_MAPPED, "extra"), self.topology, manager, self.token_exchange_class)
+            config.only(*_MAPPED, "extra", "wire")
+            return FlexExchange(config, self.topology, manager, self.token_exchange_class, self.float8_class)
         known = ", ".join((*classes, *self._managers))
         raise Unsupported(f"native has no variant {config.variant!r}; it has {known}")
 
@@ -157,9 +160,9 @@ class NativeSession(Session):
 
     def token_exchange(self, config: Config) -> ReusableExchange:
         """Build the token exchange that the managers work over."""
-        config.only(*_MAPPED)
+        config.only(*_MAPPED, "wire")
         with refusals(CannotBuild, match="."):
-            return self.reusable_class(config, self.topology, self.token_exchange_class)
+            return self.reusable_class(config, self.topology, self.token_exchange_class, self.float8_class)
 
     def dispatch_layout(self, config: Config) -> DispatchLayout:
         """Build what counts where tokens go."""

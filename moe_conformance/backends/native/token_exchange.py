@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_conformance.backends.native import collectives
+from moe_conformance.backends.native.float8 import Float8Wire
 from moe_conformance.backends.native.groups import CannotBuild
 
 
@@ -55,6 +56,7 @@ class Arrived:
     rows_RD: Tensor
     weights_RK: Tensor | None  # 0 where the id is -1; None where none were sent
     handle: Handle
+    scales_RB: Tensor | None = None  # of the blocks of every row, where they travelled in eight bits
 
 
 class TokenExchange:
@@ -64,13 +66,15 @@ class TokenExchange:
     of the group call each method, in the same order. A group of one rank starts no collective.
     """
 
-    def __init__(self, group: dist.ProcessGroup, experts: int, shards: int = 1) -> None:
-        """Take the group; no communication.
+    def __init__(
+        self, group: dist.ProcessGroup, experts: int, shards: int = 1, wire: Float8Wire | None = None
+    ) -> None:
+        """Take the group, and how tokens travel in dispatch, as they are without a wire; no communication.
 
         Raises:
             CannotBuild: the ranks do not divide into shards, or the experts into blocks.
         """
-        self.group, self.experts, self.shards = group, experts, shards
+        self.group, self.experts, self.shards, self.wire = group, experts, shards, wire
         if group.size() % shards:
             raise CannotBuild(f"{group.size()} ranks do not divide into {shards} shards of each expert")
         self.blocks = group.size() // shards
@@ -102,11 +106,13 @@ class TokenExchange:
         ids_TK: Tensor | None = None,
         weights_TK: Tensor | None = None,
         handle: Handle | None = None,
+        plain: bool = False,
     ) -> Arrived:
         """Send one copy of every token to each rank of its layout, with its weights if there are any.
 
         Give either the ids or the handle of an earlier dispatch: its layout is used again then, and nothing but rows
-        (and weights, if given) travels. Weights are float32, or float64 for float64 rows.
+        (and weights, if given) travels. Weights are float32, or float64 for float64 rows. With `plain` rows travel as
+        they are, whatever the wire: gradients do.
 
         Raises:
             ValueError: shapes, dtypes or ids are wrong on this rank.
@@ -118,11 +124,11 @@ class TokenExchange:
             raise ValueError("a dispatch with a handle takes its ids from it: give one of the two")
         elif problem := _wrong_input(x_TD, handle.tokens, weights_TK, handle.ids_RK.shape[1]):
             raise ValueError(problem)
-        rows_RD = self._send(x_TD[handle.token_M], handle)
+        rows_RD, scales_RB = self._send_rows(x_TD[handle.token_M], handle, None if plain else self.wire)
         if weights_TK is None:
-            return Arrived(rows_RD, None, handle)
+            return Arrived(rows_RD, None, handle, scales_RB)
         weights_RK = self._send(weights_TK[handle.token_M], handle)
-        return Arrived(rows_RD, self._own_slots(weights_RK, handle), handle)
+        return Arrived(rows_RD, self._own_slots(weights_RK, handle), handle, scales_RB)
 
     def combine(
         self, rows_RD: Tensor, handle: Handle, weights_RK: Tensor | None = None
@@ -190,6 +196,11 @@ class TokenExchange:
 
     def _own_slots(self, weights_RK: Tensor, handle: Handle) -> Tensor:
         return torch.where(handle.ids_RK >= 0, weights_RK, 0)
+
+    def _send_rows(self, rows_MD: Tensor, handle: Handle, wire: Float8Wire | None) -> tuple[Tensor, Tensor | None]:
+        if wire is None:
+            return self._send(rows_MD, handle), None
+        return wire.unpack(self._send(wire.pack(rows_MD), handle), rows_MD.shape[1], rows_MD.dtype)
 
     def _send(self, rows_M: Tensor, handle: Handle) -> Tensor:
         return collectives.all_to_all(rows_M, handle.sent_W, handle.received_W, self.group)

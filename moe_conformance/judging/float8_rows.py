@@ -1,0 +1,208 @@
+"""Rows that travel in eight bits: their scales, their values, what combine adds up, and their bytes on the wire.
+
+Signs say whose a row is: rounding keeps those of large numbers. R rows, D hidden, B blocks of columns under one scale.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from moe_conformance.judging.answers import answers, values
+from moe_conformance.judging.diagnosis import Finding, fail
+from moe_conformance.judging.token_exchange import Script, Token
+from moe_conformance.judging.traffic import by_phase, bytes_leaving
+from moe_conformance.judging.verdict import (
+    AbsentGradient,
+    Costly,
+    NotOffered,
+    Tally,
+    WrongDelivery,
+    WrongForm,
+    WrongGradient,
+    WrongOutput,
+)
+from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.workloads.float8_rows import SIGNED
+from reference.wire_errors import legal_scales, legal_values, scale_bounds
+from reference.wire_formats import E4M3, E5M2, Format, block_maxima
+
+EMPTY, FULL, COMBINE = 0, 1, 2  # the calls of the script
+
+
+def judge_float8_rows(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether rows arrive within the format's rounding of what was sent, each under scales of its own.
+
+    Raises:
+        WrongDelivery: a row is no token's, is missing, or has another scale or value than its own may have.
+        WrongOutput: a token does not get the sum of the rows that came of it.
+        WrongGradient, AbsentGradient: a token's gradient is not that of the sum, within the format's rounding.
+    """
+    script = Rounded(outcome)
+    script.judge_rows(tally)
+    script.judge_sums(tally)
+    script.judge_gradients(tally)
+
+
+def judge_float8_bytes(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether what leaves a rank in dispatch are numbers of the format, their scales, ids and weights.
+
+    What leaves it without any token is not counted.
+
+    Raises:
+        Costly: more bytes leave it.
+        NotOffered: the ledgers see fewer than there must be, so that rows travel beside torch.distributed.
+    """
+    script = Rounded(outcome)
+    D, K = outcome.workload.config.hidden, outcome.workload.config.top_k
+    row = math.ceil((D + 4 * math.ceil(D / script.block)) / 16) * 16 + 16 * K
+    findings = []
+    for rank, seen in enumerate(sorted(outcome.ranks, key=lambda each: each.rank)):
+        phases = by_phase(seen)
+        empty, full = (
+            sum(bytes_leaving(entry, rank) for entry in phases[f"dispatch:{call}"]) for call in (EMPTY, FULL)
+        )
+        moved = script.moved(rank)
+        if full - empty < moved * D:
+            raise NotOffered(f"the ledger sees {full - empty:g} bytes leave rank {rank}, and {moved} rows have to")
+        if full - empty > moved * row:
+            each = (full - empty) / moved if moved else math.inf
+            sentence = f"{full - empty:g} bytes leave rank {rank} in dispatch for {moved} rows, {each:g} for each"
+            findings.append(Finding("bytes", f"{sentence}; {row} should do", (rank,)))
+        tally.add(pairs=moved, rank=rank)
+    if findings:
+        fail(Costly, "dispatch", findings)
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A script of one dispatch over the wire and one combine."""
+
+    outcome: Outcome
+
+    @cached_property
+    def script(self) -> Script:
+        """The script, as of plain wires."""
+        return Script(self.outcome)
+
+    @cached_property
+    def fmt(self) -> Format:
+        """The format that the backend states, e4m3 if none."""
+        return {"e4m3": E4M3, "e5m2": E5M2}[self._told("wire_format", "e4m3")]
+
+    @cached_property
+    def block(self) -> int:
+        """The columns that share a scale, all of them if the backend does not say."""
+        return int(self._told("wire_block", str(self.outcome.workload.config.hidden)))
+
+    def _told(self, name: str, default: str) -> str:
+        return self.outcome.ranks[0].resolved.get(name, default)
+
+    @cached_property
+    def sent(self) -> dict[Token, Tensor]:
+        """Every token's row, by its signs' owner."""
+        given = self.script.call(FULL).given
+        return {Token(s, t): row_D for s, each in enumerate(given) for t, row_D in enumerate(each["x_TD"])}
+
+    @cached_property
+    def rows(self) -> dict[tuple[int, Token], tuple[int, Tensor]]:
+        """Every row that came, by the rank and the token that its signs name: its number and values."""
+        owner = {_signs(row_D): token for token, row_D in self.sent.items()}
+        ids, found, findings = values(self.outcome, FULL, "ids_RK"), {}, []
+        for rank, rows_RD in enumerate(values(self.outcome, FULL, "rows_RD")):
+            for row in (ids[rank] >= 0).any(1).nonzero().flatten().tolist():
+                token = owner.get(_signs(rows_RD[row]))
+                if token is None or token.source not in self.script.group_of[rank] or (rank, token) in found:
+                    what = "has the signs of no token" if token is None else f"is {token}, once more or from afar"
+                    findings.append(Finding("signs", f"row {row} on rank {rank} {what}", (rank,)))
+                else:
+                    found[rank, token] = row, rows_RD[row]
+        for rank, token in self.due():
+            if (rank, token) not in found:
+                findings.append(Finding("lost", f"{token} never reached rank {rank}", (rank,)))
+        if findings:
+            fail(WrongDelivery, "dispatch", findings)
+        return found
+
+    def due(self) -> Iterator[tuple[int, Token]]:
+        """Yield every rank and token that has an expert there."""
+        for rank, group in self.script.group_of.items():
+            for source in group:
+                at_TK = torch.isin(self.script.ids(FULL)[source], torch.tensor(self.script.held[rank]))
+                yield from ((rank, Token(source, t)) for t in at_TK.any(1).nonzero().flatten().tolist())
+
+    def moved(self, rank: int) -> int:
+        """How many rows a rank sends to others."""
+        return sum(token.source == rank != to for to, token in self.due())
+
+    # ---- judgements ------------------------------------------------------------------------------------------
+
+    def judge_rows(self, tally: Tally) -> None:
+        """Hold scales and values against what was sent."""
+        findings = []
+        for (rank, token), (row, v_D) in self.rows.items():
+            x_1D = self.sent[token].unsqueeze(0)
+            told = answers(self.outcome, FULL)[rank].values.get("scales_RB")
+            scales_1B = scale_bounds(x_1D, self.block, self.fmt)[1] if told is None else told[row : row + 1]
+            name = f"row {row} on rank {rank}, of {token}:"
+            if scales_1B.shape != block_maxima(x_1D, self.block).shape:
+                words = f"{name} {scales_1B.shape[1]} scales for blocks of {self.block}"
+                raise WrongForm("dispatch", words, ranks=(rank,))
+            for b in (~legal_scales(x_1D, scales_1B, self.block, self.fmt)).nonzero()[:, 1].tolist():
+                low, high = (float(bound[0, b]) for bound in scale_bounds(x_1D, self.block, self.fmt))
+                words = f"{name} the scale of block {b} is {float(scales_1B[0, b]):g}, not from {low:g} to {high:g}"
+                findings.append(Finding("scale", words, (rank,)))
+            legal_1D = legal_values(x_1D, v_D.unsqueeze(0), scales_1B, self.block, self.fmt, unit=_unit(v_D.dtype))
+            for c in (~legal_1D).nonzero()[:, 1].tolist():
+                words = f"{name} column {c} is {float(v_D[c]):g}, of {float(x_1D[0, c]):g}"
+                findings.append(Finding("value", words, (rank,), abs(float(v_D[c] - x_1D[0, c]))))
+            tally.add(pairs=1, elements=len(v_D), rank=rank)
+        if findings:
+            fail(WrongDelivery, "dispatch", findings)
+
+    def judge_sums(self, tally: Tally) -> None:
+        """Hold y against the sum of what came, within the rounding of a sum of as many numbers."""
+        findings = []
+        for rank, y_TD in enumerate(values(self.outcome, COMBINE)):
+            for t, y_D in enumerate(y_TD.double()):
+                came = [v_D.double() for (_, token), (_, v_D) in self.rows.items() if token == Token(rank, t)]
+                parts = torch.stack([torch.zeros_like(y_D), *came])
+                error_D = len(came) * 2 * _unit(y_TD.dtype) * parts.abs().sum(0)
+                right_D = ((y_D - parts.sum(0)).abs() <= error_D) | ~parts.sum(0).isfinite() & ~y_D.isfinite()
+                for c in (~right_D).nonzero().flatten().tolist():
+                    words = f"y at {Token(rank, t)}, column {c}, is {float(y_D[c]):g}, and what came adds up to "
+                    findings.append(Finding("sum", f"{words}{float(parts.sum(0)[c]):g}", (rank,)))
+                tally.add(elements=len(y_D), rank=rank)
+        if findings:
+            fail(WrongOutput, "combine", findings)
+
+    def judge_gradients(self, tally: Tally) -> None:
+        """Hold a token's gradient against the upstream times the ranks that had its row, rounded likewise."""
+        findings = []
+        pairs = zip(self.script.copies(FULL), self.script.call(COMBINE).upstream, strict=True)
+        for rank, (copies_T1, upstream) in enumerate(pairs):
+            wanted_TD = copies_T1 * upstream[""].double()
+            found_TD = answers(self.outcome, FULL)[rank].gradients["x_TD"]
+            if found_TD is None:
+                raise AbsentGradient("gradient", f"the gradient of the tokens is absent on rank {rank}", ranks=(rank,))
+            largest = scale_bounds(wanted_TD, self.block, self.fmt)[1]
+            legal_TD = legal_values(wanted_TD, found_TD, largest, self.block, self.fmt)
+            for t, c in (~legal_TD).nonzero().tolist():
+                words = f"the gradient of {Token(rank, t)}, column {c}, is {float(found_TD[t, c]):g}, expected "
+                findings.append(Finding("gradient", f"{words}{float(wanted_TD[t, c]):g}", (rank,)))
+            tally.add(elements=wanted_TD.numel(), rank=rank)
+        if findings:
+            fail(WrongGradient, "gradient", findings)
+
+
+def _signs(row_D: Tensor) -> tuple[bool, ...]:
+    return tuple((row_D[:SIGNED] < 0).tolist())
+
+
+def _unit(dtype: torch.dtype) -> float:
+    return float(torch.finfo(dtype).eps) / 2

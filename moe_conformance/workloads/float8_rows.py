@@ -1,0 +1,69 @@
+"""Scripts of the token exchange over a wire of eight bits: rows whose signs say whose they are, whatever is rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from moe_conformance.topology import Layout
+from moe_conformance.workloads import corpus, draw
+from moe_conformance.workloads.records import Workload
+from moe_conformance.workloads.token_exchange import KIND, Drawing, Tokens
+
+SIGNED = 32  # columns whose numbers are large enough to keep their signs
+BLOCKS = 272  # columns: two blocks of 128 and a short one
+ONE_BLOCK = 40  # columns
+
+
+def magnitudes(tokens: int, hidden: int, generator: torch.Generator) -> Tensor:
+    """Draw |x| (T, D): no two neighbouring blocks have nearly the same scale, in a row or below each other.
+
+    Columns past those that keep their signs reach from the largest of their block down to nothing. Of four tokens one
+    has a block of zeros, and one a number that is none.
+    """
+    starts = range(0, hidden, 128)
+    size_TD = torch.zeros(tokens, hidden)
+    for t in range(tokens):
+        order = torch.randperm(len(starts), generator=generator).tolist()
+        for start, place in zip(starts, order, strict=True):
+            width = min(128, hidden - start)
+            near = (1 + torch.rand(width, generator=generator)) / 2
+            far = 2.0 ** -(20 * torch.rand(width, generator=generator))
+            drawn = torch.where(torch.rand(width, generator=generator) < 0.1, 0.0, far)
+            drawn[:1] = 1.0
+            if start == 0:
+                drawn[:SIGNED] = near[:SIGNED]
+            size_TD[t, start : start + width] = drawn * 3.0 ** (3 * place + t % 3 - 2)
+        if t % 4 == 2:
+            size_TD[t, 128:256] = 0.0
+        if t % 4 == 3:
+            size_TD[t, min(200, hidden - 1)] = torch.inf if t % 8 == 3 else torch.nan
+    return size_TD
+
+
+def rounded(drawing: Drawing, sizes: Sequence[int], hidden: int) -> Workload:
+    """Dispatch no token at all, for what travels even then, and some; combine what came."""
+    drawing.config = replace(drawing.config, hidden=hidden, wire="float8")
+    none, some = drawing.tokens(0, (0,)), drawing.tokens(1, tuple(sizes))
+    made = []
+    for rank, batch in enumerate(some.batches):
+        generator = draw.generator(drawing.name, drawing.layout.name, "magnitudes", rank)
+        made.append(replace(batch, x_TD=batch.x_TD * magnitudes(len(batch.x_TD), hidden, generator)))
+    tokens = Tokens(tuple(made))
+    return drawing.workload(none.call(), tokens.call(), tokens.combine(1, 1))
+
+
+SCRIPTS: dict[str, Callable[[Drawing], Workload]] = {
+    "float8-rows": lambda drawing: rounded(drawing, corpus.UNEVEN, BLOCKS),
+    "float8-rows-without-tokens": lambda drawing: rounded(drawing, corpus.ONE_WITHOUT, BLOCKS),
+    "float8-rows-of-one-block": lambda drawing: rounded(drawing, corpus.ONE_WITHOUT, ONE_BLOCK),
+}
+
+
+def scripts(variant: str, layout: Layout, profile: corpus.Profile) -> Iterator[Workload]:
+    """Yield the scripts of a variant on a layout."""
+    for name, write in SCRIPTS.items():
+        yield write(Drawing(name, variant, layout, KIND))
