@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from moe_conformance.contract import Named, Parametrised
+from moe_conformance.contract import Named, Parametrised, Unsupported
 from moe_conformance.scenarios.outcome import Grad
 from moe_conformance.workloads.records import ParameterKey
 
@@ -45,9 +45,15 @@ def write(surface: Parametrised, values: Mapping[ParameterKey, Tensor]) -> None:
 
 
 def unask(surface: Parametrised) -> None:
-    """Have no parameter ask for a gradient."""
+    """Have no parameter ask for a gradient.
+
+    Raises:
+        Unsupported: the surface shows parts of its parameters (of sharded ones, say), and not what asks.
+    """
 
     def read(parameter: Tensor) -> Tensor:
+        if not parameter.requires_grad:
+            raise Unsupported("the windows show parts of parameters, and not the tensors that ask for gradients")
         return parameter.requires_grad_(False).detach()
 
     for _ in surface.named(read):
