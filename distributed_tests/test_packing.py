@@ -19,6 +19,7 @@ from moe_conformance.judging.packing import (
     judge_broken_bound,
     judge_nobody_asked,
     judge_padded_counts,
+    require_own_size,
     require_unpadded,
 )
 from moe_conformance.judging.reading import Reading
@@ -135,6 +136,7 @@ class TestExchange:
     @requirement("PACK-11", kind="probe", when=bounded)
     def test_a_bound_needs_no_question(self, reading: Reading, tally: Tally) -> None:
         """With a bound nobody is asked for token counts, and outputs and gradients are the same."""
+        require_own_size(reading)
         judge_nobody_asked(reading, tally)
         judge_outputs(reading, tally)
         judge_dx(reading, tally)
@@ -144,6 +146,7 @@ class TestExchange:
     def test_switched_off_it_does_nothing(self, reading: Reading, tally: Tally) -> None:
         """Without padding nobody is asked, and outputs and gradients are the oracle's bytes, as with it."""
         require_unpadded(reading)
+        require_own_size(reading)
         judge_nobody_asked(reading, tally)
         judge_outputs(reading, tally)
         judge_dx(reading, tally)

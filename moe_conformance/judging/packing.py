@@ -108,6 +108,16 @@ def judge_nobody_asked(reading: Reading, tally: Tally) -> None:
         raise WrongCollectives("dispatch", some(found))
 
 
+def require_own_size(reading: Reading) -> None:
+    """Raise unless what an exchange hands over has the size of its own rows, so that it need not know the others' T.
+
+    Raises:
+        NotOffered: it hands over a buffer of one size on all ranks.
+    """
+    if reading.ranks[0].resolved.get("handed") == "static":
+        raise NotOffered("the exchange hands over as many places on every rank, and asks for the largest count itself")
+
+
 def require_unpadded(reading: Reading) -> None:
     """Raise unless an exchange that was not asked to pad does not: one that needs equal counts may.
 
