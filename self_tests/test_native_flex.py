@@ -186,7 +186,7 @@ def bad_input(scene: Scene) -> str:
 def overflow(scene: Scene) -> tuple[str, Any]:
     """Send all pairs to the experts of the first ranks under a budget; return the error, or the deliveries' rows."""
     factor, tokens, hot = scene.payload
-    flex = scene.flex("hybridep", extra=(("rank_capacity_factor", factor),))
+    flex = scene.flex("hybridep", budget_factor=factor)
     ids_TK = torch.arange(tokens * K).reshape(tokens, K) % (hot or E)
     routing = Routing(ids_TK, torch.rand(tokens, K), E)
     rows: list[int] = []
@@ -232,7 +232,7 @@ class TestWrongUse:
         budget = 8 * K * layout.etp
         for said, delivered in values(on_ranks(engine, overflow, layout, (1.0, 8, 2))):
             expected = f"{Overflow.__name__}: the busiest rank of the exchange group needs {rows} rows, and the budget "
-            assert said.startswith(f"{expected}of each is {budget} (rank_capacity_factor = 1)")
+            assert said.startswith(f"{expected}of each is {budget} (budget_factor = 1)")
             assert [] == delivered
 
     def test_balanced_load_fits_a_factor_of_one(self, engine: Engine) -> None:

@@ -72,8 +72,8 @@ class TestRefusals:
         ("config", "sentence"),
         [
             (Config("deepep", weights_applied="input"), "a weight for each of its slots"),
-            (Config("hybridep", extra=(("rank_capacity_factor", 0),)), "rank_capacity_factor = 0.0"),
-            (Config("ncclep", extra=(("rank_capacity_factor", 1),)), "NCCLEPManager has no knob rank_capacity_factor"),
+            (Config("hybridep", budget_factor=0.0), "budget_factor = 0.0"),
+            (Config("ncclep", budget_factor=1.0), "NCCLEPManager has no buffer of fixed size"),
             (Config("hybridep", experts=7), "7 experts do not divide over ep = 4"),
         ],
     )

@@ -12,6 +12,7 @@ from typing import Literal
 
 from moe_conformance.topology import Layout
 from moe_conformance.workloads import (
+    budget,
     capacity,
     dispatch_layout,
     float8_rows,
@@ -59,6 +60,7 @@ CHAPTERS: tuple[Chapter, ...] = (
     Chapter(tuple(places.SCRIPTS), places.scripts),
     Chapter(packing.SEQUENCES, packing.sequences),
     Chapter(indivisible.NAMES, indivisible.corpus, variants="every"),
+    Chapter(budget.names(), budget.budgets, "every"),
     Chapter(tuple(float8_rows.SCRIPTS), float8_rows.scripts),
 )
 

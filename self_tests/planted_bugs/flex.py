@@ -180,4 +180,40 @@ class RunsReadOneTooFar(NCCLEPManager):
         return super()._experts(replace(held, begin_WN=ends.reshape(held.begin_WN.shape)), rows)
 
 
+# ---- static budgets ------------------------------------------------------------------------------------------------
+
+
+@planted(
+    Expectation("EXCH-25", "budget-of-a-fraction-even", "dispatch", "has 229 rows, and 1.15 times", "are 230"),
+    layout=EP2_ETP2,
+)
+class BudgetRoundedDown(HybridEPManager):
+    """The budget is cut off to a whole number."""
+
+    def _budget(self, tokens: int, slots: int) -> int:
+        return int(self.factor * tokens * slots * self.exchange.shards)
+
+
+@planted(
+    Expectation("EXCH-25", "budget-roomy-even", "dispatch", "the buffer of rank 0 has 128 rows", "are 256"),
+    layout=EP2_ETP2,
+)
+class BudgetWithoutShards(HybridEPManager):
+    """The budget forgets that the tokens of all shards come to each of them."""
+
+    def _budget(self, tokens: int, slots: int) -> int:
+        return super()._budget(tokens, slots) // self.exchange.shards
+
+
+@planted(
+    Expectation("EXCH-22", "budget-roomy-even", "dispatch", "rows in microbatch 0 and", "in microbatch 1"),
+    layout=EP2_ETP2,
+)
+class BufferOfTheLoad(HybridEPManager):
+    """The buffer is made as large as the load, and its size changes with it."""
+
+    def _size(self, budget: int, demand: int) -> int:
+        return demand
+
+
 PLANTS = collect(globals())

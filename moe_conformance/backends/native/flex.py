@@ -68,8 +68,9 @@ class FlexExchange:
         if config.pad_to_capacity:
             raise CannotBuild("a token goes to a rank once, so that no expert's rows are filled up to a capacity")
         self.placement = Placement.of(config.experts, topology)
-        if unknown := [name for name, _ in config.extra if name not in manager_class.knobs]:
-            raise CannotBuild(f"{manager_class.__name__} has no knob {', '.join(unknown)}")
+        if config.budget_factor is not None and not manager_class.has_budget:
+            given = f"budget_factor = {config.budget_factor}"
+            raise CannotBuild(f"{manager_class.__name__} has no buffer of fixed size: {given}")
         group = topology.group("ep_etp")
         wire = float8_class() if config.wire == "float8" else None
         self.manager = manager_class(config, token_exchange_class(group, config.experts, self.placement.shards, wire))

@@ -41,7 +41,7 @@ class Held:
 class Manager:
     """Dispatches, hands over and combines; it keeps nothing on itself, so that any number of steps may be in flight."""
 
-    knobs: ClassVar[tuple[str, ...]] = ()  # names that it takes from `Config.extra`
+    has_budget: ClassVar[bool] = False  # whether its rows lie in a buffer of fixed size
     needs_equal_tokens: ClassVar[bool] = False  # all ranks have to dispatch as many: `padding.py` sees to it
     handed: ClassVar[str] = "routed"  # how many rows its experts are handed, see `contract.Placed`
 
@@ -108,10 +108,10 @@ class HybridEPManager(_OneRowPerPair):
     """Rows expert by expert in a buffer of B rows on every rank, whatever the load; more than B is an error of all.
 
     All ranks dispatch the same number of tokens, empty ones among them. B is that number times K times the shards of an
-    expert times the knob `rank_capacity_factor`, rounded up. Its default, ep, holds whatever may come.
+    expert times `Config.budget_factor`, rounded up. Its default, ep, holds whatever may come.
     """
 
-    knobs = ("rank_capacity_factor",)
+    has_budget = True
     handed = "static"
     needs_equal_tokens = True
 
@@ -122,9 +122,9 @@ class HybridEPManager(_OneRowPerPair):
             CannotBuild: the factor is not above 0.
         """
         super().__init__(config, exchange)
-        self.factor = float(dict(config.extra).get("rank_capacity_factor", exchange.blocks))
+        self.factor = float(exchange.blocks if config.budget_factor is None else config.budget_factor)
         if not self.factor > 0:
-            raise CannotBuild(f"rank_capacity_factor = {self.factor}: it must be above 0")
+            raise CannotBuild(f"budget_factor = {self.factor}: it must be above 0")
 
     def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Delivery, Held]:
         """Return rows_BD by expert, see `Manager.dispatch`.
@@ -134,21 +134,28 @@ class HybridEPManager(_OneRowPerPair):
         """
         T, K = ids_TK.shape
         arrived = mirrored.dispatch(self.exchange, x_TD, ids_TK, weights_TK)
-        budget = math.ceil(self.factor * T * K * self.exchange.shards)
+        budget = self._budget(T, K)
         self._check(int(arrived.handle.counts_N.sum()), budget, x_TD.device)
         pairs = sort_pairs(arrived.handle.ids_RK, self.exchange.held)
         rows_PD, weights_P = self._rows(arrived, pairs)
-        unused = budget - len(rows_PD)
+        unused = self._size(budget, len(rows_PD)) - len(rows_PD)
         weights_B = None if weights_P is None else F.pad(weights_P, (0, unused))
         delivery = Delivery.grouped(F.pad(rows_PD, (0, 0, 0, unused)), pairs.counts_E, weights_B)
         return delivery, Held(arrived.handle, pairs)
+
+    def _budget(self, tokens: int, slots: int) -> int:
+        return math.ceil(self.factor * tokens * slots * self.exchange.shards)
+
+    def _size(self, budget: int, demand: int) -> int:
+        """Return B."""
+        return budget
 
     def _check(self, demand: int, budget: int, device: torch.device) -> None:
         largest = collectives.largest(demand, self.exchange.group, device)  # the overflow flag, of all ranks
         if largest > budget:
             raise Overflow(
                 f"the busiest rank of the exchange group needs {largest} rows, and the budget of each is {budget} "
-                f"(rank_capacity_factor = {self.factor:g}); this rank needs {demand}"
+                f"(budget_factor = {self.factor:g}); this rank needs {demand}"
             )
 
 

@@ -1,0 +1,35 @@
+"""EXCH, of exchanges whose experts' rows lie in a buffer of fixed size."""
+
+from __future__ import annotations
+
+from moe_conformance.judging.budget import judge_budget, judge_fixed_size
+from moe_conformance.judging.deliveries import judge_deliveries, judge_rows
+from moe_conformance.judging.gradients import judge_dweights, judge_dx
+from moe_conformance.judging.outputs import judge_outputs
+from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.verdict import Tally
+from moe_conformance.spec import requirement
+from moe_conformance.workloads.records import Workload
+
+
+def has_budget(workload: Workload) -> bool:
+    """Whether the buffer has a stated size."""
+    return workload.config.budget_factor is not None
+
+
+class TestBudget:
+    @requirement("EXCH-22", kind="probe", when=has_budget)
+    def test_a_fixed_buffer_changes_nothing(self, reading: Reading, tally: Tally) -> None:
+        """A buffer keeps its size, and deliveries, outputs and gradients are those of exact buffers."""
+        judge_fixed_size(reading, tally)
+        judge_deliveries(reading, tally)
+        judge_rows(reading, tally)
+        judge_outputs(reading, tally)
+        judge_dx(reading, tally)
+        judge_dweights(reading, tally)
+
+    @requirement("EXCH-25", kind="probe", when=has_budget)
+    def test_a_budget_holds_the_load_that_it_states(self, reading: Reading, tally: Tally) -> None:
+        """A buffer holds the stated multiple of the balanced load, and a load as large loses nothing."""
+        judge_budget(reading, tally)
+        judge_deliveries(reading, tally)

@@ -1,0 +1,63 @@
+"""Buffers of fixed size for the experts' rows: whether they keep their size, and whether it is large enough."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moe_conformance.judging.diagnosis import Finding, fail
+from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.verdict import NotOffered, Tally, WrongForm
+from reference.static_budget import least_budget
+
+
+def judge_fixed_size(reading: Reading, tally: Tally) -> None:
+    """Decide whether a rank's buffer has one size in all microbatches, whatever their loads.
+
+    Raises:
+        WrongForm: two sizes differ.
+        NotOffered: the experts are asked more than once, so that no buffer is to be seen.
+    """
+    first: dict[int, int] = {}
+    findings = []
+    for rank, m, rows in _sizes(reading):
+        if first.setdefault(rank, rows) != rows:
+            sentence = f"the buffer of rank {rank} has {first[rank]} rows in microbatch 0 and {rows} in microbatch {m}"
+            findings.append(Finding("size", sentence, (rank,)))
+        tally.add(pairs=1, rank=rank)
+    if findings:
+        fail(WrongForm, "dispatch", findings)
+
+
+def judge_budget(reading: Reading, tally: Tally) -> None:
+    """Decide whether every rank's buffer holds its balanced load, times the factor that is asked for.
+
+    Raises:
+        WrongForm: one is smaller.
+        NotOffered: the experts are asked more than once, so that no buffer is to be seen.
+    """
+    work = reading.outcome.workload
+    config, layout = work.config, work.layout
+    assert config.budget_factor is not None
+    group_of = {rank: group for group in layout.groups()["ep_etp"] for rank in group}
+    findings = []
+    for rank, m, rows in _sizes(reading):
+        tokens = [len(reading.batches[m][each].x_TD) for each in group_of[rank]]
+        held = len(reading.ranks[rank].local_experts)
+        least = least_budget(
+            tokens, config.top_k, factor=config.budget_factor, ep=layout.ep, etp=layout.etp, held=held
+        )
+        if rows < least:
+            words = f"{config.budget_factor:g} times its balanced load are {least}"
+            findings.append(Finding("small", f"the buffer of rank {rank} has {rows} rows, and {words}", (rank,)))
+        tally.add(pairs=1, rank=rank)
+    if findings:
+        fail(WrongForm, "dispatch", findings)
+
+
+def _sizes(reading: Reading) -> Iterator[tuple[int, int, int]]:
+    """Yield every rank and microbatch, and the rows of the buffer."""
+    for rank in reading.ranks:
+        for m, seen in enumerate(rank.microbatches):
+            if len(seen.handed) != 1:
+                raise NotOffered(f"the experts of rank {rank.rank} are asked {len(seen.handed)} times")
+            yield rank.rank, m, len(seen.handed[0].rows_RD)

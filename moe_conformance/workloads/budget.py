@@ -1,0 +1,52 @@
+"""Exchanges with a buffer of fixed size: loads that fill it to the last row, and loads that leave it half empty."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from moe_conformance.contract import Config
+from moe_conformance.topology import Layout
+from moe_conformance.workloads import draw
+from moe_conformance.workloads.corpus import UNEVEN, Profile, Recipe, dropped, exchange_workload
+from moe_conformance.workloads.records import Workload
+
+
+def filling(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
+    """As many pairs for the first ep coordinate as its budget holds, where all ranks bring T; the others anywhere else.
+
+    It gets floor(factor T K / ep) of a rank's pairs: times the ranks, that is at most factor times its balanced load.
+    """
+    assert config.budget_factor is not None
+    K, held = config.top_k, config.experts // layout.ep
+    due = int(config.budget_factor * T * K / layout.ep + 1e-9)
+    rows = []
+    for t in range(T):
+        here = due // T + (t < due % T)
+        first = draw.choose(1, config, generator, range(held))[0, :here]
+        others = draw.choose(1, config, generator, range(held, config.experts))[0, : K - here]
+        rows.append(torch.cat([first, others]))
+    return torch.stack(rows) if rows else torch.empty(0, K, dtype=torch.int64)
+
+
+BUDGETS = (
+    Recipe("budget-filled-even", filling, config={"budget_factor": 1.5}, schedule="F0 F1 B0 B1", needs_ep=True),
+    # 1.15 * 100 is a little less than 115 in binary, and a budget of 114 is too small.
+    Recipe("budget-of-a-fraction-even", filling, tokens=(50,), config={"budget_factor": 1.15}, needs_ep=True),
+    Recipe("budget-roomy-even", dropped, config={"budget_factor": 8.0}, schedule="F0 B0 F1 B1", memory="filled"),
+    Recipe("budget-roomy-uneven", dropped, tokens=UNEVEN, config={"budget_factor": 8.0}, schedule="F0 F1 B1 B0"),
+)
+
+
+def budgets(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
+    """Yield the workloads of a variant on a layout."""
+    for recipe in BUDGETS:
+        if layout.ep > 1 or not recipe.needs_ep:
+            yield exchange_workload(recipe, "probe", variant, layout)
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all."""
+    return tuple(recipe.name for recipe in BUDGETS)
