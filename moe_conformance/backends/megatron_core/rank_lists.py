@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from unittest.mock import patch
 
+from torch.distributed import ProcessGroup
+
 from moe_conformance.backends.megatron_core.library import parallel_state
 from moe_conformance.contract import refusals
 
@@ -45,9 +47,14 @@ def rank_lists(sizes: Mapping[str, int], order: str) -> dict[str, tuple[tuple[in
 
 
 def _check(sizes: Mapping[str, int], order: str) -> None:
-    """Run `initialize_model_parallel` up to its first group, for a world that is not there."""
+    """Run `initialize_model_parallel` up to its first group, for a world that is not there.
+
+    The groups of a session that is open on this rank are out of its sight meanwhile.
+    """
     distributed = parallel_state.torch.distributed
+    groups = {name: None for name, value in vars(parallel_state).items() if isinstance(value, ProcessGroup)}
     with (
+        patch.dict(vars(parallel_state), groups),
         patch.object(distributed, "is_initialized", lambda: True),
         patch.object(distributed, "get_world_size", lambda group=None: sizes["world"]),
         patch.object(distributed, "get_rank", lambda group=None: 0),
