@@ -49,10 +49,10 @@ class LastRowDropped(AllToAllExchange):
 class FirstSlotOnly(LocalExchange):
     """Without expert parallelism tokens are passed on as if every one had a single expert."""
 
-    def _permute(self, x: Tensor, routing: Routing) -> tuple[Tensor, Permuted]:
+    def _permute(self, x: Tensor, routing: Routing, room: int | None) -> tuple[Tensor, Permuted]:
         ids_TK = routing.ids_TK.clone()
         ids_TK[:, 1:] = -1
-        return super()._permute(x, replace(routing, ids_TK=ids_TK))
+        return super()._permute(x, replace(routing, ids_TK=ids_TK), room)
 
 
 @planted(
@@ -63,9 +63,9 @@ class FirstSlotOnly(LocalExchange):
 class DuplicatesKept(AllToAllExchange):
     """Pairs that two ranks hold are sent by both, and nobody drops the second copy."""
 
-    def _permute(self, x: Tensor, routing: Routing) -> tuple[Tensor, Permuted]:
+    def _permute(self, x: Tensor, routing: Routing, room: int | None) -> tuple[Tensor, Permuted]:
         twice = Routing(routing.ids_TK.repeat(1, 2), routing.weights_TK.repeat(1, 2), routing.experts)
-        return super()._permute(x, twice)
+        return super()._permute(x, twice, room)
 
 
 @planted(

@@ -115,8 +115,8 @@ class AnswersReadInTokenOrder(AllToAllExchange):
 class EmptySlotsToExpert0(AllToAllExchange):
     """The mark of an empty slot is taken for an id and ends up at expert 0."""
 
-    def _permute(self, x: Tensor, routing: Routing) -> tuple[Tensor, Permuted]:
-        return super()._permute(x, replace(routing, ids_TK=routing.ids_TK.clamp_min(0)))
+    def _permute(self, x: Tensor, routing: Routing, room: int | None) -> tuple[Tensor, Permuted]:
+        return super()._permute(x, replace(routing, ids_TK=routing.ids_TK.clamp_min(0)), room)
 
 
 @planted(
@@ -126,11 +126,11 @@ class EmptySlotsToExpert0(AllToAllExchange):
 class EmptySlotsGetGradient(AllToAllExchange):
     """An empty slot has a weight of zero and an answer that is not: so its weight has a gradient."""
 
-    def _permute(self, x: Tensor, routing: Routing) -> tuple[Tensor, Permuted]:
+    def _permute(self, x: Tensor, routing: Routing, room: int | None) -> tuple[Tensor, Permuted]:
         weights_TK = routing.weights_TK
         zero_TK = weights_TK - weights_TK.detach()  # the value is zero, the gradient is not
         masked_TK = torch.where(routing.ids_TK >= 0, weights_TK, zero_TK)
-        return super()._permute(x, Routing(routing.ids_TK.clamp_min(0), masked_TK, routing.experts))
+        return super()._permute(x, Routing(routing.ids_TK.clamp_min(0), masked_TK, routing.experts), room)
 
 
 @planted(
@@ -177,8 +177,8 @@ class OutputFlattened(AllToAllExchange):
 class IdsOverwritten(AllToAllExchange):
     """Local ids are written over the caller's global ones."""
 
-    def _permute(self, x: Tensor, routing: Routing) -> tuple[Tensor, Permuted]:
-        rows_PD, permuted = super()._permute(x, routing)
+    def _permute(self, x: Tensor, routing: Routing, room: int | None) -> tuple[Tensor, Permuted]:
+        rows_PD, permuted = super()._permute(x, routing, room)
         routing.ids_TK.sub_(self.placement.first)
         return rows_PD, permuted
 

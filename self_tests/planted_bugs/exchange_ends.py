@@ -37,13 +37,13 @@ class CountsInInt8(AllToAllExchange):
 class PairsPerExpertInUint8(AllToAllExchange):
     """How many pairs there are of an expert is kept in a byte, and of 300 pairs 44 are sent."""
 
-    def _permute(self, x: Tensor, routing: Routing) -> tuple[Tensor, Permuted]:
+    def _permute(self, x: Tensor, routing: Routing, room: int | None) -> tuple[Tensor, Permuted]:
         ids_TK = routing.ids_TK.clone()
         for expert in range(routing.experts):
             place_P2 = (ids_TK == expert).nonzero()
             lost_P2 = place_P2[len(place_P2) % 256 :]
             ids_TK[lost_P2[:, 0], lost_P2[:, 1]] = -1
-        return super()._permute(x, replace(routing, ids_TK=ids_TK))
+        return super()._permute(x, replace(routing, ids_TK=ids_TK), room)
 
 
 # ---- weights -------------------------------------------------------------------------------------------------------
@@ -58,9 +58,9 @@ class PairsPerExpertInUint8(AllToAllExchange):
 class MapOfNonzeroWeights(AllToAllExchange):
     """A pair is there where the weight is not zero, so that one that weighs nothing is not sent."""
 
-    def _permute(self, x: Tensor, routing: Routing) -> tuple[Tensor, Permuted]:
+    def _permute(self, x: Tensor, routing: Routing, room: int | None) -> tuple[Tensor, Permuted]:
         ids_TK = torch.where(routing.weights_TK == 0, -1, routing.ids_TK)
-        return super()._permute(x, replace(routing, ids_TK=ids_TK))
+        return super()._permute(x, replace(routing, ids_TK=ids_TK), room)
 
 
 @planted(Expectation("EXCH-05", "zero-and-negative-weights-even", "combine", "slot 1", "is zero: the answer of expert"))

@@ -34,8 +34,8 @@ class CombineByOneHotMatrix(AllToAllExchange):
 class DispatchBackwardByOneHotMatrix(AllToAllExchange):
     """Tokens are copied right, but their gradients are added up by a product with a one-hot matrix."""
 
-    def _permute(self, x: Tensor, routing: Routing) -> tuple[Tensor, Permuted]:
-        rows_PD, permuted = super()._permute(x, routing)
+    def _permute(self, x: Tensor, routing: Routing, room: int | None) -> tuple[Tensor, Permuted]:
+        rows_PD, permuted = super()._permute(x, routing, room)
         one_hot_TP = (torch.arange(permuted.pairs.shape[0])[:, None] == permuted.pairs.token_P).to(x.dtype)
         return _Copied.apply(x.reshape(-1, x.shape[-1]), rows_PD.detach(), one_hot_TP), permuted
 

@@ -46,8 +46,8 @@ class CombineDetached(AllToAllExchange):
 class OneSlotsGradient(AllToAllExchange):
     """The backward of dispatch keeps the gradient of the first slot alone."""
 
-    def _permute(self, x: Tensor, routing: Routing) -> tuple[Tensor, Permuted]:
-        rows_PD, permuted = super()._permute(x, routing)
+    def _permute(self, x: Tensor, routing: Routing, room: int | None) -> tuple[Tensor, Permuted]:
+        rows_PD, permuted = super()._permute(x, routing, room)
         return torch.where(permuted.pairs.slot_P[:, None] == 0, rows_PD, rows_PD.detach()), permuted
 
 

@@ -25,11 +25,11 @@ EP256 = Layout(256, ep=256)
 class DestinationsInAWord(AllToAllExchange):
     """The ranks that a token goes to are bits of one word of 32 bits, so that rank 32 is taken for rank 0."""
 
-    def _permute(self, x: Tensor, routing: Routing) -> tuple[Tensor, Permuted]:
+    def _permute(self, x: Tensor, routing: Routing, room: int | None) -> tuple[Tensor, Permuted]:
         held = self.placement.held
         owner_TK, local_TK = routing.ids_TK // held, routing.ids_TK % held
         wrapped_TK = torch.where(routing.ids_TK >= 0, owner_TK % 32 * held + local_TK, -1)
-        return super()._permute(x, replace(routing, ids_TK=wrapped_TK))
+        return super()._permute(x, replace(routing, ids_TK=wrapped_TK), room)
 
 
 @planted(
@@ -53,8 +53,8 @@ class NodesOfEight(AllToAllExchange):
 class ExpertsInASignedByte(AllToAllExchange):
     """Pairs are sorted by the id of their expert in 8 bits, where the second half of 256 experts is negative."""
 
-    def _permute(self, x: Tensor, routing: Routing) -> tuple[Tensor, Permuted]:
-        rows_PD, permuted = super()._permute(x, routing)
+    def _permute(self, x: Tensor, routing: Routing, room: int | None) -> tuple[Tensor, Permuted]:
+        rows_PD, permuted = super()._permute(x, routing, room)
         pairs = permuted.pairs
         order_P = routing.ids_TK[pairs.token_P, pairs.slot_P].to(torch.int8).argsort(stable=True)
         moved = replace(pairs, token_P=pairs.token_P[order_P], slot_P=pairs.slot_P[order_P])

@@ -34,8 +34,8 @@ def _as_if_contiguous(values: Tensor) -> Tensor:
 class IdsSortedWithoutTheirWeights(AllToAllExchange):
     """The ids of a token are sorted, and the weights beside them stay as they were."""
 
-    def _permute(self, x: Tensor, routing: Routing) -> tuple[Tensor, Permuted]:
-        return super()._permute(x, replace(routing, ids_TK=routing.ids_TK.sort(dim=1).values))
+    def _permute(self, x: Tensor, routing: Routing, room: int | None) -> tuple[Tensor, Permuted]:
+        return super()._permute(x, replace(routing, ids_TK=routing.ids_TK.sort(dim=1).values), room)
 
 
 @planted(
@@ -46,8 +46,8 @@ class IdsSortedWithoutTheirWeights(AllToAllExchange):
 class ExpertZeroIsNobody(AllToAllExchange):
     """The fill value of slots that are not served is zero, and so is the number of an expert."""
 
-    def _permute(self, x: Tensor, routing: Routing) -> tuple[Tensor, Permuted]:
-        return super()._permute(x, replace(routing, ids_TK=torch.where(routing.ids_TK == 0, -1, routing.ids_TK)))
+    def _permute(self, x: Tensor, routing: Routing, room: int | None) -> tuple[Tensor, Permuted]:
+        return super()._permute(x, replace(routing, ids_TK=torch.where(routing.ids_TK == 0, -1, routing.ids_TK)), room)
 
 
 # ---- weights -------------------------------------------------------------------------------------------------------
@@ -76,9 +76,9 @@ class WeightsCutAtOne(AllToAllExchange):
 class TokensReadAsIfContiguous(AllToAllExchange):
     """A kernel takes the pointer of the tokens and not their strides."""
 
-    def _permute(self, x: Tensor, routing: Routing) -> tuple[Tensor, Permuted]:
+    def _permute(self, x: Tensor, routing: Routing, room: int | None) -> tuple[Tensor, Permuted]:
         x_TD = x.reshape(-1, x.shape[-1])
-        return super()._permute(_Misread.apply(x_TD), routing)  # type: ignore[no-untyped-call]
+        return super()._permute(_Misread.apply(x_TD), routing, room)  # type: ignore[no-untyped-call]
 
 
 class _Misread(torch.autograd.Function):
@@ -132,12 +132,12 @@ class _MisreadBackward(torch.autograd.Function):
 class OneSlotWithoutPeers(AllToAllExchange):
     """Where all experts are at home, the exchange is left out, and with it all slots but the first."""
 
-    def _permute(self, x: Tensor, routing: Routing) -> tuple[Tensor, Permuted]:
+    def _permute(self, x: Tensor, routing: Routing, room: int | None) -> tuple[Tensor, Permuted]:
         if self.topology.group("ep_etp").size() == 1:
             ids_TK = routing.ids_TK.clone()
             ids_TK[:, 1:] = -1
             routing = replace(routing, ids_TK=ids_TK)
-        return super()._permute(x, routing)
+        return super()._permute(x, routing, room)
 
 
 @planted(
@@ -147,11 +147,11 @@ class OneSlotWithoutPeers(AllToAllExchange):
 class FirstTokenOfTheWorldIsMissing(AllToAllExchange):
     """The first token of the first rank is taken for one that begins a text, which no expert has to see."""
 
-    def _permute(self, x: Tensor, routing: Routing) -> tuple[Tensor, Permuted]:
+    def _permute(self, x: Tensor, routing: Routing, room: int | None) -> tuple[Tensor, Permuted]:
         ids_TK = routing.ids_TK.clone()
         if self.topology.rank == 0:
             ids_TK[:1] = -1
-        return super()._permute(x, replace(routing, ids_TK=ids_TK))
+        return super()._permute(x, replace(routing, ids_TK=ids_TK), room)
 
 
 @planted(
