@@ -66,6 +66,12 @@ class TestExchangeTable:
         given = [record("EXCH-01", verdict, workload=f"w{i}") for i, verdict in enumerate(verdicts)]
         assert "1 fail, 2 pass, 1 refused, 1 not adapted, 1 limit" == rows(*given)["a", "ep2"][0]
 
+    def test_a_layout_that_is_refused_is_refused_throughout(self) -> None:
+        """One workload of each kind is asked; what else was refused beside something that passed is not known."""
+        assert ["1 refused", *["refused"] * 4] == rows(record("EXCH-01", "refused"))["a", "ep2"]
+        given = record("EXCH-01", "refused"), record("EXCH-02", "pass")
+        assert ["1 pass, 1 refused", *["not run"] * 4] == rows(*given)["a", "ep2"]
+
     def test_the_command_makes_it_of_reports(self, tmp_path) -> None:
         """Of several parts too; it names the commands of the runs and its own."""
         for name, layout in (("one", "ep2"), ("two", "ep4")):

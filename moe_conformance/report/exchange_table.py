@@ -52,7 +52,8 @@ def page(head: Mapping[str, Any], records: Sequence[Record], parts: Iterable[str
         f"<!-- written by `{head['command']}` -->",
         f"{head['backend']} ({versions}), profile {head['profile']}, {head['device']}. A cell counts items, each a "
         "check on one workload. *Zero tokens*: of workloads in which a rank has none; *in flight*: of those in which "
-        "several microbatches are under way at once. What a backend refuses on a layout it says in a sentence.",
+        "several microbatches are under way at once. Where a backend refuses a layout, one workload of each "
+        "kind proves it.",
         "\n".join(_rows(head, records)),
         "The runs:",
         "\n".join(f"- `{part}`" for part in parts),
@@ -78,6 +79,10 @@ def _layouts(profile: str) -> list[str]:
     return [layout.name for layout in found]
 
 
-def _cell(column: Column, records: Iterable[Record]) -> str:
+def _cell(column: Column, records: Sequence[Record]) -> str:
     held = [record for record in records if column.holds(record)]
-    return matrix.totals(held) if held else "not run"
+    if held:
+        return matrix.totals(held)
+    if records and all(record.verdict == "refused" for record in records):
+        return "refused"  # whatever is asked: one workload of each kind proves it, and the others are not asked
+    return "not run"
