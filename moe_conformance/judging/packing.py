@@ -97,8 +97,11 @@ def judge_nobody_asked(reading: Reading, tally: Tally) -> None:
 
     Raises:
         WrongCollectives: it does.
+        NotOffered: the backend hands over a static number of rows, which all have to agree upon.
     """
     found = []
+    if reading.ranks[0].resolved.get("handed") == "static":
+        raise NotOffered("the backend hands over a static number of rows, and asks for the largest count for that")
     for rank in reading.ranks:
         for phase, entry in _asked(reading, rank):
             asked = f"rank {rank.rank} asks {group_words(entry.ranks)} for the largest of some numbers"

@@ -18,6 +18,7 @@ from moe_conformance.backends.native.exchange import AllToAllExchange
 from moe_conformance.backends.native.experts import Experts
 from moe_conformance.backends.native.gradients import Replicated
 from moe_conformance.backends.native.groups import CannotBuild
+from moe_conformance.backends.native.low_latency import LowLatencyExchange
 from moe_conformance.backends.native.routing import Router
 from moe_conformance.backends.native.shared_experts import Score, SharedExperts
 from moe_conformance.contract import Config, Delivery, Named, Read, Routing, SplitExchange, Topology
@@ -44,7 +45,8 @@ class Layer(nn.Module):
         self.router, self.exchange, self.experts = routed
         if not config.shared_ffn and (config.shared_gate or config.shared_overlap):
             raise CannotBuild("shared_gate and shared_overlap are of shared experts, and shared_ffn names none")
-        if config.shared_overlap and not isinstance(self.exchange, AllToAllExchange):
+        in_places = isinstance(self.exchange, LowLatencyExchange)  # it does not depart and arrive in two steps
+        if config.shared_overlap and (in_places or not isinstance(self.exchange, AllToAllExchange)):
             raise CannotBuild(f"shared_overlap runs beside an all-to-all, not with {config.variant!r}")
         self.shared = shared_class(config, topology, device) if config.shared_ffn else None
         self.score = Score(config, device) if config.shared_gate else None
