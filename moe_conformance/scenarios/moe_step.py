@@ -11,6 +11,7 @@ from typing import Literal
 from moe_conformance.contract import Unsupported
 from moe_conformance.engine import Engine, Job, RankContext, RankResult, Running
 from moe_conformance.scenarios.outcome import Outcome, RankOutcome
+from moe_conformance.scenarios.proxy_model import ProxyModel
 from moe_conformance.scenarios.script import Script
 from moe_conformance.scenarios.step import TrainingStep
 from moe_conformance.workloads.records import Asynchrony, Workload
@@ -88,7 +89,7 @@ def _rank_outcome(result: RankResult, deserted: bool) -> RankOutcome:
 
 def run(context: RankContext, assignment: Assignment) -> RankOutcome:
     """Do the step or follow the script on this rank. An exception carries the phase it was raised in as `reached`."""
-    step = (Script if assignment.workload.calls else TrainingStep)(context, assignment.workload)
+    step = _kind_of(assignment.workload)(context, assignment.workload)
     try:
         return step.run(assignment.backend)
     except Unsupported as error:
@@ -101,8 +102,14 @@ def run(context: RankContext, assignment: Assignment) -> RankOutcome:
         raise
 
 
-def _mark(error: Exception, step: Script | TrainingStep) -> None:
+def _mark(error: Exception, step: Script | ProxyModel | TrainingStep) -> None:
     """Have the exception carry where it was raised: the phase, and how many collectives were called before it."""
     error.reached = step.reached  # type: ignore[attr-defined]
     if isinstance(step, TrainingStep) and step.phases:
         error.collectives = step.phases[-1][1]  # type: ignore[attr-defined]
+
+
+def _kind_of(workload: Workload) -> type[Script] | type[ProxyModel] | type[TrainingStep]:
+    if workload.calls:
+        return Script
+    return ProxyModel if workload.kind == "proxy" else TrainingStep

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -91,8 +92,15 @@ def layers(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]
 
 
 def layer_workload(recipe: LayerRecipe, variant: str, layout: Layout) -> Workload:
-    """Draw the workload of a recipe for a variant on a layout."""
-    config = replace(Config(variant=variant), **recipe.config)
+    """Draw the workload of a recipe for a variant on a layout; variants get the same one."""
+    workload = _workload(recipe.name, layout)
+    return replace(workload, config=replace(workload.config, variant=variant))
+
+
+@cache
+def _workload(name: str, layout: Layout) -> Workload:
+    recipe = next(each for each in LAYERS if each.name == name)
+    config = replace(Config(), **recipe.config)
     if config.experts % layout.ep or config.experts < 2 * layout.ep:
         E = 3 * layout.ep
         config = replace(config, experts=E, top_k=E if config.top_k == config.experts else config.top_k)

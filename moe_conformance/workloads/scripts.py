@@ -1,7 +1,7 @@
 """The pinned scripts: what every surface beside the exchange, the experts and the router is asked, chapter by chapter.
 
-Whole layers are asked here too, which are run as exchanges are. A chapter says under which names its workloads go and
-draws them for a variant on a layout.
+Whole layers and models are asked here too, which are run in ways of their own. A chapter says under which names its
+workloads go and draws them for a variant on a layout.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from moe_conformance.workloads import (
     padded,
     permute,
     places,
+    proxy_model,
     spoilt,
     token_exchange,
 )
@@ -57,6 +58,7 @@ CHAPTERS: tuple[Chapter, ...] = (
     Chapter(
         tuple(recipe.name for recipe in layers.LAYERS), layers.layers, "every", (_ALONE, _SPREAD, _CUT, _TENSOR)
     ),
+    Chapter(proxy_model.NAMES, proxy_model.proxies, "every", (_REPLICATED, _TENSOR)),
     Chapter(tuple(places.SCRIPTS), places.scripts),
     Chapter(packing.SEQUENCES, packing.sequences),
     Chapter(indivisible.NAMES, indivisible.corpus, variants="every"),

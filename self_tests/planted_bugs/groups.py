@@ -1,4 +1,4 @@
-"""GROUP and EXPT: bugs in which ranks belong together, and in which experts they say that they hold."""
+"""GROUP and EXPT: bugs in which ranks belong together, and in which experts they hold."""
 
 # ruff: noqa: D102 - a plant says in its class what its one method does wrong
 from __future__ import annotations
@@ -8,10 +8,12 @@ from dataclasses import replace
 from math import lcm
 
 import torch
+from torch import Tensor
 
 from moe_conformance.backends.native import Native
 from moe_conformance.backends.native.exchange import AllToAllExchange
 from moe_conformance.backends.native.experts import Experts
+from moe_conformance.backends.native.gradients import GradientFinisher
 from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.contract import Config, Topology
 from moe_conformance.topology import RankLists
@@ -175,6 +177,18 @@ class CountedFromOne(AllToAllExchange):
     @property
     def local_experts(self) -> tuple[int, ...]:
         return tuple(expert + 1 for expert in self.placement.ids)
+
+
+@planted(
+    Expectation("GROUP-07", "proxy-even", "finish", "the gradient of block0/gate of expert 0 on rank 0 is"),
+    real="NVIDIA/Megatron-LM issue #1628",
+    layout=EP2_EDP2,
+)
+class DenseFoldForExperts(GradientFinisher):
+    """In a model, experts are reduced over the groups of the dense fold, whose ranks hold other experts."""
+
+    def _summed(self, gradient: Tensor, replicas: tuple[str, ...]) -> Tensor:
+        return super()._summed(gradient, ("dp_cp",) if replicas == Experts.replicas else replicas)
 
 
 PLANTS = collect(globals())

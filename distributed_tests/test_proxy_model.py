@@ -1,0 +1,16 @@
+"""GROUP: a small model, divided over ranks and pipeline stages in every way, with the backend's MoE layers in it."""
+
+from __future__ import annotations
+
+from moe_conformance.judging.proxy_models import judge_proxy_gradients, judge_proxy_tokens
+from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.verdict import Tally
+from moe_conformance.spec import requirement
+
+
+class TestModel:
+    @requirement("GROUP-07", kind="proxy")
+    def test_a_divided_model_is_the_model(self, reading: Reading, tally: Tally) -> None:
+        """Outputs and all gradients are those of the same model on one device."""
+        judge_proxy_tokens(reading, tally)
+        judge_proxy_gradients(reading, tally)
