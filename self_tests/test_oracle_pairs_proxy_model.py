@@ -1,0 +1,90 @@
+"""Two oracles of whole layers and of the proxy model: outputs equal, gradients as finite differences say."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from reference import proxy_model, routing, whole_layer
+from reference.whole_layer import Weighing
+from self_tests.oracles import proxy_model as second
+
+D, F, E, K = 5, 4, 6, 2
+STEP = 1e-6
+
+
+def drawn(generator: torch.Generator, gated: bool) -> dict[tuple[str, int | None], Tensor]:
+    """Return the parameters of a block with two shared experts of different widths."""
+
+    def normal(*shape: int) -> Tensor:
+        return 0.4 * torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    made: dict[tuple[str, int | None], Tensor] = {
+        ("router", None): normal(E, D),
+        ("mix_in", None): normal(3, D),
+        ("mix_out", None): normal(D, 3),
+    }
+    for prefix, number, width in [*(("", e, F) for e in range(E)), ("shared_", 0, 3), ("shared_", 1, 7)]:
+        made[f"{prefix}gate", number], made[f"{prefix}up", number] = normal(width, D), normal(width, D)
+        made[f"{prefix}down", number] = normal(D, width)
+    if gated:
+        made["shared_score", None] = normal(1, D)
+    return made
+
+
+def arrays(parameters: dict[tuple[str, int | None], Tensor]) -> second.Parameters:
+    """Return the same for NumPy."""
+    return {key: value.numpy() for key, value in parameters.items()}
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+class TestLayer:
+    @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+    def test_oracles_agree(self, gated: bool, score: Literal["softmax", "sigmoid"]) -> None:
+        """Outputs are equal, and a step along a random direction changes the loss by what the gradients say."""
+        generator = torch.Generator().manual_seed(11)
+        p, how = drawn(generator, gated), Weighing(score, True, 2.5)
+        x, dy, direction = torch.randn(3, 4, D, generator=generator, dtype=torch.float64)
+        logits = x @ p["router", None].T
+        assert 1e-3 < float(routing.margins(logits, top_k=K, score=score).min())
+        ids = routing.route(logits, top_k=K, score=score).ids_TK
+        layer = {key: value for key, value in p.items() if not key[0].startswith("mix")}
+        found = whole_layer.gradients(x, ids, dy, layer, how)
+
+        def loss(step: float) -> float:
+            moved = {key: value + step * torch.ones_like(value) for key, value in layer.items()}
+            y = second.layer((x + step * direction).numpy(), arrays(moved), K, score, True, 2.5)
+            return float((y * dy.numpy()).sum())
+
+        assert np.allclose(found.y_TD, second.layer(x.numpy(), arrays(layer), K, score, True, 2.5), rtol=1e-12)
+        slope = float((found.dx_TD * direction).sum()) + sum(float(each.sum()) for each in found.parameters.values())
+        assert slope == pytest.approx((loss(STEP) - loss(-STEP)) / (2 * STEP), rel=1e-6)
+
+
+class TestModel:
+    def test_oracles_agree(self) -> None:
+        """Outputs of two sequences are equal, and the gradients are those that finite differences see."""
+        generator = torch.Generator().manual_seed(12)
+        blocks = [drawn(generator, True), drawn(generator, False)]
+        sequences = [torch.randn(S, D, generator=generator, dtype=torch.float64) for S in (5, 3)]
+        upstream = [torch.randn(S, D, generator=generator, dtype=torch.float64) for S in (5, 3)]
+        found = proxy_model.gradients(sequences, upstream, blocks, K, Weighing("softmax"))
+        assert 1e-4 < found.margin
+
+        def outputs(step: float) -> list[second.Array]:
+            moved = [arrays({key: value + step * value.cos() for key, value in each.items()}) for each in blocks]
+            return [second.model((x + step * x.sin()).numpy(), moved, K, "softmax") for x in sequences]
+
+        def loss(step: float) -> float:
+            return sum(float((y * dy.numpy()).sum()) for y, dy in zip(outputs(step), upstream, strict=True))
+
+        for actual, expected in zip(found.y, outputs(0.0), strict=True):
+            assert np.allclose(expected, actual, rtol=1e-12)
+        slope = sum(float((dx * x.sin()).sum()) for dx, x in zip(found.dx, sequences, strict=True))
+        for gradients, each in zip(found.parameters, blocks, strict=True):
+            slope += sum(float((gradients[key] * value.cos()).sum()) for key, value in each.items())
+        assert slope == pytest.approx((loss(STEP) - loss(-STEP)) / (2 * STEP), rel=1e-5)
