@@ -69,7 +69,7 @@ class LowLatencyExchange(AllToAllExchange):
         rows_RD = delivery.rows_RD
         places = rows_RD.new_empty(len(counts_N) * C, rows_RD.shape[1]).index_put((place_R,), rows_RD)
         filled = Filled(sent, place_R, (len(counts_N), C), begin_NW)
-        return places.reshape(len(counts_N), C, -1), filled
+        return places.reshape(len(counts_N), C, rows_RD.shape[1]), filled
 
     def withdraw(self, device: torch.device) -> None:
         """Answer the question for the largest T first, as the others ask it."""
