@@ -112,6 +112,7 @@ class Limit:
 
     `spread_experts` says whether ep > 1 and `sharded_experts` whether etp > 1; `in_flight` counts microbatches between
     forward and backward, `halves_in_flight` those between dispatch and combine.
+    `wrong_use` is what one rank gives that no exchange can be made of, and the others may wait for it for ever.
 
     `proof="refused"`: break it and the library refuses cleanly; the suite breaks it and wants to see that.
     `proof="undefined"`: breaking it may hang or corrupt the device; it is believed, left out, and shown as unproved.
@@ -120,6 +121,7 @@ class Limit:
     on: Literal[
         "dtype", "device", "spread_experts", "sharded_experts", "uneven_tokens", "zero_tokens", "token_dims",
         "uneven_tp_tokens", "duplicate_experts", "dropped_slots", "in_flight", "halves_in_flight",
+        "wrong_use",
     ]  # fmt: skip
     allowed: tuple[Any, ...]  # values of the case that may run, e.g. (torch.float32,) or (False,)
     reason: str  # quoted or derived from the library's own documentation or code

@@ -110,9 +110,9 @@ class Plan:
             first = cell.variant == self.backend.variants[0]
             if first and cell.layout.world <= corpus.USUAL_RANKS:
                 workloads += routing.routing_corpus(cell.variant, cell.layout)
+            workloads += scripts.scripts(cell.variant, cell.layout, cast(corpus.Profile, self.profile), first)
             if cell.variant in self._sampled:
                 workloads = workloads[self._sampled.index(cell.variant) :: len(self._sampled)]
-            workloads += scripts.scripts(cell.variant, cell.layout, cast(corpus.Profile, self.profile), first)
             if cell_limits(cell.limits, cell.layout):  # all are refused alike: the first of a kind proves it
                 workloads = list({workload.kind: workload for workload in reversed(workloads)}.values())[::-1]
             made += [Case(cell, self._as_asked(workload)) for workload in workloads]

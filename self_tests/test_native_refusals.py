@@ -83,7 +83,7 @@ def _statuses(engine: Engine, case: Case) -> set[str]:
 def _unsaid(kind: str, rank: RankOutcome) -> Iterator[str]:
     if rank.status != "ok":
         return
-    if kind != "probe" and rank.grads_final is None:
+    if rank.grads_local and rank.grads_final is None:
         yield f"refused to finish gradients: {rank.finish_refusal}"
     for microbatch in rank.microbatches:
         if kind == "route" and microbatch.counts_E is None:

@@ -68,10 +68,14 @@ class TorchTitan:
         return {package: version(package) for package in packages}
 
     def limits(self, variant: str) -> Sequence[Limit]:
-        """No variant has a value for an empty slot."""
+        """No variant has a value for an empty slot, or checks its input."""
         del variant
         reason = "the dispatchers sort all T * K slots by expert id, and an id names an expert; none means `nowhere`"
-        return (Limit("dropped_slots", (False,), reason, proof="undefined"),)
+        trust = "nothing is checked: what one rank raises leaves the others waiting, and other sizes abort the process"
+        return (
+            Limit("dropped_slots", (False,), reason, proof="undefined"),
+            Limit("wrong_use", (False,), trust, proof="undefined"),
+        )
 
     def open(self, topology: Topology, device: torch.device) -> Session:
         """Open a session on the suite's groups; the library itself keeps one global, its SPMD setting."""

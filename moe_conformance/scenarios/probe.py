@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_conformance.contract import Config, Delivery
+from moe_conformance.contract import Config, Delivery, Session
 from moe_conformance.scenarios.outcome import Handed
+from moe_conformance.topology import Topology
 from moe_conformance.workloads import tags
 
 
@@ -109,6 +110,14 @@ class Probe:
             for call in self._calls
             if call.handed.microbatch == microbatch
         )
+
+
+def part_of(session: Session, topology: Topology) -> float:
+    """Return this rank's share of the experts' answers: its etp shard's, 1 where answers are whole."""
+    if not session.expert_output_is_partial:
+        return 1.0
+    shards = topology.ranks("etp")
+    return tags.part(shards.index(topology.rank), len(shards))
 
 
 def _same_rows(before_RD: Tensor, now_RD: Tensor, ids_RJ: Tensor) -> bool:

@@ -8,11 +8,13 @@ from functools import reduce
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from moe_conformance.contract import Unsupported
 from moe_conformance.engine import RankContext
 from moe_conformance.scenarios import parameters
+from moe_conformance.scenarios.exchange_with_probe import exchange_with_probe
 from moe_conformance.scenarios.outcome import Answer, RankOutcome
 from moe_conformance.scenarios.sessions import opened
 from moe_conformance.scenarios.tensors import same_bytes, to_cpu
@@ -44,15 +46,24 @@ class Script:
 
     def run(self, backend_name: str) -> RankOutcome:
         """Do it all and return what this rank saw."""
-        session = opened(self.context, backend_name, self.workload.layout).session
+        kept = opened(self.context, backend_name, self.workload.layout)
+        session = kept.session
         self.reached = "build"
         kind = self.workload.kind
         surface: Any = session if kind == SESSION else getattr(session, kind)(self.workload.config)
+        if kind == "exchange":
+            surface = exchange_with_probe(surface, self.workload.config, session, kept.topology)
+            for call in self.workload.calls:
+                if not hasattr(surface, call.method):
+                    raise Unsupported("this exchange has no halves to call apart")
         if self.workload.parameters:
             parameters.write(surface, self.workload.parameters)
         for number, call in enumerate(self.workload.calls):
             self._reach(f"{call.method}:{number}")
             self.answers.append(self._call(surface, call))
+            if call.may_raise and self.workload.layout.world > 1:
+                # Whoever has raised waits here: a rank that is left behind is then seen to hang, whatever comes next.
+                dist.barrier(kept.topology.group("world"))
         self._reach("done")
         return RankOutcome(
             rank=self.context.rank,

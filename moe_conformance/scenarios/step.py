@@ -34,12 +34,11 @@ from moe_conformance.engine import RankContext
 from moe_conformance.scenarios import parameters, state
 from moe_conformance.scenarios.inputs import Inputs
 from moe_conformance.scenarios.outcome import Grad, Microbatch, RankOutcome
-from moe_conformance.scenarios.probe import Probe
+from moe_conformance.scenarios.probe import Probe, part_of
 from moe_conformance.scenarios.sessions import Opened, opened
 from moe_conformance.scenarios.tensors import same_bytes, to_cpu
 from moe_conformance.surfaces import Layer
 from moe_conformance.topology import Topology
-from moe_conformance.workloads import tags
 from moe_conformance.workloads.records import Workload
 
 
@@ -115,10 +114,7 @@ class TrainingStep:
             experts = session.experts(self.config)
             built.append(experts)
             return experts
-        part = 1.0
-        if session.expert_output_is_partial:
-            shards = topology.ranks("etp")
-            part = tags.part(shards.index(topology.rank), len(shards))
+        part = part_of(session, topology)
         answers = tuple(self.exchange.local_experts)
         if self.workload.twist.probe_as:
             answers = tuple(self.workload.twist.probe_as[expert] for expert in answers)

@@ -29,6 +29,7 @@ def features(workload: Workload, device: str) -> dict[str, Any]:
         "dropped_slots": has_empty_slots(workload),
         "in_flight": in_flight(workload.schedule),
         "halves_in_flight": halves_in_flight(workload.schedule),
+        "wrong_use": workload.kind == "exchange" and _on_one_rank(workload),
     }
 
 
@@ -183,6 +184,12 @@ def _ids(workload: Workload) -> list[Tensor]:
     handed = [value for call in workload.calls for given in call.given for value in given.values()]
     routings = [value.ids_TK for value in handed if isinstance(value, Routing)]
     return [batch.ids_TK for microbatch in workload.batches for batch in microbatch] + routings
+
+
+def _on_one_rank(workload: Workload) -> bool:
+    """Return whether input is wrong, or answers are on some ranks of several."""
+    wrong = [call for call in workload.calls if call.may_raise]
+    return bool(wrong) and (wrong[0] is workload.calls[0] or any(given != call.given[0] for call in wrong for given in call.given))
 
 
 def _duplicates(ids_TK: Tensor) -> bool:

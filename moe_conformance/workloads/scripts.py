@@ -18,6 +18,7 @@ from moe_conformance.workloads import (
     float8_rows,
     indivisible,
     layers,
+    misuse,
     packing,
     padded,
     permute,
@@ -64,6 +65,8 @@ CHAPTERS: tuple[Chapter, ...] = (
     Chapter(indivisible.NAMES, indivisible.corpus, variants="every"),
     Chapter(budget.names(), budget.budgets, "every"),
     Chapter(tuple(float8_rows.SCRIPTS), float8_rows.scripts),
+    Chapter(spoilt.NAMES, spoilt.draw, variants="every"),
+    Chapter(misuse.NAMES, misuse.draw, variants="every"),
 )
 
 

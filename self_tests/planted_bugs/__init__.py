@@ -10,6 +10,7 @@ from self_tests.planted_bugs import (
     exchange,
     exchange_back,
     exchange_ends,
+    exchange_misuse,
     exchange_spoilt,
     experts,
     flex,
@@ -33,7 +34,7 @@ __all__ = ["Expectation", "Plant", "find", "plants", "plants_of_many_ranks"]
 
 def plants() -> tuple[Plant, ...]:
     """Return all plants, chapter by chapter."""
-    exchanges = (exchange, repetition, exchange_back, exchange_ends, twins, exchange_spoilt)
+    exchanges = (exchange, repetition, exchange_back, exchange_ends, twins, exchange_spoilt, exchange_misuse)
     drops = (capacity, capacity_exchange)
     chapters = (routing, routing_ends, *drops, *exchanges, experts, gradients, groups, overlap, cost)
     surfaces = (flex, permute, dispatch_layout, token_exchange, packing, shared_experts)

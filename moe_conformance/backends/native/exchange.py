@@ -14,7 +14,7 @@ received.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_conformance.backends.native import capacity, collectives
+from moe_conformance.backends.native import capacity, collectives, wrong_use
 from moe_conformance.backends.native.capacity import Blocks
 from moe_conformance.backends.native.groups import CannotBuild, Placement
 from moe_conformance.backends.native.permutation import Pairs, permute, sort_pairs, unpermute, weigh
@@ -78,12 +78,33 @@ class LocalExchange:
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
         """Return the rows of this rank's experts and the handle; x is (*lead, D) with prod(lead) == T."""
+        self._check_input(x, routing)
         rows_QD, permuted = self._permute(x, routing, self._room(routing))
         return Delivery.grouped(rows_QD, permuted.rows_E), permuted
 
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
         """Return y in the shape of x and the dtype of the rows."""
-        return self._unpermute(rows, handle)
+        return self._answered(self._unpermute, rows, handle, handle)
+
+    def _check_input(self, x: Tensor, routing: Routing) -> None:
+        """Raise if tokens or routing are wrong, on every rank of the group."""
+        if problem := wrong_use.of_input(x, routing, self.config):
+            self.withdraw(x.device)
+            raise ValueError(problem)
+
+    def _answered(
+        self, bring: Callable[[Tensor, Any], Tensor], rows: Tensor, handle: Any, permuted: Permuted
+    ) -> Tensor:
+        """Return what `bring` makes of the answers; where they do not fit bring NaN to the others, and raise."""
+        problem = wrong_use.of_answers(rows, handed := self._handed(handle), permuted.shape)
+        if not problem:
+            return bring(rows, handle)
+        bring(wrong_use.stand_in(rows, handed, permuted.shape), handle)
+        raise ValueError(problem)
+
+    def _handed(self, handle: Any) -> int:
+        """Return how many rows were handed over under a handle."""
+        return int(handle.rows_E.sum())
 
     def withdraw(self, device: torch.device) -> None:
         """Take part in a dispatch to which this rank can bring nothing: the others raise `DispatchRefused`."""
@@ -151,6 +172,7 @@ class AllGatherExchange(LocalExchange):
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
         """Gather x, ids and weights, and permute what is this rank's; all ranks bring the same K."""
+        self._check_input(x, routing)
         group = self.topology.group("ep_etp")
         x_TD = x.reshape(-1, x.shape[-1])
         sizes_W = self._sizes(x_TD.shape[0], x.device)
@@ -166,6 +188,12 @@ class AllGatherExchange(LocalExchange):
 
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
         """Sum every token's answers here, then over the ranks."""
+        return self._answered(self._bring, rows, handle, handle.permuted)
+
+    def _handed(self, handle: Any) -> int:
+        return int(handle.permuted.rows_E.sum())
+
+    def _bring(self, rows: Tensor, handle: Any) -> Tensor:
         everything = self._unpermute(rows, handle.permuted)
         own = collectives.reduce_scatter(everything, handle.sizes_W, self.topology.group("ep_etp"))
         return own.reshape(handle.shape)
@@ -239,6 +267,7 @@ class AllToAllExchange(LocalExchange):
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
         """Send the pairs off and group what arrives by expert."""
+        self._check_input(x, routing)
         rows_QD, permuted = self._permute(x, routing, self._room(routing))  # by expert, so by owner too
         plan = self._plan(permuted.rows_E)
         rows = collectives.all_to_all(rows_QD, plan.sent_C, plan.received_C, self.topology.group("ep"))
@@ -246,6 +275,7 @@ class AllToAllExchange(LocalExchange):
 
     def depart(self, x: Tensor, routing: Routing) -> Departed:
         """Send the pairs off as `dispatch` does, and return while they travel."""
+        self._check_input(x, routing)
         rows_QD, permuted = self._permute(x, routing, self._room(routing))
         plan = self._plan(permuted.rows_E)
         rows, journey = collectives.depart(rows_QD, plan.sent_C, plan.received_C, self.topology.group("ep"))
@@ -263,6 +293,12 @@ class AllToAllExchange(LocalExchange):
 
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
         """Send the answers home and sum them by token."""
+        return self._answered(self._bring, rows, handle, handle.permuted)
+
+    def _handed(self, handle: Any) -> int:
+        return len(handle.plan.order_R)
+
+    def _bring(self, rows: Tensor, handle: Any) -> Tensor:
         plan: Plan = handle.plan
         rows = self._ungroup(rows, plan.order_R)
         rows = collectives.reduce_scatter(rows, plan.gathered_S, self.topology.group("etp"))

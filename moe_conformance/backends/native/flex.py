@@ -8,11 +8,13 @@ at least.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moe_conformance.backends.native import wrong_use
 from moe_conformance.backends.native.float8 import Float8Wire
 from moe_conformance.backends.native.groups import CannotBuild, Placement
 from moe_conformance.backends.native.managers import Manager
@@ -32,21 +34,24 @@ class Flight:
         """Whether it has been combined."""
         return self._held is None
 
-    def land(self, rows: Tensor) -> Any:
+    def land(self) -> Any:
         """Return the manager's part, once.
 
         Raises:
-            ValueError: the rows are not as many as were handed over, or were combined before.
+            ValueError: it was combined before.
         """
         if self._held is None:
             raise ValueError("this handle was combined before: every dispatch gives a handle for one combine")
-        if len(rows) != self._delivered:
-            raise ValueError(
-                f"combine got {len(rows)} rows, and the dispatch of its handle handed over {self._delivered}: "
-                "is it the handle of another microbatch?"
-            )
         held, self._held = self._held, None
         return held
+
+    def misfit(self, rows: Tensor) -> str:
+        """Return why answers do not fit, "" if they do."""
+        return wrong_use.of_answers(rows, self._delivered, self.shape)
+
+    def stand_in(self, rows: Tensor) -> tuple[Tensor, Any]:
+        """Return answers of NaN that fit, and the manager's part, which stays here."""
+        return wrong_use.stand_in(rows, self._delivered, self.shape), self._held
 
 
 class FlexExchange:
@@ -67,6 +72,7 @@ class FlexExchange:
         """
         if config.pad_to_capacity:
             raise CannotBuild("a token goes to a rank once, so that no expert's rows are filled up to a capacity")
+        self.config = config
         self.placement = Placement.of(config.experts, topology)
         if config.budget_factor is not None and not manager_class.has_budget:
             given = f"budget_factor = {config.budget_factor}"
@@ -94,7 +100,14 @@ class FlexExchange:
         }
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Flight]:
-        """Return what this rank's experts are handed, and the handle; x is (*lead, D) with prod(lead) == T."""
+        """Return what this rank's experts are handed, and the handle; x is (*lead, D) with prod(lead) == T.
+
+        Raises:
+            ValueError: tokens or routing are wrong, here or on another rank of the group.
+        """
+        if problem := wrong_use.of_input(x, routing, self.config):
+            self._refuse(x)
+            raise ValueError(problem)
         weights_TK = routing.weights_TK.to(torch.promote_types(x.dtype, torch.float32))
         delivery, held = self.manager.dispatch(x.reshape(-1, x.shape[-1]), routing.ids_TK, weights_TK)
         return delivery, Flight(held, len(delivery.rows_RD), tuple(x.shape))
@@ -104,5 +117,19 @@ class FlexExchange:
         self.manager.exchange.withdraw(device)
 
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
-        """Return y in the shape of x; the handle is of no use afterwards."""
-        return self.manager.combine(rows, handle.land(rows)).reshape(handle.shape)
+        """Return y in the shape of x; the handle is of no use afterwards.
+
+        Raises:
+            ValueError: the rows do not fit the handle, or it was combined before.
+        """
+        if handle.released or not (problem := handle.misfit(rows)):
+            return self.manager.combine(rows, handle.land()).reshape(handle.shape)
+        self.manager.combine(*handle.stand_in(rows))
+        raise ValueError(problem)
+
+    def _refuse(self, x: Tensor) -> None:
+        """Dispatch a token that the token exchange refuses, by which the other ranks learn of it."""
+        ids_TK = torch.full((1, 1), self.config.experts, device=x.device)
+        weights_TK = torch.zeros(1, 1, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        with suppress(ValueError):
+            self.manager.dispatch(x.new_zeros(1, self.config.hidden), ids_TK, weights_TK)

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_conformance.backends.native import wrong_use
 from moe_conformance.backends.native.exchange import AllToAllExchange, Sent
 from moe_conformance.contract import Config, Delivery, Routing, Topology
 from moe_conformance.surfaces import Places
@@ -50,7 +52,11 @@ class LowLatencyExchange(AllToAllExchange):
 
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
         """Read the places that are filled, and send their rows home."""
-        return super().combine(rows.reshape(-1, rows.shape[-1])[handle.place_R], handle.sent)
+        rows_QD, places, shape = rows.reshape(-1, rows.shape[-1]), prod(handle.shape), handle.sent.permuted.shape
+        if problem := wrong_use.of_answers(rows_QD, places, shape):
+            super().combine(wrong_use.stand_in(rows, places, shape)[handle.place_R], handle.sent)
+            raise ValueError(problem)
+        return super().combine(rows_QD[handle.place_R], handle.sent)
 
     def fill(self, x: Tensor, routing: Routing, tokens_max: int | None = None) -> tuple[Tensor, Filled]:
         """Return rows_NCD and where they are; C = W times `tokens_max`, or the largest T of the group.

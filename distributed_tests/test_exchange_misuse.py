@@ -1,0 +1,20 @@
+"""EXCH: wrong use, which is refused where it is seen and leaves no rank waiting."""
+
+from __future__ import annotations
+
+from moe_conformance.judging.misuse import judge_wrong_answers, judge_wrong_input, wrong_answers, wrong_input
+from moe_conformance.judging.verdict import Tally
+from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.spec import requirement
+
+
+class TestWrongUse:
+    @requirement("EXCH-44", kind="exchange", when=wrong_input)
+    def test_wrong_input_is_refused_by_every_rank(self, outcome: Outcome, tally: Tally) -> None:
+        """Input that cannot be routed raises on every rank of the exchange group, and the next step works."""
+        judge_wrong_input(outcome, tally)
+
+    @requirement("EXCH-45", kind="exchange", when=wrong_answers)
+    def test_answers_that_do_not_fit_are_refused(self, outcome: Outcome, tally: Tally) -> None:
+        """Answers under another's handle, or of another width, raise where they are, and no other rank waits."""
+        judge_wrong_answers(outcome, tally)

@@ -1,0 +1,99 @@
+"""Wrong use of an exchange: it is refused, nobody waits for ever, and what comes behind it is right."""
+
+from __future__ import annotations
+
+import torch
+
+from moe_conformance.judging.answers import answers, judge_refused, values
+from moe_conformance.judging.diagnosis import Finding, fail, some
+from moe_conformance.judging.expected import expect
+from moe_conformance.judging.verdict import Tally, Unrefused, WrongOutput
+from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.workloads import misuse
+from moe_conformance.workloads.records import Workload
+
+
+def wrong_input(workload: Workload) -> bool:
+    """Whether it is about what dispatch is given."""
+    return workload.name.removeprefix("misuse-") in misuse.INPUTS
+
+
+def wrong_answers(workload: Workload) -> bool:
+    """Whether it is about what combine is given."""
+    return workload.name in misuse.NAMES and not wrong_input(workload)
+
+
+def judge_wrong_input(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether every rank raises where one rank of its exchange group has wrong input, and the next step works.
+
+    Raises:
+        Unrefused: a rank answered.
+        Hung, Died, Raised: a rank waits for another or ended, or the right step raised.
+        WrongOutput: the right step was answered wrongly.
+    """
+    what, _ = misuse.INPUTS[outcome.workload.name.removeprefix("misuse-")]
+    on = some(sorted(misuse.culprits(outcome.workload.layout)))
+    judge_refused(outcome, 0, tally, stage="dispatch", asked=f"{what} on rank {on}")
+    _judge_y(outcome, 1, 0, tally)
+
+
+def judge_wrong_answers(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether ranks raise that combine what does not fit, and no other waits for them; later steps are right.
+
+    A handle that is combined twice may be refused by all ranks, or give the same again on all.
+
+    Raises:
+        Unrefused: a rank answered what does not fit.
+        Hung, Died, Raised: a rank waits for another or ended, or a right call raised.
+        WrongOutput: a right call was answered wrongly.
+    """
+    workload = outcome.workload
+    number = next(n for n, call in enumerate(workload.calls) if call.may_raise)
+    found = answers(outcome, number)
+    if workload.name == misuse.TWICE:
+        if any(answer.raised for answer in found):
+            judge_refused(outcome, number, tally, stage="combine", asked="a handle that was combined before")
+        else:
+            _judge_y(outcome, number, 0, tally)
+    else:
+        wrong = [rank for rank, given in enumerate(workload.calls[number].given) if given != misuse.RIGHT]
+        answered = [rank for rank in wrong if not found[rank].raised and _can_tell(outcome, number, rank)]
+        if answered:
+            what, _ = misuse.ANSWERS[workload.name.removeprefix("misuse-").removesuffix("-on-a-rank")]
+            sentence = f"combine answered {what} on rank {some(answered)}, which should refuse it"
+            raise Unrefused("combine", sentence, ranks=tuple(answered))
+        for rank in wrong:  # those that cannot tell have nothing to refuse
+            tally.add(pairs=1, rank=rank)
+    for after in range(number + 1, len(workload.calls)):
+        _judge_y(outcome, after, 0, tally)
+
+
+def _can_tell(outcome: Outcome, number: int, rank: int) -> bool:
+    """Return whether the answers of a rank have another shape than what was handed over under the handle."""
+    given = outcome.workload.calls[number].given[rank]
+    shapes = [
+        outcome.ranks[rank].answers[given[name].call].values["delivery"]["rows_RD"].shape
+        for name in ("answers_of", "handle_of")
+    ]
+    return "width" in given or shapes[0] != shapes[1]
+
+
+def _judge_y(outcome: Outcome, call: int, microbatch: int, tally: Tally) -> None:
+    """Require that a call answered with the weighted sum of the suite's experts, exactly."""
+    findings = []
+    expected = expect(outcome.workload, [1.0]).y[microbatch]
+    got = values(outcome, call)
+    for rank, (y_TD, expected_TD) in enumerate(zip(got, expected, strict=True)):
+        if y_TD.shape == expected_TD.shape and torch.equal(y_TD.double(), expected_TD):
+            tally.add(elements=y_TD.numel(), rank=rank)
+            continue
+        where = "" if y_TD.shape != expected_TD.shape else _first(y_TD.double() != expected_TD)
+        sentence = f"the right call behind the wrong one has another y on rank {rank}{where}"
+        findings.append(Finding("after", sentence, (rank,)))
+    if findings:
+        fail(WrongOutput, "combine", findings)
+
+
+def _first(wrong_TD: torch.Tensor) -> str:
+    tokens = wrong_TD.any(1).nonzero().flatten().tolist()
+    return f" at token {some(tokens)}"

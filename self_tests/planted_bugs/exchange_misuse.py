@@ -1,0 +1,65 @@
+"""EXCH: bugs in how wrong use is met: nobody looks, or the one rank that does leaves the others waiting."""
+
+# ruff: noqa: D102 - a plant says in its class what its methods do wrong
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moe_conformance.backends.native.exchange import AllToAllExchange
+from moe_conformance.contract import Delivery, Routing
+from self_tests.planted_bugs.plant import Expectation, collect, planted
+
+
+@planted(
+    Expectation("EXCH-44", "misuse-id-too-high", "run", "rank 0 hung", "can no longer complete"),
+    Expectation("EXCH-44", "misuse-weights-of-one-slot", "run", "rank 0 hung", "can no longer complete"),
+)
+class RefusedAlone(AllToAllExchange):
+    """The rank with the wrong input raises before its first collective, and the others wait for it in theirs."""
+
+    def withdraw(self, device: torch.device) -> None:
+        pass
+
+
+@planted(
+    Expectation("EXCH-44", "misuse-id-too-high", "dispatch", "step answered an id of E on rank 1 on rank 0, rank 1"),
+    Expectation("EXCH-44", "misuse-id-too-low", "dispatch", "step answered an id of -2 on rank 1"),
+)
+class IdsBroughtIntoRange(AllToAllExchange):
+    """An id that no expert has becomes that of the nearest expert, and the token goes to one that nobody chose."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        ids_TK = routing.ids_TK.where(routing.ids_TK == -1, routing.ids_TK.clamp(0, routing.experts - 1))
+        return super().dispatch(x, replace(routing, ids_TK=ids_TK))
+
+
+@planted(
+    Expectation(
+        *("EXCH-45", "misuse-anothers-handle", "combine"),
+        "combine answered the handle of another microbatch on rank 0, 1, which should refuse it",
+    )
+)
+class AnswersCutToFit(AllToAllExchange):
+    """Rows are cut to the number that the handle knows, and tokens get the answers of another microbatch."""
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        missing = len(handle.plan.order_R) - len(rows)
+        return super().combine(F.pad(rows, (0, 0, 0, missing)), handle)
+
+
+@planted(Expectation("EXCH-45", "misuse-narrow-answers-on-a-rank", "run", "rank 0 hung", "can no longer complete"))
+class MisfitRefusedAlone(AllToAllExchange):
+    """Answers that do not fit raise before the first collective of combine, in which the others wait."""
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        if rows.shape[1:] != handle.permuted.shape[-1:]:
+            raise ValueError(f"rows of width {rows.shape[1]}")
+        return super().combine(rows, handle)
+
+
+PLANTS = collect(globals())
