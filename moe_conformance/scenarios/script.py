@@ -51,7 +51,7 @@ class Script:
         self.reached = "build"
         kind = self.workload.kind
         surface: Any = session if kind == SESSION else getattr(session, kind)(self.workload.config)
-        if kind == "exchange":
+        if any(call.method == "step" for call in self.workload.calls):
             surface = exchange_with_probe(surface, self.workload.config, session, kept.topology)
             for call in self.workload.calls:
                 if not hasattr(surface, call.method):

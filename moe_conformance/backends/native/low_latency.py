@@ -66,6 +66,7 @@ class LowLatencyExchange(AllToAllExchange):
         Raises:
             TooManyTokens: on all ranks, if any of them brings more than `tokens_max`.
         """
+        self._check_input(x, routing)
         C = self._places(routing.ids_TK, tokens_max)
         delivery, sent = super().dispatch(x, routing)
         runs_NW, counts_N = sent.plan.runs_NW, sent.plan.counts_N
