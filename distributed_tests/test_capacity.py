@@ -12,6 +12,7 @@ from moe_conformance.judging.capacity import (
     judge_own_tokens,
     judge_policy,
 )
+from moe_conformance.judging.lost_in_layer import judge_lost_in_layer
 from moe_conformance.judging.own_experts import (
     judge_expert_gradients,
     judge_own_dweights,
@@ -109,6 +110,11 @@ class TestConsequences:
     def test_a_token_without_slots_has_no_output(self, reading: Reading, tally: Tally) -> None:
         """What the experts add to a token that lost all its slots is exactly zero."""
         judge_lost_tokens(reading, tally)
+
+    @requirement("DROP-10", kind="dropping_layer")
+    def test_a_token_without_slots_keeps_its_shared_part(self, reading: Reading, tally: Tally) -> None:
+        """Behind a whole layer a token that lost all its slots has what its shared experts add, and no more."""
+        judge_lost_in_layer(reading, tally)
 
     @requirement("DROP-11", kind="probe", when=has_empty_slots)
     def test_a_dropped_slot_has_no_gradient(self, reading: Reading, tally: Tally) -> None:

@@ -89,7 +89,7 @@ class TrainingStep:
             if self.workload.kind == "capacity":
                 self.undropping = session.router(_without_capacity(self.config))
                 parameters.write(self.undropping, self.workload.parameters)
-        elif self.workload.kind == "layer":
+        elif self.workload.kind in ("layer", "dropping_layer"):
             self.layer = session.layer(self.config)
             built.append(self.layer)
         else:

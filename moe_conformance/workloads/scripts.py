@@ -15,8 +15,10 @@ from moe_conformance.workloads import (
     budget,
     capacity,
     dispatch_layout,
+    dropping_layers,
     float8_rows,
     indivisible,
+    knobs,
     layers,
     misuse,
     packing,
@@ -51,6 +53,10 @@ _CUT, _TENSOR = Layout(4, ep=2, etp=2), Layout(4, tp=2, ep=2)
 CHAPTERS: tuple[Chapter, ...] = (
     Chapter(tuple(recipe.name for recipe in capacity.CAPACITIES), capacity.capacities, quick=(_ALONE, _SPREAD)),
     Chapter(padded.names(), padded.padded, "every", (_SPREAD, _CUT, _REPLICATED)),
+    Chapter(knobs.names(), knobs.turned, "every"),
+    Chapter(
+        tuple(recipe.name for recipe in dropping_layers.LAYERS), dropping_layers.dropping, "every", (_SPREAD, _CUT)
+    ),
     Chapter(permute.NAMES, permute.corpus),
     Chapter(tuple(token_exchange.SCRIPTS), token_exchange.scripts),
     Chapter(spoilt.NAMES, spoilt.draw, "every", (_ALONE, _SPREAD, _CUT)),

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_conformance.backends.native.exchange import AllToAllExchange, Permuted
+from moe_conformance.backends.native.layer import Layer
 from moe_conformance.backends.native.managers import HybridEPManager
 from moe_conformance.backends.native.permutation import Pairs
 from moe_conformance.backends.native.token_exchange import TokenExchange
@@ -103,6 +104,17 @@ class OutputNotCleared(AllToAllExchange):
         y = super()._unpermute(rows_QD, permuted)
         came_T = torch.zeros(permuted.pairs.shape[0], dtype=torch.bool).index_fill(0, permuted.pairs.token_P, True)
         return torch.where(came_T.reshape(*y.shape[:-1], 1), y, 0.125)
+
+
+@planted(
+    Expectation("DROP-10", "dropping-half-even", "combine", "lost all its slots, and y is not its shared part"),
+)
+class SharedPartOfTheRouted(Layer):
+    """The shared part is added where a routed one has come back, and left out where none has."""
+
+    def _added(self, y: Tensor, shared: Tensor | None) -> Tensor:
+        came = (y.detach() != 0).any(-1, keepdim=True)
+        return y if shared is None else y + torch.where(came, shared, 0.0)
 
 
 @planted(Expectation("DROP-11", "dropped-even", "gradient", "the weight's gradient at rank 0", "that slot was dropped"))
