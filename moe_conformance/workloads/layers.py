@@ -80,6 +80,16 @@ LAYERS = (
     LayerRecipe("shared-beside-watched-even", _BESIDE, asynchrony="watched"),
 )
 
+_TIGHT = {"shared_ffn": (24,), "capacity_factor": 0.5, "drop_policy": "position"}
+
+# Their tokens lose slots, so that they are no `LAYERS`: see `dropping_layers.py`.
+DROPPING = (
+    LayerRecipe("dropping-half-even", _TIGHT, tokens=(24,)),
+    LayerRecipe("dropping-half-gate-even", {**_TIGHT, "shared_gate": True}, tokens=(24,)),
+    LayerRecipe("dropping-all-even", {**_TIGHT, "capacity_factor": 0.0}),
+    LayerRecipe("dropping-all-rank-without-tokens", {**_TIGHT, "capacity_factor": 0.0}, tokens=ONE_WITHOUT),
+)
+
 
 def layers(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     """Yield the layer workloads of a variant on a layout."""
@@ -99,7 +109,7 @@ def layer_workload(recipe: LayerRecipe, variant: str, layout: Layout) -> Workloa
 
 @cache
 def _workload(name: str, layout: Layout) -> Workload:
-    recipe = next(each for each in LAYERS if each.name == name)
+    recipe = next(each for each in (*LAYERS, *DROPPING) if each.name == name)
     config = replace(Config(), **recipe.config)
     if config.experts % layout.ep or config.experts < 2 * layout.ep:
         E = 3 * layout.ep

@@ -55,7 +55,7 @@ CHAPTERS: tuple[Chapter, ...] = (
     Chapter(padded.names(), padded.padded, "every", (_SPREAD, _CUT, _REPLICATED)),
     Chapter(knobs.names(), knobs.turned, "every"),
     Chapter(
-        tuple(recipe.name for recipe in dropping_layers.LAYERS), dropping_layers.dropping, "every", (_SPREAD, _CUT)
+        tuple(recipe.name for recipe in layers.DROPPING), dropping_layers.dropping, "every", (_SPREAD, _CUT)
     ),
     Chapter(permute.NAMES, permute.corpus),
     Chapter(tuple(token_exchange.SCRIPTS), token_exchange.scripts),
