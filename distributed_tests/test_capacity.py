@@ -13,6 +13,7 @@ from moe_conformance.judging.capacity import (
     judge_policy,
 )
 from moe_conformance.judging.lost_in_layer import judge_lost_in_layer
+from moe_conformance.judging.overflow import judge_after_overflow, judge_overflow
 from moe_conformance.judging.own_experts import (
     judge_expert_gradients,
     judge_own_dweights,
@@ -93,6 +94,18 @@ class TestFilledUp:
     def test_the_worst_case_fits(self, reading: Reading, tally: Tally) -> None:
         """A rank that all tokens choose, with all the slots that they can, gets all of them."""
         judge_worst_case(reading, tally)
+
+
+class TestBudget:
+    @requirement("DROP-14", kind="overflow")
+    def test_an_exceeded_budget_is_reported_and_no_other(self, reading: Reading, tally: Tally) -> None:
+        """A budget is reported as exceeded if and only if more rows are wanted than it holds."""
+        judge_overflow(reading, tally)
+
+    @requirement("DROP-15", kind="overflow", when=lambda workload: bool(workload.config.row_budget))
+    def test_what_fits_is_exact_after_what_did_not(self, reading: Reading, tally: Tally) -> None:
+        """Too many rows are refused on all ranks, and the next microbatch is right again."""
+        judge_after_overflow(reading, tally)
 
 
 class TestConsequences:

@@ -10,8 +10,7 @@ import torch
 
 from moe_conformance.backends.native import mirrored
 from moe_conformance.backends.native.collectives import DispatchRefused
-from moe_conformance.backends.native.managers import Overflow
-from moe_conformance.contract import Routing
+from moe_conformance.contract import Overflow, Routing
 from moe_conformance.engine import Engine
 from moe_conformance.topology import Layout
 from self_tests.flex_scene import EP2_ETP2, EP4, D, E, K, Scene, caught, on_ranks, rows_calls, values

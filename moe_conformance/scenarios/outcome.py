@@ -51,6 +51,7 @@ class Microbatch:
     routed_weights_TK: Tensor | None = None
     logits_TE: Tensor | None = None
     counts_E: Tensor | None = None
+    overflow: str | None = None  # overflow: what the dispatch said that refused; then there is nothing else
     undropped_ids_TK: Tensor | None = None  # capacity: what the same router decides without one
     undropped_weights_TK: Tensor | None = None
     inputs_changed: tuple[str, ...] = ()  # of x, ids, weights, upstream: bytes that differ after the step

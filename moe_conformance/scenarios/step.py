@@ -21,6 +21,7 @@ from moe_conformance.contract import (
     Exchange,
     ExpertFn,
     Experts,
+    Overflow,
     Parametrised,
     Resolved,
     Router,
@@ -54,9 +55,10 @@ class TrainingStep:
         self.inputs: dict[int, Inputs] = {}
         self.delivered: dict[int, Any] = {}  # handles between the halves of a forward
         self.outputs: dict[int, Tensor] = {}
+        self.overflows: dict[int, str] = {}  # microbatches that a dispatch refused, and its words
         self.returned: dict[int, Tensor] = {}  # copies of outputs, made when they were returned
         self.outputs_changed: dict[int, tuple[str, ...]] = {}
-        self.routed: dict[int, dict[str, Tensor | None]] = {}
+        self.routed: dict[int, dict[str, Any]] = {}
 
     def run(self, backend_name: str) -> RankOutcome:
         """Do it all and return what this rank saw."""
@@ -166,7 +168,12 @@ class TrainingStep:
             self._keep_output(m, self.layer(inputs.x))
             return
         assert self.exchange is not None
-        self._keep_output(m, whole(self.exchange)(inputs.x, inputs.routing, self._expert(m)))
+        try:
+            self._keep_output(m, whole(self.exchange)(inputs.x, inputs.routing, self._expert(m)))
+        except Overflow as error:
+            if self.workload.kind != "overflow":
+                raise
+            self.overflows[m] = str(error)
 
     def _dispatch(self, m: int) -> None:
         assert isinstance(self.exchange, SplitExchange)
@@ -201,6 +208,8 @@ class TrainingStep:
         return answer
 
     def _backward(self, m: int) -> None:
+        if m in self.overflows:
+            return
         output, upstream = self.outputs[m], self.inputs[m].upstream
         if self.router is not None:  # upstream is dense (T, E): the backend chose the slots
             ids_TK = self.routed[m]["routed_ids_TK"]
@@ -249,6 +258,8 @@ class TrainingStep:
         )
 
     def _microbatch(self, m: int) -> Microbatch:
+        if m in self.overflows:
+            return Microbatch((), None, (), None, Grad(None), Grad(None), overflow=self.overflows[m])
         inputs, output = self.inputs[m], self.outputs[m]
         seen = {}
         if self.router is None:

@@ -21,6 +21,7 @@ from moe_conformance.workloads import (
     knobs,
     layers,
     misuse,
+    overflow,
     packing,
     padded,
     permute,
@@ -70,8 +71,8 @@ CHAPTERS: tuple[Chapter, ...] = (
     Chapter(packing.SEQUENCES, packing.sequences),
     Chapter(indivisible.NAMES, indivisible.corpus, variants="every"),
     Chapter(budget.names(), budget.budgets, "every"),
+    Chapter(tuple(overflow.OVERFLOWS), overflow.overflows, "every", (_SPREAD, _CUT)),
     Chapter(tuple(float8_rows.SCRIPTS), float8_rows.scripts),
-    Chapter(spoilt.NAMES, spoilt.draw, variants="every"),
     Chapter(misuse.NAMES, misuse.draw, variants="every"),
 )
 

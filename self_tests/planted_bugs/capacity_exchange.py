@@ -1,20 +1,23 @@
 """DROP: bugs in exchanges that fill up to a capacity, lose tokens, or have too little room."""
 
 
+# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_conformance.backends.native import collectives
 from moe_conformance.backends.native.exchange import AllToAllExchange, Permuted
 from moe_conformance.backends.native.layer import Layer
 from moe_conformance.backends.native.managers import HybridEPManager
 from moe_conformance.backends.native.permutation import Pairs
 from moe_conformance.backends.native.token_exchange import TokenExchange
-from moe_conformance.contract import Config, Routing
+from moe_conformance.contract import Config, Overflow, Routing
 from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, collect, planted
 
 # ---- filled up to a capacity ---------------------------------------------------------------------------------------
@@ -150,6 +153,64 @@ class RoomForOneSlot(AllToAllExchange):
     def _room(self, routing: Routing) -> int | None:
         self.sent_tokens = [len(routing.ids_TK)] * self.topology.group("ep").size()
         return super()._room(routing)
+
+
+class Budgeted(HybridEPManager):
+    """Native's manager, for plants in its budget."""
+
+    def _needed(self, demand: int, device: torch.device) -> int:
+        return collectives.largest(demand, self.exchange.group, device)
+
+
+@planted(Expectation("DROP-14", "budget-exact-even", "dispatch", "rank 0 reports an overflow in microbatch 0"))
+class FullIsTooFull(Budgeted):
+    """A buffer that is filled to its last row counts as exceeded."""
+
+    def _check(self, demand: int, budget: int, device: torch.device) -> None:
+        if self._needed(demand, device) >= budget:
+            raise Overflow(f"{demand} rows of {budget}")
+
+
+@planted(Expectation("DROP-14", "budget-by-turns", "dispatch", "reports an overflow in microbatch 1"))
+class FlagLeftOver(Budgeted):
+    """The flag is set by a batch that is too large and never cleared."""
+
+    def __init__(self, config: Config, exchange: TokenExchange) -> None:
+        super().__init__(config, exchange)
+        self.over = False
+
+    def _check(self, demand: int, budget: int, device: torch.device) -> None:
+        self.over |= self._needed(demand, device) > budget
+        if self.over:
+            raise Overflow(f"{demand} rows of {budget}")
+
+
+@planted(Expectation("DROP-15", "budget-one-short-even", "run", "hung: waits in a collective"))
+class RefusedAlone(Budgeted):
+    """A rank that has too little room refuses by itself, and the others wait for it in their combine."""
+
+    def _check(self, demand: int, budget: int, device: torch.device) -> None:
+        self._needed(demand, device)
+        if demand > budget:
+            raise Overflow(f"{demand} rows of {budget}")
+
+
+@planted(Expectation("DROP-15", "budget-by-turns", "combine", "y of rank 0", "microbatch 1"))
+class RowsOfTheRefused(Budgeted):
+    """The buffer is filled before it is found too small, and what is in it is added to what comes next."""
+
+    def __init__(self, config: Config, exchange: TokenExchange) -> None:
+        super().__init__(config, exchange)
+        self.left = 0.0
+
+    def _check(self, demand: int, budget: int, device: torch.device) -> None:
+        if self._needed(demand, device) > budget:
+            self.left = 1.0
+            raise Overflow(f"{demand} rows of {budget}")
+
+    def combine(self, rows: Tensor, held: Any) -> Tensor:
+        left, self.left = self.left, 0.0
+        return super().combine(rows, held) + left
 
 
 PLANTS = collect(globals())

@@ -77,6 +77,8 @@ class FlexExchange:
         if config.budget_factor is not None and not manager_class.has_budget:
             given = f"budget_factor = {config.budget_factor}"
             raise CannotBuild(f"{manager_class.__name__} has no buffer of fixed size: {given}")
+        if config.row_budget is not None and not manager_class.has_budget:
+            raise CannotBuild(f"{manager_class.__name__} has no buffer of fixed size: row_budget = {config.row_budget}")
         group = topology.group("ep_etp")
         wire = float8_class() if config.wire == "float8" else None
         self.manager = manager_class(config, token_exchange_class(group, config.experts, self.placement.shards, wire))

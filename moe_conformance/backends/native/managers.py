@@ -23,11 +23,7 @@ from moe_conformance.backends.native import collectives, mirrored
 from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.backends.native.permutation import Pairs, permute, sort_pairs, unpermute, weigh
 from moe_conformance.backends.native.token_exchange import Arrived, Handle, TokenExchange
-from moe_conformance.contract import Config, Delivery
-
-
-class Overflow(RuntimeError):
-    """Some rank of the group needs more rows than the budget; every rank of the group raises it."""
+from moe_conformance.contract import Config, Delivery, Overflow
 
 
 @dataclass(frozen=True)
@@ -108,7 +104,8 @@ class HybridEPManager(_OneRowPerPair):
     """Rows expert by expert in a buffer of B rows on every rank, whatever the load; more than B is an error of all.
 
     All ranks dispatch the same number of tokens, empty ones among them. B is that number times K times the shards of an
-    expert times `Config.budget_factor`, rounded up. Its default, ep, holds whatever may come.
+    expert times `Config.budget_factor`, rounded up, or `Config.row_budget`. The factor's default, ep, holds whatever
+    may come.
     """
 
     has_budget = True
@@ -122,6 +119,7 @@ class HybridEPManager(_OneRowPerPair):
             CannotBuild: the factor is not above 0.
         """
         super().__init__(config, exchange)
+        self.row_budget = config.row_budget
         self.factor = float(exchange.blocks if config.budget_factor is None else config.budget_factor)
         if not self.factor > 0:
             raise CannotBuild(f"budget_factor = {self.factor}: it must be above 0")
@@ -144,7 +142,12 @@ class HybridEPManager(_OneRowPerPair):
         return delivery, Held(arrived.handle, pairs)
 
     def _budget(self, tokens: int, slots: int) -> int:
+        if self.row_budget is not None:
+            return self.row_budget
         return math.ceil(self.factor * tokens * slots * self.exchange.shards)
+
+    def _said(self) -> str:
+        return f"budget_factor = {self.factor:g}" if self.row_budget is None else f"row_budget = {self.row_budget}"
 
     def _size(self, budget: int, demand: int) -> int:
         """Return B."""
@@ -155,7 +158,7 @@ class HybridEPManager(_OneRowPerPair):
         if largest > budget:
             raise Overflow(
                 f"the busiest rank of the exchange group needs {largest} rows, and the budget of each is {budget} "
-                f"(budget_factor = {self.factor:g}); this rank needs {demand}"
+                f"({self._said()}); this rank needs {demand}"
             )
 
 

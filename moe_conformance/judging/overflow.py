@@ -1,0 +1,113 @@
+"""Fixed receive budgets: whether what is too much is refused, on all ranks and only then, and what the others yield."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import torch
+
+from moe_conformance.judging.diagnosis import Finding, fail
+from moe_conformance.judging.gradients import judge_dweights, judge_dx
+from moe_conformance.judging.outputs import judge_outputs
+from moe_conformance.judging.reading import Reading, read
+from moe_conformance.judging.verdict import Tally, WrongCount
+from moe_conformance.scenarios.outcome import Grad, Microbatch
+from moe_conformance.workloads.records import Batch
+from reference import capacity_budget
+
+
+def judge_overflow(reading: Reading, tally: Tally) -> None:
+    """Decide whether a budget is reported as exceeded if and only if the rows wanted are more than it holds.
+
+    All ranks of a group report it where one of them is short. Counts the ranks and microbatches.
+
+    Raises:
+        WrongCount: reported though all rows fit, or not reported.
+    """
+    budget = reading.outcome.workload.config.row_budget
+    assert budget is not None
+    findings, compared = [], Counter[int]()
+    for m in range(len(reading.batches)):
+        wanted = Counter((pair.destination, pair.expert) for pair in reading.pairs[m])
+        for group in reading.outcome.workload.layout.groups()["ep_etp"]:
+            rows = {
+                rank: [wanted[rank, expert] for expert in reading.ranks[rank].local_experts] for rank in group
+            }
+            over = [rank for rank in group if capacity_budget.over_budget(rows[rank], budget)]
+            most = max(group, key=lambda rank: sum(rows[rank]))
+            for rank in group:
+                reported = reading.seen(m, rank).overflow is not None
+                if reported != bool(over):
+                    says = "reports an overflow" if reported else "reports no overflow"
+                    wants = f"rank {most} wants {sum(rows[most])} rows, and the budget is {budget}"
+                    findings.append(Finding(says, f"rank {rank} {says} in microbatch {m}: {wants}", (rank,)))
+                compared[rank] += 1
+    if findings:
+        fail(WrongCount, "dispatch", findings)
+    for rank, number in compared.items():
+        tally.add(elements=number, rank=rank)
+
+
+def judge_after_overflow(reading: Reading, tally: Tally) -> None:
+    """Decide whether every microbatch that fits is exact, those after a refused one too, and others are refused whole.
+
+    Counts the elements of microbatches that fit.
+
+    Raises:
+        WrongCount: a microbatch is refused on some ranks of a group, and not on others.
+        WrongForm, WrongOutput, AbsentGradient, WrongGradient: what fits is not exact.
+    """
+    findings, kept = [], set[tuple[int, int]]()
+    for m in range(len(reading.batches)):
+        for group in reading.outcome.workload.layout.groups()["ep_etp"]:
+            refused = [rank for rank in group if reading.seen(m, rank).overflow is not None]
+            if refused and len(refused) < len(group):
+                others = sorted(set(group) - set(refused))
+                sentence = f"microbatch {m} is refused on ranks {refused}, and not on ranks {others} of their group"
+                findings.append(Finding("split", sentence, tuple(others)))
+            kept |= {(m, rank) for rank in group if not refused}
+    if findings:
+        fail(WrongCount, "dispatch", findings)
+    rest = _without_refused(reading, kept)
+    for judge in (judge_outputs, judge_dx, judge_dweights):
+        judge(rest, Tally())
+    for m, rank in kept:
+        batch = reading.batches[m][rank]
+        tally.add(elements=2 * batch.x_TD.numel() + batch.ids_TK.numel(), rank=rank)
+
+
+def _without_refused(reading: Reading, kept: set[tuple[int, int]]) -> Reading:
+    """Return the reading with nothing routed, and nothing to be seen, where a microbatch was refused."""
+    outcome = reading.outcome
+    batches = tuple(
+        tuple(batch if (m, rank) in kept else _unrouted(batch) for rank, batch in enumerate(ranks))
+        for m, ranks in enumerate(reading.batches)
+    )
+    ranks = tuple(
+        replace(
+            rank,
+            microbatches=tuple(
+                seen if (m, rank.rank) in kept else _nothing(seen, batches[m][rank.rank])
+                for m, seen in enumerate(rank.microbatches)
+            ),
+        )
+        for rank in reading.ranks
+    )
+    return read(replace(outcome, workload=replace(outcome.workload, batches=batches), ranks=ranks))
+
+
+def _unrouted(batch: Batch) -> Batch:
+    return replace(batch, ids_TK=torch.full_like(batch.ids_TK, -1))
+
+
+def _nothing(seen: Microbatch, batch: Batch) -> Microbatch:
+    zeros_TD, zeros_TK = torch.zeros_like(batch.x_TD), torch.zeros_like(batch.weights_TK)
+    return replace(
+        seen,
+        y=zeros_TD,
+        y_shape=tuple(zeros_TD.shape),
+        y_dtype=zeros_TD.dtype,
+        dx_TD=Grad(zeros_TD),
+        dweights_TK=Grad(zeros_TK),
+    )
