@@ -186,7 +186,7 @@ class FlagLeftOver(Budgeted):
 
 
 @planted(Expectation("DROP-15", "budget-one-short-even", "run", "hung: waits in a collective"))
-class RefusedAlone(Budgeted):
+class OverflowRefusedAlone(Budgeted):
     """A rank that has too little room refuses by itself, and the others wait for it in their combine."""
 
     def _check(self, demand: int, budget: int, device: torch.device) -> None:
