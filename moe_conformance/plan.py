@@ -112,7 +112,9 @@ class Plan:
                 workloads += routing.routing_corpus(cell.variant, cell.layout)
             workloads += scripts.scripts(cell.variant, cell.layout, cast(corpus.Profile, self.profile), first)
             if cell.variant in self._sampled:
-                workloads = workloads[self._sampled.index(cell.variant) :: len(self._sampled)]
+                share = [each for each in workloads if each.name not in scripts.names(shared=False)]
+                share = share[self._sampled.index(cell.variant) :: len(self._sampled)]
+                workloads = share + [each for each in workloads if each.name in scripts.names(shared=False)]
             if cell_limits(cell.limits, cell.layout):  # all are refused alike: the first of a kind proves it
                 workloads = list({workload.kind: workload for workload in reversed(workloads)}.values())[::-1]
             made += [Case(cell, self._as_asked(workload)) for workload in workloads]

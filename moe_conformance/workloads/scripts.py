@@ -39,13 +39,15 @@ class Chapter:
     """The scripts of one chapter.
 
     A surface that has nothing to do with the exchange is asked once, with the backend's first variant. `quick` has the
-    layouts on which the quick profile asks for what the way in which ranks are folded changes little.
+    layouts on which the quick profile asks for what the way in which ranks are folded changes little. Variants that
+    are sampled share a chapter among them, but for one that few of them can do.
     """
 
     names: tuple[str, ...]
     draw: Callable[[str, Layout, Profile], Iterator[Workload]]
     variants: Literal["first", "every"] = "first"
     quick: tuple[Layout, ...] = quick_layouts()
+    shared: bool = True
 
 
 _ALONE, _SPREAD, _REPLICATED = Layout(1), Layout(2, ep=2), Layout(4, ep=2)
@@ -70,8 +72,8 @@ CHAPTERS: tuple[Chapter, ...] = (
     Chapter(tuple(places.SCRIPTS), places.scripts),
     Chapter(packing.SEQUENCES, packing.sequences),
     Chapter(indivisible.NAMES, indivisible.corpus, variants="every"),
-    Chapter(budget.names(), budget.budgets, "every"),
-    Chapter(tuple(overflow.OVERFLOWS), overflow.overflows, "every", (_SPREAD, _CUT)),
+    Chapter(budget.names(), budget.budgets, "every", (_SPREAD, _CUT), shared=False),
+    Chapter(tuple(overflow.OVERFLOWS), overflow.overflows, "every", (_SPREAD, _CUT), shared=False),
     Chapter(tuple(float8_rows.SCRIPTS), float8_rows.scripts),
     Chapter(misuse.NAMES, misuse.draw, variants="every"),
 )
@@ -85,6 +87,6 @@ def scripts(variant: str, layout: Layout, profile: Profile, first: bool) -> Iter
             yield from chapter.draw(variant, layout, profile)
 
 
-def names() -> frozenset[str]:
-    """Return the names of all scripts."""
-    return frozenset(name for chapter in CHAPTERS for name in chapter.names)
+def names(shared: bool | None = None) -> frozenset[str]:
+    """Return the names of all scripts, or of those that sampled variants share, or do not."""
+    return frozenset(name for each in CHAPTERS if shared in (None, each.shared) for name in each.names)
