@@ -15,14 +15,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from moe_conformance import surfaces
 
 # ---- refusals ------------------------------------------------------------------------------------------------
 
@@ -381,8 +378,8 @@ class Topology(Protocol):
 class Session:
     """One topology on one rank; at most one session is open in a process.
 
-    Subclass it and override what the backend has: a surface that is not overridden is "not offered". Class
-    attributes state how the backend works; the suite observes whether they are true.
+    Subclass it, or `surfaces.Session`, and override what the backend has: a surface that is not overridden is "not
+    offered". Class attributes state how the backend works; the suite observes whether they are true.
     """
 
     # Where the weights are applied by default; an exchange that differs says so in `resolved["weights_at"]`.
@@ -402,54 +399,6 @@ class Session:
     def router(self, config: Config) -> Router:
         """Build a router; collective."""
         raise Unsupported("this backend offers no router")
-
-    def token_padding(self, config: Config) -> surfaces.TokenPadding:
-        """Build what tells the exchange of `config` to how many tokens it pads; collective."""
-        raise Unsupported("this backend offers no padding of token counts")
-
-    def packing(self, config: Config) -> surfaces.Packing:
-        """Build what lays sequences out in one tensor."""
-        raise Unsupported("this backend offers no packing of sequences")
-
-    def masked_router(self, config: Config) -> surfaces.MaskedRouter:
-        """Build a router that is told of padding; collective."""
-        raise Unsupported("this backend offers no router that is told of padding")
-
-    def layer(self, config: Config) -> surfaces.Layer:
-        """Build a whole layer: router, exchange, experts and shared experts; collective."""
-        raise Unsupported("this backend offers no layer")
-
-    def permutation(self, config: Config) -> surfaces.Permutation:
-        """Build what sorts one rank's tokens by expert, and back."""
-        raise Unsupported("this backend offers no permutation")
-
-    def reordering(self, config: Config) -> surfaces.Reordering:
-        """Build what puts received rows from source-major into expert-major order, and back."""
-        raise Unsupported("this backend offers no reordering of received rows")
-
-    def row_index(self, config: Config) -> surfaces.RowIndex:
-        """Build what fetches and puts back rows by an index with sentinels."""
-        raise Unsupported("this backend offers no index of rows")
-
-    def routing_forms(self, config: Config) -> surfaces.RoutingForms:
-        """Build what turns a routing into a dense map, and back."""
-        raise Unsupported("this backend offers no conversion of routings")
-
-    def token_exchange(self, config: Config) -> surfaces.TokenExchange:
-        """Build a fused token exchange, without experts; collective."""
-        raise Unsupported("this backend offers no token exchange")
-
-    def dispatch_layout(self, config: Config) -> surfaces.DispatchLayout:
-        """Build what counts where tokens go."""
-        raise Unsupported("this backend offers no dispatch layout")
-
-    def transport(self, config: Config) -> surfaces.Transport:
-        """Build what chooses the transport of a group."""
-        raise Unsupported("this backend does not tell how it chooses a transport")
-
-    def places_exchange(self, config: Config) -> surfaces.PlacesExchange:
-        """Build a token exchange with a fixed number of places for each expert, without experts; collective."""
-        raise Unsupported("this backend offers no exchange with fixed places")
 
     def finish_gradients(self, *built: Parametrised) -> None:
         """Do all that the backend's trainer does to gradients between the last backward and the step."""

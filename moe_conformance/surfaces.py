@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from moe_conformance.contract import Parametrised, Placed, Resolved, Routed, Routing
+from moe_conformance import contract
+from moe_conformance.contract import Config, Parametrised, Placed, Resolved, Routed, Routing, Unsupported
 
 
 class Layer(Parametrised, Resolved, Protocol):
@@ -237,3 +238,55 @@ class MaskedRouter(Parametrised, Resolved, Protocol):
 
     def __call__(self, x: Tensor, padding_mask_T: Tensor) -> Routed:
         """Return the routing of x; the mask, bool (T,), is True at padding. `counts_E` is the load without padding."""
+
+
+class Session(contract.Session):
+    """A session that offers some of the surfaces above: override the methods of those."""
+
+    def token_padding(self, config: Config) -> TokenPadding:
+        """Build what tells the exchange of `config` to how many tokens it pads; collective."""
+        raise Unsupported("this backend offers no padding of token counts")
+
+    def packing(self, config: Config) -> Packing:
+        """Build what lays sequences out in one tensor."""
+        raise Unsupported("this backend offers no packing of sequences")
+
+    def masked_router(self, config: Config) -> MaskedRouter:
+        """Build a router that is told of padding; collective."""
+        raise Unsupported("this backend offers no router that is told of padding")
+
+    def layer(self, config: Config) -> Layer:
+        """Build a whole layer: router, exchange, experts and shared experts; collective."""
+        raise Unsupported("this backend offers no layer")
+
+    def permutation(self, config: Config) -> Permutation:
+        """Build what sorts one rank's tokens by expert, and back."""
+        raise Unsupported("this backend offers no permutation")
+
+    def reordering(self, config: Config) -> Reordering:
+        """Build what puts received rows from source-major into expert-major order, and back."""
+        raise Unsupported("this backend offers no reordering of received rows")
+
+    def row_index(self, config: Config) -> RowIndex:
+        """Build what fetches and puts back rows by an index with sentinels."""
+        raise Unsupported("this backend offers no index of rows")
+
+    def routing_forms(self, config: Config) -> RoutingForms:
+        """Build what turns a routing into a dense map, and back."""
+        raise Unsupported("this backend offers no conversion of routings")
+
+    def token_exchange(self, config: Config) -> TokenExchange:
+        """Build a fused token exchange, without experts; collective."""
+        raise Unsupported("this backend offers no token exchange")
+
+    def dispatch_layout(self, config: Config) -> DispatchLayout:
+        """Build what counts where tokens go."""
+        raise Unsupported("this backend offers no dispatch layout")
+
+    def transport(self, config: Config) -> Transport:
+        """Build what chooses the transport of a group."""
+        raise Unsupported("this backend does not tell how it chooses a transport")
+
+    def places_exchange(self, config: Config) -> PlacesExchange:
+        """Build a token exchange with a fixed number of places for each expert, without experts; collective."""
+        raise Unsupported("this backend offers no exchange with fixed places")

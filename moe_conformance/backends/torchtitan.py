@@ -32,10 +32,10 @@ from moe_conformance.contract import (
     Read,
     Routed,
     Routing,
-    Session,
     Topology,
     Unsupported,
 )
+from moe_conformance.surfaces import Session
 
 _INSTALL = "pip install --no-deps torchtitan spmd_types triton tyro docstring_parser torchao"
 _DISPATCHERS = {

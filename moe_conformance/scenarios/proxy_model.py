@@ -18,7 +18,7 @@ from moe_conformance.contract import Parametrised, Resolved, Session, Unsupporte
 from moe_conformance.engine import RankContext
 from moe_conformance.scenarios import parameters
 from moe_conformance.scenarios.outcome import Grad, Microbatch, RankOutcome
-from moe_conformance.scenarios.sessions import opened
+from moe_conformance.scenarios.sessions import build, opened
 from moe_conformance.scenarios.tensors import to_cpu
 from moe_conformance.topology import Topology
 from moe_conformance.workloads.records import ParameterKey, Workload
@@ -163,7 +163,7 @@ class _Block:
         self.parts: list[Any]
         self.moe: Callable[[Tensor], Tensor]
         if config.shared_ffn:
-            self.moe = session.layer(config)
+            self.moe = build(session, "layer", config)
             self.parts = [self.moe]
         else:
             router, exchange, experts = session.router(config), session.exchange(config), session.experts(config)

@@ -16,7 +16,7 @@ from moe_conformance.engine import RankContext
 from moe_conformance.scenarios import parameters
 from moe_conformance.scenarios.exchange_with_probe import exchange_with_probe
 from moe_conformance.scenarios.outcome import Answer, RankOutcome
-from moe_conformance.scenarios.sessions import opened
+from moe_conformance.scenarios.sessions import build, opened
 from moe_conformance.scenarios.tensors import same_bytes, to_cpu
 from moe_conformance.workloads.records import Call, Ref, Workload
 
@@ -50,7 +50,7 @@ class Script:
         session = kept.session
         self.reached = "build"
         kind = self.workload.kind
-        surface: Any = session if kind == SESSION else getattr(session, kind)(self.workload.config)
+        surface: Any = session if kind == SESSION else build(session, kind, self.workload.config)
         if any(call.method == "step" for call in self.workload.calls):
             surface = exchange_with_probe(surface, self.workload.config, session, kept.topology)
             for call in self.workload.calls:

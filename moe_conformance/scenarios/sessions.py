@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_conformance.backends.registry import load
-from moe_conformance.contract import Backend, Session
+from moe_conformance.contract import Backend, Config, Session, Unsupported
 from moe_conformance.engine import RankContext
 from moe_conformance.topology import Layout, Topology
 
@@ -21,6 +21,18 @@ class Opened:
     backend: Backend
     session: Session
     topology: Topology
+
+
+def build(session: Session, surface: str, config: Config) -> Any:
+    """Build a surface of a session by the name of its method.
+
+    Raises:
+        Unsupported: the backend does not offer it, or not with this config.
+    """
+    method = getattr(session, surface, None)
+    if method is None:
+        raise Unsupported(f"this backend offers no {surface.replace('_', ' ')}")
+    return method(config)
 
 
 def opened(context: RankContext, name: str, layout: Layout) -> Opened:

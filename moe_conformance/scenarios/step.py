@@ -36,7 +36,7 @@ from moe_conformance.scenarios import parameters, state
 from moe_conformance.scenarios.inputs import Inputs
 from moe_conformance.scenarios.outcome import Grad, Microbatch, RankOutcome
 from moe_conformance.scenarios.probe import Probe, part_of
-from moe_conformance.scenarios.sessions import Opened, opened
+from moe_conformance.scenarios.sessions import Opened, build, opened
 from moe_conformance.scenarios.tensors import same_bytes, to_cpu
 from moe_conformance.surfaces import Layer
 from moe_conformance.topology import Topology
@@ -92,7 +92,7 @@ class TrainingStep:
                 self.undropping = session.router(_without_capacity(self.config))
                 parameters.write(self.undropping, self.workload.parameters)
         elif self.workload.kind in ("layer", "dropping_layer"):
-            self.layer = session.layer(self.config)
+            self.layer = build(session, "layer", self.config)
             built.append(self.layer)
         else:
             self.exchange = session.exchange(self.config)

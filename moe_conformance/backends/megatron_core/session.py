@@ -19,7 +19,8 @@ from moe_conformance.backends.megatron_core.configuration import (
 from moe_conformance.backends.megatron_core.layer import Layer
 from moe_conformance.backends.megatron_core.permutation import Permutation, Reordering
 from moe_conformance.backends.megatron_core.surfaces import Exchange, Experts, Router
-from moe_conformance.contract import Config, Parametrised, Session, Topology, Unsupported, refusals
+from moe_conformance.contract import Config, Parametrised, Topology, Unsupported, refusals
+from moe_conformance.surfaces import Session
 
 
 class MegatronSession(Session):

@@ -28,7 +28,8 @@ from moe_conformance.backends.native.rows import Permutation
 from moe_conformance.backends.native.shared_experts import SharedExperts
 from moe_conformance.backends.native.token_exchange import TokenExchange
 from moe_conformance.backends.native.transport import Transport
-from moe_conformance.contract import Config, Parametrised, Session, SplitExchange, Topology, Unsupported, refusals
+from moe_conformance.contract import Config, Parametrised, SplitExchange, Topology, Unsupported, refusals
+from moe_conformance.surfaces import Session
 
 # Each of them by some surface: one config serves all surfaces.
 _MAPPED = (
