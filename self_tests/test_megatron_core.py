@@ -242,7 +242,6 @@ class TestRefusals:
         ("fields", "reason"),
         [
             ({"variant": "flex"}, "the dispatcher 'flex' is not adapted"),
-            ({"experts": 5}, "5 on ep = 2"),
             ({"weights_applied": "output"}, "does not map weights_applied='output'"),
             ({"extra": (("no_such_field", 1),)}, "no field no_such_field"),
         ],
@@ -251,6 +250,11 @@ class TestRefusals:
         """The adapter says what was asked and refuses in its own name, not in the library's."""
         by, said = refused(engine, pinned("alltoall", EP2, "even", **fields))
         assert ("adapter", True) == (by, reason in said), said
+
+    def test_experts_that_ep_does_not_divide_are_the_librarys_to_refuse(self, engine: Engine) -> None:
+        """It does so by an assertion without words (MC-31), which the adapter does not make up for."""
+        by, said = refused(engine, pinned("alltoall", EP2, "even", experts=5))
+        assert ("library", False) == (by, "5" in said)
 
     @pytest.mark.parametrize(
         ("name", "reason"),
