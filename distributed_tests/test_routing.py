@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moe_conformance.judging.extreme_routing import judge_extreme, judge_spoilt_routes
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.routers import (
     judge_bias,
@@ -15,6 +16,7 @@ from moe_conformance.judging.routers import (
 from moe_conformance.judging.twin_routes import judge_same_routes
 from moe_conformance.judging.twins import RunTwins
 from moe_conformance.judging.verdict import Tally
+from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
 from moe_conformance.workloads import laws
 from moe_conformance.workloads.features import likened
@@ -52,6 +54,18 @@ class TestTwins:
     def test_other_tokens_do_not_matter(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """A token is routed alike at another place of another batch, and alone."""
         judge_same_routes(reading, twins(laws.recut(reading.outcome.workload)), tally, to_the_bit=False)
+
+
+class TestExtremes:
+    @requirement("ROUTE-14", kind="extreme", when=lambda workload: len(workload.batches) == 1)
+    def test_logits_of_any_size_have_a_route(self, reading: Reading, tally: Tally) -> None:
+        """Huge logits, equal ones and masks of -inf give K different experts, and finite weights and gradients."""
+        judge_extreme(reading, tally)
+
+    @requirement("ROUTE-15", kind="extreme", when=lambda workload: len(workload.batches) > 1)
+    def test_a_spoilt_token_harms_no_other(self, outcome: Outcome, tally: Tally) -> None:
+        """A logit that is no number raises, or leaves ids within range and the other tokens their routes."""
+        judge_spoilt_routes(outcome, tally)
 
 
 class TestWeights:

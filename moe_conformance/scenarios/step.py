@@ -85,7 +85,7 @@ class TrainingStep:
         self.exchange: Exchange | SplitExchange | None = None
         self.experts: Probe | Experts | None = None
         self.layer: Layer | None = None
-        if self.workload.kind in ("route", "capacity"):
+        if self.workload.kind in ("route", "capacity", "extreme"):
             self.router = session.router(self.config)
             built.append(self.router)
             if self.workload.kind == "capacity":

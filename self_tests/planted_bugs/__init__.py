@@ -23,6 +23,7 @@ from self_tests.planted_bugs import (
     repetition,
     routing,
     routing_ends,
+    routing_extremes,
     shared_experts,
     token_exchange,
     twins,
@@ -36,7 +37,7 @@ def plants() -> tuple[Plant, ...]:
     """Return all plants, chapter by chapter."""
     exchanges = (exchange, repetition, exchange_back, exchange_ends, twins, exchange_spoilt, exchange_misuse)
     drops = (capacity, capacity_exchange)
-    chapters = (routing, routing_ends, *drops, *exchanges, experts, gradients, groups, overlap, cost)
+    chapters = (routing, routing_ends, routing_extremes, *drops, *exchanges, experts, gradients, groups, overlap, cost)
     surfaces = (flex, permute, dispatch_layout, token_exchange, packing, shared_experts)
     return tuple(plant for chapter in (*chapters, *surfaces) for plant in chapter.PLANTS)
 

@@ -1,0 +1,71 @@
+"""ROUTE: bugs of routers that show where logits are huge, masked, or no numbers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_conformance.backends.native.routing import Router
+from self_tests.planted_bugs.plant import Expectation, collect, planted
+
+
+@planted(Expectation("ROUTE-14", "extreme-softmax", "route", "has the weights [nan", "1e+30"))
+class SoftmaxNotShifted(Router):
+    """Exponentials are taken of the logits as they are, and overflow."""
+
+    def _scores(self, logits_TE: Tensor) -> Tensor:
+        powers_TE = logits_TE.exp()
+        return powers_TE / powers_TE.sum(1, keepdim=True)
+
+
+@planted(Expectation("ROUTE-14", "extreme-sigmoid", "route", "has the weights [nan"))
+class SumOfNothingDivides(Router):
+    """Weights are divided by their sum, also where all the chosen scores underflow."""
+
+    def _weights(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        weights_TK = scores_TE.gather(1, ids_TK)
+        return weights_TK / weights_TK.sum(1, keepdim=True) * self.config.scale
+
+
+@planted(
+    Expectation("ROUTE-14", "masked-softmax-of-chosen", "route", "chose", "-inf"),
+    Expectation("ROUTE-14", "masked-softmax", "route", "chose", "-inf"),
+    real="sgl-project/sglang PR #13474",
+)
+class MaskedAtZero(Router):
+    """What is masked counts as 0 instead of minus infinity, and beats what is below zero."""
+
+    def _logits(self, x_TD: Tensor) -> Tensor:
+        return super()._logits(x_TD).masked_fill(super()._logits(x_TD) == -torch.inf, 0.0)
+
+
+@planted(Expectation("ROUTE-14", "extreme-sqrtsoftplus", "gradient", "the gradient of the tokens", "is not finite"))
+class SlopeOfTheRoot(Router):
+    """The root of a score that underflows has an infinite slope, and infinity times zero is no number."""
+
+    def _scores(self, logits_TE: Tensor) -> Tensor:
+        return (-torch.nn.functional.logsigmoid(-logits_TE)).sqrt()
+
+
+@planted(Expectation("ROUTE-15", "spoilt-nan-softmax", "route", "rank 0 token 0 chose [8, 8]"))
+class NobodyIsTheBest(Router):
+    """The best expert is searched by comparing, which NaN never wins, and the search ends behind the last one."""
+
+    def _choose(self, scores_TE: Tensor) -> Tensor:
+        ids_TK = super()._choose(scores_TE)
+        return ids_TK.masked_fill(scores_TE.isnan().any(1, keepdim=True), self.config.experts)
+
+    def _weights(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        return super()._weights(scores_TE, ids_TK.clamp_max(self.config.experts - 1))
+
+
+@planted(Expectation("ROUTE-15", "spoilt-nan-softmax-of-chosen", "route", "beside a spoilt token", "nan"))
+class ShiftedByTheBatch(Router):
+    """The largest logit of the whole batch is subtracted from all of them."""
+
+    def _logits(self, x_TD: Tensor) -> Tensor:
+        logits_TE = super()._logits(x_TD)
+        return logits_TE - logits_TE.max() if logits_TE.numel() else logits_TE
+
+
+PLANTS = collect(globals())
