@@ -96,12 +96,14 @@ class Backend:
         return {"torch": torch.__version__}
 
     def limits(self, variant: str) -> Sequence[Limit]:
-        """Return what must not be tried: a breach of either would hang or corrupt."""
+        """Return what must not be tried: a breach of any would hang or corrupt."""
         uneven = "all_gather wants tensors of one shape from all ranks"
         twice = "a dense map has one place per token and expert"
+        trust = "nobody tells the other ranks that one was given what cannot be exchanged"
         return (
             Limit("uneven_tokens", (False,), uneven, proof="undefined"),
             Limit("duplicate_experts", (False,), twice, proof="undefined"),
+            Limit("wrong_use", (False,), trust, proof="undefined"),
         )
 
     def open(self, topology: Topology, device: torch.device) -> Session:
