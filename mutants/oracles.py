@@ -22,7 +22,7 @@ _OTHERS = frozenset(
     {
         # Bounds of errors: honest and wrong arithmetic hold them, in self_tests/test_bounds.py and test_loss_bounds.py.
         "reference/expert_magnitudes.py", "reference/loss_magnitudes.py", "reference/magnitudes.py",
-        "reference/rounding.py", "reference/routing_magnitudes.py",
+        "reference/rounding.py", "reference/routing_magnitudes.py", "reference/whole_layer_magnitudes.py",
         # What asks both oracles of a pair: another question that still fits is no error. And what compares the answers.
         "reference/config_cases.py",
         "self_tests/oracles/agreement.py", "self_tests/oracles/bits.py", "self_tests/oracles/packing_cases.py",

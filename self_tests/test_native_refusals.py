@@ -38,7 +38,7 @@ def cases() -> list[Case]:
 
 
 def test_native_refuses_what_an_exchange_cannot_do_and_nothing_else(engine: Engine) -> None:
-    """All ranks refuse together: the local exchange between ranks, one weight for a row with several slots."""
+    """All ranks refuse together: the local exchange between ranks, and what only one exchange can do, of the others."""
     expected = {case.id: _status(case) for case in cases()}
     actual = {case.id: _statuses(engine, case) for case in cases()}
     assert expected == actual
@@ -66,9 +66,14 @@ def test_a_cell_that_is_refused_whatever_is_asked_is_tried_once_for_each_kind() 
 
 def _status(case: Case) -> set[str]:
     layout, config = case.cell.layout, case.workload.config
-    stays = config.variant == "local" and layout.ep * layout.etp > 1
-    one_weight = config.variant == "deepep" and config.weights_applied == "input"
-    return {"refused" if stays or one_weight else "ok"}
+    refusals = (
+        config.variant == "local" and layout.ep * layout.etp > 1 and case.workload.kind != "session",
+        config.variant == "deepep" and config.weights_applied == "input",
+        config.variant != "hybridep" and (config.budget_factor or config.row_budget) is not None,
+        config.variant != "alltoall" and config.shared_overlap,
+        bool(config.extra),  # a knob of some other library
+    )
+    return {"refused" if any(refusals) else "ok"}
 
 
 def _statuses(engine: Engine, case: Case) -> set[str]:

@@ -11,9 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_conformance.contract import Unsupported
 from moe_conformance.workloads.records import Batch, Workload
 
 FORMAT = 1
+
+# What a drawn workload asks for; all other fields of its config are at their defaults.
+ASKED = (
+    "variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied", "score", "normalise", "scale", "groups",
+    "group_score", "balance_bias",
+)  # fmt: skip
 
 DTYPES = {
     "float64": torch.float64,
@@ -28,12 +35,14 @@ def to_json(workload: Workload) -> dict[str, Any]:
     """Return a workload as dicts, lists, strings and numbers.
 
     Raises:
-        ValueError: it has knobs of one backend (`Config.extra`), which are not data.
+        ValueError: its config asks for something else than `ASKED`.
     """
     config, layout = workload.config, workload.layout
-    if config.extra:
-        raise ValueError("a workload with knobs of one backend cannot be written down for all")
-    asked = {field.name: getattr(config, field.name) for field in fields(config) if field.name != "extra"}
+    try:
+        config.only(*ASKED)
+    except Unsupported as error:
+        raise ValueError("only what is drawn can be written down") from error
+    asked = {name: getattr(config, name) for name in ASKED}
     return {
         "format": FORMAT,
         "kind": workload.kind,

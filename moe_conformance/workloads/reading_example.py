@@ -21,7 +21,7 @@ from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
 from moe_conformance.workloads import tags
 from moe_conformance.workloads.draw import weight_dtype
-from moe_conformance.workloads.example import DTYPES, FORMAT
+from moe_conformance.workloads.example import ASKED, DTYPES, FORMAT
 from moe_conformance.workloads.records import COLUMNS, Asynchrony, Batch, ParameterKey, Workload
 from reference import selection
 
@@ -95,8 +95,7 @@ def _layout(data: object) -> Layout:
 
 
 def _config(data: object, kind: str, layout: Layout) -> Config:
-    names = tuple(field.name for field in fields(Config) if field.name != "extra")
-    given = dict(_object(data, "config", names))
+    given = dict(_object(data, "config", ASKED))
     if not isinstance(given["variant"], str):
         raise BadExample("config.variant is not a string")
     for name in ("experts", "top_k", "hidden", "ffn"):
