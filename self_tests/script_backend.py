@@ -46,6 +46,10 @@ class Halver:
         dist.all_reduce(total, group=self.group)
         return total + 0 * routing.weights_TK.sum()
 
+    def unwritten(self, numbers: int) -> Tensor:
+        """Return memory that nobody has written."""
+        return torch.empty(numbers)
+
     def refuse(self, on: tuple[int, ...]) -> str:
         """Raise on some ranks."""
         if self.group.rank() in on:

@@ -79,6 +79,15 @@ class TestAnswers:
         assert ((), ("halved_RD",)) == tuple(answer.changed for answer in outcome.ranks[0].answers)
 
 
+class TestMemory:
+    def test_what_nobody_has_written_is_filled_where_asked(self, engine: Engine) -> None:
+        """A script of filled memory finds NaN in new tensors, on every rank."""
+        calls = (Call("unwritten", ({"numbers": 5},) * 2),)
+        script = Workload("script", "halver", Config(top_k=1), Layout(2), (), memory="filled", calls=calls)
+        for found in values(moe_step(engine, BACKEND, script), 0):
+            assert bool(found.isnan().all())
+
+
 class TestExceptions:
     def test_one_that_may_come_is_an_answer(self, engine: Engine) -> None:
         """The script goes on behind it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import reduce
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from moe_conformance.contract import Unsupported
 from moe_conformance.engine import RankContext
-from moe_conformance.scenarios import parameters
+from moe_conformance.scenarios import parameters, state
 from moe_conformance.scenarios.exchange_with_probe import exchange_with_probe
 from moe_conformance.scenarios.outcome import Answer, RankOutcome
 from moe_conformance.scenarios.sessions import build, opened
@@ -58,12 +59,8 @@ class Script:
                     raise Unsupported("this exchange has no halves to call apart")
         if self.workload.parameters:
             parameters.write(surface, self.workload.parameters)
-        for number, call in enumerate(self.workload.calls):
-            self._reach(f"{call.method}:{number}")
-            self.answers.append(self._call(surface, call))
-            if call.may_raise and self.workload.layout.world > 1:
-                # Whoever has raised waits here: a rank that is left behind is then seen to hang, whatever comes next.
-                dist.barrier(kept.topology.group("world"))
+        with state.filled_memory() if self.workload.memory == "filled" else nullcontext():
+            self._follow(surface, kept.topology.group("world"))
         self._reach("done")
         return RankOutcome(
             rank=self.context.rank,
@@ -74,6 +71,15 @@ class Script:
             resolved={key: str(value) for key, value in dict(getattr(surface, "resolved", {})).items()},
             phases=tuple(self.phases),
         )
+
+    def _follow(self, surface: Any, world: dist.ProcessGroup) -> None:
+        """Make the calls."""
+        for number, call in enumerate(self.workload.calls):
+            self._reach(f"{call.method}:{number}")
+            self.answers.append(self._call(surface, call))
+            if call.may_raise and self.workload.layout.world > 1:
+                # Whoever has raised waits here: a rank that is left behind is then seen to hang, whatever comes next.
+                dist.barrier(world)
 
     def _reach(self, phase: str) -> None:
         self.reached = phase
