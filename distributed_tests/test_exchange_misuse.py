@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moe_conformance.judging.answers import judge_arguments
 from moe_conformance.judging.misuse import judge_wrong_answers, judge_wrong_input, wrong_answers, wrong_input
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
@@ -18,3 +19,8 @@ class TestWrongUse:
     def test_answers_that_do_not_fit_are_refused(self, outcome: Outcome, tally: Tally) -> None:
         """Answers under another's handle, or of another width, raise where they are, and no other rank waits."""
         judge_wrong_answers(outcome, tally)
+
+    @requirement("EXCH-08", kind="exchange")
+    def test_what_is_wrong_is_not_put_right_in_place(self, outcome: Outcome, tally: Tally) -> None:
+        """Arguments of a step that is refused hold the bytes that were given."""
+        judge_arguments(outcome, tally)

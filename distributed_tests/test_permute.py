@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moe_conformance.judging.answers import judge_arguments
 from moe_conformance.judging.dispatch_layout import judge_dispatch_layout
 from moe_conformance.judging.permutation import (
     judge_order,
@@ -37,8 +38,18 @@ class TestPermutation:
         """Gradients of tokens, rows and weights come back to where they belong."""
         judge_permutation_gradients(outcome, tally)
 
+    @requirement("EXCH-08", kind="permutation")
+    def test_arguments_are_left_alone(self, outcome: Outcome, tally: Tally) -> None:
+        """Tokens, routings, rows and upstream gradients hold the bytes that were given."""
+        judge_arguments(outcome, tally)
+
 
 class TestRowIndex:
+    @requirement("EXCH-08", kind="row_index")
+    def test_arguments_are_left_alone(self, outcome: Outcome, tally: Tally) -> None:
+        """Neither way writes into what it is given."""
+        judge_arguments(outcome, tally)
+
     @requirement("EXCH-19", kind="row_index")
     def test_sentinels_give_and_add_nothing(self, outcome: Outcome, tally: Tally) -> None:
         """A sentinel gives a row of zeros, and adds nothing, whatever stands beside it."""
@@ -46,6 +57,11 @@ class TestRowIndex:
 
 
 class TestReordering:
+    @requirement("EXCH-08", kind="reordering")
+    def test_arguments_are_left_alone(self, outcome: Outcome, tally: Tally) -> None:
+        """Rows and counts hold the bytes that were given."""
+        judge_arguments(outcome, tally)
+
     @requirement("EXCH-20", kind="reordering")
     def test_rows_change_their_order_and_nothing_else(self, outcome: Outcome, tally: Tally) -> None:
         """Source-major rows become expert-major ones, and come back."""
@@ -53,6 +69,11 @@ class TestReordering:
 
 
 class TestRoutingForms:
+    @requirement("EXCH-08", kind="routing_forms")
+    def test_arguments_are_left_alone(self, outcome: Outcome, tally: Tally) -> None:
+        """Neither form is changed by making the other of it."""
+        judge_arguments(outcome, tally)
+
     @requirement("ROUTE-21", kind="routing_forms")
     def test_both_forms_name_the_same_triples(self, outcome: Outcome, tally: Tally) -> None:
         """Tokens, experts and weights survive the way to a dense map and back, with their gradients."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moe_conformance.judging.answers import judge_arguments
 from moe_conformance.judging.fixed_places import judge_limit, judge_places
 from moe_conformance.judging.float8_rows import judge_float8_bytes, judge_float8_rows
 from moe_conformance.judging.token_exchange import judge_biases, judge_other_handle, judge_reuse
@@ -88,3 +89,15 @@ class TestWire:
     def test_eight_bits_are_what_travels(self, outcome: Outcome, tally: Tally) -> None:
         """The bytes that leave a rank are those of the format, its scales, the ids and the weights."""
         judge_float8_bytes(outcome, tally)
+
+
+class TestArguments:
+    @requirement("EXCH-08", kind="token_exchange")
+    def test_a_token_exchange_leaves_them_alone(self, outcome: Outcome, tally: Tally) -> None:
+        """Tokens, ids, weights, biases and upstream gradients hold the bytes that were given."""
+        judge_arguments(outcome, tally)
+
+    @requirement("EXCH-08", kind="places_exchange")
+    def test_an_exchange_of_places_leaves_them_alone(self, outcome: Outcome, tally: Tally) -> None:
+        """So they do where a dispatch is refused."""
+        judge_arguments(outcome, tally)

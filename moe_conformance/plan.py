@@ -112,9 +112,10 @@ class Plan:
                 workloads += routing.routing_corpus(cell.variant, cell.layout)
             workloads += scripts.scripts(cell.variant, cell.layout, cast(corpus.Profile, self.profile), first)
             if cell.variant in self._sampled:
-                share = [each for each in workloads if each.name not in scripts.names(shared=False)]
+                alone = scripts.names(shared=False)
+                share = [each for each in workloads if each.name not in alone]
                 share = share[self._sampled.index(cell.variant) :: len(self._sampled)]
-                workloads = share + [each for each in workloads if each.name in scripts.names(shared=False)]
+                workloads = share + [each for each in workloads if each.name in alone]
             if cell_limits(cell.limits, cell.layout):  # all are refused alike: the first of a kind proves it
                 workloads = list({workload.kind: workload for workload in reversed(workloads)}.values())[::-1]
             made += [Case(cell, self._as_asked(workload)) for workload in workloads]

@@ -1,13 +1,17 @@
-"""What the ranks answered to a script, read for the judges, and the judgement that all of them refused a call."""
+"""What the ranks answered to a script, read for the judges, and what every script is judged by: refusals, arguments."""
 
 from __future__ import annotations
 
+from dataclasses import fields, is_dataclass
 from typing import Any
 
-from moe_conformance.judging.diagnosis import some
+from torch import Tensor
+
+from moe_conformance.judging.diagnosis import Finding, fail, some
 from moe_conformance.judging.reading import require_finished
-from moe_conformance.judging.verdict import Mismatch, Raised, Stage, Tally, Unrefused
+from moe_conformance.judging.verdict import ChangedInput, Mismatch, Raised, Stage, Tally, Unrefused
 from moe_conformance.scenarios.outcome import Answer, Outcome
+from moe_conformance.workloads.records import Ref
 
 
 def answers(outcome: Outcome, call: int) -> tuple[Answer, ...]:
@@ -64,3 +68,33 @@ def judge_refused(outcome: Outcome, call: int, tally: Tally, *, stage: Stage, as
     for rank in range(len(found)):
         tally.add(pairs=1, rank=rank)
     return tuple(answer.error for answer in found)
+
+
+def judge_arguments(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether all arguments and upstream gradients of a script hold the bytes that were given.
+
+    Those of a call that raised count too.
+
+    Raises:
+        ChangedInput: one of them does not.
+        Raised, Hung, Died: a rank did not finish.
+    """
+    findings = []
+    for number, call in enumerate(outcome.workload.calls):
+        for rank, answer in enumerate(answers(outcome, number)):
+            findings += [
+                Finding(name, f"{call.method}, call {number}, wrote into {name} of rank {rank}", (rank,))
+                for name in answer.changed
+            ]
+            tally.add(pairs=_tensors(tuple(call.given[rank].values())), rank=rank)
+    if findings:
+        fail(ChangedInput, "run", findings)
+
+
+def _tensors(given: Any) -> int:
+    """Return how many tensors an argument is made of; a `Ref` leads to none that was given."""
+    if isinstance(given, Tensor):
+        return 1
+    if is_dataclass(given) and not isinstance(given, Ref):
+        return sum(_tensors(getattr(given, field.name)) for field in fields(given))
+    return sum(map(_tensors, given)) if isinstance(given, tuple) else 0

@@ -65,7 +65,7 @@ class Answer:
 
     values: Mapping[str, Any] = field(default_factory=dict)  # what it returned, by field, "" if it has none; data only
     gradients: Mapping[str, Tensor | None] = field(default_factory=dict)  # of its arguments, when the script had ended
-    changed: tuple[str, ...] = ()  # arguments whose bytes were not the same when the script had ended
+    changed: tuple[str, ...] = ()  # arguments and upstream gradients whose bytes had changed when the script had ended
     error: str = ""  # the exception's message, where it raised
     error_type: str = ""  # and its type, with the module
     error_by: str = ""  # of `Unsupported`: "library" or "adapter"

@@ -93,7 +93,7 @@ class Script:
         try:
             returned = getattr(surface, call.method)(**arguments)
             if call.upstream:
-                self._backward(returned, call.upstream[self.context.rank])
+                self._backward(returned, call.upstream[self.context.rank], leaves)
         except Exception as error:
             if not call.may_raise:
                 raise
@@ -118,9 +118,11 @@ class Script:
             return tuple(self._argument(f"{name}.{i}", each, call, leaves) for i, each in enumerate(value))
         return value
 
-    def _backward(self, returned: Any, upstream: Mapping[str, Tensor]) -> None:
-        outputs = [_field(returned, name) for name in upstream]
-        torch.autograd.backward(outputs, [each.to(self.context.device) for each in upstream.values()])
+    def _backward(self, returned: Any, upstream: Mapping[str, Tensor], leaves: dict[str, _Leaf]) -> None:
+        handed = {name: each.to(self.context.device, copy=True) for name, each in upstream.items()}
+        for name in upstream:
+            leaves[f"the upstream gradient {name}".strip()] = _Leaf(upstream[name], handed[name])
+        torch.autograd.backward([_field(returned, name) for name in upstream], list(handed.values()))
 
     def _finished(self, number: int) -> Answer:
         """Return the answer with what later calls may still have done to its arguments."""

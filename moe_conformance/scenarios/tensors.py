@@ -8,8 +8,9 @@ from torch import Tensor
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
     """Compare bytes, as NaN differs from itself and 0 equals -0."""
-    a, b = a.contiguous(), b.contiguous()
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(*(each.contiguous().flatten().view(torch.uint8) for each in (a, b)))  # no view of a scalar
 
 
 def to_cpu(tensor: Tensor | None, flat: int | None = None) -> Tensor | None:

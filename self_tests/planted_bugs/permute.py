@@ -46,6 +46,18 @@ class BufferNotRoundedUp(Permutation):
 
 
 @planted(
+    Expectation("EXCH-08", "permute-empty-slots", "run", "permute, call 0, wrote into routing.weights_TK of rank 0"),
+    layout=SINGLE,
+)
+class EmptySlotsClearedInPlace(Permutation):
+    """The weights of empty slots are set to zero where they lie."""
+
+    def permute(self, x_TD: Tensor, routing: Routing) -> Permuted:
+        routing.weights_TK.data.masked_fill_(routing.ids_TK < 0, 0.0)
+        return super().permute(x_TD, routing)
+
+
+@planted(
     Expectation("EXCH-18", "permute-to-3", "dispatch", "is no token's, and not yet padding"),
     layout=SINGLE,
 )

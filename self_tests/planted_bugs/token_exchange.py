@@ -57,6 +57,21 @@ class OneOperationInFlight(TokenExchange):
         return arrived
 
 
+@planted(Expectation("EXCH-08", "biases", "run", "wrote into the upstream gradient of rank 0"))
+class UpstreamReused(ReusableExchange):
+    """The memory of the upstream gradient is taken for that of the tokens' gradients."""
+
+    def combine(self, rows_RD: Tensor, handle: Handle, biases: tuple[Tensor, ...] = ()) -> Tensor:
+        y_TD = super().combine(rows_RD, handle, biases)
+        if y_TD.requires_grad:
+            y_TD.register_hook(_double)
+        return y_TD
+
+
+def _double(gradient: Tensor) -> None:
+    gradient.mul_(2)
+
+
 @planted(Expectation("EXCH-28", "handle-of-another", "combine", "the rows of call 0 with the handle of call 1"))
 class AnyHandleWillDo(TokenExchange):
     """Combine takes what rows it gets for those of its handle: it leaves out the last, or adds zeros."""
