@@ -207,9 +207,9 @@ def seeded(workload: Workload) -> list[Twin]:
 
 
 def delayed(workload: Workload) -> list[Twin]:
-    """Make the first ranks late, then the last."""
+    """Make the last ranks late, then the first: by far more than what a busy machine does to a rank by itself."""
     world = workload.layout.world
-    late = tuple(0.01 * rank for rank in range(world))
+    late = tuple(0.05 * rank for rank in range(world))
     return [
         twin(workload, f"with rank {last} late", bits=True, twist=Twist(late=each))
         for last, each in ((world - 1, late), (0, late[::-1]))

@@ -66,7 +66,8 @@ class AnotherKernelOnceWarm(AllToAllExchange):
 
 
 @planted(
-    Expectation("DET-06", "own-even-bfloat16", "experts", "late, y of rank 0 token"),
+    # Which group shows it first: that depends on who came last when nobody was made late.
+    Expectation("DET-06", "own-even-bfloat16", "experts", "late, y of rank"),
     layout=EP2_EDP2,
 )
 class LatecomersSendLess(AllToAllExchange):
