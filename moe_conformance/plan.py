@@ -6,9 +6,10 @@ of a case come together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 from typing import cast
 
 from moe_conformance.contract import Backend, Limit
@@ -98,28 +99,40 @@ class Plan:
         """Every workload in every cell, in running order.
 
         A router does not depend on the exchange, so that it runs with the first variant only; nor on the number of
-        ranks, so that it does not run on virtual ones.
+        ranks, so that it does not run on virtual ones. Variants meet the same workloads, which are drawn once.
         """
-        if self.virtual:
-            return tuple(
-                Case(cell, workload) for cell in self.cells for workload in virtual.corpus(cell.variant, cell.layout)
-            )
         made = []
-        for cell in self.cells:
-            workloads = list(corpus.corpus(cell.variant, cell.layout, cast(corpus.Profile, self.profile)))
-            first = cell.variant == self.backend.variants[0]
-            if first and cell.layout.world <= corpus.USUAL_RANKS:
-                workloads += routing.routing_corpus(cell.variant, cell.layout)
-            workloads += scripts.scripts(cell.variant, cell.layout, cast(corpus.Profile, self.profile), first)
-            if cell.variant in self._sampled:
-                alone = scripts.names(shared=False)
-                share = [each for each in workloads if each.name not in alone]
-                share = share[self._sampled.index(cell.variant) :: len(self._sampled)]
-                workloads = share + [each for each in workloads if each.name in alone]
-            if cell_limits(cell.limits, cell.layout):  # all are refused alike: the first of a kind proves it
-                workloads = list({workload.kind: workload for workload in reversed(workloads)}.values())[::-1]
-            made += [Case(cell, self._as_asked(workload)) for workload in workloads]
+        for layout, cells in groupby(self.cells, lambda cell: cell.layout):
+            drawn = list(self._drawn(layout))
+            for cell in cells:
+                first = cell.variant == self.backend.variants[0]
+                workloads = self._share(cell, [workload for alone, workload in drawn if first or not alone])
+                made += [Case(cell, self._as_asked(workload.through(cell.variant))) for workload in workloads]
         return tuple(made)
+
+    def _drawn(self, layout: Layout) -> Iterator[tuple[bool, Workload]]:
+        """Yield the workloads of the first variant on a layout, each with whether it alone meets it."""
+        variant, profile = self.backend.variants[0], cast(corpus.Profile, self.profile)
+        if self.virtual:
+            yield from ((False, workload) for workload in virtual.corpus(variant, layout))
+            return
+        yield from ((False, workload) for workload in corpus.corpus(variant, layout, profile))
+        if layout.world <= corpus.USUAL_RANKS:
+            yield from ((True, workload) for workload in routing.routing_corpus(variant, layout))
+        for chapter, workload in scripts.scripts(variant, layout, profile):
+            yield chapter.variants == "first", workload
+
+    def _share(self, cell: Cell, workloads: list[Workload]) -> list[Workload]:
+        """Return the workloads that a cell gets of those of its layout."""
+        if cell.variant in self._sampled:
+            alone = scripts.names(shared=False)
+            share = [each for each in workloads if each.name not in alone]
+            share = share[self._sampled.index(cell.variant) :: len(self._sampled)]
+            workloads = share + [each for each in workloads if each.name in alone]
+        if not self.virtual and cell_limits(cell.limits, cell.layout):
+            # All are refused alike: the first of a kind proves it.
+            workloads = list({workload.kind: workload for workload in reversed(workloads)}.values())[::-1]
+        return workloads
 
     def _as_asked(self, workload: Workload) -> Workload:
         if self.asynchrony == "plain" or workload.asynchrony != "plain" or workload.layout.world == 1:

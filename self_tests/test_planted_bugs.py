@@ -36,7 +36,7 @@ def workloads(variant: str, layout: Layout) -> dict[str, Workload]:
     drawn = (
         *corpus.corpus(variant, layout, "quick"),
         *routing.routing_corpus(variant, layout),
-        *scripts.scripts(variant, layout, "quick", first=True),
+        *(workload for _, workload in scripts.scripts(variant, layout, "quick")),
     )
     return {workload.name: workload for workload in drawn}
 

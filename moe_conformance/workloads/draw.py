@@ -52,9 +52,10 @@ def choose(tokens: int, config: Config, draw: torch.Generator, among: Sequence[i
 def probe_weights(ids_TK: Tensor, dtype: torch.dtype, draw: torch.Generator) -> Tensor:
     """Return weights_TK of few bits, pairwise distinct within a token up to eleven slots."""
     T, K = ids_TK.shape
-    palette = torch.tensor(_WEIGHTS, dtype=dtype)
-    rows = [palette[torch.randperm(len(palette), generator=draw)[torch.arange(K) % len(palette)]] for _ in range(T)]
-    return torch.stack(rows) if rows else torch.empty(0, K, dtype=dtype)
+    if not T:
+        return torch.empty(0, K, dtype=dtype)
+    orders = torch.stack([torch.randperm(len(_WEIGHTS), generator=draw) for _ in range(T)])
+    return torch.tensor(_WEIGHTS, dtype=dtype)[orders[:, torch.arange(K) % len(_WEIGHTS)]]
 
 
 def probe_batch(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,7 +25,7 @@ def golden_workload(variant: str, layout: Layout) -> Workload | None:
     Raises:
         GoldenError: the golden is not there, or not as it was written.
     """
-    stored = goldens.read(goldens.folder(), CHAPTER)
+    stored = _stored(goldens.folder())
     inputs = {name.removeprefix("layer/in/"): value for name, value in stored.items() if "/in/" in name}
     (T, K), (E, F, D) = inputs["ids_TK"].shape, inputs["gate"].shape
     if T % layout.world or E % layout.ep or layout.pp > 1:  # every pipeline stage would see a part of the tokens alone
@@ -34,6 +36,12 @@ def golden_workload(variant: str, layout: Layout) -> Workload | None:
         (name, expert): inputs[name][expert].float() for name in _PARAMETERS for expert in range(E)
     }
     return Workload(NAME, "experts", config, layout, (batches,), parameters=parameters, golden=CHAPTER)
+
+
+@cache
+def _stored(folder: Path) -> dict[str, Tensor]:
+    """Return what is stored, read and compared with its digest once."""
+    return goldens.read(folder, CHAPTER)
 
 
 def _batch(inputs: Mapping[str, Tensor], tokens: int, rank: int) -> Batch:

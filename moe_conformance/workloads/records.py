@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch import Tensor
@@ -114,6 +114,18 @@ class Workload:
     def goes_backward(self, microbatch: int) -> bool:
         """Whether the schedule asks for a microbatch's gradients."""
         return f"B{microbatch}" in self.schedule.split()
+
+    def through(self, variant: str) -> Workload:
+        """Return the same run through another variant of the backend: of what is drawn, nothing depends on it."""
+
+        def named(config: Any) -> Any:
+            return replace(config, variant=variant) if isinstance(config, Config) else config
+
+        calls = tuple(
+            replace(call, given=tuple({name: named(value) for name, value in given.items()} for given in call.given))
+            for call in self.calls
+        )
+        return replace(self, config=named(self.config), calls=calls)
 
     def __repr__(self) -> str:
         """Name it in a line: pytest shows arguments, and tensors would fill pages."""

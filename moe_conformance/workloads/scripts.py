@@ -81,12 +81,12 @@ CHAPTERS: tuple[Chapter, ...] = (
 )
 
 
-def scripts(variant: str, layout: Layout, profile: Profile, first: bool) -> Iterator[Workload]:
-    """Yield the scripts of a variant on a layout; `first`: it is the backend's first variant."""
+def scripts(variant: str, layout: Layout, profile: Profile) -> Iterator[tuple[Chapter, Workload]]:
+    """Yield the scripts of a variant on a layout, each with its chapter, as if it were the backend's first variant."""
     for chapter in CHAPTERS:
-        asked = profile == "full" or layout in chapter.quick
-        if asked and (first or chapter.variants == "every"):
-            yield from chapter.draw(variant, layout, profile)
+        if profile == "full" or layout in chapter.quick:
+            for workload in chapter.draw(variant, layout, profile):
+                yield chapter, workload
 
 
 def names(shared: bool | None = None) -> frozenset[str]:
