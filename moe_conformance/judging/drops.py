@@ -121,6 +121,11 @@ def _kept(reading: Reading, place: Place, chosen_TK: Tensor) -> tuple[Tensor, li
     kept_TK, findings = torch.zeros_like(chosen_TK, dtype=torch.bool), list[Finding]()
     for t, wanted in enumerate(chosen_TK.tolist()):
         ids_K, weights_K = ids[t].tolist(), weights[t].tolist()
+        known = range(-1, reading.outcome.workload.config.experts)
+        if foreign := sorted(set(ids_K) - set(known)):
+            raise WrongForm(
+                "route", f"rank {rank} token {t} has the id {foreign[0]}, of no expert and not -1", ranks=(rank,)
+            )
         held = [e for e, weight in zip(ids_K, weights_K, strict=True) if e >= 0 and not (padded and weight == 0)]
         strange = sorted(set(held) - set(wanted)) or ([held] if len(set(held)) < len(held) else [])
         if strange:
@@ -140,5 +145,3 @@ def weights_at(reading: Reading, place: Place, ids_TK: Tensor) -> Tensor:
     token_P = held_TK.nonzero()[:, 0]
     table_TE[token_P, seen.routed_ids_TK[held_TK]] = seen.routed_weights_TK[held_TK]
     return table_TE.gather(1, ids_TK)
-
-

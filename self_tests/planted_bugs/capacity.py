@@ -28,6 +28,15 @@ class RoundedDown(Router):
         return max(self.config.min_capacity, int(mean))
 
 
+@planted(Expectation("DROP-01", "capacity-tight-position", "route", "rank 0 token", "has the id -2, of no expert"))
+class AnyNegativeId(Router):
+    """A dropped slot gets another negative id than -1."""
+
+    def _drop(self, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+        kept_ids_TK, kept_weights_TK = super()._drop(ids_TK, weights_TK)
+        return torch.where(kept_ids_TK >= 0, kept_ids_TK, -2), kept_weights_TK
+
+
 @planted(
     Expectation("DROP-01", "capacity-tight-position", "route", "rank 0 has the capacity", "every token chose one"),
 )
