@@ -99,7 +99,7 @@ class Config:
     token_alignment: int = 1  # that many tokens are a multiple of it
     token_bound: int | None = None
     budget_factor: float | None = None  # experts' rows lie in a buffer of fixed size: so often a rank's balanced load
-    row_budget: int | None = None  # or of that many rows; more than the buffer holds are an `Overflow`
+    row_budget: int | None = None  # or, not both, of that many rows; more than the buffer holds are an `Overflow`
     wire: Literal["plain", "float8"] = "plain"  # float8: tokens travel to the experts in eight bits, with scales
     extra: tuple[tuple[str, Any], ...] = ()  # knobs of one backend, passed on under their own names
 

@@ -74,6 +74,8 @@ class TestRefusals:
             (Config("deepep", weights_applied="input"), "a weight for each of its slots"),
             (Config("hybridep", budget_factor=0.0), "budget_factor = 0.0"),
             (Config("ncclep", budget_factor=1.0), "NCCLEPManager has no buffer of fixed size"),
+            (Config("ncclep", row_budget=3), "NCCLEPManager has no buffer of fixed size: row_budget = 3"),
+            (Config("hybridep", budget_factor=2.0, row_budget=3), "one size: budget_factor = 2.0 and row_budget = 3"),
             (Config("hybridep", experts=7), "7 experts do not divide over ep = 4"),
         ],
     )

@@ -74,11 +74,12 @@ class FlexExchange:
             raise CannotBuild("a token goes to a rank once, so that no expert's rows are filled up to a capacity")
         self.config = config
         self.placement = Placement.of(config.experts, topology)
-        if config.budget_factor is not None and not manager_class.has_budget:
-            given = f"budget_factor = {config.budget_factor}"
+        sizes = {"budget_factor": config.budget_factor, "row_budget": config.row_budget}
+        given = " and ".join(f"{name} = {size}" for name, size in sizes.items() if size is not None)
+        if given and not manager_class.has_budget:
             raise CannotBuild(f"{manager_class.__name__} has no buffer of fixed size: {given}")
-        if config.row_budget is not None and not manager_class.has_budget:
-            raise CannotBuild(f"{manager_class.__name__} has no buffer of fixed size: row_budget = {config.row_budget}")
+        if config.budget_factor is not None and config.row_budget is not None:
+            raise CannotBuild(f"a buffer has one size: {given}")
         group = topology.group("ep_etp")
         wire = float8_class() if config.wire == "float8" else None
         self.manager = manager_class(config, token_exchange_class(group, config.experts, self.placement.shards, wire))
