@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.extreme_routing import judge_extreme, judge_spoilt_routes
+from moe_conformance.judging.extreme_routing import (
+    judge_extreme,
+    judge_extreme_choice,
+    judge_extreme_weights,
+    judge_spoilt_routes,
+)
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.routers import (
     judge_bias,
@@ -61,6 +66,16 @@ class TestExtremes:
     def test_logits_of_any_size_have_a_route(self, reading: Reading, tally: Tally) -> None:
         """Huge logits, equal ones and masks of -inf give K different experts, and finite weights and gradients."""
         judge_extreme(reading, tally)
+
+    @requirement("ROUTE-01", kind="extreme", when=lambda workload: len(workload.batches) == 1)
+    def test_the_best_of_extreme_logits_are_chosen(self, reading: Reading, tally: Tally) -> None:
+        """Huge logits, equal ones and masks of -inf give every token K different experts with the highest scores."""
+        judge_extreme_choice(reading, tally)
+
+    @requirement("ROUTE-02", kind="extreme", when=lambda workload: len(workload.batches) == 1)
+    def test_weights_are_the_scores_of_extreme_logits(self, reading: Reading, tally: Tally) -> None:
+        """Huge logits, equal ones and masks of -inf give every chosen expert the weight of its score."""
+        judge_extreme_weights(reading, tally)
 
     @requirement("ROUTE-15", kind="extreme", when=lambda workload: len(workload.batches) > 1)
     def test_a_spoilt_token_harms_no_other(self, outcome: Outcome, tally: Tally) -> None:

@@ -1,7 +1,12 @@
-"""Routers at the ends of what logits can be: whether what they answer is legal, where several answers are."""
+"""Routers at the ends of what logits can be: whether what they answer is legal, where several answers are.
+
+The workloads' router holds a single 1 or -1 for each expert, so that logits are free of rounding in any order and
+dtype, and bounds can be far closer than those of a sum of products: a score errs by a few roundings of itself.
+"""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from moe_conformance.judging.diagnosis import Finding, fail
@@ -10,7 +15,8 @@ from moe_conformance.judging.reading import Reading, require_finished
 from moe_conformance.judging.verdict import Mismatch, Tally, WrongForm, WrongGradient, WrongSelection, WrongWeight
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.workloads.records import Workload
-from reference import bad_tokens, extreme_routing, selection
+from reference import bad_tokens, extreme_routing, routing, selection
+from reference.forcing import legal_ids
 from reference.routing import Routed, selection_scores
 
 
@@ -56,10 +62,67 @@ def _judge_gradients(reading: Reading, m: int, rank: int, tally: Tally) -> None:
         tally.add(elements=0 if gradient is None else gradient.numel(), rank=rank)
 
 
+def judge_extreme_choice(reading: Reading, tally: Tally) -> None:
+    """Decide whether every token gets K different experts with the highest selection scores, as far as scores tell.
+
+    Raises:
+        WrongForm: ids and weights are not (T, K).
+        WrongSelection: a token's are others.
+    """
+    workload = reading.outcome.workload
+    for place in places_of(workload, range(workload.layout.world)):
+        logits_TE, ids_TK, _ = _routed(reading, *place)
+        _require(legal_ids(ids_TK, workload.config.experts), WrongSelection, place[1], "chose", ids_TK, logits_TE)
+        _require(_best(workload, logits_TE, ids_TK), WrongSelection, place[1], "chose", ids_TK, logits_TE)
+        tally.add(pairs=ids_TK.numel(), rank=place[1])
+
+
+def _best(workload: Workload, logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
+    """Say whether scores that may be wrong by their rounding can make a choice the best, bool (T,).
+
+    Every chosen expert's score is taken for as high as it may be, and all others for as low. A group adds up scores of
+    both kinds, so that there the margin of the right scores has to do, and the largest error of a token's scores.
+    """
+    config = workload.config
+    scores_TE = _selection_scores(workload, logits_TE)
+    bias_E = workload.parameters.get(("balance_bias", None), torch.zeros(config.experts))
+    finite_TE = torch.where(scores_TE.isfinite(), scores_TE, 0.0)
+    error_TE = _rounding(workload) * (finite_TE.abs() + bias_E.double().abs()) + _LEAST
+    if config.groups is not None:
+        margin_T = selection.margins(scores_TE, ids_TK, groups=config.groups, group_score=config.group_score)
+        return margin_T >= -2 * error_TE.max(1).values
+    favoured_TE = (scores_TE - error_TE).scatter(1, ids_TK, (scores_TE + error_TE).gather(1, ids_TK))
+    return selection.margins(favoured_TE, ids_TK) >= 0
+
+
+def judge_extreme_weights(reading: Reading, tally: Tally) -> None:
+    """Decide whether the weights are the scores of what was chosen; free where a sum to divide by underflows.
+
+    Raises:
+        WrongForm, WrongSelection: as `judge_extreme_choice`.
+        WrongWeight: a token's weights are others.
+    """
+    judge_extreme_choice(reading, Tally())
+    workload = reading.outcome.workload
+    config = workload.config
+    for place in places_of(workload, range(workload.layout.world)):
+        logits_TE, ids_TK, weights_TK = _routed(reading, *place)
+        scores_TK = routing.weights(logits_TE, ids_TK, score=config.score)
+        right_TK = routing.weights(
+            logits_TE, ids_TK, score=config.score, normalise=config.normalise, scale=config.scale
+        )
+        decided_T = (scores_TK.sum(1) > _UNDERFLOW) | (not config.normalise)
+        allowed_TK = _rounding(workload) * right_TK + config.scale * _LEAST / _UNDERFLOW
+        right_T = ((weights_TK.double() - right_TK).abs() <= allowed_TK).all(1)
+        _require(right_T | ~decided_T, WrongWeight, place[1], "has the weights", weights_TK, logits_TE)
+        tally.add(pairs=int(decided_T.sum()) * config.top_k, rank=place[1])
+
+
 def judge_spoilt_routes(outcome: Outcome, tally: Tally) -> None:
     """Decide whether a logit that is no number leaves ids within range, and the routes of the other tokens as they are.
 
-    An error on every rank is as good.
+    The others are alone in microbatch 0, beside the spoilt ones in microbatch 1, and alone again in microbatch 2. That
+    every rank raises an error in microbatch 1 is as good.
 
     Raises:
         WrongForm: ids and weights are not (T, K).
@@ -67,25 +130,37 @@ def judge_spoilt_routes(outcome: Outcome, tally: Tally) -> None:
         WrongWeight: another token has another route than in a batch without the spoilt ones.
         Hung, Died, Raised: ranks end otherwise.
     """
-    if all(rank.status == "raised" and rank.reached == "forward:0" for rank in outcome.ranks):
+    if all(rank.status == "raised" and rank.reached == "forward:1" for rank in outcome.ranks):
         for each in outcome.ranks:
             tally.add(pairs=1, rank=each.rank)
         return
     require_finished(outcome)
     reading = Reading(outcome, tuple(sorted(outcome.ranks, key=lambda rank: rank.rank)))
     for rank in range(len(reading.ranks)):
-        logits_TE, ids_TK, weights_TK = _routed(reading, 0, rank)
+        logits_TE, ids_TK, weights_TK = _routed(reading, 1, rank)
         within_T = bad_tokens.legal_ids_beside_bad(ids_TK, outcome.workload.config.experts)
         _require(within_T, WrongSelection, rank, "chose", ids_TK, logits_TE)
-        _, ids_GK, weights_GK = _routed(reading, 1, rank)
-        left_T = bad_tokens.unmoved(
-            logits_TE, ids_TK, weights_TK.double(), Routed(ids_GK, weights_GK.double()), rounding=_ROUNDING
-        )
-        _require(left_T, WrongWeight, rank, "has, beside a spoilt token, the weights", weights_TK, logits_TE)
+        for alone, when in ((0, "beside a spoilt token"), (2, "beside a spoilt token or after it")):
+            _, ids_GK, weights_GK = _routed(reading, alone, rank)
+            without = Routed(ids_GK, weights_GK.double())
+            left_T = bad_tokens.unmoved(logits_TE, ids_TK, weights_TK.double(), without, rounding=_ROUNDING)
+            _require(left_T, WrongWeight, rank, f"has, {when}, the weights", weights_TK, logits_TE)
         tally.add(pairs=ids_TK.numel(), rank=rank)
 
 
 _ROUNDING = 2.0**-18  # of a weight in float32: a token may be computed in another order beside others
+_UNDERFLOW = 1e-12  # a sum of scores that an epsilon in a division may hide, as in `extreme_routing.legal_weights`
+_LEAST = 2.0**-126  # what float32 has no full precision below
+
+
+def _rounding(workload: Workload) -> float:
+    """By which part of itself a score or a weight may be wrong: an exponent of 100 errs by 2 ** -17 in float32."""
+    return 2.0**-16 if workload.config.dtype.itemsize >= 4 else 2.0**-6
+
+
+def _selection_scores(workload: Workload, logits_TE: Tensor) -> Tensor:
+    bias_E = workload.parameters.get(("balance_bias", None))
+    return selection_scores(logits_TE, score=workload.config.score, bias_E=bias_E)
 
 
 def _routed(reading: Reading, m: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -104,15 +179,11 @@ def _among(workload: Workload, logits_TE: Tensor) -> Tensor | None:
     config = workload.config
     if config.groups is None:
         return None
-    scores_TE = selection_scores(
-        logits_TE, score=config.score, bias_E=workload.parameters.get(("balance_bias", None))
-    )
+    scores_TE = _selection_scores(workload, logits_TE)
     return selection.group_mask(scores_TE, config.groups, top_k=config.top_k, group_score=config.group_score)
 
 
-def _require(
-    legal_T: Tensor, kind: type[Mismatch], rank: int, verb: str, what_TK: Tensor, logits_TE: Tensor
-) -> None:
+def _require(legal_T: Tensor, kind: type[Mismatch], rank: int, verb: str, what_TK: Tensor, logits_TE: Tensor) -> None:
     """Fail with every token that is not legal, what it got and what its logits are."""
     findings = []
     for t in (~legal_T).nonzero().flatten().tolist():

@@ -67,8 +67,9 @@ def names() -> tuple[str, ...]:
 def extremes(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     """Yield the workloads; the variant only has to be one that the backend knows.
 
-    Where tokens are spoilt, microbatch 1 has the others of microbatch 0 and no more. Nothing goes backward where a
-    logit is not finite: the gradient of the matrix product before it is not a number in any router.
+    Where tokens are spoilt, they are so in microbatch 1; microbatches 0 and 2 have its other tokens and no more.
+    Nothing goes backward where a logit is not finite: the gradient of the matrix product before it is no number in any
+    router.
     """
     for recipe in EXTREMES:
         config = Config(variant=variant, **recipe.config)
@@ -77,8 +78,9 @@ def extremes(variant: str, layout: Layout, profile: Profile) -> Iterator[Workloa
         batches: tuple[tuple[Batch, ...], ...] = (given,)
         schedule = "F0" if recipe.masked else "F0 B0"
         if recipe.spoilt is not None:
-            batches = (tuple(_spoil(each, recipe.spoilt) for each in given), tuple(map(_rest, given)))
-            schedule = "F0 F1"
+            rest = tuple(map(_rest, given))
+            batches = (rest, tuple(_spoil(each, recipe.spoilt) for each in given), rest)
+            schedule = "F0 F1 F2"
         parameters = _parameters(config, recipe.masked, draw.generator(recipe.name, layout.name, "router"))
         yield Workload(recipe.name, "extreme", config, layout, batches, schedule, parameters)
 

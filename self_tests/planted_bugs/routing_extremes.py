@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.backends.native.routing import Router
+from moe_conformance.contract import Routed
 from self_tests.planted_bugs.plant import Expectation, collect, planted
 
 
@@ -30,7 +31,7 @@ class SumOfNothingDivides(Router):
 @planted(
     Expectation("ROUTE-14", "masked-softmax-of-chosen", "route", "chose", "-inf"),
     Expectation("ROUTE-14", "masked-softmax", "route", "chose", "-inf"),
-    real="sgl-project/sglang PR #13474",
+    real="vllm-project/vllm PR #13474",
 )
 class MaskedAtZero(Router):
     """What is masked counts as 0 instead of minus infinity, and beats what is below zero."""
@@ -66,6 +67,51 @@ class ShiftedByTheBatch(Router):
     def _logits(self, x_TD: Tensor) -> Tensor:
         logits_TE = super()._logits(x_TD)
         return logits_TE - logits_TE.max() if logits_TE.numel() else logits_TE
+
+
+@planted(Expectation("ROUTE-15", "spoilt-nan-sigmoid", "run", "raised in forward:0", "there is no router here"))
+class RefusesAll(Router):
+    """Whatever it is given is refused, so that what is spoilt is refused as well."""
+
+    def forward(self, x: Tensor, padding_mask_T: Tensor | None = None) -> Routed:
+        """Raise."""
+        raise ValueError("there is no router here")
+
+
+@planted(Expectation("ROUTE-15", "spoilt-nan-softmax", "route", "beside a spoilt token or after it"))
+class RemembersTheLargest(Router):
+    """The largest logit so far is kept from batch to batch and told apart from nothing, so that NaN stays."""
+
+    largest = 0.0
+
+    def _weights(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        weights_TK = super()._weights(scores_TE, ids_TK) + 0.0 * self.largest
+        self.largest = float(scores_TE.sum()) if scores_TE.numel() else 0.0
+        return weights_TK
+
+
+@planted(Expectation("ROUTE-01", "extreme-sqrtsoftplus", "route", "chose", "its logits are"))
+class LogitsAreClipped(Router):
+    """Logits are kept within 50 of zero, so that nothing overflows, and larger ones are all alike."""
+
+    def _logits(self, x_TD: Tensor) -> Tensor:
+        return super()._logits(x_TD).clamp(-50.0, 50.0)
+
+
+@planted(Expectation("ROUTE-01", "extreme-softmax", "route", "chose", "its logits are"))
+class UnderflowFlattens(Router):
+    """Scores below 1e-6 count as zero in the choice, and lower ids win over better experts there."""
+
+    def _choose(self, scores_TE: Tensor) -> Tensor:
+        return super()._choose(torch.where(scores_TE < 1e-6, 0.0, scores_TE))
+
+
+@planted(Expectation("ROUTE-02", "extreme-softmax", "route", "has the weights", "its logits are"))
+class EpsilonInEveryScore(Router):
+    """A small number is added to each score, not to their sum, so that no weight is zero."""
+
+    def _weights(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        return super()._weights(scores_TE + 1e-4, ids_TK)
 
 
 PLANTS = collect(globals())
