@@ -27,10 +27,10 @@ class TestFolding:
 
     @requirement("GROUP-02", kind="groups")
     def test_sizes_are_taken_if_and_only_if_they_make_a_layout(
-        self, group_answers: Mapping[Wish, Told], tally: Tally
+        self, size_answers: Mapping[Wish, Told], tally: Tally
     ) -> None:
         """Every layout of a world gets groups, or a documented refusal, and sizes that make none are refused."""
-        judge_sizes(group_answers, tally)
+        judge_sizes(size_answers, tally)
 
     @requirement("GROUP-04", kind="groups")
     def test_no_group_has_ranks_of_two_stages(self, group_answers: Mapping[Wish, Told], tally: Tally) -> None:

@@ -21,7 +21,8 @@ Checks that draw their batches have the workload "drawn". Where `workloads` name
 feature of drawn batches, none with it is drawn, so that the search goes on beside the known fault.
 
 Checks of groups, for which nothing runs, have the variant and the layout "any" and the workload "groups"; an example is
-called `test_groups_fold_as_declared[world-2]`.
+called `test_groups_fold_as_declared[world-2]`. Of one that looks at several kinds of sizes each kind has a workload of
+its own: `test_sizes_are_taken_if_and_only_if_they_make_a_layout[world-2-below-one]` is of "groups-below-one".
 """
 
 from __future__ import annotations
@@ -38,8 +39,11 @@ from typing import Any
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
+from moe_conformance.workloads import group_sizes
+
 DRAWN_WITH = "drawn with "
 ANY, GROUPS = "any", "groups"
+_OF_GROUPS = {GROUPS, *(f"{GROUPS}-{kind}" for kind in group_sizes.KINDS)}
 FOLDER = Path(__file__).parent.parent / "waivers"  # beside the package, in a checkout and where a wheel is installed
 
 
@@ -60,7 +64,7 @@ class Item:
     @classmethod
     def of_groups(cls, name: str, requirements: tuple[str, ...]) -> Item:
         """Return a check for which nothing runs."""
-        return cls(name, requirements, ANY, ANY, GROUPS)
+        return cls(name, requirements, ANY, ANY, _group_workload(_bracketed(name)) or GROUPS)
 
 
 @dataclass(frozen=True)
@@ -207,11 +211,11 @@ def _problems(entry: Mapping[str, Any], names: Names, today: date) -> Iterator[s
         ("requirements", names.requirements),
         ("variants", names.variants | {ANY}),
         ("layouts", names.layouts | {ANY}),
-        ("workloads", names.workloads | {"drawn", GROUPS}),
+        ("workloads", names.workloads | {"drawn"} | _OF_GROUPS),
     ):
         for pattern in entry[field]:
             if not any(fnmatchcase(name, pattern) for name in known):
-                yield f"{field}: {pattern!r} names none of {_some(known - {ANY, GROUPS})}"
+                yield f"{field}: {pattern!r} names none of {_some(known - {ANY} - _OF_GROUPS)}"
     if not _is_case(entry, names):
         yield f"example: {entry['example']!r} is no test_name[variant-layout-workload] that the waiver matches"
     if entry["expires"] < today:
@@ -222,8 +226,8 @@ def _problems(entry: Mapping[str, Any], names: Names, today: date) -> Iterator[s
 
 def _is_case(entry: Mapping[str, Any], names: Names) -> bool:
     """Whether the example lies on a case that the waiver's own patterns match; `drawn` has no name in an item's."""
-    if re.fullmatch(r"world-\d+", _bracketed(entry["example"])):
-        return all(_any(entry[field], name) for field, name in zip(_PLACE, (ANY, ANY, GROUPS), strict=True))
+    if workload := _group_workload(_bracketed(entry["example"])):
+        return all(_any(entry[field], name) for field, name in zip(_PLACE, (ANY, ANY, workload), strict=True))
     return _bracketed(entry["example"]) in {
         "-".join((variant, layout, workload)).partition("-drawn")[0]
         for variant in names.variants
@@ -239,6 +243,13 @@ _PLACE = ("variants", "layouts", "workloads")
 def _bracketed(name: str) -> str:
     """Return `alltoall-ep2-even` of `test_name[alltoall-ep2-even]`."""
     return name.partition("[")[2].removesuffix("]")
+
+
+def _group_workload(bracketed: str) -> str | None:
+    """Return `groups-below-one` of `world-2-below-one`, None of what is no world of groups."""
+    found = re.fullmatch(r"world-\d+(-.+)?", bracketed)
+    workload = f"{GROUPS}{found[1] or ''}" if found else ""
+    return workload if workload in _OF_GROUPS else None
 
 
 def _misshapen(entry: Mapping[str, Any]) -> Iterator[str]:

@@ -58,7 +58,7 @@ class Court:
             wishes = tuple(Wish(each) for each in (*group_sizes.possible(world), *group_sizes.impossible(world)))
             told = dict(zip(wishes, group_lists(self.engine, backend, wishes), strict=True))
             lists = {layout: told[Wish(layout)].lists}
-            return [judge(check, group_lists=lists, group_answers=told) for check in asked]
+            return [judge(check, group_lists=lists, group_answers=told, size_answers=told) for check in asked]
         outcome = self._run(backend, variant, layout, workload)
         step = partial(moe_step, self.engine, backend, deadline_s=20.0)
         twins = Twins(registry.load(backend), "cpu", step, self.engine.renew)

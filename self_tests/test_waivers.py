@@ -45,6 +45,16 @@ def loaded(folder: Path, text: str) -> Waivers:
     return load(path, NAMES, TODAY)
 
 
+KINDS = ("", "-layouts", "-not-dividing", "-below-one", "-other")
+
+
+def of_groups(workload: str, place: str) -> str:
+    """Return a file whose waiver is for groups."""
+    before, _, after = GOOD.partition("variants = ")
+    places = f'variants = ["any"]\nlayouts = ["any"]\nworkloads = ["{workload}"]\n'
+    return before + places + after.partition('["even"]\n')[2].replace("alltoall-ep2-even", place)
+
+
 class TestMatch:
     def test_names_and_patterns(self, tmp_path):
         """Every field must match; a pattern does so for each name that it fits."""
@@ -66,14 +76,20 @@ class TestMatch:
 
     def test_groups_have_a_place_of_their_own(self, tmp_path):
         """A check for which nothing runs is waived under the names for that, and under no others."""
-        places = 'variants = ["any"]\nlayouts = ["any"]\nworkloads = ["groups"]\n'
-        before, _, after = GOOD.partition('variants = ')
-        of_groups = before + places + after.partition('["even"]\n')[2].replace("alltoall-ep2-even", "world-2")
-        waivers = loaded(tmp_path, of_groups)
+        waivers = loaded(tmp_path, of_groups("groups", "world-2"))
         assert () == waivers.problems
         assert waivers.match(Item.of_groups("test_outputs[world-2]", ("EXCH-05",))) is not None
         assert waivers.match(ITEM) is None
         (problem,) = loaded(tmp_path, GOOD.replace("alltoall-ep2-even", "world-2")).problems
+        assert "is no test_name" in problem
+
+    def test_kinds_of_sizes_are_waived_one_by_one(self, tmp_path):
+        """A waiver of negative sizes hides nothing of layouts, or of sizes that do not divide."""
+        waivers = loaded(tmp_path, of_groups("groups-below-one", "world-2-below-one"))
+        assert () == waivers.problems
+        found = {kind: waivers.match(Item.of_groups(f"test_outputs[world-2{kind}]", ("EXCH-05",))) for kind in KINDS}
+        assert ["-below-one"] == [kind for kind, waiver in found.items() if waiver is not None]
+        (problem,) = loaded(tmp_path, of_groups("groups-below-one", "world-2")).problems
         assert "is no test_name" in problem
 
 

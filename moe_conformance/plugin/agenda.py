@@ -107,7 +107,7 @@ def _need(item: pytest.Item, runs: Callable[[Case], bool]) -> object:
     case = case_of(item)
     if case is not None:
         return case if "outcome" in names and runs(case) else None
-    return item if "drive" in names or "group_lists" in names or "group_answers" in names else None
+    return item if {"drive", "group_lists", "group_answers", "size_answers"} & set(names) else None
 
 
 def _place(item: pytest.Item) -> str | None:

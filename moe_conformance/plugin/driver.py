@@ -84,6 +84,10 @@ class Driver:
         elif asked := {"group_lists", "group_answers"} & set(metafunc.fixturenames):
             worlds = self.plan.worlds
             metafunc.parametrize(asked.pop(), worlds, ids=[f"world-{world}" for world in worlds], indirect=True)
+        elif "size_answers" in metafunc.fixturenames:
+            sizes = [(world, kind) for world in self.plan.worlds for kind in group_sizes.KINDS]
+            ids = [f"world-{world}-{kind}" for world, kind in sizes]
+            metafunc.parametrize("size_answers", sizes, ids=ids, indirect=True)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -188,12 +192,18 @@ class Driver:
 
     @pytest.fixture
     def group_answers(self, request: pytest.FixtureRequest) -> Mapping[Wish, Told]:
-        """What the backend answers for every layout of a world in every order of axes, and for sizes that make none."""
-        world: int = request.param
-        orders = ("", *getattr(self.run.backend, "orders", ()))
-        wishes = [Wish(layout, order) for order in orders for layout in group_sizes.possible(world)]
-        wishes += [Wish(layout) for layout in group_sizes.impossible(world)]
-        return self._answers(trial_of(request.node), tuple(wishes))
+        """What the backend answers for every layout of a world in every order of axes."""
+        return self._answers(trial_of(request.node), self._wishes(request.param, group_sizes.LAYOUTS))
+
+    @pytest.fixture
+    def size_answers(self, request: pytest.FixtureRequest) -> Mapping[Wish, Told]:
+        """What the backend answers for sizes of one kind: each kind is an item, so that one fault hides no other."""
+        return self._answers(trial_of(request.node), self._wishes(*request.param))
+
+    def _wishes(self, world: int, kind: str) -> tuple[Wish, ...]:
+        """Return sizes of a kind; those of layouts in every order of axes."""
+        orders = ("", *getattr(self.run.backend, "orders", ())) if kind == group_sizes.LAYOUTS else ("",)
+        return tuple(Wish(layout, order) for order in orders for layout in group_sizes.of_kind(kind, world))
 
     def _answers(self, trial: Trial, wishes: tuple[Wish, ...]) -> dict[Wish, Told]:
         if not hasattr(self.run.backend, "groups"):

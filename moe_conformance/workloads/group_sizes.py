@@ -6,6 +6,8 @@ from itertools import combinations, product
 
 from moe_conformance.topology import Layout, layouts
 
+LAYOUTS, NOT_DIVIDING, BELOW_ONE = "layouts", "not-dividing", "below-one"
+KINDS = (LAYOUTS, NOT_DIVIDING, BELOW_ONE)
 _AXES = ("tp", "cp", "pp", "ep", "etp")
 
 
@@ -23,6 +25,14 @@ def impossible(world: int) -> tuple[Layout, ...]:
     tried += [dict.fromkeys(axes, size) for axes in (("tp", "cp", "pp"), ("etp", "ep", "pp")) for size in values]
     made = dict.fromkeys(Layout(world, **sizes) for sizes in tried)
     return tuple(layout for layout in made if layout.problem)
+
+
+def of_kind(kind: str, world: int) -> tuple[Layout, ...]:
+    """Return the sizes of one of `KINDS`: layouts; sizes that are 1 or more and do not divide the world; some below 1."""
+    if kind == LAYOUTS:
+        return possible(world)
+    below = kind == BELOW_ONE
+    return tuple(each for each in impossible(world) if (min(getattr(each, axis) for axis in _AXES) < 1) is below)
 
 
 def possible(world: int) -> tuple[Layout, ...]:
