@@ -153,7 +153,7 @@ def _placement(topology: Topology, config: Config) -> tuple[int, int]:
             "parallelism, and then hands every tensor rank the same tokens"
         )
     ep = topology.ranks("ep")
-    if config.experts % len(ep):
+    if config.experts < 1 or config.experts % len(ep):
         raise Unsupported(f"torchtitan gives every rank the same number of experts: {config.experts} on ep = {len(ep)}")
     held = config.experts // len(ep)
     return ep.index(topology.rank) * held, held

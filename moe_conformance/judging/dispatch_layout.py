@@ -44,6 +44,7 @@ def judge_transport(outcome: Outcome, tally: Tally) -> None:
     """Decide whether groups are taken for local by the domains of their members.
 
     Raises:
+        WrongForm: an answer is neither True nor False.
         WrongGroups: a group is taken for local that spans domains, or the other way round.
     """
     findings = []
@@ -52,7 +53,9 @@ def judge_transport(outcome: Outcome, tally: Tally) -> None:
         members, domains = given["members"], given["domain_of"]
         (answer,) = values(outcome, number)
         right = is_local(members, domains)
-        if bool(answer) is not right:
+        if not isinstance(answer, bool):
+            raise WrongForm("groups", f"whether ranks {list(members)} are local is answered by {answer!r}", ranks=(0,))
+        if answer is not right:
             spans = sorted({domains[rank] for rank in members})
             sentence = (
                 f"ranks {list(members)}, each of which sees {given['visible_devices']} devices, are "

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from moe_conformance.judging.diagnosis import Finding, fail
 from moe_conformance.judging.verdict import NotOffered, Tally, Unrefused, WrongGroups
 from moe_conformance.scenarios.outcome import Told
-from moe_conformance.topology import RankLists
+from moe_conformance.topology import Layout, RankLists
 from moe_conformance.workloads.records import Wish
 from reference.group_rules import mixed_groups
 from reference.groups import valid
@@ -19,17 +19,18 @@ _OF_ONE_STAGE = ("tp", "cp", "dp", "dp_cp", "ep", "etp", "ep_etp", "edp")
 def judge_sizes(answers: Mapping[Wish, Told], tally: Tally) -> None:
     """Decide whether groups are made for the sizes of a layout, and for no others.
 
-    What an adapter refuses shows nothing of the library. Counts an element per answer.
+    What an adapter refuses shows nothing of the library. No limit can refuse a world without any parallelism but that
+    of data: such a refusal would leave nothing. Counts an element per answer.
 
     Raises:
-        WrongGroups: sizes of a layout raised something that is no refusal by a limit.
+        WrongGroups: sizes of a layout raised something that is no refusal by a limit, or sizes of 1 were refused.
         Unrefused: sizes of no layout got groups.
         NotOffered: of sizes that make no layout, the adapter refused all.
     """
     refused = [
-        Finding("raised", f"{wish} raised {told.error}", ())
+        Finding("raised", f"{wish} {'raised' if told.by == 'raised' else 'was refused:'} {told.error}", ())
         for wish, told in _layouts(answers, fits=True)
-        if told.by == "raised"
+        if told.by == "raised" or (told.by == "library" and wish.layout == Layout(wish.layout.world))
     ]
     if refused:
         fail(WrongGroups, "groups", refused)
@@ -50,12 +51,18 @@ def judge_stages(answers: Mapping[Wish, Told], tally: Tally) -> None:
     """Decide whether all groups but those along pp have ranks of one stage, by the position in the groups along pp.
 
     Raises:
-        WrongGroups: the two folds have other groups along pp, or another group holds ranks of two stages.
+        WrongGroups: a group along pp has not pp ranks, or a rank is in none; the two folds have other groups along pp,
+            or another group holds ranks of two stages.
     """
     findings = []
     for wish, told in answers.items():
         if told.lists is None or "pp" not in told.lists or _problem(wish):
             continue
+        findings += [
+            Finding(f"stages {name}", f"the {name} groups are {list(told.lists[name])} with {wish}", ())
+            for name in ("pp", "expert_pp")
+            if name in told.lists and not _staged(told.lists[name], wish.layout)
+        ]
         stage_of = _stages(told.lists["pp"], wish.layout.world)
         other = _stages(told.lists.get("expert_pp", told.lists["pp"]), wish.layout.world)
         if differing := [rank for rank in range(wish.layout.world) if stage_of[rank] != other[rank]]:
@@ -78,6 +85,12 @@ def _layouts(answers: Mapping[Wish, Told], *, fits: bool) -> list[tuple[Wish, To
 
 def _problem(wish: Wish) -> str | None:
     return valid(**{axis: getattr(wish.layout, axis) for axis in _AXES})
+
+
+def _staged(groups: RankLists, layout: Layout) -> bool:
+    """Whether every rank is in one group, and every group has a rank of each stage."""
+    ranks = sorted(rank for group in groups for rank in group)
+    return ranks == list(range(layout.world)) and all(len(group) == layout.pp for group in groups)
 
 
 def _stages(groups: RankLists, world: int) -> list[int]:

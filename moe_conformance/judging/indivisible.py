@@ -14,7 +14,8 @@ from reference.group_rules import indivisible
 def judge_indivisible(outcome: Outcome, tally: Tally) -> None:
     """Decide whether every rank refuses to build what cannot be divided, and says which number by which.
 
-    What the adapter refuses shows nothing of the library.
+    Of no experts at all it is enough to say how many: nothing divides them. What the adapter refuses shows nothing of
+    the library.
 
     Raises:
         Unrefused, Hung: some ranks built it.
@@ -34,7 +35,7 @@ def judge_indivisible(outcome: Outcome, tally: Tally) -> None:
         reason = indivisible(config.experts, config.ffn, layout.ep, layout.etp)
         assert reason is not None, config  # the corpus asks for nothing else
         for rank, said in enumerate(judge_refused(outcome, number, tally, stage="run", asked=f"a config of {reason}")):
-            numbers = re.findall(r"= (\d+)", reason)
+            numbers = re.findall(r"= (\d+)", reason)[: 2 if config.experts else 1]
             if missing := [each for each in numbers if not re.search(rf"\b{each}\b", said)]:
                 lacking = " and ".join(missing)
                 sentence = f"{call.method} refused {reason} on rank {rank} without naming {lacking}: {said!r}"

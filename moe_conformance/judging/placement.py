@@ -14,6 +14,9 @@ from reference.groups import groups
 def judge_placement(outcome: Outcome, tally: Tally) -> None:
     """Decide whether every expert is on one ep coordinate, and shards and replicas name the same experts in one order.
 
+    The names are the backend's word. Who lies about them hands rows to others than it says (EXCH-01), or answers with
+    the parameters of others (EXPT-01).
+
     Raises:
         WrongGroups: an expert is on no rank of an ep group, or on two, or is none of the experts; the ranks of an etp
             or edp group name other experts, or in another order.

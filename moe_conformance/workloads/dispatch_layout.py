@@ -92,7 +92,18 @@ _TRANSPORTS: tuple[tuple[str, tuple[str, ...], tuple[tuple[tuple[int, ...], int]
         (((2, 3), 8), ((3, 7), 1), ((0, 1, 2), 2), ((4, 5, 6, 7), 5), ((8, 9), 1), ((7, 8), 2), ((0, 3, 8), 8)),
     ),
     ("transport-one-domain", ("rack",) * 16, ((tuple(range(16)), 8), ((0, 8), 1), ((0,), 1), ((3, 12), 8))),
-    ("transport-scattered", tuple("ab" * 4), (((0, 2), 8), ((0, 1), 8), ((1, 3, 5, 7), 1), (tuple(range(8)), 8))),
+    (
+        "transport-scattered",
+        tuple("ab" * 4),
+        (
+            ((0, 2), 8),
+            ((0, 1), 8),
+            ((0, 1, 2), 1),
+            ((1, 2, 4, 7), 4),
+            ((1, 3, 5, 7), 1),
+            (tuple(range(8)), 8),
+        ),
+    ),
 )
 
 NAMES = (*(recipe.name for recipe in _RECIPES), *(name for name, *_of in _TRANSPORTS))

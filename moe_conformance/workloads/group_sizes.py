@@ -28,7 +28,7 @@ def impossible(world: int) -> tuple[Layout, ...]:
 
 
 def of_kind(kind: str, world: int) -> tuple[Layout, ...]:
-    """Return the sizes of one of `KINDS`: layouts; sizes that are 1 or more and do not divide the world; some below 1."""
+    """Return the sizes of one of `KINDS`: layouts; sizes of 1 or more that do not divide the world; some below 1."""
     if kind == LAYOUTS:
         return possible(world)
     below = kind == BELOW_ONE

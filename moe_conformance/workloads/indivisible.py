@@ -9,13 +9,13 @@ from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus import Profile
 from moe_conformance.workloads.records import Call, Workload
 
-EXPERTS, WIDTH = "indivisible-experts", "indivisible-width"
-NAMES = (EXPERTS, WIDTH)
+EXPERTS, NO_EXPERTS, WIDTH = "indivisible-experts", "no-experts", "indivisible-width"
+NAMES = (EXPERTS, NO_EXPERTS, WIDTH)
 _WIDEST = 6  # ranks: what cannot be divided is no other on more
 
 
 def corpus(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield what does not divide on a layout: of experts a few too many and fewer than ranks, of widths likewise."""
+    """Yield what does not divide: of experts a few too many, fewer than ranks and none; of widths likewise."""
     del profile
     if layout.world > _WIDEST:
         return
@@ -24,6 +24,7 @@ def corpus(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]
         counts = dict.fromkeys((ep + 1, 3 * ep - 1, ep - 1))
         configs = [Config(variant=variant, experts=count, top_k=1) for count in counts]
         yield _workload(EXPERTS, configs, ("exchange", "experts"), layout)
+        yield _workload(NO_EXPERTS, [Config(variant=variant, experts=0, top_k=1)], ("exchange", "experts"), layout)
     if etp > 1:
         configs = [Config(variant=variant, experts=2 * ep, top_k=1, ffn=width) for width in (8 * etp + 1, etp - 1)]
         yield _workload(WIDTH, configs, ("experts",), layout)

@@ -114,4 +114,15 @@ class HostsByDivision(Transport):
         return len({rank // per_host for rank in members}) == 1
 
 
+@planted(
+    Expectation("GROUP-05", "transport-scattered", "groups", "ranks [0, 1, 2]", "are local", "domains are a, b"),
+    layout=SINGLE,
+)
+class EndsAlone(Transport):
+    """The domains of the first and the last member decide, as if those between them lay between them."""
+
+    def is_local(self, members: Sequence[int], domain_of: Sequence[str], visible_devices: int) -> bool:
+        return domain_of[members[0]] == domain_of[members[-1]]
+
+
 PLANTS = collect(globals())

@@ -15,7 +15,7 @@ from moe_conformance.backends.native.exchange import AllToAllExchange
 from moe_conformance.backends.native.experts import Experts
 from moe_conformance.backends.native.gradients import GradientFinisher
 from moe_conformance.backends.native.groups import CannotBuild
-from moe_conformance.contract import Config, Topology
+from moe_conformance.contract import Config, Topology, Unsupported
 from moe_conformance.topology import RankLists
 from self_tests.planted_bugs.plant import EP2, EP2_EDP2, EP2_ETP2, Expectation, collect, planted
 
@@ -104,6 +104,30 @@ class StagesBeforeReplicas(Native):
 
 
 @planted(
+    Expectation("GROUP-02", "", "groups", "cp = 1", "was refused: no ep means no experts"),
+    layout=EP2_EDP2,
+)
+class NothingWithoutEp(Native):
+    """Without expert parallelism no groups are made at all."""
+
+    def groups(self, sizes: Mapping[str, int]) -> Mapping[str, RankLists]:
+        if sizes["ep"] == 1:
+            raise Unsupported("no ep means no experts", by="library")
+        return super().groups(sizes)
+
+
+@planted(
+    Expectation("GROUP-04", "", "groups", "the pp groups are [(0,), (1,), (2,), (3,)] with", "pp = 2"),
+    layout=EP2_EDP2,
+)
+class StagesAlone(Native):
+    """Every rank is a pipeline by itself, so that nobody is in another stage than anybody."""
+
+    def groups(self, sizes: Mapping[str, int]) -> Mapping[str, RankLists]:
+        return {**super().groups(sizes), "pp": tuple((rank,) for rank in range(sizes["world"]))}
+
+
+@planted(
     Expectation("GROUP-03", "indivisible-experts", "run", "exchange answered a config of E = 3 experts over ep"),
     layout=EP2,
 )
@@ -113,6 +137,17 @@ class ExpertsLeftOver(AllToAllExchange):
     def __init__(self, config: Config, topology: Topology) -> None:
         ep = topology.sizes["ep"]
         super().__init__(replace(config, experts=max(config.experts // ep, 1) * ep), topology)
+
+
+@planted(
+    Expectation("GROUP-03", "no-experts", "run", "exchange answered a config of E = 0 experts over ep = 2"),
+    layout=EP2,
+)
+class NoneDivide(AllToAllExchange):
+    """Only a remainder is looked at, and no experts at all leave none."""
+
+    def __init__(self, config: Config, topology: Topology) -> None:
+        super().__init__(config if config.experts else replace(config, experts=topology.sizes["ep"]), topology)
 
 
 @planted(

@@ -23,7 +23,7 @@ class Placement:
             raise Unsupported(f"etp = {sizes['etp']}: transformers has no size for splitting experts beside ep")
         if sizes["tp"] > 1 and sizes["ep"] == 1:
             raise Unsupported(f"tp = {sizes['tp']} with ep = 1 splits every expert over tensor ranks by a tp plan")
-        if config.experts % sizes["ep"]:
+        if config.experts < 1 or config.experts % sizes["ep"]:
             raise Unsupported(f"every rank holds the same number of experts: {config.experts} on ep = {sizes['ep']}")
         self.topology, self.device = topology, device
         self.held = config.experts // sizes["ep"]  # N
