@@ -125,6 +125,8 @@ def explain_parameter(
     def matches(result: LayerGradients) -> bool:
         return within(actual, shard_of(result.parameters[key], shard) / expected.divisor, spare)
 
+    if expected.idle(stage, key):
+        return Finding("leftover", f"{who} is {worst}, and no token reached the expert", (rank,), worst.size)
     if not bool(actual.any()):
         return Finding("zero", f"{who} is zero", (rank,), worst.size)
     ratio = factor(actual, *target, names)

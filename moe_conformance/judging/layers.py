@@ -145,8 +145,8 @@ class Held(NamedTuple):
 def judge_layer_gradients(reading: Reading, tally: Tally, names: Sequence[str] = EVERY) -> None:
     """Decide whether every rank ends with the gradient of what it holds over all tokens of its pipeline stage.
 
-    Experts that no token reached are left to GRAD-06. A failure is of the stage "finish" if the ranks' gradients before
-    `finish_gradients` add up to the right one, and of the stage "gradient" if not.
+    That of an expert that no token reached is zero, and not None. A failure is of the stage "finish" if the ranks'
+    gradients before `finish_gradients` add up to the right one, and of the stage "gradient" if not.
 
     Raises:
         NotOffered: the backend finishes no gradients.
@@ -155,9 +155,8 @@ def judge_layer_gradients(reading: Reading, tally: Tally, names: Sequence[str] =
         WrongForm, WrongGradient: another shape than the part's; an element outside its bound.
     """
     expected = expected_of(reading)
-    held = [each for each in _held(reading, names) if not expected.idle(each.stage, each.key)]
     wrong = []
-    for each in held:
+    for each in _held(reading, names):
         target = _target(expected, each)
         whose = f"the gradient of {part_name(each.key, each.grad.shard)} on rank {each.rank}"
         if not compare(_formed(each.grad.value, target, whose, each.rank, "finish"), *target, tally, each.rank).holds:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe_conformance.backends.native import collectives
 from moe_conformance.backends.native.exchange import AllToAllExchange, Departed
+from moe_conformance.backends.native.experts import Experts
 from moe_conformance.backends.native.gradients import GradientFinisher
 from moe_conformance.backends.native.layer import Layer
 from moe_conformance.backends.native.shared_experts import SharedExperts
@@ -133,6 +134,21 @@ class LayerDetachesWeights(Layer):
 
     def _dispatched(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
         return super()._dispatched(x, replace(routing, weights_TK=routing.weights_TK.detach()))
+
+
+@planted(
+    Expectation(
+        "GRAD-18", "shared-rank-without-tokens", "finish", "expert 1 on rank 0 is 1 instead of 0", "no token reached"
+    )
+)
+class IdleExpertsKeepTheirBuffer(GradientFinisher):
+    """The gradient of a routed expert that no token reached is what was in the buffer."""
+
+    def _summed(self, gradient: Tensor, replicas: tuple[str, ...]) -> Tensor:
+        total = super()._summed(gradient, replicas)
+        if replicas == Experts.replicas:
+            total[~total.flatten(1).any(1)] = 1.0
+        return total
 
 
 class _SharedFinisher(GradientFinisher):
