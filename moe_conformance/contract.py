@@ -348,7 +348,10 @@ class Routed:
 
 
 class Router(Parametrised, Resolved, Protocol):
-    """Scores, selection and weights for the tokens of this rank. x: (*lead, D), prod(lead) == T."""
+    """Scores, selection and weights for the tokens of this rank. x: (*lead, D), prod(lead) == T.
+
+    `resolved["dtype"]` says what it computes in where that is not the dtype of x.
+    """
 
     def __call__(self, x: Tensor) -> Routed:
         """Return the routing of x, differentiable in x and in the router's parameters."""

@@ -226,4 +226,16 @@ class DenseFoldForExperts(GradientFinisher):
         return super()._summed(gradient, ("dp_cp",) if replicas == Experts.replicas else replicas)
 
 
+@planted(
+    Expectation("GROUP-07", "proxy-even", "finish", "the gradient of block0/gate of expert", "x the allowed"),
+    layout=EP2_EDP2,
+)
+class ReducesFloat64InFloat32(GradientFinisher):
+    """In a model of float64, gradients of experts are added up in float32."""
+
+    def _summed(self, gradient: Tensor, replicas: tuple[str, ...]) -> Tensor:
+        narrow = gradient.float() if replicas == Experts.replicas else gradient
+        return super()._summed(narrow, replicas)
+
+
 PLANTS = collect(globals())

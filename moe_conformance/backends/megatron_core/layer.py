@@ -35,6 +35,7 @@ class Layer:
         """The classes of the parts, and whether shared experts run beside the dispatcher."""
         return {
             "layer": type(self._layer).__qualname__,
+            "dtype": "torch.float32",  # of scores, whatever moe_router_dtype says: docs/findings, MC-03
             "dispatcher": type(self._layer.token_dispatcher).__qualname__,
             "experts": type(self._layer.experts).__qualname__,
             "shared experts": type(self._layer.shared_experts).__qualname__,

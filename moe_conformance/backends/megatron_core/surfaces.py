@@ -121,6 +121,7 @@ class Router:
             "router": type(router).__qualname__,
             "scores": f"{router.score_function} {when} selection",
             "fused": str(router.config.moe_router_fusion),
+            "dtype": "torch.float32",  # of scores, whatever moe_router_dtype says: docs/findings, MC-03
             "gate": str(router.weight.dtype),
             "logits": str(None if self._logits is None else self._logits.dtype),
         } | _SHIMS

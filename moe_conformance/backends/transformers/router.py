@@ -94,8 +94,9 @@ class ModelRouter:
 
     @property
     def resolved(self) -> Mapping[str, str]:
-        """The class that was built, and the dtype of its weight."""
-        return {"router": type(self._router).__name__, "gate": str(self._router.weight.dtype)}
+        """The class that was built, and the dtypes of its scores, which are float32 for any tokens, and its weight."""
+        router = self._router
+        return {"router": type(router).__name__, "dtype": "torch.float32", "gate": str(router.weight.dtype)}
 
     def __call__(self, x: Tensor) -> Routed:
         """Return what the router hands to the experts; it counts no load."""
