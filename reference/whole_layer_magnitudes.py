@@ -33,54 +33,21 @@ class Shares:
     dense_sums: int = 0  # and of everything else
 
 
-def magnitudes(
-    x_TD: Tensor,
-    ids_TK: Tensor,
-    dy_TD: Tensor,
-    parameters: Mapping[Key, Tensor],
-    weighing: Weighing,
-    *,
-    rounding: Rounding,
-    shares: Shares,
-    weights_at: WeightsAt = "output",
-) -> LayerGradients:
-    """Measure everything that `whole_layer.gradients` returns: the same fields, holding errors.
-
-    >>> from reference.whole_layer import gradients
-    >>> sizes = {"gate": (4, 3), "up": (4, 3), "down": (3, 4)}
-    >>> p = {(n, e): torch.arange(12.0).add(e).sin().reshape(s) for e in (0, 1) for n, s in sizes.items()}
-    >>> p |= {(f"shared_{n}", j): torch.arange(12.0).sub(j).cos().reshape(s) for j in (0, 1) for n, s in sizes.items()}
-    >>> p["router", None] = torch.arange(6.0).cos().reshape(2, 3)
-    >>> p["shared_score", None] = torch.arange(3.0).sin().reshape(1, 3)
-    >>> x, dy = torch.arange(6.0).cos().reshape(2, 3), torch.arange(6.0).sin().reshape(2, 3)
-    >>> case = (x, torch.tensor([[0, 1], [1, 0]]), dy, p, Weighing("sigmoid", True, 2.5))
-    >>> right = gradients(*case)
-    >>> for at in ("output", "input"):
-    ...     right = gradients(*case, weights_at=at)
-    ...     ours = values(*case, rounding=Rounding(1.0, 1.0), shares=Shares(), weights_at=at)
-    ...     close = [torch.allclose(ours.parameters[key].value, value) for key, value in right.parameters.items()]
-    ...     print(torch.allclose(ours.y.value, right.y_TD), torch.allclose(ours.dx.value, right.dx_TD), all(close))
-    True True True
-    True True True
-    """
-    of = values(
-        x_TD, ids_TK, dy_TD, parameters, weighing, rounding=rounding, shares=shares, weights_at=weights_at
-    )
-    zeros = {key: torch.zeros_like(value, dtype=torch.float64) for key, value in parameters.items()}
-    zeros.pop(("balance_bias", None), None)
-    return LayerGradients(of.y.error, of.dx.error, zeros | {key: each.error for key, each in of.parameters.items()})
-
-
 @dataclass(frozen=True)
 class LayerMeasured:
-    """y, dL/dx and dL/dparameter with their errors; of routed experts only those that are routed to."""
+    """y, dL/dx and dL/dparameter with their errors."""
 
     y: Measured
     dx: Measured
     parameters: Mapping[Key, Measured]
 
+    @property
+    def errors(self) -> LayerGradients:
+        """The errors, in the fields that hold the values elsewhere."""
+        return LayerGradients(self.y.error, self.dx.error, {key: each.error for key, each in self.parameters.items()})
 
-def values(
+
+def measured_layer(
     x_TD: Tensor,
     ids_TK: Tensor,
     dy_TD: Tensor,
@@ -91,7 +58,24 @@ def values(
     shares: Shares,
     weights_at: WeightsAt = "output",
 ) -> LayerMeasured:
-    """Measure the layer, values and errors."""
+    """Measure everything that `whole_layer.gradients` returns. An expert that is not routed to has exact zeros.
+
+    >>> from reference.whole_layer import gradients
+    >>> sizes = {"gate": (4, 3), "up": (4, 3), "down": (3, 4)}
+    >>> p = {(n, e): torch.arange(12.0).add(e).sin().reshape(s) for e in (0, 1) for n, s in sizes.items()}
+    >>> p |= {(f"shared_{n}", j): torch.arange(12.0).sub(j).cos().reshape(s) for j in (0, 1) for n, s in sizes.items()}
+    >>> p["router", None] = torch.arange(6.0).cos().reshape(2, 3)
+    >>> p["shared_score", None] = torch.arange(3.0).sin().reshape(1, 3)
+    >>> x, dy = torch.arange(6.0).cos().reshape(2, 3), torch.arange(6.0).sin().reshape(2, 3)
+    >>> case = (x, torch.tensor([[0, 1], [1, 0]]), dy, p, Weighing("sigmoid", True, 2.5))
+    >>> for at in ("output", "input"):
+    ...     right = gradients(*case, weights_at=at)
+    ...     ours = measured_layer(*case, rounding=Rounding(1.0, 1.0), shares=Shares(), weights_at=at)
+    ...     close = [torch.allclose(ours.parameters[key].value, value) for key, value in right.parameters.items()]
+    ...     print(torch.allclose(ours.y.value, right.y_TD), torch.allclose(ours.dx.value, right.dx_TD), all(close))
+    True True True
+    True True True
+    """
     r, router_ED, how = rounding, parameters["router", None], vars(weighing)
     w_TK = weights_measured(r, logits_measured(r, x_TD, router_ED), ids_TK, **how)
     places = shares.places or (len(x_TD),)
@@ -103,7 +87,8 @@ def values(
     dx_router, drouter = gradients_measured(
         r, x_TD, router_ED, ids_TK, routed.dw_TK, **how, places=places, sums=shares.dense_sums
     )
-    found: dict[Key, Measured] = {("router", None): drouter}
+    found = {key: exact(torch.zeros_like(value)) for key, value in parameters.items() if key != ("balance_bias", None)}
+    found["router", None] = drouter
     found |= dict(routed.dparameters.items())
     y, dx = routed.y_TD, r.plus(routed.dx_TD, dx_router)
     if not shared_of(parameters):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from goldens import regenerate
 from moe_conformance import goldens
-from moe_conformance.judging.own_expected import expect_own
+from moe_conformance.judging.own_expected import OwnExpected
 from moe_conformance.plugin.options import Options, Unusable
 from moe_conformance.plugin.run import prepare
 from moe_conformance.topology import Layout
@@ -62,7 +62,7 @@ class TestJudge:
     @pytest.mark.parametrize("place", ["output", "input"])
     def test_it_expects_the_stored_values(self, place):
         """Output, gradients of tokens, weights and parameters: bit for bit, whatever the oracle computes."""
-        expected = expect_own(golden_workload("alltoall", Layout(2, ep=2)), place, "sum")
+        expected = OwnExpected.told(golden_workload("alltoall", Layout(2, ep=2)), place, "sum")
         ranks = [(0, rank) for rank in range(2)]
         for name, target in (("y_TD", expected.y), ("dx_TD", expected.dx), ("dweights_TK", expected.dweights)):
             assert torch.equal(stored(place, name), torch.cat([target(at).expected for at in ranks]))
@@ -73,8 +73,8 @@ class TestJudge:
     def test_it_follows_the_store_and_not_the_oracle(self, spoilt):
         """A golden that says otherwise than the oracle is what a backend is held against."""
         workload = golden_workload("alltoall", Layout(1))
-        told = expect_own(workload, "output", "sum").y((0, 0)).expected
-        oracle = expect_own(replace(workload, golden=""), "output", "sum").y((0, 0)).expected
+        told = OwnExpected.told(workload, "output", "sum").y((0, 0)).expected
+        oracle = OwnExpected.told(replace(workload, golden=""), "output", "sum").y((0, 0)).expected
         assert [[0, 0]] == ((told - oracle).abs() > 1e-9).nonzero().tolist()
         assert 1.0 == pytest.approx(float((told - oracle)[0, 0]))
 

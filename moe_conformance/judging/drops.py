@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.judging.diagnosis import Finding, fail
+from moe_conformance.judging.finals import divisor_of
 from moe_conformance.judging.once import once
 from moe_conformance.judging.places import Place, places_of
 from moe_conformance.judging.reading import Reading
@@ -66,8 +67,7 @@ def drops_of(reading: Reading) -> Drops:
 def _drops(reading: Reading) -> Drops:
     workload = reading.outcome.workload
     places = places_of(workload, range(len(reading.ranks)))
-    averaged = reading.ranks[0].loss_convention == "mean_over_dp"
-    divisor = workload.layout.dp * workload.layout.cp if averaged else 1
+    divisor = divisor_of(workload, reading.ranks[0].loss_convention)
     chosen = RouterExpected(workload, {place: _chosen(reading, place) for place in places}, divisor)
     illegal = {place: (~chosen.legal(place)).nonzero().flatten().tolist() for place in places}
     if any(illegal.values()):

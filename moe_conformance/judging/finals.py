@@ -8,7 +8,7 @@ from moe_conformance.judging.diagnosis import Finding, fail
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.verdict import AbsentGradient, NotOffered
 from moe_conformance.scenarios.outcome import Grad
-from moe_conformance.workloads.records import ParameterKey
+from moe_conformance.workloads.records import ParameterKey, Workload
 
 
 def finals_of(reading: Reading) -> list[Mapping[ParameterKey, Grad]]:
@@ -32,3 +32,8 @@ def finals_of(reading: Reading) -> list[Mapping[ParameterKey, Grad]]:
     if findings:
         fail(AbsentGradient, "finish", findings)
     return finished
+
+
+def divisor_of(workload: Workload, loss_convention: str) -> int:
+    """Return by what finished gradients are divided: 1 where they are summed, dp * cp where they are averaged."""
+    return workload.layout.dp * workload.layout.cp if loss_convention == "mean_over_dp" else 1

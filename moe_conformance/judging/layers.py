@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_conformance.judging.bounded import Target, compare
 from moe_conformance.judging.diagnosis import Finding, fail
 from moe_conformance.judging.finals import finals_of
-from moe_conformance.judging.layer_expected import ROUTED, LayerExpected, expect_layer
+from moe_conformance.judging.layer_expected import ROUTED, LayerExpected
 from moe_conformance.judging.layer_mistakes import explain_parameter, explain_tokens, part_name, times_of_shared
 from moe_conformance.judging.once import once
 from moe_conformance.judging.places import Place, Shard, shard_of, whole
@@ -40,8 +40,7 @@ def expected_of(reading: Reading) -> LayerExpected:
 
 
 def _expect(reading: Reading) -> LayerExpected:
-    first = reading.ranks[0]  # what a session says of itself is the same on every rank
-    return expect_layer(reading.outcome.workload, first.weights_at, first.loss_convention)
+    return LayerExpected.of(reading)
 
 
 # ---- tokens --------------------------------------------------------------------------------------------------

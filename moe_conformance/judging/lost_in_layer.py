@@ -8,7 +8,7 @@ import torch
 
 from moe_conformance.judging.bounded import compare
 from moe_conformance.judging.diagnosis import Finding, fail
-from moe_conformance.judging.layer_expected import LayerExpected, expect_layer
+from moe_conformance.judging.layer_expected import LayerExpected
 from moe_conformance.judging.places import Place
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.verdict import Tally, WrongForm, WrongOutput
@@ -25,10 +25,10 @@ def judge_lost_in_layer(reading: Reading, tally: Tally) -> None:
         WrongForm: y is missing, or not (T, D).
         WrongOutput: an element lies outside its bound.
     """
-    workload, first = reading.outcome.workload, reading.ranks[0]
+    workload = reading.outcome.workload
     # Of weights that are all scaled by zero nothing is left of the routed part: this is the shared part.
     unweighted = replace(workload, config=replace(workload.config, scale=0.0))
-    shared = expect_layer(unweighted, first.weights_at, first.loss_convention)
+    shared = LayerExpected.of(reading, unweighted)
     findings, compared = list[Finding](), list[tuple[int, int, float]]()
     for m, rank in shared.places:
         y_TD, (expected_TD, allowed_TD) = reading.seen(m, rank).y, shared.y((m, rank))

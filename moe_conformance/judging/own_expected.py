@@ -14,7 +14,8 @@ from moe_conformance import goldens
 from moe_conformance.judging import bounds
 from moe_conformance.judging.bounded import Target, compare
 from moe_conformance.judging.chunks import solve_in_chunks
-from moe_conformance.judging.places import Place, Shard, backward_places_of, places_of, stages
+from moe_conformance.judging.places import Place, Shard, backward_places_of
+from moe_conformance.judging.stage_answers import StageAnswers
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.workloads.records import Workload
 from reference import layer
@@ -59,39 +60,17 @@ class Held:
         return compare(self.value, *self.target, tally, self.rank).holds
 
 
-@dataclass(frozen=True)
-class OwnExpected:
-    """The oracle's answer to an "experts" workload, and the bounds around it. All computed at first use and kept."""
-
-    workload: Workload
-    weights_at: WeightsAt
-    divisor: int  # of finished gradients: 1 where they are summed, dp * cp where they are averaged
-
-    @cached_property
-    def stages(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of every pipeline stage."""
-        return stages(self.workload.layout)
+class OwnExpected(StageAnswers[Gradients]):
+    """The oracle's answer to an "experts" workload."""
 
     @cached_property
     def stage_of(self) -> dict[int, int]:
         """The stage of every rank."""
         return {rank: at for at, ranks in enumerate(self.stages) for rank in ranks}
 
-    def y(self, place: Place) -> Target:
-        """The output (T, D) at a place."""
-        return self._tokens[place][0]
-
-    def dx(self, place: Place) -> Target:
-        """The gradient of the tokens (T, D) at a place."""
-        return self._tokens[place][1]
-
     def dweights(self, place: Place) -> Target:
         """The gradient of the routing weights (T, K) at a place."""
         return self._tokens[place][2]
-
-    def parameter(self, stage: int, key: Key) -> Target:
-        """The finished gradient of a whole parameter: over the stage's tokens that go backward, or their mean."""
-        return self._parameters[stage][key]
 
     @cached_property
     def idle(self) -> tuple[frozenset[int], ...]:
@@ -102,23 +81,13 @@ class OwnExpected:
             for ranks in self.stages
         )
 
-    @cached_property
-    def _results(self) -> tuple[tuple[Gradients, Gradients], ...]:
-        """Values and errors of every stage, of all its tokens."""
-        return self._solved([places_of(self.workload, ranks) for ranks in self.stages])
+    def _of_tokens(self, solved: Gradients) -> tuple[Tensor, ...]:
+        return solved.y_TD, solved.dx_TD, solved.dweights_TK
 
-    @cached_property
-    def _backward_results(self) -> tuple[tuple[Gradients, Gradients], ...]:
-        """The same, of the tokens that go backward."""
-        if all(map(self.workload.goes_backward, range(len(self.workload.batches)))):
-            return self._results
-        return self._solved([backward_places_of(self.workload, ranks) for ranks in self.stages])
-
-    def _solved(self, stages: Sequence[Sequence[Place]]) -> tuple[tuple[Gradients, Gradients], ...]:
+    def _solved(self, places: Sequence[Place]) -> tuple[Gradients, Gradients]:
         parameters, weights_at = parameters_of(self.workload), self.weights_at
         layout, rounding = self.workload.layout, bounds.rounding(self.workload.config.dtype)
-        microbatches = sum(map(self.workload.goes_backward, range(len(self.workload.batches))))
-        sums = bounds.sums_of_a_gradient(microbatches, layout.edp)
+        sums = bounds.sums_of_a_gradient(len({m for m, _ in places}), layout.edp)
 
         def values(batches: Sequence[layer.Batch]) -> Gradients:
             return layer.gradients(*layer.global_batch(batches), swiglu_experts, parameters, weights_at=weights_at)
@@ -133,53 +102,10 @@ class OwnExpected:
                 weights_at=weights_at,
             )
 
-        every = [batches_of(self.workload, places) for places in stages]
+        batches = batches_of(self.workload, places)
         if self.workload.golden:  # of all tokens in their order: there is one stage
-            (batches,) = every
-            return ((stored(self.workload.golden, weights_at), solve_in_chunks(batches, errors)),)
-        return tuple((solve_in_chunks(batches, values), solve_in_chunks(batches, errors)) for batches in every)
-
-    @cached_property
-    def _parameters(self) -> tuple[dict[Key, Target], ...]:
-        """The finished gradient of every parameter, of every stage."""
-        config = self.workload.config
-        found: list[dict[Key, Target]] = []
-        for ranks, (values, errors) in zip(self.stages, self._backward_results, strict=True):
-            places = backward_places_of(self.workload, ranks)
-            tokens = sum(len(self.workload.batches[m][rank].x_TD) for m, rank in places)
-            found.append({})
-            for key, value in values.parameters.items():
-                addends = bounds.longest_sum(config) + tokens
-                allowed = bounds.allowed(errors.parameters[key], config.dtype, addends=addends)
-                found[-1][key] = Target(value / self.divisor, allowed / self.divisor)
-        return tuple(found)
-
-    @cached_property
-    def _tokens(self) -> dict[Place, tuple[Target, Target, Target]]:
-        """y, dx and dweights of every place."""
-        config, found = self.workload.config, {}
-        for ranks, (values, errors) in zip(self.stages, self._results, strict=True):
-            targets = [
-                Target(value, bounds.allowed(error, config.dtype, addends=bounds.longest_sum(config)))
-                for value, error in (
-                    (values.y_TD, errors.y_TD),
-                    (values.dx_TD, errors.dx_TD),
-                    (values.dweights_TK, errors.dweights_TK),
-                )
-            ]
-            start = 0
-            for m, rank in places_of(self.workload, ranks):
-                rows = slice(start, start + len(self.workload.batches[m][rank].x_TD))
-                y, dx, dw = (Target(target.expected[rows], target.allowed[rows]) for target in targets)
-                found[m, rank], start = (y, dx, dw), rows.stop
-        return found
-
-
-def expect_own(workload: Workload, weights_at: str, loss_convention: str) -> OwnExpected:
-    """Make the expectation from the workload and from what the session says of itself (see `RankOutcome`)."""
-    layout = workload.layout
-    divisor = layout.dp * layout.cp if loss_convention == "mean_over_dp" else 1
-    return OwnExpected(workload, "input" if weights_at == "input" else "output", divisor)
+            return stored(self.workload.golden, weights_at), solve_in_chunks(batches, errors)
+        return solve_in_chunks(batches, values), solve_in_chunks(batches, errors)
 
 
 def stored(chapter: str, weights_at: WeightsAt) -> Gradients:

@@ -13,14 +13,9 @@ from moe_conformance.judging.bounded import Target, compare
 from moe_conformance.judging.diagnosis import Finding, fail
 from moe_conformance.judging.finals import finals_of
 from moe_conformance.judging.once import once
-from moe_conformance.judging.own_expected import (
-    Held,
-    Key,
-    OwnExpected,
-    expect_own,
-)
+from moe_conformance.judging.own_expected import Held, Key, OwnExpected
 from moe_conformance.judging.own_guesses import explain_parameters, explain_tokens
-from moe_conformance.judging.places import Place, Shard, places_of, shard_of, whole
+from moe_conformance.judging.places import Place, Shard, shard_of, whole
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.verdict import (
     AbsentGradient,
@@ -43,8 +38,7 @@ def expected_of(reading: Reading) -> OwnExpected:
 
 
 def _expect(reading: Reading) -> OwnExpected:
-    first = reading.ranks[0]  # what a session says of itself is the same on every rank
-    return expect_own(reading.outcome.workload, first.weights_at, first.loss_convention)
+    return OwnExpected.of(reading)
 
 
 # ---- tokens --------------------------------------------------------------------------------------------------
@@ -73,8 +67,8 @@ def judge_weight_place(reading: Reading, tally: Tally) -> None:
     """
     expected = expected_of(reading)
     judge_own_outputs(reading, Tally())
-    other = expect_own(expected.workload, "output" if expected.weights_at == "input" else "input", "sum")
-    for at in places_of(expected.workload, range(len(reading.ranks))):
+    other = OwnExpected.told(expected.workload, "output" if expected.weights_at == "input" else "input", "sum")
+    for at in expected.places:
         ours, theirs = expected.y(at), other.y(at)
         apart_TD = (ours.expected - theirs.expected).abs() > ours.allowed + theirs.allowed
         tally.add(elements=int(apart_TD.sum()), rank=at[1])
@@ -118,7 +112,7 @@ def _judge_tokens(reading: Reading, tally: Tally, judged: _Judged) -> None:
     """Compare something that every token has, on every rank in every microbatch."""
     expected = expected_of(reading)
     actual: dict[Place, Tensor] = {}
-    for m, rank in places_of(expected.workload, range(len(reading.ranks))):
+    for m, rank in expected.places:
         if judged.stage == "experts" or reading.goes_backward(m):
             actual[m, rank] = _formed(reading, (m, rank), judged)
     worst = {place: compare(value, *judged.target(place), tally, place[1]) for place, value in actual.items()}

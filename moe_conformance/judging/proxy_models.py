@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moe_conformance.judging.bounded import compare, factor
 from moe_conformance.judging.diagnosis import Finding, fail, ratio_words
+from moe_conformance.judging.finals import divisor_of
 from moe_conformance.judging.layer_mistakes import part_name
 from moe_conformance.judging.once import once
 from moe_conformance.judging.places import shard_of, whole
@@ -18,10 +19,12 @@ from moe_conformance.workloads.proxy_model import sequences, solved
 from reference.proxy_model import ModelGradients
 
 WIDE, NARROW = 2.0**-40, 2.0**-16
-"""Of the largest element of a tensor, what every element may be off by. The model is too deep for a derived bound. It is
-asked for in float64, where sums of some thousand addends err by 2^-43. A backend that says that its routers compute in
-another dtype (`resolved["dtype"]`), as some do whatever the tokens are, is held to float32: it errs by 2^-20 in logits
-of 16, and in every weight by as much. One token less in any expert is 2^-15 in the pinned models, and usually more."""
+"""Of the largest element of a tensor, what every element may be off by. The model is too deep for a derived bound.
+
+It is asked for in float64, where sums of some thousand addends err by 2^-43. A backend that says that its routers
+compute in another dtype (`resolved["dtype"]`), as some do whatever the tokens are, is held to float32: it errs by 2^-20
+in logits of 16, and in every weight by as much. One token less in any expert is 2^-15 in the pinned models, and usually
+more."""
 
 
 class Expected(NamedTuple):
@@ -38,11 +41,11 @@ def expected_of(reading: Reading) -> Expected:
 
 
 def _expect(reading: Reading) -> Expected:
-    layout, averaged = reading.outcome.workload.layout, reading.ranks[0].loss_convention == "mean_over_dp"
-    asked = str(reading.outcome.workload.config.dtype)
+    workload = reading.outcome.workload
+    asked = str(workload.config.dtype)
     wide = all(rank.resolved.get("dtype", asked) == asked for rank in reading.ranks)
-    divisor = layout.dp * layout.cp if averaged else 1
-    return Expected(solved(reading.outcome.workload), divisor, WIDE if wide else NARROW)
+    divisor = divisor_of(workload, reading.ranks[0].loss_convention)
+    return Expected(solved(workload), divisor, WIDE if wide else NARROW)
 
 
 def judge_proxy_tokens(reading: Reading, tally: Tally) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_conformance.judging.bounded import Target, compare
 from moe_conformance.judging.diagnosis import Finding, fail
-from moe_conformance.judging.finals import finals_of
+from moe_conformance.judging.finals import divisor_of, finals_of
 from moe_conformance.judging.once import once
 from moe_conformance.judging.places import Place, places_of, shard_of, stages, whole
 from moe_conformance.judging.reading import Reading
@@ -50,8 +50,7 @@ def _expect(reading: Reading) -> RouterExpected:
     findings = [finding for place, ids_TK in ids.items() for finding in _impossible(reading, place, ids_TK)]
     if findings:
         fail(WrongSelection, "route", findings)
-    averaged = reading.ranks[0].loss_convention == "mean_over_dp"
-    return RouterExpected(workload, ids, workload.layout.dp * workload.layout.cp if averaged else 1)
+    return RouterExpected(workload, ids, divisor_of(workload, reading.ranks[0].loss_convention))
 
 
 def _chosen(reading: Reading, place: Place) -> Tensor:

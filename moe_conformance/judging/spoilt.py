@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_conformance.judging import own_experts
 from moe_conformance.judging.bounded import Target, compare
 from moe_conformance.judging.diagnosis import Finding, fail, some
-from moe_conformance.judging.own_expected import expect_own
+from moe_conformance.judging.own_expected import OwnExpected
 from moe_conformance.judging.places import Place, places_of
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.verdict import (
@@ -139,9 +139,8 @@ def _judge(
 def _targets(reading: Reading) -> dict[str, dict[Place, Target]]:
     """Return what y, dx and dweights must be where bad tokens and bad upstream gradients are zero."""
     clean = _cleaned(reading.outcome.workload)
-    first = reading.ranks[0]
     if reading.outcome.workload.kind == "spoilt experts":
-        own = expect_own(clean, first.weights_at, first.loss_convention)
+        own = OwnExpected.of(reading, clean)
         by_name = {"y": own.y, "dx": own.dx, "dweights": own.dweights}
         return {name: {place: target(place) for place in _places(reading)} for name, target in by_name.items()}
     exact = Reading(replace(reading.outcome, workload=clean), reading.ranks).expected

@@ -1,0 +1,137 @@
+"""What a run with the backend's own parameters must yield, and how far from it an honest one may be.
+
+A pipeline stage has a batch and parameters of its own, so that the oracles are asked stage by stage.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+from torch import Tensor
+
+from moe_conformance.judging import bounds
+from moe_conformance.judging.bounded import Target
+from moe_conformance.judging.finals import divisor_of
+from moe_conformance.judging.places import Place, backward_places_of, places_of, stages
+from moe_conformance.judging.reading import Reading
+from moe_conformance.workloads.records import ParameterKey, Workload
+from reference.layer import WeightsAt
+
+
+class Solved(Protocol):
+    """What an oracle returns, values or errors of them."""
+
+    @property
+    def y_TD(self) -> Tensor:
+        """The output (T, D)."""
+
+    @property
+    def dx_TD(self) -> Tensor:
+        """The gradient of the tokens (T, D)."""
+
+    @property
+    def parameters(self) -> Mapping[Any, Tensor]:
+        """The gradient of every parameter."""
+
+
+S = TypeVar("S", bound=Solved)
+
+
+@dataclass(frozen=True)
+class StageAnswers(ABC, Generic[S]):
+    """An oracle's answer to a workload, and the bounds around it. All computed at first use and kept."""
+
+    workload: Workload
+    weights_at: WeightsAt
+    divisor: int  # of finished gradients, as `divisor_of` has it
+
+    @classmethod
+    def told(cls, workload: Workload, weights_at: str, loss_convention: str) -> Self:
+        """Make it of the workload and of what the session says of itself (see `RankOutcome`)."""
+        return cls(workload, "input" if weights_at == "input" else "output", divisor_of(workload, loss_convention))
+
+    @classmethod
+    def of(cls, reading: Reading, workload: Workload | None = None) -> Self:
+        """Make it of a reading: of what was run, or of another workload on the same session."""
+        first = reading.ranks[0]  # what a session says of itself is the same on every rank
+        return cls.told(workload or reading.outcome.workload, first.weights_at, first.loss_convention)
+
+    @cached_property
+    def stages(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of every pipeline stage."""
+        return stages(self.workload.layout)
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """All places."""
+        return places_of(self.workload, range(self.workload.layout.world))
+
+    def y(self, place: Place) -> Target:
+        """The output (T, D) at a place."""
+        return self._tokens[place][0]
+
+    def dx(self, place: Place) -> Target:
+        """The gradient of the tokens (T, D) at a place."""
+        return self._tokens[place][1]
+
+    def parameter(self, stage: int, key: ParameterKey) -> Target:
+        """The finished gradient of a whole parameter: over the stage's tokens that go backward, or their mean."""
+        return self._parameters[stage][key]
+
+    @abstractmethod
+    def _solved(self, places: Sequence[Place]) -> tuple[S, S]:
+        """Return values and errors of the tokens of some places of one stage."""
+
+    def _of_tokens(self, solved: S) -> tuple[Tensor, ...]:
+        """Return what every token has, y and dx first."""
+        return solved.y_TD, solved.dx_TD
+
+    @cached_property
+    def _results(self) -> tuple[tuple[S, S], ...]:
+        """Values and errors of every stage, of all its tokens."""
+        return tuple(self._solved(places_of(self.workload, ranks)) for ranks in self.stages)
+
+    @cached_property
+    def _backward_results(self) -> tuple[tuple[S, S], ...]:
+        """The same, of the tokens that go backward."""
+        if all(map(self.workload.goes_backward, range(len(self.workload.batches)))):
+            return self._results
+        return tuple(self._solved(backward_places_of(self.workload, ranks)) for ranks in self.stages)
+
+    @cached_property
+    def _tokens(self) -> dict[Place, tuple[Target, ...]]:
+        found = {}
+        for ranks, (values, errors) in zip(self.stages, self._results, strict=True):
+            both = zip(self._of_tokens(values), self._of_tokens(errors), strict=True)
+            targets = [Target(value, self._allowed(error)) for value, error in both]
+            start = 0
+            for place in places_of(self.workload, ranks):
+                rows = slice(start, start + self._count(place))
+                start = rows.stop
+                found[place] = tuple(Target(each.expected[rows], each.allowed[rows]) for each in targets)
+        return found
+
+    @cached_property
+    def _parameters(self) -> tuple[dict[ParameterKey, Target], ...]:
+        found = []
+        for ranks, (values, errors) in zip(self.stages, self._backward_results, strict=True):
+            tokens = sum(self._count(place) for place in backward_places_of(self.workload, ranks))
+            targets = dict[ParameterKey, Target]()
+            for key, value in values.parameters.items():
+                allowed = self._allowed(errors.parameters[key], tokens)
+                targets[key] = Target(value / self.divisor, allowed / self.divisor)
+            found.append(targets)
+        return tuple(found)
+
+    def _count(self, place: Place) -> int:
+        m, rank = place
+        return len(self.workload.batches[m][rank].x_TD)
+
+    def _allowed(self, error: Tensor, tokens: int = 0) -> Tensor:
+        config = self.workload.config
+        longest = max(bounds.longest_sum(config), *config.shared_ffn, 0)
+        return bounds.allowed(error, config.dtype, addends=longest + tokens)
