@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from moe_conformance.judging.reading import read
 from moe_conformance.judging.twin_sums import judge_sum
 from moe_conformance.judging.twins import Ran, judge_alike, judge_scaled, judge_strided
 from moe_conformance.judging.verdict import (
+    ChangedInput,
     Mismatch,
     NotOffered,
     Raised,
@@ -22,6 +25,7 @@ from moe_conformance.judging.verdict import (
     WrongGradient,
     WrongOutput,
 )
+from moe_conformance.scenarios import state
 from moe_conformance.scenarios.outcome import Grad, Outcome, RankOutcome
 from moe_conformance.scenarios.strides import NOBODYS_ID, laid_out
 from moe_conformance.topology import Layout
@@ -182,6 +186,34 @@ class TestJudgement:
         simulation = Simulation(weights_at="input")
         with pytest.raises(NotOffered, match="input"):
             judged(simulate(WORK, simulation), twin, simulate(twin.workload, simulation), judge_scaled)
+
+
+    def test_only_what_is_built_anew_may_be_refused(self) -> None:
+        """A twin through the same exchange on the same ranks cannot be refused."""
+        asked = [twin for law in (laws.reordered, laws.strided, laws.seeded, laws.again) for twin in law(WORK)]
+        assert not any(twin.anew for twin in asked)
+        assert all(twin.anew for twin in (*laws.exchanged(WORK, ["another"]), *laws.in_turn(WORK)))
+
+    def test_what_was_left_alone_stays_so(self) -> None:
+        """A twin that writes into its input is told; one whose original did so too is not: another check tells that."""
+        twin = laws.strided(WORK)[0]
+        wrote = spoilt(simulate(twin.workload), 1, inputs_changed=("x",))
+        with pytest.raises(ChangedInput, match=r"with x transposed.*, x is overwritten on rank 1"):
+            judged(simulate(WORK), twin, wrote)
+        assert judged(spoilt(simulate(WORK), 0, inputs_changed=("x",)), twin, wrote).elements
+
+
+class TestSeed:
+    def test_generators_are_put_back(self) -> None:
+        """Behind a run with a seed the generators stand where they stood."""
+        before = torch.get_rng_state(), random.getstate()
+        numpy_before = repr(numpy.random.get_state())
+        with state.seeded(3, torch.device("cpu")):
+            drawn = float(torch.rand(())), random.random(), float(numpy.random.random_sample())
+        assert torch.equal(before[0], torch.get_rng_state())
+        assert (before[1], numpy_before) == (random.getstate(), repr(numpy.random.get_state()))
+        with state.seeded(3, torch.device("cpu")):
+            assert drawn == (float(torch.rand(())), random.random(), float(numpy.random.random_sample()))
 
 
 class TestRefusal:

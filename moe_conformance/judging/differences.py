@@ -12,38 +12,56 @@ from moe_conformance.judging.verdict import AbsentGradient, NotOffered, Tally, W
 from moe_conformance.workloads.laws import Nudged
 
 _ROUNDING = 2.0**-50  # of the loss, relative to the sum of its addends' magnitudes
+_CURVATURE = 2.0**-24  # the same: ten thousand times what a layer has, and a tenth of a rounding to float32 over h
 
 
 def judge_differences(reading: Reading, nudges: list[Nudged], twins: RunTwins, tally: Tally) -> None:
     """Decide whether gradients are the derivative of the forward along a random direction.
 
     The loss is sum <upstream, y>. Its central difference over h errs by C h^2, C measured from that over 2 h, and by
-    rounding. Parameters of several pipeline stages move together, and so do the losses of the stages.
+    rounding; where the two differ by more than `_CURVATURE` of the addends, the forward has steps and nothing is
+    measured. Parameters of several pipeline stages move together, and so do the losses of the stages.
 
     Raises:
-        NotOffered: the backend finishes no gradients, or ran none of the twins.
+        NotOffered: the backend finishes no gradients, or ran none of the twins; nothing else was found.
         AbsentGradient: there is no gradient to compare.
-        WrongGradient: it is another's derivative.
+        WrongGradient: it is another's derivative, or the forward is too coarse to have one.
     """
-    findings, addends = [], _loss(reading, magnitude=True)
+    findings, not_offered = list[Finding](), ""
+    everybody, addends = tuple(range(len(reading.ranks))), _loss(reading, magnitude=True)
     for nudge in nudges:
         ran = twins(nudge.twins)
         if missing := [each.why_not for each in ran if each.outcome is None]:
-            raise NotOffered("; ".join(missing))
+            not_offered = "; ".join(missing)
+            continue
         up, down, far_up, far_down = (_loss(read_twin(each)) for each in ran)
-        h = nudge.h
-        slope, wide = (up - down) / (2 * h), (far_up - far_down) / (4 * h)
-        allowed = abs(wide - slope) + 2 * _ROUNDING * addends / h
-        told = _along(reading, nudge)
-        if not abs(slope - told) <= allowed:
-            sentence = (
-                f"along a random direction in {nudge.what} the loss has the slope {slope:.9g}, and the gradient says "
-                f"{told:.9g} ({abs(slope - told) / allowed:.3g} x the allowed {allowed:.2g})"
-            )
-            findings.append(Finding(nudge.what, sentence, tuple(range(len(reading.ranks))), abs(slope - told)))
-        tally.add(elements=sum(direction.numel() for direction in nudge.directions.values()))
+        slope, wide = (up - down) / (2 * nudge.h), (far_up - far_down) / (4 * nudge.h)
+        try:
+            told = _along(reading, nudge)
+        except NotOffered as error:
+            not_offered = str(error)
+            continue
+        if sentence := _said(nudge, slope, wide, told, addends):
+            findings.append(Finding(nudge.what, sentence, everybody, abs(slope - told)))
+        else:
+            tally.add(elements=sum(direction.numel() for direction in nudge.directions.values()))
     if findings:
         fail(WrongGradient, "gradient", findings)
+    if not_offered:
+        raise NotOffered(not_offered)
+
+
+def _said(nudge: Nudged, slope: float, wide: float, told: float, addends: float) -> str:
+    """Say what is wrong with a slope over h, beside that over 2 h and the gradient's; nothing if all is well."""
+    where = f"along a random direction in {nudge.what} the loss has the slope {slope:.9g}"
+    curvature = abs(wide - slope)
+    if not curvature <= _CURVATURE * addends:
+        return f"{where} over {nudge.h:.3g}, and {wide:.9g} over twice that: the forward has steps, and no derivative"
+    allowed = curvature + 2 * _ROUNDING * addends / nudge.h
+    if abs(slope - told) <= allowed:
+        return ""
+    times = f"{abs(slope - told) / allowed:.3g} x the allowed {allowed:.2g}"
+    return f"{where}, and the gradient says {told:.9g} ({times})"
 
 
 def _loss(reading: Reading, magnitude: bool = False) -> float:

@@ -11,6 +11,7 @@ from moe_conformance.judging.diagnosis import Finding, fail
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.verdict import Tally, WrongDelivery
 from moe_conformance.scenarios.outcome import Handed
+from moe_conformance.scenarios.tensors import same_bytes
 from moe_conformance.workloads.twins import Twin
 
 
@@ -46,11 +47,11 @@ def judge_same_deliveries(original: Reading, twin: Twin, other: Reading, tally: 
 
 def _differences(now: Handed, was: Handed, weighed: bool) -> Iterator[tuple[str, str]]:
     """Yield what differs, and how."""
-    if not _same(now.ids_RJ, was.ids_RJ):
+    if not same_bytes(now.ids_RJ, was.ids_RJ):
         yield "experts of the rows", f"are {_some(now.ids_RJ)}, and were {_some(was.ids_RJ)}"
         return
     routed_R = (now.ids_RJ >= 0).any(1)
-    if not _same(now.rows_RD[routed_R], was.rows_RD[routed_R]):
+    if not same_bytes(now.rows_RD[routed_R], was.rows_RD[routed_R]):
         changed = (now.rows_RD.double() != was.rows_RD.double()).any(1) & routed_R
         row = int(changed.nonzero()[0]) if bool(changed.any()) else int(routed_R.nonzero()[0])
         yield "rows", f"differ, the first is row {row}"
@@ -62,13 +63,8 @@ def _differences(now: Handed, was: Handed, weighed: bool) -> Iterator[tuple[str,
             yield kind, "are there in one run only"
         elif one is not None and before is not None:
             held = now.ids_RJ >= 0 if kind == "weights" else torch.ones_like(one, dtype=torch.bool)
-            if one.shape != before.shape or not _same(one[held], before[held]):
+            if one.shape != before.shape or not same_bytes(one[held], before[held]):
                 yield kind, f"are {_some(one)}, and were {_some(before)}"
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether both hold the same values; what is not a number is equal to itself here."""
-    return one.shape == other.shape and torch.equal(torch.nan_to_num(one), torch.nan_to_num(other))
 
 
 def _some(values: Tensor) -> str:

@@ -12,7 +12,8 @@ from moe_conformance.judging.own_expected import Key
 from moe_conformance.judging.own_experts import expected_of
 from moe_conformance.judging.places import Shard, stages, whole
 from moe_conformance.judging.reading import Reading
-from moe_conformance.judging.verdict import NotOffered, Tally, Uncovered, WrongGradient
+from moe_conformance.judging.verdict import AbsentGradient, NotOffered, Tally, Uncovered, WrongGradient
+from moe_conformance.scenarios.outcome import Grad
 from moe_conformance.workloads.twins import Twin
 
 _Whole = dict[tuple[int, Key], Tensor]  # of a pipeline stage; None where it is not there
@@ -21,29 +22,75 @@ _Whole = dict[tuple[int, Key], Tensor]  # of a pipeline stage; None where it is 
 def judge_same_parameters(original: Reading, twin: Twin, other: Reading, tally: Tally) -> None:
     """Decide whether every expert ends with the gradient that it has in the original, as often as its tokens come.
 
-    To the bit where the twin says so, else within the rounding errors of both. A backend that finishes no gradients
-    has none to compare.
+    To the bit where the twin says so, on every rank, before finishing too; else put together from their shards, within
+    the rounding errors of both. A backend that finishes no gradients has none of those.
 
     Raises:
         Uncovered: the ranks do not hold some gradient whole.
-        WrongGradient: an element differs.
+        AbsentGradient, WrongGradient: an element differs, or is there in one run only.
     """
     if "parameters" in twin.workload.twist.unasked:
         _require_absent(twin, other, tally)
-        return
+    elif twin.bits:
+        _require_same(original, twin, other, tally)
+    else:
+        _require_near(original, twin, other, tally)
+
+
+def _require_same(original: Reading, twin: Twin, other: Reading, tally: Tally) -> None:
+    """Raise unless every rank holds the same gradients, before and after finishing; 0 and -0 are the same."""
+    assert twin.times is not None
+    findings = []
+    for before, now in zip(original.ranks, other.ranks, strict=True):
+        for when, was, actual in (
+            ("before", before.grads_local, now.grads_local),
+            ("after", before.grads_final or {}, now.grads_final or {}),
+        ):
+            for name, expert in dict.fromkeys([*was, *actual]):
+                key = name, expert
+                said = _said(actual.get(key), was.get(key), twin.times)
+                if said:
+                    whose = f"the gradient of {name} of expert {expert} on rank {now.rank} {when} finishing"
+                    findings.append(Finding("parameters", f"{whose} {said}", (now.rank,)))
+                else:
+                    tally.add(elements=_elements(actual[key]), rank=now.rank)
+    if findings:
+        fail(WrongGradient, "finish", findings, start=f"run {twin.how}, ")
+
+
+def _elements(grad: Grad) -> int:
+    return 0 if grad.value is None else grad.value.numel()
+
+
+def _said(now: Grad | None, was: Grad | None, times: int) -> str:
+    """Say how a gradient differs from what it was, that many times; nothing if it does not."""
+    if now is None or was is None or (now.value is None) != (was.value is None):
+        absent = now is None or now.value is None
+        return "is not there, and was" if absent else "is there, and was not"
+    if now.value is None or was.value is None:
+        return ""
+    forms = [(grad.shard, tuple(grad.value.shape), grad.value.dtype) for grad in (now, was) if grad.value is not None]
+    if forms[0] != forms[1]:
+        return f"is {forms[0]}, and was {forms[1]}"
+    expected = was.value.double() * times
+    worst = compare(now.value, expected, torch.zeros_like(expected))
+    return "" if worst.holds else f"is not {f'{times} times ' if times != 1 else ''}what it was: {worst}"
+
+
+def _require_near(original: Reading, twin: Twin, other: Reading, tally: Tally) -> None:
+    """Raise unless every gradient, put together from its shards, is near to what it was."""
     try:
-        before, now = assembled(original), assembled(other)
+        before = assembled(original)
     except NotOffered:
         return
+    now = _offered_again(twin, other)
     assert twin.times is not None
     findings = []
     for (stage, (name, expert)), was in before.items():
         number = int(twin.numbers_E[expert])
         actual, expected = now[stage, (name, number)], was * twin.times
-        allowed = torch.zeros_like(expected)
-        if not twin.bits:
-            allowed = twin.times * allowed_of(original, stage, (name, expert))
-            allowed = allowed + allowed_of(other, stage, (name, number))
+        allowed = twin.times * allowed_of(original, stage, (name, expert))
+        allowed = allowed + allowed_of(other, stage, (name, number))
         worst = compare(actual, expected, allowed)
         if worst.holds:
             tally.add(elements=actual.numel())
@@ -55,6 +102,14 @@ def judge_same_parameters(original: Reading, twin: Twin, other: Reading, tally: 
             findings.append(Finding("parameters", sentence, holders, worst.size))
     if findings:
         fail(WrongGradient, "finish", findings, start=f"run {twin.how}, ")
+
+
+def _offered_again(twin: Twin, other: Reading) -> _Whole:
+    """Return the twin's gradients put together; the original has such gradients, so a twin without them is wrong."""
+    try:
+        return assembled(other)
+    except NotOffered as error:
+        raise AbsentGradient("finish", f"run {twin.how}, no gradient was finished: {error}") from error
 
 
 def _require_absent(twin: Twin, other: Reading, tally: Tally) -> None:

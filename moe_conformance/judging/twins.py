@@ -17,8 +17,17 @@ from moe_conformance.judging.places import Place
 from moe_conformance.judging.reading import Reading, read, tokens_of
 from moe_conformance.judging.twin_deliveries import judge_same_deliveries
 from moe_conformance.judging.twin_parameters import judge_same_parameters
-from moe_conformance.judging.verdict import Mismatch, NotOffered, Stage, Tally, WrongForm, WrongGradient, WrongOutput
-from moe_conformance.scenarios.outcome import Microbatch, Outcome
+from moe_conformance.judging.verdict import (
+    ChangedInput,
+    Mismatch,
+    NotOffered,
+    Stage,
+    Tally,
+    WrongForm,
+    WrongGradient,
+    WrongOutput,
+)
+from moe_conformance.scenarios.outcome import Microbatch, Outcome, RankOutcome
 from moe_conformance.workloads.twins import Rows, Twin, picked
 
 
@@ -54,15 +63,18 @@ def judge_alike(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
     """Decide whether every twin gives what the run gave: y, dx, dweights and the finished gradients of parameters.
 
     Every byte where the twin says so; else every value with the suite's experts, whose answers are exact, and with
-    the backend's own every element within the rounding errors of the two runs together.
+    the backend's own every element within the rounding errors of the two runs together. What the run left alone, the
+    twin leaves alone: inputs, outputs, gradients and the state of the process.
 
     Raises:
         NotOffered: the backend ran none of the twins.
-        WrongForm, WrongDelivery, WrongOutput, WrongGradient: something differs.
-        Raised, Hung, Died: the twin did not finish.
+        ChangedInput: something was written over that the run left alone.
+        WrongForm, WrongDelivery, WrongOutput, AbsentGradient, WrongGradient: something differs.
+        Raised, Hung, Died, RunFailed: the twin did not finish, or was refused what the run was built with.
     """
     for each in those_that_ran(ran):
         sides = Sides(reading, each.twin, read_twin(each))
+        _require_left_alone(sides)
         if each.twin.bits and not each.twin.partial:
             judge_same_deliveries(*sides, tally)
         for judged in _JUDGED:
@@ -143,6 +155,30 @@ def _or_refused(ran: Ran) -> Ran:
     return replace(ran, outcome=None, why_not=f"refused with {ran.outcome.ranks[0].error}")
 
 
+# ---- what is left alone --------------------------------------------------------------------------------------------
+
+
+def _require_left_alone(sides: Sides) -> None:
+    """Raise if the twin changed what the original left alone everywhere."""
+    known = {name for rank in sides.original.ranks for name in _changed(rank)}
+    findings = [
+        Finding(name, f"{name} is overwritten on rank {rank.rank}, and was left alone", (rank.rank,))
+        for rank in sides.other.ranks
+        for name in _changed(rank)
+        if name not in known
+    ]
+    if findings:
+        fail(ChangedInput, "run", findings, start=f"run {sides.twin.how}, ")
+
+
+def _changed(rank: RankOutcome) -> Iterator[str]:
+    """Yield what a rank found changed, by name."""
+    yield from rank.state_changed
+    for seen in rank.microbatches:
+        yield from (*seen.inputs_changed, *seen.outputs_changed)
+        yield from (f"the gradient of {name}" for name in seen.gradients_changed)
+
+
 # ---- tokens --------------------------------------------------------------------------------------------------------
 
 
@@ -205,9 +241,9 @@ def _differences(sides: Sides, judged: _Judged, tally: Tally) -> Iterator[Findin
                     now, then = ("None", "there") if actual is None else ("there", "None")
                     yield Finding("absent", f"{whose} is {now}, and was {then}", (rank,))
                 continue
-            if actual.shape != was.shape:
-                shapes = f"{tuple(actual.shape)}, and was {tuple(was.shape)}"
-                raise WrongForm("combine", f"run {sides.twin.how}, {whose} has the shape {shapes}", ranks=(rank,))
+            if (actual.shape, actual.dtype) != (was.shape, was.dtype):
+                forms = f"{tuple(actual.shape)} of {actual.dtype}, and was {tuple(was.shape)} of {was.dtype}"
+                raise WrongForm("combine", f"run {sides.twin.how}, {whose} has the shape {forms}", ranks=(rank,))
             differs = _differs(sides, judged, (m, rank), actual, was)
             for t in differs.any(1).nonzero().flatten().tolist():
                 yield _finding(sides, judged.name, (m, rank, t), actual, was, differs[t], known)
@@ -230,7 +266,7 @@ def _expected(rows: Rows, known: Sequence[Sequence[Tensor | None]], name: str) -
 
 def _differs(sides: Sides, judged: _Judged, place: Place, actual: Tensor, was: Tensor) -> Tensor:
     """Mark the elements that differ by more than the law allows."""
-    if sides.twin.bits and actual.dtype == was.dtype:
+    if sides.twin.bits:
         return _as_integers(actual) != _as_integers(was)
     if not sides.original.outcome.workload.parameters:
         return actual.double() != was.double()

@@ -29,7 +29,11 @@ class Twins:
         return self.backend.variants
 
     def __call__(self, twins: Sequence[Twin]) -> list[Ran]:
-        """Run them one after the other; one outside the limits of its variant is not, and one may be refused."""
+        """Run them one after the other; one outside the limits of its variant is not.
+
+        One for which something else is built may be refused; to the others a refusal is a failure, as they all were
+        told the same when they were built.
+        """
         return [self._run(twin) for twin in twins]
 
     def _run(self, twin: Twin) -> Ran:
@@ -40,5 +44,5 @@ class Twins:
         if twin.fresh:
             self.renew()
         outcome = self.step(twin.workload)
-        refusal = refusal_of(outcome)
+        refusal = refusal_of(outcome) if twin.anew else None
         return Ran(twin, outcome) if refusal is None else Ran(twin, None, refusal[1])

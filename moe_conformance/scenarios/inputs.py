@@ -14,8 +14,9 @@ from moe_conformance.workloads.records import Batch, Workload
 class Inputs:
     """One microbatch on this rank's device.
 
-    `changed` names what no longer holds the bytes it was given. Gradients are copied when their backward returns, as a
-    pipeline hands them on then; `gradients_changed` names what somebody wrote over later.
+    `changed` names what no longer holds the bytes it was given, those between its strides included. Gradients are
+    copied when their backward returns, as a pipeline hands them on then; `gradients_changed` names what somebody wrote
+    over later.
     """
 
     def __init__(self, workload: Workload, batch: Batch, device: torch.device) -> None:
@@ -35,6 +36,11 @@ class Inputs:
         )
         self.upstream = laid_out(batch.upstream.to(device, copy=True), strides.get("upstream"))
         self.gradients: dict[str, Tensor] = {}
+        self.memory = {name: _memory(held).clone() for name, held in self._held().items()}
+
+    def _held(self) -> dict[str, Tensor]:
+        ids_TK, weights_TK = self.routing.ids_TK, self.routing.weights_TK
+        return {"x": self.x, "ids": ids_TK, "weights": weights_TK, "upstream": self.upstream}
 
     def _current_gradients(self) -> dict[str, Tensor]:
         hidden = self.given.x_TD.shape[-1]
@@ -52,14 +58,20 @@ class Inputs:
 
     def changed(self) -> tuple[str, ...]:
         """Return which inputs hold other bytes than the batch."""
-        now = {
-            "x": (self.x, self.given.x_TD),
-            "ids": (self.routing.ids_TK, self.given.ids_TK),
-            "weights": (self.routing.weights_TK, self.given.weights_TK),
-            "upstream": (self.upstream, self.given.upstream),
+        given = {
+            "x": self.given.x_TD,
+            "ids": self.given.ids_TK,
+            "weights": self.given.weights_TK,
+            "upstream": self.given.upstream,
         }
         return tuple(
             name
-            for name, (held, given) in now.items()
-            if not same_bytes(held.detach().cpu().reshape(given.shape), given)
+            for name, held in self._held().items()
+            if not same_bytes(held.detach().cpu().reshape(given[name].shape), given[name])
+            or not torch.equal(_memory(held), self.memory[name])
         )
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    """Return all bytes that a tensor is a view of."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

@@ -103,10 +103,11 @@ def run(context: RankContext, assignment: Assignment) -> RankOutcome:
 
 
 def _mark(error: Exception, step: Script | ProxyModel | TrainingStep) -> None:
-    """Have the exception carry where it was raised: the phase, and how many collectives were called before it."""
+    """Have the exception carry where it was raised: the phase, and how many collectives that phase began behind."""
     error.reached = step.reached  # type: ignore[attr-defined]
     if isinstance(step, TrainingStep) and step.phases:
-        error.collectives = step.phases[-1][1]  # type: ignore[attr-defined]
+        began = [calls for phase, calls in step.phases if phase == step.reached]  # and not as its experts were asked
+        error.collectives = began[-1]  # type: ignore[attr-defined]
 
 
 def _kind_of(workload: Workload) -> type[Script] | type[ProxyModel] | type[TrainingStep]:

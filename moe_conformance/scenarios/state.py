@@ -28,11 +28,19 @@ def filled_memory() -> Iterator[None]:
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def seed(number: int) -> None:
-    """Put every random generator of the process somewhere else."""
-    torch.manual_seed(number)
-    random.seed(number)
-    numpy.random.seed(number)
+@contextmanager
+def seeded(number: int, device: torch.device) -> Iterator[None]:
+    """Put every random generator of the process somewhere else, and back afterwards: the next run starts elsewhere."""
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(number)
+        random.seed(number)
+        numpy.random.seed(number)
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            numpy.random.set_state(numpy_state)
 
 
 def snapshot(device: torch.device) -> dict[str, str]:

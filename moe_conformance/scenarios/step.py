@@ -68,12 +68,14 @@ class TrainingStep:
         self.beside = [TrainingStep(self.context, other) for other in self.workload.twist.beside]
         for other in self.beside:
             other._build(kept)
-        with state.filled_memory() if self.workload.memory == "filled" else nullcontext():
-            if self.workload.twist.seed is not None:
-                state.seed(self.workload.twist.seed + self.context.rank)
-            before = state.snapshot(self.context.device)
+        seed, device = self.workload.twist.seed, self.context.device
+        with (
+            state.filled_memory() if self.workload.memory == "filled" else nullcontext(),
+            nullcontext() if seed is None else state.seeded(seed + self.context.rank, device),
+        ):
+            before = state.snapshot(device)
             self._follow_schedule()
-            self.state_changed = state.changed(before, state.snapshot(self.context.device))
+            self.state_changed = state.changed(before, state.snapshot(device))
             return self._bring_back(kept.session, built)
 
     def _build(self, kept: Opened) -> list[Parametrised]:

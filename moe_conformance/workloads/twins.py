@@ -42,6 +42,7 @@ class Twin:
     bits: bool = False  # whether all bytes are the same, and rows arrive in the same order
     fresh: bool = False  # whether it runs on ranks that have run nothing before
     partial: bool = False  # whether tokens of the original are missing in it
+    anew: bool = True  # whether something else is built than for the original, which may be refused
 
     def __repr__(self) -> str:
         """Name it in a line."""
@@ -76,6 +77,8 @@ def twin(
     E = workload.config.experts
     origin = the_same(workload) if origin is None else origin
     numbers_E = torch.arange(E) if numbers_E is None else numbers_E
+    twist = twist or Twist()
+    anew = bool(layout or variant or twist.beside) or "parameters" in twist.unasked
     twin_workload = replace(
         workload,
         name=f"{workload.name}, {how}",
@@ -85,10 +88,10 @@ def twin(
         schedule=schedule or workload.schedule,
         lead=lead or workload.lead,
         parameters=_numbered(workload, numbers_E),
-        twist=twist or Twist(),
+        twist=twist,
         likened="",
     )
-    return Twin(how, twin_workload, origin, numbers_E, times, bits, fresh, partial)
+    return Twin(how, twin_workload, origin, numbers_E, times, bits, fresh, partial, anew)
 
 
 def rows_of(sources: Sequence[tuple[int, int, int]], workload: Workload) -> Rows:

@@ -26,6 +26,7 @@ from self_tests.planted_bugs import (
     routing_extremes,
     shared_experts,
     token_exchange,
+    twin_ends,
     twins,
 )
 from self_tests.planted_bugs.plant import Expectation, Plant
@@ -35,7 +36,7 @@ __all__ = ["Expectation", "Plant", "find", "plants", "plants_of_many_ranks"]
 
 def plants() -> tuple[Plant, ...]:
     """Return all plants, chapter by chapter."""
-    exchanges = (exchange, repetition, exchange_back, exchange_ends, twins, exchange_spoilt, exchange_misuse)
+    exchanges = (exchange, repetition, exchange_back, exchange_ends, twins, twin_ends, exchange_spoilt, exchange_misuse)
     drops = (capacity, capacity_exchange)
     chapters = (routing, routing_ends, routing_extremes, *drops, *exchanges, experts, gradients, groups, overlap, cost)
     surfaces = (flex, permute, dispatch_layout, token_exchange, packing, shared_experts)

@@ -1,0 +1,122 @@
+"""DET, EXCH, GRAD: bugs of the second of two runs that its values alone do not show."""
+
+# ruff: noqa: D102 - a plant says in its class what its methods do wrong
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from moe_conformance.backends.native.exchange import AllToAllExchange
+from moe_conformance.backends.native.gradients import GradientFinisher, Replicated
+from moe_conformance.backends.native.groups import CannotBuild
+from moe_conformance.contract import Config, Routing, Topology, Unsupported
+from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, collect, planted
+
+# ---- refusals ------------------------------------------------------------------------------------------------------
+
+
+@planted(
+    Expectation("DET-05", "own-even-bfloat16", "run", "run twice over", "one exchange is enough"),
+    layout=EP2_EDP2,
+)
+class OneExchangeAProcess(AllToAllExchange):
+    """What was built once is refused from then on."""
+
+    _built: ClassVar[list[Config]] = []
+
+    def __init__(self, config: Config, topology: Topology) -> None:
+        if config in self._built:
+            raise CannotBuild("one exchange is enough for a process")
+        self._built.append(config)
+        super().__init__(config, topology)
+
+
+@planted(
+    Expectation("GRAD-15", "own-even-bfloat16", "finish", "x that ask for no gradient", "after finishing", "not there"),
+    layout=EP2_EDP2,
+)
+class FinishedOnce(GradientFinisher):
+    """Gradients are finished once in a process, and then no more."""
+
+    _finished: ClassVar[list[bool]] = []
+
+    def finish(self, modules: Iterable[Replicated]) -> None:
+        if self._finished:
+            raise Unsupported("the gradients of this process are finished")
+        self._finished.append(True)
+        super().finish(modules)
+
+
+@planted(Expectation("EXCH-17", "even", "run", "run with x transposed", "rank 0 raised", "nobody can carry"))
+class StridesSeenTooLate(AllToAllExchange):
+    """Strides are refused when the answers come home, after everything has travelled."""
+
+    _strided = False
+
+    def dispatch(self, x: Tensor, routing: Routing) -> Any:
+        self._strided = not x.is_contiguous()
+        return super().dispatch(x, routing)
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        if self._strided:
+            raise ValueError("nobody can carry a matrix with gaps")
+        return super().combine(rows, handle)
+
+
+# ---- what else comes back ------------------------------------------------------------------------------------------
+
+
+@planted(
+    Expectation("EXCH-17", "own-even-bfloat16", "combine", "with x transposed", "torch.float32, and was", "bfloat16"),
+)
+class WideOutputOfGaps(AllToAllExchange):
+    """Tokens that are not contiguous go through a copy in float32, and come back in it."""
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        y = super().combine(rows, handle)
+        return y.float() if self._strided else y
+
+    def dispatch(self, x: Tensor, routing: Routing) -> Any:
+        self._strided = not x.is_contiguous()
+        return super().dispatch(x, routing)
+
+
+@planted(Expectation("EXCH-17", "even", "run", "with x columns", "x is overwritten on rank 0, and was left alone"))
+class GapsCleared(AllToAllExchange):
+    """The memory from the first token to the last is freed of NaN, whoever owns what lies between them."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> Any:
+        torch.empty(0, dtype=x.dtype).set_(x.detach().untyped_storage()).nan_to_num_()
+        return super().dispatch(x, routing)
+
+
+@planted(
+    Expectation("DET-02", "own-even-bfloat16", "finish", "with random seed 20000", "on rank 2 after finishing is not"),
+    layout=EP2_EDP2,
+)
+class ReplicaRoundedAtRandom(GradientFinisher):
+    """The second replica rounds its gradients up or down at random, by the generator that belongs to the model."""
+
+    def _summed(self, gradient: Tensor, replicas: tuple[str, ...]) -> Tensor:
+        total = super()._summed(gradient, replicas)
+        if self.topology.group("edp").rank() == 0:
+            return total
+        return total * (1 + torch.randint(0, 2, total.shape) / 128)
+
+
+@planted(
+    Expectation("GRAD-10", "own-even-float64", "gradient", "in x the loss has the slope", "the forward has steps"),
+    layout=EP2_EDP2,
+)
+class AnswersRoundedToFloat32(AllToAllExchange):
+    """The answers go home in float32, and the gradient is as if they had not."""
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        y = super().combine(rows, handle)
+        return y + (y.float().to(y.dtype) - y).detach()
+
+
+PLANTS = collect(globals())
