@@ -14,12 +14,18 @@ from moe_conformance.judging.own_experts import (
 )
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.row_gradients import judge_out_gradients, judge_rows_gradients
-from moe_conformance.judging.twin_sums import judge_sum
+from moe_conformance.judging.twin_sums import judge_padding_gradients, judge_sum
 from moe_conformance.judging.twins import RunTwins, judge_alike
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
 from moe_conformance.workloads import laws
-from moe_conformance.workloads.features import differentiated, has_idle_expert, likened_once, likened_sums
+from moe_conformance.workloads.features import differentiated, has_idle_expert, likened, likened_once, likened_sums
+from moe_conformance.workloads.records import Workload
+
+
+def fills_up_or_likened(workload: Workload) -> bool:
+    """Whether experts are filled up to a capacity, or runs are held against it anyway."""
+    return workload.config.pad_to_capacity or likened_once(workload)
 
 
 class TestExchange:
@@ -39,6 +45,17 @@ class TestExchange:
         """The gradient of a weight is its own expert's answer times its token's upstream gradient."""
         judge_dweights(reading, tally)
 
+    @requirement("GRAD-09", kind="padded")
+    def test_gradients_of_padding_reach_nothing(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
+        """Large gradients at rows that fill experts up to a capacity change no gradient of a token or a weight."""
+        judge_padding_gradients(reading, twins(laws.padding_gradients(reading.outcome.workload)), tally)
+
+    @requirement("GRAD-09", kind="probe", when=likened)
+    def test_gradients_of_what_is_left_over_reach_nothing(
+        self, reading: Reading, twins: RunTwins, tally: Tally
+    ) -> None:
+        """Nor do those at rows that the exchange pads with of itself, or leaves behind the last one."""
+        judge_padding_gradients(reading, twins(laws.padding_gradients(reading.outcome.workload)), tally)
 
     @requirement("GRAD-07", kind="probe", when=lambda workload: len(workload.batches) > 1)
     def test_gradients_outlive_the_next_microbatch(self, reading: Reading, tally: Tally) -> None:
@@ -67,6 +84,11 @@ class TestOwnExperts:
     def test_what_asks_for_no_gradient_gets_none(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """Tokens, weights or experts that ask for no gradient get none, and all others have theirs, to the bit."""
         judge_alike(reading, twins(laws.unasked(reading.outcome.workload)), tally)
+
+    @requirement("GRAD-09", kind="experts", when=fills_up_or_likened)
+    def test_gradients_of_padding_reach_no_parameter(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
+        """Large gradients at padding rows change no gradient of the experts' parameters either."""
+        judge_padding_gradients(reading, twins(laws.padding_gradients(reading.outcome.workload)), tally)
 
     @requirement("GRAD-10", kind="experts", when=differentiated)
     def test_gradients_are_derivatives_of_the_forward(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:

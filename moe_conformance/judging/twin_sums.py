@@ -1,4 +1,4 @@
-"""The gradient of several microbatches beside those of each of them alone."""
+"""Twins of which something more is asked than to be alike: sums over microbatches, gradients at padding rows."""
 
 from __future__ import annotations
 
@@ -40,3 +40,21 @@ def judge_sum(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
         findings.append(Finding("sum", sentence, holders, worst.size))
     if findings:
         fail(WrongGradient, "finish", findings)
+
+
+def judge_padding_gradients(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
+    """Decide whether a twin with other gradients at padding rows is alike, and count those rows.
+
+    Raises:
+        NotOffered: no padding row was handed to any expert.
+        As `judge_alike`.
+    """
+    judge_alike(reading, ran, Tally())
+    rows = 0
+    for run in map(read_twin, those_that_ran(ran)):
+        for rank in run.ranks:
+            padding = sum(seen.padding_gradients for seen in rank.microbatches)
+            tally.add(pairs=padding, rank=rank.rank)
+            rows += padding
+    if not rows:
+        raise NotOffered("no padding row was handed to an expert")

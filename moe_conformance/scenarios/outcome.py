@@ -57,6 +57,7 @@ class Microbatch:
     inputs_changed: tuple[str, ...] = ()  # of x, ids, weights, upstream: bytes that differ after the step
     outputs_changed: tuple[str, ...] = ()  # of y, rows: bytes that differ when its backward has returned
     gradients_changed: tuple[str, ...] = ()  # of x, weights: bytes that differ from when their backward returned
+    padding_gradients: int = 0  # padding rows at which the twist put a gradient of its own
 
 
 @dataclass(frozen=True)

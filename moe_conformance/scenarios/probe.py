@@ -76,10 +76,7 @@ class Probe:
             if delivery.weights_RJ is not None:
                 answer_RD = (answer_RD * delivery.weights_RJ[:, j : j + 1]).to(rows_RD.dtype)
             out_RD = out_RD + torch.where(held_R1, answer_RD, 0)
-        padding_R = (rows_RD.detach() == 0).all(1)
-        if delivery.unrouted == "padding":
-            padding_R |= (ids_RJ < 0).all(1)
-        out_RD = torch.where(padding_R[:, None], tags.PADDING_ANSWER, out_RD)
+        out_RD = torch.where(padding_of(delivery)[:, None], tags.PADDING_ANSWER, out_RD)
         return _watch(out_RD, call.out_grads).reshape(delivery.shape)
 
     def _record(self, delivery: Delivery) -> Handed:
@@ -110,6 +107,14 @@ class Probe:
             for call in self._calls
             if call.handed.microbatch == microbatch
         )
+
+
+def padding_of(delivery: Delivery) -> Tensor:
+    """Return which rows are padding, bool (R,)."""
+    padding_R = (delivery.rows_RD.detach() == 0).all(1)
+    if delivery.unrouted == "padding":
+        padding_R |= (delivery.ids_RJ < 0).all(1)
+    return padding_R
 
 
 def part_of(session: Session, topology: Topology) -> float:

@@ -35,6 +35,7 @@ from moe_conformance.engine import RankContext
 from moe_conformance.scenarios import parameters, state
 from moe_conformance.scenarios.inputs import Inputs
 from moe_conformance.scenarios.outcome import Grad, Microbatch, RankOutcome
+from moe_conformance.scenarios.padding import PaddingGradients
 from moe_conformance.scenarios.probe import Probe, part_of
 from moe_conformance.scenarios.sessions import Opened, build, opened
 from moe_conformance.scenarios.tensors import same_bytes, to_cpu
@@ -59,6 +60,7 @@ class TrainingStep:
         self.returned: dict[int, Tensor] = {}  # copies of outputs, made when they were returned
         self.outputs_changed: dict[int, tuple[str, ...]] = {}
         self.routed: dict[int, dict[str, Any]] = {}
+        self.spoilt: dict[int, PaddingGradients] = {}
 
     def run(self, backend_name: str) -> RankOutcome:
         """Do it all and return what this rank saw."""
@@ -203,9 +205,13 @@ class TrainingStep:
         if isinstance(experts, Probe):
             experts.microbatch = m
 
+        asked: ExpertFn = experts
+        if self.workload.twist.padding_gradients:
+            asked = self.spoilt[m] = PaddingGradients(experts)
+
         def answer(delivery: Delivery) -> Tensor:
             self.phases.append((f"answered:{m}", self.context.calls()))
-            return experts(delivery)
+            return asked(delivery)
 
         return answer
 
@@ -276,6 +282,7 @@ class TrainingStep:
             inputs_changed=inputs.changed(),
             outputs_changed=self.outputs_changed.get(m, ()),
             gradients_changed=inputs.gradients_changed(),
+            padding_gradients=self.spoilt[m].rows if m in self.spoilt else 0,
             **self.routed.get(m, {}),
         )
 

@@ -235,6 +235,12 @@ def unasked(workload: Workload) -> list[Twin]:
     ]
 
 
+def padding_gradients(workload: Workload) -> list[Twin]:
+    """Put large gradients at all padding rows."""
+    how = "with a large gradient at every padding row"
+    return [twin(workload, how, bits=True, twist=Twist(padding_gradients=True))]
+
+
 @dataclass(frozen=True)
 class Nudged:
     """One input or all parameters moved along a random direction of norm 1, by h and 2 h, to and fro."""

@@ -64,7 +64,9 @@ class Twist:
     `strides` says how x, ids, weights and upstream lie in memory: every second row, every second column, transposed,
     columns in the middle of a wider tensor, or a row that is there once and stands for all (of upstream: a number);
     what lies between them is NaN, of ids 2^40. The probe answers for expert e as for `probe_as[e]`. Of what `unasked`
-    names, no gradients are wanted. `late[r]` are the seconds that rank r waits before every item of the schedule.
+    names, no gradients are wanted. `late[r]` are the seconds that rank r waits before every item of the schedule. With
+    `padding_gradients` a large number takes the place of every gradient that comes to the experts' answer to a padding
+    row, or leaves the experts for one.
     """
 
     strides: Mapping[str, Stride] = field(default_factory=dict)
@@ -73,6 +75,7 @@ class Twist:
     unasked: tuple[Literal["x", "weights", "parameters"], ...] = ()
     late: tuple[float, ...] = ()
     seed: int | None = None  # of all random generators before the schedule, another on every rank
+    padding_gradients: bool = False
 
 
 @dataclass(frozen=True, repr=False)

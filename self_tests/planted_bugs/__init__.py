@@ -19,6 +19,7 @@ from self_tests.planted_bugs import (
     many_ranks,
     overlap,
     packing,
+    padding_gradients,
     permute,
     repetition,
     routing,
@@ -39,7 +40,7 @@ def plants() -> tuple[Plant, ...]:
     exchanges = (exchange, repetition, exchange_back, exchange_ends, twins, twin_ends, exchange_spoilt, exchange_misuse)
     drops = (capacity, capacity_exchange)
     chapters = (routing, routing_ends, routing_extremes, *drops, *exchanges, experts, gradients, groups, overlap, cost)
-    surfaces = (flex, permute, dispatch_layout, token_exchange, packing, shared_experts)
+    surfaces = (padding_gradients, flex, permute, dispatch_layout, token_exchange, packing, shared_experts)
     return tuple(plant for chapter in (*chapters, *surfaces) for plant in chapter.PLANTS)
 
 
