@@ -17,10 +17,10 @@ from moe_conformance.judging.packing import (
     judge_alignment,
     judge_asked_group,
     judge_broken_bound,
+    judge_dispatched_rows,
     judge_nobody_asked,
     judge_padded_counts,
-    require_own_size,
-    require_unpadded,
+    judge_stated_padding,
 )
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.sequences import (
@@ -87,7 +87,8 @@ class TestCount:
         "PACK-01", kind="probe", when=lambda workload: padded_to_largest(workload) and exchanges(workload.layout)
     )
     def test_the_exchange_group_is_asked(self, reading: Reading, tally: Tally) -> None:
-        """The ranks that share rows ask each other for the largest token count, and nobody else."""
+        """The ranks that share rows ask each other for the largest token count, nobody else, and dispatch as many."""
+        judge_dispatched_rows(reading, tally)
         judge_asked_group(reading, tally)
 
     @requirement("PACK-12", kind="exchange", when=bounded)
@@ -102,8 +103,8 @@ class TestExchange:
         """Deliveries and counts are those of the real tokens."""
         judge_deliveries(reading, tally)
         judge_rows(reading, tally)
-        judge_counts(reading, tally)
         judge_added_rows(reading, tally)
+        judge_counts(reading, tally)
 
     @requirement("PACK-04", kind="probe", when=padded)
     def test_output_is_cut_back_to_the_own_tokens(self, reading: Reading, tally: Tally) -> None:
@@ -119,7 +120,8 @@ class TestExchange:
 
     @requirement("PACK-02", kind="probe", when=padded)
     def test_nothing_depends_on_the_alignment(self, reading: Reading, tally: Tally) -> None:
-        """Whatever the alignment, outputs and gradients are bit for bit those of the oracle."""
+        """Whatever the alignment, outputs and gradients are bit for bit those of the oracle; the exchange states it."""
+        judge_stated_padding(reading, tally)
         judge_outputs(reading, tally)
         judge_dx(reading, tally)
         judge_dweights(reading, tally)
@@ -136,8 +138,8 @@ class TestExchange:
     @requirement("PACK-11", kind="probe", when=bounded)
     def test_a_bound_needs_no_question(self, reading: Reading, tally: Tally) -> None:
         """With a bound nobody is asked for token counts, and outputs and gradients are the same."""
-        require_own_size(reading)
         judge_nobody_asked(reading, tally)
+        judge_dispatched_rows(reading, tally)
         judge_outputs(reading, tally)
         judge_dx(reading, tally)
         judge_dweights(reading, tally)
@@ -145,9 +147,8 @@ class TestExchange:
     @requirement("PACK-13", kind="probe", when=unpadded)
     def test_switched_off_it_does_nothing(self, reading: Reading, tally: Tally) -> None:
         """Without padding nobody is asked, and outputs and gradients are the oracle's bytes, as with it."""
-        require_unpadded(reading)
-        require_own_size(reading)
         judge_nobody_asked(reading, tally)
+        judge_dispatched_rows(reading, tally)
         judge_outputs(reading, tally)
         judge_dx(reading, tally)
         judge_dweights(reading, tally)

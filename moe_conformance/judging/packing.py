@@ -5,12 +5,18 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from moe_conformance.engine.ledger.entry import Entry, group_words
 from moe_conformance.judging.answers import answers, values
 from moe_conformance.judging.diagnosis import count, some
+from moe_conformance.judging.expected import expect
 from moe_conformance.judging.reading import Reading
-from moe_conformance.judging.traffic import by_phase, carries_rows
+from moe_conformance.judging.traffic import by_phase, carries_rows, rows_leaving
 from moe_conformance.judging.verdict import (
     NotOffered,
     Raised,
@@ -20,6 +26,7 @@ from moe_conformance.judging.verdict import (
     WrongCount,
     WrongDelivery,
     WrongForm,
+    WrongOutput,
 )
 from moe_conformance.scenarios.outcome import Outcome, RankOutcome
 from moe_conformance.workloads import tags
@@ -69,6 +76,47 @@ def judge_alignment(outcome: Outcome, tally: Tally) -> None:
         raise WrongCount("dispatch", some(found))
 
 
+def judge_stated_padding(reading: Reading, tally: Tally) -> None:
+    """Decide whether the exchange says of itself how it was asked to pad, and to multiples of what.
+
+    Raises:
+        WrongForm: it states another alignment or way of padding, or none.
+    """
+    config = reading.outcome.workload.config
+    for rank in reading.ranks:
+        for name, asked in (("alignment", str(config.token_alignment)), ("padding", config.pad_tokens)):
+            if (stated := rank.resolved.get(name)) != asked:
+                of = f"the exchange of rank {rank.rank} states the {name} {stated}, asked for was {asked}"
+                raise WrongForm("dispatch", of, ranks=(rank.rank,))
+        tally.add(pairs=1, rank=rank.rank)
+
+
+def judge_dispatched_rows(reading: Reading, tally: Tally) -> None:
+    """Decide whether the exchange dispatches P rows, T where none are to be added, if all rows go to all ranks.
+
+    Elsewhere added rows do not travel, and nothing is compared.
+
+    Raises:
+        WrongCount: a rank dispatches another number of rows.
+    """
+    workload, found = reading.outcome.workload, []
+    groups, hidden = workload.layout.groups()["ep_etp"], workload.config.hidden
+    W = len(groups[0])
+    if reading.ranks[0].resolved.get("wire") != "all" or W == 1 or _pads_unasked(reading):
+        return
+    for rank in reading.ranks:
+        for phase, calls in _dispatches(rank):
+            tokens = [len(batch.x_TD) for batch in reading.batches[int(phase.partition(":")[2])]]
+            expected = tokens if workload.config.pad_tokens == "no" else _expected(reading.outcome, tokens, groups)
+            leaving = sum(rows_leaving(entry, rank.rank, hidden) for entry in calls if carries_rows(entry, hidden))
+            if leaving != expected[rank.rank] * (W - 1):
+                of = f"rank {rank.rank} dispatches {leaving / (W - 1):g} rows for {tokens[rank.rank]} tokens in {phase}"
+                found.append(f"{of}, where {expected[rank.rank]} are right")
+            tally.add(pairs=1, rank=rank.rank)
+    if found:
+        raise WrongCount("dispatch", some(found))
+
+
 def judge_asked_group(reading: Reading, tally: Tally) -> None:
     """Decide whether the largest token count is asked of the exchange group, and of no other.
 
@@ -89,47 +137,50 @@ def judge_asked_group(reading: Reading, tally: Tally) -> None:
     if found:
         raise WrongCollectives("dispatch", some(found))
     if not calls:
-        raise NotOffered("the ledger shows no all-reduce for the largest of some numbers before rows travel")
+        raise NotOffered("the ledger shows no question for the largest of some numbers before rows travel")
 
 
 def judge_nobody_asked(reading: Reading, tally: Tally) -> None:
     """Decide whether a dispatch asks no rank for the largest token count.
 
+    An exchange that hands over as many places on every rank of a group, or that pads though it is not asked to, has to
+    agree upon a number: it may ask once, before rows travel. What it asks behind them (did all fit?) is no count.
+
     Raises:
-        WrongCollectives: it does.
-        NotOffered: the backend hands over a static number of rows, which all have to agree upon.
+        WrongCollectives: it does, or more often.
+        WrongCount: it says that places are as many on every rank, and they are not.
     """
-    found = []
-    if reading.ranks[0].resolved.get("handed") == "static":
-        raise NotOffered("the backend hands over a static number of rows, and asks for the largest count for that")
+    found, static = [], reading.ranks[0].resolved.get("handed") == "static"
+    if static:
+        _judge_static(reading)
+    free = 1 if static or _pads_unasked(reading) else 0
     for rank in reading.ranks:
-        for phase, entry in _asked(reading, rank):
-            asked = f"rank {rank.rank} asks {group_words(entry.ranks)} for the largest of some numbers"
-            found.append(f"{asked} in {phase}, before any row travels ({entry.where})")
+        for phase, calls in _dispatches(rank):
+            before, behind = (list(_questions(reading, each)) for each in _parted(reading, calls))
+            for asked, when in ((before[free:], "before any row travels"), ([] if free else behind, "behind the rows")):
+                if asked:
+                    again = f"{len(asked) + free} times " if free else ""
+                    question = f"rank {rank.rank} asks {group_words(asked[0].ranks)} {again}for the largest of some"
+                    found.append(f"{question} numbers in {phase}, {when} ({asked[0].where})")
         tally.add(pairs=len(reading.batches), rank=rank.rank)
     if found:
         raise WrongCollectives("dispatch", some(found))
 
 
-def require_own_size(reading: Reading) -> None:
-    """Raise unless what an exchange hands over has the size of its own rows, so that it need not know the others' T.
+def _judge_static(reading: Reading) -> None:
+    """Raise unless the ranks of a group are handed as many rows as each other in every microbatch."""
+    for m in range(len(reading.batches)):
+        for group in reading.outcome.workload.layout.groups()["ep_etp"]:
+            rows = [sum(len(call.rows_RD) for call in reading.seen(m, rank).handed) for rank in group]
+            if len(set(rows)) > 1:
+                told = f"the backend says that it hands over a static number of rows, and hands {rows} to the ranks of"
+                raise WrongCount("dispatch", f"{told} {group_words(tuple(group))}", ranks=tuple(group))
 
-    Raises:
-        NotOffered: it hands over a buffer of one size on all ranks.
-    """
-    if reading.ranks[0].resolved.get("handed") == "static":
-        raise NotOffered("the exchange hands over as many places on every rank, and asks for the largest count itself")
 
-
-def require_unpadded(reading: Reading) -> None:
-    """Raise unless an exchange that was not asked to pad does not: one that needs equal counts may.
-
-    Raises:
-        NotOffered: it pads of its own need.
-    """
-    padding = reading.ranks[0].resolved.get("padding", "no")
-    if padding != "no":
-        raise NotOffered(f"the exchange needs equal token counts, and pads them ({padding}) though it is not asked to")
+def _pads_unasked(reading: Reading) -> bool:
+    """Whether the exchange says that it pads, as it needs equal token counts, though it is not asked to."""
+    stated = reading.ranks[0].resolved.get("padding", "no")
+    return reading.outcome.workload.config.pad_tokens == "no" and stated != "no"
 
 
 def judge_added_rows(reading: Reading, tally: Tally) -> None:
@@ -147,15 +198,19 @@ def judge_added_rows(reading: Reading, tally: Tally) -> None:
 
 
 def judge_broken_bound(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether a dispatch raises on all ranks of a group in which some T is larger than the bound, and then only.
+    """Decide whether a step raises on all ranks of a group in which some T is larger than the bound, and then only.
+
+    What is not refused is answered rightly, a step behind a refused one too.
 
     Raises:
         Unrefused: some rank answered.
         Raised: one refused a bound that holds, or does not say what broke it.
+        WrongOutput: a rank that did not refuse has another y.
     """
     config, groups = outcome.workload.config, outcome.workload.layout.groups()["ep_etp"]
     bound = config.token_bound
     assert bound is not None
+    expected = expect(outcome.workload, [1.0]).y
     for number, call in enumerate(outcome.workload.calls):
         tokens = [len(given["x"]) for given in call.given]
         found = answers(outcome, number)
@@ -169,7 +224,16 @@ def judge_broken_bound(outcome: Outcome, tally: Tally) -> None:
             if answer.raised and tokens[rank] > bound and not named:
                 sentence = f"rank {rank} has {tokens[rank]} tokens and the bound is {bound}; its error names not both"
                 raise Raised("dispatch", f"{sentence}: {answer.error}", ranks=(rank,))
+            if not answer.raised:
+                _judge_answered(answer.values.get(""), expected[number][rank], rank, number)
             tally.add(pairs=1, rank=rank)
+
+
+def _judge_answered(y_TD: Any, expected_TD: Tensor, rank: int, number: int) -> None:
+    right = isinstance(y_TD, Tensor) and y_TD.shape == expected_TD.shape and torch.equal(y_TD.double(), expected_TD)
+    if not right:
+        sentence = f"rank {rank} refuses no token in step {number}, and answers with another y"
+        raise WrongOutput("combine", sentence, ranks=(rank,))
 
 
 def _tell_refusals(
@@ -182,7 +246,7 @@ def _tell_refusals(
         raise Raised("dispatch", f"{sentence}: {errors[ranks[0]]}", ranks=ranks)
     whose = next(rank for rank in group if tokens[rank] == largest)
     answered = some([f"rank {rank}" for rank in ranks])
-    sentence = f"rank {whose} has {largest} tokens and the bound is {bound}, and dispatch answered on {answered}"
+    sentence = f"rank {whose} has {largest} tokens and the bound is {bound}, and the step was answered on {answered}"
     raise Unrefused("dispatch", sentence, ranks=ranks)
 
 
@@ -199,13 +263,37 @@ def _expected(outcome: Outcome, tokens: Sequence[int], groups: Sequence[Sequence
 
 
 def _asked(reading: Reading, rank: RankOutcome) -> Iterator[tuple[str, Entry]]:
-    """List the reductions to the largest of some integers before the rows of a dispatch travel, each with its phase."""
-    hidden = reading.outcome.workload.config.hidden
+    """List the questions for the largest of some numbers before the rows of a dispatch travel, each with its phase."""
+    for phase, calls in _dispatches(rank):
+        before, _ = _parted(reading, calls)
+        yield from ((phase, entry) for entry in _questions(reading, before))
+
+
+def _dispatches(rank: RankOutcome) -> Iterator[tuple[str, Sequence[Entry]]]:
+    """List what a rank called in every dispatch, by phase."""
     for phase, calls in by_phase(rank).items():
-        if phase.partition(":")[0] not in ("forward", "dispatch"):
-            continue
-        for entry in calls:
-            if carries_rows(entry, hidden):
-                break
-            if entry.op.startswith("all_reduce") and entry.reduce == "MAX" and "int" in entry.dtype:
-                yield phase, entry
+        if phase.partition(":")[0] in ("forward", "dispatch"):
+            yield phase, calls
+
+
+def _parted(reading: Reading, calls: Sequence[Entry]) -> tuple[Sequence[Entry], Sequence[Entry]]:
+    """Part the calls of a dispatch at the first that carries rows."""
+    hidden = reading.outcome.workload.config.hidden
+    first = next((n for n, entry in enumerate(calls) if carries_rows(entry, hidden)), len(calls))
+    return calls[:first], calls[first:]
+
+
+def _questions(reading: Reading, calls: Sequence[Entry]) -> Iterator[Entry]:
+    """List reductions to the largest of some numbers, and gathers of one number of each rank, which tell as much.
+
+    An exchange that brings all tokens to all ranks gathers how many of them there are, and so may an adapter that does.
+    """
+    gathers = reading.ranks[0].resolved.get("wire", "pairs") in ("pairs", "tokens")
+    for entry in calls:
+        reduced = entry.op.startswith("all_reduce") and entry.reduce == "MAX"
+        if reduced or (gathers and entry.op.startswith("all_gather") and _single(entry)):
+            yield entry
+
+
+def _single(entry: Entry) -> bool:
+    return sum(map(prod, entry.shapes_in)) == 1

@@ -6,6 +6,7 @@ T tokens of a rank, P rows that it is padded to, A the alignment, B the bound. L
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -16,7 +17,7 @@ from moe_conformance.contract import Config, Routing
 from moe_conformance.topology import Layout
 from moe_conformance.workloads import draw
 from moe_conformance.workloads.corpus import Profile
-from moe_conformance.workloads.records import Call, Workload
+from moe_conformance.workloads.records import Batch, Call, Workload
 
 ALIGNMENTS = (1, 16, 64, 128)
 BOUND = 23
@@ -38,16 +39,19 @@ def _counts(name: str, config: Config, layout: Layout, asked: tuple[tuple[int, .
 
 
 def _breaches(config: Config, layout: Layout) -> Workload:
-    def given(call: int, rank: int, T: int) -> dict[str, Any]:
+    def batch(call: int, rank: int, T: int) -> Batch:
         generator = draw.generator("bound-broken", layout.name, call, rank)
-        batch = draw.probe_batch(rank, call, draw.choose(T, config, generator), config, generator)
-        return {"x": batch.x_TD, "routing": Routing(batch.ids_TK, batch.weights_TK, config.experts)}
+        return draw.probe_batch(rank, call, draw.choose(T, config, generator), config, generator)
 
-    calls = tuple(
-        Call("dispatch", tuple(given(n, r, T) for r, T in enumerate(_each(tokens, layout))), may_raise=True)
-        for n, tokens in enumerate(_BREACHES)
+    batches = tuple(
+        tuple(batch(n, r, T) for r, T in enumerate(_each(tokens, layout))) for n, tokens in enumerate(_BREACHES)
     )
-    return Workload("bound-broken", "exchange", config, layout, (), calls=calls)
+    calls = tuple(Call("step", tuple(map(partial(_given, config), each)), may_raise=True) for each in batches)
+    return Workload("bound-broken", "exchange", config, layout, batches, calls=calls)
+
+
+def _given(config: Config, batch: Batch) -> dict[str, Any]:
+    return {"x": batch.x_TD, "routing": Routing(batch.ids_TK, batch.weights_TK, config.experts)}
 
 
 def token_counts(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:

@@ -3,16 +3,18 @@
 # ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
 from moe_conformance.backends.native import collectives
 from moe_conformance.backends.native.exchange import AllGatherExchange, AllToAllExchange
+from moe_conformance.backends.native.low_latency import LowLatencyExchange
 from moe_conformance.backends.native.packing import Packing
 from moe_conformance.backends.native.padding import PaddedExchange, TokenPadding, Untrimmed
 from moe_conformance.backends.native.routing import Router
@@ -350,6 +352,154 @@ class MaskReadAsTokens(Router):
 
     def _leave_out(self, ids_TK: Tensor, weights_TK: Tensor, padding_T1: Tensor) -> tuple[Tensor, Tensor]:
         return super()._leave_out(ids_TK, weights_TK, ~padding_T1)
+
+
+# ---- what the exchange does, whatever its padding answers --------------------------------------------------------
+
+
+class _PadsItsOwnCount(PaddedExchange):
+    def _pad(self, x_TD: Tensor, routing: Routing, missing: int) -> tuple[Tensor, Routing]:
+        T, A = len(x_TD), self.padding.alignment
+        return super()._pad(x_TD, routing, -(-T // A) * A - T)
+
+
+@planted(
+    Expectation("PACK-01", "padded-uneven", "dispatch", "rank 1 dispatches 0 rows for 0 tokens in forward:0"),
+    Expectation("PACK-11", "bounded-uneven", "dispatch", "dispatches 0 rows for 0 tokens in forward:0", "16"),
+    layout=EP2_ETP2,
+    also={"padded_class": _PadsItsOwnCount},
+)
+class PadsToItsOwnCount(AllGatherExchange):
+    """What pads answers rightly, and the exchange around it rounds up its own count."""
+
+
+@planted(
+    Expectation("PACK-02", "padded-uneven", "dispatch", "states the alignment 64, asked for was 8"),
+    layout=EP2_ETP2,
+)
+class StatesAnotherAlignment(PaddedExchange):
+    """The exchange states the alignment of a kernel, and what pads states another."""
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        return {**super().resolved, "alignment": "64"}
+
+
+@planted(
+    Expectation("PACK-03", "padded-uneven", "dispatch", "that were added are routed"),
+    layout=EP2_ETP2,
+)
+class AddedRowsRoutedUncounted(PaddedExchange):
+    """Added rows go to expert 0, and no counts are claimed that would show them."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Untrimmed]:
+        delivery, handle = super().dispatch(x, routing)
+        return replace(delivery, counts_N=None), handle
+
+    def _pad(self, x_TD: Tensor, routing: Routing, missing: int) -> tuple[Tensor, Routing]:
+        x_PD, padded = super()._pad(x_TD, routing, missing)
+        return x_PD, Routing(F.pad(routing.ids_TK, (0, 0, 0, missing)), padded.weights_TK, routing.experts)
+
+
+@planted(
+    Expectation("PACK-12", "bound-broken", "combine", "in step 4, and answers with another y"),
+    layout=EP2_ETP2,
+)
+class RefusalLeavesATrace(PaddedExchange):
+    """What was refused is not forgotten, and the next output is cut at the other end."""
+
+    refused = False
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Untrimmed]:
+        try:
+            return super().dispatch(x, routing)
+        except ValueError:
+            self.refused = True
+            raise
+
+    def _trim(self, y_PD: Tensor, handle: Untrimmed) -> Tensor:
+        return y_PD[len(y_PD) - handle.tokens :] if self.refused else super()._trim(y_PD, handle)
+
+
+@planted(
+    Expectation("PACK-13", "uneven", "dispatch", "asks group (0, 1, 2, 3) 2 times"),
+    Expectation("PACK-11", "bounded-uneven", "dispatch", "asks group (0, 1, 2, 3) 2 times"),
+    layout=EP2_ETP2,
+)
+class AsksTwice(LowLatencyExchange):
+    """The largest count is asked for the places, and by what might pad once more."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        collectives.largest(len(routing.ids_TK), self.topology.group("ep_etp"), x.device)
+        return super().dispatch(x, routing)
+
+
+@planted(
+    Expectation("PACK-13", "uneven", "dispatch", "asks group (0, 1, 2, 3)"),
+    Expectation("PACK-11", "bounded-uneven", "dispatch", "asks group (0, 1, 2, 3)"),
+    layout=EP2_ETP2,
+)
+class GathersCounts(AllToAllExchange):
+    """The counts of all ranks are gathered, and the largest is found here."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        group = self.topology.group("ep_etp")
+        own = torch.tensor([len(routing.ids_TK)], device=x.device)
+        dist.all_gather([torch.empty_like(own) for _ in range(group.size())], own, group=group)
+        return super().dispatch(x, routing)
+
+
+@planted(
+    Expectation("PACK-13", "uneven", "dispatch", "for the largest of some numbers in forward:0"),
+    layout=EP2_ETP2,
+)
+class AsksInFloat(AllToAllExchange):
+    """The largest count is asked for as a floating number."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        most = torch.tensor([float(len(routing.ids_TK))], device=x.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.topology.group("ep_etp"))
+        return super().dispatch(x, routing)
+
+
+@planted(
+    Expectation("PACK-13", "uneven", "dispatch", "for the largest of some numbers in forward:0"),
+    layout=EP2_ETP2,
+)
+class AsksBehindTheRows(AllToAllExchange):
+    """The largest count is asked for when the rows have gone."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        dispatched = super().dispatch(x, routing)
+        collectives.largest(len(routing.ids_TK), self.topology.group("ep_etp"), x.device)
+        return dispatched
+
+
+@planted(
+    Expectation("ROUTE-22", "masked-router", "route", "chooses"),
+    Expectation("PACK-08", "masked-router", "route", "chooses"),
+    layout=SINGLE,
+)
+class MaskedWithoutTheBias(Router):
+    """Where there is a mask the balancing bias takes no part in the choice."""
+
+    def forward(self, x: Tensor, padding_mask_T: Tensor | None = None) -> Routed:
+        kept, self.balance_bias = self.balance_bias, None
+        try:
+            return super().forward(x, padding_mask_T)
+        finally:
+            self.balance_bias = kept
+
+
+@planted(
+    Expectation("ROUTE-22", "masked-router", "route", "weighs"),
+    layout=SINGLE,
+)
+class MaskedNotScaled(Router):
+    """Where there is a mask the weights are those of a batch, divided by the share of tokens in it."""
+
+    def _leave_out(self, ids_TK: Tensor, weights_TK: Tensor, padding_T1: Tensor) -> tuple[Tensor, Tensor]:
+        return super()._leave_out(ids_TK, weights_TK / (~padding_T1).float().mean(), padding_T1)
 
 
 PLANTS = collect(globals())
