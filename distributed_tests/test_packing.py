@@ -5,6 +5,7 @@ from __future__ import annotations
 from moe_conformance.judging.counts import judge_counts
 from moe_conformance.judging.deliveries import judge_deliveries, judge_rows
 from moe_conformance.judging.gradients import judge_dweights, judge_dx
+from moe_conformance.judging.masked_router import judge_masked_router
 from moe_conformance.judging.outputs import judge_form, judge_outputs
 from moe_conformance.judging.own_experts import (
     judge_expert_gradients,
@@ -26,7 +27,6 @@ from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.sequences import (
     judge_empty_sequences,
     judge_lengths,
-    judge_masked_router,
     judge_shares,
     judge_tokens,
 )
@@ -185,7 +185,7 @@ class TestSequences:
 
     @requirement("PACK-08", "ROUTE-22", kind="masked_router")
     def test_padding_changes_no_route_and_no_load(self, outcome: Outcome, tally: Tally) -> None:
-        """What stands in the gaps changes no token's experts and weights, and is not counted."""
+        """Tokens have the experts and weights that are theirs without the gaps, and gaps are not counted."""
         judge_masked_router(outcome, tally)
 
     @requirement("PACK-08", kind="probe", when=has_lost_tokens)

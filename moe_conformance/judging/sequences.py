@@ -1,4 +1,4 @@
-"""Packed sequences: sums of lengths, which rows are tokens, what a context rank holds, and padding in a router."""
+"""Packed sequences: sums of lengths, which rows are tokens, and what a context rank holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_conformance.judging.answers import values
 from moe_conformance.judging.diagnosis import some
-from moe_conformance.judging.verdict import Tally, WrongCount, WrongDelivery, WrongForm, WrongSelection, WrongWeight
+from moe_conformance.judging.verdict import Tally, WrongCount, WrongDelivery, WrongForm
 from moe_conformance.scenarios.outcome import Outcome
 from reference import context_shares, packed_rows, packed_sequences
 
@@ -109,59 +109,6 @@ def judge_shares(outcome: Outcome, tally: Tally) -> None:
             tally.add(elements=sums[-1], pairs=cp, rank=rank)
     if found:
         raise WrongDelivery("dispatch", some(found))
-
-
-def judge_masked_router(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether padding changes no token's route and enters no load.
-
-    The second call differs from the first in the padding rows only.
-
-    Raises:
-        WrongSelection: a token chooses otherwise, or a padding row is routed in part.
-        WrongWeight: a token's weights change, or those of empty slots are not zero.
-        WrongCount: the load is not that of the tokens.
-    """
-    first, second = (values(outcome, number, "routing") for number in (0, 1))
-    loads = [values(outcome, number, "counts_E") for number in (0, 1)]
-    for rank, (one, other) in enumerate(zip(first, second, strict=True)):
-        mask_T = outcome.workload.calls[0].given[rank]["padding_mask_T"]
-        for routing, counts_E in ((one, loads[0][rank]), (other, loads[1][rank])):
-            _judge_padding(rank, routing, mask_T)
-            _judge_load(rank, routing["ids_TK"], mask_T, counts_E, outcome.workload.config.experts)
-        for t in (~mask_T).nonzero().flatten().tolist():
-            where = f"token {t} of rank {rank}, with other rows in the gaps,"
-            if not torch.equal(one["ids_TK"][t], other["ids_TK"][t]):
-                chosen = f"{other['ids_TK'][t].tolist()} in place of {one['ids_TK'][t].tolist()}"
-                raise WrongSelection("route", f"{where} chooses {chosen}", ranks=(rank,))
-            if not torch.equal(one["weights_TK"][t], other["weights_TK"][t]):
-                raise WrongWeight("route", f"{where} has other weights", ranks=(rank,))
-            tally.add(pairs=1, rank=rank)
-
-
-def _judge_padding(rank: int, routing: Any, mask_T: Tensor) -> None:
-    for t in mask_T.nonzero().flatten().tolist():
-        empty_K = routing["ids_TK"][t] < 0
-        if bool(empty_K.any()) and not bool(empty_K.all()):
-            raise WrongSelection("route", f"padding row {t} of rank {rank} is routed in part", ranks=(rank,))
-        if bool((routing["weights_TK"][t][empty_K] != 0).any()):
-            raise WrongWeight("route", f"padding row {t} of rank {rank} has weights in empty slots", ranks=(rank,))
-    for t in (~mask_T).nonzero().flatten().tolist():
-        if bool((routing["ids_TK"][t] < 0).any()):
-            raise WrongSelection("route", f"token {t} of rank {rank} is no padding, and has empty slots", ranks=(rank,))
-
-
-def _judge_load(rank: int, ids_TK: Tensor, mask_T: Tensor, counts_E: Any, experts: int) -> None:
-    def load(chosen: Tensor) -> list[int]:
-        return torch.bincount(chosen[chosen >= 0].flatten(), minlength=experts).tolist()
-
-    expected, counted = load(ids_TK[~mask_T]), [int(n) for n in counts_E.tolist()]
-    if counted != expected:
-        cause = ""
-        if counted == load(ids_TK):
-            cause = ": padding is counted"
-        elif counted == load(ids_TK[mask_T]):
-            cause = ": padding alone is counted"
-        raise WrongCount("route", f"rank {rank} counts {counted}, its tokens chose {expected}{cause}", ranks=(rank,))
 
 
 def _lists(outcome: Outcome, number: int) -> list[tuple[Tensor, Tensor]]:

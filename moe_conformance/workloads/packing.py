@@ -106,12 +106,12 @@ def _packs(layout: Layout, variant: str) -> Iterator[Workload]:
     yield script("packed-shares", (Call("share", (each,) * layout.world) for each in shares))
 
 
-def _masked(layout: Layout, variant: str, name: str, sequences: int) -> Workload:
+def _masked(layout: Layout, variant: str, name: str, sequences: int, balance: bool = True) -> Workload:
     """Draw a router with padding in gaps; the second call differs from the first in what stands there.
 
     One sequence has as many rows as there are experts: a mask laid on the experts is no error then.
     """
-    config = Config(variant, score="sigmoid", normalise=True, balance_bias=True)
+    config = Config(variant, score="sigmoid", normalise=True, balance_bias=balance)
     generator = draw.generator(name, layout.name)
 
     def given() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -128,7 +128,7 @@ def _masked(layout: Layout, variant: str, name: str, sequences: int) -> Workload
 
 
 _PACKED = ("packed-lengths", "packed-empty", "packed-tokens", "packed-shares")
-SEQUENCES = (*_PACKED, "masked-router", "masked-router-square")
+SEQUENCES = (*_PACKED, "masked-router", "masked-router-square", "masked-unbalanced")
 
 
 def sequences(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
@@ -137,3 +137,4 @@ def sequences(variant: str, layout: Layout, profile: Profile) -> Iterator[Worklo
         yield from _packs(layout, variant)
         yield _masked(layout, variant, "masked-router", sequences=3)
         yield _masked(layout, variant, "masked-router-square", sequences=1)
+        yield _masked(layout, variant, "masked-unbalanced", sequences=3, balance=False)

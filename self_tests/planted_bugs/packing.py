@@ -364,8 +364,8 @@ class _PadsItsOwnCount(PaddedExchange):
 
 
 @planted(
-    Expectation("PACK-01", "padded-uneven", "dispatch", "rank 1 dispatches 0 rows for 0 tokens in forward:0"),
-    Expectation("PACK-11", "bounded-uneven", "dispatch", "dispatches 0 rows for 0 tokens in forward:0", "16"),
+    Expectation("PACK-01", "padded-uneven", "dispatch", "rank 1 dispatches 8 rows for 4 tokens in forward:0, where 16"),
+    Expectation("PACK-11", "bounded-uneven", "dispatch", "rank 1 dispatches 8 rows for 4 tokens in forward:0"),
     layout=EP2_ETP2,
     also={"padded_class": _PadsItsOwnCount},
 )
@@ -476,8 +476,8 @@ class AsksBehindTheRows(AllToAllExchange):
 
 
 @planted(
-    Expectation("ROUTE-22", "masked-router", "route", "chooses"),
-    Expectation("PACK-08", "masked-router", "route", "chooses"),
+    Expectation("ROUTE-22", "masked-router", "route", "all experts are as if chosen without the bias"),
+    Expectation("PACK-08", "masked-router", "route", "all experts are as if chosen without the bias"),
     layout=SINGLE,
 )
 class MaskedWithoutTheBias(Router):
@@ -492,7 +492,8 @@ class MaskedWithoutTheBias(Router):
 
 
 @planted(
-    Expectation("ROUTE-22", "masked-router", "route", "weighs"),
+    Expectation("ROUTE-22", "masked-router", "route", "every element of the weights is 2.667 x the oracle"),
+    Expectation("ROUTE-22", "masked-unbalanced", "route", "every element of the weights is"),
     layout=SINGLE,
 )
 class MaskedNotScaled(Router):

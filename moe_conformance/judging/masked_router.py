@@ -1,0 +1,135 @@
+"""A router that is told which rows are padding: the routes of the tokens, and the load without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_conformance.judging.answers import values
+from moe_conformance.judging.bounded import compare
+from moe_conformance.judging.diagnosis import Finding, fail
+from moe_conformance.judging.router_choices import explain_selection
+from moe_conformance.judging.router_expected import RouterExpected
+from moe_conformance.judging.router_rules import explain_weights
+from moe_conformance.judging.verdict import Tally, WrongCount, WrongForm, WrongSelection, WrongWeight
+from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.workloads.records import Batch
+
+Routings = Sequence[Mapping[str, Tensor]]  # by rank
+
+
+def judge_masked_router(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether tokens are routed as without padding, to the bit whatever padding holds, and no load has it.
+
+    The second call differs from the first in the padding rows only. A router that balances reports its load.
+
+    Raises:
+        WrongForm: ids and weights are not (T, K), or the load of a router that balances is missing.
+        WrongSelection: a token's experts are not the best, or others in the second call; or a padding row is routed in
+            part.
+        WrongWeight: a token's weights are not theirs, or others in the second call; or those of empty slots are not 0.
+        WrongCount: the load is not that of the tokens.
+    """
+    first, second = (values(outcome, number, "routing") for number in (0, 1))
+    for number, routings in enumerate((first, second)):
+        loads = values(outcome, number, "counts_E")
+        for rank, routing in enumerate(routings):
+            mask_T = outcome.workload.calls[number].given[rank]["padding_mask_T"]
+            _judge_form(outcome, rank, routing, len(mask_T))
+            _judge_padding(rank, routing, mask_T)
+            _judge_load(outcome, rank, routing["ids_TK"], mask_T, loads[rank])
+    _judge_alike(outcome, first, second, tally)
+    for number, routings in enumerate((first, second)):
+        _judge_tokens(outcome, number, routings, tally)
+
+
+def _judge_form(outcome: Outcome, rank: int, routing: Mapping[str, Tensor], T: int) -> None:
+    shape = T, outcome.workload.config.top_k
+    if any(tuple(routing[name].shape) != shape for name in ("ids_TK", "weights_TK")):
+        raise WrongForm("route", f"ids and weights of rank {rank} are not {shape}", ranks=(rank,))
+
+
+def _judge_padding(rank: int, routing: Mapping[str, Tensor], mask_T: Tensor) -> None:
+    for t in mask_T.nonzero().flatten().tolist():
+        empty_K = routing["ids_TK"][t] < 0
+        if bool(empty_K.any()) and not bool(empty_K.all()):
+            raise WrongSelection("route", f"padding row {t} of rank {rank} is routed in part", ranks=(rank,))
+        if bool((routing["weights_TK"][t][empty_K] != 0).any()):
+            raise WrongWeight("route", f"padding row {t} of rank {rank} has weights in empty slots", ranks=(rank,))
+    for t in (~mask_T).nonzero().flatten().tolist():
+        if bool((routing["ids_TK"][t] < 0).any()):
+            raise WrongSelection("route", f"token {t} of rank {rank} is no padding, and has empty slots", ranks=(rank,))
+
+
+def _judge_load(outcome: Outcome, rank: int, ids_TK: Tensor, mask_T: Tensor, counts_E: Any) -> None:
+    config = outcome.workload.config
+
+    def load(chosen: Tensor) -> list[int]:
+        return torch.bincount(chosen[chosen >= 0].flatten(), minlength=config.experts).tolist()
+
+    if not isinstance(counts_E, Tensor):
+        if config.balance_bias:
+            raise WrongForm("route", f"the router of rank {rank} balances, and reports no load", ranks=(rank,))
+        return
+    expected, counted = load(ids_TK[~mask_T]), [int(n) for n in counts_E.tolist()]
+    if counted != expected:
+        cause = ""
+        if counted == load(ids_TK):
+            cause = ": padding is counted"
+        elif counted == load(ids_TK[mask_T]):
+            cause = ": padding alone is counted"
+        raise WrongCount("route", f"rank {rank} counts {counted}, its tokens chose {expected}{cause}", ranks=(rank,))
+
+
+def _judge_alike(outcome: Outcome, first: Routings, second: Routings, tally: Tally) -> None:
+    for rank, (one, other) in enumerate(zip(first, second, strict=True)):
+        mask_T = outcome.workload.calls[0].given[rank]["padding_mask_T"]
+        for t in (~mask_T).nonzero().flatten().tolist():
+            where = f"token {t} of rank {rank}, with other rows in the gaps,"
+            if not torch.equal(one["ids_TK"][t], other["ids_TK"][t]):
+                chosen = f"{other['ids_TK'][t].tolist()} in place of {one['ids_TK'][t].tolist()}"
+                raise WrongSelection("route", f"{where} chooses {chosen}", ranks=(rank,))
+            if not torch.equal(one["weights_TK"][t], other["weights_TK"][t]):
+                raise WrongWeight("route", f"{where} has other weights", ranks=(rank,))
+            tally.add(pairs=1, rank=rank)
+
+
+def _judge_tokens(outcome: Outcome, number: int, routings: Routings, tally: Tally) -> None:
+    """Hold the tokens of a call against the oracle of a router that was given them alone."""
+    workload, alone, weights = outcome.workload, [], {}
+    for rank, routing in enumerate(routings):
+        given = workload.calls[number].given[rank]
+        kept_T = ~given["padding_mask_T"]
+        ids_TK, weights_TK = (routing[name][kept_T] for name in ("ids_TK", "weights_TK"))
+        _require_experts(rank, ids_TK, workload.config.experts)
+        alone.append(Batch(given["x"][kept_T], ids_TK, weights_TK, torch.empty(0)))
+        weights[0, rank] = weights_TK
+    ids = {(0, rank): batch.ids_TK for rank, batch in enumerate(alone)}
+    expected = RouterExpected(replace(workload, batches=(tuple(alone),)), ids, 1)
+    illegal = {place: (~expected.legal(place)).nonzero().flatten().tolist() for place in ids}
+    if any(illegal.values()):
+        fail(WrongSelection, "route", _numbered(explain_selection(expected, illegal)))
+    targets = {place: expected.weights(place) for place in ids}
+    worst = [compare(weights[place], *targets[place], tally, place[1]) for place in ids]
+    if not all(each.holds for each in worst):
+        findings, ratio = explain_weights(expected, weights, targets)
+        fail(WrongWeight, "route", _numbered(findings), ratio=ratio)
+
+
+def _numbered(findings: Sequence[Finding]) -> list[Finding]:
+    return [replace(each, sentence=f"{each.sentence}; rows of padding have no number here") for each in findings]
+
+
+def _require_experts(rank: int, ids_TK: Tensor, experts: int) -> None:
+    """Raise unless every token has K different experts, so that they can be scored."""
+    findings = [
+        Finding("impossible", f"rank {rank} token {t} chose {ids_K}, no {len(ids_K)} different experts", (rank,))
+        for t, ids_K in enumerate(ids_TK.tolist())
+        if len(set(ids_K)) < len(ids_K) or not set(ids_K) <= set(range(experts))
+    ]
+    if findings:
+        fail(WrongSelection, "route", findings)
