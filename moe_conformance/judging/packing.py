@@ -284,13 +284,15 @@ def _parted(reading: Reading, calls: Sequence[Entry]) -> tuple[Sequence[Entry], 
 
 
 def _questions(reading: Reading, calls: Sequence[Entry]) -> Iterator[Entry]:
-    """List reductions to the largest of some numbers, and gathers of one number of each rank, which tell as much.
+    """List what tells the largest of some numbers: reductions of anything but rows, gathers of one number of each rank.
 
-    An exchange that brings all tokens to all ranks gathers how many of them there are, and so may an adapter that does.
+    A reduction may be a sum: of W numbers, each of which one rank alone knows. An exchange that brings all tokens to
+    all ranks gathers how many of them there are, and so may an adapter that does.
     """
     gathers = reading.ranks[0].resolved.get("wire", "pairs") in ("pairs", "tokens")
+    hidden = reading.outcome.workload.config.hidden
     for entry in calls:
-        reduced = entry.op.startswith("all_reduce") and entry.reduce == "MAX"
+        reduced = entry.op.startswith("all_reduce") and not carries_rows(entry, hidden)
         if reduced or (gathers and entry.op.startswith("all_gather") and _single(entry)):
             yield entry
 

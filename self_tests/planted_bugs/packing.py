@@ -463,6 +463,21 @@ class AsksInFloat(AllToAllExchange):
 
 
 @planted(
+    Expectation("PACK-13", "uneven", "dispatch", "for the largest of some numbers in forward:0, before any row"),
+    layout=EP2_ETP2,
+)
+class AsksByASum(AllToAllExchange):
+    """Each rank writes its count into a place of its own, and the places are summed."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        group = self.topology.group("ep_etp")
+        counts_W = torch.zeros(group.size(), dtype=torch.int64, device=x.device)
+        counts_W[group.rank()] = len(routing.ids_TK)
+        dist.all_reduce(counts_W, group=group)
+        return super().dispatch(x, routing)
+
+
+@planted(
     Expectation("PACK-13", "uneven", "dispatch", "for the largest of some numbers in forward:0"),
     layout=EP2_ETP2,
 )
