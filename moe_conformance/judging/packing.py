@@ -94,7 +94,7 @@ def judge_stated_padding(reading: Reading, tally: Tally) -> None:
 def judge_dispatched_rows(reading: Reading, tally: Tally) -> None:
     """Decide whether the exchange dispatches P rows, T where none are to be added, if all rows go to all ranks.
 
-    Elsewhere added rows do not travel, and nothing is compared.
+    Where routed rows alone travel, no call shows how many rows were added: nothing is compared then.
 
     Raises:
         WrongCount: a rank dispatches another number of rows.
