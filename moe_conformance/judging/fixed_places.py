@@ -13,6 +13,7 @@ from torch import Tensor
 from moe_conformance.judging.answers import answers, judge_refused, values
 from moe_conformance.judging.diagnosis import Finding, fail
 from moe_conformance.judging.exact import wrong
+from moe_conformance.judging.placement import judge_placement
 from moe_conformance.judging.verdict import (
     AbsentGradient,
     Mismatch,
@@ -33,9 +34,11 @@ def judge_places(outcome: Outcome, tally: Tally) -> None:
     """Decide whether the first places of every expert hold its rows, and nothing else reaches an output or gradient.
 
     Raises:
+        WrongGroups: an expert is held nowhere, or twice.
         WrongDelivery: places, counts or runs are not as they must be.
         WrongOutput, WrongGradient, AbsentGradient: what combine makes of them.
     """
+    judge_placement(outcome, Tally())
     for number, call in enumerate(outcome.workload.calls):
         if call.method == "dispatch" and not call.may_raise:
             _judge_dispatch(outcome, number, tally)
@@ -122,7 +125,7 @@ def _judge_sums(outcome: Outcome, tally: Tally) -> None:
     for number, call in enumerate(outcome.workload.calls):
         if call.method != "combine":
             continue
-        ref = call.given[0]["rows_NCD"]
+        ref = call.given[0]["handle"]
         assert isinstance(ref, Ref)
         found = values(outcome, number)
         dispatched = outcome.workload.calls[ref.call]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from moe_conformance.topology import Layout
 from moe_conformance.workloads import corpus
-from moe_conformance.workloads.records import Call, Ref, Workload
+from moe_conformance.workloads.records import Call, Filled, Ref, Workload
 from moe_conformance.workloads.token_exchange import Drawing, Tokens
 
 KIND = "places_exchange"
@@ -19,8 +19,9 @@ def dispatch(tokens: Tokens, tokens_max: int, *, may_raise: bool = False) -> Cal
 
 
 def combine(tokens: Tokens, first: int) -> Call:
-    """Combine what a dispatch brought, as it is, and go backward."""
-    came = {"rows_NCD": Ref(first, "rows_NCD"), "handle": Ref(first, "handle")}
+    """Combine what a dispatch brought, with NaN where it brought nothing, and go backward."""
+    rows = Filled(Ref(first, "rows_NCD"), Ref(first, "counts_N"))
+    came = {"rows_NCD": rows, "handle": Ref(first, "handle")}
     given = tuple({"weights_TK": b.weights_TK, **came} for b in tokens.batches)
     return Call("combine", given, ("weights_TK",), tuple({"": b.upstream} for b in tokens.batches))
 

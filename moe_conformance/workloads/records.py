@@ -38,6 +38,14 @@ class Ref:
 
 
 @dataclass(frozen=True)
+class Filled:
+    """Rows by place, (N, C, D), with NaN, and NaN for a gradient, in every place past those that are filled."""
+
+    rows_NCD: Ref
+    counts_N: Ref
+
+
+@dataclass(frozen=True)
 class Call:
     """One call of a method of a surface, on every rank.
 
