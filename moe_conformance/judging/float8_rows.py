@@ -52,7 +52,7 @@ def judge_float8_rows(outcome: Outcome, tally: Tally) -> None:
 def judge_float8_bytes(outcome: Outcome, tally: Tally) -> None:
     """Decide whether what leaves a rank in dispatch are numbers of the format, their scales, ids and weights.
 
-    What leaves it without any token is not counted.
+    What leaves it without any token is not counted, unless its rows travel in that: in messages of one size.
 
     Raises:
         Costly: more bytes leave it.
@@ -68,11 +68,12 @@ def judge_float8_bytes(outcome: Outcome, tally: Tally) -> None:
             sum(bytes_leaving(entry, rank) for entry in phases[f"dispatch:{call}"]) for call in (EMPTY, FULL)
         )
         moved = script.moved(rank)
-        if full - empty < moved * D:
-            raise NotOffered(f"the ledger sees {full - empty:g} bytes leave rank {rank}, and {moved} rows have to")
-        if full - empty > moved * row:
-            each = (full - empty) / moved if moved else math.inf
-            sentence = f"{full - empty:g} bytes leave rank {rank} in dispatch for {moved} rows, {each:g} for each"
+        if full < moved * D:
+            raise NotOffered(f"the ledger sees {full:g} bytes leave rank {rank}, and {moved} rows have to")
+        spent = full - empty if full - empty >= moved * D else full  # rows travel in what leaves without any, too
+        if spent > moved * row:
+            each = spent / moved if moved else math.inf
+            sentence = f"{spent:g} bytes leave rank {rank} in dispatch for {moved} rows, {each:g} for each"
             findings.append(Finding("bytes", f"{sentence}; {row} should do", (rank,)))
         tally.add(pairs=moved, rank=rank)
     if findings:
@@ -143,7 +144,7 @@ class Rounded:
     # ---- judgements ------------------------------------------------------------------------------------------
 
     def judge_rows(self, tally: Tally) -> None:
-        """Hold scales and values against what was sent."""
+        """Hold scales, values, slots and counts against what was sent."""
         findings = []
         for (rank, token), (row, v_D) in self.rows.items():
             x_1D = self.sent[token].unsqueeze(0)
@@ -161,7 +162,9 @@ class Rounded:
             for c in (~legal_1D).nonzero()[:, 1].tolist():
                 words = f"{name} column {c} is {float(v_D[c]):g}, of {float(x_1D[0, c]):g}"
                 findings.append(Finding("value", words, (rank,), abs(float(v_D[c] - x_1D[0, c]))))
+            findings += self.script.wrong_slots(FULL, rank, token, row)
             tally.add(pairs=1, elements=len(v_D), rank=rank)
+        findings += self.script.wrong_counts(FULL)
         if findings:
             fail(WrongDelivery, "dispatch", findings)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from moe_conformance.judging.answers import answers, judge_refused, values
 from moe_conformance.judging.diagnosis import Finding, fail
 from moe_conformance.judging.exact import wrong
+from moe_conformance.judging.placement import judge_placement
 from moe_conformance.judging.verdict import (
     AbsentGradient,
     ChangedInput,
@@ -50,6 +51,7 @@ def judge_reuse(outcome: Outcome, tally: Tally) -> None:
             dispatch itself did not bring every token once to each rank that has an expert of it.
         WrongOutput: a combine does not return the sum of its token's rows.
         WrongGradient, AbsentGradient: the gradient of a token is not that of the sum.
+        ChangedInput: a call wrote into what it was given.
     """
     script = Script(outcome)
     for number in script.dispatches:
@@ -68,6 +70,7 @@ def judge_other_handle(outcome: Outcome, tally: Tally) -> None:
     Raises:
         Unrefused: some ranks answered.
         WrongOutput, WrongGradient, AbsentGradient: a later combine with the right handle is not right.
+        ChangedInput: a call wrote into what it was given.
     """
     script = Script(outcome)
     for number, call in enumerate(outcome.workload.calls):
@@ -75,6 +78,7 @@ def judge_other_handle(outcome: Outcome, tally: Tally) -> None:
             asked = f"the rows of call {_of(call, 'rows_RD')} with the handle of call {_of(call, 'handle')}"
             judge_refused(outcome, number, tally, stage="combine", asked=asked)
     script.judge_sums(tally)
+    script.judge_arguments(tally)
 
 
 def judge_biases(outcome: Outcome, tally: Tally) -> None:
@@ -82,6 +86,7 @@ def judge_biases(outcome: Outcome, tally: Tally) -> None:
 
     Raises:
         WrongOutput, WrongGradient, AbsentGradient: it is not.
+        ChangedInput: a call wrote into what it was given.
     """
     script = Script(outcome)
     script.judge_sums(tally)
@@ -90,6 +95,7 @@ def judge_biases(outcome: Outcome, tally: Tally) -> None:
             if call.method == "combine":
                 expected = [upstream[""] for upstream in call.upstream]
                 script.judge_gradients(number, name, expected, f"{name} of call {number}", tally)
+    script.judge_arguments(tally)
 
 
 @dataclass(frozen=True)
@@ -110,7 +116,12 @@ class Script:
 
     @cached_property
     def held(self) -> tuple[tuple[int, ...], ...]:
-        """Global ids of every rank's experts, by rank."""
+        """Global ids of every rank's experts, by rank; each expert is held, or nobody would miss its tokens.
+
+        Raises:
+            WrongGroups: as `judge_placement`.
+        """
+        judge_placement(self.outcome, Tally())
         return tuple(rank.local_experts for rank in sorted(self.outcome.ranks, key=lambda rank: rank.rank))
 
     def call(self, number: int) -> Call:
@@ -162,19 +173,15 @@ class Script:
                 findings.append(Finding("row", f"call {number}: row {row} on rank {rank} {what}", (rank,)))
         for rank, group in self.group_of.items():
             for source in group:
-                ids_TK = call.given[source]["ids_TK"]
-                for t in range(len(ids_TK)):
-                    asked = self._slots(rank, ids_TK[t], call.given[source].get("weights_TK"), t)
+                for t in range(len(call.given[source]["ids_TK"])):
                     at = found.pop((rank, Token(source, t)), None)
-                    got = [] if at is None else self._received(number, rank, at)
-                    if asked != got:
-                        findings.append(_told(number, rank, Token(source, t), asked, got))
+                    findings += self.wrong_slots(number, rank, Token(source, t), at)
                     tally.add(pairs=1, rank=rank)
         findings += [
             Finding("extra", f"call {number}: {token} reached rank {rank}, which is not in its group", (rank,))
             for rank, token in found
         ]
-        findings += self._wrong_counts(number)
+        findings += self.wrong_counts(number)
         if findings:
             fail(WrongDelivery, "dispatch", findings)
 
@@ -193,9 +200,18 @@ class Script:
         ids = answer["ids_RK"][row].tolist()
         weights = answer.get("weights_RK")
         carried = [0.0] * len(ids) if weights is None else weights[row].tolist()
-        return sorted((e, w) for e, w in zip(ids, carried, strict=True) if e >= 0)
+        return sorted((e, w) for e, w in zip(ids, carried, strict=True) if e >= 0 or w)  # others carry no weight
 
-    def _wrong_counts(self, number: int) -> Iterator[Finding]:
+    def wrong_slots(self, number: int, rank: int, token: Token, row: int | None) -> Iterator[Finding]:
+        """Yield what is wrong with the experts and weights that a rank was told of a token, in no row if None."""
+        given = self.call(number).given[token.source]
+        asked = self._slots(rank, given["ids_TK"][token.token], given.get("weights_TK"), token.token)
+        got = [] if row is None else self._received(number, rank, row)
+        if asked != got:
+            yield _told(number, rank, token, asked, got)
+
+    def wrong_counts(self, number: int) -> Iterator[Finding]:
+        """Yield the ranks that claim other numbers of slots than there are for their experts."""
         for rank, counts in enumerate(values(self.outcome, number, "counts_N")):
             slots = [int(e) for s in self.group_of[rank] for e in self.ids(number)[s].flatten()]
             true = [slots.count(e) for e in self.held[rank]]

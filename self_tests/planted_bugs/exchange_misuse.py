@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moe_conformance.backends.native import collectives
 from moe_conformance.backends.native.exchange import AllToAllExchange
 from moe_conformance.contract import Delivery, Routing
 from self_tests.planted_bugs.plant import Expectation, collect, planted
@@ -36,6 +37,18 @@ class IdsBroughtIntoRange(AllToAllExchange):
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
         ids_TK = routing.ids_TK.where(routing.ids_TK == -1, routing.ids_TK.clamp(0, routing.experts - 1))
         return super().dispatch(x, replace(routing, ids_TK=ids_TK))
+
+
+@planted(Expectation("EXCH-44", "misuse-narrow-tokens", "run", "handed rows of shape (16, 16), expected (R, 32)"))
+class NarrowedForAll(AllToAllExchange):
+    """Tokens go out as wide as the narrowest of the group, and it is the experts that meet them."""
+
+    def _check_input(self, x: Tensor, routing: Routing) -> None:
+        super()._check_input(x.new_zeros(*x.shape[:-1], self.config.hidden), routing)
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        width = -collectives.largest(-x.shape[-1], self.topology.group("ep_etp"), x.device)
+        return super().dispatch(x[..., :width], routing)
 
 
 @planted(

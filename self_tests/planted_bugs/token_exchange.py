@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moe_conformance.backends.native import collectives
 from moe_conformance.backends.native.float8 import Float8Wire
 from moe_conformance.backends.native.low_latency import Filled, LowLatencyExchange
 from moe_conformance.backends.native.reusable import ReusableExchange
 from moe_conformance.backends.native.token_exchange import Arrived, Handle, TokenExchange
 from moe_conformance.contract import Routing
+from moe_conformance.surfaces import Received
 from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, collect, planted
 
 # ---- handles -------------------------------------------------------------------------------------------------------
@@ -82,6 +84,33 @@ class AnyHandleWillDo(TokenExchange):
         return super().combine(F.pad(rows_RD, (0, 0, 0, handle.rows - len(rows_RD))), handle, weights_RK)
 
 
+@planted(Expectation("EXCH-27", "reused-handle", "groups", "expert 0 is on none of the ranks [0, 1]"))
+class HoldsNothing(ReusableExchange):
+    """No rank says that it holds an expert, and no token goes anywhere."""
+
+    @property
+    def local_experts(self) -> tuple[int, ...]:
+        return ()
+
+    def dispatch(
+        self,
+        x_TD: Tensor,
+        ids_TK: Tensor | None = None,
+        weights_TK: Tensor | None = None,
+        handle: Handle | None = None,
+    ) -> Received:
+        nowhere_TK = None if ids_TK is None else torch.full_like(ids_TK, -1)
+        return replace(super().dispatch(x_TD, nowhere_TK, weights_TK, handle), counts_N=None)
+
+
+@planted(Expectation("EXCH-27", "reused-handle", "dispatch", "came to rank 0 for local experts and weights [(-1, 0."))
+class WeightsOfOthersStay(TokenExchange):
+    """A row keeps the weights of slots that are meant for experts of other ranks."""
+
+    def _own_slots(self, weights_RK: Tensor, handle: Handle) -> Tensor:
+        return weights_RK
+
+
 # ---- what is added -------------------------------------------------------------------------------------------------
 
 
@@ -114,6 +143,17 @@ class SecondBiasDetached(ReusableExchange):
         return super().combine(rows_RD, handle, (*biases[:1], *(bias_TD.detach() for bias_TD in biases[1:])))
 
 
+@planted(Expectation("EXCH-31", "biases", "run", "combine of call 1 wrote into biases.0 on rank 0"))
+class AddedUpInTheBias(ReusableExchange):
+    """The first bias serves as the memory in which a token's rows are added up."""
+
+    def combine(self, rows_RD: Tensor, handle: Handle, biases: tuple[Tensor, ...] = ()) -> Tensor:
+        y_TD = super().combine(rows_RD, handle, biases)
+        for bias_TD in biases[:1]:
+            bias_TD.data.copy_(y_TD.detach())
+        return y_TD
+
+
 # ---- fixed places --------------------------------------------------------------------------------------------------
 
 
@@ -142,6 +182,23 @@ class PlacesTimesZero(LowLatencyExchange):
         unfilled = torch.ones(handle.shape[0] * handle.shape[1], 1, dtype=rows.dtype)
         unfilled[handle.place_R] = 0
         return super().combine(rows, handle) + 0 * (rows.reshape(-1, rows.shape[-1]) * unfilled).sum()
+
+
+@planted(Expectation("EXCH-29", "places", "combine", "y of call 2 at rank 0 token 0, column 0, is nan, expected"))
+class ClearedAndTrusted(LowLatencyExchange):
+    """Places that are not filled are zeros in dispatch, and combine adds what experts made of them to some token."""
+
+    def fill(self, x: Tensor, routing: Routing, tokens_max: int | None = None) -> tuple[Tensor, Filled]:
+        rows_NCD, filled = super().fill(x, routing, tokens_max)
+        return rows_NCD.masked_fill(self._unfilled(filled).reshape(*filled.shape, 1), 0), filled
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        return super().combine(rows, handle) + rows.flatten(0, -2)[self._unfilled(handle)].sum(0)
+
+    def _unfilled(self, filled: Filled) -> Tensor:
+        unfilled = torch.ones(filled.shape[0] * filled.shape[1], dtype=torch.bool)
+        unfilled[filled.place_R] = False
+        return unfilled
 
 
 @planted(Expectation("EXCH-23", "tokens-over-limit", "dispatch", "7 tokens of a rank", "6 were to come"))
@@ -205,6 +262,14 @@ class OneScaleForARow(Float8Wire):
         return scales_RB.amax(1, keepdim=True).repeat(1, scales_RB.shape[1])
 
 
+@planted(Expectation("EXCH-30", "float8-rows", "dispatch", "came to rank 0 for local experts and weights"))
+class WeightsOfOtherRows(TokenExchange):
+    """Beside rows of eight bits the weights lie in the opposite order."""
+
+    def _own_slots(self, weights_RK: Tensor, handle: Handle) -> Tensor:
+        return super()._own_slots(weights_RK if self.wire is None else weights_RK.flip(0), handle)
+
+
 @planted(Expectation("EXCH-30", "float8-rows", "gradient", "the gradient of rank 0 token"))
 class GradientOfRounding(TokenExchange):
     """The backward divides by the scales once more."""
@@ -225,6 +290,21 @@ class RoundedAndSentWide(TokenExchange):
             return super()._send_rows(rows_MD, handle, wire)
         rounded_MD, scales_MB = wire.unpack(wire.pack(rows_MD), rows_MD.shape[1], rows_MD.dtype)
         return self._send(rounded_MD, handle), self._send(scales_MB, handle)
+
+
+@planted(Expectation("COST-09", "float8-rows", "dispatch", "17704 bytes leave rank 0 in dispatch for 6 rows"))
+class SentWideInOneSize(TokenExchange):
+    """Rows are rounded, and travel wide in messages of one size, with tokens or without."""
+
+    def _send_rows(self, rows_MD: Tensor, handle: Handle, wire: Float8Wire | None) -> tuple[Tensor, Tensor | None]:
+        if wire is None:
+            return super()._send_rows(rows_MD, handle, wire)
+        rounded_MD, scales_MB = wire.unpack(wire.pack(rows_MD), rows_MD.shape[1], rows_MD.dtype)
+        rooms = [16] * self.group.size()
+        parts = [F.pad(part, (0, 0, 0, 16 - len(part))) for part in rounded_MD.split(handle.sent_W)]
+        arrived = collectives.all_to_all(torch.cat(parts), rooms, rooms, self.group).split(rooms)
+        rows_RD = torch.cat([part[:rows] for part, rows in zip(arrived, handle.received_W, strict=True)])
+        return rows_RD, self._send(scales_MB, handle)
 
 
 PLANTS = collect(globals())
