@@ -13,6 +13,13 @@ from moe_conformance.judging.verdict import ChangedInput, Mismatch, Raised, Stag
 from moe_conformance.scenarios.outcome import Answer, Outcome
 from moe_conformance.workloads.records import Ref
 
+# What a program raises by mistake. Others may be meant: an index out of range is how many refuse an id.
+_MISTAKES = (
+    *(AttributeError, ImportError, ModuleNotFoundError, NameError),
+    *(RecursionError, TypeError, UnboundLocalError, ZeroDivisionError),
+)
+SLIPS = frozenset(f"builtins.{each.__name__}" for each in _MISTAKES)
+
 
 def answers(outcome: Outcome, call: int) -> tuple[Answer, ...]:
     """Return what every rank answered to a call that may have raised, by rank.
@@ -42,8 +49,10 @@ def values(outcome: Outcome, call: int, name: str = "") -> tuple[Any, ...]:
     return tuple(found)
 
 
-def judge_refused(outcome: Outcome, call: int, tally: Tally, *, stage: Stage, asked: str) -> tuple[str, ...]:
-    """Require that every rank ended a call with an exception, and return its messages by rank.
+def judge_refused(
+    outcome: Outcome, call: int, tally: Tally, *, stage: Stage, asked: str, of_a_type: bool = False
+) -> tuple[str, ...]:
+    """Require that every rank ended a call with a refusal, and return its messages by rank.
 
     Args:
         outcome: Of a script in which the call may raise.
@@ -51,11 +60,14 @@ def judge_refused(outcome: Outcome, call: int, tally: Tally, *, stage: Stage, as
         tally: Counts a pair per rank.
         stage: Where to blame.
         asked: What was wrong with the call, in words that follow "answered".
+        of_a_type: As of `judge_no_slip`.
 
     Raises:
         Unrefused: some ranks answered.
+        Raised: some stumbled; see `judge_no_slip`.
         Hung: some ranks raised, and others wait for them.
     """
+    judge_no_slip(outcome, call, of_a_type=of_a_type)
     found = answers(outcome, call)
     answered = [f"rank {rank}" for rank, answer in enumerate(found) if not answer.raised]
     if answered:
@@ -68,6 +80,24 @@ def judge_refused(outcome: Outcome, call: int, tally: Tally, *, stage: Stage, as
     for rank in range(len(found)):
         tally.add(pairs=1, rank=rank)
     return tuple(answer.error for answer in found)
+
+
+def judge_no_slip(outcome: Outcome, call: int, *, of_a_type: bool = False) -> None:
+    """Require that what ranks raised in a call are no slips of its own code, such as a name that is not there.
+
+    Args:
+        outcome: Of a script in which the call may raise.
+        call: Its number.
+        of_a_type: Whether what was wrong with the call is a type: then a `TypeError` refuses it.
+
+    Raises:
+        Raised: a rank raised one.
+    """
+    for rank, answer in enumerate(answers(outcome, call)):
+        if answer.error_type in SLIPS and not (of_a_type and answer.error_type == "builtins.TypeError"):
+            method = outcome.workload.calls[call].method
+            sentence = f"{method} stumbled on rank {rank} and did not refuse: {answer.error_type}: {answer.error}"
+            raise Raised("run", sentence, ranks=(rank,))
 
 
 def judge_arguments(outcome: Outcome, tally: Tally) -> None:

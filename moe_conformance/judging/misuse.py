@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_conformance.judging.answers import answers, judge_refused, values
+from moe_conformance.judging.answers import answers, judge_no_slip, judge_refused, values
 from moe_conformance.judging.diagnosis import Finding, fail, some
 from moe_conformance.judging.expected import expect
 from moe_conformance.judging.verdict import Tally, Unrefused, WrongOutput
@@ -33,7 +33,8 @@ def judge_wrong_input(outcome: Outcome, tally: Tally) -> None:
     """
     what, _ = misuse.INPUTS[outcome.workload.name.removeprefix("misuse-")]
     on = some(sorted(misuse.culprits(outcome.workload.layout)))
-    judge_refused(outcome, 0, tally, stage="dispatch", asked=f"{what} on rank {on}")
+    of_a_type = what == misuse.INPUTS["ids-in-float"][0]
+    judge_refused(outcome, 0, tally, stage="dispatch", asked=f"{what} on rank {on}", of_a_type=of_a_type)
     _judge_y(outcome, 1, 0, tally)
 
 
@@ -44,6 +45,7 @@ def judge_wrong_answers(outcome: Outcome, tally: Tally) -> None:
 
     Raises:
         Unrefused: a rank answered what does not fit.
+        Raised: it stumbled over it; see `judge_no_slip`.
         Hung, Died, Raised: a rank waits for another or ended, or a right call raised.
         WrongOutput: a right call was answered wrongly.
     """
@@ -56,6 +58,7 @@ def judge_wrong_answers(outcome: Outcome, tally: Tally) -> None:
         else:
             _judge_y(outcome, number, 0, tally)
     else:
+        judge_no_slip(outcome, number)
         wrong = [rank for rank, given in enumerate(workload.calls[number].given) if given != misuse.RIGHT]
         answered = [rank for rank in wrong if not found[rank].raised and _can_tell(outcome, number, rank)]
         if answered:
