@@ -29,6 +29,11 @@ class TestTokensThatAreNotFinite:
         judge_other_gradients(reading, tally)
         judge_delivered(reading, tally)
 
+    @requirement("EXCH-41", kind="spoilt experts")
+    def test_they_harm_no_expert_that_they_do_not_reach(self, reading: Reading, tally: Tally) -> None:
+        """The gradients of other experts are those of their own tokens alone."""
+        judge_parameters_beside(reading, tally)
+
     @requirement("EXCH-42", kind="spoilt experts", when=spoilt_without_slot)
     def test_without_a_slot_they_reach_no_parameter(self, reading: Reading, tally: Tally) -> None:
         """The experts' gradients are those of the routed tokens alone."""

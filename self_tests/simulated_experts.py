@@ -109,7 +109,7 @@ def _step(
     """Run one microbatch of one rank forward and backward, through the experts of its exchange group."""
     batch, config = workload.batches[m][rank], workload.config
     x, weights = batch.x_TD.clone().requires_grad_(), batch.weights_TK.clone().requires_grad_()
-    y = 0 * x
+    y = x.new_zeros(x.shape) + x[:0].sum()  # 0 * x would be NaN where x is
     group = next(ranks for ranks in workload.layout.groups()["ep_etp"] if rank in ranks)
     for owner in group:
         for e in sorted({e for _, e in held[owner] if e is not None}):

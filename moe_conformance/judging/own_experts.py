@@ -143,12 +143,12 @@ def _formed(reading: Reading, place: Place, judged: _Judged) -> Tensor:
 # ---- parameters ----------------------------------------------------------------------------------------------
 
 
-def judge_expert_gradients(reading: Reading, tally: Tally) -> None:
+def judge_expert_gradients(reading: Reading, tally: Tally, *, free: frozenset[int] = frozenset()) -> None:
     """Decide whether every holder of an expert ends with its gradient over the tokens of all ranks and microbatches.
 
     The sum, or that divided by dp * cp where the session averages; experts that no token reached are judged by
-    `judge_idle_expert_gradients`. A failure is of the stage "finish" if the ranks' gradients before
-    `finish_gradients` add up to the right one, and of the stage "gradient" if not.
+    `judge_idle_expert_gradients`, and those of `free` by nobody. A failure is of the stage "finish" if the ranks'
+    gradients before `finish_gradients` add up to the right one, and of the stage "gradient" if not.
 
     Raises:
         NotOffered: the backend finishes no gradients.
@@ -156,7 +156,7 @@ def judge_expert_gradients(reading: Reading, tally: Tally) -> None:
         AbsentGradient: a gradient is None, or some ranks finish none while others do.
         WrongForm, WrongGradient: another shape than the shard's; an element outside its bound.
     """
-    held = [each for each in once(reading, _finished) if not each.idle]
+    held = [each for each in once(reading, _finished) if not each.idle and each.key[1] not in free]
     absent = [_absent(each, "has the gradient None") for each in held if each.actual is None]
     if absent:
         fail(AbsentGradient, "finish", absent)

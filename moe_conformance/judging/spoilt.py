@@ -88,13 +88,15 @@ def judge_delivered(reading: Reading, tally: Tally) -> None:
 
 
 def judge_parameters_beside(reading: Reading, tally: Tally) -> None:
-    """Decide whether bad tokens without a slot add nothing to any gradient of an expert; of such workloads only.
+    """Decide whether experts that no bad token was sent to have the gradients of their own tokens alone.
+
+    Those are all experts where bad tokens have no slot.
 
     Raises:
         NotOffered, Uncovered, AbsentGradient, WrongForm, WrongGradient: as `own_experts.judge_expert_gradients`.
     """
     outcome = replace(reading.outcome, workload=_cleaned(reading.outcome.workload))
-    own_experts.judge_expert_gradients(Reading(outcome, reading.ranks), tally)
+    own_experts.judge_expert_gradients(Reading(outcome, reading.ranks), tally, free=_reached(reading.outcome.workload))
 
 
 # ---- how -----------------------------------------------------------------------------------------------------
@@ -175,6 +177,12 @@ def _bad_x(batch: Batch) -> Tensor:
 
 def _bad_upstream(batch: Batch) -> Tensor:
     return ~batch.upstream.isfinite().all(1)
+
+
+def _reached(workload: Workload) -> frozenset[int]:
+    """Return the experts that bad tokens were sent to."""
+    ids = [each.ids_TK[_bad_x(each) | _bad_upstream(each)] for ranks in workload.batches for each in ranks]
+    return frozenset(int(e) for ids_BK in ids for e in ids_BK.flatten() if e >= 0)
 
 
 def _routed(batch: Batch) -> Tensor:

@@ -49,25 +49,28 @@ def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     for spoilt in _ALL:
         own = spoilt.recipe.name.startswith("own-")
         workload = corpus.exchange_workload(spoilt.recipe, "experts" if own else "probe", variant, layout)
+        E = workload.config.experts
         batches = tuple(
-            tuple(_spoil(each, spoilt.where) if rank or layout.world == 1 else each for rank, each in enumerate(ranks))
+            tuple(_spoil(b, spoilt.where, E) if rank or layout.world == 1 else b for rank, b in enumerate(ranks))
             for ranks in workload.batches
         )
         yield replace(workload, kind="spoilt experts" if own else "spoilt", batches=batches)
 
 
-def _spoil(batch: Batch, where: Where) -> Batch:
+def _spoil(batch: Batch, where: Where, experts: int) -> Batch:
     """Return the batch with one token that is NaN all over, and with infinities in one column of two others.
 
-    Where tokens are dropped only the first, which has no slot, is spoilt.
+    They go to experts of even ids. Where tokens are dropped only the first, which has no slot, is spoilt.
     """
-    x_TD, upstream_TD = batch.x_TD.clone(), batch.upstream.clone()
+    x_TD, upstream_TD, ids_TK = batch.x_TD.clone(), batch.upstream.clone(), batch.ids_TK.clone()
     if where == "dropped":
         x_TD[0], upstream_TD[0] = torch.nan, torch.nan
     else:
         spoilt_TD = x_TD if where == "tokens" else upstream_TD
         spoilt_TD[1] = torch.nan
         spoilt_TD[2, 5], spoilt_TD[3, -3] = torch.inf, -torch.inf
-    return replace(batch, x_TD=x_TD, upstream=upstream_TD)
+        for t in (1, 2, 3):
+            ids_TK[t] = (2 * t + 2 * torch.arange(ids_TK.shape[1])) % experts
+    return replace(batch, x_TD=x_TD, upstream=upstream_TD, ids_TK=ids_TK)
 
 

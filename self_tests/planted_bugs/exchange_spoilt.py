@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.backends.native.exchange import AllToAllExchange, Permuted
+from moe_conformance.backends.native.experts import Experts, swiglu
 from moe_conformance.contract import Delivery, Routing
 from self_tests.planted_bugs.plant import Expectation, collect, planted
 
@@ -72,6 +73,21 @@ class EmptySlotsWeighZero(AllToAllExchange):
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
         weights_TK = routing.weights_TK * (routing.ids_TK >= 0)
         return super().dispatch(x, replace(routing, ids_TK=routing.ids_TK.clamp_min(0), weights_TK=weights_TK))
+
+
+@planted(
+    Expectation("EXCH-41", "own-spoilt-tokens-even", "gradient", "of expert 1 on rank 0 has nan instead of"),
+    real="huggingface/transformers PR #48205",
+)
+class EveryExpertMeetsEveryRow(Experts):
+    """Experts run on the rows of others too, which then count zero times; parameters' gradients are NaN for it."""
+
+    def _loop(self, rows_PD: Tensor, counts_N: list[int]) -> Tensor:
+        counts = torch.tensor(counts_N)
+        expert_P = torch.arange(len(counts_N)).repeat_interleave(counts)
+        weights = zip(self.gate_NFD.unbind(), self.up_NFD.unbind(), self.down_NDF.unbind(), strict=True)
+        outs = [(expert_P == n).unsqueeze(1) * swiglu(rows_PD, *w) for n, w in enumerate(weights)]
+        return torch.stack(outs).sum(0)
 
 
 PLANTS = collect(globals())
