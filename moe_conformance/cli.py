@@ -233,15 +233,22 @@ def merge_(folders: tuple[Path, ...], report: Path) -> NoReturn:
 @click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="DIR...")
 @click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="where it goes, instead of here")
 def table_(folders: tuple[Path, ...], output: Path | None) -> None:
-    """Make the table exchange x layout x (forward, backward, ...) of the reports of a run, a shard or several."""
+    """Make the table exchange x layout x (forward, backward, ...) of the reports of runs, profile by profile."""
     from moe_conformance.report import exchange_table, merge
 
+    command = shlex.join(["moe-conformance", *sys.argv[1:]])
     try:
-        parts = [merge.read(folder) for folder in folders]
-        merged = merge.merge(parts, shlex.join(["moe-conformance", *sys.argv[1:]]))
+        by_profile: dict[str, list[merge.Part]] = {}
+        for part in map(merge.read, folders):
+            by_profile.setdefault(part.head["profile"], []).append(part)
+        merged = {profile: merge.merge(parts, command) for profile, parts in by_profile.items()}
     except merge.Unmergeable as error:
         raise CannotRun(str(error)) from error
-    page = exchange_table.page(merged.head, merged.records, [part.head["command"] for part in parts])
+    sections = [
+        exchange_table.Section(whole.head, whole.records, [part.head["command"] for part in by_profile[profile]])
+        for profile, whole in merged.items()
+    ]
+    page = exchange_table.page(command, sections)
     if output is None:
         click.echo(page, nl=False)
     else:

@@ -6,7 +6,7 @@ of a case come together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -16,7 +16,7 @@ from moe_conformance.contract import Backend, Limit
 from moe_conformance.topology import Layout
 from moe_conformance.waivers import DRAWN_WITH
 from moe_conformance.workloads import corpus, distribution, golden, routing, scripts, virtual
-from moe_conformance.workloads.features import cell_limits
+from moe_conformance.workloads.features import cell_limits, traits
 from moe_conformance.workloads.records import Asynchrony, Workload
 
 VIRTUAL = "virtual"  # the profile of hundreds of ranks that are threads of one process
@@ -31,7 +31,7 @@ class Cell:
     limits: tuple[Limit, ...]
     device: str
 
-    @property
+    @cached_property
     def id(self) -> str:
         """For example `alltoall-ep2`."""
         return f"{self.variant}-{self.layout.name}"
@@ -44,7 +44,7 @@ class Case:
     cell: Cell
     workload: Workload
 
-    @property
+    @cached_property
     def id(self) -> str:
         """For example `alltoall-ep2-uneven`."""
         return f"{self.cell.id}-{self.workload.name}"
@@ -130,8 +130,8 @@ class Plan:
             share = share[self._sampled.index(cell.variant) :: len(self._sampled)]
             workloads = share + [each for each in workloads if each.name in alone]
         if not self.virtual and cell_limits(cell.limits, cell.layout):
-            # All are refused alike: the first of a kind proves it.
-            workloads = list({workload.kind: workload for workload in reversed(workloads)}.values())[::-1]
+            # All are refused alike: the first of a kind, and of what the table of exchanges tells apart, proves it.
+            workloads = list({(each.kind, traits(each)): each for each in reversed(workloads)}.values())[::-1]
         return workloads
 
     def _as_asked(self, workload: Workload) -> Workload:
@@ -139,9 +139,19 @@ class Plan:
             return workload
         return replace(workload, asynchrony=self.asynchrony)
 
-    def of(self, kind: str, when: Callable[[Workload], bool] | None) -> list[Case]:
-        """Return the cases that a check of that kind reads."""
-        return [case for case in self.cases if case.workload.kind == kind and (when is None or when(case.workload))]
+    def of(
+        self, kind: str, when: Callable[[Workload], bool] | None, without: Collection[str] = frozenset()
+    ) -> list[Case]:
+        """Return the cases that a check of that kind reads, those of the cells `without` left out."""
+        asked = (case for case in self._by_kind.get(kind, ()) if case.cell.id not in without)
+        return [case for case in asked if when is None or when(case.workload)]
+
+    @cached_property
+    def _by_kind(self) -> Mapping[str, list[Case]]:
+        found: dict[str, list[Case]] = {}
+        for case in self.cases:
+            found.setdefault(case.workload.kind, []).append(case)
+        return found
 
     def drawing(self, kind: str) -> tuple[Cell, ...]:
         """Return the cells for which Hypothesis draws workloads of a kind.

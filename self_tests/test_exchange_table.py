@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -10,11 +11,15 @@ import pytest
 from click.testing import CliRunner
 
 from moe_conformance import cli, spec
+from moe_conformance.backends.native import Native
+from moe_conformance.plan import Case, Cell, Plan
 from moe_conformance.report import exchange_table, result, travelled
 from moe_conformance.report.records import Record
 from moe_conformance.topology import Layout
-from moe_conformance.workloads.corpus import corpus, quick_layouts
-from moe_conformance.workloads.features import IN_FLIGHT, ZERO_TOKENS, traits
+from moe_conformance.workloads import virtual
+from moe_conformance.workloads.corpus import corpus, full_layouts, quick_layouts
+from moe_conformance.workloads.features import IN_FLIGHT, ZERO_TOKENS, cell_limits, traits
+from self_tests.checks import checks
 
 START = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
 FACTS = result.Facts(
@@ -31,9 +36,35 @@ def record(requirement: str, verdict: str = "pass", variant: str = "a", layout: 
 
 def rows(*records: Record) -> dict[tuple[str, str], list[str]]:
     """The cells of the table, by variant and layout."""
-    page = exchange_table.page(result.head(FACTS), records, ["moe-conformance run"])
+    return cells_of(page(FACTS, *records))
+
+
+def page(facts: result.Facts, *records: Record) -> str:
+    """The page of one run."""
+    return exchange_table.page("table", [exchange_table.Section(result.head(facts), records, ["moe-conformance run"])])
+
+
+def cells_of(page: str) -> dict[tuple[str, str], list[str]]:
+    """The cells of the only table of a page."""
     lines = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("|")][2:]
     return {(variant, layout): cells for variant, layout, *cells in lines}
+
+
+def planned(plan: Plan) -> Iterator[Record]:
+    """A record for every cell and column of the table of which the plan has an item."""
+    by_cell: dict[Cell, list[Case]] = {}
+    for case in plan.cases:
+        by_cell.setdefault(case.cell, []).append(case)
+    for cell, cases in by_cell.items():
+        verdict = "refused" if cell_limits(cell.limits, cell.layout) else "pass"
+        for column in exchange_table.COLUMNS:
+            chapters = [some for name, some in checks().items() if name.partition("-")[0] in column.chapters]
+            own = [check for some in chapters for check in some]
+            has = [case for case in cases if not column.trait or column.trait in traits(case.workload)]
+            if any(check.reads(case.workload) for case in has for check in own):
+                more = (column.trait,) if column.trait else ()
+                requirement = f"{column.chapters[0]}-01"
+                yield record(requirement, verdict, cell.variant, cell.layout.name, traits=more, workload=column.title)
 
 
 class TestExchangeTable:
@@ -71,6 +102,39 @@ class TestExchangeTable:
         assert ["1 refused", *["refused"] * 4] == rows(record("EXCH-01", "refused"))["a", "ep2"]
         given = record("EXCH-01", "refused"), record("EXCH-02", "pass")
         assert ["1 pass, 1 refused", *["not run"] * 4] == rows(*given)["a", "ep2"]
+
+    def test_a_full_plan_leaves_no_cell_unsaid(self) -> None:
+        """Every exchange of native has items on every layout, in every column, or is refused there."""
+        plan = Plan(Native(), "cpu", "full", 8)
+        found = cells_of(page(replace(FACTS, profile="full", ranks=8, variants=Native.variants), *planned(plan)))
+        assert len(found) == len(plan.cells) == len(Native.variants) * len(full_layouts())
+        assert {} == {cell: said for cell, said in found.items() if exchange_table.NOT_RUN in said}
+        spread = {layout.name for layout in full_layouts() if layout.ep * layout.etp > 1}
+        refused = {cell for cell, said in found.items() if "refused" in said[0]}
+        assert {("local", layout) for layout in spread} == refused
+        assert all("refused" in each for layout in spread for each in found["local", layout])
+
+    def test_many_ranks_have_a_section_of_their_own(self) -> None:
+        """Of the layouts that the number of ranks allows; a variant that others stand for says so."""
+        facts = replace(FACTS, profile="virtual", ranks=512)
+        found = cells_of(page(facts, record("EXCH-01", layout="ep256")))
+        assert "1 pass" == found["a", "ep256"][0]
+        assert [exchange_table.SPARED] * 5 == found["b", "ep512"]
+        assert {layout.name for layout in virtual.layouts()} == {layout for _, layout in found}
+        fewer = cells_of(page(replace(facts, ranks=64)))
+        assert ("a", "ep64") in fewer
+        assert ("a", "ep256") not in fewer
+
+    def test_a_refusal_is_told_with_its_sentence(self) -> None:
+        """Once, whatever its numbers, with the number of items and where they are."""
+        given = [
+            record("EXCH-01", "refused", layout=layout, message=f"{layout}: {ranks} ranks are too many")
+            for layout, ranks in (("ep2", 2), ("ep4", 4), ("ep8", 8))
+        ]
+        text = page(FACTS, *given, record("PACK-01", "not adapted", message="no padding"), record("COST-01", "refused"))
+        told = [line for line in text.splitlines() if line.startswith("- a")]
+        one, other = "ep2: 2 ranks are too many", "no padding"
+        assert [f"- a, 3 items on ep2, ep4, ep8: {one}", f"- a, 1 items on ep2: {other}"] == told
 
     def test_the_command_makes_it_of_reports(self, tmp_path) -> None:
         """Of several parts too; it names the commands of the runs and its own."""

@@ -38,6 +38,12 @@ def scope_of(item: pytest.Item) -> str | None:
     return None if item.get_closest_marker("requirement") is None else ""
 
 
+def of_others(item: pytest.Item, other_cells: Collection[str]) -> bool:
+    """Whether an item is for other shards: it belongs to one of their cells, or all of its cases do."""
+    without = {"case", "cell"} & parameters(item).keys() and cell_of(item) is None  # pytest leaves an empty item there
+    return bool(without) or scope_of(item) in other_cells
+
+
 def loads(plan: Plan, ranks: int) -> dict[str, int]:
     """Return how many cases each cell runs on that many ranks; "" holds the checks that have no cell."""
     count = dict.fromkeys(["", *(cell.id for cell in plan.cells)], 0)

@@ -76,10 +76,11 @@ class Driver:
         if mark is None:
             return
         if "cell" in metafunc.fixturenames:
-            cells = self.plan.drawing(_drawn_kind(metafunc.definition))
+            drawing = self.plan.drawing(_drawn_kind(metafunc.definition))
+            cells = [cell for cell in drawing if cell.id not in self.other_cells]
             metafunc.parametrize("cell", cells, ids=[cell.id for cell in cells], indirect=True)
         elif "case" in metafunc.fixturenames:
-            cases = self.plan.of(mark.kwargs["kind"], mark.kwargs["when"])
+            cases = self.plan.of(mark.kwargs["kind"], mark.kwargs["when"], without=self.other_cells)
             metafunc.parametrize("case", cases, ids=[case.id for case in cases], indirect=True)
         elif asked := {"group_lists", "group_answers"} & set(metafunc.fixturenames):
             worlds = self.plan.worlds
@@ -93,8 +94,8 @@ class Driver:
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Leave the other shards' items to them; sort by case, so that each runs once."""
         if self.other_cells:
-            others = [item for item in items if agenda.scope_of(item) in self.other_cells]
-            items[:] = [item for item in items if agenda.scope_of(item) not in self.other_cells]
+            others = [item for item in items if agenda.of_others(item, self.other_cells)]
+            items[:] = [item for item in items if not agenda.of_others(item, self.other_cells)]
             config.hook.pytest_deselected(items=others)
         agenda.sort(items, self.plan.positions, self.run.waivers.examples)
 

@@ -5,12 +5,14 @@ It is made of the records of runs, and every cell says something: what was not j
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from moe_conformance.report import matrix
 from moe_conformance.report.records import Record
+from moe_conformance.topology import Layout
 from moe_conformance.workloads import corpus, virtual
 from moe_conformance.workloads.features import IN_FLIGHT, ZERO_TOKENS
 
@@ -29,6 +31,13 @@ class Column:
         return cited and (not self.trait or self.trait in record.traits)
 
 
+NOT_RUN = "not run"
+SPARED = "spared"  # on the widest worlds the first variant stands for all, see `virtual.suits`
+
+_EXPLAINED = ("refused", "not adapted", "limit", "not applicable", "waived")
+_SOME = 3  # layouts that a sentence names
+_DIGITS = re.compile(r"\d+")
+
 COLUMNS = (
     Column("forward", ("EXCH", "EXPT")),
     Column("backward", ("GRAD",)),
@@ -38,27 +47,43 @@ COLUMNS = (
 )
 
 
-def page(head: Mapping[str, Any], records: Sequence[Record], parts: Iterable[str]) -> str:
-    """Return the table as Markdown, for all variants of the backend on all layouts of the profile.
+@dataclass(frozen=True)
+class Section:
+    """One profile: the head of its report, or of several that were put together, its records, and the commands."""
+
+    head: Mapping[str, Any]
+    records: Sequence[Record]
+    parts: Sequence[str]
+
+
+def page(command: str, sections: Sequence[Section]) -> str:
+    """Return the table as Markdown, for all variants of the backend on all layouts of each profile.
 
     Args:
-        head: Of the report, or of reports that were put together; its command made this page.
-        records: Theirs.
-        parts: The commands of the runs.
+        command: The one that makes this page.
+        sections: In the order in which they are to stand.
     """
-    versions = " ".join(f"{name} {version}" for name, version in head["versions"].items())
     lines = [
         "# Exchanges on layouts",
-        f"<!-- written by `{head['command']}` -->",
-        f"{head['backend']} ({versions}), profile {head['profile']}, {head['device']}. A cell counts items, each a "
-        "check on one workload. *Zero tokens*: of workloads in which a rank has none; *in flight*: of those in which "
-        "several microbatches are under way at once. Where a backend refuses a layout, one workload of each "
-        "kind proves it.",
-        "\n".join(_rows(head, records)),
-        "The runs:",
-        "\n".join(f"- `{part}`" for part in parts),
+        f"<!-- written by `{command}` -->",
+        "A cell counts items, each a check on one workload. *Zero tokens*: of workloads in which a rank has none; *in "
+        "flight*: of those in which several microbatches are under way at once. Where a backend refuses a layout, one "
+        "workload of each kind proves it. Below each table are the sentences of what is refused or not adapted.",
     ]
+    for section in sections:
+        lines += _section(section)
     return "\n\n".join(lines) + "\n"
+
+
+def _section(section: Section) -> Iterable[str]:
+    head, records = section.head, section.records
+    versions = " ".join(f"{name} {version}" for name, version in head["versions"].items())
+    yield f"## {head['backend']}, profile {head['profile']}"
+    yield f"{versions}; {head['device']}, up to {head['ranks']} ranks; {matrix.totals(records)}."
+    yield "\n".join(_rows(head, records))
+    yield "\n".join(_sentences(records)) or "Nothing was refused, and all was adapted."
+    yield "The runs:"
+    yield "\n".join(f"- `{part}`" for part in section.parts)
 
 
 def _rows(head: Mapping[str, Any], records: Sequence[Record]) -> Iterable[str]:
@@ -69,14 +94,17 @@ def _rows(head: Mapping[str, Any], records: Sequence[Record]) -> Iterable[str]:
     for record in records:
         by_cell.setdefault((record.variant, record.layout), []).append(record)
     for variant in head["variants"]:
-        for layout in _layouts(head["profile"]):
-            own = by_cell.get((variant, layout), [])
-            yield f"| {' | '.join([variant, layout, *(_cell(column, own) for column in COLUMNS)])} |"
+        for layout in _layouts(head["profile"], head["ranks"]):
+            own = by_cell.get((variant, layout.name), [])
+            spared = head["profile"] == "virtual" and not virtual.suits(layout, variant == head["variants"][0])
+            cells = (SPARED if spared else _cell(column, own) for column in COLUMNS)
+            yield f"| {' | '.join([variant, layout.name, *cells])} |"
 
 
-def _layouts(profile: str) -> list[str]:
-    found = virtual.layouts() if profile == "virtual" else corpus.layouts(cast(corpus.Profile, profile))
-    return [layout.name for layout in found]
+def _layouts(profile: str, ranks: int) -> list[Layout]:
+    if profile != "virtual":
+        return list(corpus.layouts(cast(corpus.Profile, profile)))
+    return [layout for layout in virtual.layouts() if layout.world <= ranks]
 
 
 def _cell(column: Column, records: Sequence[Record]) -> str:
@@ -85,4 +113,17 @@ def _cell(column: Column, records: Sequence[Record]) -> str:
         return matrix.totals(held)
     if records and all(record.verdict == "refused" for record in records):
         return "refused"  # whatever is asked: one workload of each kind proves it, and the others are not asked
-    return "not run"
+    return NOT_RUN
+
+
+def _sentences(records: Sequence[Record]) -> Iterable[str]:
+    """Yield a line for each sentence by which something was refused or not adapted; sentences may differ in numbers."""
+    found: dict[tuple[str | None, str], list[Record]] = {}
+    for record in records:
+        if record.verdict in _EXPLAINED and any(column.holds(record) for column in COLUMNS):
+            found.setdefault((record.variant, _DIGITS.sub("#", record.message)), []).append(record)
+    for (variant, _), same in found.items():
+        layouts = list(dict.fromkeys(record.layout or "any" for record in same))
+        more = f" and {len(layouts) - _SOME} more" if len(layouts) > _SOME else ""
+        where = ", ".join(layouts[:_SOME]) + more
+        yield f"- {variant}, {len(same)} items on {where}: {' '.join(same[0].message.split())}"
