@@ -78,8 +78,7 @@ class TestGradients:
     def test_shared_parameters_get_the_gradient_of_all_tokens(self, reading: Reading, tally: Tally) -> None:
         """Shared experts and their gate end with the gradient over the tokens of all ranks, alike on all holders."""
         judge_layer_gradients(reading, tally, SHARED)
-        if reading.outcome.workload.layout.world > reading.outcome.workload.layout.pp:
-            judge_layer_replicas(reading, tally, SHARED)
+        judge_layer_replicas(reading, tally, SHARED)
 
     @requirement("GRAD-18", kind="layer")
     def test_a_layer_is_one_function(self, reading: Reading, tally: Tally) -> None:

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from moe_conformance.backends.transformers import Transformers
 from moe_conformance.backends.transformers.router import model_of
 from moe_conformance.backends.transformers.shared_batch import SharedBatch
-from moe_conformance.contract import Config, Session, Unsupported
+from moe_conformance.contract import Config, Unsupported
 from moe_conformance.engine import Engine, Job, RankContext
 from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.scenarios.parameters import shard_of
+from moe_conformance.surfaces import Session
 from moe_conformance.topology import Layout, Topology
-from moe_conformance.workloads import corpus, features, routing
+from moe_conformance.workloads import corpus, features, layers, routing
 from moe_conformance.workloads.records import ParameterKey, Workload
+from reference import routing as oracle_routing
+from reference import whole_layer
 from self_tests.dense import assert_routed_alike, oracle, seen, worst
 
 try:
@@ -31,6 +35,23 @@ except Unsupported as missing:
 NAME = "moe_conformance.backends.transformers:Transformers"
 CPU = torch.device("cpu")
 EP2, EP2_EDP2, TP2_EP2, TP2 = Layout(2, ep=2), Layout(4, ep=2), Layout(4, tp=2, ep=2), Layout(2, tp=2, ep=2)
+
+
+def present(value: Tensor | None) -> Tensor:
+    """Refuse an absent tensor."""
+    assert value is not None
+    return value
+
+
+def whole_oracle(workload: Workload) -> tuple[Tensor, Mapping[ParameterKey, Tensor]]:
+    """What the layer gives for the tokens of all ranks, and the sum of its parameters' gradients."""
+    config, (batches,), parameters = workload.config, workload.batches, workload.parameters
+    x_TD, dy_TD = torch.cat([batch.x_TD for batch in batches]), torch.cat([batch.upstream for batch in batches])
+    logits_TE = x_TD.double() @ parameters["router", None].double().T
+    ids_TK = oracle_routing.route(logits_TE, top_k=config.top_k, score=config.score).ids_TK
+    weighing = whole_layer.Weighing(config.score, config.normalise, config.scale)
+    found = whole_layer.gradients(x_TD, ids_TK, dy_TD, parameters, weighing)
+    return found.y_TD, found.parameters
 
 
 @pytest.fixture(scope="module")
@@ -204,6 +225,32 @@ class TestRouter:
         assert_routed_alike(outcome, 1e-6)
 
 
+class TestLayer:
+    @pytest.mark.parametrize("layout", [EP2, EP2_EDP2], ids=lambda layout: layout.name)
+    @pytest.mark.parametrize(
+        ("name", "block"),
+        [
+            ("layer-even", "Qwen3MoeSparseMoeBlock"),
+            ("shared-gate-even", "Qwen2MoeSparseMoeBlock"),
+            ("shared-as-routed-uneven", "DeepseekV2Moe"),
+            ("shared-as-routed-several-scaled-even", "DeepseekV3MoE"),
+        ],
+    )
+    def test_it_computes_the_block(self, engine: Engine, layout: Layout, name: str, block: str) -> None:
+        """The block of the model: its output is the oracle's, and so is every part of a mean of gradients."""
+        outcome = run(engine, next(w for w in layers.layers("alltoall", layout, "full") if w.name == name))
+        assert {block} == {rank.resolved["layer"] for rank in outcome.ranks}
+        y_TD, parameters = whole_oracle(outcome.workload)
+        assert worst(torch.cat([present(rank.microbatches[0].y) for rank in outcome.ranks]), y_TD) < 1e-6
+        named = set[ParameterKey]()
+        for rank in outcome.ranks:
+            for key, grad in (rank.grads_final or {}).items():
+                mean = shard_of(parameters[key], grad.shard) / layout.world
+                assert worst(present(grad.value), mean) < 1e-5, key
+                named.add(key)
+        assert parameters.keys() == named
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("layout", "surface", "fields", "reason"),
@@ -230,6 +277,23 @@ class TestRefusals:
         """The adapter says what was asked and refuses in its own name, not in the library's."""
         with pytest.raises(Unsupported, match=reason) as refusal:
             getattr(session(layout), surface)(Config(**fields))
+        assert "adapter" == refusal.value.by
+
+    @pytest.mark.parametrize(
+        ("layout", "fields", "reason"),
+        [
+            (EP2, {"shared_ffn": (24,)}, "shared experts of the routed ones' width 16"),
+            (EP2, {"shared_ffn": (16,), "normalise": True}, "shared experts that have no gate"),
+            (EP2, {"shared_ffn": (16,), "shared_overlap": True}, "does not map shared_overlap"),
+            (EP2, {"score": "sigmoid"}, "no block is adapted to the router of deepseek_v3"),
+            (TP2_EP2, {"shared_ffn": (16,)}, "splits the shared experts of deepseek_v2"),
+            (Layout(4, ep=4), {"shared_ffn": (16, 24), "shared_gate": True}, "no equal part of block 0"),
+        ],
+    )
+    def test_blocks_that_no_model_has_are_refused(self, layout: Layout, fields: dict[str, Any], reason: str) -> None:
+        """And so are those whose parameters lie on ranks in parts that no window is on."""
+        with pytest.raises(Unsupported, match=reason) as refusal:
+            session(layout).layer(Config(variant="alltoall", **fields))
         assert "adapter" == refusal.value.by
 
     @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from moe_conformance.judging.places import Place, Shard, shard_of, whole
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.verdict import (
     AbsentGradient,
-    NotOffered,
     Stage,
     Tally,
     Uncovered,
@@ -181,16 +180,16 @@ _EXPLAINED = 8
 def judge_layer_replicas(reading: Reading, tally: Tally, names: Sequence[str]) -> None:
     """Decide whether ranks that hold the same part of a parameter end with the same gradient, bit for bit.
 
+    Counts nothing where every part is held by one rank only.
+
     Raises:
-        NotOffered: gradients are not finished, or every part is held by one rank only.
+        NotOffered: gradients are not finished.
         Uncovered: as `judge_layer_gradients`.
         WrongGradient: two replicas differ.
     """
     groups: dict[tuple[int, ParameterKey, Shard], list[Held]] = {}
     for each in _held(reading, names):
         groups.setdefault((each.stage, each.key, each.grad.shard), []).append(each)
-    if all(len(holders) == 1 for holders in groups.values()):
-        raise NotOffered("every part of every one of these parameters is held by one rank")
     findings = []
     for first, *others in groups.values():
         for other in others:

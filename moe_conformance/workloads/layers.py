@@ -42,6 +42,7 @@ class LayerRecipe:
 _ONE = {"shared_ffn": (24,)}
 _GATED = {**_ONE, "shared_gate": True}
 _SEVERAL = {"shared_ffn": (16, 24)}
+_LIKE_ROUTED = {"shared_ffn": (16,)}  # of their width, as some models have it
 _BESIDE = {**_GATED, "shared_overlap": True}
 _SCALED = {"score": "sigmoid", "normalise": True, "scale": 2.5}
 _BFLOAT16 = {"dtype": torch.bfloat16}
@@ -70,6 +71,8 @@ LAYERS = (
     LayerRecipe("shared-gate-even-bfloat16", {**_GATED, **_BFLOAT16}, profile="full"),
     LayerRecipe("shared-several-even", _SEVERAL),
     LayerRecipe("shared-several-gate-uneven", {**_SEVERAL, "shared_gate": True}, tokens=UNEVEN),
+    LayerRecipe("shared-as-routed-uneven", _LIKE_ROUTED, tokens=UNEVEN),
+    LayerRecipe("shared-as-routed-several-scaled-even", {"shared_ffn": (16, 16), **_SCALED}),
     LayerRecipe("shared-beside-even", {**_ONE, "shared_overlap": True}),
     LayerRecipe("shared-beside-rank-without-tokens", _BESIDE, tokens=ONE_WITHOUT, profile="full"),
     LayerRecipe("shared-beside-in-flight-even", _BESIDE, schedule="F0 F1 B0 B1", profile="full"),

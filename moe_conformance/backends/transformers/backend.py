@@ -11,9 +11,11 @@ import torch
 
 from moe_conformance.backends.transformers.exchange import SharedExchange
 from moe_conformance.backends.transformers.experts import ShardedExperts
+from moe_conformance.backends.transformers.layer import ModelLayer
 from moe_conformance.backends.transformers.placement import Placement
 from moe_conformance.backends.transformers.router import ModelRouter, model_of
-from moe_conformance.contract import Config, Limit, Parametrised, Session, Topology, Unsupported
+from moe_conformance.contract import Config, Limit, Parametrised, Topology, Unsupported
+from moe_conformance.surfaces import Session
 
 _INSTALL = "pip install --no-deps transformers, and huggingface_hub tokenizers regex pyyaml requests tqdm"
 
@@ -40,6 +42,7 @@ class Transformers:
         "transformers.models.deepseek_v3.modeling_deepseek_v3",
         "transformers.models.deepseek_v4.modeling_deepseek_v4",
         "transformers.models.gpt_oss.modeling_gpt_oss",
+        "transformers.models.qwen2_moe.modeling_qwen2_moe",
         "transformers.models.qwen3_moe.modeling_qwen3_moe",
     )
     environment: ClassVar[Mapping[str, str]] = {"HF_HUB_OFFLINE": "1"}  # nothing is ever asked of a server
@@ -90,6 +93,17 @@ class _Session(Session):
         _, implementation = _implementations(config.variant)
         return ShardedExperts(config, Placement(config, self._topology, self._device), implementation)
 
+    def layer(self, config: Config) -> ModelLayer:
+        """Build the block of the model that is what is asked for."""
+        config.only(
+            "variant", "experts", "top_k", "hidden", "ffn", "dtype", "score", "normalise", "scale", "groups",
+            "group_score", "balance_bias", "shared_ffn", "shared_gate",
+        )  # fmt: skip
+        if self._topology.sizes["ep"] == 1 and _implementations(config.variant)[0] == "all_reduce":
+            raise Unsupported("with ep = 1 the library installs no implementation; see the variant alltoall")
+        placement = Placement(config, self._topology, self._device)
+        return ModelLayer(config, placement, _implementations(config.variant))
+
     def router(self, config: Config) -> ModelRouter:
         """Build the router of the model that routes as asked."""
         config.only(
@@ -99,9 +113,9 @@ class _Session(Session):
         return ModelRouter(config, model_of(config), self._device)
 
     def finish_gradients(self, *built: Parametrised) -> None:
-        """Nothing is left to do for experts: FSDP2 has reduced in every backward."""
+        """Nothing is left to do for experts and layers: FSDP2 has reduced in every backward."""
         for surface in built:
-            if not isinstance(surface, ShardedExperts):
+            if not isinstance(surface, ShardedExperts | ModelLayer):
                 raise Unsupported("the reduction of router gradients is not adapted")
 
 

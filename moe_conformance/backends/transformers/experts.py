@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
+from moe_conformance.backends.fsdp_windows import local
 from moe_conformance.backends.transformers.placement import Placement
 from moe_conformance.backends.transformers.router import ONE_HEAD
 from moe_conformance.contract import Config, Delivery, Named, Read
@@ -39,16 +40,7 @@ class ShardedExperts:
         self._experts_forward = module.forward
         module.forward = self._on_local_parameters
         if placement.batches > 1:
-            self._shard(mesh["efsdp"])
-
-    def _shard(self, mesh: Any) -> None:
-        from torch.distributed.fsdp import fully_shard
-
-        # As the library does it in apply_fully_sharded_data_parallelism, which wants a whole model.
-        module: Any = fully_shard(self._module, mesh=mesh, reshard_after_forward=True)
-        module.set_gradient_divide_factor(float(self._placement.batches))
-        if mesh.size() > 1:
-            module.set_force_sum_reduction_for_comms(True)
+            shard_experts(module, placement)
 
     def _on_local_parameters(self, *handed: Tensor) -> Tensor:
         with self._style.context_around_forward(self._module, self._ep_mesh):
@@ -72,27 +64,32 @@ class ShardedExperts:
         return out_RD
 
     def named(self, read: Read) -> Iterator[Named]:
-        """Yield the three matrices of every expert in this rank's shard; gate and up lie in one parameter."""
-        first = self._first_kept()
-        for n, gate_up in enumerate(read(_local(self._module.gate_up_proj))):
-            gate, up = gate_up.chunk(2)
-            yield Named("gate", first + n, gate)
-            yield Named("up", first + n, up)
-        for n, down in enumerate(read(_local(self._module.down_proj))):
-            yield Named("down", first + n, down)
-
-    def _first_kept(self) -> int:
-        """Return the first expert of this rank's shard: of its N experts FSDP2 keeps one chunk per replica."""
-        edp = self._placement.topology.ranks("edp")
-        chunk = -(-self._placement.held // len(edp))
-        return self._placement.first + edp.index(self._placement.topology.rank) * chunk
+        """Yield the three matrices of every expert in this rank's shard."""
+        return expert_windows(self._module, self._placement, read)
 
 
-def _local(parameter: Tensor) -> Tensor:
-    """Return the plain tensor under a sharded parameter, its gradient's under `grad`."""
-    if not isinstance(parameter, DTensor):
-        return parameter
-    with torch.no_grad():
-        local: Tensor = parameter.to_local()
-        local.grad = None if parameter.grad is None else parameter.grad.to_local()  # type: ignore[attr-defined]
-    return local
+def shard_experts(module: Any, placement: Placement) -> None:
+    """Shard experts over their replicas, as apply_fully_sharded_data_parallelism does, which wants a whole model."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = placement.expert_mesh["efsdp"]
+    sharded: Any = fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    sharded.set_gradient_divide_factor(float(placement.batches))
+    if mesh.size() > 1:
+        sharded.set_force_sum_reduction_for_comms(True)
+
+
+def expert_windows(module: Any, placement: Placement, read: Read) -> Iterator[Named]:
+    """Yield the windows on the experts of this rank's shard; gate and up lie in one parameter.
+
+    Of its N experts FSDP2 keeps one chunk per replica.
+    """
+    edp = placement.topology.ranks("edp")
+    chunk = -(-placement.held // len(edp))
+    first = placement.first + edp.index(placement.topology.rank) * chunk
+    for n, gate_up in enumerate(read(local(module.gate_up_proj))):
+        gate, up = gate_up.chunk(2)
+        yield Named("gate", first + n, gate)
+        yield Named("up", first + n, up)
+    for n, down in enumerate(read(local(module.down_proj))):
+        yield Named("down", first + n, down)

@@ -69,6 +69,11 @@ _MODELS: Mapping[str, tuple[str, str, _Fields]] = {
         },
     ),
     "gpt_oss": ("GptOssTopKRouter", "GptOssConfig", lambda config: {"num_local_experts": config.experts}),
+    "qwen2_moe": (
+        "Qwen2MoeTopKRouter",
+        "Qwen2MoeConfig",
+        lambda config: {"num_experts": config.experts, "norm_topk_prob": config.normalise},
+    ),
     "qwen3_moe": (
         "Qwen3MoeTopKRouter",
         "Qwen3MoeConfig",
@@ -76,18 +81,29 @@ _MODELS: Mapping[str, tuple[str, str, _Fields]] = {
     ),
 }
 
+_SHARED: Mapping[str, _Fields] = {
+    "deepseek_v2": lambda config: {"n_shared_experts": sum(config.shared_ffn) // config.ffn},
+    "deepseek_v3": lambda config: {"n_shared_experts": sum(config.shared_ffn) // config.ffn},
+    "qwen2_moe": lambda config: {"shared_expert_intermediate_size": sum(config.shared_ffn)},
+}
+
+
+def model_config(model: str, config: Config) -> Any:
+    """Return the model's own config for what is asked of its router, its experts and its shared experts."""
+    _, config_class, fields = _MODELS[model]
+    widths = {"moe_intermediate_size": config.ffn} | (_SHARED[model](config) if model in _SHARED else {})
+    return getattr(import_module(f"transformers.models.{model}.configuration_{model}"), config_class)(
+        hidden_size=config.hidden, num_experts_per_tok=config.top_k, **ONE_HEAD, **fields(config), **widths
+    )
+
 
 class ModelRouter:
     """One router. Its balance bias stays in float32, as the models keep it; a bias of the logits stays zero."""
 
     def __init__(self, config: Config, model: str, device: torch.device) -> None:
         """Build the router of a model from the model's own config."""
-        router_class, config_class, fields = _MODELS[model]
-        package = f"transformers.models.{model}"
-        asked = getattr(import_module(f"{package}.configuration_{model}"), config_class)(
-            hidden_size=config.hidden, num_experts_per_tok=config.top_k, **ONE_HEAD, **fields(config)
-        )
-        router: Any = getattr(import_module(f"{package}.modeling_{model}"), router_class)(asked).to(device)
+        modelling = import_module(f"transformers.models.{model}.modeling_{model}")
+        router: Any = getattr(modelling, _MODELS[model][0])(model_config(model, config)).to(device)
         for name, parameter in list(router.named_parameters()):
             setattr(router, name, nn.Parameter(parameter.detach().to(config.dtype)))
         self._router, self._biased = router, config.balance_bias

@@ -1,0 +1,82 @@
+"""Windows on parameters of which FSDP2 keeps one chunk of rows on every rank. For adapters of any library.
+
+FSDP2 cuts dimension 0 into chunks of ceil(rows / ranks), so that the last may be shorter or empty. A window is on one
+of equal parts (`Named.shard`) or on the whole: what is neither is refused, before anything runs and on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from moe_conformance.contract import Named, Read, Unsupported
+
+
+def local(parameter: Tensor) -> Tensor:
+    """Return the plain tensor under a sharded parameter, its gradient's under `grad`; others as they are."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    with torch.no_grad():
+        found: Tensor = parameter.to_local()
+        found.grad = None if parameter.grad is None else parameter.grad.to_local()  # type: ignore[attr-defined]
+    return found
+
+
+def require_parts(widths: Sequence[int], ranks: int) -> None:
+    """Raise `Unsupported` unless every rank's chunk is made of windows on the blocks of these widths."""
+    for rank in range(ranks):
+        _parts(_chunk(sum(widths), ranks, rank), widths)
+
+
+def whole_window(name: str, parameter: Tensor, read: Read) -> Iterator[Named]:
+    """Yield the window on a parameter (rows, columns) of which this rank has rows; none where it has none."""
+    for _, rows, shard in _parts(_kept(parameter), (len(parameter),)):
+        yield Named(name, None, read(local(parameter))[rows], shard)
+
+
+def shared_windows(
+    gate_up_FD: tuple[Tensor, Tensor], down_DF: Tensor, widths: Sequence[int], read: Read
+) -> Iterator[Named]:
+    """Yield the windows on shared experts of some widths that lie in one, (F, D) and (D, F), one after the other."""
+    for name, parameter in zip(("shared_gate", "shared_up"), gate_up_FD, strict=True):
+        view = read(local(parameter))
+        for j, rows, shard in _parts(_kept(parameter), widths):
+            yield Named(name, j, view[rows], shard)
+    for down in whole_window("shared_down", down_DF, read):
+        for j, (width, end) in enumerate(zip(widths, accumulate(widths), strict=True)):
+            yield Named("shared_down", j, down.view[:, end - width : end], down.shard)
+
+
+def _kept(parameter: Tensor) -> range:
+    """Return the rows of a parameter that this rank holds."""
+    if not isinstance(parameter, DTensor):
+        return range(len(parameter))
+    return _chunk(len(parameter), parameter.device_mesh.size(), parameter.device_mesh.get_local_rank())
+
+
+def _chunk(rows: int, of: int, index: int) -> range:
+    size = -(-rows // of)
+    return range(rows)[index * size : (index + 1) * size]
+
+
+def _parts(rows: range, widths: Sequence[int]) -> Sequence[tuple[int, slice, tuple[int, int, int] | None]]:
+    """Return what rows hold of blocks of some widths, one after the other: (which, where in the rows, part of it).
+
+    Raises:
+        Unsupported: the rows hold something of a block that is not one of so many equal parts.
+    """
+    found, start = [], 0
+    for j, width in enumerate(widths):
+        first, last = max(rows.start, start), min(rows.stop, start + width)
+        if first < last:
+            count, offset = last - first, first - start
+            if width % count or offset % count:
+                raise Unsupported(f"FSDP2 keeps rows {first} to {last - 1} together, no equal part of block {j}")
+            shard = None if count == width else (0, offset // count, width // count)
+            found.append((j, slice(first - rows.start, last - rows.start), shard))
+        start += width
+    return found

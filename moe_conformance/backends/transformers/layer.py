@@ -1,0 +1,136 @@
+"""Whole MoE blocks of models, with their shared experts, under the library's expert and data parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from moe_conformance.backends.fsdp_windows import require_parts, shared_windows, whole_window
+from moe_conformance.backends.transformers.experts import expert_windows, shard_experts
+from moe_conformance.backends.transformers.placement import Placement
+from moe_conformance.backends.transformers.router import model_config, model_of
+from moe_conformance.backends.transformers.shared_batch import SharedBatch
+from moe_conformance.contract import Config, Named, Read, Unsupported, refusals
+
+
+class _Block(NamedTuple):
+    """What a model calls its block, and its shared experts in it."""
+
+    name: str
+    shared: str | None
+
+
+_BLOCKS: Mapping[str, _Block] = {
+    "deepseek_v2": _Block("DeepseekV2Moe", "shared_experts"),
+    "deepseek_v3": _Block("DeepseekV3MoE", "shared_experts"),
+    "qwen2_moe": _Block("Qwen2MoeSparseMoeBlock", "shared_expert"),
+    "qwen3_moe": _Block("Qwen3MoeSparseMoeBlock", None),
+}
+
+
+def block_of(config: Config) -> str:
+    """Return the model whose block is what is asked for, or refuse what is adapted to none."""
+    router = model_of(config)
+    if not config.shared_ffn or config.shared_gate:
+        if router != "qwen3_moe" or bool(config.shared_ffn) != config.shared_gate:
+            raise Unsupported(f"no block is adapted to the router of {router} with shared_gate={config.shared_gate}")
+        return "qwen2_moe" if config.shared_ffn else "qwen3_moe"
+    model = "deepseek_v2" if router == "qwen3_moe" and not config.normalise else router
+    if model not in ("deepseek_v2", "deepseek_v3"):
+        raise Unsupported(f"no block is adapted to the router of {router} with shared experts that have no gate")
+    if sum(config.shared_ffn) % config.ffn:
+        raise Unsupported(f"{model} has shared experts of the routed ones' width {config.ffn}, not {config.shared_ffn}")
+    return model
+
+
+class ModelLayer:
+    """The block of a model, its experts over ep and all of it by FSDP2 over the batches, as the library places it.
+
+    Several shared experts are one of their total width.
+    """
+
+    def __init__(self, config: Config, placement: Placement, implementations: tuple[str, str]) -> None:
+        """Build the block, install the implementation of expert parallelism, and shard.
+
+        Raises:
+            Unsupported: no block is what is asked for, or the windows would not be parts of parameters.
+        """
+        ep_implementation, experts_implementation = implementations
+        model = block_of(config)
+        self._config, self._placement, self._names = config, placement, _BLOCKS[model]
+        asked = model_config(model, config)
+        asked._experts_implementation = experts_implementation
+        package = f"transformers.models.{model}.modeling_{model}"
+        block: Any = getattr(import_module(package), self._names.name)(asked).to(placement.device)
+        for module in block.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(parameter.detach().to(config.dtype)))
+        self._block = block
+        sizes = placement.topology.sizes
+        if sizes["tp"] > 1 and any("shared_experts" in name for name in asked.base_model_tp_plan):
+            raise Unsupported(f"tp = {sizes['tp']} splits the shared experts of {model}: not adapted")
+        require_parts(config.shared_ffn, placement.batches)
+        if sizes["ep"] > 1:
+            self._install(asked.base_model_ep_plan, ep_implementation)
+        if placement.batches > 1:
+            self._shard(sizes["ep"] > 1)
+
+    def _install(self, model_plan: Mapping[str, str], implementation: str) -> None:
+        from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+        plan = {name.removeprefix("layers.*.mlp."): style for name, style in model_plan.items()}
+        with refusals(ValueError, match="needs every rank of the expert group to hold the same batch"):
+            apply_expert_parallelism(
+                self._block, self._placement.expert_mesh["ep"], self._placement.tp_mesh, plan, implementation
+            )
+
+    def _shard(self, dispatched: bool) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        if dispatched:
+            shard_experts(self._block.experts, self._placement)
+        group, device = self._placement.topology.group("dp_cp"), self._placement.device
+        fully_shard(self._block, mesh=DeviceMesh.from_group(group, device.type, mesh_dim_names=("fsdp",)))
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        """The classes of the parts, the dtype of the router's scores, and how the experts are placed."""
+        block, weight = self._block, self._block.experts.gate_up_proj
+        shared = "none" if self._names.shared is None else type(getattr(block, self._names.shared)).__name__
+        return {
+            "layer": type(block).__name__.removeprefix("FSDP"),
+            "dtype": "torch.float32",  # of scores, for tokens of any dtype: docs/findings, TF-04
+            "experts implementation": block.experts.config._experts_implementation,
+            "shared experts": shared,
+            "shards": str(weight.placements) if isinstance(weight, DTensor) else "none",
+        }
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return y; the block takes [batch, sequence, D], and tensor ranks share a batch."""
+        x_TD = x.reshape(-1, x.shape[-1])
+        group = self._placement.topology.group("tp")
+        if group.size() == 1:
+            y: Tensor = self._block(x if x.dim() == 3 else x[None])
+            return y.reshape(x.shape)
+        batch = SharedBatch(len(x_TD), group, x.device)
+        return batch.own(self._block(batch.of_all(x_TD)[None])[0]).reshape(x.shape)
+
+    def named(self, read: Read) -> Iterator[Named]:
+        """Yield the router, the experts of this rank's shard, and of the shared ones the rows that it holds."""
+        block = self._block
+        yield from whole_window("router", block.gate.weight, read)
+        if self._config.balance_bias:
+            yield Named("balance_bias", None, read(block.gate.e_score_correction_bias))
+        yield from expert_windows(block.experts, self._placement, read)
+        if self._names.shared is None:
+            return
+        shared = getattr(block, self._names.shared)
+        gate_up_FD = (shared.gate_proj.weight, shared.up_proj.weight)
+        yield from shared_windows(gate_up_FD, shared.down_proj.weight, self._config.shared_ffn, read)
+        if self._config.shared_gate:
+            yield from whole_window("shared_score", block.shared_expert_gate.weight, read)
