@@ -100,6 +100,7 @@ class Config:
     token_bound: int | None = None
     budget_factor: float | None = None  # experts' rows lie in a buffer of fixed size: so often a rank's balanced load
     row_budget: int | None = None  # or, not both, of that many rows; more than the buffer holds are an `Overflow`
+    token_copies: bool = False  # all ranks of a tp group hold the same tokens, and count once: no sequence parallelism
     wire: Literal["plain", "float8"] = "plain"  # float8: tokens travel to the experts in eight bits, with scales
     extra: tuple[tuple[str, Any], ...] = ()  # knobs of one backend, passed on under their own names
 
@@ -257,7 +258,8 @@ class Placed(Resolved, Protocol):
     the adapter first copied the tokens of every tensor rank to all of them, as the backend wants them: not counted.
     `resolved["handed"]` says how many rows the experts are handed: "routed", as many as are for them, unless it says
     otherwise; "tokens", every token of the exchange group; "static", a number that was agreed upon before. Where the
-    rows of an expert are padded to a multiple, `resolved["multiple"]` says to which.
+    rows of an expert are padded to a multiple, `resolved["multiple"]` says to which. With `token_copies`, dL/dx and
+    dL/dw are "complete" on every copy, unless `resolved["copies"]` says "parts", which add up to them over tp.
     """
 
     @property

@@ -35,7 +35,7 @@ def judge_wrong_input(outcome: Outcome, tally: Tally) -> None:
     on = some(sorted(misuse.culprits(outcome.workload.layout)))
     of_a_type = what == misuse.INPUTS["ids-in-float"][0]
     judge_refused(outcome, 0, tally, stage="dispatch", asked=f"{what} on rank {on}", of_a_type=of_a_type)
-    _judge_y(outcome, 1, 0, tally)
+    judge_y(outcome, 1, 0, tally)
 
 
 def judge_wrong_answers(outcome: Outcome, tally: Tally) -> None:
@@ -56,7 +56,7 @@ def judge_wrong_answers(outcome: Outcome, tally: Tally) -> None:
         if any(answer.raised for answer in found):
             judge_refused(outcome, number, tally, stage="combine", asked="a handle that was combined before")
         else:
-            _judge_y(outcome, number, 0, tally)
+            judge_y(outcome, number, 0, tally)
     else:
         judge_no_slip(outcome, number)
         wrong = [rank for rank, given in enumerate(workload.calls[number].given) if given != misuse.RIGHT]
@@ -68,7 +68,7 @@ def judge_wrong_answers(outcome: Outcome, tally: Tally) -> None:
         for rank in wrong:  # those that cannot tell have nothing to refuse
             tally.add(pairs=1, rank=rank)
     for after in range(number + 1, len(workload.calls)):
-        _judge_y(outcome, after, 0, tally)
+        judge_y(outcome, after, 0, tally)
 
 
 def _can_tell(outcome: Outcome, number: int, rank: int) -> bool:
@@ -81,7 +81,7 @@ def _can_tell(outcome: Outcome, number: int, rank: int) -> bool:
     return "width" in given or shapes[0] != shapes[1]
 
 
-def _judge_y(outcome: Outcome, call: int, microbatch: int, tally: Tally) -> None:
+def judge_y(outcome: Outcome, call: int, microbatch: int, tally: Tally) -> None:
     """Require that a call answered with the weighted sum of the suite's experts, exactly."""
     findings = []
     expected = expect(outcome.workload, [1.0]).y[microbatch]

@@ -14,6 +14,7 @@ from moe_conformance.topology import Layout
 from moe_conformance.workloads import (
     budget,
     capacity,
+    copies,
     dispatch_layout,
     dropping_layers,
     extreme_routing,
@@ -78,6 +79,7 @@ CHAPTERS: tuple[Chapter, ...] = (
     Chapter(tuple(overflow.OVERFLOWS), overflow.overflows, "every", (_SPREAD, _CUT), shared=False),
     Chapter(tuple(float8_rows.SCRIPTS), float8_rows.scripts),
     Chapter(misuse.NAMES, misuse.draw, variants="every"),
+    Chapter(copies.NAMES, copies.draw, "every", (_TENSOR,)),
 )
 
 

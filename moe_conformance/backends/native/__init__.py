@@ -10,6 +10,7 @@
                     for the experts, and the dispatcher over them
     packing.py      packed sequences: sums of lengths, gaps, shares of context ranks
     padding.py      token counts of all ranks padded to one size, around any of the exchanges
+    token_copies.py tokens that tensor ranks hold as copies, each dispatched once, around any of these
     experts.py      SwiGLU experts
     routing.py      the router
     gradients.py    what happens to gradients before the step

@@ -122,6 +122,11 @@ class PaddedExchange:
         """Return y in the shape of x."""
         return self._trim(self.inner.combine(rows, handle.handle), handle).reshape(handle.shape)
 
+    def withdraw(self, device: torch.device) -> None:
+        """Take part in a dispatch to which this rank can bring nothing."""
+        self.padding.count(0)
+        self.inner.withdraw(device)
+
     def _pad(self, x_TD: Tensor, routing: Routing, missing: int) -> tuple[Tensor, Routing]:
         below = (0, 0, 0, missing)
         ids_PK = F.pad(routing.ids_TK, below, value=-1)

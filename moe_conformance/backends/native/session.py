@@ -18,7 +18,7 @@ from moe_conformance.backends.native.layer import Layer
 from moe_conformance.backends.native.low_latency import FixedPlaces, LowLatencyExchange
 from moe_conformance.backends.native.managers import DeepEPManager, HybridEPManager, Manager, NCCLEPManager
 from moe_conformance.backends.native.packing import Packing
-from moe_conformance.backends.native.padding import PaddedExchange, TokenPadding
+from moe_conformance.backends.native.padding import PaddedExchange, TokenPadding, Withdrawing
 from moe_conformance.backends.native.reordering import Reordering
 from moe_conformance.backends.native.reusable import ReusableExchange
 from moe_conformance.backends.native.routing import Router
@@ -26,6 +26,7 @@ from moe_conformance.backends.native.routing_forms import RoutingForms
 from moe_conformance.backends.native.row_index import RowIndex
 from moe_conformance.backends.native.rows import Permutation
 from moe_conformance.backends.native.shared_experts import SharedExperts
+from moe_conformance.backends.native.token_copies import TokenCopies
 from moe_conformance.backends.native.token_exchange import TokenExchange
 from moe_conformance.backends.native.transport import Transport
 from moe_conformance.contract import Config, Parametrised, SplitExchange, Topology, Unsupported, refusals
@@ -60,6 +61,7 @@ class NativeSession(Session):
     padding_class: type[TokenPadding] = TokenPadding
     packing_class: type[Packing] = Packing
     padded_class: type[PaddedExchange] = PaddedExchange  # around any of the exchanges
+    copies_class: type[TokenCopies] = TokenCopies  # around any of these
     experts_class: type[Experts] = Experts
     router_class: type[Router] = Router
     permutation_class: type[Permutation] = Permutation
@@ -79,11 +81,13 @@ class NativeSession(Session):
 
     def exchange(self, config: Config) -> SplitExchange:
         """Build the exchange of `config.variant`."""
+        asked, config = config, replace(config, token_copies=False)
         with refusals(CannotBuild, match="."):
-            exchange = self._exchange(config)
-            if not self._pads(config):
-                return exchange
-            return self.padded_class(exchange, self.padding_class(config, self.topology, self.device))
+            exchange: Withdrawing = self._exchange(config)
+            if self._pads(config):
+                exchange = self.padded_class(exchange, self.padding_class(config, self.topology, self.device))
+            alone = not asked.token_copies or self.topology.sizes["tp"] == 1
+            return exchange if alone else self.copies_class(exchange, self.topology)
 
     def token_padding(self, config: Config) -> TokenPadding:
         """Build the padding of the exchange of `config`."""
@@ -129,8 +133,8 @@ class NativeSession(Session):
         return config.pad_tokens != "no" or bool(manager and manager.needs_equal_tokens)
 
     def experts(self, config: Config) -> Experts:
-        """Build this rank's experts."""
-        config.only(*_MAPPED)
+        """Build this rank's experts, to which copies of tokens are nothing special."""
+        config.only(*_MAPPED, "token_copies")
         with refusals(CannotBuild, match="."):
             return self.experts_class(config, self.topology, self.device)
 

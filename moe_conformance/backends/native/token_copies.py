@@ -1,0 +1,157 @@
+"""Tokens that the ranks of a tp group hold as copies: each rank dispatches its share of them, and all get all answers.
+
+The share of rank i begins at token i T / tp, rounded down, so that T may be any number. Every copy is given the whole
+upstream gradient, of which the backward takes the rank's share, and what comes back for tokens and weights is gathered
+again: complete on every copy. Behind the exchange every pair has been there once, and so have its gradients.
+
+T tokens of every copy, S tokens in this rank's share, K slots, D hidden, W ranks of tp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_conformance.backends.native import collectives
+from moe_conformance.backends.native.groups import CannotBuild
+from moe_conformance.backends.native.padding import Withdrawing
+from moe_conformance.contract import Delivery, Routing, Topology
+
+
+class CopiesDiffer(ValueError):
+    """The ranks of a tp group have different routings: what they hold are no copies."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Which of T tokens every rank of a tp group dispatches."""
+
+    tokens: int  # T
+    group: dist.ProcessGroup
+
+    @property
+    def sizes_W(self) -> list[int]:
+        """S of every rank."""
+        W = self.group.size()
+        starts = [rank * self.tokens // W for rank in range(W + 1)]
+        return [end - start for start, end in pairwise(starts)]
+
+    def own(self, rows: Tensor) -> Tensor:
+        """Return this rank's rows of all, a copy."""
+        own: Tensor = torch.split(rows, self.sizes_W)[self.group.rank()].clone()
+        return own
+
+    def whole(self, rows: Tensor) -> Tensor:
+        """Return the rows of all ranks, of which every rank has its own."""
+        return collectives.all_gather(rows, self.sizes_W, self.group)
+
+
+class _Cut(torch.autograd.Function):
+    """This rank's share of tokens and weights; their gradients are gathered from all shares, together."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, shares: Shares) -> tuple[Tensor, Tensor]:
+        ctx.shares = shares
+        return shares.own(x_TD), shares.own(weights_TK)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        wanted = zip(gradients, ctx.needs_input_grad[:2], strict=True)
+        x_TD, weights_TK = [ctx.shares.whole(part) if needed else None for part, needed in wanted]
+        return x_TD, weights_TK, None
+
+
+class _Join(torch.autograd.Function):
+    """All tokens' answers, of which every rank has its share; their gradient is whole on every rank already."""
+
+    @staticmethod
+    def forward(ctx: Any, y_SD: Tensor, shares: Shares) -> Tensor:
+        ctx.shares = shares
+        whole: Tensor = ctx.shares.whole(y_SD)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.shares.own(gradients[0]), None
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What it takes to give one microbatch's answers to all copies."""
+
+    handle: Any  # of the exchange inside
+    shares: Shares
+    shape: tuple[int, ...]  # of x
+
+
+class TokenCopies:
+    """An exchange that dispatches every token of a tp group once, and answers to each of its copies."""
+
+    def __init__(self, inner: Withdrawing, topology: Topology) -> None:
+        """Put the sharing around an exchange.
+
+        Raises:
+            CannotBuild: a rank of another tp group could wait for one that was refused here: neither are all copies in
+                one exchange group, nor all ranks of this one among the copies.
+        """
+        tp, exchange = set(topology.ranks("tp")), set(topology.ranks("ep_etp"))
+        if not (tp <= exchange or exchange <= tp):
+            raise CannotBuild(f"copies on ranks {sorted(tp)} of tp, and experts on {sorted(exchange)}: neither has all")
+        self.inner, self.group = inner, topology.group("tp")
+
+    @property
+    def local_experts(self) -> tuple[int, ...]:
+        """Global ids of this rank's N experts."""
+        return self.inner.local_experts
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        """The exchange inside, among how many copies tokens are shared, and that gradients are whole on each."""
+        return {**self.inner.resolved, "shared among": str(self.group.size()), "copies": "complete"}
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Shared]:
+        """Dispatch this rank's share; x is (*lead, D) with prod(lead) == T, and the routing is that of all T.
+
+        Raises:
+            CopiesDiffer: on every rank of the tp group.
+        """
+        x_TD = x.reshape(-1, x.shape[-1])
+        self._compare(routing.ids_TK, x.device)
+        shares = Shares(len(x_TD), self.group)
+        x_SD, weights_SK = self._cut(x_TD, routing.weights_TK, shares)
+        share = Routing(shares.own(routing.ids_TK), weights_SK, routing.experts)
+        delivery, handle = self.inner.dispatch(x_SD, share)
+        return delivery, Shared(handle, shares, tuple(x.shape))
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        """Return y in the shape of x, the same on every copy."""
+        return self._join(self.inner.combine(rows, handle.handle), handle.shares).reshape(handle.shape)
+
+    def _cut(self, x_TD: Tensor, weights_TK: Tensor, shares: Shares) -> tuple[Tensor, Tensor]:
+        cut: tuple[Tensor, Tensor] = _Cut.apply(x_TD, weights_TK, shares)  # type: ignore[no-untyped-call]
+        return cut
+
+    def _join(self, y_SD: Tensor, shares: Shares) -> Tensor:
+        joined: Tensor = _Join.apply(y_SD, shares)  # type: ignore[no-untyped-call]
+        return joined
+
+    def _compare(self, ids_TK: Tensor, device: torch.device) -> None:
+        """Raise on every rank of the tp group if the routings of two differ."""
+        own = torch.cat([torch.tensor(ids_TK.shape, device=device), self._checksum(ids_TK)[None]])
+        told_WX = collectives.all_gather(own[None], [1] * self.group.size(), self.group)
+        odd = (told_WX != told_WX[0]).any(1).nonzero().flatten().tolist()
+        if odd:
+            self.inner.withdraw(device)
+            raise CopiesDiffer(f"ranks {odd} of the tp group have another routing than rank 0: they hold no copies")
+
+    def _checksum(self, ids_TK: Tensor) -> Tensor:
+        """Return a number in which every id counts by its place, modulo 2^64."""
+        ids_P = (ids_TK.flatten() + 2) * -7046029254386353131
+        places_P = 2 * torch.arange(len(ids_P), device=ids_P.device) + 1
+        return ((ids_P ^ (ids_P >> 29)) * places_P * -4658895280553007687).sum()

@@ -1,0 +1,275 @@
+"""Tokens that the ranks of a tp group hold as copies: delivered once, counted once, answered on every copy.
+
+All judges of exchanges apply to what is left when all copies but one are taken away. The rows are tagged as the
+lowest rank's of the tp group, so that its batches are what was to be delivered; y and the gradients of another copy
+are laid in their place, one copy after the other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from moe_conformance.judging.answers import answers
+from moe_conformance.judging.deliveries import judge_deliveries, judge_rows
+from moe_conformance.judging.diagnosis import Finding, fail, some
+from moe_conformance.judging.gradients import judge_dweights, judge_dx
+from moe_conformance.judging.misuse import judge_y
+from moe_conformance.judging.outputs import judge_outputs
+from moe_conformance.judging.own_experts import (
+    judge_expert_gradients,
+    judge_own_dweights,
+    judge_own_dx,
+    judge_own_outputs,
+)
+from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.verdict import (
+    MalformedClaim,
+    Mismatch,
+    Tally,
+    Unrefused,
+    WrongDelivery,
+    WrongForm,
+    WrongOutput,
+)
+from moe_conformance.scenarios.outcome import Grad, Microbatch, Outcome
+from moe_conformance.workloads import tags
+from moe_conformance.workloads.copies import MISMATCHES, ONE_GROUP, groups_that_differ
+from moe_conformance.workloads.records import Batch
+from reference.exchange import Pair
+from reference.tp_copies import gathered, same_bytes, wrong_pairs
+
+Judge = Callable[[Reading, Tally], None]
+
+
+@dataclass(frozen=True)
+class Distinct(Reading):
+    """A reading in which the lowest rank of every tp group alone has tokens.
+
+    A pair may go to the owners of its expert in any exchange group that has a copy, and has to in one.
+    """
+
+    @cached_property
+    def pairs(self) -> tuple[tuple[Pair, ...], ...]:
+        """The deliveries asked for: where copies lie in several exchange groups, in those that were chosen."""
+        rows = Counter(
+            (e.microbatch, e.rank, e.source, e.token, e.expert)
+            for e in self.entries
+            if e.kind == tags.TAG and e.of_microbatch == e.microbatch
+        )
+        return tuple(tuple(self._asked(m, rows)) for m in range(len(self.batches)))
+
+    def _asked(self, m: int, rows: Counter[tuple[int, int, int, int, int]]) -> Iterator[Pair]:
+        layout = self.outcome.workload.layout.groups()
+        for copies in layout["tp"]:
+            source = min(copies)
+            groups = [group for group in layout["ep_etp"] if set(group) & set(copies)]
+            for token, ids_K in enumerate(self.batches[m][source].ids_TK.tolist()):
+                for slot, expert in enumerate(ids_K):
+                    if expert < 0:
+                        continue
+                    before = ids_K[:slot].count(expert)  # slots of the same expert, which have rows of their own
+                    owners = [[r for r in group if expert in self.ranks[r].local_experts] for group in groups]
+                    if not any(owners):
+                        sentence = f"expert {expert} is on no rank of an exchange group with copies of rank {source}'s"
+                        raise WrongDelivery("dispatch", sentence)
+                    reached = [
+                        [r for r in ranks if rows[m, r, source, token, expert] > before] for ranks in owners
+                    ]
+                    whole = any(got and got == ranks for got, ranks in zip(reached, owners, strict=True))
+                    wanted = reached if whole else [next(ranks for ranks in owners if ranks)]
+                    yield from (Pair(source, token, slot, expert, r) for ranks in wanted for r in ranks)
+
+
+def judge_copies_delivered(reading: Reading, tally: Tally) -> None:
+    """Decide whether every pair reaches its owners once in one exchange group, and once at most in every other.
+
+    Raises:
+        WrongDelivery: pairs lost, delivered twice, delivered elsewhere, or never asked for.
+        CorruptRow, WrongForm: a row is no token's, or of another dtype.
+    """
+    distinct = _of_copy(reading, 0)
+    judge_deliveries(distinct, tally)
+    judge_rows(distinct, tally)
+    layout = reading.outcome.workload.layout.groups()
+    for m, batches in enumerate(reading.batches):
+        found = [_sent(match.pair, layout) for match in distinct.matching.matches if match.entry.microbatch == m]
+        held = [rank.local_experts for rank in reading.ranks]
+        ids = [batch.ids_TK for batch in batches]
+        if wrong := wrong_pairs(ids, found, layout["ep_etp"], held, layout["tp"]):
+            told = [f"rank {rank} token {token} slot {slot}" for rank, token, slot in wrong]
+            raise WrongDelivery("dispatch", f"among the copies of a tp group were not delivered once: {some(told)}")
+
+
+def _sent(pair: Pair, layout: dict[str, tuple[tuple[int, ...], ...]]) -> Pair:
+    """Return the pair as sent by a copy in the exchange group that it reached."""
+    copies = next(group for group in layout["tp"] if pair.source in group)
+    there = next(group for group in layout["ep_etp"] if pair.destination in group)
+    return replace(pair, source=min(set(copies) & set(there)))
+
+
+def judge_copies_counted(reading: Reading, tally: Tally) -> None:
+    """Decide whether experts end with the gradient of distinct tokens.
+
+    Raises as `judge_expert_gradients`.
+    """
+    judge_expert_gradients(_of_copy(reading, 0), tally)
+
+
+def judge_copies_answered(reading: Reading, tally: Tally) -> None:
+    """Decide whether the suite's experts' answers, and their gradients, are whole on every copy, and y the same bytes.
+
+    Raises:
+        WrongForm, WrongOutput, WrongGradient, AbsentGradient: as the judges of one copy; copies that differ.
+        MalformedClaim: gradients are neither "complete" nor "parts".
+    """
+    _judge_bytes(reading, tally)
+    _judge_every_copy(reading, tally, (judge_outputs, judge_dx, judge_dweights))
+
+
+def judge_own_copies_answered(reading: Reading, tally: Tally) -> None:
+    """Decide the same of the backend's own experts, within rounding.
+
+    Raises as `judge_copies_answered`.
+    """
+    _judge_bytes(reading, tally)
+    _judge_every_copy(reading, tally, (judge_own_outputs, judge_own_dx, judge_own_dweights))
+
+
+def _judge_bytes(reading: Reading, tally: Tally) -> None:
+    findings = []
+    for m in range(len(reading.batches)):
+        for copies in reading.outcome.workload.layout.groups()["tp"]:
+            seen = [reading.seen(m, rank) for rank in copies]
+            if missing := [rank for rank, each in zip(copies, seen, strict=True) if each.y is None]:
+                raise WrongForm("combine", f"y of rank {missing[0]} in microbatch {m} is None", ranks=tuple(missing))
+            found = [each.y for each in seen if each.y is not None]
+            for rank, y_TD in zip(copies[1:], found[1:], strict=True):
+                if not same_bytes([found[0], y_TD]):
+                    sentence = f"y of rank {rank} differs from that of rank {copies[0]}, a copy{_where(found[0], y_TD)}"
+                    findings.append(Finding("copies differ", sentence, (rank,)))
+                tally.add(elements=y_TD.numel(), rank=rank)
+    if findings:
+        fail(WrongOutput, "combine", findings)
+
+
+def _where(one: torch.Tensor, other: torch.Tensor) -> str:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return f": {tuple(other.shape)} of {other.dtype} for {tuple(one.shape)} of {one.dtype}"
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
+    t, d = (one.contiguous().view(bits) != other.contiguous().view(bits)).nonzero()[0].tolist()
+    return f": token {t} has {float(other[t, d])!r} for {float(one[t, d])!r} in column {d}"
+
+
+def _judge_every_copy(reading: Reading, tally: Tally, judges: tuple[Judge, ...]) -> None:
+    for copy in range(reading.outcome.workload.layout.tp):
+        view = _of_copy(reading, copy)
+        try:
+            for judge in judges:
+                judge(view, tally)
+        except Mismatch as found:
+            if not copy:
+                raise
+            groups = reading.outcome.workload.layout.groups()["tp"]
+            renamed = {min(group): group[copy] for group in groups}
+            ranks = tuple(renamed.get(rank, rank) for rank in found.ranks)
+            sentence = f"of copy {copy} of every token, the first being right: {found.sentence}"
+            raise type(found)(found.stage, sentence, ranks=ranks, ratio=found.ratio) from None
+
+
+def _of_copy(reading: Reading, copy: int) -> Distinct:
+    """Return the reading with one copy of every token, on the lowest rank of its tp group, and what it got."""
+    outcome = reading.outcome
+    groups = outcome.workload.layout.groups()["tp"]
+    source = {min(group): group for group in groups}
+    blank = tuple(
+        tuple(batch if rank in source else _without_tokens(batch) for rank, batch in enumerate(ranks))
+        for ranks in reading.batches
+    )
+    workload = replace(outcome.workload, batches=blank)
+    ranks = tuple(
+        replace(
+            rank,
+            microbatches=tuple(
+                _taken(reading, m, source[rank.rank], copy) if rank.rank in source else _nothing(seen)
+                for m, seen in enumerate(rank.microbatches)
+            ),
+        )
+        for rank in reading.ranks
+    )
+    return Distinct(replace(outcome, workload=workload, ranks=ranks), ranks)
+
+
+def _taken(reading: Reading, m: int, copies: tuple[int, ...], copy: int) -> Microbatch:
+    """Return what the first copy saw, with the output and the gradients of another."""
+    seen = [reading.seen(m, rank) for rank in copies]
+    mine = seen[copy]
+    return replace(
+        seen[0],
+        y=mine.y,
+        y_shape=mine.y_shape,
+        y_dtype=mine.y_dtype,
+        dx_TD=_gradient(reading, copies, copy, [each.dx_TD for each in seen]),
+        dweights_TK=_gradient(reading, copies, copy, [each.dweights_TK for each in seen]),
+    )
+
+
+def _gradient(reading: Reading, copies: tuple[int, ...], copy: int, by_copy: list[Grad]) -> Grad:
+    """Return a copy's gradient, or the sum of all copies' where the backend says that they are parts."""
+    claims = {reading.ranks[rank].resolved.get("copies", "complete") for rank in copies}
+    if claims == {"complete"}:
+        return by_copy[copy]
+    if claims != {"parts"}:
+        said = " and ".join(sorted(claims))
+        raise MalformedClaim("gradient", f"the copies' gradients are claimed to be {said}, not complete, or parts")
+    values = [grad.value for grad in by_copy if grad.value is not None]
+    if not values or len({value.shape for value in values}) > 1:
+        return by_copy[copy]
+    (whole,) = gathered(values, "parts")
+    return Grad(whole)
+
+
+def _nothing(seen: Microbatch) -> Microbatch:
+    """Return what a rank without tokens sees; what its experts were handed stays."""
+
+    def none(value: torch.Tensor | None) -> torch.Tensor | None:
+        return None if value is None else value[:0]
+
+    shape = (0, *seen.y_shape[1:])
+    dx, dweights = Grad(none(seen.dx_TD.value)), Grad(none(seen.dweights_TK.value))
+    return replace(seen, y=none(seen.y), y_shape=shape, dx_TD=dx, dweights_TK=dweights)
+
+
+def _without_tokens(batch: Batch) -> Batch:
+    return Batch(batch.x_TD[:0], batch.ids_TK[:0], batch.weights_TK[:0], batch.upstream[:0])
+
+
+# ---- copies that are none ------------------------------------------------------------------------------------
+
+
+def judge_mismatch(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether every rank of a tp group raises whose copies have different routings, and the next step is right.
+
+    Ranks of other groups may raise or answer, but none may wait for ever.
+
+    Raises:
+        Unrefused: a rank of such a group answered.
+        Hung, Died, Raised: a rank waits for another or ended, or the right step raised.
+        WrongOutput: the right step was answered wrongly.
+    """
+    what, _ = MISMATCHES[outcome.workload.name.removesuffix(ONE_GROUP)]
+    found = answers(outcome, 0)
+    groups = groups_that_differ(outcome.workload)
+    answered = [rank for group in groups for rank in group if not found[rank].raised]
+    if answered:
+        on = some(group[-1] for group in groups)
+        told = some(f"rank {rank}" for rank in answered)
+        sentence = f"step answered {what} on rank {on} alone of its tp group on {told}, where all should refuse it"
+        raise Unrefused("dispatch", sentence, ranks=tuple(answered))
+    for rank in (rank for group in groups for rank in group):
+        tally.add(pairs=1, rank=rank)
+    judge_y(outcome, 1, 0, tally)
