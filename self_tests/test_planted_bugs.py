@@ -25,7 +25,7 @@ from moe_conformance.workloads import corpus, group_sizes, routing, scripts
 from moe_conformance.workloads.records import Wish, Workload
 from self_tests.checks import checks, judge
 from self_tests.planted_bugs import Expectation, Plant, plants
-from self_tests.planted_bugs.plant import EP2, EP2_ETP2
+from self_tests.planted_bugs.plant import EP2, EP2_ETP2, TP2_EP2
 
 NATIVE = "native"
 
@@ -119,6 +119,13 @@ class TestConviction:
         for verdict in court.verdicts(NATIVE, requirement, variant, layout, workload):
             assert isinstance(verdict, Tally), verdict
             assert not verdict.vacuous
+
+    @pytest.mark.parametrize("workload", ["copies-even", "copies-rank-without-tokens", "copies-own-uneven"])
+    def test_parts_that_are_said_to_be_parts_are_added_up(self, court: Court, workload: str) -> None:
+        """A backend whose copies have parts of the gradients, and which says so, is acquitted."""
+        backend = "self_tests.planted_bugs.token_copies:Parts"
+        for verdict in court.verdicts(backend, "EXCH-36", "alltoall", TP2_EP2, workload):
+            assert isinstance(verdict, Tally), verdict
 
     @pytest.mark.parametrize(
         ("liar", "requirement", "layout", "workload", "words"),

@@ -14,7 +14,7 @@ from functools import cached_property
 
 import torch
 
-from moe_conformance.judging.answers import answers
+from moe_conformance.judging.answers import answers, judge_no_slip
 from moe_conformance.judging.deliveries import judge_deliveries, judge_rows
 from moe_conformance.judging.diagnosis import Finding, fail, some
 from moe_conformance.judging.gradients import judge_dweights, judge_dx
@@ -262,6 +262,7 @@ def judge_mismatch(outcome: Outcome, tally: Tally) -> None:
         WrongOutput: the right step was answered wrongly.
     """
     what, _ = MISMATCHES[outcome.workload.name.removesuffix(ONE_GROUP)]
+    judge_no_slip(outcome, 0)
     found = answers(outcome, 0)
     groups = groups_that_differ(outcome.workload)
     answered = [rank for group in groups for rank in group if not found[rank].raised]

@@ -26,6 +26,7 @@ from self_tests.planted_bugs import (
     routing_ends,
     routing_extremes,
     shared_experts,
+    token_copies,
     token_exchange,
     twin_ends,
     twins,
@@ -37,7 +38,7 @@ __all__ = ["Expectation", "Plant", "find", "plants", "plants_of_many_ranks"]
 
 def plants() -> tuple[Plant, ...]:
     """Return all plants, chapter by chapter."""
-    exchanges = (exchange, repetition, exchange_back, exchange_ends, twins, twin_ends, exchange_spoilt, exchange_misuse)
+    exchanges = (exchange, repetition, exchange_back, exchange_ends, twins, twin_ends, exchange_spoilt, exchange_misuse, token_copies)
     drops = (capacity, capacity_exchange)
     chapters = (routing, routing_ends, routing_extremes, *drops, *exchanges, experts, gradients, groups, overlap, cost)
     surfaces = (padding_gradients, flex, permute, dispatch_layout, token_exchange, packing, shared_experts)

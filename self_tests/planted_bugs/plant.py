@@ -36,6 +36,7 @@ from moe_conformance.backends.native.routing_forms import RoutingForms
 from moe_conformance.backends.native.row_index import RowIndex
 from moe_conformance.backends.native.rows import Permutation
 from moe_conformance.backends.native.shared_experts import SharedExperts
+from moe_conformance.backends.native.token_copies import TokenCopies
 from moe_conformance.backends.native.token_exchange import TokenExchange
 from moe_conformance.backends.native.transport import Transport
 from moe_conformance.topology import Layout
@@ -60,6 +61,7 @@ _ATTRIBUTES = {
     Float8Wire: "float8_class",
     TokenPadding: "padding_class",
     PaddedExchange: "padded_class",
+    TokenCopies: "copies_class",
     Packing: "packing_class",
     Experts: "experts_class",
     Router: "router_class",

@@ -76,7 +76,7 @@ class _Session(Session):
 
     def exchange(self, config: Config) -> SharedExchange:
         """Install the library's implementation on a module that asks the given experts."""
-        config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied")
+        config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied", "token_copies")
         if config.weights_applied == "input":
             raise Unsupported("the library weighs what experts answer, not weights_applied='input'")
         implementation, _ = _implementations(config.variant)
@@ -85,11 +85,11 @@ class _Session(Session):
         if alone and implementation == "all_reduce":
             raise Unsupported("with ep = 1 the library installs no implementation; see the variant alltoall")
         self.weights_at = "expert" if alone or implementation == "all_reduce" else "combine"
-        return SharedExchange(placement, None if alone else implementation)
+        return SharedExchange(placement, None if alone else implementation, gathers=not config.token_copies)
 
     def experts(self, config: Config) -> ShardedExperts:
         """Build Qwen3-MoE's experts, shard them over ep, and by FSDP2 over edp."""
-        config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied")
+        config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied", "token_copies")
         _, implementation = _implementations(config.variant)
         return ShardedExperts(config, Placement(config, self._topology, self._device), implementation)
 

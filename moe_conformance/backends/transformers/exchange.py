@@ -26,10 +26,14 @@ class _Given(nn.Module):
 
 
 class SharedExchange:
-    """An EPImplementation as `ep_dispatch_experts` installs it, on the batch that tensor ranks share."""
+    """An EPImplementation as `ep_dispatch_experts` installs it, on the batch that tensor ranks share.
 
-    def __init__(self, placement: Placement, implementation: str | None) -> None:
+    It shares the tokens that it is given, or, if it `gathers`, those of all tensor ranks.
+    """
+
+    def __init__(self, placement: Placement, implementation: str | None, *, gathers: bool) -> None:
         """Install the implementation of that name, or none; Unsupported where the library refuses it."""
+        self._gathers = gathers and placement.topology.sizes["tp"] > 1
         # All-reduce hands experts the tokens of others too, and so does auto where there are no gradients.
         unrouted: Unrouted = "padding" if implementation in (None, "all_to_all") else "zero"
         self._given, self._placement, self._class = _Given(placement.held, unrouted), placement, "none"
@@ -57,18 +61,17 @@ class SharedExchange:
         shared = {"tokens": f"gathered from {sizes['tp']} ranks by the adapter", "wire": "copies"}
         told = {"implementation": self._class, "ep ranks": str(sizes["ep"])}
         return (
-            told | ({"handed": "tokens"} if self._hands_all else {}) | (shared if sizes["tp"] > 1 else {})
+            told | ({"handed": "tokens"} if self._hands_all else {}) | (shared if self._gathers else {})
         )
 
     def __call__(self, x: Tensor, routing: Routing, expert: ExpertFn) -> Tensor:
-        """Run the installed forward on this rank's tokens, or on those of all ranks that share a batch."""
+        """Run the installed forward on this rank's tokens, or on those of all tensor ranks, gathered."""
         self._given.expert = expert
         x_TD = x.reshape(-1, x.shape[-1])
-        group = self._placement.topology.group("tp")
-        if group.size() == 1:
+        if not self._gathers:
             y_TD: Tensor = self._given(x_TD, routing.ids_TK, routing.weights_TK)
         else:
-            batch = SharedBatch(x_TD.shape[0], group, x.device)
+            batch = SharedBatch(x_TD.shape[0], self._placement.topology.group("tp"), x.device)
             arguments = x_TD, routing.ids_TK, routing.weights_TK
             y_TD = batch.own(self._given(*(batch.of_all(each) for each in arguments)))
         return y_TD.reshape(x.shape)
