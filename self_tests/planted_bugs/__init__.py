@@ -38,11 +38,11 @@ __all__ = ["Expectation", "Plant", "find", "plants", "plants_of_many_ranks"]
 
 def plants() -> tuple[Plant, ...]:
     """Return all plants, chapter by chapter."""
-    exchanges = (exchange, repetition, exchange_back, exchange_ends, twins, twin_ends, exchange_spoilt, exchange_misuse, token_copies)
+    exchanges = (exchange, repetition, exchange_back, exchange_ends, twins, twin_ends, exchange_spoilt, exchange_misuse)
     drops = (capacity, capacity_exchange)
     chapters = (routing, routing_ends, routing_extremes, *drops, *exchanges, experts, gradients, groups, overlap, cost)
     surfaces = (padding_gradients, flex, permute, dispatch_layout, token_exchange, packing, shared_experts)
-    return tuple(plant for chapter in (*chapters, *surfaces) for plant in chapter.PLANTS)
+    return tuple(plant for chapter in (*chapters, token_copies, *surfaces) for plant in chapter.PLANTS)
 
 
 def plants_of_many_ranks() -> tuple[Plant, ...]:
