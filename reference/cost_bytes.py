@@ -8,21 +8,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def metadata_bytes(ranks: int, experts: int, top_k: int, moved_rows: int) -> int:
+def metadata_bytes(ranks: int, experts: int, top_k: int, moved_rows: int, *, map_entry: int | None = None) -> int:
     """Compute how many bytes one rank should send in a forward beside its rows.
 
-    Args: the ranks W of the exchange group, E, K, and the rows of width D that leave this rank.
+    Args: the ranks W of the exchange group, E, K, and the rows of width D that leave this rank; the bytes of an entry
+    of a routing map, where whole maps are gathered with the rows.
 
-    Rule: 8 (W E + W) for counts and splits, and 16 K for each row: its ids, weights, scales, indices.
+    Rule: 8 (W E + W) for counts and splits, and 16 K for each row: its ids, weights, scales, indices. With maps
+    `map_entry` E for each row, if that is more.
 
     Decides: COST-06. Source: arithmetic, a receiver has to know how many rows come from whom for whom.
 
-    >>> metadata_bytes(2, 5, 3, 7)
-    432
+    >>> metadata_bytes(2, 5, 3, 7), metadata_bytes(2, 5, 3, 7, map_entry=10)
+    (432, 446)
     """
-    if min(ranks, experts, top_k) < 1 or moved_rows < 0:
-        raise ValueError(f"W {ranks}, E {experts}, K {top_k}, {moved_rows} rows: need W, E, K >= 1 and rows >= 0")
-    return 8 * (ranks * experts + ranks) + 16 * top_k * moved_rows
+    entry = 1 if map_entry is None else map_entry
+    if min(ranks, experts, top_k, entry) < 1 or moved_rows < 0:
+        sizes = f"W {ranks}, E {experts}, K {top_k}, {moved_rows} rows, entries of {entry} bytes"
+        raise ValueError(f"{sizes}: need W, E, K and bytes >= 1, and rows >= 0")
+    of_a_row = 16 * top_k if map_entry is None else max(16 * top_k, map_entry * experts)
+    return 8 * (ranks * experts + ranks) + of_a_row * moved_rows
 
 
 def row_bytes(hidden: int, bits: int, block: int | None, *, top_k: int = 0, alignment: int = 1) -> int:

@@ -200,14 +200,14 @@ class TestRows:
 
 class TestBytes:
     @pairs_agree
-    @given(st.integers(-1, 9), st.integers(-1, 9), st.integers(-1, 9), st.integers(-1, 9))
-    def test_metadata_agrees(self, ranks: int, experts: int, top_k: int, rows: int) -> None:
+    @given(*[st.integers(-1, 9)] * 4, st.none() | st.integers(0, 99))
+    def test_metadata_agrees(self, ranks: int, experts: int, top_k: int, rows: int, entry: int | None) -> None:
         """Both allow the same bytes beside the rows, or refuse."""
         question = ranks, experts, top_k, rows
-        if min(ranks, experts, top_k) > 0 and rows >= 0:
-            assert_agree(first_bytes.metadata_bytes, second_bytes.metadata_bytes, *question)
+        if min(ranks, experts, top_k) > 0 and rows >= 0 and entry != 0:
+            assert_agree(first_bytes.metadata_bytes, second_bytes.metadata_bytes, *question, map_entry=entry)
         else:
-            assert_refused(first_bytes.metadata_bytes, second_bytes.metadata_bytes, *question)
+            assert_refused(first_bytes.metadata_bytes, second_bytes.metadata_bytes, *question, map_entry=entry)
 
     def test_metadata_by_hand(self) -> None:
         """3 ranks and 5 experts: 18 numbers of 8 bytes; 7 rows with 2 slots of 16 bytes."""

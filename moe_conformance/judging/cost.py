@@ -138,15 +138,20 @@ def judge_backward_rows(reading: Reading, tally: Tally) -> None:
 def judge_beside_rows(reading: Reading, tally: Tally) -> None:
     """Decide whether what a forward sends beside its rows grows with ranks, experts and moved rows only.
 
+    Whole maps, a mark and a weight for every expert of every row, may travel where the backend says so, and all tokens
+    do.
+
     Raises:
         Costly: it sends more bytes.
     """
     config, found = reading.outcome.workload.config, []
+    maps = _wire(reading) == "all" and reading.ranks[0].resolved.get("routing") == "maps"
+    entry = 1 + torch.float32.itemsize if maps else None
     W = reading.outcome.workload.layout.ep * reading.outcome.workload.layout.etp
     for m, forwards in _forwards(reading).items():
         for rank, calls in forwards.items():
             moved = _moved(reading, {rank: calls})
-            allowed = cost_bytes.metadata_bytes(W, config.experts, config.top_k, moved.dispatch)
+            allowed = cost_bytes.metadata_bytes(W, config.experts, config.top_k, moved.dispatch, map_entry=entry)
             if moved.beside > allowed:
                 sent = f"{moved.beside} bytes beside {moved.dispatch} rows"
                 found.append(f"rank {rank} sends {sent} in forward:{m}, over {allowed}")

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def metadata_bytes(ranks: int, experts: int, top_k: int, moved_rows: int) -> int:
-    """Bytes beside the rows: a count for each rank and expert, a split for each rank, ids and such for each row."""
-    if min(ranks, experts, top_k) < 1 or moved_rows < 0:
-        raise ValueError(f"{ranks} ranks, {experts} experts, {top_k} slots, {moved_rows} rows")
+def metadata_bytes(ranks: int, experts: int, top_k: int, moved_rows: int, *, map_entry: int | None = None) -> int:
+    """Bytes beside the rows: a count for each rank and expert, a split for each rank, ids and such, or a map, a row."""
+    if min(ranks, experts, top_k, moved_rows + 1) < 1 or (map_entry is not None and map_entry < 1):
+        raise ValueError(f"{ranks} ranks, {experts} experts, {top_k} slots, {moved_rows} rows, {map_entry} bytes")
     numbers = 0
     for _rank in range(ranks):
         numbers += experts + 1
-    return 8 * numbers + sum(16 * top_k for _row in range(moved_rows))
+    bytes_beside = 8 * numbers
+    for _row in range(moved_rows):
+        slots, entries = sum(16 for _slot in range(top_k)), sum(map_entry or 0 for _expert in range(experts))
+        bytes_beside += entries if entries > slots else slots
+    return bytes_beside
 
 
 def row_bytes(hidden: int, bits: int, block: int | None, *, top_k: int = 0, alignment: int = 1) -> int:

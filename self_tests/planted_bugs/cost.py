@@ -3,6 +3,7 @@
 # ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_conformance.backends.native.exchange import AllToAllExchange
+from moe_conformance.backends.native import collectives
+from moe_conformance.backends.native.exchange import AllGatherExchange, AllToAllExchange
 from moe_conformance.backends.native.gradients import GradientFinisher
 from moe_conformance.contract import Config, Delivery, Routing, Topology
 from self_tests.planted_bugs.plant import EP2_EDP2, SINGLE, Expectation, collect, planted
@@ -91,6 +93,23 @@ class SquareOfExperts(AllToAllExchange):
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
         loads = torch.zeros(64 * routing.experts**2, dtype=torch.int64)
         dist.all_reduce(loads, group=self.topology.group("ep"))
+        return super().dispatch(x, routing)
+
+
+@planted(Expectation("COST-06", "even", "dispatch", "bytes beside", "rows in forward:0, over"))
+class MapsInFloat64(AllGatherExchange):
+    """Whole maps are gathered, as is declared, in twice the bytes of a weight."""
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        """As of every exchange, and what travels."""
+        return {**super().resolved, "routing": "maps"}
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        weights_TE, _ = routing.dense()
+        sizes_W = self._sizes(len(weights_TE), x.device)
+        for _ in range(4):
+            collectives.all_gather(weights_TE.detach().double(), sizes_W, self.topology.group("ep_etp"))
         return super().dispatch(x, routing)
 
 

@@ -38,12 +38,13 @@ class Exchange:
     def resolved(self) -> Mapping[str, str]:
         """The dispatcher, its permutation and the sizes of its groups."""
         dispatcher = self._dispatcher
+        gathers = isinstance(dispatcher, library.token_dispatcher.MoEAllGatherTokenDispatcher)
         return {
             "dispatcher": type(dispatcher).__qualname__,
             "permute": "fused" if dispatcher.config.moe_permute_fusion else "unfused",
             "ep ranks": str(dispatcher.ep_size),
             "etp ranks": str(dispatcher.tp_size),
-            "wire": "all" if isinstance(dispatcher, library.token_dispatcher.MoEAllGatherTokenDispatcher) else "pairs",
+            **({"wire": "all", "routing": "maps"} if gathers else {"wire": "pairs"}),
         } | _SHIMS
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, None]:
