@@ -34,6 +34,7 @@ from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
 from moe_conformance.workloads.features import exchanges, features, has_lost_tokens
+from moe_conformance.workloads.packing import LAID_OUT, WITHOUT_AND_WITH_EMPTY
 from moe_conformance.workloads.records import Workload
 
 
@@ -163,12 +164,12 @@ class TestExchange:
 
 
 class TestSequences:
-    @requirement("PACK-07", kind="packing", when=lambda workload: workload.name == "packed-lengths")
+    @requirement("PACK-07", kind="packing", when=lambda workload: workload.name in LAID_OUT)
     def test_sums_are_those_of_lengths_and_of_their_multiples(self, outcome: Outcome, tally: Tally) -> None:
         """Lengths stay as they are, and every padded one is a multiple of what parallelism divides it by."""
         judge_lengths(outcome, tally)
 
-    @requirement("PACK-10", kind="packing", when=lambda workload: workload.name == "packed-empty")
+    @requirement("PACK-10", kind="packing", when=lambda workload: workload.name in WITHOUT_AND_WITH_EMPTY)
     def test_empty_sequences_change_nothing_else(self, outcome: Outcome, tally: Tally) -> None:
         """Sequences of length zero stand in the lists as equal neighbours, and move no other."""
         judge_empty_sequences(outcome, tally)

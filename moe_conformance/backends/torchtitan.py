@@ -35,7 +35,7 @@ from moe_conformance.contract import (
     Topology,
     Unsupported,
 )
-from moe_conformance.surfaces import Session
+from moe_conformance.surfaces import Packing, Session, TokenPadding
 
 _INSTALL = "pip install --no-deps torchtitan spmd_types triton tyro docstring_parser torchao"
 _DISPATCHERS = {
@@ -132,6 +132,16 @@ class _Session(Session):
     def reordering(self, config: Config) -> Reordering:
         """Build the all-to-all dispatcher."""
         return Reordering(config.only("variant", "experts", "top_k", "hidden", "dtype"))
+
+    def packing(self, config: Config) -> Packing:
+        """Refuse: nothing lays sequences out."""
+        del config
+        raise Unsupported("torchtitan 0.3 reads documents off positions that begin anew: it lays out no lengths")
+
+    def token_padding(self, config: Config) -> TokenPadding:
+        """Refuse: T is taken as it is."""
+        del config
+        raise Unsupported("torchtitan 0.3 pads the rows of experts, and no rank's tokens")
 
     def finish_gradients(self, *built: Parametrised) -> None:
         """Reduce the experts' gradients over their replicas, as the pipeline schedules do after the last backward."""

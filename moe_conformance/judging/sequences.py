@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.answers import values
+from moe_conformance.judging.answers import answers, values
 from moe_conformance.judging.diagnosis import some
-from moe_conformance.judging.verdict import Tally, WrongCount, WrongDelivery, WrongForm
+from moe_conformance.judging.verdict import NotOffered, Tally, WrongCount, WrongDelivery, WrongForm
 from moe_conformance.scenarios.outcome import Outcome
 from reference import context_shares, packed_rows, packed_sequences
 
@@ -22,9 +22,12 @@ def judge_lengths(outcome: Outcome, tally: Tally) -> None:
     Raises:
         WrongForm: a list is no list of integers with an entry for every sequence and one more.
         WrongCount: a length changed, or a padded length is no multiple of what it must be, or too small.
+        NotOffered: what was answered is right, and some calls were refused.
     """
-    found = []
+    found, refused = [], _refused(outcome)
     for number, call in enumerate(outcome.workload.calls):
+        if number in refused:
+            continue
         for rank, (real, padded) in enumerate(_lists(outcome, number)):
             given = call.given[rank]
             axes = {name: given[name] for name in ("tp", "cp", "sequence_parallel")}
@@ -34,6 +37,7 @@ def judge_lengths(outcome: Outcome, tally: Tally) -> None:
             tally.add(pairs=1 + len(given["lengths"]), rank=rank)
     if found:
         raise WrongCount("dispatch", some(found))
+    _require_all(refused)
 
 
 def judge_empty_sequences(outcome: Outcome, tally: Tally) -> None:
@@ -44,9 +48,12 @@ def judge_empty_sequences(outcome: Outcome, tally: Tally) -> None:
     Raises:
         WrongForm: a list has not an entry for every sequence and one more.
         WrongCount: another sequence stands elsewhere than without them.
+        NotOffered: what was answered is right, and some calls were refused.
     """
-    found = []
+    found, refused = [], _refused(outcome)
     for number in range(0, len(outcome.workload.calls), 2):
+        if refused.keys() & {number, number + 1}:
+            continue
         without, within = (outcome.workload.calls[each] for each in (number, number + 1))
         for rank, (before, after) in enumerate(
             zip(_lists(outcome, number), _lists(outcome, number + 1), strict=True)
@@ -61,6 +68,7 @@ def judge_empty_sequences(outcome: Outcome, tally: Tally) -> None:
                 tally.add(pairs=len(lengths), rank=rank)
     if found:
         raise WrongCount("dispatch", some(found))
+    _require_all(refused)
 
 
 def judge_tokens(outcome: Outcome, tally: Tally) -> None:
@@ -69,9 +77,12 @@ def judge_tokens(outcome: Outcome, tally: Tally) -> None:
     Raises:
         WrongForm: the answer is no boolean for every row.
         WrongDelivery: a gap is taken for a token, or a token for a gap.
+        NotOffered: what was answered is right, and some calls were refused.
     """
-    found = []
+    found, refused = [], _refused(outcome)
     for number, call in enumerate(outcome.workload.calls):
+        if number in refused:
+            continue
         for rank, answer in enumerate(values(outcome, number)):
             given = call.given[rank]
             expected = packed_rows.real_rows(given["cu_seqlens"], given["cu_seqlens_padded"])
@@ -84,6 +95,7 @@ def judge_tokens(outcome: Outcome, tally: Tally) -> None:
             tally.add(elements=len(expected), pairs=1, rank=rank)
     if found:
         raise WrongDelivery("dispatch", some(found))
+    _require_all(refused)
 
 
 def judge_shares(outcome: Outcome, tally: Tally) -> None:
@@ -92,10 +104,12 @@ def judge_shares(outcome: Outcome, tally: Tally) -> None:
     Raises:
         WrongForm: the answer is no list of integers.
         WrongDelivery: a row is on no rank, on several, or on another than its chunk.
+        NotOffered: what was answered is right, and some calls were refused.
     """
+    refused = _refused(outcome)
     packs: dict[tuple[int, tuple[int, ...]], dict[int, dict[int, Tensor]]] = {}
     for number, call in enumerate(outcome.workload.calls):
-        for rank, answer in enumerate(values(outcome, number)):
+        for rank, answer in enumerate(() if number in refused else values(outcome, number)):
             given = call.given[rank]
             if not isinstance(answer, Tensor) or answer.dim() != 1 or answer.is_floating_point():
                 raise WrongForm("dispatch", f"a share is {_form(answer)}, not a list of row numbers")
@@ -104,11 +118,29 @@ def judge_shares(outcome: Outcome, tally: Tally) -> None:
     found = []
     for (cp, sums), by_rank in packs.items():
         for rank, shares in by_rank.items():
+            if len(shares) < cp:  # the others were refused
+                continue
             stated = outcome.ranks[rank].resolved.get("context_order", "mirrored")
             found += _wrong_shares(cp, sums, [shares[c] for c in range(cp)], stated)
             tally.add(elements=sums[-1], pairs=cp, rank=rank)
     if found:
         raise WrongDelivery("dispatch", some(found))
+    _require_all(refused)
+
+
+def _refused(outcome: Outcome) -> dict[int, str]:
+    """Return the calls that some rank does not offer, with its words; any other error is for `values` to tell."""
+    said = {number: [each.error for each in answers(outcome, number) if each.error_by] for number in _calls(outcome)}
+    return {number: words[0] for number, words in said.items() if words}
+
+
+def _calls(outcome: Outcome) -> range:
+    return range(len(outcome.workload.calls))
+
+
+def _require_all(refused: dict[int, str]) -> None:
+    if refused:
+        raise NotOffered(f"{len(refused)} calls are refused, call {min(refused)} as {refused[min(refused)]}")
 
 
 def _lists(outcome: Outcome, number: int) -> list[tuple[Tensor, Tensor]]:

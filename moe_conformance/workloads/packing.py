@@ -75,6 +75,8 @@ PARALLEL = tuple(  # cp, tp, sequence parallel
 LENGTHS = ((5, 0, 4, 1, 13), (7,), (24, 48), (1, 1, 1), (0, 0), (), (17, 3, 0, 29, 2, 0))
 # Pairs of lists: the second is the first with sequences of length zero at the front, in the middle and at the end.
 WITH_EMPTY = (((5, 13), (0, 5, 13)), ((5, 13), (5, 0, 0, 13)), ((5, 13, 1), (5, 13, 1, 0)), ((7,), (0, 7, 0)))
+ALIKE = ((7,), (5, 5, 5), (24, 24), (1, 1, 1, 1))  # a batch of one length
+FLAT = tuple(each for each in LENGTHS if each)  # in a pack that nothing divides
 # cp, then (L_i, P_i) of every sequence: without gaps, padded, and padded for more than cp asks; short ones leave some
 # ranks gaps alone.
 PACKS = (
@@ -95,15 +97,20 @@ def _packs(layout: Layout, variant: str) -> Iterator[Workload]:
         return Workload(name, "packing", Config(variant), layout, (), calls=tuple(calls))
 
     def lay_out(lengths: tuple[int, ...], cp: int, tp: int, split: bool) -> Call:
-        return Call("lay_out", ({"lengths": lengths, "cp": cp, "tp": tp, "sequence_parallel": split},) * layout.world)
+        given = {"lengths": lengths, "cp": cp, "tp": tp, "sequence_parallel": split}
+        return Call("lay_out", (given,) * layout.world, may_raise=True)
 
     yield script("packed-lengths", (lay_out(each, *axes) for axes in PARALLEL for each in LENGTHS))
+    yield script("packed-alike", (lay_out(each, *axes) for axes in PARALLEL for each in ALIKE))
+    yield script("packed-alike-empty", (lay_out((0, 0), *axes) for axes in PARALLEL))
+    yield script("packed-flat", (lay_out(each, 1, tp, False) for tp in (1, 2) for each in FLAT))
+    yield script("packed-flat-empty", (lay_out(each, 1, 1, False) for pair in WITH_EMPTY for each in pair))
     yield script("packed-empty", (lay_out(each, *axes) for axes in PARALLEL for pair in WITH_EMPTY for each in pair))
     sums = [(cp, _sums([L for L, _ in pack]), _sums([P for _, P in pack])) for cp, pack in PACKS]
     given = [{"cu_seqlens": real, "cu_seqlens_padded": padded} for _, real, padded in sums]
-    yield script("packed-tokens", (Call("tokens", (each,) * layout.world) for each in given))
+    yield script("packed-tokens", (Call("tokens", (each,) * layout.world, may_raise=True) for each in given))
     shares = [{"cu_seqlens_padded": padded, "cp": cp, "cp_rank": c} for cp, _, padded in sums for c in range(cp)]
-    yield script("packed-shares", (Call("share", (each,) * layout.world) for each in shares))
+    yield script("packed-shares", (Call("share", (each,) * layout.world, may_raise=True) for each in shares))
 
 
 def _masked(layout: Layout, variant: str, name: str, sequences: int, balance: bool = True) -> Workload:
@@ -127,7 +134,9 @@ def _masked(layout: Layout, variant: str, name: str, sequences: int, balance: bo
     return Workload(name, "masked_router", config, layout, (), parameters=parameters, calls=calls)
 
 
-_PACKED = ("packed-lengths", "packed-empty", "packed-tokens", "packed-shares")
+LAID_OUT = ("packed-lengths", "packed-alike", "packed-alike-empty", "packed-flat")
+WITHOUT_AND_WITH_EMPTY = ("packed-empty", "packed-flat-empty")  # calls in pairs
+_PACKED = (*LAID_OUT, *WITHOUT_AND_WITH_EMPTY, "packed-tokens", "packed-shares")
 SEQUENCES = (*_PACKED, "masked-router", "masked-router-square", "masked-unbalanced")
 
 

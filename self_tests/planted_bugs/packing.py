@@ -18,7 +18,7 @@ from moe_conformance.backends.native.low_latency import LowLatencyExchange
 from moe_conformance.backends.native.packing import Packing
 from moe_conformance.backends.native.padding import PaddedExchange, TokenPadding, Untrimmed
 from moe_conformance.backends.native.routing import Router
-from moe_conformance.contract import Config, Delivery, Routed, Routing, Topology
+from moe_conformance.contract import Config, Delivery, Routed, Routing, Topology, Unsupported
 from moe_conformance.surfaces import PackedSequences
 from self_tests.planted_bugs.plant import EP2_ETP2, SINGLE, Expectation, collect, planted
 
@@ -232,6 +232,33 @@ class PaddedSumsForReal(Packing):
     def lay_out(self, lengths: Sequence[int], cp: int, tp: int, sequence_parallel: bool) -> PackedSequences:
         packed = super().lay_out(lengths, cp, tp, sequence_parallel)
         return PackedSequences(packed.cu_seqlens_padded, packed.cu_seqlens_padded)
+
+
+@planted(
+    Expectation("PACK-07", "packed-lengths", "dispatch", "of lengths [5, 0, 4, 1, 13]", "is [0, 6, 6, 10, 12, 26]"),
+    layout=SINGLE,
+)
+class RefusesTheHardAndFailsTheRest(Packing):
+    """Context parallelism is not offered, and what is offered is wrong."""
+
+    def lay_out(self, lengths: Sequence[int], cp: int, tp: int, sequence_parallel: bool) -> PackedSequences:
+        if cp > 1:
+            raise Unsupported("no context parallelism here")
+        packed = super().lay_out(lengths, cp, tp, sequence_parallel)
+        return PackedSequences(packed.cu_seqlens_padded, packed.cu_seqlens_padded)
+
+
+@planted(
+    Expectation("PACK-07", "packed-flat", "dispatch", "of lengths [5, 0, 4, 1, 13]"),
+    Expectation("PACK-07", "packed-alike", "dispatch", "of lengths [7]"),
+    layout=SINGLE,
+)
+class AlwaysPadded(Packing):
+    """Every length is padded by one row more than it has to be, in the list of real lengths as well."""
+
+    def lay_out(self, lengths: Sequence[int], cp: int, tp: int, sequence_parallel: bool) -> PackedSequences:
+        packed = super().lay_out([length + 1 for length in lengths], cp, tp, sequence_parallel)
+        return PackedSequences(packed.cu_seqlens, packed.cu_seqlens_padded)
 
 
 @planted(

@@ -15,10 +15,12 @@ with warnings.catch_warnings():
         finalize_model_grads,
     )
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.models.multimodal.context_parallel import get_packed_seq_params, get_padding
     from megatron.core.tensor_parallel import mappings
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.utils import get_thd_batch_on_this_cp_rank
 
 from moe_conformance.backends.megatron_core import shims
 
@@ -30,6 +32,9 @@ __all__ = [
     "TransformerConfig",
     "finalize_model_grads",
     "get_moe_module_spec",
+    "get_packed_seq_params",
+    "get_padding",
+    "get_thd_batch_on_this_cp_rank",
     "moe_utils",
     "parallel_state",
     "token_dispatcher",

@@ -17,10 +17,11 @@ from moe_conformance.backends.megatron_core.configuration import (
     transformer_config,
 )
 from moe_conformance.backends.megatron_core.layer import Layer
+from moe_conformance.backends.megatron_core.packing import Packing
 from moe_conformance.backends.megatron_core.permutation import Permutation, Reordering
 from moe_conformance.backends.megatron_core.surfaces import Exchange, Experts, Router
 from moe_conformance.contract import Config, Parametrised, Topology, Unsupported, refusals
-from moe_conformance.surfaces import Session
+from moe_conformance.surfaces import Session, TokenPadding
 
 
 class MegatronSession(Session):
@@ -70,6 +71,16 @@ class MegatronSession(Session):
     def masked_router(self, config: Config) -> Router:
         """Build a layer and return its router, which takes a padding mask."""
         return Router(self._layer(config.only(*LAYER, *ROUTER)))
+
+    def packing(self, config: Config) -> Packing:
+        """Return the library's functions."""
+        config.only(*LAYER)
+        return Packing()
+
+    def token_padding(self, config: Config) -> TokenPadding:
+        """Refuse: ranks with other token counts are not brought to one."""
+        del config
+        raise Unsupported("Megatron-Core 0.16 pads no token counts: all its dispatchers, flex too, take T as it is")
 
     def permutation(self, config: Config) -> Permutation:
         """Return the library's functions."""

@@ -12,6 +12,7 @@ import torch
 from moe_conformance.backends.transformers.exchange import SharedExchange
 from moe_conformance.backends.transformers.experts import ShardedExperts
 from moe_conformance.backends.transformers.layer import ModelLayer
+from moe_conformance.backends.transformers.packing import Packing
 from moe_conformance.backends.transformers.placement import Placement
 from moe_conformance.backends.transformers.router import ModelRouter, model_of
 from moe_conformance.contract import Config, Limit, Parametrised, Topology, Unsupported
@@ -111,6 +112,11 @@ class _Session(Session):
             "group_score", "balance_bias",
         )  # fmt: skip
         return ModelRouter(config, model_of(config), self._device)
+
+    def packing(self, config: Config) -> Packing:
+        """Build the collator of padding-free batches."""
+        config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype")
+        return Packing()
 
     def finish_gradients(self, *built: Parametrised) -> None:
         """Nothing is left to do for experts and layers: FSDP2 has reduced in every backward."""
