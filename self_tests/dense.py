@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.scenarios.parameters import shard_of
 from moe_conformance.workloads import tags
 from moe_conformance.workloads.records import Workload
-from reference import layer
+from reference import layer, whole_layer
 from reference.experts import swiglu_experts, tagged_experts
 from reference.routing import route
 
@@ -57,6 +58,28 @@ def assert_routed_alike(outcome: Outcome, allowed: float) -> None:
         assert torch.equal(expected.ids_TK.gather(1, order), found.routed_ids_TK.gather(1, sorted_ids))
         weights_TK = found.routed_weights_TK.gather(1, sorted_ids)
         assert worst(weights_TK, expected.weights_TK.gather(1, order)) < allowed
+
+
+def assert_layer_alike(outcome: Outcome, *, divisor: int, allowed: float) -> None:
+    """Outputs of a layer are the oracle's, and so is every part of its parameters' gradients, divided; all are held."""
+    config, (batches,), parameters = outcome.workload.config, outcome.workload.batches, outcome.workload.parameters
+    x_TD, dy_TD = torch.cat([batch.x_TD for batch in batches]), torch.cat([batch.upstream for batch in batches])
+    logits_TE = x_TD.double() @ parameters["router", None].double().T
+    ids_TK = route(logits_TE, top_k=config.top_k, score=config.score).ids_TK
+    weighing = whole_layer.Weighing(config.score, config.normalise, config.scale)
+    expected = whole_layer.gradients(x_TD, ids_TK, dy_TD, parameters, weighing)
+    outputs = [rank.microbatches[0].y for rank in outcome.ranks]
+    assert worst(torch.cat([y_TD for y_TD in outputs if y_TD is not None]), expected.y_TD) < allowed
+    largest = max(float(value.abs().max()) for value in expected.parameters.values())
+    held = dict.fromkeys(expected.parameters, 0)
+    for rank in outcome.ranks:
+        for key, grad in (rank.grads_final or {}).items():
+            assert grad.value is not None, key
+            wanted = shard_of(expected.parameters[key], grad.shard) / divisor
+            assert float((grad.value.double() - wanted).abs().max()) / largest * divisor < allowed, key
+            held[key] += grad.value.numel()
+    short = [key for key, elements in held.items() if elements % expected.parameters[key].numel() or not elements]
+    assert [] == short
 
 
 def worst(actual: Tensor, expected: Tensor) -> float:

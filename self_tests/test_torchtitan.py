@@ -17,11 +17,11 @@ from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.scenarios.parameters import shard_of
 from moe_conformance.topology import Layout, Topology
-from moe_conformance.workloads import corpus, features, routing
+from moe_conformance.workloads import corpus, features, layers, routing
 from moe_conformance.workloads.records import ParameterKey, Workload
 from reference import layer
 from reference.experts import swiglu_experts
-from self_tests.dense import assert_routed_alike, oracle, seen, worst
+from self_tests.dense import assert_layer_alike, assert_routed_alike, oracle, seen, worst
 
 pytest.importorskip("torchtitan")
 
@@ -226,6 +226,17 @@ class TestRouter:
         assert "the reduction of router gradients is not adapted" == rank.finish_refusal
 
 
+class TestLayer:
+    @pytest.mark.parametrize("layout", [EP2, EP2_EDP2, Layout(2)], ids=lambda layout: layout.name)
+    @pytest.mark.parametrize("name", ["layer-even-bfloat16", "shared-gate-even-bfloat16", "shared-even-bfloat16"])
+    def test_it_computes_the_module(self, engine: Engine, layout: Layout, name: str) -> None:
+        """Outputs and summed gradients of the router, the experts and the shared experts, in bfloat16."""
+        workload = next(w for w in layers.layers("alltoall", layout, "full") if w.name == name)
+        outcome = moe_step(engine, NAME, workload)
+        assert ["ok"] * layout.world == [rank.status for rank in outcome.ranks], [rank.error for rank in outcome.ranks]
+        assert_layer_alike(outcome, divisor=1, allowed=0.03)
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("layout", "surface", "fields", "reason"),
@@ -238,6 +249,9 @@ class TestRefusals:
             (Layout(2, etp=2), "exchange", {"variant": "alltoall"}, "etp = 2"),
             (EP2, "experts", {"hidden": 36}, "multiple of 8 bfloat16, not 36"),
             (EP2_EDP2, "experts", {"dtype": torch.float64}, "in float32 what FSDP2 shards"),
+            (Layout(4, tp=2, ep=2), "layer", {"variant": "alltoall"}, "places the module by sharding configs"),
+            (EP2, "layer", {"variant": "alltoall", "shared_gate": True}, "and there are none"),
+            (EP2, "layer", {"variant": "alltoall", "dtype": torch.float64}, "in float32 what FSDP2 shards"),
             (EP2, "router", {"score": "sqrtsoftplus"}, "softmax or sigmoid, not sqrtsoftplus"),
             (EP2, "router", {"groups": (4, 2), "group_score": "max"}, "two best experts, not by max"),
         ],

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from moe_conformance.backends.transformers import Transformers
 from moe_conformance.backends.transformers.router import model_of
@@ -23,9 +22,7 @@ from moe_conformance.surfaces import Session
 from moe_conformance.topology import Layout, Topology
 from moe_conformance.workloads import corpus, features, layers, routing
 from moe_conformance.workloads.records import ParameterKey, Workload
-from reference import routing as oracle_routing
-from reference import whole_layer
-from self_tests.dense import assert_routed_alike, oracle, seen, worst
+from self_tests.dense import assert_layer_alike, assert_routed_alike, oracle, seen, worst
 
 try:
     Transformers().versions()  # importing the library here would take seconds: only the ranks need it
@@ -35,23 +32,6 @@ except Unsupported as missing:
 NAME = "moe_conformance.backends.transformers:Transformers"
 CPU = torch.device("cpu")
 EP2, EP2_EDP2, TP2_EP2, TP2 = Layout(2, ep=2), Layout(4, ep=2), Layout(4, tp=2, ep=2), Layout(2, tp=2, ep=2)
-
-
-def present(value: Tensor | None) -> Tensor:
-    """Refuse an absent tensor."""
-    assert value is not None
-    return value
-
-
-def whole_oracle(workload: Workload) -> tuple[Tensor, Mapping[ParameterKey, Tensor]]:
-    """What the layer gives for the tokens of all ranks, and the sum of its parameters' gradients."""
-    config, (batches,), parameters = workload.config, workload.batches, workload.parameters
-    x_TD, dy_TD = torch.cat([batch.x_TD for batch in batches]), torch.cat([batch.upstream for batch in batches])
-    logits_TE = x_TD.double() @ parameters["router", None].double().T
-    ids_TK = oracle_routing.route(logits_TE, top_k=config.top_k, score=config.score).ids_TK
-    weighing = whole_layer.Weighing(config.score, config.normalise, config.scale)
-    found = whole_layer.gradients(x_TD, ids_TK, dy_TD, parameters, weighing)
-    return found.y_TD, found.parameters
 
 
 @pytest.fixture(scope="module")
@@ -240,15 +220,7 @@ class TestLayer:
         """The block of the model: its output is the oracle's, and so is every part of a mean of gradients."""
         outcome = run(engine, next(w for w in layers.layers("alltoall", layout, "full") if w.name == name))
         assert {block} == {rank.resolved["layer"] for rank in outcome.ranks}
-        y_TD, parameters = whole_oracle(outcome.workload)
-        assert worst(torch.cat([present(rank.microbatches[0].y) for rank in outcome.ranks]), y_TD) < 1e-6
-        named = set[ParameterKey]()
-        for rank in outcome.ranks:
-            for key, grad in (rank.grads_final or {}).items():
-                mean = shard_of(parameters[key], grad.shard) / layout.world
-                assert worst(present(grad.value), mean) < 1e-5, key
-                named.add(key)
-        assert parameters.keys() == named
+        assert_layer_alike(outcome, divisor=layout.world, allowed=1e-5)
 
 
 class TestRefusals:

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
+from moe_conformance.backends.torchtitan_layer import Layer, expert_windows, moe_config, require_placed
 from moe_conformance.backends.torchtitan_rows import Permutation, Reordering
 from moe_conformance.contract import (
     Config,
@@ -102,9 +103,7 @@ class _Session(Session):
     def experts(self, config: Config) -> _Experts:
         """Build this rank's GroupedExperts; FSDP2 shards them where they are replicated."""
         config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied")
-        for size in (config.hidden, config.ffn):
-            if size % 8:
-                raise Unsupported(f"torch's grouped matmul wants rows of a multiple of 8 bfloat16, not {size}")
+        _require_rows(config)
         first, held = _placement(self._topology, config)
         if len(self._topology.ranks("edp")) > 1 and config.dtype == torch.float64:
             raise Unsupported("torchtitan keeps and reduces in float32 what FSDP2 shards, not in torch.float64")
@@ -116,11 +115,21 @@ class _Session(Session):
             "variant", "experts", "top_k", "hidden", "ffn", "dtype", "score", "normalise", "scale", "groups",
             "group_score", "balance_bias",
         )  # fmt: skip
-        if config.score not in ("softmax", "sigmoid"):
-            raise Unsupported(f"torchtitan's router scores by softmax or sigmoid, not {config.score}")
-        if config.group_score != "top2_sum":
-            raise Unsupported(f"torchtitan ranks groups by their two best experts, not by {config.group_score}")
+        _require_routed(config)
         return _Router(config, self._device)
+
+    def layer(self, config: Config) -> Layer:
+        """Build an MoE module with a dispatcher on this rank's ep group; FSDP2 shards it where it is replicated."""
+        config.only(
+            "variant", "experts", "top_k", "hidden", "ffn", "dtype", "score", "normalise", "scale", "groups",
+            "group_score", "balance_bias", "shared_ffn", "shared_gate",
+        )  # fmt: skip
+        _require_routed(config)
+        _require_rows(config)
+        first, held = _placement(self._topology, config)
+        require_placed(config, self._topology)
+        dispatcher = _dispatcher_config(config, self._topology)
+        return Layer(config, self._topology, self._device, range(first, first + held), dispatcher)
 
     def permutation(self, config: Config) -> Permutation:
         """Build a dispatcher that sends nothing; torchao's pads."""
@@ -146,6 +155,8 @@ class _Session(Session):
     def finish_gradients(self, *built: Parametrised) -> None:
         """Reduce the experts' gradients over their replicas, as the pipeline schedules do after the last backward."""
         for surface in built:
+            if isinstance(surface, Layer):  # FSDP2 has reduced in every backward
+                continue
             if not isinstance(surface, _Experts):
                 raise Unsupported(f"the reduction of {type(surface).__name__[1:].lower()} gradients is not adapted")
             surface.reduce()
@@ -153,6 +164,21 @@ class _Session(Session):
     def close(self) -> None:
         """Give the library's global back."""
         self._utils.set_spmd_backend(self._setting)
+
+
+def _require_routed(config: Config) -> None:
+    """Refuse rules of routing that the router does not have."""
+    if config.score not in ("softmax", "sigmoid"):
+        raise Unsupported(f"torchtitan's router scores by softmax or sigmoid, not {config.score}")
+    if config.group_score != "top2_sum":
+        raise Unsupported(f"torchtitan ranks groups by their two best experts, not by {config.group_score}")
+
+
+def _require_rows(config: Config) -> None:
+    """Refuse sizes that the experts' matrix product does not take."""
+    for size in (config.hidden, config.ffn):
+        if size % 8:
+            raise Unsupported(f"torch's grouped matmul wants rows of a multiple of 8 bfloat16, not {size}")
 
 
 def _placement(topology: Topology, config: Config) -> tuple[int, int]:
@@ -172,7 +198,7 @@ def _placement(topology: Topology, config: Config) -> tuple[int, int]:
 # ---- dispatchers ---------------------------------------------------------------------------------------------
 
 
-def _dispatcher(config: Config, topology: Topology, device: torch.device) -> Any:
+def _dispatcher_config(config: Config, topology: Topology) -> Any:
     if config.variant not in _DISPATCHERS:
         raise Unsupported(f"variant {config.variant!r} is not one of {', '.join(_DISPATCHERS)}")
     ep = len(topology.ranks("ep"))
@@ -185,8 +211,12 @@ def _dispatcher(config: Config, topology: Topology, device: torch.device) -> Any
     # 16: to what the library itself pads for its float8 experts.
     padding = {"pad_multiple": 16} if config.variant == "torchao" else {}
     chosen = getattr(token_dispatcher, _DISPATCHERS[config.variant])
-    built = chosen.Config(num_experts=config.experts, top_k=config.top_k, **padding).build()
-    mesh = DeviceMesh.from_group(topology.group("ep"), device.type, mesh_dim_names=("ep",)) if ep > 1 else None
+    return chosen.Config(num_experts=config.experts, top_k=config.top_k, **padding)
+
+
+def _dispatcher(config: Config, topology: Topology, device: torch.device) -> Any:
+    built, ep = _dispatcher_config(config, topology).build(), topology.group("ep")
+    mesh = DeviceMesh.from_group(ep, device.type, mesh_dim_names=("ep",)) if ep.size() > 1 else None
     built.wire_meshes(ep_mesh=mesh)
     return built
 
@@ -223,8 +253,6 @@ class _Exchange:
 
 
 # ---- experts -------------------------------------------------------------------------------------------------
-
-_CANONICAL = {"w1_EFD": "gate", "w3_EFD": "up", "w2_EDF": "down"}
 
 
 class _Experts:
@@ -283,23 +311,7 @@ class _Experts:
         return out_RD
 
     def named(self, read: Read) -> Iterator[Named]:
-        for name, canonical in _CANONICAL.items():
-            parameter = getattr(self._module, name)
-            first, shard = self._first, None
-            if isinstance(parameter, DTensor):
-                first, shard = self._shard_of(parameter)
-                parameter = _local(parameter)
-            for n, view in enumerate(read(parameter)):
-                yield Named(canonical, first + n, view, shard)
-
-    def _shard_of(self, parameter: DTensor) -> tuple[int, tuple[int, int, int] | None]:
-        """Return the first expert in this rank's shard, and which part of an expert it is."""
-        index, of = self._edp.index(self._topology.rank), len(self._edp)
-        (placement,) = parameter.placements
-        if placement == Shard(0):
-            chunk = -(-parameter.shape[0] // of)
-            return self._first + index * chunk, None
-        return self._first, (0, index, of)
+        return expert_windows(self._module, self._first, self._topology, read)
 
     def reduce(self) -> None:
         if len(self._edp) == 1:
@@ -311,14 +323,6 @@ class _Experts:
             self._module, pp.index(self._topology.rank), len(pp), self._device, group=self._topology.group("pp")
         )
         stage.perform_reduce_grad(1)
-
-
-def _local(parameter: DTensor) -> Tensor:
-    """Return the plain tensor under a sharded parameter, its gradient's under `grad`."""
-    with torch.no_grad():
-        local = parameter.to_local()
-        local.grad = None if parameter.grad is None else parameter.grad.to_local()  # type: ignore[attr-defined]
-    return local
 
 
 # ---- router --------------------------------------------------------------------------------------------------
@@ -336,30 +340,10 @@ class _Router:
     """The router of an MoE layer, called by the layer, which adds the balance bias and counts the load."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        from torchtitan.models.common import moe as titan
-        from torchtitan.models.common.linear import Linear
         from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 
-        E, K = config.experts, config.top_k
-        groups, chosen = config.groups or (None, None)
-        layer = titan.MoE.Config(
-            num_experts=E,
-            routed_experts=titan.RoutedExperts.Config(
-                inner_experts=titan.GroupedExperts.Config(dim=config.hidden, hidden_dim=config.ffn, num_experts=E),
-                token_dispatcher=LocalTokenDispatcher.Config(num_experts=E, top_k=K),
-            ),
-            router=titan.TokenChoiceTopKRouter.Config(
-                num_experts=E,
-                gate=Linear.Config(in_features=config.hidden, out_features=E),
-                num_expert_groups=groups,
-                num_limited_groups=chosen,
-                top_k=K,
-                score_func=config.score,
-                route_norm=config.normalise,
-                route_scale=config.scale,
-            ),
-            load_balance_coeff=1e-3 if config.balance_bias else None,
-        ).build()
+        dispatcher = LocalTokenDispatcher.Config(num_experts=config.experts, top_k=config.top_k)
+        layer = moe_config(config, config.experts, dispatcher).build()
         layer.routed_experts = self._tap = _Tap()
         layer.router.to(config.dtype)  # the bias stays in float32, as the library registers it
         self._layer = layer.to(device)

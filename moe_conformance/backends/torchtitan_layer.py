@@ -1,0 +1,191 @@
+"""torchtitan's MoE module as a whole layer, with its shared experts, under FSDP2 as the library applies it.
+
+Several shared experts are one of their total width. The placement is `apply_fsdp_to_decoder` itself, on a decoder of
+one block with nothing in it but the MoE module: routed experts over edp, all else over dp and cp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from moe_conformance.backends.fsdp_windows import local, require_parts, shared_windows, whole_window
+from moe_conformance.contract import Config, Named, Read, Topology, Unsupported
+
+CANONICAL = {"w1_EFD": "gate", "w3_EFD": "up", "w2_EDF": "down"}
+
+
+def moe_config(config: Config, held: int, dispatcher: Any) -> Any:
+    """Return the library's config of the MoE module, with N experts on this rank and a dispatcher's config."""
+    from torchtitan.models.common import moe as titan
+    from torchtitan.models.common.linear import Linear
+
+    E, K = config.experts, config.top_k
+    groups, chosen = config.groups or (None, None)
+    return titan.MoE.Config(
+        num_experts=E,
+        routed_experts=titan.RoutedExperts.Config(
+            inner_experts=titan.GroupedExperts.Config(dim=config.hidden, hidden_dim=config.ffn, num_experts=held),
+            token_dispatcher=dispatcher,
+        ),
+        router=titan.TokenChoiceTopKRouter.Config(
+            num_experts=E,
+            gate=Linear.Config(in_features=config.hidden, out_features=E),
+            num_expert_groups=groups,
+            num_limited_groups=chosen,
+            top_k=K,
+            score_func=config.score,
+            route_norm=config.normalise,
+            route_scale=config.scale,
+        ),
+        load_balance_coeff=1e-3 if config.balance_bias else None,
+        shared_experts=_shared_config(config) if config.shared_ffn else None,
+    )
+
+
+def _shared_config(config: Config) -> Any:
+    from torchtitan.models.common.feed_forward import FeedForward, SigmoidGatedFeedForward
+    from torchtitan.models.common.linear import Linear
+
+    D, F = config.hidden, sum(config.shared_ffn)
+    up, down = Linear.Config(in_features=D, out_features=F), Linear.Config(in_features=F, out_features=D)
+    if not config.shared_gate:
+        return FeedForward.Config(w1=up, w2=down, w3=up)
+    return SigmoidGatedFeedForward.Config(w1=up, w2=down, w3=up, gate=Linear.Config(in_features=D, out_features=1))
+
+
+class _Block(nn.Module):
+    """A block of a decoder in which there is only the MoE module."""
+
+    moe_enabled = True
+
+    def __init__(self, moe: nn.Module) -> None:
+        super().__init__()
+        self.moe = moe
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        y_BLD: Tensor = self.moe(x_BLD)
+        return y_BLD
+
+
+class _Decoder(nn.Module):
+    """What `apply_fsdp_to_decoder` wants to see of a model."""
+
+    enable_weight_tying = False
+    tok_embeddings = norm = lm_head = None
+
+    def __init__(self, block: _Block) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({"0": block})
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        y_BLD: Tensor = self.layers["0"](x_BLD)
+        return y_BLD
+
+
+def require_placed(config: Config, topology: Topology) -> None:
+    """Refuse tensor parallelism, and parameters that lie on ranks in parts that no window is on."""
+    sizes = topology.sizes
+    if sizes["tp"] > 1:
+        raise Unsupported(f"tp = {sizes['tp']}: torchtitan places the module by sharding configs, not adapted")
+    if config.shared_gate and not config.shared_ffn:
+        raise Unsupported("torchtitan's gate is one of shared experts, and there are none")
+    require_parts(config.shared_ffn, sizes["dp"] * sizes["cp"])
+    if sizes["dp"] * sizes["cp"] > 1 and config.dtype == torch.float64:
+        raise Unsupported("torchtitan keeps and reduces in float32 what FSDP2 shards, not in torch.float64")
+
+
+class Layer:
+    """The MoE module in a decoder; every backward reduces."""
+
+    def __init__(self, config: Config, topology: Topology, device: torch.device, held: range, dispatcher: Any) -> None:
+        """Build and place it, with a dispatcher's config, where `require_placed` lets it; collective."""
+        batches = topology.sizes["dp"] * topology.sizes["cp"]
+        self._config, self._topology, self._held = config, topology, held
+        moe = moe_config(config, len(held), dispatcher).build()
+        ep = topology.group("ep")
+        mesh = DeviceMesh.from_group(ep, device.type, mesh_dim_names=("ep",)) if ep.size() > 1 else None
+        moe.routed_experts.token_dispatcher.wire_meshes(ep_mesh=mesh)
+        moe.routed_experts.inner_experts.num_experts = config.experts  # as where the library itself shards them
+        for module in moe.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                kept = torch.float32 if batches > 1 else config.dtype
+                setattr(module, name, nn.Parameter(parameter.detach().to(device, kept)))
+        self._moe: Any = moe.to(device)
+        self._decoder: Any = _Decoder(_Block(moe))
+        if batches > 1:
+            self._shard(device)
+
+    def _shard(self, device: torch.device) -> None:
+        from torch.distributed.fsdp import FSDPModule
+        from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
+
+        topology = self._topology
+        apply_fsdp_to_decoder(
+            self._decoder,
+            dp_mesh=DeviceMesh.from_group(topology.group("dp_cp"), device.type, mesh_dim_names=("fsdp",)),
+            param_dtype=self._config.dtype,
+            reduce_dtype=torch.float32,
+            pp_enabled=topology.sizes["pp"] > 1,
+            ep_degree=topology.sizes["ep"],
+            edp_mesh=DeviceMesh.from_group(topology.group("edp"), device.type, mesh_dim_names=("efsdp",)),
+        )
+        if device.type == "cpu":  # gloo has no premultiplied sum, which FSDP2 takes even for a factor of one
+            for module in self._decoder.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_force_sum_reduction_for_comms(True)
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        """The classes of the parts, and how the experts are placed."""
+        weight = self._moe.routed_experts.inner_experts.w1_EFD
+        return {
+            "layer": type(self._moe).__qualname__,
+            "dispatcher": type(self._moe.routed_experts.token_dispatcher).__qualname__,
+            "shared experts": type(self._moe.shared_experts).__qualname__,
+            "parameters": str(weight.dtype),
+            "shards": str(weight.placements) if isinstance(weight, DTensor) else "none",
+        }
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return y; the module takes [batch, sequence, D], and rows without a batch are a batch of one."""
+        y: Tensor = self._decoder(x if x.dim() == 3 else x[None])
+        return y.reshape(x.shape)
+
+    def named(self, read: Read) -> Iterator[Named]:
+        """Yield the router, this rank's part of the experts, and of the shared ones the rows that it holds."""
+        yield from whole_window("router", self._moe.router.gate.weight, read)
+        if self._moe.expert_bias_E is not None:
+            yield Named("balance_bias", None, read(self._moe.expert_bias_E))
+        yield from expert_windows(self._moe.routed_experts.inner_experts, self._held[0], self._topology, read)
+        shared = self._moe.shared_experts
+        if shared is None:
+            return
+        yield from shared_windows(
+            (shared.w1.weight, shared.w3.weight), shared.w2.weight, self._config.shared_ffn, read
+        )
+        if self._config.shared_gate:
+            yield from whole_window("shared_score", shared.gate.weight, read)
+
+
+def expert_windows(module: Any, first: int, topology: Topology, read: Read) -> Iterator[Named]:
+    """Yield the windows on this rank's N experts from the first on: of these FSDP2 keeps some, or a part of each."""
+    for name, canonical in CANONICAL.items():
+        parameter = getattr(module, name)
+        start, shard = (first, None) if not isinstance(parameter, DTensor) else _place(parameter, first, topology)
+        for n, view in enumerate(read(local(parameter))):
+            yield Named(canonical, start + n, view, shard)
+
+
+def _place(parameter: DTensor, first: int, topology: Topology) -> tuple[int, tuple[int, int, int] | None]:
+    """Return the first expert in this rank's shard, and which part of an expert it is."""
+    edp = topology.ranks("edp")
+    index, of = edp.index(topology.rank), len(edp)
+    if of == 1 or parameter.placements[-1].is_shard(0):
+        return first + index * -(-parameter.shape[0] // of), None
+    return first, (0, index, of)
