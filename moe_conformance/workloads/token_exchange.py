@@ -56,6 +56,11 @@ class Drawing:
         self.memory: Literal["plain", "filled"] = "plain"
         self.config = Config(variant, experts=experts, top_k=min(3, experts), hidden=40)
 
+    def for_kernels(self) -> Drawing:
+        """Draw what fused kernels take."""
+        self.config = replace(self.config, hidden=48, dtype=torch.bfloat16)
+        return self
+
     def tokens(
         self, number: int, sizes: tuple[int, ...], route: corpus.Route = corpus.dropped, config: Config | None = None
     ) -> Tokens:
@@ -71,7 +76,8 @@ class Drawing:
     def biases(self, number: int, rank: int, shape: torch.Size) -> tuple[Tensor, ...]:
         """Draw so many biases."""
         generator = draw.generator(self.name, self.layout.name, "biases", number, rank)
-        return tuple(torch.randint(-99, 99, shape, generator=generator) / 4 for _ in range(number))
+        drawn = (torch.randint(-99, 99, shape, generator=generator) / 4 for _ in range(number))
+        return tuple(bias_TD.to(self.config.dtype) for bias_TD in drawn)
 
     def workload(self, *calls: Call) -> Workload:
         """Return the script."""
@@ -137,6 +143,11 @@ SCRIPTS: dict[str, Callable[[Drawing], Workload]] = {
     "handle-of-another": wrong_handle,
     "biases": lambda drawing: biases(drawing, corpus.UNEVEN),
     "biases-without-tokens": lambda drawing: biases(drawing, corpus.ONE_WITHOUT),
+    # As kernels want rows: bfloat16, of a multiple of 16 columns.
+    "reused-handle-bfloat16": lambda drawing: reused(drawing.for_kernels(), corpus.UNEVEN, (5, 12, 3)),
+    "reused-handle-bfloat16-without-tokens": lambda drawing: reused(drawing.for_kernels(), corpus.ONE_WITHOUT, (0, 6)),
+    "handle-of-another-bfloat16": lambda drawing: wrong_handle(drawing.for_kernels()),
+    "biases-bfloat16": lambda drawing: biases(drawing.for_kernels(), corpus.UNEVEN),
 }
 
 
