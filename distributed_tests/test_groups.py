@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from moe_conformance.judging.deliveries import judge_deliveries
 from moe_conformance.judging.dispatch_layout import judge_transport
 from moe_conformance.judging.group_sizes import judge_sizes, judge_stages
 from moe_conformance.judging.groups import judge_groups
 from moe_conformance.judging.indivisible import judge_indivisible
+from moe_conformance.judging.ledgers import judge_agreement
+from moe_conformance.judging.many_ranks import judge_own_group
+from moe_conformance.judging.outputs import judge_outputs
+from moe_conformance.judging.own_experts import judge_expert_gradients, judge_replicas
 from moe_conformance.judging.placement import judge_placement
+from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome, Told
 from moe_conformance.spec import requirement
 from moe_conformance.topology import Layout, RankLists
-from moe_conformance.workloads.records import Wish
+from moe_conformance.workloads.records import Wish, Workload
+from moe_conformance.workloads.virtual import names as many_ranks_names
 
 
 class TestFolding:
@@ -43,6 +50,36 @@ class TestDivision:
     def test_what_does_not_divide_is_refused(self, outcome: Outcome, tally: Tally) -> None:
         """Experts or widths that the layout cannot divide are refused on every rank, with both numbers."""
         judge_indivisible(outcome, tally)
+
+
+def at_size(workload: Workload) -> bool:
+    """Whether it is of the corpus of many ranks, which are virtual."""
+    return workload.name in many_ranks_names()
+
+
+def at_size_with_replicas(workload: Workload) -> bool:
+    """Whether several of many ranks hold the same part of an expert."""
+    return at_size(workload) and workload.layout.edp > 1
+
+
+class TestManyRanks:
+    @requirement("GROUP-06", kind="probe", when=at_size)
+    def test_exchanges_follow_their_groups(self, reading: Reading, tally: Tally) -> None:
+        """Every pair reaches its owners in its own exchange group and comes back, and ranks agree on their calls."""
+        judge_own_group(reading, tally)
+        judge_deliveries(reading, tally)
+        judge_outputs(reading, tally)
+        judge_agreement(reading.outcome, tally)
+
+    @requirement("GROUP-06", kind="experts", when=at_size)
+    def test_gradients_follow_their_groups(self, reading: Reading, tally: Tally) -> None:
+        """Every owner of an expert ends with the gradient of all tokens of its pipeline stage."""
+        judge_expert_gradients(reading, tally)
+
+    @requirement("GROUP-06", kind="experts", when=at_size_with_replicas)
+    def test_replicas_agree_at_size(self, reading: Reading, tally: Tally) -> None:
+        """All replicas of an expert end with the same gradient, bit for bit, however many there are."""
+        judge_replicas(reading, tally)
 
 
 class TestTransport:

@@ -114,7 +114,9 @@ class Plan:
         """Yield the workloads of the first variant on a layout, each with whether it alone meets it."""
         variant, profile = self.backend.variants[0], cast(corpus.Profile, self.profile)
         if self.virtual:
-            yield from ((False, workload) for workload in virtual.corpus(variant, layout))
+            alone = virtual.wide(layout)
+            yield from ((alone, workload) for workload in virtual.corpus(variant, layout))
+            yield from ((False, workload) for workload in virtual.sparse(variant, layout))
             return
         yield from ((False, workload) for workload in corpus.corpus(variant, layout, profile))
         if layout.world <= corpus.USUAL_RANKS:
@@ -188,8 +190,7 @@ class Plan:
 
 def workload_names() -> frozenset[str]:
     """Return the names of all workloads of all profiles, and what a waiver calls those that are not to be drawn."""
-    probe, own = virtual.recipes(virtual.layouts()[0])
-    recipes = {recipe.name for recipe in (*corpus.PROBE, *corpus.EXPERTS, *probe, *own)}
+    recipes = {recipe.name for recipe in (*corpus.PROBE, *corpus.EXPERTS)} | virtual.names()
     drawn = {DRAWN_WITH + feature.name for feature in (*distribution.PROBE, *distribution.ROUTE)}
     return frozenset(recipes | {recipe.name for recipe in routing.ROUTERS} | {golden.NAME} | drawn | scripts.names())
 

@@ -53,9 +53,11 @@ class TestConviction:
     ) -> None:
         """Its own requirement refuses the run, in words that name the cause; native passes there."""
         outcome = run(engine, plant.backend, plant.layout, expected.workload)
-        (mismatch,) = [v for v in verdicts(outcome, expected.requirement) if isinstance(v, Mismatch)]
-        assert expected.stage == mismatch.stage
-        assert [] == [words for words in expected.words if words not in mismatch.sentence]
+        found = [v for v in verdicts(outcome, expected.requirement) if isinstance(v, Mismatch)]
+        told = [(mismatch.stage, mismatch.sentence) for mismatch in found]
+        assert any(
+            expected.stage == stage and all(words in sentence for words in expected.words) for stage, sentence in told
+        ), told
         acquitted(engine, expected.requirement, plant.layout, expected.workload)
 
     @pytest.mark.parametrize("plant", plants_of_many_ranks(), ids=lambda plant: plant.name)

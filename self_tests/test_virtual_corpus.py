@@ -30,6 +30,7 @@ from reference.experts import swiglu_experts
 from self_tests.checks import checks, judge
 
 EP64 = Layout(64, ep=64)
+EP256 = Layout(256, ep=256)
 EP512 = Layout(512, ep=512)
 
 
@@ -77,9 +78,14 @@ class TestCorpus:
         loads = Counter(e for batch in workload.batches[0] for e in batch.ids_TK.reshape(-1).tolist())
         assert min(loads.values()) > 255
 
-    def test_only_the_first_variant_runs_on_the_widest_layouts(self) -> None:
-        """What takes the square of ranks in memory is spared; the profile has no more ranks than asked for."""
+    def test_what_takes_the_square_of_ranks_in_memory_is_spared(self) -> None:
+        """On the widest layouts the first variant runs alone, on those of 256 ranks the others get few tokens."""
         cells = Plan(Native(), "cpu", "virtual", 512).cells
+        wide = [case for case in Plan(Native(), "cpu", "virtual", 256).cases if case.cell.layout == EP256]
+        of = {name: {each.workload.name for each in wide if each.cell.variant == name} for name in Native.variants}
+        few = {recipe.name for some in virtual.sparse_recipes(EP256) for recipe in some}
+        assert [few] * (len(of) - 1) == [names for variant, names in of.items() if variant != "alltoall"]
+        assert few < of["alltoall"] == virtual.names()
         assert {"alltoall"} == {cell.variant for cell in cells if cell.layout == EP512}
         assert set(Native.variants) == {cell.variant for cell in cells if cell.layout == EP64}
         assert {8, 64} == {cell.layout.world for cell in Plan(Native(), "cpu", "virtual", 255).cells}

@@ -11,6 +11,9 @@ from moe_conformance import shards
 from moe_conformance.plan import Case, Cell, Plan, too_large
 from moe_conformance.plugin.options import Options, Unusable
 
+# Shards of so many layouts get whole ones: what the oracles say of a layout's workloads serves all its variants.
+_LAYOUTS_OF_A_SHARD = 6
+
 
 def parameters(item: pytest.Item) -> Mapping[str, Any]:
     """Return what an item is parametrised with."""
@@ -64,7 +67,14 @@ def other_cells(plan: Plan, options: Options) -> frozenset[str]:
     count = loads(plan, options.ranks)
     if shard.count > sum(cases > 0 for cases in count.values()):
         raise Unusable(f"--shard {shard}: only {sum(map(bool, count.values()))} cells have cases; take fewer shards")
-    return frozenset(count) - shards.divide(count, shard.count)[shard.index - 1]
+    layout_of = {"": ""} | {cell.id: cell.layout.name for cell in plan.cells}
+    by_layout = dict.fromkeys(layout_of.values(), 0)
+    for cell, cases in count.items():
+        by_layout[layout_of[cell]] += cases
+    if len(by_layout) < _LAYOUTS_OF_A_SHARD * shard.count:
+        return frozenset(count) - shards.divide(count, shard.count)[shard.index - 1]
+    own = shards.divide(by_layout, shard.count)[shard.index - 1]
+    return frozenset(cell for cell in count if layout_of[cell] not in own)
 
 
 def sort(items: list[pytest.Item], positions: Mapping[str, int], examples: Collection[str]) -> None:

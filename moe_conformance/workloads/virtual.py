@@ -8,6 +8,7 @@ ranks with none and experts with hundreds of rows are among them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,7 +26,9 @@ WORLDS = (8, 64, 256, 512)
 _UNEVEN, _FEW = (2, 1, 3, 2, 4), (1, 2, 1, 1, 3)
 _SOME_WITHOUT = (2, 0, 1, 0, 0, 3, 0)
 _PADDED = {"pad_tokens": "group_max", "token_alignment": 4}
+_FEWEST = (1, 0, 1, 0, 0, 2, 0)
 _WIDEST_ALL_GATHER = 64  # ranks of ep * etp
+_WIDEST_OF_ALL = 256  # ranks of a world
 
 
 def last_experts(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
@@ -73,12 +76,17 @@ def layouts() -> tuple[Layout, ...]:
 
 
 def suits(layout: Layout, first_variant: bool) -> bool:
-    """Whether a variant runs on a layout.
+    """Whether a variant runs on a layout: the first on all of them."""
+    return first_variant or layout.world <= _WIDEST_OF_ALL or not wide(layout)
 
-    An exchange that brings every token to every rank of ep * etp holds the square of their number in rows, which is
-    more than one process has. Which variants do so is not known, so that only the first runs on the widest layouts.
+
+def wide(layout: Layout) -> bool:
+    """Whether variants other than the first meet the workloads of `sparse` alone on a layout.
+
+    An exchange that brings every token to every rank of ep * etp holds the square of their number in rows. Which
+    variants do so is not known, so that all get few tokens there.
     """
-    return first_variant or layout.ep * layout.etp <= _WIDEST_ALL_GATHER
+    return layout.ep * layout.etp > _WIDEST_ALL_GATHER
 
 
 def recipes(layout: Layout) -> tuple[tuple[Recipe, ...], tuple[Recipe, ...]]:
@@ -106,9 +114,41 @@ def recipes(layout: Layout) -> tuple[tuple[Recipe, ...], tuple[Recipe, ...]]:
     )
 
 
+def sparse_recipes(layout: Layout) -> tuple[tuple[Recipe, ...], tuple[Recipe, ...]]:
+    """The recipes for all variants on a wide layout: an expert for each rank, and half as many tokens as ranks."""
+    probe: dict[str, Any] = {"experts": layout.ep, "hidden": max(layout.ep, 32)}
+    own: dict[str, Any] = {"experts": layout.ep, "hidden": 32, "ffn": 16}
+    return (
+        (
+            Recipe("few-tokens-of-many-ranks-in-flight", anywhere, _FEWEST, probe, schedule="F0 F1 B1 B0"),
+            Recipe("few-tokens-of-many-ranks-padded", anywhere, _FEWEST, {**probe, **_PADDED, "token_alignment": 2}),
+        ),
+        (Recipe("own-few-tokens-of-many-ranks", anywhere, _FEWEST, own),),
+    )
+
+
+@cache
+def names() -> frozenset[str]:
+    """Return the names of the workloads of all layouts."""
+    made = (*recipes(layouts()[0]), *sparse_recipes(layouts()[0]))
+    return frozenset(recipe.name for some in made for recipe in some)
+
+
 def corpus(variant: str, layout: Layout) -> Iterator[Workload]:
     """Yield the workloads of a variant on a layout: with the probe, then with the backend's own experts."""
-    probe, own = recipes(layout)
+    yield from _drawn(recipes(layout), variant, layout)
+
+
+def sparse(variant: str, layout: Layout) -> Iterator[Workload]:
+    """Yield what every variant meets on a wide layout; nothing on others, and on those that only the first runs on."""
+    if wide(layout) and layout.world <= _WIDEST_OF_ALL:
+        yield from _drawn(sparse_recipes(layout), variant, layout)
+
+
+def _drawn(
+    recipes: tuple[tuple[Recipe, ...], tuple[Recipe, ...]], variant: str, layout: Layout
+) -> Iterator[Workload]:
+    probe, own = recipes
     for recipe in probe:
         yield exchange_workload(recipe, "probe", variant, layout)
     for recipe in own:

@@ -7,15 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from moe_conformance.backends.native.exchange import AllToAllExchange, Permuted
+from moe_conformance.backends.native.gradients import GradientFinisher
 from moe_conformance.contract import Routing
 from moe_conformance.topology import Layout
 from self_tests.planted_bugs.plant import Expectation, collect, planted
 
 EP64 = Layout(64, ep=64)
 EP256 = Layout(256, ep=256)
+REPLICATED64 = Layout(64, ep=8)
 
 
 @planted(
@@ -59,6 +62,55 @@ class ExpertsInASignedByte(AllToAllExchange):
         order_P = routing.ids_TK[pairs.token_P, pairs.slot_P].to(torch.int8).argsort(stable=True)
         moved = replace(pairs, token_P=pairs.token_P[order_P], slot_P=pairs.slot_P[order_P])
         return rows_PD[order_P], replace(permuted, pairs=moved, weights_P=permuted.weights_P[order_P])
+
+
+@planted(
+    Expectation("GROUP-06", "many-ranks-uneven", "dispatch", "expected, went to expert"),
+    layout=EP64,
+)
+class RanksInAlphabeticalOrder(AllToAllExchange):
+    """The ranks of a group are sorted as words, so that rank 10 stands before rank 2 and owns its experts."""
+
+    def _permute(self, x: Tensor, routing: Routing, room: int | None) -> tuple[Tensor, Permuted]:
+        held, ranks = self.placement.held, self.topology.ranks("ep")
+        order = torch.tensor([ranks.index(rank) for rank in sorted(ranks, key=str)])
+        owner_TK, local_TK = routing.ids_TK.clamp(min=0) // held, routing.ids_TK % held
+        sorted_TK = torch.where(routing.ids_TK >= 0, order[owner_TK] * held + local_TK, -1)
+        return super()._permute(x, replace(routing, ids_TK=sorted_TK), room)
+
+
+@planted(
+    Expectation("GROUP-06", "own-many-ranks-uneven", "finish", "the gradient of gate of expert 0 on rank 0 has"),
+    layout=REPLICATED64,
+)
+class ReplicasInAWord(GradientFinisher):
+    """The replicas of an expert are bits of one word of 32 bits, so that those of rank 32 and up are others' again."""
+
+    def _summed(self, gradient: Tensor, replicas: tuple[str, ...]) -> Tensor:
+        if replicas != ("edp",):
+            return super()._summed(gradient, replicas)
+        ranks = self.topology.ranks("world")
+        every = [torch.empty_like(gradient, dtype=torch.float32) for _ in ranks]
+        dist.all_gather(every, gradient.float().contiguous(), group=self.topology.group("world"))
+        mine = [rank % 32 for rank in self.topology.ranks("edp")]
+        return torch.stack([every[rank] for rank in mine]).sum(0)
+
+
+@planted(
+    Expectation("GROUP-06", "own-many-ranks-uneven", "finish", "hold replicas of", "end with gradients that differ"),
+    layout=REPLICATED64,
+)
+class ReplicasNodeByNode(GradientFinisher):
+    """Gradients are summed among the replicas within 32 ranks and never between those blocks."""
+
+    def _summed(self, gradient: Tensor, replicas: tuple[str, ...]) -> Tensor:
+        if replicas != ("edp",):
+            return super()._summed(gradient, replicas)
+        ranks = self.topology.ranks("world")
+        every = [torch.empty_like(gradient, dtype=torch.float32) for _ in ranks]
+        dist.all_gather(every, gradient.float().contiguous(), group=self.topology.group("world"))
+        near = [rank for rank in self.topology.ranks("edp") if rank // 32 == self.topology.rank // 32]
+        return torch.stack([every[rank] for rank in near]).sum(0)
 
 
 PLANTS = collect(globals())
