@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.settings import judge_settings
 from moe_conformance.judging.twins import RunTwins, judge_alike
 from moe_conformance.judging.verdict import Tally
+from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
 from moe_conformance.workloads import laws
 from moe_conformance.workloads.features import likened_once
@@ -23,6 +25,11 @@ class TestRepetition:
 
 
 class TestSurroundings:
+    @requirement("DET-07", kind="experts", when=likened_once)
+    def test_the_settings_of_the_process_are_left_alone(self, outcome: Outcome, twins: RunTwins, tally: Tally) -> None:
+        """Importing a backend, building with it, being refused by it and closing it leave all settings as they were."""
+        judge_settings(twins(laws.lifetime(outcome.workload)), tally)
+
     @requirement("DET-02", kind="experts", when=likened_once)
     def test_random_generators_do_not_matter(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """A step that draws no random numbers gives the same bits from any state of the random generators."""

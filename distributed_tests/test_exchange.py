@@ -6,6 +6,7 @@ from moe_conformance.judging.counts import judge_counts
 from moe_conformance.judging.deliveries import judge_deliveries, judge_rows
 from moe_conformance.judging.finished import judge_finished
 from moe_conformance.judging.gradients import judge_dweights, judge_dx
+from moe_conformance.judging.identity import judge_identity_inputs, judge_identity_outputs
 from moe_conformance.judging.kept import judge_kept_outputs, judge_state
 from moe_conformance.judging.ledgers import judge_agreement
 from moe_conformance.judging.outputs import judge_form, judge_inputs, judge_outputs
@@ -62,6 +63,16 @@ class TestCombine:
     def test_tokens_get_the_weighted_sum_of_their_experts(self, reading: Reading, tally: Tally) -> None:
         """Every token gets its own experts' answers, each times its own weight."""
         judge_outputs(reading, tally)
+
+    @requirement("EXCH-05", kind="identity")
+    def test_answers_may_lie_where_rows_were_handed_over(self, reading: Reading, tally: Tally) -> None:
+        """Tokens get the weighted sum also of answers that are the very tensor that was handed over."""
+        judge_identity_outputs(reading, tally)
+
+    @requirement("EXCH-08", kind="identity")
+    def test_inputs_are_left_alone_where_rows_come_back(self, reading: Reading, tally: Tally) -> None:
+        """Inputs hold the same bytes after experts have answered with what they were handed."""
+        judge_identity_inputs(reading, tally)
 
     @requirement("EXCH-06", kind="probe", when=has_empty_slots)
     def test_empty_slots_add_nothing(self, reading: Reading, tally: Tally) -> None:

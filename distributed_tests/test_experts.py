@@ -12,9 +12,11 @@ from moe_conformance.judging.own_experts import (
     judge_windows,
 )
 from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.twins import RunTwins, judge_same_answers
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
-from moe_conformance.workloads.features import has_filled_memory
+from moe_conformance.workloads import laws
+from moe_conformance.workloads.features import bare_answers, has_filled_memory
 from moe_conformance.workloads.records import Workload
 
 
@@ -41,6 +43,11 @@ class TestOwnExperts:
         judge_own_dx(reading, tally)
         judge_own_dweights(reading, tally)
         judge_expert_gradients(reading, tally)
+
+    @requirement("EXPT-08", kind="experts", when=bare_answers)
+    def test_an_answer_does_not_depend_on_other_rows(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
+        """What an expert answers to a row has the same bits alone, among fewer others and in another order."""
+        judge_same_answers(reading, twins(laws.among_fewer(reading.outcome.workload)), tally)
 
     @requirement("EXPT-02", kind="experts")
     def test_windows_cover_every_parameter(self, reading: Reading, tally: Tally) -> None:

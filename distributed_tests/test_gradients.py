@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moe_conformance.judging.differences import judge_differences
 from moe_conformance.judging.gradients import judge_dweights, judge_dx
+from moe_conformance.judging.identity import judge_identity_dweights, judge_identity_dx
 from moe_conformance.judging.kept import judge_kept_gradients
 from moe_conformance.judging.own_experts import (
     judge_expert_gradients,
@@ -44,6 +45,16 @@ class TestExchange:
     def test_every_weight_gets_its_own_gradient(self, reading: Reading, tally: Tally) -> None:
         """The gradient of a weight is its own expert's answer times its token's upstream gradient."""
         judge_dweights(reading, tally)
+
+    @requirement("GRAD-02", kind="identity")
+    def test_tokens_get_their_gradient_through_the_same_tensor(self, reading: Reading, tally: Tally) -> None:
+        """Tokens that are their own experts' answers get the weighted upstream gradient."""
+        judge_identity_dx(reading, tally)
+
+    @requirement("GRAD-03", kind="identity")
+    def test_weights_get_their_gradient_of_the_same_tensor(self, reading: Reading, tally: Tally) -> None:
+        """Weights of answers that are the rows themselves get the product of row and upstream gradient."""
+        judge_identity_dweights(reading, tally)
 
     @requirement("GRAD-09", kind="padded")
     def test_gradients_of_padding_reach_nothing(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:

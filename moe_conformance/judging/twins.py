@@ -83,6 +83,18 @@ def judge_alike(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
             judge_same_parameters(*sides, tally)
 
 
+def judge_same_answers(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
+    """Decide whether y alone is to the bit, token by token, what it was.
+
+    Raises:
+        NotOffered: the backend ran none of the twins.
+        WrongForm, WrongOutput: an element differs.
+        Raised, Hung, Died, RunFailed: the twin did not finish, or was refused what the run was built with.
+    """
+    for each in those_that_ran(ran):
+        _judge_tokens(Sides(reading, each.twin, read_twin(each)), _JUDGED[0], tally)
+
+
 def those_that_ran(ran: Sequence[Ran]) -> list[Ran]:
     """Return the twins that have an outcome.
 

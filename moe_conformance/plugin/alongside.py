@@ -44,5 +44,7 @@ class Twins:
         if twin.fresh:
             self.renew()
         outcome = self.step(twin.workload)
+        if twin.workload.twist.lifetime:  # what it leaves behind is no other run's
+            self.renew()
         refusal = refusal_of(outcome) if twin.anew else None
         return Ran(twin, outcome) if refusal is None else Ran(twin, None, refusal[1])

@@ -10,6 +10,7 @@ from typing import Literal
 
 from moe_conformance.contract import Unsupported
 from moe_conformance.engine import Engine, Job, RankContext, RankResult, Running
+from moe_conformance.scenarios.lifetime import Lifetime
 from moe_conformance.scenarios.outcome import Outcome, RankOutcome
 from moe_conformance.scenarios.proxy_model import ProxyModel
 from moe_conformance.scenarios.script import Script
@@ -113,4 +114,6 @@ def _mark(error: Exception, step: Script | ProxyModel | TrainingStep) -> None:
 def _kind_of(workload: Workload) -> type[Script] | type[ProxyModel] | type[TrainingStep]:
     if workload.calls:
         return Script
+    if workload.twist.lifetime:
+        return Lifetime
     return ProxyModel if workload.kind == "proxy" else TrainingStep

@@ -57,6 +57,7 @@ class Microbatch:
     inputs_changed: tuple[str, ...] = ()  # of x, ids, weights, upstream: bytes that differ after the step
     outputs_changed: tuple[str, ...] = ()  # of y, rows: bytes that differ when its backward has returned
     gradients_changed: tuple[str, ...] = ()  # of x, weights: bytes that differ from when their backward returned
+    handed_back: int = 0  # identity: rows that the experts answered with themselves, of all microbatches until then
     padding_gradients: int = 0  # padding rows at which the twist put a gradient of its own
 
 
@@ -95,6 +96,9 @@ class RankOutcome:
     grads_final: Mapping[ParameterKey, Grad] | None = None  # after finish_gradients; None where none is offered
     finish_refusal: str | None = None
     state_changed: tuple[str, ...] = ()  # global state of the process that the schedule left otherwise than it was
+    # A lifetime: settings of the process that differ, before the import and after closing; and how many there are.
+    settings_changed: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    settings_seen: int = 0
     uncovered: tuple[str, ...] = ()  # parameters or elements that no window of named() covers, and copies
     resolved: Mapping[str, str] = field(default_factory=dict)
     weights_at: str = "combine"

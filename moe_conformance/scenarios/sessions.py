@@ -35,15 +35,20 @@ def build(session: Session, surface: str, config: Config) -> Any:
     return method(config)
 
 
+def closed(context: RankContext) -> None:
+    """Close the session that is open, if one is."""
+    kept: Opened | None = context.kept.pop(_SESSION, None)
+    if kept is not None:
+        kept.session.close()
+
+
 def opened(context: RankContext, name: str, layout: Layout) -> Opened:
     """Return the session of a backend on a layout; one that was open for anything else is closed first."""
     key = (name, layout, str(context.device))
     kept: Opened | None = context.kept.get(_SESSION)
     if kept is not None and kept.key == key:
         return kept
-    if kept is not None:
-        del context.kept[_SESSION]
-        kept.session.close()
+    closed(context)
     backend = load(name)
     topology = Topology(layout, context.rank, context.groups)
     kept = Opened(key, backend, backend.open(topology, context.device), topology)

@@ -20,7 +20,6 @@ from moe_conformance.contract import (
     Delivery,
     Exchange,
     ExpertFn,
-    Experts,
     Overflow,
     Parametrised,
     Resolved,
@@ -33,6 +32,7 @@ from moe_conformance.contract import (
 )
 from moe_conformance.engine import RankContext
 from moe_conformance.scenarios import parameters, state
+from moe_conformance.scenarios.identity import Identity
 from moe_conformance.scenarios.inputs import Inputs
 from moe_conformance.scenarios.outcome import Grad, Microbatch, RankOutcome
 from moe_conformance.scenarios.padding import PaddingGradients
@@ -87,7 +87,7 @@ class TrainingStep:
         self.router: Router | None = None
         self.undropping: Router | None = None  # the same router without its capacity
         self.exchange: Exchange | SplitExchange | None = None
-        self.experts: Probe | Experts | None = None
+        self.experts: ExpertFn | None = None
         self.layer: Layer | None = None
         if self.workload.kind in ("route", "capacity", "extreme"):
             self.router = session.router(self.config)
@@ -114,12 +114,14 @@ class TrainingStep:
         self.inputs, self.delivered, self.outputs, self.returned = {}, {}, {}, {}
         self._follow_schedule()
 
-    def _experts(self, session: Session, topology: Topology, built: list[Parametrised]) -> Probe | Experts:
+    def _experts(self, session: Session, topology: Topology, built: list[Parametrised]) -> ExpertFn:
         assert self.exchange is not None
         if self.workload.kind.endswith("experts"):
             experts = session.experts(self.config)
             built.append(experts)
             return experts
+        if self.workload.kind == "identity":
+            return Identity()
         part = part_of(session, topology)
         answers = tuple(self.exchange.local_experts)
         if self.workload.twist.probe_as:
@@ -282,6 +284,7 @@ class TrainingStep:
             inputs_changed=inputs.changed(),
             outputs_changed=self.outputs_changed.get(m, ()),
             gradients_changed=inputs.gradients_changed(),
+            handed_back=self.experts.rows if isinstance(self.experts, Identity) else 0,
             padding_gradients=self.spoilt[m].rows if m in self.spoilt else 0,
             **self.routed.get(m, {}),
         )

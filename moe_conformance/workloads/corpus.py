@@ -114,7 +114,7 @@ class Recipe:
     needs_ep: bool = False  # says nothing new where there is one ep coordinate
     profile: Profile = "quick"
     experts_per_ep: int | None = None  # E = this many times ep, instead of 8
-    weights: Literal["plain", "odd"] = "plain"  # odd: some are zero, some negative
+    weights: Literal["plain", "odd", "ones"] = "plain"  # odd: some are zero, some negative
     asynchrony: Asynchrony = "plain"
     memory: Literal["plain", "filled"] = "plain"
     repeated: bool = False  # all microbatches are routed alike
@@ -216,6 +216,7 @@ _OWN = (
     Recipe("own-top-all-even", config={"top_k": 8}),
     Recipe("own-one-expert-even", one_expert, config={"top_k": 1}),
     Recipe("own-empty-expert-even", empty_expert),
+    Recipe("own-unweighted-even", tokens=(24,), experts_per_ep=2, config={"top_k": 1}, weights="ones"),
     Recipe("own-idle-rank-even", idle_rank, needs_ep=True),
     Recipe("own-rank-without-tokens", tokens=ONE_WITHOUT, wide=True),
     Recipe("own-filled-even", memory="filled"),
@@ -252,6 +253,13 @@ EXPERTS = (
     # In bfloat16 too: some libraries' experts compute in it whatever the tokens are, and are judged there.
     *(in_bfloat16(own) for own in _OWN),
     Recipe("own-uneven-float64", tokens=UNEVEN, config={"dtype": torch.float64}, wide=True),
+    Recipe(
+        name="own-unweighted-even-float64",
+        tokens=(24,),
+        experts_per_ep=2,
+        config={"top_k": 1, "dtype": torch.float64},
+        weights="ones",
+    ),
     Recipe("own-even-float64", config={"dtype": torch.float64}, wide=True, likened="quick"),
 )
 
@@ -348,7 +356,8 @@ def exchange_workload(recipe: Recipe, kind: Literal["probe", "experts"], variant
         if kind == "probe":
             batch = draw.probe_batch(rank, microbatch, ids_TK, config, generator, odd=recipe.weights == "odd")
             return draw.alike(batch) if recipe.alike else batch
-        return draw.real_batch(ids_TK, config, generator)
+        real = draw.real_batch(ids_TK, config, generator)
+        return replace(real, weights_TK=torch.ones_like(real.weights_TK)) if recipe.weights == "ones" else real
 
     batches = tuple(tuple(batch(m, r) for r in range(layout.world)) for m in range(microbatches))
     parameters = {}

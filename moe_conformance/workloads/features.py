@@ -137,6 +137,13 @@ def differentiated(workload: Workload) -> bool:
     return asked and (workload.likened == "full" or workload.layout.edp > 1)
 
 
+def bare_answers(workload: Workload) -> bool:
+    """Return whether every token's output is the answer of one expert to it, times 1."""
+    weights = [batch.weights_TK for ranks in workload.batches for batch in ranks]
+    backward = len(workload.batches) == 1 and workload.goes_backward(0)
+    return backward and all(w.shape[1] == 1 and bool((w == 1).all()) and len(w) > 1 for w in weights)
+
+
 def all_alike(workload: Workload) -> bool:
     """Return whether runs are likened to it, and all tokens of a rank have the same ids, weights and upstream."""
     batches = [batch for microbatch in workload.batches for batch in microbatch]

@@ -151,6 +151,23 @@ def exchanged(workload: Workload, variants: Sequence[str]) -> list[Twin]:
     return [twin(workload, f"through {variant}", variant=variant) for variant in others]
 
 
+# ---- what else is there --------------------------------------------------------------------------------------------
+
+
+def among_fewer(workload: Workload) -> list[Twin]:
+    """Leave every rank its last token alone; or every other token, the last first. Answers alone: nothing goes back."""
+
+    def kept(m: int, rank: int, step: int) -> Rows:
+        T = len(workload.batches[m][rank].x_TD)
+        return rows_of([(m, rank, t) for t in range(T - 1, -1, -step)], workload)
+
+    T = max(len(batch.x_TD) for batch in workload.batches[0])
+    return [
+        twin(workload, how, _origin(workload, partial(kept, step=step)), bits=True, partial=True, schedule="F0")
+        for how, step in (("with one token on every rank", T), ("with every other token, the last first", 2))
+    ]
+
+
 # ---- what came before ----------------------------------------------------------------------------------------------
 
 
@@ -184,6 +201,12 @@ def in_turn(workload: Workload) -> list[Twin]:
 def again(workload: Workload) -> list[Twin]:
     """Run it in processes that have run nothing before."""
     return [twin(workload, "in fresh processes", bits=True, fresh=True)]
+
+
+def lifetime(workload: Workload) -> list[Twin]:
+    """Run it in new processes, from the import of the backend to the end of its session."""
+    how = "from import to closing"
+    return [twin(workload, how, bits=True, fresh=True, twist=Twist(lifetime=True))]
 
 
 def twice(workload: Workload) -> list[Twin]:

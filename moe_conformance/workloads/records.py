@@ -74,7 +74,7 @@ class Twist:
     what lies between them is NaN, of ids 2^40. The probe answers for expert e as for `probe_as[e]`. Of what `unasked`
     names, no gradients are wanted. `late[r]` are the seconds that rank r waits before every item of the schedule. With
     `padding_gradients` a large number takes the place of every gradient that comes to the experts' answer to a padding
-    row, or leaves the experts for one.
+    row, or leaves the experts for one. A `lifetime` begins before the backend is imported and ends behind its session.
     """
 
     strides: Mapping[str, Stride] = field(default_factory=dict)
@@ -84,6 +84,7 @@ class Twist:
     late: tuple[float, ...] = ()
     seed: int | None = None  # of all random generators before the schedule, another on every rank
     padding_gradients: bool = False
+    lifetime: bool = False
 
 
 @dataclass(frozen=True, repr=False)
@@ -100,7 +101,8 @@ class Workload:
     name: str  # unique together with the variant and the layout
     # probe: the suite's expert; experts: the backend's own; route: its router alone; layer: a whole one. "spoilt" and
     # "spoilt experts" are the first two with tokens that are not finite, "copies" and "copies experts" with tokens that
-    # all ranks of a tp group hold. With `calls`: a method of Session,
+    # all ranks of a tp group hold; identity: experts that answer with the very tensor that they are handed. With
+    # `calls`: a method of Session,
     # or session, where they are calls on the session itself.
     kind: str
     config: Config

@@ -19,6 +19,7 @@ from moe_conformance.workloads import (
     dropping_layers,
     extreme_routing,
     float8_rows,
+    identity,
     indivisible,
     knobs,
     layers,
@@ -66,6 +67,7 @@ CHAPTERS: tuple[Chapter, ...] = (
     Chapter(permute.NAMES, permute.corpus),
     Chapter(tuple(token_exchange.SCRIPTS), token_exchange.scripts),
     Chapter(spoilt.NAMES, spoilt.draw, "every", (_ALONE, _SPREAD, _CUT)),
+    Chapter(identity.NAMES, identity.draw, "every", (_ALONE, _SPREAD, _REPLICATED)),
     Chapter(dispatch_layout.NAMES, dispatch_layout.corpus),
     Chapter(packing.TOKEN_COUNTS, packing.token_counts, "every", (_ALONE, _SPREAD, _CUT, _TENSOR)),
     Chapter(

@@ -16,6 +16,7 @@ from self_tests.planted_bugs import (
     flex,
     gradients,
     groups,
+    identity,
     many_ranks,
     overlap,
     packing,
@@ -25,6 +26,7 @@ from self_tests.planted_bugs import (
     routing,
     routing_ends,
     routing_extremes,
+    settings,
     shared_experts,
     token_copies,
     token_exchange,
@@ -41,7 +43,8 @@ def plants() -> tuple[Plant, ...]:
     exchanges = (exchange, repetition, exchange_back, exchange_ends, twins, twin_ends, exchange_spoilt, exchange_misuse)
     drops = (capacity, capacity_exchange)
     chapters = (routing, routing_ends, routing_extremes, *drops, *exchanges, experts, gradients, groups, overlap, cost)
-    surfaces = (padding_gradients, flex, permute, dispatch_layout, token_exchange, packing, shared_experts)
+    laws = (identity, padding_gradients, settings)
+    surfaces = (*laws, flex, permute, dispatch_layout, token_exchange, packing, shared_experts)
     return tuple(plant for chapter in (*chapters, token_copies, *surfaces) for plant in chapter.PLANTS)
 
 

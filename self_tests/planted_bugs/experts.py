@@ -121,4 +121,19 @@ class WeightsBeforeTheExpert(AllToAllExchange):
         super().__init__(replace(config, weights_applied="input"), topology)
 
 
+@planted(
+    Expectation("EXPT-08", "own-unweighted-even", "experts", "run with one token on every rank", "y of rank"),
+    Expectation("EXPT-08", "own-unweighted-even-bfloat16", "experts", "run with one token on every rank", "y of rank"),
+)
+class OneScaleForAllRows(Experts):
+    """Rows are rounded to a grid that the largest element of the call spans, as formats with one scale do it."""
+
+    def _loop(self, rows_PD: Tensor, counts_N: list[int]) -> Tensor:
+        if rows_PD.numel():
+            largest = rows_PD.detach().abs().max()
+            rounded_PD = (rows_PD.detach() / largest * 120).round() / 120 * largest
+            rows_PD = rows_PD + (rounded_PD - rows_PD.detach())
+        return super()._loop(rows_PD, counts_N)
+
+
 PLANTS = collect(globals())

@@ -37,12 +37,19 @@ __all__ = [
     "get_thd_batch_on_this_cp_rank",
     "moe_utils",
     "parallel_state",
+    "quiet",
     "token_dispatcher",
 ]
 
-# Advice to people who train, on every layer that is built; and the old names of collectives, on every rank.
-warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
-warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", category=FutureWarning)
+
+def quiet() -> warnings.catch_warnings[None]:
+    """Ignore what it says to people who train, on every layer, and old names of collectives; the caller exits."""
+    context = warnings.catch_warnings()
+    context.__enter__()
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", category=FutureWarning)
+    return context
+
 
 SHIMS = () if torch.cuda.is_available() else shims.apply(token_dispatcher, moe_utils, mappings)
 """What stands in for CUDA and NCCL in this process, in words; every surface reports it."""

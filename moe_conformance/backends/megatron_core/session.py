@@ -48,6 +48,7 @@ class MegatronSession(Session):
             expert_tensor_parallel_size=sizes["etp"],
             create_gloo_process_groups=False,
         )
+        self._quiet = library.quiet()
 
     def exchange(self, config: Config) -> Exchange:
         """Build a layer and return its token dispatcher."""
@@ -115,4 +116,5 @@ class MegatronSession(Session):
         state.destroy_model_parallel()
         library.moe_utils.get_moe_layer_wise_logging_tracker().clear()
         library.moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
+        self._quiet.__exit__(None, None, None)
         gc.collect()  # layers refer to their groups in cycles, and a group has threads and sockets until it is freed

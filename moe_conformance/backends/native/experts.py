@@ -17,6 +17,8 @@ from moe_conformance.backends.native.groups import CannotBuild, Placement
 from moe_conformance.backends.native.permutation import permute, sort_pairs, unpermute, weigh
 from moe_conformance.contract import Config, Delivery, Named, Read, Topology
 
+BLOCK = 16  # rows of one product
+
 
 class Experts(Replicated):
     """The experts of one rank, stacked: gate and up (N, F / etp, D), down (N, D, F / etp)."""
@@ -65,7 +67,18 @@ class Experts(Replicated):
     def _loop(self, rows_PD: Tensor, counts_N: list[int]) -> Tensor:
         """Run every expert on its rows, on none too: an idle expert gets zero gradients."""
         weights = zip(self.gate_NFD.unbind(), self.up_NFD.unbind(), self.down_NDF.unbind(), strict=True)
-        return torch.cat([swiglu(rows, *w) for rows, w in zip(rows_PD.split(counts_N), weights, strict=True)])
+        return torch.cat([in_blocks(rows, *w) for rows, w in zip(rows_PD.split(counts_N), weights, strict=True)])
+
+
+def in_blocks(rows_RD: Tensor, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> Tensor:
+    """Return `swiglu` of the rows, `BLOCK` at a time, zeros behind the last.
+
+    Kernels of matrix products choose the order of a sum by the sizes of the matrices. Where these never change, the
+    answer for a row has the same bits whatever other rows there are.
+    """
+    R = len(rows_RD)
+    blocks = F.pad(rows_RD, (0, 0, 0, -R % BLOCK)).split(BLOCK)
+    return torch.cat([swiglu(block_BD, gate_FD, up_FD, down_DF) for block_BD in blocks])[:R]
 
 
 def swiglu(rows_RD: Tensor, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> Tensor:

@@ -1,0 +1,104 @@
+"""Exchanges around experts that answer with what they were handed: y, dx and dweights, every element exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from moe_conformance.judging.diagnosis import Finding, fail
+from moe_conformance.judging.once import once
+from moe_conformance.judging.outputs import judge_inputs
+from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.verdict import Mismatch, NotOffered, Stage, Tally, WrongGradient, WrongOutput
+from moe_conformance.scenarios.outcome import Microbatch
+from reference import layer
+
+_Solved = tuple[tuple[layer.Gradients, ...], ...]  # [microbatch][rank]
+
+
+def judge_identity_outputs(reading: Reading, tally: Tally) -> None:
+    """Decide whether every token gets itself, times the sum of the weights of its filled slots.
+
+    Raises:
+        NotOffered: no row was answered where it lay: experts weigh rows here, or add up those of several slots.
+        WrongOutput: an element differs, or y is missing.
+    """
+    _judge(reading, tally, "y", "combine", WrongOutput, lambda seen: seen.y, lambda solved: solved.y_TD)
+
+
+def judge_identity_dx(reading: Reading, tally: Tally) -> None:
+    """Decide whether every token gets the upstream gradient, times that sum.
+
+    Raises:
+        NotOffered, WrongGradient: as `judge_identity_outputs`.
+    """
+    _judge(reading, tally, "dx", "gradient", WrongGradient, lambda seen: seen.dx_TD.value, lambda solved: solved.dx_TD)
+
+
+def judge_identity_dweights(reading: Reading, tally: Tally) -> None:
+    """Decide whether the gradient of a filled slot's weight is <x, upstream>, and zero of an empty one's.
+
+    Raises:
+        NotOffered, WrongGradient: as `judge_identity_outputs`.
+    """
+    of_run: Callable[[Microbatch], Tensor | None] = lambda seen: seen.dweights_TK.value  # noqa: E731
+    _judge(reading, tally, "dweights", "gradient", WrongGradient, of_run, lambda solved: solved.dweights_TK)
+
+
+def judge_identity_inputs(reading: Reading, tally: Tally) -> None:
+    """Decide `judge_inputs` where what is handed over may be the input itself, and comes back as an answer.
+
+    Raises:
+        NotOffered: as `judge_identity_outputs`.
+        ChangedInput: an input was written over.
+    """
+    _require_handed_back(reading)
+    judge_inputs(reading, tally)
+
+
+def _judge(
+    reading: Reading,
+    tally: Tally,
+    name: str,
+    stage: Stage,
+    error: type[Mismatch],
+    of_run: Callable[[Microbatch], Tensor | None],
+    of_oracle: Callable[[layer.Gradients], Tensor],
+) -> None:
+    _require_handed_back(reading)
+    findings = []
+    for m, ranks in enumerate(once(reading, _solve)):
+        for rank, solved in enumerate(ranks):
+            actual, expected = of_run(reading.seen(m, rank)), of_oracle(solved)
+            if not len(expected):
+                continue
+            if actual is None or actual.shape != expected.shape:
+                found = "None" if actual is None else f"of the shape {tuple(actual.shape)}"
+                findings.append(Finding("form", f"{name} of rank {rank} is {found}", (rank,)))
+                continue
+            wrong = ~(actual.double() == expected)
+            for t, column in wrong.nonzero().tolist()[:1]:
+                of = f" of microbatch {m}" if len(reading.batches) > 1 else ""
+                values = f"{float(actual[t, column]):g} instead of {float(expected[t, column]):g}"
+                sentence = f"{name} of rank {rank} token {t}{of} in column {column} is {values}, where experts answer "
+                told = f"{sentence}with the tensor that they were handed; {int(wrong.any(1).sum())} tokens are wrong"
+                findings.append(Finding(name, told, (rank,)))
+            if not bool(wrong.any()):
+                tally.add(elements=actual.numel(), rank=rank)
+    if findings:
+        fail(error, stage, findings)
+
+
+def _solve(reading: Reading) -> _Solved:
+    def solved(rank: int, m: int) -> layer.Gradients:
+        batch = reading.batches[m][rank]
+        given = (batch.x_TD, batch.ids_TK, batch.weights_TK, batch.upstream)
+        return layer.gradients(*given, lambda _: lambda rows_RD, _: rows_RD, {})
+
+    return tuple(tuple(solved(rank, m) for rank in range(len(ranks))) for m, ranks in enumerate(reading.batches))
+
+
+def _require_handed_back(reading: Reading) -> None:
+    if not any(seen.handed_back for rank in reading.ranks for seen in rank.microbatches):
+        raise NotOffered("no row was answered where it lay: experts weigh rows here, or add up those of several slots")

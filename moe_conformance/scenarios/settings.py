@@ -1,0 +1,48 @@
+"""The settings of a process that a library has no business with, in words."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_FLAGS: dict[str, Callable[[], Any]] = {
+    "the default dtype": torch.get_default_dtype,
+    "the default device": torch.get_default_device,
+    "the grad mode": torch.is_grad_enabled,
+    "the inference mode": torch.is_inference_mode_enabled,
+    "the anomaly mode": torch.is_anomaly_enabled,
+    "the autocast of the CPU": lambda: torch.is_autocast_enabled("cpu"),
+    "the autocast of CUDA": lambda: torch.is_autocast_enabled("cuda"),
+    "the deterministic flag": torch.are_deterministic_algorithms_enabled,
+    "the flag to warn of nondeterminism only": torch.is_deterministic_algorithms_warn_only_enabled,
+    "the flag to fill uninitialised memory": lambda: torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+    "the precision of float32 products": torch.get_float32_matmul_precision,
+    "TF32 in products": lambda: torch.backends.cuda.matmul.allow_tf32,
+    "float16 sums in products": lambda: torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+    "bfloat16 sums in products": lambda: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+    "TF32 in cuDNN": lambda: torch.backends.cudnn.allow_tf32,
+    "cuDNN": lambda: torch.backends.cudnn.enabled,
+    "cuDNN's benchmarks": lambda: torch.backends.cudnn.benchmark,
+    "cuDNN's deterministic flag": lambda: torch.backends.cudnn.deterministic,
+    "the number of threads": torch.get_num_threads,
+    "the number of threads between operations": torch.get_num_interop_threads,
+}
+
+
+def settings() -> dict[str, str]:
+    """Return every setting by name, and every variable of the environment; a filter of warnings is a line."""
+    told = {name: str(flag()) for name, flag in _FLAGS.items()}
+    told["the default process group"] = _default_group()
+    told["the warning filters"] = "\n".join(map(str, warnings.filters))
+    return told | {f"the environment variable {name}": value for name, value in os.environ.items()}
+
+
+def _default_group() -> str:
+    if not dist.is_available() or not dist.is_initialized():
+        return "none"
+    return f"{dist.get_world_size()} ranks, object {id(dist.group.WORLD)}"

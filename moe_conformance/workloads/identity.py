@@ -1,0 +1,28 @@
+"""Experts that answer with the very tensor that they were handed: what combine is given lies where dispatch put it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from moe_conformance.topology import Layout
+from moe_conformance.workloads.corpus import UNEVEN, Profile, Recipe, dropped, exchange_workload, one_expert
+from moe_conformance.workloads.records import Workload
+
+_RECIPES = (
+    Recipe("identity-even"),
+    Recipe("identity-uneven", tokens=UNEVEN),
+    Recipe("identity-one-expert-even", one_expert, config={"top_k": 1}),
+    Recipe("identity-dropped-even", dropped),
+    Recipe("identity-in-flight-even", schedule="F0 F1 B0 B1"),
+    Recipe("identity-even-bfloat16", config={"dtype": torch.bfloat16}),
+)
+NAMES = tuple(recipe.name for recipe in _RECIPES)
+
+
+def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
+    """Yield the workloads of a layout on which experts are whole."""
+    for recipe in _RECIPES if layout.etp == 1 else ():
+        yield replace(exchange_workload(recipe, "probe", variant, layout), kind="identity")
