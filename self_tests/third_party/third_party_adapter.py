@@ -80,7 +80,7 @@ class GatherSession(Session):
     def exchange(self, config: Config) -> GatherExchange:
         """Build the exchange, in which experts divide evenly and are whole."""
         config.only("experts", "top_k", "hidden", "dtype")
-        if self.topology.sizes["etp"] > 1 or config.experts % self.topology.sizes["ep"]:
+        if self.topology.sizes["etp"] > 1 or config.experts < 1 or config.experts % self.topology.sizes["ep"]:
             raise Unsupported(f"{config.experts} experts on {self.topology.sizes} are not adapted")
         return GatherExchange(config.experts, self.topology)
 
