@@ -11,7 +11,7 @@ from reference.static_budget import least_budget
 
 
 def judge_fixed_size(reading: Reading, tally: Tally) -> None:
-    """Decide whether a rank's buffer has one size in all microbatches, whatever their loads.
+    """Decide whether a rank's buffer has one size in all microbatches of as many tokens, whatever their loads.
 
     Raises:
         WrongForm: two sizes differ.

@@ -27,7 +27,7 @@ class PaddingGradients:
         rows_RD = _replaced(delivery.rows_RD, padding_R)
         weights_RJ = delivery.weights_RJ if delivery.weights_RJ is None else _replaced(delivery.weights_RJ, padding_R)
         answer_RD = self.experts(replace(delivery, rows_RD=rows_RD, weights_RJ=weights_RJ))
-        flat_RD = _replaced(answer_RD.reshape(len(padding_R), -1), padding_R)
+        flat_RD = _replaced(answer_RD.reshape(len(padding_R), answer_RD.shape[-1]), padding_R)  # R may be 0
         if flat_RD.requires_grad:
             flat_RD.register_hook(lambda _: self._count(padding_R))
         return flat_RD.reshape(answer_RD.shape)

@@ -36,7 +36,8 @@ BUDGETS = (
     # 1.15 * 100 is a little less than 115 in binary, and a budget of 114 is too small.
     Recipe("budget-of-a-fraction-even", filling, tokens=(50,), config={"budget_factor": 1.15}, needs_ep=True),
     Recipe("budget-roomy-even", dropped, config={"budget_factor": 8.0}, schedule="F0 B0 F1 B1", memory="filled"),
-    Recipe("budget-roomy-uneven", dropped, tokens=UNEVEN, config={"budget_factor": 8.0}, schedule="F0 F1 B1 B0"),
+    # A factor is one of the tokens that there are: as many in both microbatches, which go to other experts.
+    Recipe("budget-roomy-uneven", dropped, turns=(UNEVEN,) * 2, config={"budget_factor": 8.0}, schedule="F0 F1 B1 B0"),
 )
 
 
