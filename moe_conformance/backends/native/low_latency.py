@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_conformance.backends.native import wrong_use
+from moe_conformance.backends.native import capacity, wrong_use
 from moe_conformance.backends.native.exchange import AllToAllExchange, Sent
 from moe_conformance.contract import Config, Delivery, Routing, Topology
 from moe_conformance.surfaces import Places
@@ -61,7 +61,8 @@ class LowLatencyExchange(AllToAllExchange):
     def fill(self, x: Tensor, routing: Routing, tokens_max: int | None = None) -> tuple[Tensor, Filled]:
         """Return rows_NCD and where they are; C = W times `tokens_max`, or the largest T of the group.
 
-        That is enough for tokens that name no expert twice; it is so many times more where one does.
+        That is enough for tokens that name no expert twice; it is so many times more where one does. Where experts are
+        filled up to a capacity that is more, C is W times that.
 
         Raises:
             TooManyTokens: on all ranks, if any of them brings more than `tokens_max`.
@@ -95,7 +96,15 @@ class LowLatencyExchange(AllToAllExchange):
                 f"a rank of the exchange group brings {most} tokens, where at most {tokens_max} were to come; this one "
                 f"brings {len(ids_TK)}"
             )
-        return group.size() * (most if tokens_max is None else tokens_max) * times
+        tokens = most if tokens_max is None else tokens_max
+        return group.size() * max(tokens * times, self._filled_up(tokens))
+
+    def _filled_up(self, tokens: int) -> int:
+        """Return up to how many rows a rank of so many tokens fills an expert that gets fewer of them."""
+        if not self.config.pad_to_capacity:
+            return 0
+        factor = self.config.capacity_factor
+        return self.config.min_capacity if factor is None else capacity.of_rank(self.config, tokens)
 
     def _largest(self, ids_TK: Tensor) -> tuple[int, int]:
         """Return the largest T of the group, and how often one of its tokens names an expert."""
