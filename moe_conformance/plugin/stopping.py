@@ -99,7 +99,10 @@ class Stopping:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _terminated(self, number: int, frame: Any) -> NoReturn:
-        stop_now(self.reason or "terminated by SIGTERM", self.status or 128 + number)  # 143, as a shell has it
+        # What a handler raises is lost where Python ignores exceptions, as in callbacks of the garbage collector: then
+        # the session ends with the item that runs.
+        self._stop("terminated by SIGTERM", 128 + number)  # 143, as a shell has it
+        stop_now(self.reason, self.status)
 
     # ---- too much of the same ------------------------------------------------------------------------------------
 
