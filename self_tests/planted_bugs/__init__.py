@@ -19,6 +19,7 @@ from self_tests.planted_bugs import (
     identity,
     many_ranks,
     overlap,
+    packed_sequences,
     packing,
     padding_gradients,
     permute,
@@ -44,7 +45,7 @@ def plants() -> tuple[Plant, ...]:
     drops = (capacity, capacity_exchange)
     chapters = (routing, routing_ends, routing_extremes, *drops, *exchanges, experts, gradients, groups, overlap, cost)
     laws = (identity, padding_gradients, settings)
-    surfaces = (*laws, flex, permute, dispatch_layout, token_exchange, packing, shared_experts)
+    surfaces = (*laws, flex, permute, dispatch_layout, token_exchange, packing, packed_sequences, shared_experts)
     return tuple(plant for chapter in (*chapters, token_copies, *surfaces) for plant in chapter.PLANTS)
 
 

@@ -3,7 +3,7 @@
 # ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +15,9 @@ from torch.nn import functional as F
 from moe_conformance.backends.native import collectives
 from moe_conformance.backends.native.exchange import AllGatherExchange, AllToAllExchange
 from moe_conformance.backends.native.low_latency import LowLatencyExchange
-from moe_conformance.backends.native.packing import Packing
 from moe_conformance.backends.native.padding import PaddedExchange, TokenPadding, Untrimmed
-from moe_conformance.backends.native.routing import Router
-from moe_conformance.contract import Config, Delivery, Routed, Routing, Topology, Unsupported
-from moe_conformance.surfaces import PackedSequences
-from self_tests.planted_bugs.plant import EP2_ETP2, SINGLE, Expectation, collect, planted
+from moe_conformance.contract import Config, Delivery, Routing, Topology
+from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, collect, planted
 
 # ---- the count -----------------------------------------------------------------------------------------------------
 
@@ -197,190 +194,6 @@ class PartsTakenForEqual(AllGatherExchange):
         return F.pad(own, (0, 0, 0, handle.shape[0] - len(own)))
 
 
-# ---- packed sequences ----------------------------------------------------------------------------------------------
-
-
-@planted(
-    Expectation("PACK-07", "packed-lengths", "dispatch", "sequence 0 6 rows, which is no multiple of 4", "cp = 2"),
-    layout=SINGLE,
-)
-class OneChunkForEachRank(Packing):
-    """Lengths are padded to a multiple of cp, and every rank takes two chunks."""
-
-    def _multiple(self, cp: int, tp: int, sequence_parallel: bool) -> int:
-        return cp * (tp if sequence_parallel else 1)
-
-
-@planted(
-    Expectation("PACK-07", "packed-lengths", "dispatch", "which is no multiple of 2", "sequence parallelism"),
-    layout=SINGLE,
-)
-class SequenceParallelismForgotten(Packing):
-    """Lengths are padded for context parallelism alone, and tensor ranks divide them again."""
-
-    def _multiple(self, cp: int, tp: int, sequence_parallel: bool) -> int:
-        return super()._multiple(cp, tp, False)
-
-
-@planted(
-    Expectation("PACK-07", "packed-lengths", "dispatch", "of lengths [5, 0, 4, 1, 13]", "is [0, 6, 6, 10, 12, 26]"),
-    layout=SINGLE,
-)
-class PaddedSumsForReal(Packing):
-    """Both lists hold the padded sums, so that gaps are taken for tokens."""
-
-    def lay_out(self, lengths: Sequence[int], cp: int, tp: int, sequence_parallel: bool) -> PackedSequences:
-        packed = super().lay_out(lengths, cp, tp, sequence_parallel)
-        return PackedSequences(packed.cu_seqlens_padded, packed.cu_seqlens_padded)
-
-
-@planted(
-    Expectation("PACK-07", "packed-lengths", "dispatch", "of lengths [5, 0, 4, 1, 13]", "is [0, 6, 6, 10, 12, 26]"),
-    layout=SINGLE,
-)
-class RefusesTheHardAndFailsTheRest(Packing):
-    """Context parallelism is not offered, and what is offered is wrong."""
-
-    def lay_out(self, lengths: Sequence[int], cp: int, tp: int, sequence_parallel: bool) -> PackedSequences:
-        if cp > 1:
-            raise Unsupported("no context parallelism here")
-        packed = super().lay_out(lengths, cp, tp, sequence_parallel)
-        return PackedSequences(packed.cu_seqlens_padded, packed.cu_seqlens_padded)
-
-
-@planted(
-    Expectation("PACK-07", "packed-flat", "dispatch", "of lengths [5, 0, 4, 1, 13]"),
-    Expectation("PACK-07", "packed-alike", "dispatch", "of lengths [7]"),
-    layout=SINGLE,
-)
-class AlwaysPadded(Packing):
-    """Every length is padded by one row more than it has to be, in the list of real lengths as well."""
-
-    def lay_out(self, lengths: Sequence[int], cp: int, tp: int, sequence_parallel: bool) -> PackedSequences:
-        packed = super().lay_out([length + 1 for length in lengths], cp, tp, sequence_parallel)
-        return PackedSequences(packed.cu_seqlens, packed.cu_seqlens_padded)
-
-
-@planted(
-    Expectation("PACK-10", "packed-empty", "dispatch", "cu_seqlens of 3 sequences is", "not 4 integers"),
-    real="NVIDIA/Megatron-LM, core/datasets/data_schedule.py of 0.16.1 leaves them out",
-    layout=SINGLE,
-)
-class EmptySequencesLeftOut(Packing):
-    """Sequences of length zero have no entry, and what is kept beside the lists belongs to others from there on."""
-
-    def lay_out(self, lengths: Sequence[int], cp: int, tp: int, sequence_parallel: bool) -> PackedSequences:
-        return super().lay_out([length for length in lengths if length], cp, tp, sequence_parallel)
-
-
-@planted(
-    Expectation("PACK-10", "packed-empty", "dispatch", "cu_seqlens_padded of lengths [0, 5, 13] is"),
-    layout=SINGLE,
-)
-class EmptySequencesGetRows(Packing):
-    """A sequence of length zero gets a row, and all others stand behind where they stood."""
-
-    def lay_out(self, lengths: Sequence[int], cp: int, tp: int, sequence_parallel: bool) -> PackedSequences:
-        real = super().lay_out(lengths, cp, tp, sequence_parallel)
-        padded = super().lay_out([max(length, 1) for length in lengths], cp, tp, sequence_parallel)
-        return PackedSequences(real.cu_seqlens, padded.cu_seqlens_padded)
-
-
-@planted(
-    Expectation("PACK-08", "packed-tokens", "dispatch", "is a gap, and is taken for a token"),
-    layout=SINGLE,
-    real="NVIDIA/Megatron-LM#5535",
-)
-class GapsByRealSums(Packing):
-    """Tokens are looked for where sequences would stand without gaps."""
-
-    def tokens(self, cu_seqlens: Tensor, cu_seqlens_padded: Tensor) -> Tensor:
-        return torch.arange(int(cu_seqlens_padded[-1])) < cu_seqlens[-1]
-
-
-@planted(
-    Expectation("PACK-08", "gaps-uneven", "dispatch", "which is not routed there"),
-    real="NVIDIA/Megatron-LM#5535",
-)
-class GapsRoutedByTheirIds(AllToAllExchange):
-    """Empty slots go to expert 0 with weight 0: outputs are right, and gaps are delivered and counted."""
-
-    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
-        empty_TK = routing.ids_TK < 0
-        routed = Routing(
-            routing.ids_TK.masked_fill(empty_TK, 0), routing.weights_TK.masked_fill(empty_TK, 0.0), routing.experts
-        )
-        return super().dispatch(x, routed)
-
-
-@planted(
-    Expectation("PACK-15", "packed-shares", "dispatch", "cp rank 0 holds rows [0, 1, 2, 3", "expected [0, 1, 6, 7"),
-    layout=SINGLE,
-)
-class SharesInARow(Packing):
-    """Each context rank holds two chunks that follow each other."""
-
-    def _owner(self, chunk_R: Tensor, cp: int) -> Tensor:
-        return chunk_R // 2
-
-
-@planted(
-    Expectation("PACK-15", "packed-shares", "dispatch", "are on no rank"),
-    layout=SINGLE,
-)
-class SharesOfTheWholePack(Packing):
-    """The second chunk of a rank begins one row too late, and the last row of the pack is lost."""
-
-    def share(self, cu_seqlens_padded: Tensor, cp: int, cp_rank: int) -> Tensor:
-        rows = super().share(cu_seqlens_padded, cp, cp_rank)
-        half = len(rows) // 2
-        return torch.cat([rows[:half], (rows[half:] + 1).clamp_max(int(cu_seqlens_padded[-1]) - 1)])
-
-
-# ---- padding in the router -----------------------------------------------------------------------------------------
-
-
-@planted(
-    Expectation("ROUTE-22", "masked-router", "route", "padding is counted"),
-    Expectation("PACK-08", "masked-router", "route", "padding is counted"),
-    real="NVIDIA/Megatron-LM#4776, #4777",
-    layout=SINGLE,
-)
-class MaskNotPassedOn(Router):
-    """The mask does not reach the router, and padding enters the load."""
-
-    def forward(self, x: Tensor, padding_mask_T: Tensor | None = None) -> Routed:
-        return super().forward(x)
-
-
-@planted(
-    Expectation("ROUTE-22", "masked-router-square", "route", "its tokens chose"),
-    real="NVIDIA/Megatron-LM#6111",
-    layout=SINGLE,
-)
-class MaskLaidOnExperts(Router):
-    """The mask of tokens is laid on the last dimension of the map, which is no error where T = E."""
-
-    def forward(self, x: Tensor, padding_mask_T: Tensor | None = None) -> Routed:
-        routed = super().forward(x)
-        assert padding_mask_T is not None
-        assert routed.counts_E is not None
-        if padding_mask_T.shape != routed.counts_E.shape:
-            return super().forward(x, padding_mask_T)
-        return replace(routed, counts_E=routed.counts_E.masked_fill(padding_mask_T, 0))
-
-
-@planted(
-    Expectation("ROUTE-22", "masked-router", "route", "is no padding, and has empty slots"),
-    layout=SINGLE,
-)
-class MaskReadAsTokens(Router):
-    """The mask is taken to be True at tokens."""
-
-    def _leave_out(self, ids_TK: Tensor, weights_TK: Tensor, padding_T1: Tensor) -> tuple[Tensor, Tensor]:
-        return super()._leave_out(ids_TK, weights_TK, ~padding_T1)
-
-
 # ---- what the exchange does, whatever its padding answers --------------------------------------------------------
 
 
@@ -515,34 +328,6 @@ class AsksBehindTheRows(AllToAllExchange):
         dispatched = super().dispatch(x, routing)
         collectives.largest(len(routing.ids_TK), self.topology.group("ep_etp"), x.device)
         return dispatched
-
-
-@planted(
-    Expectation("ROUTE-22", "masked-router", "route", "all experts are as if chosen without the bias"),
-    Expectation("PACK-08", "masked-router", "route", "all experts are as if chosen without the bias"),
-    layout=SINGLE,
-)
-class MaskedWithoutTheBias(Router):
-    """Where there is a mask the balancing bias takes no part in the choice."""
-
-    def forward(self, x: Tensor, padding_mask_T: Tensor | None = None) -> Routed:
-        kept, self.balance_bias = self.balance_bias, None
-        try:
-            return super().forward(x, padding_mask_T)
-        finally:
-            self.balance_bias = kept
-
-
-@planted(
-    Expectation("ROUTE-22", "masked-router", "route", "every element of the weights is 2.667 x the oracle"),
-    Expectation("ROUTE-22", "masked-unbalanced", "route", "every element of the weights is"),
-    layout=SINGLE,
-)
-class MaskedNotScaled(Router):
-    """Where there is a mask the weights are those of a batch, divided by the share of tokens in it."""
-
-    def _leave_out(self, ids_TK: Tensor, weights_TK: Tensor, padding_T1: Tensor) -> tuple[Tensor, Tensor]:
-        return super()._leave_out(ids_TK, weights_TK / (~padding_T1).float().mean(), padding_T1)
 
 
 PLANTS = collect(globals())
