@@ -19,6 +19,7 @@ from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome, Told
 from moe_conformance.spec import requirement
 from moe_conformance.topology import Layout, RankLists
+from moe_conformance.workloads import indivisible
 from moe_conformance.workloads.records import Wish, Workload
 from moe_conformance.workloads.virtual import names as many_ranks_names
 
@@ -46,7 +47,7 @@ class TestFolding:
 
 
 class TestDivision:
-    @requirement("GROUP-03", kind="session")
+    @requirement("GROUP-03", kind="session", when=lambda workload: workload.name in indivisible.NAMES)
     def test_what_does_not_divide_is_refused(self, outcome: Outcome, tally: Tally) -> None:
         """Experts or widths that the layout cannot divide are refused on every rank, with both numbers."""
         judge_indivisible(outcome, tally)

@@ -98,6 +98,7 @@ class Config:
     pad_tokens: Literal["no", "group_max", "bound"] = "no"
     token_alignment: int = 1  # that many tokens are a multiple of it
     token_bound: int | None = None
+    packed: bool = False  # sequences lie one after the other, so that every T differs; who needs equal T refuses it
     budget_factor: float | None = None  # experts' rows lie in a buffer of fixed size: so often a rank's balanced load
     row_budget: int | None = None  # or, not both, of that many rows; more than the buffer holds are an `Overflow`
     token_copies: bool = False  # all ranks of a tp group hold the same tokens, and count once: no sequence parallelism
@@ -119,6 +120,7 @@ class Limit:
     `spread_experts` says whether ep > 1 and `sharded_experts` whether etp > 1; `in_flight` counts microbatches between
     forward and backward, `halves_in_flight` those between dispatch and combine.
     `wrong_use` is what one rank gives that no exchange can be made of, and the others may wait for it for ever.
+    `uneven_tokens` is no excuse where `Config.packed` asks for them: what cannot take them is not to be built then.
 
     `proof="refused"`: break it and the library refuses cleanly; the suite breaks it and wants to see that.
     `proof="undefined"`: breaking it may hang or corrupt the device; it is believed, left out, and shown as unproved.

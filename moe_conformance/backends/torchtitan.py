@@ -93,8 +93,8 @@ class _Session(Session):
         utils.set_spmd_backend("partial_dtensor")
 
     def exchange(self, config: Config) -> _Exchange:
-        """Build a dispatcher and wire it to this rank's ep group."""
-        config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied")
+        """Build a dispatcher and wire it to this rank's ep group; it takes any T, also packed."""
+        config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied", "packed")
         if config.weights_applied == "input":
             raise Unsupported("torchtitan 0.3 applies the scores after the experts only, not weights_applied='input'")
         first, held = _placement(self._topology, config)

@@ -144,6 +144,10 @@ class MalformedClaim(WrongCount):
     """What a rank claims to hand over contradicts itself."""
 
 
+class Refused(Mismatch):
+    """What must be built was refused, or on some ranks only."""
+
+
 class RunFailed(Mismatch):
     """The run did not finish on all ranks, or a rank came back without a part of what was asked for."""
 

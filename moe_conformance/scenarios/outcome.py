@@ -67,6 +67,7 @@ class Answer:
 
     values: Mapping[str, Any] = field(default_factory=dict)  # what it returned, by field, "" if it has none; data only
     gradients: Mapping[str, Tensor | None] = field(default_factory=dict)  # of its arguments, when the script had ended
+    resolved: Mapping[str, str] = field(default_factory=dict)  # what a surface that it built tells of itself
     changed: tuple[str, ...] = ()  # arguments and upstream gradients whose bytes had changed when the script had ended
     error: str = ""  # the exception's message, where it raised
     error_type: str = ""  # and its type, with the module

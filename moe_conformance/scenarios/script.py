@@ -71,7 +71,7 @@ class Script:
             reached=self.reached,
             answers=tuple(self._finished(number) for number in range(len(self.answers))),
             local_experts=tuple(getattr(surface, "local_experts", ())),
-            resolved={key: str(value) for key, value in dict(getattr(surface, "resolved", {})).items()},
+            resolved=_resolved(surface),
             phases=tuple(self.phases),
         )
 
@@ -97,6 +97,7 @@ class Script:
             returned = getattr(surface, call.method)(**arguments)
             if call.upstream:
                 self._backward(returned, call.upstream[self.context.rank], leaves)
+            told = _resolved(returned)
         except Exception as error:
             if not call.may_raise or _is_ours(error):
                 raise
@@ -105,7 +106,7 @@ class Script:
             kind = f"{type(error).__module__}.{type(error).__qualname__}"
             return Answer(error=str(error), error_type=kind, error_by=by)
         self.returned.append(returned)
-        return Answer(values=_by_field(returned))
+        return Answer(values=_by_field(returned), resolved=told)
 
     def _argument(self, name: str, value: Any, call: Call, leaves: dict[str, _Leaf]) -> Any:
         if isinstance(value, Ref):
@@ -140,6 +141,11 @@ class Script:
                 name for name, leaf in leaves.items() if not same_bytes(leaf.held.detach().cpu(), leaf.given)
             ),
         )
+
+
+def _resolved(built: Any) -> dict[str, str]:
+    """Return what a surface tells of itself; nothing else tells anything."""
+    return {key: str(value) for key, value in dict(getattr(built, "resolved", {})).items()}
 
 
 def _is_ours(error: Exception) -> bool:

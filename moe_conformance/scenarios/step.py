@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from moe_conformance.contract import (
@@ -70,6 +71,9 @@ class TrainingStep:
         self.beside = [TrainingStep(self.context, other) for other in self.workload.twist.beside]
         for other in self.beside:
             other._build(kept)
+        if self.workload.twist.strides:
+            # Who refuses them ends at once, and a rank that is still connecting to it would have no chance to refuse.
+            dist.barrier(kept.topology.group("world"))
         seed, device = self.workload.twist.seed, self.context.device
         with (
             state.filled_memory() if self.workload.memory == "filled" else nullcontext(),

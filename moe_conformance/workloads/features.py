@@ -21,7 +21,8 @@ def features(workload: Workload, device: str) -> dict[str, Any]:
         "device": device,
         "spread_experts": workload.layout.ep > 1,
         "sharded_experts": workload.layout.etp > 1,
-        "uneven_tokens": any(len(tokens) > 1 for tokens in sizes),
+        # Of a config that is packed building decides: see `contract.Limit`.
+        "uneven_tokens": not workload.config.packed and any(len(tokens) > 1 for tokens in sizes),
         "uneven_tp_tokens": bool(workload.config.shared_ffn) and _uneven_in_tp(workload),
         "zero_tokens": any(0 in tokens for tokens in sizes),
         "token_dims": len(workload.lead_of(0)),

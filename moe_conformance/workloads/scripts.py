@@ -25,6 +25,7 @@ from moe_conformance.workloads import (
     layers,
     misuse,
     overflow,
+    packed,
     packing,
     padded,
     permute,
@@ -81,6 +82,7 @@ CHAPTERS: tuple[Chapter, ...] = (
     Chapter(tuple(overflow.OVERFLOWS), overflow.overflows, "every", (_SPREAD, _CUT), shared=False),
     Chapter(tuple(float8_rows.SCRIPTS), float8_rows.scripts),
     Chapter(misuse.NAMES, misuse.draw, variants="every"),
+    Chapter(packed.names(), packed.draw, "every", (_SPREAD, _CUT, _TENSOR), shared=False),
     Chapter(copies.NAMES, copies.draw, "every", (_TENSOR,)),
 )
 

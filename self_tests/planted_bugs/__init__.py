@@ -5,6 +5,7 @@ from __future__ import annotations
 from self_tests.planted_bugs import (
     capacity,
     capacity_exchange,
+    config_rules,
     cost,
     dispatch_layout,
     exchange,
@@ -44,7 +45,7 @@ def plants() -> tuple[Plant, ...]:
     exchanges = (exchange, repetition, exchange_back, exchange_ends, twins, twin_ends, exchange_spoilt, exchange_misuse)
     drops = (capacity, capacity_exchange)
     chapters = (routing, routing_ends, routing_extremes, *drops, *exchanges, experts, gradients, groups, overlap, cost)
-    laws = (identity, padding_gradients, settings)
+    laws = (identity, padding_gradients, settings, config_rules)
     surfaces = (*laws, flex, permute, dispatch_layout, token_exchange, packing, packed_sequences, shared_experts)
     return tuple(plant for chapter in (*chapters, token_copies, *surfaces) for plant in chapter.PLANTS)
 

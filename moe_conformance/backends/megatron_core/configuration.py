@@ -12,7 +12,8 @@ import torch.nn.functional
 from moe_conformance.backends.megatron_core import library
 from moe_conformance.contract import Config, Unsupported, refusals
 
-LAYER = ("variant", "experts", "top_k", "hidden", "ffn", "dtype", "extra")  # fields of Config that shape any surface
+# Fields of Config that shape any surface.
+LAYER = ("variant", "experts", "top_k", "hidden", "ffn", "dtype", "packed", "extra")
 ROUTER = ("score", "normalise", "scale", "groups", "group_score", "balance_bias")  # and the router's own
 SHARED = ("shared_ffn", "shared_gate", "shared_overlap")  # of a whole layer
 CAPACITY = ("capacity_factor", "drop_policy", "pad_to_capacity")  # of router and dispatcher; there is no minimum
@@ -31,7 +32,7 @@ def transformer_config(config: Config, sizes: Mapping[str, int]) -> Any:
     if unknown:
         raise Unsupported(f"TransformerConfig has no field {', '.join(sorted(unknown))}")
     # A fusion that needs Transformer Engine is refused with ImportError where that is missing.
-    with refusals(ValueError, AssertionError, ImportError, match=r"moe|expert|fus"):
+    with refusals(ValueError, AssertionError, ImportError, match=r"moe|expert|fus|variable sequence"):
         return library.TransformerConfig(
             **{
                 "num_layers": 1,
@@ -42,6 +43,7 @@ def transformer_config(config: Config, sizes: Mapping[str, int]) -> Any:
                 "num_moe_experts": config.experts,
                 "moe_router_topk": config.top_k,
                 "moe_token_dispatcher_type": config.variant,
+                "variable_seq_lengths": config.packed,
                 "gated_linear_unit": True,
                 "activation_func": torch.nn.functional.silu,
                 "add_bias_linear": False,

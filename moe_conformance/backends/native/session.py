@@ -37,7 +37,7 @@ _MAPPED = (
     "variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied",
     "score", "normalise", "scale", "groups", "group_score", "balance_bias",
     "capacity_factor", "min_capacity", "drop_policy", "pad_to_capacity",
-    "pad_tokens", "token_alignment", "token_bound",
+    "pad_tokens", "token_alignment", "token_bound", "packed",
 )  # fmt: skip
 _SHARED = ("shared_ffn", "shared_gate", "shared_overlap")
 

@@ -76,8 +76,10 @@ class _Session(Session):
         self._topology, self._device = topology, device
 
     def exchange(self, config: Config) -> SharedExchange:
-        """Install the library's implementation on a module that asks the given experts."""
-        config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied", "token_copies")
+        """Install the library's implementation on a module that asks the given experts; it takes any T, also packed."""
+        config.only(
+            "variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied", "token_copies", "packed",
+        )  # fmt: skip
         if config.weights_applied == "input":
             raise Unsupported("the library weighs what experts answer, not weights_applied='input'")
         implementation, _ = _implementations(config.variant)

@@ -1,0 +1,26 @@
+"""RULE: configurations that must be built, and those that may be refused."""
+
+from __future__ import annotations
+
+from moe_conformance.judging.config_rules import judge_packed
+from moe_conformance.judging.deliveries import judge_deliveries
+from moe_conformance.judging.outputs import judge_form, judge_outputs
+from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.verdict import Tally
+from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.spec import requirement
+from moe_conformance.workloads import packed
+
+
+class TestPackedSequences:
+    @requirement("RULE-25", kind="session", when=lambda workload: workload.name == packed.BUILT)
+    def test_all_gathers_alone_may_refuse_them(self, outcome: Outcome, tally: Tally) -> None:
+        """An all-to-all and a fused exchange are built for packed sequences; others are, or are refused everywhere."""
+        judge_packed(outcome, tally)
+
+    @requirement("RULE-25", kind="packed")
+    def test_who_takes_them_exchanges_them_right(self, reading: Reading, tally: Tally) -> None:
+        """What is built for packed sequences delivers each pair once, and answers right, whatever every rank's T."""
+        judge_deliveries(reading, tally)
+        judge_form(reading, tally)
+        judge_outputs(reading, tally)

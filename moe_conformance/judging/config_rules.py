@@ -1,0 +1,62 @@
+"""Configurations that may be refused: by all ranks or by none, and only where the law says so."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from moe_conformance.judging.answers import answers, judge_no_slip
+from moe_conformance.judging.diagnosis import some
+from moe_conformance.judging.verdict import NotOffered, Refused, Tally, WrongForm
+from moe_conformance.scenarios.outcome import Answer, Outcome
+from reference.config_outcomes import outcomes
+from reference.config_rules import Settings
+
+# By what an exchange says of its wire. Where an adapter brings all tokens to all ranks, an all-gather is what is run.
+_DISPATCHERS: dict[str, Literal["alltoall", "fused", "allgather"]] = {
+    "pairs": "alltoall",
+    "tokens": "fused",
+    "all": "allgather",
+    "copies": "allgather",
+}
+_KINDS = {"alltoall": "an all-to-all", "fused": "a fused token exchange", "allgather": "an all-gather"}
+_PLAIN, _PACKED = 0, 1  # the calls
+
+
+def judge_packed(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether an exchange is built for packed sequences on all ranks, or refused on all where that is lawful.
+
+    Of which kind it is, it says itself when it is built without them.
+
+    Raises:
+        NotOffered: it is not built without them either, or the adapter has no way to ask for them.
+        Refused: all ranks refuse what must be built, or some ranks do.
+        WrongForm: it says something unknown of its wire, or not the same on all ranks.
+        Raised: building stumbled; see `judge_no_slip`.
+    """
+    plain, packed = answers(outcome, _PLAIN), answers(outcome, _PACKED)
+    judge_no_slip(outcome, _PLAIN)
+    judge_no_slip(outcome, _PACKED)
+    if problem := next((answer for answer in plain if answer.raised), None):
+        raise NotOffered(problem.error)
+    if all(answer.error_by == "adapter" for answer in packed):
+        raise NotOffered(packed[0].error)
+    dispatcher = _dispatcher(plain)
+    refusing = tuple(rank for rank, answer in enumerate(packed) if answer.raised)
+    if refusing:
+        told = f"on {some([f'rank {rank}' for rank in refusing])}: {packed[refusing[0]].error!r}"
+        if "refused" not in outcomes(Settings(packed=True, dispatcher=dispatcher)):
+            sentence = f"{_KINDS[dispatcher]} refuses packed sequences, of which it has to take any T, {told}"
+            raise Refused("run", sentence, ranks=refusing)
+        if len(refusing) < len(packed):
+            building = some([f"rank {rank}" for rank in range(len(packed)) if rank not in refusing])
+            sentence = f"{_KINDS[dispatcher]} for packed sequences is built on {building} and refused {told}"
+            raise Refused("run", sentence, ranks=refusing)
+    for rank in range(len(packed)):
+        tally.add(pairs=1, rank=rank)
+
+
+def _dispatcher(built: tuple[Answer, ...]) -> Literal["alltoall", "fused", "allgather"]:
+    wires = {answer.resolved.get("wire", "pairs") for answer in built}
+    if len(wires) > 1 or not wires <= _DISPATCHERS.keys():
+        raise WrongForm("run", f"the backend says of its wire that it carries {', '.join(sorted(wires))}")
+    return _DISPATCHERS[wires.pop()]

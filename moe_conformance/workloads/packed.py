@@ -1,0 +1,41 @@
+"""Exchanges of packed sequences: built with and without them, and fed with token counts that differ over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from moe_conformance.topology import Layout
+from moe_conformance.workloads.corpus import UNEVEN, Profile, Recipe, exchange_workload, gaps
+from moe_conformance.workloads.features import exchanges
+from moe_conformance.workloads.records import Call, Workload
+
+BUILT = "packed-built"
+_PACKED: dict[str, Any] = {"packed": True}
+
+PROBE = (
+    Recipe("packed-sequences-even", config=_PACKED),
+    Recipe("packed-sequences-uneven", tokens=UNEVEN, config=_PACKED),
+    Recipe("packed-sequences-rank-without-tokens", tokens=(7, 0, 9, 4), config=_PACKED),
+    Recipe("packed-sequences-in-flight-uneven", tokens=UNEVEN, config=_PACKED, schedule="F0 F1 B1 B0"),
+    Recipe("packed-sequences-gaps-uneven", gaps, tokens=(24, 8, 32, 0, 16), config=_PACKED),
+)
+
+
+def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
+    """Yield the workloads of a variant on a layout on which something is exchanged."""
+    del profile
+    if not exchanges(layout):
+        return
+    fed = [exchange_workload(recipe, "probe", variant, layout) for recipe in PROBE]
+    config = fed[0].config
+    asked = (replace(config, packed=False), config)
+    calls = tuple(Call("exchange", ({"config": each},) * layout.world, may_raise=True) for each in asked)
+    yield Workload(BUILT, "session", replace(config, packed=False), layout, (), calls=calls)
+    yield from (replace(workload, kind="packed") for workload in fed)
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of the workloads."""
+    return (BUILT, *(recipe.name for recipe in PROBE))
