@@ -65,6 +65,11 @@ def refusals(*types: type[Exception], match: str) -> Iterator[None]:
 # ---- what is asked for ---------------------------------------------------------------------------------------
 
 
+Strategy = Literal[
+    "random", "biased", "round_robin", "worst_rank", "one_expert", "one_node", "alternating", "ratio"
+]
+
+
 @dataclass(frozen=True)
 class Config:
     """One neutral configuration, the same for every backend.
@@ -85,6 +90,9 @@ class Config:
     groups: tuple[int, int] | None = None  # (number of expert groups, groups chosen)
     group_score: Literal["top2_sum", "topk_sum", "max"] = "top2_sum"  # topk_sum: of the best K / groups chosen
     balance_bias: bool = False  # a bias per expert that selects and does not weigh
+    # Who decides in place of the router's scores: strategies, each with its parameter. Two are refused. Random and
+    # biased (the bias's deviation; below zero one bias is kept) force logits, all others ids.
+    forced: tuple[tuple[Strategy, float | None], ...] = ()
     shared_ffn: tuple[int, ...] = ()  # widths F of the shared experts of a layer; fused into one where they are several
     shared_gate: bool = False  # one sigmoid per token multiplies what the shared experts add
     shared_overlap: bool = False  # they run while the routed exchange is under way
@@ -348,7 +356,7 @@ class Routed:
     """What a router decided for its tokens."""
 
     routing: Routing
-    logits_TE: Tensor | None = None
+    logits_TE: Tensor | None = None  # that were scored: where logits are forced, the forced ones
     counts_E: Tensor | None = None  # the load that the backend believes it saw
 
 

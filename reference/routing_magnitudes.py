@@ -103,12 +103,14 @@ def gradients_measured(
     scale: float = 1.0,
     places: Sequence[int] = (),
     sums: int = 0,
+    forced_TE: Measured | None = None,
 ) -> tuple[Measured, Measured]:
     """Take the gradient of the weights back to the tokens and the router, (T, K) -> (T, D) and (E, D).
 
     Rule: the derivative of each step of `routing.weights`, last step first; the upstream gradient may have
     been rounded to the weights' dtype, and may have errors of its own. For the router over all ranks, measure
-    the tokens of all, `places` and `sums` as in `expert_magnitudes.Sharing`.
+    the tokens of all, `places` and `sums` as in `expert_magnitudes.Sharing`. Forced logits take the place of x W^T, and
+    hand their gradient on to it as it is (`forcing_scores.straight_through`).
 
     >>> from reference.routing import weights
     >>> x, router, dw = (torch.arange(n).cos().double().reshape(-1, 3) for n in (15, 12, 15))
@@ -122,8 +124,15 @@ def gradients_measured(
     True
     True
     True
+    >>> from reference.forcing_scores import straight_through
+    >>> forced = torch.arange(20).sin().double().reshape(5, 4)
+    >>> w = weights(straight_through(leaves[0] @ leaves[1].T, forced), ids, score="sigmoid", **how)
+    >>> how |= {"score": "sigmoid", "forced_TE": exact(forced)}
+    >>> ours = gradients_measured(Rounding(1.0, 1.0), x, router, ids, dw, **how)
+    >>> all(map(torch.allclose, torch.autograd.grad(w, leaves, dw), (each.value for each in ours)))
+    True
     """
-    logits_TE = logits_measured(r, x_TD, router_ED)
+    logits_TE = forced_TE or logits_measured(r, x_TD, router_ED)
     chosen_TK, sum_T = _chosen(r, logits_TE, ids_TK, score)
     upstream_TK = dweights_TK if isinstance(dweights_TK, Measured) else exact(dweights_TK)
     d_TK = r.products("tk,->tk", r.stored(upstream_TK), exact(torch.tensor(scale)))

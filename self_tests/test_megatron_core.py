@@ -270,6 +270,13 @@ class TestRefusals:
         by, said = refused(engine, routed(EP2, name))
         assert ("adapter", True) == (by, reason in said), said
 
+    @pytest.mark.parametrize("forced", [(("round_robin", None),), (("random", None), ("biased", 0.5))])
+    def test_a_strategy_that_it_cannot_ask_for(self, engine: Engine, forced: Any) -> None:
+        """The library forces random logits, and no ids; and one strategy at a time."""
+        workload = routed(EP2, "route-softmax")
+        by, said = refused(engine, replace(workload, config=replace(workload.config, forced=forced)))
+        assert ("adapter", True) == (by, "forces random logits, and nothing else" in said), said
+
     @pytest.mark.parametrize(
         ("name", "fields", "reason"),
         [

@@ -119,6 +119,10 @@ class TestRefusals:
             ({"groups": (4, 1), "top_k": 3}, "top_k = 3 from 1 groups of 2 experts"),
             ({"groups": (8, 2)}, "top2_sum adds up 2 scores of a group of 1"),
             ({"groups": (4, 2), "top_k": 1, "group_score": "topk_sum"}, "topk_sum adds up 0 scores"),
+            ({"forced": (("random", None), ("round_robin", None))}, "only one strategy .* random .* and round_robin"),
+            ({"forced": (("biased", 0.5), ("biased", 0.25))}, r"only one .* biased \(0.5\) and biased \(0.25\)"),
+            ({"forced": (("worst_rank", None),)}, "'worst_rank' is none of random, biased, round_robin"),
+            ({"forced": (("biased", None),)}, "wants the deviation of its bias, and there is none"),
         ],
     )
     def test_a_choice_that_cannot_be_made_is_refused(self, fields: dict[str, Any], sentence: str) -> None:

@@ -254,6 +254,7 @@ class TestRefusals:
             (EP2, "layer", {"variant": "alltoall", "dtype": torch.float64}, "in float32 what FSDP2 shards"),
             (EP2, "router", {"score": "sqrtsoftplus"}, "softmax or sigmoid, not sqrtsoftplus"),
             (EP2, "router", {"groups": (4, 2), "group_score": "max"}, "two best experts, not by max"),
+            (EP2, "router", {"forced": (("random", None),)}, "forces round robin, and nothing else"),
         ],
     )
     def test_what_it_cannot_ask_for_is_refused(

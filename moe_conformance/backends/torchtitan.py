@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
-from moe_conformance.backends.torchtitan_layer import Layer, expert_windows, moe_config, require_placed
+from moe_conformance.backends.torchtitan_layer import ROUND_ROBIN, Layer, expert_windows, moe_config, require_placed
 from moe_conformance.backends.torchtitan_rows import Permutation, Reordering
 from moe_conformance.contract import (
     Config,
@@ -113,7 +113,7 @@ class _Session(Session):
         """Build an MoE layer and cut its routed experts out: what they would be handed is the routing."""
         config.only(
             "variant", "experts", "top_k", "hidden", "ffn", "dtype", "score", "normalise", "scale", "groups",
-            "group_score", "balance_bias",
+            "group_score", "balance_bias", "forced",
         )  # fmt: skip
         _require_routed(config)
         return _Router(config, self._device)
@@ -122,7 +122,7 @@ class _Session(Session):
         """Build an MoE module with a dispatcher on this rank's ep group; FSDP2 shards it where it is replicated."""
         config.only(
             "variant", "experts", "top_k", "hidden", "ffn", "dtype", "score", "normalise", "scale", "groups",
-            "group_score", "balance_bias", "shared_ffn", "shared_gate",
+            "group_score", "balance_bias", "forced", "shared_ffn", "shared_gate",
         )  # fmt: skip
         _require_routed(config)
         _require_rows(config)
@@ -172,6 +172,8 @@ def _require_routed(config: Config) -> None:
         raise Unsupported(f"torchtitan's router scores by softmax or sigmoid, not {config.score}")
     if config.group_score != "top2_sum":
         raise Unsupported(f"torchtitan ranks groups by their two best experts, not by {config.group_score}")
+    if config.forced not in ((), ROUND_ROBIN):
+        raise Unsupported(f"torchtitan's router forces round robin, and nothing else: not {config.forced}")
 
 
 def _require_rows(config: Config) -> None:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from moe_conformance.backends.fsdp_windows import local, require_parts, shared_windows, whole_window
 from moe_conformance.contract import Config, Named, Read, Topology, Unsupported
 
+ROUND_ROBIN = (("round_robin", None),)  # the one strategy that the router forces
 CANONICAL = {"w1_EFD": "gate", "w3_EFD": "up", "w2_EDF": "down"}
 
 
@@ -42,6 +43,7 @@ def moe_config(config: Config, held: int, dispatcher: Any) -> Any:
             score_func=config.score,
             route_norm=config.normalise,
             route_scale=config.scale,
+            _debug_force_load_balance=config.forced == ROUND_ROBIN,
         ),
         load_balance_coeff=1e-3 if config.balance_bias else None,
         shared_experts=_shared_config(config) if config.shared_ffn else None,

@@ -18,7 +18,8 @@ from moe_conformance.judging.bounded import Target
 from moe_conformance.judging.places import Place, backward_places_of, places_of, stages
 from moe_conformance.workloads.records import Workload
 from reference import routing, selection
-from reference.rounding import Measured, Rounding
+from reference.forcing_scores import straight_through
+from reference.rounding import Measured, Rounding, exact
 from reference.routing_magnitudes import (
     gradients_measured,
     logits_measured,
@@ -113,7 +114,13 @@ class RouterExpected:
     def dx(self, place: Place) -> Target:
         """The gradient of the tokens, (T, D)."""
         measured, _ = gradients_measured(
-            self._rounding, self._x(place), self.router_ED, self.ids[place], self.upstream(place), **self.weighing
+            self._rounding,
+            self._x(place),
+            self.router_ED,
+            self.ids[place],
+            self.upstream(place),
+            **self.weighing,
+            forced_TE=self._forced([place]),
         )
         return Target(self.solve([place])[0], self._allowed(measured))
 
@@ -132,6 +139,7 @@ class RouterExpected:
             **self.weighing,
             places=[len(self._x(place)) for place in places],
             sums=bounds.sums_of_a_gradient(microbatches, replicas),
+            forced_TE=self._forced(places),
         )
         allowed_ED = self._allowed(measured, tokens=len(x_TD))
         return Target(self.solve(places)[1] / self.divisor, allowed_ED / self.divisor)
@@ -176,6 +184,11 @@ class RouterExpected:
             torch.cat([self.upstream(place) for place in places]),
         )
 
+    def _forced(self, places: Sequence[Place]) -> Measured | None:
+        """The logits that take the place of the router's own; see `ForcedExpected`."""
+        del places
+        return None
+
     @property
     def _rounding(self) -> Rounding:
         return bounds.rounding(self.workload.config.dtype)
@@ -186,3 +199,29 @@ class RouterExpected:
     def _allowed(self, measured: Measured, tokens: int = 0) -> Tensor:
         config = self.workload.config
         return bounds.allowed(measured.error, config.dtype, addends=bounds.longest_sum(config) + tokens)
+
+
+@dataclass(frozen=True)
+class ForcedExpected(RouterExpected):
+    """The oracle's answer where a strategy put logits, as the backend tells them, in the place of the router's own."""
+
+    forced: Mapping[Place, Tensor]  # (T, E)
+
+    def logits(self, place: Place) -> Tensor:
+        """The forced ones."""
+        return self.forced[place].double()
+
+    def solve(self, places: Sequence[Place], weigh: Weigh | None = None) -> tuple[Tensor, Tensor]:
+        """Ask for gradients as before, where that of the forced logits goes straight through to the router's own."""
+        rule = weigh or self.weigh
+        forced_TE = self._of_all(places)
+        return super().solve(places, lambda own_TE, ids_TK: rule(straight_through(own_TE, forced_TE), ids_TK))
+
+    def _forced(self, places: Sequence[Place]) -> Measured:
+        return exact(self._of_all(places))
+
+    def _logits_measured(self, place: Place) -> Measured:
+        return exact(self.forced[place])
+
+    def _of_all(self, places: Sequence[Place]) -> Tensor:
+        return torch.cat([self.forced[place] for place in places])

@@ -76,16 +76,16 @@ def _impossible(reading: Reading, place: Place, ids_TK: Tensor) -> list[Finding]
 # ---- selection -----------------------------------------------------------------------------------------------
 
 
-def judge_selection(reading: Reading, tally: Tally) -> None:
+def judge_selection(reading: Reading, tally: Tally, expected: RouterExpected | None = None) -> None:
     """Decide whether every token chose K different experts with the highest selection scores.
 
     The slots may come in any order. Where scores are nearer to each other than their rounding errors, every choice
-    among them is legal.
+    among them is legal. As `expected` has it, if one is given.
 
     Raises:
         WrongForm, WrongSelection: no such selection.
     """
-    expected = expected_of(reading)
+    expected = expected or expected_of(reading)
     illegal = {place: (~expected.legal(place)).nonzero().flatten().tolist() for place in expected.places}
     if any(illegal.values()):
         fail(WrongSelection, "route", explain_selection(expected, illegal))
@@ -167,17 +167,18 @@ def judge_load(reading: Reading, tally: Tally) -> None:
 # ---- weights and gradients -----------------------------------------------------------------------------------
 
 
-def judge_router_weights(reading: Reading, tally: Tally) -> None:
+def judge_router_weights(reading: Reading, tally: Tally, expected: RouterExpected | None = None) -> None:
     """Decide whether the chosen experts weigh what the configured score, normalisation and scale say, within rounding.
 
-    For the router's own selection: whether that is legal is judged by `judge_selection`.
+    For the router's own selection: whether that is legal is judged by `judge_selection`. As `expected` has it, if
+    one is given.
 
     Raises:
         WrongForm: the weights are missing or not (T, K).
         WrongSelection: nothing was chosen that could be weighed.
         WrongWeight: a weight lies outside its bound.
     """
-    expected = expected_of(reading)
+    expected = expected or expected_of(reading)
     actual, targets = {}, {}
     for m, rank in expected.places:
         target = expected.weights((m, rank))

@@ -93,7 +93,7 @@ class TrainingStep:
         self.exchange: Exchange | SplitExchange | None = None
         self.experts: ExpertFn | None = None
         self.layer: Layer | None = None
-        if self.workload.kind in ("route", "capacity", "extreme"):
+        if self.workload.kind in ("route", "capacity", "extreme", "forced"):
             self.router = session.router(self.config)
             built.append(self.router)
             if self.workload.kind == "capacity":

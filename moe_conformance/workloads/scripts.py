@@ -19,6 +19,7 @@ from moe_conformance.workloads import (
     dropping_layers,
     extreme_routing,
     float8_rows,
+    forcing,
     identity,
     indivisible,
     knobs,
@@ -60,6 +61,7 @@ _CUT, _TENSOR = Layout(4, ep=2, etp=2), Layout(4, tp=2, ep=2)
 CHAPTERS: tuple[Chapter, ...] = (
     Chapter(tuple(recipe.name for recipe in capacity.CAPACITIES), capacity.capacities, quick=(_ALONE, _SPREAD)),
     Chapter(extreme_routing.names(), extreme_routing.extremes, quick=(_ALONE, _SPREAD)),
+    Chapter(forcing.names(), forcing.forcings, quick=(_ALONE, _SPREAD)),
     Chapter(padded.names(), padded.padded, "every", (_SPREAD, _CUT, _REPLICATED)),
     Chapter(knobs.names(), knobs.turned, "every"),
     Chapter(

@@ -15,6 +15,7 @@ from self_tests.planted_bugs import (
     exchange_spoilt,
     experts,
     flex,
+    forcing,
     gradients,
     groups,
     identity,
@@ -44,7 +45,8 @@ def plants() -> tuple[Plant, ...]:
     """Return all plants, chapter by chapter."""
     exchanges = (exchange, repetition, exchange_back, exchange_ends, twins, twin_ends, exchange_spoilt, exchange_misuse)
     drops = (capacity, capacity_exchange)
-    chapters = (routing, routing_ends, routing_extremes, *drops, *exchanges, experts, gradients, groups, overlap, cost)
+    routers = (routing, routing_ends, routing_extremes, forcing)
+    chapters = (*routers, *drops, *exchanges, experts, gradients, groups, overlap, cost)
     laws = (identity, padding_gradients, settings, config_rules)
     surfaces = (*laws, flex, permute, dispatch_layout, token_exchange, packing, packed_sequences, shared_experts)
     return tuple(plant for chapter in (*chapters, token_copies, *surfaces) for plant in chapter.PLANTS)

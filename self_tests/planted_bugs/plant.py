@@ -23,6 +23,7 @@ from moe_conformance.backends.native.dispatch_layout import DispatchLayout
 from moe_conformance.backends.native.exchange import AllGatherExchange, AllToAllExchange, LocalExchange
 from moe_conformance.backends.native.experts import Experts
 from moe_conformance.backends.native.float8 import Float8Wire
+from moe_conformance.backends.native.forcing import ForcedRouter
 from moe_conformance.backends.native.gradients import GradientFinisher
 from moe_conformance.backends.native.layer import Layer
 from moe_conformance.backends.native.low_latency import LowLatencyExchange
@@ -64,6 +65,7 @@ _ATTRIBUTES = {
     TokenCopies: "copies_class",
     Packing: "packing_class",
     Experts: "experts_class",
+    ForcedRouter: "forced_router_class",
     Router: "router_class",
     Layer: "layer_class",
     SharedExperts: "shared_class",

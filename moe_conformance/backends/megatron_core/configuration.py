@@ -15,6 +15,7 @@ from moe_conformance.contract import Config, Unsupported, refusals
 # Fields of Config that shape any surface.
 LAYER = ("variant", "experts", "top_k", "hidden", "ffn", "dtype", "packed", "extra")
 ROUTER = ("score", "normalise", "scale", "groups", "group_score", "balance_bias")  # and the router's own
+FORCED = ("forced",)  # of a router that runs on random logits
 SHARED = ("shared_ffn", "shared_gate", "shared_overlap")  # of a whole layer
 CAPACITY = ("capacity_factor", "drop_policy", "pad_to_capacity")  # of router and dispatcher; there is no minimum
 
@@ -86,7 +87,10 @@ def _routing(config: Config) -> dict[str, Any]:
         "moe_expert_capacity_factor": config.capacity_factor,
         "moe_token_drop_policy": {"weights": "probs", "position": "position"}[config.drop_policy],
         "moe_pad_expert_input_to_capacity": config.pad_to_capacity,
+        "moe_router_force_load_balancing": bool(config.forced),
     }
+    if config.forced not in ((), (("random", None),)):
+        raise Unsupported(f"Megatron-Core 0.16 forces random logits, and nothing else: not {config.forced}")
     if config.groups is not None:
         asked["moe_router_num_groups"], asked["moe_router_group_topk"] = config.groups
         _check_group_score(config)

@@ -16,7 +16,7 @@ with warnings.catch_warnings():
     )
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.models.multimodal.context_parallel import get_packed_seq_params, get_padding
-    from megatron.core.tensor_parallel import mappings
+    from megatron.core.tensor_parallel import mappings, random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -38,6 +38,7 @@ __all__ = [
     "moe_utils",
     "parallel_state",
     "quiet",
+    "random",
     "token_dispatcher",
 ]
 
@@ -51,5 +52,5 @@ def quiet() -> warnings.catch_warnings[None]:
     return context
 
 
-SHIMS = () if torch.cuda.is_available() else shims.apply(token_dispatcher, moe_utils, mappings)
+SHIMS = () if torch.cuda.is_available() else shims.apply(token_dispatcher, moe_utils, mappings, random)
 """What stands in for CUDA and NCCL in this process, in words; every surface reports it."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from moe_conformance.backends.megatron_core import library
 from moe_conformance.backends.megatron_core.configuration import (
     CAPACITY,
+    FORCED,
     LAYER,
     ROUTER,
     SHARED,
@@ -22,6 +23,8 @@ from moe_conformance.backends.megatron_core.permutation import Permutation, Reor
 from moe_conformance.backends.megatron_core.surfaces import Exchange, Experts, Router
 from moe_conformance.contract import Config, Parametrised, Topology, Unsupported, refusals
 from moe_conformance.surfaces import Session, TokenPadding
+
+_SEED = 1234
 
 
 class MegatronSession(Session):
@@ -63,15 +66,15 @@ class MegatronSession(Session):
 
     def router(self, config: Config) -> Router:
         """Build a layer and return its router, wrapped for the reduction of its gradients."""
-        return Router(self._layer(config.only(*LAYER, *ROUTER, *CAPACITY)))
+        return Router(self._layer(config.only(*LAYER, *ROUTER, *CAPACITY, *FORCED)))
 
     def layer(self, config: Config) -> Layer:
         """Build a whole layer, wrapped for the reduction of its gradients."""
-        return Layer(self._layer(config.only(*LAYER, *ROUTER, *SHARED)), config, self._topology)
+        return Layer(self._layer(config.only(*LAYER, *ROUTER, *SHARED, *FORCED)), config, self._topology)
 
     def masked_router(self, config: Config) -> Router:
         """Build a layer and return its router, which takes a padding mask."""
-        return Router(self._layer(config.only(*LAYER, *ROUTER)))
+        return Router(self._layer(config.only(*LAYER, *ROUTER, *FORCED)))
 
     def packing(self, config: Config) -> Packing:
         """Return the library's functions."""
@@ -96,10 +99,17 @@ class MegatronSession(Session):
     def _layer(self, config: Config) -> Any:
         parts = library.get_moe_module_spec(use_te=False, num_experts=config.experts, moe_grouped_gemm=False)
         built = transformer_config(config, self._topology.sizes)
+        if config.forced:
+            self._seed()
         # Its assertion that ep divides the experts has no words.
         uneven = config.experts % self._topology.sizes["ep"]
         with refusals(AssertionError, match="^$|is not divisible by" if uneven else "is not divisible by"):
             return library.MoELayer(built, parts.submodules, layer_number=1).to(self._device)
+
+    def _seed(self) -> None:
+        """Seed the generators that forced logits are drawn from, as a trainer does, and no others."""
+        with torch.random.fork_rng():
+            library.random.model_parallel_cuda_manual_seed(_SEED)
 
     def finish_gradients(self, *built: Parametrised) -> None:
         """Reduce over replicas, sum what sequence parallelism left in parts, and update the balance bias."""
@@ -114,6 +124,7 @@ class MegatronSession(Session):
             dist.destroy_process_group(group)
         state._global_process_group_list = None
         state.destroy_model_parallel()
+        library.random.get_cuda_rng_tracker().reset()
         library.moe_utils.get_moe_layer_wise_logging_tracker().clear()
         library.moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
         self._quiet.__exit__(None, None, None)

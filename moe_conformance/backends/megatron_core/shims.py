@@ -41,7 +41,9 @@ class _Namespace(ModuleType):
         return getattr(self._module, name)
 
 
-def apply(token_dispatcher: ModuleType, moe_utils: ModuleType, mappings: ModuleType) -> tuple[str, ...]:
+def apply(
+    token_dispatcher: ModuleType, moe_utils: ModuleType, mappings: ModuleType, random: ModuleType
+) -> tuple[str, ...]:
     """Make the imported library run without CUDA and over gloo; return what was replaced, in words."""
     cuda = _Namespace(
         torch.cuda,
@@ -60,6 +62,13 @@ def apply(token_dispatcher: ModuleType, moe_utils: ModuleType, mappings: ModuleT
     uneven = _Namespace(dist, all_gather=_uneven_all_gather)
     mappings.torch = _Namespace(torch, cuda=cuda, distributed=uneven)  # type: ignore[attr-defined]
 
+    # Its tracker of random states swaps those of the GPU's generator, and warns where the CPU's has been drawn from
+    # meanwhile: here that is the one generator.
+    drawing = _Namespace(cuda, get_rng_state=torch.get_rng_state, manual_seed=torch.default_generator.manual_seed)
+    random.torch = _Namespace(torch, cuda=drawing, get_rng_state=lambda: torch.zeros(1))  # type: ignore[attr-defined]
+    random._get_cuda_rng_state = lambda **_: torch.get_rng_state()  # type: ignore[attr-defined]
+    random._set_cuda_rng_state = lambda state, **_: torch.set_rng_state(state)  # type: ignore[attr-defined]
+
     # It leaves CPU tensors alone, and then splits reach all_to_all_single as tensors, which torch refuses.
     token_dispatcher.maybe_move_tensor_to_cpu = _to_host  # type: ignore[attr-defined]
 
@@ -67,7 +76,7 @@ def apply(token_dispatcher: ModuleType, moe_utils: ModuleType, mappings: ModuleT
     # None. That is a fault of 0.16.1, not of the machine; with the name set to None all the rest can be judged.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
-    return ("torch.cuda", "uneven all_gather", "splits to host", "te_general_gemm")
+    return ("torch.cuda", "uneven all_gather", "random states", "splits to host", "te_general_gemm")
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

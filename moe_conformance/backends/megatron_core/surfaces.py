@@ -104,14 +104,14 @@ class Router:
 
     def __init__(self, layer: Any) -> None:
         self._router = layer.router
-        self._gating = layer.router.gating
+        self._routing = layer.router.routing
         self._logits: Tensor | None = None
-        layer.router.gating = self._keep_logits  # a tap: the library keeps its logits to itself
+        layer.router.routing = self._keep_logits  # a tap: the library keeps to itself what it scores
         self.chunk = wrapped(layer.router, layer.config)
 
-    def _keep_logits(self, x: Tensor) -> Any:
-        self._logits = self._gating(x)
-        return self._logits
+    def _keep_logits(self, logits: Tensor, **how: Any) -> Any:
+        self._logits = logits
+        return self._routing(logits, **how)
 
     @property
     def resolved(self) -> Mapping[str, str]:

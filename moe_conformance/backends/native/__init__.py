@@ -13,6 +13,7 @@
     token_copies.py tokens that tensor ranks hold as copies, each dispatched once, around any of these
     experts.py      SwiGLU experts
     routing.py      the router
+    forcing.py      the router that a strategy forces
     gradients.py    what happens to gradients before the step
     session.py      puts them together
 

@@ -12,6 +12,7 @@ from moe_conformance.backends.native.exchange import AllGatherExchange, AllToAll
 from moe_conformance.backends.native.experts import Experts
 from moe_conformance.backends.native.flex import FlexExchange
 from moe_conformance.backends.native.float8 import Float8Wire
+from moe_conformance.backends.native.forcing import ForcedRouter
 from moe_conformance.backends.native.gradients import GradientFinisher, Replicated
 from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.backends.native.layer import Layer
@@ -35,7 +36,7 @@ from moe_conformance.surfaces import Session
 # Each of them by some surface: one config serves all surfaces.
 _MAPPED = (
     "variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied",
-    "score", "normalise", "scale", "groups", "group_score", "balance_bias",
+    "score", "normalise", "scale", "groups", "group_score", "balance_bias", "forced",
     "capacity_factor", "min_capacity", "drop_policy", "pad_to_capacity",
     "pad_tokens", "token_alignment", "token_bound", "packed",
 )  # fmt: skip
@@ -64,6 +65,7 @@ class NativeSession(Session):
     copies_class: type[TokenCopies] = TokenCopies  # around any of these
     experts_class: type[Experts] = Experts
     router_class: type[Router] = Router
+    forced_router_class: type[ForcedRouter] = ForcedRouter
     permutation_class: type[Permutation] = Permutation
     reordering_class: type[Reordering] = Reordering
     row_index_class: type[RowIndex] = RowIndex
@@ -78,6 +80,7 @@ class NativeSession(Session):
         """Keep where this rank stands; the process groups are the topology's."""
         self.topology = topology
         self.device = device
+        self.forced_routers = 0  # built so far, in the same order on all ranks
 
     def exchange(self, config: Config) -> SplitExchange:
         """Build the exchange of `config.variant`."""
@@ -142,7 +145,10 @@ class NativeSession(Session):
         """Build the router."""
         config.only(*_MAPPED)
         with refusals(CannotBuild, match="."):
-            return self.router_class(config, self.device)
+            if not config.forced:
+                return self.router_class(config, self.device)
+            self.forced_routers += 1
+            return self.forced_router_class(config, self.device, self.topology, self.forced_routers)
 
     def permutation(self, config: Config) -> Permutation:
         """Build what sorts tokens by expert."""

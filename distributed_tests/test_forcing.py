@@ -1,0 +1,44 @@
+"""FORCE: routers that a strategy forces, for benchmarks."""
+
+from __future__ import annotations
+
+from moe_conformance.judging.forcing import (
+    judge_forced_groups,
+    judge_forced_loads,
+    judge_forced_weights,
+    judge_straight_through,
+)
+from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.routers import judge_load
+from moe_conformance.judging.verdict import Tally
+from moe_conformance.spec import requirement
+from moe_conformance.workloads.forcing import forces_ids, forces_logits
+
+
+class TestRoutes:
+    @requirement("FORCE-02", kind="forced")
+    def test_the_reported_load_is_that_of_the_forced_ids(self, reading: Reading, tally: Tally) -> None:
+        """Forced tokens have K different experts, and the router reports how many chose each of them."""
+        judge_load(reading, tally)
+
+    @requirement("FORCE-03", kind="forced", when=forces_ids)
+    def test_round_robin_balances_every_rank(self, reading: Reading, tally: Tally) -> None:
+        """Experts that are dealt out in turn differ in their loads by at most one."""
+        judge_forced_loads(reading, tally)
+
+    @requirement("FORCE-18", kind="forced", when=lambda workload: workload.config.groups is not None)
+    def test_groups_limit_forced_logits_and_no_forced_ids(self, reading: Reading, tally: Tally) -> None:
+        """Forced logits choose from the best groups by themselves, and forced ids are those of no limit at all."""
+        judge_forced_groups(reading, tally)
+
+
+class TestWeights:
+    @requirement("FORCE-05", kind="forced", when=forces_ids)
+    def test_forced_experts_weigh_their_own_scores(self, reading: Reading, tally: Tally) -> None:
+        """Forced experts weigh what the router scores them, normalised, scaled and differentiated as chosen ones."""
+        judge_forced_weights(reading, tally)
+
+    @requirement("FORCE-07", kind="forced", when=forces_logits)
+    def test_gradients_go_straight_through_forced_logits(self, reading: Reading, tally: Tally) -> None:
+        """Tokens and parameters get the gradient of forced logits, as if these were the router's own."""
+        judge_straight_through(reading, tally)

@@ -1,0 +1,106 @@
+"""The router whose choice a strategy forces, for benchmarks.
+
+T tokens, E experts, K slots, D hidden. A strategy that forces logits replaces them before anything is made of them, so
+that score, groups, choice and weights are the router's own; one that forces ids replaces the choice alone.
+
+Random numbers come from generators of the router's own. That of the noise is seeded by rank, so that other tokens meet
+other numbers; that of the biases is not, so that all ranks draw the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_conformance.backends.native.groups import CannotBuild
+from moe_conformance.backends.native.routing import Router
+from moe_conformance.contract import Config, Topology
+
+_RANKS = 1 << 20  # more than there are: keeps the seeds of ranks and of routers apart
+
+
+class ForcedRouter(Router):
+    """A router under one strategy: random or biased logits, or experts dealt out in turn."""
+
+    def __init__(self, config: Config, device: torch.device, topology: Topology, number: int) -> None:
+        """Build the router; `number` tells it from others of its session, the same on all ranks.
+
+        Raises:
+            CannotBuild: two strategies, one that there is not, or one without the parameter that it needs.
+        """
+        super().__init__(config, device)
+        self.strategy, self.deviation = _one_strategy(config)
+        sources = topology.ranks("ep_etp")
+        self.source = sources.index(topology.rank)  # whose tokens meet those of the others at the experts
+        self.noise = torch.Generator(device).manual_seed(number * _RANKS + 1 + topology.rank)
+        self.biases = torch.Generator(device).manual_seed(number * _RANKS)
+        self.kept_E: Tensor | None = None
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        """What the router says of itself, and the strategy in force."""
+        parameter = "" if self.strategy != "biased" else f" by {self.deviation:g}"
+        return {**super().resolved, "forced": f"{self.strategy}{parameter}"}
+
+    def _logits(self, x_TD: Tensor) -> Tensor:
+        own_TE = super()._logits(x_TD)
+        return own_TE if self.strategy == "round_robin" else self._replace(own_TE, self._draw(own_TE))
+
+    def _replace(self, own_TE: Tensor, forced_TE: Tensor) -> Tensor:
+        """Put the forced logits in the place of the router's own, which get their gradient."""
+        replaced_TE: Tensor = _StraightThrough.apply(own_TE, forced_TE)  # type: ignore[no-untyped-call]
+        return replaced_TE
+
+    def _draw(self, own_TE: Tensor) -> Tensor:
+        """Return normal numbers, with a bias of each expert where one is asked for."""
+        noise_TE = torch.empty_like(own_TE).normal_(generator=self.noise)
+        return noise_TE if self.strategy == "random" else noise_TE + self._bias(own_TE)
+
+    def _bias(self, like_TE: Tensor) -> Tensor:
+        """Return the bias (E,) of this forward; with a deviation below zero it is that of the first."""
+        if self.kept_E is not None:
+            return self.kept_E
+        drawn_E = like_TE.new_empty(self.config.experts).normal_(generator=self.biases) * abs(self.deviation)
+        if self.deviation < 0:
+            self.kept_E = drawn_E
+        return drawn_E
+
+    def _choose(self, scores_TE: Tensor) -> Tensor:
+        if self.strategy != "round_robin":
+            return super()._choose(scores_TE)
+        return self._deal(len(scores_TE), scores_TE.device)
+
+    def _deal(self, tokens: int, device: torch.device) -> Tensor:
+        """Deal the experts out in turn, beginning where a source of as many tokens before this one would end."""
+        K = self.config.top_k
+        first = self.source * tokens * K
+        dealt = torch.arange(first, first + tokens * K, device=device) % self.config.experts
+        return dealt.reshape(tokens, K)
+
+
+class _StraightThrough(torch.autograd.Function):
+    """The second argument forward, the gradient to the first backward."""
+
+    @staticmethod
+    def forward(ctx: Any, own_TE: Tensor, forced_TE: Tensor) -> Tensor:
+        return forced_TE.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *dforced_TE: Tensor) -> tuple[Tensor, None]:
+        return dforced_TE[0], None
+
+
+def _one_strategy(config: Config) -> tuple[str, float]:
+    """Return the strategy and its parameter, 0.0 where it has none."""
+    if len(set(config.forced)) > 1:
+        named = " and ".join(f"{name} ({parameter})" for name, parameter in config.forced)
+        raise CannotBuild(f"only one strategy can force a route, not {named}")
+    name, parameter = config.forced[0]
+    if name not in ("random", "biased", "round_robin"):
+        raise CannotBuild(f"the strategy {name!r} is none of random, biased, round_robin")
+    if name == "biased" and parameter is None:
+        raise CannotBuild("a biased strategy wants the deviation of its bias, and there is none")
+    return name, parameter or 0.0

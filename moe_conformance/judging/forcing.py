@@ -1,0 +1,255 @@
+"""Forced routers: what a strategy has to leave of groups, loads, weights and gradients, and who was never forced.
+
+Logits that are forced are taken as the backend tells them: whether they were drawn as they must be is another question
+than what the router made of them.
+"""
+
+from __future__ import annotations
+
+from math import comb
+
+import torch
+
+from moe_conformance.judging.bounded import compare
+from moe_conformance.judging.diagnosis import Finding, fail
+from moe_conformance.judging.once import once
+from moe_conformance.judging.places import Place
+from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.router_expected import ForcedExpected, RouterExpected
+from moe_conformance.judging.routers import (
+    expected_of,
+    judge_router_dx,
+    judge_router_gradient,
+    judge_router_weights,
+    judge_selection,
+)
+from moe_conformance.judging.verdict import NotOffered, Tally, WrongForm, WrongGradient, WrongSelection, WrongWeight
+from moe_conformance.workloads.forcing import forces_logits
+from reference import selection
+from reference.capacity import loads
+from reference.forcing import balanced, groups_used
+
+_CHANCE = 1e-9  # that draws agree with what the router would have chosen; less is no accident
+
+
+def forced_expected_of(reading: Reading) -> RouterExpected | None:
+    """Return the oracle's answer for the logits in force: the router's own where ids are forced.
+
+    None where logits are forced and the backend tells none.
+
+    Raises:
+        WrongForm: logits of another shape, or not finite, or told in some places only.
+    """
+    return once(reading, _expect_forced)
+
+
+def _expect_forced(reading: Reading) -> RouterExpected | None:
+    own = expected_of(reading)
+    if not forces_logits(own.workload):
+        return own
+    told = {place: reading.seen(*place).logits_TE for place in own.places}
+    if all(logits_TE is None for logits_TE in told.values()):
+        return None
+    forced = {}
+    for (m, rank), logits_TE in told.items():
+        shape = len(own.ids[m, rank]), own.workload.config.experts
+        if logits_TE is None or tuple(logits_TE.shape) != shape or not bool(logits_TE.isfinite().all()):
+            raise WrongForm("route", f"the forced logits of rank {rank} are no finite numbers {shape}", ranks=(rank,))
+        forced[m, rank] = logits_TE
+    return ForcedExpected(own.workload, own.ids, own.divisor, forced)
+
+
+# ---- the group limit -----------------------------------------------------------------------------------------
+
+
+def judge_forced_groups(reading: Reading, tally: Tally) -> None:
+    """Decide whether forced logits are bound by the group limit, and forced ids are not.
+
+    Raises:
+        WrongForm, WrongSelection: no such choice; or nothing was forced.
+    """
+    if forces_logits(reading.outcome.workload):
+        _judge_limit(reading, tally)
+    else:
+        judge_forced_loads(reading, tally)
+
+
+def _judge_limit(reading: Reading, tally: Tally) -> None:
+    own, forced = expected_of(reading), forced_expected_of(reading)
+    _require_forced(own)
+    config = own.workload.config
+    assert config.groups is not None  # asked only where there are groups
+    groups, chosen = config.groups
+    findings = []
+    for m, rank in own.places:
+        used_T = groups_used(own.ids[m, rank], config.experts, groups)
+        for t in (used_T > chosen).nonzero().flatten().tolist():
+            sentence = (
+                f"the experts {sorted(own.ids[m, rank][t].tolist())} of rank {rank} token {t} lie in {int(used_T[t])} "
+                f"groups, and the router opens {chosen}: logits were forced behind the group limit"
+            )
+            findings.append(Finding("groups", sentence, (rank,), float(used_T[t])))
+    if findings:
+        fail(WrongSelection, "route", findings)
+    _require_groups_forced(own)
+    if forced is not None:
+        judge_selection(reading, Tally(), forced)
+    for place in own.places:
+        tally.add(pairs=own.ids[place].numel(), rank=place[1])
+
+
+def _require_groups_forced(own: RouterExpected) -> None:
+    """Fail where random logits chose among the groups that the router's own logits open, token for token."""
+    config = own.workload.config
+    assert config.groups is not None
+    if config.forced[0][0] != "random":
+        return  # a bias may open the same groups for all tokens, and these by chance
+    findings = []
+    for place in own.places:
+        tokens = len(own.ids[place])
+        if comb(*config.groups) ** -tokens < _CHANCE and _within_own_groups(own, place):
+            sentence = (
+                f"all {tokens} tokens of rank {place[1]} choose among the groups that the router's own logits open, "
+                "not the forced ones: logits were forced behind the group limit"
+            )
+            findings.append(Finding("own groups", sentence, (place[1],)))
+    if findings:
+        fail(WrongSelection, "route", findings)
+
+
+def _within_own_groups(own: RouterExpected, place: Place) -> bool:
+    """Whether every token's experts are of groups that are open to it by its own scores."""
+    config = own.workload.config
+    if config.groups is None:
+        return False
+    scores_TE = own.selection_scores(place, own.bias_E)
+    open_TE = selection.group_mask(scores_TE, config.groups, top_k=config.top_k, group_score=config.group_score)
+    return bool(open_TE.gather(1, own.ids[place]).all())
+
+
+def _require_forced(own: RouterExpected) -> None:
+    """Fail where all tokens of a rank chose what they would have without a strategy."""
+    config = own.workload.config
+    findings = []
+    for place in own.places:
+        tokens = len(own.ids[place])
+        chance = float(comb(config.experts, config.top_k)) ** -tokens
+        if chance < _CHANCE and bool(own.legal(place).all()):
+            sentence = (
+                f"all {tokens} tokens of rank {place[1]} choose what the router's own logits say: "
+                f"{config.forced[0][0]} was asked for, accepted and ignored"
+            )
+            findings.append(Finding("ignored", sentence, (place[1],)))
+    if findings:
+        fail(WrongSelection, "route", findings)
+
+
+# ---- loads ---------------------------------------------------------------------------------------------------
+
+
+def judge_forced_loads(reading: Reading, tally: Tally) -> None:
+    """Decide whether round robin loads every rank's experts with counts that differ by at most one, in all groups.
+
+    Raises:
+        WrongForm, WrongSelection: other loads, or nothing was forced.
+    """
+    own = expected_of(reading)
+    findings = []
+    for place in own.places:
+        loads_E = loads(own.ids[place], own.workload.config.experts)
+        if not balanced(loads_E):
+            findings.append(_unbalanced(own, place, loads_E.tolist()))
+    if findings:
+        fail(WrongSelection, "route", findings)
+    for place in own.places:
+        tally.add(pairs=own.ids[place].numel(), rank=place[1])
+
+
+def _unbalanced(own: RouterExpected, place: Place, loads_E: list[int]) -> Finding:
+    name, rank = own.workload.config.forced[0][0], place[1]
+    cause = f"{name} leaves no load more than one above another"
+    if bool(own.legal(place).all()):
+        cause = f"every token chooses what the router's own logits say: {name} was asked for, accepted and ignored"
+    elif _within_own_groups(own, place):
+        cause = "forced ids were held to the groups that the router's own scores open"
+    sentence = f"rank {rank} loads its experts with {loads_E}: {cause}"
+    return Finding(cause, sentence, (rank,), float(max(loads_E) - min(loads_E)))
+
+
+# ---- weights and gradients -----------------------------------------------------------------------------------
+
+
+def judge_forced_weights(reading: Reading, tally: Tally) -> None:
+    """Decide whether the chosen weigh what the router's rule makes of the logits in force, with its gradient.
+
+    Raises:
+        NotOffered: logits are forced, and the backend tells none.
+        AbsentGradient, WrongForm, WrongGradient, WrongSelection, WrongWeight: as `judge_router_weights` and
+            `judge_router_dx`.
+    """
+    expected = _visible(reading)
+    findings = [finding for place in expected.places for finding in _of_others(reading, expected, place)]
+    if findings:
+        fail(WrongWeight, "route", findings)
+    judge_router_weights(reading, tally, expected)
+    judge_router_dx(reading, tally, expected)
+
+
+def _of_others(reading: Reading, expected: RouterExpected, place: Place) -> list[Finding]:
+    """Say that the weights are those of the experts that the router would have chosen, or of its own logits."""
+    weights_TK = reading.seen(*place).routed_weights_TK
+    target = expected.weights(place)
+    if weights_TK is None or weights_TK.shape != target.expected.shape or compare(weights_TK, *target).holds:
+        return []
+    own = expected_of(reading)
+    others = {
+        "the experts that the router would have chosen itself": expected.weigh(own.logits(place), own.choice(place)),
+        "its experts by the router's own logits, not by the forced ones": expected.weigh(
+            own.logits(place), own.ids[place]
+        ),
+    }
+    rank, loose = place[1], float(target.allowed.max())
+    for whose, other_TK in others.items():
+        if torch.allclose(weights_TK.double().sort(1).values, other_TK.sort(1).values, rtol=0, atol=loose):
+            sentence = f"the weights of every token of rank {rank} are those of {whose}"
+            return [Finding(whose, sentence, (rank,))]
+    return []
+
+
+def judge_straight_through(reading: Reading, tally: Tally) -> None:
+    """Decide whether the gradient of forced logits goes straight through the router's own, to tokens and parameters.
+
+    To the parameters where the backend finishes their gradients.
+
+    Raises:
+        NotOffered: the backend tells no forced logits.
+        AbsentGradient, Uncovered, WrongForm, WrongGradient, WrongSelection: as `judge_router_dx` and
+            `judge_router_gradient`.
+    """
+    expected = _visible(reading)
+    _require_passage(reading, expected)
+    judge_router_dx(reading, tally, expected)
+    if any(rank.grads_final is not None for rank in reading.ranks):
+        judge_router_gradient(reading, tally, expected)
+
+
+def _require_passage(reading: Reading, expected: RouterExpected) -> None:
+    """Fail where the tokens' gradients are zeros, and should be others."""
+    findings = []
+    for m, rank in expected.places:
+        if not reading.goes_backward(m):
+            continue
+        dx_TD, target = reading.seen(m, rank).dx_TD.value, expected.dx((m, rank))
+        wanted = bool((target.expected.abs() > target.allowed).any())
+        if wanted and dx_TD is not None and not bool(dx_TD.any()):
+            sentence = f"dx of rank {rank} is zero: no gradient goes back through the forced logits"
+            findings.append(Finding("closed", sentence, (rank,)))
+    if findings:
+        fail(WrongGradient, "gradient", findings)
+
+
+def _visible(reading: Reading) -> RouterExpected:
+    expected = forced_expected_of(reading)
+    if expected is None:
+        raise NotOffered("the router does not tell the logits that were forced")
+    return expected

@@ -1,0 +1,115 @@
+"""The pinned corpus of routers that a strategy forces.
+
+Where experts are in groups, all tokens like the same groups best: what is routed to these alone was not forced, or was
+limited after it had been.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from moe_conformance.contract import Config
+from moe_conformance.topology import Layout
+from moe_conformance.workloads import draw
+from moe_conformance.workloads.corpus import Profile
+from moe_conformance.workloads.records import Batch, ParameterKey, Workload
+
+FORCING_LOGITS = ("random", "biased")
+_LIKED = 2.0  # by how much the logits of liked groups are raised, and of all others lowered
+
+
+@dataclass(frozen=True)
+class ForcingRecipe:
+    """How to draw one workload of a forced router."""
+
+    name: str
+    strategy: str
+    parameter: float | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    tokens: tuple[int, ...] = (26, 15, 22, 19)  # of rank r in microbatch m: the entry r + m modulo the length
+    schedule: str = "F0 B0"
+
+
+_SOFTMAX = {"experts": 24, "top_k": 4, "groups": (4, 2), "scale": 2.5}
+_SIGMOID = {**_SOFTMAX, "score": "sigmoid", "normalise": True}
+_BIASED = {**_SIGMOID, "balance_bias": True}
+_ONE = {**_BIASED, "groups": (4, 1), "group_score": "top2_sum"}
+_FINE = {**_SOFTMAX, "groups": (8, 2)}
+_ONE_WITHOUT = (14, 0, 18, 9)
+_ALL = {**_SIGMOID, "groups": (4, 4), "group_score": "max"}
+
+FORCINGS = (
+    ForcingRecipe("forced-random-groups", "random", config=_SIGMOID),
+    ForcingRecipe("forced-random-groups-softmax", "random", config=_SOFTMAX, schedule="F0 F1 B0 B1"),
+    ForcingRecipe("forced-random-groups-biased", "random", config=_BIASED),
+    ForcingRecipe("forced-random-all-groups", "random", config=_ALL),
+    ForcingRecipe("forced-biased-groups", "biased", 0.5, _BIASED, schedule="F0 F1 B1 B0"),
+    ForcingRecipe("forced-kept-bias-groups", "biased", -2.0, _SOFTMAX, schedule="F0 F1 B1 B0"),
+    ForcingRecipe("forced-round-robin-groups", "round_robin", config=_SOFTMAX),
+    ForcingRecipe("forced-round-robin-one-group", "round_robin", config=_ONE, schedule="F0 F1 B0 B1"),
+    ForcingRecipe("forced-round-robin-small-groups", "round_robin", config=_FINE),
+    ForcingRecipe("forced-random-rank-without-tokens", "random", config=_SIGMOID, tokens=_ONE_WITHOUT),
+    ForcingRecipe("forced-round-robin-rank-without-tokens", "round_robin", config=_SIGMOID, tokens=_ONE_WITHOUT),
+)
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all."""
+    return tuple(recipe.name for recipe in FORCINGS)
+
+
+def forcings(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
+    """Yield the workloads; the variant only has to be one that the backend knows."""
+    for recipe in FORCINGS:
+        forced = ((recipe.strategy, recipe.parameter),)
+        config = Config(variant=variant, forced=forced, **recipe.config)  # type: ignore[arg-type]  # strategies are str
+        microbatches = len({item[1:] for item in recipe.schedule.split()})
+        batches = tuple(
+            tuple(_batch(recipe, config, layout, microbatch, rank) for rank in range(layout.world))
+            for microbatch in range(microbatches)
+        )
+        parameters = _parameters(config, draw.generator(recipe.name, layout.name, "router"))
+        yield Workload(recipe.name, "forced", config, layout, batches, recipe.schedule, parameters)
+
+
+def liked_groups(config: Config) -> tuple[int, ...]:
+    """Return the groups that all tokens like best, as many as are chosen; none without groups."""
+    return () if config.groups is None else tuple(range(1, 1 + config.groups[1]))
+
+
+def forces_logits(workload: Workload) -> bool:
+    """Whether the strategy in force replaces logits, and not ids."""
+    return workload.config.forced[0][0] in FORCING_LOGITS
+
+
+def forces_ids(workload: Workload) -> bool:
+    """Whether the strategy in force replaces the choice, and no logits."""
+    return not forces_logits(workload)
+
+
+def _parameters(config: Config, generator: Any) -> dict[ParameterKey, Tensor]:
+    """Return a router by which an entry of one in every token decides among groups."""
+    made = draw.router_parameters(config, generator, bias=0.3, twins=False)
+    if config.groups is None:
+        return made
+    groups, chosen = config.groups
+    if groups == chosen:
+        return made
+    size = config.experts // groups
+    router_ED = made["router", None].clone()
+    router_ED[:, 0] = -_LIKED
+    for group in liked_groups(config):
+        router_ED[group * size : (group + 1) * size, 0] = _LIKED
+    return {**made, ("router", None): router_ED}
+
+
+def _batch(recipe: ForcingRecipe, config: Config, layout: Layout, microbatch: int, rank: int) -> Batch:
+    tokens = recipe.tokens[(rank + microbatch) % len(recipe.tokens)]
+    batch = draw.route_batch(tokens, config, draw.generator(recipe.name, layout.name, microbatch, rank), 1.0)
+    x_TD = batch.x_TD.clone()
+    x_TD[:, 0] = 1.0
+    return replace(batch, x_TD=x_TD)
