@@ -1,14 +1,14 @@
 """Receive budgets: buffers of a fixed size on the receiving rank, and rows that do not fit.
 
 A buffer of the worst-case size never overflows. A smaller one does as soon as more rows are wanted, and
-must say so; which of the wanted rows are then dropped is free.
+must say so; which of the wanted rows are then dropped is free, how many is not.
 
 Sources: arithmetic, a token chooses each expert at most once; behaviour of Megatron-Core (static budget).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -117,6 +117,43 @@ def legal_deliveries(
         excused = all(owners[slots[pair]] & over for pair in asked if pair not in got)
         verdicts.append(subset and whole and excused)
     return tuple(verdicts)
+
+
+def fitting_slots(
+    delivered: Sequence[Pair], wanted: Sequence[Pair], budgets: Sequence[int], *, alignment: int = 1
+) -> tuple[tuple[int, int, int], ...]:
+    """List the dropped slots (source, token, slot) that every rank that wants them still had room for.
+
+    Args: as of `legal_deliveries`.
+
+    Rule: a slot that reached no rank fits if at every rank that wants it the experts' delivered rows, that one among
+    them, filled up to whole alignments, are within the budget. In ascending order.
+
+    Degenerate: each is asked for alone, so that of several only one may fit. Budget 0: none does. A slot that reached
+    a part of its ranks is neither kept nor dropped, and not listed. Raises on a rank without a budget.
+
+    Decides: DROP-16. Source: arithmetic; behaviour of HybridEP (the buffer is filled expert by expert).
+
+    >>> wanted = [Pair(0, t, 0, 0, 0) for t in range(3)]
+    >>> fitting_slots(wanted[:1], wanted, [2]), fitting_slots(wanted[:2], wanted, [2])
+    (((0, 1, 0), (0, 2, 0)), ())
+    """
+    if any(pair.destination not in range(len(budgets)) for pair in [*delivered, *wanted]):
+        raise ValueError(f"a row goes to a rank without a budget: there are {len(budgets)}")
+    rows = Counter((pair.destination, pair.expert) for pair in delivered)
+    owners = defaultdict(list)  # of every slot, the deliveries that are wanted
+    for pair in wanted:
+        owners[pair.source, pair.token, pair.slot].append(pair)
+    reached, fitting = set(delivered), []
+    for slot, pairs in sorted(owners.items()):
+        fits = reached.isdisjoint(pairs)
+        for pair in pairs:
+            after = rows.copy()
+            after[pair.destination, pair.expert] += 1
+            own = [number for (rank, _), number in after.items() if rank == pair.destination]
+            fits = fits and not over_budget(own, budgets[pair.destination], alignment=alignment)
+        fitting += [slot] if fits else []
+    return tuple(fitting)
 
 
 def delivered_slots(delivered: Sequence[Pair], ids_by_rank: Sequence[Tensor]) -> tuple[Tensor, ...]:

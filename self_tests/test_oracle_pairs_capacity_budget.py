@@ -121,6 +121,10 @@ class TestBudgets:
             alignment=alignment,
         )
         assert ep * etp == len(legal)
+        needless = assert_agree(
+            first.fitting_slots, second.fitting_slots, delivered, wanted, budgets, alignment=alignment
+        )
+        assert not {tuple(slot) for slot in needless} & {pair[:3] for pair in delivered if pair in wanted}
 
     @pytest.mark.parametrize(
         ("delivered", "budgets", "alignment", "expected"),
@@ -163,6 +167,42 @@ class TestBudgets:
         got = [wanted[i] for i in delivered]
         found = assert_agree(first.legal_deliveries, second.legal_deliveries, got, wanted, budgets)
         assert expected == found
+
+    @pytest.mark.parametrize(
+        ("delivered", "budgets", "alignment", "expected"),
+        [
+            ([], [2, 1], 1, [0, 1, 2, 3]),  # each would fit alone
+            ([0], [2, 1], 1, [1, 2, 3]),
+            ([0, 2, 3], [2, 1], 1, []),
+            ([0, 1], [3, 0], 1, [2]),
+            ([0, 1], [3, 0], 2, []),  # expert 0 has two places, and expert 1 would begin two more
+            ([0], [2, 2], 2, [1, 3]),  # the second place of expert 0 is still free
+            ([], [0, 0], 1, []),
+        ],
+    )
+    def test_room_left_by_hand(
+        self, delivered: list[int], budgets: list[int], alignment: int, expected: list[int]
+    ) -> None:
+        """Rank 0 is wanted by two rows for expert 0 and one for expert 1; rank 1 by one row for expert 2."""
+        wanted = [Pair(0, 0, 0, 0, 0), Pair(0, 1, 0, 0, 0), Pair(1, 0, 0, 0, 1), Pair(1, 0, 1, 1, 2)]
+        got = [wanted[i] for i in delivered]
+        found = assert_agree(first.fitting_slots, second.fitting_slots, got, wanted, budgets, alignment=alignment)
+        assert [list(wanted[i][:3]) for i in expected] == found
+
+    @pytest.mark.parametrize(
+        ("delivered", "budgets", "expected"),
+        [
+            ([0, 1], [2, 2], [2]),
+            ([0, 1], [1, 2], []),  # rank 1 alone has room
+            ([0, 1, 2], [2, 2], []),  # half a slot is not dropped
+        ],
+    )
+    def test_room_of_all_shards_by_hand(self, delivered: list[int], budgets: list[int], expected: list[int]) -> None:
+        """Two tokens for one expert that is cut over ranks 0 and 1."""
+        wanted = [Pair(0, token, 0, rank, 0) for token in range(2) for rank in range(2)]
+        got = [wanted[i] for i in delivered]
+        found = assert_agree(first.fitting_slots, second.fitting_slots, got, wanted, budgets)
+        assert [list(wanted[i][:3]) for i in expected] == found
 
     def test_a_stray_row_is_blamed_on_its_receiver(self) -> None:
         """A row that rank 1 did not ask for leaves rank 0, which got its own, blameless."""
@@ -211,6 +251,7 @@ BAD: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...], di
     "rows -1": (first.over_budget, second.over_budget, ([1, -1], 5), {}),
     "alignment 0": (first.over_budget, second.over_budget, ([1], 5), {"alignment": 0}),
     "wanted of nobody": (first.legal_deliveries, second.legal_deliveries, ([], [PAIR], []), {}),
+    "room for nobody": (first.fitting_slots, second.fitting_slots, ([], [PAIR], []), {}),
     "given to nobody": (first.legal_deliveries, second.legal_deliveries, ([PAIR], [], []), {}),
     **{
         f"slot {change}": (

@@ -80,6 +80,28 @@ def legal_deliveries(
     return verdicts
 
 
+def fitting_slots(
+    delivered: Sequence[Pair], wanted: Sequence[Pair], budgets: Sequence[int], *, alignment: int = 1
+) -> list[tuple[int, int, int]]:
+    """What need not have been dropped: put a slot where it is wanted, and look whether any rank is too full then."""
+    if any(not 0 <= pair.destination < len(budgets) for pair in [*delivered, *wanted]):
+        raise ValueError("a pair goes to a rank without a budget")
+    needless = set()
+    for pair in wanted:
+        shards = [other for other in wanted if other[:3] == pair[:3]]
+        if any(other in delivered for other in shards):
+            continue
+        with_it = [*delivered, *shards]
+        full = False
+        for destination in {other.destination for other in shards}:
+            experts = [each.expert for each in with_it if each.destination == destination]
+            rows = [experts.count(expert) for expert in sorted(set(experts))]
+            full = full or over_budget(rows, budgets[destination], alignment=alignment)
+        if not full:
+            needless.add((pair.source, pair.token, pair.slot))
+    return sorted(needless)
+
+
 def delivered_slots(delivered: Sequence[Pair], ids_by_rank: Sequence[NDArray[np.int64]]) -> list[NDArray[np.bool_]]:
     """Which slots of every source rank were delivered anywhere."""
     reached = [np.zeros(ids_TK.shape, dtype=np.bool_) for ids_TK in ids_by_rank]
