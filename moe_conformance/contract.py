@@ -108,7 +108,8 @@ class Config:
     token_bound: int | None = None
     packed: bool = False  # sequences lie one after the other, so that every T differs; who needs equal T refuses it
     budget_factor: float | None = None  # experts' rows lie in a buffer of fixed size: so often a rank's balanced load
-    row_budget: int | None = None  # or, not both, of that many rows; more than the buffer holds are an `Overflow`
+    row_budget: int | None = None  # or, not both, of that many rows
+    over_budget: Literal["refuse", "drop"] = "refuse"  # what the buffer cannot hold: an `Overflow`, or left out of it
     token_copies: bool = False  # all ranks of a tp group hold the same tokens, and count once: no sequence parallelism
     wire: Literal["plain", "float8"] = "plain"  # float8: tokens travel to the experts in eight bits, with scales
     extra: tuple[tuple[str, Any], ...] = ()  # knobs of one backend, passed on under their own names
@@ -204,6 +205,7 @@ class Delivery:
     counts_N: Tensor | None  # as claimed by the backend, untouched; None if it claims none
     shape: tuple[int, ...]  # of the rows as the backend holds them; the experts' output comes back in it
     unrouted: Unrouted = "padding"  # zero: the backend adds up the answers of several ranks
+    overflowed: bool | None = None  # as claimed with `over_budget="drop"`: this rank's buffer could not hold all rows
 
     @classmethod
     def grouped(cls, rows_RD: Tensor, counts_N: Counts, weights_R: Tensor | None = None) -> Delivery:

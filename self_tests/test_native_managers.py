@@ -14,6 +14,7 @@ from moe_conformance.backends.native.token_exchange import Arrived
 from moe_conformance.contract import Config, Delivery, Routing, Unsupported
 from moe_conformance.engine import Engine
 from moe_conformance.plan import Plan
+from moe_conformance.topology import Layout
 from moe_conformance.workloads import corpus, scripts
 from self_tests.flex_scene import EP2_ETP2, EP4, TOKENS, E, K, Scene, on_ranks, values
 
@@ -36,6 +37,15 @@ def deliver(scene: Scene) -> tuple[Delivery, Any, Arrived]:
     return delivery, getattr(held, "begin_WN", None), scene.exchange.dispatch(x_TD, ids_TK, weights_TK)
 
 
+def deliver_what_fits(scene: Scene) -> list[Delivery]:
+    """Dispatch with room for all, with room for some, and again."""
+    x_TD, ids_TK, weights_TK = scene.batch()
+    roomy, tight = (scene.flex("hybridep", row_budget=rows, over_budget="drop") for rows in (99, scene.payload))
+    routing = Routing(ids_TK, weights_TK, E)
+    one = Routing(ids_TK[:1], weights_TK[:1], E)
+    return [roomy.dispatch(x_TD, routing)[0], tight.dispatch(x_TD, routing)[0], tight.dispatch(x_TD[:1], one)[0]]
+
+
 class TestManagers:
     def test_deepep_hands_over_the_rows_as_they_came(self, engine: Engine) -> None:
         """With K slots each."""
@@ -53,6 +63,20 @@ class TestManagers:
             assert sorted(delivery.ids_RJ[:filled, 0].tolist()) == delivery.ids_RJ[:filled, 0].tolist()
             assert {-1} == set(delivery.ids_RJ[filled:, 0].tolist())
         assert len({int(delivery.counts_N.sum()) for delivery in found}) > 1
+
+    @pytest.mark.parametrize("layout", [EP4, EP2_ETP2], ids=lambda layout: layout.name)
+    def test_hybridep_leaves_out_what_finds_no_room(self, engine: Engine, layout: Layout) -> None:
+        """The last rows of the last experts; the flag is each rank's own, and down again where all rows fit."""
+        room = 8
+        for all_rows, some_rows, few_rows in values(on_ranks(engine, deliver_what_fits, layout, room)):
+            counts_N = all_rows.counts_N.tolist()
+            kept = [max(0, min(n, room - sum(counts_N[:i]))) for i, n in enumerate(counts_N)]
+            assert kept == some_rows.counts_N.tolist()
+            assert room == len(some_rows.rows_RD)
+            assert torch.equal(all_rows.rows_RD[:room], some_rows.rows_RD)
+            assert torch.equal(all_rows.weights_RJ[:room], some_rows.weights_RJ)
+            assert [False, sum(counts_N) > room] == [all_rows.overflowed, some_rows.overflowed]
+            assert [False, True] == [few_rows.overflowed, int(few_rows.counts_N.sum()) <= room]
 
     def test_ncclep_packs_rows_by_source_and_tells_where_runs_begin(self, engine: Engine) -> None:
         """The table is that of the pairs counted one by one."""
@@ -76,6 +100,8 @@ class TestRefusals:
             (Config("ncclep", budget_factor=1.0), "NCCLEPManager has no buffer of fixed size"),
             (Config("ncclep", row_budget=3), "NCCLEPManager has no buffer of fixed size: row_budget = 3"),
             (Config("hybridep", budget_factor=2.0, row_budget=3), "one size: budget_factor = 2.0 and row_budget = 3"),
+            (Config("ncclep", row_budget=3, over_budget="drop"), "NCCLEPManager has no buffer of fixed size"),
+            (Config("hybridep", over_budget="drop"), "over_budget = 'drop' without a budget"),
             (Config("hybridep", experts=7), "7 experts do not divide over ep = 4"),
         ],
     )

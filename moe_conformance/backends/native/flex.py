@@ -76,6 +76,8 @@ class FlexExchange:
         self.placement = Placement.of(config.experts, topology)
         sizes = {"budget_factor": config.budget_factor, "row_budget": config.row_budget}
         given = " and ".join(f"{name} = {size}" for name, size in sizes.items() if size is not None)
+        if config.over_budget == "drop" and not given:
+            raise CannotBuild("over_budget = 'drop' without a budget: nothing can be over it")
         if given and not manager_class.has_budget:
             raise CannotBuild(f"{manager_class.__name__} has no buffer of fixed size: {given}")
         if config.budget_factor is not None and config.row_budget is not None:

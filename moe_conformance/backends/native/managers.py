@@ -12,7 +12,7 @@ rows of a static budget.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from moe_conformance.backends.native import collectives, mirrored
 from moe_conformance.backends.native.groups import CannotBuild
-from moe_conformance.backends.native.permutation import Pairs, permute, sort_pairs, unpermute, weigh
+from moe_conformance.backends.native.permutation import Pairs, first_of, permute, sort_pairs, unpermute, weigh
 from moe_conformance.backends.native.token_exchange import Arrived, Handle, TokenExchange
 from moe_conformance.contract import Config, Delivery, Overflow
 
@@ -101,7 +101,10 @@ class _OneRowPerPair(Manager):
 
 
 class HybridEPManager(_OneRowPerPair):
-    """Rows expert by expert in a buffer of B rows on every rank, whatever the load; more than B is an error of all.
+    """Rows expert by expert in a buffer of B rows on every rank, whatever the load.
+
+    More than B on one rank is an error of all; or, with `Config.over_budget` "drop", each rank leaves out what it has
+    no room for, and says so of itself. Shards of an expert get the same rows in the same order, and keep the same.
 
     All ranks dispatch the same number of tokens, empty ones among them. B is that number times K times the shards of an
     expert times `Config.budget_factor`, rounded up, or `Config.row_budget`. The factor's default, ep, holds whatever
@@ -120,6 +123,7 @@ class HybridEPManager(_OneRowPerPair):
         """
         super().__init__(config, exchange)
         self.row_budget = config.row_budget
+        self.drops = config.over_budget == "drop"
         self.factor = float(exchange.blocks if config.budget_factor is None else config.budget_factor)
         if not self.factor > 0:
             raise CannotBuild(f"budget_factor = {self.factor}: it must be above 0")
@@ -128,18 +132,29 @@ class HybridEPManager(_OneRowPerPair):
         """Return rows_BD by expert, see `Manager.dispatch`.
 
         Raises:
-            Overflow: on all ranks, if any of them got more than B rows.
+            Overflow: on all ranks, if any of them got more than B rows and none are dropped.
         """
         T, K = ids_TK.shape
         arrived = mirrored.dispatch(self.exchange, x_TD, ids_TK, weights_TK)
-        budget = self._budget(T, K)
-        self._check(int(arrived.handle.counts_N.sum()), budget, x_TD.device)
+        budget, demand = self._budget(T, K), int(arrived.handle.counts_N.sum())
+        if not self.drops:
+            self._check(demand, budget, x_TD.device)
         pairs = sort_pairs(arrived.handle.ids_RK, self.exchange.held)
+        if self.drops:
+            pairs = self._kept(pairs, budget)
         rows_PD, weights_P = self._rows(arrived, pairs)
         unused = self._size(budget, len(rows_PD)) - len(rows_PD)
         weights_B = None if weights_P is None else F.pad(weights_P, (0, unused))
         delivery = Delivery.grouped(F.pad(rows_PD, (0, 0, 0, unused)), pairs.counts_E, weights_B)
-        return delivery, Held(arrived.handle, pairs)
+        overflowed = self._overflowed(demand, budget) if self.drops else None
+        return replace(delivery, overflowed=overflowed), Held(arrived.handle, pairs)
+
+    def _kept(self, pairs: Pairs, budget: int) -> Pairs:
+        """Return what the buffer holds; nothing of the others goes forward or backward."""
+        return first_of(pairs, budget)
+
+    def _overflowed(self, demand: int, budget: int) -> bool:
+        return demand > budget
 
     def _budget(self, tokens: int, slots: int) -> int:
         if self.row_budget is not None:

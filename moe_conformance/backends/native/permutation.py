@@ -11,7 +11,7 @@ zeros, whatever their weight.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,6 +41,13 @@ def sort_pairs(ids_TK: Tensor, experts: int) -> Pairs:
         raise ValueError(f"expert id {len(counts_E) - 1} among {experts} experts")
     order_P = ids_P.argsort(stable=True)
     return Pairs(token_P[order_P], slot_P[order_P], counts_E, (T, K))
+
+
+def first_of(pairs: Pairs, number: int) -> Pairs:
+    """Return that many pairs from the front, or all: the last experts go short."""
+    before_E = pairs.counts_E.cumsum(0) - pairs.counts_E
+    counts_E = (number - before_E).clamp_min(0).minimum(pairs.counts_E)
+    return replace(pairs, token_P=pairs.token_P[:number], slot_P=pairs.slot_P[:number], counts_E=counts_E)
 
 
 def permute(x_TD: Tensor, pairs: Pairs) -> Tensor:

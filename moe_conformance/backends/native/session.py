@@ -122,7 +122,7 @@ class NativeSession(Session):
         if config.variant in classes:
             return classes[config.variant](config.only(*_MAPPED), self.topology)
         if manager := self._managers.get(config.variant):
-            config.only(*_MAPPED, "wire", "budget_factor", "row_budget")
+            config.only(*_MAPPED, "wire", "budget_factor", "row_budget", "over_budget")
             return FlexExchange(config, self.topology, manager, self.token_exchange_class, self.float8_class)
         known = ", ".join((*classes, *self._managers))
         raise Unsupported(f"native has no variant {config.variant!r}; it has {known}")
