@@ -14,6 +14,7 @@ from moe_conformance.judging.capacity import (
 )
 from moe_conformance.judging.lost_in_layer import judge_lost_in_layer
 from moe_conformance.judging.overflow import judge_after_overflow, judge_overflow
+from moe_conformance.judging.overflow_drops import judge_dropped_rows, judge_flags, judge_room_left
 from moe_conformance.judging.own_experts import (
     judge_expert_gradients,
     judge_own_dweights,
@@ -32,6 +33,7 @@ from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
 from moe_conformance.workloads.capacity import fits_all, others_change
 from moe_conformance.workloads.features import has_empty_slots, has_lost_tokens, somebody_gets_all
+from moe_conformance.workloads.overflow import drops, refuses
 
 
 class TestRoom:
@@ -97,15 +99,30 @@ class TestFilledUp:
 
 
 class TestBudget:
-    @requirement("DROP-14", kind="overflow")
+    @requirement("DROP-14", kind="overflow", when=refuses)
     def test_an_exceeded_budget_is_reported_and_no_other(self, reading: Reading, tally: Tally) -> None:
         """A budget is reported as exceeded if and only if more rows are wanted than it holds."""
         judge_overflow(reading, tally)
 
-    @requirement("DROP-15", kind="overflow", when=lambda workload: bool(workload.config.row_budget))
+    @requirement("DROP-15", kind="overflow", when=lambda workload: refuses(workload) and workload.config.row_budget)
     def test_what_fits_is_exact_after_what_did_not(self, reading: Reading, tally: Tally) -> None:
         """Too many rows are refused on all ranks, and the next microbatch is right again."""
         judge_after_overflow(reading, tally)
+
+    @requirement("DROP-14", kind="overflow", when=drops)
+    def test_a_full_buffer_is_flagged_and_no_other(self, reading: Reading, tally: Tally) -> None:
+        """Where rows are dropped, a rank flags its buffer if and only if more rows are wanted than it holds."""
+        judge_flags(reading, tally)
+
+    @requirement("DROP-15", kind="overflow", when=drops)
+    def test_dropped_rows_count_nowhere(self, reading: Reading, tally: Tally) -> None:
+        """What finds no room is missing on all shards, in outputs and gradients alike, and nothing else is."""
+        judge_dropped_rows(reading, tally)
+
+    @requirement("DROP-16", kind="overflow", when=drops)
+    def test_a_full_buffer_is_full(self, reading: Reading, tally: Tally) -> None:
+        """No row is dropped that there was room for."""
+        judge_room_left(reading, tally)
 
 
 class TestConsequences:

@@ -18,7 +18,7 @@ from reference import capacity_budget
 
 
 def judge_overflow(reading: Reading, tally: Tally) -> None:
-    """Decide whether a budget is reported as exceeded if and only if the rows wanted are more than it holds.
+    """Decide whether a budget is refused as exceeded if and only if the rows wanted are more than it holds.
 
     All ranks of a group report it where one of them is short. Counts the ranks and microbatches.
 
@@ -29,11 +29,9 @@ def judge_overflow(reading: Reading, tally: Tally) -> None:
     assert budget is not None
     findings, compared = [], Counter[int]()
     for m in range(len(reading.batches)):
-        wanted = Counter((pair.destination, pair.expert) for pair in reading.pairs[m])
+        wanted = rows_wanted(reading, m)
         for group in reading.outcome.workload.layout.groups()["ep_etp"]:
-            rows = {
-                rank: [wanted[rank, expert] for expert in reading.ranks[rank].local_experts] for rank in group
-            }
+            rows = {rank: wanted[rank] for rank in group}
             over = [rank for rank in group if capacity_budget.over_budget(rows[rank], budget)]
             most = max(group, key=lambda rank: sum(rows[rank]))
             for rank in group:
@@ -47,6 +45,12 @@ def judge_overflow(reading: Reading, tally: Tally) -> None:
         fail(WrongCount, "dispatch", findings)
     for rank, number in compared.items():
         tally.add(elements=number, rank=rank)
+
+
+def rows_wanted(reading: Reading, microbatch: int) -> list[list[int]]:
+    """Return the rows that a microbatch wants for every expert of every rank."""
+    wanted = Counter((pair.destination, pair.expert) for pair in reading.pairs[microbatch])
+    return [[wanted[rank.rank, expert] for expert in rank.local_experts] for rank in reading.ranks]
 
 
 def judge_after_overflow(reading: Reading, tally: Tally) -> None:

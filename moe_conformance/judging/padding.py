@@ -133,7 +133,8 @@ def judge_lost_tokens(reading: Reading, tally: Tally) -> None:
                 wrong = (y[t] != 0).nonzero().flatten().tolist()
                 if wrong:
                     value = float(y[t, wrong[0]])
-                    sentence = f"rank {rank} token {t} lost all its slots, and its output is {value:g} at {wrong[0]}"
+                    token = f"rank {rank} token {t}{_of(reading, m)}"
+                    sentence = f"{token} lost all its slots, and its output is {value:g} at {wrong[0]}"
                     findings.append(Finding("output", sentence, (rank,), min(abs(value), 1e300)))
             compared.append((rank, len(lost) * batch.x_TD.shape[1]))
     if findings:
@@ -164,7 +165,7 @@ def judge_dropped_gradients(reading: Reading, tally: Tally) -> None:
                 continue  # `judge_dweights` decides whether it may be
             for t, k in ((batch.ids_TK < 0) & (dweights != 0)).nonzero().tolist():
                 value = float(dweights[t, k])
-                sentence = f"the weight's gradient at rank {rank} token {t} slot {k} is {value:g}"
+                sentence = f"the weight's gradient at rank {rank} token {t} slot {k}{_of(reading, m)} is {value:g}"
                 told = f"{sentence}, and that slot was dropped"
                 findings.append(Finding("dropped slot", told, (rank,), min(abs(value), 1e300)))
     if findings:
@@ -174,6 +175,10 @@ def judge_dropped_gradients(reading: Reading, tally: Tally) -> None:
     for m, ranks in enumerate(reading.batches):
         for rank, batch in enumerate(ranks):
             tally.add(pairs=int((batch.ids_TK < 0).sum()) * reading.goes_backward(m), rank=rank)
+
+
+def _of(reading: Reading, microbatch: int) -> str:
+    return f" of microbatch {microbatch}" if len(reading.batches) > 1 else ""
 
 
 def _without_slots(ids_TK: Tensor) -> list[int]:

@@ -27,6 +27,7 @@ class Handed:
     shape: tuple[int, ...]  # as claimed
     out_grad_RD: Tensor | None  # gradient that reached the experts' output (judges combine's backward)
     rows_grad_RD: Tensor | None  # gradient that left the experts' input (judges dispatch's backward)
+    overflowed: bool | None = None  # as claimed
 
 
 @dataclass(frozen=True)

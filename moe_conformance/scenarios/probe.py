@@ -90,6 +90,7 @@ class Probe:
             shape=delivery.shape,
             out_grad_RD=None,
             rows_grad_RD=None,
+            overflowed=delivery.overflowed,
         )
 
     def handed(self, microbatch: int) -> tuple[Handed, ...]:

@@ -1,12 +1,14 @@
 """The pinned corpus of fixed receive budgets: batches that fit, that fit exactly, and that are one row too many.
 
-An exchange that refuses more rows than its budget does so on all ranks, and goes on with the next microbatch.
+An exchange that refuses more rows than its budget does so on all ranks, and goes on with the next microbatch. One that
+drops them says so where they had no room, and goes on with the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
@@ -21,6 +23,9 @@ class Budget:
     tokens: tuple[tuple[int, ...], ...]  # of every microbatch; of rank r the entry r modulo the length
     of: int = 0  # the microbatch whose busiest rank the budget is made for
     spare: int = 0  # rows that it has more than that
+    over: Literal["refuse", "drop"] = "refuse"
+    schedule: str = ""  # "": one microbatch after the other
+    memory: Literal["plain", "filled"] = "plain"
 
 
 OVERFLOWS: Mapping[str, Budget] = {
@@ -31,17 +36,36 @@ OVERFLOWS: Mapping[str, Budget] = {
     "budget-by-turns": Budget(((24,), (2,), (6,)), of=2),
     "budget-rank-without-tokens": Budget((ONE_WITHOUT, (2, 0, 1, 3), (0, 3, 2, 1)), of=0, spare=-2),
     "budget-of-none": Budget(((0,), (3,), (0,))),
+    # The first fills the buffer of the busiest rank, the second is too much for most, the third leaves room.
+    "dropping-by-turns-even": Budget(((8,), (16,), (3,)), over="drop"),
+    # While gradients of what was dropped are still to come, others are dispatched.
+    "dropping-one-row-uneven": Budget(
+        ((2, 4, 0, 3), UNEVEN, (3, 1, 4, 2)), of=1, spare=-1, over="drop", schedule="F0 F1 F2 B1 B0 B2"
+    ),
+    "dropping-filled-uneven": Budget((ONE_WITHOUT, (2, 0, 1, 0)), spare=-4, over="drop", memory="filled"),
+    "dropping-all-even": Budget(((0,), (3,), (0,)), over="drop"),
 }
 
 
 def overflows(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     """Yield the workloads of a variant on a layout."""
     for name, asked in OVERFLOWS.items():
-        schedule = " ".join(f"F{m} B{m}" for m in range(len(asked.tokens)))
-        recipe = Recipe(name, turns=asked.tokens, schedule=schedule)
+        schedule = asked.schedule or " ".join(f"F{m} B{m}" for m in range(len(asked.tokens)))
+        recipe = Recipe(name, turns=asked.tokens, schedule=schedule, memory=asked.memory)
         workload = exchange_workload(recipe, "probe", variant, layout)
-        room = busiest(workload.config, layout, workload.batches[asked.of]) + asked.spare
-        yield replace(workload, kind="overflow", config=replace(workload.config, row_budget=room))
+        room = max(0, busiest(workload.config, layout, workload.batches[asked.of]) + asked.spare)
+        config = replace(workload.config, row_budget=room, over_budget=asked.over)
+        yield replace(workload, kind="overflow", config=config)
+
+
+def refuses(workload: Workload) -> bool:
+    """Whether rows beyond the budget are to be refused."""
+    return workload.config.over_budget == "refuse"
+
+
+def drops(workload: Workload) -> bool:
+    """Whether rows beyond the budget are to be dropped."""
+    return workload.config.over_budget == "drop"
 
 
 def busiest(config: Config, layout: Layout, ranks: tuple[Batch, ...]) -> int:

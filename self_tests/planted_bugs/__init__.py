@@ -20,6 +20,7 @@ from self_tests.planted_bugs import (
     groups,
     identity,
     many_ranks,
+    overflow_drops,
     overlap,
     packed_sequences,
     packing,
@@ -44,7 +45,7 @@ __all__ = ["Expectation", "Plant", "find", "plants", "plants_of_many_ranks"]
 def plants() -> tuple[Plant, ...]:
     """Return all plants, chapter by chapter."""
     exchanges = (exchange, repetition, exchange_back, exchange_ends, twins, twin_ends, exchange_spoilt, exchange_misuse)
-    drops = (capacity, capacity_exchange)
+    drops = (capacity, capacity_exchange, overflow_drops)
     routers = (routing, routing_ends, routing_extremes, forcing)
     chapters = (*routers, *drops, *exchanges, experts, gradients, groups, overlap, cost)
     laws = (identity, padding_gradients, settings, config_rules)
