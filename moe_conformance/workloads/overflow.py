@@ -37,13 +37,13 @@ OVERFLOWS: Mapping[str, Budget] = {
     "budget-rank-without-tokens": Budget((ONE_WITHOUT, (2, 0, 1, 3), (0, 3, 2, 1)), of=0, spare=-2),
     "budget-of-none": Budget(((0,), (3,), (0,))),
     # The first fills the buffer of the busiest rank, the second is too much for most, the third leaves room.
-    "dropping-by-turns-even": Budget(((8,), (16,), (3,)), over="drop"),
+    "overfull-by-turns-even": Budget(((8,), (16,), (3,)), over="drop"),
     # While gradients of what was dropped are still to come, others are dispatched.
-    "dropping-one-row-uneven": Budget(
+    "overfull-one-row-uneven": Budget(
         ((2, 4, 0, 3), UNEVEN, (3, 1, 4, 2)), of=1, spare=-1, over="drop", schedule="F0 F1 F2 B1 B0 B2"
     ),
-    "dropping-filled-uneven": Budget((ONE_WITHOUT, (2, 0, 1, 0)), spare=-4, over="drop", memory="filled"),
-    "dropping-all-even": Budget(((0,), (3,), (0,)), over="drop"),
+    "overfull-filled-uneven": Budget((ONE_WITHOUT, (2, 0, 1, 0)), spare=-4, over="drop", memory="filled"),
+    "overfull-of-none-even": Budget(((0,), (3,), (0,)), over="drop"),
 }
 
 
@@ -61,6 +61,11 @@ def overflows(variant: str, layout: Layout, profile: Profile) -> Iterator[Worklo
 def refuses(workload: Workload) -> bool:
     """Whether rows beyond the budget are to be refused."""
     return workload.config.over_budget == "refuse"
+
+
+def refuses_some(workload: Workload) -> bool:
+    """Whether rows beyond the budget are to be refused, and others fit."""
+    return refuses(workload) and bool(workload.config.row_budget)
 
 
 def drops(workload: Workload) -> bool:

@@ -30,7 +30,7 @@ def last_of(pairs: Pairs, number: int) -> Pairs:
 @planted(
     Expectation(
         "DROP-14",
-        "dropping-by-turns-even",
+        "overfull-by-turns-even",
         "dispatch",
         "reports no overflow in microbatch 1 and drops",
         "rows: it wants",
@@ -45,7 +45,7 @@ class TruncatesSilently(HybridEPManager):
 
 @planted(
     Expectation(
-        "DROP-14", "dropping-by-turns-even", "dispatch", "reports an overflow in microbatch 0 and drops nothing: it"
+        "DROP-14", "overfull-by-turns-even", "dispatch", "reports an overflow in microbatch 0 and drops nothing: it"
     )
 )
 class FlagOfAFullBuffer(HybridEPManager):
@@ -58,7 +58,7 @@ class FlagOfAFullBuffer(HybridEPManager):
 @planted(
     Expectation(
         "DROP-14",
-        "dropping-by-turns-even",
+        "overfull-by-turns-even",
         "dispatch",
         "reports an overflow in microbatch 2 and drops nothing",
         "(microbatch 1 was over it)",
@@ -82,7 +82,7 @@ class FlagOfEarlierCalls(HybridEPManager):
 @planted(
     Expectation(
         "DROP-15",
-        "dropping-by-turns-even",
+        "overfull-by-turns-even",
         "dispatch",
         "of microbatch 1 reached rank",
         "which hold shards of one expert",
@@ -100,7 +100,7 @@ class ShardsDropOtherSlots(HybridEPManager):
 @planted(
     Expectation(
         "DROP-15",
-        "dropping-by-turns-even",
+        "overfull-by-turns-even",
         "dispatch",
         "of microbatch 2 is dropped, and rank",
         "is not over its budget: it wants",
@@ -121,7 +121,7 @@ class DropsAgain(HybridEPManager):
 @planted(
     Expectation(
         "DROP-15",
-        "dropping-one-row-uneven",
+        "overfull-one-row-uneven",
         "dispatch",
         "of microbatch 1 is dropped, and rank",
         "is not over its budget: it wants",
@@ -137,7 +137,7 @@ class AllDropForTheBusiest(HybridEPManager):
 
 @planted(
     Expectation(
-        "DROP-16", "dropping-by-turns-even", "dispatch", "of microbatch 1 is dropped, and would have fitted: rank"
+        "DROP-16", "overfull-by-turns-even", "dispatch", "of microbatch 1 is dropped, and would have fitted: rank"
     )
 )
 class ExpertsDropAll(HybridEPManager):
@@ -155,7 +155,7 @@ class ExpertsDropAll(HybridEPManager):
 @planted(
     Expectation(
         "DROP-15",
-        "dropping-by-turns-even",
+        "overfull-by-turns-even",
         "gradient",
         "the weight's gradient at rank",
         "and that slot was dropped",
@@ -186,7 +186,7 @@ class _Taken(HybridEPManager):
 
 @planted(
     Expectation(
-        "DROP-15", "dropping-filled-uneven", "combine", "y is not finite at rank", "which lost slot", "to a full buffer"
+        "DROP-15", "overfull-filled-uneven", "combine", "y is not finite at rank", "which lost slot", "to a full buffer"
     )
 )
 class GarbageForTheDropped(_Taken):
@@ -198,7 +198,7 @@ class GarbageForTheDropped(_Taken):
         return torch.where(self._lost(held).any(1, keepdim=True), garbage_RD, y_RD)
 
 
-@planted(Expectation("DROP-15", "dropping-all-even", "combine", "lost all its slots, and its output is"))
+@planted(Expectation("DROP-15", "overfull-of-none-even", "combine", "lost all its slots, and its output is"))
 class DroppedTokensPassOn(_Taken):
     """A row of which no slot found room goes home as it came."""
 
