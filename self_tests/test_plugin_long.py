@@ -43,6 +43,24 @@ def test_deadly(outcome, tally):
         os.kill(os.getpid(), signal.SIGKILL)
 """
 
+# The first check to run has SIGTERM come where Python ignores what is raised.
+TERMINATED = """
+import signal
+
+from moe_conformance.spec import requirement
+
+
+class Last:
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)
+
+
+@requirement("EXCH-05", kind="probe", when=lambda workload: workload.layout.world == 1)
+def test_any(outcome, tally):
+    tally.add(elements=1)
+    Last()
+"""
+
 
 def run(folder: Path, backend: str, *arguments: str) -> Finished:
     """Judge a toy on two ranks and report into the folder."""
@@ -110,6 +128,20 @@ class TestTimeLimit:
         assert 124 == done.status
         assert {"test_endless", "test_quick", "test_deadly"} == {item.partition("[")[0] for item in verdicts}
         assert "not run" == verdicts["test_endless[right-single-even]"]
+
+
+class TestTerminated:
+    def test_a_signal_whose_exception_is_lost_ends_the_run_too(self, tmp_path):
+        """The item that runs when SIGTERM comes has its verdict, no other begins, and the report and status say why."""
+        (tmp_path / "checks.py").write_text(TERMINATED)
+        done = run(tmp_path, RIGHT, str(tmp_path / "checks.py"))
+        report = plugin_runs.result(tmp_path)
+        assert 143 == done.status, done.output
+        assert (143, True, "terminated by SIGTERM") == (report["exit"], report["interrupted"], report["stopped"])
+        assert "STOPPED: terminated by SIGTERM" in done.output
+        ended = sorted(plugin_runs.verdicts(report).values())
+        assert ["not run"] * (len(ended) - 1) + ["pass"] == ended
+        assert len(ended) > 1
 
 
 class TestCutOff:
