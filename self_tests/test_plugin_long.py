@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from self_tests import plugin_runs
 from self_tests.plugin_runs import PROJECT, TOY, Finished
 
@@ -43,7 +45,7 @@ def test_deadly(outcome, tally):
         os.kill(os.getpid(), signal.SIGKILL)
 """
 
-# The first check to run has SIGTERM come where Python ignores what is raised.
+# SIGTERM comes where Python ignores what is raised: while items are collected, or while the first of them runs.
 TERMINATED = """
 import signal
 
@@ -58,6 +60,11 @@ class Last:
 @requirement("EXCH-05", kind="probe", when=lambda workload: workload.layout.world == 1)
 def test_any(outcome, tally):
     tally.add(elements=1)
+    if {late}:
+        Last()
+
+
+if not {late}:
     Last()
 """
 
@@ -131,9 +138,10 @@ class TestTimeLimit:
 
 
 class TestTerminated:
-    def test_a_signal_whose_exception_is_lost_ends_the_run_too(self, tmp_path):
-        """The item that runs when SIGTERM comes has its verdict, no other begins, and the report and status say why."""
-        (tmp_path / "checks.py").write_text(TERMINATED)
+    @pytest.mark.parametrize("late", [False, True], ids=["collecting", "running"])
+    def test_a_signal_whose_exception_is_lost_ends_the_run_too(self, tmp_path, late):
+        """One item has its verdict, no other begins, and the report and the exit status say why."""
+        (tmp_path / "checks.py").write_text(TERMINATED.format(late=late))
         done = run(tmp_path, RIGHT, str(tmp_path / "checks.py"))
         report = plugin_runs.result(tmp_path)
         assert 143 == done.status, done.output

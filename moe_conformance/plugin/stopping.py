@@ -68,6 +68,8 @@ class Stopping:
     def pytest_runtestloop(self, session: pytest.Session) -> None:
         """Begin to count: first the items are asked to stop, then the one that runs is interrupted."""
         self._session = session
+        if self.reason:  # SIGTERM came while items were collected, and what it raised was lost
+            session.shouldstop = self.reason
         if not self._limit_s:
             return
         left_s = self._ends - time.monotonic()
@@ -132,7 +134,7 @@ class Stopping:
         """Let the items that run end, and no other begin."""
         if self.reason:
             return
-        self.reason, self.status = reason, status
+        self.status, self.reason = status, reason  # in this order: who sees a reason, on any thread, has its status
         if self._session is not None:
             self._session.shouldstop = reason
         controller = self._config.pluginmanager.get_plugin("dsession")
