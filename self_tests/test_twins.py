@@ -11,6 +11,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from torch import Tensor
 
 from moe_conformance.judging.reading import read
 from moe_conformance.judging.twin_sums import judge_sum
@@ -88,6 +89,14 @@ class TestLaws:
             for was, now in zip(WORK.batches[0], twin.workload.batches[0], strict=True):
                 back_E = torch.tensor([*twin.workload.twist.probe_as, -1])
                 assert torch.equal(was.ids_TK, back_E[now.ids_TK])
+
+    def test_one_token_of_every_rank_is_for_the_same_expert(self) -> None:
+        """So that all others are idle."""
+        bare = next(w for w in corpus("any", LAYOUT, "quick") if w.name == "own-unweighted-even")
+        twins = laws.among_fewer(bare)
+        routed = [[batch.ids_TK.tolist() for batch in twin.workload.batches[0]] for twin in twins]
+        assert [[1] * 4, [12] * 4, [1] * 4] == [[len(ids) for ids in ranks] for ranks in routed]
+        assert all(ids == routed[2][0] for ids in routed[2])
 
     def test_a_step_in_turn_comes_twice(self) -> None:
         """Both steps of a twin in turn are the original's."""
@@ -259,6 +268,34 @@ class TestParameters:
         ranks = (replace(outcome.ranks[0], grads_final=final), *outcome.ranks[1:])
         with pytest.raises(Mismatch, match=f"the gradient of {key[0]} of expert {key[1]} is not what it was"):
             judged(simulate_experts(own), twin, replace(outcome, ranks=ranks))
+
+    def test_zeros_are_a_gradient_unless_there_was_room_for_it(self) -> None:
+        """Frozen parameters have none: zeros only in a buffer that was made before."""
+        own = own_workload()
+        frozen = laws.unasked(own)[-1]
+
+        def ended(value: Tensor | None, buffered: bool) -> Outcome:
+            outcome = simulate_experts(frozen.workload)
+            return replace(
+                outcome,
+                ranks=tuple(
+                    replace(
+                        rank,
+                        grads_local={key: Grad(None) for key in rank.grads_local},
+                        grads_final={key: Grad(value) for key in rank.grads_local},
+                        buffered=frozenset(rank.grads_local if buffered else ()),
+                    )
+                    for rank in outcome.ranks
+                ),
+            )
+
+        original = simulate_experts(own)
+        for value, buffered in ((None, False), (None, True), (torch.zeros(2), True)):
+            assert judged(original, frozen, ended(value, buffered)).pairs
+        with pytest.raises(WrongGradient, match="has a gradient of zeros, and had none when it was frozen, after"):
+            judged(original, frozen, ended(torch.zeros(2), False))
+        with pytest.raises(WrongGradient, match="has a gradient after finishing"):
+            judged(original, frozen, ended(torch.ones(2), True))
 
     def test_microbatches_add_up(self) -> None:
         """The sum over microbatches is that of each alone; of one of them it is not."""

@@ -16,7 +16,7 @@ from moe_conformance.judging.verdict import AbsentGradient, NotOffered, Tally, U
 from moe_conformance.scenarios.outcome import Grad
 from moe_conformance.workloads.twins import Twin
 
-_Whole = dict[tuple[int, Key], Tensor]  # of a pipeline stage; None where it is not there
+_Whole = dict[tuple[int, Key], Tensor]  # by pipeline stage and parameter
 
 
 def judge_same_parameters(original: Reading, twin: Twin, other: Reading, tally: Tally) -> None:
@@ -113,18 +113,28 @@ def _offered_again(twin: Twin, other: Reading) -> _Whole:
 
 
 def _require_absent(twin: Twin, other: Reading, tally: Tally) -> None:
-    """Raise if some parameter has a gradient; zeros in a buffer that was there before it was frozen are none."""
+    """Raise if some parameter has a gradient; zeros are none where there was a buffer before it was frozen."""
     findings = []
     for rank in other.ranks:
         for when, grads in (("before", rank.grads_local), ("after", rank.grads_final or {})):
             for (name, expert), grad in grads.items():
-                if grad.value is not None and bool(grad.value.any()):
-                    sentence = f"{name} of expert {expert} on rank {rank.rank} has a gradient {when} finishing"
+                said = _unasked(grad, (name, expert) in rank.buffered)
+                if said:
+                    sentence = f"{name} of expert {expert} on rank {rank.rank} has {said} {when} finishing"
                     findings.append(Finding("unasked", sentence, (rank.rank,)))
                 else:
                     tally.add(pairs=1, rank=rank.rank)
     if findings:
         fail(WrongGradient, "finish", findings, start=f"run {twin.how}, ")
+
+
+def _unasked(grad: Grad, buffered: bool) -> str:
+    """Say what is there of a gradient that nobody asked for; nothing if it is absent."""
+    if grad.value is None:
+        return ""
+    if bool(grad.value.any()):
+        return "a gradient"
+    return "" if buffered else "a gradient of zeros, and had none when it was frozen,"  # optimisers decay what has one
 
 
 def assembled(reading: Reading) -> _Whole:

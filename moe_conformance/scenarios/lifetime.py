@@ -11,10 +11,11 @@ from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 
+from moe_conformance import surfaces
 from moe_conformance.backends.registry import load
 from moe_conformance.contract import Session
 from moe_conformance.scenarios.outcome import RankOutcome
-from moe_conformance.scenarios.sessions import closed, opened
+from moe_conformance.scenarios.sessions import build, closed, opened
 from moe_conformance.scenarios.settings import settings
 from moe_conformance.scenarios.step import TrainingStep
 
@@ -25,6 +26,7 @@ from moe_conformance.scenarios.lifetime import import_all
 print(json.dumps(import_all(*sys.argv[1:])))
 """
 _IMPORT_LIMIT_S = 120.0
+_SURFACES = ("exchange", "experts", "router", *(name for name in vars(surfaces.Session) if not name.startswith("_")))
 
 
 class Lifetime(TrainingStep):
@@ -46,10 +48,11 @@ class Lifetime(TrainingStep):
         return replace(outcome, settings_changed=found, settings_seen=seen)
 
     def _build_everything(self, session: Session) -> None:
-        """Build what a session may offer, and an exchange of a number of experts that ep does not divide."""
-        for surface, experts in (("router", 0), ("layer", 0), ("exchange", 1), ("experts", 1)):
-            with suppress(Exception):  # refused: what is left behind is looked at
-                getattr(session, surface)(replace(self.config, experts=self.config.experts + experts))
+        """Build every surface that a session may offer, also of a number of experts that ep does not divide."""
+        for surface in _SURFACES:
+            for more in (0, 1):
+                with suppress(Exception):  # refused: what is left behind is looked at
+                    build(session, surface, replace(self.config, experts=self.config.experts + more))
 
 
 def import_all(backend_name: str) -> tuple[dict[str, tuple[str, str]], int]:

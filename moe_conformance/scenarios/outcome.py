@@ -96,6 +96,7 @@ class RankOutcome:
     local_experts: tuple[int, ...] = ()
     grads_local: Mapping[ParameterKey, Grad] = field(default_factory=dict)  # after all backwards
     grads_final: Mapping[ParameterKey, Grad] | None = None  # after finish_gradients; None where none is offered
+    buffered: frozenset[ParameterKey] = frozenset()  # had room for their gradients before they were frozen
     finish_refusal: str | None = None
     state_changed: tuple[str, ...] = ()  # global state of the process that the schedule left otherwise than it was
     # A lifetime: settings of the process that differ, before the import and after closing; and how many there are.

@@ -33,13 +33,36 @@ _FLAGS: dict[str, Callable[[], Any]] = {
     "the number of threads between operations": torch.get_num_interop_threads,
 }
 
+# Where torch.backends has `fp32_precision`, since 2.9: some of them are under none of the flags above.
+_PRECISIONS = (
+    *("", "cuda.matmul", "cudnn", "cudnn.conv", "cudnn.rnn"),
+    *("mkldnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn"),
+)
+
 
 def settings() -> dict[str, str]:
     """Return every setting by name, and every variable of the environment; a filter of warnings is a line."""
-    told = {name: str(flag()) for name, flag in _FLAGS.items()}
+    told = {name: _told(flag) for name, flag in _FLAGS.items()}
+    told |= {f"the float32 precision of torch.backends.{at}".rstrip("."): _precision(at) for at in _PRECISIONS}
     told["the default process group"] = _default_group()
     told["the warning filters"] = "\n".join(map(str, warnings.filters))
     return told | {f"the environment variable {name}": value for name, value in os.environ.items()}
+
+
+def _told(flag: Callable[[], Any]) -> str:
+    """Return what a flag says; torch refuses to say those that stand for several which differ."""
+    try:
+        return str(flag())
+    except RuntimeError:
+        return "of two minds"
+
+
+def _precision(at: str) -> str:
+    """Return the float32 precision of a part of torch.backends, None where this torch has no such part."""
+    part: Any = torch.backends
+    for name in filter(None, at.split(".")):
+        part = getattr(part, name, None)
+    return str(getattr(part, "fp32_precision", None))
 
 
 def _default_group() -> str:

@@ -42,7 +42,7 @@ from moe_conformance.scenarios.sessions import Opened, build, opened
 from moe_conformance.scenarios.tensors import same_bytes, to_cpu
 from moe_conformance.surfaces import Layer
 from moe_conformance.topology import Topology
-from moe_conformance.workloads.records import Workload
+from moe_conformance.workloads.records import ParameterKey, Workload
 
 
 class TrainingStep:
@@ -109,7 +109,11 @@ class TrainingStep:
             self.experts = self._experts(session, kept.topology, built)
         for surface in built:
             parameters.write(surface, self.workload.parameters)
-            if "parameters" in self.workload.twist.unasked:
+        self.buffered: frozenset[ParameterKey] = frozenset()
+        if "parameters" in self.workload.twist.unasked:
+            made = parameters.gradients(built, session.grad_attr)
+            self.buffered = frozenset(key for key, grad in made.items() if grad.value is not None)
+            for surface in built:
                 parameters.unask(surface)
         return built
 
@@ -261,6 +265,7 @@ class TrainingStep:
             local_experts=tuple(self.exchange.local_experts) if self.exchange is not None else (),
             grads_local=local,
             grads_final=final,
+            buffered=self.buffered,
             finish_refusal=refusal,
             state_changed=self.state_changed,
             uncovered=uncovered,

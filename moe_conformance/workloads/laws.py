@@ -155,17 +155,24 @@ def exchanged(workload: Workload, variants: Sequence[str]) -> list[Twin]:
 
 
 def among_fewer(workload: Workload) -> list[Twin]:
-    """Leave every rank its last token alone; or every other token, the last first. Answers alone: nothing goes back."""
+    """Leave every rank its last token; or one for the same expert on all, so that the other experts are idle.
 
-    def kept(m: int, rank: int, step: int) -> Rows:
-        T = len(workload.batches[m][rank].x_TD)
-        return rows_of([(m, rank, t) for t in range(T - 1, -1, -step)], workload)
-
-    T = max(len(batch.x_TD) for batch in workload.batches[0])
-    return [
-        twin(workload, how, _origin(workload, partial(kept, step=step)), bits=True, partial=True, schedule="F0")
-        for how, step in (("with one token on every rank", T), ("with every other token, the last first", 2))
-    ]
+    Or every other token, the last first. Answers alone: nothing goes back.
+    """
+    ids = [batch.ids_TK[:, 0].tolist() for batch in workload.batches[0]]
+    last = [len(each) - 1 for each in ids]
+    shared = sorted(set.intersection(*map(set, ids)))
+    kept = {
+        "with one token on every rank": [[t] for t in last],
+        "with every other token, the last first": [list(range(t, -1, -2)) for t in last],
+    }
+    if shared:
+        kept["with one token on every rank, all for one expert"] = [[each.index(shared[0])] for each in ids]
+    made = []
+    for how, tokens in kept.items():
+        places = [[(0, rank, t) for t in own] for rank, own in enumerate(tokens)]
+        made.append(twin(workload, how, _placed(workload, [places]), bits=True, partial=True, schedule="F0"))
+    return made
 
 
 # ---- what came before ----------------------------------------------------------------------------------------------

@@ -136,4 +136,22 @@ class OneScaleForAllRows(Experts):
         return super()._loop(rows_PD, counts_N)
 
 
+@planted(
+    Expectation("EXPT-08", "own-unweighted-even", "experts", "one token on every rank, all for one expert, y of rank"),
+)
+class AnotherKernelBesideIdleExperts(Experts):
+    """Where an expert of this rank is idle, the others run in a kernel that adds up the hidden units in two halves."""
+
+    def _loop(self, rows_PD: Tensor, counts_N: list[int]) -> Tensor:
+        if all(counts_N):
+            return super()._loop(rows_PD, counts_N)
+        weights = zip(self.gate_NFD.unbind(), self.up_NFD.unbind(), self.down_NDF.unbind(), strict=True)
+        answers = []
+        for rows, (gate, up, down) in zip(rows_PD.split(counts_N), weights, strict=True):
+            hidden = F.silu(F.linear(rows, gate)) * F.linear(rows, up)
+            halves = zip(hidden.chunk(2, 1), down.chunk(2, 1), strict=True)
+            answers.append(sum(F.linear(*half) for half in halves))
+        return torch.cat(answers)
+
+
 PLANTS = collect(globals())

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from moe_conformance.backends.native.exchange import AllToAllExchange
+from moe_conformance.backends.native.exchange import AllToAllExchange, Permuted
 from moe_conformance.backends.native.experts import Experts
+from moe_conformance.backends.native.gradients import GradientFinisher, Replicated
 from moe_conformance.backends.native.permutation import Pairs
 from moe_conformance.backends.native.routing import Router
 from moe_conformance.contract import Config, Routing, Topology
@@ -65,12 +67,8 @@ class AnotherKernelOnceWarm(AllToAllExchange):
         return weights_P.to(torch.bfloat16).to(weights_P.dtype) if warm else weights_P
 
 
-@planted(
-    Expectation("DET-06", "own-even-bfloat16", "experts", "late, y of rank"),  # who came last before anybody was late?
-    layout=EP2_EDP2,
-)
-class LatecomersSendLess(AllToAllExchange):
-    """The rank that comes last to the exchange sends its answers in eight bits, to catch up."""
+class KnowsWhoCameLast(AllToAllExchange):
+    """The base of plants for which it counts who comes to the exchange last."""
 
     _last = False
 
@@ -81,10 +79,47 @@ class LatecomersSendLess(AllToAllExchange):
         self._last = max(times) == times[group.rank()]
         return super().dispatch(x, routing)
 
+
+@planted(
+    Expectation("DET-06", "own-even-bfloat16", "experts", "late, y of rank"),  # who came last before anybody was late?
+    layout=EP2_EDP2,
+)
+class LatecomersSendLess(KnowsWhoCameLast):
+    """The rank that comes last to the exchange sends its answers in eight bits, to catch up."""
+
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
         if self._last:
             rows = rows.to(torch.float8_e4m3fn).to(rows.dtype)
         return super().combine(rows, handle)
+
+
+@planted(Expectation("DET-06", "own-even-bfloat16", "experts", "late, y of rank"), layout=EP2_EDP2)
+class AnswersAddedAsTheyCome(KnowsWhoCameLast):
+    """The answers of one expert after the other are added to the tokens, and by latecomers the other way round."""
+
+    def _unpermute(self, rows_QD: Tensor, permuted: Permuted) -> Tensor:
+        pairs, counts = permuted.pairs, permuted.pairs.counts_E.tolist()
+        rows_PD = self._weigh(rows_QD, permuted.weights_P)
+        y_TD = rows_PD.new_zeros(pairs.shape[0], rows_PD.shape[1])
+        answers = list(zip(pairs.token_P.split(counts), rows_PD.split(counts), strict=True))
+        for token_p, rows_pD in reversed(answers) if self._last else answers:
+            y_TD = y_TD + torch.zeros_like(y_TD).index_add(0, token_p, rows_pD)
+        return y_TD.reshape(permuted.shape)
+
+
+@planted(
+    Expectation("GRAD-15", "own-even-bfloat16", "finish", "that ask for no gradient, gate of expert", "zeros, and had"),
+    layout=EP2_EDP2,
+)
+class FrozenFilledWithZeros(GradientFinisher):
+    """Gradients that are absent become zeros, also those of frozen parameters, which weight decay then moves."""
+
+    def finish(self, modules: Iterable[Replicated]) -> None:
+        every = list(modules)
+        for parameter in (parameter for module in every for parameter in module.parameters()):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        super().finish(every)
 
 
 @planted(

@@ -11,6 +11,7 @@ import torch
 from moe_conformance.backends.native import Native, NativeSession
 from moe_conformance.backends.native.exchange import AllToAllExchange
 from moe_conformance.backends.native.experts import Experts
+from moe_conformance.backends.native.rows import Permutation
 from moe_conformance.contract import Config, Topology
 from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, collect, planted
 
@@ -40,6 +41,32 @@ class DefaultDtypeBehindARefusal(AllToAllExchange):
         torch.set_default_dtype(config.dtype)
         super().__init__(config, topology)
         torch.set_default_dtype(torch.float32)
+
+
+@planted(
+    Expectation(
+        *("DET-07", "own-even-bfloat16", "run", f"torch.backends.mkldnn.matmul, {_OPEN}was 'none' and is 'bf16'"),
+    ),
+    layout=EP2_EDP2,
+)
+class ProductsRoundedToBFloat16(Experts):
+    """Building the experts has oneDNN round float32 products to bfloat16, in the whole process."""
+
+    def __init__(self, config: Config, topology: Topology, device: torch.device) -> None:
+        super().__init__(config, topology, device)
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+
+
+@planted(
+    Expectation("DET-07", "own-even-bfloat16", "run", f"the number of threads, {_OPEN}was '1' and is '3'"),
+    layout=EP2_EDP2,
+)
+class PermutationOnThreeThreads(Permutation):
+    """Building a permutation, which no training step does by itself, sets the number of threads."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        torch.set_num_threads(3)
 
 
 class FiltersResetAtTheEnd(NativeSession):
