@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from moe_conformance.judging.diagnosis import Finding, fail
@@ -31,8 +32,8 @@ def _difference(before: str, after: str) -> str:
     """Say what differs; of several lines, which were added and which are gone."""
     if "\n" not in before + after:
         return f"was {before!r} and is {after!r}"
-    old, new = before.splitlines(), after.splitlines()
-    added, gone = ([line for line in one if line not in other] for one, other in ((new, old), (old, new)))
+    old, new = Counter(before.splitlines()), Counter(after.splitlines())
+    added, gone = list((new - old).elements()), list((old - new).elements())
     if not added and not gone:
         return "has its lines in another order"
     return f"has {added} more and {gone} less"

@@ -27,7 +27,8 @@ def judge_same_parameters(original: Reading, twin: Twin, other: Reading, tally: 
 
     Raises:
         Uncovered: the ranks do not hold some gradient whole.
-        AbsentGradient, WrongGradient: an element differs, or is there in one run only.
+        AbsentGradient: the twin finishes no gradients, and the original did.
+        WrongGradient: an element differs; to the bit, also a gradient that is there in one run only.
     """
     if "parameters" in twin.workload.twist.unasked:
         _require_absent(twin, other, tally)

@@ -31,8 +31,8 @@ class Twins:
     def __call__(self, twins: Sequence[Twin]) -> list[Ran]:
         """Run them one after the other; one outside the limits of its variant is not.
 
-        One for which something else is built may be refused; to the others a refusal is a failure, as they all were
-        told the same when they were built.
+        One for which something else is built than for the case may be refused. To be refused what was built before is
+        a failure.
         """
         return [self._run(twin) for twin in twins]
 
