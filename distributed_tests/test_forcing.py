@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from moe_conformance.judging.forced_draws import judge_bias_draws, judge_bias_on_ranks, judge_random
 from moe_conformance.judging.forcing import (
     judge_forced_groups,
     judge_forced_loads,
     judge_forced_weights,
+    judge_masked_weights,
     judge_straight_through,
 )
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.routers import judge_load
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
-from moe_conformance.workloads.forcing import forces_ids, forces_logits
+from moe_conformance.workloads.forcing import bias_decides_alone, biased, draws_at_random, forces_ids, forces_logits
 
 
 class TestRoutes:
@@ -32,7 +34,29 @@ class TestRoutes:
         judge_forced_groups(reading, tally)
 
 
+class TestDraws:
+    @requirement("FORCE-06", kind="forced draws", when=draws_at_random)
+    def test_random_logits_route_at_random(self, reading: Reading, tally: Tally) -> None:
+        """Random logits load experts evenly but for chance, and are other ones in each forward and for other tokens."""
+        judge_random(reading, tally)
+
+    @requirement("FORCE-08", kind="forced draws", when=biased)
+    def test_a_bias_has_the_deviation_that_was_asked_for(self, reading: Reading, tally: Tally) -> None:
+        """Every expert has one bias for all tokens, of that deviation."""
+        judge_bias_draws(reading, tally)
+
+    @requirement("FORCE-11", kind="forced draws", when=bias_decides_alone)
+    def test_all_ranks_draw_the_same_bias(self, reading: Reading, tally: Tally) -> None:
+        """The bias is the same on all ranks of a pipeline stage, also after a forward without tokens."""
+        judge_bias_on_ranks(reading, tally)
+
+
 class TestWeights:
+    @requirement("FORCE-05", kind="forced masked")
+    def test_forced_experts_that_are_masked_weigh_nothing(self, reading: Reading, tally: Tally) -> None:
+        """A forced expert at -inf has the weight 0, and weights are finite where all of them are."""
+        judge_masked_weights(reading, tally)
+
     @requirement("FORCE-05", kind="forced", when=forces_ids)
     def test_forced_experts_weigh_their_own_scores(self, reading: Reading, tally: Tally) -> None:
         """Forced experts weigh what the router scores them, normalised, scaled and differentiated as chosen ones."""

@@ -28,7 +28,9 @@ from moe_conformance.workloads.forcing import forces_logits
 from reference import selection
 from reference.capacity import loads
 from reference.forcing import balanced, groups_used
+from reference.forcing_scores import forced_weights, undecided_weights
 
+_ROUNDING = 2.0**-16  # of a weight whose logits are exact, in float32
 _CHANCE = 1e-9  # that draws agree with what the router would have chosen; less is no accident
 
 
@@ -188,11 +190,49 @@ def judge_forced_weights(reading: Reading, tally: Tally) -> None:
             `judge_router_dx`.
     """
     expected = _visible(reading)
+    expect_forced_weights(reading, expected, tally)
+    judge_router_dx(reading, tally, expected)
+
+
+def expect_forced_weights(reading: Reading, expected: RouterExpected, tally: Tally) -> None:
+    """Decide whether the chosen weigh what is expected, and tell of weights that are others'.
+
+    Raises:
+        WrongForm, WrongWeight: as `judge_router_weights`.
+    """
     findings = [finding for place in expected.places for finding in _of_others(reading, expected, place)]
     if findings:
         fail(WrongWeight, "route", findings)
     judge_router_weights(reading, tally, expected)
-    judge_router_dx(reading, tally, expected)
+
+
+def judge_masked_weights(reading: Reading, tally: Tally) -> None:
+    """Decide whether forced experts at -inf weigh nothing, the others what they score; and all a finite number.
+
+    Logits are entries of the tokens there, so that a weight errs by a few roundings of itself.
+
+    Raises:
+        WrongForm, WrongSelection, WrongWeight: they do not.
+    """
+    own, findings = expected_of(reading), []
+    for place in own.places:
+        ids_TK, weights_TK = own.ids[place], reading.seen(*place).routed_weights_TK
+        if weights_TK is None or weights_TK.shape != ids_TK.shape:
+            raise WrongForm("route", f"the weights of rank {place[1]} are not {tuple(ids_TK.shape)}", ranks=(place[1],))
+        logits_TE = own.logits(place)
+        right_TK = forced_weights(logits_TE, ids_TK, **own.weighing)
+        near_TK = (weights_TK.double() - right_TK).abs() <= _ROUNDING * right_TK
+        free_T1 = undecided_weights(logits_TE, ids_TK)[:, None]
+        legal_T = torch.where(free_T1, weights_TK.isfinite(), near_TK).all(1)
+        for t in (~legal_T).nonzero().flatten().tolist():
+            sentence = (
+                f"rank {place[1]} token {t} has the weights {weights_TK[t].tolist()}, its forced experts the logits "
+                f"{logits_TE[t].gather(0, ids_TK[t]).tolist()}"
+            )
+            findings.append(Finding("masked", sentence, (place[1],)))
+        tally.add(pairs=ids_TK.numel(), rank=place[1])
+    if findings:
+        fail(WrongWeight, "route", findings)
 
 
 def _of_others(reading: Reading, expected: RouterExpected, place: Place) -> list[Finding]:

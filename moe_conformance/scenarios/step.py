@@ -44,6 +44,8 @@ from moe_conformance.surfaces import Layer
 from moe_conformance.topology import Topology
 from moe_conformance.workloads.records import ParameterKey, Workload
 
+_ROUTERS = ("route", "capacity", "extreme", "forced", "forced draws", "forced masked")  # kinds that run a router alone
+
 
 class TrainingStep:
     """The state of one run on one rank."""
@@ -93,7 +95,7 @@ class TrainingStep:
         self.exchange: Exchange | SplitExchange | None = None
         self.experts: ExpertFn | None = None
         self.layer: Layer | None = None
-        if self.workload.kind in ("route", "capacity", "extreme", "forced"):
+        if self.workload.kind in _ROUTERS:
             self.router = session.router(self.config)
             built.append(self.router)
             if self.workload.kind == "capacity":

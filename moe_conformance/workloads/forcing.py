@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moe_conformance.contract import Config
@@ -19,6 +20,7 @@ from moe_conformance.workloads.corpus import Profile
 from moe_conformance.workloads.records import Batch, ParameterKey, Workload
 
 FORCING_LOGITS = ("random", "biased")
+ALONE = 1e6  # a deviation of a bias beside which logits are nothing
 _LIKED = 2.0  # by how much the logits of liked groups are raised, and of all others lowered
 
 
@@ -32,6 +34,9 @@ class ForcingRecipe:
     config: dict[str, Any] = field(default_factory=dict)
     tokens: tuple[int, ...] = (26, 15, 22, 19)  # of rank r in microbatch m: the entry r + m modulo the length
     schedule: str = "F0 B0"
+    kind: str = "forced"  # "forced draws": what is drawn is asked for, and no gradient; "forced masked": logits of -inf
+    again: bool = False  # every microbatch has the tokens of the first
+    copies: bool = False  # the ranks of a tp group hold the same tokens
 
 
 _SOFTMAX = {"experts": 24, "top_k": 4, "groups": (4, 2), "scale": 2.5}
@@ -40,6 +45,9 @@ _BIASED = {**_SIGMOID, "balance_bias": True}
 _ONE = {**_BIASED, "groups": (4, 1), "group_score": "top2_sum"}
 _FINE = {**_SOFTMAX, "groups": (8, 2)}
 _ONE_WITHOUT = (14, 0, 18, 9)
+_MASKED = {"experts": 8, "top_k": 4, "normalise": True}
+_MANY = {"experts": 256, "top_k": 8}
+_ALONE = {"experts": 64, "top_k": 4, "score": "softmax_topk"}  # a logit of a million weighs all there is
 _ALL = {**_SIGMOID, "groups": (4, 4), "group_score": "max"}
 
 FORCINGS = (
@@ -56,24 +64,61 @@ FORCINGS = (
     ForcingRecipe("forced-round-robin-rank-without-tokens", "round_robin", config=_SIGMOID, tokens=_ONE_WITHOUT),
 )
 
+_TWICE, _DRAWN = "F0 F1", "forced draws"
+DRAWS = (
+    ForcingRecipe("forced-random", "random", tokens=(320,), schedule=_TWICE, kind=_DRAWN, again=True),
+    ForcingRecipe("forced-bias", "biased", 0.5, _MANY, (40, 32), "F0 F1 F2 F3", _DRAWN),
+    ForcingRecipe("forced-kept-bias", "biased", -3.0, {**_MANY, "experts": 1024}, (40, 32), "F0", _DRAWN),
+    ForcingRecipe("forced-bias-alone", "biased", 1e6, _ALONE, (0, 9, 7, 5), "F0 F1 F2", _DRAWN),
+    ForcingRecipe("forced-kept-bias-alone", "biased", -1e6, _ALONE, (0, 9, 7, 5), "F0 F1 F2", _DRAWN),
+)
+COPIES = (
+    ForcingRecipe("forced-random-copies", "random", None, {}, (48,), _TWICE, _DRAWN, again=True, copies=True),
+)
+MASKED = tuple(
+    ForcingRecipe(f"forced-masked-{name}", "round_robin", None, {**_MASKED, **config}, (10, 7), "F0", "forced masked")
+    for name, config in {
+        "softmax": {},
+        "softmax-of-chosen": {"score": "softmax_topk", "normalise": False},
+        "sigmoid": {"score": "sigmoid", "scale": 2.5},
+    }.items()
+)
+_NOBODY = (0, 1, 2, 3, 5)  # experts whose logits are -inf: all that some tokens are forced to, and one of others
+
 
 def names() -> tuple[str, ...]:
-    """Return the names of all."""
-    return tuple(recipe.name for recipe in FORCINGS)
+    """Return the names of all but copies."""
+    return tuple(recipe.name for recipe in (*FORCINGS, *DRAWS, *MASKED))
 
 
 def forcings(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     """Yield the workloads; the variant only has to be one that the backend knows."""
-    for recipe in FORCINGS:
-        forced = ((recipe.strategy, recipe.parameter),)
-        config = Config(variant=variant, forced=forced, **recipe.config)  # type: ignore[arg-type]  # strategies are str
-        microbatches = len({item[1:] for item in recipe.schedule.split()})
-        batches = tuple(
-            tuple(_batch(recipe, config, layout, microbatch, rank) for rank in range(layout.world))
-            for microbatch in range(microbatches)
+    yield from (_workload(recipe, variant, layout) for recipe in (*FORCINGS, *DRAWS, *MASKED))
+
+
+def copies(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
+    """Yield those in which tensor ranks hold copies, where there are several."""
+    if layout.tp > 1:
+        yield from (_workload(recipe, variant, layout) for recipe in COPIES)
+
+
+def _workload(recipe: ForcingRecipe, variant: str, layout: Layout) -> Workload:
+    forced = ((recipe.strategy, recipe.parameter),)
+    how = {"variant": variant, "forced": forced, "token_copies": recipe.copies, **recipe.config}
+    config = Config(**how)
+    microbatches = len({item[1:] for item in recipe.schedule.split()})
+    tensor = {rank: ranks[0] for ranks in layout.groups()["tp"] for rank in ranks}
+    batches = tuple(
+        tuple(
+            _batch(recipe, config, layout, 0 if recipe.again else m, tensor[rank] if recipe.copies else rank)
+            for rank in range(layout.world)
         )
-        parameters = _parameters(config, draw.generator(recipe.name, layout.name, "router"))
-        yield Workload(recipe.name, "forced", config, layout, batches, recipe.schedule, parameters)
+        for m in range(microbatches)
+    )
+    parameters = _parameters(config, draw.generator(recipe.name, layout.name, "router"))
+    if recipe.kind == "forced masked":
+        parameters = _masked(config, parameters)
+    return Workload(recipe.name, recipe.kind, config, layout, batches, recipe.schedule, parameters)
 
 
 def liked_groups(config: Config) -> tuple[int, ...]:
@@ -89,6 +134,21 @@ def forces_logits(workload: Workload) -> bool:
 def forces_ids(workload: Workload) -> bool:
     """Whether the strategy in force replaces the choice, and no logits."""
     return not forces_logits(workload)
+
+
+def draws_at_random(workload: Workload) -> bool:
+    """Whether logits are drawn without a bias."""
+    return workload.config.forced[0][0] == "random"
+
+
+def biased(workload: Workload) -> bool:
+    """Whether a bias of each expert is drawn."""
+    return workload.config.forced[0][0] == "biased"
+
+
+def bias_decides_alone(workload: Workload) -> bool:
+    """Whether a bias is so large that nothing else decides."""
+    return biased(workload) and abs(workload.config.forced[0][1] or 0.0) >= ALONE
 
 
 def _parameters(config: Config, generator: Any) -> dict[ParameterKey, Tensor]:
@@ -107,9 +167,17 @@ def _parameters(config: Config, generator: Any) -> dict[ParameterKey, Tensor]:
     return {**made, ("router", None): router_ED}
 
 
+def _masked(config: Config, parameters: dict[ParameterKey, Tensor]) -> dict[ParameterKey, Tensor]:
+    """Return a router by which the logit of expert e is the token's entry e, above zero, or -inf."""
+    router_ED = torch.zeros_like(parameters["router", None])
+    router_ED[:, : config.experts] = torch.eye(config.experts)
+    router_ED[list(_NOBODY)] = -torch.inf
+    return {**parameters, ("router", None): router_ED}
+
+
 def _batch(recipe: ForcingRecipe, config: Config, layout: Layout, microbatch: int, rank: int) -> Batch:
     tokens = recipe.tokens[(rank + microbatch) % len(recipe.tokens)]
     batch = draw.route_batch(tokens, config, draw.generator(recipe.name, layout.name, microbatch, rank), 1.0)
     x_TD = batch.x_TD.clone()
     x_TD[:, 0] = 1.0
-    return replace(batch, x_TD=x_TD)
+    return replace(batch, x_TD=x_TD.abs() if recipe.kind == "forced masked" else x_TD)

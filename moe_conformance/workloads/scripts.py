@@ -62,6 +62,7 @@ CHAPTERS: tuple[Chapter, ...] = (
     Chapter(tuple(recipe.name for recipe in capacity.CAPACITIES), capacity.capacities, quick=(_ALONE, _SPREAD)),
     Chapter(extreme_routing.names(), extreme_routing.extremes, quick=(_ALONE, _SPREAD)),
     Chapter(forcing.names(), forcing.forcings, quick=(_ALONE, _SPREAD)),
+    Chapter(tuple(recipe.name for recipe in forcing.COPIES), forcing.copies, quick=(_TENSOR,)),
     Chapter(padded.names(), padded.padded, "every", (_SPREAD, _CUT, _REPLICATED)),
     Chapter(knobs.names(), knobs.turned, "every"),
     Chapter(

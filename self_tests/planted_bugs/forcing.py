@@ -10,8 +10,8 @@ from torch import Tensor
 
 from moe_conformance.backends.native.forcing import ForcedRouter
 from moe_conformance.backends.native.routing import Router
-from moe_conformance.contract import Routed
-from self_tests.planted_bugs.plant import Expectation, collect, planted
+from moe_conformance.contract import Config, Routed, Topology
+from self_tests.planted_bugs.plant import TP2_EP2, Expectation, collect, planted
 
 # ---- groups --------------------------------------------------------------------------------------------------------
 
@@ -130,6 +130,123 @@ class NoGradientOfForcedLogits(ForcedRouter):
 
     def _replace(self, own_TE: Tensor, forced_TE: Tensor) -> Tensor:
         return forced_TE + 0 * own_TE
+
+
+@planted(Expectation("FORCE-05", "forced-masked-softmax-of-chosen", "route", "has the weights [nan", "-inf"))
+class SoftmaxOfNothing(ForcedRouter):
+    """The weights of a token that is forced to masked experts alone are 0 / 0."""
+
+    def _weights(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        return Router._weights(self, scores_TE, ids_TK)
+
+
+# ---- draws ---------------------------------------------------------------------------------------------------------
+
+
+@planted(Expectation("FORCE-06", "forced-random", "route", "same experts for all 320 tokens in two forwards"))
+class DrawnOnce(ForcedRouter):
+    """The first logits are drawn, and kept for all forwards."""
+
+    def _draw(self, own_TE: Tensor) -> Tensor:
+        self.noise.manual_seed(self.noise.initial_seed())
+        return super()._draw(own_TE)
+
+
+class _DrawnAnyhow(ForcedRouter):
+    def __init__(self, config: Config, device: torch.device, topology: Topology, number: int) -> None:
+        super().__init__(config, device, topology, number)
+        self.noise.manual_seed(self._seed(topology))
+
+    def _seed(self, topology: Topology) -> int:
+        raise NotImplementedError
+
+
+@planted(Expectation("FORCE-06", "forced-random", "route", "ranks 0 and 1 hold other tokens and draw alike"))
+class RanksDrawAlike(_DrawnAnyhow):
+    """All ranks seed their noise alike."""
+
+    def _seed(self, topology: Topology) -> int:
+        return 1
+
+
+@planted(
+    Expectation("FORCE-06", "forced-random-copies", "route", "hold copies of the same tokens and choose other experts"),
+    layout=TP2_EP2,
+)
+class CopiesDrawApart(_DrawnAnyhow):
+    """Every rank seeds its noise by itself, also where it holds copies of another's tokens."""
+
+    def _seed(self, topology: Topology) -> int:
+        return 1 + topology.rank
+
+
+@planted(Expectation("FORCE-06", "forced-random", "route", "no standard normal logits: the logits have a mean"))
+class EvenNoise(ForcedRouter):
+    """Logits are drawn evenly from -1 to 1."""
+
+    def _draw(self, own_TE: Tensor) -> Tensor:
+        return torch.empty_like(own_TE).uniform_(-1, 1, generator=self.noise)
+
+
+@planted(Expectation("FORCE-06", "forced-random", "route", "rank 0 loads its experts with", "to be 80 by chance"))
+class LogitsAreAdded(ForcedRouter):
+    """Random logits are added to the router's own, and experts that are liked stay so."""
+
+    def _draw(self, own_TE: Tensor) -> Tensor:
+        liked_E = torch.arange(own_TE.shape[1]).to(own_TE) % 2
+        return super()._draw(own_TE) + 2 * liked_E
+
+
+@planted(Expectation("FORCE-06", "forced-random", "route", "by the router's own logits, not by the forced ones"))
+class ForcedButWeighedAsEver(ForcedRouter):
+    """Random logits decide who is chosen, and the router's own what they weigh."""
+
+    def _draw(self, own_TE: Tensor) -> Tensor:
+        self.own_TE = own_TE
+        return super()._draw(own_TE)
+
+    def _weights(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        return super()._weights(self._scores(self.own_TE), ids_TK)
+
+
+@planted(
+    Expectation("FORCE-08", "forced-bias", "route", "with a bias of deviation 0.5", "a mean square of"),
+    Expectation("FORCE-08", "forced-kept-bias", "route", "with a bias of deviation -3", "a mean square of"),
+)
+class VarianceForDeviation(ForcedRouter):
+    """The parameter is taken for the variance of the bias."""
+
+    def _bias(self, like_TE: Tensor) -> Tensor:
+        return super()._bias(like_TE) / abs(self.deviation) ** 0.5
+
+
+@planted(Expectation("FORCE-08", "forced-bias-alone", "route", "and others in forward 0", "one for all tokens"))
+class BiasOfEveryToken(ForcedRouter):
+    """Every token draws biases of its own."""
+
+    def _bias(self, like_TE: Tensor) -> Tensor:
+        return torch.empty_like(like_TE).normal_(generator=self.biases) * self.deviation
+
+
+@planted(
+    Expectation("FORCE-11", "forced-bias-alone", "route", "is not the same on ranks", "rank 0 [", "rank 1 ["),
+    Expectation("FORCE-11", "forced-kept-bias-alone", "route", "is not the same on ranks", "rank 0 [", "rank 1 ["),
+)
+class RanksDrawBiases(ForcedRouter):
+    """Biases are seeded by rank."""
+
+    def _bias(self, like_TE: Tensor) -> Tensor:
+        if self.biases.initial_seed() != self.source + 1:
+            self.biases.manual_seed(self.source + 1)
+        return super()._bias(like_TE)
+
+
+@planted(Expectation("FORCE-11", "forced-bias-alone", "route", "is not the same on ranks", "in forward 1"))
+class NobodyDrawsForNothing(ForcedRouter):
+    """A rank without tokens draws no bias, and is one behind the others from then on."""
+
+    def _draw(self, own_TE: Tensor) -> Tensor:
+        return super()._draw(own_TE) if len(own_TE) else own_TE
 
 
 PLANTS = collect(globals())

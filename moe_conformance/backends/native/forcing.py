@@ -3,8 +3,9 @@
 T tokens, E experts, K slots, D hidden. A strategy that forces logits replaces them before anything is made of them, so
 that score, groups, choice and weights are the router's own; one that forces ids replaces the choice alone.
 
-Random numbers come from generators of the router's own. That of the noise is seeded by rank, so that other tokens meet
-other numbers; that of the biases is not, so that all ranks draw the same.
+Random numbers come from generators of the router's own. That of the noise is seeded by rank, or by the first of the
+ranks that hold copies, so that other tokens meet other numbers; that of the biases is not, so that all ranks draw the
+same.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class ForcedRouter(Router):
         self.strategy, self.deviation = _one_strategy(config)
         sources = topology.ranks("ep_etp")
         self.source = sources.index(topology.rank)  # whose tokens meet those of the others at the experts
-        self.noise = torch.Generator(device).manual_seed(number * _RANKS + 1 + topology.rank)
+        holder = topology.ranks("tp")[0] if config.token_copies else topology.rank
+        self.noise = torch.Generator(device).manual_seed(number * _RANKS + 1 + holder)
         self.biases = torch.Generator(device).manual_seed(number * _RANKS)
         self.kept_E: Tensor | None = None
 
@@ -79,6 +81,11 @@ class ForcedRouter(Router):
         first = self.source * tokens * K
         dealt = torch.arange(first, first + tokens * K, device=device) % self.config.experts
         return dealt.reshape(tokens, K)
+
+    def _weights(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        """Weigh as ever; a token none of whose forced experts has a finite score weighs nothing, not 0 / 0."""
+        lost_T1 = (scores_TE.gather(1, ids_TK) == -torch.inf).all(1, keepdim=True)
+        return super()._weights(scores_TE.masked_fill(lost_T1, 0.0), ids_TK).masked_fill(lost_T1, 0.0)
 
 
 class _StraightThrough(torch.autograd.Function):

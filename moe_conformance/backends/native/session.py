@@ -143,7 +143,7 @@ class NativeSession(Session):
 
     def router(self, config: Config) -> Router:
         """Build the router."""
-        config.only(*_MAPPED)
+        config.only(*_MAPPED, *(("token_copies",) if config.forced else ()))
         with refusals(CannotBuild, match="."):
             if not config.forced:
                 return self.router_class(config, self.device)

@@ -1,0 +1,193 @@
+"""What random and biased forcing draw: loads, logits where they are told, and who draws like whom."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_conformance.judging.diagnosis import Finding, fail
+from moe_conformance.judging.forcing import expect_forced_weights, forced_expected_of
+from moe_conformance.judging.places import Place, stages
+from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.router_expected import RouterExpected
+from moe_conformance.judging.routers import expected_of
+from moe_conformance.judging.verdict import NotOffered, Tally, WrongCount, WrongSelection
+from moe_conformance.workloads.forcing import bias_decides_alone
+from reference.capacity import loads
+from reference.forcing_draws import (
+    bias_moment,
+    bias_moment_bounds,
+    chance_alike,
+    legal_random_loads,
+    load_margin,
+    one_choice,
+)
+
+_CHANCE = 1e-9  # that independent draws agree
+
+
+def judge_random(reading: Reading, tally: Tally) -> None:
+    """Decide whether routes are as of standard normal logits, other ones for each forward and each rank's tokens.
+
+    Ranks that hold copies draw alike. What logits and weights have to do with each other is judged where logits are
+    told.
+
+    Raises:
+        WrongForm, WrongCount, WrongSelection, WrongWeight: they are not.
+    """
+    own = expected_of(reading)
+    findings = [finding for place in own.places for finding in _uneven(own, place)]
+    if findings:
+        fail(WrongCount, "route", findings)
+    if findings := [*_alike_in_turn(own), *_alike_on_ranks(own)]:
+        fail(WrongSelection, "route", findings)
+    if (expected := forced_expected_of(reading)) is not None:
+        if findings := [finding for place in own.places for finding in _not_normal(expected, place)]:
+            fail(WrongSelection, "route", findings)
+        expect_forced_weights(reading, expected, Tally())
+    for place in own.places:
+        tally.add(pairs=own.ids[place].numel(), rank=place[1])
+
+
+def _uneven(own: RouterExpected, place: Place) -> list[Finding]:
+    config, tokens, rank = own.workload.config, len(own.ids[place]), place[1]
+    loads_E = loads(own.ids[place], config.experts)
+    if bool(legal_random_loads(loads_E, config.top_k).all()):
+        return []
+    margin, mean = load_margin(tokens, config.top_k, config.experts), tokens * config.top_k / config.experts
+    sentence = (
+        f"rank {rank} loads its experts with {loads_E.tolist()}, which are to be {mean:g} by chance, off by no more "
+        f"than {margin:.4g}"
+    )
+    return [Finding("loads", sentence, (rank,))]
+
+
+def _alike_in_turn(own: RouterExpected) -> list[Finding]:
+    """Tell the ranks whose forwards choose the same for the same tokens."""
+    findings = []
+    for (m, rank), ids_TK in own.ids.items():
+        before = m - 1, rank
+        if m and _same_tokens(own, before, (m, rank)) and _agree(own, before, (m, rank)):
+            sentence = f"rank {rank} chooses the same experts for all {len(ids_TK)} tokens in two forwards"
+            findings.append(Finding("in turn", sentence, (rank,)))
+    return findings
+
+
+def _alike_on_ranks(own: RouterExpected) -> list[Finding]:
+    """Tell the ranks that draw alike for other tokens, or otherwise for copies."""
+    copies = own.workload.config.token_copies
+    stage = {rank: ranks for ranks in stages(own.workload.layout) for rank in ranks}  # other stages are other layers
+    findings = []
+    for (m, rank), ids_TK in own.ids.items():
+        for other in (each for each in stage[rank] if each < rank):
+            if copies and _same_tokens(own, (m, other), (m, rank)):
+                if not torch.equal(own.ids[m, other].sort(1).values, ids_TK.sort(1).values):
+                    sentence = f"ranks {other} and {rank} hold copies of the same tokens and choose other experts"
+                    findings.append(Finding("copies", sentence, (other, rank)))
+            elif _agree(own, (m, other), (m, rank)):
+                sentence = f"ranks {other} and {rank} hold other tokens and draw alike: they choose the same experts"
+                findings.append(Finding("on ranks", sentence, (other, rank)))
+    return findings
+
+
+def _same_tokens(own: RouterExpected, one: Place, other: Place) -> bool:
+    batches = own.workload.batches
+    return torch.equal(batches[one[0]][one[1]].x_TD, batches[other[0]][other[1]].x_TD)
+
+
+def _agree(own: RouterExpected, one: Place, other: Place) -> bool:
+    """Whether two places choose alike, token for token, as they hardly can by chance."""
+    first_TK, second_TK = own.ids[one], own.ids[other]
+    tokens, config = min(len(first_TK), len(second_TK)), own.workload.config
+    if chance_alike(tokens, config.top_k, config.experts) > _CHANCE:
+        return False
+    return torch.equal(first_TK[:tokens].sort(1).values, second_TK[:tokens].sort(1).values)
+
+
+def _not_normal(expected: RouterExpected, place: Place) -> list[Finding]:
+    """Tell logits that are not of mean 0 for each expert and of variance 1."""
+    logits_TE = expected.logits(place)
+    if not len(logits_TE):
+        return []
+    of_experts = _outside([logits_TE], 0.0)
+    of_all = _outside(list(logits_TE[:, None]), 0.0)  # each token for itself: the mean square of all
+    said = [f"means over the tokens {of_experts}"] if of_experts else []
+    said += [f"the logits {of_all}"] if of_all else []
+    return [Finding("normal", f"rank {place[1]} draws no standard normal logits: {each}", (place[1],)) for each in said]
+
+
+def _outside(draws: list[Tensor], deviation: float) -> str:
+    """Say by which mean square the draws, (T, E) each, show another deviation of a bias; "" if they do not."""
+    T, E = draws[0].shape
+    low, high = bias_moment_bounds(deviation, T, E, len(draws))
+    found = bias_moment(draws)
+    return "" if low <= found <= high else f"have a mean square of {found:.4g}, not from {low:.4g} to {high:.4g}"
+
+
+def judge_bias_draws(reading: Reading, tally: Tally) -> None:
+    """Decide whether the forced bias is one number for each expert, of the deviation that was asked for.
+
+    Where it decides alone all tokens of a forward choose alike; elsewhere it shows in the logits.
+
+    Raises:
+        NotOffered: a bias that does not decide alone, and logits that the backend does not tell.
+        WrongForm, WrongSelection: no such bias.
+    """
+    own = expected_of(reading)
+    findings = _split(own) if bias_decides_alone(own.workload) else _wrong_deviation(reading)
+    if findings:
+        fail(WrongSelection, "route", findings)
+    for place in own.places:
+        tally.add(pairs=own.ids[place].numel(), rank=place[1])
+
+
+def _split(own: RouterExpected) -> list[Finding]:
+    findings = []
+    for (m, rank), ids_TK in own.ids.items():
+        if not one_choice([ids_TK]):
+            sentence = (
+                f"tokens of rank {rank} choose {sorted(ids_TK[0].tolist())} and others in forward {m}, although the "
+                "bias of each expert, one for all tokens, decides alone"
+            )
+            findings.append(Finding("split", sentence, (rank,)))
+    return findings
+
+
+def _wrong_deviation(reading: Reading) -> list[Finding]:
+    """Tell the ranks whose logits show another deviation; of a bias that is kept the first forward has all."""
+    expected = forced_expected_of(reading)
+    if expected is None:
+        raise NotOffered("the router does not tell the logits that were forced")
+    deviation = expected.workload.config.forced[0][1]
+    assert deviation is not None
+    findings = []
+    for rank in range(expected.workload.layout.world):
+        draws = [expected.logits(place) for place in expected.places if place[1] == rank]
+        fewest = min(map(len, draws))
+        draws = [logits_TE[:fewest] for logits_TE in draws[: 1 if deviation < 0 else None]]
+        if said := _outside(draws, deviation):
+            sentence = f"the experts' means over tokens of rank {rank}, with a bias of deviation {deviation:g}, {said}"
+            findings.append(Finding("deviation", sentence, (rank,)))
+    return findings
+
+
+def judge_bias_on_ranks(reading: Reading, tally: Tally) -> None:
+    """Decide whether all ranks of a pipeline stage draw the same bias, which decides alone.
+
+    Raises:
+        WrongForm, WrongSelection: ranks choose otherwise than others.
+    """
+    own = expected_of(reading)
+    findings = []
+    for m in range(len(own.workload.batches)):
+        for ranks in stages(own.workload.layout):
+            if not one_choice([own.ids[m, rank] for rank in ranks]):
+                chosen = {rank: sorted(own.ids[m, rank][0].tolist()) for rank in ranks if len(own.ids[m, rank])}
+                said = ", ".join(f"rank {rank} {experts}" for rank, experts in chosen.items())
+                sentence = f"the forced bias is not the same on ranks of one stage: in forward {m} choose {said}"
+                findings.append(Finding("ranks", sentence, ranks))
+    if findings:
+        fail(WrongSelection, "route", findings)
+    for place in own.places:
+        tally.add(pairs=own.ids[place].numel(), rank=place[1])
+
