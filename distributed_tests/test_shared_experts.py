@@ -10,12 +10,14 @@ from moe_conformance.judging.layers import (
     judge_layer_gradients,
     judge_layer_outputs,
     judge_layer_replicas,
+    judge_lone_bias,
     judge_shared_unrouted,
 )
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.twins import RunTwins
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
+from moe_conformance.workloads.layers import leaves_a_bias
 from moe_conformance.workloads.records import Workload
 
 
@@ -102,6 +104,11 @@ class TestParts:
         judge_layer_outputs(reading, tally)
         judge_layer_dx(reading, tally)
         judge_layer_gradients(reading, tally, SHARED)
+
+    @requirement("SHARE-06", kind="layer", when=leaves_a_bias)
+    def test_a_bias_is_added_as_it_is(self, reading: Reading, tally: Tally) -> None:
+        """Where every expert answers zero but for one output bias, the output is that bias, bit for bit."""
+        judge_lone_bias(reading, tally)
 
     @requirement("SHARE-08", kind="layer", when=fuses)
     def test_several_are_as_one_wider_expert(self, reading: Reading, tally: Tally) -> None:

@@ -95,6 +95,7 @@ class Config:
     forced: tuple[tuple[Strategy, float | None], ...] = ()
     shared_ffn: tuple[int, ...] = ()  # widths F of the shared experts of a layer; fused into one where they are several
     shared_gate: bool = False  # one sigmoid per token multiplies what the shared experts add
+    shared_bias: bool = False  # every shared expert adds an output bias of its own, inside the gate
     shared_overlap: bool = False  # they run while the routed exchange is under way
     capacity_factor: float | None = None  # an expert takes C = ceil(factor K T / E) slots of a rank; None: all of them
     min_capacity: int = 0  # C is never less

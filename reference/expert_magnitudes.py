@@ -8,7 +8,7 @@ Source: the chain rule; SwiGLU as in `experts.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -98,3 +98,39 @@ def swiglu_measured(r: Rounding, parameters: Parameters, sharing: Sharing) -> Me
         )
 
     return expert
+
+
+def biased(r: Rounding, expert: MeasuredExpert, biases: Mapping[int, Tensor], sharing: Sharing) -> MeasuredExpert:
+    """Add an output bias to the answers of experts that have one, (D,) by expert id, and measure its gradient.
+
+    The bias is added to the sum of the parts, or is one part more.
+
+    >>> from reference.expert_magnitudes import MeasuredRows
+    >>> def silent(x, w, dy, e, places):
+    ...     zero_RD, zero_R = exact(torch.zeros_like(x.value)), exact(torch.zeros_like(w.value))
+    ...     return MeasuredRows(zero_RD, zero_RD.value, zero_RD, zero_RD.value, zero_R, zero_R.value, {})
+    >>> rows, w, dy = (exact(torch.tensor(value)) for value in ([[1.0], [1.0]], [0.5, 0.25], [[3.0], [-4.0]]))
+    >>> of = biased(Rounding(0.5, 0.0), silent, {7: torch.tensor([6.0])}, Sharing())(rows, w, dy, 7, [2])
+    >>> of.out_RD.value.tolist(), of.out_RD.worst.tolist(), of.inner_R.value.tolist()
+    ([[6.0], [6.0]], [[3.0], [3.0]], [18.0, -24.0])
+    >>> of.dparameters["bias"].value.tolist()  # 0.5 3 - 0.25 4
+    [0.5]
+    """
+
+    def answer(x_RD: Measured, w_R: Measured, dy_RD: Measured, e: int, places: Sequence[int]) -> MeasuredRows:
+        of = expert(x_RD, w_R, dy_RD, e, places)
+        if e not in biases:
+            return of
+        bias_D, R = biases[e].double(), len(of.out_RD.value)
+        inner_R = r.products("rd,d->r", dy_RD, exact(bias_D))
+        dbias_D = r.products("r,rd->d", w_R, dy_RD)
+        largest_D = partial(dbias_D.value, parts_of("r,rd->d", w_R, dy_RD, "r", places))
+        return of._replace(
+            out_RD=r.plus(of.out_RD, exact(bias_D.expand(R, -1))),
+            out_parts_RD=of.out_parts_RD + bias_D.abs(),
+            inner_R=r.plus(of.inner_R, inner_R),
+            inner_parts_R=of.inner_parts_R + inner_R.value.abs(),
+            dparameters=of.dparameters | {"bias": r.stored(dbias_D, of=largest_D, times=sharing.sums)},
+        )
+
+    return answer

@@ -23,10 +23,11 @@ from reference.shared_experts import SharedExpert, gate_factors, shared_part
 
 Key = tuple[str, int | None]
 """(name, expert): "router", "gate" "up" "down" of expert e, "shared_gate" "shared_up" "shared_down" of shared expert
-j, "shared_score" (1, D); None for what is not an expert's."""
+j, its "shared_bias" (D,) where it has one, "shared_score" (1, D); None for what is not an expert's."""
 
-Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(routed part (T, D), sum of the shared experts (T, D), gate factors (T, 1)) -> y (T, D)"""
+Mix = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(routed part (T, D), sum of the S shared experts, their biases in it, (T, D), gate factors (T, 1), the biases (S, D))
+-> y (T, D)"""
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,14 @@ class LayerGradients:
     parameters: Mapping[Key, Tensor]
 
 
-def mixed(routed_TD: Tensor, shared_TD: Tensor, factor_T1: Tensor) -> Tensor:
+def mixed(routed_TD: Tensor, shared_TD: Tensor, factor_T1: Tensor, biases_SD: Tensor) -> Tensor:
     """Put the parts together, (T, D): y = routed + a sum_j h_j.
+
+    The biases are there for other rules: h_j has its own, which the gate multiplies with the rest of it.
 
     Decides: SHARE-01, SHARE-02, SHARE-03. Source: DeepSeekMoE section 3.2.
 
-    >>> mixed(torch.tensor([[3.0]]), torch.tensor([[4.0]]), torch.tensor([[0.5]])).item()
+    >>> mixed(torch.tensor([[3.0]]), torch.tensor([[4.0]]), torch.tensor([[0.5]]), torch.tensor([[1.0]])).item()
     5.0
     """
     return routed_TD + factor_T1 * shared_TD  # (T, D)
@@ -98,10 +101,11 @@ def gradients(
     )  # (T, K)
     routed = swiglu_experts({(name, e): value for (name, e), value in p.items() if e is not None})
     routed_TD = forward(x, ids_TK, w_TK, routed, weights_at=weights_at)  # (T, D)
-    shared_TD = shared_part(x, shared_of(p))  # (T, D)
+    shared = shared_of(p)
+    shared_TD = shared_part(x, shared)  # (T, D)
     score = p.get(("shared_score", None))
     factor_T1 = gate_factors(x, None if score is None else score[0])[:, None]  # (T, 1)
-    y_TD = mix(routed_TD, shared_TD, factor_T1)  # (T, D)
+    y_TD = mix(routed_TD, shared_TD, factor_T1, _biases(shared, x.shape[1]))  # (T, D)
     dx, *dp = torch.autograd.grad(
         y_TD, [x, *p.values()], dy_TD.double(), allow_unused=True, materialize_grads=True
     )
@@ -111,8 +115,17 @@ def gradients(
 def shared_of(parameters: Mapping[Key, Tensor]) -> Sequence[SharedExpert]:
     """Take the shared experts out of the parameters, by number."""
     numbers = sorted(j for name, j in parameters if name == "shared_gate" and j is not None)
-    names = ("shared_gate", "shared_up", "shared_down")
-    return [SharedExpert(*(parameters[name, j] for name in names)) for j in numbers]
+    shared = []
+    for j in numbers:
+        gate_FD, up_FD, down_DF = (parameters[f"shared_{name}", j] for name in ("gate", "up", "down"))
+        shared.append(SharedExpert(gate_FD, up_FD, down_DF, parameters.get(("shared_bias", j))))
+    return shared
+
+
+def _biases(shared: Sequence[SharedExpert], D: int) -> Tensor:
+    """Stack the biases, (S, D): zeros where an expert has none."""
+    each = [torch.zeros(D, dtype=torch.float64) if of.bias_D is None else of.bias_D for of in shared]
+    return torch.stack(each) if each else torch.zeros(0, D, dtype=torch.float64)  # (S, D)
 
 
 def _leaf(value: Tensor) -> Tensor:

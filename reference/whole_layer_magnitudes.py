@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from reference.expert_magnitudes import Sharing, swiglu_measured
+from reference.expert_magnitudes import Sharing, biased, swiglu_measured
 from reference.layer import WeightsAt
 from reference.magnitudes import MeasuredLayer, measured
 from reference.rounding import Measured, Rounding, exact, partial, parts_of
@@ -64,6 +64,7 @@ def measured_layer(
     >>> sizes = {"gate": (4, 3), "up": (4, 3), "down": (3, 4)}
     >>> p = {(n, e): torch.arange(12.0).add(e).sin().reshape(s) for e in (0, 1) for n, s in sizes.items()}
     >>> p |= {(f"shared_{n}", j): torch.arange(12.0).sub(j).cos().reshape(s) for j in (0, 1) for n, s in sizes.items()}
+    >>> p |= {("shared_bias", j): torch.arange(3.0).add(j).sin() for j in (0, 1)}
     >>> p["router", None] = torch.arange(6.0).cos().reshape(2, 3)
     >>> p["shared_score", None] = torch.arange(3.0).sin().reshape(1, 3)
     >>> x, dy = torch.arange(6.0).cos().reshape(2, 3), torch.arange(6.0).sin().reshape(2, 3)
@@ -130,6 +131,6 @@ def _shared(
     factor_TS = Measured(
         *(each[:, None].expand(-1, len(shared)) for each in (factor_T.value, factor_T.worst, factor_T.spread))
     )
-    return measured(
-        x_TD, everywhere_TS, factor_TS, dy_TD, swiglu_measured(r, own, sharing), rounding=r, sharing=sharing
-    )
+    biases = {j: each.bias_D for j, each in enumerate(shared) if each.bias_D is not None}
+    expert = biased(r, swiglu_measured(r, own, sharing), biases, sharing)
+    return measured(x_TD, everywhere_TS, factor_TS, dy_TD, expert, rounding=r, sharing=sharing)

@@ -19,7 +19,7 @@ from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.scenarios.parameters import shard_of
 from moe_conformance.topology import Layout, Topology, layouts
-from moe_conformance.workloads import corpus, features, routing
+from moe_conformance.workloads import corpus, features, layers, routing
 from moe_conformance.workloads.records import Workload
 from reference.routing import route
 from self_tests.dense import oracle, seen, worst
@@ -289,6 +289,16 @@ class TestRefusals:
         """A refusal of TransformerConfig is the library's."""
         workload = routed(EP2, name)
         by, said = refused(engine, replace(workload, config=replace(workload.config, **fields)))
+        assert ("library", True) == (by, reason in said), said
+
+    @pytest.mark.parametrize(
+        ("layout", "reason"), [(EP2, "not supported in the shared experts"), (FOLDED, "only supported when ETP==1")]
+    )
+    def test_biases_of_shared_experts_are_the_librarys_to_refuse(
+        self, engine: Engine, layout: Layout, reason: str
+    ) -> None:
+        """Of its one switch for biases shared experts want nothing, and experts over etp neither."""
+        by, said = refused(engine, next(w for w in layers.layers("alltoall", layout, "quick") if w.config.shared_bias))
         assert ("library", True) == (by, reason in said), said
 
     def test_uneven_tokens_are_outside_the_limits_of_allgather(self) -> None:

@@ -18,7 +18,7 @@ STEP = 1e-6
 
 
 def drawn(generator: torch.Generator, gated: bool) -> dict[tuple[str, int | None], Tensor]:
-    """Return the parameters of a block with two shared experts of different widths."""
+    """Return the parameters of a block with two shared experts of different widths, the second with a bias."""
 
     def normal(*shape: int) -> Tensor:
         return 0.4 * torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -31,6 +31,7 @@ def drawn(generator: torch.Generator, gated: bool) -> dict[tuple[str, int | None
     for prefix, number, width in [*(("", e, F) for e in range(E)), ("shared_", 0, 3), ("shared_", 1, 7)]:
         made[f"{prefix}gate", number], made[f"{prefix}up", number] = normal(width, D), normal(width, D)
         made[f"{prefix}down", number] = normal(D, width)
+    made["shared_bias", 1] = normal(D)
     if gated:
         made["shared_score", None] = normal(1, D)
     return made

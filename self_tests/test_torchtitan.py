@@ -228,10 +228,10 @@ class TestRouter:
 
 class TestLayer:
     @pytest.mark.parametrize("layout", [EP2, EP2_EDP2, Layout(2)], ids=lambda layout: layout.name)
-    @pytest.mark.parametrize("name", ["layer-even-bfloat16", "shared-gate-even-bfloat16", "shared-even-bfloat16"])
+    @pytest.mark.parametrize("name", ["layer", "shared-gate", "shared", "shared-bias-gate"])
     def test_it_computes_the_module(self, engine: Engine, layout: Layout, name: str) -> None:
         """Outputs and summed gradients of the router, the experts and the shared experts, in bfloat16."""
-        workload = next(w for w in layers.layers("alltoall", layout, "full") if w.name == name)
+        workload = next(w for w in layers.layers("alltoall", layout, "full") if w.name == f"{name}-even-bfloat16")
         outcome = moe_step(engine, NAME, workload)
         assert ["ok"] * layout.world == [rank.status for rank in outcome.ranks], [rank.error for rank in outcome.ranks]
         assert_layer_alike(outcome, divisor=1, allowed=0.03)
@@ -251,6 +251,7 @@ class TestRefusals:
             (EP2_EDP2, "experts", {"dtype": torch.float64}, "in float32 what FSDP2 shards"),
             (Layout(4, tp=2, ep=2), "layer", {"variant": "alltoall"}, "places the module by sharding configs"),
             (EP2, "layer", {"variant": "alltoall", "shared_gate": True}, "and there are none"),
+            (EP2, "layer", {"variant": "alltoall", "shared_ffn": (8, 16), "shared_bias": True}, "it has one bias"),
             (EP2, "layer", {"variant": "alltoall", "dtype": torch.float64}, "in float32 what FSDP2 shards"),
             (EP2, "router", {"score": "sqrtsoftplus"}, "softmax or sigmoid, not sqrtsoftplus"),
             (EP2, "router", {"groups": (4, 2), "group_score": "max"}, "two best experts, not by max"),

@@ -213,6 +213,7 @@ class TestLayer:
             ("layer-even", "Qwen3MoeSparseMoeBlock"),
             ("shared-gate-even", "Qwen2MoeSparseMoeBlock"),
             ("shared-as-routed-uneven", "DeepseekV2Moe"),
+            ("shared-bias-even", "DeepseekV2Moe"),
             ("shared-as-routed-several-scaled-even", "DeepseekV3MoE"),
         ],
     )
@@ -257,6 +258,8 @@ class TestRefusals:
             (EP2, {"shared_ffn": (24,)}, "shared experts of the routed ones' width 16"),
             (EP2, {"shared_ffn": (16,), "normalise": True}, "shared experts that have no gate"),
             (EP2, {"shared_ffn": (16,), "shared_overlap": True}, "does not map shared_overlap"),
+            (EP2, {"shared_ffn": (16,), "shared_gate": True, "shared_bias": True}, "qwen2_moe have no biases"),
+            (EP2, {"shared_ffn": (16, 16), "shared_bias": True}, "it has one bias"),
             (EP2, {"score": "sigmoid"}, "no block is adapted to the router of deepseek_v3"),
             (TP2_EP2, {"shared_ffn": (16,)}, "splits the shared experts of deepseek_v2"),
             (Layout(4, ep=4), {"shared_ffn": (16, 24), "shared_gate": True}, "no equal part of block 0"),

@@ -7,10 +7,11 @@ of equal parts (`Named.shard`) or on the whole: what is neither is refused, befo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moe_conformance.contract import Named, Read, Unsupported
@@ -32,6 +33,12 @@ def require_parts(widths: Sequence[int], ranks: int) -> None:
         _parts(_chunk(sum(widths), ranks, rank), widths)
 
 
+def require_one_bias(widths: Sequence[int]) -> None:
+    """Raise `Unsupported` for shared experts of several widths: fused into one they have one bias for all."""
+    if len(widths) != 1:
+        raise Unsupported(f"shared_bias: {len(widths)} shared experts of widths {widths} are one, and it has one bias")
+
+
 def whole_window(name: str, parameter: Tensor, read: Read) -> Iterator[Named]:
     """Yield the window on a parameter (rows, columns) of which this rank has rows; none where it has none."""
     for _, rows, shard in _parts(_kept(parameter), (len(parameter),)):
@@ -39,16 +46,22 @@ def whole_window(name: str, parameter: Tensor, read: Read) -> Iterator[Named]:
 
 
 def shared_windows(
-    gate_up_FD: tuple[Tensor, Tensor], down_DF: Tensor, widths: Sequence[int], read: Read
+    gate_up_FD: tuple[Tensor, Tensor], down: nn.Linear, widths: Sequence[int], read: Read
 ) -> Iterator[Named]:
-    """Yield the windows on shared experts of some widths that lie in one, (F, D) and (D, F), one after the other."""
+    """Yield the windows on shared experts of some widths that lie in one, (F, D) and (D, F), one after the other.
+
+    The output bias, if there is one, is the only expert's.
+    """
     for name, parameter in zip(("shared_gate", "shared_up"), gate_up_FD, strict=True):
         view = read(local(parameter))
         for j, rows, shard in _parts(_kept(parameter), widths):
             yield Named(name, j, view[rows], shard)
-    for down in whole_window("shared_down", down_DF, read):
+    for window in whole_window("shared_down", down.weight, read):
         for j, (width, end) in enumerate(zip(widths, accumulate(widths), strict=True)):
-            yield Named("shared_down", j, down.view[:, end - width : end], down.shard)
+            yield Named("shared_down", j, window.view[:, end - width : end], window.shard)
+    if down.bias is not None:
+        for window in whole_window("shared_bias", down.bias, read):
+            yield replace(window, expert=0)
 
 
 def _kept(parameter: Tensor) -> range:

@@ -122,7 +122,7 @@ class _Session(Session):
         """Build an MoE module with a dispatcher on this rank's ep group; FSDP2 shards it where it is replicated."""
         config.only(
             "variant", "experts", "top_k", "hidden", "ffn", "dtype", "score", "normalise", "scale", "groups",
-            "group_score", "balance_bias", "forced", "shared_ffn", "shared_gate",
+            "group_score", "balance_bias", "forced", "shared_ffn", "shared_gate", "shared_bias",
         )  # fmt: skip
         _require_routed(config)
         _require_rows(config)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from moe_conformance.backends.fsdp_windows import local, require_parts, shared_windows, whole_window
+from moe_conformance.backends.fsdp_windows import local, require_one_bias, require_parts, shared_windows, whole_window
 from moe_conformance.contract import Config, Named, Read, Topology, Unsupported
 
 ROUND_ROBIN = (("round_robin", None),)  # the one strategy that the router forces
@@ -55,7 +55,8 @@ def _shared_config(config: Config) -> Any:
     from torchtitan.models.common.linear import Linear
 
     D, F = config.hidden, sum(config.shared_ffn)
-    up, down = Linear.Config(in_features=D, out_features=F), Linear.Config(in_features=F, out_features=D)
+    up = Linear.Config(in_features=D, out_features=F)
+    down = Linear.Config(in_features=F, out_features=D, bias=config.shared_bias)
     if not config.shared_gate:
         return FeedForward.Config(w1=up, w2=down, w3=up)
     return SigmoidGatedFeedForward.Config(w1=up, w2=down, w3=up, gate=Linear.Config(in_features=D, out_features=1))
@@ -97,6 +98,8 @@ def require_placed(config: Config, topology: Topology) -> None:
         raise Unsupported(f"tp = {sizes['tp']}: torchtitan places the module by sharding configs, not adapted")
     if config.shared_gate and not config.shared_ffn:
         raise Unsupported("torchtitan's gate is one of shared experts, and there are none")
+    if config.shared_bias:
+        require_one_bias(config.shared_ffn)
     require_parts(config.shared_ffn, sizes["dp"] * sizes["cp"])
     if sizes["dp"] * sizes["cp"] > 1 and config.dtype == torch.float64:
         raise Unsupported("torchtitan keeps and reduces in float32 what FSDP2 shards, not in torch.float64")
@@ -168,9 +171,8 @@ class Layer:
         shared = self._moe.shared_experts
         if shared is None:
             return
-        yield from shared_windows(
-            (shared.w1.weight, shared.w3.weight), shared.w2.weight, self._config.shared_ffn, read
-        )
+        gate_up_FD = (shared.w1.weight, shared.w3.weight)
+        yield from shared_windows(gate_up_FD, shared.w2, self._config.shared_ffn, read)
         if self._config.shared_gate:
             yield from whole_window("shared_score", shared.gate.weight, read)
 

@@ -6,7 +6,7 @@ times, the gate forgotten. The first guess that explains all that is wrong, with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -27,14 +27,16 @@ def mixes(expected: LayerExpected) -> Iterator[tuple[str, Mix]]:
     workload = expected.workload
     if not workload.config.shared_ffn:
         return
-    yield "the shared experts were left out", lambda r, h, a: r
-    yield "the routed experts were left out", lambda r, h, a: a * h
+    if workload.config.shared_bias:
+        yield from _of_biases(expected)
+    yield "the shared experts were left out", lambda r, h, a, b: r
+    yield "the routed experts were left out", lambda r, h, a, b: a * h
     if workload.config.shared_gate:
-        yield "the gate were left out", lambda r, h, a: r + h
-        yield "the gate multiplied the routed part too", lambda r, h, a: a * (r + h)
-        yield "the gate multiplied the routed part in place of the shared", lambda r, h, a: a * r + h
-        yield "the gate were not passed through its sigmoid", lambda r, h, a: r + a.logit() * h
-        yield "the gate multiplied twice", lambda r, h, a: r + a * a * h
+        yield "the gate were left out", lambda r, h, a, b: r + h
+        yield "the gate multiplied the routed part too", lambda r, h, a, b: a * (r + h)
+        yield "the gate multiplied the routed part in place of the shared", lambda r, h, a, b: a * r + h
+        yield "the gate were not passed through its sigmoid", lambda r, h, a, b: r + a.logit() * h
+        yield "the gate multiplied twice", lambda r, h, a, b: r + a * a * h
     for words, times in _factors(expected):
         yield f"the shared part were {words}", times_of_shared(times)
 
@@ -44,14 +46,38 @@ def detached(expected: LayerExpected) -> Iterator[tuple[str, Mix]]:
     if not expected.workload.config.shared_ffn:
         return
     if expected.workload.config.shared_gate:
-        yield "nothing flowed back through the gate", lambda r, h, a: r + a.detach() * h
-    yield "nothing flowed back through the shared experts", lambda r, h, a: r + (a * h).detach()
-    yield "nothing flowed back through the routed experts", lambda r, h, a: r.detach() + a * h
+        yield "nothing flowed back through the gate", lambda r, h, a, b: r + a.detach() * h
+    yield "nothing flowed back through the shared experts", lambda r, h, a, b: r + (a * h).detach()
+    yield "nothing flowed back through the routed experts", lambda r, h, a, b: r.detach() + a * h
 
 
 def times_of_shared(times: float) -> Mix:
     """Return the mix in which the shared part is multiplied by a number."""
-    return lambda r, h, a: r + times * a * h
+    return lambda r, h, a, b: r + times * a * h
+
+
+def _of_biases(expected: LayerExpected) -> Iterator[tuple[str, Mix]]:
+    """List the mistakes with the output biases of shared experts."""
+    config = expected.workload.config
+    several = len(config.shared_ffn) > 1
+    whose = "the biases of the shared experts" if several else "the bias of the shared expert"
+    yield f"{whose} were left out", lambda r, h, a, b: r + a * (h - b.sum(0))
+    for j in range(len(config.shared_ffn)) if several else ():
+        yield f"only the bias of shared expert {j} were added", _only_bias(j)
+    if config.shared_gate:
+        yield f"{whose} were added behind the gate", lambda r, h, a, b: r + a * (h - b.sum(0)) + b.sum(0)
+        yield f"the gate multiplied {whose} alone", lambda r, h, a, b: r + h - (1 - a) * b.sum(0)
+        yield f"the gate multiplied {whose} twice", lambda r, h, a, b: r + a * (h - (1 - a) * b.sum(0))
+    for words, times in _factors(expected):
+        yield f"{whose} were {words}", _times_of_bias(times)
+
+
+def _only_bias(j: int) -> Mix:
+    return lambda r, h, a, b: r + a * (h - b.sum(0) + b[j])
+
+
+def _times_of_bias(times: float) -> Mix:
+    return lambda r, h, a, b: r + a * (h + (times - 1) * b.sum(0))
 
 
 def _factors(expected: LayerExpected) -> Iterator[tuple[str, float]]:
@@ -79,23 +105,31 @@ def explain_tokens(
     targets: Mapping[Place, Target],
     names: Mapping[str, float],
 ) -> Found:
-    """Say why y or dx is wrong: a mistake or one factor for all, or each wrong token by itself."""
+    """Say why y or dx is wrong: a mistake or one factor for all, a mistake of some ranks, or each token by itself."""
     places = [place for place in expected.places if place in actual]
+    runs = tuple(mixes(expected) if name == "y" else chain(detached(expected), mixes(expected)))
+
+    def mistake(of: Sequence[Place], spare: Tensor) -> str | None:
+        value = torch.cat([actual[place].double() for place in of])
+        found = (words for words, mix in runs if within(value, field(expected.solve(of, mix)), spare[: len(value)]))
+        return next(found, None)
+
     value = torch.cat([actual[place].double() for place in places])
     target = Target(*(torch.cat(parts) for parts in zip(*(targets[place] for place in places), strict=True)))
     tokens = [finding for place in places for finding in _wrong_tokens(name, place, actual[place], targets[place])]
     ranks = tuple(sorted({rank for finding in tokens for rank in finding.ranks}))
     spare = target.allowed.max().expand_as(target.allowed)
-    runs = mixes(expected) if name == "y" else chain(detached(expected), mixes(expected))
-    for words, mix in runs:
-        if within(value, field(expected.solve(places, mix)), spare):
-            return [Finding("cause", f"{name} is as if {words}; for example {tokens[0].sentence}", ranks)], None
+    if words := mistake(places, spare):
+        return [Finding("cause", f"{name} is as if {words}; for example {tokens[0].sentence}", ranks)], None
     ratio = factor(value, *target, names)
     if ratio is not None:
         sentence = f"every element of {name} is {ratio_words(ratio, names)}"
         return [Finding("factor", sentence, ranks, abs(ratio - 1))], ratio
     if narrow := too_narrow(value, target, expected.workload.config.dtype):
         return [Finding("cause", f"{name} is as if {narrow}; for example {tokens[0].sentence}", ranks)], None
+    if words := mistake([place for place in places if place[1] in ranks], spare):
+        sentence = f"{name} of ranks {list(ranks)} alone is as if {words}; for example {tokens[0].sentence}"
+        return [Finding("cause", sentence, ranks)], None
     return tokens, None
 
 

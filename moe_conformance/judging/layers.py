@@ -29,7 +29,7 @@ from moe_conformance.judging.verdict import (
 from moe_conformance.scenarios.outcome import Grad
 from moe_conformance.workloads.records import ParameterKey
 
-SHARED = ("shared_gate", "shared_up", "shared_down", "shared_score")
+SHARED = ("shared_gate", "shared_up", "shared_down", "shared_bias", "shared_score")
 EVERY = ("router", *ROUTED, *SHARED)
 
 
@@ -112,6 +112,28 @@ def judge_shared_unrouted(reading: Reading, tally: Tally) -> None:
             other_TD = expected.solve([place], times_of_shared(times)).y_TD
             apart = int(((other_TD - target.expected).abs() > 2 * target.allowed).sum())
             tally.add(elements=apart, rank=place[1])
+
+
+def judge_lone_bias(reading: Reading, tally: Tally) -> None:
+    """Decide whether y of every token is the one output bias that there is, exactly, where all else answers zero.
+
+    Raises:
+        WrongOutput: an element is not equal to the bias.
+        WrongForm, WrongOutput: as `judge_layer_outputs`.
+    """
+    judge_layer_outputs(reading, Tally())
+    bias_D = reading.outcome.workload.parameters["shared_bias", 0].double()
+    findings = []
+    for m, rank in expected_of(reading).places:
+        y_TD = reading.seen(m, rank).y
+        assert y_TD is not None
+        wanted_TD = bias_D.expand_as(y_TD)
+        worst = compare(y_TD, wanted_TD, torch.zeros_like(wanted_TD), tally, rank)
+        if not worst.holds:
+            sentence = f"y of rank {rank} is not the output bias of its shared expert exactly: {worst}"
+            findings.append(Finding("inexact", sentence, (rank,), worst.size))
+    if findings:
+        fail(WrongOutput, "combine", findings)
 
 
 def _all_hold(actual: Mapping[Place, Tensor], targets: Mapping[Place, Target], tally: Tally) -> bool:

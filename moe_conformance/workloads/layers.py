@@ -24,6 +24,7 @@ from reference import routing
 MARGIN = 1 / 16  # in selection scores: more than rounding to bfloat16 can move them
 _CANDIDATES = 8  # drawn at once for each token that is wanted
 _ROUNDS = 20
+_SILENCED = ("gate", "up", "down", "shared_down")
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class LayerRecipe:
     schedule: str = "F0 B0"
     lead: Lead = "flat"
     asynchrony: Asynchrony = "plain"
+    silent: bool = False  # routed experts are zero, and so is down of shared ones: output biases are all that is left
     profile: Profile = "quick"
 
 
@@ -44,6 +46,10 @@ _GATED = {**_ONE, "shared_gate": True}
 _SEVERAL = {"shared_ffn": (16, 24)}
 _LIKE_ROUTED = {"shared_ffn": (16,)}  # of their width, as some models have it
 _BESIDE = {**_GATED, "shared_overlap": True}
+_BIASED = {**_LIKE_ROUTED, "shared_bias": True}
+_BIASED_WIDER = {**_ONE, "shared_bias": True}
+_BIASED_GATED = {**_GATED, "shared_bias": True}
+_BIASED_SEVERAL = {**_SEVERAL, "shared_bias": True}
 _SCALED = {"score": "sigmoid", "normalise": True, "scale": 2.5}
 _BFLOAT16 = {"dtype": torch.bfloat16}
 
@@ -87,6 +93,14 @@ LAYERS = (
         "shared-beside-poisoned-uneven", _BESIDE, tokens=UNEVEN, schedule="F0 F1 B1 B0", asynchrony="poisoned"
     ),
     LayerRecipe("shared-beside-watched-even", _BESIDE, asynchrony="watched"),
+    LayerRecipe("shared-bias-even", _BIASED),
+    LayerRecipe("shared-bias-alone", _BIASED, tokens=UNEVEN, silent=True),
+    LayerRecipe("shared-bias-rank-without-tokens", _BIASED_WIDER, tokens=ONE_WITHOUT),
+    LayerRecipe("shared-bias-gate-in-flight-uneven", _BIASED_GATED, tokens=UNEVEN, schedule="F0 F1 B1 B0"),
+    LayerRecipe("shared-bias-several-gate-uneven", {**_BIASED_SEVERAL, "shared_gate": True}, tokens=UNEVEN),
+    LayerRecipe("shared-bias-several-even-bfloat16", {**_BIASED_SEVERAL, **_BFLOAT16}, profile="full"),
+    LayerRecipe("shared-bias-gate-even-bfloat16", {**_BIASED_GATED, **_BFLOAT16}, profile="full"),
+    LayerRecipe("shared-bias-beside-even", {**_BIASED_SEVERAL, "shared_overlap": True}, profile="full"),
 )
 
 _TIGHT = {"shared_ffn": (24,), "capacity_factor": 0.5, "drop_policy": "position"}
@@ -124,6 +138,8 @@ def _workload(name: str, layout: Layout) -> Workload:
         E = 3 * layout.ep
         config = replace(config, experts=E, top_k=E if config.top_k == config.experts else config.top_k)
     parameters = layer_parameters(config, draw.generator(recipe.name, layout.name, "layer"))
+    if recipe.silent:
+        parameters |= {key: torch.zeros_like(value) for key, value in parameters.items() if key[0] in _SILENCED}
     microbatches = len({item[1:] for item in recipe.schedule.split()})
 
     def batch(microbatch: int, rank: int) -> Batch:
@@ -145,17 +161,31 @@ def _workload(name: str, layout: Layout) -> Workload:
 
 
 def layer_parameters(config: Config, generator: torch.Generator) -> dict[ParameterKey, Tensor]:
-    """Return the router, twice as decided as usual, the experts, and the shared experts with their gate."""
+    """Return the router, twice as decided as usual, the experts, and the shared experts with their biases and gate."""
     parameters = draw.router_parameters(config, generator, bias=0.0, twins=False)
     parameters["router", None] = parameters["router", None] * 2
     parameters |= draw.expert_parameters(config, generator)
     for j, width in enumerate(config.shared_ffn):
         own = draw.expert_parameters(replace(config, ffn=width, experts=1), generator)
         parameters |= {(f"shared_{name}", j): value for (name, _), value in own.items()}
+        if config.shared_bias:
+            bias_D = torch.randn(config.hidden, generator=generator, dtype=torch.float64)
+            parameters["shared_bias", j] = bias_D.to(config.dtype)
     if config.shared_gate:
         score_1D = torch.randn(1, config.hidden, generator=generator, dtype=torch.float64) * config.hidden**-0.5
         parameters["shared_score", None] = score_1D.to(config.dtype)
     return parameters
+
+
+def leaves_a_bias(workload: Workload) -> bool:
+    """Whether the output is one bias, for every token: that of the only shared expert, as all else answers zero.
+
+    A gate would multiply it.
+    """
+    config = workload.config
+    if not config.shared_bias or config.shared_gate or len(config.shared_ffn) > 1:
+        return False
+    return not any(bool(value.any()) for (name, _), value in workload.parameters.items() if name in _SILENCED)
 
 
 def layer_batch(

@@ -35,6 +35,7 @@ def layer(x_TD: Array, p: Parameters, top_k: int, score: str, normalise: bool, s
         shared, j = np.zeros_like(x), 0
         while ("shared_gate", j) in p:
             shared += swiglu(x, p["shared_gate", j], p["shared_up", j], p["shared_down", j])
+            shared += p.get(("shared_bias", j), 0.0)
             j += 1
         if ("shared_score", None) in p:
             shared /= 1 + math.exp(-float(p["shared_score", None][0] @ x))

@@ -16,7 +16,7 @@ from moe_conformance.contract import Config, Unsupported, refusals
 LAYER = ("variant", "experts", "top_k", "hidden", "ffn", "dtype", "packed", "extra")
 ROUTER = ("score", "normalise", "scale", "groups", "group_score", "balance_bias")  # and the router's own
 FORCED = ("forced",)  # of a router that runs on random logits
-SHARED = ("shared_ffn", "shared_gate", "shared_overlap")  # of a whole layer
+SHARED = ("shared_ffn", "shared_gate", "shared_overlap", "shared_bias")  # of a whole layer
 CAPACITY = ("capacity_factor", "drop_policy", "pad_to_capacity")  # of router and dispatcher; there is no minimum
 
 
@@ -33,7 +33,7 @@ def transformer_config(config: Config, sizes: Mapping[str, int]) -> Any:
     if unknown:
         raise Unsupported(f"TransformerConfig has no field {', '.join(sorted(unknown))}")
     # A fusion that needs Transformer Engine is refused with ImportError where that is missing.
-    with refusals(ValueError, AssertionError, ImportError, match=r"moe|expert|fus|variable sequence"):
+    with refusals(ValueError, AssertionError, ImportError, match=r"[Mm]oe|expert|fus|variable sequence"):
         return library.TransformerConfig(
             **{
                 "num_layers": 1,
@@ -74,6 +74,7 @@ def _shared(config: Config) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": sum(config.shared_ffn),
         "moe_shared_expert_gate": config.shared_gate,
         "moe_shared_expert_overlap": config.shared_overlap,
+        "add_bias_linear": config.shared_bias,  # the only switch for biases; shared experts refuse it
     }
 
 

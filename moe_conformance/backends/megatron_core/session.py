@@ -103,7 +103,8 @@ class MegatronSession(Session):
             self._seed()
         # Its assertion that ep divides the experts has no words.
         uneven = config.experts % self._topology.sizes["ep"]
-        with refusals(AssertionError, match="^$|is not divisible by" if uneven else "is not divisible by"):
+        words = "is not divisible by|bias is not supported in the shared experts"
+        with refusals(AssertionError, match=f"^$|{words}" if uneven else words):
             return library.MoELayer(built, parts.submodules, layer_number=1).to(self._device)
 
     def _seed(self) -> None:

@@ -20,7 +20,7 @@ from moe_conformance.backends.native.gradients import Replicated
 from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.backends.native.low_latency import LowLatencyExchange
 from moe_conformance.backends.native.routing import Router
-from moe_conformance.backends.native.shared_experts import Score, SharedExperts
+from moe_conformance.backends.native.shared_experts import OutputBias, Score, SharedExperts
 from moe_conformance.contract import Config, Delivery, Named, Read, Routing, SplitExchange, Topology
 
 
@@ -38,17 +38,20 @@ class Layer(nn.Module):
         """Put the routed parts together, and make the shared ones that are asked for.
 
         Raises:
-            CannotBuild: a gate or an overlap of no shared expert; an overlap with another exchange than all-to-all.
+            CannotBuild: a gate, an overlap or a bias of no shared expert; an overlap with another exchange than
+                all-to-all.
         """
         super().__init__()
         self.config = config
         self.router, self.exchange, self.experts = routed
-        if not config.shared_ffn and (config.shared_gate or config.shared_overlap):
-            raise CannotBuild("shared_gate and shared_overlap are of shared experts, and shared_ffn names none")
+        if not config.shared_ffn and (config.shared_gate or config.shared_overlap or config.shared_bias):
+            settings = "shared_gate, shared_overlap and shared_bias"
+            raise CannotBuild(f"{settings} are of shared experts, and shared_ffn names none")
         in_places = isinstance(self.exchange, LowLatencyExchange)  # it does not depart and arrive in two steps
         if config.shared_overlap and (in_places or not isinstance(self.exchange, AllToAllExchange)):
             raise CannotBuild(f"shared_overlap runs beside an all-to-all, not with {config.variant!r}")
         self.shared = shared_class(config, topology, device) if config.shared_ffn else None
+        self.bias = OutputBias(config, device) if config.shared_bias else None
         self.score = Score(config, device) if config.shared_gate else None
 
     @property
@@ -66,13 +69,15 @@ class Layer(nn.Module):
     @property
     def parts(self) -> tuple[Replicated, ...]:
         """What has parameters."""
-        return tuple(part for part in (self.router, self.experts, self.shared, self.score) if part is not None)
+        parts = (self.router, self.experts, self.shared, self.bias, self.score)
+        return tuple(part for part in parts if part is not None)
 
     def named(self, read: Read) -> Iterator[Named]:
         """Yield the windows of all parts."""
         shared = () if self.shared is None else self.shared.named(read)
+        bias = () if self.bias is None else self.bias.named(read)
         score = () if self.score is None else (Named("shared_score", None, read(self.score.score_1D)),)
-        return chain(self.router.named(read), self.experts.named(read), shared, score)
+        return chain(self.router.named(read), self.experts.named(read), shared, bias, score)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return y in the shape and dtype of x."""
@@ -97,10 +102,13 @@ class Layer(nn.Module):
         if self.shared is None:
             return None
         x_TD = x.reshape(-1, x.shape[-1])
-        shared_TD: Tensor = self.shared(x_TD)
+        shared_TD: Tensor = self._biased(self.shared(x_TD))
         if self.score is not None:
             shared_TD = (self.score(x_TD) * shared_TD).to(x.dtype)
         return shared_TD.reshape(x.shape)
+
+    def _biased(self, shared_TD: Tensor) -> Tensor:
+        return shared_TD if self.bias is None else self.bias(shared_TD)
 
     def _added(self, y: Tensor, shared: Tensor | None) -> Tensor:
         """Add the shared part; never in place, as either may be a tensor that somebody else holds."""

@@ -40,7 +40,7 @@ _MAPPED = (
     "capacity_factor", "min_capacity", "drop_policy", "pad_to_capacity",
     "pad_tokens", "token_alignment", "token_bound", "packed",
 )  # fmt: skip
-_SHARED = ("shared_ffn", "shared_gate", "shared_overlap")
+_SHARED = ("shared_ffn", "shared_gate", "shared_overlap", "shared_bias")
 
 
 class NativeSession(Session):
@@ -188,7 +188,7 @@ class NativeSession(Session):
     def layer(self, config: Config) -> Layer:
         """Build a layer of the session's own router, exchange and experts, and its shared experts."""
         config.only(*_MAPPED, *_SHARED)
-        routed = replace(config, shared_ffn=(), shared_gate=False, shared_overlap=False)
+        routed = replace(config, shared_ffn=(), shared_gate=False, shared_overlap=False, shared_bias=False)
         parts = (self.router(routed), self.exchange(routed), self.experts(routed))
         with refusals(CannotBuild, match="."):
             return self.layer_class(config, self.topology, self.device, parts, self.shared_class)

@@ -36,8 +36,32 @@ class Score(Replicated):
         return functional.linear(x_TD.to(wide), self.score_1D.to(wide)).sigmoid()
 
 
+class OutputBias(Replicated):
+    """The output biases of the shared experts, (S, D), which are added to the sum of all parts on a rank's own tokens.
+
+    Added to the parts instead, they would be in the sum tp times.
+    """
+
+    replicas = ("dp_cp", "tp")  # as of `Score`: a rank of tp saw its own tokens only
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        """Make the parameter, NaN until someone writes it."""
+        super().__init__()
+        size = len(config.shared_ffn), config.hidden
+        self.bias_SD = nn.Parameter(torch.full(size, torch.nan, dtype=config.dtype, device=device))
+
+    def named(self, read: Read) -> Iterator[Named]:
+        """Yield the bias of every shared expert by its number."""
+        for j, bias_D in enumerate(read(self.bias_SD)):
+            yield Named("shared_bias", j, bias_D)
+
+    def forward(self, h_TD: Tensor) -> Tensor:
+        """Return the sum of the shared experts with the sum of their biases."""
+        return h_TD + self.bias_SD.sum(0)
+
+
 class SharedExperts(Replicated):
-    """All shared experts as one: gate and up (F, D), down (D, F)."""
+    """All shared experts as one, without their biases: gate and up (F, D), down (D, F)."""
 
     replicas = ("dp_cp",)  # a rank of tp saw the tokens of all of them, and holds units of its own
 

@@ -100,7 +100,7 @@ class _Session(Session):
         """Build the block of the model that is what is asked for."""
         config.only(
             "variant", "experts", "top_k", "hidden", "ffn", "dtype", "score", "normalise", "scale", "groups",
-            "group_score", "balance_bias", "shared_ffn", "shared_gate",
+            "group_score", "balance_bias", "shared_ffn", "shared_gate", "shared_bias",
         )  # fmt: skip
         if self._topology.sizes["ep"] == 1 and _implementations(config.variant)[0] == "all_reduce":
             raise Unsupported("with ep = 1 the library installs no implementation; see the variant alltoall")

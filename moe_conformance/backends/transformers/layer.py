@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from moe_conformance.backends.fsdp_windows import require_parts, shared_windows, whole_window
+from moe_conformance.backends.fsdp_windows import require_one_bias, require_parts, shared_windows, whole_window
 from moe_conformance.backends.transformers.experts import expert_windows, shard_experts
 from moe_conformance.backends.transformers.placement import Placement
 from moe_conformance.backends.transformers.router import model_config, model_of
@@ -35,6 +35,15 @@ _BLOCKS: Mapping[str, _Block] = {
 
 def block_of(config: Config) -> str:
     """Return the model whose block is what is asked for, or refuse what is adapted to none."""
+    model = _block_of(config)
+    if config.shared_bias:
+        if model != "deepseek_v2":
+            raise Unsupported(f"the shared experts of {model} have no biases: not shared_bias=True")
+        require_one_bias(config.shared_ffn)
+    return model
+
+
+def _block_of(config: Config) -> str:
     router = model_of(config)
     if not config.shared_ffn or config.shared_gate:
         if router != "qwen3_moe" or bool(config.shared_ffn) != config.shared_gate:
@@ -51,7 +60,7 @@ def block_of(config: Config) -> str:
 class ModelLayer:
     """The block of a model, its experts over ep and all of it by FSDP2 over the batches, as the library places it.
 
-    Several shared experts are one of their total width.
+    Several shared experts are one of their total width. Biases of their gate and up projections stay zero.
     """
 
     def __init__(self, config: Config, placement: Placement, implementations: tuple[str, str]) -> None:
@@ -70,6 +79,9 @@ class ModelLayer:
         for module in block.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 setattr(module, name, nn.Parameter(parameter.detach().to(config.dtype)))
+        if config.shared_bias:
+            for projection in (block.shared_experts.gate_proj, block.shared_experts.up_proj):
+                nn.init.zeros_(projection.bias)  # one switch gives biases to all three projections
         self._block = block
         sizes = placement.topology.sizes
         if sizes["tp"] > 1 and any("shared_experts" in name for name in asked.base_model_tp_plan):
@@ -131,6 +143,6 @@ class ModelLayer:
             return
         shared = getattr(block, self._names.shared)
         gate_up_FD = (shared.gate_proj.weight, shared.up_proj.weight)
-        yield from shared_windows(gate_up_FD, shared.down_proj.weight, self._config.shared_ffn, read)
+        yield from shared_windows(gate_up_FD, shared.down_proj, self._config.shared_ffn, read)
         if self._config.shared_gate:
             yield from whole_window("shared_score", block.shared_expert_gate.weight, read)

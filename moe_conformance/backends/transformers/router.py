@@ -82,7 +82,10 @@ _MODELS: Mapping[str, tuple[str, str, _Fields]] = {
 }
 
 _SHARED: Mapping[str, _Fields] = {
-    "deepseek_v2": lambda config: {"n_shared_experts": sum(config.shared_ffn) // config.ffn},
+    "deepseek_v2": lambda config: {
+        "n_shared_experts": sum(config.shared_ffn) // config.ffn,
+        "mlp_bias": config.shared_bias,
+    },
     "deepseek_v3": lambda config: {"n_shared_experts": sum(config.shared_ffn) // config.ffn},
     "qwen2_moe": lambda config: {"shared_expert_intermediate_size": sum(config.shared_ffn)},
 }
