@@ -31,6 +31,7 @@ from self_tests.planted_bugs import (
     routing_ends,
     routing_extremes,
     settings,
+    shared_biases,
     shared_experts,
     token_copies,
     token_exchange,
@@ -49,7 +50,8 @@ def plants() -> tuple[Plant, ...]:
     routers = (routing, routing_ends, routing_extremes, forcing)
     chapters = (*routers, *drops, *exchanges, experts, gradients, groups, overlap, cost)
     laws = (identity, padding_gradients, settings, config_rules)
-    surfaces = (*laws, flex, permute, dispatch_layout, token_exchange, packing, packed_sequences, shared_experts)
+    shared = (shared_experts, shared_biases)
+    surfaces = (*laws, flex, permute, dispatch_layout, token_exchange, packing, packed_sequences, *shared)
     return tuple(plant for chapter in (*chapters, token_copies, *surfaces) for plant in chapter.PLANTS)
 
 
