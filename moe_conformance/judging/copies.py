@@ -15,6 +15,7 @@ from functools import cached_property
 import torch
 
 from moe_conformance.judging.answers import answers, judge_no_slip
+from moe_conformance.judging.counts import judge_counts
 from moe_conformance.judging.deliveries import judge_deliveries, judge_rows
 from moe_conformance.judging.diagnosis import Finding, fail, some
 from moe_conformance.judging.gradients import judge_dweights, judge_dx
@@ -28,6 +29,7 @@ from moe_conformance.judging.own_experts import (
 )
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.verdict import (
+    AbsentGradient,
     MalformedClaim,
     Mismatch,
     Tally,
@@ -38,7 +40,7 @@ from moe_conformance.judging.verdict import (
 )
 from moe_conformance.scenarios.outcome import Grad, Microbatch, Outcome
 from moe_conformance.workloads import tags
-from moe_conformance.workloads.copies import MISMATCHES, ONE_GROUP, groups_that_differ
+from moe_conformance.workloads.copies import MISMATCHES, ONE_GROUP, groups_that_differ, odd_one_of
 from moe_conformance.workloads.records import Batch
 from reference.exchange import Pair
 from reference.tp_copies import gathered, same_bytes, wrong_pairs
@@ -110,6 +112,14 @@ def _sent(pair: Pair, layout: dict[str, tuple[tuple[int, ...], ...]]) -> Pair:
     copies = next(group for group in layout["tp"] if pair.source in group)
     there = next(group for group in layout["ep_etp"] if pair.destination in group)
     return replace(pair, source=min(set(copies) & set(there)))
+
+
+def judge_copies_claimed(reading: Reading, tally: Tally) -> None:
+    """Decide whether claimed counts are those of the rows handed over, and of distinct tokens' routing.
+
+    Raises as `judge_counts`.
+    """
+    judge_counts(_of_copy(reading, 0), tally)
 
 
 def judge_copies_counted(reading: Reading, tally: Tally) -> None:
@@ -213,13 +223,16 @@ def _taken(reading: Reading, m: int, copies: tuple[int, ...], copy: int) -> Micr
         y=mine.y,
         y_shape=mine.y_shape,
         y_dtype=mine.y_dtype,
-        dx_TD=_gradient(reading, copies, copy, [each.dx_TD for each in seen]),
-        dweights_TK=_gradient(reading, copies, copy, [each.dweights_TK for each in seen]),
+        dx_TD=_gradient(reading, copies, copy, f"x in microbatch {m}", [each.dx_TD for each in seen]),
+        dweights_TK=_gradient(reading, copies, copy, f"the weights in microbatch {m}", [e.dweights_TK for e in seen]),
     )
 
 
-def _gradient(reading: Reading, copies: tuple[int, ...], copy: int, by_copy: list[Grad]) -> Grad:
-    """Return a copy's gradient, or the sum of all copies' where the backend says that they are parts."""
+def _gradient(reading: Reading, copies: tuple[int, ...], copy: int, name: str, by_copy: list[Grad]) -> Grad:
+    """Return a copy's gradient, or the sum of all copies' where the backend says that they are parts.
+
+    A part is zero, and not None, where a copy has none: to add them up takes all copies.
+    """
     claims = {reading.ranks[rank].resolved.get("copies", "complete") for rank in copies}
     if claims == {"complete"}:
         return by_copy[copy]
@@ -227,6 +240,11 @@ def _gradient(reading: Reading, copies: tuple[int, ...], copy: int, by_copy: lis
         said = " and ".join(sorted(claims))
         raise MalformedClaim("gradient", f"the copies' gradients are claimed to be {said}, not complete, or parts")
     values = [grad.value for grad in by_copy if grad.value is not None]
+    absent = [rank for rank, grad in zip(copies, by_copy, strict=True) if grad.value is None]
+    if absent and any(value.numel() for value in values):
+        ranks = some(f"rank {rank}" for rank in absent)
+        sentence = f"the gradient of {name} is None on {ranks}, and a part of it lies on other copies"
+        raise AbsentGradient("gradient", sentence, ranks=tuple(absent))
     if not values or len({value.shape for value in values}) > 1:
         return by_copy[copy]
     (whole,) = gathered(values, "parts")
@@ -252,25 +270,27 @@ def _without_tokens(batch: Batch) -> Batch:
 
 
 def judge_mismatch(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether every rank of a tp group raises whose copies have different routings, and the next step is right.
+    """Decide whether every rank of a tp group raises whose copies have different routings, between two right steps.
 
     Ranks of other groups may raise or answer, but none may wait for ever.
 
     Raises:
         Unrefused: a rank of such a group answered.
-        Hung, Died, Raised: a rank waits for another or ended, or the right step raised.
-        WrongOutput: the right step was answered wrongly.
+        Hung, Died, Raised: a rank waits for another or ended, or a right step raised.
+        WrongOutput: a right step was answered wrongly.
     """
     what, _ = MISMATCHES[outcome.workload.name.removesuffix(ONE_GROUP)]
-    judge_no_slip(outcome, 0)
-    found = answers(outcome, 0)
+    number = next(n for n, call in enumerate(outcome.workload.calls) if call.may_raise)
+    judge_no_slip(outcome, number)
+    found = answers(outcome, number)
     groups = groups_that_differ(outcome.workload)
     answered = [rank for group in groups for rank in group if not found[rank].raised]
     if answered:
-        on = some(group[-1] for group in groups)
+        on = some(odd_one_of(outcome.workload, group) for group in groups)
         told = some(f"rank {rank}" for rank in answered)
         sentence = f"step answered {what} on rank {on} alone of its tp group on {told}, where all should refuse it"
         raise Unrefused("dispatch", sentence, ranks=tuple(answered))
     for rank in (rank for group in groups for rank in group):
         tally.add(pairs=1, rank=rank)
-    judge_y(outcome, 1, 0, tally)
+    for right in (number - 1, number + 1):
+        judge_y(outcome, right, 0, tally)

@@ -69,7 +69,7 @@ def _judge(
     _require_handed_back(reading)
     findings = []
     for m, ranks in enumerate(once(reading, _solve)):
-        for rank, solved in enumerate(ranks):
+        for rank, solved in enumerate(ranks if stage == "combine" or reading.goes_backward(m) else ()):
             actual, expected = of_run(reading.seen(m, rank)), of_oracle(solved)
             if not len(expected):
                 continue

@@ -196,8 +196,8 @@ def _ids(workload: Workload) -> list[Tensor]:
 
 def _on_one_rank(workload: Workload) -> bool:
     """Return whether input is wrong, or answers are on some ranks of several."""
-    first = workload.calls[0]
-    return (first.method == "step" and first.may_raise) or workload.name.endswith("-on-a-rank")
+    wrong_step = any(call.method == "step" and call.may_raise for call in workload.calls)
+    return wrong_step or workload.name.endswith("-on-a-rank")
 
 
 def _duplicates(ids_TK: Tensor) -> bool:

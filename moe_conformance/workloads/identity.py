@@ -16,7 +16,7 @@ _RECIPES = (
     Recipe("identity-uneven", tokens=UNEVEN),
     Recipe("identity-one-expert-even", one_expert, config={"top_k": 1}),
     Recipe("identity-dropped-even", dropped),
-    Recipe("identity-in-flight-even", schedule="F0 F1 B0 B1"),
+    Recipe("identity-in-flight-even", schedule="F0 N2 F1 B0 I3 B1"),
     Recipe("identity-even-bfloat16", config={"dtype": torch.bfloat16}),
 )
 NAMES = tuple(recipe.name for recipe in _RECIPES)

@@ -33,6 +33,26 @@ class ReceiveBufferCleared(AllToAllExchange):
         return super().combine(rows, handle)
 
 
+@planted(
+    Expectation("EXCH-05", "identity-in-flight-even", "combine", "y of rank 0 token 0 of microbatch 2", "were handed"),
+)
+class ReceiveBufferClearedInInference(AllToAllExchange):
+    """The same where no gradients are wanted, and buffers are taken to be free as soon as experts have read them."""
+
+    _received: Tensor | None = None
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        delivery, handle = super().dispatch(x, routing)
+        self._received = delivery.rows_RD.detach()
+        return delivery, handle
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        assert self._received is not None
+        if not torch.is_grad_enabled():
+            self._received.zero_()
+        return super().combine(rows, handle)
+
+
 class _WeighedInPlace(torch.autograd.Function):
     """Rows times their weights, written over the rows past autograd."""
 

@@ -137,6 +137,74 @@ class WholeTakenForParts(TokenCopies):
 
 
 @planted(
+    Expectation("EXCH-07", "copies-even-bfloat16", "combine", "has the dtype torch.float32, x has torch.bfloat16"),
+    Expectation("EXCH-07", "copies-own-even-bfloat16", "combine", "has the dtype torch.float32, x has torch.bfloat16"),
+    layout=TP2_EP2,
+)
+class AnswersStayWide(TokenCopies):
+    """Answers are gathered in float32, and every copy keeps them so."""
+
+    def _join(self, y_SD: Tensor, shares: Shares) -> Tensor:
+        return super()._join(y_SD.float(), shares)
+
+
+@planted(
+    Expectation("EXCH-08", "copies-even", "run", "the backend wrote into x of rank"),
+    layout=TP2_EP2,
+)
+class OthersSharesCleared(TokenCopies):
+    """A rank clears the tokens that other copies dispatch, in the caller's memory."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        delivery, handle = super().dispatch(x, routing)
+        x_TD, sizes = x.detach().reshape(-1, x.shape[-1]), handle.shares.sizes_W
+        for rank, part_SD in enumerate(torch.split(x_TD, sizes)):
+            if rank != self.group.rank():
+                part_SD.zero_()
+        return delivery, handle
+
+
+@planted(
+    Expectation("EXCH-04", "copies-even", "dispatch", "claims", "rows for expert", "and hands over"),
+    layout=TP2_EP2,
+)
+class CountsOfAllCopies(TokenCopies):
+    """Experts are told counts of all that the tensor ranks hold, and are handed the distinct tokens."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        delivery, handle = super().dispatch(x, routing)
+        counts_N = delivery.counts_N
+        return replace(delivery, counts_N=None if counts_N is None else counts_N * self.group.size()), handle
+
+
+class _OntoTheFirst(torch.autograd.Function):
+    """Nothing forward; backward everything on the first copy, and no gradient at all on the others."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.first = group.rank() == 0
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None]:
+        return gradients[0] if ctx.first else None, None
+
+
+@planted(
+    Expectation("EXCH-36", "copies-even", "gradient", "the gradient of x in microbatch 0 is None on rank 1", "a part"),
+    Expectation("EXCH-36", "copies-own-even", "gradient", "the gradient of x in microbatch 0 is None on rank 1"),
+    layout=TP2_EP2,
+)
+class NoPartOnTheOthers(PartsOfGradients):
+    """Gradients are gathered on the first copy; the others have none to add, and leave the sum over tp to hang."""
+
+    def _cut(self, x_TD: Tensor, weights_TK: Tensor, shares: Shares) -> tuple[Tensor, Tensor]:
+        x_TD = _OntoTheFirst.apply(x_TD, self.group)  # type: ignore[no-untyped-call]
+        weights_TK = _OntoTheFirst.apply(weights_TK, self.group)  # type: ignore[no-untyped-call]
+        return TokenCopies._cut(self, x_TD, weights_TK, shares)
+
+
+@planted(
     Expectation("EXCH-36", "copies-own-even", "combine", "y of rank 1 differs from that of rank 0, a copy"),
     layout=TP2_EP2,
 )
@@ -214,6 +282,24 @@ class FirstCopyGoesOn(TokenCopies):
 
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
         return torch.zeros_like(handle) if isinstance(handle, Tensor) else super().combine(rows, handle)
+
+
+@planted(
+    *(
+        Expectation("EXCH-37", name, "dispatch", "step answered", "alone of its tp group")
+        for name in ("copies-differ-by-an-id", "copies-exchange-tokens-in-one-group")
+    ),
+    layout=TP2_EP2,
+)
+class ComparedOnce(TokenCopies):
+    """Copies are compared in the first step, and believed to be copies in all others."""
+
+    _compared = False
+
+    def _compare(self, ids_TK: Tensor, device: torch.device) -> None:
+        if not self._compared:
+            super()._compare(ids_TK, device)
+        self._compared = True
 
 
 PLANTS = collect(globals())
