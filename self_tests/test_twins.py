@@ -240,6 +240,14 @@ class TestRefusal:
         with pytest.raises(NotOffered, match="refused with RuntimeError: strides"):
             judged(simulate(WORK), laws.strided(WORK)[0], self.raised("forward:0", 0), judge_strided)
 
+    def test_a_refusal_of_some_ranks_is_none(self) -> None:
+        """What one rank alone refuses leaves others waiting for it, and the sentence tells which."""
+        outcome = self.raised("forward:0", 0)
+        waiting = replace(outcome.ranks[-1], status="hung", error=None, secondary=True)
+        outcome = replace(outcome, ranks=(*outcome.ranks[:-1], waiting))
+        with pytest.raises(Raised, match=r"rank 0.* refused at once with RuntimeError: strides, and rank \d did not"):
+            judged(simulate(WORK), laws.strided(WORK)[0], outcome, judge_strided)
+
     def test_an_error_later_is_none(self) -> None:
         """In the backward it is too late."""
         with pytest.raises(Raised, match="run with x transposed"):

@@ -9,18 +9,19 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.diagnosis import Finding, fail
+from moe_conformance.judging.diagnosis import Finding, fail, some
 from moe_conformance.judging.likeness import likeness
 from moe_conformance.judging.own_expected import OwnExpected
 from moe_conformance.judging.own_experts import expected_of
 from moe_conformance.judging.places import Place
-from moe_conformance.judging.reading import Reading, read, tokens_of
+from moe_conformance.judging.reading import Reading, place_of, read, tokens_of
 from moe_conformance.judging.twin_deliveries import judge_same_deliveries
 from moe_conformance.judging.twin_parameters import judge_same_parameters
 from moe_conformance.judging.verdict import (
     ChangedInput,
     Mismatch,
     NotOffered,
+    Raised,
     Stage,
     Tally,
     WrongForm,
@@ -157,14 +158,31 @@ def read_twin(ran: Ran) -> Reading:
 
 
 def _or_refused(ran: Ran) -> Ran:
-    """Return a twin that every rank refused with an error at once as one that was not run."""
+    """Return a twin that every rank refused with an error at once as one that was not run.
+
+    Raises:
+        Raised: some ranks did, and others had begun: they wait.
+    """
     if ran.outcome is None:
         return ran
-    for rank in ran.outcome.ranks:
-        at_once = rank.phases and len(rank.ledger) <= rank.phases[0][1]  # no collective since the phase began
-        if rank.status != "raised" or rank.reached not in ("forward:0", "dispatch:0") or not at_once:
-            return ran
-    return replace(ran, outcome=None, why_not=f"refused with {ran.outcome.ranks[0].error}")
+    refused = [rank for rank in ran.outcome.ranks if _refused_at_once(rank)]
+    if len(refused) == len(ran.outcome.ranks):
+        return replace(ran, outcome=None, why_not=f"refused with {refused[0].error}")
+    if not refused:
+        return ran
+    numbers = tuple(rank.rank for rank in refused)
+    others = some(f"rank {rank.rank}" for rank in ran.outcome.ranks if rank.rank not in numbers)
+    by = some(f"rank {number}" for number in numbers)
+    sentence = f"run {ran.twin.how}, {by} refused at once with {refused[0].error}, and {others} did not"
+    mismatch = Raised("run", sentence, ranks=numbers)
+    mismatch.place = place_of(refused[0])
+    raise mismatch
+
+
+def _refused_at_once(rank: RankOutcome) -> bool:
+    """Return whether a rank raised in its first forward, before any collective of that forward."""
+    at_once = rank.phases and len(rank.ledger) <= rank.phases[0][1]  # no collective since the phase began
+    return bool(at_once) and rank.status == "raised" and rank.reached in ("forward:0", "dispatch:0")
 
 
 # ---- what is left alone --------------------------------------------------------------------------------------------
@@ -275,8 +293,8 @@ def _expected(rows: Rows, known: Sequence[Sequence[Tensor | None]], name: str) -
     if any(known[m][rank] is None for m, rank, _ in rows.source_T3.tolist()) or not any(values):
         return None
     filled = [[torch.empty(0, 0) if value is None else value for value in ranks] for ranks in known]
-    some = next(value for ranks in values for value in ranks)
-    was = picked(rows.source_T3, filled) if len(rows.source_T3) else some[:0]
+    like = next(value for ranks in values for value in ranks)
+    was = picked(rows.source_T3, filled) if len(rows.source_T3) else like[:0]
     if name == "dweights":
         return was.gather(1, rows.slots_TK)
     return torch.ldexp(was.double(), rows.powers_T[:, None]).to(was.dtype)

@@ -157,6 +157,7 @@ PROBE = (
     Recipe("one-expert-uneven", one_expert, tokens=UNEVEN, config={"top_k": 1}, profile="full"),
     Recipe("one-token-even", tokens=(1,), wide=True),
     Recipe("rank-without-tokens", tokens=ONE_WITHOUT, wide=True),
+    Recipe("one-token-or-none", tokens=(8, 1, 0, 5), profile="full", likened="full"),  # few have gaps in any strides
     Recipe("many-tokens", tokens=MANY, wide=True),
     Recipe("many-tokens-even", tokens=(140,), profile="full"),
     Recipe("many-tokens-one-expert", one_expert, tokens=MANY, config={"top_k": 1}),
@@ -219,6 +220,7 @@ _OWN = (
     Recipe("own-empty-expert-even", empty_expert),
     Recipe("own-unweighted-even", tokens=(24,), experts_per_ep=2, config={"top_k": 1}, weights="ones"),
     Recipe("own-idle-rank-even", idle_rank, needs_ep=True),
+    Recipe("own-one-token-even", tokens=(1,), config={"top_k": 1}, needs_ep=True),
     Recipe("own-rank-without-tokens", tokens=ONE_WITHOUT, wide=True),
     Recipe("own-filled-even", memory="filled"),
     Recipe("own-filled-uneven", tokens=ONE_WITHOUT, memory="filled"),
