@@ -238,21 +238,24 @@ def table_(folders: tuple[Path, ...], output: Path | None) -> None:
 
     command = shlex.join(["moe-conformance", *sys.argv[1:]])
     try:
+        parts = [merge.read(folder) for folder in folders]
+        merge.of_one_backend(parts)
         by_profile: dict[str, list[merge.Part]] = {}
-        for part in map(merge.read, folders):
+        for part in parts:
             by_profile.setdefault(part.head["profile"], []).append(part)
-        merged = {profile: merge.merge(parts, command) for profile, parts in by_profile.items()}
+        sections = []
+        for own in by_profile.values():
+            whole = merge.merge(own, command)
+            sections.append(exchange_table.Section(whole.head, whole.records, [part.head["command"] for part in own]))
+        page = exchange_table.page(command, sections)
+        if output is None:
+            click.echo(page, nl=False)
+        else:
+            output.write_text(page, encoding="utf-8")
     except merge.Unmergeable as error:
         raise CannotRun(str(error)) from error
-    sections = [
-        exchange_table.Section(whole.head, whole.records, [part.head["command"] for part in by_profile[profile]])
-        for profile, whole in merged.items()
-    ]
-    page = exchange_table.page(command, sections)
-    if output is None:
-        click.echo(page, nl=False)
-    else:
-        output.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise CannotRun(f"the table cannot be written: {error}") from error
 
 
 class _Terminal:

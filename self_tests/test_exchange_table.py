@@ -153,6 +153,26 @@ class TestExchangeTable:
         assert told.output == (tmp_path / "page.md").read_text(encoding="utf-8")
         none = CliRunner().invoke(cli.main, ["table", str(tmp_path)])
         assert (2, True) == (none.exit_code, "there is no report" in none.output)
+        nowhere = CliRunner().invoke(cli.main, ["table", *folders, "--output", str(tmp_path / "no" / "page.md")])
+        assert (2, True) == (nowhere.exit_code, "the table cannot be written" in nowhere.output)
+
+    def test_a_page_is_of_one_backend(self, tmp_path) -> None:
+        """Other profiles may stand beside, other backends may not."""
+        for name, changes in (("one", {}), ("two", {"profile": "full"}), ("three", {"profile": "full", "backend": "b"})):
+            (tmp_path / name).mkdir()
+            head = result.head(replace(FACTS, **changes))
+            result.write(tmp_path / name, result.document(head, tuple(spec.load().values()), [record("GRAD-01")]))
+        one, two, three = (str(tmp_path / name) for name in ("one", "two", "three"))
+        assert 0 == CliRunner().invoke(cli.main, ["table", one, two]).exit_code
+        other = CliRunner().invoke(cli.main, ["table", one, three])
+        assert (2, True) == (other.exit_code, "are not of one backend: backend toy and b" in other.output)
+
+    def test_what_is_missing_is_told(self) -> None:
+        """A table of some shards, or of a run that was stopped, says so above its cells."""
+        head = result.head(FACTS) | {"problems": ["shard 2/2 is missing"], "stopped": "killed"}
+        text = exchange_table.page("table", [exchange_table.Section(head, [record("EXCH-01")], ["run"])])
+        assert "or are not the whole: shard 2/2 is missing; killed." in text
+        assert "are not the whole" not in page(FACTS, record("EXCH-01"))
 
 
 class TestTraits:

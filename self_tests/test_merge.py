@@ -175,6 +175,32 @@ class TestRefusals:
         with pytest.raises(merge.Unmergeable, match="no report of this suite"):
             merged(tmp_path)
 
+    @pytest.mark.parametrize(
+        ("changes", "sentence"),
+        [
+            ({"variants": None}, "its variants is None"),
+            ({"ranks": "four"}, "its ranks is 'four'"),
+            ({"profile": "fast"}, "its profile is 'fast'"),
+            ({"shard": "x"}, "I/N with I from 1 to N"),
+            ({"waivers": [{"expires": "soon"}]}, "Invalid isoformat string: 'soon'"),
+            ({"requirements": [{"checks": [{"node": "a"}]}]}, "'requirements'"),
+            ({"requirements": [{}]}, "'checks'"),
+        ],
+        ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+    )
+    def test_what_cannot_be_read_is_told(self, report, changes, sentence):
+        """A report that was written by hand, by another suite or only in part is refused in a sentence."""
+        folder = report("one", record("ep2", "pass"))
+        content = json.loads((folder / result.NAME).read_text("utf-8"))
+        (folder / result.NAME).write_text(json.dumps(content | changes))
+        with pytest.raises(merge.Unmergeable, match=f"one holds no report of this suite: .*{sentence}"):
+            merged(folder)
+        (name, *_) = changes
+        del content[name]
+        (folder / result.NAME).write_text(json.dumps(content))
+        with pytest.raises(merge.Unmergeable, match=f"one holds no report of this suite: .*{name}"):
+            merged(folder)
+
 
 class TestCommand:
     def test_it_writes_one_report_and_tells_it(self, report, tmp_path):

@@ -80,6 +80,8 @@ def _section(section: Section) -> Iterable[str]:
     versions = " ".join(f"{name} {version}" for name, version in head["versions"].items())
     yield f"## {head['backend']}, profile {head['profile']}"
     yield f"{versions}; {head['device']}, up to {head['ranks']} ranks; {matrix.totals(records)}."
+    if missing := [*head["problems"], *([head["stopped"]] if head["stopped"] else [])]:
+        yield f"These runs failed beside their items, or are not the whole: {'; '.join(missing)}."
     yield "\n".join(_rows(head, records))
     yield "\n".join(_sentences(records)) or "Nothing was refused, and all was adapted."
     yield "The runs:"

@@ -7,13 +7,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from moe_conformance import shards
+from moe_conformance.plan import VIRTUAL
 from moe_conformance.report import journal, result
 from moe_conformance.report.problems import of_whole
 from moe_conformance.report.records import FAILING, Record, overall
 from moe_conformance.waivers import Waiver, Waivers
+from moe_conformance.workloads.corpus import Profile
+
+# What every report says of itself, but for what may be null.
+_SAID: Mapping[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("suite", "backend", "torch", "device", "profile", "command", "started"), str),
+    **dict.fromkeys(("variants", "problems", "only", "waivers"), list),
+    **dict.fromkeys(("interrupted", "filtered"), bool),
+    **{"versions": dict, "ranks": int, "seconds": (int, float)},
+}
+_OR_NULL = ("plant", "finished", "stopped", "shard")  # strings
 
 # What two reports must have in common to be of one run.
 _SAME = ("suite", "backend", "versions", "torch", "device", "ranks", "profile", "plant", "only")
@@ -52,16 +63,25 @@ def read(folder: Path) -> Part:
     try:
         head = json.loads((folder / result.NAME).read_text(encoding="utf-8"))
         requirements = head.pop("requirements")
-        if head["finished"] is None:
-            return Part(folder, head, tuple(journal.read(folder)))
+        _require_said(head)
+        records = journal.read(folder) if head["finished"] is None else _records(requirements)
     except FileNotFoundError as error:
         raise Unmergeable(f"there is no report in {folder}: {error.filename} is missing") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Unmergeable(f"{folder} holds no report of this suite: {type(error).__name__}: {error}") from error
     if head.get("merged"):
         raise Unmergeable(f"{folder} was merged already; merge the reports that it came from")
-    records = {check["node"]: check for requirement in requirements for check in requirement["checks"]}
-    return Part(folder, head, tuple(Record.from_json(check) for check in records.values()))
+    return Part(folder, head, tuple(records))
+
+
+def of_one_backend(parts: Sequence[Part]) -> None:
+    """Require that reports, of whatever profiles, judged the same backend with the same planted bug, or none.
+
+    Raises:
+        Unmergeable: they did not.
+    """
+    for part in parts[1:]:
+        _require_same(parts[0], part, ("backend", "plant"), "of one backend")
 
 
 def merge(parts: Sequence[Part], command: str) -> Merged:
@@ -72,6 +92,7 @@ def merge(parts: Sequence[Part], command: str) -> Merged:
     """
     for part in parts[1:]:
         _require_same(parts[0], part)
+        _require_alike(parts[0], part)
     notes: list[str] = []
     conflicts: list[str] = []
     records = _union(parts, notes, conflicts)
@@ -104,13 +125,38 @@ def merge(parts: Sequence[Part], command: str) -> Merged:
     return Merged(head, tuple(records), tuple(notes))
 
 
-def _require_same(one: Part, other: Part) -> None:
-    for name in _SAME:
-        mine, its = one.head.get(name), other.head.get(name)
+def _require_said(head: Mapping[str, Any]) -> None:
+    """Raise ValueError, TypeError or KeyError unless a report says all of itself, and in ways that can be read."""
+    wanted = {**_SAID, **dict.fromkeys(_OR_NULL, (str, type(None)))}
+    for name, kind in wanted.items():
+        if name not in head:
+            raise ValueError(f"it does not say its {name}")
+        if not isinstance(head[name], kind):
+            raise ValueError(f"its {name} is {head[name]!r}")
+    if head["profile"] not in (*get_args(Profile), VIRTUAL):
+        raise ValueError(f"its profile is {head['profile']!r}")
+    if head["shard"]:
+        shards.parse(head["shard"])
+    for entry in head["waivers"]:
+        _waiver(entry)
+
+
+def _records(requirements: Sequence[Mapping[str, Any]]) -> list[Record]:
+    """Return every record once; those that cite several requirements stand with each of them."""
+    checks = {check["node"]: check for requirement in requirements for check in requirement["checks"]}
+    return [Record.from_json(check) for check in checks.values()]
+
+
+def _require_same(one: Part, other: Part, names: Sequence[str] = _SAME, what: str = "of one run") -> None:
+    for name in names:
+        mine, its = one.head[name], other.head[name]
         if mine != its:
             raise Unmergeable(
-                f"{one.folder} and {other.folder} are not of one run: {name} {_shown(mine)} and {_shown(its)}"
+                f"{one.folder} and {other.folder} are not {what}: {name} {_shown(mine)} and {_shown(its)}"
             )
+
+
+def _require_alike(one: Part, other: Part) -> None:
     mine, its = (part.head["shard"] and shards.parse(part.head["shard"]).count for part in (one, other))
     if mine != its:
         raise Unmergeable(
