@@ -11,7 +11,7 @@ from moe_conformance.workloads import tags
 from moe_conformance.workloads.records import Workload
 from reference import layer, whole_layer
 from reference.experts import swiglu_experts, tagged_experts
-from reference.routing import route
+from reference.routing import Routed, route
 
 
 def oracle(workload: Workload) -> layer.Gradients:
@@ -36,10 +36,13 @@ def seen(outcome: Outcome) -> tuple[Tensor, Tensor, Tensor]:
     return y, dx, dweights
 
 
-def assert_routed_alike(outcome: Outcome, allowed: float) -> None:
-    """In their first microbatch, routers of all ranks chose the same experts, in any order, and weighed them alike."""
-    workload = outcome.workload
-    config, router_ED = workload.config, workload.parameters["router", None].double()
+def assert_routed_alike(outcome: Outcome, allowed: float, router_ED: Tensor | None = None) -> list[Routed]:
+    """In their first microbatch, routers of all ranks chose the same experts, in any order, and weighed them alike.
+
+    Returns the oracle's answers by rank, differentiable in the router in float64 where that is given.
+    """
+    workload, config, routes = outcome.workload, outcome.workload.config, []
+    router_ED = workload.parameters["router", None].double() if router_ED is None else router_ED
     for rank, batch in zip(outcome.ranks, workload.batches[0], strict=True):
         found = rank.microbatches[0]
         assert found.routed_ids_TK is not None
@@ -57,7 +60,9 @@ def assert_routed_alike(outcome: Outcome, allowed: float) -> None:
         order, sorted_ids = expected.ids_TK.argsort(1), found.routed_ids_TK.argsort(1)
         assert torch.equal(expected.ids_TK.gather(1, order), found.routed_ids_TK.gather(1, sorted_ids))
         weights_TK = found.routed_weights_TK.gather(1, sorted_ids)
-        assert worst(weights_TK, expected.weights_TK.gather(1, order)) < allowed
+        assert worst(weights_TK, expected.weights_TK.detach().gather(1, order)) < allowed
+        routes.append(expected)
+    return routes
 
 
 def assert_layer_alike(outcome: Outcome, *, divisor: int, allowed: float) -> None:

@@ -158,7 +158,8 @@ class TestExchangeTable:
 
     def test_a_page_is_of_one_backend(self, tmp_path) -> None:
         """Other profiles may stand beside, other backends may not."""
-        for name, changes in (("one", {}), ("two", {"profile": "full"}), ("three", {"profile": "full", "backend": "b"})):
+        others = {"two": {"profile": "full"}, "three": {"profile": "full", "backend": "b"}}
+        for name, changes in ({"one": {}} | others).items():
             (tmp_path / name).mkdir()
             head = result.head(replace(FACTS, **changes))
             result.write(tmp_path / name, result.document(head, tuple(spec.load().values()), [record("GRAD-01")]))

@@ -21,8 +21,7 @@ from moe_conformance.scenarios.parameters import shard_of
 from moe_conformance.topology import Layout, Topology, layouts
 from moe_conformance.workloads import corpus, features, layers, routing
 from moe_conformance.workloads.records import Workload
-from reference.routing import route
-from self_tests.dense import oracle, seen, worst
+from self_tests.dense import assert_routed_alike, oracle, seen, worst
 
 try:
     MegatronCore().versions()  # importing the library here would take seconds: only the ranks need it
@@ -198,29 +197,13 @@ class TestRouter:
         workload = routed(TP2_EP2, name)
         outcome, config = run(engine, workload), workload.config
         router = workload.parameters["router", None].double().requires_grad_()
-        for rank, batch in zip(outcome.ranks, workload.batches[0], strict=True):
-            found = rank.microbatches[0]
-            assert found.routed_ids_TK is not None
-            assert found.routed_weights_TK is not None
-            expected = route(
-                batch.x_TD.double() @ router.T,
-                top_k=config.top_k,
-                score=config.score,
-                bias_E=workload.parameters.get(("balance_bias", None)),
-                groups=config.groups,
-                group_score=config.group_score,
-                normalise=config.normalise,
-                scale=config.scale,
-            )
-            order, sorted_ids = expected.ids_TK.argsort(1), found.routed_ids_TK.argsort(1)
-            assert torch.equal(expected.ids_TK.gather(1, order), found.routed_ids_TK.gather(1, sorted_ids))
-            weights_TK = found.routed_weights_TK.gather(1, sorted_ids)
-            assert worst(weights_TK, expected.weights_TK.detach().gather(1, order)) < 1e-6
+        routes = assert_routed_alike(outcome, 1e-6, router)
+        for rank, batch, expected in zip(outcome.ranks, workload.batches[0], routes, strict=True):
             expected.weights_TK.backward(batch.upstream.double().gather(1, expected.ids_TK))
             if config.balance_bias:
-                assert found.counts_E is not None
-                load_E = torch.bincount(expected.ids_TK.flatten(), minlength=config.experts)
-                assert torch.equal(load_E, found.counts_E.long())
+                counts_E = rank.microbatches[0].counts_E
+                assert counts_E is not None
+                assert torch.equal(torch.bincount(expected.ids_TK.flatten(), minlength=config.experts), counts_E.long())
         assert router.grad is not None
         for rank in outcome.ranks:
             assert rank.grads_final is not None

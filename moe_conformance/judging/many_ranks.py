@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moe_conformance.engine.ledger.entry import group_words
 from moe_conformance.judging.diagnosis import Finding, fail
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.verdict import Tally, WrongDelivery
@@ -24,9 +25,8 @@ def judge_own_group(reading: Reading, tally: Tally) -> None:
         if group_of.get(entry.source) == group_of[entry.rank]:
             tally.add(pairs=1, rank=entry.rank)
             continue
-        own = group_of[entry.rank]
-        whose = f"{len(own)} ranks from {own[0]} to {own[-1]}"
-        sentence = f"{entry.place} is {entry.token_name}, which is not of its exchange group ({whose})"
+        own = group_words(group_of[entry.rank])
+        sentence = f"{entry.place} is {entry.token_name}, which is not of that rank's exchange {own}"
         findings.append(Finding("another group", sentence, (entry.rank, entry.source)))
     if findings:
         fail(WrongDelivery, "dispatch", findings)

@@ -22,7 +22,9 @@ _SAID: Mapping[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("suite", "backend", "torch", "device", "profile", "command", "started"), str),
     **dict.fromkeys(("variants", "problems", "only", "waivers"), list),
     **dict.fromkeys(("interrupted", "filtered"), bool),
-    **{"versions": dict, "ranks": int, "seconds": (int, float)},
+    "versions": dict,
+    "ranks": int,
+    "seconds": (int, float),
 }
 _OR_NULL = ("plant", "finished", "stopped", "shard")  # strings
 

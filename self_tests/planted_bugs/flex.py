@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_conformance.backends.native import collectives
 from moe_conformance.backends.native.managers import DeepEPManager, Held, HybridEPManager, NCCLEPManager, Packed
-from moe_conformance.backends.native.token_exchange import Arrived, Handle, TokenExchange
+from moe_conformance.backends.native.token_exchange import Handle, TokenExchange
 from moe_conformance.contract import Delivery
 from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, collect, planted
 
@@ -105,19 +105,10 @@ class StaleLayout(TokenExchange):
 
     kept: Handle | None = None
 
-    def dispatch(
-        self,
-        x_TD: Tensor,
-        ids_TK: Tensor | None = None,
-        weights_TK: Tensor | None = None,
-        handle: Handle | None = None,
-        plain: bool = False,
-    ) -> Arrived:
-        if handle is None and self.kept is not None and self.kept.tokens == len(x_TD):
-            return super().dispatch(x_TD, None, weights_TK, self.kept, plain)
-        arrived = super().dispatch(x_TD, ids_TK, weights_TK, handle, plain)
-        self.kept = arrived.handle
-        return arrived
+    def _laid_out(self, x_TD: Tensor, ids_TK: Tensor | None, weights_TK: Tensor | None, known: Handle | None) -> Handle:
+        if known is not None or self.kept is None or self.kept.tokens != len(x_TD):
+            self.kept = super()._laid_out(x_TD, ids_TK, weights_TK, known)
+        return self.kept
 
 
 @planted(
@@ -126,17 +117,10 @@ class StaleLayout(TokenExchange):
 class IdsSentAgain(TokenExchange):
     """A dispatch with a handle sends the ids of its slots once more."""
 
-    def dispatch(
-        self,
-        x_TD: Tensor,
-        ids_TK: Tensor | None = None,
-        weights_TK: Tensor | None = None,
-        handle: Handle | None = None,
-        plain: bool = False,
-    ) -> Arrived:
-        if handle is not None:
-            collectives.all_to_all(handle.ids_RK, handle.received_W, handle.sent_W, self.group)
-        return super().dispatch(x_TD, ids_TK, weights_TK, handle, plain)
+    def _laid_out(self, x_TD: Tensor, ids_TK: Tensor | None, weights_TK: Tensor | None, known: Handle | None) -> Handle:
+        if known is not None:
+            collectives.all_to_all(known.ids_RK, known.received_W, known.sent_W, self.group)
+        return super()._laid_out(x_TD, ids_TK, weights_TK, known)
 
 
 # ---- what the managers make of it ----------------------------------------------------------------------------------

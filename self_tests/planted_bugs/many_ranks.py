@@ -12,8 +12,9 @@ from torch import Tensor
 
 from moe_conformance.backends.native.exchange import AllToAllExchange, Permuted
 from moe_conformance.backends.native.gradients import GradientFinisher
-from moe_conformance.contract import Routing
+from moe_conformance.contract import Config, Routing, Topology
 from moe_conformance.topology import Layout
+from moe_conformance.topology import Topology as OfALayout
 from self_tests.planted_bugs.plant import Expectation, collect, planted
 
 EP64 = Layout(64, ep=64)
@@ -80,37 +81,57 @@ class RanksInAlphabeticalOrder(AllToAllExchange):
 
 
 @planted(
-    Expectation("GROUP-06", "own-many-ranks-uneven", "finish", "the gradient of gate of expert 0 on rank 0 has"),
+    Expectation(
+        *("GROUP-06", "many-ranks-uneven", "dispatch"),
+        *("row 0 handed to rank 0 for expert 0 is rank 8 token", "which is not of that rank's exchange group (0, 1,"),
+    ),
     layout=REPLICATED64,
 )
-class ReplicasInAWord(GradientFinisher):
-    """The replicas of an expert are bits of one word of 32 bits, so that those of rank 32 and up are others' again."""
+class GroupsByTheirSize(AllToAllExchange):
+    """Groups are found by their size: where experts have as many replicas as ep ranks, rows go to those replicas."""
+
+    def __init__(self, config: Config, topology: Topology) -> None:
+        super().__init__(config, topology)
+        assert isinstance(topology, OfALayout)
+        found = {len(topology.ranks(name)): topology.group(name) for name in ("ep", "edp")}
+        groups = {**topology.process_groups, "ep": found[len(topology.ranks("ep"))]}
+        self.topology = replace(topology, process_groups=groups)
+
+
+class _SumsOfSome(GradientFinisher):
+    """The gradients of replicas are summed over some of the ranks of the world."""
+
+    def _mine(self) -> list[int]:
+        raise NotImplementedError
 
     def _summed(self, gradient: Tensor, replicas: tuple[str, ...]) -> Tensor:
         if replicas != ("edp",):
             return super()._summed(gradient, replicas)
-        ranks = self.topology.ranks("world")
-        every = [torch.empty_like(gradient, dtype=torch.float32) for _ in ranks]
+        every = [torch.empty_like(gradient, dtype=torch.float32) for _ in self.topology.ranks("world")]
         dist.all_gather(every, gradient.float().contiguous(), group=self.topology.group("world"))
-        mine = [rank % 32 for rank in self.topology.ranks("edp")]
-        return torch.stack([every[rank] for rank in mine]).sum(0)
+        return torch.stack([every[rank] for rank in self._mine()]).sum(0)
+
+
+@planted(
+    Expectation("GROUP-06", "own-many-ranks-uneven", "finish", "the gradient of gate of expert 0 on rank 0 has"),
+    layout=REPLICATED64,
+)
+class ReplicasInAWord(_SumsOfSome):
+    """The replicas of an expert are bits of one word of 32 bits, so that those of rank 32 and up are others' again."""
+
+    def _mine(self) -> list[int]:
+        return [rank % 32 for rank in self.topology.ranks("edp")]
 
 
 @planted(
     Expectation("GROUP-06", "own-many-ranks-uneven", "finish", "hold replicas of", "end with gradients that differ"),
     layout=REPLICATED64,
 )
-class ReplicasNodeByNode(GradientFinisher):
+class ReplicasNodeByNode(_SumsOfSome):
     """Gradients are summed among the replicas within 32 ranks and never between those blocks."""
 
-    def _summed(self, gradient: Tensor, replicas: tuple[str, ...]) -> Tensor:
-        if replicas != ("edp",):
-            return super()._summed(gradient, replicas)
-        ranks = self.topology.ranks("world")
-        every = [torch.empty_like(gradient, dtype=torch.float32) for _ in ranks]
-        dist.all_gather(every, gradient.float().contiguous(), group=self.topology.group("world"))
-        near = [rank for rank in self.topology.ranks("edp") if rank // 32 == self.topology.rank // 32]
-        return torch.stack([every[rank] for rank in near]).sum(0)
+    def _mine(self) -> list[int]:
+        return [rank for rank in self.topology.ranks("edp") if rank // 32 == self.topology.rank // 32]
 
 
 PLANTS = collect(globals())

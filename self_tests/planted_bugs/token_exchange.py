@@ -46,17 +46,9 @@ class OneOperationInFlight(TokenExchange):
 
     kept: Handle | None = None
 
-    def dispatch(
-        self,
-        x_TD: Tensor,
-        ids_TK: Tensor | None = None,
-        weights_TK: Tensor | None = None,
-        handle: Handle | None = None,
-        plain: bool = False,
-    ) -> Arrived:
-        arrived = super().dispatch(x_TD, ids_TK, weights_TK, handle and self.kept, plain)
-        self.kept = arrived.handle
-        return arrived
+    def _laid_out(self, x_TD: Tensor, ids_TK: Tensor | None, weights_TK: Tensor | None, known: Handle | None) -> Handle:
+        self.kept = super()._laid_out(x_TD, ids_TK, weights_TK, known and self.kept)
+        return self.kept
 
 
 @planted(Expectation("EXCH-08", "biases", "run", "wrote into the upstream gradient of rank 0"))

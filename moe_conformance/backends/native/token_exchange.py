@@ -118,12 +118,7 @@ class TokenExchange:
             ValueError: shapes, dtypes or ids are wrong on this rank.
             DispatchRefused: they are wrong on another rank; only a dispatch with a handle cannot tell.
         """
-        if handle is None:
-            handle = self._lay_out(x_TD, ids_TK, weights_TK)
-        elif ids_TK is not None:
-            raise ValueError("a dispatch with a handle takes its ids from it: give one of the two")
-        elif problem := _wrong_input(x_TD, handle.tokens, weights_TK, handle.ids_RK.shape[1]):
-            raise ValueError(problem)
+        handle = self._laid_out(x_TD, ids_TK, weights_TK, handle)
         rows_RD, scales_RB = self._send_rows(x_TD[handle.token_M], handle, None if plain else self.wire)
         if weights_TK is None:
             return Arrived(rows_RD, None, handle, scales_RB)
@@ -157,6 +152,16 @@ class TokenExchange:
         collectives.start_all_to_all(refusals_W, self.group).wait()  # nobody waits for rows then
 
     # ---- how -------------------------------------------------------------------------------------------------
+
+    def _laid_out(self, x_TD: Tensor, ids_TK: Tensor | None, weights_TK: Tensor | None, known: Handle | None) -> Handle:
+        """Return the handle by which a dispatch goes: the one that is known, if it fits, or that of a new layout."""
+        if known is None:
+            return self._lay_out(x_TD, ids_TK, weights_TK)
+        if ids_TK is not None:
+            raise ValueError("a dispatch with a handle takes its ids from it: give one of the two")
+        if problem := _wrong_input(x_TD, known.tokens, weights_TK, known.ids_RK.shape[1]):
+            raise ValueError(problem)
+        return known
 
     def _lay_out(self, x_TD: Tensor, ids_TK: Tensor | None, weights_TK: Tensor | None) -> Handle:
         """Tell every rank how many rows will come, and send the ids ahead of them."""
