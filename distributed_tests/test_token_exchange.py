@@ -6,6 +6,7 @@ from moe_conformance.judging.answers import judge_arguments
 from moe_conformance.judging.fixed_places import judge_limit, judge_places
 from moe_conformance.judging.float8_rows import judge_float8_bytes, judge_float8_rows
 from moe_conformance.judging.token_exchange import judge_biases, judge_other_handle, judge_reuse
+from moe_conformance.judging.travelling_weights import judge_travelling_weights
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
@@ -26,6 +27,11 @@ def takes_another(workload: Workload) -> bool:
 def has_biases(workload: Workload) -> bool:
     """Whether combine gets biases."""
     return workload.name.startswith("biases")
+
+
+def weighs(workload: Workload) -> bool:
+    """Whether experts weigh what they answer by weights that travelled."""
+    return workload.name.startswith("weighed")
 
 
 def within_limits(workload: Workload) -> bool:
@@ -65,6 +71,13 @@ class TestCombine:
     def test_biases_are_added_once(self, outcome: Outcome, tally: Tally) -> None:
         """Every token gets each bias once and unweighted, also one that went nowhere."""
         judge_biases(outcome, tally)
+
+
+class TestWeights:
+    @requirement("EXCH-05", "GRAD-02", "GRAD-03", kind="token_exchange", when=weighs)
+    def test_weights_travel_both_ways(self, outcome: Outcome, tally: Tally) -> None:
+        """Tokens get the weighed sum of their experts' answers, and tokens and weights the gradients of it."""
+        judge_travelling_weights(outcome, tally)
 
 
 class TestPlaces:

@@ -23,7 +23,7 @@ from self_tests.stand_in_deep_ep import Buffer, DeepEPStandIn
 
 CPU = torch.device("cpu")
 EP2 = Layout(2, ep=2)
-SCRIPTS = 4  # in bfloat16
+SCRIPTS = 5  # in bfloat16
 
 
 class StaleBuffer(Buffer):
@@ -44,6 +44,15 @@ class LooseBuffer(Buffer):
         return super().combine(x, handle, bias=bias[0] if isinstance(bias, tuple) else bias, **given)
 
 
+class TurnedBuffer(Buffer):
+    """A buffer that adds up weights in another order of slots than they were sent in."""
+
+    def combine(self, x: Tensor, handle: tuple[Any, ...], **given: Any) -> tuple[Tensor, Tensor | None, object]:
+        """Turn the slots."""
+        y_TD, weights_TK, event = super().combine(x, handle, **given)
+        return y_TD, None if weights_TK is None else weights_TK.roll(1, 1), event
+
+
 class Stale(DeepEPStandIn):
     """The adapter over the first."""
 
@@ -62,6 +71,16 @@ class Loose(DeepEPStandIn):
     def library(self) -> Any:
         """Return what the adapter takes from the module."""
         return SimpleNamespace(Buffer=LooseBuffer)
+
+
+class Turned(DeepEPStandIn):
+    """The adapter over the third."""
+
+    name: ClassVar[str] = "turned"
+
+    def library(self) -> Any:
+        """Return what the adapter takes from the module."""
+        return SimpleNamespace(Buffer=TurnedBuffer)
 
 
 def checked(backend: type[DeepEPStandIn], folder: Path, only: str) -> tuple[int, str]:
@@ -89,7 +108,7 @@ class TestWhereItIsNotInstalled:
 class TestChecks:
     def test_real_checks_pass_over_the_stand_in(self, tmp_path: Path) -> None:
         """Handles, biases, gradients, dtypes and argument order: all scripts in bfloat16 pass on gloo ranks."""
-        status, output = checked(DeepEPStandIn, tmp_path, "EXCH-08,EXCH-27,EXCH-28,EXCH-31")
+        status, output = checked(DeepEPStandIn, tmp_path, "EXCH-08,EXCH-27,EXCH-28,EXCH-31,GRAD-03")
         assert 0 == status, output
         assert f"{2 * SCRIPTS} pass" in output
 
@@ -104,6 +123,13 @@ class TestChecks:
         status, output = checked(Loose, tmp_path, "EXCH-31")
         assert 1 == status
         assert "y of call" in output
+
+
+    def test_gradients_of_other_slots_weights_are_seen(self, tmp_path: Path) -> None:
+        """The check of weights that travel fails."""
+        status, output = checked(Turned, tmp_path, "GRAD-03")
+        assert 1 == status
+        assert "of weights_TK of what call" in " ".join(output.split())
 
 
 class TestRefusals:

@@ -29,7 +29,7 @@ from moe_conformance.judging.verdict import (
 )
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.workloads import tags
-from moe_conformance.workloads.records import Call, Ref
+from moe_conformance.workloads.records import Answered, Call, Ref
 
 
 class Token(NamedTuple):
@@ -152,6 +152,9 @@ class Script:
             if len(rows_RD) != len(ids[rank]):
                 sentence = f"call {number}: {len(rows_RD)} rows and ids of {len(ids[rank])} on rank {rank}"
                 raise WrongForm("dispatch", sentence, ranks=(rank,))
+            if rows_RD.dtype != (dtype := self.outcome.workload.config.dtype):
+                sentence = f"call {number}: rows of {rows_RD.dtype} on rank {rank} for tokens of {dtype}"
+                raise WrongForm("dispatch", sentence, ranks=(rank,))
             said = tags.decode(rows_RD)
             for row in (ids[rank] >= 0).any(1).nonzero().flatten().tolist():
                 known = said.kind_R[row] == tags.TAG and int(said.microbatch_R[row]) == number
@@ -253,6 +256,13 @@ class Script:
             if call.method == "combine" and not call.may_raise:
                 yield number, call, _of(call, "rows_RD")
 
+    @property
+    def answers(self) -> Iterator[tuple[int, Call, int]]:
+        """Yield every combine of what experts answered: its number, itself, the dispatch whose rows they were."""
+        for number, call in enumerate(self.outcome.workload.calls):
+            if isinstance(rows := call.given[0].get("rows_RD"), Answered):
+                yield number, call, rows.rows_RD.call
+
     def judge_sums(self, tally: Tally) -> None:
         """Require of every combine the sum of its tokens' rows and biases, and of their gradients."""
         for number, call, rows in self.combines:
@@ -260,12 +270,21 @@ class Script:
                 sum((bias_TD.double() for bias_TD in own.get("biases", ())), copies_T1 * given["x_TD"].double())
                 for copies_T1, given, own in zip(self.copies(rows), self.call(rows).given, call.given, strict=True)
             ]
-            self._judge(values(self.outcome, number), expected, "combine", f"y of call {number}", tally)
+            self.judge_output(number, expected, tally)
         for number, call, rows in self.combines:
             pairs = zip(self.copies(rows), call.upstream, strict=True)
             wanted = [copies_T1 * upstream[""].double() for copies_T1, upstream in pairs]
             name = f"the gradient of what call {rows} dispatched and call {number} combined,"
             self.judge_gradients(rows, "x_TD", wanted, name, tally)
+
+    def judge_output(self, number: int, expected: Sequence[Tensor], tally: Tally) -> None:
+        """Require what a combine returns, in the dtype of the tokens."""
+        found, name, dtype = values(self.outcome, number), f"y of call {number}", self.outcome.workload.config.dtype
+        for rank, y_TD in enumerate(found):
+            if y_TD.dtype != dtype:
+                sentence = f"{name} has the dtype {y_TD.dtype} on rank {rank}, x has {dtype}"
+                raise WrongForm("combine", sentence, ranks=(rank,))
+        self._judge(found, expected, "combine", name, tally)
 
     def judge_gradients(self, number: int, argument: str, expected: Sequence[Tensor], name: str, tally: Tally) -> None:
         """Require the gradient of an argument of a call."""

@@ -20,7 +20,7 @@ from moe_conformance.scenarios.outcome import Answer, RankOutcome
 from moe_conformance.scenarios.sessions import build, opened
 from moe_conformance.scenarios.tensors import same_bytes, to_cpu
 from moe_conformance.scenarios.unfilled import spoil_unfilled
-from moe_conformance.workloads.records import Call, Filled, Ref, Workload
+from moe_conformance.workloads.records import Answered, Call, Filled, Ref, Workload
 
 EXCHANGE = "exchange"  # a kind whose calls are steps, or their halves, with the suite's experts between them
 SESSION = "session"  # a kind of script whose calls are those of the session: they build surfaces
@@ -114,6 +114,9 @@ class Script:
         if isinstance(value, Filled):
             rows_NCD, counts_N = (self._argument(name, each, call, leaves) for each in (value.rows_NCD, value.counts_N))
             return spoil_unfilled(rows_NCD, counts_N)
+        if isinstance(value, Answered):
+            refs = (value.rows_RD, value.ids_RK, value.weights_RK)
+            return _answered(*(self._argument(name, each, call, leaves) for each in refs))
         if isinstance(value, Tensor):
             held = value.to(self.context.device, copy=True).requires_grad_(name in call.differentiable)
             leaves[name] = _Leaf(value, held)
@@ -146,6 +149,12 @@ class Script:
 def _resolved(built: Any) -> dict[str, str]:
     """Return what a surface tells of itself; nothing else tells anything."""
     return {key: str(value) for key, value in dict(getattr(built, "resolved", {})).items()}
+
+
+def _answered(rows_RD: Tensor, ids_RK: Tensor, weights_RK: Tensor | None) -> Tensor:
+    if weights_RK is None:
+        raise Malformed("weights were sent, and none came with the rows")
+    return (rows_RD * (weights_RK * (ids_RK + 1)).sum(1, keepdim=True)).to(rows_RD.dtype)
 
 
 def _is_ours(error: Exception) -> bool:

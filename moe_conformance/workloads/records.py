@@ -46,6 +46,15 @@ class Filled:
 
 
 @dataclass(frozen=True)
+class Answered:
+    """Rows (R, D) as experts answer them, the sum over a row's slots: local expert n says n + 1 times it, weighed."""
+
+    rows_RD: Ref
+    ids_RK: Ref
+    weights_RK: Ref
+
+
+@dataclass(frozen=True)
 class Call:
     """One call of a method of a surface, on every rank.
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
 from moe_conformance.workloads import corpus, draw
-from moe_conformance.workloads.records import Batch, Call, Ref, Workload
+from moe_conformance.workloads.records import Answered, Batch, Call, Ref, Workload
 
 KIND = "token_exchange"
 
@@ -43,6 +43,12 @@ class Tokens:
     def combine(self, rows: int, handle: int) -> Call:
         """Combine the rows of a dispatch with the handle of one, and go backward."""
         given = {"rows_RD": Ref(rows, "rows_RD"), "handle": Ref(handle, "handle")}
+        return Call("combine", (given,) * len(self.batches), upstream=tuple({"": b.upstream} for b in self.batches))
+
+    def answered(self, sent: int) -> Call:
+        """Combine what experts answer to the rows of a dispatch, and go backward."""
+        rows = Answered(*(Ref(sent, field) for field in ("rows_RD", "ids_RK", "weights_RK")))
+        given = {"rows_RD": rows, "handle": Ref(sent, "handle")}
         return Call("combine", (given,) * len(self.batches), upstream=tuple({"": b.upstream} for b in self.batches))
 
 
@@ -137,16 +143,37 @@ def biases(drawing: Drawing, sizes: tuple[int, ...]) -> Workload:
     return drawing.workload(*calls)
 
 
+def weighed(drawing: Drawing, sizes: tuple[int, ...]) -> Workload:
+    """Dispatch twice with weights that ask for gradients, and combine what experts answer, the last one first.
+
+    Weights are a quarter or a half: their sums over experts, times an upstream gradient, are exact in bfloat16 too.
+    """
+    first, second = (_light(drawing.tokens(number, sizes)) for number in (0, 1))
+    both = ("x_TD", "weights_TK")
+    return drawing.workload(
+        first.call(differentiable=both), second.call(differentiable=both), second.answered(1), first.answered(0)
+    )
+
+
+def _light(tokens: Tokens) -> Tokens:
+    """Return the tokens with weights of a quarter and a half, in place of smaller and of larger ones."""
+    halves = (torch.where(own.weights_TK < 0.5, 0.25, 0.5).to(own.weights_TK.dtype) for own in tokens.batches)
+    return Tokens(tuple(replace(own, weights_TK=each) for own, each in zip(tokens.batches, halves, strict=True)))
+
+
 SCRIPTS: dict[str, Callable[[Drawing], Workload]] = {
     "reused-handle": lambda drawing: reused(drawing, corpus.UNEVEN, (5, 12, 3)),
     "reused-handle-without-tokens": lambda drawing: reused(drawing, corpus.ONE_WITHOUT, (0, 6)),
     "handle-of-another": wrong_handle,
     "biases": lambda drawing: biases(drawing, corpus.UNEVEN),
     "biases-without-tokens": lambda drawing: biases(drawing, corpus.ONE_WITHOUT),
+    "weighed": lambda drawing: weighed(drawing, corpus.UNEVEN),
+    "weighed-without-tokens": lambda drawing: weighed(drawing, corpus.ONE_WITHOUT),
     # As kernels want rows: bfloat16, of a multiple of 16 columns.
     "reused-handle-bfloat16": lambda drawing: reused(drawing.for_kernels(), corpus.UNEVEN, (5, 12, 3)),
     "reused-handle-bfloat16-without-tokens": lambda drawing: reused(drawing.for_kernels(), corpus.ONE_WITHOUT, (0, 6)),
     "handle-of-another-bfloat16": lambda drawing: wrong_handle(drawing.for_kernels()),
+    "weighed-bfloat16": lambda drawing: weighed(drawing.for_kernels(), corpus.UNEVEN),
     "biases-bfloat16": lambda drawing: biases(drawing.for_kernels(), corpus.UNEVEN),
 }
 

@@ -103,6 +103,51 @@ class WeightsOfOthersStay(TokenExchange):
         return weights_RK
 
 
+@planted(Expectation("EXCH-27", "reused-handle", "dispatch", "call 0: rows of torch.float64 on rank 0 for tokens of"))
+class RowsWidened(ReusableExchange):
+    """Rows are handed over in the dtype in which they will be added up."""
+
+    def dispatch(
+        self,
+        x_TD: Tensor,
+        ids_TK: Tensor | None = None,
+        weights_TK: Tensor | None = None,
+        handle: Handle | None = None,
+    ) -> Received:
+        received = super().dispatch(x_TD, ids_TK, weights_TK, handle)
+        return replace(received, rows_RD=received.rows_RD.double())
+
+    def combine(self, rows_RD: Tensor, handle: Handle, biases: tuple[Tensor, ...] = ()) -> Tensor:
+        return super().combine(rows_RD.float(), handle, biases)
+
+
+@planted(Expectation("GRAD-03", "weighed", "gradient", "of weights_TK of what call 1 dispatched", "absent on rank 0"))
+class WeightsTravelDetached(ReusableExchange):
+    """Weights travel as numbers beside the rows, past autograd."""
+
+    def dispatch(
+        self,
+        x_TD: Tensor,
+        ids_TK: Tensor | None = None,
+        weights_TK: Tensor | None = None,
+        handle: Handle | None = None,
+    ) -> Received:
+        return super().dispatch(x_TD, ids_TK, None if weights_TK is None else weights_TK.detach(), handle)
+
+
+@planted(Expectation("GRAD-03", "weighed", "gradient", "of weights_TK of what call 1 dispatched", "column"))
+class WeightGradientsOfTheFirstRank(TokenExchange):
+    """Gradients of weights come home from the first rank that has the token, where others have slots of it too."""
+
+    def combine(
+        self, rows_RD: Tensor, handle: Handle, weights_RK: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        y_TD, of_weights_TK = super().combine(rows_RD, handle, weights_RK)
+        if weights_RK is None:
+            return y_TD, of_weights_TK
+        return y_TD, super().combine(weights_RK * (self.group.rank() == 0), handle)[0]
+
+
 # ---- what is added -------------------------------------------------------------------------------------------------
 
 
@@ -125,6 +170,14 @@ class BiasWithEveryCopy(ReusableExchange):
     def combine(self, rows_RD: Tensor, handle: Handle, biases: tuple[Tensor, ...] = ()) -> Tensor:
         copies_T1 = handle.token_M.bincount(minlength=handle.tokens).clamp_min(1).unsqueeze(1)
         return super().combine(rows_RD, handle, tuple(bias_TD * copies_T1 for bias_TD in biases))
+
+
+@planted(Expectation("EXCH-31", "biases", "combine", "y of call 1 has the dtype torch.float64 on rank 0, x has"))
+class SumKeptWide(ReusableExchange):
+    """What was added up is returned in the dtype of the sum."""
+
+    def combine(self, rows_RD: Tensor, handle: Handle, biases: tuple[Tensor, ...] = ()) -> Tensor:
+        return super().combine(rows_RD, handle, biases).double()
 
 
 @planted(Expectation("EXCH-31", "biases", "gradient", "biases.1 of call 3 is absent"))

@@ -1,0 +1,50 @@
+"""Weights that travel through a fused token exchange: what experts make of them, and the gradients that come back.
+
+K slots, N experts held. Local expert n says n + 1 times its row (see `records.Answered`); all numbers are exact.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_conformance.judging.token_exchange import Script
+from moe_conformance.judging.verdict import Tally
+from moe_conformance.scenarios.outcome import Outcome
+
+
+def judge_travelling_weights(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether tokens get the weighed sum of what experts answer, and their gradients, as their weights do.
+
+    The weight of a slot has the inner product of its expert's answer with the upstream gradient for its gradient, and
+    that of an empty one has zero; with S shards of an expert there are S answers.
+
+    Raises:
+        WrongOutput, WrongForm: a combine does not return the sum.
+        WrongGradient, AbsentGradient: the gradient of a token or of a weight is not that of the sum.
+        ChangedInput: a call wrote into what it was given.
+    """
+    script = Script(outcome)
+    for number, call, sent in script.answers:
+        outputs, of_tokens, of_weights = [], [], []
+        for rank, (given, upstream) in enumerate(zip(script.call(sent).given, call.upstream, strict=True)):
+            x_TD, dy_TD = given["x_TD"].double(), upstream[""].double()
+            gains_TK = _gains(script, rank, given["ids_TK"])
+            weight_T1 = (gains_TK * given["weights_TK"].double()).sum(1, keepdim=True)
+            outputs.append(weight_T1 * x_TD)
+            of_tokens.append(weight_T1 * dy_TD)
+            of_weights.append(gains_TK * (x_TD * dy_TD).sum(1, keepdim=True))
+        script.judge_output(number, outputs, tally)
+        whose = f"of what call {sent} dispatched and call {number} combined,"
+        script.judge_gradients(sent, "x_TD", of_tokens, f"the gradient of x_TD {whose}", tally)
+        script.judge_gradients(sent, "weights_TK", of_weights, f"the gradient of weights_TK {whose}", tally)
+    script.judge_arguments(tally)
+
+
+def _gains(script: Script, rank: int, ids_TK: Tensor) -> Tensor:
+    """By what the experts of every slot, on all ranks that hold them, multiply a row; 0 for an empty slot."""
+    gains_TK = torch.zeros(ids_TK.shape, dtype=torch.float64)
+    for holder in script.group_of[rank]:
+        for n, expert in enumerate(script.held[holder]):
+            gains_TK += (n + 1) * (ids_TK == expert)
+    return gains_TK
