@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moe_conformance.judging.kept import judge_kept_gradients, judge_kept_outputs, judge_state
 from moe_conformance.judging.layer_overlap import judge_overlap
 from moe_conformance.judging.layers import (
     EVERY,
@@ -13,6 +14,7 @@ from moe_conformance.judging.layers import (
     judge_lone_bias,
     judge_shared_unrouted,
 )
+from moe_conformance.judging.outputs import judge_inputs
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.twins import RunTwins
 from moe_conformance.judging.verdict import Tally
@@ -49,6 +51,11 @@ def fuses(workload: Workload) -> bool:
 def overlaps(workload: Workload) -> bool:
     """Whether shared experts run while the exchange is under way."""
     return workload.config.shared_overlap
+
+
+def several(workload: Workload) -> bool:
+    """Whether there are several microbatches."""
+    return len(workload.batches) > 1
 
 
 class TestOutputs:
@@ -88,6 +95,28 @@ class TestGradients:
         judge_layer_outputs(reading, tally)
         judge_layer_dx(reading, tally)
         judge_layer_gradients(reading, tally, EVERY)
+
+
+class TestBehaviour:
+    @requirement("EXCH-08", kind="layer")
+    def test_a_layer_leaves_its_inputs_alone(self, reading: Reading, tally: Tally) -> None:
+        """Tokens and upstream gradients hold the same bytes after the step."""
+        judge_inputs(reading, tally)
+
+    @requirement("EXCH-11", kind="layer")
+    def test_a_layer_leaves_global_state_alone(self, reading: Reading, tally: Tally) -> None:
+        """Random generators and the settings of the process are as before the step."""
+        judge_state(reading, tally)
+
+    @requirement("EXCH-32", kind="layer", when=several)
+    def test_outputs_of_a_layer_outlive_other_microbatches(self, reading: Reading, tally: Tally) -> None:
+        """An output holds its bytes until its own backward has ended."""
+        judge_kept_outputs(reading, tally)
+
+    @requirement("GRAD-07", kind="layer", when=several)
+    def test_gradients_of_a_layer_outlive_the_next_microbatch(self, reading: Reading, tally: Tally) -> None:
+        """The gradient of the tokens keeps its bytes while other microbatches run."""
+        judge_kept_gradients(reading, tally)
 
 
 class TestOverlap:

@@ -27,7 +27,7 @@ from moe_conformance.judging.verdict import (
     WrongOutput,
 )
 from moe_conformance.scenarios.outcome import Grad
-from moe_conformance.workloads.records import ParameterKey
+from moe_conformance.workloads.records import ParameterKey, Workload
 
 SHARED = ("shared_gate", "shared_up", "shared_down", "shared_bias", "shared_score")
 EVERY = ("router", *ROUTED, *SHARED)
@@ -62,12 +62,10 @@ def judge_layer_outputs(reading: Reading, tally: Tally) -> None:
             what = f"{seen.y_dtype} {seen.y_shape} instead of {workload.config.dtype} {shape}"
             raise WrongForm("combine", f"y of rank {rank} in microbatch {m} is {what}", ranks=(rank,))
         actual[place], targets[place] = seen.y, target
-    if _all_hold(actual, targets, tally):
+    if not (wrong := _wrong_places(actual, targets, tally)):
         return
-    findings, ratio = explain_tokens(
-        expected, "y", lambda result: result.y_TD, actual, targets, reading.token_ratios
-    )
-    fail(WrongOutput, "combine", findings, ratio=ratio)
+    findings, ratio = explain_tokens(expected, "y", lambda result: result.y_TD, wrong, targets, reading.token_ratios)
+    fail(WrongOutput, "combine", findings, ratio=ratio, note=_asked_without_gradients(workload, wrong))
 
 
 def judge_layer_dx(reading: Reading, tally: Tally) -> None:
@@ -88,11 +86,9 @@ def judge_layer_dx(reading: Reading, tally: Tally) -> None:
             continue
         whose = f"dx of rank {rank} in microbatch {m}"
         actual[place], targets[place] = _formed(value, target, whose, rank, "gradient"), target
-    if _all_hold(actual, targets, tally):
+    if not (wrong := _wrong_places(actual, targets, tally)):
         return
-    findings, ratio = explain_tokens(
-        expected, "dx", lambda result: result.dx_TD, actual, targets, reading.token_ratios
-    )
+    findings, ratio = explain_tokens(expected, "dx", lambda result: result.dx_TD, wrong, targets, reading.token_ratios)
     fail(WrongGradient, "gradient", findings, ratio=ratio)
 
 
@@ -136,9 +132,21 @@ def judge_lone_bias(reading: Reading, tally: Tally) -> None:
         fail(WrongOutput, "combine", findings)
 
 
-def _all_hold(actual: Mapping[Place, Tensor], targets: Mapping[Place, Target], tally: Tally) -> bool:
-    worst = [compare(value, *targets[place], tally, place[1]) for place, value in actual.items()]
-    return all(each.holds for each in worst)
+def _wrong_places(
+    actual: Mapping[Place, Tensor], targets: Mapping[Place, Target], tally: Tally
+) -> dict[Place, Tensor]:
+    """Return what there is of every microbatch that is wrong somewhere: what explains it need not hold for others."""
+    holds = {place: compare(value, *targets[place], tally, place[1]).holds for place, value in actual.items()}
+    wrong = {m for (m, _), each in holds.items() if not each}
+    return {place: value for place, value in actual.items() if place[0] in wrong}
+
+
+def _asked_without_gradients(workload: Workload, wrong: Mapping[Place, Tensor]) -> str:
+    """Say so if all that is wrong was asked for without gradients, while something was not."""
+    schedule = workload.schedule.split()
+    without = {int(item[1:]) for item in schedule if item[0] in "NI"}
+    some = {m for m, _ in wrong}
+    return " (only in forwards without gradients)" if some <= without and "F" in workload.schedule else ""
 
 
 def _formed(value: Tensor | None, target: Target, whose: str, rank: int, stage: Stage) -> Tensor:

@@ -201,8 +201,12 @@ class TrainingStep:
         self._keep_output(m, self.exchange.combine(self._expert(m)(delivery), handle))
 
     def _infer(self, m: int, mode: AbstractContextManager[object]) -> None:
-        assert self.exchange is not None
         x, routing = self.inputs[m].x.detach(), self.inputs[m].routing
+        if self.layer is not None:
+            with mode:
+                self._keep_output(m, self.layer(x))
+            return
+        assert self.exchange is not None
         routing = Routing(routing.ids_TK, routing.weights_TK.detach(), routing.experts)
         with mode:
             self._keep_output(m, whole(self.exchange)(x, routing, self._expert(m)))

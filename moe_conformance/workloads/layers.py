@@ -68,6 +68,7 @@ LAYERS = (
     LayerRecipe("shared-two-dims-even", _ONE, lead="two_dims"),
     LayerRecipe("shared-accumulated-even", _ONE, schedule="F0 B0 F1 B1", profile="full"),
     LayerRecipe("shared-in-flight-uneven", _ONE, tokens=UNEVEN, schedule="F0 F1 B1 B0"),
+    LayerRecipe("shared-inference-even", _GATED, schedule="N0 F1 I2 B1"),
     LayerRecipe("shared-even-bfloat16", {**_ONE, **_BFLOAT16}),
     LayerRecipe("shared-even-float64", {**_ONE, "dtype": torch.float64}, profile="full"),
     LayerRecipe("shared-gate-even", _GATED),

@@ -56,6 +56,19 @@ class SharedPartOfTheLast(Layer):
 
 
 @planted(
+    Expectation(
+        *("SHARE-01", "shared-inference-even", "combine", "y is as if the shared experts were left out"),
+        "only in forwards without gradients",
+    )
+)
+class SharedInTrainingOnly(Layer):
+    """The path without gradients has the routed experts alone."""
+
+    def _added(self, y: Tensor, shared: Tensor | None) -> Tensor:
+        return super()._added(y, shared if torch.is_grad_enabled() else None)
+
+
+@planted(
     Expectation("SHARE-02", "shared-scaled-even", "combine", "the shared part were divided by the routing scale 2.5"),
     real="sgl-project/sglang PR #28237",
 )
@@ -266,6 +279,70 @@ class FusedInTwoOrders(SharedExperts):
                 yield replace(window, view=parts[window.expert])
             else:
                 yield window
+
+
+# ---- what a layer leaves as it was ---------------------------------------------------------------------------------
+
+
+@planted(Expectation("EXCH-08", "layer-even", "run", "the backend wrote into upstream of rank 0"))
+class UpstreamCleared(Layer):
+    """The memory of the upstream gradient is cleared as soon as it was read; all gradients are right."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(_read_and_cleared)
+        return y
+
+
+def _read_and_cleared(gradient: Tensor) -> Tensor:
+    read = gradient.clone()
+    gradient.zero_()
+    return read
+
+
+@planted(Expectation("EXCH-11", "layer-even", "run", "left", "otherwise than it was before the step"))
+class DrawsForNothing(Layer):
+    """A layer without dropout draws its mask all the same."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.rand(x.shape[:-1])
+        return super().forward(x)
+
+
+@planted(
+    Expectation("EXCH-32", "shared-in-flight-uneven", "combine", "the output of microbatch 0 on rank 0 was overwritten")
+)
+class LayerLendsItsOutput(Layer):
+    """The output of the next microbatch is written over that of the last one, as into one buffer for all."""
+
+    lent: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if self.lent is not None:
+            n = min(len(y), len(self.lent))
+            self.lent.data[:n] = y.data[:n]
+        self.lent = y
+        return y
+
+
+@planted(Expectation("GRAD-07", "layer-in-flight-uneven", "gradient", "of x on rank 0, microbatch 0, was overwritten"))
+class GradientOfTheLayerRecycled(Layer):
+    """The memory of a gradient that was returned is cleared when the next backward begins."""
+
+    latest: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda _: self._clear(x))
+        return y
+
+    def _clear(self, x: Tensor) -> None:
+        if self.latest is not None and self.latest.grad is not None:
+            self.latest.grad.zero_()
+        self.latest = x
 
 
 PLANTS = collect(globals())
