@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from moe_conformance.engine.ledger.entry import group_words
-from moe_conformance.judging.diagnosis import Finding, fail
+from moe_conformance.judging.diagnosis import Finding, fail, some
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.verdict import Tally, WrongDelivery
 from moe_conformance.workloads import tags
@@ -25,8 +24,8 @@ def judge_own_group(reading: Reading, tally: Tally) -> None:
         if group_of.get(entry.source) == group_of[entry.rank]:
             tally.add(pairs=1, rank=entry.rank)
             continue
-        own = group_words(group_of[entry.rank])
-        sentence = f"{entry.place} is {entry.token_name}, which is not of that rank's exchange {own}"
+        own = some(group_of[entry.rank])
+        sentence = f"{entry.place} is {entry.token_name}, which is not of that rank's exchange group ({own})"
         findings.append(Finding("another group", sentence, (entry.rank, entry.source)))
     if findings:
         fail(WrongDelivery, "dispatch", findings)
