@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from moe_conformance.judging.answers import SLIPS
 from moe_conformance.judging.diagnosis import Finding, fail
-from moe_conformance.judging.verdict import NotOffered, Tally, Unrefused, WrongGroups
+from moe_conformance.judging.verdict import NotOffered, Raised, Tally, Unrefused, WrongGroups
 from moe_conformance.scenarios.outcome import Told
 from moe_conformance.topology import Layout, RankLists
 from moe_conformance.workloads.records import Wish
@@ -25,6 +26,7 @@ def judge_sizes(answers: Mapping[Wish, Told], tally: Tally) -> None:
     Raises:
         WrongGroups: sizes of a layout raised something that is no refusal by a limit, or sizes of 1 were refused.
         Unrefused: sizes of no layout got groups.
+        Raised: sizes of no layout raised what a program raises by mistake, such as a division by zero.
         NotOffered: of sizes that make no layout, the adapter refused all.
     """
     refused = [
@@ -42,6 +44,13 @@ def judge_sizes(answers: Mapping[Wish, Told], tally: Tally) -> None:
     ]
     if taken:
         fail(Unrefused, "groups", taken)
+    stumbled = [
+        Finding("stumbled", f"{wish} is not refused, the code stumbles: {told.error}; {_problem(wish)}", ())
+        for wish, told in impossible
+        if told.by == "raised" and f"builtins.{told.error.partition(':')[0]}" in SLIPS
+    ]
+    if stumbled:
+        fail(Raised, "groups", stumbled)
     if impossible and all(told.by == "adapter" for _, told in impossible):
         raise NotOffered(impossible[0][1].error)
     tally.add(elements=sum(told.by != "adapter" for told in answers.values()), rank=0)

@@ -87,6 +87,18 @@ class EpWithinDp(Native):
 
 
 @planted(
+    Expectation("GROUP-02", "", "groups", "is not refused, the code stumbles: ZeroDivisionError", "= 0"),
+    layout=EP2_EDP2,
+)
+class DividesBeforeItLooks(Native):
+    """Sizes are divided by before anybody has looked at them."""
+
+    def groups(self, sizes: Mapping[str, int]) -> Mapping[str, RankLists]:
+        replicas = sizes["world"] // (sizes["tp"] * sizes["cp"] * sizes["pp"])
+        return super().groups(sizes) if replicas else super().groups({**sizes, "tp": -1})
+
+
+@planted(
     Expectation("GROUP-04", "", "groups", "the edp group [0, 2] has ranks of the stages [0, 1] with", "pp = 2"),
     layout=EP2_EDP2,
 )
