@@ -261,6 +261,7 @@ class Resolved(Protocol):
 
 WIRES = ("pairs", "tokens", "all", "copies")
 HANDED = ("routed", "tokens", "static")
+ROUTINGS = ("slots", "maps")
 
 
 class Placed(Resolved, Protocol):
@@ -269,7 +270,8 @@ class Placed(Resolved, Protocol):
     `resolved["wire"]` says what its dispatch sends to other ranks: "pairs", a row for each routed pair, unless it says
     otherwise; "tokens", one row for each token and rank that needs it; "all", every token to every rank; "copies", that
     the adapter first copied the tokens of every tensor rank to all of them, as the backend wants them: not counted.
-    Where whole maps of weights (T, E) travel with "all", `resolved["routing"]` says "maps".
+    Where whole maps (T, E) travel with "all", one of marks in bytes and one of weights in no more than float32 each,
+    `resolved["routing"]` says "maps" instead of "slots".
     `resolved["handed"]` says how many rows the experts are handed: "routed", as many as are for them, unless it says
     otherwise; "tokens", every token of the exchange group; "static", a number that was agreed upon before. Where the
     rows of an expert are padded to a multiple, `resolved["multiple"]` says to which. With `token_copies`, dL/dx and

@@ -15,7 +15,7 @@ def metadata_bytes(ranks: int, experts: int, top_k: int, moved_rows: int, *, map
     of a routing map, where whole maps are gathered with the rows.
 
     Rule: 8 (W E + W) for counts and splits, and 16 K for each row: its ids, weights, scales, indices. With maps
-    `map_entry` E for each row, if that is more.
+    `map_entry` E for each row in place of these, which the maps tell.
 
     Decides: COST-06. Source: arithmetic, a receiver has to know how many rows come from whom for whom.
 
@@ -26,7 +26,7 @@ def metadata_bytes(ranks: int, experts: int, top_k: int, moved_rows: int, *, map
     if min(ranks, experts, top_k, entry) < 1 or moved_rows < 0:
         sizes = f"W {ranks}, E {experts}, K {top_k}, {moved_rows} rows, entries of {entry} bytes"
         raise ValueError(f"{sizes}: need W, E, K and bytes >= 1, and rows >= 0")
-    of_a_row = 16 * top_k if map_entry is None else max(16 * top_k, map_entry * experts)
+    of_a_row = 16 * top_k if map_entry is None else map_entry * experts
     return 8 * (ranks * experts + ranks) + of_a_row * moved_rows
 
 

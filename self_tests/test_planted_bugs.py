@@ -127,6 +127,13 @@ class TestConviction:
         for verdict in court.verdicts(backend, "EXCH-36", "alltoall", TP2_EP2, workload):
             assert isinstance(verdict, Tally), verdict
 
+    def test_whole_maps_that_are_said_to_travel_may(self, court: Court) -> None:
+        """A backend that gathers whole maps, and says so, is acquitted."""
+        for workload in ("even", "rank-without-tokens"):
+            for verdict in court.verdicts("self_tests.planted_bugs.cost:Maps", "COST-06", "allgather", EP2, workload):
+                assert isinstance(verdict, Tally), verdict
+                assert not verdict.vacuous
+
     @pytest.mark.parametrize(
         ("liar", "requirement", "layout", "workload", "words"),
         LIARS,

@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-from moe_conformance.contract import HANDED, WIRES
+from moe_conformance.contract import HANDED, ROUTINGS, WIRES
 from moe_conformance.engine.ledger.entry import Entry, group_words
 from moe_conformance.judging.diagnosis import some
 from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.routing_maps import Map, require_maps
 from moe_conformance.judging.traffic import by_phase, bytes_leaving, carries_rows, rows_leaving
 from moe_conformance.judging.verdict import Costly, NotOffered, Tally, WrongForm
 from moe_conformance.scenarios.outcome import RankOutcome
@@ -138,23 +139,28 @@ def judge_backward_rows(reading: Reading, tally: Tally) -> None:
 def judge_beside_rows(reading: Reading, tally: Tally) -> None:
     """Decide whether what a forward sends beside its rows grows with ranks, experts and moved rows only.
 
-    Whole maps, a mark and a weight for every expert of every row, may travel where the backend says so, and all tokens
-    do.
+    Where the backend says that whole maps travel with all tokens, the ledger has to show both, a mark and a weight for
+    every expert of every token, once each; and beside them the counts alone.
 
     Raises:
         Costly: it sends more bytes.
+        WrongForm: what it says of its maps is unknown, does not go with its wire, or is not what the ledger shows.
     """
-    config, found = reading.outcome.workload.config, []
-    maps = _wire(reading) == "all" and reading.ranks[0].resolved.get("routing") == "maps"
-    entry = 1 + torch.float32.itemsize if maps else None
+    config, maps, found = reading.outcome.workload.config, _gathers_maps(reading), []
     W = reading.outcome.workload.layout.ep * reading.outcome.workload.layout.etp
     for m, forwards in _forwards(reading).items():
         for rank, calls in forwards.items():
             moved = _moved(reading, {rank: calls})
-            allowed = cost_bytes.metadata_bytes(W, config.experts, config.top_k, moved.dispatch, map_entry=entry)
+            rows, entry = moved.dispatch, None
+            if maps:
+                T = len(reading.batches[m][rank].x_TD)
+                entry = require_maps(calls, rank, Map(T, config.experts, W), config.hidden, f"forward:{m}")
+                rows = T * (W - 1)
+            allowed = cost_bytes.metadata_bytes(W, config.experts, config.top_k, rows, map_entry=entry)
             if moved.beside > allowed:
                 sent = f"{moved.beside} bytes beside {moved.dispatch} rows"
-                found.append(f"rank {rank} sends {sent} in forward:{m}, over {allowed}")
+                what = f"{allowed}, whole maps and counts" if maps else allowed
+                found.append(f"rank {rank} sends {sent} in forward:{m}, over {what}")
             else:
                 tally.add(pairs=1, rank=rank, worst=moved.beside / allowed)
     if found:
@@ -335,6 +341,16 @@ def _wire(reading: Reading) -> str:
     if wire not in WIRES:
         raise WrongForm("run", f"the backend says that its wire carries {wire!r}, which is none of {WIRES}")
     return wire
+
+
+def _gathers_maps(reading: Reading) -> bool:
+    """Whether the backend says that whole routing maps travel; they can with all tokens only."""
+    routing = reading.ranks[0].resolved.get("routing", "slots")
+    if routing not in ROUTINGS:
+        raise WrongForm("dispatch", f"the backend says that {routing!r} travel with tokens, none of {ROUTINGS}")
+    if routing == "maps" and (wire := _wire(reading)) != "all":
+        raise WrongForm("dispatch", f"the backend says that whole maps travel, and that its wire carries {wire!r}")
+    return routing == "maps"
 
 
 def _smallest(reading: Reading, m: int) -> int:

@@ -14,8 +14,7 @@ def metadata_bytes(ranks: int, experts: int, top_k: int, moved_rows: int, *, map
         numbers += experts + 1
     bytes_beside = 8 * numbers
     for _row in range(moved_rows):
-        slots, entries = sum(16 for _slot in range(top_k)), sum(map_entry or 0 for _expert in range(experts))
-        bytes_beside += entries if entries > slots else slots
+        bytes_beside += sum([16] * top_k if map_entry is None else [map_entry] * experts)
     return bytes_beside
 
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_conformance.backends.native import collectives
-from moe_conformance.backends.native.exchange import AllGatherExchange, AllToAllExchange
+from moe_conformance.backends.native import Native, NativeSession, collectives
+from moe_conformance.backends.native.exchange import AllGatherExchange, AllToAllExchange, Gathered
 from moe_conformance.backends.native.gradients import GradientFinisher
 from moe_conformance.contract import Config, Delivery, Routing, Topology
 from self_tests.planted_bugs.plant import EP2_EDP2, SINGLE, Expectation, collect, planted
@@ -96,21 +96,80 @@ class SquareOfExperts(AllToAllExchange):
         return super().dispatch(x, routing)
 
 
-@planted(Expectation("COST-06", "even", "dispatch", "bytes beside", "rows in forward:0, over"))
-class MapsInFloat64(AllGatherExchange):
-    """Whole maps are gathered, as is declared, in twice the bytes of a weight."""
+class GathersMaps(AllGatherExchange):
+    """Whole maps are gathered, and that is said: no bug, see `Maps`."""
 
     @property
     def resolved(self) -> Mapping[str, str]:
-        """As of every exchange, and what travels."""
         return {**super().resolved, "routing": "maps"}
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
-        weights_TE, _ = routing.dense()
-        sizes_W = self._sizes(len(weights_TE), x.device)
-        for _ in range(4):
-            collectives.all_gather(weights_TE.detach().double(), sizes_W, self.topology.group("ep_etp"))
+        weights_TE, map_TE = routing.dense()
+        sizes_W = self._sizes(len(map_TE), x.device)
+        everything = Routing.from_dense(self._gather(weights_TE, sizes_W), self._gather(map_TE, sizes_W))
+        rows_TD, local_TK = self._gather(x, sizes_W), self._local_ids(everything.ids_TK)
+        rows_RD, permuted = self._permute(rows_TD, replace(everything, ids_TK=local_TK, experts=self._held), None)
+        return Delivery.grouped(rows_RD, permuted.rows_E), Gathered(sizes_W, permuted, tuple(x.shape))
+
+    @property
+    def _held(self) -> int:
+        return self.placement.held
+
+    def _gather(self, values: Tensor, sizes_W: list[int]) -> Tensor:
+        return collectives.all_gather(values, sizes_W, self.topology.group("ep_etp"))
+
+
+class Maps(Native):
+    """Native, whose all-gather exchange gathers whole maps."""
+
+    session_class = type("MapsSession", (NativeSession,), {"allgather_class": GathersMaps})
+
+
+@planted(
+    Expectation("COST-06", "even", "dispatch", "whole maps travel, and rank 0 gives the others no maps of weights")
+)
+class MapsInFloat64(GathersMaps):
+    """Whole maps are gathered, as is declared, the weights in twice the bytes of a weight."""
+
+    def _gather(self, values: Tensor, sizes_W: list[int]) -> Tensor:
+        wide = values.double() if values.is_floating_point() and values.shape[-1] == self.config.experts else values
+        return super()._gather(wide, sizes_W).to(values.dtype)
+
+
+@planted(
+    Expectation("COST-06", "even", "dispatch", "no maps of marks and no maps of weights, 8 by 8, in forward:0", "uint8")
+)
+class SaysMaps(AllGatherExchange):
+    """Whole maps are declared, and something else that is as large is gathered with ids and weights."""
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        return {**super().resolved, "routing": "maps"}
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        T = len(routing.ids_TK)
+        table = torch.zeros(T, 2 * routing.experts, dtype=torch.uint8, device=x.device)
+        collectives.all_gather(table, self._sizes(T, x.device), self.topology.group("ep_etp"))
         return super().dispatch(x, routing)
+
+
+@planted(Expectation("COST-06", "even", "dispatch", "rank 0 sends 536 bytes beside", "over 464, whole maps and counts"))
+class MapsAndIds(GathersMaps):
+    """Whole maps are gathered, as is declared, and ids and weights of the slots too."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        for values in (routing.ids_TK, routing.weights_TK.detach()):
+            self._gather(values, self._sizes(len(values), x.device))
+        return super().dispatch(x, routing)
+
+
+@planted(Expectation("COST-06", "even", "dispatch", "whole maps travel, and that its wire carries 'pairs'"))
+class MapsOfPairs(AllToAllExchange):
+    """Whole maps are declared by an exchange that brings no token to all ranks."""
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        return {**super().resolved, "routing": "maps"}
 
 
 @planted(Expectation("COST-07", "repeated-even", "run", "does not repeat its calls in each forward", "of them"))
