@@ -134,6 +134,13 @@ class TestConviction:
                 assert isinstance(verdict, Tally), verdict
                 assert not verdict.vacuous
 
+    def test_what_fails_alone_takes_no_turns(self, court: Court) -> None:
+        """A backend that never multiplies float64 is not blamed for what it does between others."""
+        backend = "self_tests.planted_bugs.twins:WithoutDouble"
+        (verdict,) = court.verdicts(backend, "EXCH-40", "alltoall", EP2, "own-even-bfloat16")
+        assert isinstance(verdict, Tally), verdict
+        assert not verdict.vacuous
+
     @pytest.mark.parametrize(
         ("liar", "requirement", "layout", "workload", "words"),
         LIARS,

@@ -32,7 +32,8 @@ class Twins:
         """Run them one after the other; one outside the limits of its variant is not.
 
         One for which something else is built than for the case may be refused. To be refused what was built before is
-        a failure.
+        a failure. One that does not finish beside something that does not finish alone, in processes that have run
+        nothing before, says nothing of the two together.
         """
         return [self._run(twin) for twin in twins]
 
@@ -44,7 +45,23 @@ class Twins:
         if twin.fresh:
             self.renew()
         outcome = self.step(twin.workload)
+        if twin.workload.twist.beside and not _finished(outcome) and (why := self._unfinished_alone(twin)):
+            return Ran(twin, None, why)
         if twin.workload.twist.lifetime:  # what it leaves behind is no other run's
             self.renew()
         refusal = refusal_of(outcome) if twin.anew else None
         return Ran(twin, outcome) if refusal is None else Ran(twin, None, refusal[1])
+
+    def _unfinished_alone(self, twin: Twin) -> str:
+        """Say what of that which a twin takes turns with does not finish by itself; nothing if all of it does."""
+        for other in twin.workload.twist.beside:
+            self.renew()
+            outcome = self.step(other)
+            if not _finished(outcome):
+                error = next((rank.error for rank in outcome.ranks if rank.status != "ok"), None)
+                return f"{other.name} does not finish alone: {error}"
+        return ""
+
+
+def _finished(outcome: Outcome) -> bool:
+    return all(rank.status == "ok" for rank in outcome.ranks)

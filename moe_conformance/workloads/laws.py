@@ -181,13 +181,15 @@ def among_fewer(workload: Workload) -> list[Twin]:
 def in_turn(workload: Workload) -> list[Twin]:
     """Take two steps, and before each of them one of another exchange that has been built beside.
 
-    Experts do not take turns with some of float64, which not every backend's multiply: that would be another finding.
+    Experts take turns with some of float64 in the quick profile too: how exactly they compute may be theirs alone.
     """
     kind = "experts" if workload.parameters else "probe"
     recipes = corpus.EXPERTS if workload.parameters else corpus.PROBE
     names = ["odd-experts-even", "one-expert-even"]
     if workload.likened == "full":
-        names += ["even", "even-bfloat16" if workload.parameters else "even-float64", "rank-without-tokens"]
+        names += ["even", "even-bfloat16", "even-float64", "rank-without-tokens"]
+    elif workload.parameters:
+        names.append("even-float64")
     prefix = "own-" if workload.parameters else ""
     others = [recipe for recipe in recipes if recipe.name in [prefix + name for name in names]]
     beside = [corpus.exchange_workload(other, kind, workload.config.variant, workload.layout) for other in others]  # type: ignore[arg-type]

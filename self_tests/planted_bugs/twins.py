@@ -9,7 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from moe_conformance.backends.native import Native, NativeSession
 from moe_conformance.backends.native.exchange import AllGatherExchange, AllToAllExchange, Permuted
+from moe_conformance.backends.native.experts import Experts, in_blocks
 from moe_conformance.backends.native.permutation import Pairs
 from moe_conformance.contract import Config, Routing, Topology
 from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, collect, planted
@@ -184,6 +186,50 @@ class KernelOfTheLatestExchange(AllToAllExchange):
     def _weights(self, routing: Routing, pairs: Pairs) -> Tensor:
         weights_P = super()._weights(routing, pairs)
         return weights_P * (pairs.slot_P < self._slots[routing.experts])
+
+
+@planted(Expectation("EXCH-40", "own-even-bfloat16", "experts", "run in turn with own-even-float64", "y of rank 0"))
+class ExactOnceAskedTo(Experts):
+    """Products are in double precision for all experts of a process once some asked for it, and rounded once."""
+
+    _exact: ClassVar[list[bool]] = []
+
+    def _loop(self, rows_PD: Tensor, counts_N: list[int]) -> Tensor:
+        if rows_PD.dtype == torch.float64:
+            self._exact.append(True)
+        if not self._exact:
+            return super()._loop(rows_PD, counts_N)
+        weights = zip(*(each.double().unbind() for each in (self.gate_NFD, self.up_NFD, self.down_NDF)), strict=True)
+        parts = zip(rows_PD.double().split(counts_N), weights, strict=True)
+        return torch.cat([in_blocks(rows, *w) for rows, w in parts]).to(rows_PD.dtype)
+
+
+class NotInDouble(Experts):
+    """No product is in double precision, as with kernels that have none: no bug of turns, see `WithoutDouble`."""
+
+    def _loop(self, rows_PD: Tensor, counts_N: list[int]) -> Tensor:
+        if rows_PD.dtype == torch.float64:
+            raise ValueError("there is no kernel for float64")
+        return super()._loop(rows_PD, counts_N)
+
+
+class WithoutDouble(Native):
+    """Native, without products in double precision."""
+
+    session_class = type("WithoutDoubleSession", (NativeSession,), {"experts_class": NotInDouble})
+
+
+@planted(Expectation("EXCH-40", "own-even-bfloat16", "run", "run in turn with own-even-float64", "is for 4 bytes"))
+class KernelForTheFirst(Experts):
+    """A kernel is made for the first experts of a process that are built, and has no room for wider numbers later."""
+
+    _room: ClassVar[list[int]] = []
+
+    def _loop(self, rows_PD: Tensor, counts_N: list[int]) -> Tensor:
+        self._room.append(max(4, rows_PD.itemsize))
+        if rows_PD.itemsize > self._room[0]:
+            raise ValueError(f"the kernel is for {self._room[0]} bytes")
+        return super()._loop(rows_PD, counts_N)
 
 
 @planted(
