@@ -5,6 +5,7 @@ from __future__ import annotations
 from moe_conformance.judging.extreme_routing import (
     judge_extreme,
     judge_extreme_choice,
+    judge_extreme_dx,
     judge_extreme_weights,
     judge_spoilt_routes,
 )
@@ -76,6 +77,11 @@ class TestExtremes:
     def test_weights_are_the_scores_of_extreme_logits(self, reading: Reading, tally: Tally) -> None:
         """Huge logits, equal ones and masks of -inf give every chosen expert the weight of its score."""
         judge_extreme_weights(reading, tally)
+
+    @requirement("ROUTE-07", kind="extreme", when=lambda workload: "B0" in workload.schedule)
+    def test_tokens_beside_extreme_ones_keep_their_gradients(self, reading: Reading, tally: Tally) -> None:
+        """Every token gets the gradient of its weights, whatever the logits of the others are."""
+        judge_extreme_dx(reading, tally)
 
     @requirement("ROUTE-15", kind="extreme", when=lambda workload: len(workload.batches) > 1)
     def test_a_spoilt_token_harms_no_other(self, outcome: Outcome, tally: Tally) -> None:

@@ -103,7 +103,7 @@ class TestConviction:
         """The checks of the requirement refuse the run at the right stage, in words that name the cause."""
         verdicts = court.verdicts(plant.backend, expected.requirement, plant.variant, plant.layout, expected.workload)
         (mismatch,) = [verdict for verdict in verdicts if isinstance(verdict, Mismatch)]
-        assert expected.stage == mismatch.stage
+        assert expected.stage == mismatch.stage, mismatch.sentence
         missing = [words for words in expected.words if words not in mismatch.sentence]
         assert not missing, f"not in: {mismatch.sentence}"
 

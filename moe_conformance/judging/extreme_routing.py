@@ -12,7 +12,15 @@ from torch import Tensor
 from moe_conformance.judging.diagnosis import Finding, fail
 from moe_conformance.judging.places import places_of
 from moe_conformance.judging.reading import Reading, require_finished
-from moe_conformance.judging.verdict import Mismatch, Tally, WrongForm, WrongGradient, WrongSelection, WrongWeight
+from moe_conformance.judging.verdict import (
+    AbsentGradient,
+    Mismatch,
+    Tally,
+    WrongForm,
+    WrongGradient,
+    WrongSelection,
+    WrongWeight,
+)
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.workloads.records import Workload
 from reference import bad_tokens, extreme_routing, routing, selection
@@ -107,15 +115,55 @@ def judge_extreme_weights(reading: Reading, tally: Tally) -> None:
     config = workload.config
     for place in places_of(workload, range(workload.layout.world)):
         logits_TE, ids_TK, weights_TK = _routed(reading, *place)
-        scores_TK = routing.weights(logits_TE, ids_TK, score=config.score)
         right_TK = routing.weights(
             logits_TE, ids_TK, score=config.score, normalise=config.normalise, scale=config.scale
         )
-        decided_T = (scores_TK.sum(1) > _UNDERFLOW) | (not config.normalise)
+        decided_T = _decided(workload, logits_TE, ids_TK)
         allowed_TK = _rounding(workload) * right_TK + config.scale * _LEAST / _UNDERFLOW
         right_T = ((weights_TK.double() - right_TK).abs() <= allowed_TK).all(1)
         _require(right_T | ~decided_T, WrongWeight, place[1], "has the weights", weights_TK, logits_TE)
         tally.add(pairs=int(decided_T.sum()) * config.top_k, rank=place[1])
+
+
+def judge_extreme_dx(reading: Reading, tally: Tally) -> None:
+    """Decide whether every token gets its own gradient, however large the others' logits are.
+
+    A slope of a weight is at most the scale, so that rounding is held against the scale and the upstream gradients of
+    the token. Free where a sum to divide by underflows.
+
+    Raises:
+        WrongForm, WrongSelection: as `judge_extreme_choice`.
+        AbsentGradient: tokens have none.
+        WrongGradient: a token has another.
+    """
+    judge_extreme_choice(reading, Tally())
+    workload = reading.outcome.workload
+    config = workload.config
+    for m, rank in places_of(workload, range(workload.layout.world)):
+        logits_TE, ids_TK, _ = _routed(reading, m, rank)
+        upstream_TK = workload.batches[m][rank].upstream.double().gather(1, ids_TK)
+        slack_T1 = 4 * _rounding(workload) * config.scale * upstream_TK.abs().sum(1, keepdim=True)
+        leaf_TE = logits_TE.detach().requires_grad_()
+        weights_TK = routing.weights(
+            leaf_TE, ids_TK, score=config.score, normalise=config.normalise, scale=config.scale
+        )
+        (dlogits_TE,) = torch.autograd.grad(weights_TK, leaf_TE, upstream_TK)
+        right_TD = dlogits_TE @ workload.parameters["router", None].double()
+        dx_TD = reading.seen(m, rank).dx_TD.value
+        if dx_TD is None:
+            raise AbsentGradient("gradient", f"the tokens of rank {rank} have no gradient", ranks=(rank,))
+        decided_T = _decided(workload, logits_TE, ids_TK)
+        right_T = ((dx_TD.double() - right_TD).abs() <= slack_T1).all(1)
+        stand = torch.stack([dx_TD.double().abs().amax(1), right_TD.abs().amax(1)], 1)
+        verb = "has, by their largest elements, the gradient and should have"
+        _require(right_T | ~decided_T, WrongGradient, rank, verb, stand, logits_TE)
+        tally.add(elements=int(decided_T.sum()) * dx_TD.shape[1], rank=rank)
+
+
+def _decided(workload: Workload, logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
+    """Say of which tokens no sum of scores that is divided by underflows, bool (T,)."""
+    scores_TK = routing.weights(logits_TE, ids_TK, score=workload.config.score)
+    return (scores_TK.sum(1) > _UNDERFLOW) | (not workload.config.normalise)
 
 
 def judge_spoilt_routes(outcome: Outcome, tally: Tally) -> None:
@@ -191,4 +239,4 @@ def _require(legal_T: Tensor, kind: type[Mismatch], rank: int, verb: str, what_T
         sentence = f"rank {rank} token {t} {verb} {what_TK[t].tolist()}; its logits are {logits}"
         findings.append(Finding(verb, sentence, (rank,)))
     if findings:
-        fail(kind, "route", findings)
+        fail(kind, "gradient" if kind is WrongGradient else "route", findings)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.judging.answers import answers, judge_refused, values
-from moe_conformance.judging.diagnosis import Finding, fail
+from moe_conformance.judging.diagnosis import Finding, fail, some
 from moe_conformance.judging.exact import wrong
 from moe_conformance.judging.placement import judge_placement
 from moe_conformance.judging.verdict import (
@@ -35,6 +35,7 @@ def judge_places(outcome: Outcome, tally: Tally) -> None:
 
     Raises:
         WrongGroups: an expert is held nowhere, or twice.
+        WrongForm: an expert has other places on another rank, or under another load, where as many tokens are to come.
         WrongDelivery: places, counts or runs are not as they must be.
         WrongOutput, WrongGradient, AbsentGradient: what combine makes of them.
     """
@@ -42,6 +43,7 @@ def judge_places(outcome: Outcome, tally: Tally) -> None:
     for number, call in enumerate(outcome.workload.calls):
         if call.method == "dispatch" and not call.may_raise:
             _judge_dispatch(outcome, number, tally)
+    _judge_fixed(outcome)
     _judge_sums(outcome, tally)
 
 
@@ -88,6 +90,21 @@ def _judge_dispatch(outcome: Outcome, number: int, tally: Tally) -> None:
             tally.add(pairs=int(counts_N[n]), elements=1, rank=rank)
     if findings:
         fail(WrongDelivery, "dispatch", findings)
+
+
+def _judge_fixed(outcome: Outcome) -> None:
+    """Raise unless experts have as many places wherever and whenever as many tokens were said to come."""
+    places: dict[tuple[tuple[int, ...], int], dict[str, int]] = {}
+    for number, call in enumerate(outcome.workload.calls):
+        if call.method == "dispatch" and not call.may_raise:
+            rows = values(outcome, number, "rows_NCD")
+            for rank, group, _ in _ranks(outcome):
+                known = places.setdefault((group, call.given[rank]["tokens_max"]), {})
+                known[f"{rows[rank].shape[1]} on rank {rank} in call {number}"] = rows[rank].shape[1]
+    for (_, most), known in places.items():
+        if len(set(known.values())) > 1:
+            told = f"experts have other places where at most {most} tokens of a rank are to come: {some(list(known))}"
+            raise WrongForm("dispatch", told)
 
 
 def _told(

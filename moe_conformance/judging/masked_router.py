@@ -25,7 +25,8 @@ Routings = Sequence[Mapping[str, Tensor]]  # by rank
 def judge_masked_router(outcome: Outcome, tally: Tally) -> None:
     """Decide whether tokens are routed as without padding, to the bit whatever padding holds, and no load has it.
 
-    The second call differs from the first in the padding rows only. A router that balances reports its load.
+    Calls come in pairs, of which the second differs from the first in the padding rows only; other pairs have other
+    masks. A router that balances reports its load.
 
     Raises:
         WrongForm: ids and weights are not (T, K), or the load of a router that balances is missing.
@@ -34,17 +35,18 @@ def judge_masked_router(outcome: Outcome, tally: Tally) -> None:
         WrongWeight: a token's weights are not theirs, or others in the second call; or those of empty slots are not 0.
         WrongCount: the load is not that of the tokens.
     """
-    first, second = (values(outcome, number, "routing") for number in (0, 1))
-    for number, routings in enumerate((first, second)):
-        loads = values(outcome, number, "counts_E")
-        for rank, routing in enumerate(routings):
-            mask_T = outcome.workload.calls[number].given[rank]["padding_mask_T"]
-            _judge_form(outcome, rank, routing, len(mask_T))
-            _judge_padding(rank, routing, mask_T)
-            _judge_load(outcome, rank, routing["ids_TK"], mask_T, loads[rank])
-    _judge_alike(outcome, first, second, tally)
-    for number, routings in enumerate((first, second)):
-        _judge_tokens(outcome, number, routings, tally)
+    for first in range(0, len(outcome.workload.calls), 2):
+        pair = {number: values(outcome, number, "routing") for number in (first, first + 1)}
+        for number, routings in pair.items():
+            loads = values(outcome, number, "counts_E")
+            for rank, routing in enumerate(routings):
+                mask_T = outcome.workload.calls[number].given[rank]["padding_mask_T"]
+                _judge_form(outcome, rank, routing, len(mask_T))
+                _judge_padding(rank, routing, mask_T)
+                _judge_load(outcome, rank, routing["ids_TK"], mask_T, loads[rank])
+        _judge_alike(outcome, first, pair, tally)
+        for number, routings in pair.items():
+            _judge_tokens(outcome, number, routings, tally)
 
 
 def _judge_form(outcome: Outcome, rank: int, routing: Mapping[str, Tensor], T: int) -> None:
@@ -85,9 +87,9 @@ def _judge_load(outcome: Outcome, rank: int, ids_TK: Tensor, mask_T: Tensor, cou
         raise WrongCount("route", f"rank {rank} counts {counted}, its tokens chose {expected}{cause}", ranks=(rank,))
 
 
-def _judge_alike(outcome: Outcome, first: Routings, second: Routings, tally: Tally) -> None:
-    for rank, (one, other) in enumerate(zip(first, second, strict=True)):
-        mask_T = outcome.workload.calls[0].given[rank]["padding_mask_T"]
+def _judge_alike(outcome: Outcome, first: int, pair: Mapping[int, Routings], tally: Tally) -> None:
+    for rank, (one, other) in enumerate(zip(*pair.values(), strict=True)):
+        mask_T = outcome.workload.calls[first].given[rank]["padding_mask_T"]
         for t in (~mask_T).nonzero().flatten().tolist():
             where = f"token {t} of rank {rank}, with other rows in the gaps,"
             if not torch.equal(one["ids_TK"][t], other["ids_TK"][t]):

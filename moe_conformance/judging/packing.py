@@ -94,20 +94,27 @@ def judge_stated_padding(reading: Reading, tally: Tally) -> None:
 def judge_dispatched_rows(reading: Reading, tally: Tally) -> None:
     """Decide whether the exchange dispatches P rows, T where none are to be added, if all rows go to all ranks.
 
+    One that says that it pads though it is not asked to is held to the largest count and the alignment that it states.
     Where routed rows alone travel, no call shows how many rows were added: nothing is compared then.
 
     Raises:
         WrongCount: a rank dispatches another number of rows.
+        WrongForm: it pads though it is not asked to, and states no alignment.
     """
     workload, found = reading.outcome.workload, []
     groups, hidden = workload.layout.groups()["ep_etp"], workload.config.hidden
     W = len(groups[0])
-    if reading.ranks[0].resolved.get("wire") != "all" or W == 1 or _pads_unasked(reading):
+    if reading.ranks[0].resolved.get("wire") != "all" or W == 1:
         return
+    unasked = _alignment_unasked(reading) if _pads_unasked(reading) else None
     for rank in reading.ranks:
         for phase, calls in _dispatches(rank):
             tokens = [len(batch.x_TD) for batch in reading.batches[int(phase.partition(":")[2])]]
-            expected = tokens if workload.config.pad_tokens == "no" else _expected(reading.outcome, tokens, groups)
+            expected: Sequence[int] = tokens
+            if unasked is not None:
+                expected = packing.padded_counts(tokens, groups, alignment=unasked)
+            elif workload.config.pad_tokens != "no":
+                expected = _expected(reading.outcome, tokens, groups)
             leaving = sum(rows_leaving(entry, rank.rank, hidden) for entry in calls if carries_rows(entry, hidden))
             if leaving != expected[rank.rank] * (W - 1):
                 of = f"rank {rank.rank} dispatches {leaving / (W - 1):g} rows for {tokens[rank.rank]} tokens in {phase}"
@@ -156,7 +163,8 @@ def judge_nobody_asked(reading: Reading, tally: Tally) -> None:
     free = 1 if static or _pads_unasked(reading) else 0
     for rank in reading.ranks:
         for phase, calls in _dispatches(rank):
-            before, behind = (list(_questions(reading, each)) for each in _parted(reading, calls))
+            first, rest = _parted(reading, calls)
+            before, behind = list(_questions(reading, first)), list(_questions(reading, rest, behind=True))
             for asked, when in ((before[free:], "before any row travels"), ([] if free else behind, "behind the rows")):
                 if asked:
                     again = f"{len(asked) + free} times " if free else ""
@@ -181,6 +189,14 @@ def _pads_unasked(reading: Reading) -> bool:
     """Whether the exchange says that it pads, as it needs equal token counts, though it is not asked to."""
     stated = reading.ranks[0].resolved.get("padding", "no")
     return reading.outcome.workload.config.pad_tokens == "no" and stated != "no"
+
+
+def _alignment_unasked(reading: Reading) -> int:
+    stated = reading.ranks[0].resolved.get("alignment", "")
+    if not stated.isdecimal() or not int(stated):
+        sentence = f"the backend says that it pads though it is not asked to, and states the alignment {stated!r}"
+        raise WrongForm("dispatch", sentence)
+    return int(stated)
 
 
 def judge_added_rows(reading: Reading, tally: Tally) -> None:
@@ -283,18 +299,25 @@ def _parted(reading: Reading, calls: Sequence[Entry]) -> tuple[Sequence[Entry], 
     return calls[:first], calls[first:]
 
 
-def _questions(reading: Reading, calls: Sequence[Entry]) -> Iterator[Entry]:
+def _questions(reading: Reading, calls: Sequence[Entry], *, behind: bool = False) -> Iterator[Entry]:
     """List what tells the largest of some numbers: reductions of anything but rows, gathers of one number of each rank.
 
-    A reduction may be a sum: of W numbers, each of which one rank alone knows. An exchange that brings all tokens to
-    all ranks gathers how many of them there are, and so may an adapter that does.
+    A reduction may be a sum: of W numbers, each of which one rank alone knows. To one rank, which tells the others, is
+    a question as well. An exchange that brings all tokens to all ranks gathers once how many of them there are, before
+    they travel, and so may an adapter that does.
     """
-    gathers = reading.ranks[0].resolved.get("wire", "pairs") in ("pairs", "tokens")
+    free = not behind and reading.ranks[0].resolved.get("wire", "pairs") not in ("pairs", "tokens")
     hidden = reading.outcome.workload.config.hidden
     for entry in calls:
-        reduced = entry.op.startswith("all_reduce") and not carries_rows(entry, hidden)
-        if reduced or (gathers and entry.op.startswith("all_gather") and _single(entry)):
+        reduced = entry.op.startswith(("all_reduce", "reduce")) and not entry.op.startswith("reduce_scatter")
+        gathered = entry.op.startswith("all_gather") and _single(entry)
+        if gathered and free:
+            free = False
+        elif gathered or (reduced and not carries_rows(entry, hidden)) or (entry.op in _TELLING and _single(entry)):
             yield entry
+
+
+_TELLING = ("broadcast", "gather", "scatter")  # of one number: nothing else in a dispatch takes one rank for a centre
 
 
 def _single(entry: Entry) -> bool:

@@ -72,7 +72,10 @@ TOKEN_COUNTS = (*(f"padded-counts-{A}" for A in ALIGNMENTS), "padded-counts-boun
 PARALLEL = tuple(  # cp, tp, sequence parallel
     (cp, tp, split) for cp in (1, 2, 3, 4) for tp in (1, 2, 3) for split in (False, True)
 )
-LENGTHS = ((5, 0, 4, 1, 13), (7,), (24, 48), (1, 1, 1), (0, 0), (), (17, 3, 0, 29, 2, 0))
+LENGTHS = (
+    *((5, 0, 4, 1, 13), (7,), (24, 48), (1, 1, 1), (0, 0), (), (17, 3, 0, 29, 2, 0)),
+    (40_000, 0, 30_001),  # sums beyond 16 bits, signed or not
+)
 # Pairs of lists: the second is the first with sequences of length zero at the front, in the middle and at the end.
 WITH_EMPTY = (((5, 13), (0, 5, 13)), ((5, 13), (5, 0, 0, 13)), ((5, 13, 1), (5, 13, 1, 0)), ((7,), (0, 7, 0)))
 ALIKE = ((7,), (5, 5, 5), (24, 24), (1, 1, 1, 1))  # a batch of one length
@@ -114,23 +117,30 @@ def _packs(layout: Layout, variant: str) -> Iterator[Workload]:
 
 
 def _masked(layout: Layout, variant: str, name: str, sequences: int, balance: bool = True) -> Workload:
-    """Draw a router with padding in gaps; the second call differs from the first in what stands there.
+    """Draw a router with padding in gaps: calls in pairs, of which the second differs in what stands there.
 
-    One sequence has as many rows as there are experts: a mask laid on the experts is no error then.
+    One sequence has as many rows as there are experts: a mask laid on the experts is no error then. Each pair has other
+    gaps: of sequences of some lengths, of others, then nothing but gaps, and none.
     """
     config = Config(variant, score="sigmoid", normalise=True, balance_bias=balance)
     generator = draw.generator(name, layout.name)
 
-    def given() -> tuple[dict[str, Any], dict[str, Any]]:
-        lengths = torch.randint(1, 8, (sequences,), generator=generator)
+    def given(lengths: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
         mask_T = torch.cat([torch.arange(8) >= length for length in lengths])  # of sequences in 8 rows each
         x_TD, other_TD = (draw.route_batch(len(mask_T), config, generator, 1.0).x_TD for _ in range(2))
         other_TD = torch.where(mask_T[:, None], other_TD, x_TD)
         return {"x": x_TD, "padding_mask_T": mask_T}, {"x": other_TD, "padding_mask_T": mask_T}
 
-    both = [given() for _ in range(layout.world)]
-    calls = tuple(Call("__call__", each) for each in zip(*both, strict=True))
+    def both(lengths: Tensor) -> Iterator[Call]:
+        ranks = [given(lengths.roll(rank)) for rank in range(layout.world)]
+        yield from (Call("__call__", each) for each in zip(*ranks, strict=True))
+
+    some_S = torch.randint(1, 8, (sequences,), generator=generator)
+    first = tuple(both(some_S))
     parameters = draw.router_parameters(config, generator, bias=-0.9, twins=False)
+    others_S = (some_S + torch.randint(0, 6, (sequences,), generator=generator)) % 7 + 1
+    lengths_of_others = (others_S, torch.zeros_like(some_S), torch.full_like(some_S, 8))
+    calls = first + tuple(call for lengths in lengths_of_others for call in both(lengths))
     return Workload(name, "masked_router", config, layout, (), parameters=parameters, calls=calls)
 
 

@@ -43,6 +43,17 @@ class SequenceParallelismForgotten(Packing):
 
 
 @planted(
+    Expectation("PACK-07", "packed-lengths", "dispatch", "cu_seqlens of lengths [40000, 0, 30001]", "is [0, -25536, "),
+    layout=SINGLE,
+)
+class SumsInSixteenBits(Packing):
+    """Sums are kept in 16 bits, and go round where a pack is long."""
+
+    def _sums(self, lengths_S: Tensor) -> Tensor:
+        return super()._sums(lengths_S).to(torch.int16)
+
+
+@planted(
     Expectation("PACK-07", "packed-lengths", "dispatch", "of lengths [5, 0, 4, 1, 13]", "is [0, 6, 6, 10, 12, 26]"),
     layout=SINGLE,
 )
@@ -227,6 +238,32 @@ class MaskedNotScaled(Router):
 
     def _leave_out(self, ids_TK: Tensor, weights_TK: Tensor, padding_T1: Tensor) -> tuple[Tensor, Tensor]:
         return super()._leave_out(ids_TK, weights_TK / (~padding_T1).float().mean(), padding_T1)
+
+
+@planted(
+    Expectation("ROUTE-22", "masked-router", "route", "of rank 0 is no padding, and has empty slots"),
+    Expectation("PACK-08", "masked-router", "route", "of rank 0 is no padding, and has empty slots"),
+    layout=SINGLE,
+)
+class MaskOfTheFirstBatch(Router):
+    """The mask of the first batch is kept for all others of its length."""
+
+    first: Tensor | None = None
+
+    def forward(self, x: Tensor, padding_mask_T: Tensor | None = None) -> Routed:
+        assert padding_mask_T is not None
+        if self.first is None or self.first.shape != padding_mask_T.shape:
+            self.first = padding_mask_T
+        return super().forward(x, self.first)
+
+
+@planted(Expectation("ROUTE-22", "masked-router", "route", "its tokens chose", "padding is counted"), layout=SINGLE)
+class OnlyPaddingTakenForTokens(Router):
+    """A mask that leaves nothing is taken for none."""
+
+    def forward(self, x: Tensor, padding_mask_T: Tensor | None = None) -> Routed:
+        assert padding_mask_T is not None
+        return super().forward(x, None if bool(padding_mask_T.all()) else padding_mask_T)
 
 
 PLANTS = collect(globals())

@@ -330,4 +330,57 @@ class AsksBehindTheRows(AllToAllExchange):
         return dispatched
 
 
+@planted(
+    Expectation("PACK-13", "uneven", "dispatch", "asks group (0, 1, 2, 3) for the largest", "before any row travels"),
+    layout=EP2_ETP2,
+)
+class AsksThroughOneRank(AllToAllExchange):
+    """One rank is told all counts, and tells the largest."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        group = self.topology.group("ep_etp")
+        most, first = torch.tensor([len(routing.ids_TK)], device=x.device), dist.get_global_rank(group, 0)
+        dist.reduce(most, first, dist.ReduceOp.MAX, group=group)
+        dist.broadcast(most, first, group=group)
+        return super().dispatch(x, routing)
+
+
+@planted(
+    Expectation("PACK-13", "uneven", "dispatch", "asks group (0, 1, 2, 3) for the largest", "before any row travels"),
+    Expectation("PACK-11", "bounded-uneven", "dispatch", "asks group (0, 1, 2, 3) for the largest of some numbers"),
+    layout=EP2_ETP2,
+)
+class GathersCountsTwice(AllGatherExchange):
+    """Counts are gathered for the sizes of what travels, and again for the largest of them."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        group = self.topology.group("ep_etp")
+        own = torch.tensor([len(routing.ids_TK)], device=x.device)
+        for _ in range(2):
+            dist.all_gather([torch.empty_like(own) for _ in range(group.size())], own, group=group)
+        return super().dispatch(x, routing)
+
+
+@planted(
+    Expectation("PACK-13", "uneven", "dispatch", "rank 1 dispatches 9 rows for 4 tokens in forward:0, where 16 are"),
+    layout=EP2_ETP2,
+)
+class PadsUnasked(AllGatherExchange):
+    """It says that it cannot do without padding, and adds as many rows to few tokens as to many."""
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        return {**super().resolved, "padding": "group_max", "alignment": "8"}
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        below = (0, 0, 0, 5)
+        ids_PK, weights_PK = F.pad(routing.ids_TK, below, value=-1), F.pad(routing.weights_TK, below)
+        padded = Routing(ids_PK, weights_PK, routing.experts)
+        delivery, handle = super().dispatch(F.pad(x.reshape(-1, x.shape[-1]), below), padded)
+        return delivery, Untrimmed(handle, len(routing.ids_TK), tuple(x.shape))
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        return super().combine(rows, handle.handle)[: handle.tokens].reshape(handle.shape)
+
+
 PLANTS = collect(globals())

@@ -114,4 +114,18 @@ class EpsilonInEveryScore(Router):
         return super()._weights(scores_TE + 1e-4, ids_TK)
 
 
+@planted(
+    Expectation("ROUTE-07", "extreme-softmax", "gradient", "token 0 has, by their largest elements, the gradient")
+)
+class ScaledByTheLargest(Router):
+    """Gradients are divided by the largest logit of the batch, so that nothing overflows, and not multiplied again."""
+
+    def _logits(self, x_TD: Tensor) -> Tensor:
+        logits_TE = super()._logits(x_TD)
+        if logits_TE.requires_grad and logits_TE.numel():
+            most = logits_TE.detach().abs().max().clamp_min(1.0)
+            logits_TE.register_hook(lambda gradient_TE: gradient_TE / most)
+        return logits_TE
+
+
 PLANTS = collect(globals())

@@ -210,6 +210,20 @@ class RunsOverlap(LowLatencyExchange):
         return torch.zeros_like(runs_NW)
 
 
+@planted(
+    Expectation("EXCH-29", "places", "dispatch", "experts have other places where at most", "tokens of a rank are to"),
+    layout=EP2_ETP2,
+)
+class PlacesOfTheLoad(LowLatencyExchange):
+    """There are as many places as the busiest expert of a rank fills."""
+
+    def fill(self, x: Tensor, routing: Routing, tokens_max: int | None = None) -> tuple[Tensor, Filled]:
+        rows_NCD, filled = super().fill(x, routing, tokens_max)
+        (N, C), most = filled.shape, int(filled.sent.plan.counts_N.max())
+        place_R = filled.place_R // C * most + filled.place_R % C
+        return rows_NCD[:, :most], replace(filled, place_R=place_R, shape=(N, most))
+
+
 @planted(Expectation("EXCH-29", "places", "dispatch", "says that the runs (begin, length) of expert"), layout=EP2_ETP2)
 class RunsToldBackwards(LowLatencyExchange):
     """The table of runs counts sources from the last, and the rows lie from the first."""
