@@ -69,7 +69,7 @@ class Plan:
     def cells(self) -> tuple[Cell, ...]:
         """Every variant on every layout, layout by layout, but for those of which a sample will do."""
         limits = {variant: tuple(self.backend.limits(variant)) for variant in self.backend.variants}
-        layouts = corpus.layouts(cast(corpus.Profile, self.profile))
+        layouts = (*corpus.layouts(cast(corpus.Profile, self.profile)), *self._beside)
         if self.virtual:
             layouts = tuple(layout for layout in virtual.layouts() if layout.world <= self.virtual_ranks)
         return tuple(
@@ -78,6 +78,11 @@ class Plan:
             for variant in self.backend.variants
             if self._runs(variant, layout)
         )
+
+    @cached_property
+    def _beside(self) -> Mapping[Layout, Collection[str]]:
+        """Layouts of which only the named workloads run."""
+        return corpus.quick_beside() if self.profile == "quick" else {}
 
     def _runs(self, variant: str, layout: Layout) -> bool:
         """Whether a variant is tried on a layout.
@@ -117,6 +122,10 @@ class Plan:
             alone = virtual.wide(layout)
             yield from ((alone, workload) for workload in virtual.corpus(variant, layout))
             yield from ((False, workload) for workload in virtual.sparse(variant, layout))
+            return
+        if (names := self._beside.get(layout)) is not None:
+            drawn = corpus.corpus(variant, layout, profile)
+            yield from ((False, workload) for workload in drawn if workload.name in names)
             return
         yield from ((False, workload) for workload in corpus.corpus(variant, layout, profile))
         if layout.world <= corpus.USUAL_RANKS:
@@ -158,8 +167,8 @@ class Plan:
     def drawing(self, kind: str) -> tuple[Cell, ...]:
         """Return the cells for which Hypothesis draws workloads of a kind.
 
-        Not those of worlds larger than the usual, nor those that are refused whatever the workload. See `cases` for
-        routers.
+        Not those of worlds larger than the usual, nor those that are refused whatever the workload, nor those that run
+        a few workloads only. See `cases` for routers.
         """
         most = virtual.WORLDS[0] if self.virtual else corpus.USUAL_RANKS
         cells = tuple(
@@ -167,6 +176,7 @@ class Plan:
             for cell in self.cells
             if cell.layout.world <= most
             and cell.variant not in self._sampled
+            and cell.layout not in self._beside
             and not cell_limits(cell.limits, cell.layout)
         )
         if kind != "route":

@@ -13,7 +13,7 @@ import reference.routing
 from moe_conformance.contract import Limit
 from moe_conformance.topology import Layout
 from moe_conformance.workloads import draw
-from moe_conformance.workloads.corpus import USUAL_RANKS, corpus, full_layouts, quick_layouts
+from moe_conformance.workloads.corpus import USUAL_RANKS, corpus, full_layouts, quick_beside, quick_layouts
 from moe_conformance.workloads.features import broken, features, halves_in_flight, has_empty_slots, in_flight
 from moe_conformance.workloads.records import Workload
 from moe_conformance.workloads.routing import routing_corpus
@@ -75,7 +75,7 @@ class TestCorpus:
 
     def test_quick_layouts_are_part_of_the_full_ones(self) -> None:
         """What passes quick is judged again in full."""
-        assert set(quick_layouts()) <= set(full_layouts())
+        assert {*quick_layouts(), *quick_beside()} <= set(full_layouts())
 
     def test_every_folding_is_there(self) -> None:
         """All products of tp, ep and etp that 8 ranks allow, some with replicas, and one layout with every axis."""

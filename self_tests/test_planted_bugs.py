@@ -225,4 +225,6 @@ class TestCollection:
             if expected.workload and expected.workload not in workloads(plant.variant, plant.layout)
         ]
         assert [] == strange
-        assert {plant.layout for plant in plants()} <= set(corpus.quick_layouts())
+        whole = set(corpus.quick_layouts())
+        beside = {(layout, name) for layout, names in corpus.quick_beside().items() for name in names}
+        assert {(p.layout, e.workload) for p, e in TRIALS if p.layout not in whole} <= beside

@@ -278,6 +278,14 @@ def quick_layouts() -> tuple[Layout, ...]:
     )
 
 
+def quick_beside() -> dict[Layout, tuple[str, ...]]:
+    """Full layouts on which the quick profile runs a few recipes, and no more: what none of its own can show.
+
+    Gaps of packed sequences whose rows are shared among context ranks.
+    """
+    return {Layout(4, cp=2, ep=2): ("gaps-uneven",)}
+
+
 def full_layouts() -> tuple[Layout, ...]:
     """The quick layouts, foldings in which dense and expert axes cross, and sizes that are no powers of two.
 

@@ -15,6 +15,7 @@ from moe_conformance.backends.native.packing import Packing
 from moe_conformance.backends.native.routing import Router
 from moe_conformance.contract import Delivery, Routed, Routing, Unsupported
 from moe_conformance.surfaces import PackedSequences
+from moe_conformance.topology import Layout
 from self_tests.planted_bugs.plant import SINGLE, Expectation, collect, planted
 
 # ---- packed sequences ----------------------------------------------------------------------------------------------
@@ -166,6 +167,18 @@ class SharesOfTheWholePack(Packing):
         rows = super().share(cu_seqlens_padded, cp, cp_rank)
         half = len(rows) // 2
         return torch.cat([rows[:half], (rows[half:] + 1).clamp_max(int(cu_seqlens_padded[-1]) - 1)])
+
+
+@planted(
+    Expectation("PACK-15", "gaps-uneven", "combine", "token 4 of microbatch 0 is that of rank 0 token 16"),
+    layout=Layout(4, cp=2, ep=2),
+)
+class ChunksComeBackSwapped(AllToAllExchange):
+    """Under context parallelism the two chunks of a rank come back in each other's places."""
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        y = super().combine(rows, handle)
+        return y.roll(len(y) // 2, 0) if self.topology.sizes["cp"] > 1 else y
 
 
 # ---- padding in the router -----------------------------------------------------------------------------------------
