@@ -153,10 +153,14 @@ def judge_extreme_dx(reading: Reading, tally: Tally) -> None:
         if dx_TD is None:
             raise AbsentGradient("gradient", f"the tokens of rank {rank} have no gradient", ranks=(rank,))
         decided_T = _decided(workload, logits_TE, ids_TK)
-        right_T = ((dx_TD.double() - right_TD).abs() <= slack_T1).all(1)
-        stand = torch.stack([dx_TD.double().abs().amax(1), right_TD.abs().amax(1)], 1)
-        verb = "has, by their largest elements, the gradient and should have"
-        _require(right_T | ~decided_T, WrongGradient, rank, verb, stand, logits_TE)
+        wrong_TD = ~((dx_TD.double() - right_TD).abs() <= slack_T1) & decided_T[:, None]
+        findings = []
+        for t in wrong_TD.any(1).nonzero().flatten().tolist():
+            d = int(wrong_TD[t].nonzero()[0])
+            told = f"rank {rank} token {t} has the gradient {float(dx_TD[t, d]):g} in column {d}, expected"
+            findings.append(Finding("dx", f"{told} {float(right_TD[t, d]):g}; {_told(logits_TE[t])}", (rank,)))
+        if findings:
+            fail(WrongGradient, "gradient", findings)
         tally.add(elements=int(decided_T.sum()) * dx_TD.shape[1], rank=rank)
 
 
@@ -235,8 +239,11 @@ def _require(legal_T: Tensor, kind: type[Mismatch], rank: int, verb: str, what_T
     """Fail with every token that is not legal, what it got and what its logits are."""
     findings = []
     for t in (~legal_T).nonzero().flatten().tolist():
-        logits = ", ".join(f"{logit:g}" for logit in logits_TE[t].tolist())
-        sentence = f"rank {rank} token {t} {verb} {what_TK[t].tolist()}; its logits are {logits}"
+        sentence = f"rank {rank} token {t} {verb} {what_TK[t].tolist()}; {_told(logits_TE[t])}"
         findings.append(Finding(verb, sentence, (rank,)))
     if findings:
-        fail(kind, "gradient" if kind is WrongGradient else "route", findings)
+        fail(kind, "route", findings)
+
+
+def _told(logits_E: Tensor) -> str:
+    return f"its logits are {', '.join(f'{logit:g}' for logit in logits_E.tolist())}"

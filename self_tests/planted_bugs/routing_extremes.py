@@ -114,9 +114,7 @@ class EpsilonInEveryScore(Router):
         return super()._weights(scores_TE + 1e-4, ids_TK)
 
 
-@planted(
-    Expectation("ROUTE-07", "extreme-softmax", "gradient", "token 0 has, by their largest elements, the gradient")
-)
+@planted(Expectation("ROUTE-07", "extreme-softmax", "gradient", "rank 0 token 0 has the gradient", "expected"))
 class ScaledByTheLargest(Router):
     """Gradients are divided by the largest logit of the batch, so that nothing overflows, and not multiplied again."""
 
