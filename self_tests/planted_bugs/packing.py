@@ -365,7 +365,7 @@ class GathersCountsTwice(AllGatherExchange):
     Expectation("PACK-13", "uneven", "dispatch", "rank 1 dispatches 9 rows for 4 tokens in forward:0, where 16 are"),
     layout=EP2_ETP2,
 )
-class PadsUnasked(AllGatherExchange):
+class AddsRowsUnasked(AllGatherExchange):
     """It says that it cannot do without padding, and adds as many rows to few tokens as to many."""
 
     @property
