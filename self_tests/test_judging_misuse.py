@@ -78,7 +78,7 @@ class TestWrongInput:
 
     def test_a_rank_that_answers_is_named(self) -> None:
         """A rank whose input is right and that answers is one that did not refuse."""
-        outcome = edit(run("misuse-id-too-high"), 0, 0, Answer(values={"": torch.zeros(8, 32)}))
+        outcome = edit(run("misuse-id-too-high"), 1, 0, Answer(values={"": torch.zeros(8, 32)}))
         error = caught(judge_wrong_input, outcome)
         assert isinstance(error, Unrefused)
         assert "an id of E on rank 1" in str(error)
@@ -88,23 +88,24 @@ class TestWrongInput:
     def test_a_slip_is_no_refusal(self, slip: str) -> None:
         """An exception that code raises by mistake is not taken for one that was meant."""
         answer = Answer(error="'NoneType' object is not subscriptable", error_type=f"builtins.{slip}")
-        error = caught(judge_wrong_input, edit(run("misuse-narrow-tokens"), 0, 1, answer))
+        error = caught(judge_wrong_input, edit(run("misuse-narrow-tokens"), 1, 1, answer))
         assert isinstance(error, Raised)
         assert f"stumbled on rank 1 and did not refuse: builtins.{slip}" in str(error)
 
     def test_a_type_may_be_refused_as_a_type(self) -> None:
         """Ids in float are of a wrong type, and a `TypeError` says so."""
         answer = Answer(error="ids must be integers", error_type="builtins.TypeError")
-        judge_wrong_input(edit(run("misuse-ids-in-float"), 0, 1, answer), Tally())
+        judge_wrong_input(edit(run("misuse-ids-in-float"), 1, 1, answer), Tally())
 
-    def test_a_wrong_answer_behind_it_is_told(self) -> None:
-        """The right step behind the refusal is judged, exactly."""
+    @pytest.mark.parametrize(("number", "where"), [(0, "before"), (2, "behind")])
+    def test_a_wrong_answer_beside_it_is_told(self, number: int, where: str) -> None:
+        """The right steps before and behind the refusal are judged, exactly."""
         outcome = run("misuse-id-too-low")
-        y_TD = outcome.ranks[1].answers[1].values[""].clone()
+        y_TD = outcome.ranks[1].answers[number].values[""].clone()
         y_TD[3, 2] += 1
-        error = caught(judge_wrong_input, edit(outcome, 1, 1, Answer(values={"": y_TD})))
+        error = caught(judge_wrong_input, edit(outcome, number, 1, Answer(values={"": y_TD})))
         assert isinstance(error, WrongOutput)
-        assert "has another y on rank 1 at token 3" in str(error)
+        assert f"the right call {where} the wrong one has another y on rank 1 at token 3" in str(error)
 
 
 class TestWrongAnswers:

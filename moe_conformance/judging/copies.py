@@ -19,7 +19,7 @@ from moe_conformance.judging.counts import judge_counts
 from moe_conformance.judging.deliveries import judge_deliveries, judge_rows
 from moe_conformance.judging.diagnosis import Finding, fail, some
 from moe_conformance.judging.gradients import judge_dweights, judge_dx
-from moe_conformance.judging.misuse import judge_y
+from moe_conformance.judging.misuse import judge_y, wrong_call
 from moe_conformance.judging.outputs import judge_outputs
 from moe_conformance.judging.own_experts import (
     judge_expert_gradients,
@@ -280,7 +280,7 @@ def judge_mismatch(outcome: Outcome, tally: Tally) -> None:
         WrongOutput: a right step was answered wrongly.
     """
     what, _ = MISMATCHES[outcome.workload.name.removesuffix(ONE_GROUP)]
-    number = next(n for n, call in enumerate(outcome.workload.calls) if call.may_raise)
+    number = wrong_call(outcome.workload)
     judge_no_slip(outcome, number)
     found = answers(outcome, number)
     groups = groups_that_differ(outcome.workload)

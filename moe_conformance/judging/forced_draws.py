@@ -190,4 +190,3 @@ def judge_bias_on_ranks(reading: Reading, tally: Tally) -> None:
         fail(WrongSelection, "route", findings)
     for place in own.places:
         tally.add(pairs=own.ids[place].numel(), rank=place[1])
-

@@ -24,18 +24,20 @@ def wrong_answers(workload: Workload) -> bool:
 
 
 def judge_wrong_input(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether every rank raises where one rank of its exchange group has wrong input, and the next step works.
+    """Decide whether every rank raises where one of its exchange group has wrong input, between two right steps.
 
     Raises:
         Unrefused: a rank answered.
-        Hung, Died, Raised: a rank waits for another or ended, or the right step raised.
-        WrongOutput: the right step was answered wrongly.
+        Hung, Died, Raised: a rank waits for another or ended, or a right step raised.
+        WrongOutput: a right step was answered wrongly.
     """
     what, _ = misuse.INPUTS[outcome.workload.name.removeprefix("misuse-")]
     on = some(sorted(misuse.culprits(outcome.workload.layout)))
     of_a_type = what == misuse.INPUTS["ids-in-float"][0]
-    judge_refused(outcome, 0, tally, stage="dispatch", asked=f"{what} on rank {on}", of_a_type=of_a_type)
-    judge_y(outcome, 1, 0, tally)
+    number = wrong_call(outcome.workload)
+    judge_refused(outcome, number, tally, stage="dispatch", asked=f"{what} on rank {on}", of_a_type=of_a_type)
+    for right in (number - 1, number + 1):
+        judge_y(outcome, right, 0, tally)
 
 
 def judge_wrong_answers(outcome: Outcome, tally: Tally) -> None:
@@ -50,7 +52,7 @@ def judge_wrong_answers(outcome: Outcome, tally: Tally) -> None:
         WrongOutput: a right call was answered wrongly.
     """
     workload = outcome.workload
-    number = next(n for n, call in enumerate(workload.calls) if call.may_raise)
+    number = wrong_call(workload)
     found = answers(outcome, number)
     if workload.name == misuse.TWICE:
         if any(answer.raised for answer in found):
@@ -91,10 +93,22 @@ def judge_y(outcome: Outcome, call: int, microbatch: int, tally: Tally) -> None:
             tally.add(elements=y_TD.numel(), rank=rank)
             continue
         where = "" if y_TD.shape != expected_TD.shape else _first(y_TD.double() != expected_TD)
-        sentence = f"the right call behind the wrong one has another y on rank {rank}{where}"
-        findings.append(Finding("after", sentence, (rank,)))
+        sentence = f"{_place(outcome.workload, call)} has another y on rank {rank}{where}"
+        findings.append(Finding("right call", sentence, (rank,)))
     if findings:
         fail(WrongOutput, "combine", findings)
+
+
+def wrong_call(workload: Workload) -> int:
+    """Return the number of the call that is wrong: the first that may raise."""
+    return next(number for number, call in enumerate(workload.calls) if call.may_raise)
+
+
+def _place(workload: Workload, call: int) -> str:
+    wrong = wrong_call(workload)
+    if call == wrong:
+        return "the call that may be refused, and was not,"
+    return f"the right call {'before' if call < wrong else 'behind'} the wrong one"
 
 
 def _first(wrong_TD: torch.Tensor) -> str:

@@ -19,8 +19,8 @@ from moe_conformance.workloads import corpus
 from moe_conformance.workloads.corpus import Profile, Recipe, exchange_workload
 from moe_conformance.workloads.records import Batch, Call, Workload
 
-# Tokens of rank r: the entry r modulo the length. Only those of the lowest rank of a tp group are drawn, and no number
-# that tells something is divisible by 2 or 4.
+# Tokens of rank r: the entry r modulo the length. Only those of the lowest rank of a tp group are drawn, and in each
+# row some number is not divisible by 2 or 4: tokens that were shared out over the group would leave a remainder.
 _UNEVEN = (9, 0, 13, 0, 7, 0, 3, 0)
 _WITHOUT = (7, 7, 0, 0, 5, 5, 1, 1)
 _FEW = (1, 1, 3, 3, 2, 2, 0, 0)  # fewer than ranks

@@ -1,6 +1,7 @@
 """Wrong use of an exchange: input that cannot be routed, on one rank of every group, and answers under wrong handles.
 
-Behind each wrong call comes a right one, which must be answered as if nothing had been.
+Behind each wrong call comes a right one, which must be answered as if nothing had been. Before wrong input there is one
+too: what looks once only has looked then.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def _inputs(blank: Workload) -> Iterator[Workload]:
     good, config = blank.batches[0], blank.config
     for name, (_, spoil) in INPUTS.items():
         bad = tuple(spoil(b, config) if rank in culprits(blank.layout) else b for rank, b in enumerate(good))
-        calls = _step(bad, config, may_raise=True), _step(good, config)
+        right = _step(good, config)
+        calls = right, _step(bad, config, may_raise=True), right
         yield replace(blank, name=f"misuse-{name}", batches=(good,), calls=calls)
 
 

@@ -28,6 +28,22 @@ class RefusedAlone(AllToAllExchange):
 
 
 @planted(
+    Expectation("EXCH-44", "misuse-id-too-low", "dispatch", "step answered an id of -2 on rank 1 on rank 0, rank 1"),
+)
+class LooksOnce(AllToAllExchange):
+    """What the first step brings is looked at, and what later ones bring no more; ids that nobody has are no slots."""
+
+    looked = False
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        if self.looked:
+            ids_TK = routing.ids_TK.clamp(min=-1)
+            return super().dispatch(x, replace(routing, ids_TK=ids_TK))
+        self.looked = True
+        return super().dispatch(x, routing)
+
+
+@planted(
     Expectation("EXCH-44", "misuse-id-too-high", "dispatch", "step answered an id of E on rank 1 on rank 0, rank 1"),
     Expectation("EXCH-44", "misuse-id-too-low", "dispatch", "step answered an id of -2 on rank 1"),
 )
