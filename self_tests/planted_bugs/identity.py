@@ -13,12 +13,8 @@ from moe_conformance.contract import Delivery, Routing
 from self_tests.planted_bugs.plant import SINGLE, Expectation, collect, planted
 
 
-@planted(
-    Expectation("EXCH-05", "identity-even", "combine", "y of rank 0 token 0 in column 0 is 0", "they were handed"),
-    Expectation("GRAD-03", "identity-even", "gradient", "dweights of rank 0 token 0 in column 0 is 0"),
-)
-class ReceiveBufferCleared(AllToAllExchange):
-    """Combine clears what dispatch received, to have it ready for the next step, before it reads the answers."""
+class ClearsWhatItReceived(AllToAllExchange):
+    """Combine clears what dispatch received, where that is taken to be free, before it reads the answers."""
 
     _received: Tensor | None = None
 
@@ -29,28 +25,30 @@ class ReceiveBufferCleared(AllToAllExchange):
 
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
         assert self._received is not None
-        self._received.zero_()
+        if self._is_free():
+            self._received.zero_()
         return super().combine(rows, handle)
+
+    def _is_free(self) -> bool:
+        return True
+
+
+@planted(
+    Expectation("EXCH-05", "identity-even", "combine", "y of rank 0 token 0 in column 0 is 0", "they were handed"),
+    Expectation("GRAD-03", "identity-even", "gradient", "dweights of rank 0 token 0 in column 0 is 0"),
+)
+class ReceiveBufferCleared(ClearsWhatItReceived):
+    """Combine clears what dispatch received, to have it ready for the next step, before it reads the answers."""
 
 
 @planted(
     Expectation("EXCH-05", "identity-in-flight-even", "combine", "y of rank 0 token 0 of microbatch 2", "were handed"),
 )
-class ReceiveBufferClearedInInference(AllToAllExchange):
+class ReceiveBufferClearedInInference(ClearsWhatItReceived):
     """The same where no gradients are wanted, and buffers are taken to be free as soon as experts have read them."""
 
-    _received: Tensor | None = None
-
-    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
-        delivery, handle = super().dispatch(x, routing)
-        self._received = delivery.rows_RD.detach()
-        return delivery, handle
-
-    def combine(self, rows: Tensor, handle: Any) -> Tensor:
-        assert self._received is not None
-        if not torch.is_grad_enabled():
-            self._received.zero_()
-        return super().combine(rows, handle)
+    def _is_free(self) -> bool:
+        return not torch.is_grad_enabled()
 
 
 class _WeighedInPlace(torch.autograd.Function):
