@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.forced_draws import judge_bias_draws, judge_bias_on_ranks, judge_random
+from moe_conformance.judging.forced_draws import (
+    judge_bias_draws,
+    judge_bias_in_turn,
+    judge_bias_on_ranks,
+    judge_random,
+)
 from moe_conformance.judging.forcing import (
     judge_forced_groups,
     judge_forced_loads,
@@ -44,6 +49,11 @@ class TestDraws:
     def test_a_bias_has_the_deviation_that_was_asked_for(self, reading: Reading, tally: Tally) -> None:
         """Every expert has one bias for all tokens, of that deviation."""
         judge_bias_draws(reading, tally)
+
+    @requirement("FORCE-10", kind="forced draws", when=bias_decides_alone)
+    def test_a_bias_is_drawn_anew_or_kept(self, reading: Reading, tally: Tally) -> None:
+        """A positive deviation draws a bias in every forward, and a negative one draws one of every layer."""
+        judge_bias_in_turn(reading, tally)
 
     @requirement("FORCE-11", kind="forced draws", when=bias_decides_alone)
     def test_all_ranks_draw_the_same_bias(self, reading: Reading, tally: Tally) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import torch
 from torch import Tensor
 
@@ -190,3 +192,39 @@ def judge_bias_on_ranks(reading: Reading, tally: Tally) -> None:
         fail(WrongSelection, "route", findings)
     for place in own.places:
         tally.add(pairs=own.ids[place].numel(), rank=place[1])
+
+
+def judge_bias_in_turn(reading: Reading, tally: Tally) -> None:
+    """Decide whether a bias that decides alone is drawn anew in every forward, or is one of its layer and stays so.
+
+    Rounds of a router without tokens show nothing.
+
+    Raises:
+        WrongForm, WrongSelection: forwards choose alike that must not, or otherwise than others of a kept bias.
+    """
+    own = expected_of(reading)
+    chosen = {place: ids_TK for place, ids_TK in own.ids.items() if len(ids_TK)}
+    pairs = [(one, other) for one, other in combinations(sorted(chosen), 2) if one[1] == other[1]]
+    findings = []
+    for one, other in pairs:
+        if sentence := _wrong_turn(own, one, other):
+            findings.append(Finding(sentence.split(": ")[-1], sentence, (one[1],)))
+    if findings:
+        fail(WrongSelection, "route", findings)
+    for place in {place for pair in pairs for place in pair}:
+        tally.add(pairs=chosen[place].numel(), rank=place[1])
+
+
+def _wrong_turn(own: RouterExpected, one: Place, other: Place) -> str:
+    """Say what is wrong with the choices of two forwards on a rank; "" if nothing is."""
+    config, routers = own.workload.config, own.workload.routers
+    keeps, same_layer = (config.forced[0][1] or 0.0) < 0, one[0] % routers == other[0] % routers
+    alike = one_choice([own.ids[one], own.ids[other]])
+    said = f"rank {one[1]} in forwards {one[0]} and {other[0]} of {'one layer' if same_layer else 'two layers'}"
+    if keeps and same_layer:
+        return "" if alike else f"{said} chooses other experts: the bias that is to be kept was drawn anew"
+    if not alike or chance_alike(1, config.top_k, config.experts) > _CHANCE:
+        return ""
+    if keeps:
+        return f"{said} chooses the same experts: the layers share one kept bias"
+    return f"{said} chooses the same experts: no new bias was drawn"

@@ -90,14 +90,16 @@ class TrainingStep:
         """Build the surfaces and write their parameters; return those that have any."""
         session = kept.session
         built: list[Parametrised] = []
-        self.router: Router | None = None
+        self.routers: list[Router] = []  # of the same config, as in several layers
         self.undropping: Router | None = None  # the same router without its capacity
         self.exchange: Exchange | SplitExchange | None = None
         self.experts: ExpertFn | None = None
         self.layer: Layer | None = None
         if self.workload.kind in _ROUTERS:
-            self.router = session.router(self.config)
-            built.append(self.router)
+            self.routers = [session.router(self.config) for _ in range(self.workload.routers)]
+            built.append(self.routers[0])
+            for other in self.routers[1:]:
+                parameters.write(other, self.workload.parameters)
             if self.workload.kind == "capacity":
                 self.undropping = session.router(_without_capacity(self.config))
                 parameters.write(self.undropping, self.workload.parameters)
@@ -165,8 +167,8 @@ class TrainingStep:
 
     def _forward(self, m: int) -> None:
         inputs = self.inputs[m]
-        if self.router is not None:
-            routed = self.router(inputs.x)
+        if self.routers:
+            routed = self.routers[m % len(self.routers)](inputs.x)
             self.outputs[m] = routed.routing.weights_TK
             self.routed[m] = {
                 "routed_ids_TK": to_cpu(routed.routing.ids_TK),
@@ -235,14 +237,14 @@ class TrainingStep:
         if m in self.overflows:
             return
         output, upstream = self.outputs[m], self.inputs[m].upstream
-        if self.router is not None:  # upstream is dense (T, E): the backend chose the slots
+        if self.routers:  # upstream is dense (T, E): the backend chose the slots
             ids_TK = self.routed[m]["routed_ids_TK"]
             assert ids_TK is not None
             ids_TK = ids_TK.to(upstream.device)
             upstream = upstream.gather(1, ids_TK.clamp_min(0)) * (ids_TK >= 0)
         torch.autograd.backward(output, upstream.to(output.dtype).reshape(output.shape))
         self.inputs[m].keep_gradients()
-        if self.router is None:
+        if not self.routers:
             same = {"y": same_bytes(self.returned[m].cpu(), output.detach().cpu())}
             if isinstance(self.experts, Probe):
                 same["rows"] = not self.experts.overwritten(m)
@@ -287,7 +289,7 @@ class TrainingStep:
             return Microbatch((), None, (), None, Grad(None), Grad(None), overflow=self.overflows[m])
         inputs, output = self.inputs[m], self.outputs[m]
         seen = {}
-        if self.router is None:
+        if not self.routers:
             seen = {"y": to_cpu(output).reshape(-1, self.config.hidden)}  # type: ignore[union-attr]
         return Microbatch(
             handed=self.experts.handed(m) if isinstance(self.experts, Probe) else (),

@@ -37,6 +37,7 @@ class ForcingRecipe:
     kind: str = "forced"  # "forced draws": what is drawn is asked for, and no gradient; "forced masked": logits of -inf
     again: bool = False  # every microbatch has the tokens of the first
     copies: bool = False  # the ranks of a tp group hold the same tokens
+    routers: int = 1  # that take turns, as if of several layers
 
 
 _SOFTMAX = {"experts": 24, "top_k": 4, "groups": (4, 2), "scale": 2.5}
@@ -47,7 +48,7 @@ _FINE = {**_SOFTMAX, "groups": (8, 2)}
 _ONE_WITHOUT = (14, 0, 18, 9)
 _MASKED = {"experts": 8, "top_k": 4, "normalise": True}
 _MANY = {"experts": 256, "top_k": 8}
-_ALONE = {"experts": 64, "top_k": 4, "score": "softmax_topk"}  # a logit of a million weighs all there is
+_ALONE = {**_MANY, "score": "softmax_topk"}  # a logit of a million weighs all there is
 _ALL = {**_SIGMOID, "groups": (4, 4), "group_score": "max"}
 
 FORCINGS = (
@@ -64,13 +65,13 @@ FORCINGS = (
     ForcingRecipe("forced-round-robin-rank-without-tokens", "round_robin", config=_SIGMOID, tokens=_ONE_WITHOUT),
 )
 
-_TWICE, _DRAWN = "F0 F1", "forced draws"
+_TWICE, _EACH_TWICE, _DRAWN = "F0 F1", "F0 F1 F2 F3", "forced draws"
 DRAWS = (
     ForcingRecipe("forced-random", "random", tokens=(320,), schedule=_TWICE, kind=_DRAWN, again=True),
-    ForcingRecipe("forced-bias", "biased", 0.5, _MANY, (40, 32), "F0 F1 F2 F3", _DRAWN),
+    ForcingRecipe("forced-bias", "biased", 0.5, _MANY, (40, 32), _EACH_TWICE, _DRAWN),
     ForcingRecipe("forced-kept-bias", "biased", -3.0, {**_MANY, "experts": 1024}, (40, 32), "F0", _DRAWN),
-    ForcingRecipe("forced-bias-alone", "biased", 1e6, _ALONE, (0, 9, 7, 5), "F0 F1 F2", _DRAWN),
-    ForcingRecipe("forced-kept-bias-alone", "biased", -1e6, _ALONE, (0, 9, 7, 5), "F0 F1 F2", _DRAWN),
+    ForcingRecipe("forced-bias-alone", "biased", 1e6, _ALONE, (0, 9, 7, 5), _EACH_TWICE, _DRAWN, routers=2),
+    ForcingRecipe("forced-kept-bias-alone", "biased", -1e6, _ALONE, (0, 9, 7, 5), _EACH_TWICE, _DRAWN, routers=2),
 )
 COPIES = (
     ForcingRecipe("forced-random-copies", "random", None, {}, (48,), _TWICE, _DRAWN, again=True, copies=True),
@@ -118,7 +119,9 @@ def _workload(recipe: ForcingRecipe, variant: str, layout: Layout) -> Workload:
     parameters = _parameters(config, draw.generator(recipe.name, layout.name, "router"))
     if recipe.kind == "forced masked":
         parameters = _masked(config, parameters)
-    return Workload(recipe.name, recipe.kind, config, layout, batches, recipe.schedule, parameters)
+    return Workload(
+        recipe.name, recipe.kind, config, layout, batches, recipe.schedule, parameters, routers=recipe.routers
+    )
 
 
 def liked_groups(config: Config) -> tuple[int, ...]:

@@ -127,6 +127,7 @@ class Workload:
     calls: tuple[Call, ...] = ()  # a script, in place of batches and a schedule: calls on the one surface `kind`
     twist: Twist = field(default_factory=Twist)
     likened: Literal["", "quick", "full"] = ""  # the profile in which runs that must give the same are held against it
+    routers: int = 1  # that are built where a router runs alone: forward m goes through router m modulo their number
     golden: str = ""  # the chapter of the goldens whose values judge it; "" for the oracles of today
 
     def lead_of(self, T: int) -> tuple[int, ...]:

@@ -241,12 +241,40 @@ class RanksDrawBiases(ForcedRouter):
         return super()._bias(like_TE)
 
 
-@planted(Expectation("FORCE-11", "forced-bias-alone", "route", "is not the same on ranks", "in forward 1"))
+@planted(Expectation("FORCE-11", "forced-bias-alone", "route", "is not the same on ranks", "in forward 2"))
 class NobodyDrawsForNothing(ForcedRouter):
     """A rank without tokens draws no bias, and is one behind the others from then on."""
 
     def _draw(self, own_TE: Tensor) -> Tensor:
         return super()._draw(own_TE) if len(own_TE) else own_TE
+
+
+@planted(Expectation("FORCE-10", "forced-kept-bias-alone", "route", "the bias that is to be kept was drawn anew"))
+class KeptBiasDrawnAnew(ForcedRouter):
+    """The sign of the deviation is not looked at: every forward draws."""
+
+    def _bias(self, like_TE: Tensor) -> Tensor:
+        drawn_E = super()._bias(like_TE)
+        self.kept_E = None
+        return drawn_E
+
+
+@planted(Expectation("FORCE-10", "forced-bias-alone", "route", "of one layer chooses the same", "no new bias"))
+class BiasAlwaysKept(ForcedRouter):
+    """The first bias stays, whatever its sign."""
+
+    def _bias(self, like_TE: Tensor) -> Tensor:
+        self.kept_E = super()._bias(like_TE)
+        return self.kept_E
+
+
+@planted(Expectation("FORCE-10", "forced-kept-bias-alone", "route", "of two layers", "share one kept bias"))
+class LayersShareOneBias(ForcedRouter):
+    """Biases are seeded alike in all layers, so that every layer keeps the same."""
+
+    def __init__(self, config: Config, device: torch.device, topology: Topology, number: int) -> None:
+        super().__init__(config, device, topology, number)
+        self.biases.manual_seed(1)
 
 
 PLANTS = collect(globals())
