@@ -193,13 +193,27 @@ class TestProgress:
     def test_one_line_that_is_left_empty(self):
         """The line fits the terminal, counts what ended, and is gone at the end."""
         lines: list[str] = []
-        progress = Progress(lines.append, 40, total=2)
+        progress = Progress.on_terminal(lines.append, 40, total=2)
         progress._shown = 0.0
         progress.step("alltoall-ep2-a-workload-with-a-long-name", failed=True, runs=1)
         progress.clear()
         assert [39, 39] == [len(line) for line in lines]
         assert lines[0].startswith("1/2 checks, 1 failed, 1 cases")
         assert "" == lines[1].strip()
+
+    def test_a_log_gets_a_line_every_few_minutes(self):
+        """A short run writes none, a long one a line that is not cut; at the end there is nothing to clear."""
+        lines: list[str] = []
+        progress = Progress.in_log(lines.append, total=3)
+        progress.step("alltoall-ep2-first", failed=False, runs=1)
+        assert [] == lines
+        progress._shown -= 301
+        progress.step("alltoall-ep2-a-workload-with-a-long-name", failed=True, runs=1)
+        progress.step("alltoall-ep2-third", failed=False, runs=1)
+        progress.clear()
+        assert 1 == len(lines)
+        assert lines[0].startswith("2/3 checks, 1 failed, 2 cases")
+        assert lines[0].endswith("  alltoall-ep2-a-workload-with-a-long-name")
 
 
 class TestScheduling:

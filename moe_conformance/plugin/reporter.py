@@ -53,8 +53,13 @@ class Reporter:
         if terminal is None:
             return
         terminal.showfspath = False
-        if terminal.isatty and terminal.verbosity <= 0:
-            self._progress = Progress(terminal.rewrite, shutil.get_terminal_size().columns, len(session.items))
+        if terminal.verbosity > 0:
+            return  # pytest tells every item itself
+        if terminal.isatty:
+            columns = shutil.get_terminal_size().columns
+            self._progress = Progress.on_terminal(terminal.rewrite, columns, len(session.items))
+        else:
+            self._progress = Progress.in_log(terminal.write_line, len(session.items))
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_setupnodes(self, specs: list[Any]) -> None:

@@ -1,22 +1,33 @@
-"""The live line of a run on a terminal; elsewhere nothing."""
+"""How far a run is: one line that is rewritten on a terminal, a line every few minutes in a log."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-_EVERY_S = 0.1
+_ON_TERMINAL_S = 0.1
+_IN_LOG_S = 300.0  # CI ends jobs that say nothing for ten minutes
 
 
 class Progress:
-    """Counts items, cases and failures, and rewrites one line a few times a second."""
+    """Counts items, cases and failures, and shows them from time to time."""
 
-    def __init__(self, rewrite: Callable[[str], None], width: int, total: int) -> None:
-        """Take the function that replaces the line on the terminal, its width, and the number of items (0: unknown)."""
-        self._rewrite, self._width = rewrite, width
+    def __init__(self, show: Callable[[str], None], every_s: float, total: int) -> None:
+        """Take the function that shows a line, how often, and the number of items (0: unknown)."""
+        self._show, self._every_s = show, every_s
         self._started = self._shown = time.monotonic()
         self.total = total
         self._done = self._failed = self._cases = 0
+
+    @classmethod
+    def on_terminal(cls, rewrite: Callable[[str], None], width: int, total: int) -> Progress:
+        """Rewrite one line, no wider than the terminal, a few times a second."""
+        return cls(lambda line: rewrite(line[: width - 1].ljust(width - 1)), _ON_TERMINAL_S, total)
+
+    @classmethod
+    def in_log(cls, write_line: Callable[[str], None], total: int) -> Progress:
+        """Write a line every few minutes; of a short run none."""
+        return cls(write_line, _IN_LOG_S, total)
 
     def step(self, place: str, *, failed: bool, runs: int) -> None:
         """Count an item that ended."""
@@ -24,17 +35,14 @@ class Progress:
         self._failed += failed
         self._cases += runs
         now = time.monotonic()
-        if now - self._shown < _EVERY_S:
+        if now - self._shown < self._every_s:
             return
         self._shown = now
         total = f"/{self.total}" if self.total else ""
         rate = self._cases / (now - self._started)
-        line = f"{self._done}{total} checks, {self._failed} failed, {self._cases} cases, {rate:.0f}/s  {place}"
-        self._show(line[: self._width - 1])
+        self._show(f"{self._done}{total} checks, {self._failed} failed, {self._cases} cases, {rate:.0f}/s  {place}")
 
     def clear(self) -> None:
-        """Leave an empty line."""
-        self._show("")
-
-    def _show(self, line: str) -> None:
-        self._rewrite(line.ljust(self._width - 1))
+        """Leave an empty line on a terminal."""
+        if self._every_s == _ON_TERMINAL_S:
+            self._show("")
