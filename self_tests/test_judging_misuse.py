@@ -18,7 +18,8 @@ from moe_conformance.workloads.records import Call, Workload
 
 EP2 = Layout(2, ep=2)
 REFUSED = Answer(error="expert id 8 among 8 experts", error_type="builtins.ValueError")
-OF_ANSWERS = sorted(name for name in misuse.NAMES if name.removeprefix("misuse-") not in misuse.INPUTS)
+ANSWERS = tuple(f"misuse-{name}" for name in (*misuse.ANSWERS, "combined-twice"))
+OF_ANSWERS = sorted(name for name in misuse.NAMES if name.startswith(ANSWERS))
 Judge = Callable[[Outcome, Tally], None]
 
 

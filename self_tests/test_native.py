@@ -131,6 +131,32 @@ class TestRefusals:
             session(Layout(1)).router(Config(**fields))
         assert "library" == refusal.value.by
 
+    @pytest.mark.parametrize("fields", [{"weights_applied": "input"}, {"pad_to_capacity": True}])
+    def test_fixed_places_take_neither_weights_nor_a_capacity(self, fields: dict[str, Any]) -> None:
+        """Weights come with combine, when the rows have been at the experts; places are never filled up."""
+        with pytest.raises(Unsupported, match="places take tokens before their weights") as refusal:
+            session(Layout(1)).places_exchange(Config("lowlatency", **fields))
+        assert "library" == refusal.value.by
+
+    def test_copies_are_not_filled_up_to_the_capacity_of_all_tokens(self) -> None:
+        """A share may have more rows of an expert than its number of tokens gives room."""
+        config = Config("alltoall", token_copies=True, pad_to_capacity=True, capacity_factor=1.0)
+        with pytest.raises(Unsupported, match="no share of the tokens has the capacity of all"):
+            session(Layout(2, tp=2)).exchange(config)
+
+    def test_what_was_not_dropped_before_has_no_room(self) -> None:
+        """Experts that are filled up to a capacity take no slot beyond it."""
+        exchange = session(Layout(1)).exchange(Config("local", top_k=1, pad_to_capacity=True, capacity_factor=1.0))
+        slots = Routing(torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1), 8)
+        with pytest.raises(ValueError, match="4 slots for expert 0, whose capacity is 1"):
+            exchange.dispatch(torch.zeros(4, 32), slots)
+
+    def test_tokens_of_another_dtype_are_refused(self) -> None:
+        """Their bytes would be read as other numbers where they arrive."""
+        routing = Routing(torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2), 8)
+        with pytest.raises(ValueError, match=r"where 32 in torch\.float32 was configured"):
+            session(Layout(1)).exchange(Config("local")).dispatch(torch.zeros(1, 32, dtype=torch.float64), routing)
+
     def test_a_field_of_another_backend_is_not_adapted(self) -> None:
         """Native has no knobs of its own, and says so."""
         with pytest.raises(Unsupported, match="extra") as refusal:

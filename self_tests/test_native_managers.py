@@ -97,6 +97,8 @@ class TestRefusals:
         [
             (Config("deepep", weights_applied="input"), "a weight for each of its slots"),
             (Config("hybridep", budget_factor=0.0), "budget_factor = 0.0"),
+            (Config("hybridep", budget_factor=float("inf")), "budget_factor = inf"),
+            (Config("hybridep", row_budget=-1), "row_budget = -1"),
             (Config("ncclep", budget_factor=1.0), "NCCLEPManager has no buffer of fixed size"),
             (Config("ncclep", row_budget=3), "NCCLEPManager has no buffer of fixed size: row_budget = 3"),
             (Config("hybridep", budget_factor=2.0, row_budget=3), "one size: budget_factor = 2.0 and row_budget = 3"),

@@ -72,6 +72,7 @@ def _status(case: Case) -> set[str]:
         config.variant == "deepep" and config.weights_applied == "input",
         config.variant != "hybridep" and (config.budget_factor or config.row_budget) is not None,
         config.variant != "alltoall" and config.shared_overlap,
+        config.variant in ("deepep", "hybridep", "ncclep") and config.pad_to_capacity,
         bool(config.extra),  # a knob of some other library
     )
     return {"refused" if any(refusals) else "ok"}

@@ -15,7 +15,7 @@ from moe_conformance.workloads.records import Workload
 
 def wrong_input(workload: Workload) -> bool:
     """Whether it is about what dispatch is given."""
-    return workload.name.removeprefix("misuse-") in misuse.INPUTS
+    return bool(misuse.input_of(workload))
 
 
 def wrong_answers(workload: Workload) -> bool:
@@ -31,7 +31,7 @@ def judge_wrong_input(outcome: Outcome, tally: Tally) -> None:
         Hung, Died, Raised: a rank waits for another or ended, or a right step raised.
         WrongOutput: a right step was answered wrongly.
     """
-    what, _ = misuse.INPUTS[outcome.workload.name.removeprefix("misuse-")]
+    what, _ = misuse.INPUTS[misuse.input_of(outcome.workload)]
     on = some(sorted(misuse.culprits(outcome.workload.layout)))
     of_a_type = what == misuse.INPUTS["ids-in-float"][0]
     number = wrong_call(outcome.workload)

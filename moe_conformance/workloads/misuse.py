@@ -1,12 +1,13 @@
 """Wrong use of an exchange: input that cannot be routed, on one rank of every group, and answers under wrong handles.
 
 Behind each wrong call comes a right one, which must be answered as if nothing had been. Before wrong input there is one
-too: what looks once only has looked then.
+too: what looks once only has looked then. Exchanges that do something of their own before they dispatch, because tokens
+are padded, filled up or held in copies, are given some of it again: they have more ways to leave the others behind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -59,18 +60,35 @@ INPUTS: dict[str, tuple[str, Spoil]] = {
 }
 
 
+SETTINGS: dict[str, Mapping[str, Any]] = {
+    "padded": {"pad_tokens": "group_max"},
+    "filled": {"capacity_factor": 2.0, "pad_to_capacity": True},
+    "copies": {"token_copies": True},
+}
+IN_SETTINGS = ("ids-in-float", "more-tokens-than-ids", "narrow-tokens")  # one of a type, of a number, of a shape
+
+
+def input_of(workload: Workload) -> str:
+    """Return which of the inputs a workload is about, whatever the setting; "" for none."""
+    name = workload.name.removeprefix("misuse-")
+    for setting in SETTINGS:
+        name = name.removesuffix(f"-{setting}")
+    return name if name in INPUTS else ""
+
+
 def _step(batches: tuple[Batch, ...], config: Config, *, may_raise: bool = False) -> Call:
     given = tuple({"x": b.x_TD, "routing": Routing(b.ids_TK, b.weights_TK, config.experts)} for b in batches)
     return Call("step", given, may_raise=may_raise)
 
 
-def _inputs(blank: Workload) -> Iterator[Workload]:
+def _inputs(blank: Workload, names: Iterable[str], suffix: str = "") -> Iterator[Workload]:
     good, config = blank.batches[0], blank.config
-    for name, (_, spoil) in INPUTS.items():
+    for name in names:
+        _, spoil = INPUTS[name]
         bad = tuple(spoil(b, config) if rank in culprits(blank.layout) else b for rank, b in enumerate(good))
         right = _step(good, config)
         calls = right, _step(bad, config, may_raise=True), right
-        yield replace(blank, name=f"misuse-{name}", batches=(good,), calls=calls)
+        yield replace(blank, name=f"misuse-{name}{suffix}", batches=(good,), calls=calls)
 
 
 # ---- answers -------------------------------------------------------------------------------------------------
@@ -117,8 +135,16 @@ def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
 
     batches = tuple(tuple(batch(m, rank) for rank in range(layout.world)) for m in range(len(TOKENS)))
     blank = Workload("misuse", "exchange", config, layout, batches)
-    yield from _inputs(blank)
+    yield from _inputs(blank, INPUTS)
     yield from _answers(blank)
+    first = {rank: ranks[0] for ranks in layout.groups()["tp"] for rank in ranks}
+    for name, fields in SETTINGS.items():
+        changed = replace(blank, config=replace(config, **fields))
+        if name == "copies":
+            copied = tuple(tuple(ranks[first[rank]] for rank in range(layout.world)) for ranks in batches)
+            changed = replace(changed, batches=copied)
+        if name != "copies" or layout.tp > 1:
+            yield from _inputs(changed, IN_SETTINGS, f"-{name}")
 
 
 def _in_turn(T: int, config: Config) -> Tensor:
@@ -128,6 +154,7 @@ def _in_turn(T: int, config: Config) -> Tensor:
 
 NAMES = (
     *(f"misuse-{name}" for name in INPUTS),
+    *(f"misuse-{name}-{setting}" for setting in SETTINGS for name in IN_SETTINGS),
     *(f"misuse-{name}" for name in ANSWERS),
     *(f"misuse-{name}-on-a-rank" for name in ON_A_RANK),
     TWICE,

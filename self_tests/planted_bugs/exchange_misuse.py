@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from torch.nn import functional as F
 
 from moe_conformance.backends.native import collectives
 from moe_conformance.backends.native.exchange import AllToAllExchange
+from moe_conformance.backends.native.padding import PaddedExchange
+from moe_conformance.backends.native.token_copies import TokenCopies
 from moe_conformance.contract import Delivery, Routing
-from self_tests.planted_bugs.plant import Expectation, collect, planted
+from self_tests.planted_bugs.plant import TP2_EP2, Expectation, collect, planted
 
 
 @planted(
@@ -25,6 +28,40 @@ class RefusedAlone(AllToAllExchange):
 
     def withdraw(self, device: torch.device) -> None:
         pass
+
+
+@planted(Expectation("EXCH-44", "misuse-more-tokens-than-ids-padded", "run", "rank 0 hung"))
+class RefusedBeforeItIsPadded(PaddedExchange):
+    """Who pads looks at the input before it asks the others for their largest number, and tells nobody."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        if prod(x.shape[:-1]) != len(routing.ids_TK):
+            raise ValueError(f"{prod(x.shape[:-1])} tokens, but ids for {len(routing.ids_TK)}")
+        return super().dispatch(x, routing)
+
+
+@planted(
+    Expectation("EXCH-44", "misuse-ids-in-float-copies", "run", "hung"),
+    Expectation("EXCH-44", "misuse-more-tokens-than-ids-copies", "run", "hung"),
+    layout=TP2_EP2,
+)
+class CopyRefusedAlone(TokenCopies):
+    """A copy that cannot be cut raises before its routing is compared with the others'."""
+
+    def _compare(self, ids_TK: Tensor, device: torch.device, problem: str) -> None:
+        if problem:
+            raise ValueError(problem)
+        super()._compare(ids_TK, device, problem)
+
+
+@planted(Expectation("EXCH-44", "misuse-ids-in-float-filled", "run", "rank 0 hung"))
+class FilledUpBeforeItIsLookedAt(AllToAllExchange):
+    """Ids are counted for the room of every expert before anybody looks at them."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        if self.config.pad_to_capacity and routing.ids_TK.numel():
+            torch.bincount(routing.ids_TK.clamp(min=0).flatten())
+        return super().dispatch(x, routing)
 
 
 @planted(

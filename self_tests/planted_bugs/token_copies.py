@@ -245,7 +245,7 @@ class SharesInInference(TokenCopies):
 class NobodyCompares(TokenCopies):
     """Copies are believed to be copies."""
 
-    def _compare(self, ids_TK: Tensor, device: torch.device) -> None:
+    def _compare(self, ids_TK: Tensor, device: torch.device, problem: str) -> None:
         pass
 
 
@@ -267,14 +267,14 @@ class SumForAChecksum(TokenCopies):
 class FirstCopyGoesOn(TokenCopies):
     """The ranks that differ from the first raise, and the first, which differs from nobody, answers without them."""
 
-    def _compare(self, ids_TK: Tensor, device: torch.device) -> None:
+    def _compare(self, ids_TK: Tensor, device: torch.device, problem: str) -> None:
         told_W = collectives.all_gather(self._checksum(ids_TK)[None], [1] * self.group.size(), self.group)
         self._alone = bool((told_W != told_W[0]).any())
         if self._alone and self.group.rank():
             raise ValueError("another routing than that of the first rank of the tp group")
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
-        self._compare(routing.ids_TK, x.device)
+        self._compare(routing.ids_TK, x.device, "")
         if not self._alone:
             return super().dispatch(x, routing)
         rows_RD = x.reshape(-1, x.shape[-1])[:0]
@@ -296,9 +296,9 @@ class ComparedOnce(TokenCopies):
 
     _compared = False
 
-    def _compare(self, ids_TK: Tensor, device: torch.device) -> None:
+    def _compare(self, ids_TK: Tensor, device: torch.device, problem: str) -> None:
         if not self._compared:
-            super()._compare(ids_TK, device)
+            super()._compare(ids_TK, device, problem)
         self._compared = True
 
 

@@ -9,11 +9,18 @@
                     variants "deepep", "hybridep" and "ncclep": a fused exchange, its gradients, three layouts
                     for the experts, and the dispatcher over them
     packing.py      packed sequences: sums of lengths, gaps, shares of context ranks
+    capacity.py     which slots an expert takes, and rows that fill up to it
+    wrong_use.py    what is wrong with input or answers
+    float8.py       rows on the wire in eight bits
     padding.py      token counts of all ranks padded to one size, around any of the exchanges
     token_copies.py tokens that tensor ranks hold as copies, each dispatched once, around any of these
     experts.py      SwiGLU experts
+    shared_experts.py, layer.py
+                    experts that every token goes to, and a whole layer
     routing.py      the router
     forcing.py      the router that a strategy forces
+    dispatch_layout.py, routing_forms.py, row_index.py, rows.py, reordering.py, reusable.py, transport.py
+                    surfaces of their own: counts, maps, rows by index, sorting, handles, what is local
     gradients.py    what happens to gradients before the step
     session.py      puts them together
 

@@ -52,6 +52,16 @@ def keep(ids_TK: Tensor, experts: int, room: int, worth_TK: Tensor | None) -> Te
     return torch.zeros_like(held_TK).index_put((held_TK,), kept_P)
 
 
+def overfull(ids_TK: Tensor, config: Config) -> str:
+    """Return which expert has more slots than room up to which its rows are filled, "" if none has."""
+    if not config.pad_to_capacity or config.capacity_factor is None:
+        return ""
+    room = of_rank(config, len(ids_TK))
+    counts_E = torch.bincount(ids_TK[ids_TK >= 0], minlength=config.experts)
+    over = (counts_E > room).nonzero().flatten().tolist()
+    return f"{int(counts_E[over[0]])} slots for expert {over[0]}, whose capacity is {room}" if over else ""
+
+
 # ---- rows that fill up ---------------------------------------------------------------------------------------
 
 

@@ -88,7 +88,8 @@ class LocalExchange:
 
     def _check_input(self, x: Tensor, routing: Routing) -> None:
         """Raise if tokens or routing are wrong, on every rank of the group."""
-        if problem := wrong_use.of_input(x, routing, self.config):
+        problem = wrong_use.of_input(x, routing, self.config) or capacity.overfull(routing.ids_TK, self.config)
+        if problem:
             self.withdraw(x.device)
             raise ValueError(problem)
 

@@ -94,7 +94,9 @@ class FlexExchange:
     @property
     def resolved(self) -> Mapping[str, str]:
         """The classes that were built, where the weights are applied, and what travels."""
+        wire = self.manager.exchange.wire
         return {
+            **({} if wire is None else wire.resolved),
             "exchange": type(self).__name__,
             "manager": type(self.manager).__name__,
             "token_exchange": type(self.manager.exchange).__name__,

@@ -8,6 +8,8 @@ R rows, D hidden, B = ceil(D / 128) blocks of a row.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -21,9 +23,15 @@ class Float8Wire:
 
     block = 128
 
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        """The format, and how many columns share a scale."""
+        return {"wire_format": "e4m3", "wire_block": str(self.block)}
+
     def pack(self, rows_RD: Tensor) -> Tensor:
         """Return the bytes of every row, uint8 (R, D + 4 B)."""
-        wide_RD = torch.where(rows_RD.isfinite(), rows_RD, torch.nan).float()  # the cast makes 448 of infinity
+        wide_RD = rows_RD.float()
+        wide_RD = torch.where(wide_RD.isfinite(), wide_RD, torch.nan)  # the cast to e4m3 makes 448 of infinity
         scales_RB = self._scales(wide_RD)
         numbers_RD = self._round(wide_RD / self._spread(scales_RB, rows_RD.shape[1]))
         parts = [(numbers_RD, numbers_RD.shape[1]), (scales_RB, 4 * scales_RB.shape[1])]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moe_conformance.backends.native import capacity, wrong_use
 from moe_conformance.backends.native.exchange import AllToAllExchange, Sent
+from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.contract import Config, Delivery, Routing, Topology
 from moe_conformance.surfaces import Places
 
@@ -131,8 +132,11 @@ class FixedPlaces:
         """Build the exchange.
 
         Raises:
-            CannotBuild: the experts do not divide over ep.
+            CannotBuild: the experts do not divide over ep; weights, which come with combine, are to be applied before
+                it; or experts are to be filled up, where places are as many as they are anyway.
         """
+        if config.weights_applied == "input" or config.pad_to_capacity:
+            raise CannotBuild("places take tokens before their weights are known, and are never filled up")
         self.exchange = exchange_class(config, topology)
         self.experts = config.experts
 

@@ -119,14 +119,16 @@ class HybridEPManager(_OneRowPerPair):
         """See `Manager`.
 
         Raises:
-            CannotBuild: the factor is not above 0.
+            CannotBuild: the factor is not a finite number above 0, or the number of rows is below 0.
         """
         super().__init__(config, exchange)
         self.row_budget = config.row_budget
         self.drops = config.over_budget == "drop"
         self.factor = float(exchange.blocks if config.budget_factor is None else config.budget_factor)
-        if not self.factor > 0:
-            raise CannotBuild(f"budget_factor = {self.factor}: it must be above 0")
+        if not 0 < self.factor < math.inf:
+            raise CannotBuild(f"budget_factor = {self.factor}: it must be a finite number above 0")
+        if self.row_budget is not None and self.row_budget < 0:
+            raise CannotBuild(f"row_budget = {self.row_budget}: it must be at least 0")
 
     def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Delivery, Held]:
         """Return rows_BD by expert, see `Manager.dispatch`.

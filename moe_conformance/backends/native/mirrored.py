@@ -37,7 +37,7 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor | None, None, None, None]:
-        """Combine the gradients of the rows and of their weights, on every rank, wanted or not."""
+        """Combine the gradients of the rows and of their weights, whichever of the two are wanted."""
         rows_RD, weights_RK, *_ = gradients
         return *ctx.exchange.combine(rows_RD, ctx.handle, weights_RK), None, None, None
 

@@ -32,15 +32,15 @@ class Packing:
     def tokens(self, cu_seqlens: Tensor, cu_seqlens_padded: Tensor) -> Tensor:
         """Return which rows are tokens and no gaps, bool (R,)."""
         sequence_R = self._sequence_of_rows(cu_seqlens_padded)
-        place_R = torch.arange(len(sequence_R)) - cu_seqlens_padded[sequence_R]
+        place_R = torch.arange(len(sequence_R), device=sequence_R.device) - cu_seqlens_padded[sequence_R]
         return place_R < cu_seqlens.diff()[sequence_R]
 
     def share(self, cu_seqlens_padded: Tensor, cp: int, cp_rank: int) -> Tensor:
         """Return the rows of a cp rank: of each sequence the chunk of its number and that chunk's mirror image."""
         sequence_R = self._sequence_of_rows(cu_seqlens_padded)
         if cp == 1:
-            return torch.arange(len(sequence_R))
-        place_R = torch.arange(len(sequence_R)) - cu_seqlens_padded[sequence_R]
+            return torch.arange(len(sequence_R), device=sequence_R.device)
+        place_R = torch.arange(len(sequence_R), device=sequence_R.device) - cu_seqlens_padded[sequence_R]
         chunk_R = place_R // (cu_seqlens_padded.diff()[sequence_R] // (2 * cp))
         return (self._owner(chunk_R, cp) == cp_rank).nonzero().flatten()
 
@@ -56,4 +56,5 @@ class Packing:
 
     def _sequence_of_rows(self, cu_seqlens_padded: Tensor) -> Tensor:
         """Return the sequence that every row belongs to, (R,)."""
-        return torch.arange(len(cu_seqlens_padded) - 1).repeat_interleave(cu_seqlens_padded.diff())
+        number_S = torch.arange(len(cu_seqlens_padded) - 1, device=cu_seqlens_padded.device)
+        return number_S.repeat_interleave(cu_seqlens_padded.diff())

@@ -25,6 +25,7 @@ class ReusableExchange:
         Raises:
             CannotBuild: the experts do not divide over ep.
         """
+        self.hidden = config.hidden
         self.placement = Placement.of(config.experts, topology)
         wire = float8_class() if config.wire == "float8" else None
         self.exchange = exchange_class(topology.group("ep_etp"), config.experts, self.placement.shards, wire)
@@ -39,7 +40,7 @@ class ReusableExchange:
         """The class that was built, and what travels."""
         told = {"token_exchange": type(self.exchange).__name__, "wire": "tokens"}
         wire = self.exchange.wire
-        return told if wire is None else {**told, "wire_format": "e4m3", "wire_block": str(wire.block)}
+        return told if wire is None else {**told, **wire.resolved}
 
     def dispatch(
         self,
@@ -48,7 +49,15 @@ class ReusableExchange:
         weights_TK: Tensor | None = None,
         handle: Handle | None = None,
     ) -> Received:
-        """Send tokens; rows come by source rank, then token."""
+        """Send tokens; rows come by source rank, then token.
+
+        Raises:
+            ValueError: as `TokenExchange.dispatch`; tokens of another width than was configured.
+        """
+        if x_TD.shape[-1] != self.hidden:
+            if handle is None:
+                self.exchange.withdraw(x_TD.device)  # else the others wait for rows
+            raise ValueError(f"tokens of width {x_TD.shape[-1]}, where {self.hidden} was configured")
         arrived = mirrored.dispatch(self.exchange, x_TD, ids_TK, weights_TK, handle)
         known = arrived.handle
         weights_RK, scales_RB = arrived.weights_RK, arrived.scales_RB

@@ -59,6 +59,7 @@ class NativeSession(Session):
     token_exchange_class: type[TokenExchange] = TokenExchange  # under the managers
     float8_class: type[Float8Wire] = Float8Wire
     reusable_class: type[ReusableExchange] = ReusableExchange  # over the same, for callers
+    places_class: type[FixedPlaces] = FixedPlaces  # over the low-latency exchange, for callers
     padding_class: type[TokenPadding] = TokenPadding
     packing_class: type[Packing] = Packing
     padded_class: type[PaddedExchange] = PaddedExchange  # around any of the exchanges
@@ -90,7 +91,7 @@ class NativeSession(Session):
             if self._pads(config):
                 exchange = self.padded_class(exchange, self.padding_class(config, self.topology, self.device))
             alone = not asked.token_copies or self.topology.sizes["tp"] == 1
-            return exchange if alone else self.copies_class(exchange, self.topology)
+            return exchange if alone else self.copies_class(exchange, self.topology, asked)
 
     def token_padding(self, config: Config) -> TokenPadding:
         """Build the padding of the exchange of `config`."""
@@ -197,7 +198,7 @@ class NativeSession(Session):
         """Build the exchange with fixed places, for callers."""
         config.only(*_MAPPED)
         with refusals(CannotBuild, match="."):
-            return FixedPlaces(config, self.topology, self.lowlatency_class)
+            return self.places_class(config, self.topology, self.lowlatency_class)
 
     def finish_gradients(self, *built: Parametrised) -> None:
         """Sum the gradients of native's router and experts, shared ones too, over their replicas."""

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_conformance.backends.native import collectives
+from moe_conformance.backends.native import collectives, wrong_use
 from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.backends.native.padding import Withdrawing
-from moe_conformance.contract import Delivery, Routing, Topology
+from moe_conformance.contract import Config, Delivery, Routing, Topology
 
 
 class CopiesDiffer(ValueError):
@@ -93,17 +93,20 @@ class Shared:
 class TokenCopies:
     """An exchange that dispatches every token of a tp group once, and answers to each of its copies."""
 
-    def __init__(self, inner: Withdrawing, topology: Topology) -> None:
+    def __init__(self, inner: Withdrawing, topology: Topology, config: Config) -> None:
         """Put the sharing around an exchange.
 
         Raises:
             CannotBuild: a rank of another tp group could wait for one that was refused here: neither are all copies in
-                one exchange group, nor all ranks of this one among the copies.
+                one exchange group, nor all ranks of this one among the copies; or experts are filled up to a capacity
+                of T tokens, which says nothing of shares.
         """
+        if config.pad_to_capacity and config.capacity_factor is not None:
+            raise CannotBuild("pad_to_capacity with token_copies: no share of the tokens has the capacity of all")
         tp, exchange = set(topology.ranks("tp")), set(topology.ranks("ep_etp"))
         if not (tp <= exchange or exchange <= tp):
             raise CannotBuild(f"copies on ranks {sorted(tp)} of tp, and experts on {sorted(exchange)}: neither has all")
-        self.inner, self.group = inner, topology.group("tp")
+        self.inner, self.group, self.config = inner, topology.group("tp"), config
 
     @property
     def local_experts(self) -> tuple[int, ...]:
@@ -120,9 +123,11 @@ class TokenCopies:
 
         Raises:
             CopiesDiffer: on every rank of the tp group.
+            ValueError: tokens or routing are wrong; on all other ranks of the tp group it is `DispatchRefused`.
         """
+        problem = wrong_use.of_input(x, routing, self.config)
+        self._compare(routing.ids_TK, x.device, problem)
         x_TD = x.reshape(-1, x.shape[-1])
-        self._compare(routing.ids_TK, x.device)
         shares = Shares(len(x_TD), self.group)
         x_SD, weights_SK = self._cut(x_TD, routing.weights_TK, shares)
         share = Routing(shares.own(routing.ids_TK), weights_SK, routing.experts)
@@ -141,10 +146,18 @@ class TokenCopies:
         joined: Tensor = _Join.apply(y_SD, shares)  # type: ignore[no-untyped-call]
         return joined
 
-    def _compare(self, ids_TK: Tensor, device: torch.device) -> None:
-        """Raise on every rank of the tp group if the routings of two differ."""
-        own = torch.cat([torch.tensor(ids_TK.shape, device=device), self._checksum(ids_TK)[None]])
+    def _compare(self, ids_TK: Tensor, device: torch.device, problem: str) -> None:
+        """Raise on every rank of the tp group if the routings of two differ, or one has a problem with its input."""
+        if problem:
+            own = torch.full((3,), collectives.REFUSED, device=device)  # as no T
+        else:
+            own = torch.cat([torch.tensor(ids_TK.shape, device=device), self._checksum(ids_TK)[None]])
         told_WX = collectives.all_gather(own[None], [1] * self.group.size(), self.group)
+        if bool((told_WX[:, 0] == collectives.REFUSED).any()):
+            self.inner.withdraw(device)
+            if problem:
+                raise ValueError(problem)
+            collectives.check_told(told_WX[:, 0])
         odd = (told_WX != told_WX[0]).any(1).nonzero().flatten().tolist()
         if odd:
             self.inner.withdraw(device)

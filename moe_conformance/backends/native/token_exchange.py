@@ -1,8 +1,8 @@
 """The fused token exchange on torch.distributed: the contract of docs/token_exchange.md, portable and without kernels.
 
 A token goes once to every rank that holds one of its experts, with the experts meant there and their weights; the rows
-that come back are added. Nothing here knows of autograd: `mirrored.py` does. A library of kernels takes this module's
-place by offering the same three methods.
+that come back are added. Nothing here knows of autograd: `mirrored.py` does. What it takes to put a library of kernels
+in this module's place is in docs/token_exchange.md.
 
 T tokens of this rank, K slots, E experts, N experts held, D hidden, W ranks, S shards of an expert, M rows sent by this
 rank, R rows received.

@@ -18,8 +18,8 @@ from moe_conformance.contract import Config, Routing
 def of_input(x: Tensor, routing: Routing, config: Config) -> str:
     """Return what is wrong with tokens or routing, "" if nothing is."""
     ids_TK, weights_TK, E = routing.ids_TK, routing.weights_TK, config.experts
-    if x.shape[-1] != config.hidden:
-        return f"tokens of width {x.shape[-1]}, where {config.hidden} was configured"
+    if x.shape[-1] != config.hidden or x.dtype != config.dtype:
+        return f"tokens of width {x.shape[-1]} in {x.dtype}, where {config.hidden} in {config.dtype} was configured"
     if ids_TK.dtype != torch.int64 or ids_TK.dim() != 2:
         return f"ids are {ids_TK.dtype} of shape {tuple(ids_TK.shape)}, not int64 of shape (T, K)"
     if prod(x.shape[:-1]) != len(ids_TK):
