@@ -20,7 +20,7 @@ class TestRepetition:
 
     @requirement("DET-05", kind="experts", when=likened_once)
     def test_a_second_step_gives_the_same_bits(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """A step taken twice gives the same outputs twice, and exactly twice the gradients of parameters."""
+        """A step taken twice, gradients cleared in between, gives the same outputs and gradients twice."""
         judge_alike(reading, twins(laws.twice(reading.outcome.workload)), tally)
 
 

@@ -15,12 +15,19 @@ from moe_conformance.judging.own_experts import (
 )
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.row_gradients import judge_out_gradients, judge_rows_gradients
-from moe_conformance.judging.twin_sums import judge_padding_gradients, judge_sum
+from moe_conformance.judging.twin_sums import judge_padding_gradients, judge_steps, judge_sum
 from moe_conformance.judging.twins import RunTwins, judge_alike
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
 from moe_conformance.workloads import laws
-from moe_conformance.workloads.features import differentiated, has_idle_expert, likened, likened_once, likened_sums
+from moe_conformance.workloads.features import (
+    differentiated,
+    has_idle_expert,
+    likened,
+    likened_once,
+    likened_steps,
+    likened_sums,
+)
 from moe_conformance.workloads.records import Workload
 
 
@@ -90,6 +97,13 @@ class TestOwnExperts:
     def test_microbatches_add_up(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """Experts end with the sum of what every microbatch gives them alone."""
         judge_sum(reading, twins(laws.alone(reading.outcome.workload)), tally)
+
+    @requirement("GRAD-11", kind="experts", when=likened_steps)
+    def test_the_next_step_starts_from_zero(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
+        """With gradients set to zero behind every microbatch experts end each time with what that one gives alone."""
+        workload = reading.outcome.workload
+        *alone, stepped = twins([*laws.alone(workload), laws.cleared(workload)])
+        judge_steps(reading, alone, stepped, tally)
 
     @requirement("GRAD-15", kind="experts", when=likened_once)
     def test_what_asks_for_no_gradient_gets_none(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:

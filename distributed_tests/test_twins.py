@@ -80,7 +80,7 @@ class TestHistory:
 
     @requirement("EXCH-40", kind="experts", when=likened)
     def test_experts_take_turns(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """Two steps in turn with others give twice the gradients of one."""
+        """Steps in turn with those of others give what they give alone, gradients of parameters too."""
         judge_alike(reading, twins(laws.in_turn(reading.outcome.workload)), tally)
 
 

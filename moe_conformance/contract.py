@@ -128,7 +128,8 @@ class Limit:
     """A declared limit of a backend: outside `allowed` it is not run, and the report says why.
 
     `spread_experts` says whether ep > 1 and `sharded_experts` whether etp > 1; `in_flight` counts microbatches between
-    forward and backward, `halves_in_flight` those between dispatch and combine.
+    forward and backward, `halves_in_flight` those between dispatch and combine; `steps` counts how often the gradients
+    of what was built once are finished. Between two steps the suite sets them to None, or to zero in place.
     `wrong_use` is what one rank gives that no exchange can be made of, and the others may wait for it for ever.
     `uneven_tokens` is no excuse where `Config.packed` asks for them: what cannot take them is not to be built then.
 
@@ -139,7 +140,7 @@ class Limit:
     on: Literal[
         "dtype", "device", "spread_experts", "sharded_experts", "uneven_tokens", "zero_tokens", "token_dims",
         "uneven_tp_tokens", "duplicate_experts", "dropped_slots", "in_flight", "halves_in_flight",
-        "wrong_use",
+        "steps", "wrong_use",
     ]  # fmt: skip
     allowed: tuple[Any, ...]  # values of the case that may run, e.g. (torch.float32,) or (False,)
     reason: str  # quoted or derived from the library's own documentation or code

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 
 import pytest
 import torch
@@ -240,6 +240,13 @@ class TestFeatures:
         single = Limit("dtype", (torch.float32,), "float32 only")
         assert even == broken((single, even), named("uneven"), "cpu")
         assert broken((single, even), named("even"), "cpu") is None
+
+    def test_steps_are_counted(self) -> None:
+        """A backend whose gradients cannot be finished again says so, and twins of several steps are left out."""
+        once, workload = Limit("steps", (1,), "what is finished is frozen"), named("even")
+        assert broken((once,), workload, "cpu") is None
+        for schedule in ("F0 B0 S F1 B1", "F0 B0 Z F1 B1 Z F2 B2"):
+            assert once == broken((once,), replace(workload, schedule=schedule), "cpu")
 
     def test_duplicates_are_seen(self) -> None:
         """An expert twice in one row is a duplicate; two empty slots are not."""

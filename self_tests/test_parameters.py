@@ -101,6 +101,34 @@ class TestGradients:
         assert torch.equal(torch.ones(2, 4), found["router", None].value)  # type: ignore[arg-type]
 
 
+class TestClear:
+    def test_leaves_lose_their_gradients(self) -> None:
+        """What autograd gives a gradient to has none, or zeros where zeros are asked for."""
+        for to_zero in (False, True):
+            holder = Holder(honest)
+            holder.gate.grad = torch.ones_like(holder.gate)
+            parameters.clear([holder], "grad", to_zero=to_zero)
+            assert (holder.gate.grad is not None) == to_zero
+            assert holder.gate.grad is None or not holder.gate.grad.any()
+            assert holder.router.grad is None
+
+    def test_buffers_are_filled_with_zeros(self) -> None:
+        """Under another name a gradient stays where it is."""
+        holder, buffer = Holder(honest), torch.ones(2, 4)
+        holder.router.main_grad = buffer  # type: ignore[attr-defined]
+        parameters.clear([holder], "main_grad", to_zero=False)
+        assert holder.router.main_grad is buffer  # type: ignore[attr-defined]
+        assert not buffer.any()
+
+    def test_parts_are_filled_with_zeros(self) -> None:
+        """Through a tensor that stands for a part of a parameter, its gradient is zeroed where it lies."""
+        holder, whole = Holder(honest), torch.ones(3, 2, 3, 4)
+        holder.gate = holder.gate.detach()  # type: ignore[assignment]
+        holder.gate.grad = whole[1]
+        parameters.clear([holder], "grad", to_zero=False)
+        assert [12 * 2, 0, 12 * 2] == whole.sum((1, 2, 3)).tolist()
+
+
 class TestCoverage:
     def test_an_honest_surface_has_no_complaints(self) -> None:
         """Views, disjoint and complete: nothing to say."""

@@ -25,7 +25,7 @@ from moe_conformance.workloads import corpus, group_sizes, routing, scripts
 from moe_conformance.workloads.records import Wish, Workload
 from self_tests.checks import checks, judge
 from self_tests.planted_bugs import Expectation, Plant, plants, plants_of_many_ranks
-from self_tests.planted_bugs.plant import EP2, EP2_ETP2, TP2_EP2
+from self_tests.planted_bugs.plant import EP2, EP2_EDP2, EP2_ETP2, TP2_EP2
 
 NATIVE = "native"
 
@@ -140,6 +140,16 @@ class TestConviction:
         (verdict,) = court.verdicts(backend, "EXCH-40", "alltoall", EP2, "own-even-bfloat16")
         assert isinstance(verdict, Tally), verdict
         assert not verdict.vacuous
+
+    @pytest.mark.parametrize(
+        ("requirement", "workload"), [("DET-05", "own-even-bfloat16"), ("GRAD-11", "own-accumulated-even-bfloat16")]
+    )
+    def test_sums_in_place_are_no_fault(self, court: Court, requirement: str, workload: str) -> None:
+        """Experts whose gradients of two steps that are not cleared are not twice those of one are acquitted."""
+        backend = "self_tests.planted_bugs.repetition:InPlace"
+        for verdict in court.verdicts(backend, requirement, "alltoall", EP2_EDP2, workload):
+            assert isinstance(verdict, Tally), verdict
+            assert not verdict.vacuous
 
     @pytest.mark.parametrize(
         ("liar", "requirement", "layout", "workload", "words"),

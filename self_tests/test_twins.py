@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -27,12 +27,12 @@ from moe_conformance.judging.verdict import (
     WrongOutput,
 )
 from moe_conformance.scenarios import state
-from moe_conformance.scenarios.outcome import Grad, Outcome, RankOutcome
+from moe_conformance.scenarios.outcome import Finish, Grad, Outcome, RankOutcome
 from moe_conformance.scenarios.strides import NOBODYS_ID, laid_out
 from moe_conformance.topology import Layout
 from moe_conformance.workloads import laws
 from moe_conformance.workloads.corpus import corpus
-from moe_conformance.workloads.records import Workload
+from moe_conformance.workloads.records import ParameterKey, Workload
 from moe_conformance.workloads.twins import Twin
 from self_tests.breaking import edit
 from self_tests.simulated_exchange import Simulation, simulate, workload
@@ -304,6 +304,27 @@ class TestParameters:
             judged(original, frozen, ended(torch.zeros(2), False))
         with pytest.raises(WrongGradient, match="has a gradient after finishing"):
             judged(original, frozen, ended(torch.ones(2), True))
+
+    def test_every_step_is_compared(self) -> None:
+        """What a later step ends with counts, and not what it has before that."""
+        own = own_workload()
+        (twin,) = laws.twice(replace(own, likened="quick"))
+        original, two_steps = simulate_experts(own), simulate_experts(twin.workload)
+
+        def ended(last: Mapping[ParameterKey, Grad] | None) -> Outcome:
+            ranks = tuple(
+                replace(
+                    now,
+                    earlier=(Finish(was.grads_local, was.grads_final, None),),
+                    grads_final=was.grads_final if last is None else last,
+                )
+                for was, now in zip(original.ranks, two_steps.ranks, strict=True)
+            )
+            return replace(two_steps, ranks=ranks)
+
+        assert judged(original, twin, ended(None)).elements
+        with pytest.raises(WrongGradient, match="after finishing step 1 is not there, and was"):
+            judged(original, twin, ended({}))
 
     def test_microbatches_add_up(self) -> None:
         """The sum over microbatches is that of each alone; of one of them it is not."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from moe_conformance.judging.diagnosis import Finding, fail
 from moe_conformance.judging.reading import Reading
@@ -32,6 +33,18 @@ def finals_of(reading: Reading) -> list[Mapping[ParameterKey, Grad]]:
     if findings:
         fail(AbsentGradient, "finish", findings)
     return finished
+
+
+def steps_of(reading: Reading) -> tuple[Reading, ...]:
+    """Return a reading for every step of a run, in which the gradients of parameters are that step's."""
+    earlier = []
+    for ends in zip(*(rank.earlier for rank in reading.ranks), strict=True):
+        ranks = tuple(
+            replace(rank, grads_local=end.local, grads_final=end.final, finish_refusal=end.refusal)
+            for rank, end in zip(reading.ranks, ends, strict=True)
+        )
+        earlier.append(replace(reading, ranks=ranks))
+    return (*earlier, reading)
 
 
 def divisor_of(workload: Workload, loss_convention: str) -> int:

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 import torch
 from torch import Tensor
 
 from moe_conformance.judging.bounded import compare
 from moe_conformance.judging.diagnosis import Finding, fail
-from moe_conformance.judging.finals import finals_of
+from moe_conformance.judging.finals import finals_of, steps_of
 from moe_conformance.judging.own_expected import Key
 from moe_conformance.judging.own_experts import expected_of
 from moe_conformance.judging.places import Shard, stages, whole
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.verdict import AbsentGradient, NotOffered, Tally, Uncovered, WrongGradient
-from moe_conformance.scenarios.outcome import Grad
+from moe_conformance.scenarios.outcome import Grad, RankOutcome
+from moe_conformance.workloads.records import ParameterKey
 from moe_conformance.workloads.twins import Twin
 
 _Whole = dict[tuple[int, Key], Tensor]  # by pipeline stage and parameter
 
 
 def judge_same_parameters(original: Reading, twin: Twin, other: Reading, tally: Tally) -> None:
-    """Decide whether every expert ends with the gradient that it has in the original, as often as its tokens come.
+    """Decide whether every expert ends with the gradient that it has in the original, in every step of the twin.
 
     To the bit where the twin says so, on every rank, before finishing too; else put together from their shards, within
     the rounding errors of both. A backend that finishes no gradients has none of those.
@@ -40,31 +43,43 @@ def judge_same_parameters(original: Reading, twin: Twin, other: Reading, tally: 
 
 def _require_same(original: Reading, twin: Twin, other: Reading, tally: Tally) -> None:
     """Raise unless every rank holds the same gradients, before and after finishing; 0 and -0 are the same."""
-    assert twin.times is not None
     findings = []
-    for before, now in zip(original.ranks, other.ranks, strict=True):
-        for when, was, actual in (
-            ("before", before.grads_local, now.grads_local),
-            ("after", before.grads_final or {}, now.grads_final or {}),
-        ):
-            for name, expert in dict.fromkeys([*was, *actual]):
-                key = name, expert
-                said = _said(actual.get(key), was.get(key), twin.times)
-                if said:
-                    whose = f"the gradient of {name} of expert {expert} on rank {now.rank} {when} finishing"
-                    findings.append(Finding("parameters", f"{whose} {said}", (now.rank,)))
-                else:
-                    tally.add(elements=_elements(actual[key]), rank=now.rank)
+    steps = steps_of(other)
+    for n, step in enumerate(steps):
+        which = f" step {n}" if len(steps) > 1 else ""
+        for before, now in zip(original.ranks, step.ranks, strict=True):
+            for when, was, actual in _compared(before, now, first=n == 0):
+                for name, expert in dict.fromkeys([*was, *actual]):
+                    key = name, expert
+                    said = _said(actual.get(key), was.get(key))
+                    if said:
+                        whose = f"the gradient of {name} of expert {expert} on rank {now.rank} {when} finishing{which}"
+                        findings.append(Finding("parameters", f"{whose} {said}", (now.rank,)))
+                    else:
+                        tally.add(elements=_elements(actual[key]), rank=now.rank)
     if findings:
         fail(WrongGradient, "finish", findings, start=f"run {twin.how}, ")
+
+
+_Grads = Mapping[ParameterKey, Grad]
+
+
+def _compared(before: RankOutcome, now: RankOutcome, *, first: bool) -> Iterator[tuple[str, _Grads, _Grads]]:
+    """Yield what is to be the same: what a step ends with, and what it has before that.
+
+    From the second step on the latter is free where gradients are finished: a backend may reduce in the backward then.
+    """
+    if first or before.grads_final is None:
+        yield "before", before.grads_local, now.grads_local
+    yield "after", before.grads_final or {}, now.grads_final or {}
 
 
 def _elements(grad: Grad) -> int:
     return 0 if grad.value is None else grad.value.numel()
 
 
-def _said(now: Grad | None, was: Grad | None, times: int) -> str:
-    """Say how a gradient differs from what it was, that many times; nothing if it does not."""
+def _said(now: Grad | None, was: Grad | None) -> str:
+    """Say how a gradient differs from what it was; nothing if it does not."""
     if now is None or was is None or (now.value is None) != (was.value is None):
         absent = now is None or now.value is None
         return "is not there, and was" if absent else "is there, and was not"
@@ -73,9 +88,9 @@ def _said(now: Grad | None, was: Grad | None, times: int) -> str:
     forms = [(grad.shard, tuple(grad.value.shape), grad.value.dtype) for grad in (now, was) if grad.value is not None]
     if forms[0] != forms[1]:
         return f"is {forms[0]}, and was {forms[1]}"
-    expected = was.value.double() * times
+    expected = was.value.double()
     worst = compare(now.value, expected, torch.zeros_like(expected))
-    return "" if worst.holds else f"is not {f'{times} times ' if times != 1 else ''}what it was: {worst}"
+    return "" if worst.holds else f"is not what it was: {worst}"
 
 
 def _require_near(original: Reading, twin: Twin, other: Reading, tally: Tally) -> None:
@@ -84,29 +99,30 @@ def _require_near(original: Reading, twin: Twin, other: Reading, tally: Tally) -
         before = assembled(original)
     except NotOffered:
         return
-    now = _offered_again(twin, other)
-    assert twin.times is not None
+    now = assembled_again(twin, other)
     findings = []
     for (stage, (name, expert)), was in before.items():
         number = int(twin.numbers_E[expert])
-        actual, expected = now[stage, (name, number)], was * twin.times
-        allowed = twin.times * allowed_of(original, stage, (name, expert))
-        allowed = allowed + allowed_of(other, stage, (name, number))
-        worst = compare(actual, expected, allowed)
+        actual = now[stage, (name, number)]
+        allowed = allowed_of(original, stage, (name, expert)) + allowed_of(other, stage, (name, number))
+        worst = compare(actual, was, allowed)
         if worst.holds:
             tally.add(elements=actual.numel())
         else:
             there = f" (expert {number} there)" if number != expert else ""
-            times = f"{twin.times} times " if twin.times != 1 else ""
-            sentence = f"the gradient of {name} of expert {expert}{there} is not {times}what it was: {worst}"
+            sentence = f"the gradient of {name} of expert {expert}{there} is not what it was: {worst}"
             holders = stages(original.outcome.workload.layout)[stage]
             findings.append(Finding("parameters", sentence, holders, worst.size))
     if findings:
         fail(WrongGradient, "finish", findings, start=f"run {twin.how}, ")
 
 
-def _offered_again(twin: Twin, other: Reading) -> _Whole:
-    """Return the twin's gradients put together; the original has such gradients, so a twin without them is wrong."""
+def assembled_again(twin: Twin, other: Reading) -> _Whole:
+    """Return `assembled` of a twin, or of a step of it, whose original has such gradients.
+
+    Raises:
+        AbsentGradient: the twin finishes none.
+    """
     try:
         return assembled(other)
     except NotOffered as error:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from moe_conformance.judging.bounded import compare
 from moe_conformance.judging.diagnosis import Finding, fail
+from moe_conformance.judging.finals import steps_of
 from moe_conformance.judging.places import stages
 from moe_conformance.judging.reading import Reading
-from moe_conformance.judging.twin_parameters import allowed_of, assembled
+from moe_conformance.judging.twin_parameters import allowed_of, assembled, assembled_again
 from moe_conformance.judging.twins import Ran, judge_alike, read_twin, those_that_ran
 from moe_conformance.judging.verdict import NotOffered, Tally, WrongGradient
 
@@ -21,8 +22,7 @@ def judge_sum(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
         WrongGradient: a sum differs by more than the rounding errors of all runs together.
         As `judge_alike`.
     """
-    if any(each.outcome is None for each in ran):
-        raise NotOffered("; ".join(each.why_not for each in ran if each.outcome is None))
+    _require_all(ran)
     judge_alike(reading, ran, tally)
     runs = [read_twin(each) for each in those_that_ran(ran)]
     whole, parts = assembled(reading), [assembled(run) for run in runs]
@@ -40,6 +40,39 @@ def judge_sum(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
         findings.append(Finding("sum", sentence, holders, worst.size))
     if findings:
         fail(WrongGradient, "finish", findings)
+
+
+def judge_steps(reading: Reading, alone: Sequence[Ran], stepped: Ran, tally: Tally) -> None:
+    """Decide whether steps of one microbatch each end with what that microbatch alone gives.
+
+    Raises:
+        NotOffered: the backend takes no second step, or finishes no gradients.
+        AbsentGradient: gradients of the microbatch alone are finished, and the step's are not.
+        WrongGradient: one differs by more than the rounding errors of both.
+        As `judge_alike`.
+    """
+    _require_all([*alone, stepped])
+    judge_alike(reading, [stepped], tally)
+    findings = []
+    for m, (single, step) in enumerate(zip(map(read_twin, alone), steps_of(read_twin(stepped)), strict=True)):
+        expected, found = assembled(single), assembled_again(stepped.twin, step)
+        for (stage, key), was in expected.items():
+            worst = compare(found[stage, key], was, 2 * allowed_of(single, stage, key))
+            if worst.holds:
+                tally.add(elements=was.numel())
+                continue
+            name, expert = key
+            sentence = f"in step {m} the gradient of {name} of expert {expert} is not what microbatch {m} alone gives"
+            holders = stages(reading.outcome.workload.layout)[stage]
+            findings.append(Finding("step", f"{sentence}: {worst}", holders, worst.size))
+    if findings:
+        fail(WrongGradient, "finish", findings, start=f"run {stepped.twin.how}, ")
+
+
+def _require_all(ran: Sequence[Ran]) -> None:
+    """Raise `NotOffered` if a twin was not run."""
+    if any(each.outcome is None for each in ran):
+        raise NotOffered("; ".join(each.why_not for each in ran if each.outcome is None))
 
 
 def judge_padding_gradients(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:

@@ -80,7 +80,7 @@ def judge_alike(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
             judge_same_deliveries(*sides, tally)
         for judged in _JUDGED:
             _judge_tokens(sides, judged, tally)
-        if each.twin.times is not None and reading.outcome.workload.parameters:
+        if each.twin.finals and reading.outcome.workload.parameters:
             judge_same_parameters(*sides, tally)
 
 

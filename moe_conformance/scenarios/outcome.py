@@ -39,6 +39,15 @@ class Grad:
 
 
 @dataclass(frozen=True)
+class Finish:
+    """The gradients of parameters at the end of one step."""
+
+    local: Mapping[ParameterKey, Grad]  # after all backwards
+    final: Mapping[ParameterKey, Grad] | None  # after finish_gradients; None where none is offered
+    refusal: str | None  # why not
+
+
+@dataclass(frozen=True)
 class Microbatch:
     """What one rank saw of one microbatch."""
 
@@ -96,6 +105,7 @@ class RankOutcome:
     local_experts: tuple[int, ...] = ()
     grads_local: Mapping[ParameterKey, Grad] = field(default_factory=dict)  # after all backwards
     grads_final: Mapping[ParameterKey, Grad] | None = None  # after finish_gradients; None where none is offered
+    earlier: tuple[Finish, ...] = ()  # of the steps before the last
     buffered: frozenset[ParameterKey] = frozenset()  # had room for their gradients before they were frozen
     finish_refusal: str | None = None
     state_changed: tuple[str, ...] = ()  # global state of the process that the schedule left otherwise than it was

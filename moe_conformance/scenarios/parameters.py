@@ -80,6 +80,26 @@ def gradients(surfaces: Iterable[Parametrised], attribute: str) -> dict[Paramete
     return found
 
 
+def clear(surfaces: Iterable[Parametrised], attribute: str, *, to_zero: bool) -> None:
+    """Clear the gradients between two steps, through the windows: to None, or to zero in place.
+
+    To zero in any case where a gradient lies under another name than `grad`, in a buffer that belongs to the backend,
+    and where the surface shows a part of a parameter, of sharded ones, and not the tensor that autograd gives it.
+    """
+
+    def read(parameter: Tensor) -> Tensor:
+        grad: Tensor | None = getattr(parameter, attribute, None)
+        if grad is not None and (to_zero or attribute != "grad" or not parameter.requires_grad):
+            grad.detach().zero_()
+        elif grad is not None:
+            parameter.grad = None
+        return parameter.detach()
+
+    for surface in surfaces:
+        for _ in surface.named(read):
+            pass
+
+
 def coverage(surface: Parametrised) -> tuple[str, ...]:
     """Return a sentence for every way in which the windows are not windows on all there is.
 

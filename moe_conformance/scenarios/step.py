@@ -1,4 +1,4 @@
-"""One training step of a backend on one rank: build, follow a schedule, finish the gradients.
+"""Training steps of a backend on one rank: build, follow a schedule, finish the gradients; mostly of one step.
 
 Four kinds of run share it: the suite's probe expert inside the backend's exchange, the backend's own experts, its
 router alone, or a whole layer; a router with a capacity is asked without it as well.
@@ -35,7 +35,7 @@ from moe_conformance.engine import RankContext
 from moe_conformance.scenarios import parameters, state
 from moe_conformance.scenarios.identity import Identity
 from moe_conformance.scenarios.inputs import Inputs
-from moe_conformance.scenarios.outcome import Grad, Microbatch, RankOutcome
+from moe_conformance.scenarios.outcome import Finish, Grad, Microbatch, RankOutcome
 from moe_conformance.scenarios.padding import PaddingGradients
 from moe_conformance.scenarios.probe import Probe, part_of
 from moe_conformance.scenarios.sessions import Opened, build, opened
@@ -55,6 +55,7 @@ class TrainingStep:
         self.context, self.workload, self.config = context, workload, workload.config
         self.reached = "open"
         self.phases: list[tuple[str, int]] = []
+        self.ended: list[Finish] = []  # steps, in order
         self.beside: list[TrainingStep] = []  # of other exchanges, which take turns with this one
         self.inputs: dict[int, Inputs] = {}
         self.delivered: dict[int, Any] = {}  # handles between the halves of a forward
@@ -69,7 +70,7 @@ class TrainingStep:
         """Do it all and return what this rank saw."""
         kept = opened(self.context, backend_name, self.workload.layout)
         self.reached = "build"
-        built = self._build(kept)
+        self._build(kept)
         self.beside = [TrainingStep(self.context, other) for other in self.workload.twist.beside]
         for other in self.beside:
             other._build(kept)
@@ -84,12 +85,13 @@ class TrainingStep:
             before = state.snapshot(device)
             self._follow_schedule()
             self.state_changed = state.changed(before, state.snapshot(device))
-            return self._bring_back(kept.session, built)
+            return self._bring_back()
 
-    def _build(self, kept: Opened) -> list[Parametrised]:
-        """Build the surfaces and write their parameters; return those that have any."""
-        session = kept.session
-        built: list[Parametrised] = []
+    def _build(self, kept: Opened) -> None:
+        """Build the surfaces and write the parameters of those that have any."""
+        self.session = session = kept.session
+        self.built: list[Parametrised] = []
+        built = self.built
         self.routers: list[Router] = []  # of the same config, as in several layers
         self.undropping: Router | None = None  # the same router without its capacity
         self.exchange: Exchange | SplitExchange | None = None
@@ -119,7 +121,6 @@ class TrainingStep:
             self.buffered = frozenset(key for key, grad in made.items() if grad.value is not None)
             for surface in built:
                 parameters.unask(surface)
-        return built
 
     def _once_more(self) -> None:
         """Follow the schedule from its beginning; what came of it before is forgotten."""
@@ -150,9 +151,14 @@ class TrainingStep:
             "I": ("inference", lambda m: self._infer(m, torch.inference_mode())),
         }
         for item in self.workload.schedule.split():
+            time.sleep(self.workload.twist.late[self.context.rank] if self.workload.twist.late else 0)
+            if item in ("S", "Z"):
+                self._reach("finish")
+                self._end_step()
+                parameters.clear(self.built, self.session.grad_attr, to_zero=item == "Z")
+                continue
             phase, act = phases[item[0]]
             m = int(item[1:])
-            time.sleep(self.workload.twist.late[self.context.rank] if self.workload.twist.late else 0)
             for other in self.beside if item[0] in "FD" else ():
                 other._once_more()
             self._reach(f"{phase}:{m}")
@@ -250,19 +256,26 @@ class TrainingStep:
                 same["rows"] = not self.experts.overwritten(m)
             self.outputs_changed[m] = tuple(name for name, is_same in same.items() if not is_same)
 
-    def _bring_back(self, session: Session, built: list[Parametrised]) -> RankOutcome:
-        self._reach("finish")
-        attribute = session.grad_attr
-        uncovered = tuple(complaint for surface in built for complaint in parameters.coverage(surface))
+    def _end_step(self) -> None:
+        """Finish the gradients, and keep those before and those after."""
+        built, attribute = self.built, self.session.grad_attr
         local = parameters.gradients(built, attribute)
         final, refusal = None, None
         if built:
             try:
-                session.finish_gradients(*built)
+                self.session.finish_gradients(*built)
                 final = parameters.gradients(built, attribute)
             except Unsupported as error:
                 refusal = str(error)
+        self.ended.append(Finish(local, final, refusal))
+
+    def _bring_back(self) -> RankOutcome:
+        self._reach("finish")
+        session, built = self.session, self.built
+        uncovered = tuple(complaint for surface in built for complaint in parameters.coverage(surface))
+        self._end_step()
         self._reach("done")
+        *earlier, last = self.ended
         built_of = [surface.resolved for surface in (self.exchange, *built) if isinstance(surface, Resolved)]
         resolved = {key: str(value) for each in built_of for key, value in each.items()}
         return RankOutcome(
@@ -271,10 +284,11 @@ class TrainingStep:
             reached=self.reached,
             microbatches=tuple(self._microbatch(m) for m in range(len(self.workload.batches))),
             local_experts=tuple(self.exchange.local_experts) if self.exchange is not None else (),
-            grads_local=local,
-            grads_final=final,
+            grads_local=last.local,
+            grads_final=last.final,
+            earlier=tuple(earlier),
             buffered=self.buffered,
-            finish_refusal=refusal,
+            finish_refusal=last.refusal,
             state_changed=self.state_changed,
             uncovered=uncovered,
             resolved=resolved,

@@ -30,6 +30,7 @@ def features(workload: Workload, device: str) -> dict[str, Any]:
         "dropped_slots": has_empty_slots(workload),
         "in_flight": in_flight(workload.schedule),
         "halves_in_flight": halves_in_flight(workload.schedule),
+        "steps": 1 + sum(item in ("S", "Z") for item in workload.schedule.split()),
         "wrong_use": workload.kind == "exchange" and _on_one_rank(workload),
     }
 
@@ -119,6 +120,14 @@ def likened(workload: Workload) -> bool:
 def likened_sums(workload: Workload) -> bool:
     """Return whether its microbatches are run alone as well."""
     return bool(workload.likened) and len(workload.batches) > 1
+
+
+def likened_steps(workload: Workload) -> bool:
+    """Return whether its microbatches are also steps of their own, with gradients cleared in between.
+
+    In the quick profile on the layout that has replicas.
+    """
+    return likened_sums(workload) and (workload.likened == "full" or workload.layout.edp > 1)
 
 
 def likened_once(workload: Workload) -> bool:

@@ -63,7 +63,7 @@ def scaled(workload: Workload) -> list[Twin]:
         return rows._replace(powers_T=torch.randint(-3, 4, (len(rows.powers_T),), generator=generator))
 
     how = "with all weights of a token times a power of two"
-    return [twin(workload, how, _origin(workload, rows), times=None, bits=True)]
+    return [twin(workload, how, _origin(workload, rows), finals=False, bits=True)]
 
 
 def strided(workload: Workload) -> list[Twin]:
@@ -198,9 +198,8 @@ def in_turn(workload: Workload) -> list[Twin]:
             workload,
             f"in turn with {other.name}",
             the_same(workload) * 2,
-            times=2,
             bits=True,
-            schedule="F0 B0 F1 B1",
+            schedule=_twice(workload),
             twist=Twist(beside=(other,)),
         )
         for other in beside
@@ -226,13 +225,23 @@ def twice(workload: Workload) -> list[Twin]:
             workload,
             "twice over" + (" in fresh processes" if fresh else ""),
             the_same(workload) * 2,
-            times=2,
             bits=True,
             fresh=fresh,
-            schedule="F0 B0 F1 B1",
+            schedule=_twice(workload),
         )
         for fresh in places
     ]
+
+
+def _twice(workload: Workload) -> str:
+    """Return the schedule of two steps of a workload of one microbatch, gradients set to None in between."""
+    return f"{workload.schedule} S {workload.schedule.replace('0', '1')}"
+
+
+def cleared(workload: Workload) -> Twin:
+    """Make every microbatch a step of its own, and set gradients to zero in between."""
+    schedule = " Z ".join(f"F{m} B{m}" for m in range(len(workload.batches)))
+    return twin(workload, "with every microbatch a step of its own", finals=False, schedule=schedule)
 
 
 def seeded(workload: Workload) -> list[Twin]:
@@ -254,7 +263,7 @@ def delayed(workload: Workload) -> list[Twin]:
 def alone(workload: Workload) -> list[Twin]:
     """Run every microbatch alone."""
     return [
-        twin(workload, f"with microbatch {m} alone", (ranks,), times=None, partial=True, schedule="F0 B0")
+        twin(workload, f"with microbatch {m} alone", (ranks,), finals=False, partial=True, schedule="F0 B0")
         for m, ranks in enumerate(the_same(workload))
     ]
 
@@ -308,7 +317,7 @@ def nudged(workload: Workload) -> list[Nudged]:
 
 def _moved(workload: Workload, what: str, directions: Mapping[Any, Tensor], by: float) -> Twin:
     """Return the twin in which one thing lies elsewhere."""
-    made = twin(workload, f"with {what} moved by {by:.3g}", times=None)
+    made = twin(workload, f"with {what} moved by {by:.3g}", finals=False)
     if what == "parameters":
         there = {key: value + by * directions[key] for key, value in workload.parameters.items()}
         return replace(made, workload=replace(made.workload, parameters=there))
@@ -327,7 +336,7 @@ def shared(workload: Workload) -> list[Twin]:
     """Give every rank the tokens of rank 0."""
     every = [(0, 0, t) for t in range(len(workload.batches[0][0].x_TD))]
     copies = _placed(workload, [[every] * workload.layout.world])
-    return [twin(workload, "with the tokens of rank 0 on every rank", copies, times=None, partial=True)]
+    return [twin(workload, "with the tokens of rank 0 on every rank", copies, finals=False, partial=True)]
 
 
 def recut(workload: Workload) -> list[Twin]:

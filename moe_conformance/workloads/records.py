@@ -118,7 +118,8 @@ class Workload:
     layout: Layout
     batches: tuple[tuple[Batch, ...], ...]
     # F forward and B backward of a microbatch, in this order; D and C are the halves of F. N is a forward without
-    # gradients and I one in inference mode, of inputs that ask for none; no backward follows.
+    # gradients and I one in inference mode, of inputs that ask for none; no backward follows. S and Z end a step, as
+    # the end of the schedule does: gradients are finished, kept, and set to None where they can be (S), or to zero (Z).
     schedule: str = "F0 B0"
     parameters: Mapping[ParameterKey, Tensor] = field(default_factory=dict)
     lead: Lead = "flat"

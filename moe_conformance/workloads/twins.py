@@ -38,7 +38,7 @@ class Twin:
     workload: Workload
     origin: Origin
     numbers_E: Tensor  # int64: the number that expert e has in the twin
-    times: int | None = 1  # how often every token of the original is in it; None: parameters' gradients differ
+    finals: bool = True  # whether parameters end with the gradients that they have there, in every step
     bits: bool = False  # whether all bytes are the same, and rows arrive in the same order
     fresh: bool = False  # whether it runs on ranks that have run nothing before
     partial: bool = False  # whether tokens of the original are missing in it
@@ -63,7 +63,7 @@ def twin(
     origin: Origin | None = None,
     *,
     numbers_E: Tensor | None = None,
-    times: int | None = 1,
+    finals: bool = True,
     bits: bool = False,
     fresh: bool = False,
     partial: bool = False,
@@ -91,7 +91,7 @@ def twin(
         twist=twist,
         likened="",
     )
-    return Twin(how, twin_workload, origin, numbers_E, times, bits, fresh, partial, anew)
+    return Twin(how, twin_workload, origin, numbers_E, finals, bits, fresh, partial, anew)
 
 
 def rows_of(sources: Sequence[tuple[int, int, int]], workload: Workload) -> Rows:

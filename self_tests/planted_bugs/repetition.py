@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from moe_conformance.backends.native import Native, NativeSession
 from moe_conformance.backends.native.exchange import AllToAllExchange, Permuted
-from moe_conformance.backends.native.experts import Experts
+from moe_conformance.backends.native.experts import Experts, swiglu
 from moe_conformance.backends.native.gradients import GradientFinisher, Replicated
 from moe_conformance.backends.native.permutation import Pairs
 from moe_conformance.backends.native.routing import Router
-from moe_conformance.contract import Config, Routing, Topology
+from moe_conformance.contract import Config, Routing, Topology, Unsupported
 from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, collect, planted
 
 
@@ -65,6 +66,104 @@ class AnotherKernelOnceWarm(AllToAllExchange):
         weights_P = super()._weights(routing, pairs)
         warm, self._warm = self._warm, True
         return weights_P.to(torch.bfloat16).to(weights_P.dtype) if warm else weights_P
+
+
+@planted(
+    Expectation("DET-05", "own-even-bfloat16", "finish", "run twice over", "after finishing step 1 is not what it was"),
+    Expectation("GRAD-11", "own-accumulated-even-bfloat16", "finish", "a step of its own, in step 1 the gradient of"),
+    layout=EP2_EDP2,
+)
+class ReducedOnce(GradientFinisher):
+    """What was reduced is marked, so that nothing is reduced twice, and the mark stays when gradients are cleared."""
+
+    def finish(self, modules: Iterable[Replicated]) -> None:
+        new = [module for module in modules if not getattr(module, "reduced", False)]
+        super().finish(new)
+        for module in new:
+            module.reduced = True  # type: ignore[assignment]
+
+
+@planted(
+    Expectation("DET-05", "own-even-bfloat16", "finish", "run twice over", "after finishing step 1 is not what it was"),
+    Expectation("GRAD-11", "own-accumulated-even-bfloat16", "finish", "a step of its own, in step 1 the gradient of"),
+    layout=EP2_EDP2,
+)
+class SumsOfAllSteps(GradientFinisher):
+    """Finished gradients are summed up in buffers that nobody clears when gradients are cleared."""
+
+    def finish(self, modules: Iterable[Replicated]) -> None:
+        every = list(modules)
+        super().finish(every)
+        for parameter in (parameter for module in every for parameter in module.parameters()):
+            assert parameter.grad is not None
+            parameter.total = getattr(parameter, "total", 0) + parameter.grad  # type: ignore[attr-defined]
+            parameter.grad.copy_(parameter.total)  # type: ignore[attr-defined]
+
+
+@planted(
+    Expectation("GRAD-11", "own-accumulated-even-bfloat16", "finish", "a step of its own, in step 1 the gradient of"),
+    layout=EP2_EDP2,
+)
+class GradientsOfTheFirstStep(GradientFinisher):
+    """What the first step ended with is handed out in every later one."""
+
+    def finish(self, modules: Iterable[Replicated]) -> None:
+        every = list(modules)
+        super().finish(every)
+        for parameter in (parameter for module in every for parameter in module.parameters()):
+            assert parameter.grad is not None
+            parameter.first = getattr(parameter, "first", parameter.grad.clone())  # type: ignore[attr-defined]
+            parameter.grad.copy_(parameter.first)  # type: ignore[attr-defined]
+
+
+@planted(
+    Expectation("DET-05", "own-even-bfloat16", "finish", "run twice over", "after finishing step 1 is not there, and"),
+    Expectation("GRAD-11", "own-accumulated-even-bfloat16", "finish", "a step of its own, no gradient was finished"),
+    layout=EP2_EDP2,
+)
+class OneStepAModule(GradientFinisher):
+    """The gradients of a module are finished once, and refused from then on, without a limit that says so."""
+
+    def finish(self, modules: Iterable[Replicated]) -> None:
+        every = list(modules)
+        if any(getattr(module, "finished", False) for module in every):
+            raise Unsupported("gradients are finished once")
+        super().finish(every)
+        for module in every:
+            module.finished = True  # type: ignore[assignment]
+
+
+class AddsInPlace(Experts):
+    """Weight gradients are added two rows at a time to where they lie, as fused kernels do: no bug, see `InPlace`."""
+
+    def _loop(self, rows_PD: Tensor, counts_N: list[int]) -> Tensor:
+        stacked = (self.gate_NFD, self.up_NFD, self.down_NDF)
+        return torch.cat(
+            [
+                swiglu(chunk_RD, *(_added_in_place(each, n) for each in stacked))
+                for n, rows in enumerate(rows_PD.split(counts_N))
+                for chunk_RD in rows.split(2)
+            ]
+        )
+
+
+def _added_in_place(stacked: Tensor, n: int) -> Tensor:
+    """Return matrix n, whose gradient is added to what is there as soon as it comes."""
+    matrix = stacked.detach()[n].requires_grad_()
+
+    def add(gradient: Tensor) -> None:
+        if stacked.grad is None:
+            stacked.grad = torch.zeros_like(stacked)
+        stacked.grad[n] += gradient
+
+    matrix.register_hook(add)
+    return matrix
+
+
+class InPlace(Native):
+    """Native, with experts that add their gradients in place."""
+
+    session_class = type("InPlaceSession", (NativeSession,), {"experts_class": AddsInPlace})
 
 
 class KnowsWhoCameLast(AllToAllExchange):
