@@ -158,6 +158,14 @@ class TestWrongSelection:
         outcome = edit(run(), 0, lambda seen: replace(seen, routed_ids_TK=seen.routed_ids_TK[:, :1]))
         assert isinstance(caught(judge_selection, outcome), WrongForm)
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+    def test_ids_of_another_type(self, dtype: torch.dtype) -> None:
+        """Ids that number no experts, or not all of them, are a matter of form."""
+        outcome = edit(run(), 0, lambda seen: replace(seen, routed_ids_TK=seen.routed_ids_TK.to(dtype)))
+        wrong = caught(judge_selection, outcome)
+        assert isinstance(wrong, WrongForm)
+        assert f"the ids of rank 0 are {dtype}, neither torch.int64 nor torch.int32" in wrong.sentence
+
     @pytest.mark.parametrize(
         ("formula", "words"),
         [

@@ -134,6 +134,14 @@ class TestConviction:
                 assert isinstance(verdict, Tally), verdict
                 assert not verdict.vacuous
 
+    def test_weights_may_be_handed_on_in_a_wider_dtype(self, court: Court) -> None:
+        """A router that computes in bfloat16, and ends in float32, may err as bfloat16 does."""
+        backend = "self_tests.planted_bugs.routing_extremes:Narrow"
+        for requirement in ("ROUTE-02", "ROUTE-14"):
+            for verdict in court.verdicts(backend, requirement, "alltoall", EP2, "extreme-bfloat16"):
+                assert isinstance(verdict, Tally), verdict
+                assert not verdict.vacuous
+
     def test_what_fails_alone_takes_no_turns(self, court: Court) -> None:
         """A backend that never multiplies float64 is not blamed for what it does between others."""
         backend = "self_tests.planted_bugs.twins:WithoutDouble"

@@ -12,10 +12,12 @@ from torch import Tensor
 from moe_conformance.judging.diagnosis import Finding, fail
 from moe_conformance.judging.places import places_of
 from moe_conformance.judging.reading import Reading, require_finished
+from moe_conformance.judging.routers import require_ids
 from moe_conformance.judging.verdict import (
     AbsentGradient,
     Mismatch,
     Tally,
+    Uncovered,
     WrongForm,
     WrongGradient,
     WrongSelection,
@@ -32,8 +34,9 @@ def judge_extreme(reading: Reading, tally: Tally) -> None:
     """Decide whether every token gets K different experts, unmasked ones first, with finite weights and gradients.
 
     Raises:
-        WrongForm: ids and weights are not (T, K).
+        WrongForm: ids and weights are not (T, K), or ids are no integers.
         WrongSelection, WrongWeight, WrongGradient: a token's are not legal.
+        Uncovered: a rank does not name the router.
     """
     workload = reading.outcome.workload
     config = workload.config
@@ -51,7 +54,7 @@ def judge_extreme(reading: Reading, tally: Tally) -> None:
             score=config.score,
             normalise=config.normalise,
             scale=config.scale,
-            rounding=2.0**-20 if weights_TK.dtype.itemsize >= 4 else 2.0**-6,
+            rounding=2.0**-20 if config.dtype.itemsize >= 4 else 2.0**-6,  # in whatever dtype they are handed on
         )
         _require(weighed_T, WrongWeight, place[1], "has the weights", weights_TK, logits_TE)
         tally.add(pairs=ids_TK.numel(), rank=place[1])
@@ -61,8 +64,10 @@ def judge_extreme(reading: Reading, tally: Tally) -> None:
 
 def _judge_gradients(reading: Reading, m: int, rank: int, tally: Tally) -> None:
     dx_TD = reading.seen(m, rank).dx_TD.value
-    router = reading.ranks[rank].grads_local["router", None].value
-    for whose, gradient in (("the tokens", dx_TD), ("the router", router)):
+    router = reading.ranks[rank].grads_local.get(("router", None))
+    if router is None:
+        raise Uncovered("route", f"rank {rank} does not name the router", ranks=(rank,))
+    for whose, gradient in (("the tokens", dx_TD), ("the router", router.value)):
         if gradient is not None and not bool(gradient.isfinite().all()):
             row = int((~gradient.isfinite()).any(1).nonzero()[0])
             sentence = f"the gradient of {whose} on rank {rank} is not finite, the first in row {row}"
@@ -223,6 +228,7 @@ def _routed(reading: Reading, m: int, rank: int) -> tuple[Tensor, Tensor, Tensor
     shape = (len(x_TD), workload.config.top_k)
     if ids_TK is None or weights_TK is None or tuple(ids_TK.shape) != shape or tuple(weights_TK.shape) != shape:
         raise WrongForm("route", f"ids and weights of rank {rank} are not {shape}", ranks=(rank,))
+    require_ids(ids_TK, rank)
     return x_TD.double() @ workload.parameters["router", None].double().T, ids_TK, weights_TK
 
 

@@ -15,9 +15,11 @@ from moe_conformance.judging.diagnosis import Finding, fail
 from moe_conformance.judging.router_choices import explain_selection
 from moe_conformance.judging.router_expected import RouterExpected
 from moe_conformance.judging.router_rules import explain_weights
+from moe_conformance.judging.routers import require_ids
 from moe_conformance.judging.verdict import Tally, WrongCount, WrongForm, WrongSelection, WrongWeight
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.workloads.records import Batch
+from reference.forcing import legal_ids
 
 Routings = Sequence[Mapping[str, Tensor]]  # by rank
 
@@ -29,9 +31,9 @@ def judge_masked_router(outcome: Outcome, tally: Tally) -> None:
     masks. A router that balances reports its load.
 
     Raises:
-        WrongForm: ids and weights are not (T, K), or the load of a router that balances is missing.
-        WrongSelection: a token's experts are not the best, or others in the second call; or a padding row is routed in
-            part.
+        WrongForm: ids and weights are not (T, K), ids no integers, or the load of a router that balances is missing.
+        WrongSelection: a token's experts are not the best, or others in the second call; or a padding row has neither
+            K different experts nor empty slots alone.
         WrongWeight: a token's weights are not theirs, or others in the second call; or those of empty slots are not 0.
         WrongCount: the load is not that of the tokens.
     """
@@ -42,7 +44,8 @@ def judge_masked_router(outcome: Outcome, tally: Tally) -> None:
             for rank, routing in enumerate(routings):
                 mask_T = outcome.workload.calls[number].given[rank]["padding_mask_T"]
                 _judge_form(outcome, rank, routing, len(mask_T))
-                _judge_padding(rank, routing, mask_T)
+                _judge_ids(outcome, rank, routing["ids_TK"], mask_T)
+                _judge_empty_slots(rank, routing, mask_T)
                 _judge_load(outcome, rank, routing["ids_TK"], mask_T, loads[rank])
         _judge_alike(outcome, first, pair, tally)
         for number, routings in pair.items():
@@ -53,18 +56,28 @@ def _judge_form(outcome: Outcome, rank: int, routing: Mapping[str, Tensor], T: i
     shape = T, outcome.workload.config.top_k
     if any(tuple(routing[name].shape) != shape for name in ("ids_TK", "weights_TK")):
         raise WrongForm("route", f"ids and weights of rank {rank} are not {shape}", ranks=(rank,))
+    require_ids(routing["ids_TK"], rank)
 
 
-def _judge_padding(rank: int, routing: Mapping[str, Tensor], mask_T: Tensor) -> None:
+def _judge_ids(outcome: Outcome, rank: int, ids_TK: Tensor, mask_T: Tensor) -> None:
+    """Fail with the first row that is no route; one of padding may be empty instead."""
+    config = outcome.workload.config
+    different = f"{config.top_k} different experts of {config.experts}"
+    for t in (~legal_ids(ids_TK, config.experts, padding_T=mask_T)).nonzero().flatten().tolist():
+        ids_K = ids_TK[t].tolist()
+        if bool(mask_T[t]):
+            sentence = f"padding row {t} of rank {rank} has the ids {ids_K}: neither {different} nor -1 in all slots"
+        elif min(ids_K) < 0:
+            sentence = f"token {t} of rank {rank} is no padding, and has empty slots"
+        else:
+            sentence = f"token {t} of rank {rank} chose {ids_K}, which is not {different}"
+        raise WrongSelection("route", sentence, ranks=(rank,))
+
+
+def _judge_empty_slots(rank: int, routing: Mapping[str, Tensor], mask_T: Tensor) -> None:
     for t in mask_T.nonzero().flatten().tolist():
-        empty_K = routing["ids_TK"][t] < 0
-        if bool(empty_K.any()) and not bool(empty_K.all()):
-            raise WrongSelection("route", f"padding row {t} of rank {rank} is routed in part", ranks=(rank,))
-        if bool((routing["weights_TK"][t][empty_K] != 0).any()):
+        if bool((routing["weights_TK"][t][routing["ids_TK"][t] < 0] != 0).any()):
             raise WrongWeight("route", f"padding row {t} of rank {rank} has weights in empty slots", ranks=(rank,))
-    for t in (~mask_T).nonzero().flatten().tolist():
-        if bool((routing["ids_TK"][t] < 0).any()):
-            raise WrongSelection("route", f"token {t} of rank {rank} is no padding, and has empty slots", ranks=(rank,))
 
 
 def _judge_load(outcome: Outcome, rank: int, ids_TK: Tensor, mask_T: Tensor, counts_E: Any) -> None:
@@ -77,7 +90,7 @@ def _judge_load(outcome: Outcome, rank: int, ids_TK: Tensor, mask_T: Tensor, cou
         if config.balance_bias:
             raise WrongForm("route", f"the router of rank {rank} balances, and reports no load", ranks=(rank,))
         return
-    expected, counted = load(ids_TK[~mask_T]), [int(n) for n in counts_E.tolist()]
+    expected, counted = load(ids_TK[~mask_T]), counts_E.tolist()
     if counted != expected:
         cause = ""
         if counted == load(ids_TK):
@@ -107,7 +120,6 @@ def _judge_tokens(outcome: Outcome, number: int, routings: Routings, tally: Tall
         given = workload.calls[number].given[rank]
         kept_T = ~given["padding_mask_T"]
         ids_TK, weights_TK = (routing[name][kept_T] for name in ("ids_TK", "weights_TK"))
-        _require_experts(rank, ids_TK, workload.config.experts)
         alone.append(Batch(given["x"][kept_T], ids_TK, weights_TK, torch.empty(0)))
         weights[0, rank] = weights_TK
     ids = {(0, rank): batch.ids_TK for rank, batch in enumerate(alone)}
@@ -124,14 +136,3 @@ def _judge_tokens(outcome: Outcome, number: int, routings: Routings, tally: Tall
 
 def _numbered(findings: Sequence[Finding]) -> list[Finding]:
     return [replace(each, sentence=f"{each.sentence}; rows of padding have no number here") for each in findings]
-
-
-def _require_experts(rank: int, ids_TK: Tensor, experts: int) -> None:
-    """Raise unless every token has K different experts, so that they can be scored."""
-    findings = [
-        Finding("impossible", f"rank {rank} token {t} chose {ids_K}, no {len(ids_K)} different experts", (rank,))
-        for t, ids_K in enumerate(ids_TK.tolist())
-        if len(set(ids_K)) < len(ids_K) or not set(ids_K) <= set(range(experts))
-    ]
-    if findings:
-        fail(WrongSelection, "route", findings)

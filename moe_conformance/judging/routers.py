@@ -38,7 +38,7 @@ def expected_of(reading: Reading) -> RouterExpected:
     """Return the oracle's answer to a reading, computed once.
 
     Raises:
-        WrongForm: what was chosen is missing or not (T, K).
+        WrongForm: what was chosen is missing, not (T, K), or no integers.
         WrongSelection: a token's K experts are not different or not in 0..E-1, so that nothing can be weighed.
     """
     return once(reading, _expect)
@@ -60,7 +60,19 @@ def _chosen(reading: Reading, place: Place) -> Tensor:
     if ids_TK is None or tuple(ids_TK.shape) != shape:
         what = "missing" if ids_TK is None else f"of shape {tuple(ids_TK.shape)} instead of {shape}"
         raise WrongForm("route", f"the selection of rank {rank} is {what}", ranks=(rank,))
+    require_ids(ids_TK, rank)
     return ids_TK
+
+
+def require_ids(ids_TK: Tensor, rank: int) -> None:
+    """Raise unless ids are of a type that can number experts, and index.
+
+    Raises:
+        WrongForm: they are floating point numbers, or integers of other sizes than four and eight bytes.
+    """
+    if ids_TK.dtype not in (torch.int32, torch.int64):
+        sentence = f"the ids of rank {rank} are {ids_TK.dtype}, neither torch.int64 nor torch.int32"
+        raise WrongForm("route", sentence, ranks=(rank,))
 
 
 def _impossible(reading: Reading, place: Place, ids_TK: Tensor) -> list[Finding]:

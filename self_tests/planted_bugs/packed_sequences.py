@@ -279,4 +279,50 @@ class OnlyPaddingTakenForTokens(Router):
         return super().forward(x, None if bool(padding_mask_T.all()) else padding_mask_T)
 
 
+class _PaddingAt(Router):
+    """Padding rows get one id in all slots."""
+
+    def forward(self, x: Tensor, padding_mask_T: Tensor | None = None) -> Routed:
+        assert padding_mask_T is not None
+        routed = super().forward(x, padding_mask_T)
+        ids_TK = routed.routing.ids_TK.masked_fill(padding_mask_T.reshape(-1, 1), self._id())
+        return replace(routed, routing=replace(routed.routing, ids_TK=ids_TK))
+
+    def _id(self) -> int:
+        raise NotImplementedError
+
+
+@planted(
+    Expectation("ROUTE-22", "masked-router", "route", "padding row", "has the ids [8, 8]", "nor -1 in all slots"),
+    Expectation("PACK-08", "masked-router", "route", "padding row", "has the ids [8, 8]", "nor -1 in all slots"),
+    layout=SINGLE,
+)
+class PaddingToTheExpertBehindTheLast(_PaddingAt):
+    """Padding is marked by the id E, which an exchange that knows -1 only takes for an expert."""
+
+    def _id(self) -> int:
+        return self.config.experts
+
+
+@planted(
+    Expectation("ROUTE-22", "masked-router", "route", "padding row", "has the ids [5, 5]", "neither 2 different"),
+    layout=SINGLE,
+)
+class PaddingToOneExpert(_PaddingAt):
+    """Padding is sent to one expert with all of its slots."""
+
+    def _id(self) -> int:
+        return 5
+
+
+@planted(Expectation("ROUTE-22", "masked-router", "route", "counts [", ".75"), layout=SINGLE)
+class LoadsAreNotWhole(Router):
+    """The load is an average that has not been rounded."""
+
+    def forward(self, x: Tensor, padding_mask_T: Tensor | None = None) -> Routed:
+        routed = super().forward(x, padding_mask_T)
+        assert routed.counts_E is not None
+        return replace(routed, counts_E=routed.counts_E + 0.75)
+
+
 PLANTS = collect(globals())

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from moe_conformance.backends.native import Native, NativeSession
 from moe_conformance.backends.native.routing import Router
-from moe_conformance.contract import Routed
+from moe_conformance.contract import Config, Named, Read, Routed
 from self_tests.planted_bugs.plant import Expectation, collect, planted
 
 
@@ -124,6 +128,50 @@ class ScaledByTheLargest(Router):
             most = logits_TE.detach().abs().max().clamp_min(1.0)
             logits_TE.register_hook(lambda gradient_TE: gradient_TE / most)
         return logits_TE
+
+
+@planted(Expectation("ROUTE-14", "extreme-softmax", "route", "rank 0 does not name the router"))
+class NamedUntilItRuns(Router):
+    """From its first forward on the router has no name, so that nobody finds its gradient."""
+
+    ran = False
+
+    def forward(self, x: Tensor, padding_mask_T: Tensor | None = None) -> Routed:
+        """Route, and be nobody."""
+        self.ran = True
+        return super().forward(x, padding_mask_T)
+
+    def named(self, read: Read) -> Iterator[Named]:
+        """Yield nothing after a forward."""
+        if not self.ran:
+            yield from super().named(read)
+
+
+@planted(Expectation("ROUTE-14", "masked-softmax", "route", "the ids of rank 0 are torch.float32"))
+class IdsAreFloats(Router):
+    """Ids are handed over as floating point numbers, as they went through a matrix of scores."""
+
+    def forward(self, x: Tensor, padding_mask_T: Tensor | None = None) -> Routed:
+        """Route as ever, with ids of another type."""
+        routed = super().forward(x, padding_mask_T)
+        return replace(routed, routing=replace(routed.routing, ids_TK=routed.routing.ids_TK.float()))
+
+
+class NarrowRouter(Router):
+    """A router that computes in the dtype of its tokens, as it may, and hands its weights on in float32."""
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        super().__init__(config, device)
+        self.wide = config.dtype
+
+    def _weights(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        return super()._weights(scores_TE, ids_TK).float()
+
+
+class Narrow(Native):
+    """Native, whose router computes in bfloat16 where tokens are bfloat16."""
+
+    session_class = type("NarrowSession", (NativeSession,), {"router_class": NarrowRouter})
 
 
 PLANTS = collect(globals())
