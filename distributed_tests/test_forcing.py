@@ -17,8 +17,11 @@ from moe_conformance.judging.forcing import (
 )
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.routers import judge_load
+from moe_conformance.judging.twin_routes import judge_same_choices
+from moe_conformance.judging.twins import RunTwins
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
+from moe_conformance.workloads import laws
 from moe_conformance.workloads.forcing import bias_decides_alone, biased, draws_at_random, forces_ids, forces_logits
 
 
@@ -31,6 +34,16 @@ class TestRoutes:
     @requirement("FORCE-03", kind="forced", when=forces_ids)
     def test_round_robin_balances_every_rank(self, reading: Reading, tally: Tally) -> None:
         """Experts that are dealt out in turn differ in their loads by at most one."""
+        judge_forced_loads(reading, tally)
+
+    @requirement("FORCE-03", kind="forced", when=forces_ids)
+    def test_round_robin_draws_nothing(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
+        """Experts are dealt out alike whatever the random state is."""
+        judge_same_choices(reading, twins(laws.seeded(reading.outcome.workload)), tally)
+
+    @requirement("FORCE-03", kind="forced draws", when=forces_ids)
+    def test_round_robin_balances_copies(self, reading: Reading, tally: Tally) -> None:
+        """Experts that are dealt out to copies differ in their loads by at most one on every rank."""
         judge_forced_loads(reading, tally)
 
     @requirement("FORCE-18", kind="forced", when=lambda workload: workload.config.groups is not None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moe_conformance.judging.copied_routes import judge_copies
 from moe_conformance.judging.extreme_routing import (
     judge_extreme,
     judge_extreme_choice,
@@ -26,6 +27,7 @@ from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
 from moe_conformance.workloads import laws
 from moe_conformance.workloads.features import likened
+from moe_conformance.workloads.forcing import holds_copies
 
 
 class TestSelection:
@@ -60,6 +62,13 @@ class TestTwins:
     def test_other_tokens_do_not_matter(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """A token is routed alike at another place of another batch, and alone."""
         judge_same_routes(reading, twins(laws.recut(reading.outcome.workload)), tally, to_the_bit=False)
+
+
+class TestCopies:
+    @requirement("ROUTE-12", kind="forced draws", when=holds_copies)
+    def test_copies_are_forced_alike(self, reading: Reading, tally: Tally) -> None:
+        """Ranks that hold the same tokens route them alike under a strategy too, whether it forces logits or ids."""
+        judge_copies(reading, tally)
 
 
 class TestExtremes:

@@ -163,6 +163,12 @@ class TestForcedIds:
         """Dealt experts are of all groups, and weigh their own scores."""
         assert {0, 1} == judged(judge, forced(DEALING, DEALT)).ranks
 
+    def test_who_does_not_learn_is_found(self) -> None:
+        """A router whose ids are forced gets the gradient of their weights, where gradients are finished."""
+        stopped = replace(DEALING, finish=lambda _, gradients: torch.zeros_like(gradients[0]))
+        error = convicted(WrongGradient, judge_forced_weights, forced(stopped, DEALT))
+        assert "router" in error.sentence
+
     def test_dealt_in_another_order_is_right_too(self) -> None:
         """Round robin is a rule of loads."""
         turned = Formula(choose=lambda *given: given[2].experts - 1 - dealt(*given).flip(0))

@@ -182,16 +182,24 @@ def _unbalanced(own: RouterExpected, place: Place, loads_E: list[int]) -> Findin
 
 
 def judge_forced_weights(reading: Reading, tally: Tally) -> None:
-    """Decide whether the chosen weigh what the router's rule makes of the logits in force, with its gradient.
+    """Decide whether the chosen weigh what the router's rule makes of the logits in force, with its gradients.
+
+    To the parameters where the backend finishes their gradients.
 
     Raises:
         NotOffered: logits are forced, and the backend tells none.
-        AbsentGradient, WrongForm, WrongGradient, WrongSelection, WrongWeight: as `judge_router_weights` and
-            `judge_router_dx`.
+        AbsentGradient, Uncovered, WrongForm, WrongGradient, WrongSelection, WrongWeight: as `judge_router_weights`,
+            `judge_router_dx` and `judge_router_gradient`.
     """
     expected = _visible(reading)
     expect_forced_weights(reading, expected, tally)
+    _judge_gradients(reading, tally, expected)
+
+
+def _judge_gradients(reading: Reading, tally: Tally, expected: RouterExpected) -> None:
     judge_router_dx(reading, tally, expected)
+    if any(rank.grads_final is not None for rank in reading.ranks):
+        judge_router_gradient(reading, tally, expected)
 
 
 def expect_forced_weights(reading: Reading, expected: RouterExpected, tally: Tally) -> None:
@@ -209,11 +217,13 @@ def expect_forced_weights(reading: Reading, expected: RouterExpected, tally: Tal
 def judge_masked_weights(reading: Reading, tally: Tally) -> None:
     """Decide whether forced experts at -inf weigh nothing, the others what they score; and all a finite number.
 
-    Logits are entries of the tokens there, so that a weight errs by a few roundings of itself.
+    They have to be forced for that: masks are no exception to `judge_forced_loads`. Logits are entries of the tokens
+    there, so that a weight errs by a few roundings of itself.
 
     Raises:
-        WrongForm, WrongSelection, WrongWeight: they do not.
+        WrongForm, WrongSelection, WrongWeight: they do not, or are not forced.
     """
+    judge_forced_loads(reading, Tally())
     own, findings = expected_of(reading), []
     for place in own.places:
         ids_TK, weights_TK = own.ids[place], reading.seen(*place).routed_weights_TK
@@ -268,9 +278,7 @@ def judge_straight_through(reading: Reading, tally: Tally) -> None:
     """
     expected = _visible(reading)
     _require_passage(reading, expected)
-    judge_router_dx(reading, tally, expected)
-    if any(rank.grads_final is not None for rank in reading.ranks):
-        judge_router_gradient(reading, tally, expected)
+    _judge_gradients(reading, tally, expected)
 
 
 def _require_passage(reading: Reading, expected: RouterExpected) -> None:

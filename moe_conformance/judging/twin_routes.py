@@ -54,6 +54,26 @@ def judge_same_routes(reading: Reading, ran: Sequence[Ran], tally: Tally, *, to_
             fail(WrongWeight, "route", weighed, start=f"run {each.twin.how}, ")
 
 
+def judge_same_choices(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
+    """Decide whether every token of a twin, at its place in the original, has the same experts, whatever they weigh.
+
+    Raises:
+        NotOffered: none of the twins was run.
+        WrongForm, WrongSelection: other experts were chosen.
+    """
+    before = expected_of(reading).ids
+    for each in those_that_ran(ran):
+        findings = []
+        for (m, rank), now_TK in expected_of(read_twin(each)).ids.items():
+            was_TK = before[m, rank]
+            for t in (now_TK.sort(1).values != was_TK.sort(1).values).any(1).nonzero().flatten().tolist():
+                sentence = f"rank {rank} token {t} chose {now_TK[t].tolist()}, and had chosen {was_TK[t].tolist()}"
+                findings.append(Finding("choice", sentence, (rank,)))
+            tally.add(pairs=now_TK.numel(), rank=rank)
+        if findings:
+            fail(WrongSelection, "route", findings, start=f"run {each.twin.how}, ")
+
+
 def _routes(reading: Reading, place: Place) -> Routes:
     expected = expected_of(reading)
     ids_TK, order_TK = expected.ids[place].sort(dim=1)

@@ -34,7 +34,7 @@ class ForcingRecipe:
     config: dict[str, Any] = field(default_factory=dict)
     tokens: tuple[int, ...] = (26, 15, 22, 19)  # of rank r in microbatch m: the entry r + m modulo the length
     schedule: str = "F0 B0"
-    kind: str = "forced"  # "forced draws": what is drawn is asked for, and no gradient; "forced masked": logits of -inf
+    kind: str = "forced"  # "forced draws": what is drawn or dealt, and no gradient; "forced masked": logits of -inf
     again: bool = False  # every microbatch has the tokens of the first
     copies: bool = False  # the ranks of a tp group hold the same tokens
     routers: int = 1  # that take turns, as if of several layers
@@ -75,6 +75,8 @@ DRAWS = (
 )
 COPIES = (
     ForcingRecipe("forced-random-copies", "random", None, {}, (48,), _TWICE, _DRAWN, again=True, copies=True),
+    # As many tokens as leave a remainder, so that it shows where each rank begins.
+    ForcingRecipe("forced-round-robin-copies", "round_robin", None, {}, (13, 10, 11), _TWICE, _DRAWN, copies=True),
 )
 MASKED = tuple(
     ForcingRecipe(f"forced-masked-{name}", "round_robin", None, {**_MASKED, **config}, (10, 7), "F0", "forced masked")
@@ -137,6 +139,11 @@ def forces_logits(workload: Workload) -> bool:
 def forces_ids(workload: Workload) -> bool:
     """Whether the strategy in force replaces the choice, and no logits."""
     return not forces_logits(workload)
+
+
+def holds_copies(workload: Workload) -> bool:
+    """Whether the ranks of a tensor parallel group hold the same tokens."""
+    return workload.config.token_copies
 
 
 def draws_at_random(workload: Workload) -> bool:

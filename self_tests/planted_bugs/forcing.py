@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from moe_conformance.backends.native.forcing import ForcedRouter
 from moe_conformance.backends.native.routing import Router
@@ -88,6 +89,14 @@ class EveryTokenBeginsAtTheFirst(ForcedRouter):
         return torch.arange(self.config.top_k, device=device).repeat(tokens, 1)
 
 
+@planted(Expectation("FORCE-03", "forced-round-robin-groups", "route", "run with random seed", "and had chosen"))
+class DealtAtRandom(ForcedRouter):
+    """Experts are dealt out to the tokens in an order that is drawn, with the same loads each time."""
+
+    def _deal(self, tokens: int, device: torch.device) -> Tensor:
+        return super()._deal(tokens, device)[torch.randperm(tokens, device=device)]
+
+
 @planted(Expectation("FORCE-02", "forced-random-groups-biased", "route", "reports the load", "its tokens chose"))
 class LoadOfItsOwnChoice(ForcedRouter):
     """The load is counted of what the router would have chosen itself."""
@@ -122,6 +131,18 @@ class ForcedAreNotNormalised(ForcedRouter):
 
 
 @planted(
+    Expectation("FORCE-05", "forced-round-robin-groups", "finish", "every element of the router's gradient is zero")
+)
+class FrozenByForce(ForcedRouter):
+    """Where ids are forced the router is taken to have nothing to learn, and only tokens get a gradient."""
+
+    def _logits(self, x_TD: Tensor) -> Tensor:
+        if self.strategy != "round_robin":
+            return super()._logits(x_TD)
+        return F.linear(x_TD.to(self.wide), self.router_ED.detach().to(self.wide))
+
+
+@planted(
     Expectation("FORCE-07", "forced-random-groups", "gradient", "no gradient goes back through the forced"),
     Expectation("FORCE-07", "forced-kept-bias-groups", "gradient", "no gradient goes back through the forced"),
 )
@@ -138,6 +159,24 @@ class SoftmaxOfNothing(ForcedRouter):
 
     def _weights(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
         return Router._weights(self, scores_TE, ids_TK)
+
+
+@planted(
+    Expectation("FORCE-05", "forced-masked-softmax", "route", "rank 0 loads its experts with"),
+    Expectation("FORCE-05", "forced-masked-sigmoid", "route", "round_robin was asked for, accepted and ignored"),
+)
+class MaskedAreReplaced(ForcedRouter):
+    """A token that is forced to an expert at -inf goes back to those that the router likes best."""
+
+    def _logits(self, x_TD: Tensor) -> Tensor:
+        self.masked_TE = super()._logits(x_TD) == -torch.inf
+        return super()._logits(x_TD)
+
+    def _choose(self, scores_TE: Tensor) -> Tensor:
+        if self.strategy != "round_robin":
+            return super()._choose(scores_TE)
+        dealt_TK, best_TK = super()._choose(scores_TE), Router._choose(self, scores_TE)
+        return torch.where(self.masked_TE.gather(1, dealt_TK).any(1, keepdim=True), best_TK, dealt_TK)
 
 
 # ---- draws ---------------------------------------------------------------------------------------------------------
@@ -171,6 +210,7 @@ class RanksDrawAlike(_DrawnAnyhow):
 
 @planted(
     Expectation("FORCE-06", "forced-random-copies", "route", "hold copies of the same tokens and choose other experts"),
+    Expectation("ROUTE-12", "forced-random-copies", "route", "ranks 0 and 1 hold copies of token 0 and choose"),
     layout=TP2_EP2,
 )
 class CopiesDrawApart(_DrawnAnyhow):
@@ -178,6 +218,33 @@ class CopiesDrawApart(_DrawnAnyhow):
 
     def _seed(self, topology: Topology) -> int:
         return 1 + topology.rank
+
+
+@planted(
+    Expectation("ROUTE-12", "forced-round-robin-copies", "route", "hold copies of token 0 and choose [0, 1] and [2, "),
+    layout=TP2_EP2,
+)
+class CopiesDealtApart(ForcedRouter):
+    """Every rank of an expert parallel group begins its deal where the one before ends, copies or not."""
+
+    def __init__(self, config: Config, device: torch.device, topology: Topology, number: int) -> None:
+        super().__init__(config, device, topology, number)
+        self.source = topology.ranks("ep_etp").index(topology.rank)
+
+
+@planted(
+    Expectation("ROUTE-12", "forced-round-robin-copies", "route", "hold copies of token 0 and weigh it by"),
+    layout=TP2_EP2,
+)
+class CopiesWeighedApart(ForcedRouter):
+    """The tensor ranks add up the logits of copies in other orders, and differ in the last bits of weights."""
+
+    def __init__(self, config: Config, device: torch.device, topology: Topology, number: int) -> None:
+        super().__init__(config, device, topology, number)
+        self.off = 2.0**-20 * topology.ranks("tp").index(topology.rank)
+
+    def _weights(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        return super()._weights(scores_TE, ids_TK) * (1 + self.off)
 
 
 @planted(Expectation("FORCE-06", "forced-random", "route", "no standard normal logits: the logits have a mean"))

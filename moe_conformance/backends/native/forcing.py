@@ -34,8 +34,8 @@ class ForcedRouter(Router):
         """
         super().__init__(config, device)
         self.strategy, self.deviation = _one_strategy(config)
-        sources = topology.ranks("ep_etp")
-        self.source = sources.index(topology.rank)  # whose tokens meet those of the others at the experts
+        # Which of the sources this one is whose tokens meet at the experts; copies count as one.
+        self.source = topology.ranks("dp_cp" if config.token_copies else "ep_etp").index(topology.rank)
         holder = topology.ranks("tp")[0] if config.token_copies else topology.rank
         self.noise = torch.Generator(device).manual_seed(number * _RANKS + 1 + holder)
         self.biases = torch.Generator(device).manual_seed(number * _RANKS)
