@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.judging.diagnosis import Finding, fail
+from moe_conformance.judging.forced_noise import chosen_by_own, following, without_noise
 from moe_conformance.judging.forcing import expect_forced_weights, forced_expected_of
 from moe_conformance.judging.places import Place, stages
 from moe_conformance.judging.reading import Reading
@@ -31,8 +32,8 @@ _CHANCE = 1e-9  # that independent draws agree
 def judge_random(reading: Reading, tally: Tally) -> None:
     """Decide whether routes are as of standard normal logits, other ones for each forward and each rank's tokens.
 
-    Ranks that hold copies draw alike. What logits and weights have to do with each other is judged where logits are
-    told.
+    Ranks that hold copies draw alike. What the router itself would choose has no part in it. What logits and weights
+    have to do with each other is judged where logits are told.
 
     Raises:
         WrongForm, WrongCount, WrongSelection, WrongWeight: they are not.
@@ -43,8 +44,12 @@ def judge_random(reading: Reading, tally: Tally) -> None:
         fail(WrongCount, "route", findings)
     if findings := [*_alike_in_turn(own), *_alike_on_ranks(own)]:
         fail(WrongSelection, "route", findings)
+    if findings := [finding for place in own.places for finding in chosen_by_own(own, place)]:
+        fail(WrongSelection, "route", findings)
     if (expected := forced_expected_of(reading)) is not None:
         if findings := [finding for place in own.places for finding in _not_normal(expected, place)]:
+            fail(WrongSelection, "route", findings)
+        if findings := [finding for rank in _ranks(own) for finding in following(expected, own, rank)]:
             fail(WrongSelection, "route", findings)
         expect_forced_weights(reading, expected, Tally())
     for place in own.places:
@@ -129,7 +134,8 @@ def _outside(draws: list[Tensor], deviation: float) -> str:
 def judge_bias_draws(reading: Reading, tally: Tally) -> None:
     """Decide whether the forced bias is one number for each expert, of the deviation that was asked for.
 
-    Where it decides alone all tokens of a forward choose alike; elsewhere it shows in the logits.
+    Where it decides alone all tokens of a forward choose alike; elsewhere it shows in the logits, as does what is there
+    besides: noise of variance 1, and nothing of the router's own logits.
 
     Raises:
         NotOffered: a bias that does not decide alone, and logits that the backend does not tell.
@@ -139,8 +145,16 @@ def judge_bias_draws(reading: Reading, tally: Tally) -> None:
     findings = _split(own) if bias_decides_alone(own.workload) else _wrong_deviation(reading)
     if findings:
         fail(WrongSelection, "route", findings)
+    if not bias_decides_alone(own.workload) and (expected := forced_expected_of(reading)) is not None:
+        for rank in _ranks(own):
+            if findings := [*without_noise(expected, rank), *following(expected, own, rank)]:
+                fail(WrongSelection, "route", findings)
     for place in own.places:
         tally.add(pairs=own.ids[place].numel(), rank=place[1])
+
+
+def _ranks(own: RouterExpected) -> range:
+    return range(own.workload.layout.world)
 
 
 def _split(own: RouterExpected) -> list[Finding]:
@@ -163,7 +177,7 @@ def _wrong_deviation(reading: Reading) -> list[Finding]:
     deviation = expected.workload.config.forced[0][1]
     assert deviation is not None
     findings = []
-    for rank in range(expected.workload.layout.world):
+    for rank in _ranks(expected):
         draws = [expected.logits(place) for place in expected.places if place[1] == rank]
         fewest = min(map(len, draws))
         draws = [logits_TE[:fewest] for logits_TE in draws[: 1 if deviation < 0 else None]]

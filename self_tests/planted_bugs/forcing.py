@@ -287,6 +287,41 @@ class VarianceForDeviation(ForcedRouter):
         return super()._bias(like_TE) / abs(self.deviation) ** 0.5
 
 
+@planted(
+    Expectation("FORCE-06", "forced-random", "route", "of the 640 routes of rank 0 are what the router itself would"),
+    Expectation("FORCE-08", "forced-bias", "route", "less their means over the tokens, have a variance of", "not of 1 within"),
+)
+class NoiseOnItsOwn(ForcedRouter):
+    """What is drawn is added to the router's own logits, and does not take their place."""
+
+    def _draw(self, own_TE: Tensor) -> Tensor:
+        return own_TE.detach() + super()._draw(own_TE)
+
+
+@planted(
+    Expectation("FORCE-08", "forced-bias", "route", "have a variance of 0,", "noise of its own"),
+    Expectation("FORCE-08", "forced-kept-bias", "route", "have a variance of 0,", "noise of its own"),
+)
+class OnlyTheBias(ForcedRouter):
+    """Every token has the biases for logits and nothing else, so that all of a forward choose the same experts."""
+
+    def _draw(self, own_TE: Tensor) -> Tensor:
+        return self._bias(own_TE).expand_as(own_TE).clone() if self.deviation else super()._draw(own_TE)
+
+
+@planted(
+    Expectation("FORCE-08", "forced-bias", "route", "follow the router's own", "they are to take their place"),
+    Expectation("FORCE-08", "forced-kept-bias", "route", "follow the router's own", "they are to take their place"),
+)
+class BiasOnItsOwn(ForcedRouter):
+    """Biases are added to the router's own logits, which serve for the noise and are as far apart."""
+
+    def _draw(self, own_TE: Tensor) -> Tensor:
+        own_TE = own_TE.detach()
+        spread = (own_TE - own_TE.mean(0)).square().sum() / (own_TE.numel() - own_TE.shape[1])
+        return own_TE / spread.sqrt() + self._bias(own_TE) if self.deviation else super()._draw(own_TE)
+
+
 @planted(Expectation("FORCE-08", "forced-bias-alone", "route", "and others in forward 0", "one for all tokens"))
 class BiasOfEveryToken(ForcedRouter):
     """Every token draws biases of its own."""
