@@ -284,12 +284,12 @@ class VarianceForDeviation(ForcedRouter):
     """The parameter is taken for the variance of the bias."""
 
     def _bias(self, like_TE: Tensor) -> Tensor:
-        return super()._bias(like_TE) / abs(self.deviation) ** 0.5
+        return super()._bias(like_TE).div(abs(self.deviation) ** 0.5)
 
 
 @planted(
     Expectation("FORCE-06", "forced-random", "route", "of the 640 routes of rank 0 are what the router itself would"),
-    Expectation("FORCE-08", "forced-bias", "route", "less their means over the tokens, have a variance of", "not of 1 within"),
+    Expectation("FORCE-08", "forced-bias", "route", "less their means over the tokens, have a variance of"),
 )
 class NoiseOnItsOwn(ForcedRouter):
     """What is drawn is added to the router's own logits, and does not take their place."""
@@ -318,8 +318,10 @@ class BiasOnItsOwn(ForcedRouter):
 
     def _draw(self, own_TE: Tensor) -> Tensor:
         own_TE = own_TE.detach()
+        if not self.deviation:
+            return super()._draw(own_TE)
         spread = (own_TE - own_TE.mean(0)).square().sum() / (own_TE.numel() - own_TE.shape[1])
-        return own_TE / spread.sqrt() + self._bias(own_TE) if self.deviation else super()._draw(own_TE)
+        return own_TE.div(spread.sqrt()).add(self._bias(own_TE))
 
 
 @planted(Expectation("FORCE-08", "forced-bias-alone", "route", "and others in forward 0", "one for all tokens"))
