@@ -275,8 +275,9 @@ class Placed(Resolved, Protocol):
     `resolved["routing"]` says "maps" instead of "slots".
     `resolved["handed"]` says how many rows the experts are handed: "routed", as many as are for them, unless it says
     otherwise; "tokens", every token of the exchange group; "static", a number that was agreed upon before. Where the
-    rows of an expert are padded to a multiple, `resolved["multiple"]` says to which. With `token_copies`, dL/dx and
-    dL/dw are "complete" on every copy, unless `resolved["copies"]` says "parts", which add up to them over tp.
+    rows of an expert are padded to a multiple, `resolved["multiple"]` says to which, and budgets count what that adds.
+    With `token_copies`, dL/dx and dL/dw are "complete" on every copy, unless `resolved["copies"]` says "parts", which
+    add up to them over tp.
     """
 
     @property

@@ -142,6 +142,17 @@ class TestConviction:
                 assert isinstance(verdict, Tally), verdict
                 assert not verdict.vacuous
 
+    @pytest.mark.parametrize("layout", [EP2, EP2_ETP2], ids=lambda layout: layout.name)
+    def test_budgets_count_what_fills_blocks(self, court: Court, layout: Layout) -> None:
+        """A backend that pads every expert's rows to a multiple, says so, and counts what that adds is acquitted."""
+        backend, judged = "self_tests.planted_bugs.row_blocks:Blocks", 0
+        for workload in ("budget-exact-even", "budget-by-turns", "overfull-by-turns-even", "budget-filled-even"):
+            for requirement in ("DROP-14", "DROP-15", "DROP-16", "EXCH-22", "EXCH-25"):
+                for verdict in court.verdicts(backend, requirement, "hybridep", layout, workload):
+                    assert isinstance(verdict, Tally), verdict
+                    judged += 1
+        assert 9 == judged
+
     def test_what_fails_alone_takes_no_turns(self, court: Court) -> None:
         """A backend that never multiplies float64 is not blamed for what it does between others."""
         backend = "self_tests.planted_bugs.twins:WithoutDouble"

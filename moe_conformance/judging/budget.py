@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from moe_conformance.judging.alignment import multiple_of
 from moe_conformance.judging.diagnosis import Finding, fail
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.verdict import NotOffered, Tally, WrongForm
@@ -31,23 +32,26 @@ def judge_fixed_size(reading: Reading, tally: Tally) -> None:
 def judge_budget(reading: Reading, tally: Tally) -> None:
     """Decide whether every rank's buffer holds its balanced load, times the factor that is asked for.
 
+    Where the rows of each expert are padded to a multiple, there has to be room for what that adds.
+
     Raises:
-        WrongForm: one is smaller.
+        WrongForm: one is smaller, or the stated multiple is none.
         NotOffered: the experts are asked more than once, so that no buffer is to be seen.
     """
     work = reading.outcome.workload
     config, layout = work.config, work.layout
     assert config.budget_factor is not None
+    multiple = multiple_of(reading)
     group_of = {rank: group for group in layout.groups()["ep_etp"] for rank in group}
     findings = []
     for rank, m, rows in _sizes(reading):
         tokens = [len(reading.batches[m][each].x_TD) for each in group_of[rank]]
         held = len(reading.ranks[rank].local_experts)
-        least = least_budget(
-            tokens, config.top_k, factor=config.budget_factor, ep=layout.ep, etp=layout.etp, held=held
-        )
+        sizes = {"ep": layout.ep, "etp": layout.etp, "held": held, "multiple": multiple}
+        least = least_budget(tokens, config.top_k, factor=config.budget_factor, **sizes)
         if rows < least:
-            words = f"{config.budget_factor:g} times its balanced load are {least}"
+            padded = f" with experts padded to multiples of {multiple}" if multiple > 1 else ""
+            words = f"{config.budget_factor:g} times its balanced load are {least}{padded}"
             findings.append(Finding("small", f"the buffer of rank {rank} has {rows} rows, and {words}", (rank,)))
         tally.add(pairs=1, rank=rank)
     if findings:

@@ -11,6 +11,7 @@ import torch
 
 from moe_conformance.contract import HANDED, ROUTINGS, WIRES
 from moe_conformance.engine.ledger.entry import Entry, group_words
+from moe_conformance.judging.alignment import multiple_of
 from moe_conformance.judging.diagnosis import some
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.routing_maps import Map, require_maps
@@ -201,7 +202,7 @@ def judge_handed(reading: Reading, tally: Tally) -> None:
     handed = reading.ranks[0].resolved.get("handed", "routed")
     if handed not in HANDED:
         raise WrongForm("dispatch", f"the backend says that it hands over {handed!r}, which is none of {HANDED}")
-    multiple = int(reading.ranks[0].resolved.get("multiple", "1"))
+    multiple = multiple_of(reading)
     if handed == "static":
         raise NotOffered("the backend says that it hands over a static number of rows")
     for m, pairs in enumerate(reading.pairs):

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from moe_conformance.judging.alignment import multiple_of, padded_rows, told_rows
 from moe_conformance.judging.diagnosis import Finding, fail
 from moe_conformance.judging.gradients import judge_dweights, judge_dx
 from moe_conformance.judging.outputs import judge_outputs
@@ -20,25 +21,28 @@ from reference import capacity_budget
 def judge_overflow(reading: Reading, tally: Tally) -> None:
     """Decide whether a budget is refused as exceeded if and only if the rows wanted are more than it holds.
 
-    All ranks of a group report it where one of them is short. Counts the ranks and microbatches.
+    Rows that pad an expert's to the stated multiple are wanted too. All ranks of a group report it where one of them is
+    short. Counts the ranks and microbatches.
 
     Raises:
         WrongCount: reported though all rows fit, or not reported.
+        WrongForm: the stated multiple is none.
     """
     budget = reading.outcome.workload.config.row_budget
     assert budget is not None
+    multiple = multiple_of(reading)
     findings, compared = [], Counter[int]()
     for m in range(len(reading.batches)):
         wanted = rows_wanted(reading, m)
         for group in reading.outcome.workload.layout.groups()["ep_etp"]:
             rows = {rank: wanted[rank] for rank in group}
-            over = [rank for rank in group if capacity_budget.over_budget(rows[rank], budget)]
-            most = max(group, key=lambda rank: sum(rows[rank]))
+            over = any(capacity_budget.over_budget(rows[rank], budget, alignment=multiple) for rank in group)
+            most = max(rows, key=lambda rank: padded_rows(rows[rank], multiple))
             for rank in group:
                 reported = reading.seen(m, rank).overflow is not None
-                if reported != bool(over):
+                if reported != over:
                     says = "reports an overflow" if reported else "reports no overflow"
-                    wants = f"rank {most} wants {sum(rows[most])} rows, and the budget is {budget}"
+                    wants = f"rank {most} wants {told_rows(rows[most], multiple)}, and the budget is {budget}"
                     findings.append(Finding(says, f"rank {rank} {says} in microbatch {m}: {wants}", (rank,)))
                 compared[rank] += 1
     if findings:

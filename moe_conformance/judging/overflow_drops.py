@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from moe_conformance.judging.alignment import multiple_of, told_rows
 from moe_conformance.judging.deliveries import judge_deliveries, judge_rows
 from moe_conformance.judging.diagnosis import Finding, count, fail, some
 from moe_conformance.judging.outputs import judge_outputs
@@ -24,21 +25,23 @@ from reference.exchange import Pair
 def judge_flags(reading: Reading, tally: Tally) -> None:
     """Decide whether every rank says that its buffer was too small if and only if it was. Counts the ranks.
 
-    A rank that says nothing says no.
+    A rank that says nothing says no. Rows that pad an expert's to the stated multiple want room too.
 
     Raises:
         WrongCount: a flag without need, or none where rows found no room.
+        WrongForm: the stated multiple is none.
     """
-    budget, findings = _budget(reading), []
+    findings = []
     lost = Counter((each.microbatch, each.pair.destination) for each in reading.matching.lost)
     for m in range(len(reading.batches)):
         for rank, rows in enumerate(rows_wanted(reading, m)):
             flagged = any(handed.overflowed for handed in reading.seen(m, rank).handed)
-            if flagged != capacity_budget.over_budget(rows, budget):
+            if flagged != _over(reading, rows):
                 dropped = count(lost[m, rank], "row") if lost[m, rank] else "nothing"
                 says = "reports an overflow" if flagged else "reports no overflow"
-                sentence = f"rank {rank} {says} in microbatch {m} and drops {dropped}: it wants {sum(rows)} rows, "
-                sentence += f"and the budget is {budget}{_left_over(reading, m, rank) if flagged else ''}"
+                wants = f"it wants {_told(reading, rows)}, and the budget is"
+                sentence = f"rank {rank} {says} in microbatch {m} and drops {dropped}: {wants} "
+                sentence += f"{_budget(reading)}{_left_over(reading, m, rank) if flagged else ''}"
                 findings.append(Finding(says, sentence, (rank,)))
             tally.add(elements=1, rank=rank)
     if findings:
@@ -63,7 +66,8 @@ def judge_dropped_rows(reading: Reading, tally: Tally) -> None:
     rest = _of_the_kept(reading)
     judge_deliveries(rest, Tally())
     for m in range(len(reading.batches)):
-        legal = capacity_budget.legal_deliveries(_delivered(reading, m), reading.pairs[m], _budgets(reading))
+        delivered, budgets, multiple = _delivered(reading, m), _budgets(reading), multiple_of(reading)
+        legal = capacity_budget.legal_deliveries(delivered, reading.pairs[m], budgets, alignment=multiple)
         if not all(legal):  # whatever the words above leave out
             sentence = f"what rank {legal.index(False)} received of microbatch {m} is not what its budget allows"
             raise WrongDelivery("dispatch", sentence, ranks=(legal.index(False),))
@@ -86,7 +90,8 @@ def judge_room_left(reading: Reading, tally: Tally) -> None:
         delivered, wanted = _delivered(reading, m), reading.pairs[m]
         rows = Counter(pair.destination for pair in delivered)
         owners = _owners(wanted)
-        for source, token, slot in capacity_budget.fitting_slots(delivered, wanted, _budgets(reading)):
+        budgets, multiple = _budgets(reading), multiple_of(reading)
+        for source, token, slot in capacity_budget.fitting_slots(delivered, wanted, budgets, alignment=multiple):
             ranks = owners[source, token, slot]
             sentence = (
                 f"{_name(m, source, token, slot)} is dropped, and would have fitted: rank {ranks[0]} keeps "
@@ -94,7 +99,7 @@ def judge_room_left(reading: Reading, tally: Tally) -> None:
             )
             findings.append(Finding("room", sentence, ranks))
         for rank, each in enumerate(rows_wanted(reading, m)):
-            tally.add(elements=1, rank=rank, pairs=capacity_budget.over_budget(each, _budget(reading)))
+            tally.add(elements=1, rank=rank, pairs=_over(reading, each))
     if findings:
         fail(WrongDelivery, "dispatch", findings)
 
@@ -103,12 +108,14 @@ def judge_room_left(reading: Reading, tally: Tally) -> None:
 
 
 def _too_many(reading: Reading) -> Iterator[Finding]:
-    """Tell the ranks that were handed more rows than their buffer holds."""
-    rows = Counter((e.microbatch, e.rank) for e in reading.entries if e.kind == tags.TAG)
-    for (m, rank), number in rows.items():
-        if number > _budget(reading):
-            sentence = f"rank {rank} is handed {number} rows in microbatch {m}, and its budget is {_budget(reading)}"
-            yield Finding("too many", sentence, (rank,))
+    """Tell the ranks that were handed more rows than their buffer holds, those that pad them among them."""
+    handed = Counter((e.microbatch, e.rank, e.expert) for e in reading.entries if e.kind == tags.TAG)
+    for m in range(len(reading.batches)):
+        for rank in reading.ranks:
+            rows_N = [handed[m, rank.rank, expert] for expert in rank.local_experts]
+            if _over(reading, rows_N):
+                sentence = f"rank {rank.rank} is handed {_told(reading, rows_N)} in microbatch {m}, and its budget is "
+                yield Finding("too many", f"{sentence}{_budget(reading)}", (rank.rank,))
 
 
 def _split(reading: Reading) -> Iterator[Finding]:
@@ -127,10 +134,10 @@ def _without_need(reading: Reading) -> Iterator[Finding]:
     for m, wanted in enumerate(reading.pairs):
         reached, rows = _owners(_delivered(reading, m)), rows_wanted(reading, m)
         for slot, ranks in _owners(wanted).items():
-            over = any(capacity_budget.over_budget(rows[rank], _budget(reading)) for rank in ranks)
+            over = any(_over(reading, rows[rank]) for rank in ranks)
             if not reached[slot] and not over:
                 sentence = f"{_name(m, *slot)} is dropped, and rank {ranks[0]} is not over its budget: it wants "
-                yield Finding("needless", f"{sentence}{sum(rows[ranks[0]])} rows of {_budget(reading)}", ranks)
+                yield Finding("needless", f"{sentence}{_told(reading, rows[ranks[0]])} of {_budget(reading)}", ranks)
 
 
 def _delivered(reading: Reading, microbatch: int) -> list[Pair]:
@@ -155,10 +162,19 @@ def _budgets(reading: Reading) -> list[int]:
     return [_budget(reading)] * len(reading.ranks)
 
 
+def _over(reading: Reading, rows_N: Sequence[int]) -> bool:
+    """Return whether the rows of a rank's experts, padded, are more than its buffer holds."""
+    return capacity_budget.over_budget(rows_N, _budget(reading), alignment=multiple_of(reading))
+
+
+def _told(reading: Reading, rows_N: Sequence[int]) -> str:
+    return told_rows(rows_N, multiple_of(reading))
+
+
 def _left_over(reading: Reading, microbatch: int, rank: int) -> str:
     """Say which earlier microbatch was too much for a rank, if one was."""
     for m in reversed(range(microbatch)):
-        if capacity_budget.over_budget(rows_wanted(reading, m)[rank], _budget(reading)):
+        if _over(reading, rows_wanted(reading, m)[rank]):
             return f" (microbatch {m} was over it)"
     return ""
 

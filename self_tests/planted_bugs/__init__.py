@@ -30,6 +30,7 @@ from self_tests.planted_bugs import (
     routing,
     routing_ends,
     routing_extremes,
+    row_blocks,
     settings,
     shared_biases,
     shared_experts,
@@ -46,7 +47,7 @@ __all__ = ["Expectation", "Plant", "find", "plants", "plants_of_many_ranks"]
 def plants() -> tuple[Plant, ...]:
     """Return all plants, chapter by chapter."""
     exchanges = (exchange, repetition, exchange_back, exchange_ends, twins, twin_ends, exchange_spoilt, exchange_misuse)
-    drops = (capacity, capacity_exchange, overflow_drops)
+    drops = (capacity, capacity_exchange, overflow_drops, row_blocks)
     routers = (routing, routing_ends, routing_extremes, forcing)
     chapters = (*routers, *drops, *exchanges, experts, gradients, groups, overlap, cost)
     laws = (identity, padding_gradients, settings, config_rules)
