@@ -130,7 +130,8 @@ class Limit:
     `spread_experts` says whether ep > 1 and `sharded_experts` whether etp > 1; `in_flight` counts microbatches between
     forward and backward, `halves_in_flight` those between dispatch and combine; `steps` counts how often the gradients
     of what was built once are finished. Between two steps the suite sets them to None, or to zero in place.
-    `wrong_use` is what one rank gives that no exchange can be made of, and the others may wait for it for ever.
+    `wrong_use` is what one rank gives that no exchange can be made of, and the others may wait for it for ever. What
+    breaks a promise of the config, more tokens than `token_bound` or `token_copies` that differ, is none of it.
     `uneven_tokens` is no excuse where `Config.packed` asks for them: what cannot take them is not to be built then.
 
     `proof="refused"`: break it and the library refuses cleanly; the suite breaks it and wants to see that.

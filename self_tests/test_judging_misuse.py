@@ -8,12 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moe_conformance.contract import Limit
 from moe_conformance.judging.expected import expect
 from moe_conformance.judging.misuse import judge_wrong_answers, judge_wrong_input
 from moe_conformance.judging.verdict import Mismatch, Raised, Tally, Unrefused, WrongOutput
 from moe_conformance.scenarios.outcome import Answer, Outcome, RankOutcome
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import misuse
+from moe_conformance.workloads import copies, misuse, packing
+from moe_conformance.workloads.features import broken
 from moe_conformance.workloads.records import Call, Workload
 
 EP2 = Layout(2, ep=2)
@@ -140,3 +142,17 @@ class TestWrongAnswers:
         half = edit(outcome, number, 0, again)
         assert isinstance(caught(judge_wrong_answers, half), Unrefused)
         judge_wrong_answers(edit(half, number, 1, outcome.ranks[1].answers[number - 1]), Tally())
+
+
+class TestLimit:
+    def test_wrong_use_is_what_no_exchange_can_be_made_of(self) -> None:
+        """A limit on it leaves out wrong input in every setting, and nothing that a setting promises."""
+        limits = (Limit("wrong_use", (False,), "nothing is checked", proof="undefined"),)
+        layout = Layout(4, tp=2, ep=2)
+        drawn = [*misuse.draw("alltoall", layout, "quick"), *copies.draw("alltoall", layout, "quick")]
+        drawn += packing.token_counts("alltoall", layout, "quick")
+        asked = {each.name for each in drawn if broken(limits, each, "cpu") is None}
+        of_input = {each.name for each in drawn if misuse.input_of(each)}
+        assert len(misuse.IN_SETTINGS) * len(misuse.SETTINGS) < len(of_input)
+        assert not of_input & asked
+        assert {"bound-broken", *copies.MISMATCHES} <= asked

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_conformance.contract import Limit, Routing
 from moe_conformance.topology import Layout
+from moe_conformance.workloads import misuse
 from moe_conformance.workloads.records import Workload
 
 
@@ -204,9 +205,12 @@ def _ids(workload: Workload) -> list[Tensor]:
 
 
 def _on_one_rank(workload: Workload) -> bool:
-    """Return whether input is wrong, or answers are on some ranks of several."""
-    wrong_step = any(call.method == "step" and call.may_raise for call in workload.calls)
-    return wrong_step or workload.name.endswith("-on-a-rank")
+    """Return whether input is such that no exchange can be made of it, or answers are wrong on some ranks of several.
+
+    More tokens than a configured bound are none of that, nor are copies that differ: each could be exchanged without
+    the setting, and who offers the setting has to refuse it (PACK-12, EXCH-37).
+    """
+    return bool(misuse.input_of(workload)) or workload.name.endswith("-on-a-rank")
 
 
 def _duplicates(ids_TK: Tensor) -> bool:
