@@ -162,6 +162,14 @@ class TestExchange:
         judge_dx(reading, tally)
         judge_dweights(reading, tally)
 
+    @requirement("PACK-14", kind="packed")
+    def test_packed_counts_are_not_taken_for_equal(self, reading: Reading, tally: Tally) -> None:
+        """What is built for packed sequences gives ranks of any T their own answers and gradients."""
+        judge_form(reading, tally)
+        judge_outputs(reading, tally)
+        judge_dx(reading, tally)
+        judge_dweights(reading, tally)
+
 
 class TestSequences:
     @requirement("PACK-07", kind="packing", when=lambda workload: workload.name in LAID_OUT)
@@ -192,6 +200,14 @@ class TestSequences:
     @requirement("PACK-08", kind="probe", when=has_lost_tokens)
     def test_gaps_are_routed_nowhere(self, reading: Reading, tally: Tally) -> None:
         """No row of a gap is delivered; its output and its gradients are zero, and those of tokens their own."""
+        judge_deliveries(reading, tally)
+        judge_outputs(reading, tally)
+        judge_dx(reading, tally)
+        judge_dweights(reading, tally)
+
+    @requirement("PACK-08", kind="packed", when=has_lost_tokens)
+    def test_gaps_of_packed_sequences_are_routed_nowhere(self, reading: Reading, tally: Tally) -> None:
+        """Behind an exchange that is built for packed sequences too, gaps yield zeros, and tokens what is theirs."""
         judge_deliveries(reading, tally)
         judge_outputs(reading, tally)
         judge_dx(reading, tally)

@@ -90,4 +90,38 @@ class TailThatFillsNoBlock(DeepEPManager):
         return super().dispatch(x_TD, torch.where(whole_T[:, None], ids_TK, -1), weights_TK)
 
 
+class _Back(torch.autograd.Function):
+    """Tokens as they are; some of their gradients are changed on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, changed_T: Tensor, into: float) -> Tensor:
+        ctx.changed_T1, ctx.into = changed_T[:, None], into
+        return x_TD.view_as(x_TD)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return torch.where(ctx.changed_T1, ctx.into, grads[0]), None, None
+
+
+@planted(Expectation("PACK-14", "packed-sequences-uneven", "gradient", "dx of rank 0 token"))
+class EqualPartsOnTheWayBack(AllGatherExchange):
+    """Gradients of packed tokens come back in equal parts, and ranks with more tokens have zeros behind theirs."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        if self.config.packed:
+            sizes_W = self._sizes(len(x), x.device)
+            x = _Back.apply(x, torch.arange(len(x)) >= sum(sizes_W) // len(sizes_W), 0.0)  # type: ignore[no-untyped-call]
+        return super().dispatch(x, routing)
+
+
+@planted(Expectation("PACK-08", "packed-sequences-gaps-uneven", "gradient", "dx of rank 0 token"))
+class GradientsInGaps(AllToAllExchange):
+    """Memory that nobody wrote is returned as the gradient of the gaps between packed sequences."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        if self.config.packed:
+            x = _Back.apply(x, (routing.ids_TK < 0).all(1), 7.0)  # type: ignore[no-untyped-call]
+        return super().dispatch(x, routing)
+
+
 PLANTS = collect(globals())
