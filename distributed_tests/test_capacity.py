@@ -6,13 +6,14 @@ from moe_conformance.judging.capacity import (
     judge_capacity,
     judge_drop_gradients,
     judge_drop_weights,
+    judge_filled_load,
     judge_fit,
     judge_lossless,
     judge_minimum,
     judge_own_tokens,
     judge_policy,
 )
-from moe_conformance.judging.lost_in_layer import judge_lost_in_layer
+from moe_conformance.judging.lost_in_layer import judge_kept_in_layer, judge_lost_in_layer
 from moe_conformance.judging.overflow import judge_after_overflow, judge_overflow
 from moe_conformance.judging.overflow_drops import judge_dropped_rows, judge_flags, judge_room_left
 from moe_conformance.judging.own_experts import (
@@ -92,6 +93,11 @@ class TestFilledUp:
         for judge in (judge_own_outputs, judge_own_dx, judge_own_dweights, judge_expert_gradients):
             judge(reading, tally)
 
+    @requirement("DROP-12", kind="capacity", when=lambda workload: workload.config.pad_to_capacity)
+    def test_rows_that_fill_up_are_no_load(self, reading: Reading, tally: Tally) -> None:
+        """The load that a router reports is that of the slots that chose or kept an expert."""
+        judge_filled_load(reading, tally)
+
     @requirement("DROP-13", kind="probe", when=somebody_gets_all)
     def test_the_worst_case_fits(self, reading: Reading, tally: Tally) -> None:
         """A rank that all tokens choose, with all the slots that they can, gets all of them."""
@@ -130,6 +136,11 @@ class TestConsequences:
     def test_kept_slots_keep_their_weights(self, reading: Reading, tally: Tally) -> None:
         """The weights of kept slots are those before the drop."""
         judge_drop_weights(reading, tally)
+
+    @requirement("DROP-09", kind="dropping_layer", when=lambda workload: bool(workload.config.capacity_factor))
+    def test_kept_slots_add_the_same_in_a_layer(self, reading: Reading, tally: Tally) -> None:
+        """Behind a whole layer every token has what its kept slots add, weighed as before the drop."""
+        judge_kept_in_layer(reading, tally)
 
     @requirement("DROP-11", kind="capacity")
     def test_kept_slots_alone_give_gradients(self, reading: Reading, tally: Tally) -> None:

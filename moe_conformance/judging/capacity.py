@@ -13,7 +13,7 @@ from moe_conformance.judging.places import Place
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.router_rules import explain_weights
 from moe_conformance.judging.routers import judge_router_dx, judge_router_gradient
-from moe_conformance.judging.verdict import Tally, WrongCount, WrongSelection, WrongWeight
+from moe_conformance.judging.verdict import NotOffered, Tally, WrongCount, WrongSelection, WrongWeight
 from reference import capacity_drops
 from reference.capacity_drops import Policy
 
@@ -116,6 +116,35 @@ def judge_fit(reading: Reading, tally: Tally) -> None:
     _judge_kept(reading, tally, "any")
 
 
+def judge_filled_load(reading: Reading, tally: Tally) -> None:
+    """Decide whether the load that a router reports has none of the rows that fill experts up.
+
+    It is the number of slots that chose each expert of the rank's tokens, or the number of them that were kept.
+
+    Raises:
+        NotOffered: the router reports no load on any rank.
+        WrongForm, WrongSelection: there is nothing to count, see `drops_of`.
+        WrongCount: another number, or not one per expert; or no load from a rank while others report theirs.
+    """
+    drops = drops_of(reading)
+    reported = {place: reading.seen(*place).counts_E for place in drops.places}
+    if all(counts_E is None for counts_E in reported.values()):
+        raise NotOffered("the router reports no load")
+    findings = []
+    for place, counts_E in reported.items():
+        m, rank = place
+        told = None if counts_E is None else counts_E.tolist()
+        chosen, kept = drops.loads(place), drops.kept_loads(place)
+        if told not in (chosen, kept):
+            of = f" of microbatch {m}" if m else ""
+            says = "no load" if told is None else f"the load {told}"
+            sentence = f"rank {rank}{of} reports {says}; its tokens chose {chosen}, and {kept} of these were kept"
+            findings.append(Finding("load", sentence, (rank,)))
+        tally.add(elements=len(chosen), rank=rank)
+    if findings:
+        fail(WrongCount, "route", findings)
+
+
 # ---- which ---------------------------------------------------------------------------------------------------
 
 
@@ -212,7 +241,6 @@ def judge_lossless(reading: Reading, tally: Tally) -> None:
         seen = reading.seen(*place)
         assert seen.undropped_ids_TK is not None
         assert seen.undropped_weights_TK is not None
-        without_TK = torch.zeros_like(seen.undropped_weights_TK)
         order_TK = (drops.ids[place].unsqueeze(2) == seen.undropped_ids_TK.unsqueeze(1)).int().argmax(2)
         without_TK = seen.undropped_weights_TK.gather(1, order_TK)
         with_TK = weights_at(reading, place, drops.ids[place])

@@ -83,19 +83,25 @@ def _drops(reading: Reading) -> Drops:
 
 
 def _chosen(reading: Reading, place: Place) -> Tensor:
-    """Return what the router chooses without a capacity: K different experts for every token."""
+    """Return what the router chooses without a capacity: K different experts for every token, each with a weight."""
     m, rank = place
-    config, ids_TK = reading.outcome.workload.config, reading.seen(m, rank).undropped_ids_TK
+    config, seen = reading.outcome.workload.config, reading.seen(m, rank)
     shape = (len(reading.batches[m][rank].x_TD), config.top_k)
     what = f"what rank {rank} chooses without a capacity"
-    if ids_TK is None or tuple(ids_TK.shape) != shape:
-        is_ = "missing" if ids_TK is None else f"of shape {tuple(ids_TK.shape)} instead of {shape}"
-        raise WrongForm("route", f"{what} is {is_}", ranks=(rank,))
+    ids_TK = _of_shape(seen.undropped_ids_TK, shape, what, rank)
+    _of_shape(seen.undropped_weights_TK, shape, f"the weight of {what}", rank)
     for t, ids_K in enumerate(ids_TK.tolist()):
         if len(set(ids_K)) < len(ids_K) or not set(ids_K) <= set(range(config.experts)):
             sentence = f"{what} for token {t}, {ids_K}, is not {len(ids_K)} different experts of {config.experts}"
             raise WrongSelection("route", sentence, ranks=(rank,))
     return ids_TK
+
+
+def _of_shape(value: Tensor | None, shape: tuple[int, int], what: str, rank: int) -> Tensor:
+    if value is None or tuple(value.shape) != shape:
+        is_ = "missing" if value is None else f"of shape {tuple(value.shape)} instead of {shape}"
+        raise WrongForm("route", f"{what} is {is_}", ranks=(rank,))
+    return value
 
 
 def _best_first(chosen: RouterExpected, place: Place) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.judging import bounds
+from moe_conformance.judging.bounded import Target
 from moe_conformance.judging.places import Place, backward_places_of
 from moe_conformance.judging.stage_answers import StageAnswers
 from moe_conformance.workloads.records import ParameterKey
@@ -46,6 +47,23 @@ class LayerExpected(StageAnswers[LayerGradients]):
             group_score=config.group_score,
         )
         return chosen.ids_TK
+
+    def y_of(self, place: Place, tokens: Sequence[int], ids_nK: Tensor) -> Target:
+        """The output (n, D) of n tokens of a place, were they to choose others, or fewer: ids (n, K), one at least.
+
+        Only for weights that do not depend on who else is chosen: no normalisation, and softmax over all experts.
+        """
+        (m, rank), workload = place, self.workload
+        batch, parameters, layout = workload.batches[m][rank], workload.parameters, workload.layout
+        fed = batch.x_TD[tokens], ids_nK, batch.upstream[tokens], parameters, self._weighing
+        y_nD = whole_layer.gradients(*fed, weights_at=self.weights_at).y_TD
+        measured = whole_layer_magnitudes.measured_layer(
+            *fed,
+            rounding=bounds.rounding(workload.config.dtype),
+            shares=Shares(etp=layout.etp, tp=layout.tp),
+            weights_at=self.weights_at,
+        )
+        return Target(y_nD, self._allowed(measured.errors.y_TD))
 
     @property
     def _weighing(self) -> Weighing:

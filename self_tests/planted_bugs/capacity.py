@@ -1,6 +1,6 @@
 """DROP: bugs in how many slots an expert takes, which of them, and what becomes of the others."""
 
-
+# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 import math
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_conformance.backends.native.routing import Router
-from moe_conformance.contract import Config
+from moe_conformance.contract import Config, Routed
 from self_tests.planted_bugs.plant import Expectation, collect, planted
 
 # ---- how many ------------------------------------------------------------------------------------------------------
@@ -155,6 +155,21 @@ class CapacityOfAllRanks(Router):
         every = torch.tensor([tokens])
         dist.all_reduce(every)
         return super()._capacity(int(every) // dist.get_world_size())
+
+
+# ---- what is told ---------------------------------------------------------------------------------------------------
+
+
+@planted(Expectation("DROP-12", "capacity-filled-up", "route", "rank 0 reports the load [", "of these were kept"))
+class LoadOfFilledExperts(Router):
+    """The load is counted behind the filling up, so that every expert looks as busy as every other."""
+
+    def forward(self, x: Tensor, padding_mask_T: Tensor | None = None) -> Routed:
+        routed = super().forward(x, padding_mask_T)
+        if not self.config.pad_to_capacity or routed.counts_E is None:
+            return routed
+        room = self._capacity(len(routed.routing.ids_TK))
+        return replace(routed, counts_E=torch.full_like(routed.counts_E, room))
 
 
 # ---- what becomes of them ------------------------------------------------------------------------------------------

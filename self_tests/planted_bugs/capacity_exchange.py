@@ -17,7 +17,7 @@ from moe_conformance.backends.native.layer import Layer
 from moe_conformance.backends.native.managers import HybridEPManager
 from moe_conformance.backends.native.permutation import Pairs
 from moe_conformance.backends.native.token_exchange import TokenExchange
-from moe_conformance.contract import Config, Overflow, Routing
+from moe_conformance.contract import Config, Delivery, Overflow, Routing
 from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, collect, planted
 
 # ---- filled up to a capacity ---------------------------------------------------------------------------------------
@@ -118,6 +118,20 @@ class SharedPartOfTheRouted(Layer):
     def _added(self, y: Tensor, shared: Tensor | None) -> Tensor:
         came = (y.detach() != 0).any(-1, keepdim=True)
         return y if shared is None else y + torch.where(came, shared, 0.0)
+
+
+@planted(
+    Expectation("DROP-09", "dropping-half-even", "combine", "kept 1 of 2 slots, and y is not theirs"),
+    Expectation("DROP-09", "dropping-half-gate-even", "combine", "kept 1 of 2 slots, and y is not theirs"),
+)
+class DividesAgainWhereItDrops(Layer):
+    """The router is right, and the layer divides weights by the sum of the kept ones where there is a capacity."""
+
+    def _dispatched(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        if self.config.capacity_factor is not None:
+            kept_TK = routing.weights_TK * (routing.ids_TK >= 0)
+            routing = replace(routing, weights_TK=kept_TK / kept_TK.sum(1, keepdim=True).clamp_min(1e-20))
+        return super()._dispatched(x, routing)
 
 
 @planted(Expectation("DROP-11", "dropped-even", "gradient", "the weight's gradient at rank 0", "that slot was dropped"))
