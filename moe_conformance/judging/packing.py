@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from moe_conformance.engine.ledger.entry import Entry, group_words
+from moe_conformance.judging.alignment import multiple_of, padded_rows
 from moe_conformance.judging.answers import answers, values
 from moe_conformance.judging.diagnosis import count, some
 from moe_conformance.judging.expected import expect
+from moe_conformance.judging.reading import Entry as Row
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.traffic import by_phase, carries_rows, rows_leaving
 from moe_conformance.judging.verdict import (
@@ -37,12 +39,13 @@ def judge_padded_counts(outcome: Outcome, tally: Tally) -> None:
     """Decide whether every rank pads to the largest token count of its exchange group, rounded up; or to the bound.
 
     Raises:
+        WrongForm: a rank's answer is no whole number.
         WrongCount: a rank pads to another number.
     """
     groups, found = outcome.workload.layout.groups(), []
     for number, tokens in enumerate(_tokens(outcome)):
         expected = _expected(outcome, tokens, groups["ep_etp"])
-        for rank, P in enumerate(values(outcome, number)):
+        for rank, P in enumerate(_counts(outcome, number)):
             if P == expected[rank]:
                 tally.add(pairs=1, rank=rank)
                 continue
@@ -60,7 +63,7 @@ def judge_alignment(outcome: Outcome, tally: Tally) -> None:
     """Decide whether every padded count is a multiple of the one alignment that was asked for, and is stated.
 
     Raises:
-        WrongForm: the padding states another alignment, or none.
+        WrongForm: the padding states another alignment, or none, or a rank's answer is no whole number.
         WrongCount: a count is no multiple.
     """
     A, found = outcome.workload.config.token_alignment, []
@@ -68,7 +71,7 @@ def judge_alignment(outcome: Outcome, tally: Tally) -> None:
         if (stated := each.resolved.get("alignment")) != str(A):
             raise WrongForm("dispatch", f"rank {each.rank} states the alignment {stated}, asked for was {A}")
     for number, tokens in enumerate(_tokens(outcome)):
-        for rank, P in enumerate(values(outcome, number)):
+        for rank, P in enumerate(_counts(outcome, number)):
             if P % A:
                 found.append(f"rank {rank} pads {tokens[rank]} tokens to {P} rows, which is no multiple of {A}")
             tally.add(pairs=1, rank=rank)
@@ -200,17 +203,35 @@ def _alignment_unasked(reading: Reading) -> int:
 
 
 def judge_added_rows(reading: Reading, tally: Tally) -> None:
-    """Decide whether no expert is handed a row of zeros, which is what an added row is.
+    """Decide whether no expert is handed a row of zeros, which is what an added row is, but to fill up its own rows.
+
+    Those that fill an expert's rows up to the multiple that the backend states are none, and an expert without any may
+    have as many. Where places are handed over without counts, rows of zeros say nothing.
 
     Raises:
         WrongDelivery: one is.
+        WrongForm: the stated multiple is none.
     """
-    found = Counter((entry.rank, entry.expert) for entry in reading.entries if entry.kind == tags.PADDING)
+    multiple, found = multiple_of(reading), Counter[tuple[int, int]]()
+    rows = Counter(_whose(entry) for entry in reading.entries if entry.kind != tags.PADDING)
+    zeros = Counter(_whose(entry) for entry in reading.entries if entry.kind == tags.PADDING)
+    for whose, number in zeros.items():
+        (m, holder, call, expert), routed = whose, rows[whose]
+        handed = reading.seen(m, holder).handed[call]
+        in_places = len(handed.shape) == 3 and handed.counts_N is None
+        filling = padded_rows([max(routed, 1)], multiple) - routed if multiple > 1 else 0
+        if number > filling and not in_places:
+            found[holder, expert] += number - filling
     if found:
-        told = [f"rank {rank} is handed {count(n, 'row')} of zeros for expert {e}" for (rank, e), n in found.items()]
-        raise WrongDelivery("dispatch", f"{some(told)}: rows that were added are routed")
+        told = [f"rank {r} is handed {count(n, 'row')} of zeros for expert {e}" for (r, e), n in found.items()]
+        filled = f" beside those that fill up to multiples of {multiple}" if multiple > 1 else ""
+        raise WrongDelivery("dispatch", f"{some(told)}{filled}: rows that were added are routed")
     for rank in reading.ranks:
         tally.add(pairs=len(rank.microbatches), rank=rank.rank)
+
+
+def _whose(entry: Row) -> tuple[int, int, int, int]:
+    return entry.microbatch, entry.rank, entry.call, entry.expert
 
 
 def judge_broken_bound(outcome: Outcome, tally: Tally) -> None:
@@ -264,6 +285,19 @@ def _tell_refusals(
     answered = some([f"rank {rank}" for rank in ranks])
     sentence = f"rank {whose} has {largest} tokens and the bound is {bound}, and the step was answered on {answered}"
     raise Unrefused("dispatch", sentence, ranks=ranks)
+
+
+def _counts(outcome: Outcome, number: int) -> tuple[int, ...]:
+    """Return to how many rows every rank pads in a call.
+
+    Raises:
+        WrongForm: an answer is no whole number.
+    """
+    counts = values(outcome, number)
+    for rank, P in enumerate(counts):
+        if not isinstance(P, int):
+            raise WrongForm("dispatch", f"rank {rank} pads to {P!r} rows, which is no whole number", ranks=(rank,))
+    return counts
 
 
 def _tokens(outcome: Outcome) -> list[list[int]]:

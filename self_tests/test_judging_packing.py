@@ -1,0 +1,87 @@
+"""Rows of zeros among those of an expert: what fills them up is told from what was added and routed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from moe_conformance.judging.packing import judge_added_rows, judge_alignment, judge_padded_counts
+from moe_conformance.judging.verdict import Tally, WrongDelivery, WrongForm
+from moe_conformance.scenarios.outcome import Answer, Handed, Outcome, RankOutcome
+from moe_conformance.topology import Layout
+from moe_conformance.workloads import packing
+from self_tests.breaking import broken, caught, edit_handed, judged
+from self_tests.simulated_exchange import workload
+
+# Of 8 experts on two ranks each gets three rows of twelve tokens.
+IN_TURN = torch.arange(24).remainder(8).reshape(2, 6, 2).tolist()
+
+
+def filled_up(zeros: int, **resolved: str) -> Outcome:
+    """Hand over so many rows of zeros behind the three of every expert, and say something of the exchange."""
+    outcome = broken(workload(ids=IN_TURN), padding=zeros)
+    return replace(outcome, ranks=tuple(replace(rank, resolved=resolved) for rank in outcome.ranks))
+
+
+class TestAddedRows:
+    def test_rows_that_fill_up_are_not_added_ones(self) -> None:
+        """Three rows are filled up to four, or to eight, where the backend says so."""
+        assert {0, 1} == judged(judge_added_rows, filled_up(0)).ranks
+        assert {0, 1} == judged(judge_added_rows, filled_up(1, multiple="4")).ranks
+        assert {0, 1} == judged(judge_added_rows, filled_up(5, multiple="8")).ranks
+
+    @pytest.mark.parametrize(
+        ("zeros", "resolved", "words"),
+        [
+            (1, {}, "rank 0 is handed 1 row of zeros for expert 0"),
+            (2, {"multiple": "4"}, "rank 0 is handed 1 row of zeros for expert 0"),
+            (2, {"multiple": "4"}, "beside those that fill up to multiples of 4: rows that were added are routed"),
+        ],
+    )
+    def test_one_more_is_an_added_one(self, zeros: int, resolved: dict[str, str], words: str) -> None:
+        """What nothing explains was routed."""
+        found = caught(judge_added_rows, filled_up(zeros, **resolved))
+        assert isinstance(found, WrongDelivery)
+        assert words in found.sentence
+
+    def test_an_expert_without_rows_may_have_one_multiple(self) -> None:
+        """And no row more."""
+
+        def lone(zeros: int) -> Outcome:
+            outcome = broken(workload(ids=[[[-1, -1]] * 6] * 2), padding=zeros)
+            return replace(outcome, ranks=tuple(replace(rank, resolved={"multiple": "4"}) for rank in outcome.ranks))
+
+        assert {0, 1} == judged(judge_added_rows, lone(4)).ranks
+        assert "1 row of zeros for expert 0" in caught(judge_added_rows, lone(5)).sentence
+
+    def test_places_without_counts_hide_nothing_that_is_not_there(self) -> None:
+        """All places of an expert are handed over then, and those that hold zeros pad."""
+
+        def all_places(call: Handed) -> Handed:
+            (N, C, _), held = call.shape, torch.arange(call.shape[0])
+            return replace(call, counts_N=None, ids_RJ=held.repeat_interleave(C).reshape(N * C, 1))
+
+        outcome = broken(workload(ids=IN_TURN), form="batched")
+        for rank in (0, 1):
+            outcome = edit_handed(outcome, rank, all_places)
+        assert {0, 1} == judged(judge_added_rows, outcome).ranks
+
+    def test_a_multiple_is_a_number(self) -> None:
+        """Above zero."""
+        for word in ("0", "none", "-4"):
+            assert isinstance(caught(judge_added_rows, filled_up(1, multiple=word)), WrongForm)
+
+
+class TestCounts:
+    @pytest.mark.parametrize("P", [None, 64.0, torch.tensor([64, 64])], ids=["none", "float", "tensor"])
+    def test_a_count_is_a_whole_number(self, P: Any) -> None:
+        """Anything else is told, and compared with nothing."""
+        asked = next(packing.token_counts("alltoall", Layout(1), "quick"))
+        answers = tuple(Answer({"": P}) for _ in asked.calls)
+        told = RankOutcome(0, "ok", answers=answers, resolved={"alignment": str(asked.config.token_alignment)})
+        for judge in (judge_padded_counts, judge_alignment):
+            with pytest.raises(WrongForm, match="which is no whole number"):
+                judge(Outcome("simulated", asked, (told,), 0.0), Tally())
