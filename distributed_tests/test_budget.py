@@ -21,15 +21,15 @@ class TestBudget:
     @requirement("EXCH-22", kind="probe", when=has_budget)
     def test_a_fixed_buffer_changes_nothing(self, reading: Reading, tally: Tally) -> None:
         """A buffer keeps its size, and deliveries, outputs and gradients are those of exact buffers."""
-        judge_fixed_size(reading, tally)
         judge_deliveries(reading, tally)
         judge_rows(reading, tally)
         judge_outputs(reading, tally)
         judge_dx(reading, tally)
         judge_dweights(reading, tally)
+        judge_fixed_size(reading, tally)  # last: where there is none to see, all else is judged
 
     @requirement("EXCH-25", kind="probe", when=has_budget)
     def test_a_budget_holds_the_load_that_it_states(self, reading: Reading, tally: Tally) -> None:
         """A buffer holds the stated multiple of the balanced load, and a load as large loses nothing."""
-        judge_budget(reading, tally)
         judge_deliveries(reading, tally)
+        judge_budget(reading, tally)
