@@ -8,12 +8,12 @@ from moe_conformance.judging.cost import (
     judge_even_calls,
     judge_handed,
     judge_no_calls,
-    judge_reductions,
     judge_repeated,
     judge_rows,
     judge_token_rows,
 )
 from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.reductions import judge_reductions
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
 from moe_conformance.workloads.features import exchanges, repeated, without_gradients

@@ -221,32 +221,6 @@ def judge_handed(reading: Reading, tally: Tally) -> None:
         raise Costly("dispatch", some(found))
 
 
-def judge_reductions(reading: Reading, tally: Tally) -> None:
-    """Decide whether gradients of experts travel between replicas only, while they are finished.
-
-    A rank may send less than the smallest part of a parameter elsewhere, all calls together: norms and flags.
-
-    Raises:
-        Costly: they travel elsewhere.
-        NotOffered: the backend finishes no gradients.
-    """
-    workload, found = reading.outcome.workload, []
-    if any(rank.grads_final is None for rank in reading.ranks):
-        raise NotOffered(reading.ranks[0].finish_refusal or "the backend finishes no gradients")
-    least = min(value.numel() for value in workload.parameters.values()) // workload.layout.etp
-    for group in workload.layout.groups()["edp"]:
-        for rank in group:
-            calls = by_phase(reading.ranks[rank])["finish"]
-            astray = [entry for entry in calls if not cost_calls.legal_reduction(entry.ranks, group)]
-            elements = sum(math.prod(shape) for entry in astray for shape in entry.shapes_in)
-            if elements >= least:
-                replicas = f"where replicas are {group_words(group)}"
-                found.append(f"rank {rank} sends {elements} elements by {_words(astray)}, {replicas}")
-            tally.add(pairs=1, rank=rank)
-    if found:
-        raise Costly("finish", some(found))
-
-
 def _exchange_phases(rank: RankOutcome) -> Iterator[tuple[str, Sequence[Entry]]]:
     """List all phases but that which finishes gradients."""
     return ((phase, calls) for phase, calls in by_phase(rank).items() if phase != "finish")

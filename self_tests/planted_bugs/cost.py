@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moe_conformance.backends.native import Native, NativeSession, collectives
 from moe_conformance.backends.native.exchange import AllGatherExchange, AllToAllExchange, Gathered
+from moe_conformance.backends.native.experts import Experts
 from moe_conformance.backends.native.gradients import GradientFinisher
 from moe_conformance.contract import Config, Delivery, Routing, Topology
 from self_tests.planted_bugs.plant import EP2_EDP2, SINGLE, Expectation, collect, planted
@@ -230,6 +231,44 @@ class ReducesEverywhereRowByRow(GradientFinisher):
         for row in torch.zeros_like(gradient).flatten(0, -2):
             dist.all_reduce(row, group=self.topology.group("world"))
         return super()._summed(gradient, replicas)
+
+
+class _ReducesInBackward(Experts):
+    """Gradients are reduced as soon as they are there, and what comes back is thrown away."""
+
+    over: ClassVar[str]
+
+    def __init__(self, config: Config, topology: Topology, device: torch.device) -> None:
+        super().__init__(config, topology, device)
+        self._group = topology.group(self.over)
+        for parameter in self.parameters():
+            parameter.register_hook(self._reduce)
+
+    def _reduce(self, gradient: Tensor) -> None:
+        dist.all_reduce(torch.zeros_like(gradient), group=self._group)
+
+
+@planted(
+    Expectation(
+        "COST-08", "own-even", "finish", "elements by all_reduce on group (0, 1, 2, 3)", "in backward:0, where replicas"
+    ),
+    layout=EP2_EDP2,
+)
+class ReducesEverywhereInBackward(_ReducesInBackward):
+    """Every backward reduces gradients of experts over all ranks."""
+
+    over = "world"
+
+
+@planted(
+    Expectation(
+        "COST-08", "own-one-token-even", "finish", "elements by all_reduce on group (0, 1)", "in backward:0, where repl"
+    )
+)
+class ReducesOverOwnersInBackward(_ReducesInBackward):
+    """Every backward reduces gradients of experts over ranks that hold others."""
+
+    over = "ep"
 
 
 @planted(Expectation("COST-03", "top-all-even", "run", "dispatch:0 moves", "should do"))
