@@ -80,7 +80,7 @@ class TestExchange:
 
     @requirement("COST-07", kind="probe", when=repeated)
     def test_a_step_costs_what_the_last_one_did(self, reading: Reading, tally: Tally) -> None:
-        """The same microbatch makes the same calls whenever it runs after the first."""
+        """The same microbatch makes the same calls whenever it runs after the first, and leaves no process group."""
         judge_repeated(reading, tally)
 
 

@@ -150,6 +150,9 @@ class TestCorpus:
         assert 0 in {batch.x_TD.shape[0] for batch in named("rank-without-tokens").batches[0]}
         assert any(bool((batch.ids_TK[0] < 0).all()) for batch in named("dropped-even").batches[0])
         assert 6 == named("odd-experts-even").config.experts
+        sizes = named("sizes-by-turns-even").batches
+        assert [8, 0, 1, 64, 9] == [len(ranks[1].x_TD) for ranks in sizes]
+        assert {6} == {expert for batch in sizes[-1] for expert in batch.ids_TK.flatten().tolist()}
 
     def test_even_means_even(self) -> None:
         """A workload named even gives all ranks the same number of tokens in every microbatch."""

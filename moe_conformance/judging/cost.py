@@ -171,8 +171,10 @@ def judge_beside_rows(reading: Reading, tally: Tally) -> None:
 def judge_repeated(reading: Reading, tally: Tally) -> None:
     """Decide whether the same microbatch, run again and again, makes the same calls after the first time.
 
+    And leaves as many process groups: they are counted after every backward.
+
     Raises:
-        Costly: some step calls something else than the second.
+        Costly: some step calls something else than the second, or leaves more groups or fewer.
     """
     found = []
     for rank in reading.ranks:
@@ -184,6 +186,9 @@ def judge_repeated(reading: Reading, tally: Tally) -> None:
                 numbers = [len(calls) for calls in calls_by_step]
                 found.append(f"rank {rank.rank} does not repeat its calls in each {kind} of a batch: {numbers} of them")
             tally.add(pairs=len(calls_by_step) - 1, rank=rank.rank)
+        if len(set(rank.live_groups[1:])) > 1:
+            groups = ", ".join(map(str, rank.live_groups))
+            found.append(f"rank {rank.rank} has more process groups, or fewer, after each step: {groups}")
     if found:
         raise Costly("run", some(found))
 

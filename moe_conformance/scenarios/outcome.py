@@ -120,6 +120,7 @@ class RankOutcome:
     output: str | None = None  # the end of what a rank printed that did not finish
     # Phases in order, each with how many collectives were called before it; "answered" begins as the experts are asked.
     phases: tuple[tuple[str, int], ...] = ()
+    live_groups: tuple[int, ...] = ()  # process groups that there were after each backward
     ledger: tuple[Entry, ...] = ()  # its collectives; written by the engine, past the backend
     hazards: tuple[Hazard, ...] = ()  # what it did to the data of asynchronous ones before they had come
 

@@ -56,6 +56,7 @@ class TrainingStep:
         self.reached = "open"
         self.phases: list[tuple[str, int]] = []
         self.ended: list[Finish] = []  # steps, in order
+        self.live_groups: list[int] = []  # after each backward
         self.beside: list[TrainingStep] = []  # of other exchanges, which take turns with this one
         self.inputs: dict[int, Inputs] = {}
         self.delivered: dict[int, Any] = {}  # handles between the halves of a forward
@@ -166,6 +167,8 @@ class TrainingStep:
                 batch = self.workload.batches[m][self.context.rank]
                 self.inputs[m] = Inputs(self.workload, batch, self.context.device)
             act(m)
+            if item[0] == "B":
+                self.live_groups.append(len(dist.distributed_c10d._world.pg_map))
 
     def _reach(self, phase: str) -> None:
         self.reached = phase
@@ -296,6 +299,7 @@ class TrainingStep:
             partial=session.expert_output_is_partial,
             loss_convention=session.loss_convention,
             phases=tuple(self.phases),
+            live_groups=tuple(self.live_groups),
         )
 
     def _microbatch(self, m: int) -> Microbatch:

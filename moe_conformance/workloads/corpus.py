@@ -63,6 +63,11 @@ def one_expert(T: int, config: Config, layout: Layout, generator: torch.Generato
     return torch.full((T, 1), config.experts - 2)
 
 
+def one_expert_if_odd(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
+    """Everything goes to one expert from ranks with an odd number of tokens; K is 1."""
+    return (one_expert if T % 2 else anywhere)(T, config, layout, generator)
+
+
 def dropped(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
     """A third of the slots are empty; token 0 has none left, token 1 keeps all."""
     ids_TK = draw.choose(T, config, generator)
@@ -138,6 +143,9 @@ _TO_8 = {"pad_tokens": "group_max", "token_alignment": 8}
 _TO_64 = {"pad_tokens": "group_max", "token_alignment": 64}
 _TO_BOUND = {"pad_tokens": "bound", "token_alignment": 8, "token_bound": 13}  # the largest of UNEVEN
 
+# A few, nobody, one each, many, and an odd number: nothing of them may change what is called.
+SIZES = ((8,), (0,), (1,), (64,), (9,))
+
 # Alone above an alignment of 64, just on it, nobody, one token alone.
 AROUND_64 = ((70, 3), (64, 0), (0,), (1, 0, 0, 0, 0, 0, 0, 0))
 
@@ -184,6 +192,13 @@ PROBE = (
     Recipe("inference-even", schedule="N0 F1 I2 B1"),
     Recipe("inference-uneven", tokens=ONE_WITHOUT, schedule="F0 I1 B0 N2", wide=True),
     Recipe("by-turns-uneven", tokens=BY_TURNS, schedule="F0 B0 F1 B1 F2 B2 F3 B3", wide=True),
+    Recipe(
+        name="sizes-by-turns-even",
+        route=one_expert_if_odd,
+        turns=SIZES,
+        config={"top_k": 1},
+        schedule="F0 B0 F1 B1 F2 B2 F3 B3 F4 B4",
+    ),
     Recipe("repeated-even", schedule="F0 B0 F1 B1 F2 B2", repeated=True, wide=True),
     Recipe("poisoned-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B1 B0", asynchrony="poisoned", wide=True),
     Recipe("watched-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B0 B1", asynchrony="watched"),

@@ -45,6 +45,33 @@ class ChunksByTokens(AllToAllExchange):
         return super().dispatch(x, routing)
 
 
+@planted(Expectation("COST-02", "sizes-by-turns-even", "run", "[3, 3] in forward:0, [1, 1] in forward:1"))
+class SkipsEmptySteps(AllToAllExchange):
+    """Where no rank of the group has a token, nothing is sent."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        tokens = torch.tensor([x.shape[0]])
+        dist.all_reduce(tokens, group=self.topology.group("ep"))
+        if tokens.item():
+            return super().dispatch(x, routing)
+        return Delivery.grouped(x, torch.zeros(len(self.local_experts), dtype=torch.int64)), None
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        return rows if handle is None else super().combine(rows, handle)
+
+
+@planted(Expectation("COST-02", "sizes-by-turns-even", "run", "[3, 3] in forward:3, [4, 4] in forward:4"))
+class AsksWhereAllIsForOne(AllToAllExchange):
+    """Where one expert gets all pairs of the group, the ranks agree on it by another call."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        loads_E = torch.bincount(routing.ids_TK.flatten(), minlength=routing.experts)
+        dist.all_reduce(loads_E, group=self.topology.group("ep"))
+        if loads_E.max() == loads_E.sum() > 2:
+            dist.all_reduce(loads_E, group=self.topology.group("ep"))
+        return super().dispatch(x, routing)
+
+
 @planted(Expectation("COST-03", "even", "run", "dispatch:0 moves", "times the least", "should do"))
 class GathersToo(AllToAllExchange):
     """All tokens go to all ranks before the pairs go to their experts, and nobody reads them."""
@@ -185,6 +212,15 @@ class CallsMoreEachStep(AllToAllExchange):
         self._buffers.append(torch.zeros(1))
         for buffer in self._buffers:
             dist.all_reduce(buffer, group=self.topology.group("ep"))
+        return super().dispatch(x, routing)
+
+
+@planted(Expectation("COST-07", "repeated-even", "run", "rank 0 has more process groups, or fewer, after each step"))
+class GroupOfEachStep(AllToAllExchange):
+    """Every dispatch makes a process group for itself, and nobody destroys it."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        dist.new_group(list(self.topology.ranks("ep")))
         return super().dispatch(x, routing)
 
 
