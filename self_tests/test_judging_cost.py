@@ -1,21 +1,37 @@
-"""What a backend says of its wire decides what its rows are held against."""
+"""What ledgers show of a step's cost, and what a backend says of its wire, decide what is judged."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
 from moe_conformance.engine import Engine
-from moe_conformance.judging.cost import judge_handed, judge_rows
+from moe_conformance.engine.ledger.entry import Entry
+from moe_conformance.judging.cost import (
+    judge_backward_rows,
+    judge_beside_rows,
+    judge_even_calls,
+    judge_handed,
+    judge_repeated,
+    judge_rows,
+    judge_token_rows,
+)
 from moe_conformance.judging.reading import read
+from moe_conformance.judging.reductions import judge_reductions
 from moe_conformance.judging.verdict import Costly, NotOffered, Tally, WrongForm
 from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus import corpus
-from self_tests.breaking import broken, edit_handed, judged
+from self_tests.breaking import Judge, broken, edit_handed, judged
+from self_tests.simulated_exchange import workload
+
+EP2_EDP2 = Layout(4, ep=2)
 
 
 @pytest.fixture(scope="module")
@@ -85,3 +101,118 @@ class TestWire:
         ranks = tuple(replace(rank, resolved={"wire": "copies"}) for rank in outcome.ranks)
         with pytest.raises(NotOffered, match="the adapter copies tokens"):
             judge_rows(read(replace(outcome, ranks=ranks)), Tally())
+
+
+def call(op: str, *shapes_in: tuple[int, ...], ranks: tuple[int, ...] = (0, 1), **fields: Any) -> Entry:
+    """A call among some ranks, which gives float32 tensors of these shapes."""
+    given: dict[str, Any] = {
+        "order": 0, "op": op, "group": "g", "ranks": ranks, "sequence": 1, "in_splits": None, "out_splits": None,
+        "shapes_in": shapes_in, "shapes_out": (), "dtype": "float32", "bytes_in": 4 * sum(map(math.prod, shapes_in)),
+        "bytes_out": 0, "reduce": "SUM" if "reduce" in op else None, "root": None, "peer": None, "tag": None,
+        "asynchronous": False, "where": "",
+    }  # fmt: skip
+    return Entry(**(given | fields))
+
+
+def calling(outcome: Outcome, calls: Callable[[int, str], Sequence[Entry]]) -> Outcome:
+    """Let every rank have made calls, by rank and phase, in forwards and backwards one after the other."""
+    microbatches = range(len(outcome.workload.batches))
+    steps = [f"{name}:{m}" for m in microbatches for name in ("forward", "answered", "backward")]
+    ranks = []
+    for rank in outcome.ranks:
+        ledger: list[Entry] = []
+        phases = []
+        for phase in (*steps, "finish", "done"):
+            phases.append((phase, len(ledger)))
+            ledger += calls(rank.rank, phase)
+        ranks.append(replace(rank, ledger=tuple(ledger), phases=tuple(phases)))
+    return replace(outcome, ranks=tuple(ranks))
+
+
+class TestUnseen:
+    @pytest.mark.parametrize(
+        "judge",
+        [judge_even_calls, judge_rows, judge_token_rows, judge_backward_rows, judge_beside_rows, judge_repeated],
+    )
+    def test_what_travels_past_the_ledger_is_not_judged(self, judge: Judge) -> None:
+        """A transport without collectives, or rows that are packed with their weights, is neither right nor wrong."""
+        outcome = says(broken(workload(tokens=20, microbatches=3)), wire="tokens")
+        packed = calling(outcome, lambda rank, phase: [call("all_to_all_single", (40, 34))])
+        for unseen in (calling(outcome, lambda rank, phase: []), packed):
+            with pytest.raises(NotOffered, match=r"the ledger sees 0 of at least .* rows of width D in dispatch:0"):
+                judge_of(judge, unseen)
+
+    def test_messages_that_are_not_empty_are_one_exchange(self) -> None:
+        """How many of them there are is not judged; with collectives beside them, these are."""
+        outcome = broken(workload(tokens=20, microbatches=2))
+
+        def calls(rank: int, phase: str, *, counts: bool) -> list[Entry]:
+            messages = [call("send", (40, 32), peer=1 - rank, sequence=None)] * (2 if phase.endswith("1") else 1)
+            return [*([call("all_to_all_single", (2, 1))] if counts else []), *messages]
+
+        assert {0, 1} == judged(judge_even_calls, calling(outcome, lambda r, phase: calls(r, phase, counts=True))).ranks
+        with pytest.raises(NotOffered, match="messages from rank to rank are not counted"):
+            judge_of(judge_even_calls, calling(outcome, lambda r, phase: calls(r, phase, counts=False)))
+        with pytest.raises(Costly, match=r"forward takes other numbers of collectives .*\[1, 1\] in forward:1"):
+            judge_of(
+                judge_even_calls,
+                calling(outcome, lambda r, phase: calls(r, phase, counts=True) * (2 if phase == "forward:0" else 1)),
+            )
+
+
+class TestReductions:
+    """Every expert is on two of four ranks: the replicas of those of rank 0 are on rank 2."""
+
+    def outcome(self, makers: Mapping[str, Callable[[int], Sequence[Entry]]], layout: Layout = EP2_EDP2) -> Outcome:
+        """The calls, by phase, of ranks that hold experts and finish their gradients."""
+        probed = workload(layout, tokens=1)
+        own = replace(probed, kind="experts", parameters={("gate", 0): torch.zeros(16, 32)})
+        outcome = broken(probed)
+        ranks = tuple(replace(rank, grads_final={}) for rank in outcome.ranks)
+        return calling(
+            replace(outcome, workload=own, ranks=ranks),
+            lambda rank, phase: makers[phase](rank) if phase in makers else (),
+        )
+
+    @pytest.mark.parametrize("phase", ["backward:0", "finish"])
+    def test_replicas_may_reduce_at_any_time(self, phase: str) -> None:
+        """In a backward, or while gradients are finished, by a collective or by messages of a larger group."""
+
+        def message(rank: int) -> list[Entry]:
+            return [call("send", (4, 512), ranks=(0, 1, 2, 3), peer=(rank + 2) % 4)]
+
+        for calls in (among_replicas, message):
+            assert {0, 1, 2, 3} == judged(judge_reductions, self.outcome({phase: calls})).ranks
+
+    def test_replicas_that_do_nothing_together_are_not_judged(self) -> None:
+        """Their gradients are added up where the ledger does not see it, or not at all."""
+        with pytest.raises(NotOffered, match=r"no call by which gradients of replicas .* rank 0 with group \(0, 2\)"):
+            judge_of(judge_reductions, self.outcome({}))
+        assert {0, 1} == judged(judge_reductions, self.outcome({}, Layout(2, ep=2))).ranks
+
+    def test_an_exchange_may_reduce_gradients_of_tokens(self) -> None:
+        """Rows among its own ranks; as many as a parameter are too many for so few tokens, and elsewhere at once."""
+
+        def outcome(rows: int, ranks_by_rank: Sequence[tuple[int, ...]]) -> Outcome:
+            def calls(rank: int) -> list[Entry]:
+                rows_RD = call("reduce_scatter_tensor", (rows, 32), ranks=ranks_by_rank[rank])
+                return [*among_replicas(rank), rows_RD]
+
+            return self.outcome({"backward:0": calls})
+
+        own, all_ranks = [(0, 1), (0, 1), (2, 3), (2, 3)], [(0, 1, 2, 3)] * 4
+        judged(judge_reductions, outcome(2, own))
+        with pytest.raises(Costly, match=r"rank 0 sends 2048 elements by reduce_scatter_tensor on group \(0, 1\) in"):
+            judge_of(judge_reductions, outcome(64, own))
+        with pytest.raises(Costly, match=r"rank 0 sends 512 elements by .* in backward:0, where replicas are group"):
+            judge_of(judge_reductions, outcome(16, all_ranks))
+
+
+def among_replicas(rank: int) -> list[Entry]:
+    """A reduction of a parameter between a rank and its only replica."""
+    return [call("all_reduce", (4, 512), ranks=(rank % 2, rank % 2 + 2))]
+
+
+def judge_of(judge: Judge, outcome: Outcome) -> None:
+    """Judge an outcome that is expected to raise."""
+    judge(read(outcome), Tally())

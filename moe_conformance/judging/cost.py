@@ -40,14 +40,18 @@ def judge_no_calls(reading: Reading, tally: Tally) -> None:
 def judge_even_calls(reading: Reading, tally: Tally) -> None:
     """Decide whether every microbatch takes the same number of collectives, on all ranks of an exchange group.
 
+    Messages from rank to rank are not counted: one exchange takes as many of them as are not empty.
+
     Raises:
         Costly: two differ.
+        NotOffered: the ledger sees messages only, or fewer rows than must travel.
     """
     calls_by_kind: dict[tuple[tuple[int, ...], str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for group in reading.outcome.workload.layout.groups()["ep_etp"]:
         for rank in group:
             for phase, calls in _exchange_phases(reading.ranks[rank]):
-                calls_by_kind[group, phase.partition(":")[0]][phase].append(len(calls))
+                collectives = [entry for entry in calls if entry.sequence is not None]
+                calls_by_kind[group, phase.partition(":")[0]][phase].append(len(collectives))
                 tally.add(pairs=1, rank=rank)
     found = [
         f"{kind} takes other numbers of collectives on {group_words(group)}: "
@@ -57,6 +61,9 @@ def judge_even_calls(reading: Reading, tally: Tally) -> None:
     ]
     if found:
         raise Costly("run", some(found))
+    _require_rows(reading)
+    if not any(sum(numbers) for by_case in calls_by_kind.values() for numbers in by_case.values()):
+        raise NotOffered("the ledger sees no collective: messages from rank to rank are not counted")
 
 
 def judge_rows(reading: Reading, tally: Tally) -> None:
@@ -75,10 +82,9 @@ def judge_rows(reading: Reading, tally: Tally) -> None:
     if _wire(reading) == "copies":
         raise NotOffered("the adapter copies tokens to tensor ranks, and its rows would be counted")
     tally.travelled = _travelled(reading)
+    _require_rows(reading)
     for half in _halves(reading):
         allowed, smallest = half.times * _needed(reading, half.m), half.times * _smallest(reading, half.m)
-        if half.rows < smallest:
-            raise NotOffered(f"the ledger sees {half.rows:g} of at least {smallest} rows of width D in {half.name}")
         if half.rows > allowed:
             times = cost.ratio(math.ceil(half.rows), smallest)
             found.append(f"{half.name} moves {half.rows:g} rows, {times:.3g} times the least; {allowed} should do")
@@ -92,15 +98,16 @@ def judge_token_rows(reading: Reading, tally: Tally) -> None:
     """Decide whether a token travels once to each other rank that needs it, and its answer back, if that is said.
 
     Raises:
-        Costly: other numbers of rows travel.
-        NotOffered: the backend says something else of its wire.
+        Costly: more rows travel.
+        NotOffered: the backend says something else of its wire, or the ledger sees fewer rows than must travel.
     """
     if (wire := _wire(reading)) != "tokens":
         raise NotOffered(f"the backend says that its wire carries {wire!r}")
+    _require_rows(reading)
     found = []
     for half in _halves(reading):
         smallest = half.times * _smallest(reading, half.m)
-        if half.rows != smallest:
+        if half.rows > smallest:
             found.append(f"{half.name} moves {half.rows:g} rows, where {smallest} are needed")
         tally.add(pairs=len(reading.ranks))
     if found:
@@ -114,7 +121,9 @@ def judge_backward_rows(reading: Reading, tally: Tally) -> None:
 
     Raises:
         Costly: it moves more.
+        NotOffered: the ledger sees fewer rows in forward than must travel.
     """
+    _require_rows(reading)
     found = []
     for m, forward in _forwards(reading).items():
         if not reading.goes_backward(m):
@@ -146,8 +155,10 @@ def judge_beside_rows(reading: Reading, tally: Tally) -> None:
     Raises:
         Costly: it sends more bytes.
         WrongForm: what it says of its maps is unknown, does not go with its wire, or is not what the ledger shows.
+        NotOffered: the ledger sees fewer rows than must travel: those in another form would count as bytes beside them.
     """
     config, maps, found = reading.outcome.workload.config, _gathers_maps(reading), []
+    _require_rows(reading)
     W = reading.outcome.workload.layout.ep * reading.outcome.workload.layout.etp
     for m, forwards in _forwards(reading).items():
         for rank, calls in forwards.items():
@@ -175,6 +186,7 @@ def judge_repeated(reading: Reading, tally: Tally) -> None:
 
     Raises:
         Costly: some step calls something else than the second, or leaves more groups or fewer.
+        NotOffered: the ledger sees fewer rows than must travel.
     """
     found = []
     for rank in reading.ranks:
@@ -191,6 +203,7 @@ def judge_repeated(reading: Reading, tally: Tally) -> None:
             found.append(f"rank {rank.rank} has more process groups, or fewer, after each step: {groups}")
     if found:
         raise Costly("run", some(found))
+    _require_rows(reading)
 
 
 def judge_handed(reading: Reading, tally: Tally) -> None:
@@ -259,6 +272,17 @@ def _halves(reading: Reading) -> Iterator[_Half]:
             yield from (_Half(m, f"{half}:{m}", 1, moved) for half, moved in rows.items())
         else:
             yield _Half(m, f"forward:{m}", 2, sum(rows.values()))
+
+
+def _require_rows(reading: Reading) -> None:
+    """Raise `NotOffered` where the ledger sees fewer rows of width D than must travel: the others do in another form.
+
+    By a transport of its own, packed with something else, or in pieces.
+    """
+    for half in _halves(reading):
+        smallest = half.times * _smallest(reading, half.m)
+        if half.rows < smallest:
+            raise NotOffered(f"the ledger sees {half.rows:g} of at least {smallest} rows of width D in {half.name}")
 
 
 def _forwards(reading: Reading) -> Mapping[int, Mapping[int, Sequence[Entry]]]:
