@@ -41,6 +41,7 @@ To run a changed version (a planted bug, an experiment), override one method of 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 
@@ -59,6 +60,7 @@ class Native:
     variants: tuple[str, ...] = ("alltoall", "allgather", "local", "deepep", "hybridep", "ncclep", "lowlatency")
     # One token exchange carries three of them, and the all-to-all the last.
     sampled: tuple[str, ...] = ("deepep", "hybridep", "ncclep", "lowlatency")
+    preload: ClassVar[tuple[str, ...]] = ("moe_conformance.backends.native",)  # new ranks come often
     session_class: type[NativeSession] = NativeSession
 
     def versions(self) -> Mapping[str, str]:
