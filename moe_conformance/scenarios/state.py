@@ -49,6 +49,8 @@ def snapshot(device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         generators["CUDA's random state"] = torch.cuda.get_rng_state(device).numpy().tobytes()
     generators["Python's random state"] = repr(random.getstate()).encode()
+    _, key_624, *rest = numpy.random.get_state()
+    generators["numpy's random state"] = key_624.tobytes() + repr(rest).encode()
     flags = {
         "the default dtype": torch.get_default_dtype(),
         "the grad mode": torch.is_grad_enabled(),

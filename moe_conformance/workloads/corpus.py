@@ -28,6 +28,7 @@ UNEVEN = (9, 4, 13, 6, 11, 5, 7, 10)
 ONE_WITHOUT = (7, 0, 9, 4)
 BY_TURNS = (24, 0, 1, 7)
 THREES = (9, 3, 15, 0, 21)
+GAPPED = (24, 8, 32, 0, 16)  # whole sequences with their gaps
 MANY = (160, 0, 300, 129)  # more than a byte, signed or not, counts
 
 # What is tried on more ranks than this is a part of the corpus: the recipes that say `wide`, the golden, and nothing of
@@ -191,6 +192,8 @@ PROBE = (
     Recipe("filled-uneven", dropped, tokens=ONE_WITHOUT, memory="filled", wide=True),
     Recipe("inference-even", schedule="N0 F1 I2 B1"),
     Recipe("inference-uneven", tokens=ONE_WITHOUT, schedule="F0 I1 B0 N2", wide=True),
+    Recipe("inference-dropped-even", dropped, schedule="N0 F1 I2 B1", wide=True),
+    Recipe("inference-gaps-padded-uneven", gaps, tokens=GAPPED, config=_TO_8, schedule="F0 I1 B0 N2"),
     Recipe("by-turns-uneven", tokens=BY_TURNS, schedule="F0 B0 F1 B1 F2 B2 F3 B3", wide=True),
     Recipe(
         name="sizes-by-turns-even",
@@ -213,7 +216,7 @@ PROBE = (
     Recipe("padded-halves-in-flight-uneven", tokens=UNEVEN, config=_TO_8, schedule="D0 D1 C0 C1 B0 B1"),
     Recipe("padded-uneven-bfloat16", tokens=UNEVEN, config={**_TO_8, "dtype": torch.bfloat16}, profile="full"),
     Recipe("padded-filled-uneven", tokens=ONE_WITHOUT, config=_TO_8, memory="filled", profile="full"),
-    Recipe("gaps-uneven", gaps, tokens=(24, 8, 32, 0, 16), schedule="F0 F1 B0 B1", wide=True),
+    Recipe("gaps-uneven", gaps, tokens=GAPPED, schedule="F0 F1 B0 B1", wide=True),
     Recipe("bounded-uneven", tokens=UNEVEN, config=_TO_BOUND, wide=True),
     Recipe("bounded-in-flight-uneven", tokens=ONE_WITHOUT, config=_TO_BOUND, schedule="F0 F1 B0 B1", profile="full"),
     Recipe("input-weights-even", config=_INPUT, wide=True),
@@ -245,7 +248,7 @@ _OWN = (
     Recipe("own-forward-only-even", schedule="F0 F1 B1", profile="full"),
     Recipe("own-padded-uneven", tokens=ONE_WITHOUT, config=_TO_8, wide=True),
     Recipe("own-padded-in-flight-uneven", tokens=UNEVEN, config=_TO_64, schedule="F0 F1 B0 B1", profile="full"),
-    Recipe("own-gaps-uneven", gaps, tokens=(24, 8, 32, 0, 16)),
+    Recipe("own-gaps-uneven", gaps, tokens=GAPPED),
     Recipe("own-bounded-uneven", tokens=UNEVEN, config=_TO_BOUND),
     Recipe("own-input-weights-even", config=_INPUT),
     Recipe("own-output-weights-even", config=_OUTPUT),
@@ -262,6 +265,7 @@ def in_bfloat16(recipe: Recipe) -> Recipe:
 EXPERTS = (
     *_OWN,
     Recipe("own-dropped-even", dropped),
+    Recipe("own-inference-dropped-even", dropped, schedule="N0 F1 I2 B1"),
     Recipe("own-duplicates-even", duplicates),
     Recipe("own-two-dims-even", lead="two_dims"),
     Recipe("own-poisoned-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B1 B0", asynchrony="poisoned"),

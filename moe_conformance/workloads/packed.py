@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from moe_conformance.topology import Layout
-from moe_conformance.workloads.corpus import UNEVEN, Profile, Recipe, exchange_workload, gaps
+from moe_conformance.workloads.corpus import GAPPED, UNEVEN, Profile, Recipe, exchange_workload, gaps
 from moe_conformance.workloads.features import exchanges
 from moe_conformance.workloads.records import Call, Workload
 
@@ -19,7 +19,7 @@ PROBE = (
     Recipe("packed-sequences-uneven", tokens=UNEVEN, config=_PACKED),
     Recipe("packed-sequences-rank-without-tokens", tokens=(7, 0, 9, 4), config=_PACKED),
     Recipe("packed-sequences-in-flight-uneven", tokens=UNEVEN, config=_PACKED, schedule="F0 F1 B1 B0"),
-    Recipe("packed-sequences-gaps-uneven", gaps, tokens=(24, 8, 32, 0, 16), config=_PACKED),
+    Recipe("packed-sequences-gaps-uneven", gaps, tokens=GAPPED, config=_PACKED),
 )
 
 

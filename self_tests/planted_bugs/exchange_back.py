@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -257,6 +258,15 @@ class Reseeds(AllToAllExchange):
         return super().dispatch(x, routing)
 
 
+@planted(Expectation("EXCH-11", "even", "run", "rank 0 left numpy's random state otherwise than it was"))
+class TiesByNumpy(AllToAllExchange):
+    """Every dispatch draws an order of the experts from numpy's global generator, by which loaders order the data."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        numpy.random.permutation(routing.experts)
+        return super().dispatch(x, routing)
+
+
 @planted(Expectation("EXCH-32", "in-flight-uneven", "combine", "the output of microbatch 0 on rank 0 was overwritten"))
 class LendsItsOutput(AllToAllExchange):
     """The output of the next microbatch is written over that of the last one, as into one buffer for all."""
@@ -296,6 +306,19 @@ class UnweightedInference(AllToAllExchange):
 
     def _weigh(self, rows_PD: Tensor, weights_P: Tensor) -> Tensor:
         return super()._weigh(rows_PD, weights_P) if torch.is_grad_enabled() else rows_PD
+
+
+@planted(
+    Expectation("EXCH-38", "inference-dropped-even", "dispatch", "for expert 0 is rank", "which is not routed there"),
+    Expectation("EXCH-38", "inference-gaps-padded-uneven", "dispatch", "for expert 0 is rank", "not routed there"),
+)
+class EmptySlotsInInference(AllToAllExchange):
+    """The path without gradients has a fixed shape, in which slots that are empty go to the first expert."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        if not torch.is_grad_enabled():
+            routing = replace(routing, ids_TK=routing.ids_TK.clamp_min(0))
+        return super().dispatch(x, routing)
 
 
 @planted(Expectation("EXCH-39", "filled-even", "combine", "y of rank 0", "not finite"))
