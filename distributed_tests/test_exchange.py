@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from moe_conformance.judging.counts import judge_counts
 from moe_conformance.judging.deliveries import judge_deliveries, judge_rows
+from moe_conformance.judging.every_bit import judge_every_bit_of_rows
 from moe_conformance.judging.finished import judge_finished
 from moe_conformance.judging.gradients import judge_dweights, judge_dx
-from moe_conformance.judging.identity import judge_identity_inputs, judge_identity_outputs
+from moe_conformance.judging.identity import (
+    judge_answered_outputs,
+    judge_identity_inputs,
+    judge_identity_outputs,
+)
 from moe_conformance.judging.kept import judge_kept_outputs, judge_state
 from moe_conformance.judging.ledgers import judge_agreement
 from moe_conformance.judging.outputs import judge_form, judge_inputs, judge_outputs
@@ -40,6 +45,11 @@ class TestDispatch:
         """Every row that an expert is handed is the hidden state of one token."""
         judge_rows(reading, tally)
 
+    @requirement("EXCH-02", kind="every bit")
+    def test_rows_arrive_with_every_bit(self, reading: Reading, tally: Tally) -> None:
+        """Hidden states that fill their type reach their experts unrounded."""
+        judge_every_bit_of_rows(reading, tally)
+
     @requirement("EXCH-03", kind="probe")
     def test_weights_stay_with_their_rows(self, reading: Reading, tally: Tally) -> None:
         """A weight that travels with a row is that of the row's own token and slot."""
@@ -63,6 +73,11 @@ class TestCombine:
     def test_tokens_get_the_weighted_sum_of_their_experts(self, reading: Reading, tally: Tally) -> None:
         """Every token gets its own experts' answers, each times its own weight."""
         judge_outputs(reading, tally)
+
+    @requirement("EXCH-05", kind="every bit")
+    def test_answers_and_weights_arrive_with_every_bit(self, reading: Reading, tally: Tally) -> None:
+        """Tokens get answers that fill their type unrounded, and weights too."""
+        judge_answered_outputs(reading, tally)
 
     @requirement("EXCH-05", kind="identity")
     def test_answers_may_lie_where_rows_were_handed_over(self, reading: Reading, tally: Tally) -> None:
@@ -117,6 +132,12 @@ class TestBehaviour:
         judge_deliveries(reading, tally)
         judge_rows(reading, tally)
         judge_outputs(reading, tally)
+
+    @requirement("EXCH-38", kind="every bit", when=without_gradients)
+    def test_inference_keeps_every_bit(self, reading: Reading, tally: Tally) -> None:
+        """Forwards without gradients round neither rows nor outputs."""
+        judge_every_bit_of_rows(reading, tally)
+        judge_answered_outputs(reading, tally)
 
     @requirement("EXCH-39", kind="probe", when=has_filled_memory)
     def test_uninitialised_memory_reaches_nothing(self, reading: Reading, tally: Tally) -> None:

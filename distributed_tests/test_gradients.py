@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from moe_conformance.judging.differences import judge_differences
 from moe_conformance.judging.gradients import judge_dweights, judge_dx
-from moe_conformance.judging.identity import judge_identity_dweights, judge_identity_dx
+from moe_conformance.judging.identity import (
+    judge_answered_dweights,
+    judge_answered_dx,
+    judge_identity_dweights,
+    judge_identity_dx,
+)
 from moe_conformance.judging.kept import judge_kept_gradients
 from moe_conformance.judging.own_experts import (
     judge_expert_gradients,
@@ -62,6 +67,16 @@ class TestExchange:
     def test_weights_get_their_gradient_of_the_same_tensor(self, reading: Reading, tally: Tally) -> None:
         """Weights of answers that are the rows themselves get the product of row and upstream gradient."""
         judge_identity_dweights(reading, tally)
+
+    @requirement("GRAD-02", kind="every bit")
+    def test_tokens_get_every_bit_of_their_gradient(self, reading: Reading, tally: Tally) -> None:
+        """Upstream gradients that fill their type come back to their tokens unrounded, and weights of theirs do."""
+        judge_answered_dx(reading, tally)
+
+    @requirement("GRAD-03", kind="every bit")
+    def test_weights_get_every_bit_of_their_gradient(self, reading: Reading, tally: Tally) -> None:
+        """A weight gets every bit of its gradient where that is one element of the answer or of the upstream."""
+        judge_answered_dweights(reading, tally)
 
     @requirement("GRAD-09", kind="padded")
     def test_gradients_of_padding_reach_nothing(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:

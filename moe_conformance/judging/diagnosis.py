@@ -122,6 +122,19 @@ def ratio_words(ratio: float, names: Mapping[str, float]) -> str:
     return f"{said}: {' or '.join(fitting)}" if fitting else said
 
 
+def apart(actual: float, expected: float) -> tuple[str, str]:
+    """Write two numbers in as few digits as tell them apart.
+
+    >>> apart(1.5, 2.0), apart(1.0000001, 1.0)
+    (('1.5', '2'), ('1.0000001', '1'))
+    """
+    for digits in (6, 9, 17):
+        written = f"{actual:.{digits}g}", f"{expected:.{digits}g}"
+        if written[0] != written[1]:
+            break
+    return written
+
+
 def count(number: int, noun: str) -> str:
     """Say how many there are.
 

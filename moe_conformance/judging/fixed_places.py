@@ -1,6 +1,7 @@
 """The token exchange with fixed places: what fills them, what combine makes of them, and limits that are broken.
 
-Scripts feed tags (see `workloads.tags`), so that each row says whose it is. N experts held, C places, W ranks.
+Scripts feed rows whose signs are tags (see `workloads.tags`), so that each says whose it is, also where its numbers
+were rounded. N experts held, C places, W ranks.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import torch
 from torch import Tensor
 
 from moe_conformance.judging.answers import answers, judge_refused, values
-from moe_conformance.judging.diagnosis import Finding, fail, some
+from moe_conformance.judging.diagnosis import Finding, apart, fail, some
 from moe_conformance.judging.exact import wrong
 from moe_conformance.judging.placement import judge_placement
+from moe_conformance.judging.token_exchange import Token, require_dtype, unlike
 from moe_conformance.judging.verdict import (
     AbsentGradient,
     Mismatch,
@@ -35,7 +37,8 @@ def judge_places(outcome: Outcome, tally: Tally) -> None:
 
     Raises:
         WrongGroups: an expert is held nowhere, or twice.
-        WrongForm: an expert has other places on another rank, or under another load, where as many tokens are to come.
+        WrongForm: an expert has other places on another rank, or under another load, where as many tokens are to come;
+            or rows or outputs have another dtype than the tokens.
         WrongDelivery: places, counts or runs are not as they must be.
         WrongOutput, WrongGradient, AbsentGradient: what combine makes of them.
     """
@@ -74,8 +77,10 @@ def _judge_dispatch(outcome: Outcome, number: int, tally: Tally) -> None:
         if N != len(held) or bool((counts_N > C).any()) or len(counts_N) != N:
             sentence = f"{where} has places of shape {tuple(rows_NCD.shape)} and counts {counts_N.tolist()}"
             raise WrongForm("dispatch", f"{sentence} for {len(held)} experts", ranks=(rank,))
-        said = tags.decode(rows_NCD.reshape(N * C, -1))
-        known_R = (said.kind_R == tags.TAG) & (said.microbatch_R == number) & (said.scale_R == 1)
+        if rows_NCD.dtype != (dtype := outcome.workload.config.dtype):
+            raise WrongForm("dispatch", f"{where} has rows of {rows_NCD.dtype} for tokens of {dtype}", ranks=(rank,))
+        said = tags.decode(rows_NCD.reshape(N * C, -1).sign())
+        known_R = (said.kind_R == tags.TAG) & (said.microbatch_R == number)
         place = torch.tensor([group.index(s) if s in group else -2 for s in said.rank_R.tolist()], dtype=torch.int64)
         source_NC = torch.where(known_R, place, -2).reshape(N, C)
         token_NC = torch.where(known_R, said.token_R, -2).reshape(N, C)
@@ -83,10 +88,17 @@ def _judge_dispatch(outcome: Outcome, number: int, tally: Tally) -> None:
         zeros = torch.zeros(N, len(group), dtype=torch.int64)
         begin_NW, run_NW = (answer["begin_NW"], answer["run_NW"]) if runs else (zeros, zeros)
         places = Places(source_NC, token_NC, counts_N, begin_NW, run_NW)
-        ids = [outcome.workload.calls[number].given[s]["ids_TK"] for s in group]
+        given = outcome.workload.calls[number].given
+        ids = [given[s]["ids_TK"] for s in group]
         for n, legal in enumerate(legal_places(places, ids, held, runs=runs)):
             if not legal:
                 findings.append(_told(where, n, places, ids, group, held, runs))
+            for c in range(int(counts_N[n]) if legal else 0):
+                token = Token(group[int(source_NC[n, c])], int(token_NC[n, c]))
+                row_D, sent_D = rows_NCD[n, c], given[token.source]["x_TD"][token.token]
+                if not torch.equal(row_D, sent_D):
+                    sentence = f"{where} has {token} in place {c} of expert {held[n]}, but {unlike(row_D, sent_D)}"
+                    findings.append(Finding("changed", sentence, (rank,)))
             tally.add(pairs=int(counts_N[n]), elements=1, rank=rank)
     if findings:
         fail(WrongDelivery, "dispatch", findings)
@@ -144,6 +156,7 @@ def _judge_sums(outcome: Outcome, tally: Tally) -> None:
             continue
         ref = call.given[0]["handle"]
         assert isinstance(ref, Ref)
+        require_dtype(outcome, number)
         found = values(outcome, number)
         dispatched = outcome.workload.calls[ref.call]
         back = [answer.gradients["weights_TK"] for answer in answers(outcome, number)]
@@ -172,8 +185,8 @@ def _compare(error: type[Mismatch], actual: Tensor, expected: Tensor, name: str,
         raise WrongForm(stage, sentence, ranks=(rank,))  # type: ignore[arg-type]
     findings = []
     for t, c in wrong(actual, expected).nonzero().tolist():
-        numbers = f"is {float(actual[t, c]):g}, expected {float(expected[t, c]):g}"
-        findings.append(Finding("value", f"{name} at rank {rank} token {t}, column {c}, {numbers}", (rank,)))
+        numbers = ", expected ".join(apart(float(actual[t, c]), float(expected[t, c])))
+        findings.append(Finding("value", f"{name} at rank {rank} token {t}, column {c}, is {numbers}", (rank,)))
     if findings:
         fail(error, stage, findings)  # type: ignore[arg-type]
     tally.add(elements=expected.numel(), rank=rank)

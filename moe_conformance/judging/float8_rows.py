@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_conformance.judging.answers import answers, values
 from moe_conformance.judging.diagnosis import Finding, fail
-from moe_conformance.judging.token_exchange import Script, Token
+from moe_conformance.judging.token_exchange import Script, Token, require_dtype
 from moe_conformance.judging.traffic import by_phase, bytes_leaving
 from moe_conformance.judging.verdict import (
     AbsentGradient,
@@ -40,6 +40,7 @@ def judge_float8_rows(outcome: Outcome, tally: Tally) -> None:
 
     Raises:
         WrongDelivery: a row is no token's, is missing, or has another scale or value than its own may have.
+        WrongForm: the sums have another dtype than the tokens.
         WrongOutput: a token does not get the sum of the rows that came of it.
         WrongGradient, AbsentGradient: a token's gradient is not that of the sum, within the format's rounding.
     """
@@ -171,6 +172,7 @@ class Rounded:
     def judge_sums(self, tally: Tally) -> None:
         """Hold y against the sum of what came, within the rounding of a sum of as many numbers."""
         findings = []
+        require_dtype(self.outcome, COMBINE)  # of which the unit is: a narrower one would widen its own bound
         for rank, y_TD in enumerate(values(self.outcome, COMBINE)):
             for t, y_D in enumerate(y_TD.double()):
                 came = [v_D.double() for (_, token), (_, v_D) in self.rows.items() if token == Token(rank, t)]

@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from moe_conformance.judging.diagnosis import Finding, fail
+from moe_conformance.judging.diagnosis import Finding, apart, fail
 from moe_conformance.judging.once import once
 from moe_conformance.judging.outputs import judge_inputs
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.verdict import Mismatch, NotOffered, Stage, Tally, WrongGradient, WrongOutput
 from moe_conformance.scenarios.outcome import Microbatch
+from moe_conformance.workloads.records import Batch
 from reference import layer
 
 _Solved = tuple[tuple[layer.Gradients, ...], ...]  # [microbatch][rank]
@@ -24,7 +25,8 @@ def judge_identity_outputs(reading: Reading, tally: Tally) -> None:
         NotOffered: no row was answered where it lay: experts weigh rows here, or add up those of several slots.
         WrongOutput: an element differs, or y is missing.
     """
-    _judge(reading, tally, "y", "combine", WrongOutput, lambda seen: seen.y, lambda solved: solved.y_TD)
+    _require_handed_back(reading)
+    judge_answered_outputs(reading, tally)
 
 
 def judge_identity_dx(reading: Reading, tally: Tally) -> None:
@@ -33,7 +35,8 @@ def judge_identity_dx(reading: Reading, tally: Tally) -> None:
     Raises:
         NotOffered, WrongGradient: as `judge_identity_outputs`.
     """
-    _judge(reading, tally, "dx", "gradient", WrongGradient, lambda seen: seen.dx_TD.value, lambda solved: solved.dx_TD)
+    _require_handed_back(reading)
+    judge_answered_dx(reading, tally)
 
 
 def judge_identity_dweights(reading: Reading, tally: Tally) -> None:
@@ -42,8 +45,8 @@ def judge_identity_dweights(reading: Reading, tally: Tally) -> None:
     Raises:
         NotOffered, WrongGradient: as `judge_identity_outputs`.
     """
-    of_run: Callable[[Microbatch], Tensor | None] = lambda seen: seen.dweights_TK.value  # noqa: E731
-    _judge(reading, tally, "dweights", "gradient", WrongGradient, of_run, lambda solved: solved.dweights_TK)
+    _require_handed_back(reading)
+    judge_answered_dweights(reading, tally)
 
 
 def judge_identity_inputs(reading: Reading, tally: Tally) -> None:
@@ -57,6 +60,37 @@ def judge_identity_inputs(reading: Reading, tally: Tally) -> None:
     judge_inputs(reading, tally)
 
 
+# ---- wherever rows were answered -----------------------------------------------------------------------------------
+
+
+def judge_answered_outputs(reading: Reading, tally: Tally) -> None:
+    """Decide `judge_identity_outputs`, also of answers in memory of their own.
+
+    Raises:
+        WrongOutput: an element differs, or y is missing.
+    """
+    _judge(reading, tally, "y", "combine", WrongOutput, lambda seen: seen.y, lambda solved: solved.y_TD)
+
+
+def judge_answered_dx(reading: Reading, tally: Tally) -> None:
+    """Decide `judge_identity_dx`, also of answers in memory of their own.
+
+    Raises:
+        WrongGradient: an element differs, or dx is missing.
+    """
+    _judge(reading, tally, "dx", "gradient", WrongGradient, lambda seen: seen.dx_TD.value, lambda solved: solved.dx_TD)
+
+
+def judge_answered_dweights(reading: Reading, tally: Tally) -> None:
+    """Decide `judge_identity_dweights`, also of answers in memory of their own.
+
+    Raises:
+        WrongGradient: an element differs, or dweights are missing.
+    """
+    of_run: Callable[[Microbatch], Tensor | None] = lambda seen: seen.dweights_TK.value  # noqa: E731
+    _judge(reading, tally, "dweights", "gradient", WrongGradient, of_run, lambda solved: solved.dweights_TK)
+
+
 def _judge(
     reading: Reading,
     tally: Tally,
@@ -66,7 +100,6 @@ def _judge(
     of_run: Callable[[Microbatch], Tensor | None],
     of_oracle: Callable[[layer.Gradients], Tensor],
 ) -> None:
-    _require_handed_back(reading)
     findings = []
     for m, ranks in enumerate(once(reading, _solve)):
         for rank, solved in enumerate(ranks if stage == "combine" or reading.goes_backward(m) else ()):
@@ -77,10 +110,11 @@ def _judge(
                 found = "None" if actual is None else f"of the shape {tuple(actual.shape)}"
                 findings.append(Finding("form", f"{name} of rank {rank} is {found}", (rank,)))
                 continue
+            expected = _in_type_of(expected, reading.batches[m][rank], name)
             wrong = ~(actual.double() == expected)
             for t, column in wrong.nonzero().tolist()[:1]:
                 of = f" of microbatch {m}" if len(reading.batches) > 1 else ""
-                values = f"{float(actual[t, column]):g} instead of {float(expected[t, column]):g}"
+                values = " instead of ".join(apart(float(actual[t, column]), float(expected[t, column])))
                 sentence = f"{name} of rank {rank} token {t}{of} in column {column} is {values}, where experts answer "
                 told = f"{sentence}with the tensor that they were handed; {int(wrong.any(1).sum())} tokens are wrong"
                 findings.append(Finding(name, told, (rank,)))
@@ -88,6 +122,12 @@ def _judge(
                 tally.add(elements=actual.numel(), rank=rank)
     if findings:
         fail(error, stage, findings)
+
+
+def _in_type_of(expected: Tensor, batch: Batch, name: str) -> Tensor:
+    """Round once, as a weight of all bits is where it multiplies a narrower row; everything else has room."""
+    dtype = (batch.weights_TK if name == "dweights" else batch.x_TD).dtype
+    return expected.to(dtype).double()
 
 
 def _solve(reading: Reading) -> _Solved:

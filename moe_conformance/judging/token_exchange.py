@@ -1,6 +1,7 @@
 """The fused token exchange: what dispatches bring, with a handle of their own or of another, and what combines add up.
 
-Scripts feed tags (see `workloads.tags`), so that each row says whose it is. R rows received, K slots.
+Scripts feed rows whose signs are tags (see `workloads.tags`), so that each says whose it is, also where its numbers
+were rounded. R rows received, K slots.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.judging.answers import answers, judge_refused, values
-from moe_conformance.judging.diagnosis import Finding, fail
+from moe_conformance.judging.diagnosis import Finding, apart, fail
 from moe_conformance.judging.exact import wrong
 from moe_conformance.judging.placement import judge_placement
 from moe_conformance.judging.verdict import (
@@ -155,7 +156,7 @@ class Script:
             if rows_RD.dtype != (dtype := self.outcome.workload.config.dtype):
                 sentence = f"call {number}: rows of {rows_RD.dtype} on rank {rank} for tokens of {dtype}"
                 raise WrongForm("dispatch", sentence, ranks=(rank,))
-            said = tags.decode(rows_RD)
+            said = tags.decode(rows_RD.sign())
             for row in (ids[rank] >= 0).any(1).nonzero().flatten().tolist():
                 known = said.kind_R[row] == tags.TAG and int(said.microbatch_R[row]) == number
                 token = Token(int(said.rank_R[row]), int(said.token_R[row])) if known else None
@@ -168,8 +169,10 @@ class Script:
         call = self.call(number)
         for rank, row, token, row_D in self.rows(number):
             what = ""
-            if token is None or not torch.equal(row_D, self._sent(number, token)):
+            if token is None:
                 what = "is no token's"
+            elif not torch.equal(row_D, self._sent(number, token)):
+                what = f"is {token}, but {unlike(row_D, self._sent(number, token))}"
             elif found.setdefault((rank, token), row) != row:
                 what = f"is {token}, as row {found[rank, token]} is"
             if what:
@@ -231,6 +234,8 @@ class Script:
             token, row_D = here.pop((rank, row), (None, torch.empty(0)))
             if token is None or token != wanted or not torch.equal(row_D, self._sent(number, token)):
                 said = "no token of it" if token is None else str(token)
+                if token == wanted:
+                    said = f"{token}, but {unlike(row_D, self._sent(number, wanted))},"
                 sentence = f"call {number}: row {row} on rank {rank} is {said}, where call {first} had put {wanted}"
                 findings.append(Finding("moved", sentence, (rank,)))
             tally.add(pairs=1, elements=row_D.numel(), rank=rank)
@@ -279,12 +284,8 @@ class Script:
 
     def judge_output(self, number: int, expected: Sequence[Tensor], tally: Tally) -> None:
         """Require what a combine returns, in the dtype of the tokens."""
-        found, name, dtype = values(self.outcome, number), f"y of call {number}", self.outcome.workload.config.dtype
-        for rank, y_TD in enumerate(found):
-            if y_TD.dtype != dtype:
-                sentence = f"{name} has the dtype {y_TD.dtype} on rank {rank}, x has {dtype}"
-                raise WrongForm("combine", sentence, ranks=(rank,))
-        self._judge(found, expected, "combine", name, tally)
+        require_dtype(self.outcome, number)
+        self._judge(values(self.outcome, number), expected, "combine", f"y of call {number}", tally)
 
     def judge_gradients(self, number: int, argument: str, expected: Sequence[Tensor], name: str, tally: Tally) -> None:
         """Require the gradient of an argument of a call."""
@@ -302,7 +303,8 @@ class Script:
             for t in wrong(actual, wanted).any(1).nonzero().flatten().tolist():
                 column = int(wrong(actual, wanted)[t].nonzero()[0])
                 was, should = float(actual[t, column]), float(wanted[t, column])
-                sentence = f"{name} at {Token(rank, t)}, column {column}, is {was:g}, expected {should:g}"
+                numbers = ", expected ".join(apart(was, should))
+                sentence = f"{name} at {Token(rank, t)}, column {column}, is {numbers}"
                 findings.append(Finding("value", sentence, (rank,), abs(was - should)))
             tally.add(elements=wanted.numel(), rank=rank)
         if findings:
@@ -318,10 +320,26 @@ class Script:
                 tally.add(pairs=1, rank=rank)
 
 
+def require_dtype(outcome: Outcome, number: int) -> None:
+    """Raise `WrongForm` unless what a combine returns has the dtype of the tokens."""
+    dtype = outcome.workload.config.dtype
+    for rank, y_TD in enumerate(values(outcome, number)):
+        if y_TD.dtype != dtype:
+            sentence = f"y of call {number} has the dtype {y_TD.dtype} on rank {rank}, x has {dtype}"
+            raise WrongForm("combine", sentence, ranks=(rank,))
+
+
 def _of(call: Call, argument: str, default: int = -1) -> int:
     """The call that an argument comes from, the same on all ranks."""
     ref = call.given[0].get(argument)
     return ref.call if isinstance(ref, Ref) else default
+
+
+def unlike(row_D: Tensor, sent_D: Tensor) -> str:
+    """Say where a row first differs from what was sent."""
+    column = int((row_D != sent_D).nonzero()[0])
+    values = " instead of ".join(apart(float(row_D[column]), float(sent_D[column])))
+    return f"with {values} in column {column}"
 
 
 def _holds(ids_TK: Tensor, experts: Sequence[int]) -> Tensor:

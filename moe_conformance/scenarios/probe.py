@@ -65,7 +65,7 @@ class Probe:
         rows_RD, ids_RJ = delivery.rows_RD, delivery.ids_RJ
         if rows_RD.dim() != 2 or rows_RD.shape[1] != self._hidden:
             raise ValueError(f"handed rows of shape {tuple(rows_RD.shape)}, expected (R, {self._hidden})")
-        call = _Call(self._record(delivery), rows_RD.detach(), [], [])
+        call = _Call(recorded(delivery, self.microbatch), rows_RD.detach(), [], [])
         self._calls.append(call)
         watched_RD = _watch(rows_RD, call.rows_grads)
         factor_ND = self._factor_ND.to(rows_RD.device, rows_RD.dtype)
@@ -78,20 +78,6 @@ class Probe:
             out_RD = out_RD + torch.where(held_R1, answer_RD, 0)
         out_RD = torch.where(padding_of(delivery)[:, None], tags.PADDING_ANSWER, out_RD)
         return _watch(out_RD, call.out_grads).reshape(delivery.shape)
-
-    def _record(self, delivery: Delivery) -> Handed:
-        weights_RJ = delivery.weights_RJ
-        return Handed(
-            microbatch=self.microbatch,
-            rows_RD=delivery.rows_RD.detach().cpu().clone(),
-            ids_RJ=delivery.ids_RJ.detach().cpu().clone(),
-            weights_RJ=None if weights_RJ is None else weights_RJ.detach().cpu().clone(),
-            counts_N=delivery.counts_N,
-            shape=delivery.shape,
-            out_grad_RD=None,
-            rows_grad_RD=None,
-            overflowed=delivery.overflowed,
-        )
 
     def handed(self, microbatch: int) -> tuple[Handed, ...]:
         """Everything handed over in a microbatch, with the gradients seen so far."""
@@ -108,6 +94,22 @@ class Probe:
             for call in self._calls
             if call.handed.microbatch == microbatch
         )
+
+
+def recorded(delivery: Delivery, microbatch: int) -> Handed:
+    """Return a copy of what is handed over, without gradients yet."""
+    weights_RJ = delivery.weights_RJ
+    return Handed(
+        microbatch=microbatch,
+        rows_RD=delivery.rows_RD.detach().cpu().clone(),
+        ids_RJ=delivery.ids_RJ.detach().cpu().clone(),
+        weights_RJ=None if weights_RJ is None else weights_RJ.detach().cpu().clone(),
+        counts_N=delivery.counts_N,
+        shape=delivery.shape,
+        out_grad_RD=None,
+        rows_grad_RD=None,
+        overflowed=delivery.overflowed,
+    )
 
 
 def padding_of(delivery: Delivery) -> Tensor:

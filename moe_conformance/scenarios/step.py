@@ -33,7 +33,7 @@ from moe_conformance.contract import (
 )
 from moe_conformance.engine import RankContext
 from moe_conformance.scenarios import parameters, state
-from moe_conformance.scenarios.identity import Identity
+from moe_conformance.scenarios.identity import Identity, identity_of
 from moe_conformance.scenarios.inputs import Inputs
 from moe_conformance.scenarios.outcome import Finish, Grad, Microbatch, RankOutcome
 from moe_conformance.scenarios.padding import PaddingGradients
@@ -134,8 +134,8 @@ class TrainingStep:
             experts = session.experts(self.config)
             built.append(experts)
             return experts
-        if self.workload.kind == "identity":
-            return Identity()
+        if self.workload.kind in ("identity", "every bit"):
+            return identity_of(session, topology)
         part = part_of(session, topology)
         answers = tuple(self.exchange.local_experts)
         if self.workload.twist.probe_as:
@@ -229,7 +229,7 @@ class TrainingStep:
         """Return the experts, which note where dispatch ends and combine begins."""
         assert self.experts is not None
         experts = self.experts
-        if isinstance(experts, Probe):
+        if isinstance(experts, Probe | Identity):
             experts.microbatch = m
 
         asked: ExpertFn = experts
@@ -310,7 +310,7 @@ class TrainingStep:
         if not self.routers:
             seen = {"y": to_cpu(output).reshape(-1, self.config.hidden)}  # type: ignore[union-attr]
         return Microbatch(
-            handed=self.experts.handed(m) if isinstance(self.experts, Probe) else (),
+            handed=self.experts.handed(m) if isinstance(self.experts, Probe | Identity) else (),
             y=seen.get("y"),
             y_shape=tuple(output.shape),
             y_dtype=output.dtype,

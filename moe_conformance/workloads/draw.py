@@ -80,6 +80,16 @@ def probe_batch(
     )
 
 
+def fill_mantissas(values: Tensor, bits: int, draw: torch.Generator) -> Tensor:
+    """Return values of +1 and -1 times numbers from 1 to below 2, of so many significant bits, the last of them set.
+
+    What narrower types do to a value shows then, and its signs still say whose it is. Sums are exact as long as their
+    dtype has room for the bits that they add.
+    """
+    halves = torch.randint(0, 1 << (bits - 2), values.shape, generator=draw)
+    return (values.double() * (1 + (2 * halves + 1) * 2.0 ** (1 - bits))).to(values.dtype)
+
+
 def alike(batch: Batch) -> Batch:
     """Return the batch with the first token's weights for all tokens, and one upstream gradient everywhere.
 

@@ -1,15 +1,22 @@
-"""Scripts of the token exchange with fixed places: what fills them, and more tokens than were said to come."""
+"""Scripts of the token exchange with fixed places: what fills them, and more tokens than were said to come.
+
+The signs of a row are a tag. All numbers are exact in float32: what combine adds up are weights of sixteenths times
+numbers of `BITS` bits, and a weight's gradient adds up as many products as there are columns, of which one factor has
+those bits and the other is a tag or a quarter.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import corpus
+from moe_conformance.workloads import corpus, draw
 from moe_conformance.workloads.records import Call, Filled, Ref, Workload
 from moe_conformance.workloads.token_exchange import Drawing, Tokens
 
 KIND = "places_exchange"
+BITS = 12  # more than bfloat16 and float16 have
 
 
 def dispatch(tokens: Tokens, tokens_max: int, *, may_raise: bool = False) -> Call:
@@ -27,9 +34,24 @@ def combine(tokens: Tokens, first: int) -> Call:
 
 
 def filled(drawing: Drawing, sizes: Sequence[int], others: Sequence[int]) -> Workload:
-    """Two dispatches under way at once, each of few tokens and many; memory that nobody wrote is NaN."""
+    """Two dispatches under way at once, each of few tokens and many; memory that nobody wrote is NaN.
+
+    Tokens of the first have many bits, and so have the upstream gradients of the second.
+    """
     drawing.memory = "filled"
-    first, second = drawing.tokens(0, tuple(sizes)), drawing.tokens(1, tuple(others))
+    generator = draw.generator(drawing.name, drawing.layout.name, "filled")
+    first = Tokens(
+        tuple(
+            replace(batch, x_TD=draw.fill_mantissas(batch.x_TD, BITS, generator))
+            for batch in drawing.tokens(0, tuple(sizes)).batches
+        )
+    )
+    second = Tokens(
+        tuple(
+            replace(batch, upstream=draw.fill_mantissas(batch.upstream.sign(), BITS, generator))
+            for batch in drawing.tokens(1, tuple(others)).batches
+        )
+    )
     most = [max(len(batch.x_TD) for batch in tokens.batches) for tokens in (first, second)]
     calls = (dispatch(first, most[0]), dispatch(second, most[1] + 3), combine(second, 1), combine(first, 0))
     return drawing.workload(*calls)

@@ -17,6 +17,7 @@ from moe_conformance.workloads import (
     copies,
     dispatch_layout,
     dropping_layers,
+    every_bit,
     extreme_routing,
     float8_rows,
     forcing,
@@ -87,6 +88,7 @@ CHAPTERS: tuple[Chapter, ...] = (
     Chapter(misuse.NAMES, misuse.draw, variants="every"),
     Chapter(packed.names(), packed.draw, "every", (_SPREAD, _CUT, _TENSOR), shared=False),
     Chapter(copies.NAMES, copies.draw, "every", (_TENSOR,)),
+    Chapter(every_bit.NAMES, every_bit.draw_all, "every", (_ALONE, _SPREAD, _CUT, _TENSOR)),
 )
 
 

@@ -1,11 +1,13 @@
 """Scripts of the fused token exchange: handles that are used again, handles of others, biases in combine.
 
-Rows are tags, so that a row says whose it is in whatever order it lies; a combine is given back the rows that a
-dispatch brought, so that its sum is the token times the number of ranks that it went to. All numbers are exact.
+The signs of a row are a tag, so that it says whose it is in whatever order it lies; a combine is given back the rows
+that a dispatch brought, so that its sum is the token times the number of ranks that it went to. All numbers are exact.
+Those of dispatches with a handle have as many bits as such sums leave room for, so that no narrower type holds them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -19,6 +21,7 @@ from moe_conformance.workloads import corpus, draw
 from moe_conformance.workloads.records import Answered, Batch, Call, Ref, Workload
 
 KIND = "token_exchange"
+MOST_COPIES = 8  # of a row in a sum: a token goes to no more ranks
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,23 @@ class Drawing:
             made.append(draw.probe_batch(rank, number, ids_TK, config, generator))
         return Tokens(tuple(made))
 
+    def filled(self, number: int, sizes: tuple[int, ...]) -> Tokens:
+        """Draw tokens, weights and upstream gradients of as many bits as the sum of a token's rows leaves room for."""
+        bits = significant_bits(self.config.dtype) - math.ceil(math.log2(MOST_COPIES))
+        made = []
+        for rank, batch in enumerate(self.tokens(number, sizes).batches):
+            generator = draw.generator(self.name, self.layout.name, "filled", number, rank)
+            x_TD, upstream, weights_TK = (
+                draw.fill_mantissas(signs, room, generator)
+                for signs, room in (
+                    (batch.x_TD, bits),
+                    (batch.upstream.sign(), bits),
+                    (torch.ones_like(batch.weights_TK), significant_bits(batch.weights_TK.dtype)),
+                )
+            )
+            made.append(Batch(x_TD, batch.ids_TK, weights_TK, upstream))
+        return Tokens(tuple(made))
+
     def biases(self, number: int, rank: int, shape: torch.Size) -> tuple[Tensor, ...]:
         """Draw so many biases."""
         generator = draw.generator(self.name, self.layout.name, "biases", number, rank)
@@ -90,6 +110,15 @@ class Drawing:
         return Workload(self.name, self.kind, self.config, self.layout, (), memory=self.memory, calls=calls)
 
 
+def significant_bits(dtype: torch.dtype) -> int:
+    """Return how many significant bits a type has.
+
+    >>> significant_bits(torch.bfloat16), significant_bits(torch.float32)
+    (8, 24)
+    """
+    return 1 - round(math.log2(torch.finfo(dtype).eps))
+
+
 def everywhere(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
     """One expert of every ep coordinate, so that a token goes to all ranks; K is ep."""
     held = config.experts // layout.ep
@@ -99,8 +128,8 @@ def everywhere(T: int, config: Config, layout: Layout, generator: torch.Generato
 
 def reused(drawing: Drawing, sizes: tuple[int, ...], others: tuple[int, ...]) -> Workload:
     """Dispatch, dispatch something else, and use the first handle twice more; each is combined, the last ones first."""
-    first, other = drawing.tokens(0, sizes), drawing.tokens(1, others)
-    second, third = (replace_routing(drawing.tokens(number, sizes), first) for number in (2, 3))
+    first, other = drawing.filled(0, sizes), drawing.filled(1, others)
+    second, third = (replace_routing(drawing.filled(number, sizes), first) for number in (2, 3))
     return drawing.workload(
         first.call(),
         other.call(weights=False),

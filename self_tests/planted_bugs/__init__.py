@@ -20,6 +20,7 @@ from self_tests.planted_bugs import (
     groups,
     identity,
     many_ranks,
+    narrow_wires,
     overflow_drops,
     overlap,
     packed_sequences,
@@ -52,7 +53,8 @@ def plants() -> tuple[Plant, ...]:
     chapters = (*routers, *drops, *exchanges, experts, gradients, groups, overlap, cost)
     laws = (identity, padding_gradients, settings, config_rules)
     shared = (shared_experts, shared_biases)
-    surfaces = (*laws, flex, permute, dispatch_layout, token_exchange, packing, packed_sequences, *shared)
+    wires = (token_exchange, narrow_wires)
+    surfaces = (*laws, flex, permute, dispatch_layout, *wires, packing, packed_sequences, *shared)
     return tuple(plant for chapter in (*chapters, token_copies, *surfaces) for plant in chapter.PLANTS)
 
 

@@ -1,0 +1,65 @@
+"""Rows that fill their type: they are handed over with every bit that their tokens have."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_conformance.judging.diagnosis import Finding, apart, fail
+from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.verdict import CorruptRow, Tally
+from moe_conformance.scenarios.outcome import Handed
+
+_NARROWER = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def judge_every_bit_of_rows(reading: Reading, tally: Tally) -> None:
+    """Decide whether every row for an expert has all bits of some token of its exchange group.
+
+    Which token is for `judge_deliveries` to decide. Microbatches whose weights are not 1 are left out: rows may be
+    weighed. All-zero rows are padding.
+
+    Raises:
+        CorruptRow: a row has other bits, or is of another dtype.
+    """
+    findings = []
+    group_of = {rank: group for group in reading.outcome.workload.layout.groups()["ep_etp"] for rank in group}
+    for m, batches in enumerate(reading.batches):
+        if not all(bool((batch.weights_TK == 1).all()) for batch in batches):
+            continue
+        for rank, group in group_of.items():
+            names = [f"rank {source} token {t}" for source in group for t in range(len(batches[source].x_TD))]
+            x_TD = torch.cat([batches[source].x_TD for source in group])
+            for handed in reading.seen(m, rank).handed:
+                for row in _rows_of_experts(handed):
+                    told = _told(handed.rows_RD[row], x_TD, names)
+                    if told:
+                        of = f" of microbatch {m}" if len(reading.batches) > 1 else ""
+                        sentence = f"row {row}{of} handed to rank {rank} is {told}"
+                        findings.append(Finding("other bits", sentence, (rank,)))
+                    tally.add(elements=x_TD.shape[1], pairs=1, rank=rank)
+    if findings:
+        fail(CorruptRow, "dispatch", findings)
+
+
+def _rows_of_experts(handed: Handed) -> list[int]:
+    """Return the rows that are for some expert and not padding."""
+    meant_R = (handed.ids_RJ >= 0).any(1) & (handed.rows_RD != 0).any(1)
+    return meant_R.nonzero().flatten().tolist()
+
+
+def _told(row_D: Tensor, x_TD: Tensor, names: list[str]) -> str:
+    """Say what a row is instead of a token, "" if it is one."""
+    if not len(x_TD):
+        return "no token's: none was fed"
+    if row_D.dtype == x_TD.dtype and bool((x_TD == row_D).all(1).any()):
+        return ""
+    exact_D, exact_TD = row_D.double(), x_TD.double()
+    for dtype in _NARROWER:
+        same_T = (x_TD.to(dtype).double() == exact_D).all(1)
+        if bool(same_T.any()):
+            return f"{names[int(same_T.long().argmax())]} as {dtype} has it, and in {row_D.dtype}"
+    nearest = int((exact_TD - exact_D).square().sum(1).nan_to_num(torch.inf).argmin())
+    column = int((exact_TD[nearest] != exact_D).nonzero()[0])
+    values = " instead of ".join(apart(float(row_D[column]), float(x_TD[nearest, column])))
+    return f"{names[nearest]}, if any token's, with {values} in column {column}"
