@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.settings import judge_settings
-from moe_conformance.judging.twins import RunTwins, judge_alike
+from moe_conformance.judging.twins import RunTwins, judge_alike, judge_repeated
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
@@ -15,8 +15,9 @@ from moe_conformance.workloads.features import likened_once
 class TestRepetition:
     @requirement("DET-01", kind="experts", when=likened_once)
     def test_fresh_processes_give_the_same_bits(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """The same inputs and parameters give the same bits in other processes."""
-        judge_alike(reading, twins(laws.again(reading.outcome.workload)), tally)
+        """The same inputs and parameters give the same bits in other processes, with deterministic algorithms."""
+        workload = reading.outcome.workload
+        judge_repeated(reading, twins([laws.deterministic(workload), *laws.again(workload)]), tally)
 
     @requirement("DET-05", kind="experts", when=likened_once)
     def test_a_second_step_gives_the_same_bits(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
@@ -37,5 +38,6 @@ class TestSurroundings:
 
     @requirement("DET-06", kind="experts", when=likened_once)
     def test_late_ranks_do_not_matter(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """Whichever rank is late, all get the same bits."""
-        judge_alike(reading, twins(laws.delayed(reading.outcome.workload)), tally)
+        """Whichever rank is late, all get the same bits, with deterministic algorithms."""
+        workload = reading.outcome.workload
+        judge_repeated(reading, twins([laws.deterministic(workload), *laws.delayed(workload)]), tally)

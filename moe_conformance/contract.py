@@ -130,6 +130,7 @@ class Limit:
     `spread_experts` says whether ep > 1 and `sharded_experts` whether etp > 1; `in_flight` counts microbatches between
     forward and backward, `halves_in_flight` those between dispatch and combine; `steps` counts how often the gradients
     of what was built once are finished. Between two steps the suite sets them to None, or to zero in place.
+    `deterministic` runs are under `torch.use_deterministic_algorithms`, from before the session is opened.
     `wrong_use` is what one rank gives that no exchange can be made of, and the others may wait for it for ever. What
     breaks a promise of the config, more tokens than `token_bound` or `token_copies` that differ, is none of it.
     `uneven_tokens` is no excuse where `Config.packed` asks for them: what cannot take them is not to be built then.
@@ -141,7 +142,7 @@ class Limit:
     on: Literal[
         "dtype", "device", "spread_experts", "sharded_experts", "uneven_tokens", "zero_tokens", "token_dims",
         "uneven_tp_tokens", "duplicate_experts", "dropped_slots", "in_flight", "halves_in_flight",
-        "steps", "wrong_use",
+        "steps", "deterministic", "wrong_use",
     ]  # fmt: skip
     allowed: tuple[Any, ...]  # values of the case that may run, e.g. (torch.float32,) or (False,)
     reason: str  # quoted or derived from the library's own documentation or code

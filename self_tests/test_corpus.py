@@ -15,7 +15,7 @@ from moe_conformance.topology import Layout
 from moe_conformance.workloads import draw
 from moe_conformance.workloads.corpus import USUAL_RANKS, corpus, full_layouts, quick_beside, quick_layouts
 from moe_conformance.workloads.features import broken, features, halves_in_flight, has_empty_slots, in_flight
-from moe_conformance.workloads.records import Workload
+from moe_conformance.workloads.records import Twist, Workload
 from moe_conformance.workloads.routing import routing_corpus
 from moe_conformance.workloads.scripts import scripts
 
@@ -250,6 +250,12 @@ class TestFeatures:
         assert broken((once,), workload, "cpu") is None
         for schedule in ("F0 B0 S F1 B1", "F0 B0 Z F1 B1 Z F2 B2"):
             assert once == broken((once,), replace(workload, schedule=schedule), "cpu")
+
+    def test_deterministic_algorithms_are_seen(self) -> None:
+        """A backend that has none says so, and runs that ask for them are left out."""
+        none, workload = Limit("deterministic", (False,), "sums are taken as they come"), named("even")
+        assert broken((none,), workload, "cpu") is None
+        assert none == broken((none,), replace(workload, twist=Twist(deterministic=True)), "cpu")
 
     def test_duplicates_are_seen(self) -> None:
         """An expert twice in one row is a duplicate; two empty slots are not."""

@@ -170,6 +170,14 @@ class TestConviction:
             assert isinstance(verdict, Tally), verdict
             assert not verdict.vacuous
 
+    @pytest.mark.parametrize("requirement", ["DET-01", "DET-06", "GRAD-15"])
+    def test_what_is_deterministic_if_asked_is_acquitted(self, court: Court, requirement: str) -> None:
+        """A backend that gives other bits in every run, but not with deterministic algorithms, is acquitted."""
+        backend = "self_tests.planted_bugs.repetition:DeterministicIfAsked"
+        (verdict,) = court.verdicts(backend, requirement, "alltoall", EP2_EDP2, "own-even-bfloat16")
+        assert isinstance(verdict, Tally), verdict
+        assert not verdict.vacuous
+
     @pytest.mark.parametrize(
         ("liar", "requirement", "layout", "workload", "words"),
         LIARS,

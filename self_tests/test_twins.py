@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_conformance.judging.reading import read
 from moe_conformance.judging.twin_sums import judge_sum
-from moe_conformance.judging.twins import Ran, judge_alike, judge_scaled, judge_strided
+from moe_conformance.judging.twins import Ran, judge_alike, judge_repeated, judge_scaled, judge_strided
 from moe_conformance.judging.verdict import (
     ChangedInput,
     Mismatch,
@@ -202,6 +202,24 @@ class TestJudgement:
         asked = [twin for law in (laws.reordered, laws.strided, laws.seeded, laws.again) for twin in law(WORK)]
         assert not any(twin.anew for twin in asked)
         assert all(twin.anew for twin in (*laws.exchanged(WORK, ["another"]), *laws.in_turn(WORK)))
+
+    def test_others_are_held_against_the_first(self) -> None:
+        """The first may differ in bits, and the others have its bits and not the original's."""
+        own = own_workload(dtype=torch.bfloat16)
+        first, other = laws.deterministic(own), laws.again(own)[0]
+        was = simulate_experts(own)
+        y = was.ranks[0].microbatches[0].y
+        assert y is not None
+        nudged = y * (1 + 2.0**-7)  # the last place
+        assert not torch.equal(y, nudged)
+        a, b = (spoilt(replace(was, workload=twin.workload), 0, y=nudged) for twin in (first, other))
+        tally = Tally()
+        judge_repeated(read(was), [Ran(first, a), Ran(other, b)], tally)
+        assert tally.elements
+        with pytest.raises(WrongOutput, match="run in fresh processes, y of rank 0"):
+            judge_repeated(read(was), [Ran(first, a), Ran(other, replace(was, workload=other.workload))], Tally())
+        with pytest.raises(NotOffered, match="none here"):
+            judge_repeated(read(was), [Ran(first, None, "none here"), Ran(other, b)], Tally())
 
     def test_what_was_left_alone_stays_so(self) -> None:
         """A twin that writes into its input is told; one whose original did so too is not: another check tells that."""

@@ -84,6 +84,18 @@ def judge_alike(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
             judge_same_parameters(*sides, tally)
 
 
+def judge_repeated(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
+    """Decide `judge_alike` of the first twin, and of all others held against the first in place of the original.
+
+    Raises:
+        NotOffered: the first was not run, or none of the others.
+        As `judge_alike`.
+    """
+    first, *others = ran
+    judge_alike(reading, [first], tally)
+    judge_alike(read_twin(first), others, tally)
+
+
 def judge_same_answers(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
     """Decide whether y alone is to the bit, token by token, what it was.
 

@@ -117,7 +117,10 @@ def engine_needs(backend: Backend) -> dict[str, Any]:
     """Return what the engine imports before it forks ranks, and the environment that it does so in."""
     scenarios = ("moe_conformance.scenarios.moe_step", "moe_conformance.scenarios.group_lists")
     preload = (*scenarios, *getattr(backend, "preload", ()))
-    return {"preload": preload, "environment": {**gpus.environment(), **getattr(backend, "environment", {})}}
+    # cuBLAS is deterministic only with it, and looks for it once in a process.
+    workspace = {"CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8")}
+    environment = {**workspace, **gpus.environment(), **getattr(backend, "environment", {})}
+    return {"preload": preload, "environment": environment}
 
 
 def _require_device(device: str) -> None:

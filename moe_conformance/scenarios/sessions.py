@@ -1,9 +1,11 @@
-"""The session of a backend on a rank: it stays open from run to run, until another backend or layout is asked for."""
+"""The session of a backend on a rank: it stays open until another backend, layout or mode of torch is asked for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from moe_conformance.backends.registry import load
 from moe_conformance.contract import Backend, Config, Session, Unsupported
@@ -44,7 +46,7 @@ def closed(context: RankContext) -> None:
 
 def opened(context: RankContext, name: str, layout: Layout) -> Opened:
     """Return the session of a backend on a layout; one that was open for anything else is closed first."""
-    key = (name, layout, str(context.device))
+    key = (name, layout, str(context.device), torch.are_deterministic_algorithms_enabled())  # it may choose by them
     kept: Opened | None = context.kept.get(_SESSION)
     if kept is not None and kept.key == key:
         return kept

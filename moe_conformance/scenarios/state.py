@@ -29,6 +29,17 @@ def filled_memory() -> Iterator[None]:
 
 
 @contextmanager
+def deterministic() -> Iterator[None]:
+    """Have torch use deterministic algorithms, and raise where it has none."""
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("error")  # unlike `use_deterministic_algorithms` it does not import a compiler
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
+
+
+@contextmanager
 def seeded(number: int, device: torch.device) -> Iterator[None]:
     """Put every random generator of the process somewhere else, and back afterwards: the next run starts elsewhere."""
     python_state, numpy_state = random.getstate(), numpy.random.get_state()

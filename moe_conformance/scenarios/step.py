@@ -69,6 +69,10 @@ class TrainingStep:
 
     def run(self, backend_name: str) -> RankOutcome:
         """Do it all and return what this rank saw."""
+        with state.deterministic() if self.workload.twist.deterministic else nullcontext():
+            return self._run(backend_name)
+
+    def _run(self, backend_name: str) -> RankOutcome:
         kept = opened(self.context, backend_name, self.workload.layout)
         self.reached = "build"
         self._build(kept)

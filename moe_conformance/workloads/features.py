@@ -32,6 +32,7 @@ def features(workload: Workload, device: str) -> dict[str, Any]:
         "in_flight": in_flight(workload.schedule),
         "halves_in_flight": halves_in_flight(workload.schedule),
         "steps": 1 + sum(item in ("S", "Z") for item in workload.schedule.split()),
+        "deterministic": workload.twist.deterministic,
         "wrong_use": workload.kind == "exchange" and _on_one_rank(workload),
     }
 

@@ -206,9 +206,14 @@ def in_turn(workload: Workload) -> list[Twin]:
     ]
 
 
+def deterministic(workload: Workload) -> Twin:
+    """Ask for deterministic algorithms: a run that others with them are held against. A backend may refuse them."""
+    return replace(twin(workload, "with deterministic algorithms", twist=Twist(deterministic=True)), anew=True)
+
+
 def again(workload: Workload) -> list[Twin]:
-    """Run it in processes that have run nothing before."""
-    return [twin(workload, "in fresh processes", bits=True, fresh=True)]
+    """Run it in processes that have run nothing before, with deterministic algorithms."""
+    return [twin(workload, "in fresh processes", bits=True, fresh=True, twist=Twist(deterministic=True))]
 
 
 def lifetime(workload: Workload) -> list[Twin]:
@@ -251,11 +256,14 @@ def seeded(workload: Workload) -> list[Twin]:
 
 
 def delayed(workload: Workload) -> list[Twin]:
-    """Make the last ranks late, then the first: by far more than what a busy machine does to a rank by itself."""
+    """Make the last ranks late, then the first, with deterministic algorithms.
+
+    By far more than what a busy machine does to a rank by itself.
+    """
     world = workload.layout.world
     late = tuple(0.05 * rank for rank in range(world))
     return [
-        twin(workload, f"with rank {last} late", bits=True, twist=Twist(late=each))
+        twin(workload, f"with rank {last} late", bits=True, twist=Twist(late=each, deterministic=True))
         for last, each in ((world - 1, late), (0, late[::-1]))
     ]
 
@@ -269,12 +277,17 @@ def alone(workload: Workload) -> list[Twin]:
 
 
 def unasked(workload: Workload) -> list[Twin]:
-    """Ask for no gradient of the tokens, of the weights, of the experts."""
+    """Ask for no gradient of the tokens, of the weights, of the experts, with deterministic algorithms."""
     asked: list[Literal["x", "weights", "parameters"]] = ["x", "weights"]
     if workload.parameters:
         asked.append("parameters")
     return [
-        twin(workload, f"with {name} that ask for no gradient", bits=True, twist=Twist(unasked=(name,)))
+        twin(
+            workload,
+            f"with {name} that ask for no gradient",
+            bits=True,
+            twist=Twist(unasked=(name,), deterministic=True),
+        )
         for name in asked
     ]
 

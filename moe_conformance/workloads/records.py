@@ -84,6 +84,7 @@ class Twist:
     names, no gradients are wanted. `late[r]` are the seconds that rank r waits before every item of the schedule. With
     `padding_gradients` a large number takes the place of every gradient that comes to the experts' answer to a padding
     row, or leaves the experts for one. A `lifetime` begins before the backend is imported and ends behind its session.
+    A `deterministic` run is asked for deterministic algorithms before its session is opened, and has no others.
     """
 
     strides: Mapping[str, Stride] = field(default_factory=dict)
@@ -94,6 +95,7 @@ class Twist:
     seed: int | None = None  # of all random generators before the schedule, another on every rank
     padding_gradients: bool = False
     lifetime: bool = False
+    deterministic: bool = False
 
 
 @dataclass(frozen=True, repr=False)

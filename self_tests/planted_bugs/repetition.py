@@ -41,6 +41,63 @@ class RoundingSeededByTheProcess(AllToAllExchange):
 
 
 @planted(
+    Expectation("DET-01", "own-even-bfloat16", "experts", "run in fresh processes", "y of rank 0 token"),
+    layout=EP2_EDP2,
+)
+class RoundingSeededWhereAsked(AllToAllExchange):
+    """Where deterministic algorithms are asked for, rounding is drawn from a seed: the number of the process."""
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        y = super().combine(rows, handle)
+        asked = torch.are_deterministic_algorithms_enabled()
+        return _dithered(y, torch.Generator().manual_seed(os.getpid())) if asked else y
+
+
+@planted(
+    Expectation("DET-06", "own-even-bfloat16", "run", "run with deterministic algorithms, rank 0 raised in forward:0"),
+    layout=EP2_EDP2,
+)
+class NothingDeterministic(AllToAllExchange):
+    """The answers are added up by an algorithm that has no deterministic form, which no limit says."""
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        if torch.are_deterministic_algorithms_enabled():
+            raise RuntimeError("combine does not have a deterministic implementation")
+        return super().combine(rows, handle)
+
+
+class RandomUnlessAsked(AllToAllExchange):
+    """Rounds at random unless the session is deterministic: no bug, see `DeterministicIfAsked`."""
+
+    asked = False
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        y = super().combine(rows, handle)
+        return y if self.asked else y * (1 + time.time_ns() % 1024 / 2**20)
+
+
+class AskedWhenOpened(NativeSession):
+    """Has exchanges work in the mode that it was opened in."""
+
+    alltoall_class = RandomUnlessAsked
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._asked = torch.are_deterministic_algorithms_enabled()
+
+    def exchange(self, config: Config) -> Any:
+        built: Any = super().exchange(config)
+        built.asked = self._asked
+        return built
+
+
+class DeterministicIfAsked(Native):
+    """Native, which gives the same bits with deterministic algorithms and not without."""
+
+    session_class = AskedWhenOpened
+
+
+@planted(
     Expectation("DET-02", "own-even-bfloat16", "experts", "run with random seed 20000", "y of rank 0 token"),
     layout=EP2_EDP2,
 )
