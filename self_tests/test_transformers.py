@@ -5,7 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import torch
 from moe_conformance.backends.transformers import Transformers
 from moe_conformance.backends.transformers.router import model_of
 from moe_conformance.backends.transformers.shared_batch import SharedBatch
-from moe_conformance.contract import Config, Unsupported
+from moe_conformance.contract import Config, Delivery, Unsupported
 from moe_conformance.engine import Engine, Job, RankContext
 from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
@@ -32,6 +34,7 @@ except Unsupported as missing:
 NAME = "moe_conformance.backends.transformers:Transformers"
 CPU = torch.device("cpu")
 EP2, EP2_EDP2, TP2_EP2, TP2 = Layout(2, ep=2), Layout(4, ep=2), Layout(4, tp=2, ep=2), Layout(2, tp=2, ep=2)
+EDP2 = Layout(2)
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +73,26 @@ def shared(context: RankContext, layout: Layout) -> list[list[float]]:
     back.backward(torch.full_like(back, 2.0 + context.rank))
     assert own.grad is not None
     return [each.flatten().tolist() for each in (of_all.detach(), back.detach(), own.grad)]
+
+
+def grown_by_another_factor(context: RankContext, layout: Layout) -> float:
+    """On a rank: by how much expert gradients grow if the library divides by the number of replicas, not of batches."""
+    from transformers.distributed import DistributedConfig
+
+    built = Transformers().open(Topology(layout, context.rank, context.groups), context.device)
+    of_replicas = property(lambda asked: asked.efsdp_size)
+    sums = []
+    for factor in (nullcontext(), patch.object(DistributedConfig, "dp_size", of_replicas)):
+        with factor:
+            experts = built.experts(Config("alltoall"))
+        for window in experts.named(lambda parameter: parameter.data):
+            window.view.fill_(0.125)
+        held = Config.experts // layout.ep
+        rows_RD, ids_RJ, weights_RJ = torch.ones(held, Config.hidden), torch.arange(held)[:, None], torch.ones(held, 1)
+        experts(Delivery.listed(rows_RD, ids_RJ, weights_RJ)).sum().backward()
+        grads = [window.view for window in experts.named(lambda parameter: parameter.grad)]  # type: ignore[arg-type, return-value]
+        sums.append(sum(float(grad.double().sum()) for grad in grads))
+    return sums[1] / sums[0]
 
 
 class TestModule:
@@ -144,7 +167,7 @@ class TestExchange:
 
 
 class TestExperts:
-    @pytest.mark.parametrize("layout", [EP2, EP2_EDP2, TP2_EP2, TP2], ids=lambda layout: layout.name)
+    @pytest.mark.parametrize("layout", [EP2, EP2_EDP2, TP2_EP2, TP2, EDP2], ids=lambda layout: layout.name)
     @pytest.mark.parametrize(
         ("variant", "name", "allowed"),
         [
@@ -159,6 +182,12 @@ class TestExperts:
     ) -> None:
         """Every element of every expert is held once per replica set, with the gradient over dp * cp."""
         self.check(run(engine, pinned(variant, layout, name)), allowed)
+
+    def test_the_library_divides_them(self, engine: Engine) -> None:
+        """A library that divides by the two replicas of an expert, and not by the four batches, is not mended."""
+        function = f"{__name__}:grown_by_another_factor"
+        result = engine.run(Job(function, EP2_EDP2, EP2_EDP2.world, EP2_EDP2.groups(), deadline_s=30.0))
+        assert [("ok", 2.0)] * 4 == [(rank.status, rank.value) for rank in result.ranks]
 
     @pytest.mark.parametrize("variant", ["allreduce", "allreduce_batched_mm", "allreduce_grouped_mm"])
     def test_masked_tokens_add_nothing(self, engine: Engine, variant: str) -> None:

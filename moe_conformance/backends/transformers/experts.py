@@ -1,4 +1,4 @@
-"""Experts of a model, sharded as the library shards them: whole experts over ep, their replicas by FSDP2 over edp."""
+"""Experts of a model, sharded by the library: whole experts over ep, their replicas by FSDP2 over edp."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
 from moe_conformance.backends.fsdp_windows import local
+from moe_conformance.backends.transformers.model import model_with, reduction_of, shard
 from moe_conformance.backends.transformers.placement import Placement
 from moe_conformance.backends.transformers.router import ONE_HEAD
 from moe_conformance.contract import Config, Delivery, Named, Read
@@ -22,7 +23,7 @@ class ShardedExperts:
     """Qwen3-MoE's experts. Every backward reduces, as the library's training does without further settings."""
 
     def __init__(self, config: Config, placement: Placement, implementation: str) -> None:
-        """Build all E experts, keep this rank's N, and shard these over their replicas."""
+        """Build all E experts, keep this rank's N, and let the library shard these over their replicas."""
         from transformers.distributed.expert_parallel import EpDispatchExpertsParallel, MoEParamShard
         from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
         from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -39,8 +40,8 @@ class ShardedExperts:
             MoEParamShard(Shard(0), shards_expert_dim=True).shard_param(module, name, self._ep_mesh)
         self._experts_forward = module.forward
         module.forward = self._on_local_parameters
-        if placement.batches > 1:
-            shard_experts(module, placement)
+        self._model = model_with(module, "layers.0.mlp.experts", asked)
+        shard(self._model, placement)
 
     def _on_local_parameters(self, *handed: Tensor) -> Tensor:
         with self._style.context_around_forward(self._module, self._ep_mesh):
@@ -49,34 +50,24 @@ class ShardedExperts:
 
     @property
     def resolved(self) -> Mapping[str, str]:
-        """The class that was built, how it multiplies, and how its parameters are placed."""
+        """The class that was built, how it multiplies, how its parameters are placed, and what reduces gradients."""
         weight = self._module.gate_up_proj
         return {
-            "experts": type(self._module).__name__,
+            "experts": type(self._module).__name__.removeprefix("FSDP"),
             "experts implementation": self._module.config._experts_implementation,
             "shards": str(weight.placements) if isinstance(weight, DTensor) else "none",
+            "reduction": reduction_of(self._model),
         }
 
     def __call__(self, delivery: Delivery) -> Tensor:
         """Return the weighted output; N stands for another rank's expert, as the implementations write it."""
         ids_RJ = torch.where(delivery.ids_RJ < 0, self._placement.held, delivery.ids_RJ)
-        out_RD: Tensor = self._module(delivery.rows_RD, ids_RJ, delivery.weights_RJ)
+        out_RD: Tensor = self._model(delivery.rows_RD, ids_RJ, delivery.weights_RJ)
         return out_RD
 
     def named(self, read: Read) -> Iterator[Named]:
         """Yield the three matrices of every expert in this rank's shard."""
         return expert_windows(self._module, self._placement, read)
-
-
-def shard_experts(module: Any, placement: Placement) -> None:
-    """Shard experts over their replicas, as apply_fully_sharded_data_parallelism does, which wants a whole model."""
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = placement.expert_mesh["efsdp"]
-    sharded: Any = fully_shard(module, mesh=mesh, reshard_after_forward=True)
-    sharded.set_gradient_divide_factor(float(placement.batches))
-    if mesh.size() > 1:
-        sharded.set_force_sum_reduction_for_comms(True)
 
 
 def expert_windows(module: Any, placement: Placement, read: Read) -> Iterator[Named]:

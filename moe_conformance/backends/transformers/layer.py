@@ -7,11 +7,11 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from moe_conformance.backends.fsdp_windows import require_one_bias, require_parts, shared_windows, whole_window
-from moe_conformance.backends.transformers.experts import expert_windows, shard_experts
+from moe_conformance.backends.transformers.experts import expert_windows
+from moe_conformance.backends.transformers.model import model_with, plan_of, reduction_of, shard
 from moe_conformance.backends.transformers.placement import Placement
 from moe_conformance.backends.transformers.router import model_config, model_of
 from moe_conformance.backends.transformers.shared_batch import SharedBatch
@@ -58,13 +58,13 @@ def _block_of(config: Config) -> str:
 
 
 class ModelLayer:
-    """The block of a model, its experts over ep and all of it by FSDP2 over the batches, as the library places it.
+    """The block of a model, its experts over ep and all of it by FSDP2 over the batches, placed by the library.
 
     Several shared experts are one of their total width. Biases of their gate and up projections stay zero.
     """
 
     def __init__(self, config: Config, placement: Placement, implementations: tuple[str, str]) -> None:
-        """Build the block, install the implementation of expert parallelism, and shard.
+        """Build the block, and let the library install its expert parallelism and shard it.
 
         Raises:
             Unsupported: no block is what is asked for, or the windows would not be parts of parameters.
@@ -82,32 +82,21 @@ class ModelLayer:
         if config.shared_bias:
             for projection in (block.shared_experts.gate_proj, block.shared_experts.up_proj):
                 nn.init.zeros_(projection.bias)  # one switch gives biases to all three projections
-        self._block = block
+        self._block, self._model = block, model_with(block, "layers.0.mlp", asked)
         sizes = placement.topology.sizes
         if sizes["tp"] > 1 and any("shared_experts" in name for name in asked.base_model_tp_plan):
             raise Unsupported(f"tp = {sizes['tp']} splits the shared experts of {model}: not adapted")
         require_parts(config.shared_ffn, placement.batches)
         if sizes["ep"] > 1:
-            self._install(asked.base_model_ep_plan, ep_implementation)
-        if placement.batches > 1:
-            self._shard(sizes["ep"] > 1)
+            self._install(ep_implementation)
+        shard(self._model, placement)
 
-    def _install(self, model_plan: Mapping[str, str], implementation: str) -> None:
+    def _install(self, implementation: str) -> None:
         from transformers.distributed.expert_parallel import apply_expert_parallelism
 
-        plan = {name.removeprefix("layers.*.mlp."): style for name, style in model_plan.items()}
+        ep_mesh, tp_mesh = self._placement.expert_mesh["ep"], self._placement.tp_mesh
         with refusals(ValueError, match="needs every rank of the expert group to hold the same batch"):
-            apply_expert_parallelism(
-                self._block, self._placement.expert_mesh["ep"], self._placement.tp_mesh, plan, implementation
-            )
-
-    def _shard(self, dispatched: bool) -> None:
-        from torch.distributed.fsdp import fully_shard
-
-        if dispatched:
-            shard_experts(self._block.experts, self._placement)
-        group, device = self._placement.topology.group("dp_cp"), self._placement.device
-        fully_shard(self._block, mesh=DeviceMesh.from_group(group, device.type, mesh_dim_names=("fsdp",)))
+            apply_expert_parallelism(self._model, ep_mesh, tp_mesh, plan_of(self._model, "ep"), implementation)
 
     @property
     def resolved(self) -> Mapping[str, str]:
@@ -115,11 +104,12 @@ class ModelLayer:
         block, weight = self._block, self._block.experts.gate_up_proj
         shared = "none" if self._names.shared is None else type(getattr(block, self._names.shared)).__name__
         return {
-            "layer": type(block).__name__.removeprefix("FSDP"),
+            "layer": type(block).__name__,
             "dtype": "torch.float32",  # of scores, for tokens of any dtype: docs/findings, TF-04
             "experts implementation": block.experts.config._experts_implementation,
             "shared experts": shared,
             "shards": str(weight.placements) if isinstance(weight, DTensor) else "none",
+            "reduction": reduction_of(self._model),
         }
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -127,10 +117,10 @@ class ModelLayer:
         x_TD = x.reshape(-1, x.shape[-1])
         group = self._placement.topology.group("tp")
         if group.size() == 1:
-            y: Tensor = self._block(x if x.dim() == 3 else x[None])
+            y: Tensor = self._model(x if x.dim() == 3 else x[None])
             return y.reshape(x.shape)
         batch = SharedBatch(len(x_TD), group, x.device)
-        return batch.own(self._block(batch.of_all(x_TD)[None])[0]).reshape(x.shape)
+        return batch.own(self._model(batch.of_all(x_TD)[None])[0]).reshape(x.shape)
 
     def named(self, read: Read) -> Iterator[Named]:
         """Yield the router, the experts of this rank's shard, and of the shared ones the rows that it holds."""

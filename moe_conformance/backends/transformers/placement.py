@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -18,7 +20,8 @@ class Placement:
             Unsupported: the library refuses the sizes (proved), or has no words for them.
         """
         sizes = topology.sizes
-        _ask(sizes["tp"], sizes["cp"] * sizes["dp"], sizes["pp"], sizes["ep"])
+        self.batches = sizes["cp"] * sizes["dp"]  # the library's dp_size: tensor ranks share a batch
+        self.distributed_config = _ask(sizes["tp"], self.batches, sizes["pp"], sizes["ep"])
         if sizes["etp"] > 1:
             raise Unsupported(f"etp = {sizes['etp']}: transformers has no size for splitting experts beside ep")
         if sizes["tp"] > 1 and sizes["ep"] == 1:
@@ -28,12 +31,16 @@ class Placement:
         self.topology, self.device = topology, device
         self.held = config.experts // sizes["ep"]  # N
         self.first = topology.ranks("ep").index(topology.rank) * self.held
-        self.batches = sizes["cp"] * sizes["dp"]  # the library's dp_size: tensor ranks share a batch
 
     @property
     def tp_mesh(self) -> DeviceMesh:
         """The ranks that share a batch."""
         return DeviceMesh.from_group(self.topology.group("tp"), self.device.type, mesh_dim_names=("tp",))
+
+    @property
+    def dense_mesh(self) -> DeviceMesh:
+        """The ranks that have batches of their own, over which all but the experts is sharded."""
+        return DeviceMesh.from_group(self.topology.group("dp_cp"), self.device.type, mesh_dim_names=("fsdp",))
 
     @property
     def expert_mesh(self) -> DeviceMesh:
@@ -47,8 +54,8 @@ class Placement:
         )
 
 
-def _ask(tp: int, batches: int, pp: int, ep: int) -> None:
+def _ask(tp: int, batches: int, pp: int, ep: int) -> Any:
     from transformers.distributed import DistributedConfig
 
     with refusals(ValueError, match="must be a multiple of `tp_size`|must divide|is not supported yet"):
-        DistributedConfig(tp_size=tp, fsdp_size=batches, pp_size=pp, ep_size=ep)
+        return DistributedConfig(tp_size=tp, fsdp_size=batches, pp_size=pp, ep_size=ep)
