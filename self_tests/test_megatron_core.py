@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -59,9 +61,9 @@ def run(engine: Engine, workload: Workload) -> Outcome:
     return outcome
 
 
-def on_a_rank(engine: Engine, function: str) -> Any:
+def on_a_rank(engine: Engine, function: str, given: Any = None) -> Any:
     """What a function of this file returns on a rank, where the library is imported already."""
-    (rank,) = engine.run(Job(f"{__name__}:{function}", None, 1, {}, deadline_s=30.0)).ranks
+    (rank,) = engine.run(Job(f"{__name__}:{function}", given, 1, {}, deadline_s=30.0)).ranks
     assert rank.status == "ok", rank.error
     return rank.value
 
@@ -80,8 +82,20 @@ def layouts_with_other_groups(context: RankContext, _: None) -> list[str]:
     """On a rank: the layouts for which the library would build other groups than we do."""
     every = [each for world in (1, 2, 4, 6, 8, 12) for each in layouts(world)]
     assert len(every) > 500
-    ours = [(each, {**each.groups(), "expert_pp": each.groups()["pp"]}) for each in every]
-    return [each.name for each, lists in ours if MegatronCore().groups(each.sizes()) != lists]
+    return [each.name for each in every if MegatronCore().groups(each.sizes()) != each.groups()]
+
+
+def replicas_in_a_wrong_library(context: RankContext, layout: Layout) -> Any:
+    """On a rank: the replicas of an expert if the library made their groups from the axes of the dense parameters."""
+    from moe_conformance.backends.megatron_core.library import parallel_state
+
+    right = inspect.getsource(parallel_state.initialize_model_parallel)
+    wrong = right.replace("expert_decoder_rank_generator.get_ranks('dp')", "decoder_rank_generator.get_ranks('dp')")
+    assert right != wrong
+    made: dict[str, Any] = {}
+    exec(wrong, vars(parallel_state), made)
+    with patch.object(parallel_state, "initialize_model_parallel", made["initialize_model_parallel"]):
+        return MegatronCore().groups(layout.sizes())["edp"]
 
 
 class TestModule:
@@ -100,8 +114,12 @@ class TestModule:
         assert ["cpu", "torch.cuda", "torch.distributed"] == on_a_rank(engine, "what_stands_where")
 
     def test_groups_are_those_of_the_layout(self, engine: Engine) -> None:
-        """The library's rank generators agree with ours on every layout of up to 12 ranks, in order too."""
+        """The library makes the groups that we make on every layout of up to 12 ranks, in order too."""
         assert [] == on_a_rank(engine, "layouts_with_other_groups")
+
+    def test_groups_are_those_that_the_library_makes(self, engine: Engine) -> None:
+        """A library that confuses two axes is not mended: each of four ranks holds experts of its own here."""
+        assert ((0, 2), (1, 3)) == on_a_rank(engine, "replicas_in_a_wrong_library", Layout(4, tp=2, ep=4))
 
 
 EVEN = ["even", "top-all-even", "odd-experts-even", "one-expert-even", "idle-rank-even", "dropped-even"]

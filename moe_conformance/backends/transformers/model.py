@@ -1,4 +1,4 @@
-"""A model of one module, for what the library does to whole models: its plans find the module, and there is nothing else.
+"""A model of one module, for what the library does to whole models: its plans find the module, and nothing else.
 
 So the factors by which gradients are divided, and the meshes that parameters are sharded over, are the library's own.
 """
