@@ -229,6 +229,11 @@ class TestRouter:
             assert final is not None
             assert worst(final * workload.layout.dp, router.grad) < 1e-6
 
+    def test_it_says_in_what_it_was_seen_to_compute(self, engine: Engine) -> None:
+        """Weights in float64 that are all float32 numbers: MC-03."""
+        outcome = run(engine, routed(EP2, "route-float64"))
+        assert ["torch.float32"] * 2 == [rank.resolved["dtype"] for rank in outcome.ranks]
+
 
 def refused(engine: Engine, workload: Workload) -> tuple[str | None, str]:
     """Who refused the workload, and why."""

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from moe_conformance.backends.megatron_core import library
-from moe_conformance.backends.megatron_core.surfaces import wrapped
+from moe_conformance.backends.megatron_core.surfaces import WEIGHTS, wrapped
+from moe_conformance.backends.weights_seen import WeightsSeen
 from moe_conformance.contract import Config, Named, Read, Topology, Unsupported
 
 
@@ -28,20 +29,20 @@ class Layer:
         self._etp, self._tp = _place(topology, "etp"), _place(topology, "tp")
         if odd := [width for width in config.shared_ffn if width % self._tp[1]]:
             raise Unsupported(f"a shared expert of width {odd[0]} has no equal parts on tp = {self._tp[1]}")
+        self._seen = WeightsSeen(layer.router, WEIGHTS)
         self.chunk = wrapped(layer, layer.config)
 
     @property
     def resolved(self) -> Mapping[str, str]:
-        """The classes of the parts, and whether shared experts run beside the dispatcher."""
+        """The classes of the parts, whether shared experts run beside the dispatcher, and the scores' dtype as seen."""
         return {
             "layer": type(self._layer).__qualname__,
-            "dtype": "torch.float32",  # of scores, whatever moe_router_dtype says: docs/findings, MC-03
             "dispatcher": type(self._layer.token_dispatcher).__qualname__,
             "experts": type(self._layer.experts).__qualname__,
             "shared experts": type(self._layer.shared_experts).__qualname__,
             "shared overlap": str(self._layer.shared_expert_overlap),
             "shims": "; ".join(library.SHIMS) or "none",
-        }
+        } | self._seen.resolved
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the layer's output; it takes [sequence, batch, D], and rows without a batch are a batch of one."""

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from moe_conformance.backends.megatron_core import library
+from moe_conformance.backends.weights_seen import WeightsSeen
 from moe_conformance.contract import Delivery, Named, Read, Routed, Routing
 
+WEIGHTS = 0  # of what a router returns: weights, map
 _SHIMS = {"shims": "; ".join(library.SHIMS) or "none"}
 
 
@@ -107,6 +109,7 @@ class Router:
         self._routing = layer.router.routing
         self._logits: Tensor | None = None
         layer.router.routing = self._keep_logits  # a tap: the library keeps to itself what it scores
+        self._seen = WeightsSeen(layer.router, WEIGHTS)
         self.chunk = wrapped(layer.router, layer.config)
 
     def _keep_logits(self, logits: Tensor, **how: Any) -> Any:
@@ -115,16 +118,16 @@ class Router:
 
     @property
     def resolved(self) -> Mapping[str, str]:
-        """The router, where its scores are made, and the types of its weights and of the last logits."""
+        """The router, where its scores are made, and the types of its weight, of the last logits, and of scores."""
         router = self._router
         when = "before" if router.config.moe_router_pre_softmax or router.score_function == "sigmoid" else "after"
         return {
             "router": type(router).__qualname__,
             "scores": f"{router.score_function} {when} selection",
             "fused": str(router.config.moe_router_fusion),
-            "dtype": "torch.float32",  # of scores, whatever moe_router_dtype says: docs/findings, MC-03
             "gate": str(router.weight.dtype),
             "logits": str(None if self._logits is None else self._logits.dtype),
+            **self._seen.resolved,
         } | _SHIMS
 
     def __call__(self, x: Tensor, padding_mask_T: Tensor | None = None) -> Routed:

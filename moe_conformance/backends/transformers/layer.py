@@ -13,8 +13,9 @@ from moe_conformance.backends.fsdp_windows import require_one_bias, require_part
 from moe_conformance.backends.transformers.experts import expert_windows
 from moe_conformance.backends.transformers.model import model_with, plan_of, reduction_of, shard
 from moe_conformance.backends.transformers.placement import Placement
-from moe_conformance.backends.transformers.router import model_config, model_of
+from moe_conformance.backends.transformers.router import WEIGHTS, model_config, model_of
 from moe_conformance.backends.transformers.shared_batch import SharedBatch
+from moe_conformance.backends.weights_seen import WeightsSeen
 from moe_conformance.contract import Config, Named, Read, Unsupported, refusals
 
 
@@ -83,6 +84,7 @@ class ModelLayer:
             for projection in (block.shared_experts.gate_proj, block.shared_experts.up_proj):
                 nn.init.zeros_(projection.bias)  # one switch gives biases to all three projections
         self._block, self._model = block, model_with(block, "layers.0.mlp", asked)
+        self._seen = WeightsSeen(block.gate, WEIGHTS)
         sizes = placement.topology.sizes
         if sizes["tp"] > 1 and any("shared_experts" in name for name in asked.base_model_tp_plan):
             raise Unsupported(f"tp = {sizes['tp']} splits the shared experts of {model}: not adapted")
@@ -100,17 +102,16 @@ class ModelLayer:
 
     @property
     def resolved(self) -> Mapping[str, str]:
-        """The classes of the parts, the dtype of the router's scores, and how the experts are placed."""
+        """The classes of the parts, how the experts are placed, what reduces gradients, and the dtype of scores."""
         block, weight = self._block, self._block.experts.gate_up_proj
         shared = "none" if self._names.shared is None else type(getattr(block, self._names.shared)).__name__
         return {
             "layer": type(block).__name__,
-            "dtype": "torch.float32",  # of scores, for tokens of any dtype: docs/findings, TF-04
             "experts implementation": block.experts.config._experts_implementation,
             "shared experts": shared,
             "shards": str(weight.placements) if isinstance(weight, DTensor) else "none",
             "reduction": reduction_of(self._model),
-        }
+        } | self._seen.resolved
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return y; the block takes [batch, sequence, D], and tensor ranks share a batch."""

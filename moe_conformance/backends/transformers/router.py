@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_conformance.backends.weights_seen import WeightsSeen
 from moe_conformance.contract import Config, Named, Read, Routed, Routing, Unsupported
 
+WEIGHTS = 1  # of what every router returns: logits, weights, ids
 ONE_HEAD: Mapping[str, Any] = {"num_attention_heads": 1, "num_key_value_heads": 1}  # which divides every hidden size
 
 
@@ -110,12 +112,13 @@ class ModelRouter:
         for name, parameter in list(router.named_parameters()):
             setattr(router, name, nn.Parameter(parameter.detach().to(config.dtype)))
         self._router, self._biased = router, config.balance_bias
+        self._seen = WeightsSeen(router, WEIGHTS)
 
     @property
     def resolved(self) -> Mapping[str, str]:
-        """The class that was built, and the dtypes of its scores, which are float32 for any tokens, and its weight."""
+        """The class that was built, the dtype of its scores as far as it was seen, and that of its weight."""
         router = self._router
-        return {"router": type(router).__name__, "dtype": "torch.float32", "gate": str(router.weight.dtype)}
+        return {"router": type(router).__name__, "gate": str(router.weight.dtype)} | self._seen.resolved
 
     def __call__(self, x: Tensor) -> Routed:
         """Return what the router hands to the experts; it counts no load."""

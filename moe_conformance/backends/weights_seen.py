@@ -1,0 +1,34 @@
+"""In which dtype a router computes its scores, by the weights that it returned. For adapters of any library.
+
+A library may compute in float32 and hand over float64: then all weights are float32 numbers. Weights that it normalises
+or scales afterwards, in float64, do not show that. A half-precision weight may be rounded from anything.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class WeightsSeen:
+    """The weights of every call of a router until now."""
+
+    def __init__(self, router: nn.Module, place: int) -> None:
+        """Look, from now on, at element `place` of what the router returns."""
+        self._place = place
+        self._dtype: torch.dtype | None = None
+        router.register_forward_hook(self._look)
+
+    def _look(self, router: nn.Module, handed: Any, returned: Any) -> None:
+        del router, handed
+        weights = returned[self._place].detach()
+        if weights.numel() and weights.dtype in (torch.float32, torch.float64):
+            narrow = torch.equal(weights, weights.float().to(weights.dtype))
+            self._dtype = torch.float32 if narrow and self._dtype != torch.float64 else torch.float64
+
+    @property
+    def resolved(self) -> dict[str, str]:
+        """The dtype as an entry of `resolved`; nothing where nothing was seen that shows it."""
+        return {} if self._dtype is None else {"dtype": str(self._dtype)}
