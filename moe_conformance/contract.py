@@ -407,7 +407,8 @@ class Session:
     offered". Class attributes state how the backend works; the suite observes whether they are true.
     """
 
-    # Where the weights are applied by default; an exchange that differs says so in `resolved["weights_at"]`.
+    # Where the weights are applied by default. An exchange that differs says so in `resolved["weights_at"]`, which is
+    # read after every forward.
     weights_at: Literal["input", "expert", "combine"] = "combine"
     expert_output_is_partial: bool = False  # etp > 1: combine sums the parts
     grad_attr: str = "grad"  # where gradients lie after finish_gradients ("main_grad")

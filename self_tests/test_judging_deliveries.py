@@ -13,12 +13,18 @@ from moe_conformance.judging.reading import read
 from moe_conformance.judging.row_gradients import judge_out_gradients
 from moe_conformance.judging.verdict import CorruptRow, NotOffered, WrongCount, WrongDelivery, WrongForm, WrongWeight
 from moe_conformance.judging.weights import judge_weights
+from moe_conformance.scenarios.outcome import Microbatch
 from moe_conformance.topology import Layout
 from self_tests.breaking import broken, caught, edit_handed, exchange, judged, on, put
 from self_tests.simulated_exchange import Sent, workload
 
 # Two ranks, experts 0..3 on rank 0 and 4..7 on rank 1; two rows for expert 5, one each for 0, 1, 4 and 6.
 ROUTING = workload(ids=[[[0, 5], [4, 5]], [[1, 6]]])
+
+
+def _told(microbatches: tuple[Microbatch, ...], *places: str | None) -> tuple[Microbatch, ...]:
+    """The microbatches of a rank, with what its exchange tells after each."""
+    return tuple(replace(seen, weights_at=place) for seen, place in zip(microbatches, places, strict=True))
 
 
 class TestDeliveries:
@@ -288,8 +294,18 @@ class TestWeights:
             outcome = edit_handed(
                 outcome, rank, lambda handed: replace(handed, weights_RJ=torch.ones(handed.ids_RJ.shape))
             )
-        assert ("combine", "combine") == read(outcome).applied
+        assert (("combine",), ("combine",)) == read(outcome).applied
         judged(judge_out_gradients, outcome)
+
+    def test_an_exchange_may_weigh_elsewhere_in_every_microbatch(self) -> None:
+        """What it tells after a forward goes before what the session claims, for that microbatch alone."""
+        outcome = broken(workload(microbatches=2))
+        ranks = [replace(rank, weights_at="combine") for rank in outcome.ranks]
+        told = [replace(rank, microbatches=_told(rank.microbatches, "expert", "expert")) for rank in ranks]
+        judged(judge_weights, replace(outcome, ranks=tuple(told)))
+        half = [replace(rank, microbatches=_told(rank.microbatches, "expert", None)) for rank in ranks]
+        words = str(caught(judge_weights, replace(outcome, ranks=tuple(half))))
+        assert "weights are said to be applied at combine" in words
 
     def test_weights_that_do_not_travel_are_not_counted(self) -> None:
         """Where combine applies the weights there is nothing to compare, and that is neither a pass nor a failure."""

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -166,6 +167,14 @@ class TestExchange:
         assert ("tokens" in rank.resolved) == (layout.tp > 1)
 
 
+    def test_it_says_after_every_forward_where_it_weighed(self, engine: Engine) -> None:
+        """AutoEP reduces in inference, where experts weigh, and exchanges in training, where combine does."""
+        for rank in run(engine, pinned("auto", TP2_EP2, "inference-even")).ranks:
+            assert ["expert", "combine", "expert"] == [seen.weights_at for seen in rank.microbatches]
+            unrouted = [bool((call.ids_RJ < 0).all(1).any()) for seen in rank.microbatches for call in seen.handed]
+            assert [True, False, True] == unrouted
+
+
 class TestExperts:
     @pytest.mark.parametrize("layout", [EP2, EP2_EDP2, TP2_EP2, TP2, EDP2], ids=lambda layout: layout.name)
     @pytest.mark.parametrize(
@@ -232,6 +241,13 @@ class TestRouter:
         outcome = run(engine, workload)
         assert model == model_of(workload.config)
         assert_routed_alike(outcome, 1e-6)
+
+    @pytest.mark.parametrize(("score", "told"), [("softmax", "torch.float32"), ("softmax_topk", "torch.float64")])
+    def test_it_says_in_what_it_was_seen_to_compute(self, engine: Engine, score: Any, told: str) -> None:
+        """Qwen's router casts scores of float32 back to its tokens' float64, GPT-OSS's computes in float64."""
+        workload = next(w for w in routing.routing_corpus("alltoall", Layout(2)) if w.name == "route-float64")
+        outcome = run(engine, replace(workload, config=replace(workload.config, score=score)))
+        assert [told, told] == [rank.resolved["dtype"] for rank in outcome.ranks]
 
 
 class TestLayer:

@@ -46,7 +46,7 @@ def judge_rows(reading: Reading, tally: Tally) -> None:
         if entry.kind == tags.CORRUPT or not _exists(reading, entry):
             findings.append(Finding("no token's row", f"{entry.place} is {_told(reading, entry)}", (entry.rank,)))
     for entry in reading.entries:
-        if entry.kind == tags.TAG and reading.applied[entry.rank] != "input" and entry.scale != 1:
+        if entry.kind == tags.TAG and reading.applied_to(entry) != "input" and entry.scale != 1:
             sentence = f"{entry.place} is {entry.scale:g} x {entry.token_name}"
             findings.append(Finding("scaled row", sentence, (entry.rank,), abs(entry.scale - 1)))
     if findings:

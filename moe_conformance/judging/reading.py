@@ -160,24 +160,29 @@ class Reading:
         return ratio_names({name: sizes[name] for name in ("dp", "cp", "tp", "ep", "etp", "edp", "pp", "world")})
 
     @cached_property
-    def applied(self) -> tuple[Applied, ...]:
-        """Where every rank's weights are applied.
+    def applied(self) -> tuple[tuple[Applied, ...], ...]:
+        """Where every rank's weights are applied, [rank][microbatch].
 
-        As the session claims; but "after the expert" leaves two places, and handing weights over is choosing one. Ones
-        choose nothing: experts that take weights are given ones where combine weighs.
+        As the session claims, or the exchange after the microbatch's forward; but "after the expert" leaves two places,
+        and handing weights over is choosing one. Ones choose nothing: experts that take weights are given ones where
+        combine weighs.
         """
-        chosen: list[Applied] = []
+        chosen: list[tuple[Applied, ...]] = []
         asked = self.outcome.workload.config.weights_applied
         for rank in self.ranks:
-            handed = (call.weights_RJ for seen in rank.microbatches for call in seen.handed)
-            carried = any(weights_RJ is not None and bool((weights_RJ != 1).any()) for weights_RJ in handed)
-            if asked == "output":
-                chosen.append("expert" if carried else "combine")
-            elif asked == "input" or rank.weights_at == "input":
-                chosen.append("input")
-            else:
-                chosen.append("expert" if rank.weights_at == "expert" else "combine")
+            told = [seen.weights_at or rank.weights_at for seen in rank.microbatches]
+            if asked == "input":
+                told = ["input"] * len(told)
+            elif asked == "output":
+                handed = (call.weights_RJ for seen in rank.microbatches for call in seen.handed)
+                carried = any(weights_RJ is not None and bool((weights_RJ != 1).any()) for weights_RJ in handed)
+                told = ["expert" if carried else "combine"] * len(told)
+            chosen.append(tuple("input" if at == "input" else "expert" if at == "expert" else "combine" for at in told))
         return tuple(chosen)
+
+    def applied_to(self, entry: Entry) -> Applied:
+        """Where the weight of a row is applied."""
+        return self.applied[entry.rank][entry.microbatch]
 
     @cached_property
     def entries(self) -> tuple[Entry, ...]:
@@ -333,7 +338,7 @@ def _match(reading: Reading) -> Matching:
 
 def _carried(reading: Reading, entry: Entry) -> float:
     """Return the weight that can be seen at an entry: beside the row, in it, or in the gradient of its answer."""
-    applied = reading.applied[entry.rank]
+    applied = reading.applied_to(entry)
     if applied == "expert":
         return entry.weight or 0.0
     if applied == "input":

@@ -30,7 +30,7 @@ def compare_out_gradients(reading: Reading) -> list[Compared]:
     """Compare the gradient at the output for every delivered pair, where there is one."""
 
     def one(match: Match) -> Tensor:
-        return _upstream(reading, match, weighted=reading.applied[match.entry.rank] == "combine")
+        return _upstream(reading, match, weighted=reading.applied_to(match.entry) == "combine")
 
     return _compared(reading, reading.matching.matches, one, lambda handed: handed.out_grad_RD)
 
@@ -45,7 +45,7 @@ def compare_rows_gradients(reading: Reading) -> list[Compared]:
     entries = Counter((e.rank, e.microbatch, e.call, e.row) for e in reading.entries)
 
     def whole(match: Match) -> Tensor:
-        weighted = reading.applied[match.entry.rank] != "input"
+        weighted = reading.applied_to(match.entry) != "input"
         total_D = torch.zeros(config.hidden, dtype=torch.float64)
         for at in by_row[_row(match)]:
             factor = tags.gain(at.entry.expert) * reading.parts[at.entry.rank]

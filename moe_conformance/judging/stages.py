@@ -10,7 +10,7 @@ from moe_conformance.judging.weights import wrong_weights
 def before_experts(reading: Reading) -> str | None:
     """Say what was wrong already when it was handed to the experts, or None: y and dx cannot be right then."""
     matching = reading.matching
-    scaled = any(m.entry.scale != 1 and reading.applied[m.entry.rank] != "input" for m in matching.matches)
+    scaled = any(m.entry.scale != 1 and reading.applied_to(m.entry) != "input" for m in matching.matches)
     if matching.lost or matching.extra or matching.corrupt or scaled:
         return "the rows were already wrong when they were handed to the experts"
     if wrong_weights(reading):

@@ -126,7 +126,7 @@ def judge_scaled(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
     Raises:
         NotOffered: the backend applies weights at the experts' input.
     """
-    if "input" in reading.applied:
+    if any("input" in of_rank for of_rank in reading.applied):
         raise NotOffered("weights multiply the experts' input, of which the answers are no linear function")
     judge_alike(reading, ran, tally)
 

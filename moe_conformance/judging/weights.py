@@ -22,7 +22,7 @@ def judge_weights(reading: Reading, tally: Tally) -> None:
     findings = _misplaced(reading)
     if findings:
         fail(WrongWeight, "dispatch", findings)
-    if all(applied == "combine" for applied in reading.applied):
+    if all(applied == "combine" for of_rank in reading.applied for applied in of_rank):
         raise NotOffered("weights are applied in combine: none travel")
     travelling, wrong = _travelling(reading), wrong_weights(reading)
     if wrong:
@@ -44,12 +44,12 @@ def wrong_weights(reading: Reading) -> list[Match]:
 
 
 def _travelling(reading: Reading) -> list[Match]:
-    return [match for match in reading.matching.matches if reading.applied[match.entry.rank] != "combine"]
+    return [match for match in reading.matching.matches if reading.applied_to(match.entry) != "combine"]
 
 
 def _carried(reading: Reading, entry: Entry) -> float:
     """Return the weight that travels with a row: in it or beside it."""
-    return entry.scale if reading.applied[entry.rank] == "input" else entry.weight or 0.0
+    return entry.scale if reading.applied_to(entry) == "input" else entry.weight or 0.0
 
 
 def _own(reading: Reading, match: Match) -> float:
@@ -60,7 +60,7 @@ def _misplaced(reading: Reading) -> list[Finding]:
     """Find weights that travel where the session says that they do not, and the reverse."""
     findings = []
     for pair, entry in reading.matching.matches:
-        applied = reading.applied[entry.rank]
+        applied = reading.applied_to(entry)
         if applied == "expert" and entry.weight is None:
             sentence = f"{entry.place} carries no weight, and the experts are to apply it"
             findings.append(Finding("no weight", sentence, (entry.rank,)))

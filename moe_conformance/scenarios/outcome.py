@@ -61,6 +61,7 @@ class Microbatch:
     routed_weights_TK: Tensor | None = None
     logits_TE: Tensor | None = None
     counts_E: Tensor | None = None
+    weights_at: str | None = None  # as the exchange told after this forward, where it does
     overflow: str | None = None  # overflow: what the dispatch said that refused; then there is nothing else
     undropped_ids_TK: Tensor | None = None  # capacity: what the same router decides without one
     undropped_weights_TK: Tensor | None = None

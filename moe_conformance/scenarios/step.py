@@ -63,6 +63,7 @@ class TrainingStep:
         self.outputs: dict[int, Tensor] = {}
         self.overflows: dict[int, str] = {}  # microbatches that a dispatch refused, and its words
         self.returned: dict[int, Tensor] = {}  # copies of outputs, made when they were returned
+        self.weights_at: dict[int, str] = {}  # as the exchange told when they were returned
         self.outputs_changed: dict[int, tuple[str, ...]] = {}
         self.routed: dict[int, dict[str, Any]] = {}
         self.spoilt: dict[int, PaddingGradients] = {}
@@ -228,6 +229,9 @@ class TrainingStep:
 
     def _keep_output(self, m: int, output: Tensor) -> None:
         self.outputs[m], self.returned[m] = output, output.detach().clone()
+        told = self.exchange.resolved if isinstance(self.exchange, Resolved) else {}
+        if "weights_at" in told:
+            self.weights_at[m] = told["weights_at"]
 
     def _expert(self, m: int) -> ExpertFn:
         """Return the experts, which note where dispatch ends and combine begins."""
@@ -320,6 +324,7 @@ class TrainingStep:
             y_dtype=output.dtype,
             dx_TD=Grad(inputs.gradients.get("x")),
             dweights_TK=Grad(inputs.gradients.get("weights")),
+            weights_at=self.weights_at.get(m),
             inputs_changed=inputs.changed(),
             outputs_changed=self.outputs_changed.get(m, ()),
             gradients_changed=inputs.gradients_changed(),

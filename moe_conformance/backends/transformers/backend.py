@@ -87,7 +87,6 @@ class _Session(Session):
         alone = self._topology.sizes["ep"] == 1
         if alone and implementation == "all_reduce":
             raise Unsupported("with ep = 1 the library installs no implementation; see the variant alltoall")
-        self.weights_at = "expert" if alone or implementation == "all_reduce" else "combine"
         return SharedExchange(placement, None if alone else implementation, gathers=not config.token_copies)
 
     def experts(self, config: Config) -> ShardedExperts:

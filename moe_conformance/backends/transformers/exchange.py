@@ -15,14 +15,15 @@ from moe_conformance.contract import Delivery, ExpertFn, Routing, Unrouted, refu
 class _Given(nn.Module):
     """Stands where the experts of a model stood: N of them, which answer by the function given for the call."""
 
-    def __init__(self, held: int, unrouted: Unrouted) -> None:
+    def __init__(self, held: int) -> None:
         super().__init__()
-        self.num_experts, self._unrouted = held, unrouted
+        self.num_experts = held
         self.expert: ExpertFn
+        self.unrouted: Unrouted
 
     def forward(self, rows_RD: Tensor, ids_RJ: Tensor, weights_RJ: Tensor) -> Tensor:
         ids_RJ = torch.where(ids_RJ < self.num_experts, ids_RJ, -1)  # N means another rank's expert
-        return self.expert(Delivery.listed(rows_RD, ids_RJ, weights_RJ, unrouted=self._unrouted))
+        return self.expert(Delivery.listed(rows_RD, ids_RJ, weights_RJ, unrouted=self.unrouted))
 
 
 class SharedExchange:
@@ -34,10 +35,8 @@ class SharedExchange:
     def __init__(self, placement: Placement, implementation: str | None, *, gathers: bool) -> None:
         """Install the implementation of that name, or none; Unsupported where the library refuses it."""
         self._gathers = gathers and placement.topology.sizes["tp"] > 1
-        # All-reduce hands experts the tokens of others too, and so does auto where there are no gradients.
-        unrouted: Unrouted = "padding" if implementation in (None, "all_to_all") else "zero"
-        self._given, self._placement, self._class = _Given(placement.held, unrouted), placement, "none"
-        self._hands_all = False
+        self._given, self._placement, self._class = _Given(placement.held), placement, "none"
+        self._reduces = self._hands_all = self._chooses = False
         if implementation is None:
             return
         from transformers.distributed.expert_parallel import EpDispatchExpertsParallel, EPImplementationInterface
@@ -47,7 +46,9 @@ class SharedExchange:
                 self._given, placement.expert_mesh["ep"], tp_mesh=placement.tp_mesh, ep_implementation=implementation
             )
         self._class = EPImplementationInterface()[implementation].__name__
-        self._hands_all = implementation == "all_reduce"
+        self._reduces = self._hands_all = implementation == "all_reduce"
+        shared = placement.topology.ranks("tp") == placement.topology.ranks("ep")
+        self._chooses = implementation == "auto" and shared
 
     @property
     def local_experts(self) -> tuple[int, ...]:
@@ -56,17 +57,19 @@ class SharedExchange:
 
     @property
     def resolved(self) -> Mapping[str, str]:
-        """The class of the implementation, and what the adapter did to the tokens."""
+        """The class of the implementation, where its last forward weighed, and what the adapter did to the tokens."""
         sizes = self._placement.topology.sizes
         shared = {"tokens": f"gathered from {sizes['tp']} ranks by the adapter", "wire": "copies"}
-        told = {"implementation": self._class, "ep ranks": str(sizes["ep"])}
-        return (
-            told | ({"handed": "tokens"} if self._hands_all else {}) | (shared if self._gathers else {})
-        )
+        at = "expert" if self._reduces or self._class == "none" else "combine"
+        told = {"implementation": self._class, "ep ranks": str(sizes["ep"]), "weights_at": at}
+        return told | ({"handed": "tokens"} if self._hands_all else {}) | (shared if self._gathers else {})
 
     def __call__(self, x: Tensor, routing: Routing, expert: ExpertFn) -> Tensor:
         """Run the installed forward on this rank's tokens, or on those of all tensor ranks, gathered."""
-        self._given.expert = expert
+        if self._chooses:  # AutoEP reduces where no gradient goes through the tokens, and exchanges where one does
+            self._reduces = not (torch.is_grad_enabled() and x.requires_grad)
+        # The reduction hands experts the tokens of others too.
+        self._given.expert, self._given.unrouted = expert, "zero" if self._reduces else "padding"
         x_TD = x.reshape(-1, x.shape[-1])
         if not self._gathers:
             y_TD: Tensor = self._given(x_TD, routing.ids_TK, routing.weights_TK)
