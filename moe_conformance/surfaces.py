@@ -37,7 +37,7 @@ class Permuted:
     """Rows sorted by expert: in each expert's segment its pairs, then its padding; what comes after is unspecified."""
 
     rows_RD: Tensor
-    counts_E: Tensor  # int64: rows of every segment, padding included
+    counts_E: Tensor | None  # int64: rows of every segment, padding included; None where nothing is padded or counted
     weights_R: Tensor | None  # of the rows, where the backend hands them on; those of padding are free
     handle: Any  # what unpermute needs
 

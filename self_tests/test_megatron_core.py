@@ -297,6 +297,12 @@ class TestRefusals:
         by, said = refused(engine, replace(workload, config=replace(workload.config, **fields)))
         assert ("library", True) == (by, reason in said), said
 
+    def test_a_message_that_only_sounds_like_a_refusal_is_none(self, engine: Engine) -> None:
+        """What else TransformerConfig raises is judged, also where it speaks of experts or has "fus" in a word."""
+        extra = (("fine_grained_activation_offloading", True), ("offload_modules", ("confused",)))
+        workload = pinned("alltoall", EP2, "even", extra=extra)
+        assert {"raised"} == {rank.status for rank in moe_step(engine, NAME, workload).ranks}
+
     @pytest.mark.parametrize(
         ("layout", "reason"), [(EP2, "not supported in the shared experts"), (FOLDED, "only supported when ETP==1")]
     )

@@ -150,7 +150,9 @@ def _read(outcome: Outcome, call: int) -> Rows:
         raise WrongForm("dispatch", said, ranks=(0,))
     wanted = expert_major([asked.routing.ids_TK], range(asked.routing.experts))
     pairs_E = torch.bincount(wanted.expert, minlength=asked.routing.experts).tolist()
-    counts = [int(count) for count in counts_E.tolist()]
+    if counts_E is None and asked.multiple > 1:
+        raise WrongForm("dispatch", "nothing counts the rows of padded segments: None for counts_E", ranks=(0,))
+    counts = pairs_E if counts_E is None else [int(count) for count in counts_E.tolist()]
     _check_counts(counts, pairs_E, len(rows_RD), asked)
     found = _found(rows_RD, counts, pairs_E, asked, wanted)
     _check_weights(found, weights_R, asked)

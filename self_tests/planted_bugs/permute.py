@@ -81,6 +81,29 @@ class OneMultipleTooMany(Permutation):
 
 
 @planted(
+    Expectation("EXCH-18", "permute", "dispatch", "which goes to"),
+    layout=SINGLE,
+)
+class UncountedBackwards(Permutation):
+    """The rows of the last expert stand first, and nothing counts them."""
+
+    def permute(self, x_TD: Tensor, routing: Routing) -> Permuted:
+        made = super().permute(x_TD, routing)
+        return replace(made, rows_RD=made.rows_RD.flip(0), counts_E=None)
+
+
+@planted(
+    Expectation("EXCH-18", "permute-to-3", "dispatch", "nothing counts the rows of padded segments"),
+    layout=SINGLE,
+)
+class PaddedUncounted(Permutation):
+    """Segments are padded, and only the helper that padded them knows how far."""
+
+    def permute(self, x_TD: Tensor, routing: Routing) -> Permuted:
+        return replace(super().permute(x_TD, routing), counts_E=None)
+
+
+@planted(
     Expectation("EXCH-21", "permute", "dispatch", "which do not ascend"),
     layout=SINGLE,
 )

@@ -12,12 +12,29 @@ import torch.nn.functional
 from moe_conformance.backends.megatron_core import library
 from moe_conformance.contract import Config, Unsupported, refusals
 
-# Fields of Config that shape any surface.
-LAYER = ("variant", "experts", "top_k", "hidden", "ffn", "dtype", "packed", "extra")
+# Fields of Config that shape any surface; functions that stand alone know no fields of TransformerConfig.
+FUNCTION = ("variant", "experts", "top_k", "hidden", "ffn", "dtype", "packed")
+LAYER = (*FUNCTION, "extra")
 ROUTER = ("score", "normalise", "scale", "groups", "group_score", "balance_bias")  # and the router's own
 FORCED = ("forced",)  # of a router that runs on random logits
 SHARED = ("shared_ffn", "shared_gate", "shared_overlap", "shared_bias")  # of a whole layer
 CAPACITY = ("capacity_factor", "drop_policy", "pad_to_capacity")  # of router and dispatcher; there is no minimum
+
+# What TransformerConfig says where it refuses what can be asked of it here.
+_REFUSED = "|".join(
+    (
+        "num_moe_experts must be non-negative",
+        "should be (divisible by|smaller than) moe_router_num_groups",
+        "Please use --moe-router-pre-softmax when topk is 1",
+        "Expert bias for aux-loss-free routing only supports sigmoid score function",
+        "moe_expert_capacity_factor (only works with|must be set to use)",
+        "moe_shared_expert_overlap only works with alltoall token dispatcher",
+        "Bias in Moe is only supported when ETP==1",
+        "does not support variable sequence length",
+        "fused permutation is not available|cannot import name 'fused_permute'",  # without Transformer Engine
+        "overlap_moe_expert_parallel_comm",
+    )
+)
 
 
 def transformer_config(config: Config, sizes: Mapping[str, int]) -> Any:
@@ -32,8 +49,7 @@ def transformer_config(config: Config, sizes: Mapping[str, int]) -> Any:
     unknown = extra.keys() - {field.name for field in fields(library.TransformerConfig)}
     if unknown:
         raise Unsupported(f"TransformerConfig has no field {', '.join(sorted(unknown))}")
-    # A fusion that needs Transformer Engine is refused with ImportError where that is missing.
-    with refusals(ValueError, AssertionError, ImportError, match=r"[Mm]oe|expert|fus|variable sequence"):
+    with refusals(ValueError, AssertionError, ImportError, match=_REFUSED):
         return library.TransformerConfig(
             **{
                 "num_layers": 1,

@@ -18,17 +18,26 @@ class Packing:
     @property
     def resolved(self) -> Mapping[str, str]:
         """Where the lengths and the sums come from."""
-        return {"lengths": "get_padding", "sums": "get_packed_seq_params", "shares": "get_thd_batch_on_this_cp_rank"}
+        return {
+            "lengths": "get_padding",
+            "sums": "get_packed_seq_params",
+            "padded sums": "get_packed_seq_params; with cp = 1 by the adapter, multiples of its max_seqlen_q",
+            "shares": "get_thd_batch_on_this_cp_rank",
+        }
 
     def lay_out(self, lengths: Sequence[int], cp: int, tp: int, sequence_parallel: bool) -> PackedSequences:
-        """Ask for the padding of a batch, then for its sums."""
+        """Ask for the padding of a batch, then for its sums.
+
+        With cp = 1 it has no list of padded sums (format sbhd): all sequences have `max_seqlen_q` rows, which its own
+        `get_padding` led to.
+        """
         if len(set(lengths)) != 1:
             raise Unsupported(f"get_packed_seq_params lays out a batch of one length: not {list(lengths)}")
         padding = library.get_padding(lengths[0], cp, tp, sequence_parallel)
         tokens_SL = torch.empty(len(lengths), lengths[0] + padding)
         packed = library.get_packed_seq_params(tokens_SL, 0, padding, cp, use_packed_sequence=True)
         padded = packed.cu_seqlens_q_padded
-        if packed.qkv_format == "sbhd":  # it then has no list of rows: all sequences have as many
+        if packed.qkv_format == "sbhd":
             padded = torch.arange(len(lengths) + 1, dtype=torch.int32) * packed.max_seqlen_q
         return PackedSequences(packed.cu_seqlens_q, padded)
 

@@ -21,10 +21,10 @@ class Permutation:
     resolved: Mapping[str, str] = {"permute": "unfused"} | _SHIMS
 
     def permute(self, x_TD: Tensor, routing: Routing) -> Permuted:
-        """Return the rows; the library leaves it to its callers to count them, which sum the map."""
+        """Return the rows; the library leaves it to its callers to count them."""
         probs_TE, map_TE = routing.dense()
         rows_RD, weights_R, index_R = library.moe_utils.permute(x_TD, map_TE, probs=probs_TE)
-        return Permuted(rows_RD, map_TE.sum(0), weights_R, (index_R, x_TD.shape, probs_TE, map_TE))
+        return Permuted(rows_RD, None, weights_R, (index_R, x_TD.shape, probs_TE, map_TE))
 
     def unpermute(self, rows_RD: Tensor, handle: Any) -> Tensor:
         """Return the sums."""

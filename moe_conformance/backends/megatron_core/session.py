@@ -12,6 +12,7 @@ from moe_conformance.backends.megatron_core import library
 from moe_conformance.backends.megatron_core.configuration import (
     CAPACITY,
     FORCED,
+    FUNCTION,
     LAYER,
     ROUTER,
     SHARED,
@@ -78,7 +79,7 @@ class MegatronSession(Session):
 
     def packing(self, config: Config) -> Packing:
         """Return the library's functions."""
-        config.only(*LAYER)
+        config.only(*FUNCTION)
         return Packing()
 
     def token_padding(self, config: Config) -> TokenPadding:
@@ -88,12 +89,12 @@ class MegatronSession(Session):
 
     def permutation(self, config: Config) -> Permutation:
         """Return the library's functions."""
-        config.only(*LAYER)
+        config.only(*FUNCTION)
         return Permutation()
 
     def reordering(self, config: Config) -> Reordering:
         """Return the library's function."""
-        config.only(*LAYER)
+        config.only(*FUNCTION)
         return Reordering()
 
     def _layer(self, config: Config) -> Any:

@@ -1,4 +1,4 @@
-"""What Megatron-Core asks of CUDA or of NCCL, answered on a machine that has neither.
+"""What Megatron-Core asks of CUDA or of NCCL, answered on a machine that has neither; and one repair (MC-04).
 
 Nothing of this is applied where CUDA is. Each shim is put into the library's own modules under the name that the
 library looks up: torch itself, and whatever else runs in the process, stay as they are.
@@ -73,10 +73,11 @@ def apply(
     token_dispatcher.maybe_move_tensor_to_cpu = _to_host  # type: ignore[attr-defined]
 
     # Without Transformer Engine the name does not exist, and the router's linear raises NameError when it tests it for
-    # None. That is a fault of 0.16.1, not of the machine; with the name set to None all the rest can be judged.
+    # None. That is a fault of 0.16.1, not of the machine; with the name set to None all the rest can be judged, and the
+    # report says that it is.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
-    return ("torch.cuda", "uneven all_gather", "random states", "splits to host", "te_general_gemm")
+    return ("torch.cuda", "uneven all_gather", "random states", "splits to host", "te_general_gemm, a repair: MC-04")
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
