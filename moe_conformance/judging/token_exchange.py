@@ -232,7 +232,7 @@ class Script:
         here = {(rank, row): (token, row_D) for rank, row, token, row_D in self.rows(number)}
         for (rank, row), wanted in there.items():
             token, row_D = here.pop((rank, row), (None, torch.empty(0)))
-            if token is None or token != wanted or not torch.equal(row_D, self._sent(number, token)):
+            if token != wanted or not torch.equal(row_D, self._sent(number, wanted)):
                 said = "no token of it" if token is None else str(token)
                 if token == wanted:
                     said = f"{token}, but {unlike(row_D, self._sent(number, wanted))},"

@@ -7,6 +7,7 @@ import random
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import numpy
 import torch
@@ -60,8 +61,8 @@ def snapshot(device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         generators["CUDA's random state"] = torch.cuda.get_rng_state(device).numpy().tobytes()
     generators["Python's random state"] = repr(random.getstate()).encode()
-    _, key_624, *rest = numpy.random.get_state()
-    generators["numpy's random state"] = key_624.tobytes() + repr(rest).encode()
+    numpy_state: Any = numpy.random.get_state()  # its kind, 624 numbers, and where it stands
+    generators["numpy's random state"] = numpy_state[1].tobytes() + repr(numpy_state[2:]).encode()
     flags = {
         "the default dtype": torch.get_default_dtype(),
         "the grad mode": torch.is_grad_enabled(),
