@@ -227,7 +227,7 @@ class Script:
     def judge_again(self, number: int, tally: Tally) -> None:
         """Require the new value of a token where the first dispatch had put that token, and the first's ids."""
         first = self.first(number)
-        there = {(rank, row): token for rank, row, token, _ in self.rows(first)}
+        there = {(rank, row): token for rank, row, token, _ in self.rows(first) if token is not None}
         findings = []
         here = {(rank, row): (token, row_D) for rank, row, token, row_D in self.rows(number)}
         for (rank, row), wanted in there.items():
