@@ -179,7 +179,8 @@ class PlacesInBfloat16(LowLatencyExchange):
     """Places hold bfloat16 whatever the tokens are, as in kernels that know nothing else."""
 
     def fill(self, x: Tensor, routing: Routing, tokens_max: int | None = None) -> tuple[Tensor, Filled]:
-        return super().fill(x.bfloat16(), routing, tokens_max)
+        rows_NCD, filled = super().fill(x, routing, tokens_max)
+        return rows_NCD.bfloat16(), filled
 
 
 @planted(Expectation("EXCH-29", "places", "combine", "y of call 2 has the dtype torch.bfloat16 on rank 0, x has"))
