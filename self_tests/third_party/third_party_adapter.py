@@ -56,7 +56,7 @@ class GatherExchange:
         self.group = topology.group("ep")
         held = experts // self.group.size()
         self.local_experts = tuple(range(self.group.rank() * held, (self.group.rank() + 1) * held))
-        self.resolved = {"path": f"all_gather over {self.group.size()} ranks", "wire": "all"}
+        self.resolved = {"path": f"all_gather over {self.group.size()} ranks", "wire": "all", "routing": "maps"}
 
     def __call__(self, x: Tensor, routing: Routing, expert: ExpertFn) -> Tensor:
         """Pick each local expert's rows out of all tokens, have them answered, weigh and add up."""
