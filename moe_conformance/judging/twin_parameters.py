@@ -100,21 +100,36 @@ def _require_near(original: Reading, twin: Twin, other: Reading, tally: Tally) -
     except NotOffered:
         return
     now = assembled_again(twin, other)
-    findings = []
+    findings = list[Finding]()
     for (stage, (name, expert)), was in before.items():
         number = int(twin.numbers_E[expert])
         actual = now[stage, (name, number)]
         allowed = allowed_of(original, stage, (name, expert)) + allowed_of(other, stage, (name, number))
-        worst = compare(actual, was, allowed)
-        if worst.holds:
-            tally.add(elements=actual.numel())
-        else:
-            there = f" (expert {number} there)" if number != expert else ""
-            sentence = f"the gradient of {name} of expert {expert}{there} is not what it was: {worst}"
-            holders = stages(original.outcome.workload.layout)[stage]
-            findings.append(Finding("parameters", sentence, holders, worst.size))
+        there = f" (expert {number} there)" if number != expert else ""
+        sentence = f"the gradient of {name} of expert {expert}{there} is not what it was"
+        findings += far_off(original, stage, (actual, was, allowed), sentence, tally)
     if findings:
         fail(WrongGradient, "finish", findings, start=f"run {twin.how}, ")
+
+
+def far_off(
+    reading: Reading, stage: int, compared: tuple[Tensor, Tensor, Tensor], sentence: str, tally: Tally
+) -> list[Finding]:
+    """Count the elements of a whole gradient that is what is expected, within what is allowed; else say so.
+
+    Args:
+        reading: Whose ranks hold it, those of the pipeline stage.
+        stage: Its number.
+        compared: The gradient, what is expected of it, and by how much it may be off, all of one shape.
+        sentence: What is wrong if it is off; by how much is added.
+        tally: Counts elements.
+    """
+    worst = compare(*compared)
+    if worst.holds:
+        tally.add(elements=compared[0].numel())
+        return []
+    holders = stages(reading.outcome.workload.layout)[stage]
+    return [Finding("parameters", f"{sentence}: {worst}", holders, worst.size)]
 
 
 def assembled_again(twin: Twin, other: Reading) -> _Whole:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moe_conformance.judging.bounded import compare
+import torch
+
 from moe_conformance.judging.diagnosis import Finding, fail
 from moe_conformance.judging.finals import steps_of
-from moe_conformance.judging.places import stages
 from moe_conformance.judging.reading import Reading
-from moe_conformance.judging.twin_parameters import allowed_of, assembled, assembled_again
+from moe_conformance.judging.twin_parameters import allowed_of, assembled, assembled_again, far_off
 from moe_conformance.judging.twins import Ran, judge_alike, read_twin, those_that_ran
 from moe_conformance.judging.verdict import NotOffered, Tally, WrongGradient
 
@@ -26,18 +26,13 @@ def judge_sum(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
     judge_alike(reading, ran, tally)
     runs = [read_twin(each) for each in those_that_ran(ran)]
     whole, parts = assembled(reading), [assembled(run) for run in runs]
-    findings = []
+    findings = list[Finding]()
     for (stage, key), actual in whole.items():
-        expected = sum(part[stage, key] for part in parts)
+        expected = torch.stack([part[stage, key] for part in parts]).sum(0)
         allowed = sum((allowed_of(run, stage, key) for run in runs), allowed_of(reading, stage, key))
-        worst = compare(actual, actual.new_zeros(()) + expected, allowed)
-        if worst.holds:
-            tally.add(elements=actual.numel())
-            continue
         name, expert = key
-        sentence = f"the gradient of {name} of expert {expert} is not the sum of what the microbatches give: {worst}"
-        holders = stages(reading.outcome.workload.layout)[stage]
-        findings.append(Finding("sum", sentence, holders, worst.size))
+        sentence = f"the gradient of {name} of expert {expert} is not the sum of what the microbatches give"
+        findings += far_off(reading, stage, (actual, expected, allowed), sentence, tally)
     if findings:
         fail(WrongGradient, "finish", findings)
 
@@ -53,18 +48,14 @@ def judge_steps(reading: Reading, alone: Sequence[Ran], stepped: Ran, tally: Tal
     """
     _require_all([*alone, stepped])
     judge_alike(reading, [stepped], tally)
-    findings = []
+    findings = list[Finding]()
     for m, (single, step) in enumerate(zip(map(read_twin, alone), steps_of(read_twin(stepped)), strict=True)):
         expected, found = assembled(single), assembled_again(stepped.twin, step)
         for (stage, key), was in expected.items():
-            worst = compare(found[stage, key], was, 2 * allowed_of(single, stage, key))
-            if worst.holds:
-                tally.add(elements=was.numel())
-                continue
+            allowed = 2 * allowed_of(single, stage, key)
             name, expert = key
             sentence = f"in step {m} the gradient of {name} of expert {expert} is not what microbatch {m} alone gives"
-            holders = stages(reading.outcome.workload.layout)[stage]
-            findings.append(Finding("step", f"{sentence}: {worst}", holders, worst.size))
+            findings += far_off(reading, stage, (found[stage, key], was, allowed), sentence, tally)
     if findings:
         fail(WrongGradient, "finish", findings, start=f"run {stepped.twin.how}, ")
 
