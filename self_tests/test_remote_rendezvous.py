@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 
 import pytest
@@ -13,6 +12,7 @@ from moe_conformance.engine import EngineError
 from moe_conformance.engine.remote import rendezvous, sockets
 from moe_conformance.engine.remote.handshake import SUBJECT
 from moe_conformance.engine.remote.rendezvous import Given, announce, find, launch_of
+from self_tests.ports import free_port
 
 TORCHRUN = {
     "RANK": "1",
@@ -116,6 +116,13 @@ class TestRendezvous:
         with pytest.raises(EngineError, match="set SECRET_OF_TEST to the same text for all"):
             announce(launch(RANK="0", LOCAL_WORLD_SIZE="1"), NOTHING)
 
+    def test_on_several_machines_nobody_waits_for_a_driver_that_refused(self, launch, monkeypatch):
+        """The driver's agent, and its store, may be gone when the other looks for them: it need not look."""
+        monkeypatch.setattr(rendezvous, "FIND_LIMIT_S", 0.2)
+        gone = launch(RANK="1", LOCAL_WORLD_SIZE="1", MASTER_PORT=str(free_port()))
+        with pytest.raises(EngineError, match="set SECRET_OF_TEST to the same text for all"):
+            find(gone, NOTHING)
+
     def test_a_secret_for_the_driver_alone_is_told(self, launch):
         """The process that was given none says so, instead of trying another."""
         reception, file = announce(launch(RANK="0"), SOMETHING)
@@ -126,8 +133,7 @@ class TestRendezvous:
 
     def test_without_a_store_the_driver_listens_at_the_port_of_the_launcher(self):
         """Plain srun leaves MASTER_PORT to us; a secret is needed, since nothing says that all share a machine."""
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = str(free.getsockname()[1])
+        port = str(free_port())
         plain = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
         driver, other = (launch_of({"RANK": rank, **plain}) for rank in "01")
         ours, theirs, _ = self.meet(driver, other, SOMETHING, SOMETHING)

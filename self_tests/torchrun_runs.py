@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import uuid
 from pathlib import Path
 
 from self_tests.plugin_runs import LIMIT_S, PROJECT, Finished, environment, marked
+from self_tests.ports import free_port
 from self_tests.test_engine_life import survivors
 
 PYTEST = ("-m", "pytest", "-c", os.devnull, "--rootdir", str(PROJECT), "-p", "no:cacheprovider")
@@ -23,9 +23,8 @@ def torchrun(*arguments: str, cwd: Path, **variables: str) -> Finished:
 
 def agents(*arguments: str, cwd: Path, **variables: str) -> list[Finished]:
     """Run two agents with one process each, as on two machines."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
-    apart = ("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "static", "--rdzv-endpoint", endpoint)
+    meeting = ("--rdzv-backend", "static", "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
+    apart = ("--nnodes", "2", "--nproc-per-node", "1", *meeting)
     return _together([[*apart, "--node-rank", str(rank), *arguments] for rank in range(2)], cwd, variables)
 
 

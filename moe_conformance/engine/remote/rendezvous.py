@@ -161,9 +161,9 @@ def find(launch: Launch, given: Given) -> Driver:
     Raises:
         EngineError: it is not there in time, or there is no secret.
     """
+    if given.value is None and not _may_share_a_file(launch):
+        raise _no_secret(given)  # before looking for the driver, which says the same and is soon gone
     if not launch.store:
-        if given.value is None:
-            raise _no_secret(given)
         return Driver(sockets.resolve(launch.address), launch.port, _checked(given))
     try:
         store = _store(launch)
@@ -181,9 +181,13 @@ def find(launch: Launch, given: Given) -> Driver:
 def _own_secret(launch: Launch, given: Given) -> secret.SecretFile | None:
     if given.value is not None:
         return None
-    if not (launch.on_one_machine and launch.store):
+    if not _may_share_a_file(launch):
         raise _no_secret(given)
     return secret.SecretFile()
+
+
+def _may_share_a_file(launch: Launch) -> bool:
+    return launch.on_one_machine and launch.store
 
 
 def _no_secret(given: Given) -> EngineError:
