@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
+from pathlib import Path
 
 import pytest
 
-from moe_conformance.engine import Engine, EngineError, Job
+from moe_conformance.engine import Engine, EngineError, Job, nursery
+from moe_conformance.engine.launcher import Launcher
 from moe_conformance.engine.ledger.entry import MOST_CALLS
 
 JOBS = "self_tests.engine_jobs"
@@ -32,6 +36,25 @@ def engine():
     """One engine for this file."""
     with Engine(preload=(JOBS,)) as engine:
         yield engine
+
+
+class LateAsker(Launcher):
+    """Asks what a rank has printed when it has just ended."""
+
+    def _order(self, order):
+        if isinstance(order, nursery.Print):
+            os.kill(order.pid, signal.SIGKILL)
+            while Path(f"/proc/{order.pid}").exists():
+                time.sleep(0.01)
+        super()._order(order)
+
+
+class Overtaken:
+    """This machine, with such a launcher."""
+
+    def open(self, preload, environment):
+        """Imports the preload."""
+        return LateAsker(preload, environment)
 
 
 def pids(engine, world=2):
@@ -103,6 +126,12 @@ class TestPrinting:
         ranks = engine.run(job("print_then_fail", 2)).ranks
         expected = [f"rank {rank} line 0\nrank {rank} line 1\nfrom a child\n" for rank in (0, 1)]
         assert expected == [rank.output for rank in ranks]
+
+    def test_a_rank_that_ends_while_it_is_asked_has_told_already(self):
+        """What it printed comes with the news of its end, which may overtake the answer."""
+        with Engine(preload=(JOBS,), site=Overtaken()) as engine:
+            (rank,) = engine.run(job("print_then_fail", 1, world=1)).ranks
+            assert ("raised", "rank 0 line 0\nfrom a child\n") == (rank.status, rank.output)
 
     def test_much_output_is_cut_at_its_beginning(self, engine):
         """The last 64 KiB are told."""

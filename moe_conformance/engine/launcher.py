@@ -196,10 +196,12 @@ class Launcher:
     def printed(self, process: Child) -> str:
         """Returns the end of what a rank printed since `begin`, or in its life if it has ended."""
         self.collect()
-        if process.pid in self._exits:
-            return self._exits[process.pid].printed.decode(errors="replace")
-        self._order(nursery.Print(process.pid, self._files[process.pid].begun))
-        return self._reply(nursery.Printed).printed.decode(errors="replace")
+        if process.pid not in self._exits:
+            self._order(nursery.Print(process.pid, self._files[process.pid].begun))
+            reply = self._reply(nursery.Printed)
+            if process.pid not in self._exits:  # else it ended before the order came, and has left what it printed
+                return reply.printed.decode(errors="replace")
+        return self._exits[process.pid].printed.decode(errors="replace")
 
     def turns(self, processes: Sequence[Child], mains: bool) -> dict[int, Mapping[int, processor.Turns]]:
         """Returns what each thread of each rank has had of a processor, or (`mains`) its main thread alone."""
