@@ -128,9 +128,17 @@ class TestTimeLimit:
         assert "not run" in verdicts.values()
         assert {item: verdict for item, verdict in verdicts.items() if verdict != "not run"} == lines(tmp_path)
 
+    def test_a_limit_that_the_start_takes_up_is_told_as_well(self, tmp_path):
+        """Nothing has run, and the report says so of every item."""
+        done = run(tmp_path, RIGHT, slow(tmp_path), "--moe-time-limit", "1")
+        report = plugin_runs.result(tmp_path)
+        assert (124, 124, True) == (done.status, report["exit"], report["interrupted"])
+        assert "STOPPED: --time-limit 1 is near" in done.output
+        assert {"not run"} == set(plugin_runs.verdicts(report).values())
+
     def test_an_item_that_takes_too_long_is_interrupted(self, tmp_path):
         """It is not run, and nothing waits for it."""
-        done = run(tmp_path, RIGHT, slow(tmp_path, last_s=600.0), "--moe-time-limit", "20")
+        done = run(tmp_path, RIGHT, slow(tmp_path, last_s=600.0), "--moe-time-limit", "40")
         verdicts = plugin_runs.verdicts(plugin_runs.result(tmp_path))
         assert 124 == done.status
         assert {"test_endless", "test_quick", "test_deadly"} == {item.partition("[")[0] for item in verdicts}
@@ -150,6 +158,17 @@ class TestTerminated:
         ended = sorted(plugin_runs.verdicts(report).values())
         assert ["not run"] * (len(ended) - 1) + ["pass"] == ended
         assert len(ended) > 1
+
+    def test_a_signal_while_the_session_ends_changes_nothing(self, tmp_path):
+        """What was found is told in full, under the reason that came first."""
+        (tmp_path / "checks.py").write_text(
+            TERMINATED.format(late=True).replace("Last()\n", "raise KeyboardInterrupt\n", 1)
+        )
+        hook = "def pytest_keyboard_interrupt():\n    signal.raise_signal(signal.SIGTERM)\n"
+        (tmp_path / "conftest.py").write_text(f"import signal\n\n\n{hook}")
+        done = run(tmp_path, RIGHT, str(tmp_path / "checks.py"))
+        report = plugin_runs.result(tmp_path)
+        assert (130, 130, "interrupted by Ctrl-C") == (done.status, report["exit"], report["stopped"]), done.output
 
 
 class TestCutOff:

@@ -42,15 +42,17 @@ class Reporter:
 
     # ---- while it runs -----------------------------------------------------------------------------------------
 
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Begin the report with all items: time may be up before the first of them runs."""
+        if not self._config.option.collectonly:
+            self._roster = roster.roster(session.items)
+            self._open()
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> None:
-        """Begin the report; take over the line of files: items come by case, and files alternate."""
-        if self._config.option.collectonly:
-            return
-        self._roster = roster.roster(session.items)
-        self._open()
+        """Take over the line of files: items come by case, and files alternate."""
         terminal = self._terminal
-        if terminal is None:
+        if terminal is None or self._config.option.collectonly:
             return
         terminal.showfspath = False
         if terminal.verbosity > 0:
@@ -109,6 +111,7 @@ class Reporter:
         """Fail a run in which nothing passed or a waiver is wrong; write result.json."""
         if self._config.option.collectonly or exitstatus == pytest.ExitCode.USAGE_ERROR:
             return
+        self._open()  # if the session ends in what comes before its items
         stopped = ""
         interrupted = exitstatus not in (0, 1, 5)
         if exitstatus == pytest.ExitCode.INTERRUPTED:

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Generator
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -64,9 +65,17 @@ class Stopping:
 
     # ---- SIGTERM and time ----------------------------------------------------------------------------------------
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtestloop(self, session: pytest.Session) -> None:
-        """Begin to count: first the items are asked to stop, then the one that runs is interrupted."""
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
+        """Count time; with the last item, before pytest begins to end the session, nothing may interrupt any more."""
+        try:
+            self._begin(session)
+            return (yield)
+        finally:
+            self._end()
+
+    def _begin(self, session: pytest.Session) -> None:
+        """Set the timers: first the items are asked to stop, then the one that runs is interrupted."""
         self._session = session
         if self.reason:  # SIGTERM came while items were collected, and what it raised was lost
             session.shouldstop = self.reason
@@ -82,6 +91,10 @@ class Stopping:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self) -> None:
+        """End as well what ends before its items."""
+        self._end()
+
+    def _end(self) -> None:
         """There is nothing left to stop, and what was found is to be told in full."""
         for timer in self._timers:
             timer.cancel()
