@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
@@ -97,7 +98,7 @@ class Driver:
             others = [item for item in items if agenda.of_others(item, self.other_cells)]
             items[:] = [item for item in items if not agenda.of_others(item, self.other_cells)]
             config.hook.pytest_deselected(items=others)
-        agenda.sort(items, self.plan.positions, self.run.waivers.examples)
+        agenda.sort(items, self.run.waivers.examples)
 
     @pytest.hookimpl(tryfirst=True)  # before xdist tells the controller that it is done
     def pytest_collection_finish(self, session: pytest.Session) -> None:
@@ -235,13 +236,13 @@ class Driver:
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Attach the item's record to the report of the phase that ended it, and let its verdict be the report's."""
-        report = yield
-        if item.get_closest_marker("requirement") is None or call.when == "teardown":
-            return report
-        if call.when == "setup" and report.passed:
-            return report
+        goes_on = call.when == "teardown" or (call.when == "setup" and call.excinfo is None)
+        if goes_on or item.get_closest_marker("requirement") is None:
+            return (yield)
         trial = trial_of(item)
         ended = ending(trial, call.excinfo.value if call.excinfo else None)
+        with _tracebacks(item.config, wanted=ended.verdict == "error"):
+            report = yield
         if ended.verdict == "error":
             ended = replace(ended, detail=report.longreprtext)
         ended = self._look_again(item, trial, ended)
@@ -285,6 +286,18 @@ def _examine(trial: Trial, case: Case, outcome: Outcome) -> None:
             f"the backend declares a limit on {limit.on} that the library refuses to break ({limit.reason}), but "
             "nothing refused",
         )
+
+
+@contextmanager
+def _tracebacks(config: pytest.Config, *, wanted: bool) -> Iterator[None]:
+    """Have pytest write no traceback where a verdict says it all: it reads and parses every file on the way."""
+    asked = config.option.tbstyle
+    if not wanted:
+        config.option.tbstyle = "line"
+    try:
+        yield
+    finally:
+        config.option.tbstyle = asked
 
 
 def _drawn_kind(item: pytest.Item) -> str:
