@@ -79,7 +79,5 @@ def unmoved(
     for g, t in enumerate(good_T.nonzero()[:, 0].tolist()):
         here = sorted(zip(ids_TK[t].tolist(), weights_TK[t].tolist(), strict=True))
         alone = sorted(zip(without.ids_TK[g].tolist(), without.weights_TK[g].tolist(), strict=True))
-        same_T[t] = all(
-            e == f and abs(w - v) <= rounding * abs(v) for (e, w), (f, v) in zip(here, alone, strict=True)
-        )
+        same_T[t] = all(e == f and abs(w - v) <= rounding * abs(v) for (e, w), (f, v) in zip(here, alone, strict=True))
     return same_T

@@ -122,7 +122,5 @@ def _group_of(rank: int, exchange_groups: Sequence[Sequence[int]]) -> int:
     """Find the one exchange group that holds the rank."""
     found = [g for g, group in enumerate(exchange_groups) if rank in group]
     if len(found) != 1:
-        raise ValueError(
-            f"rank {rank} is in {len(found)} exchange groups of {exchange_groups}; it must be in one"
-        )
+        raise ValueError(f"rank {rank} is in {len(found)} exchange groups of {exchange_groups}; it must be in one")
     return found[0]

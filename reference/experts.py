@@ -67,9 +67,7 @@ def tagged(rows_RD: Tensor, expert: int, *, experts: int, gain: Tensor | float =
     D = rows_RD.shape[1]
     B = D // experts
     if B == 0 or not 0 <= expert < experts:
-        raise ValueError(
-            f"expert {expert} of {experts} has no block in D = {D} columns: need 0 <= expert < E <= D"
-        )
+        raise ValueError(f"expert {expert} of {experts} has no block in D = {D} columns: need 0 <= expert < E <= D")
     own_D = torch.arange(D) // B == expert  # (D,)
     return gain * torch.where(own_D, rows_RD.double(), 0.0)  # (R, D)
 

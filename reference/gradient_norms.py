@@ -83,9 +83,7 @@ def clip_factor(norm: float, max_norm: float, *, eps: float = 0.0) -> float:
     return 1.0 if norm == 0 else min(1.0, max_norm / (norm + eps))
 
 
-def clipped(
-    gradients: Mapping[str, Tensor], max_norm: float, *, eps: float = 0.0, p: float = 2.0
-) -> dict[str, Tensor]:
+def clipped(gradients: Mapping[str, Tensor], max_norm: float, *, eps: float = 0.0, p: float = 2.0) -> dict[str, Tensor]:
     """Clip a whole model's gradients, -> float64, shapes kept: each times `clip_factor` of the norm of all.
 
     Degenerate: a norm with norm + eps <= max_norm changes nothing. Raises as `norm` and `clip_factor`.

@@ -77,9 +77,7 @@ def copies(shards_by_rank: Sequence[Sequence[Shard]], sizes: Mapping[str, int]) 
     return made
 
 
-def _holders(
-    shards_by_rank: Sequence[Sequence[Shard]], sizes: Mapping[str, int]
-) -> dict[str, dict[int, list[float]]]:
+def _holders(shards_by_rank: Sequence[Sequence[Shard]], sizes: Mapping[str, int]) -> dict[str, dict[int, list[float]]]:
     """List, for every parameter and element, the values that the ranks hold."""
     found: dict[str, dict[int, list[float]]] = {name: {} for name in sizes}
     for rank, shards in enumerate(shards_by_rank):

@@ -54,9 +54,7 @@ def block(h_SD: Tensor, parameters: Block, top_k: int, weighing: Weighing) -> tu
     logits_SE = h_SD @ parameters["router", None].T  # (S, E)
     margin_S = routing.margins(logits_SE.detach(), top_k=top_k, score=weighing.score)
     ids_SK = routing.route(logits_SE.detach(), top_k=top_k, score=weighing.score).ids_TK
-    w_SK = routing.weights(
-        logits_SE, ids_SK, score=weighing.score, normalise=weighing.normalise, scale=weighing.scale
-    )
+    w_SK = routing.weights(logits_SE, ids_SK, score=weighing.score, normalise=weighing.normalise, scale=weighing.scale)
     experts = swiglu_experts({(name, e): value for (name, e), value in parameters.items() if e is not None})
     score = parameters.get(("shared_score", None))
     factor_S1 = gate_factors(h_SD, None if score is None else score[0])[:, None]  # (S, 1)

@@ -52,9 +52,7 @@ def scores(logits_TE: Tensor, score: Score) -> Tensor:
     """
     l_TE = logits_TE.double()  # (T, E)
     if bool((l_TE.isnan() | (l_TE == inf)).any()):
-        raise ValueError(
-            "a logit is NaN or +inf, which has no score; give finite logits, or -inf to mask an expert"
-        )
+        raise ValueError("a logit is NaN or +inf, which has no score; give finite logits, or -inf to mask an expert")
     if score in ("softmax", "softmax_topk") and bool((l_TE == -inf).all(dim=1).any()):
         raise ValueError("every logit of a token is -inf: its softmax is 0/0; leave it an expert")
     if score == "softmax":
@@ -83,9 +81,7 @@ def selection_scores(logits_TE: Tensor, *, score: Score, bias_E: Tensor | None =
     return s_TE if bias_E is None else s_TE + bias_E.double()  # (T, E)
 
 
-def weights(
-    logits_TE: Tensor, ids_TK: Tensor, *, score: Score, normalise: bool = False, scale: float = 1.0
-) -> Tensor:
+def weights(logits_TE: Tensor, ids_TK: Tensor, *, score: Score, normalise: bool = False, scale: float = 1.0) -> Tensor:
     """Weigh any given selection, (T, E) and int64 (T, K) -> (T, K), differentiable in the logits.
 
     Rule: take the chosen experts' scores without the bias (for "softmax_topk" the softmax of the K chosen

@@ -160,10 +160,6 @@ def _check(E: int, top_k: int, groups: tuple[int, int] | None, group_score: Grou
     if G < 1 or E % G or not 1 <= chosen <= G:
         raise ValueError(f"groups = {groups} for {E} experts: G must divide E, and 1 to G groups be chosen")
     if chosen * (E // G) < top_k:
-        raise ValueError(
-            f"{chosen} groups of {E // G} experts hold fewer than top_k = {top_k}: choose more groups"
-        )
+        raise ValueError(f"{chosen} groups of {E // G} experts hold fewer than top_k = {top_k}: choose more groups")
     if not 1 <= _summands(group_score, top_k, chosen) <= E // G:
-        raise ValueError(
-            f"groups of {E // G} cannot be scored by {group_score} at top_k = {top_k}, groups = {groups}"
-        )
+        raise ValueError(f"groups of {E // G} cannot be scored by {group_score} at top_k = {top_k}, groups = {groups}")

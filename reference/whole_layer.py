@@ -2,7 +2,8 @@
 
 y_t = sum_k w_tk f_{e_tk}(x_t) + a_t sum_j h_j(x_t), where the weights w are those of the router's scores. It is
 `shared_experts.forward` on the weights of `routing.weights`, and nothing else; who is chosen is given, as the choice
-has no gradient.
+has no gradient. Where slots are dropped the sum is over the kept ones, weighed before the drop as
+`capacity_output.after_drop` has it; who is kept is given too.
 
 Sources: DeepSeek-V3 section 2.1.2 (the equations of the layer); Shazeer et al. 2017 equation 1.
 """
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor
 
 from reference import routing
+from reference.capacity_output import after_drop
 from reference.experts import swiglu_experts
 from reference.layer import WeightsAt, forward
-from reference.routing import Score
+from reference.routing import Routed, Score
 from reference.shared_experts import SharedExpert, gate_factors, shared_part
 
 Key = tuple[str, int | None]
@@ -28,6 +30,9 @@ j, its "shared_bias" (D,) where it has one, "shared_score" (1, D); None for what
 Mix = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(routed part (T, D), sum of the S shared experts, their biases in it, (T, D), gate factors (T, 1), the biases (S, D))
 -> y (T, D)"""
+
+Drop = Callable[[Tensor, Tensor, Tensor], Routed]
+"""(ids, weights before the drop, which are kept, (T, K) each) -> ids and weights after it"""
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,9 @@ def gradients(
     weighing: Weighing,
     *,
     weights_at: WeightsAt = "output",
+    kept_TK: Tensor | None = None,
     mix: Mix = mixed,
+    drop: Drop = after_drop,
 ) -> LayerGradients:
     """Compute y and, given dL/dy, the gradient in x and in every parameter, by autograd.
 
@@ -80,12 +87,14 @@ def gradients(
         parameters: by `Key`; the shared experts are numbered from 0. What selects only ("balance_bias") is left out.
         weighing: of the chosen.
         weights_at: where the weights are applied.
+        kept_TK: bool, which of the chosen are not dropped; all of them if None.
         mix: how the parts are put together; by another rule than `mixed`, what a mistake would yield.
+        drop: what becomes of the dropped; by another rule than `after_drop`, what a mistake would yield.
 
-    Degenerate: an expert without tokens has gradients of zeros, which are returned and never left out; T = 0 gives
-    empty and zero gradients; without shared experts the layer is the routed one.
+    Degenerate: an expert without tokens has gradients of zeros, which are returned and never left out, and so has an
+    expert that keeps none; T = 0 gives empty and zero gradients; without shared experts the layer is the routed one.
 
-    Decides: SHARE-01 to SHARE-05. Source: chain rule.
+    Decides: SHARE-01 to SHARE-05, DROP-09 to DROP-11. Source: chain rule.
 
     >>> one = torch.ones(1, 1)
     >>> p = {(name, 0): one for name in ("gate", "up", "down", "shared_gate", "shared_up", "shared_down")}
@@ -93,12 +102,18 @@ def gradients(
     >>> g = gradients(one, torch.tensor([[0]]), one, p, Weighing("softmax"))
     >>> round(g.y_TD.item() / one.sigmoid().item(), 6), round(g.parameters["shared_down", 0].item(), 6)
     (2.0, 0.731059)
+    >>> g = gradients(one, torch.tensor([[0]]), one, p, Weighing("sigmoid"), kept_TK=torch.tensor([[False]]))
+    >>> round(g.y_TD.item() / one.sigmoid().item(), 6), g.parameters["router", None].item()
+    (1.0, 0.0)
     """
     x = _leaf(x_TD)
     p = {key: _leaf(value) for key, value in parameters.items() if key != ("balance_bias", None)}
     w_TK = routing.weights(
         x @ p["router", None].T, ids_TK, score=weighing.score, normalise=weighing.normalise, scale=weighing.scale
     )  # (T, K)
+    if kept_TK is not None:
+        after = drop(ids_TK, w_TK, kept_TK)
+        ids_TK, w_TK = after.ids_TK, after.weights_TK  # (T, K) each
     routed = swiglu_experts({(name, e): value for (name, e), value in p.items() if e is not None})
     routed_TD = forward(x, ids_TK, w_TK, routed, weights_at=weights_at)  # (T, D)
     shared = shared_of(p)
@@ -106,9 +121,9 @@ def gradients(
     score = p.get(("shared_score", None))
     factor_T1 = gate_factors(x, None if score is None else score[0])[:, None]  # (T, 1)
     y_TD = mix(routed_TD, shared_TD, factor_T1, _biases(shared, x.shape[1]))  # (T, D)
-    dx, *dp = torch.autograd.grad(
-        y_TD, [x, *p.values()], dy_TD.double(), allow_unused=True, materialize_grads=True
-    )
+    if not y_TD.requires_grad:  # nothing was kept, and nothing is shared: y is a constant, and every gradient zero
+        y_TD.requires_grad_()
+    dx, *dp = torch.autograd.grad(y_TD, [x, *p.values()], dy_TD.double(), allow_unused=True, materialize_grads=True)
     return LayerGradients(y_TD.detach(), dx, dict(zip(p, dp, strict=True)))
 
 

@@ -57,8 +57,11 @@ def measured_layer(
     rounding: Rounding,
     shares: Shares,
     weights_at: WeightsAt = "output",
+    kept_TK: Tensor | None = None,
 ) -> LayerMeasured:
     """Measure everything that `whole_layer.gradients` returns. An expert that is not routed to has exact zeros.
+
+    A dropped slot is routed nowhere: its weight has a gradient of exactly zero, and only the scores feel it.
 
     >>> from reference.whole_layer import gradients
     >>> sizes = {"gate": (4, 3), "up": (4, 3), "down": (3, 4)}
@@ -69,11 +72,14 @@ def measured_layer(
     >>> p["shared_score", None] = torch.arange(3.0).sin().reshape(1, 3)
     >>> x, dy = torch.arange(6.0).cos().reshape(2, 3), torch.arange(6.0).sin().reshape(2, 3)
     >>> case = (x, torch.tensor([[0, 1], [1, 0]]), dy, p, Weighing("sigmoid", True, 2.5))
-    >>> for at in ("output", "input"):
-    ...     right = gradients(*case, weights_at=at)
-    ...     ours = measured_layer(*case, rounding=Rounding(1.0, 1.0), shares=Shares(), weights_at=at)
+    >>> some = torch.tensor([[True, False], [False, False]])
+    >>> for at, kept in (("output", None), ("input", None), ("output", some), ("input", some)):
+    ...     right = gradients(*case, weights_at=at, kept_TK=kept)
+    ...     ours = measured_layer(*case, rounding=Rounding(1.0, 1.0), shares=Shares(), weights_at=at, kept_TK=kept)
     ...     close = [torch.allclose(ours.parameters[key].value, value) for key, value in right.parameters.items()]
     ...     print(torch.allclose(ours.y.value, right.y_TD), torch.allclose(ours.dx.value, right.dx_TD), all(close))
+    True True True
+    True True True
     True True True
     True True True
     """
@@ -82,8 +88,9 @@ def measured_layer(
     places = shares.places or (len(x_TD),)
     sharing = Sharing(shares.etp, places, shares.expert_sums)
     own = {(name, e): value for (name, e), value in parameters.items() if e is not None}
+    left_TK = ids_TK if kept_TK is None else torch.where(kept_TK, ids_TK, -1)
     routed = measured(
-        x_TD, ids_TK, w_TK, dy_TD, swiglu_measured(r, own, sharing), rounding=r, sharing=sharing, weights_at=weights_at
+        x_TD, left_TK, w_TK, dy_TD, swiglu_measured(r, own, sharing), rounding=r, sharing=sharing, weights_at=weights_at
     )
     dx_router, drouter = gradients_measured(
         r, x_TD, router_ED, ids_TK, routed.dw_TK, **how, places=places, sums=shares.dense_sums

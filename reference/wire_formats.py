@@ -45,9 +45,7 @@ def numbers(fmt: Format) -> Tensor:
     return torch.tensor([number for number in made if number <= fmt.largest], dtype=torch.float64)
 
 
-def scales(
-    x_RD: Tensor, block: int, fmt: Format, *, power_of_two: bool = False, floor: float = 1e-4
-) -> Tensor:
+def scales(x_RD: Tensor, block: int, fmt: Format, *, power_of_two: bool = False, floor: float = 1e-4) -> Tensor:
     """Scale every block so that its largest element becomes the format's largest number, (R, D) -> (R, blocks).
 
     Rule: s = max(amax, floor) / L, or the smallest power of two that is not less. One legal way of many.

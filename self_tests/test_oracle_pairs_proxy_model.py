@@ -44,8 +44,11 @@ def arrays(parameters: dict[tuple[str, int | None], Tensor]) -> second.Parameter
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 class TestLayer:
+    @pytest.mark.parametrize("dropped", [(), ((0, 1), (2, 0), (2, 1))], ids=["all-kept", "some-dropped"])
     @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-    def test_oracles_agree(self, gated: bool, score: Literal["softmax", "sigmoid"]) -> None:
+    def test_oracles_agree(
+        self, gated: bool, score: Literal["softmax", "sigmoid"], dropped: tuple[tuple[int, int], ...]
+    ) -> None:
         """Outputs are equal, and a step along a random direction changes the loss by what the gradients say."""
         generator = torch.Generator().manual_seed(11)
         p, how = drawn(generator, gated), Weighing(score, True, 2.5)
@@ -54,16 +57,35 @@ class TestLayer:
         assert 1e-3 < float(routing.margins(logits, top_k=K, score=score).min())
         ids = routing.route(logits, top_k=K, score=score).ids_TK
         layer = {key: value for key, value in p.items() if not key[0].startswith("mix")}
-        found = whole_layer.gradients(x, ids, dy, layer, how)
+        kept = torch.tensor([[(t, k) not in dropped for k in range(K)] for t in range(len(x))])
+        found = whole_layer.gradients(x, ids, dy, layer, how, kept_TK=kept if dropped else None)
 
         def loss(step: float) -> float:
             moved = {key: value + step * torch.ones_like(value) for key, value in layer.items()}
-            y = second.layer((x + step * direction).numpy(), arrays(moved), K, score, True, 2.5)
+            y = second.layer((x + step * direction).numpy(), arrays(moved), K, score, True, 2.5, dropped)
             return float((y * dy.numpy()).sum())
 
-        assert np.allclose(found.y_TD, second.layer(x.numpy(), arrays(layer), K, score, True, 2.5), rtol=1e-12)
+        by_hand = second.layer(x.numpy(), arrays(layer), K, score, True, 2.5, dropped)
+        assert np.allclose(found.y_TD, by_hand, rtol=1e-12)
         slope = float((found.dx_TD * direction).sum()) + sum(float(each.sum()) for each in found.parameters.values())
         assert slope == pytest.approx((loss(STEP) - loss(-STEP)) / (2 * STEP), rel=1e-6)
+
+    def test_without_kept_slots_the_shared_part_is_left(self, gated: bool) -> None:
+        """Where everything is dropped the gradients of router and experts are exactly zero, and there."""
+        generator = torch.Generator().manual_seed(13)
+        p = drawn(generator, gated)
+        layer = {key: value for key, value in p.items() if not key[0].startswith("mix")}
+        x, dy = torch.randn(2, 3, D, generator=generator, dtype=torch.float64)
+        ids, none = torch.tensor([[0, 1], [4, 2], [5, 0]]), torch.zeros(3, K, dtype=torch.bool)
+        found = whole_layer.gradients(x, ids, dy, layer, Weighing("softmax"), kept_TK=none)
+        alone = {key for key in layer if key[0].startswith("shared")}
+        every = [(t, k) for t in range(3) for k in range(K)]
+        by_hand = second.layer(x.numpy(), arrays(layer), K, "softmax", False, 1.0, every)
+        assert np.allclose(found.y_TD, by_hand, rtol=1e-12)
+        assert {key for key, each in found.parameters.items() if bool(each.any())} == alone
+        nothing = {key: value for key, value in layer.items() if not key[0].startswith("shared")}
+        bare = whole_layer.gradients(x, ids, dy, nothing, Weighing("softmax"), kept_TK=none)
+        assert not any(bool(each.any()) for each in (bare.y_TD, bare.dx_TD, *bare.parameters.values()))
 
 
 class TestModel:

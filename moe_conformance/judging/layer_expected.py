@@ -9,30 +9,35 @@ import torch
 from torch import Tensor
 
 from moe_conformance.judging import bounds
-from moe_conformance.judging.bounded import Target
 from moe_conformance.judging.places import Place, backward_places_of
 from moe_conformance.judging.stage_answers import StageAnswers
 from moe_conformance.workloads.records import ParameterKey
-from reference import routing, whole_layer, whole_layer_magnitudes
-from reference.whole_layer import LayerGradients, Mix, Weighing, mixed
+from reference import capacity, capacity_drops, routing, whole_layer, whole_layer_magnitudes
+from reference.capacity_output import after_drop
+from reference.whole_layer import Drop, LayerGradients, Mix, Weighing, mixed
 from reference.whole_layer_magnitudes import Shares
 
 ROUTED = ("gate", "up", "down")
 
 
 class LayerExpected(StageAnswers[LayerGradients]):
-    """The oracle's answer to a "layer" workload."""
+    """The oracle's answer to a "layer" workload, or to one of layers that drop."""
 
     def idle(self, stage: int, key: ParameterKey) -> bool:
-        """Whether a parameter is a routed expert's that no token of the stage reaches on its way backward."""
+        """Whether a parameter is a routed expert's that no kept slot of the stage reaches on its way backward."""
         name, expert = key
         return name in ROUTED and expert not in self._reached[stage]
 
-    def solve(self, places: Sequence[Place], mix: Mix = mixed) -> LayerGradients:
-        """Ask the oracle about the tokens of some places; with another mix, what a mistake would yield."""
-        x_TD, ids_TK, dy_TD = self._batch(places)
+    def solve(self, places: Sequence[Place], mix: Mix = mixed, drop: Drop = after_drop) -> LayerGradients:
+        """Ask the oracle about the tokens of some places; with another mix or drop, what a mistake would yield."""
         return whole_layer.gradients(
-            x_TD, ids_TK, dy_TD, self.workload.parameters, self._weighing, weights_at=self.weights_at, mix=mix
+            *self._batch(places),
+            self.workload.parameters,
+            self._weighing,
+            weights_at=self.weights_at,
+            kept_TK=self._kept(places),
+            mix=mix,
+            drop=drop,
         )
 
     def ids(self, place: Place) -> Tensor:
@@ -48,22 +53,10 @@ class LayerExpected(StageAnswers[LayerGradients]):
         )
         return chosen.ids_TK
 
-    def y_of(self, place: Place, tokens: Sequence[int], ids_nK: Tensor) -> Target:
-        """The output (n, D) of n tokens of a place, were they to choose others, or fewer: ids (n, K), one at least.
-
-        Only for weights that do not depend on who else is chosen: no normalisation, and softmax over all experts.
-        """
-        (m, rank), workload = place, self.workload
-        batch, parameters, layout = workload.batches[m][rank], workload.parameters, workload.layout
-        fed = batch.x_TD[tokens], ids_nK, batch.upstream[tokens], parameters, self._weighing
-        y_nD = whole_layer.gradients(*fed, weights_at=self.weights_at).y_TD
-        measured = whole_layer_magnitudes.measured_layer(
-            *fed,
-            rounding=bounds.rounding(workload.config.dtype),
-            shares=Shares(etp=layout.etp, tp=layout.tp),
-            weights_at=self.weights_at,
-        )
-        return Target(y_nD, self._allowed(measured.errors.y_TD))
+    @cached_property
+    def kept(self) -> Mapping[Place, Tensor]:
+        """Which of the chosen every token of a place keeps, bool (T, K): all of them, where there is no capacity."""
+        return {place: self._stay(ids_TK) for place, ids_TK in self._chosen.items()}
 
     @property
     def _weighing(self) -> Weighing:
@@ -82,12 +75,29 @@ class LayerExpected(StageAnswers[LayerGradients]):
     def _chosen(self) -> Mapping[Place, Tensor]:
         return {place: self.ids(place) for place in self.places}
 
+    def _stay(self, ids_TK: Tensor) -> Tensor:
+        """Say who stays: by position nothing but the choice decides, with the one capacity that is legal.
+
+        The choice is clear, and who is chosen weighs more than the margin of it, so that nobody counts as not chosen.
+        """
+        config = self.workload.config
+        if config.capacity_factor is None:
+            return torch.ones_like(ids_TK, dtype=torch.bool)
+        assert config.drop_policy == "position"
+        sizes = (len(ids_TK), config.top_k, config.experts)
+        (room,) = capacity.capacities(*sizes, factor=config.capacity_factor, minimum=config.min_capacity)
+        return capacity_drops.keep(ids_TK, config.experts, capacity=room, policy="position")
+
+    def _kept(self, places: Sequence[Place]) -> Tensor:
+        return torch.cat([self.kept[place] for place in places])
+
     @cached_property
     def _reached(self) -> tuple[frozenset[int], ...]:
-        return tuple(
-            frozenset(self._batch(backward_places_of(self.workload, ranks))[1].unique().tolist())
-            for ranks in self.stages
-        )
+        found = []
+        for ranks in self.stages:
+            places = backward_places_of(self.workload, ranks)
+            found.append(frozenset(self._batch(places)[1][self._kept(places)].tolist()))
+        return tuple(found)
 
     def _solved(self, places: Sequence[Place]) -> tuple[LayerGradients, LayerGradients]:
         layout, microbatches = self.workload.layout, len({m for m, _ in places})
@@ -105,5 +115,6 @@ class LayerExpected(StageAnswers[LayerGradients]):
                 dense_sums=bounds.sums_of_a_gradient(microbatches, replicas),
             ),
             weights_at=self.weights_at,
+            kept_TK=self._kept(places),
         )
         return self.solve(places), measured.errors

@@ -1,12 +1,14 @@
 """Words for wrong results of a whole layer: the factor or the mistake that explains them.
 
 A guess is another run of the oracle with the parts put together by another rule: the shared experts left out, added tp
-times, the gate forgotten. The first guess that explains all that is wrong, within its bounds, is told.
+times, the gate forgotten, the dropped slots kept. The first guess that explains all that is wrong, within its bounds,
+is told.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 
 import torch
@@ -17,9 +19,11 @@ from moe_conformance.judging.diagnosis import Finding, ratio_words
 from moe_conformance.judging.layer_expected import LayerExpected
 from moe_conformance.judging.places import Place, Shard, backward_places_of, other_sums, shard_of
 from moe_conformance.workloads.records import ParameterKey
-from reference.whole_layer import LayerGradients, Mix, mixed
+from reference.routing import Routed
+from reference.whole_layer import Drop, LayerGradients, Mix, mixed
 
 Found = tuple[list[Finding], float | None]
+Guess = Callable[[Sequence[Place]], LayerGradients]
 
 
 def mixes(expected: LayerExpected) -> Iterator[tuple[str, Mix]]:
@@ -49,6 +53,25 @@ def detached(expected: LayerExpected) -> Iterator[tuple[str, Mix]]:
         yield "nothing flowed back through the gate", lambda r, h, a, b: r + a.detach() * h
     yield "nothing flowed back through the shared experts", lambda r, h, a, b: r + (a * h).detach()
     yield "nothing flowed back through the routed experts", lambda r, h, a, b: r.detach() + a * h
+
+
+def undropped(expected: LayerExpected) -> Iterator[tuple[str, Drop]]:
+    """List what a backward may make of slots that the forward dropped, each in words."""
+    if expected.workload.config.capacity_factor is None:
+        return
+    yield "nothing had been dropped", lambda ids, w, kept: Routed(ids, w)
+    yield (
+        "the weights of dropped slots still took gradients to the router",
+        lambda ids, w, kept: Routed(ids, torch.where(kept, w, w - w.detach())),
+    )
+
+
+def _guesses(expected: LayerExpected, backward: bool) -> Iterator[tuple[str, Guess]]:
+    """List the mistakes in words, each with the run of the oracle that makes it."""
+    for words, mix in chain(detached(expected) if backward else (), mixes(expected)):
+        yield words, partial(expected.solve, mix=mix)
+    for words, drop in undropped(expected) if backward else ():
+        yield words, partial(expected.solve, drop=drop)
 
 
 def times_of_shared(times: float) -> Mix:
@@ -107,16 +130,20 @@ def explain_tokens(
 ) -> Found:
     """Say why y or dx is wrong: a mistake or one factor for all, a mistake of some ranks, or each token by itself."""
     places = [place for place in expected.places if place in actual]
-    runs = tuple(mixes(expected) if name == "y" else chain(detached(expected), mixes(expected)))
+    runs = tuple(_guesses(expected, backward=name != "y"))
 
     def mistake(of: Sequence[Place], spare: Tensor) -> str | None:
         value = torch.cat([actual[place].double() for place in of])
-        found = (words for words, mix in runs if within(value, field(expected.solve(of, mix)), spare[: len(value)]))
+        found = (words for words, guess in runs if within(value, field(guess(of)), spare[: len(value)]))
         return next(found, None)
 
     value = torch.cat([actual[place].double() for place in places])
     target = Target(*(torch.cat(parts) for parts in zip(*(targets[place] for place in places), strict=True)))
-    tokens = [finding for place in places for finding in _wrong_tokens(name, place, actual[place], targets[place])]
+    tokens = [
+        finding
+        for place in places
+        for finding in _wrong_tokens(name, place, actual[place], targets[place], expected.kept[place])
+    ]
     ranks = tuple(sorted({rank for finding in tokens for rank in finding.ranks}))
     spare = target.allowed.max().expand_as(target.allowed)
     if words := mistake(places, spare):
@@ -133,16 +160,25 @@ def explain_tokens(
     return tokens, None
 
 
-def _wrong_tokens(name: str, place: Place, actual_TD: Tensor, target: Target) -> list[Finding]:
+def _wrong_tokens(name: str, place: Place, actual_TD: Tensor, target: Target, kept_TK: Tensor) -> list[Finding]:
     findings = []
     for t, row_D in enumerate(actual_TD):
         worst = compare(row_D, target.expected[t], target.allowed[t])
         if not worst.holds:
             of = f" of microbatch {place[0]}" if place[0] else ""
             kind, what = ("zero", "zero") if not bool(row_D.any()) else ("outside", str(worst))
-            sentence = f"{name} of rank {place[1]} token {t}{of} is {what}"
+            sentence = f"{name} of rank {place[1]} token {t}{of}{_kept_words(kept_TK[t])} is {what}"
             findings.append(Finding(kind, sentence, (place[1],), worst.size))
     return findings
+
+
+def _kept_words(kept_K: Tensor) -> str:
+    """Say what a token has lost; nothing where it kept everything."""
+    if bool(kept_K.all()):
+        return ""
+    if not bool(kept_K.any()):
+        return ", which lost all its slots,"
+    return f", which kept {int(kept_K.sum())} of {len(kept_K)} slots,"
 
 
 def explain_parameter(
@@ -170,8 +206,8 @@ def explain_parameter(
         if matches(expected.solve(places)):
             return Finding("sum", f"{who}: {words}; {example}", (rank,), worst.size)
     everything = backward_places_of(expected.workload, expected.stages[stage])
-    for words, mix in chain(detached(expected), mixes(expected)):
-        if matches(expected.solve(everything, mix)):
+    for words, guess in _guesses(expected, backward=True):
+        if matches(guess(everything)):
             return Finding("cause", f"{who} is as if {words}; {example}", (rank,), worst.size)
     for other, result in expected.solve(everything, mixed).parameters.items():
         cut = None if shard is not None and result.shape[shard[0]] % shard[2] else shard_of(result, shard)

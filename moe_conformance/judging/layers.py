@@ -27,7 +27,7 @@ from moe_conformance.judging.verdict import (
     WrongOutput,
 )
 from moe_conformance.scenarios.outcome import Grad
-from moe_conformance.workloads.records import ParameterKey, Workload
+from moe_conformance.workloads.records import FORWARD_ALONE, ParameterKey, Workload
 
 SHARED = ("shared_gate", "shared_up", "shared_down", "shared_bias", "shared_score")
 EVERY = ("router", *ROUTED, *SHARED)
@@ -132,9 +132,7 @@ def judge_lone_bias(reading: Reading, tally: Tally) -> None:
         fail(WrongOutput, "combine", findings)
 
 
-def _wrong_places(
-    actual: Mapping[Place, Tensor], targets: Mapping[Place, Target], tally: Tally
-) -> dict[Place, Tensor]:
+def _wrong_places(actual: Mapping[Place, Tensor], targets: Mapping[Place, Target], tally: Tally) -> dict[Place, Tensor]:
     """Return what there is of every microbatch that is wrong somewhere: what explains it need not hold for others."""
     holds = {place: compare(value, *targets[place], tally, place[1]).holds for place, value in actual.items()}
     wrong = {m for (m, _), each in holds.items() if not each}
@@ -144,7 +142,7 @@ def _wrong_places(
 def _asked_without_gradients(workload: Workload, wrong: Mapping[Place, Tensor]) -> str:
     """Say so if all that is wrong was asked for without gradients, while something was not."""
     schedule = workload.schedule.split()
-    without = {int(item[1:]) for item in schedule if item[0] in "NI"}
+    without = {int(item[1:]) for item in schedule if item[0] in FORWARD_ALONE}
     some = {m for m, _ in wrong}
     return " (only in forwards without gradients)" if some <= without and "F" in workload.schedule else ""
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from moe_conformance.topology import Layout
-from moe_conformance.workloads.corpus import USUAL_RANKS, Profile
 from moe_conformance.workloads.layers import DROPPING, layer_workload
+from moe_conformance.workloads.profiles import USUAL_RANKS, Profile
 from moe_conformance.workloads.records import Workload
 
 

@@ -17,8 +17,9 @@ from torch import Tensor
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
 from moe_conformance.workloads import draw
-from moe_conformance.workloads.corpus import EVEN, ONE_WITHOUT, UNEVEN, USUAL_RANKS, Profile
-from moe_conformance.workloads.records import Asynchrony, Batch, Lead, ParameterKey, Workload
+from moe_conformance.workloads.corpus import EVEN, ONE_WITHOUT, UNEVEN
+from moe_conformance.workloads.profiles import USUAL_RANKS, Profile
+from moe_conformance.workloads.records import Asynchrony, Batch, Drawn, Lead, ParameterKey, Workload
 from reference import routing
 
 MARGIN = 1 / 16  # in selection scores: more than rounding to bfloat16 can move them
@@ -90,9 +91,7 @@ LAYERS = (
     LayerRecipe("shared-beside-rank-without-tokens", _BESIDE, tokens=ONE_WITHOUT, profile="full"),
     LayerRecipe("shared-beside-in-flight-even", _BESIDE, schedule="F0 F1 B0 B1", profile="full"),
     LayerRecipe("shared-beside-in-flight-uneven", _BESIDE, tokens=UNEVEN, schedule="F0 F1 B1 B0"),
-    LayerRecipe(
-        "shared-beside-poisoned-uneven", _BESIDE, tokens=UNEVEN, schedule="F0 F1 B1 B0", asynchrony="poisoned"
-    ),
+    LayerRecipe("shared-beside-poisoned-uneven", _BESIDE, tokens=UNEVEN, schedule="F0 F1 B1 B0", asynchrony="poisoned"),
     LayerRecipe("shared-beside-watched-even", _BESIDE, asynchrony="watched"),
     LayerRecipe("shared-bias-even", _BIASED),
     LayerRecipe("shared-bias-alone", _BIASED, tokens=UNEVEN, silent=True),
@@ -142,18 +141,19 @@ def _workload(name: str, layout: Layout) -> Workload:
     if recipe.silent:
         parameters |= {key: torch.zeros_like(value) for key, value in parameters.items() if key[0] in _SILENCED}
     microbatches = len({item[1:] for item in recipe.schedule.split()})
+    numbers = [[(rank + m) % len(recipe.tokens) for rank in range(layout.world)] for m in range(microbatches)]
+    tokens = tuple(tuple(recipe.tokens[number] for number in ranks) for ranks in numbers)
 
     def batch(microbatch: int, rank: int) -> Batch:
-        T = recipe.tokens[(rank + microbatch) % len(recipe.tokens)]
         generator = draw.generator(recipe.name, layout.name, microbatch, rank)
-        return layer_batch(T, config, parameters, generator)
+        return layer_batch(tokens[microbatch][rank], config, parameters, generator)
 
     return Workload(
         recipe.name,
         "layer",
         config,
         layout,
-        tuple(tuple(batch(m, r) for r in range(layout.world)) for m in range(microbatches)),
+        Drawn(tokens, batch),
         recipe.schedule,
         parameters,
         recipe.lead,
@@ -189,9 +189,7 @@ def leaves_a_bias(workload: Workload) -> bool:
     return not any(bool(value.any()) for (name, _), value in workload.parameters.items() if name in _SILENCED)
 
 
-def layer_batch(
-    T: int, config: Config, parameters: dict[ParameterKey, Tensor], generator: torch.Generator
-) -> Batch:
+def layer_batch(T: int, config: Config, parameters: dict[ParameterKey, Tensor], generator: torch.Generator) -> Batch:
     """Return normal tokens whose choice of experts is clear, and an upstream gradient (T, D).
 
     Raises:

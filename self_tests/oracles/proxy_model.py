@@ -6,7 +6,7 @@ Gradients are held against it by finite differences.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +15,21 @@ Array = NDArray[np.float64]
 Parameters = Mapping[tuple[str, int | None], Array]
 
 
-def layer(x_TD: Array, p: Parameters, top_k: int, score: str, normalise: bool, scale: float) -> Array:
-    """Every token by itself: score all experts, keep the best, add up what they and the shared ones say."""
+def layer(
+    x_TD: Array,
+    p: Parameters,
+    top_k: int,
+    score: str,
+    normalise: bool,
+    scale: float,
+    dropped: Collection[tuple[int, int]] = (),
+) -> Array:
+    """Every token by itself: score all experts, keep the best, add up what they and the shared ones say.
+
+    What the k-th best of token t says is left out where (t, k) was dropped.
+    """
     rows = []
-    for x in x_TD:
+    for t, x in enumerate(x_TD):
         logits = [float(row @ x) for row in p["router", None]]
         if score == "softmax":
             exponentials = [math.exp(logit) for logit in logits]
@@ -30,7 +41,9 @@ def layer(x_TD: Array, p: Parameters, top_k: int, score: str, normalise: bool, s
         if normalise:
             kept = [each / sum(kept) for each in kept]
         y = np.zeros_like(x)
-        for e, weight in zip(chosen, kept, strict=True):
+        for k, (e, weight) in enumerate(zip(chosen, kept, strict=True)):
+            if (t, k) in dropped:
+                continue
             y += scale * weight * swiglu(x, p["gate", e], p["up", e], p["down", e])
         shared, j = np.zeros_like(x), 0
         while ("shared_gate", j) in p:
