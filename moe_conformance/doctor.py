@@ -17,7 +17,7 @@ from moe_conformance import catalogue
 from moe_conformance.engine import Engine, EngineError, Job, RankContext
 from moe_conformance.engine.drill import FAULTS, Drill, table
 from moe_conformance.plan import too_large
-from moe_conformance.workloads import corpus
+from moe_conformance.workloads import profiles
 
 Say = Callable[[str], None]
 
@@ -65,8 +65,8 @@ def _backends(say: Say) -> None:
 def _layouts(ranks: int, say: Say) -> None:
     """Say which layouts of the full profile fit; more ranks than CPUs work, slowly."""
     say(f"layouts for --ranks {ranks}:")
-    quick = corpus.layouts("quick")
-    for layout in corpus.layouts("full"):
+    quick = profiles.layouts("quick")
+    for layout in profiles.layouts("full"):
         profile = "quick" if layout in quick else "full"
         say(f"  {layout.name} ({profile}): {too_large(layout, ranks) or f'{layout.world} ranks'}")
 

@@ -1,21 +1,20 @@
 """Which cases there are: variants x layouts x the pinned corpus, in the order in which they run best.
 
 Sessions of a backend are kept per layout, so the layout varies slowest; an outcome is kept for one case, so all checks
-of a case come together.
+of a case come together. Workloads are drawn when a check of their kind asks for them: a run of few checks starts soon.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import groupby
+from functools import cache, cached_property, partial
 from typing import cast
 
 from moe_conformance.contract import Backend, Limit
 from moe_conformance.topology import Layout
 from moe_conformance.waivers import DRAWN_WITH
-from moe_conformance.workloads import corpus, distribution, golden, routing, scripts, virtual
+from moe_conformance.workloads import corpus, distribution, golden, profiles, routing, scripts, virtual
 from moe_conformance.workloads.features import cell_limits, traits
 from moe_conformance.workloads.records import Asynchrony, Workload
 
@@ -30,6 +29,7 @@ class Cell:
     layout: Layout
     limits: tuple[Limit, ...]
     device: str
+    number: int  # in running order
 
     @cached_property
     def id(self) -> str:
@@ -43,11 +43,22 @@ class Case:
 
     cell: Cell
     workload: Workload
+    place: tuple[int, int]  # among those of its cell
 
     @cached_property
     def id(self) -> str:
         """For example `alltoall-ep2-uneven`."""
         return f"{self.cell.id}-{self.workload.name}"
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Workloads that are drawn together, all of which are of some kinds."""
+
+    kinds: Collection[str]
+    draw: Callable[[Layout], Sequence[Workload]]  # once for each layout: variants meet the same workloads
+    alone: Callable[[Layout], bool] = lambda layout: False  # whether the first variant alone meets them
+    shared: bool = True  # among variants that are sampled
 
 
 @dataclass(frozen=True)
@@ -69,20 +80,16 @@ class Plan:
     def cells(self) -> tuple[Cell, ...]:
         """Every variant on every layout, layout by layout, but for those of which a sample will do."""
         limits = {variant: tuple(self.backend.limits(variant)) for variant in self.backend.variants}
-        layouts = (*corpus.layouts(cast(corpus.Profile, self.profile)), *self._beside)
+        layouts = (*profiles.layouts(cast(profiles.Profile, self.profile)), *self._beside)
         if self.virtual:
             layouts = tuple(layout for layout in virtual.layouts() if layout.world <= self.virtual_ranks)
-        return tuple(
-            Cell(variant, layout, limits[variant], self.device)
-            for layout in layouts
-            for variant in self.backend.variants
-            if self._runs(variant, layout)
-        )
+        tried = [(v, layout) for layout in layouts for v in self.backend.variants if self._runs(v, layout)]
+        return tuple(Cell(v, layout, limits[v], self.device, number) for number, (v, layout) in enumerate(tried))
 
     @cached_property
     def _beside(self) -> Mapping[Layout, Collection[str]]:
         """Layouts of which only the named workloads run."""
-        return corpus.quick_beside() if self.profile == "quick" else {}
+        return profiles.quick_beside() if self.profile == "quick" else {}
 
     def _runs(self, variant: str, layout: Layout) -> bool:
         """Whether a variant is tried on a layout.
@@ -101,48 +108,77 @@ class Plan:
 
     @cached_property
     def cases(self) -> tuple[Case, ...]:
-        """Every workload in every cell, in running order.
+        """Every workload in every cell, in running order."""
+        numbers = range(len(self._sources))
+        return tuple(case for cell in self.cells for number in numbers for case in self._cases(number, cell))
+
+    @cached_property
+    def _sources(self) -> tuple[_Source, ...]:
+        """All that is drawn, in running order.
 
         A router does not depend on the exchange, so that it runs with the first variant only; nor on the number of
-        ranks, so that it does not run on virtual ones. Variants meet the same workloads, which are drawn once.
+        ranks, so that it does not run on virtual ones.
         """
-        made = []
-        for layout, cells in groupby(self.cells, lambda cell: cell.layout):
-            drawn = list(self._drawn(layout))
-            for cell in cells:
-                first = cell.variant == self.backend.variants[0]
-                workloads = self._share(cell, [workload for alone, workload in drawn if first or not alone])
-                made += [Case(cell, self._as_asked(workload.through(cell.variant))) for workload in workloads]
-        return tuple(made)
+        variant, profile = self.backend.variants[0], cast(profiles.Profile, self.profile)
 
-    def _drawn(self, layout: Layout) -> Iterator[tuple[bool, Workload]]:
-        """Yield the workloads of the first variant on a layout, each with whether it alone meets it."""
-        variant, profile = self.backend.variants[0], cast(corpus.Profile, self.profile)
+        def usual(layout: Layout) -> Sequence[Workload]:
+            return list(corpus.corpus(variant, layout, profile, partial(self._wanted, layout)))
+
+        def routes(layout: Layout) -> Sequence[Workload]:
+            asked = layout not in self._beside and layout.world <= profiles.USUAL_RANKS
+            return list(routing.routing_corpus(variant, layout)) if asked else []
+
+        def of(chapter: scripts.Chapter) -> _Source:
+            def draw(layout: Layout) -> Sequence[Workload]:
+                return [] if layout in self._beside else list(chapter.drawn(variant, layout, profile))
+
+            first = chapter.variants == "first"
+            return _Source(chapter.kinds, cache(draw), lambda layout: first, chapter.shared)
+
+        exchanged = ("probe", "experts")
         if self.virtual:
-            alone = virtual.wide(layout)
-            yield from ((alone, workload) for workload in virtual.corpus(variant, layout))
-            yield from ((False, workload) for workload in virtual.sparse(variant, layout))
-            return
-        if (names := self._beside.get(layout)) is not None:
-            drawn = corpus.corpus(variant, layout, profile)
-            yield from ((False, workload) for workload in drawn if workload.name in names)
-            return
-        yield from ((False, workload) for workload in corpus.corpus(variant, layout, profile))
-        if layout.world <= corpus.USUAL_RANKS:
-            yield from ((True, workload) for workload in routing.routing_corpus(variant, layout))
-        for chapter, workload in scripts.scripts(variant, layout, profile):
-            yield chapter.variants == "first", workload
+            wide = _Source(exchanged, cache(lambda layout: list(virtual.corpus(variant, layout))), virtual.wide)
+            return wide, _Source(exchanged, cache(lambda layout: list(virtual.sparse(variant, layout))))
+        routers = _Source(("route",), cache(routes), lambda layout: True)
+        return _Source(exchanged, cache(usual)), routers, *map(of, scripts.CHAPTERS)
 
-    def _share(self, cell: Cell, workloads: list[Workload]) -> list[Workload]:
-        """Return the workloads that a cell gets of those of its layout."""
+    def _wanted(self, layout: Layout, name: str) -> bool:
+        """Whether a workload of the exchange runs on a layout in some cell."""
+        if (names := self._beside.get(layout)) is not None:
+            return name in names
+        sampled = any(self._runs(variant, layout) for variant in self._sampled)
+        return sampled or self.profile != "quick" or _in_turn(name, layout)
+
+    @cached_property
+    def _made(self) -> dict[tuple[int, int], tuple[Case, ...]]:
+        return {}
+
+    def _cases(self, number: int, cell: Cell) -> tuple[Case, ...]:
+        """Return the cases of a source in a cell, the same ones each time."""
+        if (number, cell.number) not in self._made:
+            workloads = [self._as_asked(each.through(cell.variant)) for each in self._share(number, cell)]
+            made = tuple(Case(cell, workload, (number, index)) for index, workload in enumerate(workloads))
+            self._made[number, cell.number] = made
+        return self._made[number, cell.number]
+
+    def _share(self, number: int, cell: Cell) -> Sequence[Workload]:
+        """Return the workloads that a cell gets of those of a source."""
+        source = self._sources[number]
+        if source.alone(cell.layout) and cell.variant != self.backend.variants[0]:
+            return []
+        workloads = source.draw(cell.layout)
         if cell.variant in self._sampled:
-            alone = scripts.names(shared=False)
-            share = [each for each in workloads if each.name not in alone]
-            share = share[self._sampled.index(cell.variant) :: len(self._sampled)]
-            workloads = share + [each for each in workloads if each.name in alone]
+            if source.shared:  # no source leaves the same variants without any
+                count = len(self._sampled)
+                workloads = workloads[(self._sampled.index(cell.variant) + number) % count :: count]
+        elif self.profile == "quick":
+            workloads = [each for each in workloads if _in_turn(each.name, cell.layout)]
         if not self.virtual and cell_limits(cell.limits, cell.layout):
             # All are refused alike: the first of a kind, and of what the table of exchanges tells apart, proves it.
-            workloads = list({(each.kind, traits(each)): each for each in reversed(workloads)}.values())[::-1]
+            others = [other for other in range(number) if {*self._sources[other].kinds} & {*source.kinds}]
+            told = {_told_apart(case.workload) for other in others for case in self._cases(other, cell)}
+            first = {_told_apart(each): each for each in reversed(workloads)}
+            workloads = [each for each in reversed(first.values()) if _told_apart(each) not in told]
         return workloads
 
     def _as_asked(self, workload: Workload) -> Workload:
@@ -154,15 +190,14 @@ class Plan:
         self, kind: str, when: Callable[[Workload], bool] | None, without: Collection[str] = frozenset()
     ) -> list[Case]:
         """Return the cases that a check of that kind reads, those of the cells `without` left out."""
-        asked = (case for case in self._by_kind.get(kind, ()) if case.cell.id not in without)
+        asked = (case for case in self._of_kind(kind) if case.cell.id not in without)
         return [case for case in asked if when is None or when(case.workload)]
 
-    @cached_property
-    def _by_kind(self) -> Mapping[str, list[Case]]:
-        found: dict[str, list[Case]] = {}
-        for case in self.cases:
-            found.setdefault(case.workload.kind, []).append(case)
-        return found
+    def _of_kind(self, kind: str) -> Iterator[Case]:
+        numbers = [number for number, source in enumerate(self._sources) if kind in source.kinds]
+        for cell in self.cells:
+            for number in numbers:
+                yield from (case for case in self._cases(number, cell) if case.workload.kind == kind)
 
     def drawing(self, kind: str) -> tuple[Cell, ...]:
         """Return the cells for which Hypothesis draws workloads of a kind.
@@ -170,7 +205,7 @@ class Plan:
         Not those of worlds larger than the usual, nor those that are refused whatever the workload, nor those that run
         a few workloads only. See `cases` for routers.
         """
-        most = virtual.WORLDS[0] if self.virtual else corpus.USUAL_RANKS
+        most = virtual.WORLDS[0] if self.virtual else profiles.USUAL_RANKS
         cells = tuple(
             cell
             for cell in self.cells
@@ -186,16 +221,29 @@ class Plan:
     @property
     def worlds(self) -> tuple[int, ...]:
         """Worlds whose groups a backend is asked about; none is built, so that they need no such machine."""
-        return {"quick": (2, 4, 8), "full": (2, 4, 8, 12, 16, 32, 64), VIRTUAL: (64,)}[self.profile]
+        return _WORLDS[self.profile]
 
-    @cached_property
-    def positions(self) -> dict[str, int]:
-        """Running order by the id of a case; a cell comes after its cases."""
-        order: dict[str, int] = {}
-        for case in self.cases:
-            order[case.id] = len(order)
-        last = {case.cell.id: position for position, case in enumerate(self.cases)}
-        return order | last
+
+# What the quick profile runs on one of its layouts of four ranks: all recipes but those that say otherwise.
+_LISTS: tuple[Iterable[corpus.Recipe | routing.RouterRecipe], ...] = (corpus.PROBE, corpus.EXPERTS, routing.ROUTERS)
+_TAKE_TURNS = frozenset(recipe.name for recipes in _LISTS for recipe in recipes if not recipe.everywhere)
+
+
+def _told_apart(workload: Workload) -> tuple[object, ...]:
+    return workload.kind, *traits(workload)
+
+
+def _in_turn(name: str, layout: Layout) -> bool:
+    """Return whether the quick profile runs a workload on one of its layouts."""
+    return name not in _TAKE_TURNS or profiles.in_turn(name, layout)
+
+
+# Of those up to 64: one rank, odd numbers, powers of two, and numbers with other divisors.
+_WORLDS = {
+    "quick": (1, 2, 3, 4, 6, 8),
+    "full": (*range(1, 10), 12, 15, 16, 24, 27, 32, 36, 48, 64),
+    VIRTUAL: (24, 64),
+}
 
 
 def workload_names() -> frozenset[str]:
@@ -207,7 +255,7 @@ def workload_names() -> frozenset[str]:
 
 def layout_names() -> tuple[str, ...]:
     """Return the names of all layouts of all profiles, in running order."""
-    return tuple(dict.fromkeys(layout.name for layout in (*corpus.layouts("full"), *virtual.layouts())))
+    return tuple(dict.fromkeys(layout.name for layout in (*profiles.layouts("full"), *virtual.layouts())))
 
 
 def too_large(layout: Layout, ranks: int) -> str | None:

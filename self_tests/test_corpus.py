@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -10,12 +11,16 @@ import pytest
 import torch
 
 import reference.routing
-from moe_conformance.contract import Limit
+from moe_conformance.contract import Config, Limit
+from moe_conformance.judging.layer_expected import LayerExpected
 from moe_conformance.topology import Layout
 from moe_conformance.workloads import draw
-from moe_conformance.workloads.corpus import USUAL_RANKS, corpus, full_layouts, quick_beside, quick_layouts
+from moe_conformance.workloads.corpus import corpus
+from moe_conformance.workloads.dropping_layers import dropping
 from moe_conformance.workloads.features import broken, features, halves_in_flight, has_empty_slots, in_flight
-from moe_conformance.workloads.records import Twist, Workload
+from moe_conformance.workloads.layers import layers
+from moe_conformance.workloads.profiles import USUAL_RANKS, full_layouts, in_turn, quick_beside, quick_layouts
+from moe_conformance.workloads.records import Batch, Drawn, Twist, Workload
 from moe_conformance.workloads.routing import routing_corpus
 from moe_conformance.workloads.scripts import scripts
 
@@ -47,8 +52,8 @@ def same(one: object, other: object) -> bool:
         return type(one) is type(other) and all(same(getattr(one, name), getattr(other, name)) for name in names)
     if isinstance(one, Mapping):
         return isinstance(other, Mapping) and list(one) == list(other) and same([*one.values()], [*other.values()])
-    if isinstance(one, (tuple, list)):
-        pairs = zip(one, other, strict=True) if isinstance(other, (tuple, list)) else [(one, other)]
+    if isinstance(one, (tuple, list, Drawn)):
+        pairs = zip(one, other, strict=True) if isinstance(other, (tuple, list, Drawn)) else [(one, other)]
         return all(same(first, second) for first, second in pairs)
     return one == other
 
@@ -76,6 +81,14 @@ class TestCorpus:
     def test_quick_layouts_are_part_of_the_full_ones(self) -> None:
         """What passes quick is judged again in full."""
         assert {*quick_layouts(), *quick_beside()} <= set(full_layouts())
+
+    def test_every_name_has_one_turn(self) -> None:
+        """Of the quick layouts of four ranks a workload has one, the same each time; of the smaller ones, all."""
+        names = [f"workload-{number}" for number in range(60)]
+        turns = {name: [each.name for each in quick_layouts() if in_turn(name, each)] for name in names}
+        assert {("single", "ep2")} == {tuple(turn[:-1]) for turn in turns.values()}
+        assert {"ep4", "ep2-edp2", "tp2-ep2-edp2", "ep2-etp2"} == {turn[-1] for turn in turns.values()}
+        assert "ep4" == turns["workload-0"][-1]
 
     def test_every_folding_is_there(self) -> None:
         """All products of tp, ep and etp that 8 ranks allow, some with replicas, and one layout with every axis."""
@@ -120,6 +133,30 @@ class TestCorpus:
                 assert torch.equal(a.x_TD, b.x_TD)
                 assert torch.equal(a.weights_TK, b.weights_TK)
                 assert torch.equal(a.upstream, b.upstream)
+
+    def test_batches_are_drawn_when_they_are_looked_at(self) -> None:
+        """Of a workload that nobody runs only the numbers of tokens are there; ranks get all of it, as a tuple."""
+        looked = []
+
+        def draw(microbatch: int, rank: int) -> Batch:
+            looked.append((microbatch, rank))
+            return Batch(torch.full((1, 1), 10.0 * microbatch + rank), *[torch.zeros(1, 1)] * 3)
+
+        workload = Workload("x", "probe", Config(), Layout(2), Drawn(((1, 1), (1, 1)), draw))
+        assert ((1, 1), (1, 1)) == workload.tokens
+        assert (2, []) == (len(workload.batches), looked)
+        sent = pickle.loads(pickle.dumps(workload))
+        assert isinstance(sent.batches, tuple)
+        assert [[0.0, 1.0], [10.0, 11.0]] == [[batch.x_TD.item() for batch in ranks] for ranks in sent.batches]
+        assert workload.tokens == sent.tokens
+        assert [(0, 0), (0, 1), (1, 0), (1, 1)] == looked
+
+    @pytest.mark.parametrize("layout", [Layout(1), EP2, Layout(6, ep=3, etp=2)], ids=lambda layout: layout.name)
+    def test_numbers_of_tokens_are_those_of_the_batches(self, layout: Layout) -> None:
+        """What is known of batches before they are drawn is true of them."""
+        for workload in (*corpus("any", layout, "full"), *layers("any", layout, "full")):
+            drawn = tuple(tuple(len(batch.x_TD) for batch in ranks) for ranks in workload.batches)
+            assert drawn == workload.tokens, workload.name
 
     def test_ranks_and_microbatches_differ(self) -> None:
         """No two batches of a workload share tokens, and upstream gradients are not constant but where they say so."""
@@ -204,6 +241,20 @@ class TestRouting:
         margin_T = (ranked_TE[:, 2] - ranked_TE[:, 3]).abs() / ranked_TE[:, 2].abs()
         assert bool((margin_T > 2**-10).all())
         assert bool((margin_T < 2**-8).all())
+
+
+class TestDropping:
+    @pytest.mark.parametrize(
+        "layout", [each for each in full_layouts() if each.world <= USUAL_RANKS], ids=lambda layout: layout.name
+    )
+    def test_who_stays_is_known(self, layout: Layout) -> None:
+        """One capacity is legal everywhere; of half of the slots some tokens lose none, some one and some both."""
+        for workload in dropping("any", layout, "full"):
+            kept = LayerExpected.told(workload, "output", "sum").kept
+            assert set(kept) == {(0, rank) for rank in range(layout.world)}
+            for kept_TK in kept.values():
+                left = {0, 1, 2} if workload.config.capacity_factor else {0}
+                assert set(kept_TK.sum(1).tolist()) == (left if len(kept_TK) else set()), workload.name
 
 
 def chosen(workload: Workload, groups: tuple[int, int] | None, bias_E: torch.Tensor | None) -> list[list[int]]:

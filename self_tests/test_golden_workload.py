@@ -15,7 +15,7 @@ from moe_conformance.judging.own_expected import OwnExpected
 from moe_conformance.plugin.options import Options, Unusable
 from moe_conformance.plugin.run import prepare
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import corpus
+from moe_conformance.workloads import corpus, profiles
 from moe_conformance.workloads.golden import CHAPTER, NAME, golden_workload
 
 
@@ -40,7 +40,7 @@ def spoilt(tmp_path, monkeypatch):
 
 
 class TestWorkload:
-    @pytest.mark.parametrize("layout", corpus.quick_layouts(), ids=lambda layout: layout.name)
+    @pytest.mark.parametrize("layout", profiles.quick_layouts(), ids=lambda layout: layout.name)
     def test_every_quick_layout_has_it(self, layout):
         """Its ranks together have the stored tokens, in order, and no two the same."""
         found = [each for each in corpus.corpus("alltoall", layout, "quick") if each.name == NAME]

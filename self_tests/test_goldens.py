@@ -106,9 +106,9 @@ class TestSpoilt:
         manifest = json.loads(path.read_text())
         manifest["routing"][field] = value
         path.write_text(json.dumps(manifest))
-        assert [
-            "routing: its entry in manifest.json was changed by hand: the digest is of other fields"
-        ] == problems(folder)
+        assert ["routing: its entry in manifest.json was changed by hand: the digest is of other fields"] == problems(
+            folder
+        )
 
     def test_one_number_in_an_oracle(self, folder):
         """A change of one element by a part in 10^10 is seen and named."""

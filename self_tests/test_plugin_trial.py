@@ -17,7 +17,7 @@ WORKLOAD = next(iter(corpus("alltoall", Layout(2, ep=2), "quick")))
 
 def trial(*ranks: RankOutcome) -> Trial:
     """Return the trial of a check of two requirements that draws its workloads."""
-    made = Trial(("EXCH-01", "EXCH-02"), "test_x", Cell("alltoall", WORKLOAD.layout, (), "cpu"))
+    made = Trial(("EXCH-01", "EXCH-02"), "test_x", Cell("alltoall", WORKLOAD.layout, (), "cpu", 0))
     made.outcome = Outcome("toy", WORKLOAD, ranks, 0.1) if ranks else None
     return made
 

@@ -67,7 +67,6 @@ class TestOptions:
         assert "moe-conformance run --backend native" == Options().command()
         assert "moe-conformance run --plant unweighted" == Options(plant="unweighted").command()
 
-
     def test_a_list_may_be_given_in_several_options(self):
         """None of them is dropped."""
         assert ("EXCH-01", "EXCH-02", "GRAD-01") == options.from_mapping({"only": ["EXCH-01,EXCH-02", "GRAD-01"]}).ids

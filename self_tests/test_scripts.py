@@ -129,8 +129,9 @@ class TestChapters:
         assert sorted(set(named)) == sorted(named)
 
     def test_every_script_goes_under_a_name_of_its_chapter(self) -> None:
-        """Waivers can name each of them, and no name is left without a script."""
+        """Waivers can name each of them, checks ask for its kinds, and no name or kind is left without a script."""
         layouts = (Layout(1), Layout(2, ep=2), Layout(4, tp=2, ep=2), Layout(4, ep=2, etp=2), Layout(4, ep=4))
         for chapter in scripts.CHAPTERS:
-            drawn = {work.name for layout in layouts for work in chapter.draw("alltoall", layout, "full")}
-            assert set(chapter.names) == drawn
+            drawn = [work for layout in layouts for work in chapter.draw("alltoall", layout, "full")]
+            assert set(chapter.names) == {work.name for work in drawn}
+            assert set(chapter.kinds) == {work.kind for work in drawn}

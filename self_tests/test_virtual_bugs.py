@@ -48,9 +48,7 @@ def verdicts(outcome: Outcome, requirement: str) -> list[Mismatch | Tally]:
 
 class TestConviction:
     @pytest.mark.parametrize(("plant", "expected"), TRIALS, ids=[f"{p.name}-{e.requirement}" for p, e in TRIALS])
-    def test_a_bug_of_many_ranks_is_found_and_named(
-        self, engine: Engine, plant: Plant, expected: Expectation
-    ) -> None:
+    def test_a_bug_of_many_ranks_is_found_and_named(self, engine: Engine, plant: Plant, expected: Expectation) -> None:
         """Its own requirement refuses the run, in words that name the cause; native passes there."""
         outcome = run(engine, plant.backend, plant.layout, expected.workload)
         found = [v for v in verdicts(outcome, expected.requirement) if isinstance(v, Mismatch)]

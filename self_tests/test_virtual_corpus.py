@@ -23,7 +23,7 @@ from moe_conformance.plugin.run import prepare
 from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.topology import Layout
 from moe_conformance.workloads import draw, virtual
-from moe_conformance.workloads.corpus import full_layouts
+from moe_conformance.workloads.profiles import full_layouts
 from moe_conformance.workloads.records import Workload
 from reference import layer
 from reference.experts import swiglu_experts

@@ -99,9 +99,7 @@ def _layer(own: Mapping[str, Tensor], parameters: Mapping[str, Tensor], case: st
     """Return the output of the layer on the pack, NaN in its gaps, and all gradients."""
     leaves = {"x_TD": leaf(own["x_TD"]), "weights_PK": leaf(own["weights_PK"]), **parameters}
     x_PD = _packed(leaves["x_TD"], case, nan)
-    y_PD = packed_rows.packed_forward(
-        x_PD, own["ids_PK"], leaves["weights_PK"], experts_of(leaves), _real_rows(case)
-    )
+    y_PD = packed_rows.packed_forward(x_PD, own["ids_PK"], leaves["weights_PK"], experts_of(leaves), _real_rows(case))
     return prefixed("layer", {"y_PD": y_PD, **gradients([y_PD], leaves, [own["rows_PD"]])})
 
 

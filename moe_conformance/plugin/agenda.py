@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from math import inf
 from typing import Any
 
 import pytest
@@ -77,21 +78,18 @@ def other_cells(plan: Plan, options: Options) -> frozenset[str]:
     return frozenset(cell for cell in count if layout_of[cell] not in own)
 
 
-def sort(items: list[pytest.Item], positions: Mapping[str, int], examples: Collection[str]) -> None:
-    """Sort by case, so that each runs once: examples of waivers first, then layout by layout.
+def sort(items: list[pytest.Item], examples: Collection[str]) -> None:
+    """Sort by case in running order, so that each runs once, a cell's own items after its cases; in place.
 
-    Args:
-        items: Sorted in place.
-        positions: The running order by the id of a case or cell.
-        examples: Names of the items that are to be seen first.
+    Cases of which `examples` names an item come first: those of waivers are to be seen before anything else.
     """
-    urgent = {_place(item) for item in items if item.name in examples}
+    urgent = {place for item in items if item.name in examples and (place := _place(item)) is not None}
 
-    def key(item: pytest.Item) -> tuple[bool, bool, int, bool]:
+    def key(item: pytest.Item) -> tuple[bool, bool, tuple[float, ...]]:
         place = _place(item)
         if place is None:  # no case: where it was, after those that have one
-            return (True, True, len(positions), True)
-        return (place not in urgent, item.name not in examples, positions[place], "cell" in parameters(item))
+            return (True, True, (inf,))
+        return (place not in urgent, item.name not in examples, place)
 
     items.sort(key=key)
 
@@ -126,7 +124,9 @@ def _need(item: pytest.Item, runs: Callable[[Case], bool]) -> object:
     return item if {"drive", "group_lists", "group_answers", "size_answers"} & set(names) else None
 
 
-def _place(item: pytest.Item) -> str | None:
-    """Return the id of an item's case or cell."""
-    place = case_of(item) or cell_of(item)
-    return None if place is None else place.id
+def _place(item: pytest.Item) -> tuple[float, ...] | None:
+    """Return where an item's case or cell comes in running order."""
+    case, cell = case_of(item), cell_of(item)
+    if case is not None:
+        return (case.cell.number, *case.place)
+    return None if cell is None else (cell.number, inf)

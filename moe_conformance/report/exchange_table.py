@@ -13,7 +13,7 @@ from typing import Any, cast
 from moe_conformance.report import matrix
 from moe_conformance.report.records import Record
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import corpus, virtual
+from moe_conformance.workloads import profiles, virtual
 from moe_conformance.workloads.features import IN_FLIGHT, ZERO_TOKENS
 
 
@@ -105,7 +105,7 @@ def _rows(head: Mapping[str, Any], records: Sequence[Record]) -> Iterable[str]:
 
 def _layouts(profile: str, ranks: int) -> list[Layout]:
     if profile != "virtual":
-        return list(corpus.layouts(cast(corpus.Profile, profile)))
+        return list(profiles.layouts(cast(profiles.Profile, profile)))
     return [layout for layout in virtual.layouts() if layout.world <= ranks]
 
 

@@ -15,7 +15,7 @@ from moe_conformance.report import journal, result
 from moe_conformance.report.problems import of_whole
 from moe_conformance.report.records import FAILING, Record, overall
 from moe_conformance.waivers import Waiver, Waivers
-from moe_conformance.workloads.corpus import Profile
+from moe_conformance.workloads.profiles import Profile
 
 # What every report says of itself, but for what may be null.
 _SAID: Mapping[str, type | tuple[type, ...]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -10,8 +11,10 @@ from torch import Tensor
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
 from moe_conformance.workloads import draw
-from moe_conformance.workloads.corpus import UNEVEN, Profile, Recipe, dropped, exchange_workload
+from moe_conformance.workloads.corpus import UNEVEN, Recipe, exchange_workload
+from moe_conformance.workloads.profiles import Profile
 from moe_conformance.workloads.records import Workload
+from moe_conformance.workloads.routes import dropped, idle_rank
 
 
 def filling(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
@@ -31,23 +34,51 @@ def filling(T: int, config: Config, layout: Layout, generator: torch.Generator) 
     return torch.stack(rows) if rows else torch.empty(0, K, dtype=torch.int64)
 
 
+def first_alone(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
+    """Of all tokens of a rank the first alone has slots."""
+    ids_TK = draw.choose(T, config, generator)
+    ids_TK[1:] = -1
+    return ids_TK
+
+
 BUDGETS = (
     Recipe("budget-filled-even", filling, config={"budget_factor": 1.5}, schedule="F0 F1 B0 B1", needs_ep=True),
     # 1.15 * 100 is a little less than 115 in binary, and a budget of 114 is too small.
     Recipe("budget-of-a-fraction-even", filling, tokens=(50,), config={"budget_factor": 1.15}, needs_ep=True),
     Recipe("budget-roomy-even", dropped, config={"budget_factor": 8.0}, schedule="F0 B0 F1 B1", memory="filled"),
+    # Next to nothing is sent: of a buffer that is too small nobody would know.
+    Recipe("budget-spare-even", first_alone, tokens=(15,), config={"budget_factor": 1.5}, needs_ep=True),
+    # Nothing arrives at a rank, in one microbatch and in the next: its buffer is as large, and all of it padding.
+    Recipe(
+        "budget-roomy-idle-rank",
+        idle_rank,
+        turns=(UNEVEN,) * 2,
+        config={"budget_factor": 8.0},
+        schedule="F0 F1 B0 B1",
+        memory="filled",
+        needs_ep=True,
+    ),
     # A factor is one of the tokens that there are: as many in both microbatches, which go to other experts.
     Recipe("budget-roomy-uneven", dropped, turns=(UNEVEN,) * 2, config={"budget_factor": 8.0}, schedule="F0 F1 B1 B0"),
 )
 
+OWN = (
+    Recipe("own-budget-filled-even", filling, config={"budget_factor": 1.5}, needs_ep=True),
+    Recipe(
+        "own-budget-roomy-uneven", dropped, turns=(UNEVEN,) * 2, config={"budget_factor": 8.0}, schedule="F0 F1 B1 B0"
+    ),
+)
+
 
 def budgets(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield the workloads of a variant on a layout."""
-    for recipe in BUDGETS:
-        if layout.ep > 1 or not recipe.needs_ep:
-            yield exchange_workload(recipe, "probe", variant, layout)
+    """Yield the workloads of a variant on a layout, with the suite's experts and with the backend's own."""
+    recipes: tuple[tuple[Literal["probe", "experts"], tuple[Recipe, ...]], ...] = (("probe", BUDGETS), ("experts", OWN))
+    for kind, each in recipes:
+        for recipe in each:
+            if layout.ep > 1 or not recipe.needs_ep:
+                yield exchange_workload(recipe, kind, variant, layout)
 
 
 def names() -> tuple[str, ...]:
     """Return the names of all."""
-    return tuple(recipe.name for recipe in BUDGETS)
+    return tuple(recipe.name for recipe in (*BUDGETS, *OWN))

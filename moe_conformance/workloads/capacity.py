@@ -14,7 +14,7 @@ import torch
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
 from moe_conformance.workloads import draw
-from moe_conformance.workloads.corpus import Profile
+from moe_conformance.workloads.profiles import Profile
 from moe_conformance.workloads.records import Batch, ParameterKey, Workload
 from moe_conformance.workloads.routing import ONE_WITHOUT, TOKENS
 
@@ -62,6 +62,12 @@ CAPACITIES = (
     CapacityRecipe("capacity-one-token", {"capacity_factor": 1.0, **_SOFT}, tokens=(1,)),
     CapacityRecipe("capacity-rank-without-tokens", {"capacity_factor": 0.75, **_SOFT}, tokens=ONE_WITHOUT),
     CapacityRecipe("capacity-of-own-tokens", {"capacity_factor": 1.0, **_SOFT}, schedule="F0 B0 F1 B1", same=True),
+    CapacityRecipe(
+        "capacity-of-own-tokens-position",
+        {"capacity_factor": 1.0, **_BY_PLACE},
+        schedule="F0 B0 F1 B1",
+        same=True,
+    ),
     CapacityRecipe("capacity-filled-up", {"capacity_factor": 1.0, "pad_to_capacity": True, **_SOFT}),
     CapacityRecipe("capacity-in-flight", {"capacity_factor": 0.75, **_SOFT}, schedule="F0 F1 B0 B1"),
     CapacityRecipe("capacity-bfloat16", {"capacity_factor": 0.75, "dtype": torch.bfloat16}),

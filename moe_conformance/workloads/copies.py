@@ -15,8 +15,9 @@ from torch import Tensor
 
 from moe_conformance.contract import Config, Routing
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import corpus
-from moe_conformance.workloads.corpus import Profile, Recipe, exchange_workload
+from moe_conformance.workloads import routes
+from moe_conformance.workloads.corpus import Recipe, exchange_workload
+from moe_conformance.workloads.profiles import Profile
 from moe_conformance.workloads.records import Batch, Call, Workload
 
 # Tokens of rank r: the entry r modulo the length. Only those of the lowest rank of a tp group are drawn, and in each
@@ -32,9 +33,9 @@ PROBE = (
     Recipe("copies-uneven", tokens=_UNEVEN),
     Recipe("copies-rank-without-tokens", tokens=_WITHOUT),
     Recipe("copies-few", tokens=_FEW, config={"top_k": 1}),
-    Recipe("copies-one-rank-even", corpus.one_rank, tokens=(6,), needs_ep=True),
-    Recipe("copies-dropped-uneven", corpus.dropped, tokens=_UNEVEN),
-    Recipe("copies-duplicates-even", corpus.duplicates, tokens=(7,)),
+    Recipe("copies-one-rank-even", routes.one_rank, tokens=(6,), needs_ep=True),
+    Recipe("copies-dropped-uneven", routes.dropped, tokens=_UNEVEN),
+    Recipe("copies-duplicates-even", routes.duplicates, tokens=(7,)),
     Recipe("copies-two-dims-even", lead="two_dims", tokens=(10,)),
     Recipe("copies-in-flight-uneven", tokens=_UNEVEN, schedule="F0 F1 B1 B0"),
     Recipe("copies-halves-in-flight-even", tokens=(7,), schedule="D0 D1 C1 C0 B0 B1"),

@@ -11,16 +11,29 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
 from moe_conformance.workloads import draw
+from moe_conformance.workloads.golden import NAME as GOLDEN
 from moe_conformance.workloads.golden import golden_workload
-from moe_conformance.workloads.records import Asynchrony, Batch, Lead, Workload
-
-Profile = Literal["quick", "full"]
-Route = Callable[[int, Config, Layout, torch.Generator], Tensor]  # (T, config, layout, generator) -> ids_TK
+from moe_conformance.workloads.profiles import USUAL_RANKS, Profile, likened_layouts
+from moe_conformance.workloads.records import Asynchrony, Batch, Drawn, Lead, Workload
+from moe_conformance.workloads.routes import (
+    Route,
+    all_dropped,
+    anywhere,
+    dropped,
+    duplicates,
+    empty_expert,
+    gaps,
+    idle_if_odd,
+    idle_rank,
+    one_choice,
+    one_expert,
+    one_expert_if_odd,
+    one_rank,
+)
 
 # Tokens of rank r: the entry r modulo the length.
 EVEN = (8,)
@@ -30,81 +43,6 @@ BY_TURNS = (24, 0, 1, 7)
 THREES = (9, 3, 15, 0, 21)
 GAPPED = (24, 8, 32, 0, 16)  # whole sequences with their gaps
 MANY = (160, 0, 300, 129)  # more than a byte, signed or not, counts
-
-# What is tried on more ranks than this is a part of the corpus: the recipes that say `wide`, the golden, and nothing of
-# routers, which do not know of other ranks. Among them are all phases and dtypes, ranks without tokens, uneven ones,
-# padded and bounded ones, several in flight, empty slots, two dimensions, and the backend's own experts.
-USUAL_RANKS = 6
-
-
-def anywhere(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
-    """Any K different experts, unequal loads."""
-    return draw.choose(T, config, generator)
-
-
-def empty_expert(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
-    """Expert 1 gets nothing from any rank."""
-    return draw.choose(T, config, generator, [e for e in range(config.experts) if e != 1])
-
-
-def idle_rank(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
-    """The experts of the last ep coordinate get nothing."""
-    held = config.experts // layout.ep
-    return draw.choose(T, config, generator, range(config.experts - held))
-
-
-def one_rank(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
-    """Everything goes to the experts of the last ep coordinate."""
-    held = config.experts // layout.ep
-    return draw.choose(T, config, generator, range(config.experts - held, config.experts))
-
-
-def one_expert(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
-    """Everything goes to one expert; K is 1."""
-    return torch.full((T, 1), config.experts - 2)
-
-
-def one_expert_if_odd(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
-    """Everything goes to one expert from ranks with an odd number of tokens; K is 1."""
-    return (one_expert if T % 2 else anywhere)(T, config, layout, generator)
-
-
-def dropped(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
-    """A third of the slots are empty; token 0 has none left, token 1 keeps all."""
-    ids_TK = draw.choose(T, config, generator)
-    drop_TK = torch.rand(ids_TK.shape, generator=generator) < 1 / 3
-    drop_TK[:1], drop_TK[1:2] = True, False
-    return torch.where(drop_TK, -1, ids_TK)
-
-
-def all_dropped(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
-    """Every slot is empty on ranks with an odd number of tokens."""
-    ids_TK = draw.choose(T, config, generator)
-    return torch.full_like(ids_TK, -1) if T % 2 else ids_TK
-
-
-def duplicates(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
-    """Every other token names one expert twice."""
-    ids_TK = draw.choose(T, config, generator)
-    ids_TK[::2, 1] = ids_TK[::2, 0]
-    return ids_TK
-
-
-def one_choice(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
-    """All tokens of a rank go to the same experts."""
-    return draw.choose(1, config, generator).repeat(T, 1)
-
-
-GAP_EVERY = 8
-
-
-def gaps(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
-    """Sequences in 8 rows each, what they do not fill routed nowhere; of one sequence alone nothing is a token."""
-    ids_TK = draw.choose(T, config, generator)
-    for first in range(0, T, GAP_EVERY):
-        length = 0 if T <= GAP_EVERY else int(torch.randint(0, GAP_EVERY + 1, (), generator=generator))
-        ids_TK[first + length : first + GAP_EVERY] = -1
-    return ids_TK
 
 
 @dataclass(frozen=True)
@@ -119,6 +57,9 @@ class Recipe:
     lead: Lead = "flat"
     needs_ep: bool = False  # says nothing new where there is one ep coordinate
     profile: Profile = "quick"
+    everywhere: bool = (
+        False  # runs on all quick layouts; of those of four ranks the others have one each, see `in_turn`
+    )
     experts_per_ep: int | None = None  # E = this many times ep, instead of 8
     weights: Literal["plain", "odd", "ones"] = "plain"  # odd: some are zero, some negative
     asynchrony: Asynchrony = "plain"
@@ -151,8 +92,8 @@ SIZES = ((8,), (0,), (1,), (64,), (9,))
 AROUND_64 = ((70, 3), (64, 0), (0,), (1, 0, 0, 0, 0, 0, 0, 0))
 
 PROBE = (
-    Recipe("uneven", tokens=UNEVEN, wide=True, likened="full"),
-    Recipe("even", wide=True, likened="quick"),
+    Recipe("uneven", tokens=UNEVEN, wide=True, likened="full", everywhere=True),
+    Recipe("even", wide=True, likened="quick", everywhere=True),
     Recipe("top-1-even", config={"top_k": 1}),
     Recipe("top-1-uneven", tokens=UNEVEN, config={"top_k": 1}, profile="full"),
     Recipe("top-all-even", config={"top_k": 8}),
@@ -169,18 +110,18 @@ PROBE = (
     Recipe("one-token-or-none", tokens=(8, 1, 0, 5), profile="full", likened="full"),  # few have gaps in any strides
     Recipe("many-tokens", tokens=MANY, wide=True),
     Recipe("many-tokens-even", tokens=(140,), profile="full"),
-    Recipe("many-tokens-one-expert", one_expert, tokens=MANY, config={"top_k": 1}),
+    Recipe("many-tokens-one-expert", one_expert, tokens=MANY, config={"top_k": 1}, everywhere=True),
     Recipe("many-experts-even", tokens=(24,), config={"experts": 64, "top_k": 10, "hidden": 256}, profile="full"),
-    Recipe("all-dropped-on-a-rank", all_dropped, tokens=UNEVEN, needs_ep=True),
+    Recipe("all-dropped-on-a-rank", all_dropped, tokens=UNEVEN, needs_ep=True, everywhere=True),
     Recipe("zero-and-negative-weights-even", weights="odd"),
     Recipe("dropped-even", dropped, wide=True, likened="full"),
-    Recipe("all-alike-even", one_choice, likened="quick", alike=True),
+    Recipe("all-alike-even", one_choice, likened="quick", alike=True, everywhere=True),
     Recipe("dropped-uneven", dropped, tokens=UNEVEN, profile="full", wide=True),
     Recipe("duplicates-even", duplicates, wide=True),
     Recipe("two-dims-even", lead="two_dims", wide=True),
     Recipe("three-columns-even", tokens=(9,), lead="three_columns", profile="full"),
     Recipe("three-columns-uneven", tokens=THREES, lead="three_columns", wide=True),
-    Recipe("in-flight-even", schedule="F0 F1 B0 B1", wide=True),
+    Recipe("in-flight-even", schedule="F0 F1 B0 B1", wide=True, everywhere=True),
     Recipe("in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B1 B0", wide=True),
     Recipe("three-in-flight-even", schedule="F0 F1 F2 B0 B1 B2"),
     Recipe("three-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B0 F2 B1 B2"),
@@ -190,10 +131,14 @@ PROBE = (
     Recipe("forward-only-even", schedule="F0 F1 B1"),
     Recipe("filled-even", schedule="F0 B0 F1 B1", memory="filled"),
     Recipe("filled-uneven", dropped, tokens=ONE_WITHOUT, memory="filled", wide=True),
+    Recipe(
+        "filled-inference-uneven", dropped, tokens=ONE_WITHOUT, schedule="F0 I1 B0 N2", memory="filled", everywhere=True
+    ),
     Recipe("inference-even", schedule="N0 F1 I2 B1"),
+    Recipe("inference-unasked-even", schedule="U0 F1 U2 B1"),
     Recipe("inference-uneven", tokens=ONE_WITHOUT, schedule="F0 I1 B0 N2", wide=True),
     Recipe("inference-dropped-even", dropped, schedule="N0 F1 I2 B1", wide=True),
-    Recipe("inference-gaps-padded-uneven", gaps, tokens=GAPPED, config=_TO_8, schedule="F0 I1 B0 N2"),
+    Recipe("inference-gaps-padded-uneven", gaps, tokens=GAPPED, config=_TO_8, schedule="F0 I1 B0 N2", everywhere=True),
     Recipe("by-turns-uneven", tokens=BY_TURNS, schedule="F0 B0 F1 B1 F2 B2 F3 B3", wide=True),
     Recipe(
         name="sizes-by-turns-even",
@@ -202,8 +147,11 @@ PROBE = (
         config={"top_k": 1},
         schedule="F0 B0 F1 B1 F2 B2 F3 B3 F4 B4",
     ),
-    Recipe("repeated-even", schedule="F0 B0 F1 B1 F2 B2", repeated=True, wide=True),
+    Recipe("repeated-even", schedule="F0 B0 F1 B1 F2 B2", repeated=True, wide=True, everywhere=True),
     Recipe("poisoned-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B1 B0", asynchrony="poisoned", wide=True),
+    Recipe("poisoned-even", asynchrony="poisoned"),  # as many tokens everywhere is all that some take
+    Recipe("watched-even", asynchrony="watched", everywhere=True),
+    Recipe("poisoned-inference-even", schedule="N0 F1 I2 B1", asynchrony="poisoned"),
     Recipe("watched-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B0 B1", asynchrony="watched"),
     Recipe("padded-uneven", tokens=UNEVEN, config=_TO_8, wide=True),
     Recipe("padded-to-largest-uneven", tokens=ONE_WITHOUT, config=_TO_LARGEST, profile="full"),
@@ -213,11 +161,15 @@ PROBE = (
     Recipe("padded-by-turns-uneven", turns=AROUND_64, config=_TO_64, schedule="F0 B0 F1 B1 F2 B2 F3 B3", wide=True),
     Recipe("padded-in-flight-uneven", tokens=UNEVEN, config=_TO_8, schedule="F0 F1 B1 B0"),
     Recipe("padded-three-in-flight-uneven", tokens=BY_TURNS, config=_TO_8, schedule="F0 F1 B0 F2 B1 B2"),
-    Recipe("padded-halves-in-flight-uneven", tokens=UNEVEN, config=_TO_8, schedule="D0 D1 C0 C1 B0 B1"),
+    Recipe(
+        "padded-halves-in-flight-uneven", tokens=UNEVEN, config=_TO_8, schedule="D0 D1 C0 C1 B0 B1", everywhere=True
+    ),
+    Recipe("padded-halves-crossed-uneven", tokens=UNEVEN, config=_TO_8, schedule="D0 D1 C1 C0 B1 B0"),
     Recipe("padded-uneven-bfloat16", tokens=UNEVEN, config={**_TO_8, "dtype": torch.bfloat16}, profile="full"),
     Recipe("padded-filled-uneven", tokens=ONE_WITHOUT, config=_TO_8, memory="filled", profile="full"),
     Recipe("gaps-uneven", gaps, tokens=GAPPED, schedule="F0 F1 B0 B1", wide=True),
-    Recipe("bounded-uneven", tokens=UNEVEN, config=_TO_BOUND, wide=True),
+    Recipe("bounded-uneven", tokens=UNEVEN, config=_TO_BOUND, wide=True, everywhere=True),
+    Recipe("bounded-aligned-uneven", tokens=UNEVEN, config={**_TO_BOUND, "token_bound": 16}, everywhere=True),
     Recipe("bounded-in-flight-uneven", tokens=ONE_WITHOUT, config=_TO_BOUND, schedule="F0 F1 B0 B1", profile="full"),
     Recipe("input-weights-even", config=_INPUT, wide=True),
     Recipe("output-weights-even", config=_OUTPUT),
@@ -231,26 +183,26 @@ PROBE = (
 
 _OWN = (
     # Three slots: the order of two addends shows nowhere.
-    Recipe("own-even", config={"top_k": 3}, wide=True, likened="full"),
+    Recipe("own-even", config={"top_k": 3}, wide=True, likened="full", everywhere=True),
     Recipe("own-uneven", tokens=UNEVEN, profile="full", wide=True, likened="full"),
     Recipe("own-top-all-even", config={"top_k": 8}),
-    Recipe("own-one-expert-even", one_expert, config={"top_k": 1}),
+    Recipe("own-one-expert-even", one_expert, config={"top_k": 1}, everywhere=True),
     Recipe("own-empty-expert-even", empty_expert),
-    Recipe("own-unweighted-even", tokens=(24,), experts_per_ep=2, config={"top_k": 1}, weights="ones"),
+    Recipe("own-unweighted-even", tokens=(24,), experts_per_ep=2, config={"top_k": 1}, weights="ones", everywhere=True),
     Recipe("own-idle-rank-even", idle_rank, needs_ep=True),
     Recipe("own-one-token-even", tokens=(1,), config={"top_k": 1}, needs_ep=True),
     Recipe("own-rank-without-tokens", tokens=ONE_WITHOUT, wide=True),
-    Recipe("own-filled-even", memory="filled"),
+    Recipe("own-filled-even", memory="filled", everywhere=True),
     Recipe("own-filled-uneven", tokens=ONE_WITHOUT, memory="filled"),
     Recipe("own-inference-even", schedule="N0 F1 I2 B1"),
-    Recipe("own-accumulated-even", schedule="F0 B0 F1 B1", wide=True, likened="full"),
+    Recipe("own-accumulated-even", schedule="F0 B0 F1 B1", wide=True, likened="full", everywhere=True),
     Recipe("own-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B0 B1", wide=True, likened="full"),
     Recipe("own-forward-only-even", schedule="F0 F1 B1", profile="full"),
     Recipe("own-padded-uneven", tokens=ONE_WITHOUT, config=_TO_8, wide=True),
     Recipe("own-padded-in-flight-uneven", tokens=UNEVEN, config=_TO_64, schedule="F0 F1 B0 B1", profile="full"),
     Recipe("own-gaps-uneven", gaps, tokens=GAPPED),
-    Recipe("own-bounded-uneven", tokens=UNEVEN, config=_TO_BOUND),
-    Recipe("own-input-weights-even", config=_INPUT),
+    Recipe("own-bounded-uneven", tokens=UNEVEN, config=_TO_BOUND, everywhere=True),
+    Recipe("own-input-weights-even", config=_INPUT, everywhere=True),
     Recipe("own-output-weights-even", config=_OUTPUT),
 )
 
@@ -268,8 +220,17 @@ EXPERTS = (
     Recipe("own-inference-dropped-even", dropped, schedule="N0 F1 I2 B1"),
     Recipe("own-duplicates-even", duplicates),
     Recipe("own-two-dims-even", lead="two_dims"),
-    Recipe("own-poisoned-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B1 B0", asynchrony="poisoned"),
+    Recipe(
+        "own-poisoned-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B1 B0", asynchrony="poisoned", everywhere=True
+    ),
     Recipe("own-watched-uneven", tokens=UNEVEN, asynchrony="watched"),
+    Recipe("own-poisoned-even", asynchrony="poisoned"),
+    Recipe("own-watched-even", asynchrony="watched", everywhere=True),
+    # Nobody has tokens, or one rank's experts get none, between steps in which they learn.
+    Recipe("own-by-turns-even", turns=((8,), (0,), (8,)), schedule="F0 B0 F1 B1 F2 B2"),
+    Recipe(
+        "own-idle-by-turns-even", idle_if_odd, turns=((8,), (7,), (8,)), schedule="F0 B0 F1 B1 F2 B2", needs_ep=True
+    ),
     Recipe("own-three-in-flight-even", schedule="F0 F1 F2 B0 B1 B2"),
     Recipe("own-odd-experts-even", experts_per_ep=3, config={"hidden": 40, "ffn": 24, "top_k": 3}),
     # In bfloat16 too: some libraries' experts compute in it whatever the tokens are, and are judged there.
@@ -285,76 +246,20 @@ EXPERTS = (
     Recipe("own-even-float64", config={"dtype": torch.float64}, wide=True, likened="quick"),
 )
 
-def quick_layouts() -> tuple[Layout, ...]:
-    """The layouts of the quick profile, smallest first."""
-    return (
-        Layout(1),
-        Layout(2, ep=2),
-        Layout(4, ep=4),
-        Layout(4, ep=2),  # two replicas of every expert
-        Layout(4, tp=2, ep=2),
-        Layout(4, ep=2, etp=2),
-    )
 
-
-def quick_beside() -> dict[Layout, tuple[str, ...]]:
-    """Full layouts on which the quick profile runs a few recipes, and no more: what none of its own can show.
-
-    Gaps of packed sequences whose rows are shared among context ranks.
-    """
-    return {Layout(4, cp=2, ep=2): ("gaps-uneven",)}
-
-
-def full_layouts() -> tuple[Layout, ...]:
-    """The quick layouts, foldings in which dense and expert axes cross, and sizes that are no powers of two.
-
-    Those of 8 ranks are what 4 have no room for: more replicas beside ep and etp, and all axes at once.
-    """
-    return (
-        *quick_layouts(),
-        Layout(2),
-        Layout(2, tp=2),
-        Layout(2, etp=2),
-        Layout(2, tp=2, etp=2),
-        Layout(4, tp=2, ep=4),
-        Layout(4, tp=4, ep=2),
-        Layout(4, tp=2, ep=2, etp=2),
-        Layout(4, tp=4),
-        Layout(4, etp=4),
-        Layout(4, tp=4, etp=4),
-        Layout(4, tp=4, ep=2, etp=2),
-        Layout(3, ep=3),
-        Layout(4, cp=2, ep=2),
-        Layout(4, pp=2, ep=2),
-        Layout(6, ep=3, etp=2),
-        Layout(8, ep=8),
-        Layout(8, ep=4, etp=2),
-        Layout(8, tp=2, ep=4),  # beside it, every expert has two replicas
-        Layout(8, tp=2, ep=2, etp=2),
-        Layout(8, tp=4, ep=2, etp=2),
-        Layout(8, tp=2, cp=2, pp=2, ep=2, etp=2),
-    )
-
-
-def likened_layouts(profile: Profile) -> tuple[Layout, ...]:
-    """The layouts on which runs are held against each other: in the quick profile, one of each kind of exchange."""
-    return (Layout(2, ep=2), Layout(4, ep=2), Layout(4, ep=2, etp=2)) if profile == "quick" else full_layouts()
-
-
-def layouts(profile: Profile) -> tuple[Layout, ...]:
-    """The layouts of a profile."""
-    return quick_layouts() if profile == "quick" else full_layouts()
-
-
-def corpus(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
+def corpus(
+    variant: str, layout: Layout, profile: Profile, wanted: Callable[[str], bool] = lambda name: True
+) -> Iterator[Workload]:
     """Yield the exchange workloads of a variant on a layout: with the probe, then with the backend's own experts.
+
+    Of those whose names are `wanted`; the others are not drawn.
 
     Raises:
         GoldenError: the golden is not there, or not as it was written.
     """
     kinds: tuple[tuple[Literal["probe", "experts"], tuple[Recipe, ...]], ...] = (("probe", PROBE), ("experts", EXPERTS))
     for kind, recipes in kinds:
-        for recipe in recipes:
+        for recipe in (each for each in recipes if wanted(each.name)):
             if (profile == "quick" and recipe.profile == "full") or (recipe.needs_ep and layout.ep == 1):
                 continue
             if recipe.asynchrony != "plain" and layout.world == 1:  # nothing travels
@@ -364,7 +269,7 @@ def corpus(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]
             workload = exchange_workload(recipe, kind, variant, layout)
             asked = recipe.likened in ("quick", profile) and layout in likened_layouts(profile)
             yield replace(workload, likened=profile) if asked else workload
-    golden = golden_workload(variant, layout)
+    golden = golden_workload(variant, layout) if wanted(GOLDEN) else None
     if golden is not None:
         yield golden
 
@@ -378,18 +283,20 @@ def exchange_workload(recipe: Recipe, kind: Literal["probe", "experts"], variant
         config = replace(config, experts=E, top_k=min(config.top_k, E))
     microbatches = 1 + max(int(item[1:]) for item in recipe.schedule.split())
 
+    def turn(microbatch: int) -> int:
+        return 0 if recipe.repeated else microbatch
+
+    tokens = tuple(tuple(recipe.tokens_of(r, turn(m)) for r in range(layout.world)) for m in range(microbatches))
+
     def batch(microbatch: int, rank: int) -> Batch:
-        turn = 0 if recipe.repeated else microbatch
-        generator = draw.generator(recipe.name, layout.name, turn, rank)
-        T = recipe.tokens_of(rank, turn)
-        ids_TK = recipe.route(T, config, layout, generator)
+        generator = draw.generator(recipe.name, layout.name, turn(microbatch), rank)
+        ids_TK = recipe.route(tokens[microbatch][rank], config, layout, generator)
         if kind == "probe":
             batch = draw.probe_batch(rank, microbatch, ids_TK, config, generator, odd=recipe.weights == "odd")
             return draw.alike(batch) if recipe.alike else batch
         real = draw.real_batch(ids_TK, config, generator)
         return replace(real, weights_TK=torch.ones_like(real.weights_TK)) if recipe.weights == "ones" else real
 
-    batches = tuple(tuple(batch(m, r) for r in range(layout.world)) for m in range(microbatches))
     parameters = {}
     if kind == "experts":
         parameters = draw.expert_parameters(config, draw.generator(recipe.name, layout.name, "experts"))
@@ -398,7 +305,7 @@ def exchange_workload(recipe: Recipe, kind: Literal["probe", "experts"], variant
         kind,
         config,
         layout,
-        batches,
+        Drawn(tokens, batch),
         recipe.schedule,
         parameters,
         recipe.lead,

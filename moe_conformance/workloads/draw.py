@@ -109,9 +109,7 @@ def real_batch(ids_TK: Tensor, config: Config, draw: torch.Generator) -> Batch:
         return torch.randn(*shape, generator=draw, dtype=torch.float64).to(config.dtype)
 
     weights_TK = 1 / 16 + torch.rand(T, K, generator=draw, dtype=torch.float64) * 15 / 16
-    return Batch(
-        normal(T, config.hidden), ids_TK, weights_TK.to(weight_dtype(config.dtype)), normal(T, config.hidden)
-    )
+    return Batch(normal(T, config.hidden), ids_TK, weights_TK.to(weight_dtype(config.dtype)), normal(T, config.hidden))
 
 
 def route_batch(tokens: int, config: Config, draw: torch.Generator, magnitude: float) -> Batch:
@@ -133,9 +131,7 @@ def expert_parameters(config: Config, draw: torch.Generator) -> dict[ParameterKe
     }
 
 
-def router_parameters(
-    config: Config, draw: torch.Generator, *, bias: float, twins: bool
-) -> dict[ParameterKey, Tensor]:
+def router_parameters(config: Config, draw: torch.Generator, *, bias: float, twins: bool) -> dict[ParameterKey, Tensor]:
     """Return the router's weight (E, D) and, where asked for, a balance bias large enough to change selections.
 
     The biases lie around `bias`. Around -0.9 it changes nothing but the sign of most biased scores: an expert that

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from moe_conformance.topology import Layout
 from moe_conformance.workloads import draw
-from moe_conformance.workloads.corpus import UNEVEN, Profile, Recipe, exchange_workload
+from moe_conformance.workloads.corpus import UNEVEN, Recipe, exchange_workload
+from moe_conformance.workloads.profiles import Profile
 from moe_conformance.workloads.records import Batch, Workload
 
 KIND = "every bit"

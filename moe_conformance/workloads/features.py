@@ -11,12 +11,12 @@ from torch import Tensor
 from moe_conformance.contract import Limit, Routing
 from moe_conformance.topology import Layout
 from moe_conformance.workloads import misuse
-from moe_conformance.workloads.records import Workload
+from moe_conformance.workloads.records import FORWARD_ALONE, Call, Workload
 
 
 def features(workload: Workload, device: str) -> dict[str, Any]:
     """Return every feature that a limit may speak of, by name."""
-    sizes = [{batch.x_TD.shape[0] for batch in microbatch} for microbatch in workload.batches]
+    sizes = _sizes(workload)
     return {
         "dtype": workload.config.dtype,
         "device": device,
@@ -29,7 +29,7 @@ def features(workload: Workload, device: str) -> dict[str, Any]:
         "token_dims": len(workload.lead_of(0)),
         "duplicate_experts": any(_duplicates(ids_TK) for ids_TK in _ids(workload)),
         "dropped_slots": has_empty_slots(workload),
-        "in_flight": in_flight(workload.schedule),
+        "in_flight": under_way(workload),
         "halves_in_flight": halves_in_flight(workload.schedule),
         "steps": 1 + sum(item in ("S", "Z") for item in workload.schedule.split()),
         "deterministic": workload.twist.deterministic,
@@ -56,8 +56,8 @@ ZERO_TOKENS, IN_FLIGHT = "zero tokens", "in flight"
 
 def traits(workload: Workload) -> tuple[str, ...]:
     """Return what a report tells of a workload: a rank has no tokens, several microbatches are under way at once."""
-    empty = any(not len(batch.x_TD) for microbatch in workload.batches for batch in microbatch)
-    open_at_once = max(in_flight(workload.schedule), halves_in_flight(workload.schedule)) > 1
+    empty = any(0 in tokens for tokens in _sizes(workload))
+    open_at_once = max(under_way(workload), halves_in_flight(workload.schedule)) > 1
     return tuple(trait for trait, has in ((ZERO_TOKENS, empty), (IN_FLIGHT, open_at_once)) if has)
 
 
@@ -165,12 +165,25 @@ def all_alike(workload: Workload) -> bool:
 
 def without_gradients(workload: Workload) -> bool:
     """Return whether some microbatch runs forward without gradients."""
-    return any(item[0] in "NI" for item in workload.schedule.split())
+    return any(item[0] in FORWARD_ALONE for item in workload.schedule.split())
+
+
+def under_way(workload: Workload) -> int:
+    """Return how many microbatches are under way at the same time; without a schedule all are, one if there is none."""
+    return in_flight(workload.schedule) if workload.schedule else max(1, len(workload.batches))
 
 
 def in_flight(schedule: str) -> int:
-    """Return how many microbatches are between their forward and their backward at the same time."""
-    return _most_open(schedule, opens="FD", closes="B")
+    """Return how many microbatches are between their forward and their backward at the same time.
+
+    One that runs without gradients is as long as its forward lasts: it dispatches beside those that are open.
+    """
+    return max(1, _most_open(schedule, opens="FD", closes="B", passing=FORWARD_ALONE))
+
+
+def several_in_flight(workload: Workload) -> bool:
+    """Return whether microbatches overlap in time."""
+    return in_flight(workload.schedule) > 1
 
 
 def halves_in_flight(schedule: str) -> int:
@@ -181,28 +194,43 @@ def halves_in_flight(schedule: str) -> int:
 def _uneven_in_tp(workload: Workload) -> bool:
     """Return whether the ranks of some tp group hold different numbers of tokens in some microbatch."""
     return any(
-        len({len(microbatch[rank].x_TD) for rank in ranks}) > 1
-        for microbatch in workload.batches
+        len({tokens[rank] for rank in ranks}) > 1
+        for tokens in workload.tokens
         for ranks in workload.layout.groups()["tp"]
     )
 
 
-def _most_open(schedule: str, opens: str, closes: str) -> int:
-    most, open_now = 0, set()
+def _most_open(schedule: str, opens: str, closes: str, passing: str = "") -> int:
+    most, open_now = 0, set[str]()
     for item in schedule.split():
         if item[0] in opens:
             open_now.add(item[1:])
         elif item[0] in closes:
             open_now.discard(item[1:])
-        most = max(most, len(open_now))
+        most = max(most, len(open_now) + (item[0] in passing))
     return most
 
 
+_EXCHANGED_BY_CALLS = ("token_exchange", "places_exchange")  # kinds of scripts that hand over bare tokens and ids
+
+
+def _calls(workload: Workload) -> tuple[Call, ...]:
+    return workload.calls if workload.kind in _EXCHANGED_BY_CALLS else ()
+
+
+def _sizes(workload: Workload) -> list[set[int]]:
+    """Return the T of all ranks, of every microbatch and of every call that exchanges tokens."""
+    batches = list(map(set, workload.tokens))
+    handed = [[given["x_TD"] for given in call.given if "x_TD" in given] for call in _calls(workload)]
+    return batches + [{len(x_TD) for x_TD in call} for call in handed if call]
+
+
 def _ids(workload: Workload) -> list[Tensor]:
-    """Return every table of ids, (T, K): of batches, and of routings that a script hands over."""
+    """Return every table of ids, (T, K): of batches, and of routings and tables that a script hands over."""
     handed = [value for call in workload.calls for given in call.given for value in given.values()]
     routings = [value.ids_TK for value in handed if isinstance(value, Routing)]
-    return [batch.ids_TK for microbatch in workload.batches for batch in microbatch] + routings
+    tables = [given["ids_TK"] for call in _calls(workload) for given in call.given if "ids_TK" in given]
+    return [batch.ids_TK for microbatch in workload.batches for batch in microbatch] + routings + tables
 
 
 def _on_one_rank(workload: Workload) -> bool:

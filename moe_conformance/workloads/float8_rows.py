@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_conformance.topology import Layout
 from moe_conformance.workloads import corpus, draw
+from moe_conformance.workloads.profiles import Profile
 from moe_conformance.workloads.records import Workload
 from moe_conformance.workloads.token_exchange import KIND, Drawing, Tokens
 
@@ -63,7 +64,7 @@ SCRIPTS: dict[str, Callable[[Drawing], Workload]] = {
 }
 
 
-def scripts(variant: str, layout: Layout, profile: corpus.Profile) -> Iterator[Workload]:
+def scripts(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     """Yield the scripts of a variant on a layout."""
     for name, write in SCRIPTS.items():
         yield write(Drawing(name, variant, layout, KIND))

@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
 from moe_conformance.workloads import draw
-from moe_conformance.workloads.corpus import Profile
+from moe_conformance.workloads.profiles import Profile
 from moe_conformance.workloads.records import Batch, ParameterKey, Workload
 
 FORCING_LOGITS = ("random", "biased")

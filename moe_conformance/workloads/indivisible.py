@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
-from moe_conformance.workloads.corpus import Profile
+from moe_conformance.workloads.profiles import Profile
 from moe_conformance.workloads.records import Call, Workload
 
 EXPERTS, NO_EXPERTS, WIDTH = "indivisible-experts", "no-experts", "indivisible-width"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import corpus, draw
+from moe_conformance.workloads import corpus, draw, profiles
 from moe_conformance.workloads.records import Stride, Twist, Workload
 from moe_conformance.workloads.twins import Origin, Rows, Twin, rows_of, the_same, twin
 
@@ -107,7 +107,7 @@ def spread(workload: Workload) -> list[Twin]:
     """Give the ranks each other's tokens, and cut the same tokens up for other numbers of ranks and other layouts."""
     world, E = workload.layout.world, workload.config.experts
     smaller = Layout(1) if world < 4 else Layout(2, ep=2)
-    layouts = (smaller,) if workload.likened == "quick" else corpus.quick_layouts()
+    layouts = (smaller,) if workload.likened == "quick" else profiles.quick_layouts()
     every = [(0, rank, t) for rank in range(world) for t in range(len(workload.batches[0][rank].x_TD))]
     turned = [[source for source in every if source[1] == (rank + 1) % world] for rank in range(world)]
     made = [twin(workload, "with the tokens of the next rank on every rank", _placed(workload, [turned]))]

@@ -12,7 +12,8 @@ from typing import Literal
 
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
-from moe_conformance.workloads.corpus import ONE_WITHOUT, UNEVEN, Profile, Recipe, exchange_workload
+from moe_conformance.workloads.corpus import ONE_WITHOUT, UNEVEN, Recipe, exchange_workload
+from moe_conformance.workloads.profiles import Profile
 from moe_conformance.workloads.records import Batch, Workload
 
 

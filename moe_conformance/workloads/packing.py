@@ -6,6 +6,7 @@ T tokens of a rank, P rows that it is padded to, A the alignment, B the bound. L
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from moe_conformance.contract import Config, Routing
 from moe_conformance.topology import Layout
 from moe_conformance.workloads import draw
-from moe_conformance.workloads.corpus import Profile
+from moe_conformance.workloads.profiles import Profile
 from moe_conformance.workloads.records import Batch, Call, Workload
 
 ALIGNMENTS = (1, 16, 64, 128)
@@ -62,10 +63,13 @@ def token_counts(variant: str, layout: Layout, profile: Profile) -> Iterator[Wor
         yield _counts(f"padded-counts-{A}", config, layout, _COUNTED)
     bounded = Config(variant, experts=E, pad_tokens="bound", token_alignment=8, token_bound=BOUND)
     yield _counts("padded-counts-bound", bounded, layout, _BOUNDED)
+    yield _counts("padded-counts-aligned-bound", replace(bounded, token_bound=24), layout, _BOUNDED)
+    yield _counts("padded-counts-bare-bound", replace(bounded, token_alignment=1), layout, _BOUNDED)
     yield _breaches(bounded, layout)
 
 
-TOKEN_COUNTS = (*(f"padded-counts-{A}" for A in ALIGNMENTS), "padded-counts-bound", "bound-broken")
+_BOUNDS = ("padded-counts-bound", "padded-counts-aligned-bound", "padded-counts-bare-bound", "bound-broken")
+TOKEN_COUNTS = (*(f"padded-counts-{A}" for A in ALIGNMENTS), *_BOUNDS)
 
 # ---- packed sequences ----------------------------------------------------------------------------------------------
 

@@ -15,17 +15,10 @@ from torch import Tensor
 
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
-from moe_conformance.workloads.corpus import (
-    BY_TURNS,
-    ONE_WITHOUT,
-    UNEVEN,
-    Profile,
-    Recipe,
-    anywhere,
-    exchange_workload,
-    one_expert,
-)
+from moe_conformance.workloads.corpus import BY_TURNS, ONE_WITHOUT, UNEVEN, Recipe, exchange_workload
+from moe_conformance.workloads.profiles import Profile
 from moe_conformance.workloads.records import Workload
+from moe_conformance.workloads.routes import anywhere, one_expert
 from reference import capacity, capacity_drops
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from moe_conformance.contract import Config, Routing
 from moe_conformance.topology import Layout
 from moe_conformance.workloads import draw
-from moe_conformance.workloads.corpus import Profile
-from moe_conformance.workloads.records import Call, Ref, Workload
+from moe_conformance.workloads.profiles import Profile
+from moe_conformance.workloads.records import Call, Padded, Ref, Workload
 
 _D = 16
 Ids = Callable[[int, Config, torch.Generator], Tensor]
@@ -171,7 +171,8 @@ def _numbers(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Genera
 def _permutation(recipe: _Permute, variant: str, layout: Layout) -> Workload:
     """Permute and unpermute what came; where the rows can be counted beforehand, also unpermute rows of their own.
 
-    Rows of their own tell slots of a token apart, which its own rows, all alike, cannot.
+    Rows of their own tell slots of a token apart, which its own rows, all alike, cannot. Where rows are padded they
+    cannot be counted; what came is unpermuted once more then, with large numbers and gradients in the padding.
     """
     config = Config(variant=variant, hidden=_D, **recipe.config)
     g = draw.generator(recipe.name)
@@ -192,7 +193,21 @@ def _permutation(recipe: _Permute, variant: str, layout: Layout) -> Workload:
         back = {"rows_RD": rows_RD, "handle": Ref(2, "handle")}
         # Where it padded what it was not asked to, these rows do not fit; that is for the judge of its own to say.
         calls += [calls[0], Call("unpermute", (back,), ("rows_RD",), (other_upstream,), may_raise=True)]
+    if config.row_multiple > 1:
+        padded = Padded(Ref(2, "rows_RD"), Ref(2, "counts_E"), tuple(_pairs(ids_TK, config.experts)))
+        back = {"rows_RD": padded, "handle": Ref(2, "handle")}
+        calls += [calls[0], Call("unpermute", (back,), (), (other_upstream,))]
     return Workload(recipe.name, "permutation", config, layout, (), calls=tuple(calls))
+
+
+def pads(workload: Workload) -> bool:
+    """Whether a permutation has to pad the rows of some expert that has any."""
+    routing, M = workload.calls[0].given[0]["routing"], workload.config.row_multiple
+    return any(pairs % M for pairs in _pairs(routing.ids_TK, routing.experts))
+
+
+def _pairs(ids_TK: Tensor, experts: int) -> list[int]:
+    return torch.bincount(ids_TK[ids_TK >= 0], minlength=experts).tolist()
 
 
 def _forms(name: str, ids: Ids, T: int, config: Config, layout: Layout) -> Workload:

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from moe_conformance.topology import Layout
 from moe_conformance.workloads import corpus, draw
+from moe_conformance.workloads.profiles import Profile
 from moe_conformance.workloads.records import Call, Filled, Ref, Workload
 from moe_conformance.workloads.token_exchange import Drawing, Tokens
 
@@ -82,7 +83,7 @@ SCRIPTS: dict[str, Callable[[Drawing], Workload]] = {
 }
 
 
-def scripts(variant: str, layout: Layout, profile: corpus.Profile) -> Iterator[Workload]:
+def scripts(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     """Yield the scripts of a variant on a layout."""
     for name, write in SCRIPTS.items():
         yield write(Drawing(name, variant, layout, KIND))

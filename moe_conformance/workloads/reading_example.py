@@ -120,7 +120,7 @@ def _config(data: object, kind: str, layout: Layout) -> Config:
     return config
 
 
-_STEPS = {("", "F"), ("", "D"), ("", "N"), ("", "I"), ("D", "C"), ("F", "B"), ("C", "B")}
+_STEPS = {("", "F"), ("", "D"), ("", "N"), ("", "I"), ("", "U"), ("D", "C"), ("F", "B"), ("C", "B")}
 
 
 def _schedule(data: object, microbatches: int) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any, Literal, overload
 
 from torch import Tensor
 
@@ -29,6 +30,35 @@ class Batch:
     upstream: Tensor  # gradient of the loss with respect to y (T, D); route: to the dense weights (T, E)
 
 
+class Drawn(Sequence[tuple[Batch, ...]]):
+    """Batches by microbatch and rank that are drawn when they are first looked at, and pickled as a tuple.
+
+    A plan holds thousands of workloads, of which a run may want three.
+    """
+
+    def __init__(self, tokens: tuple[tuple[int, ...], ...], draw: Callable[[int, int], Batch]) -> None:
+        """Take every T, by microbatch and rank, and what draws the batch of a microbatch on a rank."""
+        self.tokens = tokens
+        self._draw = draw
+
+    @cached_property
+    def _batches(self) -> tuple[tuple[Batch, ...], ...]:
+        return tuple(tuple(self._draw(m, rank) for rank in range(len(each))) for m, each in enumerate(self.tokens))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[Batch, ...]: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[tuple[Batch, ...], ...]: ...
+    def __getitem__(self, index: int | slice) -> tuple[Batch, ...] | tuple[tuple[Batch, ...], ...]:
+        return self._batches[index]
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return tuple, (self._batches,)
+
+
 @dataclass(frozen=True)
 class Ref:
     """What an earlier call of the same script returned on this rank. It stays there: a handle may be anything."""
@@ -43,6 +73,18 @@ class Filled:
 
     rows_NCD: Ref
     counts_N: Ref
+
+
+@dataclass(frozen=True)
+class Padded:
+    """Rows by expert in segments, with a large number, and as large a gradient, in every row that is no pair's.
+
+    The pairs of an expert are the first rows of its segment. Where nothing counts the segments, rows are left alone.
+    """
+
+    rows_RD: Ref
+    counts_E: Ref
+    pairs_E: tuple[int, ...]  # of every expert
 
 
 @dataclass(frozen=True)
@@ -98,6 +140,9 @@ class Twist:
     deterministic: bool = False
 
 
+FORWARD_ALONE = "NIU"  # what a schedule calls forwards that no backward follows
+
+
 @dataclass(frozen=True, repr=False)
 class Workload:
     """One run: what is built, where, and what it is fed.
@@ -118,10 +163,11 @@ class Workload:
     kind: str
     config: Config
     layout: Layout
-    batches: tuple[tuple[Batch, ...], ...]
-    # F forward and B backward of a microbatch, in this order; D and C are the halves of F. N is a forward without
-    # gradients and I one in inference mode, of inputs that ask for none; no backward follows. S and Z end a step, as
-    # the end of the schedule does: gradients are finished, kept, and set to None where they can be (S), or to zero (Z).
+    batches: Sequence[tuple[Batch, ...]]
+    # F forward and B backward of a microbatch, in this order; D and C are the halves of F. N, I and U are forwards of
+    # inputs that ask for no gradients: without any, in inference mode, and as in training; no backward follows. S and Z
+    # end a step, as the end of the schedule does: gradients are finished, kept, and set to None where they can be (S),
+    # or to zero (Z).
     schedule: str = "F0 B0"
     parameters: Mapping[ParameterKey, Tensor] = field(default_factory=dict)
     lead: Lead = "flat"
@@ -132,6 +178,13 @@ class Workload:
     likened: Literal["", "quick", "full"] = ""  # the profile in which runs that must give the same are held against it
     routers: int = 1  # that are built where a router runs alone: forward m goes through router m modulo their number
     golden: str = ""  # the chapter of the goldens whose values judge it; "" for the oracles of today
+
+    @property
+    def tokens(self) -> tuple[tuple[int, ...], ...]:
+        """T of every microbatch on every rank."""
+        if isinstance(self.batches, Drawn):
+            return self.batches.tokens
+        return tuple(tuple(len(batch.x_TD) for batch in ranks) for ranks in self.batches)
 
     def lead_of(self, T: int) -> tuple[int, ...]:
         """Return the leading dims of T tokens: (T,), (T / 2, 2) or (T / 3, 3)."""

@@ -11,7 +11,7 @@ import torch
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
 from moe_conformance.workloads import draw
-from moe_conformance.workloads.corpus import likened_layouts
+from moe_conformance.workloads.profiles import likened_layouts
 from moe_conformance.workloads.records import Batch, Workload
 
 TOKENS = (18, 8, 26, 12, 22, 10, 14, 20)  # of rank r: the entry r modulo the length
@@ -29,7 +29,9 @@ class RouterRecipe:
     magnitude: float = 1.0  # of the tokens: large ones overflow a softmax that does not subtract its maximum
     bias: float = -0.9  # around which balance biases lie
     twins: bool = False  # experts in pairs whose logits are closer than bfloat16 can tell
+    tied: bool = False  # experts in pairs whose logits are the same
     likened: bool = False  # runs that must route alike are held against it
+    everywhere: bool = False  # see `corpus.Recipe`
 
 
 _SIGMOID = {"score": "sigmoid"}
@@ -38,7 +40,7 @@ _NORMAL = {"normalise": True}
 _GROUPS = {"experts": 24, "top_k": 4, "groups": (4, 2)}  # enough slots for the limit to bind; more experts than groups
 
 ROUTERS = (
-    RouterRecipe("route-softmax"),
+    RouterRecipe("route-softmax", everywhere=True),
     RouterRecipe("route-softmax-normalised", _NORMAL, likened=True),
     RouterRecipe("route-softmax-scaled", {"scale": 2.5}),
     RouterRecipe("route-softmax-topk", {"score": "softmax_topk"}),
@@ -46,26 +48,29 @@ ROUTERS = (
     RouterRecipe("route-sigmoid", _SIGMOID),
     RouterRecipe("route-sigmoid-normalised-scaled", {**_SIGMOID, **_NORMAL, "scale": 2.5}),
     RouterRecipe("route-sigmoid-biased", _BIASED),
-    RouterRecipe("route-sigmoid-biased-normalised-scaled", {**_BIASED, **_NORMAL, "scale": 2.5}),
+    RouterRecipe("route-sigmoid-biased-normalised-scaled", {**_BIASED, **_NORMAL, "scale": 2.5}, everywhere=True),
     RouterRecipe("route-sigmoid-biased-upwards", _BIASED, bias=0.3),
     RouterRecipe("route-sqrtsoftplus", {"score": "sqrtsoftplus"}),
     RouterRecipe("route-sqrtsoftplus-biased-normalised", {"score": "sqrtsoftplus", "balance_bias": True, **_NORMAL}),
-    RouterRecipe("route-groups-top2", {**_BIASED, **_NORMAL, **_GROUPS}, likened=True),
+    RouterRecipe("route-groups-top2", {**_BIASED, **_NORMAL, **_GROUPS}, likened=True, everywhere=True),
     RouterRecipe("route-groups-top2-softmax", _GROUPS),
     RouterRecipe("route-groups-topk", {**_BIASED, **_NORMAL, **_GROUPS, "top_k": 6, "group_score": "topk_sum"}),
     RouterRecipe("route-groups-topk-softmax", {**_GROUPS, "top_k": 6, "group_score": "topk_sum"}),
-    RouterRecipe("route-groups-max", {"experts": 24, "top_k": 3, "groups": (4, 1), "group_score": "max"}),
+    RouterRecipe(
+        "route-groups-max", {"experts": 24, "top_k": 3, "groups": (4, 1), "group_score": "max"}, everywhere=True
+    ),
     RouterRecipe("route-top-1", {"top_k": 1}),
     RouterRecipe("route-top-1-normalised", {"top_k": 1, **_SIGMOID, **_NORMAL}),
     RouterRecipe("route-top-all", {"top_k": 8}),
     RouterRecipe("route-odd-experts", {"experts": 6, "top_k": 3, "hidden": 40}),
     RouterRecipe("route-many-experts", {"experts": 256, "top_k": 8}),
     RouterRecipe("route-near-ties", {"top_k": 3}, twins=True, likened=True),  # an odd K, which parts twins
+    RouterRecipe("route-ties", {"top_k": 3}, tied=True, likened=True),
     RouterRecipe("route-large-logits", magnitude=64.0),
     RouterRecipe("route-large-logits-sqrtsoftplus", {"score": "sqrtsoftplus"}, magnitude=64.0),
     RouterRecipe("route-rank-without-tokens", tokens=ONE_WITHOUT),
     RouterRecipe("route-in-flight", schedule="F0 F1 B0 B1"),
-    RouterRecipe("route-bfloat16", {"dtype": torch.bfloat16}, likened=True),
+    RouterRecipe("route-bfloat16", {"dtype": torch.bfloat16}, likened=True, everywhere=True),
     RouterRecipe("route-float64", {"dtype": torch.float64}),
 )
 
@@ -81,10 +86,11 @@ def routing_corpus(variant: str, layout: Layout) -> Iterator[Workload]:
         )
         generator = draw.generator(recipe.name, layout.name, "router")
         parameters = draw.router_parameters(config, generator, bias=recipe.bias, twins=recipe.twins)
+        if recipe.tied:
+            weight_ED = parameters["router", None]
+            weight_ED[1::2] = weight_ED[::2]
         likened: Literal["", "quick"] = "quick" if recipe.likened and layout in likened_layouts("quick") else ""
-        yield Workload(
-            recipe.name, "route", config, layout, batches, recipe.schedule, parameters, likened=likened
-        )
+        yield Workload(recipe.name, "route", config, layout, batches, recipe.schedule, parameters, likened=likened)
 
 
 def _batch(recipe: RouterRecipe, config: Config, layout: Layout, microbatch: int, rank: int) -> Batch:

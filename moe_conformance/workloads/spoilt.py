@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import corpus
-from moe_conformance.workloads.corpus import Profile, Recipe
+from moe_conformance.workloads import corpus, routes
+from moe_conformance.workloads.corpus import Recipe
+from moe_conformance.workloads.profiles import Profile
 from moe_conformance.workloads.records import Batch, Workload
 
 Where = Literal["tokens", "upstream", "dropped"]
@@ -25,20 +26,28 @@ class _Spoilt:
     where: Where  # dropped: a token without a slot, in both
 
 
-def _spoilt(where: Where, name: str, route: corpus.Route, tokens: tuple[int, ...]) -> tuple[_Spoilt, _Spoilt]:
+def _spoilt(
+    where: Where, name: str, route: routes.Route, tokens: tuple[int, ...], **config: Any
+) -> tuple[_Spoilt, _Spoilt]:
     """Return the workload with the suite's experts, and with the backend's own."""
     return (
-        _Spoilt(Recipe(f"spoilt-{name}", route, tokens), where),
+        _Spoilt(Recipe(f"spoilt-{name}", route, tokens, config), where),
         # In bfloat16: some libraries' experts compute in it whatever the tokens are.
-        _Spoilt(Recipe(f"own-spoilt-{name}", route, tokens, {"dtype": torch.bfloat16}), where),
+        _Spoilt(Recipe(f"own-spoilt-{name}", route, tokens, {"dtype": torch.bfloat16, **config}), where),
     )
 
 
 _PAIRS = (
-    _spoilt("tokens", "tokens-even", corpus.anywhere, corpus.EVEN),
-    _spoilt("tokens", "tokens-uneven", corpus.anywhere, corpus.UNEVEN),
-    _spoilt("upstream", "upstream-even", corpus.anywhere, corpus.EVEN),
-    _spoilt("dropped", "dropped-even", corpus.dropped, corpus.EVEN),
+    _spoilt("tokens", "tokens-even", routes.anywhere, corpus.EVEN),
+    _spoilt("tokens", "tokens-uneven", routes.anywhere, corpus.UNEVEN),
+    _spoilt("upstream", "upstream-even", routes.anywhere, corpus.EVEN),
+    _spoilt("dropped", "dropped-even", routes.dropped, corpus.EVEN),
+    # Where rows have places of their own, a product with a map of ones and zeros may take them there.
+    _spoilt("tokens", "tokens-to-capacity-even", routes.anywhere, corpus.EVEN, pad_to_capacity=True),
+    _spoilt("upstream", "upstream-to-capacity-even", routes.anywhere, corpus.EVEN, pad_to_capacity=True),
+    _spoilt(
+        "tokens", "tokens-padded-uneven", routes.anywhere, corpus.UNEVEN, pad_tokens="group_max", token_alignment=8
+    ),
 )
 _ALL = tuple(each for pair in _PAIRS for each in pair)
 NAMES = tuple(each.recipe.name for each in _ALL)
@@ -72,5 +81,3 @@ def _spoil(batch: Batch, where: Where, experts: int) -> Batch:
         for t in (1, 2, 3):
             ids_TK[t] = (2 * t + 2 * torch.arange(ids_TK.shape[1])) % experts
     return replace(batch, x_TD=x_TD, upstream=upstream_TD, ids_TK=ids_TK)
-
-

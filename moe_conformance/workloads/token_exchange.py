@@ -17,7 +17,8 @@ from torch import Tensor
 
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import corpus, draw
+from moe_conformance.workloads import corpus, draw, routes
+from moe_conformance.workloads.profiles import Profile
 from moe_conformance.workloads.records import Answered, Batch, Call, Ref, Workload
 
 KIND = "token_exchange"
@@ -71,7 +72,7 @@ class Drawing:
         return self
 
     def tokens(
-        self, number: int, sizes: tuple[int, ...], route: corpus.Route = corpus.dropped, config: Config | None = None
+        self, number: int, sizes: tuple[int, ...], route: routes.Route = routes.dropped, config: Config | None = None
     ) -> Tokens:
         """Draw the tokens of dispatch `number`, with it for a microbatch."""
         config = config or self.config
@@ -207,7 +208,7 @@ SCRIPTS: dict[str, Callable[[Drawing], Workload]] = {
 }
 
 
-def scripts(variant: str, layout: Layout, profile: corpus.Profile) -> Iterator[Workload]:
+def scripts(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     """Yield the scripts of a variant on a layout."""
     for name, write in SCRIPTS.items():
         yield write(Drawing(name, variant, layout))

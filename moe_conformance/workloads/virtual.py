@@ -17,8 +17,9 @@ from torch import Tensor
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
 from moe_conformance.workloads import draw
-from moe_conformance.workloads.corpus import Recipe, anywhere, dropped, exchange_workload
+from moe_conformance.workloads.corpus import Recipe, exchange_workload
 from moe_conformance.workloads.records import Workload
+from moe_conformance.workloads.routes import anywhere, dropped
 
 WORLDS = (8, 64, 256, 512)
 
@@ -145,9 +146,7 @@ def sparse(variant: str, layout: Layout) -> Iterator[Workload]:
         yield from _drawn(sparse_recipes(layout), variant, layout)
 
 
-def _drawn(
-    recipes: tuple[tuple[Recipe, ...], tuple[Recipe, ...]], variant: str, layout: Layout
-) -> Iterator[Workload]:
+def _drawn(recipes: tuple[tuple[Recipe, ...], tuple[Recipe, ...]], variant: str, layout: Layout) -> Iterator[Workload]:
     probe, own = recipes
     for recipe in probe:
         yield exchange_workload(recipe, "probe", variant, layout)

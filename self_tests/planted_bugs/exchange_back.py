@@ -15,6 +15,7 @@ from moe_conformance.backends.native.exchange import AllToAllExchange, Permuted
 from moe_conformance.backends.native.permutation import Pairs
 from moe_conformance.contract import Delivery, Routing
 from self_tests.planted_bugs.plant import EP2_ETP2, TP2_EP2, Expectation, collect, planted
+from self_tests.unusual_exchanges import LendsUntilTheNext
 
 # ---- combine -------------------------------------------------------------------------------------------------------
 
@@ -52,6 +53,36 @@ class PaddingTrimmedAtWrongEnd(AllToAllExchange):
 
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
         return super().combine(rows[2:], handle)
+
+
+@planted(Expectation("EXCH-38", "inference-even", "combine", "y of rank 0 token 0"))
+class ReturnsBeforeItIsThere(AllToAllExchange):
+    """Without gradients the output is returned while it is under way, and waited for in the next dispatch."""
+
+    late: tuple[Tensor, Tensor] | None = None
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        if self.late is not None:
+            empty, y = self.late
+            empty.copy_(y)
+            self.late = None
+        return super().dispatch(x, routing)
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        y = super().combine(rows, handle)
+        if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            return y
+        self.late = torch.full_like(y, 0.125), y
+        return self.late[0]
+
+
+@planted(
+    Expectation("EXCH-32", "to-capacity-in-flight", "combine", "output of microbatch 0 on rank 0 was overwritten"),
+    Expectation("EXCH-32", "identity-in-flight-even", "combine", "output of microbatch 0 on rank 0 was overwritten"),
+    Expectation("EXCH-32", "in-flight-uneven", "combine", "the output of microbatch 0 on rank 0 was overwritten"),
+)
+class LendsOneOutput(LendsUntilTheNext):
+    """An output is valid until the next forward, whether its backward has ended or not."""
 
 
 @planted(
@@ -306,6 +337,17 @@ class UnweightedInference(AllToAllExchange):
 
     def _weigh(self, rows_PD: Tensor, weights_P: Tensor) -> Tensor:
         return super()._weigh(rows_PD, weights_P) if torch.is_grad_enabled() else rows_PD
+
+
+@planted(Expectation("EXCH-38", "inference-unasked-even", "run", "rank 0 raised in unasked:0", "require gradient"))
+class HooksItsOutput(AllToAllExchange):
+    """Where gradients are recorded, the output is taken to require one, whatever the tokens do."""
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        y = super().combine(rows, handle)
+        if torch.is_grad_enabled():
+            y.register_hook(torch.clone)
+        return y
 
 
 @planted(

@@ -1,0 +1,85 @@
+"""What a profile runs: its layouts, and of the quick one, which workloads run on which of them."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Literal
+
+from moe_conformance.topology import Layout
+
+Profile = Literal["quick", "full"]
+
+# What is tried on more ranks than this is a part of the corpus: the recipes that say `wide`, the golden, and nothing of
+# routers, which do not know of other ranks. Among them are all phases and dtypes, ranks without tokens, uneven ones,
+# padded and bounded ones, several in flight, empty slots, two dimensions, and the backend's own experts.
+USUAL_RANKS = 6
+
+
+def quick_layouts() -> tuple[Layout, ...]:
+    """The layouts of the quick profile, smallest first."""
+    return (
+        Layout(1),
+        Layout(2, ep=2),
+        Layout(4, ep=4),
+        Layout(4, ep=2),  # two replicas of every expert
+        Layout(4, tp=2, ep=2),
+        Layout(4, ep=2, etp=2),
+    )
+
+
+def in_turn(name: str, layout: Layout) -> bool:
+    """Return whether it is a workload's turn on a quick layout: always on up to two ranks, and on one of those of four.
+
+    Its name picks which, as if by lot, so that a new workload leaves the places of all others alone.
+    """
+    four = [each for each in quick_layouts() if each.world == 4]
+    return layout not in four or layout == four[zlib.crc32(name.encode()) % len(four)]
+
+
+def quick_beside() -> dict[Layout, tuple[str, ...]]:
+    """Full layouts on which the quick profile runs a few recipes, and no more: what none of its own can show.
+
+    Gaps of packed sequences whose rows are shared among context ranks.
+    """
+    return {Layout(4, cp=2, ep=2): ("gaps-uneven",)}
+
+
+def full_layouts() -> tuple[Layout, ...]:
+    """The quick layouts, foldings in which dense and expert axes cross, and sizes that are no powers of two.
+
+    Those of 8 ranks are what 4 have no room for: more replicas beside ep and etp, and all axes at once.
+    """
+    return (
+        *quick_layouts(),
+        Layout(2),
+        Layout(2, tp=2),
+        Layout(2, etp=2),
+        Layout(2, tp=2, etp=2),
+        Layout(4, tp=2, ep=4),
+        Layout(4, tp=4, ep=2),
+        Layout(4, tp=2, ep=2, etp=2),
+        Layout(4, tp=4),
+        Layout(4, etp=4),
+        Layout(4, tp=4, etp=4),
+        Layout(4, tp=4, ep=2, etp=2),
+        Layout(3, ep=3),
+        Layout(4, cp=2, ep=2),
+        Layout(4, pp=2, ep=2),
+        Layout(6, ep=3, etp=2),
+        Layout(8, ep=8),
+        Layout(8, ep=4, etp=2),
+        Layout(8, tp=2, ep=4),  # beside it, every expert has two replicas
+        Layout(8, tp=2, ep=2, etp=2),
+        Layout(8, tp=4, ep=2, etp=2),
+        Layout(8, tp=2, cp=2, pp=2, ep=2, etp=2),
+    )
+
+
+def likened_layouts(profile: Profile) -> tuple[Layout, ...]:
+    """The layouts on which runs are held against each other: in the quick profile, one of each kind of exchange."""
+    return (Layout(2, ep=2), Layout(4, ep=2), Layout(4, ep=2, etp=2)) if profile == "quick" else full_layouts()
+
+
+def layouts(profile: Profile) -> tuple[Layout, ...]:
+    """The layouts of a profile."""
+    return quick_layouts() if profile == "quick" else full_layouts()

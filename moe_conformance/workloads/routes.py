@@ -1,0 +1,89 @@
+"""Ways to route a rank's tokens, from the usual to the adversarial: T tokens get K expert ids each, -1 for none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from moe_conformance.contract import Config
+from moe_conformance.topology import Layout
+from moe_conformance.workloads import draw
+
+Route = Callable[[int, Config, Layout, torch.Generator], Tensor]  # (T, config, layout, generator) -> ids_TK
+
+
+def anywhere(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
+    """Any K different experts, unequal loads."""
+    return draw.choose(T, config, generator)
+
+
+def empty_expert(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
+    """Expert 1 gets nothing from any rank."""
+    return draw.choose(T, config, generator, [e for e in range(config.experts) if e != 1])
+
+
+def idle_rank(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
+    """The experts of the last ep coordinate get nothing."""
+    held = config.experts // layout.ep
+    return draw.choose(T, config, generator, range(config.experts - held))
+
+
+def one_rank(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
+    """Everything goes to the experts of the last ep coordinate."""
+    held = config.experts // layout.ep
+    return draw.choose(T, config, generator, range(config.experts - held, config.experts))
+
+
+def one_expert(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
+    """Everything goes to one expert; K is 1."""
+    return torch.full((T, 1), config.experts - 2)
+
+
+def one_expert_if_odd(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
+    """Everything goes to one expert from ranks with an odd number of tokens; K is 1."""
+    return (one_expert if T % 2 else anywhere)(T, config, layout, generator)
+
+
+def idle_if_odd(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
+    """The last ep coordinate gets nothing from ranks with an odd number of tokens."""
+    return (idle_rank if T % 2 else anywhere)(T, config, layout, generator)
+
+
+def dropped(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
+    """A third of the slots are empty; token 0 has none left, token 1 keeps all."""
+    ids_TK = draw.choose(T, config, generator)
+    drop_TK = torch.rand(ids_TK.shape, generator=generator) < 1 / 3
+    drop_TK[:1], drop_TK[1:2] = True, False
+    return torch.where(drop_TK, -1, ids_TK)
+
+
+def all_dropped(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
+    """Every slot is empty on ranks with an odd number of tokens."""
+    ids_TK = draw.choose(T, config, generator)
+    return torch.full_like(ids_TK, -1) if T % 2 else ids_TK
+
+
+def duplicates(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
+    """Every other token names one expert twice."""
+    ids_TK = draw.choose(T, config, generator)
+    ids_TK[::2, 1] = ids_TK[::2, 0]
+    return ids_TK
+
+
+def one_choice(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
+    """All tokens of a rank go to the same experts."""
+    return draw.choose(1, config, generator).repeat(T, 1)
+
+
+GAP_EVERY = 8
+
+
+def gaps(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
+    """Sequences in 8 rows each, what they do not fill routed nowhere; of one sequence alone nothing is a token."""
+    ids_TK = draw.choose(T, config, generator)
+    for first in range(0, T, GAP_EVERY):
+        length = 0 if T <= GAP_EVERY else int(torch.randint(0, GAP_EVERY + 1, (), generator=generator))
+        ids_TK[first + length : first + GAP_EVERY] = -1
+    return ids_TK
