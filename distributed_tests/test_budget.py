@@ -6,6 +6,12 @@ from moe_conformance.judging.budget import judge_budget, judge_fixed_size
 from moe_conformance.judging.deliveries import judge_deliveries, judge_rows
 from moe_conformance.judging.gradients import judge_dweights, judge_dx
 from moe_conformance.judging.outputs import judge_outputs
+from moe_conformance.judging.own_experts import (
+    judge_expert_gradients,
+    judge_own_dweights,
+    judge_own_dx,
+    judge_own_outputs,
+)
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
@@ -27,6 +33,14 @@ class TestBudget:
         judge_dx(reading, tally)
         judge_dweights(reading, tally)
         judge_fixed_size(reading, tally)  # last: where there is none to see, all else is judged
+
+    @requirement("EXCH-22", kind="experts", when=has_budget)
+    def test_a_fixed_buffer_changes_nothing_for_experts(self, reading: Reading, tally: Tally) -> None:
+        """Behind the backend's own experts too, and rows of the buffer that are nobody's teach them nothing."""
+        judge_own_outputs(reading, tally)
+        judge_own_dx(reading, tally)
+        judge_own_dweights(reading, tally)
+        judge_expert_gradients(reading, tally)
 
     @requirement("EXCH-25", kind="probe", when=has_budget)
     def test_a_budget_holds_the_load_that_it_states(self, reading: Reading, tally: Tally) -> None:

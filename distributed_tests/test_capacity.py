@@ -13,7 +13,7 @@ from moe_conformance.judging.capacity import (
     judge_own_tokens,
     judge_policy,
 )
-from moe_conformance.judging.lost_in_layer import judge_kept_in_layer, judge_lost_in_layer
+from moe_conformance.judging.lost_in_layer import judge_dropped_in_layer, judge_kept_in_layer, judge_lost_in_layer
 from moe_conformance.judging.overflow import judge_after_overflow, judge_overflow
 from moe_conformance.judging.overflow_drops import judge_dropped_rows, judge_flags, judge_room_left
 from moe_conformance.judging.own_experts import (
@@ -27,6 +27,7 @@ from moe_conformance.judging.padding import (
     judge_filled,
     judge_lossless_capacity,
     judge_lost_tokens,
+    judge_reduced_once,
     judge_worst_case,
 )
 from moe_conformance.judging.reading import Reading
@@ -79,8 +80,9 @@ class TestChoice:
 class TestFilledUp:
     @requirement("DROP-08", kind="padded", when=lambda workload: workload.config.capacity_factor is None)
     def test_a_capacity_that_drops_nothing_is_the_largest_load(self, reading: Reading, tally: Tally) -> None:
-        """Every expert gets as many rows of each rank as any rank of the group has for any expert."""
+        """Experts get as many rows of each rank as any has for any, and the group reduces that number once at most."""
         judge_lossless_capacity(reading, tally)
+        judge_reduced_once(reading, tally)
 
     @requirement("DROP-12", kind="padded")
     def test_rows_that_fill_up_change_nothing(self, reading: Reading, tally: Tally) -> None:
@@ -156,6 +158,11 @@ class TestConsequences:
     def test_a_token_without_slots_keeps_its_shared_part(self, reading: Reading, tally: Tally) -> None:
         """Behind a whole layer a token that lost all its slots has what its shared experts add, and no more."""
         judge_lost_in_layer(reading, tally)
+
+    @requirement("DROP-11", kind="dropping_layer")
+    def test_a_layer_learns_from_kept_slots_alone(self, reading: Reading, tally: Tally) -> None:
+        """Behind a whole layer tokens and all parameters have the gradients of kept slots and of the shared part."""
+        judge_dropped_in_layer(reading, tally)
 
     @requirement("DROP-11", kind="probe", when=has_empty_slots)
     def test_a_dropped_slot_has_no_gradient(self, reading: Reading, tally: Tally) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.settings import judge_settings
+from moe_conformance.judging.twin_routes import judge_repeated_routes
 from moe_conformance.judging.twins import RunTwins, judge_alike, judge_repeated
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
 from moe_conformance.workloads import laws
-from moe_conformance.workloads.features import likened_once
+from moe_conformance.workloads.features import likened, likened_once
 
 
 class TestRepetition:
@@ -18,6 +19,12 @@ class TestRepetition:
         """The same inputs and parameters give the same bits in other processes, with deterministic algorithms."""
         workload = reading.outcome.workload
         judge_repeated(reading, twins([laws.deterministic(workload), *laws.again(workload)]), tally)
+
+    @requirement("DET-01", kind="route", when=likened)
+    def test_fresh_processes_route_alike(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
+        """The same tokens have the same experts and the same weights, to the bit, in other processes."""
+        workload = reading.outcome.workload
+        judge_repeated_routes(twins([laws.deterministic(workload), *laws.again(workload)]), tally)
 
     @requirement("DET-05", kind="experts", when=likened_once)
     def test_a_second_step_gives_the_same_bits(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.outputs import judge_form
+from moe_conformance.judging.expert_parts import judge_matching_parts
+from moe_conformance.judging.kept import judge_kept_outputs, judge_state
+from moe_conformance.judging.outputs import judge_form, judge_inputs
 from moe_conformance.judging.own_experts import (
     judge_expert_gradients,
     judge_own_dweights,
@@ -16,13 +18,18 @@ from moe_conformance.judging.twins import RunTwins, judge_same_answers
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
 from moe_conformance.workloads import laws
-from moe_conformance.workloads.features import bare_answers, has_filled_memory
+from moe_conformance.workloads.features import bare_answers, has_filled_memory, several_in_flight
 from moe_conformance.workloads.records import Workload
 
 
 def says_where_weights_go(workload: Workload) -> bool:
     """Whether the configuration asks for weights at the input or at the output."""
     return workload.config.weights_applied != "native"
+
+
+def cut_over_etp(workload: Workload) -> bool:
+    """Whether experts are cut over ranks, and these parts are not cut once more over replicas."""
+    return workload.layout.etp > 1 and workload.layout.edp == 1
 
 
 class TestOwnExperts:
@@ -35,6 +42,21 @@ class TestOwnExperts:
     def test_output_has_the_form_of_the_input(self, reading: Reading, tally: Tally) -> None:
         """With own experts too, the output has the input's form."""
         judge_form(reading, tally)
+
+    @requirement("EXCH-08", kind="experts")
+    def test_inputs_are_left_alone(self, reading: Reading, tally: Tally) -> None:
+        """Own experts write into no token, id, weight or upstream gradient either."""
+        judge_inputs(reading, tally)
+
+    @requirement("EXCH-11", kind="experts")
+    def test_global_state_is_left_alone(self, reading: Reading, tally: Tally) -> None:
+        """Nor do they leave random generators, flags or threads otherwise than they were."""
+        judge_state(reading, tally)
+
+    @requirement("EXCH-32", kind="experts", when=several_in_flight)
+    def test_outputs_outlive_other_microbatches(self, reading: Reading, tally: Tally) -> None:
+        """What own experts answer holds its bytes too until its own backward has ended."""
+        judge_kept_outputs(reading, tally)
 
     @requirement("EXCH-39", kind="experts", when=has_filled_memory)
     def test_uninitialised_memory_reaches_nothing(self, reading: Reading, tally: Tally) -> None:
@@ -53,6 +75,12 @@ class TestOwnExperts:
     def test_windows_cover_every_parameter(self, reading: Reading, tally: Tally) -> None:
         """The windows on the experts' parameters are views, disjoint and complete."""
         judge_windows(reading, tally)
+
+    @requirement("EXPT-05", kind="experts", when=cut_over_etp)
+    def test_parts_of_an_expert_match(self, reading: Reading, tally: Tally) -> None:
+        """Ranks that share an expert hold the same part of its gate, up and down, and their answers add up to its."""
+        judge_matching_parts(reading, tally)
+        judge_own_outputs(reading, tally)
 
     @requirement("EXPT-03", kind="experts", when=says_where_weights_go)
     def test_weights_are_applied_where_asked(self, reading: Reading, tally: Tally) -> None:

@@ -15,6 +15,7 @@ from moe_conformance.judging.forcing import (
     judge_masked_weights,
     judge_straight_through,
 )
+from moe_conformance.judging.kept import judge_state
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.routers import judge_load
 from moe_conformance.judging.twin_routes import judge_same_choices
@@ -57,6 +58,16 @@ class TestDraws:
     def test_random_logits_route_at_random(self, reading: Reading, tally: Tally) -> None:
         """Random logits load experts evenly but for chance, and are other ones in each forward and for other tokens."""
         judge_random(reading, tally)
+
+    @requirement("DET-03", kind="forced", when=forces_logits)
+    def test_draws_leave_other_generators_alone(self, reading: Reading, tally: Tally) -> None:
+        """The generators of the process are where they would be without random logits."""
+        judge_state(reading, tally)
+
+    @requirement("DET-03", kind="forced draws")
+    def test_draws_of_many_leave_other_generators_alone(self, reading: Reading, tally: Tally) -> None:
+        """So are they behind many draws, and behind copies that draw alike."""
+        judge_state(reading, tally)
 
     @requirement("FORCE-08", kind="forced draws", when=biased)
     def test_a_bias_has_the_deviation_that_was_asked_for(self, reading: Reading, tally: Tally) -> None:

@@ -108,6 +108,11 @@ class TestOwnExperts:
         """Every owner of an expert ends with the gradient over all ranks' tokens, in the declared convention."""
         judge_expert_gradients(reading, tally)
 
+    @requirement("GRAD-07", kind="experts", when=lambda workload: len(workload.batches) > 1)
+    def test_gradients_outlive_the_next_microbatch_of_experts(self, reading: Reading, tally: Tally) -> None:
+        """Behind the backend's own experts too, a gradient keeps its bytes while other microbatches run."""
+        judge_kept_gradients(reading, tally)
+
     @requirement("GRAD-11", kind="experts", when=likened_sums)
     def test_microbatches_add_up(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """Experts end with the sum of what every microbatch gives them alone."""

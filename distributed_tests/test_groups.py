@@ -26,9 +26,7 @@ from moe_conformance.workloads.virtual import names as many_ranks_names
 
 class TestFolding:
     @requirement("GROUP-01", kind="groups")
-    def test_groups_fold_as_declared(
-        self, group_lists: Mapping[Layout, Mapping[str, RankLists]], tally: Tally
-    ) -> None:
+    def test_groups_fold_as_declared(self, group_lists: Mapping[Layout, Mapping[str, RankLists]], tally: Tally) -> None:
         """For every valid layout of a world, the backend's groups are those of the declared folding."""
         for layout, built in group_lists.items():
             judge_groups(built, layout, tally)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from moe_conformance.judging.answers import judge_arguments
 from moe_conformance.judging.dispatch_layout import judge_dispatch_layout
 from moe_conformance.judging.permutation import (
+    judge_gradients_beside_padding,
     judge_order,
+    judge_padding_rows,
     judge_permutation_gradients,
     judge_permuted,
     judge_unpermuted,
@@ -15,6 +17,7 @@ from moe_conformance.judging.row_orders import judge_reordering, judge_row_index
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
+from moe_conformance.workloads.permute import pads
 
 
 class TestPermutation:
@@ -23,6 +26,11 @@ class TestPermutation:
         """Every expert's rows are its pairs, padded to the smallest multiple that holds them."""
         judge_permuted(outcome, tally)
 
+    @requirement("EXCH-02", kind="permutation", when=pads)
+    def test_padding_rows_are_zero(self, outcome: Outcome, tally: Tally) -> None:
+        """What fills up the rows of an expert holds zeros alone."""
+        judge_padding_rows(outcome, tally)
+
     @requirement("EXCH-21", kind="permutation")
     def test_rows_of_an_expert_stand_in_order(self, outcome: Outcome, tally: Tally) -> None:
         """The rows of an expert stand by token, then slot."""
@@ -30,13 +38,18 @@ class TestPermutation:
 
     @requirement("EXCH-05", kind="permutation")
     def test_tokens_get_the_weighted_sum_of_their_rows(self, outcome: Outcome, tally: Tally) -> None:
-        """The way back adds to every token the rows of its own pairs, each times its weight."""
+        """The way back adds to every token the rows of its own pairs, each times its weight, and no padding row."""
         judge_unpermuted(outcome, tally)
 
     @requirement("GRAD-02", "GRAD-03", kind="permutation")
     def test_gradients_are_those_of_the_sum(self, outcome: Outcome, tally: Tally) -> None:
         """Gradients of tokens, rows and weights come back to where they belong."""
         judge_permutation_gradients(outcome, tally)
+
+    @requirement("GRAD-09", kind="permutation", when=pads)
+    def test_gradients_of_padding_rows_reach_nothing(self, outcome: Outcome, tally: Tally) -> None:
+        """Large gradients at padding rows, and large numbers in them, change no gradient of a token or a weight."""
+        judge_gradients_beside_padding(outcome, tally)
 
     @requirement("EXCH-08", kind="permutation")
     def test_arguments_are_left_alone(self, outcome: Outcome, tally: Tally) -> None:

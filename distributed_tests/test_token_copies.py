@@ -39,7 +39,6 @@ class TestCopies:
         """Of the backend's own experts too."""
         judge_own_copies_answered(reading, tally)
 
-
     @requirement("EXCH-04", kind="copies")
     def test_counts_are_those_of_distinct_tokens(self, reading: Reading, tally: Tally) -> None:
         """What a backend claims to hand to every expert counts no pair once per copy."""

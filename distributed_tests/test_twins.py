@@ -45,9 +45,7 @@ class TestPlaces:
         judge_alike(reading, twins(laws.spread(reading.outcome.workload)), tally)
 
     @requirement("EXCH-15", kind="experts", when=in_one_stage)
-    def test_where_tokens_lie_means_nothing_to_experts(
-        self, reading: Reading, twins: RunTwins, tally: Tally
-    ) -> None:
+    def test_where_tokens_lie_means_nothing_to_experts(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """The backend's own experts get the gradients that they got, whoever holds them."""
         judge_alike(reading, twins(laws.spread(reading.outcome.workload)), tally)
 

@@ -65,9 +65,7 @@ def refusals(*types: type[Exception], match: str) -> Iterator[None]:
 # ---- what is asked for ---------------------------------------------------------------------------------------
 
 
-Strategy = Literal[
-    "random", "biased", "round_robin", "worst_rank", "one_expert", "one_node", "alternating", "ratio"
-]
+Strategy = Literal["random", "biased", "round_robin", "worst_rank", "one_expert", "one_node", "alternating", "ratio"]
 
 
 @dataclass(frozen=True)

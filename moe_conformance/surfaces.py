@@ -34,7 +34,7 @@ class Layer(Parametrised, Resolved, Protocol):
 
 @dataclass(frozen=True)
 class Permuted:
-    """Rows sorted by expert: in each expert's segment its pairs, then its padding; what comes after is unspecified."""
+    """Rows sorted by expert: in each segment its pairs, then its padding, zeros; what comes after is unspecified."""
 
     rows_RD: Tensor
     counts_E: Tensor | None  # int64: rows of every segment, padding included; None where nothing is padded or counted
@@ -54,7 +54,7 @@ class Permutation(Resolved, Protocol):
     def unpermute(self, rows_RD: Tensor, handle: Any) -> Tensor:
         """Return y (T, D), y_t = sum over the pairs (t, k) of w_tk times their row; differentiable in rows and weights.
 
-        The rows stand as `permute` left them, padding included.
+        The rows stand as `permute` left them, padding included, in which and behind which anything finite may stand.
         """
 
 

@@ -17,9 +17,7 @@ Hit = tuple[ast.AST, str]
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 # Functions that answer "are they the same?" and do nothing else: a discarded answer judges nothing.
-COMPARISONS = frozenset(
-    {"equal", "allclose", "isclose", "array_equal", "array_equiv", "all", "any", "isinstance"}
-)
+COMPARISONS = frozenset({"equal", "allclose", "isclose", "array_equal", "array_equiv", "all", "any", "isinstance"})
 # A call by such a name judges: `check_...`, `assert_...`, pytest.raises, a pytester line matcher.
 JUDGING_CALL = re.compile(
     r"^_?(assert|check|expect|judge|verify|raises$|warns$|fail$|(no_)?(re_match|fnmatch)_lines?)|assert_"

@@ -53,7 +53,7 @@ def search(
     left_out: Sequence[str] = (),
 ) -> Found:
     """Search one cell for a failing workload, as the quick profile does."""
-    cell = Cell("alltoall", layout, tuple(limits), "cpu")
+    cell = Cell("alltoall", layout, tuple(limits), "cpu", 0)
     trial = Trial((), "search", cell)
     freedom = Freedom.under(limits, layout, "cpu")
     features = distribution.required(kind, freedom)

@@ -52,8 +52,10 @@ class Scene:
 
     def flex(self, variant: str, **config: Any) -> Any:
         """The flex exchange of native."""
-        return Native().open(self.topology, self.context.device).exchange(
-            Config(variant, experts=E, hidden=D, top_k=K, **config)
+        return (
+            Native()
+            .open(self.topology, self.context.device)
+            .exchange(Config(variant, experts=E, hidden=D, top_k=K, **config))
         )
 
     def batch(self, seed: int = 0, tokens: int | None = None) -> tuple[Tensor, Tensor, Tensor]:

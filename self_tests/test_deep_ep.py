@@ -124,7 +124,6 @@ class TestChecks:
         assert 1 == status
         assert "y of call" in output
 
-
     def test_gradients_of_other_slots_weights_are_seen(self, tmp_path: Path) -> None:
         """The check of weights that travel fails."""
         status, output = checked(Turned, tmp_path, "GRAD-03")

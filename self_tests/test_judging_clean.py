@@ -79,6 +79,18 @@ class TestPerfect:
                 judged(judge, outcome)
         assert 6 == judged(judge_deliveries, outcome).pairs
 
+    @pytest.mark.parametrize("weight", [0.0, -0.5])
+    def test_rows_that_weights_wipe_out_or_turn_over_are_not_judged(self, weight: float) -> None:
+        """Weights of zero or below are judged but where they are applied at the input: rows lose their tags there."""
+        work = workload()
+        first = work.batches[0][0]
+        weights_TK = first.weights_TK.clone()
+        weights_TK[0, 0] = weight
+        work = replace(work, batches=((replace(first, weights_TK=weights_TK), *work.batches[0][1:]),))
+        judged(judge_outputs, simulate(work, Simulation(weights_at="combine")))
+        with pytest.raises(NotOffered, match="leave no row that says whose it is"):
+            judged(judge_outputs, simulate(work, Simulation(weights_at="input")))
+
     def test_ranks_without_tokens_and_idle_experts_are_no_fault(self) -> None:
         """A rank may have no tokens, and an expert no rows."""
         work = workload(ids=[[], [[2, 1]]])

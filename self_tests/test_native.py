@@ -96,9 +96,7 @@ class TestRefusals:
             (Layout(4, ep=4), Config("alltoall", experts=6), "6 experts do not divide over ep = 4"),
         ],
     )
-    def test_an_exchange_that_cannot_be_is_refused(
-        self, layout: Layout, config: Config, sentence: str
-    ) -> None:
+    def test_an_exchange_that_cannot_be_is_refused(self, layout: Layout, config: Config, sentence: str) -> None:
         """The refusal is the library's own, and names the numbers."""
         with pytest.raises(Unsupported, match=sentence) as refusal:
             session(layout).exchange(config)
@@ -202,9 +200,7 @@ class TestOrder:
         for rank in outcome.ranks:
             (handed,) = rank.microbatches[0].handed
             tag = tags.decode(handed.rows_RD)
-            places = list(
-                zip(handed.ids_RJ[:, 0].tolist(), tag.rank_R.tolist(), tag.token_R.tolist(), strict=True)
-            )
+            places = list(zip(handed.ids_RJ[:, 0].tolist(), tag.rank_R.tolist(), tag.token_R.tolist(), strict=True))
             assert len(places) > 10
             assert sorted(places) == places
 
@@ -217,9 +213,7 @@ def finish_without_one_backward(context: RankContext, payload: Any) -> list[floa
         for parameter in experts.parameters():
             parameter.grad = torch.full_like(parameter, 3.0)
     opened.finish_gradients(experts)
-    return sorted(
-        {value for parameter in experts.parameters() for value in parameter.grad.flatten().tolist()}
-    )
+    return sorted({value for parameter in experts.parameters() for value in parameter.grad.flatten().tolist()})
 
 
 class TestGradients:
@@ -289,9 +283,7 @@ class TestLiars:
         for rank in run(engine, lying.ChangesInputs, workload_like("uneven", PAIR)).ranks:
             assert ("x",) == rank.microbatches[0].inputs_changed
 
-    @pytest.mark.parametrize(
-        ("name", "told"), [("uneven-bfloat16", torch.float64), ("uneven-float64", torch.float32)]
-    )
+    @pytest.mark.parametrize(("name", "told"), [("uneven-bfloat16", torch.float64), ("uneven-float64", torch.float32)])
     def test_wrong_dtype(self, engine: Engine, name: str, told: torch.dtype) -> None:
         """The dtype of y is not that of x."""
         for rank in run(engine, lying.WrongDtype, workload_like(name, PAIR)).ranks:

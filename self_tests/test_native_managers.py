@@ -15,7 +15,7 @@ from moe_conformance.contract import Config, Delivery, Routing, Unsupported
 from moe_conformance.engine import Engine
 from moe_conformance.plan import Plan
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import corpus, scripts
+from moe_conformance.workloads import corpus, profiles, scripts
 from self_tests.flex_scene import EP2_ETP2, EP4, TOKENS, E, K, Scene, on_ranks, values
 
 FLEX = ("deepep", "hybridep", "ncclep")
@@ -127,7 +127,7 @@ class TestPlan:
         quick = {cell.id for cell in Plan(Native(), "cpu", "quick").cells if cell.variant in FLEX}
         assert {f"{variant}-ep2-etp2" for variant in FLEX} == quick
         full = [cell for cell in Plan(Native(), "cpu", "full").cells if cell.variant in FLEX]
-        assert len(FLEX) * len(corpus.full_layouts()) == len(full)
+        assert len(FLEX) * len(profiles.full_layouts()) == len(full)
 
     def test_each_gets_its_part_of_the_workloads(self) -> None:
         """In the quick profile the three share the workloads of one variant, and Hypothesis draws none for them."""
@@ -140,9 +140,13 @@ class TestPlan:
                 for case in plan.cases
                 if case.cell.id == f"{variant}-ep2-etp2" and case.workload.name not in called
             ]
-            for variant in (*Native.sampled, "allgather")
+            for variant in Native.sampled
         }
-        whole = parts.pop("allgather")
+        layout = Layout(4, ep=2, etp=2)
+        chapters = [each for each in scripts.CHAPTERS if each.variants == "every"]
+        of_chapters = (workload for each in chapters for workload in each.drawn("deepep", layout, "quick"))
+        drawn = (*corpus.corpus("deepep", layout, "quick"), *of_chapters)
+        whole = [workload.name for workload in drawn if not workload.calls]
         shared = [name for part in parts.values() for name in part if name not in alone]
         assert sorted(set(whole) - alone) == sorted(shared)
         assert all(alone <= set(part) for part in parts.values())

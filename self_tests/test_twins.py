@@ -196,7 +196,6 @@ class TestJudgement:
         with pytest.raises(NotOffered, match="input"):
             judged(simulate(WORK, simulation), twin, simulate(twin.workload, simulation), judge_scaled)
 
-
     def test_only_what_is_built_anew_may_be_refused(self) -> None:
         """A twin through the same exchange on the same ranks cannot be refused."""
         asked = [twin for law in (laws.reordered, laws.strided, laws.seeded, laws.again) for twin in law(WORK)]

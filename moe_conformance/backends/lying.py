@@ -185,9 +185,7 @@ class _DefaultsSession(NativeSession):
         return super().router(self._plain(config))
 
     def _plain(self, config: Config) -> Config:
-        return Config(
-            config.variant, config.experts, hidden=config.hidden, ffn=config.ffn, dtype=config.dtype
-        )
+        return Config(config.variant, config.experts, hidden=config.hidden, ffn=config.ffn, dtype=config.dtype)
 
 
 class IgnoresConfig(Liar):

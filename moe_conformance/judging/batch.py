@@ -14,7 +14,7 @@ from moe_conformance.judging.counts import judge_counts
 from moe_conformance.judging.deliveries import judge_deliveries, judge_rows
 from moe_conformance.judging.finished import judge_finished
 from moe_conformance.judging.gradients import judge_dweights, judge_dx
-from moe_conformance.judging.kept import judge_kept_gradients, judge_state
+from moe_conformance.judging.kept import judge_kept_gradients, judge_kept_outputs, judge_state
 from moe_conformance.judging.kinds import of_its_own_kind
 from moe_conformance.judging.ledgers import judge_agreement
 from moe_conformance.judging.outputs import judge_form, judge_inputs, judge_outputs
@@ -80,6 +80,7 @@ PROBE = (
     Judgement("GRAD-02", judge_dx),
     Judgement("GRAD-03", judge_dweights),
     Judgement("GRAD-07", judge_kept_gradients),
+    Judgement("EXCH-32", judge_kept_outputs),
 )
 
 _GROUPS = Special("ROUTE-04", lambda config: config.groups is not None, judge_group_limit)
@@ -114,8 +115,11 @@ def judge_batch(outcome: Outcome, tally: Tally) -> None:
     """
     config = outcome.workload.config
     probe = outcome.workload.kind == "probe"
-    with _told(read, "EXCH-09" if probe else None):
-        reading = read(outcome)
+    try:
+        with _told(read, "EXCH-09" if probe else None):
+            reading = read(outcome)
+    except NotOffered:
+        return  # its rows say nothing, those of other examples do
     judgements = PROBE if probe else ROUTE
     for judgement in judgements:
         # one rank calls no collective, weights that are applied in combine do not travel, loads need not be reported

@@ -8,6 +8,7 @@ from moe_conformance.judging.alignment import multiple_of
 from moe_conformance.judging.diagnosis import Finding, fail
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.verdict import NotOffered, Tally, WrongForm
+from reference.capacity_budget import worst_case_rows
 from reference.static_budget import least_budget
 
 
@@ -32,7 +33,8 @@ def judge_fixed_size(reading: Reading, tally: Tally) -> None:
 def judge_budget(reading: Reading, tally: Tally) -> None:
     """Decide whether every rank's buffer holds its balanced load, times the factor that is asked for.
 
-    Where the rows of each expert are padded to a multiple, there has to be room for what that adds.
+    Where the rows of each expert are padded to a multiple, there has to be room for what that adds; nowhere for more
+    than the most rows that any routing can send.
 
     Raises:
         WrongForm: one is smaller, or the stated multiple is none.
@@ -49,7 +51,7 @@ def judge_budget(reading: Reading, tally: Tally) -> None:
         held = len(reading.ranks[rank].local_experts)
         sizes = {"ep": layout.ep, "etp": layout.etp, "held": held, "multiple": multiple}
         least = least_budget(tokens, config.top_k, factor=config.budget_factor, **sizes)
-        if rows < least:
+        if rows < min(least, worst_case_rows(tokens, config.top_k, held, alignment=multiple)):
             padded = f" with experts padded to multiples of {multiple}" if multiple > 1 else ""
             words = f"{config.budget_factor:g} times its balanced load are {least}{padded}"
             findings.append(Finding("small", f"the buffer of rank {rank} has {rows} rows, and {words}", (rank,)))

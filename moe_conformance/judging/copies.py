@@ -79,9 +79,7 @@ class Distinct(Reading):
                     if not any(owners):
                         sentence = f"expert {expert} is on no rank of an exchange group with copies of rank {source}'s"
                         raise WrongDelivery("dispatch", sentence)
-                    reached = [
-                        [r for r in ranks if rows[m, r, source, token, expert] > before] for ranks in owners
-                    ]
+                    reached = [[r for r in ranks if rows[m, r, source, token, expert] > before] for ranks in owners]
                     whole = any(got and got == ranks for got, ranks in zip(reached, owners, strict=True))
                     wanted = reached if whole else [next(ranks for ranks in owners if ranks)]
                     yield from (Pair(source, token, slot, expert, r) for ranks in wanted for r in ranks)

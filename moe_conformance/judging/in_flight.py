@@ -13,7 +13,7 @@ from moe_conformance.judging.expected import blocks
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.sheets import Sheets
 from moe_conformance.workloads import tags
-from moe_conformance.workloads.records import Batch
+from moe_conformance.workloads.records import FORWARD_ALONE, Batch
 
 
 def flight_words(reading: Reading, wrong: Collection[int]) -> tuple[str, str]:
@@ -35,13 +35,14 @@ def flight_words(reading: Reading, wrong: Collection[int]) -> tuple[str, str]:
 def _together(schedule: str) -> frozenset[int]:
     """Return the most microbatches that are in flight at one time, none if they run one by one.
 
-    >>> sorted(_together("F0 F1 B0 B1")), sorted(_together("F0 B0 F1 B1"))
+    >>> sorted(_together("F0 F1 B0 B1")), sorted(_together("F0 B0 S F1 B1"))
     ([0, 1], [])
     """
     flying: set[int] = set()
     most: frozenset[int] = frozenset()
     for item in schedule.split():
-        (flying.discard if item[0] in "BNI" else flying.add)(int(item[1:]))
+        if item[1:]:  # it is of a microbatch, and ends no step
+            (flying.discard if item[0] in "B" + FORWARD_ALONE else flying.add)(int(item[1:]))
         most = max(most, frozenset(flying), key=len)
     return most if len(most) > 1 else frozenset()
 

@@ -18,7 +18,7 @@ from moe_conformance.judging.diagnosis import count, some
 from moe_conformance.judging.expected import expect
 from moe_conformance.judging.reading import Entry as Row
 from moe_conformance.judging.reading import Reading
-from moe_conformance.judging.traffic import by_phase, carries_rows, rows_leaving
+from moe_conformance.judging.traffic import carries_rows, dispatches, parted, rows_leaving
 from moe_conformance.judging.verdict import (
     NotOffered,
     Raised,
@@ -111,7 +111,7 @@ def judge_dispatched_rows(reading: Reading, tally: Tally) -> None:
         return
     unasked = _alignment_unasked(reading) if _pads_unasked(reading) else None
     for rank in reading.ranks:
-        for phase, calls in _dispatches(rank):
+        for phase, calls in dispatches(rank):
             tokens = [len(batch.x_TD) for batch in reading.batches[int(phase.partition(":")[2])]]
             expected: Sequence[int] = tokens
             if unasked is not None:
@@ -165,8 +165,8 @@ def judge_nobody_asked(reading: Reading, tally: Tally) -> None:
         _judge_static(reading)
     free = 1 if static or _pads_unasked(reading) else 0
     for rank in reading.ranks:
-        for phase, calls in _dispatches(rank):
-            first, rest = _parted(reading, calls)
+        for phase, calls in dispatches(rank):
+            first, rest = parted(calls, reading.outcome.workload.config.hidden)
             before, behind = list(_questions(reading, first)), list(_questions(reading, rest, behind=True))
             for asked, when in ((before[free:], "before any row travels"), ([] if free else behind, "behind the rows")):
                 if asked:
@@ -314,23 +314,9 @@ def _expected(outcome: Outcome, tokens: Sequence[int], groups: Sequence[Sequence
 
 def _asked(reading: Reading, rank: RankOutcome) -> Iterator[tuple[str, Entry]]:
     """List the questions for the largest of some numbers before the rows of a dispatch travel, each with its phase."""
-    for phase, calls in _dispatches(rank):
-        before, _ = _parted(reading, calls)
+    for phase, calls in dispatches(rank):
+        before, _ = parted(calls, reading.outcome.workload.config.hidden)
         yield from ((phase, entry) for entry in _questions(reading, before))
-
-
-def _dispatches(rank: RankOutcome) -> Iterator[tuple[str, Sequence[Entry]]]:
-    """List what a rank called in every dispatch, by phase."""
-    for phase, calls in by_phase(rank).items():
-        if phase.partition(":")[0] in ("forward", "dispatch"):
-            yield phase, calls
-
-
-def _parted(reading: Reading, calls: Sequence[Entry]) -> tuple[Sequence[Entry], Sequence[Entry]]:
-    """Part the calls of a dispatch at the first that carries rows."""
-    hidden = reading.outcome.workload.config.hidden
-    first = next((n for n, entry in enumerate(calls) if carries_rows(entry, hidden)), len(calls))
-    return calls[:first], calls[first:]
 
 
 def _questions(reading: Reading, calls: Sequence[Entry], *, behind: bool = False) -> Iterator[Entry]:

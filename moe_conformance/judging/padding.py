@@ -10,13 +10,16 @@ from functools import partial
 
 from torch import Tensor
 
-from moe_conformance.judging.diagnosis import Finding, fail
+from moe_conformance.engine.ledger.entry import group_words
+from moe_conformance.judging.diagnosis import Finding, fail, some
 from moe_conformance.judging.gradients import judge_dweights, judge_dx
 from moe_conformance.judging.outputs import judge_outputs
 from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.traffic import carries_rows, dispatches, parted
 from moe_conformance.judging.verdict import (
     AbsentGradient,
     Tally,
+    WrongCollectives,
     WrongCount,
     WrongDelivery,
     WrongGradient,
@@ -64,6 +67,36 @@ def judge_lossless_capacity(reading: Reading, tally: Tally) -> None:
         fail(WrongDelivery, "dispatch", lost)
     for rank, number in rows.items():
         tally.add(pairs=number, rank=rank)
+
+
+def judge_reduced_once(reading: Reading, tally: Tally) -> None:
+    """Decide whether ranks that reduce the capacity that is to drop nothing do it once, over the group of their rows.
+
+    Looked at is what a dispatch reduces with MAX, rows apart, before the first of them travels. What is agreed upon
+    beside the capacity is told from it by the form of its call: operation, shape and dtype. An exchange that hands over
+    as many places on every rank may have one more of the same form. Counts that are gathered need no reduction, and
+    where nothing is reduced nothing is wrong.
+
+    Raises:
+        WrongCollectives: two reductions of one form, or none of them over the group that exchanges rows.
+    """
+    groups, hidden, found = reading.outcome.workload.layout.groups(), reading.outcome.workload.config.hidden, []
+    allowed = 2 if reading.ranks[0].resolved.get("handed") == "static" else 1
+    for rank in reading.ranks:
+        own = next(group for group in groups["ep_etp"] if rank.rank in group)
+        for phase, calls in dispatches(rank):
+            before, _ = parted(calls, hidden)
+            reduced = [entry for entry in before if entry.reduce == "MAX" and not carries_rows(entry, hidden)]
+            forms = Counter((entry.op, entry.shapes_in, entry.dtype) for entry in reduced)
+            told = f"before the rows of {phase} travel, rank {rank.rank} reduces"
+            if (times := max(forms.values(), default=0)) > allowed:
+                found.append(f"{told} numbers of one form {times} times with MAX ({reduced[-1].where})")
+            if reduced and all(set(entry.ranks) != set(own) for entry in reduced):
+                among = group_words(reduced[0].ranks)
+                found.append(f"{told} a largest number over {among}, and exchanges rows with {group_words(own)}")
+            tally.add(pairs=1, rank=rank.rank)
+    if found:
+        raise WrongCollectives("dispatch", some(found))
 
 
 def _wrong_rows(reading: Reading) -> tuple[list[Finding], Counter[int]]:

@@ -25,11 +25,15 @@ from moe_conformance.judging.verdict import (
     WrongWeight,
 )
 from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.workloads import tags
+from moe_conformance.workloads.records import Padded
 from reference.padded_segments import legal_counts, padding_rows, segment_starts
 from reference.permute import Rows, expert_major, in_order
 from reference.row_index import gather, scatter
 
-_OWN, _OTHER = (0, 1), (2, 3)  # permute and unpermute of its own rows, and of rows drawn for it
+# Permute and unpermute: of its own rows; of rows drawn for it, or of its own with large numbers in their padding.
+_OWN, _OTHER = (0, 1), (2, 3)
+_BESIDE = f" with {tags.PADDING_ANSWER:g} in padding rows"
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,26 @@ def judge_permuted(outcome: Outcome, tally: Tally) -> None:
         tally.add(pairs=len(rows.token) + (not len(rows.token)), rank=0)
 
 
+def judge_padding_rows(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether every padding row within the counts is zero in every element.
+
+    Raises:
+        CorruptRow: one is not; or the rows beside them are no pairs', see `judge_permuted`.
+    """
+    for there, _ in _calls(outcome):
+        rows = _read(outcome, there)
+        (rows_RD,) = values(outcome, there, "rows_RD")
+        padding = (rows.source < 0).nonzero()[:, 0].tolist()
+        findings = [
+            Finding("padding", f"row {row}, padding of expert {int(rows.expert[row])}, is not zero", (0,))
+            for row in padding
+            if bool((rows_RD[row] != 0).any())
+        ]
+        if findings:
+            fail(CorruptRow, "dispatch", findings)
+        tally.add(pairs=len(padding), rank=0)
+
+
 def judge_order(outcome: Outcome, tally: Tally) -> None:
     """Decide whether the rows of every expert stand by token, then slot.
 
@@ -71,7 +95,7 @@ def judge_order(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_unpermuted(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether every token gets the weighted sum of its own pairs' rows.
+    """Decide whether every token gets the weighted sum of its own pairs' rows, whatever stands in their padding.
 
     Raises:
         WrongForm, WrongOutput: another shape, dtype or value.
@@ -82,7 +106,8 @@ def judge_unpermuted(outcome: Outcome, tally: Tally) -> None:
         expected_TD = _back(asked, rows, _rows_of(outcome, back, there).double(), _weights(asked))
         if y_TD.dtype != asked.x_TD.dtype:
             raise WrongForm("combine", f"y has the dtype {y_TD.dtype}, not {asked.x_TD.dtype}", ranks=(0,))
-        judge_tensor(y_TD, expected_TD, tally, error=WrongOutput, stage="combine", what="y", row="token")
+        what = "y" + _BESIDE * _is_padded(outcome, back)
+        judge_tensor(y_TD, expected_TD, tally, error=WrongOutput, stage="combine", what=what, row="token")
 
 
 def judge_permutation_gradients(outcome: Outcome, tally: Tally) -> None:
@@ -92,22 +117,39 @@ def judge_permutation_gradients(outcome: Outcome, tally: Tally) -> None:
         AbsentGradient, WrongForm, WrongGradient: none, another shape, another value.
     """
     for there, back in _calls(outcome):
-        asked, rows = _asked(outcome, there), _read(outcome, there)
-        x_TD = asked.x_TD.double().requires_grad_()
-        weights_TK = _weights(asked).requires_grad_()
-        own = back == _OWN[1]
-        rows_RD = gather(x_TD, rows.token) if own else _rows_of(outcome, back, there).double().requires_grad_()
-        y_TD = _back(asked, rows, rows_RD, weights_TK)
-        y_TD.backward(outcome.workload.calls[back].upstream[0][""].double())
-        first, second = answers(outcome, there)[0].gradients, answers(outcome, back)[0].gradients
-        compared = [("the gradient of the weights", first["routing.weights_TK"], weights_TK, "token")]
-        if own:
-            compared.append(("the gradient of x", first["x_TD"], x_TD, "token"))
-        else:
-            compared.append(("the gradient of the rows", second["rows_RD"], rows_RD, "row"))
-        for what, actual, leaf, row in compared:
-            expected = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            judge_tensor(actual, expected, tally, error=WrongGradient, stage="gradient", what=what, row=row)
+        if not _is_padded(outcome, back):
+            _judge_gradients(outcome, there, back, tally)
+
+
+def judge_gradients_beside_padding(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether gradients of tokens and weights are those of the pairs alone, with large ones in padding rows.
+
+    Raises:
+        AbsentGradient, WrongForm, WrongGradient: as of `judge_permutation_gradients`.
+    """
+    for there, back in _calls(outcome):
+        if _is_padded(outcome, back):
+            _judge_gradients(outcome, there, back, tally)
+
+
+def _judge_gradients(outcome: Outcome, there: int, back: int, tally: Tally) -> None:
+    asked, rows = _asked(outcome, there), _read(outcome, there)
+    x_TD = asked.x_TD.double().requires_grad_()
+    weights_TK = _weights(asked).requires_grad_()
+    own = _drawn(outcome, back) is None
+    rows_RD = gather(x_TD, rows.token) if own else _rows_of(outcome, back, there).double().requires_grad_()
+    y_TD = _back(asked, rows, rows_RD, weights_TK)
+    y_TD.backward(outcome.workload.calls[back].upstream[0][""].double())
+    first, second = answers(outcome, there)[0].gradients, answers(outcome, back)[0].gradients
+    compared = [("the gradient of the weights", first["routing.weights_TK"], weights_TK, "token")]
+    if own:
+        compared.append(("the gradient of x", first["x_TD"], x_TD, "token"))
+    else:
+        compared.append(("the gradient of the rows", second["rows_RD"], rows_RD, "row"))
+    for name, actual, leaf, row in compared:
+        expected = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        what = name + _BESIDE * _is_padded(outcome, back)
+        judge_tensor(actual, expected, tally, error=WrongGradient, stage="gradient", what=what, row=row)
 
 
 def _calls(outcome: Outcome) -> list[tuple[int, int]]:
@@ -124,11 +166,21 @@ def _weights(asked: _Asked) -> Tensor:
 
 
 def _rows_of(outcome: Outcome, back: int, there: int) -> Tensor:
-    """Return the rows that a call of unpermute was given."""
-    if back == _OWN[1]:
-        (rows_RD,) = values(outcome, there, "rows_RD")
-        return rows_RD  # type: ignore[no-any-return]
-    return outcome.workload.calls[back].given[0]["rows_RD"]  # type: ignore[no-any-return]
+    """Return the rows that a call of unpermute was given; those of padding count for nothing."""
+    if (drawn_RD := _drawn(outcome, back)) is not None:
+        return drawn_RD
+    (rows_RD,) = values(outcome, there, "rows_RD")
+    return rows_RD  # type: ignore[no-any-return]
+
+
+def _drawn(outcome: Outcome, back: int) -> Tensor | None:
+    """Return the rows that were drawn for a call of unpermute, None where it was given the backend's own."""
+    rows_RD = outcome.workload.calls[back].given[0]["rows_RD"]
+    return rows_RD if isinstance(rows_RD, Tensor) else None
+
+
+def _is_padded(outcome: Outcome, back: int) -> bool:
+    return isinstance(outcome.workload.calls[back].given[0]["rows_RD"], Padded)
 
 
 def _back(asked: _Asked, rows: Rows, rows_RD: Tensor, weights_TK: Tensor) -> Tensor:

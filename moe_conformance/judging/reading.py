@@ -19,6 +19,7 @@ from moe_conformance.judging.verdict import (
     Hung,
     MalformedClaim,
     Mismatch,
+    NotOffered,
     Raised,
     RunFailed,
     Stage,
@@ -98,7 +99,7 @@ class Reading:
     ranks: tuple[RankOutcome, ...]  # by rank
 
     @property
-    def batches(self) -> tuple[tuple[Batch, ...], ...]:
+    def batches(self) -> Sequence[tuple[Batch, ...]]:
         """The workload's batches, [microbatch][rank]."""
         return self.outcome.workload.batches
 
@@ -223,11 +224,27 @@ def read(outcome: Outcome) -> Reading:
     """Read an outcome for the judges.
 
     Raises:
+        NotOffered: its rows cannot say whose they are.
         Raised, Hung, Died: a rank did not finish.
         MalformedClaim: a rank's claims contradict each other.
     """
     require_finished(outcome)
-    return Reading(outcome, tuple(sorted(outcome.ranks, key=lambda rank: rank.rank)))
+    reading = Reading(outcome, tuple(sorted(outcome.ranks, key=lambda rank: rank.rank)))
+    _require_legible(reading)
+    return reading
+
+
+def _require_legible(reading: Reading) -> None:
+    """Raise if weights wipe out or turn over the tags of rows that they multiply.
+
+    Raises:
+        NotOffered: a routed token's weight is zero or negative, and is applied at the experts' input.
+    """
+    if reading.outcome.workload.kind != "probe" or not any("input" in of_rank for of_rank in reading.applied):
+        return
+    batches = [batch for ranks in reading.batches for batch in ranks]
+    if any(bool(((batch.ids_TK >= 0) & (batch.weights_TK <= 0)).any()) for batch in batches):
+        raise NotOffered("weights of zero or below, applied at the experts' input, leave no row that says whose it is")
 
 
 def require_finished(outcome: Outcome) -> None:

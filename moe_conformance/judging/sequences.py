@@ -55,9 +55,7 @@ def judge_empty_sequences(outcome: Outcome, tally: Tally) -> None:
         if refused.keys() & {number, number + 1}:
             continue
         without, within = (outcome.workload.calls[each] for each in (number, number + 1))
-        for rank, (before, after) in enumerate(
-            zip(_lists(outcome, number), _lists(outcome, number + 1), strict=True)
-        ):
+        for rank, (before, after) in enumerate(zip(_lists(outcome, number), _lists(outcome, number + 1), strict=True)):
             lengths = within.given[rank]["lengths"]
             kept = [i for i, length in enumerate(lengths) if length]
             for name, one, other in zip(("cu_seqlens", "cu_seqlens_padded"), before, after, strict=True):

@@ -159,7 +159,5 @@ class _Drawn:
 
 
 @lru_cache(maxsize=256)  # more than a cell has: the next variant on a layout finds what the one before it has left
-def _kept(
-    kind: type[StageAnswers[Any]], drawn: _Drawn, weights_at: WeightsAt, divisor: int
-) -> StageAnswers[Any]:
+def _kept(kind: type[StageAnswers[Any]], drawn: _Drawn, weights_at: WeightsAt, divisor: int) -> StageAnswers[Any]:
     return kind(drawn.workload, weights_at, divisor)

@@ -6,7 +6,7 @@ A rank's part for itself does not leave it. What is given to be reduced elsewher
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from moe_conformance.engine.ledger.entry import Entry
@@ -22,6 +22,19 @@ def by_phase(rank: RankOutcome) -> Mapping[str, tuple[Entry, ...]]:
     for (phase, start), (_, end) in pairwise(rank.phases):
         found[phase] = (*found.get(phase, ()), *rank.ledger[start:end])
     return found
+
+
+def dispatches(rank: RankOutcome) -> Iterator[tuple[str, Sequence[Entry]]]:
+    """List what a rank called in every dispatch, by phase."""
+    for phase, calls in by_phase(rank).items():
+        if phase.partition(":")[0] in ("forward", "dispatch"):
+            yield phase, calls
+
+
+def parted(calls: Sequence[Entry], hidden: int) -> tuple[Sequence[Entry], Sequence[Entry]]:
+    """Part the calls of a dispatch at the first that carries rows of width D."""
+    first = next((n for n, entry in enumerate(calls) if carries_rows(entry, hidden)), len(calls))
+    return calls[:first], calls[first:]
 
 
 def carries_rows(entry: Entry, hidden: int) -> bool:

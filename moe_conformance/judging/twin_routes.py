@@ -12,7 +12,7 @@ from moe_conformance.judging.places import Place
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.routers import expected_of
 from moe_conformance.judging.twins import Ran, read_twin, those_that_ran
-from moe_conformance.judging.verdict import Tally, WrongSelection, WrongWeight
+from moe_conformance.judging.verdict import NotOffered, Tally, WrongSelection, WrongWeight
 from moe_conformance.workloads.twins import picked
 
 
@@ -52,6 +52,19 @@ def judge_same_routes(reading: Reading, ran: Sequence[Ran], tally: Tally, *, to_
             fail(WrongSelection, "route", chosen, start=f"run {each.twin.how}, ")
         if weighed:
             fail(WrongWeight, "route", weighed, start=f"run {each.twin.how}, ")
+
+
+def judge_repeated_routes(ran: Sequence[Ran], tally: Tally) -> None:
+    """Decide `judge_same_routes`, to the bit, of all runs but the first held against it in place of the original.
+
+    Raises:
+        NotOffered: the first was not run, or none of the others.
+        As `judge_same_routes`.
+    """
+    first, *others = ran
+    if first.outcome is None:
+        raise NotOffered(first.why_not)
+    judge_same_routes(read_twin(first), others, tally, to_the_bit=True)
 
 
 def judge_same_choices(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:

@@ -1,7 +1,8 @@
-"""Gradients at padding rows: large finite numbers in place of those that there are."""
+"""Padding rows, and gradients at them: large finite numbers in place of those that there are."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,8 +37,25 @@ class PaddingGradients:
         self.rows += int(padding_R.sum())
 
 
+def large_beside_pairs(rows_RD: Tensor, counts_E: Tensor | None, pairs_E: Sequence[int]) -> Tensor:
+    """Return rows by expert with a large number, also for a gradient, in every row that is no pair's.
+
+    An expert's pairs are the first rows of its segment. Behind the last segment no row is a pair's. Without counts, or
+    with one that is below the pairs, nobody can say which rows these are: they come back as they are.
+    """
+    if counts_E is None or len(counts_E) != len(pairs_E):
+        return rows_RD
+    starts_E = (counts_E.cumsum(0) - counts_E).tolist()
+    padding_R = torch.ones(len(rows_RD), dtype=torch.bool, device=rows_RD.device)
+    for start, count, pairs in zip(starts_E, counts_E.tolist(), pairs_E, strict=True):
+        if count < pairs:
+            return rows_RD
+        padding_R[start : start + pairs] = False
+    return torch.where(padding_R[:, None], tags.PADDING_ANSWER, _replaced(rows_RD, padding_R))
+
+
 def _replaced(values: Tensor, padding_R: Tensor) -> Tensor:
-    """Return the values themselves; the gradient that comes back for them has other rows where padding is."""
+    """Return the values; the gradient that comes back for them has other rows where padding is."""
     if not values.requires_grad:
         return values
     same: Tensor = _Replaced.apply(values, padding_R)  # type: ignore[no-untyped-call]
@@ -48,7 +66,7 @@ class _Replaced(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, padding_R: Tensor) -> Tensor:
         ctx.padding_R = padding_R
-        return values.view_as(values)
+        return values.clone()  # combine may write into it, and nobody into a view that a function returns
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

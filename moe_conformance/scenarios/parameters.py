@@ -38,9 +38,7 @@ def write(surface: Parametrised, values: Mapping[ParameterKey, Tensor]) -> None:
             raise KeyError(f"the adapter names {key}; the workload has values for {sorted(map(str, values))}")
         value = shard_of(values[key], window.shard)
         if tuple(window.view.shape) != tuple(value.shape):
-            raise ValueError(
-                f"the window on {key} has shape {tuple(window.view.shape)}, expected {tuple(value.shape)}"
-            )
+            raise ValueError(f"the window on {key} has shape {tuple(window.view.shape)}, expected {tuple(value.shape)}")
         window.view.copy_(value)
 
 

@@ -77,7 +77,10 @@ class Probe:
                 answer_RD = (answer_RD * delivery.weights_RJ[:, j : j + 1]).to(rows_RD.dtype)
             out_RD = out_RD + torch.where(held_R1, answer_RD, 0)
         out_RD = torch.where(padding_of(delivery)[:, None], tags.PADDING_ANSWER, out_RD)
-        return _watch(out_RD, call.out_grads).reshape(delivery.shape)
+        if out_RD.requires_grad:
+            # No function of ours: nobody may write into what one returns, and combine may write into answers.
+            out_RD.register_hook(lambda grad_RD: call.out_grads.append(grad_RD.detach().cpu().clone()))
+        return out_RD.reshape(delivery.shape)
 
     def handed(self, microbatch: int) -> tuple[Handed, ...]:
         """Everything handed over in a microbatch, with the gradients seen so far."""

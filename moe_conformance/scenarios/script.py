@@ -17,10 +17,11 @@ from moe_conformance.engine import RankContext
 from moe_conformance.scenarios import parameters, state
 from moe_conformance.scenarios.exchange_with_probe import exchange_with_probe
 from moe_conformance.scenarios.outcome import Answer, RankOutcome
-from moe_conformance.scenarios.sessions import build, opened
+from moe_conformance.scenarios.padding import large_beside_pairs
+from moe_conformance.scenarios.sessions import Opened, build, opened
 from moe_conformance.scenarios.tensors import same_bytes, to_cpu
 from moe_conformance.scenarios.unfilled import spoil_unfilled
-from moe_conformance.workloads.records import Answered, Call, Filled, Ref, Workload
+from moe_conformance.workloads.records import Answered, Call, Filled, Padded, Ref, Workload
 
 EXCHANGE = "exchange"  # a kind whose calls are steps, or their halves, with the suite's experts between them
 SESSION = "session"  # a kind of script whose calls are those of the session: they build surfaces
@@ -51,18 +52,10 @@ class Script:
     def run(self, backend_name: str) -> RankOutcome:
         """Do it all and return what this rank saw."""
         kept = opened(self.context, backend_name, self.workload.layout)
-        session = kept.session
         self.reached = "build"
-        kind = self.workload.kind
-        surface: Any = session if kind == SESSION else build(session, kind, self.workload.config)
-        if kind == EXCHANGE:
-            surface = exchange_with_probe(surface, self.workload.config, session, kept.topology)
-            for call in self.workload.calls:
-                if not hasattr(surface, call.method):
-                    raise Unsupported("this exchange has no halves to call apart")
-        if self.workload.parameters:
-            parameters.write(surface, self.workload.parameters)
+        # Building is where buffers of a size that is known by then are made.
         with state.filled_memory() if self.workload.memory == "filled" else nullcontext():
+            surface = self._built(kept)
             self._follow(surface, kept.topology.group("world"))
         self._reach("done")
         return RankOutcome(
@@ -74,6 +67,19 @@ class Script:
             resolved=_resolved(surface),
             phases=tuple(self.phases),
         )
+
+    def _built(self, kept: Opened) -> Any:
+        """Build the surface, and write its parameters if there are any."""
+        session, kind = kept.session, self.workload.kind
+        surface: Any = session if kind == SESSION else build(session, kind, self.workload.config)
+        if kind == EXCHANGE:
+            surface = exchange_with_probe(surface, self.workload.config, session, kept.topology)
+            for call in self.workload.calls:
+                if not hasattr(surface, call.method):
+                    raise Unsupported("this exchange has no halves to call apart")
+        if self.workload.parameters:
+            parameters.write(surface, self.workload.parameters)
+        return surface
 
     def _follow(self, surface: Any, world: dist.ProcessGroup) -> None:
         """Make the calls."""
@@ -114,6 +120,9 @@ class Script:
         if isinstance(value, Filled):
             rows_NCD, counts_N = (self._argument(name, each, call, leaves) for each in (value.rows_NCD, value.counts_N))
             return spoil_unfilled(rows_NCD, counts_N)
+        if isinstance(value, Padded):
+            rows_RD, counts_E = (self._argument(name, each, call, leaves) for each in (value.rows_RD, value.counts_E))
+            return large_beside_pairs(rows_RD, counts_E, value.pairs_E)
         if isinstance(value, Answered):
             refs = (value.rows_RD, value.ids_RK, value.weights_RK)
             return _answered(*(self._argument(name, each, call, leaves) for each in refs))

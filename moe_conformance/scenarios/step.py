@@ -76,18 +76,21 @@ class TrainingStep:
     def _run(self, backend_name: str) -> RankOutcome:
         kept = opened(self.context, backend_name, self.workload.layout)
         self.reached = "build"
-        self._build(kept)
-        self.beside = [TrainingStep(self.context, other) for other in self.workload.twist.beside]
-        for other in self.beside:
-            other._build(kept)
-        if self.workload.twist.strides:
-            # Who refuses them ends at once, and a rank that is still connecting to it would have no chance to refuse.
-            dist.barrier(kept.topology.group("world"))
+        # Building is where buffers of a size that is known by then are made.
+        with state.filled_memory() if self.workload.memory == "filled" else nullcontext():
+            self._build(kept)
+            self.beside = [TrainingStep(self.context, other) for other in self.workload.twist.beside]
+            for other in self.beside:
+                other._build(kept)
+            if self.workload.twist.strides:
+                # Who refuses them ends at once; a rank that is still connecting to it would have no chance to refuse.
+                dist.barrier(kept.topology.group("world"))
+            return self._observed()
+
+    def _observed(self) -> RankOutcome:
+        """Follow the schedule, and see what becomes of the state of the process meanwhile."""
         seed, device = self.workload.twist.seed, self.context.device
-        with (
-            state.filled_memory() if self.workload.memory == "filled" else nullcontext(),
-            nullcontext() if seed is None else state.seeded(seed + self.context.rank, device),
-        ):
+        with nullcontext() if seed is None else state.seeded(seed + self.context.rank, device):
             before = state.snapshot(device)
             self._follow_schedule()
             self.state_changed = state.changed(before, state.snapshot(device))
@@ -155,6 +158,7 @@ class TrainingStep:
             "B": ("backward", self._backward),
             "N": ("no_grad", lambda m: self._infer(m, torch.no_grad())),
             "I": ("inference", lambda m: self._infer(m, torch.inference_mode())),
+            "U": ("unasked", lambda m: self._infer(m, nullcontext())),
         }
         for item in self.workload.schedule.split():
             time.sleep(self.workload.twist.late[self.context.rank] if self.workload.twist.late else 0)
@@ -316,7 +320,8 @@ class TrainingStep:
         inputs, output = self.inputs[m], self.outputs[m]
         seen = {}
         if not self.routers:
-            seen = {"y": to_cpu(output).reshape(-1, self.config.hidden)}  # type: ignore[union-attr]
+            # As it was returned: what later microbatches may do to its memory is judged for itself.
+            seen = {"y": to_cpu(self.returned[m]).reshape(-1, self.config.hidden)}  # type: ignore[union-attr]
         return Microbatch(
             handed=self.experts.handed(m) if isinstance(self.experts, Probe | Identity) else (),
             y=seen.get("y"),

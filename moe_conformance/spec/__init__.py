@@ -66,9 +66,7 @@ def load() -> Mapping[str, Requirement]:
     return _with_unchecked(found, tomllib.loads(unchecked)["waiting"])
 
 
-def _with_unchecked(
-    law: Mapping[str, Requirement], waiting: Sequence[Mapping[str, Any]]
-) -> Mapping[str, Requirement]:
+def _with_unchecked(law: Mapping[str, Requirement], waiting: Sequence[Mapping[str, Any]]) -> Mapping[str, Requirement]:
     """Return the law, with what each requirement without a check waits for."""
     found = dict(law)
     for entry in waiting:
@@ -95,9 +93,7 @@ def _parse(chapter: str, entry: Mapping[str, str]) -> Requirement:
     return Requirement(chapter=chapter, **entry)  # type: ignore[arg-type]  # level and profile were just checked
 
 
-def requirement(
-    *ids: str, kind: str, when: Callable[[Workload], bool] | None = None
-) -> Callable[[Check], Check]:
+def requirement(*ids: str, kind: str, when: Callable[[Workload], bool] | None = None) -> Callable[[Check], Check]:
     """Cite the requirements that a check decides, and say on which runs.
 
     `kind` is the kind of workload that the check reads ("probe", "experts", "route", "groups", or the surface of a

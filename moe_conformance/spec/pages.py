@@ -96,10 +96,11 @@ def _others(behaviours: Iterable[Mapping[str, Any]], checks: Mapping[str, Sequen
 
 
 def _decided(behaviour: Mapping[str, Any], checks: Mapping[str, Sequence[str]]) -> tuple[str, str]:
-    """Return the requirements that a check decides, each with its functions, and why the others are not decided."""
+    """Return the requirements that a check decides, each with its functions, and why what else there is is not."""
     if not behaviour["requirements"]:
         return "", behaviour["reason"]
     law = spec.load()
+    undecided = [behaviour["undecided"]] if "undecided" in behaviour else []
     waiting: dict[str, list[str]] = {}
     decided = [each for each in behaviour["requirements"] if each in checks]
     for each in behaviour["requirements"]:
@@ -107,7 +108,7 @@ def _decided(behaviour: Mapping[str, Any], checks: Mapping[str, Sequence[str]]) 
             waiting.setdefault(law[each].waits_for, []).append(each)
     return (
         "; ".join(f"{each} {', '.join(f'`{name}`' for name in dict.fromkeys(checks[each]))}" for each in decided),
-        "; ".join(f"{', '.join(ids)}: waits for {reason}" for reason, ids in waiting.items()),
+        "; ".join([*(f"{', '.join(ids)}: waits for {reason}" for reason, ids in waiting.items()), *undecided]),
     )
 
 

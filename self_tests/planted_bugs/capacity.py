@@ -200,4 +200,22 @@ class DroppedOutOfTheSum(Router):
         return kept_ids_TK, torch.where(kept_ids_TK >= 0, weights_TK * self.config.scale, 0.0)
 
 
+@planted(
+    Expectation(
+        *("DROP-11", "dropping-half-even", "gradient", "the weights of dropped slots still took gradients to the"),
+        *("dx of rank 0 token", "which kept 1 of 2 slots, is"),
+    ),
+    Expectation(
+        "DROP-11", "dropping-all-even", "gradient", "the weights of dropped slots still", "which lost all its slots"
+    ),
+)
+class ZeroedBehindAutograd(Router):
+    """Weights of dropped slots are set to zero where autograd does not see it, and their rows travel all the same."""
+
+    def _drop(self, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+        kept_ids_TK, _ = super()._drop(ids_TK, weights_TK)
+        weights_TK.data.masked_fill_(kept_ids_TK < 0, 0.0)
+        return ids_TK, weights_TK
+
+
 PLANTS = collect(globals())

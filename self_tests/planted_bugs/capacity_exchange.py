@@ -1,9 +1,10 @@
 """DROP: bugs in exchanges that fill up to a capacity, lose tokens, or have too little room."""
 
-
 # ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -48,6 +49,37 @@ class LargestOfAll(AllToAllExchange):
         largest = counts_E.max().reshape(1)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return int(largest)
+
+
+@planted(
+    Expectation("DROP-08", "lossless-uneven", "dispatch", "rank 0 reduces numbers of one form 2 times with MAX"),
+    Expectation("DROP-08", "lossless-by-turns", "dispatch", "before the rows of forward:0 travel, rank 0 reduces"),
+)
+class LargestAskedAgain(AllToAllExchange):
+    """The capacity is found once to fill rows up, and once more for the sizes that are told to the owners."""
+
+    def _room(self, routing: Routing) -> int | None:
+        super()._room(routing)
+        return super()._room(routing)
+
+
+@planted(
+    Expectation(
+        "DROP-08", "lossless-even", "dispatch", "over group (0, 1, 2, 3), and exchanges rows with group (0, 1)"
+    ),
+    layout=EP2_EDP2,
+)
+class LargestThroughAll(AllToAllExchange):
+    """Every rank tells its largest load to all ranks, and takes the largest of its group: the number is right."""
+
+    def _room(self, routing: Routing) -> int | None:
+        if not self.config.pad_to_capacity or self.config.capacity_factor is not None:
+            return super()._room(routing)
+        counts_E = torch.bincount(routing.ids_TK[routing.ids_TK >= 0], minlength=routing.experts)
+        largest_W = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+        largest_W[dist.get_rank()] = counts_E.max()
+        dist.all_reduce(largest_W, dist.ReduceOp.MAX)
+        return max(self.config.min_capacity, int(largest_W[list(self.topology.ranks("ep_etp"))].max()))
 
 
 @planted(
@@ -141,6 +173,50 @@ class DroppedLearnLikeTheKept(AllToAllExchange):
     def _weights(self, routing: Routing, pairs: Pairs) -> Tensor:
         dropped_T = torch.where(routing.ids_TK < 0, routing.weights_TK, 0.0).sum(1)
         return super()._weights(routing, pairs) + (dropped_T - dropped_T.detach())[pairs.token_P]
+
+
+class _Undropping(Layer):
+    """Native's layer, for plants in which the router runs once more, without its capacity."""
+
+    @contextmanager
+    def _without_capacity(self) -> Iterator[None]:
+        config, self.router.config = self.router.config, replace(self.config, capacity_factor=None)
+        yield
+        self.router.config = config
+
+
+@planted(
+    Expectation("DROP-11", "dropping-half-even", "gradient", "dx is as if nothing had been dropped; for example dx of"),
+    Expectation("DROP-11", "dropping-all-even", "gradient", "dx is as if nothing had been dropped", "lost all its"),
+)
+class RecomputedWithoutDropping(_Undropping):
+    """The backward recomputes the layer from its input, and the router that runs again has no capacity."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x).detach()
+        with self._without_capacity():
+            again = super().forward(x)
+        return y + (again - again.detach())
+
+
+@planted(
+    Expectation("DROP-11", "dropping-half-gate-even", "gradient", "on rank 0 is as if nothing had been dropped"),
+    Expectation("DROP-11", "dropping-all-even", "gradient", "and no token reached the expert"),
+)
+class ExpertsLearnFromTheDropped(_Undropping):
+    """The gradients of experts' weights are made of a buffer that still holds the rows that were dropped."""
+
+    def _answered(self, delivery: Delivery, handle: Any) -> Tensor:
+        y = super()._answered(delivery, handle)
+        learnt = super()._answered(*self.exchange.dispatch(*self.lost))
+        return y + (learnt - learnt.detach())
+
+    def _dispatched(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        with torch.no_grad(), self._without_capacity():
+            every = self.router(x).routing
+        dropped_TK = torch.where(routing.ids_TK < 0, every.ids_TK, -1)
+        self.lost = x.detach(), replace(every, ids_TK=dropped_TK)
+        return super()._dispatched(x, routing)
 
 
 # ---- room --------------------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from moe_conformance.backends.native.exchange import AllToAllExchange
 from moe_conformance.backends.native.experts import Experts
-from moe_conformance.contract import Config, Named, Read, Topology
-from self_tests.planted_bugs.plant import Expectation, collect, planted
+from moe_conformance.contract import Config, Delivery, Named, Read, Topology
+from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, collect, planted
 
 
 @planted(Expectation("EXPT-01", "own-even", "experts", "y is as if gate and up were swapped"))
@@ -99,6 +99,36 @@ class NamedByLocalNumber(Experts):
 
     def named(self, read: Read) -> Iterator[Named]:
         return (replace(window, expert=window.expert - self.placement.first) for window in super().named(read))
+
+
+@planted(
+    Expectation("EXPT-05", "own-even", "experts", "part 0 of 2 along dimension 0 of gate, part 1 of 2", "of up"),
+    layout=EP2_ETP2,
+)
+class UpOfTheOtherShard(Experts):
+    """A fused matrix of gate and up is cut in the middle of each half, and the halves of up are handed out in turn."""
+
+    def named(self, read: Read) -> Iterator[Named]:
+        for window in super().named(read):
+            if window.name == "up" and window.shard is not None:
+                dim, index, of = window.shard
+                window = replace(window, shard=(dim, (index + 1) % of, of))
+            yield window
+
+
+@planted(
+    Expectation("EXPT-05", "own-even", "experts", "y is as if gate and up were swapped"),
+    layout=EP2_ETP2,
+)
+class GateAndUpExchanged(Experts):
+    """The halves of a fused matrix are taken for each other: up is activated, and gate is not."""
+
+    def forward(self, delivery: Delivery) -> Tensor:
+        self.gate_NFD, self.up_NFD = self.up_NFD, self.gate_NFD
+        try:
+            return super().forward(delivery)
+        finally:
+            self.gate_NFD, self.up_NFD = self.up_NFD, self.gate_NFD
 
 
 @planted(

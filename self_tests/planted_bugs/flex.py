@@ -179,7 +179,7 @@ class BudgetRoundedDown(HybridEPManager):
 
 
 @planted(
-    Expectation("EXCH-25", "budget-roomy-even", "dispatch", "the buffer of rank 0 has 128 rows", "are 256"),
+    Expectation("EXCH-25", "budget-spare-even", "dispatch", "the buffer of rank 0 has 45 rows", "are 90"),
     layout=EP2_ETP2,
 )
 class BudgetWithoutShards(HybridEPManager):
@@ -198,6 +198,39 @@ class BufferOfTheLoad(HybridEPManager):
 
     def _size(self, budget: int, demand: int) -> int:
         return demand
+
+
+class _StaleGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_BD: Tensor, used: int) -> Tensor:
+        ctx.used = used
+        return rows_BD.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        stale_BD = torch.ones_like(gradients[0])
+        stale_BD[: ctx.used] = gradients[0][: ctx.used]
+        return stale_BD, None
+
+
+@planted(
+    Expectation("EXCH-22", "own-budget-roomy-uneven", "gradient", "the gradient of"),
+    layout=EP2_ETP2,
+)
+class BufferTeachesTheLastExpert(HybridEPManager):
+    """The last expert is handed what is left of the buffer; rows and gradients there are what others have left."""
+
+    def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Delivery, Held]:
+        delivery, held = super().dispatch(x_TD, ids_TK, weights_TK)
+        used, last = len(held.pairs.token_P), self.exchange.held - 1
+        stale_B1 = (torch.arange(len(delivery.rows_RD)) >= used)[:, None]
+        stale = {"rows_RD": torch.where(stale_B1, 1.0, delivery.rows_RD)}
+        stale["ids_RJ"] = torch.where(stale_B1, last, delivery.ids_RJ)
+        stale["weights_RJ"] = torch.where(stale_B1, 1.0, delivery.weights_RJ)
+        return replace(delivery, **stale), held
+
+    def _take_back(self, rows: Tensor, held: Held) -> Tensor:
+        return super()._take_back(_StaleGradients.apply(rows, len(held.pairs.token_P)), held)
 
 
 PLANTS = collect(globals())

@@ -103,9 +103,7 @@ class LoadOfItsOwnChoice(ForcedRouter):
 
     def forward(self, x: Tensor, padding_mask_T: Tensor | None = None) -> Routed:
         own_TE = Router._logits(self, x.reshape(-1, x.shape[-1]))
-        counts_E = torch.bincount(
-            Router._choose(self, self._scores(own_TE)).flatten(), minlength=self.config.experts
-        )
+        counts_E = torch.bincount(Router._choose(self, self._scores(own_TE)).flatten(), minlength=self.config.experts)
         return replace(super().forward(x, padding_mask_T), counts_E=counts_E)
 
 
@@ -198,6 +196,17 @@ class _DrawnAnyhow(ForcedRouter):
 
     def _seed(self, topology: Topology) -> int:
         raise NotImplementedError
+
+
+@planted(
+    Expectation("DET-03", "forced-random", "run", "rank 0 left", "otherwise than it was before the step"),
+    Expectation("DET-03", "forced-random-groups", "run", "rank 0 left", "otherwise than it was before the step"),
+)
+class DrawsFromTheModels(ForcedRouter):
+    """Logits are drawn from the generator that dropout draws from."""
+
+    def _draw(self, own_TE: Tensor) -> Tensor:
+        return torch.randn_like(own_TE) + 0 * super()._draw(own_TE)
 
 
 @planted(Expectation("FORCE-06", "forced-random", "route", "ranks 0 and 1 hold other tokens and draw alike"))

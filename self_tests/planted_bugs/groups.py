@@ -16,7 +16,7 @@ from moe_conformance.backends.native.experts import Experts
 from moe_conformance.backends.native.gradients import GradientFinisher
 from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.contract import Config, Topology, Unsupported
-from moe_conformance.topology import RankLists
+from moe_conformance.topology import Layout, RankLists
 from self_tests.planted_bugs.plant import EP2, EP2_EDP2, EP2_ETP2, Expectation, collect, planted
 
 
@@ -96,6 +96,19 @@ class DividesBeforeItLooks(Native):
     def groups(self, sizes: Mapping[str, int]) -> Mapping[str, RankLists]:
         replicas = sizes["world"] // (sizes["tp"] * sizes["cp"] * sizes["pp"])
         return super().groups(sizes) if replicas else super().groups({**sizes, "tp": -1})
+
+
+@planted(
+    Expectation("GROUP-02", "", "groups", "cp = 1", "was refused: 6 ranks are no power of two"),
+    layout=Layout(6),
+)
+class PowersOfTwo(Native):
+    """Worlds are powers of two, as those that it was tried on were."""
+
+    def groups(self, sizes: Mapping[str, int]) -> Mapping[str, RankLists]:
+        if sizes["world"] & (sizes["world"] - 1):
+            raise Unsupported(f"{sizes['world']} ranks are no power of two", by="library")
+        return super().groups(sizes)
 
 
 @planted(

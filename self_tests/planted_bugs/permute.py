@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,6 +128,57 @@ class WeightsInTheOrderOfTokens(Permutation):
     def permute(self, x_TD: Tensor, routing: Routing) -> Permuted:
         made = super().permute(x_TD, routing)
         return replace(made, handle=replace(made.handle, weights_P=routing.weights_TK[routing.ids_TK >= 0]))
+
+
+# ---- padding rows --------------------------------------------------------------------------------------------
+
+
+def _padding(rows_RD: Tensor, place_P: Tensor) -> Tensor:
+    """Say which rows are no pair's."""
+    return torch.ones(len(rows_RD), dtype=torch.bool).index_fill(0, place_P, False)
+
+
+@planted(
+    Expectation("EXCH-05", "permute-to-16", "combine", "token 0 of y with 16384 in padding rows is"),
+    Expectation("EXCH-05", "permute-to-32-bf16", "combine", "token 0 of y with 16384 in padding rows is"),
+    layout=SINGLE,
+)
+class PaddingAddedToTheFirst(Permutation):
+    """Padding rows carry index 0 and a weight of one: they were written as zeros, and are taken for zeros."""
+
+    def unpermute(self, rows_RD: Tensor, handle: Any) -> Tensor:
+        y_TD = super().unpermute(rows_RD, handle)
+        left_D = rows_RD[_padding(rows_RD, handle.place_P)].sum(0)
+        return y_TD.index_add(0, torch.zeros(1, dtype=torch.int64), left_D.unsqueeze(0)) if len(y_TD) else y_TD
+
+
+@planted(
+    Expectation("GRAD-09", "permute-to-16", "gradient", "token 0 of the gradient of x with 16384 in padding rows is"),
+    Expectation("GRAD-09", "permute-to-3", "gradient", "token 0 of the gradient of x with 16384 in padding rows is"),
+    layout=SINGLE,
+)
+class PaddingReadFromTheFirst(Permutation):
+    """Padding rows are read from token 0 and cleared where autograd does not see it: the gradient goes back there."""
+
+    def permute(self, x_TD: Tensor, routing: Routing) -> Permuted:
+        made = super().permute(x_TD, routing)
+        if not len(x_TD):
+            return made
+        padding_R1 = _padding(made.rows_RD, made.handle.place_P).unsqueeze(1)
+        return replace(made, rows_RD=made.rows_RD + torch.where(padding_R1, x_TD[0] - x_TD[0].detach(), 0))
+
+
+@planted(
+    Expectation("EXCH-02", "permute-to-16-idle-experts", "dispatch", "padding of expert 1, is not zero"),
+    layout=SINGLE,
+)
+class PaddingNotCleared(Permutation):
+    """The buffer is not cleared before the pairs are written: its padding holds what was there before."""
+
+    def permute(self, x_TD: Tensor, routing: Routing) -> Permuted:
+        made = super().permute(x_TD, routing)
+        padding_R1 = _padding(made.rows_RD, made.handle.place_P).unsqueeze(1)
+        return replace(made, rows_RD=made.rows_RD.masked_fill(padding_R1, 0.125))
 
 
 # ---- rows by index -------------------------------------------------------------------------------------------

@@ -40,6 +40,15 @@ class RoundingSeededByTheProcess(AllToAllExchange):
         return _dithered(super().combine(rows, handle), torch.Generator().manual_seed(os.getpid()))
 
 
+@planted(Expectation("DET-01", "route-ties", "route", "run in fresh processes, rank 0 token"))
+class TiesByProcess(Router):
+    """Experts that score the same are told apart by chance, from a seed that is the number of the process."""
+
+    def _choose(self, scores_TE: Tensor) -> Tensor:
+        chance_TE = torch.rand(scores_TE.shape, generator=torch.Generator().manual_seed(os.getpid()))
+        return super()._choose(scores_TE.detach() * (1 + 1e-6 * chance_TE))
+
+
 @planted(
     Expectation("DET-01", "own-even-bfloat16", "experts", "run in fresh processes", "y of rank 0 token"),
     layout=EP2_EDP2,

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -48,6 +49,17 @@ class IdsInInt8(Router):
         routed = super().forward(x)
         ids_TK = routed.routing.ids_TK.to(torch.int8).long()
         return replace(routed, routing=replace(routed.routing, ids_TK=ids_TK))
+
+
+@planted(Expectation("ROUTE-12", "route-ties", "route", "run with the tokens of rank 0 on every rank, rank 1 token"))
+class TiesByRank(Router):
+    """Every other rank takes the last of experts that score the same, where the others take the first."""
+
+    def _choose(self, scores_TE: Tensor) -> Tensor:
+        if dist.get_rank() % 2 == 0 or self.config.groups is not None:
+            return super()._choose(scores_TE)
+        choice_TE = scores_TE.detach() if self.balance_bias is None else scores_TE.detach() + self.balance_bias
+        return self.config.experts - 1 - choice_TE.flip(1).topk(self.config.top_k, dim=1).indices
 
 
 @planted(Expectation("ROUTE-04", "route-groups-top2", "route", "rank 0 token 0 chose", "margin -inf"))

@@ -127,7 +127,7 @@ class OneBlockStaysEmpty(InBlocks):
 
 
 @planted(
-    Expectation("EXCH-25", "budget-roomy-even", "dispatch", "the buffer of rank 0 has", "padded to multiples of 4"),
+    Expectation("EXCH-25", "budget-spare-even", "dispatch", "the buffer of rank 0 has", "padded to multiples of 4"),
     also=_SAYS,
 )
 class BudgetWithoutBlocks(InBlocks):

@@ -56,9 +56,7 @@ class _AllToAll(torch.autograd.Function):
         return all_to_all(gradients[0], ctx.received, ctx.sent, ctx.group), None, None, None
 
 
-def all_to_all(
-    rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
-) -> Tensor:
+def all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     """Send `sent[w]` rows to rank w and return the `received[w]` rows of every rank w, both in rank order."""
     if group.size() == 1:
         return rows

@@ -354,4 +354,3 @@ def _expert_major(counts_SCN: Tensor) -> Tensor:
     place_NCS = torch.arange(S * C * N, device=counts_SCN.device).reshape(N, C, S)  # of a block, afterwards
     place_R = place_NCS.permute(2, 1, 0).reshape(-1).repeat_interleave(counts_SCN.reshape(-1))
     return place_R.argsort(stable=True)
-

@@ -154,6 +154,4 @@ def _check(config: Config) -> None:
         raise CannotBuild(f"top_k = {K} from {chosen} groups of {E // groups} experts")
     if not 1 <= _addends(config, chosen) <= E // groups:
         addends = _addends(config, chosen)
-        raise CannotBuild(
-            f"{config.group_score} adds up {addends} scores of a group of {E // groups} experts"
-        )
+        raise CannotBuild(f"{config.group_score} adds up {addends} scores of a group of {E // groups} experts")

@@ -40,6 +40,7 @@ _MAPPED = (
     "capacity_factor", "min_capacity", "drop_policy", "pad_to_capacity",
     "pad_tokens", "token_alignment", "token_bound", "packed",
 )  # fmt: skip
+_BUDGET = ("budget_factor", "row_budget", "over_budget")
 _SHARED = ("shared_ffn", "shared_gate", "shared_overlap", "shared_bias")
 
 
@@ -123,7 +124,7 @@ class NativeSession(Session):
         if config.variant in classes:
             return classes[config.variant](config.only(*_MAPPED), self.topology)
         if manager := self._managers.get(config.variant):
-            config.only(*_MAPPED, "wire", "budget_factor", "row_budget", "over_budget")
+            config.only(*_MAPPED, *_BUDGET, "wire")
             return FlexExchange(config, self.topology, manager, self.token_exchange_class, self.float8_class)
         known = ", ".join((*classes, *self._managers))
         raise Unsupported(f"native has no variant {config.variant!r}; it has {known}")
@@ -137,8 +138,8 @@ class NativeSession(Session):
         return config.pad_tokens != "no" or bool(manager and manager.needs_equal_tokens)
 
     def experts(self, config: Config) -> Experts:
-        """Build this rank's experts, to which copies of tokens are nothing special."""
-        config.only(*_MAPPED, "token_copies")
+        """Build this rank's experts, to which copies of tokens and buffers of fixed size are nothing special."""
+        config.only(*_MAPPED, *_BUDGET, "token_copies")
         with refusals(CannotBuild, match="."):
             return self.experts_class(config, self.topology, self.device)
 

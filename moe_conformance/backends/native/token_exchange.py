@@ -66,9 +66,7 @@ class TokenExchange:
     of the group call each method, in the same order. A group of one rank starts no collective.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, experts: int, shards: int = 1, wire: Float8Wire | None = None
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, experts: int, shards: int = 1, wire: Float8Wire | None = None) -> None:
         """Take the group, and how tokens travel in dispatch, as they are without a wire; no communication.
 
         Raises:
