@@ -147,7 +147,7 @@ class Plan:
         if (names := self._beside.get(layout)) is not None:
             return name in names
         sampled = any(self._runs(variant, layout) for variant in self._sampled)
-        return sampled or self.profile != "quick" or _in_turn(name, layout)
+        return sampled or self.profile != "quick" or _runs_in_quick(name, layout)
 
     @cached_property
     def _made(self) -> dict[tuple[int, int], tuple[Case, ...]]:
@@ -172,7 +172,7 @@ class Plan:
                 count = len(self._sampled)
                 workloads = workloads[(self._sampled.index(cell.variant) + number) % count :: count]
         elif self.profile == "quick":
-            workloads = [each for each in workloads if _in_turn(each.name, cell.layout)]
+            workloads = [each for each in workloads if _runs_in_quick(each.name, cell.layout)]
         if not self.virtual and cell_limits(cell.limits, cell.layout):
             # All are refused alike: the first of a kind, and of what the table of exchanges tells apart, proves it.
             others = [other for other in range(number) if {*self._sources[other].kinds} & {*source.kinds}]
@@ -233,7 +233,7 @@ def _told_apart(workload: Workload) -> tuple[object, ...]:
     return workload.kind, *traits(workload)
 
 
-def _in_turn(name: str, layout: Layout) -> bool:
+def _runs_in_quick(name: str, layout: Layout) -> bool:
     """Return whether the quick profile runs a workload on one of its layouts."""
     return name not in _TAKE_TURNS or profiles.in_turn(name, layout)
 
