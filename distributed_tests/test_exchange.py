@@ -20,7 +20,13 @@ from moe_conformance.judging.verdict import Tally
 from moe_conformance.judging.weights import judge_weights
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
-from moe_conformance.workloads.features import has_empty_slots, has_filled_memory, several_in_flight, without_gradients
+from moe_conformance.workloads.features import (
+    has_empty_slots,
+    has_filled_memory,
+    outputs_meet_others,
+    several_in_flight,
+    without_gradients,
+)
 from moe_conformance.workloads.records import Workload
 
 
@@ -116,27 +122,27 @@ class TestBehaviour:
         judge_dx(reading, tally)
         judge_dweights(reading, tally)
 
-    @requirement("EXCH-32", kind="probe", when=several_in_flight)
+    @requirement("EXCH-32", kind="probe", when=outputs_meet_others)
     def test_outputs_outlive_other_microbatches(self, reading: Reading, tally: Tally) -> None:
         """An output and the rows that were handed over hold their bytes until their own backward has ended."""
         judge_kept_outputs(reading, tally)
 
-    @requirement("EXCH-32", kind="padded", when=several_in_flight)
+    @requirement("EXCH-32", kind="padded", when=outputs_meet_others)
     def test_outputs_of_filled_experts_outlive_others(self, reading: Reading, tally: Tally) -> None:
         """Nor is an output written over where experts are filled up to a capacity."""
         judge_kept_outputs(reading, tally)
 
-    @requirement("EXCH-32", kind="identity", when=several_in_flight)
+    @requirement("EXCH-32", kind="identity", when=outputs_meet_others)
     def test_outputs_of_the_same_tensor_outlive_others(self, reading: Reading, tally: Tally) -> None:
         """Nor where experts answer with the tensor that they were handed."""
         judge_kept_outputs(reading, tally)
 
-    @requirement("EXCH-32", kind="packed", when=several_in_flight)
+    @requirement("EXCH-32", kind="packed", when=outputs_meet_others)
     def test_outputs_of_packed_sequences_outlive_others(self, reading: Reading, tally: Tally) -> None:
         """Nor in an exchange that is built for packed sequences."""
         judge_kept_outputs(reading, tally)
 
-    @requirement("EXCH-32", kind="copies", when=several_in_flight)
+    @requirement("EXCH-32", kind="copies", when=outputs_meet_others)
     def test_outputs_of_copies_outlive_others(self, reading: Reading, tally: Tally) -> None:
         """Nor where tensor ranks hold copies of tokens."""
         judge_kept_outputs(reading, tally)

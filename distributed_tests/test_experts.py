@@ -18,7 +18,7 @@ from moe_conformance.judging.twins import RunTwins, judge_same_answers
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
 from moe_conformance.workloads import laws
-from moe_conformance.workloads.features import bare_answers, has_filled_memory, several_in_flight
+from moe_conformance.workloads.features import bare_answers, has_filled_memory, outputs_meet_others
 from moe_conformance.workloads.records import Workload
 
 
@@ -53,7 +53,7 @@ class TestOwnExperts:
         """Nor do they leave random generators, flags or threads otherwise than they were."""
         judge_state(reading, tally)
 
-    @requirement("EXCH-32", kind="experts", when=several_in_flight)
+    @requirement("EXCH-32", kind="experts", when=outputs_meet_others)
     def test_outputs_outlive_other_microbatches(self, reading: Reading, tally: Tally) -> None:
         """What own experts answer holds its bytes too until its own backward has ended."""
         judge_kept_outputs(reading, tally)

@@ -116,6 +116,15 @@ class TestStopped:
             alone[name] for name in ("exit", "interrupted", "stopped")
         )
 
+    def test_a_shard_that_was_stopped_before_it_knew_its_items_is_missing(self, report):
+        """It has no records, and nobody judged what they would have been."""
+        stop = {"interrupted": True, "stopped": "terminated by SIGTERM", "exit": 143}
+        one, two = report("one", record("ep2", "pass"), shard="1/2"), report("two", shard="2/2", **stop)
+        head = merged(one, two).head
+        assert (1, True, f"{two}: terminated by SIGTERM") == tuple(
+            head[name] for name in ("exit", "interrupted", "stopped")
+        )
+
     def test_of_a_killed_run_its_lines_are_left(self, report):
         """Its result.json was written at the start and says that there is no end; the records are in the journal."""
         folder = report("one", finished=None, exit=None, interrupted=True, stopped=result.UNFINISHED)

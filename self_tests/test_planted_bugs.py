@@ -16,14 +16,13 @@ from moe_conformance.backends import lying, registry
 from moe_conformance.backends.native import Native
 from moe_conformance.engine import Engine
 from moe_conformance.judging.verdict import Mismatch, Tally
-from moe_conformance.plan import Plan
 from moe_conformance.plugin.alongside import Twins
 from moe_conformance.scenarios.group_lists import group_lists
 from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import load
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import corpus, group_sizes, profiles, routing, scripts
+from moe_conformance.workloads import corpus, group_sizes, routing, scripts
 from moe_conformance.workloads.records import Wish, Workload
 from self_tests.checks import checks, judge
 from self_tests.planted_bugs import Expectation, Plant, plants, plants_of_many_ranks
@@ -281,29 +280,3 @@ class TestCollection:
         backend = registry.load(plant.backend)
         assert plant.mechanism.endswith(".")
         assert isinstance(backend, plant.native)
-
-    @pytest.mark.parametrize("layout", profiles.quick_layouts(), ids=lambda layout: layout.name)
-    def test_every_check_meets_every_layout(self, layout: Layout) -> None:
-        """A check that reads some of the workloads that take turns reads one on each quick layout on which any is."""
-        plan = Plan(Native(), "cpu", "quick")
-        found = [case.workload for case in plan.cases if case.cell.layout == layout]
-        whole = [*corpus.corpus("alltoall", layout, "quick"), *routing.routing_corpus("alltoall", layout)]
-        every = {check.function.__name__: check for some in checks().values() for check in some}
-        asked = {name for name, check in every.items() if any(map(check.reads, whole))}
-        assert len(asked) > 50
-        assert set() == asked - {name for name in asked if any(map(every[name].reads, found))}
-
-    def test_every_workload_is_in_the_quick_profile(self) -> None:
-        """So the quick profile finds every plant; where variants are sampled, one of them runs the workload."""
-        plan = Plan(Native(), "cpu", "quick")
-        places = {(case.cell.variant, case.cell.layout, case.workload.name) for case in plan.cases}
-        sampled = {name for variant, _, name in places if variant in Native.sampled}
-        unseen = [
-            (plant.name, expected.workload)
-            for plant, expected in TRIALS
-            if expected.workload
-            and (variant_for(plant, expected), plant.layout, expected.workload) not in places
-            and not (plant.variant in Native.sampled and expected.workload in sampled)
-        ]
-        assert [] == unseen
-        assert {p.layout.world for p, e in TRIALS if not e.workload} <= set(plan.worlds)

@@ -11,6 +11,7 @@ from self_tests import plugin_runs
 from self_tests.plugin_runs import TOY
 
 TOYS = TOY.partition(":")[0]
+RIGHT = f"{TOYS}:RightToy"
 
 UNUSABLE = {
     "unknown backend": ({"backend": "megatorn"}, r"unknown backend 'megatorn'; known: .*native.*pkg\.mod:Class"),
@@ -93,3 +94,21 @@ class TestExitStatus:
         assert pytest.ExitCode.USAGE_ERROR == done.status
         assert 1 == done.output.count("the ranks cannot start: ")
         assert "no_such_module" in done.output
+
+    def test_a_wrong_name_leaves_the_last_report_as_it_is(self, tmp_path):
+        """A slip of the pen costs no night's run."""
+        checks = str(plugin_runs.PROJECT / "checks.py")
+        asked = ("-q", "--moe-backend", RIGHT, "--moe-ranks", "1", "--moe-report", str(tmp_path))
+        assert 0 == plugin_runs.pytest_on(*asked, "-k", "test_outputs", checks, cwd=tmp_path).status
+        before = {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()}
+        assert {"result.json", "records.jsonl"} <= before.keys()
+        done = plugin_runs.pytest_on(*asked, f"{checks}::test_otuputs", cwd=tmp_path)
+        assert pytest.ExitCode.USAGE_ERROR == done.status
+        assert before == {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()}
+
+    def test_nothing_needs_pytests_terminal(self, tmp_path):
+        """Without it nothing is printed, and the status tells."""
+        checks = str(plugin_runs.PROJECT / "checks.py")
+        asked = ("-p", "no:terminal", "--moe-backend", RIGHT, "--moe-ranks", "1", "-k", "test_outputs", checks)
+        done = plugin_runs.pytest_on(*asked, cwd=tmp_path)
+        assert (0, "") == (done.status, done.output)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from moe_conformance.judging.diagnosis import Finding, fail
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.verdict import ChangedState, Tally, WrongGradient, WrongOutput
+from moe_conformance.workloads.records import ANSWERED_BY_IDENTITY
 
 
 def judge_kept_gradients(reading: Reading, tally: Tally) -> None:
@@ -17,7 +18,9 @@ def judge_kept_gradients(reading: Reading, tally: Tally) -> None:
         WrongGradient: some bytes differ.
     """
     findings = [
-        _overwritten(f"the gradient of {name} on rank {rank.rank}, microbatch {m},", rank.rank, "after", "returned")
+        _overwritten(
+            f"the gradient of {name} on rank {rank.rank}, microbatch {m},", rank.rank, "after its backward had returned"
+        )
         for rank in reading.outcome.ranks
         for m, microbatch in enumerate(rank.microbatches)
         for name in microbatch.gradients_changed
@@ -33,23 +36,33 @@ def judge_kept_gradients(reading: Reading, tally: Tally) -> None:
 def judge_kept_outputs(reading: Reading, tally: Tally) -> None:
     """Decide whether y and the rows handed over hold their bytes until their own backward has ended.
 
+    A y that no backward follows holds them until the schedule has. Rows are looked at where the suite's experts keep
+    them: those that answer with the very tensor have given it away.
+
     Raises:
         WrongOutput: some bytes differ.
     """
     said = {"y": "the output", "rows": "a row handed over"}
     findings = [
-        _overwritten(f"{said[name]} of microbatch {m} on rank {rank.rank}", rank.rank, "before", "ended")
+        _overwritten(
+            f"{said[name]} of microbatch {m} on rank {rank.rank}",
+            rank.rank,
+            "before its backward had ended" if reading.goes_backward(m) else "later, and no backward followed",
+        )
         for rank in reading.outcome.ranks
         for m, microbatch in enumerate(rank.microbatches)
         for name in microbatch.outputs_changed
     ]
     if findings:
         fail(WrongOutput, "combine", findings)
+    keeps_rows = reading.outcome.workload.kind not in ANSWERED_BY_IDENTITY
     for rank in reading.outcome.ranks:
         for m, microbatch in enumerate(rank.microbatches):
-            if reading.goes_backward(m) and microbatch.y is not None:
-                rows = sum(handed.rows_RD.numel() for handed in microbatch.handed)
-                tally.add(elements=microbatch.y.numel() + rows, rank=rank.rank)
+            if microbatch.y is None:
+                continue
+            kept = microbatch.handed if keeps_rows and reading.goes_backward(m) else ()
+            rows = sum(handed.rows_RD.numel() for handed in kept)
+            tally.add(elements=microbatch.y.numel() + rows, rank=rank.rank)
 
 
 def judge_state(reading: Reading, tally: Tally) -> None:
@@ -71,6 +84,6 @@ def judge_state(reading: Reading, tally: Tally) -> None:
         tally.add(elements=1, rank=rank.rank)
 
 
-def _overwritten(what: str, rank: int, when: str, done: str) -> Finding:
+def _overwritten(what: str, rank: int, when: str) -> Finding:
     memory = "it shares memory that the backend goes on using"
-    return Finding("overwritten", f"{what} was overwritten {when} its backward had {done}: {memory}", (rank,))
+    return Finding("overwritten", f"{what} was overwritten {when}: {memory}", (rank,))

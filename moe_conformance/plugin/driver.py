@@ -291,7 +291,7 @@ def _examine(trial: Trial, case: Case, outcome: Outcome) -> None:
 @contextmanager
 def _tracebacks(config: pytest.Config, *, wanted: bool) -> Iterator[None]:
     """Have pytest write no traceback where a verdict says it all: it reads and parses every file on the way."""
-    asked = config.option.tbstyle
+    asked = config.getoption("tbstyle", "auto")  # there is no option without the terminal's plug-in
     if not wanted:
         config.option.tbstyle = "line"
     try:

@@ -33,6 +33,7 @@ class Reporter:
     def __init__(self, driver: Driver, stopping: Stopping, config: pytest.Config) -> None:
         """Gather for that driver's run."""
         self._driver, self._run, self._stopping, self._config = driver, driver.run, stopping, config
+        self._collected = False
         self._roster: roster.Roster = {}
         self._records: list[Record] = []
         self._head: dict[str, Any] | None = None
@@ -42,17 +43,25 @@ class Reporter:
 
     # ---- while it runs -----------------------------------------------------------------------------------------
 
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self) -> None:
+        """Know that all items are there and chosen from: on a wrong argument pytest goes on to the next hook, too."""
+        self._collected = True
+
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Begin the report with all items: time may be up before the first of them runs."""
-        if not self._config.option.collectonly:
+        if self._collected and not self._config.option.collectonly:
             self._roster = roster.roster(session.items)
             self._open()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> None:
-        """Take over the line of files: items come by case, and files alternate."""
+        """Begin the report where workers collect; take over the line of files, as items come by case."""
+        if self._config.option.collectonly:
+            return
+        self._open()
         terminal = self._terminal
-        if terminal is None or self._config.option.collectonly:
+        if terminal is None:
             return
         terminal.showfspath = False
         if terminal.verbosity > 0:

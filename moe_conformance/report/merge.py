@@ -220,7 +220,8 @@ def _superseded(part: Part, parts: Sequence[Part], records: Sequence[Record]) ->
     """Whether what an interrupted run did not come to was judged by another."""
     if any(each.head["shard"] == part.head["shard"] and not each.head["interrupted"] for each in parts):
         return True
-    unknown = part.head["finished"] is None  # it was killed before it could say what it did not come to
+    # It was killed before it could say what it did not come to, or stopped before it knew.
+    unknown = part.head["finished"] is None or not part.records
     nodes = {record.node for record in part.records}
     return not unknown and not any(record.verdict == "not run" and record.node in nodes for record in records)
 

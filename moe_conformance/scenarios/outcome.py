@@ -66,7 +66,7 @@ class Microbatch:
     undropped_ids_TK: Tensor | None = None  # capacity: what the same router decides without one
     undropped_weights_TK: Tensor | None = None
     inputs_changed: tuple[str, ...] = ()  # of x, ids, weights, upstream: bytes that differ after the step
-    outputs_changed: tuple[str, ...] = ()  # of y, rows: bytes that differ when its backward has returned
+    outputs_changed: tuple[str, ...] = ()  # of y, rows: bytes that differ behind its backward, or in the end
     gradients_changed: tuple[str, ...] = ()  # of x, weights: bytes that differ from when their backward returned
     handed_back: int = 0  # identity: rows that the experts answered with themselves, of all microbatches until then
     padding_gradients: int = 0  # padding rows at which the twist put a gradient of its own

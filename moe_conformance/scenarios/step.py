@@ -42,7 +42,7 @@ from moe_conformance.scenarios.sessions import Opened, build, opened
 from moe_conformance.scenarios.tensors import same_bytes, to_cpu
 from moe_conformance.surfaces import Layer
 from moe_conformance.topology import Topology
-from moe_conformance.workloads.records import ParameterKey, Workload
+from moe_conformance.workloads.records import ANSWERED_BY_IDENTITY, ParameterKey, Workload
 
 _ROUTERS = ("route", "capacity", "extreme", "forced", "forced draws", "forced masked")  # kinds that run a router alone
 
@@ -142,7 +142,7 @@ class TrainingStep:
             experts = session.experts(self.config)
             built.append(experts)
             return experts
-        if self.workload.kind in ("identity", "every bit"):
+        if self.workload.kind in ANSWERED_BY_IDENTITY:
             return identity_of(session, topology)
         part = part_of(session, topology)
         answers = tuple(self.exchange.local_experts)
@@ -266,10 +266,13 @@ class TrainingStep:
         torch.autograd.backward(output, upstream.to(output.dtype).reshape(output.shape))
         self.inputs[m].keep_gradients()
         if not self.routers:
-            same = {"y": same_bytes(self.returned[m].cpu(), output.detach().cpu())}
+            same = {"y": self._output_kept(m)}
             if isinstance(self.experts, Probe):
                 same["rows"] = not self.experts.overwritten(m)
             self.outputs_changed[m] = tuple(name for name, is_same in same.items() if not is_same)
+
+    def _output_kept(self, m: int) -> bool:
+        return same_bytes(self.returned[m].cpu(), self.outputs[m].detach().cpu())
 
     def _end_step(self) -> None:
         """Finish the gradients, and keep those before and those after."""
@@ -286,6 +289,8 @@ class TrainingStep:
 
     def _bring_back(self) -> RankOutcome:
         self._reach("finish")
+        for m in self.returned.keys() - self.outputs_changed.keys():  # no backward followed: they stay to the end
+            self.outputs_changed[m] = () if self._output_kept(m) else ("y",)
         session, built = self.session, self.built
         uncovered = tuple(complaint for surface in built for complaint in parameters.coverage(surface))
         self._end_step()

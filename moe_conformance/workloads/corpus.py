@@ -102,7 +102,7 @@ PROBE = (
     Recipe("empty-expert-even", empty_expert),
     Recipe("idle-rank-even", idle_rank, needs_ep=True),
     Recipe("idle-rank-uneven", idle_rank, tokens=UNEVEN, needs_ep=True, profile="full"),
-    Recipe("one-rank-even", one_rank, needs_ep=True, wide=True),
+    Recipe("one-rank-even", one_rank, needs_ep=True, wide=True, everywhere=True),
     Recipe("one-expert-even", one_expert, config={"top_k": 1}),
     Recipe("one-expert-uneven", one_expert, tokens=UNEVEN, config={"top_k": 1}, profile="full"),
     Recipe("one-token-even", tokens=(1,), wide=True),
@@ -114,7 +114,7 @@ PROBE = (
     Recipe("many-experts-even", tokens=(24,), config={"experts": 64, "top_k": 10, "hidden": 256}, profile="full"),
     Recipe("all-dropped-on-a-rank", all_dropped, tokens=UNEVEN, needs_ep=True, everywhere=True),
     Recipe("zero-and-negative-weights-even", weights="odd"),
-    Recipe("dropped-even", dropped, wide=True, likened="full"),
+    Recipe("dropped-even", dropped, wide=True, likened="full", everywhere=True),
     Recipe("all-alike-even", one_choice, likened="quick", alike=True, everywhere=True),
     Recipe("dropped-uneven", dropped, tokens=UNEVEN, profile="full", wide=True),
     Recipe("duplicates-even", duplicates, wide=True),
@@ -134,10 +134,13 @@ PROBE = (
     Recipe(
         "filled-inference-uneven", dropped, tokens=ONE_WITHOUT, schedule="F0 I1 B0 N2", memory="filled", everywhere=True
     ),
-    Recipe("inference-even", schedule="N0 F1 I2 B1"),
+    Recipe("inference-even", schedule="N0 F1 I2 B1", everywhere=True),
     Recipe("inference-unasked-even", schedule="U0 F1 U2 B1"),
     Recipe("inference-uneven", tokens=ONE_WITHOUT, schedule="F0 I1 B0 N2", wide=True),
     Recipe("inference-dropped-even", dropped, schedule="N0 F1 I2 B1", wide=True),
+    # Nothing overlaps: for who holds one microbatch at a time.
+    Recipe("inference-in-turn-even", schedule="N0 F1 B1 I2 U3"),
+    Recipe("inference-in-turn-dropped-even", dropped, schedule="N0 F1 B1 I2 U3"),
     Recipe("inference-gaps-padded-uneven", gaps, tokens=GAPPED, config=_TO_8, schedule="F0 I1 B0 N2", everywhere=True),
     Recipe("by-turns-uneven", tokens=BY_TURNS, schedule="F0 B0 F1 B1 F2 B2 F3 B3", wide=True),
     Recipe(
@@ -194,7 +197,7 @@ _OWN = (
     Recipe("own-rank-without-tokens", tokens=ONE_WITHOUT, wide=True),
     Recipe("own-filled-even", memory="filled", everywhere=True),
     Recipe("own-filled-uneven", tokens=ONE_WITHOUT, memory="filled"),
-    Recipe("own-inference-even", schedule="N0 F1 I2 B1"),
+    Recipe("own-inference-even", schedule="N0 F1 I2 B1", everywhere=True),
     Recipe("own-accumulated-even", schedule="F0 B0 F1 B1", wide=True, likened="full", everywhere=True),
     Recipe("own-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B0 B1", wide=True, likened="full"),
     Recipe("own-forward-only-even", schedule="F0 F1 B1", profile="full"),
@@ -216,8 +219,9 @@ def in_bfloat16(recipe: Recipe) -> Recipe:
 
 EXPERTS = (
     *_OWN,
-    Recipe("own-dropped-even", dropped),
+    Recipe("own-dropped-even", dropped, everywhere=True),
     Recipe("own-inference-dropped-even", dropped, schedule="N0 F1 I2 B1"),
+    Recipe("own-inference-in-turn-even", schedule="N0 F1 B1 I2 U3"),
     Recipe("own-duplicates-even", duplicates),
     Recipe("own-two-dims-even", lead="two_dims"),
     Recipe(

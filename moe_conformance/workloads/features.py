@@ -186,6 +186,11 @@ def several_in_flight(workload: Workload) -> bool:
     return in_flight(workload.schedule) > 1
 
 
+def outputs_meet_others(workload: Workload) -> bool:
+    """Return whether outputs have to outlive other microbatches: those in flight, or that no backward follows."""
+    return several_in_flight(workload) or (len(workload.batches) > 1 and without_gradients(workload))
+
+
 def halves_in_flight(schedule: str) -> int:
     """Return how many microbatches are between their dispatch and their combine at the same time."""
     return max(1, _most_open(schedule, opens="D", closes="C"))

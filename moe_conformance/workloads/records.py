@@ -141,6 +141,7 @@ class Twist:
 
 
 FORWARD_ALONE = "NIU"  # what a schedule calls forwards that no backward follows
+ANSWERED_BY_IDENTITY = ("identity", "every bit")  # kinds whose experts answer with the very tensor that they are handed
 
 
 @dataclass(frozen=True, repr=False)

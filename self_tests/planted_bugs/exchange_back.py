@@ -86,6 +86,18 @@ class LendsOneOutput(LendsUntilTheNext):
 
 
 @planted(
+    Expectation("EXCH-32", "inference-even", "combine", "the output of microbatch 0 on rank 0 was overwritten later"),
+    Expectation("EXCH-32", "inference-in-turn-even", "combine", "microbatch 0 on rank 0", "no backward followed"),
+)
+class InferenceInOneWorkspace(LendsUntilTheNext):
+    """Without gradients an output is valid until the next forward of that kind."""
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        combine = AllToAllExchange.combine if torch.is_grad_enabled() else LendsUntilTheNext.combine
+        return combine(self, rows, handle)
+
+
+@planted(
     Expectation("EXCH-05", "even", "combine", "y on rank 0 is 2.000 x", "y on rank 1 is -1.000 x", "shard 1 alone"),
     real="NVIDIA/Megatron-LM commit 28c8dd71f0 (issue #109)",
     layout=EP2_ETP2,
@@ -331,7 +343,11 @@ class LendsItsRows(AllToAllExchange):
         return delivery, handle
 
 
-@planted(Expectation("EXCH-38", "inference-even", "combine", "y of rank 0 token 0", "microbatch 0", "weighted by 1"))
+@planted(
+    Expectation("EXCH-38", "inference-even", "combine", "y of rank 0 token 0", "microbatch 0", "weighted by 1"),
+    Expectation("EXCH-38", "inference-in-turn-even", "combine", "y of rank 0 token 1", "microbatch 0", "weighted by 1"),
+    Expectation("EXPT-01", "own-inference-in-turn-even", "experts", "y of rank 0 token 1 is", "of microbatch 2"),
+)
 class UnweightedInference(AllToAllExchange):
     """The path without gradients forgets the weights."""
 
