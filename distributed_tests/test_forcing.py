@@ -18,11 +18,11 @@ from moe_conformance.judging.forcing import (
 from moe_conformance.judging.kept import judge_state
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.routers import judge_load
-from moe_conformance.judging.twin_routes import judge_same_choices
+from moe_conformance.judging.twin_routes import judge_choices_behind_draws, judge_same_choices
 from moe_conformance.judging.twins import RunTwins
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
-from moe_conformance.workloads import laws
+from moe_conformance.workloads import repetition
 from moe_conformance.workloads.forcing import bias_decides_alone, biased, draws_at_random, forces_ids, forces_logits
 
 
@@ -40,7 +40,7 @@ class TestRoutes:
     @requirement("FORCE-03", kind="forced", when=forces_ids)
     def test_round_robin_draws_nothing(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """Experts are dealt out alike whatever the random state is."""
-        judge_same_choices(reading, twins(laws.seeded(reading.outcome.workload)), tally)
+        judge_same_choices(reading, twins(repetition.seeded(reading.outcome.workload)), tally)
 
     @requirement("FORCE-03", kind="forced draws", when=forces_ids)
     def test_round_robin_balances_copies(self, reading: Reading, tally: Tally) -> None:
@@ -65,9 +65,10 @@ class TestDraws:
         judge_state(reading, tally)
 
     @requirement("DET-03", kind="forced draws")
-    def test_draws_of_many_leave_other_generators_alone(self, reading: Reading, tally: Tally) -> None:
-        """So are they behind many draws, and behind copies that draw alike."""
+    def test_draws_and_those_of_others_do_not_meet(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
+        """So are they behind many draws, and what is drawn is the same wherever they stood."""
         judge_state(reading, tally)
+        judge_choices_behind_draws(twins(repetition.behind_draws(reading.outcome.workload)), tally)
 
     @requirement("FORCE-08", kind="forced draws", when=biased)
     def test_a_bias_has_the_deviation_that_was_asked_for(self, reading: Reading, tally: Tally) -> None:

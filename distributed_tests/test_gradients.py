@@ -24,7 +24,7 @@ from moe_conformance.judging.twin_sums import judge_padding_gradients, judge_ste
 from moe_conformance.judging.twins import RunTwins, judge_repeated
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
-from moe_conformance.workloads import laws
+from moe_conformance.workloads import laws, repetition
 from moe_conformance.workloads.features import (
     differentiated,
     has_idle_expert,
@@ -122,14 +122,14 @@ class TestOwnExperts:
     def test_the_next_step_starts_from_zero(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """With gradients set to zero behind every microbatch experts end each time with what that one gives alone."""
         workload = reading.outcome.workload
-        *alone, stepped = twins([*laws.alone(workload), laws.cleared(workload)])
+        *alone, stepped = twins([*laws.alone(workload), repetition.cleared(workload)])
         judge_steps(reading, alone, stepped, tally)
 
     @requirement("GRAD-15", kind="experts", when=likened_once)
     def test_what_asks_for_no_gradient_gets_none(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """Tokens, weights or experts that ask for no gradient get none, and all others have theirs, to the bit."""
         workload = reading.outcome.workload
-        judge_repeated(reading, twins([laws.deterministic(workload), *laws.unasked(workload)]), tally)
+        judge_repeated(reading, twins([repetition.deterministic(workload), *laws.unasked(workload)]), tally)
 
     @requirement("GRAD-09", kind="experts", when=fills_up_or_likened)
     def test_gradients_of_padding_reach_no_parameter(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:

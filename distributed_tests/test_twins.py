@@ -6,7 +6,7 @@ from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.twins import RunTwins, judge_across, judge_alike, judge_scaled, judge_strided
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
-from moe_conformance.workloads import laws
+from moe_conformance.workloads import laws, repetition
 from moe_conformance.workloads.features import all_alike, likened
 from moe_conformance.workloads.records import Workload
 
@@ -74,12 +74,12 @@ class TestHistory:
     @requirement("EXCH-40", kind="probe", when=likened)
     def test_exchanges_take_turns(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """An exchange used in turn with others of other sizes gives the bytes that it gives alone."""
-        judge_alike(reading, twins(laws.in_turn(reading.outcome.workload)), tally)
+        judge_alike(reading, twins(repetition.in_turn(reading.outcome.workload)), tally)
 
     @requirement("EXCH-40", kind="experts", when=likened)
     def test_experts_take_turns(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """Steps in turn with those of others give what they give alone, gradients of parameters too."""
-        judge_alike(reading, twins(laws.in_turn(reading.outcome.workload)), tally)
+        judge_alike(reading, twins(repetition.in_turn(reading.outcome.workload)), tally)
 
 
 class TestWeights:

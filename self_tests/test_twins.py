@@ -30,7 +30,7 @@ from moe_conformance.scenarios import state
 from moe_conformance.scenarios.outcome import Finish, Grad, Outcome, RankOutcome
 from moe_conformance.scenarios.strides import NOBODYS_ID, laid_out
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import laws
+from moe_conformance.workloads import laws, repetition
 from moe_conformance.workloads.corpus import corpus
 from moe_conformance.workloads.records import ParameterKey, Workload
 from moe_conformance.workloads.twins import Twin
@@ -100,7 +100,7 @@ class TestLaws:
 
     def test_a_step_in_turn_comes_twice(self) -> None:
         """Both steps of a twin in turn are the original's."""
-        for twin in laws.in_turn(WORK):
+        for twin in repetition.in_turn(WORK):
             assert sorted(2 * tokens(WORK)) == sorted(sources(twin))
 
 
@@ -198,14 +198,16 @@ class TestJudgement:
 
     def test_only_what_is_built_anew_may_be_refused(self) -> None:
         """A twin through the same exchange on the same ranks cannot be refused."""
-        asked = [twin for law in (laws.reordered, laws.strided, laws.seeded, laws.again) for twin in law(WORK)]
+        asked = [
+            twin for law in (laws.reordered, laws.strided, repetition.seeded, repetition.again) for twin in law(WORK)
+        ]
         assert not any(twin.anew for twin in asked)
-        assert all(twin.anew for twin in (*laws.exchanged(WORK, ["another"]), *laws.in_turn(WORK)))
+        assert all(twin.anew for twin in (*laws.exchanged(WORK, ["another"]), *repetition.in_turn(WORK)))
 
     def test_others_are_held_against_the_first(self) -> None:
         """The first may differ in bits, and the others have its bits and not the original's."""
         own = own_workload(dtype=torch.bfloat16)
-        first, other = laws.deterministic(own), laws.again(own)[0]
+        first, other = repetition.deterministic(own), repetition.again(own)[0]
         was = simulate_experts(own)
         y = was.ranks[0].microbatches[0].y
         assert y is not None
@@ -325,7 +327,7 @@ class TestParameters:
     def test_every_step_is_compared(self) -> None:
         """What a later step ends with counts, and not what it has before that."""
         own = own_workload()
-        (twin,) = laws.twice(replace(own, likened="quick"))
+        (twin,) = repetition.twice(replace(own, likened="quick"))
         original, two_steps = simulate_experts(own), simulate_experts(twin.workload)
 
         def ended(last: Mapping[ParameterKey, Grad] | None) -> Outcome:

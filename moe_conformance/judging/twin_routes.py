@@ -11,7 +11,7 @@ from moe_conformance.judging.diagnosis import Finding, fail
 from moe_conformance.judging.places import Place
 from moe_conformance.judging.reading import Reading
 from moe_conformance.judging.routers import expected_of
-from moe_conformance.judging.twins import Ran, read_twin, those_that_ran
+from moe_conformance.judging.twins import Ran, judge_same_gradients, read_twin, those_that_ran
 from moe_conformance.judging.verdict import NotOffered, Tally, WrongSelection, WrongWeight
 from moe_conformance.workloads.twins import picked
 
@@ -55,16 +55,35 @@ def judge_same_routes(reading: Reading, ran: Sequence[Ran], tally: Tally, *, to_
 
 
 def judge_repeated_routes(ran: Sequence[Ran], tally: Tally) -> None:
-    """Decide `judge_same_routes`, to the bit, of all runs but the first held against it in place of the original.
+    """Decide whether all runs but the first have its bits: ids slot by slot, weights, gradients of tokens and router.
 
     Raises:
         NotOffered: the first was not run, or none of the others.
-        As `judge_same_routes`.
+        As `judge_same_routes` and `judge_same_gradients`.
+        WrongSelection: the experts are the same, in another order.
     """
     first, *others = ran
     if first.outcome is None:
         raise NotOffered(first.why_not)
-    judge_same_routes(read_twin(first), others, tally, to_the_bit=True)
+    original = read_twin(first)
+    judge_same_routes(original, others, tally, to_the_bit=True)
+    for each in those_that_ran(others):
+        if findings := list(_other_slots(original, read_twin(each))):
+            fail(WrongSelection, "route", findings, start=f"run {each.twin.how}, ")
+    judge_same_gradients(original, others, tally)
+
+
+def judge_choices_behind_draws(ran: Sequence[Ran], tally: Tally) -> None:
+    """Decide `judge_same_choices` of all runs but the first held against it in place of the original.
+
+    Raises:
+        NotOffered: the first was not run, or none of the others.
+        As `judge_same_choices`.
+    """
+    first, *others = ran
+    if first.outcome is None:
+        raise NotOffered(first.why_not)
+    judge_same_choices(read_twin(first), others, tally)
 
 
 def judge_same_choices(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
@@ -108,6 +127,15 @@ def _other_choices(now: Routes, was: Routes, rank: int, to_the_bit: bool) -> Ite
     for t in other_T.nonzero().flatten().tolist():
         sentence = f"rank {rank} token {t} chose {now.ids_TK[t].tolist()}, and had chosen {was.ids_TK[t].tolist()}"
         yield Finding("choice", sentence, (rank,))
+
+
+def _other_slots(original: Reading, other: Reading) -> Iterator[Finding]:
+    """Yield tokens whose experts, the same ones, fill other slots."""
+    was = expected_of(original).ids
+    for (m, rank), now_TK in expected_of(other).ids.items():
+        for t in (now_TK != was[m, rank]).any(1).nonzero().flatten().tolist():
+            sentence = f"rank {rank} token {t} has its experts in the order {now_TK[t].tolist()}, and had "
+            yield Finding("slots", f"{sentence}{was[m, rank][t].tolist()}: sums over slots round otherwise", (rank,))
 
 
 def _other_weights(now: Routes, was: Routes, rank: int, to_the_bit: bool) -> Iterator[Finding]:

@@ -108,6 +108,20 @@ def judge_same_answers(reading: Reading, ran: Sequence[Ran], tally: Tally) -> No
         _judge_tokens(Sides(reading, each.twin, read_twin(each)), _JUDGED[0], tally)
 
 
+def judge_same_gradients(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
+    """Decide whether dx and the finished gradients of parameters are, to the bit, what they were; y is not looked at.
+
+    Raises:
+        NotOffered: the backend ran none of the twins.
+        WrongForm, AbsentGradient, WrongGradient: something differs.
+        Raised, Hung, Died, RunFailed: the twin did not finish, or was refused what the run was built with.
+    """
+    for each in those_that_ran(ran):
+        sides = Sides(reading, each.twin, read_twin(each))
+        _judge_tokens(sides, _JUDGED[1], tally)
+        judge_same_parameters(*sides, tally)
+
+
 def those_that_ran(ran: Sequence[Ran]) -> list[Ran]:
     """Return the twins that have an outcome.
 

@@ -55,6 +55,15 @@ def seeded(number: int, device: torch.device) -> Iterator[None]:
             numpy.random.set_state(numpy_state)
 
 
+def draw(device: torch.device) -> None:
+    """Draw a number from every random generator of the process."""
+    torch.rand(())
+    if device.type == "cuda":
+        torch.rand((), device=device)
+    random.random()
+    numpy.random.random()
+
+
 def snapshot(device: torch.device) -> dict[str, str]:
     """Return what a step must leave alone, by name: generators, default dtype, modes and flags, threads."""
     generators = {"torch's random state": torch.get_rng_state().numpy().tobytes()}

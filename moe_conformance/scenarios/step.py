@@ -91,6 +91,8 @@ class TrainingStep:
         """Follow the schedule, and see what becomes of the state of the process meanwhile."""
         seed, device = self.workload.twist.seed, self.context.device
         with nullcontext() if seed is None else state.seeded(seed + self.context.rank, device):
+            if self.workload.twist.drawn:
+                state.draw(device)
             before = state.snapshot(device)
             self._follow_schedule()
             self.state_changed = state.changed(before, state.snapshot(device))

@@ -135,6 +135,7 @@ class Twist:
     unasked: tuple[Literal["x", "weights", "parameters"], ...] = ()
     late: tuple[float, ...] = ()
     seed: int | None = None  # of all random generators before the schedule, another on every rank
+    drawn: bool = False  # numbers are drawn from all of them before the schedule
     padding_gradients: bool = False
     lifetime: bool = False
     deterministic: bool = False

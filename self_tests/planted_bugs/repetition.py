@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import time
+import zlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.nn import functional
 from moe_conformance.backends.native import Native, NativeSession
 from moe_conformance.backends.native.exchange import AllToAllExchange, Permuted
 from moe_conformance.backends.native.experts import Experts, swiglu
+from moe_conformance.backends.native.forcing import ForcedRouter
 from moe_conformance.backends.native.gradients import GradientFinisher, Replicated
 from moe_conformance.backends.native.permutation import Pairs
 from moe_conformance.backends.native.routing import Router
@@ -47,6 +49,55 @@ class TiesByProcess(Router):
     def _choose(self, scores_TE: Tensor) -> Tensor:
         chance_TE = torch.rand(scores_TE.shape, generator=torch.Generator().manual_seed(os.getpid()))
         return super()._choose(scores_TE.detach() * (1 + 1e-6 * chance_TE))
+
+
+def _of_process() -> torch.Generator:
+    return torch.Generator().manual_seed(os.getpid())
+
+
+@planted(
+    Expectation("DET-01", "route-softmax-normalised", "route", "run in fresh processes", "has its experts in the order")
+)
+class SlotsByProcess(Router):
+    """The experts of a token come in an order that is drawn from a seed: the number of the process."""
+
+    def _choose(self, scores_TE: Tensor) -> Tensor:
+        ids_TK = super()._choose(scores_TE)
+        order_TK = torch.rand(ids_TK.shape, generator=_of_process()).argsort(1)
+        return ids_TK.gather(1, order_TK)
+
+
+@planted(Expectation("DET-01", "route-softmax-normalised", "gradient", "run in fresh processes, dx of rank 0 token"))
+class RouterGradientByProcess(Router):
+    """The gradient of the logits is rounded up or down at random, from a seed that is the number of the process."""
+
+    def _logits(self, x_TD: Tensor) -> Tensor:
+        logits_TE = super()._logits(x_TD)
+        if logits_TE.requires_grad:
+            logits_TE.register_hook(lambda grad_TE: _dithered(grad_TE, _of_process()))
+        return logits_TE
+
+
+@planted(Expectation("DET-01", "forced-random", "route", "run in fresh processes, rank 0 token", " chose ["))
+class NoiseByProcess(ForcedRouter):
+    """What a strategy draws has the number of the process for a seed."""
+
+    def __init__(self, config: Config, device: torch.device, topology: Topology, number: int) -> None:
+        super().__init__(config, device, topology, number)
+        self.noise = _of_process()
+
+
+@planted(Expectation("DET-03", "forced-random", "route", "behind draws of others, rank 0 token", " chose ["))
+class NoiseFollowsTheModels(ForcedRouter):
+    """The generator of the noise is seeded by where the model's generator stands at the first forward."""
+
+    followed = False
+
+    def _draw(self, own_TE: Tensor) -> Tensor:
+        if not self.followed:
+            self.followed = True
+            self.noise.manual_seed(self.noise.initial_seed() + zlib.crc32(torch.get_rng_state().numpy().tobytes()))
+        return super()._draw(own_TE)
 
 
 @planted(

@@ -1,0 +1,112 @@
+"""Laws of repetition: the same run again, whatever came before it, wherever generators stand and whoever is late."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moe_conformance.workloads import corpus
+from moe_conformance.workloads.records import Twist, Workload
+from moe_conformance.workloads.twins import Twin, the_same, twin
+
+
+def in_turn(workload: Workload) -> list[Twin]:
+    """Take two steps, and before each of them one of another exchange that has been built beside.
+
+    Experts take turns with some of float64 in the quick profile too: how exactly they compute may be theirs alone.
+    """
+    kind = "experts" if workload.parameters else "probe"
+    recipes = corpus.EXPERTS if workload.parameters else corpus.PROBE
+    names = ["odd-experts-even", "one-expert-even"]
+    if workload.likened == "full":
+        names += ["even", "even-bfloat16", "even-float64", "rank-without-tokens"]
+    elif workload.parameters:
+        names.append("even-float64")
+    prefix = "own-" if workload.parameters else ""
+    others = [recipe for recipe in recipes if recipe.name in [prefix + name for name in names]]
+    beside = [corpus.exchange_workload(other, kind, workload.config.variant, workload.layout) for other in others]  # type: ignore[arg-type]
+    return [
+        twin(
+            workload,
+            f"in turn with {other.name}",
+            the_same(workload) * 2,
+            bits=True,
+            schedule=_twice(workload),
+            twist=Twist(beside=(other,)),
+        )
+        for other in beside
+    ]
+
+
+def deterministic(workload: Workload) -> Twin:
+    """Ask for deterministic algorithms: a run that others with them are held against. A backend may refuse them."""
+    return replace(twin(workload, "with deterministic algorithms", twist=Twist(deterministic=True)), anew=True)
+
+
+def again(workload: Workload) -> list[Twin]:
+    """Run it in processes that have run nothing before, with deterministic algorithms."""
+    return [twin(workload, "in fresh processes", bits=True, fresh=True, twist=Twist(deterministic=True))]
+
+
+def afresh(workload: Workload) -> list[Twin]:
+    """Run it twice, each time in processes that have run nothing before, with deterministic algorithms."""
+    (other,) = again(workload)
+    return [replace(other, how="in other fresh processes", anew=True), other]
+
+
+def lifetime(workload: Workload) -> list[Twin]:
+    """Run it in new processes, from the import of the backend to the end of its session."""
+    how = "from import to closing"
+    return [twin(workload, how, bits=True, fresh=True, twist=Twist(lifetime=True))]
+
+
+def twice(workload: Workload) -> list[Twin]:
+    """Take the same step twice, in full also as the first steps of a process."""
+    places = [False, True] if workload.likened == "full" else [False]
+    return [
+        twin(
+            workload,
+            "twice over" + (" in fresh processes" if fresh else ""),
+            the_same(workload) * 2,
+            bits=True,
+            fresh=fresh,
+            schedule=_twice(workload),
+        )
+        for fresh in places
+    ]
+
+
+def _twice(workload: Workload) -> str:
+    """Return the schedule of two steps of a workload of one microbatch, gradients set to None in between."""
+    return f"{workload.schedule} S {workload.schedule.replace('0', '1')}"
+
+
+def cleared(workload: Workload) -> Twin:
+    """Make every microbatch a step of its own, and set gradients to zero in between."""
+    schedule = " Z ".join(f"F{m} B{m}" for m in range(len(workload.batches)))
+    return twin(workload, "with every microbatch a step of its own", finals=False, schedule=schedule)
+
+
+def seeded(workload: Workload) -> list[Twin]:
+    """Put the random generators of every rank somewhere else before the step."""
+    seeds = (1, 20_000) if workload.likened == "full" else (20_000,)
+    return [twin(workload, f"with random seed {seed}", bits=True, twist=Twist(seed=seed)) for seed in seeds]
+
+
+def behind_draws(workload: Workload) -> list[Twin]:
+    """Run it in fresh processes, and in others in which numbers have been drawn from all random generators."""
+    how = "in fresh processes, behind draws of others"
+    first, _ = afresh(workload)
+    return [first, twin(workload, how, bits=True, fresh=True, twist=Twist(deterministic=True, drawn=True))]
+
+
+def delayed(workload: Workload) -> list[Twin]:
+    """Make the last ranks late, then the first, with deterministic algorithms.
+
+    By far more than what a busy machine does to a rank by itself.
+    """
+    world = workload.layout.world
+    late = tuple(0.05 * rank for rank in range(world))
+    return [
+        twin(workload, f"with rank {last} late", bits=True, twist=Twist(late=each, deterministic=True))
+        for last, each in ((world - 1, late), (0, late[::-1]))
+    ]
