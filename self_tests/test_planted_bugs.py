@@ -167,7 +167,7 @@ class TestConviction:
     def test_combine_may_write_into_answers(self, court: Court, workload: str) -> None:
         """A backend that scales the experts' answers where they lie is acquitted; gradients are seen as they are."""
         for requirement in ("EXCH-05", "GRAD-01", "GRAD-02", "GRAD-03"):
-            backend = "self_tests.unusual_exchanges:InPlace"
+            backend = "self_tests.unusual_backends:InPlace"
             for verdict in court.verdicts(backend, requirement, "alltoall", EP2, workload):
                 assert isinstance(verdict, Tally), verdict
                 assert not verdict.vacuous
@@ -175,10 +175,27 @@ class TestConviction:
     @pytest.mark.parametrize("requirement", ["EXCH-05", "EXCH-07", "GRAD-02"])
     def test_an_output_is_lent_until_its_backward_has_ended(self, court: Court, requirement: str) -> None:
         """A backend that uses the memory of an output again behind its backward is acquitted."""
-        backend = "self_tests.unusual_exchanges:Lending"
+        backend = "self_tests.unusual_backends:Lending"
         for verdict in court.verdicts(backend, requirement, "alltoall", EP2, "one-by-one-uneven"):
             assert isinstance(verdict, Tally), verdict
             assert not verdict.vacuous
+
+    @pytest.mark.parametrize("requirement", ["EXCH-22", "EXCH-25"])
+    def test_a_buffer_need_not_hold_more_than_can_come(self, court: Court, requirement: str) -> None:
+        """A backend whose tokens travel once to a rank is acquitted with a row for each, whatever the factor."""
+        backend = "self_tests.unusual_backends:Buffered"
+        for verdict in court.verdicts(backend, requirement, "deepep", EP2, "budget-roomy-even"):
+            assert isinstance(verdict, Tally), verdict
+            assert not verdict.vacuous
+
+    def test_another_policy_is_no_matter_of_other_ranks(self, court: Court) -> None:
+        """A backend that keeps the last slots instead of the first is acquitted of looking at others' tokens."""
+        backend, place = "self_tests.unusual_backends:FromBehind", ("alltoall", EP2, "capacity-of-own-tokens-position")
+        (first,) = court.verdicts(backend, "DROP-06", *place)
+        assert isinstance(first, Mismatch)
+        (verdict,) = court.verdicts(backend, "DROP-07", *place)
+        assert isinstance(verdict, Tally), verdict
+        assert not verdict.vacuous
 
     def test_what_fails_alone_takes_no_turns(self, court: Court) -> None:
         """A backend that never multiplies float64 is not blamed for what it does between others."""

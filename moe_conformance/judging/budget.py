@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from moe_conformance.judging.alignment import multiple_of
 from moe_conformance.judging.diagnosis import Finding, fail
@@ -51,13 +51,24 @@ def judge_budget(reading: Reading, tally: Tally) -> None:
         held = len(reading.ranks[rank].local_experts)
         sizes = {"ep": layout.ep, "etp": layout.etp, "held": held, "multiple": multiple}
         least = least_budget(tokens, config.top_k, factor=config.budget_factor, **sizes)
-        if rows < min(least, worst_case_rows(tokens, config.top_k, held, alignment=multiple)):
+        most = _most_rows(reading, rank, m, tokens, multiple)
+        if rows < min(least, most):
             padded = f" with experts padded to multiples of {multiple}" if multiple > 1 else ""
             words = f"{config.budget_factor:g} times its balanced load are {least}{padded}"
+            if most < least:
+                words += f", of which no routing can send more than {most}"
             findings.append(Finding("small", f"the buffer of rank {rank} has {rows} rows, and {words}", (rank,)))
         tally.add(pairs=1, rank=rank)
     if findings:
         fail(WrongForm, "dispatch", findings)
+
+
+def _most_rows(reading: Reading, rank: int, m: int, tokens: Sequence[int], multiple: int) -> int:
+    """Return the most rows that any routing can send: one for each token where a row has several experts."""
+    seen, held = reading.seen(m, rank), len(reading.ranks[rank].local_experts)
+    if seen.handed[0].ids_RJ.shape[1] > 1:
+        return worst_case_rows(tokens, reading.outcome.workload.config.top_k, held, per_token=True)
+    return worst_case_rows(tokens, reading.outcome.workload.config.top_k, held, alignment=multiple)
 
 
 def _sizes(reading: Reading) -> Iterator[tuple[int, int, int]]:

@@ -258,14 +258,15 @@ def judge_lossless(reading: Reading, tally: Tally) -> None:
 
 
 def judge_own_tokens(reading: Reading, tally: Tally) -> None:
-    """Decide whether a rank's drops are those of its own tokens, and the same whatever the other ranks hold.
+    """Decide whether a rank keeps as many slots as its own tokens leave room for, the same whatever others hold.
 
-    Counts the slots of tokens that a rank was fed twice, beside other tokens of other ranks.
+    Counts the slots of tokens that a rank was fed twice, beside other tokens of other ranks. Which slots the configured
+    policy prefers is not looked at (DROP-05, DROP-06).
 
     Raises:
         WrongForm, WrongSelection, WrongCount: they are not.
     """
-    judge_policy(reading, Tally())
+    judge_fit(reading, Tally())
     drops, findings = drops_of(reading), []
     for first, second in _repeated(drops):
         moved = (drops.kept[first] != drops.kept[second]).nonzero().tolist()

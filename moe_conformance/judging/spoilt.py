@@ -90,7 +90,7 @@ def judge_delivered(reading: Reading, tally: Tally) -> None:
 def judge_parameters_beside(reading: Reading, tally: Tally) -> None:
     """Decide whether experts that no bad token was sent to have the gradients of their own tokens alone.
 
-    Those are all experts where bad tokens have no slot.
+    Those are all experts where bad tokens have no slot, and none where tokens that chose others fill experts up.
 
     Raises:
         NotOffered, Uncovered, AbsentGradient, WrongForm, WrongGradient: as `own_experts.judge_expert_gradients`.
@@ -180,7 +180,9 @@ def _bad_upstream(batch: Batch) -> Tensor:
 
 
 def _reached(workload: Workload) -> frozenset[int]:
-    """Return the experts that bad tokens were sent to."""
+    """Return the experts that bad tokens were sent to: where any token may fill an expert up to a capacity, all."""
+    if workload.config.pad_to_capacity:
+        return frozenset(range(workload.config.experts))
     ids = [each.ids_TK[_bad_x(each) | _bad_upstream(each)] for ranks in workload.batches for each in ranks]
     return frozenset(int(e) for ids_BK in ids for e in ids_BK.flatten() if e >= 0)
 

@@ -65,7 +65,12 @@ BUDGETS = (
 OWN = (
     Recipe("own-budget-filled-even", filling, config={"budget_factor": 1.5}, needs_ep=True),
     Recipe(
-        "own-budget-roomy-uneven", dropped, turns=(UNEVEN,) * 2, config={"budget_factor": 8.0}, schedule="F0 F1 B1 B0"
+        "own-budget-roomy-uneven",
+        dropped,
+        turns=(UNEVEN,) * 2,
+        config={"budget_factor": 8.0},
+        schedule="F0 F1 B1 B0",
+        memory="filled",
     ),
 )
 

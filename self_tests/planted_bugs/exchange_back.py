@@ -15,7 +15,7 @@ from moe_conformance.backends.native.exchange import AllToAllExchange, Permuted
 from moe_conformance.backends.native.permutation import Pairs
 from moe_conformance.contract import Delivery, Routing
 from self_tests.planted_bugs.plant import EP2_ETP2, TP2_EP2, Expectation, collect, planted
-from self_tests.unusual_exchanges import LendsUntilTheNext
+from self_tests.unusual_backends import LendsUntilTheNext
 
 # ---- combine -------------------------------------------------------------------------------------------------------
 

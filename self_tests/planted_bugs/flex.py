@@ -233,4 +233,21 @@ class BufferTeachesTheLastExpert(HybridEPManager):
         return super()._take_back(_StaleGradients.apply(rows, len(held.pairs.token_P)), held)
 
 
+@planted(
+    Expectation("EXCH-22", "own-budget-roomy-uneven", "gradient", "the gradient is not finite: gate of expert"),
+    Expectation("EXCH-39", "own-budget-roomy-uneven", "gradient", "the gradient is not finite: gate of expert"),
+    layout=EP2_ETP2,
+)
+class BufferIsNotCleared(HybridEPManager):
+    """The last expert is handed what is left of the buffer, which nobody has written; no gradient comes back to it."""
+
+    def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Delivery, Held]:
+        delivery, held = super().dispatch(x_TD, ids_TK, weights_TK)
+        left_B1 = (torch.arange(len(delivery.rows_RD)) >= len(held.pairs.token_P))[:, None]
+        rows_RD = torch.where(left_B1, torch.empty_like(delivery.rows_RD), delivery.rows_RD)
+        return replace(
+            delivery, rows_RD=rows_RD, ids_RJ=torch.where(left_B1, self.exchange.held - 1, delivery.ids_RJ)
+        ), held
+
+
 PLANTS = collect(globals())

@@ -1,0 +1,84 @@
+"""Backends that do what few do and no law forbids, or not the one in question: they are to be acquitted."""
+
+# ruff: noqa: D102 - a class says what its methods do otherwise
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moe_conformance.backends.native import Native, NativeSession
+from moe_conformance.backends.native.exchange import AllToAllExchange
+from moe_conformance.backends.native.managers import DeepEPManager
+from moe_conformance.backends.native.routing import Router
+from moe_conformance.contract import Delivery
+
+
+class WritesIntoAnswers(AllToAllExchange):
+    """Combine scales the experts' answers where they lie, and takes that back: no bug."""
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        return super().combine(rows.mul_(2), handle) / 2
+
+
+class LendsUntilTheNext(AllToAllExchange):
+    """An output is valid until the next forward, and is overwritten then: no bug where its backward has ended."""
+
+    lent: Tensor | None = None
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        if self.lent is not None:
+            self.lent.data.fill_(torch.nan)
+        self.lent = super().combine(rows, handle).clone()
+        return self.lent
+
+
+class RowPerToken(DeepEPManager):
+    """Rows as they came lie in a buffer with one for each token of the group, the most that can come."""
+
+    has_budget, needs_equal_tokens, handed = True, True, "static"
+
+    def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Delivery, Any]:
+        delivery, held = super().dispatch(x_TD, ids_TK, weights_TK)
+        unused = self.exchange.group.size() * len(x_TD) - len(delivery.rows_RD)
+        filled = {"rows_RD": F.pad(delivery.rows_RD, (0, 0, 0, unused))}
+        filled["ids_RJ"] = F.pad(delivery.ids_RJ, (0, 0, 0, unused), value=-1)
+        filled["weights_RJ"] = F.pad(delivery.weights_RJ, (0, 0, 0, unused))
+        return replace(delivery, **filled, shape=filled["rows_RD"].shape), held
+
+    def _take_back(self, rows: Tensor, held: Any) -> Tensor:
+        return rows[: len(held.handle.ids_RK)]
+
+
+class KeepsTheLast(Router):
+    """By position the last slots of an expert stay: against DROP-06, and no matter of other ranks' tokens."""
+
+    def _keep(self, ids_TK: Tensor, weights_TK: Tensor, room: int) -> Tensor:
+        return super()._keep(ids_TK.flip(0), weights_TK.flip(0), room).flip(0)
+
+
+class InPlace(Native):
+    """Native, whose exchange writes into answers."""
+
+    session_class = type("InPlaceSession", (NativeSession,), {"alltoall_class": WritesIntoAnswers})
+
+
+class Lending(Native):
+    """Native, whose exchange lends its outputs."""
+
+    session_class = type("LendingSession", (NativeSession,), {"alltoall_class": LendsUntilTheNext})
+
+
+class Buffered(Native):
+    """Native, whose DeepEP-like manager has a buffer for the most tokens that can come."""
+
+    session_class = type("BufferedSession", (NativeSession,), {"deepep_class": RowPerToken})
+
+
+class FromBehind(Native):
+    """Native, whose router keeps the last slots."""
+
+    session_class = type("FromBehindSession", (NativeSession,), {"router_class": KeepsTheLast})
