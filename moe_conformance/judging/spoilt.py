@@ -38,6 +38,11 @@ def spoilt_without_slot(workload: Workload) -> bool:
     return not any(bool((bad_T & routed_T).any()) for bad_T, routed_T in bad)
 
 
+def unfilled(workload: Workload) -> bool:
+    """Whether no expert is filled up to a capacity, as it may be with unchosen tokens of weight 0 (DROP-12)."""
+    return not workload.config.pad_to_capacity
+
+
 def judge_other_outputs(reading: Reading, tally: Tally) -> None:
     """Decide whether y of every other token is what it is beside finite ones, and zero where a token has no slot.
 
@@ -90,7 +95,7 @@ def judge_delivered(reading: Reading, tally: Tally) -> None:
 def judge_parameters_beside(reading: Reading, tally: Tally) -> None:
     """Decide whether experts that no bad token was sent to have the gradients of their own tokens alone.
 
-    Those are all experts where bad tokens have no slot, and none where tokens that chose others fill experts up.
+    Those are all experts where bad tokens have no slot.
 
     Raises:
         NotOffered, Uncovered, AbsentGradient, WrongForm, WrongGradient: as `own_experts.judge_expert_gradients`.
@@ -180,9 +185,7 @@ def _bad_upstream(batch: Batch) -> Tensor:
 
 
 def _reached(workload: Workload) -> frozenset[int]:
-    """Return the experts that bad tokens were sent to: where any token may fill an expert up to a capacity, all."""
-    if workload.config.pad_to_capacity:
-        return frozenset(range(workload.config.experts))
+    """Return the experts that bad tokens were sent to."""
     ids = [each.ids_TK[_bad_x(each) | _bad_upstream(each)] for ranks in workload.batches for each in ranks]
     return frozenset(int(e) for ids_BK in ids for e in ids_BK.flatten() if e >= 0)
 
