@@ -15,7 +15,7 @@ from moe_conformance.judging.capacity import (
 )
 from moe_conformance.judging.lost_in_layer import judge_dropped_in_layer, judge_kept_in_layer, judge_lost_in_layer
 from moe_conformance.judging.overflow import judge_after_overflow, judge_overflow
-from moe_conformance.judging.overflow_drops import judge_dropped_rows, judge_flags, judge_room_left
+from moe_conformance.judging.overflow_drops import judge_dropped_rows, judge_flags, judge_reported, judge_room_left
 from moe_conformance.judging.own_experts import (
     judge_expert_gradients,
     judge_own_dweights,
@@ -35,7 +35,7 @@ from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
 from moe_conformance.workloads.capacity import fits_all, others_change
 from moe_conformance.workloads.features import has_empty_slots, has_lost_tokens, somebody_gets_all
-from moe_conformance.workloads.overflow import drops, refuses, refuses_some
+from moe_conformance.workloads.overflow import by_factor, drops, refuses, refuses_some
 
 
 class TestRoom:
@@ -107,6 +107,11 @@ class TestFilledUp:
 
 
 class TestBudget:
+    @requirement("DROP-14", kind="overflow", when=by_factor)
+    def test_nothing_is_lost_without_a_word(self, reading: Reading, tally: Tally) -> None:
+        """Of a budget that is given as a factor, what did not arrive was refused or flagged."""
+        judge_reported(reading, tally)
+
     @requirement("DROP-14", kind="overflow", when=refuses)
     def test_an_exceeded_budget_is_reported_and_no_other(self, reading: Reading, tally: Tally) -> None:
         """A budget is reported as exceeded if and only if more rows are wanted than it holds."""

@@ -156,7 +156,10 @@ def judge_policy(reading: Reading, tally: Tally) -> None:
     Raises:
         WrongForm, WrongSelection, WrongCount: others are.
     """
-    _judge_kept(reading, tally, _POLICIES[reading.outcome.workload.config.drop_policy])
+    policy = _POLICIES[reading.outcome.workload.config.drop_policy]
+    if policy == "position" and reading.ranks[0].resolved.get("drop_order") == "choices":
+        policy = "choice"
+    _judge_kept(reading, tally, policy)
 
 
 def _judge_kept(reading: Reading, tally: Tally, policy: Policy) -> None:

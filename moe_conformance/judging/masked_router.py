@@ -9,16 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.answers import values
+from moe_conformance.judging.answers import answers, values
 from moe_conformance.judging.bounded import compare
 from moe_conformance.judging.diagnosis import Finding, fail
+from moe_conformance.judging.places import Place
 from moe_conformance.judging.router_choices import explain_selection
 from moe_conformance.judging.router_expected import RouterExpected
 from moe_conformance.judging.router_rules import explain_weights
 from moe_conformance.judging.routers import require_ids
-from moe_conformance.judging.verdict import Tally, WrongCount, WrongForm, WrongSelection, WrongWeight
+from moe_conformance.judging.verdict import (
+    AbsentGradient,
+    Tally,
+    WrongCount,
+    WrongForm,
+    WrongGradient,
+    WrongSelection,
+    WrongWeight,
+)
 from moe_conformance.scenarios.outcome import Outcome
-from moe_conformance.workloads.records import Batch
+from moe_conformance.workloads.records import Batch, Call
 from reference.forcing import legal_ids
 
 Routings = Sequence[Mapping[str, Tensor]]  # by rank
@@ -36,6 +45,7 @@ def judge_masked_router(outcome: Outcome, tally: Tally) -> None:
             K different experts nor empty slots alone.
         WrongWeight: a token's weights are not theirs, or others in the second call; or those of empty slots are not 0.
         WrongCount: the load is not that of the tokens.
+        AbsentGradient, WrongGradient: tokens have no gradient or another than without padding, or padding has one.
     """
     for first in range(0, len(outcome.workload.calls), 2):
         pair = {number: values(outcome, number, "routing") for number in (first, first + 1)}
@@ -115,15 +125,11 @@ def _judge_alike(outcome: Outcome, first: int, pair: Mapping[int, Routings], tal
 
 def _judge_tokens(outcome: Outcome, number: int, routings: Routings, tally: Tally) -> None:
     """Hold the tokens of a call against the oracle of a router that was given them alone."""
-    workload, alone, weights = outcome.workload, [], {}
-    for rank, routing in enumerate(routings):
-        given = workload.calls[number].given[rank]
-        kept_T = ~given["padding_mask_T"]
-        ids_TK, weights_TK = (routing[name][kept_T] for name in ("ids_TK", "weights_TK"))
-        alone.append(Batch(given["x"][kept_T], ids_TK, weights_TK, torch.empty(0)))
-        weights[0, rank] = weights_TK
+    workload, call = outcome.workload, outcome.workload.calls[number]
+    alone = tuple(_alone(call, rank, routing, workload.config.experts) for rank, routing in enumerate(routings))
     ids = {(0, rank): batch.ids_TK for rank, batch in enumerate(alone)}
-    expected = RouterExpected(replace(workload, batches=(tuple(alone),)), ids, 1)
+    weights = {(0, rank): batch.weights_TK for rank, batch in enumerate(alone)}
+    expected = RouterExpected(replace(workload, batches=(alone,)), ids, 1)
     illegal = {place: (~expected.legal(place)).nonzero().flatten().tolist() for place in ids}
     if any(illegal.values()):
         fail(WrongSelection, "route", _numbered(explain_selection(expected, illegal)))
@@ -132,6 +138,34 @@ def _judge_tokens(outcome: Outcome, number: int, routings: Routings, tally: Tall
     if not all(each.holds for each in worst):
         findings, ratio = explain_weights(expected, weights, targets)
         fail(WrongWeight, "route", _numbered(findings), ratio=ratio)
+    if call.upstream:
+        for place in ids:
+            _judge_gradient(outcome, number, place, expected, tally)
+
+
+def _alone(call: Call, rank: int, routing: Mapping[str, Tensor], experts: int) -> Batch:
+    """Return the tokens of a rank without padding, what they were routed to, and its upstream gradient, dense."""
+    x, kept_T = call.given[rank]["x"], ~call.given[rank]["padding_mask_T"]
+    ids_TK, weights_TK = (routing[name][kept_T] for name in ("ids_TK", "weights_TK"))
+    upstream_TE = torch.zeros(len(ids_TK), experts)
+    if call.upstream:
+        upstream_TE = upstream_TE.scatter(1, ids_TK.long(), call.upstream[rank]["routing.weights_TK"][kept_T])
+    return Batch(x.reshape(-1, x.shape[-1])[kept_T], ids_TK, weights_TK, upstream_TE)
+
+
+def _judge_gradient(outcome: Outcome, number: int, place: Place, expected: RouterExpected, tally: Tally) -> None:
+    """Hold dx of tokens against the oracle; that of padding is zero."""
+    rank = place[1]
+    given = outcome.workload.calls[number].given[rank]
+    dx = answers(outcome, number)[rank].gradients["x"]
+    if dx is None:
+        raise AbsentGradient("gradient", f"tokens beside padding have no gradient on rank {rank}", ranks=(rank,))
+    dx_TD, padding_T = dx.reshape(-1, dx.shape[-1]), given["padding_mask_T"]
+    if bool((dx_TD[padding_T] != 0).any()):  # NaN is not 0 either
+        raise WrongGradient("gradient", f"a row of padding has a gradient on rank {rank}", ranks=(rank,))
+    worst = compare(dx_TD[~padding_T], *expected.dx(place), tally, rank)
+    if not worst.holds:
+        raise WrongGradient("gradient", f"dx of rank {rank} beside padding is {worst}", ranks=(rank,))
 
 
 def _numbered(findings: Sequence[Finding]) -> list[Finding]:

@@ -52,7 +52,15 @@ def judge_overflow(reading: Reading, tally: Tally) -> None:
 
 
 def rows_wanted(reading: Reading, microbatch: int) -> list[list[int]]:
-    """Return the rows that a microbatch wants for every expert of every rank."""
+    """Return the rows that a microbatch wants for every expert of every rank.
+
+    Where a row has several experts it is one for each token, of no one expert.
+    """
+    handed = [handed for rank in reading.ranks for seen in rank.microbatches for handed in seen.handed]
+    if any(each.ids_RJ.shape[1] > 1 for each in handed):
+        rows = {(pair.destination, pair.source, pair.token) for pair in reading.pairs[microbatch]}
+        of_rank = Counter(destination for destination, _, _ in rows)
+        return [[of_rank[rank.rank]] for rank in reading.ranks]
     wanted = Counter((pair.destination, pair.expert) for pair in reading.pairs[microbatch])
     return [[wanted[rank.rank, expert] for expert in rank.local_experts] for rank in reading.ranks]
 

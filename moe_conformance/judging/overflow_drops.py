@@ -104,6 +104,27 @@ def judge_room_left(reading: Reading, tally: Tally) -> None:
         fail(WrongDelivery, "dispatch", findings)
 
 
+def judge_reported(reading: Reading, tally: Tally) -> None:
+    """Decide whether a rank that did not get all that it wants refused or flagged it.
+
+    Of a budget whose size the backend chooses nothing else is known. Counts ranks and microbatches.
+
+    Raises:
+        WrongCount: rows are missing, and nothing was said.
+    """
+    lost = Counter((each.microbatch, each.pair.destination) for each in reading.matching.lost)
+    findings = []
+    for (m, rank), number in lost.items():
+        seen = reading.seen(m, rank)
+        if seen.overflow is None and not any(handed.overflowed for handed in seen.handed):
+            sentence = f"{number} rows of microbatch {m} did not reach rank {rank}, which reports no overflow"
+            findings.append(Finding("unsaid", sentence, (rank,)))
+    if findings:
+        fail(WrongCount, "dispatch", findings)
+    for outcome in reading.ranks:
+        tally.add(elements=len(outcome.microbatches), rank=outcome.rank)
+
+
 # ---- which slots are missing -------------------------------------------------------------------------------------
 
 

@@ -45,6 +45,7 @@ BUDGETS = (
     Recipe("budget-filled-even", filling, config={"budget_factor": 1.5}, schedule="F0 F1 B0 B1", needs_ep=True),
     # 1.15 * 100 is a little less than 115 in binary, and a budget of 114 is too small.
     Recipe("budget-of-a-fraction-even", filling, tokens=(50,), config={"budget_factor": 1.15}, needs_ep=True),
+    Recipe("budget-filled-uneven", filling, tokens=UNEVEN, config={"budget_factor": 1.5}, needs_ep=True),
     Recipe("budget-roomy-even", dropped, config={"budget_factor": 8.0}, schedule="F0 B0 F1 B1", memory="filled"),
     # Next to nothing is sent: of a buffer that is too small nobody would know.
     Recipe("budget-spare-even", first_alone, tokens=(15,), config={"budget_factor": 1.5}, needs_ep=True),

@@ -15,7 +15,7 @@ from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
 from moe_conformance.workloads import draw
 from moe_conformance.workloads.profiles import Profile
-from moe_conformance.workloads.records import Batch, ParameterKey, Workload
+from moe_conformance.workloads.records import Batch, Lead, ParameterKey, Workload
 from moe_conformance.workloads.routing import ONE_WITHOUT, TOKENS
 
 
@@ -30,6 +30,7 @@ class CapacityRecipe:
     alike: int = 1  # so many tokens in a row are the same token: their weights are equal
     shift: float = 0.0  # is added to all logits
     hot: bool = False  # one expert is the first choice of every token
+    lead: Lead = "flat"
     same: bool = False  # ranks of even number are fed the same in every microbatch, the others not
 
 
@@ -70,6 +71,9 @@ CAPACITIES = (
     ),
     CapacityRecipe("capacity-filled-up", {"capacity_factor": 1.0, "pad_to_capacity": True, **_SOFT}),
     CapacityRecipe("capacity-in-flight", {"capacity_factor": 0.75, **_SOFT}, schedule="F0 F1 B0 B1"),
+    CapacityRecipe("capacity-two-dims", {"capacity_factor": 0.75}, lead="two_dims"),
+    CapacityRecipe("capacity-two-dims-position", {"capacity_factor": 0.75, **_BY_PLACE}, lead="two_dims"),
+    CapacityRecipe("capacity-many-tokens-position", {"capacity_factor": 2.0, **_BY_PLACE}, tokens=(600,), hot=True),
     CapacityRecipe("capacity-bfloat16", {"capacity_factor": 0.75, "dtype": torch.bfloat16}),
     CapacityRecipe("capacity-float64", {"capacity_factor": 0.75, "dtype": torch.float64}),
 )
@@ -85,7 +89,7 @@ def capacities(variant: str, layout: Layout, profile: Profile) -> Iterator[Workl
             tuple(_batch(recipe, config, layout, microbatch, rank, parameters) for rank in range(layout.world))
             for microbatch in range(microbatches)
         )
-        yield Workload(recipe.name, "capacity", config, layout, batches, recipe.schedule, parameters)
+        yield Workload(recipe.name, "capacity", config, layout, batches, recipe.schedule, parameters, recipe.lead)
 
 
 def _parameters(recipe: CapacityRecipe, config: Config, layout: Layout) -> dict[ParameterKey, torch.Tensor]:

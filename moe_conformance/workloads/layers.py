@@ -108,6 +108,8 @@ _TIGHT = {"shared_ffn": (24,), "capacity_factor": 0.5, "drop_policy": "position"
 # Their tokens lose slots, so that they are no `LAYERS`: see `dropping_layers.py`.
 DROPPING = (
     LayerRecipe("dropping-half-even", _TIGHT, tokens=(24,)),
+    LayerRecipe("dropping-half-inference-even", _TIGHT, tokens=(24,), schedule="N0 F1 I2 B1"),
+    LayerRecipe("dropping-half-two-dims-even", _TIGHT, tokens=(24,), lead="two_dims"),
     LayerRecipe("dropping-half-gate-even", {**_TIGHT, "shared_gate": True}, tokens=(24,)),
     LayerRecipe("dropping-all-even", {**_TIGHT, "capacity_factor": 0.0}),
     LayerRecipe("dropping-all-rank-without-tokens", {**_TIGHT, "capacity_factor": 0.0}, tokens=ONE_WITHOUT),

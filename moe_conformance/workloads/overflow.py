@@ -15,6 +15,7 @@ from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus import ONE_WITHOUT, UNEVEN, Recipe, exchange_workload
 from moe_conformance.workloads.profiles import Profile
 from moe_conformance.workloads.records import Batch, Workload
+from moe_conformance.workloads.routes import one_rank
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Budget:
     over: Literal["refuse", "drop"] = "refuse"
     schedule: str = ""  # "": one microbatch after the other
     memory: Literal["plain", "filled"] = "plain"
+    factor: float | None = None  # of the balanced load, in place of rows: all goes to one coordinate
 
 
 OVERFLOWS: Mapping[str, Budget] = {
@@ -36,6 +38,8 @@ OVERFLOWS: Mapping[str, Budget] = {
     "budget-one-short-uneven": Budget(((2, 4, 0, 3), UNEVEN, (3, 1, 4, 2)), of=1, spare=-1),
     "budget-by-turns": Budget(((24,), (2,), (6,)), of=2),
     "budget-rank-without-tokens": Budget((ONE_WITHOUT, (2, 0, 1, 3), (0, 3, 2, 1)), of=0, spare=-2),
+    "budget-in-flight-even": Budget(((3,), (9,), (4,)), of=0, spare=1, schedule="F0 F1 B0 F2 B2"),
+    "factor-exceeded-even": Budget(((8,),), factor=1.0),
     "budget-of-none": Budget(((0,), (3,), (0,))),
     # The first fills the buffer of the busiest rank, the second is too much for most, the third leaves room.
     "overfull-by-turns-even": Budget(((8,), (16,), (3,)), over="drop"),
@@ -45,6 +49,7 @@ OVERFLOWS: Mapping[str, Budget] = {
     ),
     "overfull-filled-uneven": Budget((ONE_WITHOUT, (2, 0, 1, 0)), spare=-4, over="drop", memory="filled"),
     "overfull-of-none-even": Budget(((0,), (3,), (0,)), over="drop"),
+    "factor-overfull-even": Budget(((8,),), factor=1.0, over="drop"),
 }
 
 
@@ -53,15 +58,27 @@ def overflows(variant: str, layout: Layout, profile: Profile) -> Iterator[Worklo
     for name, asked in OVERFLOWS.items():
         schedule = asked.schedule or " ".join(f"F{m} B{m}" for m in range(len(asked.tokens)))
         recipe = Recipe(name, turns=asked.tokens, schedule=schedule, memory=asked.memory)
-        workload = exchange_workload(recipe, "probe", variant, layout)
+        if asked.factor is not None:
+            recipe = replace(recipe, route=one_rank, needs_ep=True, config={"budget_factor": asked.factor})
+        if recipe.needs_ep and layout.ep == 1:
+            continue
+        workload = replace(exchange_workload(recipe, "probe", variant, layout), kind="overflow")
+        workload = replace(workload, config=replace(workload.config, over_budget=asked.over))
+        if asked.factor is not None:
+            yield workload
+            continue
         room = max(0, busiest(workload.config, layout, workload.batches[asked.of]) + asked.spare)
-        config = replace(workload.config, row_budget=room, over_budget=asked.over)
-        yield replace(workload, kind="overflow", config=config)
+        yield replace(workload, config=replace(workload.config, row_budget=room))
+
+
+def by_factor(workload: Workload) -> bool:
+    """Whether the budget is a multiple of the balanced load, which may be larger than asked for."""
+    return workload.config.budget_factor is not None
 
 
 def refuses(workload: Workload) -> bool:
-    """Whether rows beyond the budget are to be refused."""
-    return workload.config.over_budget == "refuse"
+    """Whether rows beyond a budget of so many rows are to be refused."""
+    return workload.config.over_budget == "refuse" and not by_factor(workload)
 
 
 def refuses_some(workload: Workload) -> bool:
@@ -70,8 +87,8 @@ def refuses_some(workload: Workload) -> bool:
 
 
 def drops(workload: Workload) -> bool:
-    """Whether rows beyond the budget are to be dropped."""
-    return workload.config.over_budget == "drop"
+    """Whether rows beyond a budget of so many rows are to be dropped."""
+    return workload.config.over_budget == "drop" and not by_factor(workload)
 
 
 def busiest(config: Config, layout: Layout, ranks: tuple[Batch, ...]) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -78,6 +78,8 @@ PARALLEL = tuple(  # cp, tp, sequence parallel
 )
 LENGTHS = (
     *((5, 0, 4, 1, 13), (7,), (24, 48), (1, 1, 1), (0, 0), (), (17, 3, 0, 29, 2, 0)),
+    (5, 13),
+    (13, 5),  # as many of as many
     (40_000, 0, 30_001),  # sums beyond 16 bits, signed or not
 )
 # Pairs of lists: the second is the first with sequences of length zero at the front, in the middle and at the end.
@@ -90,6 +92,7 @@ PACKS = (
     (1, ((5, 5), (0, 0), (3, 4))),
     (2, ((5, 8), (4, 4), (0, 0), (13, 16))),
     (2, ((1, 4), (0, 8), (8, 8))),
+    (2, ((3, 4), (13, 16), (8, 8), (0, 0))),  # as many rows as another
     (3, ((2, 6), (29, 36), (0, 0), (6, 12))),
     (4, ((1, 8), (16, 16), (3, 24))),
 )
@@ -120,24 +123,39 @@ def _packs(layout: Layout, variant: str) -> Iterator[Workload]:
     yield script("packed-shares", (Call("share", (each,) * layout.world, may_raise=True) for each in shares))
 
 
-def _masked(layout: Layout, variant: str, name: str, sequences: int, balance: bool = True) -> Workload:
+def _masked(
+    layout: Layout,
+    variant: str,
+    name: str,
+    sequences: int,
+    balance: bool = True,
+    score: Literal["sigmoid", "softmax"] = "sigmoid",
+    columns: int = 1,
+    learns: bool = False,
+) -> Workload:
     """Draw a router with padding in gaps: calls in pairs, of which the second differs in what stands there.
 
     One sequence has as many rows as there are experts: a mask laid on the experts is no error then. Each pair has other
-    gaps: of sequences of some lengths, of others, then nothing but gaps, and none.
+    gaps: of sequences of some lengths, of others, then nothing but gaps, and none. Where it learns, the weights have
+    upstream gradients.
     """
-    config = Config(variant, score="sigmoid", normalise=True, balance_bias=balance)
+    config = Config(variant, score=score, normalise=True, balance_bias=balance)
     generator = draw.generator(name, layout.name)
 
     def given(lengths: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
         mask_T = torch.cat([torch.arange(8) >= length for length in lengths])  # of sequences in 8 rows each
         x_TD, other_TD = (draw.route_batch(len(mask_T), config, generator, 1.0).x_TD for _ in range(2))
         other_TD = torch.where(mask_T[:, None], other_TD, x_TD)
+        if columns > 1:
+            x_TD, other_TD = (each.reshape(-1, columns, each.shape[1]) for each in (x_TD, other_TD))
         return {"x": x_TD, "padding_mask_T": mask_T}, {"x": other_TD, "padding_mask_T": mask_T}
 
     def both(lengths: Tensor) -> Iterator[Call]:
         ranks = [given(lengths.roll(rank)) for rank in range(layout.world)]
-        yield from (Call("__call__", each) for each in zip(*ranks, strict=True))
+        shape = 8 * len(lengths), config.top_k
+        upstream = tuple({"routing.weights_TK": torch.randn(shape, generator=generator)} for _ in ranks)
+        for each in zip(*ranks, strict=True):
+            yield Call("__call__", each, ("x",), upstream) if learns else Call("__call__", each)
 
     some_S = torch.randint(1, 8, (sequences,), generator=generator)
     first = tuple(both(some_S))
@@ -151,7 +169,15 @@ def _masked(layout: Layout, variant: str, name: str, sequences: int, balance: bo
 LAID_OUT = ("packed-lengths", "packed-alike", "packed-alike-empty", "packed-flat")
 WITHOUT_AND_WITH_EMPTY = ("packed-empty", "packed-flat-empty")  # calls in pairs
 _PACKED = (*LAID_OUT, *WITHOUT_AND_WITH_EMPTY, "packed-tokens", "packed-shares")
-SEQUENCES = (*_PACKED, "masked-router", "masked-router-square", "masked-unbalanced")
+SEQUENCES = (
+    *_PACKED,
+    "masked-two-dims",
+    "masked-softmax-learns",
+    "masked-learns",
+    "masked-router",
+    "masked-router-square",
+    "masked-unbalanced",
+)
 
 
 def sequences(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
@@ -161,3 +187,8 @@ def sequences(variant: str, layout: Layout, profile: Profile) -> Iterator[Worklo
         yield _masked(layout, variant, "masked-router", sequences=3)
         yield _masked(layout, variant, "masked-router-square", sequences=1)
         yield _masked(layout, variant, "masked-unbalanced", sequences=3, balance=False)
+        yield _masked(layout, variant, "masked-two-dims", sequences=3, columns=2)
+        yield _masked(
+            layout, variant, "masked-softmax-learns", sequences=3, balance=False, score="softmax", learns=True
+        )
+        yield _masked(layout, variant, "masked-learns", sequences=3, learns=True)

@@ -59,6 +59,11 @@ PROBE = (
     Recipe("to-capacity-weighed-at-input-even", fitting, config=_filled(1.0, weights_applied="input")),
     Recipe("to-capacity-filled-even", fitting, config=_filled(2.0), memory="filled"),
     Recipe("to-capacity-even-bfloat16", fitting, config=_filled(1.0, dtype=torch.bfloat16)),
+    Recipe("to-capacity-two-dims-even", fitting, config=_filled(1.0), lead="two_dims"),
+    Recipe(
+        "to-capacity-halves-in-flight-uneven", fitting, config=_filled(1.0), tokens=UNEVEN, schedule="D0 D1 C0 C1 B0 B1"
+    ),
+    Recipe("to-capacity-inference-uneven", fitting, config=_filled(1.0), tokens=UNEVEN, schedule="F0 I1 B0 N2"),
     Recipe("lossless-even", config=_LOSSLESS),
     Recipe("lossless-uneven", config=_LOSSLESS, tokens=UNEVEN),
     Recipe("lossless-top-3-uneven", config={**_LOSSLESS, "top_k": 3}, tokens=UNEVEN),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from self_tests.planted_bugs import (
     capacity,
+    capacity_ends,
     capacity_exchange,
     config_rules,
     cost,
@@ -25,6 +26,7 @@ from self_tests.planted_bugs import (
     overlap,
     packed_sequences,
     packing,
+    packing_ends,
     padding_gradients,
     permute,
     repetition,
@@ -48,13 +50,13 @@ __all__ = ["Expectation", "Plant", "find", "plants", "plants_of_many_ranks"]
 def plants() -> tuple[Plant, ...]:
     """Return all plants, chapter by chapter."""
     exchanges = (exchange, repetition, exchange_back, exchange_ends, twins, twin_ends, exchange_spoilt, exchange_misuse)
-    drops = (capacity, capacity_exchange, overflow_drops, row_blocks)
+    drops = (capacity, capacity_ends, capacity_exchange, overflow_drops, row_blocks)
     routers = (routing, routing_ends, routing_extremes, forcing)
     chapters = (*routers, *drops, *exchanges, experts, gradients, groups, overlap, cost)
     laws = (identity, padding_gradients, settings, config_rules)
     shared = (shared_experts, shared_biases)
     wires = (token_exchange, narrow_wires)
-    surfaces = (*laws, flex, permute, dispatch_layout, *wires, packing, packed_sequences, *shared)
+    surfaces = (*laws, flex, permute, dispatch_layout, *wires, packing, packing_ends, packed_sequences, *shared)
     return tuple(plant for chapter in (*chapters, token_copies, *surfaces) for plant in chapter.PLANTS)
 
 
