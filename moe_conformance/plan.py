@@ -125,12 +125,13 @@ class Plan:
             return list(corpus.corpus(variant, layout, profile, partial(self._wanted, layout)))
 
         def routes(layout: Layout) -> Sequence[Workload]:
-            asked = layout not in self._beside and layout.world <= profiles.USUAL_RANKS
-            return list(routing.routing_corpus(variant, layout)) if asked else []
+            asked = layout.world <= profiles.USUAL_RANKS
+            return self._named(layout, routing.routing_corpus(variant, layout)) if asked else []
 
         def of(chapter: scripts.Chapter) -> _Source:
             def draw(layout: Layout) -> Sequence[Workload]:
-                return [] if layout in self._beside else list(chapter.drawn(variant, layout, profile))
+                drawn = chapter.draw if layout in self._beside else chapter.drawn
+                return self._named(layout, drawn(variant, layout, profile))
 
             first = chapter.variants == "first"
             return _Source(chapter.kinds, cache(draw), lambda layout: first, chapter.shared)
@@ -141,6 +142,11 @@ class Plan:
             return wide, _Source(exchanged, cache(lambda layout: list(virtual.sparse(variant, layout))))
         routers = _Source(("route",), cache(routes), lambda layout: True)
         return _Source(exchanged, cache(usual)), routers, *map(of, scripts.CHAPTERS)
+
+    def _named(self, layout: Layout, drawn: Iterable[Workload]) -> list[Workload]:
+        """Leave out what does not run on a layout of which only some workloads do."""
+        names = self._beside.get(layout)
+        return [each for each in drawn if names is None or each.name in names]
 
     def _wanted(self, layout: Layout, name: str) -> bool:
         """Whether a workload of the exchange runs on a layout in some cell."""

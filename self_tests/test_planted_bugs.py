@@ -22,7 +22,7 @@ from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import load
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import corpus, group_sizes, routing, scripts
+from moe_conformance.workloads import corpus, group_sizes, profiles, routing, scripts
 from moe_conformance.workloads.records import Wish, Workload
 from self_tests.checks import checks, judge
 from self_tests.planted_bugs import Expectation, Plant, plants, plants_of_many_ranks
@@ -33,11 +33,12 @@ NATIVE = "native"
 
 @cache
 def workloads(variant: str, layout: Layout) -> dict[str, Workload]:
-    """Return the quick corpus of a variant on a layout, by name."""
+    """Return the quick corpus of a variant on a layout, by name; on a layout that quick runs a few of, all."""
+    profile: profiles.Profile = "full" if layout in profiles.quick_beside() else "quick"
     drawn = (
         *corpus.corpus(variant, layout, "quick"),
         *routing.routing_corpus(variant, layout),
-        *(workload for _, workload in scripts.scripts(variant, layout, "quick")),
+        *(workload for _, workload in scripts.scripts(variant, layout, profile)),
     )
     return {workload.name: workload for workload in drawn}
 

@@ -32,7 +32,7 @@ def judge_wrong_input(outcome: Outcome, tally: Tally) -> None:
         WrongOutput: a right step was answered wrongly.
     """
     what, _ = misuse.INPUTS[misuse.input_of(outcome.workload)]
-    on = some(sorted(misuse.culprits(outcome.workload.layout)))
+    on = some(sorted(misuse.culprits(outcome.workload.layout, outcome.workload.name)))
     of_a_type = what == misuse.INPUTS["ids-in-float"][0]
     number = wrong_call(outcome.workload)
     judge_refused(outcome, number, tally, stage="dispatch", asked=f"{what} on rank {on}", of_a_type=of_a_type)

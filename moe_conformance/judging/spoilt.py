@@ -169,6 +169,7 @@ def _clean(batch: Batch) -> Batch:
         batch,
         x_TD=batch.x_TD.masked_fill(_bad_x(batch)[:, None], 0),
         upstream=batch.upstream.masked_fill(_bad_upstream(batch)[:, None], 0),
+        weights_TK=batch.weights_TK.masked_fill(batch.ids_TK < 0, 0),
     )
 
 

@@ -25,8 +25,12 @@ class Inputs:
         shape = (*workload.lead_of(T), D)
         strides = workload.twist.strides
         self.given = batch
-        x_TD = laid_out(batch.x_TD.to(device, copy=True), strides.get("x"))
-        self.x = x_TD.reshape(shape).detach().requires_grad_("x" not in workload.twist.unasked)
+        x_TD = batch.x_TD.to(device, copy=True)
+        if strides.get("x") == "swapped":
+            x = x_TD.reshape(shape).transpose(0, 1).contiguous().transpose(0, 1)
+        else:
+            x = laid_out(x_TD, strides.get("x")).reshape(shape)
+        self.x = x.detach().requires_grad_("x" not in workload.twist.unasked)
         self.routing = Routing(
             laid_out(batch.ids_TK.to(device, copy=True), strides.get("ids")),
             laid_out(batch.weights_TK.to(device, copy=True), strides.get("weights"))

@@ -45,6 +45,7 @@ class Script:
         self.context, self.workload = context, workload
         self.reached = "open"
         self.phases: list[tuple[str, int]] = []
+        self.late: list[tuple[Any, Mapping[str, Tensor], dict[str, _Leaf]]] = []  # backwards behind the last call
         self.returned: list[Any] = []  # by call, as it came: handles stay on the rank
         self.leaves: list[dict[str, _Leaf]] = []
         self.answers: list[Answer] = []
@@ -89,6 +90,8 @@ class Script:
             if call.may_raise and self.workload.layout.world > 1:
                 # Whoever has raised waits here: a rank that is left behind is then seen to hang, whatever comes next.
                 dist.barrier(world)
+        for late in self.late:
+            self._backward(*late)
 
     def _reach(self, phase: str) -> None:
         self.reached = phase
@@ -102,7 +105,11 @@ class Script:
         try:
             returned = getattr(surface, call.method)(**arguments)
             if call.upstream:
-                self._backward(returned, call.upstream[self.context.rank], leaves)
+                backward = (returned, call.upstream[self.context.rank], leaves)
+                if call.late:
+                    self.late.append(backward)
+                else:
+                    self._backward(*backward)
             told = _resolved(returned)
         except Exception as error:
             if not call.may_raise or _is_ours(error):

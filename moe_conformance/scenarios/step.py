@@ -93,6 +93,8 @@ class TrainingStep:
         with nullcontext() if seed is None else state.seeded(seed + self.context.rank, device):
             if self.workload.twist.drawn:
                 state.draw(device)
+            if self.workload.twist.rehearsed:
+                self._rehearse()
             before = state.snapshot(device)
             self._follow_schedule()
             self.state_changed = state.changed(before, state.snapshot(device))
@@ -132,6 +134,22 @@ class TrainingStep:
             self.buffered = frozenset(key for key, grad in made.items() if grad.value is not None)
             for surface in built:
                 parameters.unask(surface)
+
+    def _rehearse(self) -> None:
+        """Take a step with twice the parameters; forget it, and write the workload's own."""
+        self._reach("rehearsal")
+        surfaces = [*self.built, *self.routers[1:]]
+        for surface in surfaces:
+            parameters.write(surface, {key: 2 * value for key, value in self.workload.parameters.items()})
+        self.inputs[0] = Inputs(self.workload, self.workload.batches[0][self.context.rank], self.context.device)
+        self._forward(0)
+        self._backward(0)
+        self._end_step()
+        parameters.clear(self.built, self.session.grad_attr, to_zero=False)
+        self.inputs, self.outputs, self.returned, self.outputs_changed, self.routed = {}, {}, {}, {}, {}
+        self.ended, self.phases = [], []
+        for surface in surfaces:
+            parameters.write(surface, self.workload.parameters)
 
     def _once_more(self) -> None:
         """Follow the schedule from its beginning; what came of it before is forgotten."""
@@ -188,19 +206,7 @@ class TrainingStep:
     def _forward(self, m: int) -> None:
         inputs = self.inputs[m]
         if self.routers:
-            routed = self.routers[m % len(self.routers)](inputs.x)
-            self.outputs[m] = routed.routing.weights_TK
-            self.routed[m] = {
-                "routed_ids_TK": to_cpu(routed.routing.ids_TK),
-                "routed_weights_TK": to_cpu(routed.routing.weights_TK),
-                "logits_TE": to_cpu(routed.logits_TE),
-                "counts_E": to_cpu(routed.counts_E),
-            }
-            if self.undropping is not None:
-                with torch.no_grad():
-                    undropped = self.undropping(inputs.x.detach()).routing
-                self.routed[m]["undropped_ids_TK"] = to_cpu(undropped.ids_TK)
-                self.routed[m]["undropped_weights_TK"] = to_cpu(undropped.weights_TK)
+            self._route(m, inputs.x)
             return
         if self.layer is not None:
             self._keep_output(m, self.layer(inputs.x))
@@ -213,6 +219,21 @@ class TrainingStep:
                 raise
             self.overflows[m] = str(error)
 
+    def _route(self, m: int, x: Tensor) -> None:
+        routed = self.routers[m % len(self.routers)](x)
+        self.outputs[m] = routed.routing.weights_TK
+        self.routed[m] = {
+            "routed_ids_TK": to_cpu(routed.routing.ids_TK),
+            "routed_weights_TK": to_cpu(routed.routing.weights_TK),
+            "logits_TE": to_cpu(routed.logits_TE),
+            "counts_E": to_cpu(routed.counts_E),
+        }
+        if self.undropping is not None:
+            with torch.no_grad():
+                undropped = self.undropping(x.detach()).routing
+            self.routed[m]["undropped_ids_TK"] = to_cpu(undropped.ids_TK)
+            self.routed[m]["undropped_weights_TK"] = to_cpu(undropped.weights_TK)
+
     def _dispatch(self, m: int) -> None:
         assert isinstance(self.exchange, SplitExchange)
         self.delivered[m] = self.exchange.dispatch(self.inputs[m].x, self.inputs[m].routing)
@@ -224,6 +245,10 @@ class TrainingStep:
 
     def _infer(self, m: int, mode: AbstractContextManager[object]) -> None:
         x, routing = self.inputs[m].x.detach(), self.inputs[m].routing
+        if self.routers:
+            with mode:
+                self._route(m, x)
+            return
         if self.layer is not None:
             with mode:
                 self._keep_output(m, self.layer(x))

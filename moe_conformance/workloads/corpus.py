@@ -18,7 +18,7 @@ from moe_conformance.workloads import draw
 from moe_conformance.workloads.golden import NAME as GOLDEN
 from moe_conformance.workloads.golden import golden_workload
 from moe_conformance.workloads.profiles import USUAL_RANKS, Profile, likened_layouts
-from moe_conformance.workloads.records import Asynchrony, Batch, Drawn, Lead, Workload
+from moe_conformance.workloads.records import Asynchrony, Batch, Drawn, Lead, Twist, Workload
 from moe_conformance.workloads.routes import (
     Route,
     all_dropped,
@@ -69,6 +69,7 @@ class Recipe:
     likened: Profile | None = None  # runs that must give the same are held against it, from this profile on
     alike: bool = False  # all tokens have one row of weights and one number for upstream
     turns: tuple[tuple[int, ...], ...] = ()  # in place of tokens: those of every microbatch
+    rehearsed: bool = False  # behind a step with other parameters
 
     def tokens_of(self, rank: int, microbatch: int) -> int:
         """Return T."""
@@ -135,6 +136,7 @@ PROBE = (
         "filled-inference-uneven", dropped, tokens=ONE_WITHOUT, schedule="F0 I1 B0 N2", memory="filled", everywhere=True
     ),
     Recipe("inference-even", schedule="N0 F1 I2 B1", everywhere=True),
+    Recipe("inference-first-even", schedule="I0 F1 B1 N2 F3 B3"),
     Recipe("inference-unasked-even", schedule="U0 F1 U2 B1"),
     Recipe("inference-uneven", tokens=ONE_WITHOUT, schedule="F0 I1 B0 N2", wide=True),
     Recipe("inference-dropped-even", dropped, schedule="N0 F1 I2 B1", wide=True),
@@ -176,6 +178,7 @@ PROBE = (
     Recipe("bounded-in-flight-uneven", tokens=ONE_WITHOUT, config=_TO_BOUND, schedule="F0 F1 B0 B1", profile="full"),
     Recipe("input-weights-even", config=_INPUT, wide=True),
     Recipe("output-weights-even", config=_OUTPUT),
+    Recipe("hundreds-of-experts-even", config={"experts": 384, "top_k": 8, "hidden": 400}),
     Recipe("even-bfloat16", config={"dtype": torch.bfloat16}, wide=True),
     Recipe("uneven-bfloat16", tokens=UNEVEN, config={"dtype": torch.bfloat16}),
     Recipe("even-float64", config={"dtype": torch.float64}, wide=True),
@@ -191,6 +194,8 @@ _OWN = (
     Recipe("own-top-all-even", config={"top_k": 8}),
     Recipe("own-one-expert-even", one_expert, config={"top_k": 1}, everywhere=True),
     Recipe("own-empty-expert-even", empty_expert),
+    Recipe("own-many-tokens-one-expert", one_expert, tokens=MANY, config={"top_k": 1}),
+    Recipe("own-rehearsed-even", rehearsed=True),
     Recipe("own-unweighted-even", tokens=(24,), experts_per_ep=2, config={"top_k": 1}, weights="ones", everywhere=True),
     Recipe("own-idle-rank-even", idle_rank, needs_ep=True),
     Recipe("own-one-token-even", tokens=(1,), config={"top_k": 1}, needs_ep=True),
@@ -315,4 +320,5 @@ def exchange_workload(recipe: Recipe, kind: Literal["probe", "experts"], variant
         recipe.lead,
         recipe.asynchrony,
         recipe.memory,
+        twist=Twist(rehearsed=recipe.rehearsed),
     )

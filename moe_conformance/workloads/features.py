@@ -31,7 +31,7 @@ def features(workload: Workload, device: str) -> dict[str, Any]:
         "dropped_slots": has_empty_slots(workload),
         "in_flight": under_way(workload),
         "halves_in_flight": halves_in_flight(workload.schedule),
-        "steps": 1 + sum(item in ("S", "Z") for item in workload.schedule.split()),
+        "steps": 1 + workload.twist.rehearsed + sum(item in ("S", "Z") for item in workload.schedule.split()),
         "deterministic": workload.twist.deterministic,
         "wrong_use": workload.kind == "exchange" and _on_one_rank(workload),
     }

@@ -78,7 +78,11 @@ def strided(workload: Workload) -> list[Twin]:
             {"x": "columns", "ids": "rows", "weights": "rows", "upstream": "packed"},
         ]
         asked += [{each: "transposed"} for each in ("x", "ids", "weights", "upstream")]
-    return [twin(workload, _lying(strides), bits=True, twist=Twist(strides)) for strides in asked]
+    made = [twin(workload, _lying(strides), bits=True, twist=Twist(strides)) for strides in asked]
+    if all(len(batch.x_TD) % 2 == 0 for batch in workload.batches[0]):
+        how = "with tokens (S, B, D) that lie as (B, S, D)"
+        made.append(twin(workload, how, bits=True, lead="two_dims", twist=Twist({"x": "swapped"})))
+    return made
 
 
 def expanded(workload: Workload) -> list[Twin]:
@@ -96,6 +100,7 @@ def _lying(strides: dict[str, Stride]) -> str:
         "transposed": "transposed",
         "packed": "columns of a wider matrix",
         "expanded": "there once",
+        "swapped": "the second dimension first",
     }
     return "with " + ", ".join(f"{name} {words[stride]}" for name, stride in strides.items())
 
@@ -188,17 +193,17 @@ def alone(workload: Workload) -> list[Twin]:
 
 def unasked(workload: Workload) -> list[Twin]:
     """Ask for no gradient of the tokens, of the weights, of the experts, with deterministic algorithms."""
-    asked: list[Literal["x", "weights", "parameters"]] = ["x", "weights"]
+    asked: list[tuple[Literal["x", "weights", "parameters"], ...]] = [("x",), ("weights",)]
     if workload.parameters:
-        asked.append("parameters")
+        asked += [("parameters",), ("x", "weights")]
     return [
         twin(
             workload,
-            f"with {name} that ask for no gradient",
+            f"with {' and '.join(names)} that ask for no gradient",
             bits=True,
-            twist=Twist(unasked=(name,), deterministic=True),
+            twist=Twist(unasked=names, deterministic=True),
         )
-        for name in asked
+        for names in asked
     ]
 
 

@@ -19,7 +19,7 @@ from moe_conformance.topology import Layout
 from moe_conformance.workloads import draw
 from moe_conformance.workloads.corpus import EVEN, ONE_WITHOUT, UNEVEN
 from moe_conformance.workloads.profiles import USUAL_RANKS, Profile
-from moe_conformance.workloads.records import Asynchrony, Batch, Drawn, Lead, ParameterKey, Workload
+from moe_conformance.workloads.records import Asynchrony, Batch, Drawn, Lead, ParameterKey, Twist, Workload
 from reference import routing
 
 MARGIN = 1 / 16  # in selection scores: more than rounding to bfloat16 can move them
@@ -39,6 +39,7 @@ class LayerRecipe:
     lead: Lead = "flat"
     asynchrony: Asynchrony = "plain"
     silent: bool = False  # routed experts are zero, and so is down of shared ones: output biases are all that is left
+    rehearsed: bool = False  # behind a step with other parameters
     profile: Profile = "quick"
 
 
@@ -75,7 +76,7 @@ LAYERS = (
     LayerRecipe("shared-gate-even", _GATED),
     LayerRecipe("shared-gate-scaled-even", {**_GATED, **_SCALED}, profile="full"),
     LayerRecipe("shared-gate-rank-without-tokens", _GATED, tokens=ONE_WITHOUT, profile="full"),
-    LayerRecipe("shared-gate-in-flight-uneven", _GATED, tokens=UNEVEN, schedule="F0 F1 B0 B1", profile="full"),
+    LayerRecipe("shared-gate-in-flight-uneven", _GATED, tokens=UNEVEN, schedule="F0 F1 B0 B1"),
     LayerRecipe("shared-gate-even-bfloat16", {**_GATED, **_BFLOAT16}),
     LayerRecipe("shared-several-even", _SEVERAL),
     LayerRecipe("shared-several-gate-uneven", {**_SEVERAL, "shared_gate": True}, tokens=UNEVEN),
@@ -88,11 +89,16 @@ LAYERS = (
         schedule="F0 F1 B1 B0",
     ),
     LayerRecipe("shared-beside-even", {**_ONE, "shared_overlap": True}),
-    LayerRecipe("shared-beside-rank-without-tokens", _BESIDE, tokens=ONE_WITHOUT, profile="full"),
+    LayerRecipe("shared-beside-rank-without-tokens", _BESIDE, tokens=ONE_WITHOUT),
     LayerRecipe("shared-beside-in-flight-even", _BESIDE, schedule="F0 F1 B0 B1", profile="full"),
     LayerRecipe("shared-beside-in-flight-uneven", _BESIDE, tokens=UNEVEN, schedule="F0 F1 B1 B0"),
     LayerRecipe("shared-beside-poisoned-uneven", _BESIDE, tokens=UNEVEN, schedule="F0 F1 B1 B0", asynchrony="poisoned"),
     LayerRecipe("shared-beside-watched-even", _BESIDE, asynchrony="watched"),
+    LayerRecipe("shared-beside-inference-even", _BESIDE, schedule="N0 F1 I2 B1"),
+    LayerRecipe("shared-beside-even-bfloat16", {**_BESIDE, **_BFLOAT16}),
+    LayerRecipe("shared-beside-two-dims-even", _BESIDE, lead="two_dims"),
+    LayerRecipe("shared-rehearsed-even", _GATED, rehearsed=True),
+    LayerRecipe("layer-groups-biased-even", {**_SCALED, "balance_bias": True, "groups": (2, 1)}),
     LayerRecipe("shared-bias-even", _BIASED),
     LayerRecipe("shared-bias-alone", _BIASED, tokens=UNEVEN, silent=True),
     LayerRecipe("shared-bias-rank-without-tokens", _BIASED_WIDER, tokens=ONE_WITHOUT),
@@ -160,6 +166,7 @@ def _workload(name: str, layout: Layout) -> Workload:
         parameters,
         recipe.lead,
         recipe.asynchrony,
+        twist=Twist(rehearsed=recipe.rehearsed),
     )
 
 

@@ -7,6 +7,7 @@ are padded, filled up or held in copies, are given some of it again: they have m
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -25,9 +26,9 @@ TOKENS = (8, 4)  # of every rank, by microbatch: no rank is handed as many rows 
 Given = Mapping[str, Any]
 
 
-def culprits(layout: Layout) -> frozenset[int]:
-    """Return the ranks that make the mistake, where not all do: the last of every exchange group."""
-    return frozenset(group[-1] for group in layout.groups()["ep_etp"])
+def culprits(layout: Layout, name: str) -> frozenset[int]:
+    """Return the ranks that make the mistake, where not all do: one of every exchange group, which the name picks."""
+    return frozenset(group[zlib.crc32(name.encode()) % len(group)] for group in layout.groups()["ep_etp"])
 
 
 # ---- input ---------------------------------------------------------------------------------------------------
@@ -85,7 +86,8 @@ def _inputs(blank: Workload, names: Iterable[str], suffix: str = "") -> Iterator
     good, config = blank.batches[0], blank.config
     for name in names:
         _, spoil = INPUTS[name]
-        bad = tuple(spoil(b, config) if rank in culprits(blank.layout) else b for rank, b in enumerate(good))
+        wrong = culprits(blank.layout, f"misuse-{name}{suffix}")
+        bad = tuple(spoil(b, config) if rank in wrong else b for rank, b in enumerate(good))
         right = _step(good, config)
         calls = right, _step(bad, config, may_raise=True), right
         yield replace(blank, name=f"misuse-{name}{suffix}", batches=(good,), calls=calls)
@@ -114,7 +116,8 @@ def _answers(blank: Workload) -> Iterator[Workload]:
         yield replace(blank, name=f"misuse-{name}", calls=(*two, everywhere, right, again))
     for name in ON_A_RANK:
         _, wrong = ANSWERS[name]
-        given = tuple(wrong if rank in culprits(blank.layout) else RIGHT for rank in ranks)
+        mistaken = culprits(blank.layout, f"misuse-{name}-on-a-rank")
+        given = tuple(wrong if rank in mistaken else RIGHT for rank in ranks)
         here = Call("combine", given, may_raise=True)
         yield replace(blank, name=f"misuse-{name}-on-a-rank", calls=(*two, here, again))
     once = Call("combine", tuple(RIGHT for _ in ranks))

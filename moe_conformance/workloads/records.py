@@ -111,9 +111,10 @@ class Call:
     differentiable: tuple[str, ...] = ()
     upstream: tuple[Mapping[str, Tensor], ...] = ()
     may_raise: bool = False
+    late: bool = False  # its upstream goes backward behind the last call
 
 
-Stride = Literal["rows", "columns", "transposed", "packed", "expanded"]
+Stride = Literal["rows", "columns", "transposed", "packed", "expanded", "swapped"]
 
 
 @dataclass(frozen=True)
@@ -121,12 +122,14 @@ class Twist:
     """What is done around a run and to its inputs that must change nothing of what it gives.
 
     `strides` says how x, ids, weights and upstream lie in memory: every second row, every second column, transposed,
-    columns in the middle of a wider tensor, or a row that is there once and stands for all (of upstream: a number);
+    columns in the middle of a wider tensor, a row that is there once and stands for all (of upstream: a number), or the
+    second dimension before the first;
     what lies between them is NaN, of ids 2^40. The probe answers for expert e as for `probe_as[e]`. Of what `unasked`
     names, no gradients are wanted. `late[r]` are the seconds that rank r waits before every item of the schedule. With
     `padding_gradients` a large number takes the place of every gradient that comes to the experts' answer to a padding
     row, or leaves the experts for one. A `lifetime` begins before the backend is imported and ends behind its session.
-    A `deterministic` run is asked for deterministic algorithms before its session is opened, and has no others.
+    A `deterministic` run is asked for deterministic algorithms before its session is opened, and has no others. A
+    `rehearsed` one has taken a step with other parameters, of which nothing but the parameters has changed since.
     """
 
     strides: Mapping[str, Stride] = field(default_factory=dict)
@@ -139,6 +142,7 @@ class Twist:
     padding_gradients: bool = False
     lifetime: bool = False
     deterministic: bool = False
+    rehearsed: bool = False
 
 
 FORWARD_ALONE = "NIU"  # what a schedule calls forwards that no backward follows

@@ -12,7 +12,7 @@ from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
 from moe_conformance.workloads import draw
 from moe_conformance.workloads.profiles import likened_layouts
-from moe_conformance.workloads.records import Batch, Workload
+from moe_conformance.workloads.records import Batch, Twist, Workload
 
 TOKENS = (18, 8, 26, 12, 22, 10, 14, 20)  # of rank r: the entry r modulo the length
 ONE_WITHOUT = (14, 0, 18, 8)
@@ -32,6 +32,7 @@ class RouterRecipe:
     tied: bool = False  # experts in pairs whose logits are the same
     likened: bool = False  # runs that must route alike are held against it
     everywhere: bool = False  # see `corpus.Recipe`
+    rehearsed: bool = False  # behind a step with other parameters
 
 
 _SIGMOID = {"score": "sigmoid"}
@@ -64,12 +65,16 @@ ROUTERS = (
     RouterRecipe("route-top-all", {"top_k": 8}),
     RouterRecipe("route-odd-experts", {"experts": 6, "top_k": 3, "hidden": 40}),
     RouterRecipe("route-many-experts", {"experts": 256, "top_k": 8}),
+    RouterRecipe("route-hundreds-of-experts", {"experts": 384, "top_k": 10}),
+    RouterRecipe("route-groups-many-experts", {**_BIASED, **_NORMAL, "experts": 256, "top_k": 8, "groups": (8, 4)}),
     RouterRecipe("route-near-ties", {"top_k": 3}, twins=True, likened=True),  # an odd K, which parts twins
     RouterRecipe("route-ties", {"top_k": 3}, tied=True, likened=True),
     RouterRecipe("route-large-logits", magnitude=64.0),
     RouterRecipe("route-large-logits-sqrtsoftplus", {"score": "sqrtsoftplus"}, magnitude=64.0),
     RouterRecipe("route-rank-without-tokens", tokens=ONE_WITHOUT),
     RouterRecipe("route-in-flight", schedule="F0 F1 B0 B1"),
+    RouterRecipe("route-inference", {**_BIASED, **_NORMAL, **_GROUPS, "scale": 2.5}, schedule="N0 F1 I2 B1"),
+    RouterRecipe("route-rehearsed", {**_BIASED, **_NORMAL}, rehearsed=True),
     RouterRecipe("route-bfloat16", {"dtype": torch.bfloat16}, likened=True, everywhere=True),
     RouterRecipe("route-float64", {"dtype": torch.float64}),
 )
@@ -90,7 +95,9 @@ def routing_corpus(variant: str, layout: Layout) -> Iterator[Workload]:
             weight_ED = parameters["router", None]
             weight_ED[1::2] = weight_ED[::2]
         likened: Literal["", "quick"] = "quick" if recipe.likened and layout in likened_layouts("quick") else ""
-        yield Workload(recipe.name, "route", config, layout, batches, recipe.schedule, parameters, likened=likened)
+        twist = Twist(rehearsed=recipe.rehearsed)
+        run = (recipe.name, "route", config, layout, batches, recipe.schedule, parameters)
+        yield Workload(*run, twist=twist, likened=likened)
 
 
 def _batch(recipe: RouterRecipe, config: Config, layout: Layout, microbatch: int, rank: int) -> Batch:

@@ -69,11 +69,13 @@ def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
 def _spoil(batch: Batch, where: Where, experts: int) -> Batch:
     """Return the batch with one token that is NaN all over, and with infinities in one column of two others.
 
-    They go to experts of even ids. Where tokens are dropped only the first, which has no slot, is spoilt.
+    They go to experts of even ids. Where tokens are dropped only the first, which has no slot, is spoilt, and what
+    empty slots have for a weight.
     """
     x_TD, upstream_TD, ids_TK = batch.x_TD.clone(), batch.upstream.clone(), batch.ids_TK.clone()
     if where == "dropped":
         x_TD[0], upstream_TD[0] = torch.nan, torch.nan
+        batch = replace(batch, weights_TK=batch.weights_TK.masked_fill(ids_TK < 0, torch.nan))
     else:
         spoilt_TD = x_TD if where == "tokens" else upstream_TD
         spoilt_TD[1] = torch.nan

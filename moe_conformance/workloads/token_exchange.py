@@ -149,6 +149,20 @@ def replace_routing(tokens: Tokens, routing: Tokens) -> Tokens:
     return Tokens(tuple(replace(own, ids_TK=its.ids_TK, weights_TK=its.weights_TK) for own, its in pairs))
 
 
+def combined_before(drawing: Drawing, sizes: tuple[int, ...], others: tuple[int, ...]) -> Workload:
+    """Dispatch twice and combine twice, and go backward behind both."""
+    first, other = drawing.filled(0, sizes), drawing.filled(1, others)
+    late = (replace(call, late=True) for call in (first.combine(0, 0), other.combine(1, 1)))
+    return drawing.workload(first.call(), other.call(weights=False), *late)
+
+
+def reused_behind(drawing: Drawing, sizes: tuple[int, ...]) -> Workload:
+    """Use a handle again behind the backward of its own dispatch."""
+    first = drawing.filled(0, sizes)
+    again = replace_routing(drawing.filled(2, sizes), first)
+    return drawing.workload(first.call(), first.combine(0, 0), again.again(0), again.combine(2, 0))
+
+
 def wrong_handle(drawing: Drawing) -> Workload:
     """Combine the rows of two dispatches with each other's handle, then with their own; each has its number of rows."""
     drawing.config = replace(drawing.config, top_k=drawing.layout.ep)
@@ -194,6 +208,8 @@ def _light(tokens: Tokens) -> Tokens:
 SCRIPTS: dict[str, Callable[[Drawing], Workload]] = {
     "reused-handle": lambda drawing: reused(drawing, corpus.UNEVEN, (5, 12, 3)),
     "reused-handle-without-tokens": lambda drawing: reused(drawing, corpus.ONE_WITHOUT, (0, 6)),
+    "reused-handle-late": lambda drawing: combined_before(drawing, corpus.UNEVEN, (5, 12, 3)),
+    "reused-handle-behind": lambda drawing: reused_behind(drawing, corpus.UNEVEN),
     "handle-of-another": wrong_handle,
     "biases": lambda drawing: biases(drawing, corpus.UNEVEN),
     "biases-without-tokens": lambda drawing: biases(drawing, corpus.ONE_WITHOUT),

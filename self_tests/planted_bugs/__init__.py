@@ -15,6 +15,7 @@ from self_tests.planted_bugs import (
     exchange_misuse,
     exchange_spoilt,
     experts,
+    first_steps,
     flex,
     forcing,
     gradients,
@@ -37,6 +38,7 @@ from self_tests.planted_bugs import (
     settings,
     shared_biases,
     shared_experts,
+    sizes,
     token_copies,
     token_exchange,
     twin_ends,
@@ -52,7 +54,7 @@ def plants() -> tuple[Plant, ...]:
     exchanges = (exchange, repetition, exchange_back, exchange_ends, twins, twin_ends, exchange_spoilt, exchange_misuse)
     drops = (capacity, capacity_ends, capacity_exchange, overflow_drops, row_blocks)
     routers = (routing, routing_ends, routing_extremes, forcing)
-    chapters = (*routers, *drops, *exchanges, experts, gradients, groups, overlap, cost)
+    chapters = (first_steps, sizes, *routers, *drops, *exchanges, experts, gradients, groups, overlap, cost)
     laws = (identity, padding_gradients, settings, config_rules)
     shared = (shared_experts, shared_biases)
     wires = (token_exchange, narrow_wires)
