@@ -169,7 +169,8 @@ class Routing:
         if bool((count_TE > 1).any()):
             raise Unsupported("an expert twice in one row has no dense form")
         zero_TE = self.weights_TK.new_zeros(T, self.experts)
-        return zero_TE.scatter_add(1, at_TK, self.weights_TK * held_TK), count_TE.bool()
+        weights_TK = torch.where(held_TK, self.weights_TK, 0.0)  # whatever an empty slot has for a weight
+        return zero_TE.scatter_add(1, at_TK, weights_TK), count_TE.bool()
 
     @classmethod
     def from_dense(cls, weights_TE: Tensor, map_TE: Tensor) -> Routing:
@@ -177,7 +178,8 @@ class Routing:
         K = int(map_TE.sum(1).max()) if map_TE.numel() else 0
         held_TK, ids_TK = map_TE.to(torch.int8).topk(K, dim=1)
         ids_TK = torch.where(held_TK.bool(), ids_TK, -1)
-        return cls(ids_TK, weights_TE.gather(1, ids_TK.clamp_min(0)) * (ids_TK >= 0), map_TE.shape[1])
+        weights_TK = weights_TE.gather(1, ids_TK.clamp_min(0))
+        return cls(ids_TK, torch.where(ids_TK >= 0, weights_TK, 0.0), map_TE.shape[1])
 
 
 # ---- what reaches the experts --------------------------------------------------------------------------------

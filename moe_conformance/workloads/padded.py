@@ -63,7 +63,7 @@ PROBE = (
     Recipe(
         "to-capacity-halves-in-flight-uneven", fitting, config=_filled(1.0), tokens=UNEVEN, schedule="D0 D1 C0 C1 B0 B1"
     ),
-    Recipe("to-capacity-inference-uneven", fitting, config=_filled(1.0), tokens=UNEVEN, schedule="F0 I1 B0 N2"),
+    Recipe("to-capacity-inference-even", fitting, config=_filled(1.0), schedule="F0 I1 B0 N2"),
     Recipe("lossless-even", config=_LOSSLESS),
     Recipe("lossless-uneven", config=_LOSSLESS, tokens=UNEVEN),
     Recipe("lossless-top-3-uneven", config={**_LOSSLESS, "top_k": 3}, tokens=UNEVEN),

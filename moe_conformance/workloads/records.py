@@ -201,6 +201,10 @@ class Workload:
         """Whether the schedule asks for a microbatch's gradients."""
         return f"B{microbatch}" in self.schedule.split()
 
+    def trains(self, microbatch: int) -> bool:
+        """Whether a microbatch is run as in training, whether a backward follows or not."""
+        return not {f"{item}{microbatch}" for item in FORWARD_ALONE} & {*self.schedule.split()}
+
     def through(self, variant: str) -> Workload:
         """Return the same run through another variant of the backend: of what is drawn, nothing depends on it."""
 
