@@ -189,6 +189,29 @@ class TestConviction:
             assert isinstance(verdict, Tally), verdict
             assert not verdict.vacuous
 
+    @pytest.mark.parametrize("workload", ["budget-exact-even", "budget-one-short-even", "budget-in-flight-even"])
+    def test_a_budget_counts_the_rows_that_there_are(self, court: Court, workload: str) -> None:
+        """A backend that refuses more rows than its buffer has is acquitted, with a row for each token as well."""
+        for requirement in ("DROP-14", "DROP-15"):
+            for verdict in court.verdicts("self_tests.unusual_backends:Buffered", requirement, "deepep", EP2, workload):
+                assert isinstance(verdict, Tally), verdict
+                assert not verdict.vacuous
+
+    def test_first_choices_may_come_first(self, court: Court) -> None:
+        """A backend that keeps first choices before second ones, and says so, is acquitted."""
+        backend, workload = "self_tests.unusual_backends:ByChoices", "capacity-tight-position"
+        (verdict,) = court.verdicts(backend, "DROP-06", "alltoall", EP2, workload)
+        assert isinstance(verdict, Tally), verdict
+        assert not verdict.vacuous
+
+    @pytest.mark.parametrize("requirement", ["DROP-08", "DROP-12"])
+    def test_a_lossless_capacity_may_divide_over_tp(self, court: Court, requirement: str) -> None:
+        """A backend that rounds it up for that is acquitted."""
+        backend = "self_tests.unusual_backends:RoundedUp"
+        for verdict in court.verdicts(backend, requirement, "alltoall", TP2_EP2, "lossless-top-3-uneven"):
+            assert isinstance(verdict, Tally), verdict
+            assert not verdict.vacuous
+
     def test_another_policy_is_no_matter_of_other_ranks(self, court: Court) -> None:
         """A backend that keeps the last slots instead of the first is acquitted of looking at others' tokens."""
         backend, place = "self_tests.unusual_backends:FromBehind", ("alltoall", EP2, "capacity-of-own-tokens-position")

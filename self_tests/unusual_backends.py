@@ -3,6 +3,7 @@
 # ruff: noqa: D102 - a class says what its methods do otherwise
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_conformance.backends.native import Native, NativeSession
+from moe_conformance.backends.native import Native, NativeSession, capacity, collectives
 from moe_conformance.backends.native.exchange import AllToAllExchange
+from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.backends.native.managers import DeepEPManager
 from moe_conformance.backends.native.routing import Router
-from moe_conformance.contract import Delivery
+from moe_conformance.backends.native.token_exchange import TokenExchange
+from moe_conformance.contract import Config, Delivery, Overflow, Routing
 
 
 class WritesIntoAnswers(AllToAllExchange):
@@ -37,20 +40,51 @@ class LendsUntilTheNext(AllToAllExchange):
 
 
 class RowPerToken(DeepEPManager):
-    """Rows as they came lie in a buffer with one for each token of the group, the most that can come."""
+    """Rows as they came lie in a buffer: as large as asked for in rows, or with one for each token of the group."""
 
     has_budget, needs_equal_tokens, handed = True, True, "static"
 
+    def __init__(self, config: Config, exchange: TokenExchange) -> None:
+        super().__init__(config, exchange)
+        if config.over_budget == "drop":
+            raise CannotBuild("no row is dropped")
+        self.rows = config.row_budget
+
     def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Delivery, Any]:
         delivery, held = super().dispatch(x_TD, ids_TK, weights_TK)
-        unused = self.exchange.group.size() * len(x_TD) - len(delivery.rows_RD)
-        filled = {"rows_RD": F.pad(delivery.rows_RD, (0, 0, 0, unused))}
-        filled["ids_RJ"] = F.pad(delivery.ids_RJ, (0, 0, 0, unused), value=-1)
-        filled["weights_RJ"] = F.pad(delivery.weights_RJ, (0, 0, 0, unused))
+        group, received = self.exchange.group, len(delivery.rows_RD)
+        rows = group.size() * len(x_TD) if self.rows is None else self.rows
+        if (most := collectives.largest(received, group, x_TD.device)) > rows:
+            raise Overflow(f"{most} rows, and {rows} have room")
+        filled = {"rows_RD": F.pad(delivery.rows_RD, (0, 0, 0, rows - received))}
+        filled["ids_RJ"] = F.pad(delivery.ids_RJ, (0, 0, 0, rows - received), value=-1)
+        filled["weights_RJ"] = F.pad(delivery.weights_RJ, (0, 0, 0, rows - received))
         return replace(delivery, **filled, shape=filled["rows_RD"].shape), held
 
     def _take_back(self, rows: Tensor, held: Any) -> Tensor:
         return rows[: len(held.handle.ids_RK)]
+
+
+class FirstChoicesFirst(Router):
+    """By position the first choices of all tokens come before any second choice, and the router says so."""
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        return {**super().resolved, "drop_order": "choices"}
+
+    def _keep(self, ids_TK: Tensor, weights_TK: Tensor, room: int) -> Tensor:
+        T, K = ids_TK.shape
+        order_TK = torch.arange(K) * T + torch.arange(T)[:, None]
+        by_place = self.config.drop_policy == "position"
+        return capacity.keep(ids_TK, self.config.experts, room, -order_TK.double() if by_place else weights_TK)
+
+
+class RoundedUpOverTensorRanks(AllToAllExchange):
+    """A capacity that drops nothing is rounded up to what divides over tp, as if places were cut there."""
+
+    def _room(self, routing: Routing) -> int | None:
+        room, tp = super()._room(routing), self.topology.sizes["tp"]
+        return room if room is None or self.config.capacity_factor is not None else -(-room // tp) * tp
 
 
 class KeepsTheLast(Router):
@@ -82,3 +116,15 @@ class FromBehind(Native):
     """Native, whose router keeps the last slots."""
 
     session_class = type("FromBehindSession", (NativeSession,), {"router_class": KeepsTheLast})
+
+
+class ByChoices(Native):
+    """Native, whose router lets first choices stay first."""
+
+    session_class = type("ByChoicesSession", (NativeSession,), {"router_class": FirstChoicesFirst})
+
+
+class RoundedUp(Native):
+    """Native, whose exchange rounds capacities up."""
+
+    session_class = type("RoundedUpSession", (NativeSession,), {"alltoall_class": RoundedUpOverTensorRanks})

@@ -17,9 +17,6 @@ from moe_conformance.judging.verdict import NotOffered, Tally, WrongCount, Wrong
 from reference import capacity_drops
 from reference.capacity_drops import Policy
 
-_POLICIES: dict[str, Policy] = {"weights": "weight", "position": "position"}
-
-
 # ---- how many ------------------------------------------------------------------------------------------------
 
 
@@ -156,10 +153,14 @@ def judge_policy(reading: Reading, tally: Tally) -> None:
     Raises:
         WrongForm, WrongSelection, WrongCount: others are.
     """
-    policy = _POLICIES[reading.outcome.workload.config.drop_policy]
-    if policy == "position" and reading.ranks[0].resolved.get("drop_order") == "choices":
-        policy = "choice"
-    _judge_kept(reading, tally, policy)
+    policies: dict[str, Policy] = {"weights": "weight", "position": "position"}
+    policy = policies[reading.outcome.workload.config.drop_policy]
+    _judge_kept(reading, tally, "choice" if policy == "position" and keeps_by_choices(reading) else policy)
+
+
+def keeps_by_choices(reading: Reading) -> bool:
+    """Whether the backend says that by position first choices come before second ones: `resolved["drop_order"]`."""
+    return any(rank.resolved.get("drop_order") == "choices" for rank in reading.ranks)
 
 
 def _judge_kept(reading: Reading, tally: Tally, policy: Policy) -> None:

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from moe_conformance.judging.bounded import Worst, compare
+from moe_conformance.judging.capacity import keeps_by_choices
 from moe_conformance.judging.diagnosis import Finding, fail
 from moe_conformance.judging.layers import EVERY, expected_of, judge_layer_dx, judge_layer_gradients
 from moe_conformance.judging.places import Place
 from moe_conformance.judging.reading import Reading
-from moe_conformance.judging.verdict import Tally, WrongForm, WrongOutput
+from moe_conformance.judging.verdict import NotOffered, Tally, WrongForm, WrongOutput
 
 
 def judge_lost_in_layer(reading: Reading, tally: Tally) -> None:
@@ -26,6 +27,7 @@ def judge_lost_in_layer(reading: Reading, tally: Tally) -> None:
         WrongForm: y is missing, or not (T, D).
         WrongOutput: an element lies outside its bound.
     """
+    _require_token_order(reading)
     findings = []
     for (_, rank), t, kept, worst in _outputs(reading):
         if kept:
@@ -47,6 +49,7 @@ def judge_kept_in_layer(reading: Reading, tally: Tally) -> None:
         WrongForm: y is missing, or not (T, D).
         WrongOutput: an element lies outside its bound.
     """
+    _require_token_order(reading)
     findings, config = [], reading.outcome.workload.config
     for (m, rank), t, kept, worst in _outputs(reading):
         if not kept:
@@ -73,8 +76,15 @@ def judge_dropped_in_layer(reading: Reading, tally: Tally) -> None:
         AbsentGradient: a gradient is None.
         WrongForm, WrongGradient: another shape; an element outside its bound.
     """
+    _require_token_order(reading)
     judge_layer_dx(reading, tally)
     judge_layer_gradients(reading, tally, EVERY)
+
+
+def _require_token_order(reading: Reading) -> None:
+    """Raise `NotOffered` where first choices come before second ones: who stays is not computed so for layers."""
+    if keeps_by_choices(reading):
+        raise NotOffered("the layer keeps first choices before second ones")
 
 
 def _outputs(reading: Reading) -> Iterator[tuple[Place, int, int, Worst]]:
