@@ -247,7 +247,8 @@ class Delivery:
         return cls(rows_NCD.reshape(N * C, D), ids_NC.reshape(-1, 1), weights_RJ, claimed_N, (N, C, D))
 
 
-ExpertFn = Callable[[Delivery], Tensor]  # call it on every forward, with no rows too; calling it in chunks is fine
+# Call it on every forward, with no rows too; in chunks is fine, again in a backward (recomputation) is not.
+ExpertFn = Callable[[Delivery], Tensor]
 
 
 # ---- surfaces: what a session may build ----------------------------------------------------------------------

@@ -44,6 +44,7 @@ ROUTERS = (
     RouterRecipe("route-softmax", everywhere=True),
     RouterRecipe("route-softmax-normalised", _NORMAL, likened=True),
     RouterRecipe("route-softmax-scaled", {"scale": 2.5}),
+    RouterRecipe("route-softmax-normalised-scaled", {**_NORMAL, "scale": 2.5}),
     RouterRecipe("route-softmax-topk", {"score": "softmax_topk"}),
     RouterRecipe("route-softmax-topk-scaled", {"score": "softmax_topk", "scale": 2.5}),
     RouterRecipe("route-sigmoid", _SIGMOID),

@@ -73,6 +73,16 @@ class SixteenOfAGroup(Router):
         return choice_TGe.masked_fill(shut_TG.unsqueeze(2), -torch.inf).flatten(1)
 
 
+@planted(Expectation("ROUTE-06", "route-softmax-normalised-scaled", "route", "rank 0"), real="DeepSeek-V2's MoEGate")
+class NormalisedOrScaled(Router):
+    """Weights from a softmax are normalised or scaled, and never both."""
+
+    def _weights(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        weights_TK = super()._weights(scores_TE, ids_TK)
+        both = self.config.score == "softmax" and self.config.normalise
+        return weights_TK / self.config.scale if both else weights_TK
+
+
 # ---- shapes --------------------------------------------------------------------------------------------------------
 
 
