@@ -7,7 +7,7 @@ from moe_conformance.judging.twins import RunTwins, judge_across, judge_alike, j
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
 from moe_conformance.workloads import laws, repetition
-from moe_conformance.workloads.features import all_alike, likened
+from moe_conformance.workloads.features import all_alike, likened, likened_once
 from moe_conformance.workloads.records import Workload
 
 
@@ -80,6 +80,13 @@ class TestHistory:
     def test_experts_take_turns(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """Steps in turn with those of others give what they give alone, gradients of parameters too."""
         judge_alike(reading, twins(repetition.in_turn(reading.outcome.workload)), tally)
+
+
+class TestInference:
+    @requirement("EXCH-38", kind="experts", when=likened_once)
+    def test_training_behind_inference(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
+        """What the first forward of a process makes, in inference mode, is of use to training."""
+        judge_alike(reading, twins(repetition.behind_inference(reading.outcome.workload)), tally)
 
 
 class TestWeights:

@@ -89,7 +89,7 @@ class Plan:
     @cached_property
     def _beside(self) -> Mapping[Layout, Collection[str]]:
         """Layouts of which only the named workloads run."""
-        return profiles.quick_beside() if self.profile == "quick" else {}
+        return {} if self.virtual else profiles.beside(cast(profiles.Profile, self.profile))
 
     def _runs(self, variant: str, layout: Layout) -> bool:
         """Whether a variant is tried on a layout.
@@ -261,7 +261,11 @@ def workload_names() -> frozenset[str]:
 
 def layout_names() -> tuple[str, ...]:
     """Return the names of all layouts of all profiles, in running order."""
-    return tuple(dict.fromkeys(layout.name for layout in (*profiles.layouts("full"), *virtual.layouts())))
+    return tuple(
+        dict.fromkeys(
+            layout.name for layout in (*profiles.layouts("full"), *profiles.beside("quick"), *virtual.layouts())
+        )
+    )
 
 
 def too_large(layout: Layout, ranks: int) -> str | None:

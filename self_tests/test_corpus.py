@@ -19,7 +19,7 @@ from moe_conformance.workloads.corpus import corpus
 from moe_conformance.workloads.dropping_layers import dropping
 from moe_conformance.workloads.features import broken, features, halves_in_flight, has_empty_slots, in_flight
 from moe_conformance.workloads.layers import layers
-from moe_conformance.workloads.profiles import USUAL_RANKS, full_layouts, in_turn, quick_beside, quick_layouts
+from moe_conformance.workloads.profiles import USUAL_RANKS, beside, full_layouts, in_turn, quick_layouts
 from moe_conformance.workloads.records import Batch, Drawn, Twist, Workload
 from moe_conformance.workloads.routing import routing_corpus
 from moe_conformance.workloads.scripts import scripts
@@ -80,7 +80,7 @@ class TestCorpus:
 
     def test_quick_layouts_are_part_of_the_full_ones(self) -> None:
         """What passes quick is judged again in full."""
-        assert {*quick_layouts(), *quick_beside()} <= set(full_layouts())
+        assert {*quick_layouts(), *beside("quick")} <= {*full_layouts(), *beside("full")}
 
     def test_every_name_has_one_turn(self) -> None:
         """Of the quick layouts of four ranks a workload has one, the same each time; of the smaller ones, all."""
@@ -251,7 +251,7 @@ class TestDropping:
         """One capacity is legal everywhere; of half of the slots some tokens lose none, some one and some both."""
         for workload in dropping("any", layout, "full"):
             kept = LayerExpected.told(workload, "output", "sum").kept
-            assert set(kept) == {(0, rank) for rank in range(layout.world)}
+            assert set(kept) == {(m, rank) for m in range(len(workload.batches)) for rank in range(layout.world)}
             for kept_TK in kept.values():
                 left = {0, 1, 2} if workload.config.capacity_factor else {0}
                 assert set(kept_TK.sum(1).tolist()) == (left if len(kept_TK) else set()), workload.name

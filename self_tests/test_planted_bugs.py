@@ -34,7 +34,7 @@ NATIVE = "native"
 @cache
 def workloads(variant: str, layout: Layout) -> dict[str, Workload]:
     """Return the quick corpus of a variant on a layout, by name; on a layout that quick runs a few of, all."""
-    profile: profiles.Profile = "full" if layout in profiles.quick_beside() else "quick"
+    profile: profiles.Profile = "full" if layout in profiles.beside("quick") else "quick"
     drawn = (
         *corpus.corpus(variant, layout, "quick"),
         *routing.routing_corpus(variant, layout),

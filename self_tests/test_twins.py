@@ -299,7 +299,7 @@ class TestParameters:
     def test_zeros_are_a_gradient_unless_there_was_room_for_it(self) -> None:
         """Frozen parameters have none: zeros only in a buffer that was made before."""
         own = own_workload()
-        frozen = laws.unasked(own)[-1]
+        frozen = next(twin for twin in laws.unasked(own) if twin.workload.twist.unasked == ("parameters",))
 
         def ended(value: Tensor | None, buffered: bool) -> Outcome:
             outcome = simulate_experts(frozen.workload)

@@ -136,7 +136,6 @@ PROBE = (
         "filled-inference-uneven", dropped, tokens=ONE_WITHOUT, schedule="F0 I1 B0 N2", memory="filled", everywhere=True
     ),
     Recipe("inference-even", schedule="N0 F1 I2 B1", everywhere=True),
-    Recipe("inference-first-even", schedule="I0 F1 B1 N2 F3 B3"),
     Recipe("inference-unasked-even", schedule="U0 F1 U2 B1"),
     Recipe("inference-uneven", tokens=ONE_WITHOUT, schedule="F0 I1 B0 N2", wide=True),
     Recipe("inference-dropped-even", dropped, schedule="N0 F1 I2 B1", wide=True),

@@ -98,7 +98,7 @@ LAYERS = (
     LayerRecipe("shared-beside-even-bfloat16", {**_BESIDE, **_BFLOAT16}),
     LayerRecipe("shared-beside-two-dims-even", _BESIDE, lead="two_dims"),
     LayerRecipe("shared-rehearsed-even", _GATED, rehearsed=True),
-    LayerRecipe("layer-groups-biased-even", {**_SCALED, "balance_bias": True, "groups": (2, 1)}),
+    LayerRecipe("layer-groups-biased-even", {**_SCALED, "experts": 12, "balance_bias": True, "groups": (3, 1)}),
     LayerRecipe("shared-bias-even", _BIASED),
     LayerRecipe("shared-bias-alone", _BIASED, tokens=UNEVEN, silent=True),
     LayerRecipe("shared-bias-rank-without-tokens", _BIASED_WIDER, tokens=ONE_WITHOUT),

@@ -36,19 +36,6 @@ def in_turn(name: str, layout: Layout) -> bool:
     return layout not in four or layout == four[zlib.crc32(name.encode()) % len(four)]
 
 
-def quick_beside() -> dict[Layout, tuple[str, ...]]:
-    """Full layouts on which the quick profile runs a few workloads, and no more: what none of its own can show.
-
-    Gaps of packed sequences whose rows are shared among context ranks; experts that are cut and copied; and layers,
-    copies and routers whose groups have the same ranks on all quick layouts, such as tp and ep, or dp and dp x cp.
-    """
-    return {
-        Layout(4, cp=2, ep=2): ("gaps-uneven", "route-softmax", "shared-even"),
-        Layout(4, etp=2): ("own-even",),
-        Layout(4, tp=2, ep=4): ("shared-even", "copies-even"),
-    }
-
-
 def full_layouts() -> tuple[Layout, ...]:
     """The quick layouts, foldings in which dense and expert axes cross, and sizes that are no powers of two.
 
@@ -86,6 +73,20 @@ _LIKENED = (Layout(1), Layout(2, ep=2), Layout(4, ep=2), Layout(4, ep=2, etp=2))
 def likened_layouts(profile: Profile) -> tuple[Layout, ...]:
     """The layouts on which runs are held against each other: in the quick profile, one of each kind of exchange."""
     return _LIKENED if profile == "quick" else full_layouts()
+
+
+def beside(profile: Profile) -> dict[Layout, tuple[str, ...]]:
+    """Layouts on which a profile runs a few workloads, and no more: what none of its own can show.
+
+    Gaps of packed sequences whose rows are shared among context ranks; experts that are cut and copied; and layers,
+    copies and routers whose groups have the same ranks on all quick layouts, such as tp and ep, or dp and dp x cp.
+    """
+    some = {
+        Layout(4, cp=2, ep=2): ("gaps-uneven", "route-softmax", "shared-even"),
+        Layout(4, etp=2): ("own-even",),
+        Layout(4, tp=2, ep=4): ("shared-even", "copies-even"),
+    }
+    return {layout: names for layout, names in some.items() if layout not in layouts(profile)}
 
 
 def layouts(profile: Profile) -> tuple[Layout, ...]:

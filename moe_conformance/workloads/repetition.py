@@ -53,6 +53,12 @@ def afresh(workload: Workload) -> list[Twin]:
     return [replace(other, how="in other fresh processes", anew=True), other]
 
 
+def behind_inference(workload: Workload) -> list[Twin]:
+    """Run it behind a forward in inference mode, the first that its processes take: what that makes may stay."""
+    how = "behind the first forward of new processes, in inference mode"
+    return [twin(workload, how, the_same(workload) * 2, fresh=True, schedule="I0 F1 B1")]
+
+
 def lifetime(workload: Workload) -> list[Twin]:
     """Run it in new processes, from the import of the backend to the end of its session."""
     how = "from import to closing"

@@ -118,7 +118,11 @@ class NothingSharedInInference(Layer):
         return super()._added(y, None if self.config.shared_overlap and not torch.is_grad_enabled() else shared)
 
 
-@planted(Expectation("EXCH-09", "inference-first-even", "run", "Inference tensors cannot be saved for backward"))
+@planted(
+    Expectation("EXCH-38", "own-even-bfloat16", "run", "in inference mode", "Inference tensors cannot be saved for"),
+    real="NVIDIA/Megatron-LM, GlobalMemoryBuffer of core/utils.py",
+    layout=EP2_EDP2,
+)
 class BufferOfTheFirstForward(AllToAllExchange):
     """A factor is made in the first forward; where that is one of inference, no backward can have it."""
 
