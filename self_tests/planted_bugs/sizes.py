@@ -151,6 +151,15 @@ class NothingToOverlapWith(Layer):
         return super()._shared_part(x)
 
 
+@planted(Expectation("GRAD-18", "layer-groups-biased-even", "combine", "y"))
+class GroupsLostInLayers(Layer):
+    """The router of a whole layer is built without its group limit."""
+
+    def __init__(self, config: Config, *parts: Any) -> None:
+        super().__init__(config, *parts)
+        self.router.config = replace(config, groups=None)
+
+
 class _OnAStack(torch.autograd.Function):
     """The input of a forward lies on a stack; a backward takes what lies on top."""
 
