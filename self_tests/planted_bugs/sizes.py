@@ -12,6 +12,7 @@ from torch import Tensor
 from moe_conformance.backends.native import mirrored, wrong_use
 from moe_conformance.backends.native.exchange import AllToAllExchange, LocalExchange
 from moe_conformance.backends.native.experts import Experts, swiglu
+from moe_conformance.backends.native.forcing import ForcedRouter
 from moe_conformance.backends.native.gradients import GradientFinisher
 from moe_conformance.backends.native.layer import Layer
 from moe_conformance.backends.native.reusable import ReusableExchange
@@ -218,6 +219,15 @@ class CopiesOverExperts(TokenCopies):
     def __init__(self, inner: Any, topology: Topology, config: Config) -> None:
         super().__init__(inner, topology, config)
         self.group = topology.group("ep")
+
+
+@planted(Expectation("FORCE-11", "forced-bias-alone", "route", "rank"), layout=_CROSSED)
+class BiasOfTensorRanks(ForcedRouter):
+    """The bias of a strategy is drawn from a generator that tensor ranks seed by their place."""
+
+    def __init__(self, config: Config, device: torch.device, topology: Topology, number: int) -> None:
+        super().__init__(config, device, topology, number)
+        self.biases.manual_seed(self.biases.initial_seed() + topology.ranks("tp").index(topology.rank))
 
 
 @planted(Expectation("EXCH-44", "misuse-id-too-high", "run", "rank 0 hung", "a collective that can no longer complete"))
