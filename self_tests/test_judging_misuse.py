@@ -81,10 +81,10 @@ class TestWrongInput:
 
     def test_a_rank_that_answers_is_named(self) -> None:
         """A rank whose input is right and that answers is one that did not refuse."""
-        outcome = edit(run("misuse-id-too-high"), 1, 0, Answer(values={"": torch.zeros(8, 32)}))
+        outcome = edit(run("misuse-id-too-high"), 1, 1, Answer(values={"": torch.zeros(8, 32)}))
         error = caught(judge_wrong_input, outcome)
         assert isinstance(error, Unrefused)
-        assert "an id of E on rank 1" in str(error)
+        assert "an id of E on rank 0 on rank 1" in str(error)
         assert "on rank 0, where every rank should refuse it" in str(error)
 
     @pytest.mark.parametrize("slip", ["AttributeError", "NameError", "UnboundLocalError", "TypeError", "ImportError"])

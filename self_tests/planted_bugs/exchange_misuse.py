@@ -81,7 +81,7 @@ class LooksOnce(AllToAllExchange):
 
 
 @planted(
-    Expectation("EXCH-44", "misuse-id-too-high", "dispatch", "step answered an id of E on rank 1 on rank 0, rank 1"),
+    Expectation("EXCH-44", "misuse-id-too-high", "dispatch", "step answered an id of E on rank 0 on rank 0, rank 1"),
     Expectation("EXCH-44", "misuse-id-too-low", "dispatch", "step answered an id of -2 on rank 1"),
 )
 class IdsBroughtIntoRange(AllToAllExchange):
