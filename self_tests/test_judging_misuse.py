@@ -84,8 +84,7 @@ class TestWrongInput:
         outcome = edit(run("misuse-id-too-high"), 1, 1, Answer(values={"": torch.zeros(8, 32)}))
         error = caught(judge_wrong_input, outcome)
         assert isinstance(error, Unrefused)
-        assert "an id of E on rank 0 on rank 1" in str(error)
-        assert "on rank 0, where every rank should refuse it" in str(error)
+        assert "an id of E on rank 0 on rank 1, where every rank should refuse it" in str(error)
 
     @pytest.mark.parametrize("slip", ["AttributeError", "NameError", "UnboundLocalError", "TypeError", "ImportError"])
     def test_a_slip_is_no_refusal(self, slip: str) -> None:
