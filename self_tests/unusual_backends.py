@@ -80,7 +80,11 @@ class FirstChoicesFirst(Router):
 
 
 class RoundedUpOverTensorRanks(AllToAllExchange):
-    """A capacity that drops nothing is rounded up to what divides over tp, as if places were cut there."""
+    """A capacity that drops nothing is rounded up to what divides over tp, as if places were cut there; it says so."""
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        return {**super().resolved, "capacity_over": "tp"}
 
     def _room(self, routing: Routing) -> int | None:
         room, tp = super()._room(routing), self.topology.sizes["tp"]

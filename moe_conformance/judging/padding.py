@@ -138,8 +138,10 @@ def _capacities(reading: Reading, m: int, group: tuple[int, ...]) -> tuple[list[
     ids = [reading.batches[m][rank].ids_TK for rank in group]
     if config.capacity_factor is None:
         room = capacity.lossless_capacity(ids, config.experts, minimum=config.min_capacity)
-        tp = reading.outcome.workload.layout.tp  # among whose ranks places may be cut
-        return [room] * len(group), [-(-room // tp) * tp] * len(group)
+        if any(rank.resolved.get("capacity_over") == "tp" for rank in reading.ranks):  # places are cut among its ranks
+            tp = reading.outcome.workload.layout.tp
+            room = -(-room // tp) * tp
+        return [room] * len(group), [room] * len(group)
     legal_of = partial(capacity.capacities, factor=config.capacity_factor, minimum=config.min_capacity)
     legal = [legal_of(len(ids_TK), config.top_k, config.experts) for ids_TK in ids]
     fewest = [min(rooms[0], len(ids_TK)) for rooms, ids_TK in zip(legal, ids, strict=True)]

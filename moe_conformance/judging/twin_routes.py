@@ -62,10 +62,7 @@ def judge_repeated_routes(ran: Sequence[Ran], tally: Tally) -> None:
         As `judge_same_routes` and `judge_same_gradients`.
         WrongSelection: the experts are the same, in another order.
     """
-    first, *others = ran
-    if first.outcome is None:
-        raise NotOffered(first.why_not)
-    original = read_twin(first)
+    original, others = _first_of(ran)
     judge_same_routes(original, others, tally, to_the_bit=True)
     for each in those_that_ran(others):
         if findings := list(_other_slots(original, read_twin(each))):
@@ -80,10 +77,19 @@ def judge_choices_behind_draws(ran: Sequence[Ran], tally: Tally) -> None:
         NotOffered: the first was not run, or none of the others.
         As `judge_same_choices`.
     """
+    judge_same_choices(*_first_of(ran), tally)
+
+
+def _first_of(ran: Sequence[Ran]) -> tuple[Reading, list[Ran]]:
+    """Return the first run, that the others are held against, and the others.
+
+    Raises:
+        NotOffered: it was not run.
+    """
     first, *others = ran
     if first.outcome is None:
         raise NotOffered(first.why_not)
-    judge_same_choices(read_twin(first), others, tally)
+    return read_twin(first), others
 
 
 def judge_same_choices(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:

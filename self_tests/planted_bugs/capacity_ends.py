@@ -3,6 +3,7 @@
 # ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from moe_conformance.backends.native.padding import PaddedExchange
 from moe_conformance.backends.native.routing import Router
 from moe_conformance.contract import Config, Delivery, Overflow, Routed, Routing
 from self_tests.planted_bugs.plant import EP2_ETP2, TP2_EP2, Expectation, collect, planted
+from self_tests.unusual_backends import RoundedUpOverTensorRanks
 
 # ---- routers -------------------------------------------------------------------------------------------------------
 
@@ -72,6 +74,15 @@ class PositionsInBfloat16(Router):
 
 
 # ---- filling up ----------------------------------------------------------------------------------------------------
+
+
+@planted(Expectation("DROP-08", "lossless-one-expert", "dispatch", "rows for expert", "instead of"), layout=TP2_EP2)
+class RoundedUpUnsaid(RoundedUpOverTensorRanks):
+    """A capacity that drops nothing is rounded up to what divides over tp, and nothing says why."""
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        return {key: value for key, value in super().resolved.items() if key != "capacity_over"}
 
 
 @planted(Expectation("DROP-12", "to-capacity-two-dims-even", "run", "raised in forward:0: ValueError"))
