@@ -147,6 +147,17 @@ class FactorUnchecked(HybridEPManager):
         return replace(delivery, overflowed=None), held
 
 
+@planted(
+    Expectation("DROP-14", "factor-overfull-even", "dispatch", "did not reach rank", "which reports no overflow"),
+    layout=EP2_ETP2,
+)
+class FactorDropsUnsaid(HybridEPManager):
+    """What does not fit into a buffer that was asked for as a factor is dropped, and the flag is of rows alone."""
+
+    def _overflowed(self, demand: int, budget: int) -> bool:
+        return self.row_budget is not None and super()._overflowed(demand, budget)
+
+
 class _OwnCount(PaddedExchange):
     """Tells the manager how many tokens this rank has without padding."""
 
