@@ -17,13 +17,12 @@ from self_tests.planted_bugs import find
 def _with(*bugs: type[AllToAllExchange]) -> type[Native]:
     """Return native with all these bugs in its all-to-all."""
     exchange = type("Several", bugs, {})
-    session = type("SeveralSession", (NativeSession,), {"alltoall_class": exchange})
-    return type("NativeWithSeveral", (Native,), {"session_class": session})
+    return type("NativeWithSeveral", (Native,), {"session_class": NativeSession.building(exchange)})
 
 
 def _bug(plant: str) -> type[AllToAllExchange]:
     """Return the class that a planted bug puts in the place of native's."""
-    bug: type[AllToAllExchange] = find(plant).native.session_class.alltoall_class
+    bug: type[AllToAllExchange] = find(plant).native.session_class.replaced[AllToAllExchange]
     return bug
 
 

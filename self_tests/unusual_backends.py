@@ -101,34 +101,34 @@ class KeepsTheLast(Router):
 class InPlace(Native):
     """Native, whose exchange writes into answers."""
 
-    session_class = type("InPlaceSession", (NativeSession,), {"alltoall_class": WritesIntoAnswers})
+    session_class = NativeSession.building(WritesIntoAnswers)
 
 
 class Lending(Native):
     """Native, whose exchange lends its outputs."""
 
-    session_class = type("LendingSession", (NativeSession,), {"alltoall_class": LendsUntilTheNext})
+    session_class = NativeSession.building(LendsUntilTheNext)
 
 
 class Buffered(Native):
     """Native, whose DeepEP-like manager has a buffer for the most tokens that can come."""
 
-    session_class = type("BufferedSession", (NativeSession,), {"deepep_class": RowPerToken})
+    session_class = NativeSession.building(RowPerToken)
 
 
 class FromBehind(Native):
     """Native, whose router keeps the last slots."""
 
-    session_class = type("FromBehindSession", (NativeSession,), {"router_class": KeepsTheLast})
+    session_class = NativeSession.building(KeepsTheLast)
 
 
 class ByChoices(Native):
     """Native, whose router lets first choices stay first."""
 
-    session_class = type("ByChoicesSession", (NativeSession,), {"router_class": FirstChoicesFirst})
+    session_class = NativeSession.building(FirstChoicesFirst)
 
 
 class RoundedUp(Native):
     """Native, whose exchange rounds capacities up."""
 
-    session_class = type("RoundedUpSession", (NativeSession,), {"alltoall_class": RoundedUpOverTensorRanks})
+    session_class = NativeSession.building(RoundedUpOverTensorRanks)

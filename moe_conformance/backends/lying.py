@@ -37,15 +37,11 @@ class _OneRowMore(AllToAllExchange):
         return replace(delivery, counts_N=delivery.counts_N + 1), handle
 
 
-class _OneRowMoreSession(NativeSession):
-    alltoall_class = _OneRowMore
-
-
 class WrongCounts(Liar):
     """Claims one row more than it delivers, for every expert."""
 
     name = "lying-wrong-counts"
-    session_class = _OneRowMoreSession
+    session_class = NativeSession.building(_OneRowMore)
 
 
 class _WeightsAtExpertSession(NativeSession):
@@ -85,15 +81,11 @@ class _OutputIntoInput(AllToAllExchange):
         return y
 
 
-class _OutputIntoInputSession(NativeSession):
-    alltoall_class = _OutputIntoInput
-
-
 class ChangesInputs(Liar):
     """Leaves y in the memory of x."""
 
     name = "lying-changes-inputs"
-    session_class = _OutputIntoInputSession
+    session_class = NativeSession.building(_OutputIntoInput)
 
 
 class _OtherDtype(AllToAllExchange):
@@ -102,15 +94,11 @@ class _OtherDtype(AllToAllExchange):
         return y.float() if y.dtype == torch.float64 else y.double()
 
 
-class _OtherDtypeSession(NativeSession):
-    alltoall_class = _OtherDtype
-
-
 class WrongDtype(Liar):
     """Casts y, to float64 or from it."""
 
     name = "lying-wrong-dtype"
-    session_class = _OtherDtypeSession
+    session_class = NativeSession.building(_OtherDtype)
 
 
 class _OneHandle(AllToAllExchange):
@@ -124,15 +112,11 @@ class _OneHandle(AllToAllExchange):
         return super().combine(rows, self.kept)
 
 
-class _OneHandleSession(NativeSession):
-    alltoall_class = _OneHandle
-
-
 class KeepsHandle(Liar):
     """Keeps the state of a step on itself and does not declare that one step may be in flight."""
 
     name = "lying-keeps-handle"
-    session_class = _OneHandleSession
+    session_class = NativeSession.building(_OneHandle)
 
 
 # ---- about parameters --------------------------------------------------------------------------------------
@@ -144,15 +128,11 @@ class _Copies(Experts):
             yield replace(window, view=window.view.clone())
 
 
-class _CopiesSession(NativeSession):
-    experts_class = _Copies
-
-
 class CopyingWindows(Liar):
     """Hands out copies for windows: what is written goes nowhere."""
 
     name = "lying-copying-windows"
-    session_class = _CopiesSession
+    session_class = NativeSession.building(_Copies)
 
 
 class _NoDown(Experts):
@@ -160,15 +140,11 @@ class _NoDown(Experts):
         return (window for window in super().named(read) if window.name != "down")
 
 
-class _NoDownSession(NativeSession):
-    experts_class = _NoDown
-
-
 class HidesParameter(Liar):
     """Names no down projection."""
 
     name = "lying-hides-parameter"
-    session_class = _NoDownSession
+    session_class = NativeSession.building(_NoDown)
 
 
 # ---- about what was asked for ------------------------------------------------------------------------------
@@ -200,15 +176,11 @@ class _RefusesLate(AllToAllExchange):
         raise Unsupported("not today", by="library")
 
 
-class _RefusesLateSession(NativeSession):
-    alltoall_class = _RefusesLate
-
-
 class RefusesLate(Liar):
     """Builds everything, and refuses in the running step, where a refusal is a failure."""
 
     name = "lying-refuses-late"
-    session_class = _RefusesLateSession
+    session_class = NativeSession.building(_RefusesLate)
 
 
 class WrongGroups(Liar):

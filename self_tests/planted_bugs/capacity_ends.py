@@ -169,7 +169,7 @@ class _OwnCount(PaddedExchange):
 @planted(
     Expectation("EXCH-25", "budget-filled-uneven", "dispatch", "the buffer of rank"),
     layout=EP2_ETP2,
-    also={"padded_class": _OwnCount},
+    also=(_OwnCount,),
 )
 class BudgetOfOwnTokens(HybridEPManager):
     """A factor is one of this rank's own tokens, and the group brings more."""

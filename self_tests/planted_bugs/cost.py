@@ -150,7 +150,7 @@ class GathersMaps(AllGatherExchange):
 class Maps(Native):
     """Native, whose all-gather exchange gathers whole maps."""
 
-    session_class = type("MapsSession", (NativeSession,), {"allgather_class": GathersMaps})
+    session_class = NativeSession.building(GathersMaps)
 
 
 @planted(

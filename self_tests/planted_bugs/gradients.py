@@ -237,7 +237,7 @@ class _AbsentStaysAbsent(GradientFinisher):
 
 @planted(
     Expectation("GRAD-06", "own-idle-rank-even", "finish", "on rank 1", "has the gradient None instead of zeros"),
-    also={"finisher_class": _AbsentStaysAbsent},
+    also=(_AbsentStaysAbsent,),
 )
 class IdleExpertsSkipped(Experts):
     """A rank whose experts got nothing skips them, and their gradients stay absent."""

@@ -207,7 +207,7 @@ class _PadsItsOwnCount(PaddedExchange):
     Expectation("PACK-01", "padded-uneven", "dispatch", "rank 1 dispatches 8 rows for 4 tokens in forward:0, where 16"),
     Expectation("PACK-11", "bounded-uneven", "dispatch", "rank 1 dispatches 8 rows for 4 tokens in forward:0"),
     layout=EP2_ETP2,
-    also={"padded_class": _PadsItsOwnCount},
+    also=(_PadsItsOwnCount,),
 )
 class PadsToItsOwnCount(AllGatherExchange):
     """What pads answers rightly, and the exchange around it rounds up its own count."""

@@ -16,30 +16,13 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from moe_conformance.backends.native import Native, NativeSession
-from moe_conformance.backends.native.dispatch_layout import DispatchLayout
-from moe_conformance.backends.native.exchange import AllGatherExchange, AllToAllExchange, LocalExchange
-from moe_conformance.backends.native.experts import Experts
-from moe_conformance.backends.native.float8 import Float8Wire
-from moe_conformance.backends.native.forcing import ForcedRouter
-from moe_conformance.backends.native.gradients import GradientFinisher
-from moe_conformance.backends.native.layer import Layer
+from moe_conformance.backends.native.exchange import AllGatherExchange, LocalExchange
 from moe_conformance.backends.native.low_latency import LowLatencyExchange
 from moe_conformance.backends.native.managers import DeepEPManager, HybridEPManager, NCCLEPManager
-from moe_conformance.backends.native.packing import Packing
-from moe_conformance.backends.native.padding import PaddedExchange, TokenPadding
-from moe_conformance.backends.native.reordering import Reordering
-from moe_conformance.backends.native.reusable import ReusableExchange
-from moe_conformance.backends.native.routing import Router
-from moe_conformance.backends.native.routing_forms import RoutingForms
-from moe_conformance.backends.native.row_index import RowIndex
-from moe_conformance.backends.native.rows import Permutation
-from moe_conformance.backends.native.shared_experts import SharedExperts
-from moe_conformance.backends.native.token_copies import TokenCopies
+from moe_conformance.backends.native.session import native_class
 from moe_conformance.backends.native.token_exchange import TokenExchange
-from moe_conformance.backends.native.transport import Transport
 from moe_conformance.topology import Layout
 
 SINGLE = Layout(1)
@@ -48,43 +31,14 @@ EP2_EDP2 = Layout(4, ep=2)
 TP2_EP2 = Layout(4, tp=2, ep=2)
 EP2_ETP2 = Layout(4, ep=2, etp=2)
 
-# What a session builds, and the attribute that names the class of it; a class before its bases.
-_ATTRIBUTES = {
-    LowLatencyExchange: "lowlatency_class",
-    AllToAllExchange: "alltoall_class",
-    AllGatherExchange: "allgather_class",
-    LocalExchange: "local_class",
-    DeepEPManager: "deepep_class",
-    HybridEPManager: "hybridep_class",
-    NCCLEPManager: "ncclep_class",
-    TokenExchange: "token_exchange_class",
-    ReusableExchange: "reusable_class",
-    Float8Wire: "float8_class",
-    TokenPadding: "padding_class",
-    PaddedExchange: "padded_class",
-    TokenCopies: "copies_class",
-    Packing: "packing_class",
-    Experts: "experts_class",
-    ForcedRouter: "forced_router_class",
-    Router: "router_class",
-    Layer: "layer_class",
-    SharedExperts: "shared_class",
-    GradientFinisher: "finisher_class",
-    Permutation: "permutation_class",
-    Reordering: "reordering_class",
-    RowIndex: "row_index_class",
-    RoutingForms: "routing_forms_class",
-    DispatchLayout: "dispatch_layout_class",
-    Transport: "transport_class",
-}
-_VARIANTS = {  # all others show behind "alltoall"
-    "allgather_class": "allgather",
-    "local_class": "local",
-    "lowlatency_class": "lowlatency",
-    "deepep_class": "deepep",
-    "hybridep_class": "hybridep",
-    "ncclep_class": "ncclep",
-    "token_exchange_class": "deepep",
+_VARIANTS: Mapping[type, str] = {  # in which what is built in place of these shows; of all others, "alltoall"
+    AllGatherExchange: "allgather",
+    LocalExchange: "local",
+    LowLatencyExchange: "lowlatency",
+    DeepEPManager: "deepep",
+    HybridEPManager: "hybridep",
+    NCCLEPManager: "ncclep",
+    TokenExchange: "deepep",
 }
 
 
@@ -121,27 +75,28 @@ class Plant:
 
 
 def planted(
-    *expects: Expectation, real: str = "", layout: Layout = EP2, also: Mapping[str, Any] | None = None
+    *expects: Expectation, real: str = "", layout: Layout = EP2, also: tuple[type, ...] = ()
 ) -> Callable[[type], Plant]:
-    """Make a plant of a subclass of `Native` or of anything that its session builds.
+    """Make a plant of a subclass of `Native` or of any class that its session builds.
 
-    `also` are further attributes of the session, for a bug that takes two classes.
+    `also` are further such subclasses, for a bug that takes two.
     """
 
     def plant(bug: type) -> Plant:
         name = re.sub(r"(?<=.)(?=[A-Z])", "-", bug.__name__).lower()
-        attribute = next((attribute for base, attribute in _ATTRIBUTES.items() if issubclass(bug, base)), None)
-        if attribute is None:
+        variant = "alltoall"
+        if issubclass(bug, Native):
             native = bug
         else:
-            session = type("PlantedSession", (NativeSession,), {attribute: bug, **(also or {})})
+            variant = _VARIANTS.get(native_class(bug), variant)
+            session = NativeSession.building(bug, *also)
             native = type("PlantedNative", (Native,), {"name": f"native-{name}", "session_class": session})
         return Plant(
             name=name,
             mechanism=" ".join((inspect.getdoc(bug) or "").split()),
             real=real,
             expects=expects,
-            variant=_VARIANTS.get(attribute or "", "alltoall"),
+            variant=variant,
             layout=layout,
             backend=f"{bug.__module__}:{bug.__name__}.native",
             native=native,

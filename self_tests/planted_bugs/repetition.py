@@ -136,10 +136,8 @@ class RandomUnlessAsked(AllToAllExchange):
         return y if self.asked else y * (1 + time.time_ns() % 1024 / 2**20)
 
 
-class AskedWhenOpened(NativeSession):
+class AskedWhenOpened(NativeSession.building(RandomUnlessAsked)):  # type: ignore[misc]
     """Has exchanges work in the mode that it was opened in."""
-
-    alltoall_class = RandomUnlessAsked
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -280,7 +278,7 @@ def _added_in_place(stacked: Tensor, n: int) -> Tensor:
 class InPlace(Native):
     """Native, with experts that add their gradients in place."""
 
-    session_class = type("InPlaceSession", (NativeSession,), {"experts_class": AddsInPlace})
+    session_class = NativeSession.building(AddsInPlace)
 
 
 class KnowsWhoCameLast(AllToAllExchange):

@@ -171,7 +171,7 @@ class NarrowRouter(Router):
 class Narrow(Native):
     """Native, whose router computes in bfloat16 where tokens are bfloat16."""
 
-    session_class = type("NarrowSession", (NativeSession,), {"router_class": NarrowRouter})
+    session_class = NativeSession.building(NarrowRouter)
 
 
 PLANTS = collect(globals())

@@ -85,10 +85,10 @@ class InBlocks(HybridEPManager):
 class Blocks(Native):
     """Native, with a buffer in blocks."""
 
-    session_class = type("BlocksSession", (NativeSession,), {"hybridep_class": InBlocks, "padded_class": SaysBlocks})
+    session_class = NativeSession.building(InBlocks, SaysBlocks)
 
 
-_SAYS = {"padded_class": SaysBlocks}
+_SAYS = (SaysBlocks,)
 
 
 @planted(

@@ -108,7 +108,7 @@ class PartsOfGradients(TokenCopies):
 class Parts(Native):
     """Native, with parts of gradients."""
 
-    session_class = type("PartsSession", (NativeSession,), {"copies_class": PartsOfGradients})
+    session_class = NativeSession.building(PartsOfGradients)
 
 
 @planted(

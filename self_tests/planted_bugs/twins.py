@@ -216,7 +216,7 @@ class NotInDouble(Experts):
 class WithoutDouble(Native):
     """Native, without products in double precision."""
 
-    session_class = type("WithoutDoubleSession", (NativeSession,), {"experts_class": NotInDouble})
+    session_class = NativeSession.building(NotInDouble)
 
 
 @planted(Expectation("EXCH-40", "own-even-bfloat16", "run", "run in turn with own-even-float64", "is for 4 bytes"))

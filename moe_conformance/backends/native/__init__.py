@@ -22,20 +22,18 @@
     dispatch_layout.py, routing_forms.py, row_index.py, rows.py, reordering.py, reusable.py, transport.py
                     surfaces of their own: counts, maps, rows by index, sorting, handles, what is local
     gradients.py    what happens to gradients before the step
+    offered.py      finds surfaces that need no process group, one file each
     session.py      puts them together
 
-To run a changed version (a planted bug, an experiment), override one method of one class and name the class:
+To run a changed version (a planted bug, an experiment), override one method of one class and hand it over:
 
     class Doubled(AllToAllExchange):
         def _weigh(self, rows_PD, weights_P):
             return super()._weigh(rows_PD, 2 * weights_P)
 
-    class DoubledSession(NativeSession):
-        alltoall_class = Doubled
-
     class DoubledNative(Native):
         name = "native-doubled"
-        session_class = DoubledSession
+        session_class = NativeSession.building(Doubled)
 """
 
 from __future__ import annotations

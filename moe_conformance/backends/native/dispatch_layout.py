@@ -7,11 +7,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from moe_conformance.backends.native.offered import Offered
 from moe_conformance.surfaces import Destinations
 
 
-class DispatchLayout:
+class DispatchLayout(Offered):
     """Marks ranks and nodes in boolean tables, in which a token is once however many of its slots lead there."""
+
+    surface = "dispatch_layout"
 
     @property
     def resolved(self) -> Mapping[str, str]:

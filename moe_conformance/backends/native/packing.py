@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moe_conformance.backends.native.offered import Offered
 from moe_conformance.surfaces import PackedSequences
 
 
-class Packing:
+class Packing(Offered):
     """Pads every sequence to what context and sequence parallelism divide it by. Sums are int32, as kernels ask."""
+
+    surface = "packing"
 
     @property
     def resolved(self) -> Mapping[str, str]:

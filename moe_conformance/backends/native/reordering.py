@@ -7,9 +7,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from moe_conformance.backends.native.offered import Offered
 
-class Reordering:
+
+class Reordering(Offered):
     """Moves all rows at once, by an index that a stable sort of segments gives."""
+
+    surface = "reordering"
 
     @property
     def resolved(self) -> Mapping[str, str]:

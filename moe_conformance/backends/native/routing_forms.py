@@ -7,12 +7,15 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from moe_conformance.backends.native.offered import Offered
 from moe_conformance.contract import Config, Routing
 from moe_conformance.surfaces import Dense
 
 
-class RoutingForms:
+class RoutingForms(Offered):
     """Writes the filled slots into a table, and reads the set places of a table in the order of experts."""
+
+    surface = "routing_forms"
 
     def __init__(self, config: Config) -> None:
         """Take the number of slots that an indexed form has at least."""

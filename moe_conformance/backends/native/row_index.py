@@ -6,9 +6,13 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from moe_conformance.backends.native.offered import Offered
 
-class RowIndex:
+
+class RowIndex(Offered):
     """Leaves sentinels out before it reads or writes anything, so that what stands there cannot leak."""
+
+    surface = "row_index"
 
     @property
     def resolved(self) -> Mapping[str, str]:

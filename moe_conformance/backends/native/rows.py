@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.backends.native.groups import CannotBuild
+from moe_conformance.backends.native.offered import Offered
 from moe_conformance.backends.native.permutation import Pairs, permute, sort_pairs, unpermute, weigh
 from moe_conformance.contract import Config, Routing
 from moe_conformance.surfaces import Permuted
@@ -27,8 +28,11 @@ class Sorted:
     weights_P: Tensor
 
 
-class Permutation:
+class Permutation(Offered):
     """Sorts pairs by expert, then token, then slot. An expert without a pair gets no row."""
+
+    surface = "permutation"
+    maps = ("row_multiple",)
 
     def __init__(self, config: Config) -> None:
         """Take the multiple.

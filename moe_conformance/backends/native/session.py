@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Literal
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import torch
 
-from moe_conformance.backends.native.dispatch_layout import DispatchLayout
 from moe_conformance.backends.native.exchange import AllGatherExchange, AllToAllExchange, LocalExchange
 from moe_conformance.backends.native.experts import Experts
 from moe_conformance.backends.native.flex import FlexExchange
@@ -18,18 +18,13 @@ from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.backends.native.layer import Layer
 from moe_conformance.backends.native.low_latency import FixedPlaces, LowLatencyExchange
 from moe_conformance.backends.native.managers import DeepEPManager, HybridEPManager, Manager, NCCLEPManager
-from moe_conformance.backends.native.packing import Packing
+from moe_conformance.backends.native.offered import Offered, offered
 from moe_conformance.backends.native.padding import PaddedExchange, TokenPadding, Withdrawing
-from moe_conformance.backends.native.reordering import Reordering
 from moe_conformance.backends.native.reusable import ReusableExchange
 from moe_conformance.backends.native.routing import Router
-from moe_conformance.backends.native.routing_forms import RoutingForms
-from moe_conformance.backends.native.row_index import RowIndex
-from moe_conformance.backends.native.rows import Permutation
 from moe_conformance.backends.native.shared_experts import SharedExperts
 from moe_conformance.backends.native.token_copies import TokenCopies
 from moe_conformance.backends.native.token_exchange import TokenExchange
-from moe_conformance.backends.native.transport import Transport
 from moe_conformance.contract import Config, Parametrised, SplitExchange, Topology, Unsupported, refusals
 from moe_conformance.surfaces import Session
 
@@ -44,39 +39,28 @@ _BUDGET = ("budget_factor", "row_budget", "over_budget")
 _SHARED = ("shared_ffn", "shared_gate", "shared_overlap", "shared_bias")
 
 
+Built = TypeVar("Built")
+
+
+def native_class(replacement: type) -> type:
+    """Return the class of native from which a replacement derives.
+
+    Raises:
+        TypeError: it derives from none.
+    """
+    package = __name__.rpartition(".")[0]
+    for each in replacement.__mro__:
+        if each.__module__.startswith(f"{package}."):
+            return each
+    raise TypeError(f"{replacement.__name__} derives from no class of {package}")
+
+
 class NativeSession(Session):
-    """One topology on one rank. Swap a class attribute to swap what is built."""
+    """One topology on one rank. `building` returns one that builds other classes in place of native's."""
 
     weights_at: Literal["input", "expert", "combine"] = "combine"
     expert_output_is_partial = True  # the one part of one where etp = 1
-
-    alltoall_class: type[LocalExchange] = AllToAllExchange
-    allgather_class: type[LocalExchange] = AllGatherExchange
-    local_class: type[LocalExchange] = LocalExchange
-    lowlatency_class: type[LowLatencyExchange] = LowLatencyExchange
-    deepep_class: type[Manager] = DeepEPManager
-    hybridep_class: type[Manager] = HybridEPManager
-    ncclep_class: type[Manager] = NCCLEPManager
-    token_exchange_class: type[TokenExchange] = TokenExchange  # under the managers
-    float8_class: type[Float8Wire] = Float8Wire
-    reusable_class: type[ReusableExchange] = ReusableExchange  # over the same, for callers
-    places_class: type[FixedPlaces] = FixedPlaces  # over the low-latency exchange, for callers
-    padding_class: type[TokenPadding] = TokenPadding
-    packing_class: type[Packing] = Packing
-    padded_class: type[PaddedExchange] = PaddedExchange  # around any of the exchanges
-    copies_class: type[TokenCopies] = TokenCopies  # around any of these
-    experts_class: type[Experts] = Experts
-    router_class: type[Router] = Router
-    forced_router_class: type[ForcedRouter] = ForcedRouter
-    permutation_class: type[Permutation] = Permutation
-    reordering_class: type[Reordering] = Reordering
-    row_index_class: type[RowIndex] = RowIndex
-    routing_forms_class: type[RoutingForms] = RoutingForms
-    dispatch_layout_class: type[DispatchLayout] = DispatchLayout
-    transport_class: type[Transport] = Transport
-    layer_class: type[Layer] = Layer
-    shared_class: type[SharedExperts] = SharedExperts
-    finisher_class: type[GradientFinisher] = GradientFinisher
+    replaced: ClassVar[Mapping[type, type]] = {}  # native's class: the one that is built in its place
 
     def __init__(self, topology: Topology, device: torch.device) -> None:
         """Keep where this rank stands; the process groups are the topology's."""
@@ -84,15 +68,26 @@ class NativeSession(Session):
         self.device = device
         self.forced_routers = 0  # built so far, in the same order on all ranks
 
+    @classmethod
+    def building(cls, *classes: type) -> type[Self]:
+        """Return a session that builds each of these classes in place of the native one from which it derives."""
+        replaced = {**cls.replaced, **{native_class(each): each for each in classes}}
+        return type(f"{cls.__name__}Building{classes[0].__name__}", (cls,), {"replaced": replaced})
+
+    def use(self, native: type[Built]) -> type[Built]:
+        """Return what is built in place of a native class: the class itself, unless it is replaced."""
+        return self.replaced.get(native, native)
+
     def exchange(self, config: Config) -> SplitExchange:
         """Build the exchange of `config.variant`."""
         asked, config = config, replace(config, token_copies=False)
         with refusals(CannotBuild, match="."):
             exchange: Withdrawing = self._exchange(config)
             if self._pads(config):
-                exchange = self.padded_class(exchange, self.padding_class(config, self.topology, self.device))
+                padding = self.use(TokenPadding)(config, self.topology, self.device)
+                exchange = self.use(PaddedExchange)(exchange, padding)
             alone = not asked.token_copies or self.topology.sizes["tp"] == 1
-            return exchange if alone else self.copies_class(exchange, self.topology, asked)
+            return exchange if alone else self.use(TokenCopies)(exchange, self.topology, asked)
 
     def token_padding(self, config: Config) -> TokenPadding:
         """Build the padding of the exchange of `config`."""
@@ -101,12 +96,7 @@ class NativeSession(Session):
             raise Unsupported(f"the exchange {config.variant!r} pads no token counts unless it is asked to")
         with refusals(CannotBuild, match="."):
             self._exchange(config)  # where there is none, there is nothing to pad
-            return self.padding_class(config, self.topology, self.device)
-
-    def packing(self, config: Config) -> Packing:
-        """Build what lays sequences out."""
-        config.only(*_MAPPED)
-        return self.packing_class()
+            return self.use(TokenPadding)(config, self.topology, self.device)
 
     def masked_router(self, config: Config) -> Router:
         """Build the router, which takes a mask."""
@@ -116,22 +106,26 @@ class NativeSession(Session):
 
     def _exchange(self, config: Config) -> LocalExchange | FlexExchange:
         classes: dict[str, type[LocalExchange]] = {
-            "alltoall": self.alltoall_class,
-            "allgather": self.allgather_class,
-            "local": self.local_class,
-            "lowlatency": self.lowlatency_class,
+            "alltoall": self.use(AllToAllExchange),
+            "allgather": self.use(AllGatherExchange),
+            "local": self.use(LocalExchange),
+            "lowlatency": self.use(LowLatencyExchange),
         }
         if config.variant in classes:
             return classes[config.variant](config.only(*_MAPPED), self.topology)
         if manager := self._managers.get(config.variant):
             config.only(*_MAPPED, *_BUDGET, "wire")
-            return FlexExchange(config, self.topology, manager, self.token_exchange_class, self.float8_class)
+            return FlexExchange(config, self.topology, manager, self.use(TokenExchange), self.use(Float8Wire))
         known = ", ".join((*classes, *self._managers))
         raise Unsupported(f"native has no variant {config.variant!r}; it has {known}")
 
     @property
     def _managers(self) -> dict[str, type[Manager]]:
-        return {"deepep": self.deepep_class, "hybridep": self.hybridep_class, "ncclep": self.ncclep_class}
+        return {
+            "deepep": self.use(DeepEPManager),
+            "hybridep": self.use(HybridEPManager),
+            "ncclep": self.use(NCCLEPManager),
+        }
 
     def _pads(self, config: Config) -> bool:
         manager = self._managers.get(config.variant)
@@ -141,51 +135,22 @@ class NativeSession(Session):
         """Build this rank's experts, to which copies of tokens and buffers of fixed size are nothing special."""
         config.only(*_MAPPED, *_BUDGET, "token_copies")
         with refusals(CannotBuild, match="."):
-            return self.experts_class(config, self.topology, self.device)
+            return self.use(Experts)(config, self.topology, self.device)
 
     def router(self, config: Config) -> Router:
         """Build the router."""
         config.only(*_MAPPED, *(("token_copies",) if config.forced else ()))
         with refusals(CannotBuild, match="."):
             if not config.forced:
-                return self.router_class(config, self.device)
+                return self.use(Router)(config, self.device)
             self.forced_routers += 1
-            return self.forced_router_class(config, self.device, self.topology, self.forced_routers)
-
-    def permutation(self, config: Config) -> Permutation:
-        """Build what sorts tokens by expert."""
-        with refusals(CannotBuild, match="."):
-            return self.permutation_class(config.only(*_MAPPED, "row_multiple"))
-
-    def reordering(self, config: Config) -> Reordering:
-        """Build what sorts received rows by expert."""
-        config.only(*_MAPPED)
-        return self.reordering_class()
-
-    def row_index(self, config: Config) -> RowIndex:
-        """Build what finds rows by index."""
-        config.only(*_MAPPED)
-        return self.row_index_class()
-
-    def routing_forms(self, config: Config) -> RoutingForms:
-        """Build what turns routings into maps."""
-        return self.routing_forms_class(config.only(*_MAPPED))
+            return self.use(ForcedRouter)(config, self.device, self.topology, self.forced_routers)
 
     def token_exchange(self, config: Config) -> ReusableExchange:
         """Build the token exchange that the managers work over."""
         config.only(*_MAPPED, "wire")
         with refusals(CannotBuild, match="."):
-            return self.reusable_class(config, self.topology, self.token_exchange_class, self.float8_class)
-
-    def dispatch_layout(self, config: Config) -> DispatchLayout:
-        """Build what counts where tokens go."""
-        config.only(*_MAPPED)
-        return self.dispatch_layout_class()
-
-    def transport(self, config: Config) -> Transport:
-        """Build what tells local groups from others."""
-        config.only(*_MAPPED)
-        return self.transport_class()
+            return self.use(ReusableExchange)(config, self.topology, self.use(TokenExchange), self.use(Float8Wire))
 
     def layer(self, config: Config) -> Layer:
         """Build a layer of the session's own router, exchange and experts, and its shared experts."""
@@ -193,13 +158,13 @@ class NativeSession(Session):
         routed = replace(config, shared_ffn=(), shared_gate=False, shared_overlap=False, shared_bias=False)
         parts = (self.router(routed), self.exchange(routed), self.experts(routed))
         with refusals(CannotBuild, match="."):
-            return self.layer_class(config, self.topology, self.device, parts, self.shared_class)
+            return self.use(Layer)(config, self.topology, self.device, parts, self.use(SharedExperts))
 
     def places_exchange(self, config: Config) -> FixedPlaces:
         """Build the exchange with fixed places, for callers."""
         config.only(*_MAPPED)
         with refusals(CannotBuild, match="."):
-            return self.places_class(config, self.topology, self.lowlatency_class)
+            return self.use(FixedPlaces)(config, self.topology, self.use(LowLatencyExchange))
 
     def finish_gradients(self, *built: Parametrised) -> None:
         """Sum the gradients of native's router and experts, shared ones too, over their replicas."""
@@ -212,4 +177,16 @@ class NativeSession(Session):
             else:
                 kinds = ", ".join(type(surface).__name__ for surface in built)
                 raise TypeError(f"native finishes the gradients of what native built; this was {kinds}")
-        self.finisher_class(self.topology).finish(modules)
+        self.use(GradientFinisher)(self.topology).finish(modules)
+
+
+def _builder(kind: type[Offered]) -> Callable[[NativeSession, Config], Any]:
+    def build(session: NativeSession, config: Config) -> Any:
+        with refusals(CannotBuild, match="."):
+            return session.use(kind)(config.only(*_MAPPED, *kind.maps))
+
+    return build
+
+
+for _each in offered():
+    setattr(NativeSession, _each.surface, _builder(_each))

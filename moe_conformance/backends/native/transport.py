@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from moe_conformance.backends.native.offered import Offered
 
-class Transport:
+
+class Transport(Offered):
     """Compares the domains of the members, and nothing else."""
+
+    surface = "transport"
 
     @property
     def resolved(self) -> Mapping[str, str]:
