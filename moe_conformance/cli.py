@@ -1,4 +1,4 @@
-"""The command line: `moe-conformance run`, `merge`, `table`, `list` and `doctor`.
+"""The command line: `moe-conformance run`, `merge`, `table`, `list`, `explain` and `doctor`.
 
 `run` is pytest on the installed checks, no more. What needs torch is imported by the command that needs it, so that
 `--help` does not wait for it.
@@ -175,6 +175,24 @@ def list_(what: str, importable: bool) -> None:
         lines = catalogue.backend_lines(importable)
     for line in lines:
         click.echo(line)
+
+
+@main.command(name="explain")
+@click.argument("ids", nargs=-1, required=True, metavar="ID...")
+def explain_(ids: tuple[str, ...]) -> None:
+    """Say what a requirement demands, and where its checks, oracles, native code, planted bugs and findings are."""
+    from moe_conformance import spec
+    from moe_conformance.explaining import explain
+    from moe_conformance.spec.places import Places
+
+    if unknown := [each for each in ids if each not in spec.load()]:
+        raise CannotRun(f"no requirement {', '.join(unknown)}; `moe-conformance list requirements` shows all of them")
+    places = Places()
+    for number, each in enumerate(ids):
+        if number:
+            click.echo()
+        for line in explain(each, places):
+            click.echo(line)
 
 
 @main.command(name="doctor")

@@ -17,6 +17,7 @@ from moe_conformance.engine.host import Site
 from moe_conformance.plan import layout_names, workload_names
 from moe_conformance.plugin import gpus
 from moe_conformance.plugin.options import Options, Unusable
+from moe_conformance.spec.places import checked
 from moe_conformance.workloads import golden
 
 PLANTS = "self_tests.planted_bugs"
@@ -48,8 +49,9 @@ def prepare(options: Options, site: Site | None = None) -> Run:
     """
     if unknown := [wanted for wanted in options.ids if wanted not in spec.load()]:
         raise Unusable(f"no requirement {', '.join(unknown)}; `moe-conformance list requirements` shows all of them")
-    if waiting := [spec.load()[wanted] for wanted in options.ids if spec.load()[wanted].waits_for]:
-        raise Unusable(f"no check decides {waiting[0].id} yet: it waits for {waiting[0].waits_for}")
+    if unchecked := [wanted for wanted in options.ids if wanted not in checked()]:
+        why = spec.load()[unchecked[0]].without_check
+        raise Unusable(f"{unchecked[0]} has no check yet" + (f": {why}" if why else ""))
     target = planted(options.plant) if options.plant else options.backend
     backend, versions = open_backend(target)
     _require_device(options.device)

@@ -15,6 +15,7 @@ from typing import Any
 from moe_conformance.report import drawn, travelled
 from moe_conformance.report.records import Record, overall
 from moe_conformance.spec import Requirement
+from moe_conformance.spec.places import checked
 from moe_conformance.waivers import Waiver
 
 NAME = "result.json"
@@ -97,7 +98,7 @@ def _requirement(requirement: Requirement, records: Sequence[Record]) -> dict[st
         "level": requirement.level,
         "profile": requirement.profile,
         "sentence": requirement.sentence,
-        "waits_for": requirement.waits_for or None,  # there is no check yet
+        "has_check": requirement.id in checked(),
         "verdict": overall(record.verdict for record in own),
         "worst": max((record.worst for record in own), default=0.0),
         "checks": [record.to_json() for record in own],

@@ -1,16 +1,15 @@
 """The written law: every requirement has an id, one sentence, a formula, its degenerate cases and a source.
 
-One TOML file per chapter, and unchecked.toml: the requirements that no check decides yet, and what they wait for. A
-check cites the requirements it decides with the `requirement` decorator, which refuses an id that the law does not
-have.
+One TOML file per chapter. A check cites the requirements it decides with the `requirement` decorator, which refuses an
+id that the spec does not have. Which requirements have a check is read from the checks (`places`).
 """
 
 from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -22,7 +21,7 @@ Check = TypeVar("Check", bound=Callable[..., Any])
 
 _ID = re.compile(r"[A-Z]+-\d\d")
 _PROFILES = ("quick", "full", "virtual")
-_UNCHECKED = "unchecked.toml"
+_REASONS = ("without_check", "without_oracle", "without_native")  # given where they are not ""
 
 
 class BadSpec(ValueError):
@@ -42,7 +41,9 @@ class Requirement:
     degenerate: str  # what holds at zero tokens, one expert, K = E, ...
     source: str
     since: str  # version of the suite that brought it
-    waits_for: str = ""  # what has to be there before a check can decide it; "" where one does
+    without_check: str = ""  # why no check can decide it here; "" where one does or will
+    without_oracle: str = ""  # why there is no right answer to compute; "" where an oracle computes it
+    without_native: str = ""  # why native has no line of its own for it; "" where it has
 
 
 @cache
@@ -54,7 +55,7 @@ def load() -> Mapping[str, Requirement]:
     """
     found: dict[str, Requirement] = {}
     for path in sorted(files(__package__).iterdir(), key=lambda path: path.name):
-        if not path.name.endswith(".toml") or path.name == _UNCHECKED:
+        if not path.name.endswith(".toml"):
             continue
         chapter = path.name.removesuffix(".toml")
         for entry in tomllib.loads(path.read_text(encoding="utf-8"))["requirement"]:
@@ -62,27 +63,13 @@ def load() -> Mapping[str, Requirement]:
             if requirement.id in found:
                 raise BadSpec(f"{path.name}: {requirement.id} occurs twice")
             found[requirement.id] = requirement
-    unchecked = files(__package__).joinpath(_UNCHECKED).read_text(encoding="utf-8")
-    return _with_unchecked(found, tomllib.loads(unchecked)["waiting"])
-
-
-def _with_unchecked(law: Mapping[str, Requirement], waiting: Sequence[Mapping[str, Any]]) -> Mapping[str, Requirement]:
-    """Return the law, with what each requirement without a check waits for."""
-    found = dict(law)
-    for entry in waiting:
-        for each in entry["ids"]:
-            if each not in law:
-                raise BadSpec(f"{_UNCHECKED}: there is no {each}")
-            if found[each].waits_for:
-                raise BadSpec(f"{_UNCHECKED}: {each} occurs twice")
-            found[each] = replace(found[each], waits_for=entry["waits_for"])
     return found
 
 
 def _parse(chapter: str, entry: Mapping[str, str]) -> Requirement:
     said = f"{chapter}.toml, {entry.get('id', 'a requirement without id')}"
-    wanted = set(Requirement.__dataclass_fields__) - {"chapter", "waits_for"}
-    if odd := wanted ^ set(entry):
+    known = set(Requirement.__dataclass_fields__) - {"chapter"}
+    if odd := {field for field in known ^ set(entry) if field not in known or field not in _REASONS}:
         raise BadSpec(f"{said}: fields missing or unknown: {', '.join(sorted(odd))}")
     if not _ID.fullmatch(entry["id"]):
         raise BadSpec(f"{said}: an id is PREFIX-nn")

@@ -14,6 +14,7 @@ from typing import Any
 
 from moe_conformance import catalogue, spec
 from moe_conformance.spec import Requirement
+from moe_conformance.spec.places import checked
 
 OTHERS = "other_suites.toml"
 
@@ -48,11 +49,11 @@ def read_others(folder: Path) -> Sequence[Mapping[str, Any]]:
 
 def _index(chapters: Mapping[str, Sequence[Requirement]]) -> str:
     rows = [
-        (f"[{chapter}]({chapter}.md)", law[0].id.split("-")[0], len(law), sum(not each.waits_for for each in law))
+        (f"[{chapter}]({chapter}.md)", law[0].id.split("-")[0], len(law), sum(each.id in checked() for each in law))
         for chapter, law in chapters.items()
     ]
     every = [each for law in chapters.values() for each in law]
-    total = ("all", "", len(every), sum(not each.waits_for for each in every))
+    total = ("all", "", len(every), sum(each.id in checked() for each in every))
     return _page(
         "The law",
         "Every requirement has a permanent id. What has no check yet, and why, stands with it.",
@@ -68,8 +69,8 @@ def _chapter(chapter: str, law: Sequence[Requirement]) -> str:
 def _entry(each: Requirement) -> str:
     rows = [("formula", each.formula), ("degenerate cases", each.degenerate), ("source", each.source)]
     state = f"decided in the {each.profile} profile"
-    if each.waits_for:
-        state = f"no check yet: it waits for {each.waits_for}"
+    if each.id not in checked():
+        state = f"no check yet{_why(each)}"
     return "\n\n".join(
         [
             f"## {each.id}",
@@ -78,6 +79,10 @@ def _entry(each: Requirement) -> str:
             f"{each.level}, since {each.since}; {state}.",
         ]
     )
+
+
+def _why(each: Requirement) -> str:
+    return f": {each.without_check}" if each.without_check else ""
 
 
 def _others(behaviours: Iterable[Mapping[str, Any]], checks: Mapping[str, Sequence[str]]) -> str:
@@ -105,10 +110,10 @@ def _decided(behaviour: Mapping[str, Any], checks: Mapping[str, Sequence[str]]) 
     decided = [each for each in behaviour["requirements"] if each in checks]
     for each in behaviour["requirements"]:
         if each not in checks:
-            waiting.setdefault(law[each].waits_for, []).append(each)
+            waiting.setdefault(f"no check yet{_why(law[each])}", []).append(each)
     return (
         "; ".join(f"{each} {', '.join(f'`{name}`' for name in dict.fromkeys(checks[each]))}" for each in decided),
-        "; ".join([*(f"{', '.join(ids)}: waits for {reason}" for reason, ids in waiting.items()), *undecided]),
+        "; ".join([*(f"{', '.join(ids)}: {reason}" for reason, ids in waiting.items()), *undecided]),
     )
 
 

@@ -1,0 +1,180 @@
+"""Where a requirement is held: its checks, the oracles that decide it, native's lines, planted bugs, findings, waivers.
+
+All of it is read from the source text, so that nothing is imported. An oracle says `Decides: ID, ID.` in its docstring,
+native says `Implements: ID` where it has the lines that keep the rule.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+
+from moe_conformance.spec.source_graph import SourceGraph, Symbol
+
+ROOT = Path(__file__).parents[2]  # the folder in which moe_conformance lies
+
+_ID = re.compile(r"\b[A-Z]+-\d\d\b")
+_CHECKS, _ORACLES, _NATIVE, _PLANTS = (
+    "distributed_tests", "reference", "moe_conformance/backends/native", "self_tests/planted_bugs"
+)  # fmt: skip
+_JUDGED_IN = (_CHECKS, "moe_conformance/judging", "moe_conformance/workloads", "moe_conformance/scenarios", _ORACLES)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line of a file, and what stands there."""
+
+    path: Path  # relative to the root
+    line: int
+    name: str
+    text: str = ""
+
+    def __str__(self) -> str:
+        """`path:line name`."""
+        return f"{self.path}:{self.line} {self.name}"
+
+
+class Places:
+    """What the source text says of every requirement; folders that are not there (in a wheel) hold nothing."""
+
+    def __init__(self, root: Path = ROOT) -> None:
+        """Read nothing yet."""
+        self.root = root
+
+    def checks(self, id: str) -> tuple[Place, ...]:
+        """Return the checks under `@requirement(id)`."""
+        return tuple(self._place(symbol, _first_line(symbol.docstring)) for symbol in self._checks.get(id, ()))
+
+    def oracles(self, id: str) -> tuple[Place, ...]:
+        """Return the oracles that decide a requirement and that one of its checks reaches."""
+        reached = {each.id: each for check in self._checks.get(id, ()) for each in self._reached(check.id)}
+        return tuple(self._place(each) for each in reached.values() if id in decided(each.docstring))
+
+    def native(self, id: str) -> tuple[Place, ...]:
+        """Return the lines of native that say that they implement a requirement."""
+        return tuple(self._lines(_NATIVE, "*.py", rf"Implements:.*\b{id}\b"))
+
+    def plants(self, id: str) -> tuple[Place, ...]:
+        """Return the planted bugs that expect a requirement to fail."""
+        return tuple(self._lines(_PLANTS, "*.py", rf'Expectation\(\s*"{id}"'))
+
+    def findings(self, id: str) -> tuple[Place, ...]:
+        """Return where the findings in real libraries name a requirement."""
+        return tuple(self._lines("docs/findings", "*.md", rf"\b{id}\b"))
+
+    def waivers(self, id: str) -> tuple[Place, ...]:
+        """Return where waivers name a requirement."""
+        return tuple(self._lines("waivers", "*.toml", rf"\b{id}\b"))
+
+    @cached_property
+    def checked(self) -> frozenset[str]:
+        """All requirements that have a check."""
+        return frozenset(self._checks)
+
+    @cached_property
+    def claimed(self) -> dict[str, tuple[Place, ...]]:
+        """By requirement: all oracles that say that they decide it, whether a check reaches them or not."""
+        found: dict[str, list[Place]] = {}
+        for symbol in self._oracles:
+            for id in decided(symbol.docstring):
+                found.setdefault(id, []).append(self._place(symbol))
+        return {id: tuple(places) for id, places in found.items()}
+
+    @cached_property
+    def unreached(self) -> tuple[Place, ...]:
+        """The oracles that claim requirements with checks, and that none of these checks reaches."""
+        useless = []
+        for symbol in self._oracles:
+            ids = [id for id in decided(symbol.docstring) if id in self._checks]
+            reached = {each.id for id in ids for check in self._checks[id] for each in self._reached(check.id)}
+            if ids and symbol.id not in reached:
+                useless.append(self._place(symbol, ", ".join(ids)))
+        return tuple(useless)
+
+    @cached_property
+    def _graph(self) -> SourceGraph:
+        return SourceGraph(self.root, _JUDGED_IN)
+
+    @cached_property
+    def _reach(self) -> dict[str, tuple[Symbol, ...]]:
+        return {}
+
+    def _reached(self, start: str) -> tuple[Symbol, ...]:
+        if start not in self._reach:
+            self._reach[start] = tuple(self._graph.reached(start))
+        return self._reach[start]
+
+    @cached_property
+    def _oracles(self) -> tuple[Symbol, ...]:
+        folder = self.root / _ORACLES
+        return tuple(each for each in self._graph.symbols.values() if folder in each.path.parents)
+
+    @cached_property
+    def _checks(self) -> dict[str, tuple[Symbol, ...]]:
+        found: dict[str, list[Symbol]] = {}
+        for symbol in SourceGraph(self.root, (_CHECKS,)).symbols.values():  # a few files: asked for by every run
+            for id in _required(symbol):
+                found.setdefault(id, []).append(symbol)
+        return {id: tuple(symbols) for id, symbols in found.items()}
+
+    def _place(self, symbol: Symbol, text: str = "") -> Place:
+        return Place(symbol.path.relative_to(self.root), symbol.node.lineno, symbol.name, text)
+
+    def _lines(self, folder: str, names: str, pattern: str) -> Iterator[Place]:
+        for path in sorted((self.root / folder).rglob(names)):
+            text = _text(path)
+            for match in re.finditer(pattern, text):
+                line = text.count("\n", 0, match.start()) + 1
+                yield Place(path.relative_to(self.root), line, _owner(path, line) if path.suffix == ".py" else "")
+
+
+@cache
+def checked() -> frozenset[str]:
+    """Return the requirements that have a check."""
+    return Places().checked
+
+
+@cache
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def decided(docstring: str) -> tuple[str, ...]:
+    """Return the ids that a docstring says its function decides: those between `Decides:` and `Source:`."""
+    said = re.search(r"Decides:(.*?)(?:Source|\n\s*\n|\Z)", docstring, re.DOTALL)
+    return tuple(_ID.findall(said.group(1))) if said else ()
+
+
+def _required(symbol: Symbol) -> Sequence[str]:
+    """Return the ids of a check's decorators."""
+    if not isinstance(symbol.node, ast.FunctionDef):
+        return ()
+    marks = [each for each in symbol.node.decorator_list if isinstance(each, ast.Call)]
+    marks = [each for each in marks if isinstance(each.func, ast.Name) and each.func.id == "requirement"]
+    given = [value.value for each in marks for value in each.args if isinstance(value, ast.Constant)]
+    return [str(each) for each in given]
+
+
+def _owner(path: Path, line: int) -> str:
+    """Return the innermost class or function at a line of a Python file, its decorators included; "" if none is."""
+    around = [(start, name) for start, end, name in _extents(path) if start <= line <= end]
+    return max(around)[1] if around else ""
+
+
+@cache
+def _extents(path: Path) -> tuple[tuple[int, int, str], ...]:
+    """Return the first and last line of every class and function of a file, and its name."""
+    found = []
+    for node in ast.walk(ast.parse(_text(path))):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            start = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+            found.append((start, node.end_lineno or start, node.name))
+    return tuple(found)
+
+
+def _first_line(docstring: str) -> str:
+    return docstring.partition("\n")[0]
