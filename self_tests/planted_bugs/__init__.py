@@ -1,70 +1,40 @@
-"""Planted bugs: small, named changes to native that the suite must catch, and say why. One module per chapter."""
+"""Planted bugs: small, named changes to native that the suite must catch, and say why. One module per chapter.
+
+Every `Plant` in a module of this folder is found; there is no list to add it to.
+"""
 
 from __future__ import annotations
 
-from self_tests.planted_bugs import (
-    capacity,
-    capacity_ends,
-    capacity_exchange,
-    config_rules,
-    cost,
-    dispatch_layout,
-    exchange,
-    exchange_back,
-    exchange_ends,
-    exchange_misuse,
-    exchange_spoilt,
-    experts,
-    first_steps,
-    flex,
-    forcing,
-    gradients,
-    groups,
-    identity,
-    many_ranks,
-    narrow_wires,
-    overflow_drops,
-    overlap,
-    packed_sequences,
-    packing,
-    packing_ends,
-    padding_gradients,
-    permute,
-    repetition,
-    routing,
-    routing_ends,
-    routing_extremes,
-    row_blocks,
-    settings,
-    shared_biases,
-    shared_experts,
-    sizes,
-    token_copies,
-    token_exchange,
-    twin_ends,
-    twins,
-)
+import importlib
+import pkgutil
+from functools import cache
+
 from self_tests.planted_bugs.plant import Expectation, Plant
 
 __all__ = ["Expectation", "Plant", "find", "plants", "plants_of_many_ranks"]
 
+_MOST_REAL_RANKS = 8  # of any layout that processes run; what shows on more is tried on virtual ranks
+
+
+@cache
+def _all() -> tuple[Plant, ...]:
+    """Return all plants, each from the module that makes it: another one may have imported it."""
+    found: list[Plant] = []
+    for each in pkgutil.walk_packages(__path__, f"{__name__}."):
+        module = importlib.import_module(each.name)
+        own = (value for value in vars(module).values() if isinstance(value, Plant))
+        found += [plant for plant in own if plant.backend.startswith(f"{each.name}:")]
+    return tuple(found)
+
 
 def plants() -> tuple[Plant, ...]:
-    """Return all plants, chapter by chapter."""
-    exchanges = (exchange, repetition, exchange_back, exchange_ends, twins, twin_ends, exchange_spoilt, exchange_misuse)
-    drops = (capacity, capacity_ends, capacity_exchange, overflow_drops, row_blocks)
-    routers = (routing, routing_ends, routing_extremes, forcing)
-    chapters = (first_steps, sizes, *routers, *drops, *exchanges, experts, gradients, groups, overlap, cost)
-    laws = (identity, padding_gradients, settings, config_rules)
-    shared = (shared_experts, shared_biases)
-    wires = (token_exchange, narrow_wires)
-    surfaces = (*laws, flex, permute, dispatch_layout, *wires, packing, packing_ends, packed_sequences, *shared)
-    return tuple(plant for chapter in (*chapters, token_copies, *surfaces) for plant in chapter.PLANTS)
+    """Return all plants that show on real ranks, module by module."""
+    return tuple(plant for plant in _all() if plant.layout.world <= _MOST_REAL_RANKS)
 
 
 def plants_of_many_ranks() -> tuple[Plant, ...]:
     """Return those that show on virtual ranks only."""
-    return many_ranks.PLANTS
+    return tuple(plant for plant in _all() if plant.layout.world > _MOST_REAL_RANKS)
 
 
 def find(name: str) -> Plant:
@@ -73,7 +43,7 @@ def find(name: str) -> Plant:
     Raises:
         LookupError: there is none; lists those that there are.
     """
-    for plant in (*plants(), *plants_of_many_ranks()):
+    for plant in _all():
         if plant.name == name:
             return plant
     raise LookupError(f"no plant {name!r}; known: {', '.join(plant.name for plant in plants())}")

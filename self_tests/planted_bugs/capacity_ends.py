@@ -17,7 +17,7 @@ from moe_conformance.backends.native.managers import Held, HybridEPManager
 from moe_conformance.backends.native.padding import PaddedExchange
 from moe_conformance.backends.native.routing import Router
 from moe_conformance.contract import Config, Delivery, Overflow, Routed, Routing
-from self_tests.planted_bugs.plant import EP2_ETP2, TP2_EP2, Expectation, collect, planted
+from self_tests.planted_bugs.plant import EP2_ETP2, TP2_EP2, Expectation, planted
 from self_tests.unusual_backends import RoundedUpOverTensorRanks
 
 # ---- routers -------------------------------------------------------------------------------------------------------
@@ -206,6 +206,3 @@ class RefusalLetsGo(HybridEPManager):
             raise
         self.flying.append(held)
         return delivery, held
-
-
-PLANTS = collect(globals())

@@ -19,7 +19,7 @@ from moe_conformance.backends.native.managers import HybridEPManager
 from moe_conformance.backends.native.permutation import Pairs
 from moe_conformance.backends.native.token_exchange import TokenExchange
 from moe_conformance.contract import Config, Delivery, Overflow, Routing
-from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, collect, planted
+from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, planted
 
 # ---- filled up to a capacity ---------------------------------------------------------------------------------------
 
@@ -301,6 +301,3 @@ class RowsOfTheRefused(Budgeted):
     def combine(self, rows: Tensor, held: Any) -> Tensor:
         left, self.left = self.left, 0.0
         return super().combine(rows, held) + left
-
-
-PLANTS = collect(globals())

@@ -14,7 +14,7 @@ from moe_conformance.backends.native import collectives
 from moe_conformance.backends.native.exchange import AllToAllExchange, Permuted
 from moe_conformance.backends.native.permutation import Pairs
 from moe_conformance.contract import Delivery, Routing
-from self_tests.planted_bugs.plant import EP2_ETP2, TP2_EP2, Expectation, collect, planted
+from self_tests.planted_bugs.plant import EP2_ETP2, TP2_EP2, Expectation, planted
 from self_tests.unusual_backends import LendsUntilTheNext
 
 # ---- combine -------------------------------------------------------------------------------------------------------
@@ -386,6 +386,3 @@ class AddsWhatWasThere(AllToAllExchange):
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
         y = super().combine(rows, handle)
         return y + 0 * torch.empty_like(y)
-
-
-PLANTS = collect(globals())

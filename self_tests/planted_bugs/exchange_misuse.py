@@ -16,7 +16,7 @@ from moe_conformance.backends.native.exchange import AllToAllExchange
 from moe_conformance.backends.native.padding import PaddedExchange
 from moe_conformance.backends.native.token_copies import TokenCopies
 from moe_conformance.contract import Delivery, Routing
-from self_tests.planted_bugs.plant import TP2_EP2, Expectation, collect, planted
+from self_tests.planted_bugs.plant import TP2_EP2, Expectation, planted
 
 
 @planted(
@@ -126,6 +126,3 @@ class MisfitRefusedAlone(AllToAllExchange):
         if rows.shape[1:] != handle.permuted.shape[-1:]:
             raise ValueError(f"rows of width {rows.shape[1]}")
         return super().combine(rows, handle)
-
-
-PLANTS = collect(globals())

@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_conformance.backends.native.exchange import AllToAllExchange, Permuted
 from moe_conformance.backends.native.experts import Experts, swiglu
 from moe_conformance.contract import Delivery, Routing
-from self_tests.planted_bugs.plant import Expectation, collect, planted
+from self_tests.planted_bugs.plant import Expectation, planted
 
 
 @planted(
@@ -88,6 +88,3 @@ class EveryExpertMeetsEveryRow(Experts):
         weights = zip(self.gate_NFD.unbind(), self.up_NFD.unbind(), self.down_NDF.unbind(), strict=True)
         outs = [(expert_P == n).unsqueeze(1) * swiglu(rows_PD, *w) for n, w in enumerate(weights)]
         return torch.stack(outs).sum(0)
-
-
-PLANTS = collect(globals())

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from moe_conformance.backends.native.exchange import AllToAllExchange
 from moe_conformance.backends.native.experts import Experts
 from moe_conformance.contract import Config, Delivery, Named, Read, Topology
-from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, collect, planted
+from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, planted
 
 
 @planted(Expectation("EXPT-01", "own-even", "experts", "y is as if gate and up were swapped"))
@@ -182,6 +182,3 @@ class AnotherKernelBesideIdleExperts(Experts):
             halves = zip(hidden.chunk(2, 1), down.chunk(2, 1), strict=True)
             answers.append(sum(F.linear(*half) for half in halves))
         return torch.cat(answers)
-
-
-PLANTS = collect(globals())

@@ -17,7 +17,7 @@ from moe_conformance.backends.native.layer import Layer
 from moe_conformance.backends.native.routing import Router
 from moe_conformance.backends.native.shared_experts import SharedExperts
 from moe_conformance.contract import Delivery, Routing
-from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, collect, planted
+from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, planted
 
 
 class _First(torch.autograd.Function):
@@ -161,6 +161,3 @@ class NobodyAsks(AllToAllExchange):
         y = super().combine(rows, handle)
         silenced: Tensor = _Silent.apply(y) if self.silent and y.requires_grad else y  # type: ignore[no-untyped-call]
         return silenced
-
-
-PLANTS = collect(globals())

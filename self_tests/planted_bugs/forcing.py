@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from moe_conformance.backends.native.forcing import ForcedRouter
 from moe_conformance.backends.native.routing import Router
 from moe_conformance.contract import Config, Routed, Topology
-from self_tests.planted_bugs.plant import TP2_EP2, Expectation, collect, planted
+from self_tests.planted_bugs.plant import TP2_EP2, Expectation, planted
 
 # ---- groups --------------------------------------------------------------------------------------------------------
 
@@ -388,6 +388,3 @@ class LayersShareOneBias(ForcedRouter):
     def __init__(self, config: Config, device: torch.device, topology: Topology, number: int) -> None:
         super().__init__(config, device, topology, number)
         self.biases.manual_seed(1)
-
-
-PLANTS = collect(globals())

@@ -15,7 +15,7 @@ from moe_conformance.backends.native.experts import Experts
 from moe_conformance.backends.native.gradients import GradientFinisher, Replicated
 from moe_conformance.backends.native.permutation import Pairs
 from moe_conformance.contract import Delivery, Routing
-from self_tests.planted_bugs.plant import EP2_EDP2, EP2_ETP2, Expectation, collect, planted
+from self_tests.planted_bugs.plant import EP2_EDP2, EP2_ETP2, Expectation, planted
 
 # ---- through the exchange ------------------------------------------------------------------------------------------
 
@@ -244,6 +244,3 @@ class IdleExpertsSkipped(Experts):
 
     def _loop(self, rows_PD: Tensor, counts_N: list[int]) -> Tensor:
         return super()._loop(rows_PD, counts_N) if len(rows_PD) else rows_PD
-
-
-PLANTS = collect(globals())

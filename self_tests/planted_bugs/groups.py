@@ -17,7 +17,7 @@ from moe_conformance.backends.native.gradients import GradientFinisher
 from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.contract import Config, Topology, Unsupported
 from moe_conformance.topology import Layout, RankLists
-from self_tests.planted_bugs.plant import EP2, EP2_EDP2, EP2_ETP2, Expectation, collect, planted
+from self_tests.planted_bugs.plant import EP2, EP2_EDP2, EP2_ETP2, Expectation, planted
 
 
 @planted(
@@ -261,6 +261,3 @@ class ReducesFloat64InFloat32(GradientFinisher):
     def _summed(self, gradient: Tensor, replicas: tuple[str, ...]) -> Tensor:
         narrow = gradient.float() if replicas == Experts.replicas else gradient
         return super()._summed(narrow, replicas)
-
-
-PLANTS = collect(globals())

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_conformance.backends.native.exchange import AllToAllExchange, LocalExchange
 from moe_conformance.contract import Delivery, Routing
-from self_tests.planted_bugs.plant import SINGLE, Expectation, collect, planted
+from self_tests.planted_bugs.plant import SINGLE, Expectation, planted
 
 
 class ClearsWhatItReceived(AllToAllExchange):
@@ -85,6 +85,3 @@ class TokensHandedOverInPlace(LocalExchange):
         weights_T1, shape = handle
         y: Tensor = _WeighedInPlace.apply(rows, weights_T1)  # type: ignore[no-untyped-call]
         return y.reshape(shape)
-
-
-PLANTS = collect(globals())

@@ -13,7 +13,7 @@ from moe_conformance.backends.native.managers import Held, HybridEPManager
 from moe_conformance.backends.native.permutation import Pairs, first_of, sort_pairs
 from moe_conformance.backends.native.token_exchange import Arrived, TokenExchange
 from moe_conformance.contract import Config
-from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, collect, planted
+from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, planted
 
 
 def last_of(pairs: Pairs, number: int) -> Pairs:
@@ -210,6 +210,3 @@ class DroppedTokensPassOn(_Taken):
         y_RD = super()._take_back(rows, held)
         lost_R1 = (self._lost(held) == (held.handle.ids_RK >= 0)).all(1, keepdim=True)
         return torch.where(lost_R1, self.arrived_RD, y_RD)
-
-
-PLANTS = collect(globals())

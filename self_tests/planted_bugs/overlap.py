@@ -14,7 +14,7 @@ from moe_conformance.backends.native.collectives import Travelling
 from moe_conformance.backends.native.exchange import AllToAllExchange
 from moe_conformance.backends.native.gradients import GradientFinisher
 from moe_conformance.contract import Delivery, Routing
-from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, collect, planted
+from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, planted
 
 WATCHED = "watched-in-flight-uneven"
 POISONED = "poisoned-in-flight-uneven"
@@ -129,6 +129,3 @@ class GradientsNotAwaited(GradientFinisher):
             if self.topology.group(name).size() > 1:
                 dist.all_reduce(total, group=self.topology.group(name), async_op=True)
         return total
-
-
-PLANTS = collect(globals())

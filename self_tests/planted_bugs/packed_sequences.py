@@ -16,7 +16,7 @@ from moe_conformance.backends.native.routing import Router
 from moe_conformance.contract import Delivery, Routed, Routing, Unsupported
 from moe_conformance.surfaces import PackedSequences
 from moe_conformance.topology import Layout
-from self_tests.planted_bugs.plant import SINGLE, Expectation, collect, planted
+from self_tests.planted_bugs.plant import SINGLE, Expectation, planted
 
 # ---- packed sequences ----------------------------------------------------------------------------------------------
 
@@ -323,6 +323,3 @@ class LoadsAreNotWhole(Router):
         routed = super().forward(x, padding_mask_T)
         assert routed.counts_E is not None
         return replace(routed, counts_E=routed.counts_E + 0.75)
-
-
-PLANTS = collect(globals())

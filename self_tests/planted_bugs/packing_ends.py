@@ -13,7 +13,7 @@ from moe_conformance.backends.native.packing import Packing
 from moe_conformance.backends.native.routing import Router
 from moe_conformance.contract import Routed
 from moe_conformance.surfaces import PackedSequences
-from self_tests.planted_bugs.plant import SINGLE, Expectation, collect, planted
+from self_tests.planted_bugs.plant import SINGLE, Expectation, planted
 
 # ---- packs ---------------------------------------------------------------------------------------------------------
 
@@ -110,6 +110,3 @@ class MaskReadAcross(Router):
         if padding_mask_T is not None and x.dim() == 3:
             padding_mask_T = padding_mask_T.reshape(x.shape[1], x.shape[0]).t().flatten()
         return super().forward(x, padding_mask_T)
-
-
-PLANTS = collect(globals())

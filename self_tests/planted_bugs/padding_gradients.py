@@ -11,7 +11,7 @@ from moe_conformance.backends.native.exchange import AllToAllExchange
 from moe_conformance.backends.native.experts import Experts
 from moe_conformance.backends.native.low_latency import Filled, LowLatencyExchange
 from moe_conformance.contract import Routing
-from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, collect, planted
+from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, planted
 
 _HOW = "with a large gradient at every padding row, "
 
@@ -56,6 +56,3 @@ class RowsOfNobodyAreOnes(Experts):
 
     def _loop(self, rows_PD: Tensor, counts_N: list[int]) -> Tensor:
         return super()._loop(torch.where((rows_PD == 0).all(1, keepdim=True), 1, rows_PD), counts_N)
-
-
-PLANTS = collect(globals())

@@ -15,7 +15,7 @@ from moe_conformance.backends.native.row_index import RowIndex
 from moe_conformance.backends.native.rows import Permutation
 from moe_conformance.contract import Config, Routing
 from moe_conformance.surfaces import Dense, Permuted
-from self_tests.planted_bugs.plant import SINGLE, Expectation, collect, planted
+from self_tests.planted_bugs.plant import SINGLE, Expectation, planted
 
 # ---- rows by expert ------------------------------------------------------------------------------------------
 
@@ -315,6 +315,3 @@ class MapOfConstants(RoutingForms):
     def to_dense(self, routing: Routing) -> Dense:
         made = super().to_dense(replace(routing, weights_TK=routing.weights_TK.detach()))
         return replace(made, weights_TE=made.weights_TE.requires_grad_())
-
-
-PLANTS = collect(globals())

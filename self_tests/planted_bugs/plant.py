@@ -103,8 +103,3 @@ def planted(
         )
 
     return plant
-
-
-def collect(names: Mapping[str, object]) -> tuple[Plant, ...]:
-    """Return the plants among the names of a module, in order."""
-    return tuple(value for value in names.values() if isinstance(value, Plant))

@@ -22,7 +22,7 @@ from moe_conformance.backends.native.gradients import GradientFinisher, Replicat
 from moe_conformance.backends.native.permutation import Pairs
 from moe_conformance.backends.native.routing import Router
 from moe_conformance.contract import Config, Routing, Topology, Unsupported
-from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, collect, planted
+from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, planted
 
 
 def _dithered(values: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -385,6 +385,3 @@ class ScoresStretchedByTheBatch(Router):
     def _logits(self, x_TD: Tensor) -> Tensor:
         logits_TE = super()._logits(x_TD)
         return logits_TE / logits_TE.detach().abs().max() if len(logits_TE) else logits_TE
-
-
-PLANTS = collect(globals())

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from moe_conformance.backends.native.gradients import GradientFinisher
 from moe_conformance.backends.native.routing import Router
 from moe_conformance.contract import Config, Routed
-from self_tests.planted_bugs.plant import TP2_EP2, Expectation, collect, planted
+from self_tests.planted_bugs.plant import TP2_EP2, Expectation, planted
 
 # ---- selection -----------------------------------------------------------------------------------------------------
 
@@ -257,6 +257,3 @@ class RouterNotReduced(GradientFinisher):
 
     def _summed(self, gradient: Tensor, replicas: tuple[str, ...]) -> Tensor:
         return gradient if "tp" in replicas else super()._summed(gradient, replicas)
-
-
-PLANTS = collect(globals())

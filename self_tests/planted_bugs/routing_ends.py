@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from moe_conformance.backends.native.routing import Router
 from moe_conformance.contract import Routed
-from self_tests.planted_bugs.plant import Expectation, collect, planted
+from self_tests.planted_bugs.plant import Expectation, planted
 
 # ---- large logits --------------------------------------------------------------------------------------------------
 
@@ -106,6 +106,3 @@ class LoadNeverReset(Router):
         routed = super().forward(x)
         self.load_E = self.load_E + routed.counts_E
         return replace(routed, counts_E=self.load_E)
-
-
-PLANTS = collect(globals())

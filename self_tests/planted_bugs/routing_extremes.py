@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_conformance.backends.native import Native, NativeSession
 from moe_conformance.backends.native.routing import Router
 from moe_conformance.contract import Config, Named, Read, Routed
-from self_tests.planted_bugs.plant import Expectation, collect, planted
+from self_tests.planted_bugs.plant import Expectation, planted
 
 
 @planted(Expectation("ROUTE-14", "extreme-softmax", "route", "has the weights [nan", "1e+30"))
@@ -172,6 +172,3 @@ class Narrow(Native):
     """Native, whose router computes in bfloat16 where tokens are bfloat16."""
 
     session_class = NativeSession.building(NarrowRouter)
-
-
-PLANTS = collect(globals())

@@ -18,7 +18,7 @@ from moe_conformance.backends.native.managers import Held, HybridEPManager
 from moe_conformance.backends.native.padding import PaddedExchange
 from moe_conformance.backends.native.permutation import Pairs, sort_pairs
 from moe_conformance.contract import Delivery
-from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, collect, planted
+from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, planted
 
 BLOCK = 4
 
@@ -135,6 +135,3 @@ class BudgetWithoutBlocks(InBlocks):
 
     def _budget(self, tokens: int, slots: int) -> int:
         return HybridEPManager._budget(self, tokens, slots)
-
-
-PLANTS = collect(globals())

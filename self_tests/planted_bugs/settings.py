@@ -13,7 +13,7 @@ from moe_conformance.backends.native.exchange import AllToAllExchange
 from moe_conformance.backends.native.experts import Experts
 from moe_conformance.backends.native.rows import Permutation
 from moe_conformance.contract import Config, Topology
-from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, collect, planted
+from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, planted
 
 _OPEN = "from opening to closing, on rank 0 "
 
@@ -98,7 +98,4 @@ class NativeThatSpeaksAtTheDoor(Native):
     """Importing what the backend wants to be imported sets a variable of the environment of all children."""
 
     name = "native-that-speaks-at-the-door"
-    preload: ClassVar[tuple[str, ...]] = ("self_tests.planted_bugs.loud_import",)
-
-
-PLANTS = collect(globals())
+    preload: ClassVar[tuple[str, ...]] = ("self_tests.loud_import",)

@@ -9,7 +9,7 @@ from torch import Tensor
 from moe_conformance.backends.native.gradients import GradientFinisher, Replicated
 from moe_conformance.backends.native.layer import Layer
 from moe_conformance.backends.native.shared_experts import OutputBias, SharedExperts
-from self_tests.planted_bugs.plant import TP2_EP2, Expectation, collect, planted
+from self_tests.planted_bugs.plant import TP2_EP2, Expectation, planted
 
 
 class _WithBias(Layer):
@@ -164,6 +164,3 @@ class BiasReducedTwice(_BiasFinisher):
     """The backward has summed the gradient of the bias over tp, and finishing sums it once more."""
 
     instead = (*OutputBias.replicas, "tp")
-
-
-PLANTS = collect(globals())

@@ -17,7 +17,7 @@ from moe_conformance.backends.native.gradients import GradientFinisher
 from moe_conformance.backends.native.layer import Layer
 from moe_conformance.backends.native.shared_experts import SharedExperts
 from moe_conformance.contract import Delivery, Named, Read, Routing
-from self_tests.planted_bugs.plant import TP2_EP2, Expectation, collect, planted
+from self_tests.planted_bugs.plant import TP2_EP2, Expectation, planted
 
 # ---- added once ----------------------------------------------------------------------------------------------------
 
@@ -343,6 +343,3 @@ class GradientOfTheLayerRecycled(Layer):
         if self.latest is not None and self.latest.grad is not None:
             self.latest.grad.zero_()
         self.latest = x
-
-
-PLANTS = collect(globals())

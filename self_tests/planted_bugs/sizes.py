@@ -21,7 +21,7 @@ from moe_conformance.backends.native.shared_experts import SharedExperts
 from moe_conformance.backends.native.token_copies import TokenCopies
 from moe_conformance.contract import Config, Delivery, Routing, Topology
 from moe_conformance.topology import Layout
-from self_tests.planted_bugs.plant import SINGLE, Expectation, collect, planted
+from self_tests.planted_bugs.plant import SINGLE, Expectation, planted
 
 _CUT_AND_COPIED = Layout(4, etp=2)
 _CROSSED = Layout(4, tp=2, ep=4)
@@ -265,6 +265,3 @@ class BackwardOfTheLastCombine(ReusableExchange):
         for bias_TD in biases:
             y_TD = self._add(y_TD, bias_TD)
         return y_TD
-
-
-PLANTS = collect(globals())

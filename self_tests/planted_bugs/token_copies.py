@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_conformance.backends.native import Native, NativeSession, collectives
 from moe_conformance.backends.native.token_copies import Shares, TokenCopies
 from moe_conformance.contract import Delivery, Routing
-from self_tests.planted_bugs.plant import TP2_EP2, Expectation, collect, planted
+from self_tests.planted_bugs.plant import TP2_EP2, Expectation, planted
 
 
 @planted(
@@ -300,6 +300,3 @@ class ComparedOnce(TokenCopies):
         if not self._compared:
             super()._compare(ids_TK, device, problem)
         self._compared = True
-
-
-PLANTS = collect(globals())

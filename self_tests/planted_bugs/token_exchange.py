@@ -17,7 +17,7 @@ from moe_conformance.backends.native.reusable import ReusableExchange
 from moe_conformance.backends.native.token_exchange import Arrived, Handle, TokenExchange
 from moe_conformance.contract import Routing
 from moe_conformance.surfaces import Received
-from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, collect, planted
+from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, planted
 
 # ---- handles -------------------------------------------------------------------------------------------------------
 
@@ -364,6 +364,3 @@ class SentWideInOneSize(TokenExchange):
         arrived = collectives.all_to_all(torch.cat(parts), rooms, rooms, self.group).split(rooms)
         rows_RD = torch.cat([part[:rows] for part, rows in zip(arrived, handle.received_W, strict=True)])
         return rows_RD, self._send(scales_MB, handle)
-
-
-PLANTS = collect(globals())

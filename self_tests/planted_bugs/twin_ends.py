@@ -13,7 +13,7 @@ from moe_conformance.backends.native.exchange import AllToAllExchange
 from moe_conformance.backends.native.gradients import GradientFinisher, Replicated
 from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.contract import Config, Routing, Topology, Unsupported
-from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, collect, planted
+from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, planted
 
 # ---- refusals ------------------------------------------------------------------------------------------------------
 
@@ -117,6 +117,3 @@ class AnswersRoundedToFloat32(AllToAllExchange):
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
         y = super().combine(rows, handle)
         return y + (y.float().to(y.dtype) - y).detach()
-
-
-PLANTS = collect(globals())

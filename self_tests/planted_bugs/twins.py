@@ -14,7 +14,7 @@ from moe_conformance.backends.native.exchange import AllGatherExchange, AllToAll
 from moe_conformance.backends.native.experts import Experts, in_blocks
 from moe_conformance.backends.native.permutation import Pairs
 from moe_conformance.contract import Config, Routing, Topology
-from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, collect, planted
+from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, planted
 
 
 def _as_if_contiguous(values: Tensor) -> Tensor:
@@ -248,6 +248,3 @@ class OutputAsLongAsTheFirstPack(AllToAllExchange):
         self._tokens = len(y) if self._tokens is None else self._tokens
         there_T = torch.arange(len(y)) < self._tokens
         return torch.where(there_T[:, None], y, 0)
-
-
-PLANTS = collect(globals())
