@@ -20,10 +20,9 @@ from moe_conformance.plugin import agenda, repeating, roster
 from moe_conformance.plugin.alongside import Twins
 from moe_conformance.plugin.drawing import Drive, Search
 from moe_conformance.plugin.outcomes import Outcomes
-from moe_conformance.plugin.recording import record_of, translate, waiver_of
+from moe_conformance.plugin.recording import attach, record_of, translate, waiver_of
 from moe_conformance.plugin.run import Run
 from moe_conformance.plugin.trial import Ending, Trial, ending, refusal_of, trial_of
-from moe_conformance.report.records import PROPERTY
 from moe_conformance.scenarios.group_lists import CannotTell
 from moe_conformance.scenarios.outcome import Outcome, Told
 from moe_conformance.scenarios.script import SESSION
@@ -247,8 +246,8 @@ class Driver:
             ended = replace(ended, detail=report.longreprtext)
         ended = self._look_again(item, trial, ended)
         record = record_of(self.run, item, trial, ended)
-        report.user_properties.append((PROPERTY, record.to_json()))
-        translate(report, record)
+        attach(report, record, item.config)
+        translate(report, record, self.run)
         return report
 
     def _look_again(self, item: pytest.Item, trial: Trial, ended: Ending) -> Ending:

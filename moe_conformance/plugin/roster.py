@@ -30,13 +30,13 @@ def roster(items: Iterable[pytest.Item]) -> Roster:
     return {item.nodeid: _entry(item) for item in items if item.get_closest_marker("requirement") is not None}
 
 
-def lost(entry: Record, reproduce: str) -> Record:
-    """Return the record of an item with which an xdist worker ended, and the command that runs it again."""
+def lost(entry: Record) -> Record:
+    """Return the record of an item with which an xdist worker ended."""
     message = (
         "the pytest-xdist worker ended while it ran this item: it was killed, or something ended its process; run the "
         "item alone to see"
     )
-    return replace(entry, verdict="error", message=message, kind="WorkerLost", reproduce=reproduce)
+    return replace(entry, verdict="error", message=message, kind="WorkerLost")
 
 
 def hand_over(workerinput: Mapping[str, Any], items: Iterable[pytest.Item]) -> None:
