@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from functools import partial as bind
 
@@ -41,7 +41,7 @@ class Measured:
     value: Tensor
     worst: Tensor
     spread: Tensor
-    exact: bool = False  # both bounds are zeros, so that products need not inherit them
+    exact: bool = field(default=False, kw_only=True)  # both bounds are zeros, so that products need not inherit them
 
     @property
     def error(self) -> Tensor:
@@ -50,11 +50,11 @@ class Measured:
 
     def __neg__(self) -> Measured:
         """Change the sign, exactly."""
-        return Measured(-self.value, self.worst, self.spread, self.exact)
+        return Measured(-self.value, self.worst, self.spread, exact=self.exact)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Measured:
         """Arrange the elements in another way: view, take or expand them."""
-        return Measured(change(self.value), change(self.worst), change(self.spread), self.exact)
+        return Measured(change(self.value), change(self.worst), change(self.spread), exact=self.exact)
 
 
 def exact(value: Tensor) -> Measured:

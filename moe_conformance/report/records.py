@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 Verdict = Literal[
@@ -24,6 +24,7 @@ _PRECEDENCE: tuple[Verdict, ...] = (
 PROPERTY = "moe-conformance"
 
 _TUPLES = ("requirements", "blamed", "replay", "traits")
+_MAPPINGS = ("compared", "travelled", "resolved", "drawn")
 
 
 @dataclass(frozen=True)
@@ -65,14 +66,14 @@ class Record:
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as dicts, lists, strings and numbers."""
-        data = asdict(self)
-        return data | {name: list(getattr(self, name)) for name in _TUPLES}
+        data = {each.name: getattr(self, each.name) for each in fields(self)}
+        copies = {name: dict(data[name]) for name in _MAPPINGS}
+        return data | copies | {name: list(data[name]) for name in _TUPLES}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Record:
         """Return the record that `to_json` wrote."""
-        fields = dict(data)
-        return cls(**(fields | {name: tuple(fields[name]) for name in _TUPLES}))
+        return cls(**{**data, **{name: tuple(data[name]) for name in _TUPLES}})
 
 
 def of_report(properties: Iterable[tuple[str, Any]]) -> Record | None:
