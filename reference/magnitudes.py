@@ -20,7 +20,7 @@ from torch import Tensor
 from reference.expert_magnitudes import MeasuredExperts, Routed, Sharing
 from reference.experts import Parameters
 from reference.layer import Gradients, WeightsAt
-from reference.rounding import Measured, Rounding, exact, partial
+from reference.rounding import Measured, Rounding, errors, exact, partial
 
 ALONE = Sharing()
 _AT_ONCE = 2**18  # elements of the rows, with their padding, that are measured at once: they stay in the cache
@@ -60,7 +60,7 @@ def magnitudes(
         rounding=rounding, sharing=sharing, weights_at=weights_at,
     )  # fmt: skip
     dparameters = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in parameters.items()}
-    dparameters |= {key: each.error for key, each in of.dparameters.items()}
+    dparameters |= errors(of.dparameters)
     return Gradients(of.y_TD.error, of.dx_TD.error, of.dw_TK.error, dparameters)
 
 

@@ -23,15 +23,18 @@ whose bound is Hoeffding's. Sums of evenly spread errors are sub-Gaussian with t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from functools import partial as bind
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 DEVIATIONS = 7  # how many spreads an error may be away
+
+K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,25 @@ class Measured:
     def map(self, change: Callable[[Tensor], Tensor]) -> Measured:
         """Arrange the elements in another way: view, take or expand them."""
         return Measured(change(self.value), change(self.worst), change(self.spread), exact=self.exact)
+
+
+def errors(found: Mapping[K, Measured]) -> dict[K, Tensor]:
+    """Return the error of each, those of one shape at once.
+
+    >>> a, b = (Measured(*torch.tensor([[1.0], [2.0], [spread]])) for spread in (0.0, 0.25))
+    >>> errors({"a": a, "b": b})
+    {'a': tensor([2.]), 'b': tensor([1.7500])}
+    """
+    of_shape: dict[tuple[int, ...], list[K]] = {}
+    for key, each in found.items():
+        of_shape.setdefault(tuple(each.value.shape), []).append(key)
+    told = dict[K, Tensor]()
+    for keys in of_shape.values():
+        alike = [found[key] for key in keys]
+        value, worst, spread = ([getattr(each, name) for each in alike] for name in ("value", "worst", "spread"))
+        together = Measured(torch.stack(value), torch.stack(worst), torch.stack(spread))
+        told |= dict(zip(keys, together.error, strict=True))
+    return {key: told[key] for key in found}
 
 
 def exact(value: Tensor) -> Measured:

@@ -17,7 +17,7 @@ from torch import Tensor
 from reference.expert_magnitudes import Sharing, biased, swiglu_measured
 from reference.layer import WeightsAt
 from reference.magnitudes import MeasuredLayer, measured
-from reference.rounding import Measured, Rounding, exact, partial, parts_of
+from reference.rounding import Measured, Rounding, errors, exact, partial, parts_of
 from reference.routing_magnitudes import gradients_measured, logits_measured, weights_measured
 from reference.whole_layer import Key, LayerGradients, Weighing, shared_of
 
@@ -44,7 +44,7 @@ class LayerMeasured:
     @property
     def errors(self) -> LayerGradients:
         """The errors, in the fields that hold the values elsewhere."""
-        return LayerGradients(self.y.error, self.dx.error, {key: each.error for key, each in self.parameters.items()})
+        return LayerGradients(self.y.error, self.dx.error, errors(self.parameters))
 
 
 def measured_layer(

@@ -6,11 +6,12 @@ A pipeline stage has a batch and parameters of its own, so that the oracles are 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Generic, Protocol, Self, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from moe_conformance.judging import bounds
@@ -126,9 +127,10 @@ class StageAnswers(ABC, Generic[S]):
         for ranks, (values, errors) in zip(self.stages, self._backward_results, strict=True):
             tokens = sum(self._count(place) for place in backward_places_of(self.workload, ranks))
             targets = dict[ParameterKey, Target]()
-            for key, value in values.parameters.items():
-                allowed = self._allowed(errors.parameters[key], tokens)
-                targets[key] = Target(value / self.divisor, allowed / self.divisor)
+            for keys in _of_one_shape(values.parameters):  # these at once
+                value, error = (torch.stack([each.parameters[key] for key in keys]) for each in (values, errors))
+                both = value / self.divisor, self._allowed(error, tokens) / self.divisor
+                targets |= {key: Target(*of_key) for key, *of_key in zip(keys, *both, strict=True)}
             found.append(targets)
         return tuple(found)
 
@@ -140,6 +142,14 @@ class StageAnswers(ABC, Generic[S]):
         config = self.workload.config
         longest = max(bounds.longest_sum(config), *config.shared_ffn, 0)
         return bounds.allowed(error, config.dtype, addends=longest + tokens)
+
+
+def _of_one_shape(parameters: Mapping[ParameterKey, Tensor]) -> Iterable[list[ParameterKey]]:
+    """Return the keys of the parameters that have the same shape."""
+    of_shape: dict[tuple[int, ...], list[ParameterKey]] = {}
+    for key, value in parameters.items():
+        of_shape.setdefault(tuple(value.shape), []).append(key)
+    return of_shape.values()
 
 
 @lru_cache(maxsize=256)  # more than a cell has: the next variant on a layout finds what the one before it has left
