@@ -124,22 +124,30 @@ class Rounding:
         multiply, of_a, of_b = multiplication(formula), a.value.abs(), b.value.abs()
         value, squares_a, squares_b = multiply(a.value, b.value), of_a.square(), of_b.square()
 
-        def inherit(of_a: Tensor, error_a: Tensor, of_b: Tensor, error_b: Tensor) -> Tensor:
+        def inherit(of_a: Tensor, error_a: Tensor | None, of_b: Tensor, error_b: Tensor | None) -> Tensor:
             """Add up err(a) |b| + |a| err(b)."""
-            from_a = torch.zeros_like(value) if a.exact else multiply(error_a, of_b)
-            return from_a if b.exact else from_a + multiply(of_a, error_b)
+            from_a = torch.zeros_like(value) if error_a is None else multiply(error_a, of_b)
+            return from_a if error_b is None else from_a + multiply(of_a, error_b)
 
-        variance = inherit(squares_a, a.spread.square(), squares_b, b.spread.square())
-        n = (torch.tensor(addends(formula, a.value, b.value)) if n is None else n).double()
-        if bool((n <= 1).all()):
-            worst = inherit(of_a, a.worst, of_b, b.worst)
-            return self.stored(Measured(value, worst, variance.sqrt()))
-        all_of, several = multiply(of_a, of_b), (n > 1).double()  # a single product is added to nothing
-        spread = (variance + several * self.u**2 / 3 * multiply(squares_a, squares_b)).sqrt()
-        worst, many = DEVIATIONS * spread, 3 * n > DEVIATIONS**2
-        if not bool(many.all()):
-            worst = torch.where(many, worst, inherit(of_a, a.worst, of_b, b.worst) + several * self.u * all_of)
-        return self.stored(self.added(Measured(value, worst, spread), all_of, several * n))
+        def worst_inherited() -> Tensor:
+            return inherit(of_a, None if a.exact else a.worst, of_b, None if b.exact else b.worst)
+
+        variance_a, variance_b = (None if each.exact else each.spread.square() for each in (a, b))
+        variance = inherit(squares_a, variance_a, squares_b, variance_b)
+        count = addends(formula, a.value, b.value)
+        if count == 1:
+            return self.stored(Measured(value, worst_inherited(), variance.sqrt()))
+        all_of, all_squares = multiply(of_a, of_b), multiply(squares_a, squares_b)
+        if n is None:
+            spread = (variance + self.u**2 / 3 * all_squares).sqrt()
+            many = 3 * count > DEVIATIONS**2
+            worst = DEVIATIONS * spread if many else worst_inherited() + self.u * all_of
+            return self.stored(self.added(Measured(value, worst, spread), all_of, count))
+        several = n > 1  # a single product is added to nothing
+        spread = (variance + torch.where(several, self.u**2 / 3 * all_squares, 0.0)).sqrt()
+        worst = worst_inherited() + torch.where(several, self.u * all_of, 0.0)
+        worst = torch.where(3 * n > DEVIATIONS**2, DEVIATIONS * spread, worst)
+        return self.stored(self.added(Measured(value, worst, spread), all_of, torch.where(several, n, 0)))
 
     def total(self, a: Measured, dim: int) -> Measured:
         """Sum along a dimension; errors may be alike, and partial sums may be stored as exactly as the whole."""
@@ -250,5 +258,9 @@ def partial(value: Tensor, parts: Tensor) -> Tensor:
 
 
 def _rounded(a: Measured, off: Tensor, times: int | Tensor) -> Measured:
-    """Add roundings that are off by so much at most."""
-    return Measured(a.value, a.worst + times * off, (a.spread.square() + times * off.square() / 3).sqrt())
+    """Add roundings that are off by so much at most: `times off` to the worst, `times off^2 / 3` to the variance."""
+    if isinstance(times, int) and times == 0:
+        return a
+    in_all = off if isinstance(times, int) and times == 1 else times * off
+    variance = torch.addcmul(a.spread.square(), in_all, off, value=1 / 3)
+    return Measured(a.value, a.worst + in_all, variance.sqrt())
