@@ -20,12 +20,23 @@ from moe_conformance.workloads import tags
 
 @dataclass(frozen=True)
 class Compared:
-    """The gradient at one row, the match that it belongs to, and what it should be."""
+    """The gradient at one row, the match that it belongs to, and what it should be: row n of two tables."""
 
     match: Match
-    actual_D: Tensor
-    expected_D: Tensor
     wrong: bool
+    n: int
+    actual_ND: Tensor
+    expected_ND: Tensor
+
+    @property
+    def actual_D(self) -> Tensor:
+        """The gradient."""
+        return self.actual_ND[self.n]
+
+    @property
+    def expected_D(self) -> Tensor:
+        """What it should be."""
+        return self.expected_ND[self.n]
 
 
 def compare_out_gradients(reading: Reading) -> list[Compared]:
@@ -67,20 +78,20 @@ def _compared(
     gradient: Callable[[Handed], Tensor | None],
 ) -> list[Compared]:
     """Compare all rows at once; matches whose gradient is absent or not asked for are left out."""
-    present = [
-        (match, grad_RD[match.entry.row])
-        for match in matches
-        if reading.goes_backward(match.entry.microbatch)
-        and (grad_RD := gradient(reading.handed(match.entry))) is not None
-    ]
+    grads, starts, end = list[Tensor](), dict[tuple[int, int, int], int](), 0
+    for call, entry in {_row(match)[:3]: match.entry for match in matches}.items():
+        if reading.goes_backward(entry.microbatch) and (grad_RD := gradient(reading.handed(entry))) is not None:
+            grads.append(grad_RD)
+            starts[call], end = end, end + len(grad_RD)
+    present = [match for match in matches if _row(match)[:3] in starts]
     if not present:
         return []
-    actual_ND = torch.stack([row_D for _, row_D in present])
-    expected_ND = expect([match for match, _ in present])
+    rows = [starts[_row(match)[:3]] + match.entry.row for match in present]
+    actual_ND, expected_ND = torch.cat(grads)[rows], expect(present)
     wrong_N = wrong(actual_ND, expected_ND).any(1).tolist()
     return [
-        Compared(match, actual_D, expected_D, bad)
-        for (match, _), actual_D, expected_D, bad in zip(present, actual_ND, expected_ND, wrong_N, strict=True)
+        Compared(match, bad, n, actual_ND, expected_ND)
+        for n, (match, bad) in enumerate(zip(present, wrong_N, strict=True))
     ]
 
 
