@@ -63,17 +63,18 @@ def forward(
         raise ValueError(f"weights are applied at the output or at the input, not at {weights_at!r}")
     (T, D), K = x_TD.shape, ids_TK.shape[1]
     y_TD = torch.zeros(T, D, dtype=torch.float64)  # (T, D)
+    x_T1D, w_TK1 = x_TD.double()[:, None, :], weights_TK.double()[:, :, None]  # (T, 1, D), (T, K, 1)
     for e in ids_TK.unique().tolist():
         if e < 0:
             continue
         here_TK1 = (ids_TK == e)[:, :, None]  # (T, K, 1)
-        x_TKD = torch.where(here_TK1, x_TD.double()[:, None, :], 0.0)  # (T, K, D)
-        w_TK1 = torch.where(here_TK1, weights_TK.double()[:, :, None], 0.0)  # (T, K, 1)
+        x_TKD = torch.where(here_TK1, x_T1D, 0.0)  # (T, K, D)
+        own_TK1 = torch.where(here_TK1, w_TK1, 0.0)  # (T, K, 1)
         if weights_at == "input":
-            x_TKD = w_TK1 * x_TKD  # (T, K, D)
+            x_TKD = own_TK1 * x_TKD  # (T, K, D)
         out_TKD = expert(x_TKD.reshape(T * K, D), e).reshape(T, K, D)  # (T, K, D)
         if weights_at == "output":
-            out_TKD = w_TK1 * out_TKD  # (T, K, D)
+            out_TKD = own_TK1 * out_TKD  # (T, K, D)
         y_TD = y_TD + torch.where(here_TK1, out_TKD, 0.0).sum(dim=1)  # (T, D)
     return y_TD
 

@@ -11,18 +11,19 @@ Source: the chain rule.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from reference.expert_magnitudes import MeasuredExpert, Sharing
+from reference.expert_magnitudes import MeasuredExperts, Routed, Sharing
 from reference.experts import Parameters
 from reference.layer import Gradients, WeightsAt
-from reference.rounding import Measured, Rounding, exact, partial
+from reference.rounding import Measured, Rounding, errors, exact, partial
 
 ALONE = Sharing()
+_AT_ONCE = 2**18  # elements of the rows, with their padding, that are measured at once: they stay in the cache
 
 
 def magnitudes(
@@ -30,7 +31,7 @@ def magnitudes(
     ids_TK: Tensor,
     weights_TK: Tensor,
     dy_TD: Tensor,
-    build: Callable[[Rounding, Parameters, Sharing], MeasuredExpert],
+    build: Callable[[Rounding, Parameters, Sharing], MeasuredExperts],
     parameters: Parameters,
     *,
     rounding: Rounding,
@@ -46,8 +47,10 @@ def magnitudes(
     and added up to -3.5 at most to -4 (2):
 
     >>> from reference.expert_magnitudes import MeasuredRows
+    >>> def same(x, w, dy, routed):
+    ...     return MeasuredRows(x, x.value.abs(), dy, dy.value.abs(), w, w.value, {})
     >>> def identity(r, parameters, sharing):
-    ...     return lambda x, w, dy, e, places: MeasuredRows(x, x.value.abs(), dy, dy.value.abs(), w, w.value, {})
+    ...     return MeasuredExperts(same, {0: 1, 1: 1})
     >>> x, ids, w = torch.tensor([[1.0, -2.0]]), torch.tensor([[0, 1, -1]]), torch.tensor([[0.5, -4.0, 9.0]])
     >>> magnitudes(x, ids[:, :2], w[:, :2], x, identity, {}, rounding=Rounding(0.5, 0.0)).y_TD
     tensor([[ 6.5000, 13.0000]], dtype=torch.float64)
@@ -57,7 +60,7 @@ def magnitudes(
         rounding=rounding, sharing=sharing, weights_at=weights_at,
     )  # fmt: skip
     dparameters = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in parameters.items()}
-    dparameters |= {key: each.error for key, each in of.dparameters.items()}
+    dparameters |= errors(of.dparameters)
     return Gradients(of.y_TD.error, of.dx_TD.error, of.dw_TK.error, dparameters)
 
 
@@ -75,7 +78,7 @@ def measured(
     ids_TK: Tensor,
     weights_TK: Measured,
     dy_TD: Tensor,
-    expert: MeasuredExpert,
+    experts: MeasuredExperts,
     *,
     rounding: Rounding,
     sharing: Sharing = ALONE,
@@ -87,81 +90,130 @@ def measured(
     """
     (T, D), K = x_TD.shape, ids_TK.shape[1]
     weigh = _output if weights_at == "output" else _input
+    weighed = functools.partial(
+        weigh, rounding, experts, stored_parts=2 if sharing.etp > 1 else 0
+    )  # each part, and w times it
     y, dx = _SlotSum(T, D), _SlotSum(T, D)
     dw_TK = Measured(*torch.zeros(3, T, K, dtype=torch.float64))
     dparameters: dict[tuple[str, int], Measured] = {}
     ends_P = torch.tensor(sharing.places or [T]).cumsum(0)  # (P,)
-    for e in ids_TK.unique().tolist():
-        if e < 0:
-            continue
-        t_R, k_R = (ids_TK == e).nonzero(as_tuple=True)  # (R,) each, in the order of tokens
-        places = torch.bucketize(t_R, ends_P, right=True).bincount(minlength=len(ends_P)).tolist()
-        w_R = rounding.stored(Measured(*(each[t_R, k_R] for each in _each(weights_TK))))
-        rows = _Rows(w_R, exact(x_TD[t_R]), exact(dy_TD[t_R]), e, places)
-        parts = 2 if sharing.etp > 1 else 0  # every part is stored, and its product with w
-        weighed = functools.partial(weigh, rounding, expert, stored_parts=parts)
+    for group in _groups(ids_TK, experts.columns, D):
+        t_S, k_S = group.t_S, group.k_S
+        w_S = Measured(*(each[t_S, k_S] for each in _each(weights_TK)))
+        rows = _Rows(
+            rounding.stored(w_S.map(group.padded)),
+            exact(group.padded(x_TD[t_S])),
+            exact(group.padded(dy_TD[t_S])),
+            Routed(group.experts, group.counts_N, group.padded(torch.bucketize(t_S, ends_P, right=True))),
+        )
         of = weighed(rows)
         if bool(weights_TK.worst.any()):
             of = _with_errors_of_weights(rounding, weighed, rows, of, weights_at)
-        y.add(t_R, of.y_RD, of.y_parts_RD)
-        dx.add(t_R, of.dx_RD, of.dx_parts_RD)
-        for whole, part in zip(_each(dw_TK), _each(of.dw_R), strict=True):
-            whole[t_R, k_R] = part
-        dparameters |= {(name, e): each for name, each in of.dparameters.items()}
+        y.add(t_S, of.y_NRD.map(group.slots), group.slots(of.y_parts_NRD))
+        dx.add(t_S, of.dx_NRD.map(group.slots), group.slots(of.dx_parts_NRD))
+        for whole, part in zip(_each(dw_TK), _each(of.dw_NR), strict=True):
+            whole[t_S, k_S] = group.slots(part)
+        for name, dparameter in of.dparameters.items():
+            each = zip(*(bound.unbind() for bound in _each(dparameter)), strict=True)
+            dparameters |= {(name, e): Measured(*of_e) for e, of_e in zip(group.experts, each, strict=True)}
     sums = K * sharing.etp - 1
     return MeasuredLayer(y.total(rounding, sums), dx.total(rounding, sums), dw_TK, dparameters)
 
 
-class _Rows(NamedTuple):
-    """The rows of one expert and what comes with them."""
+class _Group(NamedTuple):
+    """The slots of some experts, S of them: in the order of experts, and of tokens within an expert."""
 
-    w_R: Measured
-    x_RD: Measured
-    dy_RD: Measured
-    e: int
-    places: list[int]
+    experts: list[int]  # N
+    counts_N: Tensor  # slots of each expert
+    t_S: Tensor  # token, slot, and where it is put: expert and row
+    k_S: Tensor
+    n_S: Tensor
+    r_S: Tensor
+
+    def padded(self, slots_S: Tensor) -> Tensor:
+        """Give every expert as many rows as the one with the most, the last of them zeros: (S, ...) -> (N, R, ...)."""
+        N, R = len(self.experts), int(self.counts_N.max())
+        rows_NR = slots_S.new_zeros(N, R, *slots_S.shape[1:])
+        rows_NR[self.n_S, self.r_S] = slots_S
+        return rows_NR
+
+    def slots(self, rows_NR: Tensor) -> Tensor:
+        """Leave the padding out: (N, R, ...) -> (S, ...)."""
+        return rows_NR[self.n_S, self.r_S]
+
+
+def _groups(ids_TK: Tensor, columns: Mapping[int, int], D: int) -> Iterator[_Group]:
+    """Put experts that are routed to into groups: next to each other, equally wide, and not too large with padding."""
+    ids_S, order_S = ids_TK.flatten().sort(stable=True)
+    groups: list[list[tuple[int, int]]] = []  # of experts, each with its number of slots
+    end = int((ids_S < 0).sum())  # empty slots are first
+    experts, counts = ids_S[end:].unique_consecutive(return_counts=True)
+    for e, count in zip(experts.tolist(), counts.tolist(), strict=True):
+        last = groups[-1] if groups else []
+        size = (len(last) + 1) * max([count, *(of_other for _, of_other in last)]) * max(D, columns[e])
+        if last and columns[e] == columns[last[0][0]] and size <= _AT_ONCE:
+            last.append((e, count))
+        else:
+            groups.append([(e, count)])
+    for group in groups:
+        counts_N = torch.tensor([count for _, count in group])
+        start, end = end, end + int(counts_N.sum())
+        n_S = torch.arange(len(group)).repeat_interleave(counts_N)
+        r_S = torch.arange(end - start) - (counts_N.cumsum(0) - counts_N)[n_S]
+        places_S = order_S[start:end]
+        t_S, k_S = places_S // ids_TK.shape[1], places_S % ids_TK.shape[1]
+        yield _Group([e for e, _ in group], counts_N, t_S, k_S, n_S, r_S)
+
+
+class _Rows(NamedTuple):
+    """The rows of a group and what comes with them."""
+
+    w_NR: Measured
+    x_NRD: Measured
+    dy_NRD: Measured
+    routed: Routed
 
 
 class _Slots(NamedTuple):
     """What the rows add to their tokens, with the sums of absolute parts; the weights' gradient."""
 
-    y_RD: Measured
-    y_parts_RD: Tensor
-    dx_RD: Measured
-    dx_parts_RD: Tensor
-    dw_R: Measured
+    y_NRD: Measured
+    y_parts_NRD: Tensor
+    dx_NRD: Measured
+    dx_parts_NRD: Tensor
+    dw_NR: Measured
     dparameters: dict[str, Measured]
 
 
-def _output(r: Rounding, expert: MeasuredExpert, rows: _Rows, *, stored_parts: int) -> _Slots:
+def _output(r: Rounding, experts: MeasuredExperts, rows: _Rows, *, stored_parts: int) -> _Slots:
     """Weigh behind the expert, y = w f(x). <dy, f(x)> may be summed over D or over the hidden columns."""
-    w_R, w_abs_R1 = rows.w_R, rows.w_R.value.abs()[:, None]
-    of = expert(rows.x_RD, w_R, rows.dy_RD, rows.e, rows.places)
-    y_parts_RD = w_abs_R1 * of.out_parts_RD
-    outer_R = r.products("rd,rd->r", rows.dy_RD, of.out_RD)
-    dw_R = (r.stored(r.stored(each, of.inner_parts_R, stored_parts)) for each in (outer_R, of.inner_R))
+    w_NR, w_abs_NR1 = rows.w_NR, rows.w_NR.value.abs()[..., None]
+    of = experts.measure(rows.x_NRD, w_NR, rows.dy_NRD, rows.routed)
+    y_parts_NRD = w_abs_NR1 * of.out_parts_NRD
+    outer_NR = r.products("nrd,nrd->nr", rows.dy_NRD, of.out_NRD)
+    dw_NR = (r.stored(r.stored(each, of.inner_parts_NR, stored_parts)) for each in (outer_NR, of.inner_NR))
     return _Slots(
-        r.stored(r.products("r,rd->rd", w_R, of.out_RD), y_parts_RD, stored_parts),
-        y_parts_RD,
-        r.stored(of.drows_RD, of.drows_parts_RD, stored_parts),
-        of.drows_parts_RD,
-        _larger(*dw_R),
+        r.stored(r.products("nr,nrd->nrd", w_NR, of.out_NRD), y_parts_NRD, stored_parts),
+        y_parts_NRD,
+        r.stored(of.drows_NRD, of.drows_parts_NRD, stored_parts),
+        of.drows_parts_NRD,
+        _larger(*dw_NR),
         of.dparameters,
     )
 
 
-def _input(r: Rounding, expert: MeasuredExpert, rows: _Rows, *, stored_parts: int) -> _Slots:
+def _input(r: Rounding, experts: MeasuredExperts, rows: _Rows, *, stored_parts: int) -> _Slots:
     """Weigh before the expert, y = f(w x)."""
-    w_R, w_abs_R1 = rows.w_R, rows.w_R.value.abs()[:, None]
-    one_R = exact(torch.ones_like(w_R.value))
-    of = expert(r.products("r,rd->rd", w_R, rows.x_RD), one_R, rows.dy_RD, rows.e, rows.places)
-    drows_RD = r.stored(of.drows_RD, of.drows_parts_RD, stored_parts)
+    w_NR, w_abs_NR1 = rows.w_NR, rows.w_NR.value.abs()[..., None]
+    one_NR = exact(torch.ones_like(w_NR.value))
+    of = experts.measure(r.products("nr,nrd->nrd", w_NR, rows.x_NRD), one_NR, rows.dy_NRD, rows.routed)
+    drows_NRD = r.stored(of.drows_NRD, of.drows_parts_NRD, stored_parts)
     return _Slots(
-        r.stored(of.out_RD, of.out_parts_RD, stored_parts),
-        of.out_parts_RD,
-        r.products("r,rd->rd", w_R, drows_RD),
-        w_abs_R1 * of.drows_parts_RD,
-        r.stored(r.products("rd,rd->r", rows.x_RD, drows_RD)),
+        r.stored(of.out_NRD, of.out_parts_NRD, stored_parts),
+        of.out_parts_NRD,
+        r.products("nr,nrd->nrd", w_NR, drows_NRD),
+        w_abs_NR1 * of.drows_parts_NRD,
+        r.stored(r.products("nrd,nrd->nr", rows.x_NRD, drows_NRD)),
         of.dparameters,
     )
 
@@ -174,25 +226,25 @@ def _with_errors_of_weights(
     No sum of squares will do there. Behind the experts dx is in proportion to w, and y has inherited it; before them
     other weights show what it does.
     """
-    w = rows.w_R
+    w = rows.w_NR
     if weights_at == "output":
-        dx_RD, w_R1 = of.dx_RD, w.value.abs()[:, None]
-        return of._replace(dx_RD=_inheriting(dx_RD, torch.where(w_R1 > 0, dx_RD.value.abs() / w_R1, 0.0), w))
+        dx_NRD, w_NR1 = of.dx_NRD, w.value.abs()[..., None]
+        return of._replace(dx_NRD=_inheriting(dx_NRD, torch.where(w_NR1 > 0, dx_NRD.value.abs() / w_NR1, 0.0), w))
     step = 2.0**-12
     own, less, more = (
-        weighed(rows._replace(w_R=r.stored(exact(value)))) for value in (w.value, w.value - step, w.value + step)
+        weighed(rows._replace(w_NR=r.stored(exact(value)))) for value in (w.value, w.value - step, w.value + step)
     )
     y_slope, dx_slope = (
         ((upper.value - lower.value) / (2 * step)).abs()
-        for lower, upper in ((less.y_RD, more.y_RD), (less.dx_RD, more.dx_RD))
+        for lower, upper in ((less.y_NRD, more.y_NRD), (less.dx_NRD, more.dx_NRD))
     )
-    return of._replace(y_RD=_inheriting(own.y_RD, y_slope, w), dx_RD=_inheriting(own.dx_RD, dx_slope, w))
+    return of._replace(y_NRD=_inheriting(own.y_NRD, y_slope, w), dx_NRD=_inheriting(own.dx_NRD, dx_slope, w))
 
 
-def _inheriting(of_RD: Measured, slope_RD: Tensor, w_R: Measured) -> Measured:
+def _inheriting(of_NRD: Measured, slope_NRD: Tensor, w_NR: Measured) -> Measured:
     """Add the errors of one weight per row, times a slope for every element."""
-    spread_RD = (of_RD.spread.square() + (slope_RD * w_R.spread[:, None]).square()).sqrt()
-    return Measured(of_RD.value, of_RD.worst + slope_RD * w_R.worst[:, None], spread_RD)
+    spread_NRD = (of_NRD.spread.square() + (slope_NRD * w_NR.spread[..., None]).square()).sqrt()
+    return Measured(of_NRD.value, of_NRD.worst + slope_NRD * w_NR.worst[..., None], spread_NRD)
 
 
 def _each(of: Measured) -> tuple[Tensor, Tensor, Tensor]:

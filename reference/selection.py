@@ -115,17 +115,19 @@ def margins(
     _check(E, K, groups, group_score)
     G, chosen = groups or (1, 1)
     summands = 1 if groups is None else _summands(group_score, K, chosen)
+    everything = set(range(E))
+    eligible = {picked: [e for e in range(E) if e // (E // G) in picked] for picked in combinations(range(G), chosen)}
     margin_T = []
     for s_E, ids_K in zip(selection_TE.tolist(), ids_TK.tolist(), strict=True):
-        if len(set(ids_K)) < K or not set(ids_K) <= set(range(E)):
+        own = set(ids_K)
+        if len(own) < K or not own <= everything:
             raise ValueError(f"selection {ids_K} is not {K} different experts of {E}")
         s_G = _group_scores(s_E, G, summands)
         margin = -inf
-        for picked in combinations(range(G), chosen):
-            eligible = [e for e in range(E) if e // (E // G) in picked]
-            if set(ids_K) <= set(eligible):
+        for picked, experts in eligible.items():
+            if own.issubset(experts):
                 among_groups = _gap(s_G, picked, range(G)) / summands
-                margin = max(margin, min(among_groups, _gap(s_E, ids_K, eligible)))
+                margin = max(margin, min(among_groups, _gap(s_E, ids_K, experts)))
         margin_T.append(margin)
     return torch.tensor(margin_T, dtype=torch.float64)  # (T,)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from reference.expert_magnitudes import Sharing, biased, swiglu_measured
 from reference.layer import WeightsAt
 from reference.magnitudes import MeasuredLayer, measured
-from reference.rounding import Measured, Rounding, exact, partial, parts_of
+from reference.rounding import Measured, Rounding, errors, exact, partial, parts_of
 from reference.routing_magnitudes import gradients_measured, logits_measured, weights_measured
 from reference.whole_layer import Key, LayerGradients, Weighing, shared_of
 
@@ -44,7 +44,7 @@ class LayerMeasured:
     @property
     def errors(self) -> LayerGradients:
         """The errors, in the fields that hold the values elsewhere."""
-        return LayerGradients(self.y.error, self.dx.error, {key: each.error for key, each in self.parameters.items()})
+        return LayerGradients(self.y.error, self.dx.error, errors(self.parameters))
 
 
 def measured_layer(
@@ -135,9 +135,7 @@ def _shared(
     T, shared = len(x_TD), shared_of(parameters)
     own = {(name, j): parameters[f"shared_{name}", j] for j in range(len(shared)) for name in ("gate", "up", "down")}
     everywhere_TS = torch.arange(len(shared)).expand(T, -1)
-    factor_TS = Measured(
-        *(each[:, None].expand(-1, len(shared)) for each in (factor_T.value, factor_T.worst, factor_T.spread))
-    )
+    factor_TS = factor_T.map(lambda each: each[:, None].expand(-1, len(shared)))
     biases = {j: each.bias_D for j, each in enumerate(shared) if each.bias_D is not None}
-    expert = biased(r, swiglu_measured(r, own, sharing), biases, sharing)
-    return measured(x_TD, everywhere_TS, factor_TS, dy_TD, expert, rounding=r, sharing=sharing)
+    experts = biased(r, swiglu_measured(r, own, sharing), biases, sharing)
+    return measured(x_TD, everywhere_TS, factor_TS, dy_TD, experts, rounding=r, sharing=sharing)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 from typing import NamedTuple
@@ -76,7 +76,7 @@ def compare(
         return Worst(0.0)
     ratio = _ratios(actual, expected, allowed)
     flat = int(ratio.argmax())
-    at = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), ratio.shape))
+    at = _index(flat, ratio.shape)
     worst = Worst(float(ratio[at]), at, float(actual[at]), float(expected[at]), float(allowed[at]))
     if worst.holds and tally is not None:
         tally.add(elements=actual.numel(), rank=rank, worst=worst.ratio)
@@ -131,4 +131,17 @@ def too_narrow(actual: Tensor, target: Target, dtype: torch.dtype) -> str | None
 def _ratios(actual: Tensor, expected: Tensor, allowed: Tensor) -> Tensor:
     off = (actual.double() - expected.double()).abs()
     ratio = torch.where(off == 0, 0.0, off / allowed)  # 0 / 0 is an exact zero, and x / 0 is infinite
-    return torch.where(torch.isfinite(actual) & torch.isfinite(ratio), ratio, inf)
+    return ratio.nan_to_num(nan=inf, posinf=inf)  # NaN is infinite, and so is what is not finite: inf - inf is NaN
+
+
+def _index(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the index of the element that is at a place among all, in their order.
+
+    >>> _index(7, (2, 5))
+    (1, 2)
+    """
+    index = []
+    for size in reversed(shape):
+        flat, i = divmod(flat, size)
+        index.append(i)
+    return tuple(reversed(index))

@@ -303,8 +303,10 @@ def _entries(rank: RankOutcome, call: int, handed: Handed) -> list[Entry]:
     ]
     weights_RJ = None if handed.weights_RJ is None else handed.weights_RJ.double().tolist()
     entries = []
-    for row, slot in (handed.ids_RJ >= 0).nonzero().tolist():
-        local = int(handed.ids_RJ[row, slot])
+    slots = [(row, slot, local) for row, ids_J in enumerate(handed.ids_RJ.tolist()) for slot, local in enumerate(ids_J)]
+    for row, slot, local in slots:
+        if local < 0:  # nothing
+            continue
         if local >= len(rank.local_experts):
             raise WrongDelivery(
                 "dispatch",

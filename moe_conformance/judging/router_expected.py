@@ -94,12 +94,12 @@ class RouterExpected:
 
         Twice what the selection score of any of the token's experts may err by; see `reference.selection.margins`.
         """
-        scores_TE = scores_measured(self._rounding, self._logits_measured(place), self.weighing["score"])
-        scores_TE = selection_scores_measured(self._rounding, scores_TE, self.bias_E)
-        return 2 * self._allowed(scores_TE).max(1).values
+        return self._doubts[place]
 
     def legal(self, place: Place, scores_TE: Tensor | None = None, limit: Limit | None = None) -> Tensor:
         """Whether each token's choice is legal within rounding, bool (T,), by other scores or groups too."""
+        if scores_TE is None and limit is None:
+            return self._legal[place]
         if scores_TE is None:
             scores_TE = self.selection_scores(place, self.bias_E)
         margin_T = selection.margins(scores_TE, self.ids[place], **(limit or self.limit))
@@ -107,22 +107,11 @@ class RouterExpected:
 
     def weights(self, place: Place) -> Target:
         """The weights of what was chosen, (T, K)."""
-        ids_TK = self.ids[place]
-        measured = weights_measured(self._rounding, self._logits_measured(place), ids_TK, **self.weighing)
-        return Target(self.weigh(self.logits(place), ids_TK), self._allowed(measured))
+        return Target(self.weigh(self.logits(place), self.ids[place]), self._allowed_weights[place])
 
     def dx(self, place: Place) -> Target:
         """The gradient of the tokens, (T, D)."""
-        measured, _ = gradients_measured(
-            self._rounding,
-            self._x(place),
-            self.router_ED,
-            self.ids[place],
-            self.upstream(place),
-            **self.weighing,
-            forced_TE=self._forced([place]),
-        )
-        return Target(self.solve([place])[0], self._allowed(measured))
+        return Target(self._dx[place], self._allowed_dx[place])
 
     def gradient(self, stage: int) -> Target:
         """The finished gradient of the router (E, D): over all tokens of a pipeline stage, divided where averaged."""
@@ -173,6 +162,40 @@ class RouterExpected:
         """The places of a pipeline stage that are in the router's gradient."""
         return backward_places_of(self.workload, stages(self.workload.layout)[stage])
 
+    # ---- of all places at once, as no token's result depends on another token
+
+    @cached_property
+    def _doubts(self) -> Mapping[Place, Tensor]:
+        scores_TE = scores_measured(self._rounding, self._logits_measured, self.weighing["score"])
+        scores_TE = selection_scores_measured(self._rounding, scores_TE, self.bias_E)
+        return self._by_place(2 * self._allowed(scores_TE).max(1).values)
+
+    @cached_property
+    def _legal(self) -> Mapping[Place, Tensor]:
+        return {place: self.legal(place, self.selection_scores(place, self.bias_E)) for place in self.places}
+
+    @cached_property
+    def _allowed_weights(self) -> Mapping[Place, Tensor]:
+        _, ids_TK, _ = self._batch(self.places)
+        measured = weights_measured(self._rounding, self._logits_measured, ids_TK, **self.weighing)
+        return self._by_place(self._allowed(measured))
+
+    @cached_property
+    def _dx(self) -> Mapping[Place, Tensor]:
+        return self._by_place(self.solve(self.places)[0])
+
+    @cached_property
+    def _allowed_dx(self) -> Mapping[Place, Tensor]:
+        x_TD, ids_TK, dweights_TK = self._batch(self.places)
+        forced_TE = self._forced(self.places)
+        measured, _ = gradients_measured(
+            self._rounding, x_TD, self.router_ED, ids_TK, dweights_TK, **self.weighing, forced_TE=forced_TE
+        )
+        return self._by_place(self._allowed(measured))
+
+    def _by_place(self, of_all: Tensor) -> Mapping[Place, Tensor]:
+        return dict(zip(self.places, of_all.split([len(self._x(place)) for place in self.places]), strict=True))
+
     def _x(self, place: Place) -> Tensor:
         m, rank = place
         return self.workload.batches[m][rank].x_TD
@@ -193,8 +216,9 @@ class RouterExpected:
     def _rounding(self) -> Rounding:
         return bounds.rounding(self.workload.config.dtype)
 
-    def _logits_measured(self, place: Place) -> Measured:
-        return logits_measured(self._rounding, self._x(place), self.router_ED)
+    @cached_property
+    def _logits_measured(self) -> Measured:
+        return logits_measured(self._rounding, torch.cat([self._x(place) for place in self.places]), self.router_ED)
 
     def _allowed(self, measured: Measured, tokens: int = 0) -> Tensor:
         config = self.workload.config
@@ -220,8 +244,9 @@ class ForcedExpected(RouterExpected):
     def _forced(self, places: Sequence[Place]) -> Measured:
         return exact(self._of_all(places))
 
-    def _logits_measured(self, place: Place) -> Measured:
-        return exact(self.forced[place])
+    @cached_property
+    def _logits_measured(self) -> Measured:
+        return exact(self._of_all(self.places))
 
     def _of_all(self, places: Sequence[Place]) -> Tensor:
         return torch.cat([self.forced[place] for place in places])

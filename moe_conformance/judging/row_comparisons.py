@@ -11,6 +11,8 @@ from torch import Tensor
 
 from moe_conformance.judging.exact import wrong
 from moe_conformance.judging.expected import blocks
+from moe_conformance.judging.once import once
+from moe_conformance.judging.places import Place
 from moe_conformance.judging.reading import Match, Reading
 from moe_conformance.scenarios.outcome import Handed
 from moe_conformance.workloads import tags
@@ -18,21 +20,32 @@ from moe_conformance.workloads import tags
 
 @dataclass(frozen=True)
 class Compared:
-    """The gradient at one row, the match that it belongs to, and what it should be."""
+    """The gradient at one row, the match that it belongs to, and what it should be: row n of two tables."""
 
     match: Match
-    actual_D: Tensor
-    expected_D: Tensor
     wrong: bool
+    n: int
+    actual_ND: Tensor
+    expected_ND: Tensor
+
+    @property
+    def actual_D(self) -> Tensor:
+        """The gradient."""
+        return self.actual_ND[self.n]
+
+    @property
+    def expected_D(self) -> Tensor:
+        """What it should be."""
+        return self.expected_ND[self.n]
 
 
 def compare_out_gradients(reading: Reading) -> list[Compared]:
     """Compare the gradient at the output for every delivered pair, where there is one."""
 
-    def one(match: Match) -> Tensor:
-        return _upstream(reading, match, weighted=reading.applied_to(match.entry) == "combine")
+    def expect(matches: Sequence[Match]) -> Tensor:
+        return _upstream(reading, matches, [reading.applied_to(match.entry) == "combine" for match in matches])
 
-    return _compared(reading, reading.matching.matches, one, lambda handed: handed.out_grad_RD)
+    return _compared(reading, reading.matching.matches, expect, lambda handed: handed.out_grad_RD)
 
 
 def compare_rows_gradients(reading: Reading) -> list[Compared]:
@@ -44,13 +57,15 @@ def compare_rows_gradients(reading: Reading) -> list[Compared]:
         by_row[_row(match)].append(match)
     entries = Counter((e.rank, e.microbatch, e.call, e.row) for e in reading.entries)
 
-    def whole(match: Match) -> Tensor:
-        weighted = reading.applied_to(match.entry) != "input"
-        total_D = torch.zeros(config.hidden, dtype=torch.float64)
-        for at in by_row[_row(match)]:
-            factor = tags.gain(at.entry.expert) * reading.parts[at.entry.rank]
-            total_D += factor * block_ED[at.entry.expert] * _upstream(reading, at, weighted)
-        return total_D
+    def whole(matches: Sequence[Match]) -> Tensor:
+        parts = [(n, at) for n, match in enumerate(matches) for at in by_row[_row(match)]]
+        row_S, of_S = torch.tensor([n for n, _ in parts]), [at for _, at in parts]
+        expert_S = torch.tensor([at.entry.expert for at in of_S])
+        factors = [tags.gain(at.entry.expert) * reading.parts[at.entry.rank] for at in of_S]
+        factor_S = torch.tensor(factors, dtype=torch.float64)
+        upstream_SD = _upstream(reading, of_S, [reading.applied_to(at.entry) != "input" for at in of_S])
+        part_SD = factor_S[:, None] * block_ED[expert_S] * upstream_SD
+        return torch.zeros(len(matches), config.hidden, dtype=torch.float64).index_add_(0, row_S, part_SD)
 
     complete = [matches[0] for row, matches in by_row.items() if len(matches) == entries[row]]
     return _compared(reading, complete, whole, lambda handed: handed.rows_grad_RD)
@@ -59,31 +74,45 @@ def compare_rows_gradients(reading: Reading) -> list[Compared]:
 def _compared(
     reading: Reading,
     matches: Sequence[Match],
-    expect: Callable[[Match], Tensor],
+    expect: Callable[[Sequence[Match]], Tensor],
     gradient: Callable[[Handed], Tensor | None],
 ) -> list[Compared]:
     """Compare all rows at once; matches whose gradient is absent or not asked for are left out."""
-    present = [
-        (match, grad_RD[match.entry.row])
-        for match in matches
-        if reading.goes_backward(match.entry.microbatch)
-        and (grad_RD := gradient(reading.handed(match.entry))) is not None
-    ]
+    grads, starts, end = list[Tensor](), dict[tuple[int, int, int], int](), 0
+    for call, entry in {_row(match)[:3]: match.entry for match in matches}.items():
+        if reading.goes_backward(entry.microbatch) and (grad_RD := gradient(reading.handed(entry))) is not None:
+            grads.append(grad_RD)
+            starts[call], end = end, end + len(grad_RD)
+    present = [match for match in matches if _row(match)[:3] in starts]
     if not present:
         return []
-    actual_ND = torch.stack([row_D for _, row_D in present])
-    expected_ND = torch.stack([expect(match) for match, _ in present])
+    rows = [starts[_row(match)[:3]] + match.entry.row for match in present]
+    actual_ND, expected_ND = torch.cat(grads)[rows], expect(present)
     wrong_N = wrong(actual_ND, expected_ND).any(1).tolist()
     return [
-        Compared(match, actual_D, expected_D, bad)
-        for (match, _), actual_D, expected_D, bad in zip(present, actual_ND, expected_ND, wrong_N, strict=True)
+        Compared(match, bad, n, actual_ND, expected_ND)
+        for n, (match, bad) in enumerate(zip(present, wrong_N, strict=True))
     ]
 
 
-def _upstream(reading: Reading, match: Match, weighted: bool) -> Tensor:
-    microbatch, pair = match.entry.microbatch, match.pair
-    upstream_D = reading.batches[microbatch][pair.source].upstream[pair.token].double()
-    return upstream_D * reading.weight(microbatch, pair) if weighted else upstream_D
+def _upstream(reading: Reading, matches: Sequence[Match], weighted: Sequence[bool]) -> Tensor:
+    """Return the upstream gradients of matches, (N, D), times their weights where they are weighted."""
+    upstream_TD, starts = once(reading, _upstream_of_all)
+    token_N = torch.tensor([starts[match.entry.microbatch, match.pair.source] + match.pair.token for match in matches])
+    weights = [
+        reading.weight(match.entry.microbatch, match.pair) if times else 1.0
+        for match, times in zip(matches, weighted, strict=True)
+    ]
+    return upstream_TD[token_N] * torch.tensor(weights, dtype=torch.float64)[:, None]
+
+
+def _upstream_of_all(reading: Reading) -> tuple[Tensor, dict[Place, int]]:
+    """Stack the upstream gradients of all places, (all T, D), and say where those of each begin."""
+    starts, end = dict[Place, int](), 0
+    for m, ranks in enumerate(reading.batches):
+        for rank, batch in enumerate(ranks):
+            starts[m, rank], end = end, end + len(batch.upstream)
+    return torch.cat([batch.upstream.double() for ranks in reading.batches for batch in ranks]), starts
 
 
 def _row(match: Match) -> tuple[int, int, int, int]:

@@ -71,7 +71,7 @@ def _judge(
     bad = [c for c in compared if c.wrong]
     if not bad:
         for c in compared:
-            tally.add(elements=len(c.expected_D), pairs=1, rank=c.match.entry.rank)
+            tally.add(elements=c.expected_ND.shape[1], pairs=1, rank=c.match.entry.rank)
         return
     by_rank = {
         rank: (
@@ -112,10 +112,11 @@ def _require_present(
     words: str,
     note: Callable[[Reading], str] | None = None,
 ) -> None:
+    backward = {m for m in range(len(reading.batches)) if reading.goes_backward(m)}
     absent = Counter(
         match.entry.rank
         for match in reading.matching.matches
-        if reading.goes_backward(match.entry.microbatch) and gradient(reading.handed(match.entry)) is None
+        if match.entry.microbatch in backward and gradient(reading.handed(match.entry)) is None
     )
     findings = [
         Finding("absent", f"no gradient of {count(rows, 'token row')} on rank {rank} {words}", (rank,), rows)

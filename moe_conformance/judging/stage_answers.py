@@ -6,19 +6,20 @@ A pipeline stage has a batch and parameters of its own, so that the oracles are 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Generic, Protocol, Self, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from moe_conformance.judging import bounds
 from moe_conformance.judging.bounded import Target
+from moe_conformance.judging.drawn import Drawn
 from moe_conformance.judging.finals import divisor_of
 from moe_conformance.judging.places import Place, backward_places_of, places_of, stages
 from moe_conformance.judging.reading import Reading
-from moe_conformance.topology import Layout
 from moe_conformance.workloads.records import ParameterKey, Workload
 from reference.layer import WeightsAt
 
@@ -57,7 +58,7 @@ class StageAnswers(ABC, Generic[S]):
         Variants of a backend meet the same workloads, and what is to come back is the same: it is computed once.
         """
         place: WeightsAt = "input" if weights_at == "input" else "output"
-        return cast(Self, _kept(cls, _Drawn(workload), place, divisor_of(workload, loss_convention)))
+        return cast(Self, _kept(cls, Drawn(workload), place, divisor_of(workload, loss_convention)))
 
     @classmethod
     def of(cls, reading: Reading, workload: Workload | None = None) -> Self:
@@ -126,9 +127,10 @@ class StageAnswers(ABC, Generic[S]):
         for ranks, (values, errors) in zip(self.stages, self._backward_results, strict=True):
             tokens = sum(self._count(place) for place in backward_places_of(self.workload, ranks))
             targets = dict[ParameterKey, Target]()
-            for key, value in values.parameters.items():
-                allowed = self._allowed(errors.parameters[key], tokens)
-                targets[key] = Target(value / self.divisor, allowed / self.divisor)
+            for keys in _of_one_shape(values.parameters):  # these at once
+                value, error = (torch.stack([each.parameters[key] for key in keys]) for each in (values, errors))
+                both = value / self.divisor, self._allowed(error, tokens) / self.divisor
+                targets |= {key: Target(*of_key) for key, *of_key in zip(keys, *both, strict=True)}
             found.append(targets)
         return tuple(found)
 
@@ -142,22 +144,14 @@ class StageAnswers(ABC, Generic[S]):
         return bounds.allowed(error, config.dtype, addends=longest + tokens)
 
 
-class _Drawn:
-    """A workload as a key: all that are of the same drawn data, whatever the variant, are one."""
-
-    def __init__(self, workload: Workload) -> None:
-        self.workload = workload  # kept, so that nothing else gets the identities that the key has
-        config = replace(workload.config, variant="")
-        values = [getattr(workload, field.name) for field in fields(workload) if field.name != "config"]
-        self._key = (config, *(value if isinstance(value, (str, Layout)) else id(value) for value in values))
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Drawn) and self._key == other._key
+def _of_one_shape(parameters: Mapping[ParameterKey, Tensor]) -> Iterable[list[ParameterKey]]:
+    """Return the keys of the parameters that have the same shape."""
+    of_shape: dict[tuple[int, ...], list[ParameterKey]] = {}
+    for key, value in parameters.items():
+        of_shape.setdefault(tuple(value.shape), []).append(key)
+    return of_shape.values()
 
 
 @lru_cache(maxsize=256)  # more than a cell has: the next variant on a layout finds what the one before it has left
-def _kept(kind: type[StageAnswers[Any]], drawn: _Drawn, weights_at: WeightsAt, divisor: int) -> StageAnswers[Any]:
+def _kept(kind: type[StageAnswers[Any]], drawn: Drawn, weights_at: WeightsAt, divisor: int) -> StageAnswers[Any]:
     return kind(drawn.workload, weights_at, divisor)
