@@ -2,7 +2,7 @@
 
 The file holds lines, each a JSON array. One line is written when a call is issued, a short one when an asynchronous one
 was waited for, and one at the end of the job. A rank may be killed at any time: of a last line without its end nothing
-is read.
+is read. Jobs that were sent together stand one behind the other.
 """
 
 from __future__ import annotations
@@ -163,6 +163,11 @@ def decode(data: bytes) -> Ledger:
         tuple(_entry(fields, states.get(fields[0]), state) for fields, state in zip(issued, blocking, strict=True)),
         tuple(hazards),
     )
+
+
+def decode_all(data: bytes) -> list[Ledger]:
+    """Reads the ledgers of several jobs, which were written one after the other and have all ended."""
+    return [decode(each + ENDED_LINE) for each in data.split(ENDED_LINE)[:-1]]
 
 
 def _entry(fields: list[Any], written: State | None, blocking: State) -> Entry:
