@@ -82,6 +82,8 @@ class Batch:
 
     def finish(self) -> None:
         """Waits until no job runs; what is wrong is raised when a result is taken."""
+        for running in self._alone.values():
+            running.finish()
         if self.finished:
             return
         try:
