@@ -79,6 +79,8 @@ class Vigil:
         if not self._all_returned:
             return []
         by_rank = [self._of_many(process.rank) for process in self._ranks]
+        if any(len(findings) < len(self.jobs) for findings in by_rank):
+            return []
         seconds = [max(each) for each in zip(*self._seconds(), strict=True)]
         return [(list(each), took) for each, took in zip(zip(*by_rank, strict=True), seconds, strict=True)]
 
@@ -96,12 +98,12 @@ class Vigil:
         return [[one.seconds for one in returned] for returned, _ in self._returned.values()]
 
     def _of_many(self, rank: int) -> list[Finding]:
-        """Returns a rank's findings for all jobs, which have returned."""
+        """Returns a rank's findings for all jobs, which have returned; fewer if its ledger tells of fewer."""
         returned, buffers = self._returned[rank]
         rest = iter(buffers)
         return [
             _with_ledger(_read(rank, one, list(islice(rest, one.buffers))), ledger)
-            for one, ledger in zip(returned, decode_all(self._ledgers[rank]), strict=True)
+            for one, ledger in zip(returned, decode_all(self._ledgers[rank]), strict=False)
         ]
 
     def _wait(self) -> None:

@@ -208,7 +208,7 @@ class Outcomes:
 
 
 def _together(cases: Sequence[Case]) -> Sequence[Case]:
-    """Return the first of some cases that may run on the same ranks at once; one that changes its process runs alone."""
+    """Return the first of some cases that may run on the same ranks; one that changes its process runs alone."""
     for number, case in enumerate(cases):
         if case.workload.layout.world != cases[0].workload.layout.world:
             return cases[:number]
