@@ -92,10 +92,13 @@ def caller() -> str:
 
 
 def _line(order: int, sequence: int | None, call: Call, where: str) -> str:
-    """Returns the fields of an Entry but its state as a JSON array, with dtypes in place of bytes."""
+    """Returns the fields of an Entry but its state as a JSON array, with dtypes in place of bytes.
+
+    What numbers the call comes first: the rest is often the same, and then read once.
+    """
     op, group, inputs, outputs, in_splits, out_splits, *rest = call
     return (
-        f'["issued",{order},"{op}",{_group(group)},{sequence or "null"},{in_splits or "null"},{out_splits or "null"},'
+        f'["issued",{order},{sequence or "null"},"{op}",{_group(group)},{in_splits or "null"},{out_splits or "null"},'
         f"{_shapes(inputs)},{_shapes(outputs)},{_dtypes(inputs)},{_dtypes(outputs)},{_rest(*rest)},{_text(where)}]\n"
     )
 
