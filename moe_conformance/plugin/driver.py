@@ -19,7 +19,7 @@ from moe_conformance.plan import Case, Cell, Plan, too_large
 from moe_conformance.plugin import agenda, repeating, roster
 from moe_conformance.plugin.alongside import Twins
 from moe_conformance.plugin.drawing import Drive, Search
-from moe_conformance.plugin.outcomes import Outcomes
+from moe_conformance.plugin.outcomes import MOST_AHEAD, Outcomes
 from moe_conformance.plugin.recording import attach, record_of, translate, waiver_of
 from moe_conformance.plugin.run import Run
 from moe_conformance.plugin.trial import Ending, Trial, ending, refusal_of, trial_of
@@ -48,7 +48,7 @@ class Driver:
         self.plan = Plan(run.backend, run.options.device, run.options.profile, run.options.ranks, asynchrony)
         self.other_cells = agenda.other_cells(self.plan, run.options)
         self._outcomes = Outcomes(run)
-        self._followers: dict[str, Case] = {}
+        self._followers: dict[str, tuple[Case, ...]] = {}
 
     def pytest_sessionfinish(self) -> None:
         """End the ranks, if there are any."""
@@ -101,13 +101,14 @@ class Driver:
 
     @pytest.hookimpl(tryfirst=True)  # before xdist tells the controller that it is done
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Learn which case follows which. An xdist worker is only sure of those of the same cell."""
-        self._followers = agenda.followers(session.items, self._runs)
+        """Learn which cases follow which. An xdist worker is only sure of those of the same cell."""
+        self._followers = agenda.followers(session.items, self._runs, MOST_AHEAD)
         if hasattr(session.config, "workerinput"):
             roster.hand_over(session.config.workerinput, session.items)
             cells = {item.nodeid: agenda.cell_of(item) for item in session.items}
             self._followers = {
-                node: following for node, following in self._followers.items() if following.cell is cells[node]
+                node: tuple(takewhile(lambda case, cell=cells[node]: case.cell is cell, following))  # type: ignore[misc]
+                for node, following in self._followers.items()
             }
 
     # ---- fixtures ------------------------------------------------------------------------------------------------
@@ -141,7 +142,7 @@ class Driver:
         if limit is not None and limit.proof == "undefined":
             trial.skip("limit", f"limit, unproved: {limit.reason}")
         trial.runs += not self._outcomes.holds(case)
-        outcome = self._outcomes.of(case, self._followers.get(request.node.nodeid)).outcome
+        outcome = self._outcomes.of(case, self._followers.get(request.node.nodeid, ())).outcome
         trial.outcome = outcome
         _examine(trial, case, outcome)
         return outcome
@@ -150,7 +151,7 @@ class Driver:
     def reading(self, outcome: Outcome, case: Case) -> judging.Reading:
         """The outcome as the judges read it; all checks of a case share one."""
         del outcome  # it is there
-        return self._outcomes.of(case, None).reading
+        return self._outcomes.of(case, ()).reading
 
     @pytest.fixture
     def twins(self, outcome: Outcome, request: pytest.FixtureRequest) -> Twins:
@@ -235,6 +236,8 @@ class Driver:
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Attach the item's record to the report of the phase that ended it, and let its verdict be the report's."""
+        if call.when == "teardown":
+            trial_of(item).outcome = None  # nothing reads it any more, and there are thousands
         goes_on = call.when == "teardown" or (call.when == "setup" and call.excinfo is None)
         if goes_on or item.get_closest_marker("requirement") is None:
             return (yield)
