@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from difflib import SequenceMatcher
 from pathlib import Path
 
+from moe_conformance import shards
 from moe_conformance.backends.native import Native
 from moe_conformance.engine import Engine
 from moe_conformance.judging.verdict import Mismatch
@@ -80,15 +81,16 @@ def main() -> None:
     """Look for what is missing, and store all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--journal", type=Path, default=Path(".report/second_cases.jsonl"))
-    journal: Path = parser.parse_args().journal
+    parser.add_argument("--part", type=shards.parse, default="1/1", metavar="I/N", help="of the bugs; needs a journal")
+    journal, part = vars(parser.parse_args()).values()
     journal.parent.mkdir(parents=True, exist_ok=True)
     journal.touch()
     noted = {entry["trial"]: entry for entry in map(json.loads, journal.read_text(encoding="utf-8").splitlines())}
     plan, own, known = Plan(Native(), "cpu", "quick"), declared(), second()
     with Engine(preload=("moe_conformance.scenarios.moe_step", "self_tests.planted_bugs")) as engine:
         court, last = Court(engine), ""
-        for name, (plant, expected) in trials().items():
-            if name in noted or name in known:
+        for number, (name, (plant, expected)) in enumerate(trials().items()):
+            if name in noted or name in known or number * part.count // len(own) != part.index - 1:
                 continue
             if plant.backend != last:
                 court.outcomes.clear()

@@ -1,4 +1,6 @@
-"""Choose the cases of the quick profile and store them: `python -m tools.select_cases BACKEND [--report DIR]... [--anew]`.
+"""Choose the cases of the quick profile and store them.
+
+    python -m tools.select_cases BACKEND [--report DIR]... [--anew]
 
 What a selection must hold is a set of demands (`demands`), and the choice is greedy: the case that meets most demands
 for its cost comes first, until all are met; then what the others have made needless goes. What is stored already stays,
@@ -33,7 +35,7 @@ from self_tests.planted_bugs.second_cases import declared, second
 Place = tuple[str, str, str]  # variant, layout, workload
 Demand = tuple[object, ...]
 
-_LINE = 120
+_PLAINEST = "even"
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,8 @@ def demands(plan: Plan) -> dict[Place, set[Demand]]:
 
     Every workload once. Every check that could read a case reads one with every variant on every layout, within the
     declared limits and beyond them; of variants that are sampled, on one of their layouts. Every check meets every
-    trait that it could meet; so does every variant on every layout, with every kind of workload.
+    trait that it could meet; so does every variant on every layout, with every kind of workload. The plainest workload
+    runs everywhere: what is seen there is the easiest to understand.
     """
     sampled = getattr(plan.backend, "sampled", ())
     readers: dict[tuple[str, str], list[str]] = {}
@@ -92,6 +95,8 @@ def demands(plan: Plan) -> dict[Place, set[Demand]]:
         for check in readers[layout, name]:
             found[place].add(("check", check, variant, where, within))
             found[place].update(("trait", check, trait, within) for trait in traits(case.workload))
+        if name == _PLAINEST:
+            found[place].add(("plainest", variant, layout))
         for trait in traits(case.workload):
             found[place].add(("trait", case.workload.kind, variant, where, trait, within))
     return found

@@ -1,6 +1,6 @@
 """For each planted bug and requirement, the case that it names, and a second one in which it is detected as well.
 
-A bug that one case alone detects is detected by luck. The second cases are stored, and tools/second_cases.py finds them.
+A bug that one case alone detects is detected by luck. The second cases are stored; tools/second_cases.py finds them.
 """
 
 from __future__ import annotations

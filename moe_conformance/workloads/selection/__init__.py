@@ -39,9 +39,9 @@ class Selection:
 def of(backend: str, variants: Sequence[str]) -> Selection:
     """Return the selection of a backend, given its name and its variants.
 
-    That of its own file, if there is one. Else native's, if the variants are native's: planted bugs are run like it. Any
-    other backend runs with its first variant what native runs with its first, and with the others what native runs with
-    any but its first.
+    That of its own file, if there is one. Else native's, if the variants are native's: planted bugs are run like it.
+    Any other backend runs with its first variant what native runs with its first, and with the others what native runs
+    with any but its first.
     """
     stored = read(backend)
     general = stored or read(GENERAL)
