@@ -69,6 +69,21 @@ def every_check() -> tuple[Check, ...]:
     return tuple(found.values())
 
 
+@cache
+def readers() -> dict[tuple[str, str], tuple[str, ...]]:
+    """Return the checks that read a workload on a layout, given the names of both; they ask for nothing of the variant.
+
+    Native has all workloads that there are on all quick layouts.
+    """
+    workloads = {
+        place_of(case)[1:]: case.workload for case in Plan(registry.load(selection.GENERAL), "cpu", "quick").pool
+    }
+    return {
+        place: tuple(check.function.__qualname__ for check in every_check() if check.reads(workload))
+        for place, workload in workloads.items()
+    }
+
+
 def open_cases(plan: Plan) -> tuple[Case, ...]:
     """Return the cases among which there is a choice: of a cell that is refused whatever is asked, all run."""
     return tuple(case for case in plan.pool if not cell_limits(case.cell.limits, case.cell.layout))
@@ -83,16 +98,13 @@ def demands(plan: Plan) -> dict[Place, set[Demand]]:
     runs everywhere: what is seen there is the easiest to understand.
     """
     sampled = getattr(plan.backend, "sampled", ())
-    readers: dict[tuple[str, str], list[str]] = {}
     found: dict[Place, set[Demand]] = {}
     for case in open_cases(plan):
         variant, layout, name = place = place_of(case)
-        if (layout, name) not in readers:  # the variant is nothing that a check asks for
-            readers[layout, name] = [each.function.__qualname__ for each in every_check() if each.reads(case.workload)]
         within = broken(case.cell.limits, case.workload, case.cell.device) is None
         where = "" if variant in sampled else layout
         found[place] = {("workload", name)}
-        for check in readers[layout, name]:
+        for check in readers()[layout, name]:
             found[place].add(("check", check, variant, where, within))
             found[place].update(("trait", check, trait, within) for trait in traits(case.workload))
         if name == _PLAINEST:
