@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import cast
 
+import torch
+
 from moe_conformance.contract import Backend, Limit
 from moe_conformance.shards import Shard
 from moe_conformance.topology import Layout
@@ -131,10 +133,13 @@ class Plan:
     def selected(self, case: Case) -> bool:
         """Whether the quick profile runs a case of the pool.
 
-        Of a cell that is refused whatever is asked the pool has no more than what proves it, and all of it runs.
+        Of a cell that is refused whatever is asked the pool has no more than what proves it, and all of it runs. What
+        native runs in bfloat16 is little, and many kernels take nothing else: with native's selection all of that runs.
         """
         cell = case.cell
         if case.id in self.kept or cell_limits(cell.limits, cell.layout):
+            return True
+        if self._selection.borrowed and case.workload.config.dtype == torch.bfloat16:
             return True
         return self._selection.has(cell.variant, cell.layout.name, case.workload.name)
 

@@ -100,7 +100,7 @@ class TestRun:
     def test_the_reproducing_command_selects_one_item(self, tmp_path):
         """Outside the checkout, with a pytest configuration there that must not matter, one item runs and passes."""
         (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")
-        item = "test_every_pair_reaches_its_expert_once[alltoall-ep2-uneven]"
+        item = "test_every_pair_reaches_its_expert_once[alltoall-ep2-even]"
         asked = ("run", "--only", "EXCH-01", "--report", "report", "--", "-k", item)
         done = plugin_runs.cli(*asked, cwd=tmp_path)
         assert 0 == done.status, done.output

@@ -10,11 +10,12 @@ from collections.abc import Iterable
 from functools import cache
 
 import pytest
+import torch
 
 from moe_conformance import waivers
 from moe_conformance.backends import registry
 from moe_conformance.backends.native import Native
-from moe_conformance.plan import Plan
+from moe_conformance.plan import Case, Plan
 from moe_conformance.shards import Shard
 from moe_conformance.workloads import selection
 from self_tests.planted_bugs.second_cases import alone, declared, second, trials
@@ -126,14 +127,24 @@ class TestOthers:
     def test_an_adopter_runs_what_native_does(self) -> None:
         """The first variant what native's first does, every other what native does with any but its first."""
         own = stored("native")
-        cases = Plan(Adopted(), "cpu", "quick").cases
-        found = {
-            variant: {place_of(case)[1:] for case in cases if case.cell.variant == variant}
-            for variant in ("mine", "other")
-        }
-        assert {place[1:] for place in own if place[0] == "alltoall"} == found["mine"]
-        assert found["other"] == {place[1:] for place in own if place[0] != "alltoall"}
-        assert len(found["other"]) > 200
+        for variant, of_native in (("mine", True), ("other", False)):
+            expected = {place[1:] for place in own if (place[0] == "alltoall") == of_native}
+            run = {place_of(case)[1:] for case in Plan(Adopted(), "cpu", "quick").cases if case.cell.variant == variant}
+            in_bfloat16 = {place_of(case)[1:] for case in self.in_bfloat16(variant)}
+            assert expected | in_bfloat16 == run
+
+    def test_an_adopter_runs_all_that_is_in_bfloat16(self) -> None:
+        """Many kernels take nothing else."""
+        for variant in Adopted.variants:
+            pool = [case for case in Plan(Adopted(), "cpu", "quick").pool if case.cell.variant == variant]
+            expected = [case.id for case in pool if case.workload.config.dtype == torch.bfloat16]
+            assert expected == [case.id for case in self.in_bfloat16(variant)]
+            assert len(expected) > 100
+
+    def in_bfloat16(self, variant: str) -> list[Case]:
+        """Return the cases of an adopter's variant that are in bfloat16."""
+        cases = [case for case in Plan(Adopted(), "cpu", "quick").cases if case.cell.variant == variant]
+        return [case for case in cases if case.workload.config.dtype == torch.bfloat16]
 
     def test_a_new_workload_runs(self) -> None:
         """What nobody has decided about runs wherever it can."""

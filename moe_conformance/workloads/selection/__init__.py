@@ -30,6 +30,7 @@ class Selection:
 
     layouts: Stored
     known: frozenset[str]  # workloads of which it was decided
+    borrowed: bool = False  # from native, for a backend that has none and is not like it
 
     def has(self, variant: str, layout: str, workload: str) -> bool:
         """Whether a case runs: it is stored, or nobody has decided about its workload yet."""
@@ -50,7 +51,8 @@ def of(backend: str, variants: Sequence[str]) -> Selection:
         return Selection(general, known)
     first, *others = general.values()
     union = {name: frozenset().union(*(other.get(name, ()) for other in others)) for name in known}
-    return Selection({variant: first if variant == variants[0] else union for variant in variants}, known)
+    layouts = {variant: first if variant == variants[0] else union for variant in variants}
+    return Selection(layouts, known, borrowed=True)
 
 
 @cache
