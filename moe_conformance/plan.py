@@ -18,9 +18,10 @@ from moe_conformance.contract import Backend, Limit
 from moe_conformance.shards import Shard
 from moe_conformance.topology import Layout
 from moe_conformance.waivers import DRAWN_WITH
-from moe_conformance.workloads import corpus, distribution, golden, profiles, routing, scripts, selection, virtual
+from moe_conformance.workloads import corpus, distribution, golden, profiles, routing, scripts, virtual
 from moe_conformance.workloads.features import cell_limits, traits
 from moe_conformance.workloads.records import Asynchrony, Workload
+from moe_conformance.workloads.selection import stored
 
 VIRTUAL = "virtual"  # the profile of hundreds of ranks that are threads of one process
 
@@ -68,7 +69,7 @@ class _Source:
 class Plan:
     """All cells and cases of a backend on a device in a profile, applicable on this machine or not.
 
-    The quick profile runs the cases that are stored (`workloads.selection`) out of a pool; the others run all of it.
+    The quick profile runs the cases of its pool that are stored (`workloads.selection.stored`); the others run all.
     """
 
     backend: Backend
@@ -127,8 +128,8 @@ class Plan:
         return tuple(case for cell in self.cells for number in numbers for case in self._pool_of(number, cell))
 
     @cached_property
-    def _selection(self) -> selection.Selection:
-        return selection.of(self.backend.name, self.backend.variants)
+    def _selection(self) -> stored.Selection:
+        return stored.of(self.backend.name, self.backend.variants)
 
     def selected(self, case: Case) -> bool:
         """Whether the quick profile runs a case of the pool.

@@ -17,12 +17,12 @@ from moe_conformance.backends import registry
 from moe_conformance.backends.native import Native
 from moe_conformance.plan import Case, Plan
 from moe_conformance.shards import Shard
-from moe_conformance.workloads import selection
+from moe_conformance.workloads.selection.stored import FOLDER, of, read
 from self_tests.planted_bugs.second_cases import alone, declared, second, trials
 from self_tests.test_planted_bugs import TRIALS
 from tools.select_cases import Demand, Place, choose, demands, place_of
 
-STORED = sorted(path.stem for path in selection.FOLDER.glob("*.toml"))
+STORED = sorted(path.stem for path in FOLDER.glob("*.toml"))
 AGAIN = "run `python -m tools.select_cases {}` and look at what it changes"
 SECOND = "run `python -m tools.second_cases`, then `python -m tools.select_cases native`"
 
@@ -41,7 +41,7 @@ def demands_of(backend: str) -> dict[Place, set[Demand]]:
 
 def stored(backend: str) -> set[Place]:
     """Return the cases that are stored."""
-    tables = selection.read(backend)
+    tables = read(backend)
     return {(v, layout, name) for v, names in tables.items() for name, layouts in names.items() for layout in layouts}
 
 
@@ -119,38 +119,43 @@ class Adopted(Native):
     sampled = ()
 
 
+@cache
+def cases_of_adopter(variant: str) -> list[Case]:
+    """Return what it runs with a variant."""
+    return [case for case in plan_of(f"{__name__}:Adopted").cases if case.cell.variant == variant]
+
+
 class TestOthers:
     def test_planted_bugs_run_what_native_runs(self) -> None:
         """A backend with native's variants has native's selection, whatever its name."""
-        assert selection.of("native", Native.variants) == selection.of("native-with-a-bug", Native.variants)
+        assert of("native", Native.variants) == of("native-with-a-bug", Native.variants)
 
     def test_an_adopter_runs_what_native_does(self) -> None:
         """The first variant what native's first does, every other what native does with any but its first."""
         own = stored("native")
         for variant, of_native in (("mine", True), ("other", False)):
             expected = {place[1:] for place in own if (place[0] == "alltoall") == of_native}
-            run = {place_of(case)[1:] for case in Plan(Adopted(), "cpu", "quick").cases if case.cell.variant == variant}
+            run = {place_of(case)[1:] for case in cases_of_adopter(variant)}
             in_bfloat16 = {place_of(case)[1:] for case in self.in_bfloat16(variant)}
             assert expected | in_bfloat16 == run
 
     def test_an_adopter_runs_all_that_is_in_bfloat16(self) -> None:
         """Many kernels take nothing else."""
         for variant in Adopted.variants:
-            pool = [case for case in Plan(Adopted(), "cpu", "quick").pool if case.cell.variant == variant]
+            pool = [case for case in plan_of(f"{__name__}:Adopted").pool if case.cell.variant == variant]
             expected = [case.id for case in pool if case.workload.config.dtype == torch.bfloat16]
             assert expected == [case.id for case in self.in_bfloat16(variant)]
             assert len(expected) > 100
 
     def in_bfloat16(self, variant: str) -> list[Case]:
         """Return the cases of an adopter's variant that are in bfloat16."""
-        cases = [case for case in Plan(Adopted(), "cpu", "quick").cases if case.cell.variant == variant]
-        return [case for case in cases if case.workload.config.dtype == torch.bfloat16]
+        return [case for case in cases_of_adopter(variant) if case.workload.config.dtype == torch.bfloat16]
 
     def test_a_new_workload_runs(self) -> None:
         """What nobody has decided about runs wherever it can."""
-        assert selection.of("native", Native.variants).has("alltoall", "ep2", "written-today")
-        assert not selection.of("native", Native.variants).has("alltoall", "of-no-layout", "even")
-        assert not selection.of("adopted", Adopted.variants).has("other", "of-no-layout", "even")
+        assert of("native", Native.variants).has("alltoall", "ep2", "written-today")
+        assert not of("native", Native.variants).has("alltoall", "of-no-layout", "even")
+        assert not of("adopted", Adopted.variants).has("other", "of-no-layout", "even")
 
 
 class TestChoice:

@@ -18,7 +18,7 @@ from functools import partial
 from moe_conformance.backends import registry
 from moe_conformance.backends.native import Native
 from moe_conformance.engine import Engine
-from moe_conformance.judging.verdict import Mismatch
+from moe_conformance.judging.verdict import Mismatch, NotOffered
 from moe_conformance.plan import Case, Plan
 from moe_conformance.plugin.alongside import Twins
 from moe_conformance.plugin.trial import refusal_of
@@ -52,7 +52,10 @@ class Trial:
             return False
         twins = Twins(registry.load(self.plant.backend), "cpu", step, self.engine.renew)
         asked = [check for check in checks()[requirement] if check.reads(case.workload)]
-        return any(isinstance(judge(check, outcome=outcome, twins=twins), Mismatch) for check in asked)
+        try:
+            return any(isinstance(judge(check, outcome=outcome, twins=twins), Mismatch) for check in asked)
+        except NotOffered:
+            return False
 
 
 def in_order(cases: Sequence[Case], own: Place) -> list[Case]:

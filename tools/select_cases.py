@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import heapq
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,8 +26,9 @@ from pathlib import Path
 
 from moe_conformance.backends import registry
 from moe_conformance.plan import Case, Plan
-from moe_conformance.workloads import selection
+from moe_conformance.report import journal
 from moe_conformance.workloads.features import broken, cell_limits, traits
+from moe_conformance.workloads.selection.stored import FOLDER, GENERAL, read
 from self_tests.checks import Check, checks
 from self_tests.planted_bugs.second_cases import declared, second
 
@@ -54,12 +54,10 @@ def place_of(case: Case) -> Place:
 
 
 def reported(folder: Path) -> Iterator[Ran]:
-    """Yield what the report in a folder tells of cases."""
-    for line in (folder / "records.jsonl").read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
-        if record["workload"] and record["verdict"] != "not run":
-            place = record["variant"], record["layout"], record["workload"]
-            yield Ran(place, record["check"], record["verdict"], record["runs"])
+    """Yield what the report in a folder tells of cases that were run."""
+    for record in journal.read(folder):
+        if record.variant and record.layout and record.workload and record.verdict != "not run":
+            yield Ran((record.variant, record.layout, record.workload), record.check, record.verdict, record.runs)
 
 
 @cache
@@ -75,9 +73,7 @@ def readers() -> dict[tuple[str, str], tuple[str, ...]]:
 
     Native has all workloads that there are on all quick layouts.
     """
-    workloads = {
-        place_of(case)[1:]: case.workload for case in Plan(registry.load(selection.GENERAL), "cpu", "quick").pool
-    }
+    workloads = {place_of(case)[1:]: case.workload for case in Plan(registry.load(GENERAL), "cpu", "quick").pool}
     return {
         place: tuple(check.function.__qualname__ for check in every_check() if check.reads(workload))
         for place, workload in workloads.items()
@@ -116,7 +112,7 @@ def demands(plan: Plan) -> dict[Place, set[Demand]]:
 
 def required(backend: str) -> set[Place]:
     """Return the cases that are selected whatever else: of every planted bug the one it names, and a second one."""
-    return {*declared().values(), *second().values()} if backend == selection.GENERAL else set()
+    return {*declared().values(), *second().values()} if backend == GENERAL else set()
 
 
 def costs(plan: Plan, ran: Sequence[Ran]) -> dict[Place, float]:
@@ -175,7 +171,7 @@ def store(backend: str, variants: Sequence[str], chosen: Iterable[Place], order:
     for variant, workloads in by_variant.items():
         lines += ["", f'["{variant}"]']
         lines += [f'{workload} = "{" ".join(layouts)}"' for workload, layouts in sorted(workloads.items())]
-    (selection.FOLDER / f"{backend}.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (FOLDER / f"{backend}.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -190,7 +186,7 @@ def main() -> None:
     ran = [each for folder in given.report for each in reported(folder) if each.place in meets]
     for each in ran:
         meets[each.place].add(("verdict", each.check, *each.place[:2], each.verdict))
-    stored = {} if given.anew else selection.read(given.backend)
+    stored = {} if given.anew else read(given.backend)
     kept = [(v, layout, name) for v, names in stored.items() for name, layouts in names.items() for layout in layouts]
     chosen = choose(meets, costs(plan, ran), required(given.backend), kept)
     order = list(dict.fromkeys(cell.layout.name for cell in plan.cells))
