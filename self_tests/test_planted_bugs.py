@@ -48,12 +48,11 @@ class Court:
         self, backend: str, requirement: str, variant: str, layout: Layout, workload: str
     ) -> list[Mismatch | Tally]:
         """Return what every check of a requirement makes of a run."""
-        asked = checks()[requirement]
-        if asked[0].kind == "groups":
-            return self._of_groups(asked, backend, layout)
+        if not workload:
+            return self._of_groups(checks()[requirement], backend, layout)
         run = Run(backend, variant, layout, workload)
-        asked = [check for check in asked if check.reads(run.drawn())]
-        outcome = self.runs.outcome(run, alone=any("twins" in check.needs() for check in asked))
+        asked = readers(requirement, run)
+        outcome = self.runs.outcome(run, alone=run_more(asked))
         step = partial(moe_step, self.runs.engine, backend, deadline_s=DEADLINE_S)
         twins = Twins(registry.load(backend), "cpu", step, self.runs.renew)
         return [judge(check, outcome=outcome, twins=twins) for check in asked]
@@ -95,26 +94,41 @@ LIARS = [
 ]
 
 
+def readers(requirement: str, run: Run) -> list[Check]:
+    """Return the checks of a requirement that read a run."""
+    return [check for check in checks()[requirement] if check.reads(run.drawn())]
+
+
+def run_more(asked: list[Check]) -> bool:
+    """Whether checks run twins of what they are given."""
+    return any("twins" in check.needs() for check in asked)
+
+
+def faults() -> set[Run]:
+    """Return the runs of plants that hang or end ranks, but for those whose twins follow on the same ranks."""
+    trials = [(e, Run(p.backend, variant_for(p, e), p.layout, e.workload)) for p, e in TRIALS if e.workload]
+    followed = {run for expected, run in trials if run_more(readers(expected.requirement, run))}
+    return {run for expected, run in trials if "run" == expected.stage} - followed
+
+
 def planned(item: pytest.Item) -> Run | None:
     """Return what a test will have run, if that can be told from its parameters."""
     given = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
     if {"plant", "expected"} <= given.keys():
         plant, expected = given["plant"], given["expected"]
-        requirement = expected.requirement
         run = Run(plant.backend, variant_for(plant, expected), plant.layout, expected.workload)
     elif {"requirement", "variant", "layout", "workload"} <= given.keys():
-        requirement, run = given["requirement"], Run(NATIVE, given["variant"], given["layout"], given["workload"])
+        run = Run(NATIVE, given["variant"], given["layout"], given["workload"])
     else:
         return None
-    return None if checks()[requirement][0].kind == "groups" else run
+    return run if run.workload else None  # else groups are only asked for
 
 
 @pytest.fixture(scope="module")
 def court(request: pytest.FixtureRequest) -> Iterator[Court]:
     """The ranks for all trials."""
     items = [item for item in request.session.items if item.path == request.path]
-    faults = {Run(p.backend, variant_for(p, e), p.layout, e.workload) for p, e in TRIALS if "run" == e.stage}
-    runs = Runs((run for item in items if (run := planned(item))), faults)
+    runs = Runs((run for item in items if (run := planned(item))), faults())
     yield Court(runs)
     runs.close()
 
