@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from moe_conformance.spec import load
 from moe_conformance.topology import Layout
 from moe_conformance.workloads import group_sizes, scripts
 from moe_conformance.workloads.records import Wish
+from self_tests import plugin_runs
 from self_tests.checks import Check, checks, judge
 from self_tests.planted_bugs import Expectation, Plant, plants, plants_of_many_ranks
 from self_tests.planted_bugs.plant import EP2, EP2_EDP2, EP2_ETP2, TP2_EP2
@@ -261,10 +261,11 @@ class TestConviction:
         assert words in mismatch.sentence
 
 
-RUNS = {  # plant: requirement, workload, sentence
+RUNS = {  # plant: requirement, workload, words
     "swapped-sources": ("EXCH-01", "even", "rank 0 token 0 slot 1 and rank 1 token 1 slot 1 are exchanged"),
     "expert-gradients-times-ep": ("GRAD-05", "own-even", "every expert gradient is 2.000 x the oracle"),
     "early-return-without-tokens": ("EXCH-09", "rank-without-tokens", "rank 1 hung: returned while rank 0 waited"),
+    "unweighted": ("EXCH-05", "even", "EXCH-05: fail in combine"),
 }
 
 
@@ -278,7 +279,7 @@ class TestCommandLine:
                     *("--plant", name, "--only", requirement, "--", "-k", f"alltoall-ep2-{workload}]"),
                 ],
                 cwd=Path(__file__).parents[1],
-                env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+                env={**plugin_runs.environment(), "COLUMNS": "200"},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -286,7 +287,8 @@ class TestCommandLine:
             for name, (requirement, workload, _) in RUNS.items()
         }
         for name, process in started.items():
-            output, _ = process.communicate(timeout=120)
+            output, _ = process.communicate(timeout=plugin_runs.LIMIT_S)
+            assert f"native with the planted bug {name}" in output
             assert RUNS[name][2] in output
             assert 1 == process.returncode
 
