@@ -174,16 +174,6 @@ def gone(mark: str) -> list[int]:
     return left
 
 
-class TestPlant:
-    def test_a_planted_bug_is_caught(self, tmp_path):
-        """`--plant` judges native with the bug, and the words say what is wrong."""
-        item = "test_tokens_get_the_weighted_sum_of_their_experts[alltoall-ep2-even]"
-        done = plugin_runs.cli("run", "--plant", "unweighted", "--", "-k", item, cwd=tmp_path)
-        assert 1 == done.status
-        assert "native with the planted bug unweighted" in done.output
-        assert "EXCH-05: fail in combine" in done.output
-
-
 class TestEvery:
     def test_each_importable_backend_has_its_report(self, tmp_path):
         """One after the other, and the worst status is the command's."""
