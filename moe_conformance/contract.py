@@ -444,7 +444,7 @@ class Backend(Protocol):
     by the library's names, it is called as `groups(sizes, order)` too.
 
     Optional: `sampled: tuple[str, ...]`, variants that share most of what they do with others. The quick profile
-    tries them on few layouts and shares its workloads among them; the other profiles leave nothing out.
+    tries them on two layouts; the other profiles leave nothing out.
     """
 
     name: str

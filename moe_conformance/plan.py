@@ -6,17 +6,22 @@ of a case come together. Workloads are drawn when a check of their kind asks for
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import cast
 
+import torch
+
 from moe_conformance.contract import Backend, Limit
+from moe_conformance.shards import Shard
 from moe_conformance.topology import Layout
 from moe_conformance.waivers import DRAWN_WITH
 from moe_conformance.workloads import corpus, distribution, golden, profiles, routing, scripts, virtual
 from moe_conformance.workloads.features import cell_limits, traits
 from moe_conformance.workloads.records import Asynchrony, Workload
+from moe_conformance.workloads.selection import stored
 
 VIRTUAL = "virtual"  # the profile of hundreds of ranks that are threads of one process
 
@@ -58,18 +63,22 @@ class _Source:
     kinds: Collection[str]
     draw: Callable[[Layout], Sequence[Workload]]  # once for each layout: variants meet the same workloads
     alone: Callable[[Layout], bool] = lambda layout: False  # whether the first variant alone meets them
-    shared: bool = True  # among variants that are sampled
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All cells and cases of a backend on a device in a profile, applicable on this machine or not."""
+    """All cells and cases of a backend on a device in a profile, applicable on this machine or not.
+
+    The quick profile runs the cases of its pool that are stored (`workloads.selection.stored`); the others run all.
+    """
 
     backend: Backend
     device: str
     profile: str
     virtual_ranks: int = virtual.WORLDS[-1]  # of the virtual profile: drawing workloads for larger worlds takes long
     asynchrony: Asynchrony = "plain"  # of all cases that do not name another
+    rotation: Shard | None = None  # run this part of what the quick profile leaves out, and nothing else
+    kept: frozenset[str] = frozenset()  # ids of cases that run in the quick profile, stored or not
 
     @property
     def virtual(self) -> bool:
@@ -78,7 +87,7 @@ class Plan:
 
     @cached_property
     def cells(self) -> tuple[Cell, ...]:
-        """Every variant on every layout, layout by layout, but for those of which a sample will do."""
+        """Every variant on every layout, layout by layout, but for those that few layouts will do for."""
         limits = {variant: tuple(self.backend.limits(variant)) for variant in self.backend.variants}
         layouts = (*profiles.layouts(cast(profiles.Profile, self.profile)), *self._beside)
         if self.virtual:
@@ -95,11 +104,11 @@ class Plan:
         """Whether a variant is tried on a layout.
 
         A backend may name variants that share most of what they do with others (`Backend.sampled`). In the quick
-        profile they run only where experts are spread over ranks and cut over ranks as well, each of them gets its part
-        of the workloads, and Hypothesis draws none for them.
+        profile they are tried on two ranks, and where experts are spread over ranks and cut over ranks as well, and
+        Hypothesis draws no workloads for them.
         """
         if variant in self._sampled:
-            return layout.ep > 1 and layout.etp > 1
+            return layout in profiles.sampled_layouts()
         return not self.virtual or virtual.suits(layout, variant == self.backend.variants[0])
 
     @cached_property
@@ -108,9 +117,42 @@ class Plan:
 
     @cached_property
     def cases(self) -> tuple[Case, ...]:
-        """Every workload in every cell, in running order."""
+        """Every case that runs, in running order."""
         numbers = range(len(self._sources))
         return tuple(case for cell in self.cells for number in numbers for case in self._cases(number, cell))
+
+    @cached_property
+    def pool(self) -> tuple[Case, ...]:
+        """Every workload in every cell, in running order: what the quick profile selects from."""
+        numbers = range(len(self._sources))
+        return tuple(case for cell in self.cells for number in numbers for case in self._pool_of(number, cell))
+
+    @cached_property
+    def _selection(self) -> stored.Selection:
+        return stored.of(self.backend.name, self.backend.variants)
+
+    def selected(self, case: Case) -> bool:
+        """Whether the quick profile runs a case of the pool.
+
+        Of a cell that is refused whatever is asked the pool has no more than what proves it, and all of it runs. What
+        native runs in bfloat16 is little, and many kernels take nothing else: with native's selection all of that runs.
+        """
+        cell = case.cell
+        if case.id in self.kept or cell_limits(cell.limits, cell.layout):
+            return True
+        if self._selection.borrowed and case.workload.config.dtype == torch.bfloat16:
+            return True
+        return self._selection.has(cell.variant, cell.layout.name, case.workload.name)
+
+    def _runs_now(self, case: Case) -> bool:
+        """Whether a case of the pool is run: always, but in the quick profile."""
+        if self.profile != "quick":
+            return True
+        if self.rotation is None:
+            return self.selected(case)
+        # By its id, as if by lot: a new workload moves no other to another part.
+        part = zlib.crc32(case.id.encode()) % self.rotation.count + 1
+        return part == self.rotation.index and not self.selected(case)
 
     @cached_property
     def _sources(self) -> tuple[_Source, ...]:
@@ -134,7 +176,7 @@ class Plan:
                 return self._named(layout, drawn(variant, layout, profile))
 
             first = chapter.variants == "first"
-            return _Source(chapter.kinds, cache(draw), lambda layout: first, chapter.shared)
+            return _Source(chapter.kinds, cache(draw), lambda layout: first)
 
         exchanged = ("probe", "experts")
         if self.virtual:
@@ -145,27 +187,34 @@ class Plan:
 
     def _named(self, layout: Layout, drawn: Iterable[Workload]) -> list[Workload]:
         """Leave out what does not run on a layout of which only some workloads do."""
-        names = self._beside.get(layout)
-        return [each for each in drawn if names is None or each.name in names]
+        return [each for each in drawn if self._wanted(layout, each.name)]
 
     def _wanted(self, layout: Layout, name: str) -> bool:
-        """Whether a workload of the exchange runs on a layout in some cell."""
-        if (names := self._beside.get(layout)) is not None:
-            return name in names
-        sampled = any(self._runs(variant, layout) for variant in self._sampled)
-        return sampled or self.profile != "quick" or _runs_in_quick(name, layout)
+        """Whether a workload runs on a layout in some cell."""
+        names = self._beside.get(layout)
+        return names is None or name in names
+
+    @cached_property
+    def _pools(self) -> dict[tuple[int, int], tuple[Case, ...]]:
+        return {}
 
     @cached_property
     def _made(self) -> dict[tuple[int, int], tuple[Case, ...]]:
         return {}
 
     def _cases(self, number: int, cell: Cell) -> tuple[Case, ...]:
-        """Return the cases of a source in a cell, the same ones each time."""
+        """Return the cases of a source in a cell that run, the same ones each time."""
         if (number, cell.number) not in self._made:
+            self._made[number, cell.number] = tuple(filter(self._runs_now, self._pool_of(number, cell)))
+        return self._made[number, cell.number]
+
+    def _pool_of(self, number: int, cell: Cell) -> tuple[Case, ...]:
+        """Return the cases of a source in a cell, those that do not run as well."""
+        if (number, cell.number) not in self._pools:
             workloads = [self._as_asked(each.through(cell.variant)) for each in self._share(number, cell)]
             made = tuple(Case(cell, workload, (number, index)) for index, workload in enumerate(workloads))
-            self._made[number, cell.number] = made
-        return self._made[number, cell.number]
+            self._pools[number, cell.number] = made
+        return self._pools[number, cell.number]
 
     def _share(self, number: int, cell: Cell) -> Sequence[Workload]:
         """Return the workloads that a cell gets of those of a source."""
@@ -173,16 +222,10 @@ class Plan:
         if source.alone(cell.layout) and cell.variant != self.backend.variants[0]:
             return []
         workloads = source.draw(cell.layout)
-        if cell.variant in self._sampled:
-            if source.shared:  # no source leaves the same variants without any
-                count = len(self._sampled)
-                workloads = workloads[(self._sampled.index(cell.variant) + number) % count :: count]
-        elif self.profile == "quick":
-            workloads = [each for each in workloads if _runs_in_quick(each.name, cell.layout)]
         if not self.virtual and cell_limits(cell.limits, cell.layout):
             # All are refused alike: the first of a kind, and of what the table of exchanges tells apart, proves it.
             others = [other for other in range(number) if {*self._sources[other].kinds} & {*source.kinds}]
-            told = {_told_apart(case.workload) for other in others for case in self._cases(other, cell)}
+            told = {_told_apart(case.workload) for other in others for case in self._pool_of(other, cell)}
             first = {_told_apart(each): each for each in reversed(workloads)}
             workloads = [each for each in reversed(first.values()) if _told_apart(each) not in told]
         return workloads
@@ -211,6 +254,8 @@ class Plan:
         Not those of worlds larger than the usual, nor those that are refused whatever the workload, nor those that run
         a few workloads only. See `cases` for routers.
         """
+        if self.rotation is not None:  # they draw in the quick profile itself
+            return ()
         most = virtual.WORLDS[0] if self.virtual else profiles.USUAL_RANKS
         cells = tuple(
             cell
@@ -227,21 +272,11 @@ class Plan:
     @property
     def worlds(self) -> tuple[int, ...]:
         """Worlds whose groups a backend is asked about; none is built, so that they need no such machine."""
-        return _WORLDS[self.profile]
-
-
-# What the quick profile runs on one of its layouts of four ranks: all recipes but those that say otherwise.
-_LISTS: tuple[Iterable[corpus.Recipe | routing.RouterRecipe], ...] = (corpus.PROBE, corpus.EXPERTS, routing.ROUTERS)
-_TAKE_TURNS = frozenset(recipe.name for recipes in _LISTS for recipe in recipes if not recipe.everywhere)
+        return () if self.rotation is not None else _WORLDS[self.profile]
 
 
 def _told_apart(workload: Workload) -> tuple[object, ...]:
     return workload.kind, *traits(workload)
-
-
-def _runs_in_quick(name: str, layout: Layout) -> bool:
-    """Return whether the quick profile runs a workload on one of its layouts."""
-    return name not in _TAKE_TURNS or profiles.in_turn(name, layout)
 
 
 # Of those up to 64: one rank, odd numbers, powers of two, and numbers with other divisors.

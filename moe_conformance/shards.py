@@ -19,15 +19,15 @@ class Shard:
         return f"{self.index}/{self.count}"
 
 
-def parse(text: str) -> Shard:
-    """Return the shard that `2/3` names.
+def parse(text: str, option: str = "--shard") -> Shard:
+    """Return the shard that `2/3` names, given for an option.
 
     Raises:
         ValueError: it names none; says how one is named.
     """
     found = re.fullmatch(r"(\d+)/(\d+)", text)
     if found is None or not 1 <= int(found[1]) <= int(found[2]):
-        raise ValueError(f"--shard wants I/N with I from 1 to N, such as 2/3, not {text!r}")
+        raise ValueError(f"{option} wants I/N with I from 1 to N, such as 2/3, not {text!r}")
     return Shard(int(found[1]), int(found[2]))
 
 

@@ -131,6 +131,11 @@ class Waivers:
         """Names of the items that run first."""
         return frozenset(waiver.example for waiver in self.held)
 
+    @property
+    def example_cases(self) -> frozenset[str]:
+        """Ids of the cases of those items: `alltoall-ep2-even`."""
+        return frozenset(map(_bracketed, self.examples))
+
     def misnamed(self, names: Iterable[str]) -> Iterator[str]:
         """Yield a sentence for every example whose case was selected, but with no check of that name."""
         known = set(names)

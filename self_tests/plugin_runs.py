@@ -56,8 +56,12 @@ def run(*arguments: str, cwd: Path) -> Finished:
 
 
 def environment(mark: str = "") -> dict[str, str]:
-    """Return the environment of such a process; with a mark, all its descendants can be found by it."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100", _MARK: mark}
+    """Return the environment of such a process; with a mark, all its descendants can be found by it.
+
+    It is no worker of a pytest-xdist that runs the test.
+    """
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    return {**own, "OMP_NUM_THREADS": "1", "COLUMNS": "100", _MARK: mark}
 
 
 def marked(mark: str) -> Iterator[int]:

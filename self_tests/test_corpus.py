@@ -19,7 +19,7 @@ from moe_conformance.workloads.corpus import corpus
 from moe_conformance.workloads.dropping_layers import dropping
 from moe_conformance.workloads.features import broken, features, halves_in_flight, has_empty_slots, in_flight
 from moe_conformance.workloads.layers import layers
-from moe_conformance.workloads.profiles import USUAL_RANKS, beside, full_layouts, in_turn, quick_layouts
+from moe_conformance.workloads.profiles import USUAL_RANKS, beside, full_layouts, quick_layouts
 from moe_conformance.workloads.records import Batch, Drawn, Twist, Workload
 from moe_conformance.workloads.routing import routing_corpus
 from moe_conformance.workloads.scripts import scripts
@@ -81,14 +81,6 @@ class TestCorpus:
     def test_quick_layouts_are_part_of_the_full_ones(self) -> None:
         """What passes quick is judged again in full."""
         assert {*quick_layouts(), *beside("quick")} <= {*full_layouts(), *beside("full")}
-
-    def test_every_name_has_one_turn(self) -> None:
-        """Of the quick layouts of four ranks a workload has one, the same each time; of the smaller ones, all."""
-        names = [f"workload-{number}" for number in range(60)]
-        turns = {name: [each.name for each in quick_layouts() if in_turn(name, each)] for name in names}
-        assert {("single", "ep2")} == {tuple(turn[:-1]) for turn in turns.values()}
-        assert {"ep4", "ep2-edp2", "tp2-ep2-edp2", "ep2-etp2"} == {turn[-1] for turn in turns.values()}
-        assert "ep4" == turns["workload-0"][-1]
 
     def test_every_folding_is_there(self) -> None:
         """All products of tp, ep and etp that 8 ranks allow, some with replicas, and one layout with every axis."""

@@ -87,7 +87,9 @@ class TestWayBack:
         changed = replace(workload, batches=((replace(batch, weights_TK=weights_TK), workload.batches[0][1]),))
         assert same(weights_TK, read_back(changed).batches[0][0].weights_TK)
 
-    @pytest.mark.parametrize("asked", [{"extra": (("knob", object()),)}, {"pad_tokens": "group_max"}], ids=str)
+    @pytest.mark.parametrize(
+        "asked", [{"extra": (("knob", object()),)}, {"pad_tokens": "group_max"}], ids=["extra", "pad_tokens"]
+    )
     def test_what_is_never_drawn_is_not_written_down(self, asked):
         """Knobs of one backend may be anything, and other fields have no way back."""
         workload = next(iter(corpus("alltoall", EP2, "quick")))

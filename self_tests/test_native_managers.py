@@ -15,7 +15,7 @@ from moe_conformance.contract import Config, Delivery, Routing, Unsupported
 from moe_conformance.engine import Engine
 from moe_conformance.plan import Plan
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import corpus, profiles, scripts
+from moe_conformance.workloads import profiles
 from self_tests.flex_scene import EP2_ETP2, EP4, TOKENS, E, K, Scene, on_ranks, values
 
 FLEX = ("deepep", "hybridep", "ncclep")
@@ -123,33 +123,19 @@ def refuse(scene: Scene) -> tuple[str, str]:
 
 class TestPlan:
     def test_the_quick_profile_tries_a_sample(self) -> None:
-        """All three run where experts are spread and cut; the full profile leaves no layout out."""
+        """All three run on two ranks, and where experts are spread and cut; the full profile leaves no layout out."""
         quick = {cell.id for cell in Plan(Native(), "cpu", "quick").cells if cell.variant in FLEX}
-        assert {f"{variant}-ep2-etp2" for variant in FLEX} == quick
+        assert {f"{variant}-{layout}" for variant in FLEX for layout in ("ep2", "ep2-etp2")} == quick
         full = [cell for cell in Plan(Native(), "cpu", "full").cells if cell.variant in FLEX]
         assert len(FLEX) * len({*profiles.full_layouts(), *profiles.beside("full")}) == len(full)
 
-    def test_each_gets_its_part_of_the_workloads(self) -> None:
-        """In the quick profile the three share the workloads of one variant, and Hypothesis draws none for them."""
+    def test_each_is_selected_for_every_chapter(self) -> None:
+        """In the quick profile each meets every kind of workload that it can, and Hypothesis draws none for them."""
         plan = Plan(Native(), "cpu", "quick")
-        called = {case.workload.name for case in plan.cases if case.workload.calls}  # scripts are for all of them
-        alone = scripts.names(shared=False) - called
-        parts = {
-            variant: [
-                case.workload.name
-                for case in plan.cases
-                if case.cell.id == f"{variant}-ep2-etp2" and case.workload.name not in called
-            ]
-            for variant in Native.sampled
-        }
-        layout = Layout(4, ep=2, etp=2)
-        chapters = [each for each in scripts.CHAPTERS if each.variants == "every"]
-        of_chapters = (workload for each in chapters for workload in each.drawn("deepep", layout, "quick"))
-        drawn = (*corpus.corpus("deepep", layout, "quick"), *of_chapters)
-        whole = [workload.name for workload in drawn if not workload.calls]
-        shared = [name for part in parts.values() for name in part if name not in alone]
-        assert sorted(set(whole) - alone) == sorted(shared)
-        assert all(alone <= set(part) for part in parts.values())
+        for variant in Native.sampled:
+            kinds = {case.workload.kind for case in plan.pool if case.cell.variant == variant}
+            assert kinds == {case.workload.kind for case in plan.cases if case.cell.variant == variant}
+            assert len(kinds) > 10
         assert not {cell.variant for cell in plan.drawing("probe")} & set(FLEX)
 
     def test_many_virtual_ranks_are_tried(self) -> None:

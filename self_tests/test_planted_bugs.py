@@ -2,45 +2,32 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from moe_conformance.backends import lying, registry
 from moe_conformance.backends.native import Native
-from moe_conformance.engine import Engine
 from moe_conformance.judging.verdict import Mismatch, Tally
 from moe_conformance.plugin.alongside import Twins
 from moe_conformance.scenarios.group_lists import group_lists
 from moe_conformance.scenarios.moe_step import moe_step
-from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import load, places
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import corpus, group_sizes, profiles, routing, scripts
-from moe_conformance.workloads.records import Wish, Workload
-from self_tests.checks import checks, judge
+from moe_conformance.workloads import group_sizes, scripts
+from moe_conformance.workloads.records import Wish
+from self_tests import plugin_runs
+from self_tests.checks import Check, checks, judge
 from self_tests.planted_bugs import Expectation, Plant, plants, plants_of_many_ranks
 from self_tests.planted_bugs.plant import EP2, EP2_EDP2, EP2_ETP2, TP2_EP2
+from self_tests.trial_runs import DEADLINE_S, Run, Runs
 
 NATIVE = "native"
-
-
-@cache
-def workloads(variant: str, layout: Layout) -> dict[str, Workload]:
-    """Return the quick corpus of a variant on a layout, by name; on a layout that quick runs a few of, all."""
-    profile: profiles.Profile = "full" if layout in profiles.beside("quick") else "quick"
-    drawn = (
-        *corpus.corpus(variant, layout, "quick"),
-        *routing.routing_corpus(variant, layout),
-        *(workload for _, workload in scripts.scripts(variant, layout, profile)),
-    )
-    return {workload.name: workload for workload in drawn}
 
 
 ONCE = {name for chapter in scripts.CHAPTERS if chapter.variants == "first" for name in chapter.names}
@@ -51,28 +38,24 @@ def variant_for(plant: Plant, expected: Expectation) -> str:
     return Native.variants[0] if expected.workload in ONCE else plant.variant
 
 
-@dataclass
+@dataclass(frozen=True)
 class Court:
     """Runs backends on ranks and puts the outcomes before the checks."""
 
-    engine: Engine
-    outcomes: dict[tuple[str, str, Layout, str], Outcome] = field(default_factory=dict, repr=False)
+    runs: Runs
 
     def verdicts(
         self, backend: str, requirement: str, variant: str, layout: Layout, workload: str
     ) -> list[Mismatch | Tally]:
         """Return what every check of a requirement makes of a run."""
-        asked = checks()[requirement]
-        if asked[0].kind == "groups":
-            world = layout.world
-            wishes = tuple(Wish(each) for each in (*group_sizes.possible(world), *group_sizes.impossible(world)))
-            told = dict(zip(wishes, group_lists(self.engine, backend, wishes), strict=True))
-            lists = {layout: told[Wish(layout)].lists}
-            return [judge(check, group_lists=lists, group_answers=told, size_answers=told) for check in asked]
-        outcome = self._run(backend, variant, layout, workload)
-        step = partial(moe_step, self.engine, backend, deadline_s=20.0)
-        twins = Twins(registry.load(backend), "cpu", step, self.engine.renew)
-        return [judge(check, outcome=outcome, twins=twins) for check in asked if check.reads(outcome.workload)]
+        if not workload:
+            return self._of_groups(checks()[requirement], backend, layout)
+        run = Run(backend, variant, layout, workload)
+        asked = readers(requirement, run)
+        outcome = self.runs.outcome(run, alone=run_more(asked))
+        step = partial(moe_step, self.runs.engine, backend, deadline_s=DEADLINE_S)
+        twins = Twins(registry.load(backend), "cpu", step, self.runs.renew)
+        return [judge(check, outcome=outcome, twins=twins) for check in asked]
 
     def acquits(self, backend: str, requirement: str, variant: str, layout: Layout, workload: str) -> None:
         """Require that every check of a requirement holds of a run, that there is one, that it compared."""
@@ -82,18 +65,14 @@ class Court:
             assert isinstance(verdict, Tally), verdict
             assert not verdict.vacuous
 
-    def _run(self, backend: str, variant: str, layout: Layout, workload: str) -> Outcome:
-        key = backend, variant, layout, workload
-        if key not in self.outcomes:
-            self.outcomes[key] = moe_step(self.engine, backend, workloads(variant, layout)[workload], deadline_s=20.0)
-        return self.outcomes[key]
-
-
-@pytest.fixture(scope="module")
-def court() -> Iterator[Court]:
-    """One pool of ranks for all trials."""
-    with Engine(preload=("moe_conformance.scenarios.moe_step", "self_tests.planted_bugs")) as engine:
-        yield Court(engine)
+    def _of_groups(self, asked: list[Check], backend: str, layout: Layout) -> list[Mismatch | Tally]:
+        """Nothing runs: the backend is only asked which groups it would build."""
+        world = layout.world
+        wishes = tuple(Wish(each) for each in (*group_sizes.possible(world), *group_sizes.impossible(world)))
+        self.runs.settle()
+        told = dict(zip(wishes, group_lists(self.runs.engine, backend, wishes), strict=True))
+        lists = {layout: told[Wish(layout)].lists}
+        return [judge(check, group_lists=lists, group_answers=told, size_answers=told) for check in asked]
 
 
 TRIALS = [(plant, expected) for plant in plants() for expected in plant.expects]
@@ -113,6 +92,45 @@ LIARS = [
     (lying.RefusesLate, "EXCH-09", EP2, "even", "not today"),
     (lying.WrongGroups, "GROUP-01", EP2_ETP2, "", "the ep group of rank 0"),
 ]
+
+
+def readers(requirement: str, run: Run) -> list[Check]:
+    """Return the checks of a requirement that read a run."""
+    return [check for check in checks()[requirement] if check.reads(run.drawn())]
+
+
+def run_more(asked: list[Check]) -> bool:
+    """Whether checks run twins of what they are given."""
+    return any("twins" in check.needs() for check in asked)
+
+
+def faults() -> set[Run]:
+    """Return the runs of plants that hang or end ranks, but for those whose twins follow on the same ranks."""
+    trials = [(e, Run(p.backend, variant_for(p, e), p.layout, e.workload)) for p, e in TRIALS if e.workload]
+    followed = {run for expected, run in trials if run_more(readers(expected.requirement, run))}
+    return {run for expected, run in trials if "run" == expected.stage} - followed
+
+
+def planned(item: pytest.Item) -> Run | None:
+    """Return what a test will have run, if that can be told from its parameters."""
+    given = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    if {"plant", "expected"} <= given.keys():
+        plant, expected = given["plant"], given["expected"]
+        run = Run(plant.backend, variant_for(plant, expected), plant.layout, expected.workload)
+    elif {"requirement", "variant", "layout", "workload"} <= given.keys():
+        run = Run(NATIVE, given["variant"], given["layout"], given["workload"])
+    else:
+        return None
+    return run if run.workload else None  # else groups are only asked for
+
+
+@pytest.fixture(scope="module")
+def court(request: pytest.FixtureRequest) -> Iterator[Court]:
+    """The ranks for all trials."""
+    items = [item for item in request.session.items if item.path == request.path]
+    runs = Runs((run for item in items if (run := planned(item))), faults())
+    yield Court(runs)
+    runs.close()
 
 
 class TestConviction:
@@ -243,10 +261,11 @@ class TestConviction:
         assert words in mismatch.sentence
 
 
-RUNS = {  # plant: requirement, workload, sentence
+RUNS = {  # plant: requirement, workload, words
     "swapped-sources": ("EXCH-01", "even", "rank 0 token 0 slot 1 and rank 1 token 1 slot 1 are exchanged"),
     "expert-gradients-times-ep": ("GRAD-05", "own-even", "every expert gradient is 2.000 x the oracle"),
     "early-return-without-tokens": ("EXCH-09", "rank-without-tokens", "rank 1 hung: returned while rank 0 waited"),
+    "unweighted": ("EXCH-05", "even", "EXCH-05: fail in combine"),
 }
 
 
@@ -260,7 +279,7 @@ class TestCommandLine:
                     *("--plant", name, "--only", requirement, "--", "-k", f"alltoall-ep2-{workload}]"),
                 ],
                 cwd=Path(__file__).parents[1],
-                env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+                env={**plugin_runs.environment(), "COLUMNS": "200"},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -268,7 +287,8 @@ class TestCommandLine:
             for name, (requirement, workload, _) in RUNS.items()
         }
         for name, process in started.items():
-            output, _ = process.communicate(timeout=120)
+            output, _ = process.communicate(timeout=plugin_runs.LIMIT_S)
+            assert f"native with the planted bug {name}" in output
             assert RUNS[name][2] in output
             assert 1 == process.returncode
 

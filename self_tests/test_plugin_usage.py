@@ -25,6 +25,8 @@ UNUSABLE = {
     "more ranks than are checked": ({"ranks": "65"}, "no layout fits 65 ranks"),
     "ranks that are no number": ({"ranks": "four"}, "--ranks wants a number, not 'four'"),
     "unknown profile": ({"profile": "slow"}, "unknown profile 'slow'; choose quick or full"),
+    "no part": ({"rotation": "4/3"}, "--rotation wants I/N with I from 1 to N, such as 2/3, not '4/3'"),
+    "part of nothing": ({"rotation": "1/3", "profile": "full"}, "the profile full leaves nothing out"),
     "unknown device": ({"device": "tpu"}, "unknown device 'tpu'; choose cpu or cuda"),
     "unknown requirement": ({"only": "EXCH-01,EXCH-77"}, "no requirement EXCH-77; .*list requirements"),
     "unknown plant": ({"plant": "no-such-bug"}, "unknown plant 'no-such-bug'; known: .*swapped-sources"),

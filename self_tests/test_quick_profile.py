@@ -1,91 +1,169 @@
-"""What the quick profile leaves out: no check, no layout of one, no planted bug (docs/decisions/0008)."""
+"""The stored selection holds what it must, of every backend that has one (docs/decisions/0009).
+
+Where one of these fails, run the tool again that its message names: it adds what is missing, in seconds.
+"""
 
 from __future__ import annotations
 
+import tomllib
+from collections.abc import Iterable
 from functools import cache
 
 import pytest
+import torch
 
+from moe_conformance import waivers
 from moe_conformance.backends import registry
 from moe_conformance.backends.native import Native
-from moe_conformance.judging.verdict import Mismatch
 from moe_conformance.plan import Case, Plan
-from moe_conformance.topology import Layout
-from moe_conformance.workloads import corpus, profiles, routing
-from moe_conformance.workloads.features import broken
-from moe_conformance.workloads.records import Workload
-from self_tests.checks import checks
-from self_tests.planted_bugs import Expectation, Plant
-from self_tests.test_planted_bugs import TRIALS, Court, court, variant_for
+from moe_conformance.shards import Shard
+from moe_conformance.workloads.selection.stored import FOLDER, of, read
+from self_tests.planted_bugs.second_cases import alone, declared, second, trials
+from self_tests.test_planted_bugs import TRIALS
+from tools.select_cases import Demand, Place, choose, demands, place_of
 
-__all__ = ["court"]  # a fixture
-
-
-@cache
-def plan_of_native() -> Plan:
-    """Return the plan whose cases all tests look at."""
-    return Plan(Native(), "cpu", "quick")
+STORED = sorted(path.stem for path in FOLDER.glob("*.toml"))
+AGAIN = "run `python -m tools.select_cases {}` and look at what it changes"
+SECOND = "run `python -m tools.second_cases`, then `python -m tools.select_cases native`"
 
 
 @cache
-def readers(layout: Layout) -> list[tuple[Workload, frozenset[str]]]:
-    """Return what takes turns on a layout, all of it, and the checks that read each; the variant does not matter."""
-    drawn = (*corpus.corpus("alltoall", layout, "quick"), *routing.routing_corpus("alltoall", layout))
-    every = [check for some in checks().values() for check in some]
-    return [(each, frozenset(check.function.__name__ for check in every if check.reads(each))) for each in drawn]
+def plan_of(backend: str) -> Plan:
+    """Return the quick plan of a backend; its library need not be there."""
+    return Plan(registry.load(backend), "cpu", "quick")
 
 
-class TestChecks:
-    # DeepEP's kernels run on GPUs alone.
-    @pytest.mark.parametrize("name", sorted({*registry.names()} - {"deep-ep"}))
-    def test_every_check_meets_every_layout(self, name: str) -> None:
-        """A check that could read a workload that takes turns reads one on every layout, of those within the limits."""
-        backend = registry.load(name)
-        plan = Plan(backend, "cpu", "quick")
-        met = 0
-        for cell in plan.cells:
-            if cell.layout not in profiles.quick_layouts() or cell.variant in getattr(backend, "sampled", ()):
-                continue
-            kinds = ("probe", "experts", "route") if cell.variant == backend.variants[0] else ("probe", "experts")
-            every = [(each, read) for each, read in readers(cell.layout) if each.kind in kinds]
-            within = [(each.name, read) for each, read in every if not broken(cell.limits, each, "cpu")]
-            found = {case.workload.name for case in plan.cases if case.cell == cell}
-            asked = {check for _, read in within for check in read}
-            assert set() == asked - {check for name, read in within if name in found for check in read}, cell.id
-            met += len(asked)
-        assert met > 0
+@cache
+def demands_of(backend: str) -> dict[Place, set[Demand]]:
+    """Return what each case of a backend's pool meets."""
+    return demands(plan_of(backend))
+
+
+def stored(backend: str) -> set[Place]:
+    """Return the cases that are stored."""
+    tables = read(backend)
+    return {(v, layout, name) for v, names in tables.items() for name, layouts in names.items() for layout in layouts}
+
+
+def met(backend: str, places: Iterable[Place]) -> set[Demand]:
+    """Return all that cases meet together."""
+    return {demand for place in places for demand in demands_of(backend)[place]}
+
+
+@pytest.mark.parametrize("backend", STORED)
+class TestStored:
+    def test_every_case_exists(self, backend: str) -> None:
+        """A case that is gone, or whose name is another now, is not kept."""
+        assert set() == stored(backend) - demands_of(backend).keys(), AGAIN.format(backend)
+
+    def test_every_demand_is_met(self, backend: str) -> None:
+        """What some case of the pool meets, a selected one does: workloads, checks on variants and layouts, traits."""
+        missing = met(backend, demands_of(backend)) - met(backend, stored(backend))
+        assert [] == sorted(missing, key=str), AGAIN.format(backend)
+
+    def test_it_is_a_part(self, backend: str) -> None:
+        """Less than half of the pool runs: else nothing is selected."""
+        assert 0 < 2 * len(plan_of(backend).cases) < len(plan_of(backend).pool)
+
+    def test_examples_of_waivers_run(self, backend: str) -> None:
+        """Those of the quick layouts, be they stored or not."""
+        path = waivers.path_for(backend, "")
+        names = [each["example"] for each in tomllib.loads(path.read_text())["waiver"]] if path else []
+        examples = frozenset(name.partition("[")[2].removesuffix("]") for name in names)
+        asked = examples & {case.id for case in plan_of(backend).pool}
+        run = Plan(registry.load(backend), "cpu", "quick", kept=examples)
+        assert set() == asked - {case.id for case in run.cases}
+        assert bool(asked) == bool(path)
 
 
 class TestPlants:
-    def test_what_convicts_a_plant_is_there(self) -> None:
-        """Each workload that a plant names is on its layout; variants that are sampled have a test of their own."""
-        places = {(case.cell.variant, case.cell.layout, case.workload.name) for case in plan_of_native().cases}
-        unseen = [
-            (plant.name, expected.workload)
-            for plant, expected in TRIALS
-            if expected.workload
-            and variant_for(plant, expected) not in Native.sampled
-            and (variant_for(plant, expected), plant.layout, expected.workload) not in places
-        ]
-        assert [] == unseen
-        assert {plant.layout.world for plant, expected in TRIALS if not expected.workload} <= {*plan_of_native().worlds}
+    def test_the_case_that_a_plant_names_is_selected(self) -> None:
+        """Each workload that a plant names runs with its variant on its layout."""
+        unseen = {name: place for name, place in declared().items() if place not in stored("native")}
+        assert {} == unseen, AGAIN.format("native")
+        worlds = {plant.layout.world for plant, expected in TRIALS if not expected.workload}
+        assert worlds <= {*plan_of("native").worlds}
 
-    def test_what_sampled_variants_run_convicts_their_plants(self, court: Court) -> None:
-        """Of the workloads that such a variant is left with, one at least shows each plant."""
-        trials = [(p, e) for p, e in TRIALS if variant_for(p, e) in Native.sampled]
-        assert [] == [(p.name, e.requirement) for p, e in trials if not self.is_convicted(court, p, e)]
-        assert {p.variant for p, _ in trials} == {*Native.sampled}
+    def test_every_plant_has_a_second_case(self) -> None:
+        """It is another than its own, and selected; or the file says that none was found."""
+        assert set() == trials().keys() - second().keys() - alone().keys(), SECOND
+        assert {} == {name: place for name, place in second().items() if place not in stored("native")}, SECOND
+        assert [] == [name for name, place in second().items() if place == declared().get(name)]
 
-    def is_convicted(self, court: Court, plant: Plant, expected: Expectation) -> bool:
-        """Return whether the requirement is found broken in any case of the plant's variant, one case at a time."""
-        asked = checks()[expected.requirement]
-        return any(
-            isinstance(verdict, Mismatch)
-            for case in plan_of_native().cases
-            if case.cell.variant == plant.variant and any(check.reads(case.workload) for check in asked)
-            for verdict in court.verdicts(plant.backend, expected.requirement, *self.place(case))
-        )
+    def test_no_second_case_is_of_a_plant_that_is_gone(self) -> None:
+        """The file names trials that there are, each once."""
+        assert set() == (second().keys() | alone().keys()) - trials().keys(), SECOND
+        assert set() == second().keys() & alone().keys()
 
-    def place(self, case: Case) -> tuple[str, Layout, str]:
-        """Return the variant, the layout and the name."""
-        return case.cell.variant, case.cell.layout, case.workload.name
+
+class TestRotation:
+    def test_parts_and_the_selection_are_the_pool(self) -> None:
+        """Nothing runs twice, and nothing is never run."""
+        parts = [Plan(Native(), "cpu", "quick", rotation=Shard(index, 3)).cases for index in (1, 2, 3)]
+        ids = sorted(case.id for part in (*parts, plan_of("native").cases) for case in part)
+        assert sorted(case.id for case in plan_of("native").pool) == ids
+        assert min(map(len, parts)) > 0.9 * max(map(len, parts))
+
+    def test_it_has_cases_alone(self) -> None:
+        """Hypothesis draws in the quick profile itself, and groups are asked for there."""
+        plan = Plan(Native(), "cpu", "quick", rotation=Shard(1, 3))
+        assert () == plan.drawing("probe")
+        assert () == plan.worlds
+
+
+class Adopted(Native):
+    """A backend that has no selection of its own."""
+
+    name = "adopted"
+    variants = ("mine", "other")
+    sampled = ()
+
+
+@cache
+def cases_of_adopter(variant: str) -> list[Case]:
+    """Return what it runs with a variant."""
+    return [case for case in plan_of(f"{__name__}:Adopted").cases if case.cell.variant == variant]
+
+
+class TestOthers:
+    def test_planted_bugs_run_what_native_runs(self) -> None:
+        """A backend with native's variants has native's selection, whatever its name."""
+        assert of("native", Native.variants) == of("native-with-a-bug", Native.variants)
+
+    def test_an_adopter_runs_what_native_does(self) -> None:
+        """The first variant what native's first does, every other what native does with any but its first."""
+        own = stored("native")
+        for variant, of_native in (("mine", True), ("other", False)):
+            expected = {place[1:] for place in own if (place[0] == "alltoall") == of_native}
+            run = {place_of(case)[1:] for case in cases_of_adopter(variant)}
+            in_bfloat16 = {place_of(case)[1:] for case in self.in_bfloat16(variant)}
+            assert expected | in_bfloat16 == run
+
+    def test_an_adopter_runs_all_that_is_in_bfloat16(self) -> None:
+        """Many kernels take nothing else."""
+        for variant in Adopted.variants:
+            pool = [case for case in plan_of(f"{__name__}:Adopted").pool if case.cell.variant == variant]
+            expected = [case.id for case in pool if case.workload.config.dtype == torch.bfloat16]
+            assert expected == [case.id for case in self.in_bfloat16(variant)]
+            assert len(expected) > 100
+
+    def in_bfloat16(self, variant: str) -> list[Case]:
+        """Return the cases of an adopter's variant that are in bfloat16."""
+        return [case for case in cases_of_adopter(variant) if case.workload.config.dtype == torch.bfloat16]
+
+    def test_a_new_workload_runs(self) -> None:
+        """What nobody has decided about runs wherever it can."""
+        assert of("native", Native.variants).has("alltoall", "ep2", "written-today")
+        assert not of("native", Native.variants).has("alltoall", "of-no-layout", "even")
+        assert not of("adopted", Adopted.variants).has("other", "of-no-layout", "even")
+
+
+class TestChoice:
+    def test_the_cheapest_that_meets_most_comes_first(self) -> None:
+        """What two cheap cases meet, a dear one is not chosen for; what is given stays, and makes others needless."""
+        a, b, c = places = [("v", "l", name) for name in "abc"]
+        meets: dict[Place, set[Demand]] = {a: {("1",), ("2",)}, b: {("1",)}, c: {("2",)}}
+        assert {a} == choose(meets, dict.fromkeys(places, 1.0), [], [])
+        assert {b, c} == choose(meets, {a: 9.0, b: 1.0, c: 1.0}, [], [])
+        assert {a} == choose(meets, {a: 9.0, b: 1.0, c: 1.0}, [a], [])
+        assert {b, c} == choose(meets, dict.fromkeys(places, 1.0), [b], [c])

@@ -22,6 +22,13 @@ def engine() -> Iterator[Engine]:
         yield engine
 
 
+@pytest.fixture(scope="module")
+def real() -> Iterator[Engine]:
+    """Real ranks, to hold the virtual ones against."""
+    with Engine(preload=(JOBS,)) as real:
+        yield real
+
+
 def run(engine: Engine, function: str, payload: Any = None, world: int = 8, deadline_s: float = 60.0) -> JobResult:
     """Run a function with its ranks in pairs."""
     pairs = tuple((rank, rank + 1) for rank in range(0, world, 2))
@@ -44,12 +51,11 @@ def equal(one: Any, two: Any) -> bool:
 
 
 class TestSameAsReal:
-    def test_every_collective_does_what_it_does_over_gloo(self, engine: Engine) -> None:
+    def test_every_collective_does_what_it_does_over_gloo(self, engine: Engine, real: Engine) -> None:
         """The same functions bring back the same bytes on four real ranks and on four virtual ones."""
-        with Engine(preload=(JOBS,)) as real:
-            for function in virtual_jobs.SAME:
-                expected = values(run(real, function.__name__, world=4))
-                assert equal(expected, values(run(engine, function.__name__, world=4))), function.__name__
+        for function in virtual_jobs.SAME:
+            expected = values(run(real, function.__name__, world=4))
+            assert equal(expected, values(run(engine, function.__name__, world=4))), function.__name__
 
     @pytest.mark.parametrize("function", [function.__name__ for function in virtual_jobs.SAME])
     def test_every_collective_works_on_64_ranks(self, engine: Engine, function: str) -> None:
@@ -72,10 +78,9 @@ class TestSameAsReal:
 
 class TestLedger:
     @pytest.mark.parametrize("function", ["uneven_all_to_all", "gathers", "reductions", "messages", "asynchronous"])
-    def test_it_says_what_that_of_real_ranks_says(self, engine: Engine, function: str) -> None:
+    def test_it_says_what_that_of_real_ranks_says(self, engine: Engine, real: Engine, function: str) -> None:
         """Calls, groups, shapes, bytes, reductions, roots and peers are the same, rank by rank."""
-        with Engine(preload=(JOBS,)) as real:
-            expected = [[said(entry) for entry in rank.ledger] for rank in run(real, function, world=4).ranks]
+        expected = [[said(entry) for entry in rank.ledger] for rank in run(real, function, world=4).ranks]
         result = run(engine, function, world=4)
         assert () == result.disagreements
         assert expected == [[said(entry) for entry in rank.ledger] for rank in result.ranks]

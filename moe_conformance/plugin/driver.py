@@ -45,7 +45,9 @@ class Driver:
         """
         self.run = run
         asynchrony = cast(Asynchrony, run.options.asynchrony)
-        self.plan = Plan(run.backend, run.options.device, run.options.profile, run.options.ranks, asynchrony)
+        options, kept = run.options, run.waivers.example_cases
+        part = options.rotated
+        self.plan = Plan(run.backend, options.device, options.profile, options.ranks, asynchrony, part, kept)
         self.other_cells = agenda.other_cells(self.plan, run.options)
         self._outcomes = Outcomes(run)
         self._followers: dict[str, tuple[Case, ...]] = {}
@@ -92,12 +94,20 @@ class Driver:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Leave the other shards' items to them; sort by case, so that each runs once."""
-        if self.other_cells:
-            others = [item for item in items if agenda.of_others(item, self.other_cells)]
-            items[:] = [item for item in items if not agenda.of_others(item, self.other_cells)]
+        """Leave the other shards' items to them; sort by case, so that each runs once.
+
+        What the quick profile leaves out are cases alone: the checks that have none are of that profile itself.
+        """
+        others = [item for item in items if self._of_others(item)]
+        if others:
+            items[:] = [item for item in items if not self._of_others(item)]
             config.hook.pytest_deselected(items=others)
         agenda.sort(items, self.run.waivers.examples)
+
+    def _of_others(self, item: pytest.Item) -> bool:
+        if self.other_cells and agenda.of_others(item, self.other_cells):
+            return True
+        return self.plan.rotation is not None and agenda.scope_of(item) == ""
 
     @pytest.hookimpl(tryfirst=True)  # before xdist tells the controller that it is done
     def pytest_collection_finish(self, session: pytest.Session) -> None:

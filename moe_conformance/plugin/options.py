@@ -43,6 +43,11 @@ OPTIONS = (
         ("quick", "full", "virtual"),
     ),
     Option(
+        "rotation",
+        "I/N",
+        "run the I-th of N parts of what the quick profile leaves out, and nothing else; 1/1 is all of it",
+    ),
+    Option(
         "asynchrony",
         "plain|poisoned|watched",
         "run every case with asynchronous collectives so; a few are poisoned and watched anyway (default: plain)",
@@ -69,6 +74,7 @@ class Options:
     ranks: int = 4
     device: str = "cpu"
     profile: str = "quick"
+    rotation: str = ""
     asynchrony: str = "plain"
     only: str = ""
     plant: str = ""
@@ -96,16 +102,27 @@ class Options:
             raise Unusable(f"bugs are planted in native, not in {self.backend}; leave --backend out")
         if not 0 <= self.time_limit < float("inf"):
             raise Unusable(f"--time-limit wants seconds, not {self.time_limit}")
-        if self.shard:
+        for name in ("shard", "rotation"):
             try:
-                shards.parse(self.shard)
+                self._part(name)
             except ValueError as error:
                 raise Unusable(str(error)) from None
+        if self.rotation and self.profile != "quick":
+            raise Unusable(f"--rotation is of the quick profile; the profile {self.profile} leaves nothing out")
 
     @property
     def part(self) -> Shard | None:
         """The shard that was asked for."""
-        return shards.parse(self.shard) if self.shard else None
+        return self._part("shard")
+
+    @property
+    def rotated(self) -> Shard | None:
+        """The part of what the quick profile leaves out that was asked for."""
+        return self._part("rotation")
+
+    def _part(self, name: str) -> Shard | None:
+        text = getattr(self, name)
+        return shards.parse(text, f"--{name}") if text else None
 
     @property
     def ids(self) -> tuple[str, ...]:

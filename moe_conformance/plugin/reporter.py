@@ -188,7 +188,8 @@ class Reporter:
     def _filtered(self) -> bool:
         """Whether anything but the whole selection was asked for, the shard aside."""
         option = self._config.option
-        asked = (option.keyword, option.markexpr, option.deselect, option.maxfail, self._run.options.ids)
+        chosen = self._run.options.ids, self._run.options.rotation
+        asked = (option.keyword, option.markexpr, option.deselect, option.maxfail, *chosen)
         parts = any("::" in argument or argument.endswith(".py") for argument in self._config.args)
         return any(asked) or parts or getattr(option, "lf", False)
 

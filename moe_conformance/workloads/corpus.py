@@ -57,9 +57,6 @@ class Recipe:
     lead: Lead = "flat"
     needs_ep: bool = False  # says nothing new where there is one ep coordinate
     profile: Profile = "quick"
-    everywhere: bool = (
-        False  # runs on all quick layouts; of those of four ranks the others have one each, see `in_turn`
-    )
     experts_per_ep: int | None = None  # E = this many times ep, instead of 8
     weights: Literal["plain", "odd", "ones"] = "plain"  # odd: some are zero, some negative
     asynchrony: Asynchrony = "plain"
@@ -93,8 +90,8 @@ SIZES = ((8,), (0,), (1,), (64,), (9,))
 AROUND_64 = ((70, 3), (64, 0), (0,), (1, 0, 0, 0, 0, 0, 0, 0))
 
 PROBE = (
-    Recipe("uneven", tokens=UNEVEN, wide=True, likened="full", everywhere=True),
-    Recipe("even", wide=True, likened="quick", everywhere=True),
+    Recipe("uneven", tokens=UNEVEN, wide=True, likened="full"),
+    Recipe("even", wide=True, likened="quick"),
     Recipe("top-1-even", config={"top_k": 1}),
     Recipe("top-1-uneven", tokens=UNEVEN, config={"top_k": 1}, profile="full"),
     Recipe("top-all-even", config={"top_k": 8}),
@@ -103,7 +100,7 @@ PROBE = (
     Recipe("empty-expert-even", empty_expert),
     Recipe("idle-rank-even", idle_rank, needs_ep=True),
     Recipe("idle-rank-uneven", idle_rank, tokens=UNEVEN, needs_ep=True, profile="full"),
-    Recipe("one-rank-even", one_rank, needs_ep=True, wide=True, everywhere=True),
+    Recipe("one-rank-even", one_rank, needs_ep=True, wide=True),
     Recipe("one-expert-even", one_expert, config={"top_k": 1}),
     Recipe("one-expert-uneven", one_expert, tokens=UNEVEN, config={"top_k": 1}, profile="full"),
     Recipe("one-token-even", tokens=(1,), wide=True),
@@ -111,18 +108,18 @@ PROBE = (
     Recipe("one-token-or-none", tokens=(8, 1, 0, 5), profile="full", likened="full"),  # few have gaps in any strides
     Recipe("many-tokens", tokens=MANY, wide=True),
     Recipe("many-tokens-even", tokens=(140,), profile="full"),
-    Recipe("many-tokens-one-expert", one_expert, tokens=MANY, config={"top_k": 1}, everywhere=True),
+    Recipe("many-tokens-one-expert", one_expert, tokens=MANY, config={"top_k": 1}),
     Recipe("many-experts-even", tokens=(24,), config={"experts": 64, "top_k": 10, "hidden": 256}, profile="full"),
-    Recipe("all-dropped-on-a-rank", all_dropped, tokens=UNEVEN, needs_ep=True, everywhere=True),
+    Recipe("all-dropped-on-a-rank", all_dropped, tokens=UNEVEN, needs_ep=True),
     Recipe("zero-and-negative-weights-even", weights="odd"),
-    Recipe("dropped-even", dropped, wide=True, likened="full", everywhere=True),
-    Recipe("all-alike-even", one_choice, likened="quick", alike=True, everywhere=True),
+    Recipe("dropped-even", dropped, wide=True, likened="full"),
+    Recipe("all-alike-even", one_choice, likened="quick", alike=True),
     Recipe("dropped-uneven", dropped, tokens=UNEVEN, profile="full", wide=True),
     Recipe("duplicates-even", duplicates, wide=True),
     Recipe("two-dims-even", lead="two_dims", wide=True),
     Recipe("three-columns-even", tokens=(9,), lead="three_columns", profile="full"),
     Recipe("three-columns-uneven", tokens=THREES, lead="three_columns", wide=True),
-    Recipe("in-flight-even", schedule="F0 F1 B0 B1", wide=True, everywhere=True),
+    Recipe("in-flight-even", schedule="F0 F1 B0 B1", wide=True),
     Recipe("in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B1 B0", wide=True),
     Recipe("three-in-flight-even", schedule="F0 F1 F2 B0 B1 B2"),
     Recipe("three-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B0 F2 B1 B2"),
@@ -132,17 +129,15 @@ PROBE = (
     Recipe("forward-only-even", schedule="F0 F1 B1"),
     Recipe("filled-even", schedule="F0 B0 F1 B1", memory="filled"),
     Recipe("filled-uneven", dropped, tokens=ONE_WITHOUT, memory="filled", wide=True),
-    Recipe(
-        "filled-inference-uneven", dropped, tokens=ONE_WITHOUT, schedule="F0 I1 B0 N2", memory="filled", everywhere=True
-    ),
-    Recipe("inference-even", schedule="N0 F1 I2 B1", everywhere=True),
+    Recipe("filled-inference-uneven", dropped, tokens=ONE_WITHOUT, schedule="F0 I1 B0 N2", memory="filled"),
+    Recipe("inference-even", schedule="N0 F1 I2 B1"),
     Recipe("inference-unasked-even", schedule="U0 F1 U2 B1"),
     Recipe("inference-uneven", tokens=ONE_WITHOUT, schedule="F0 I1 B0 N2", wide=True),
     Recipe("inference-dropped-even", dropped, schedule="N0 F1 I2 B1", wide=True),
     # Nothing overlaps: for who holds one microbatch at a time.
     Recipe("inference-in-turn-even", schedule="N0 F1 B1 I2 U3"),
     Recipe("inference-in-turn-dropped-even", dropped, schedule="N0 F1 B1 I2 U3"),
-    Recipe("inference-gaps-padded-uneven", gaps, tokens=GAPPED, config=_TO_8, schedule="F0 I1 B0 N2", everywhere=True),
+    Recipe("inference-gaps-padded-uneven", gaps, tokens=GAPPED, config=_TO_8, schedule="F0 I1 B0 N2"),
     Recipe("by-turns-uneven", tokens=BY_TURNS, schedule="F0 B0 F1 B1 F2 B2 F3 B3", wide=True),
     Recipe(
         name="sizes-by-turns-even",
@@ -151,10 +146,10 @@ PROBE = (
         config={"top_k": 1},
         schedule="F0 B0 F1 B1 F2 B2 F3 B3 F4 B4",
     ),
-    Recipe("repeated-even", schedule="F0 B0 F1 B1 F2 B2", repeated=True, wide=True, everywhere=True),
+    Recipe("repeated-even", schedule="F0 B0 F1 B1 F2 B2", repeated=True, wide=True),
     Recipe("poisoned-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B1 B0", asynchrony="poisoned", wide=True),
     Recipe("poisoned-even", asynchrony="poisoned"),  # as many tokens everywhere is all that some take
-    Recipe("watched-even", asynchrony="watched", everywhere=True),
+    Recipe("watched-even", asynchrony="watched"),
     Recipe("poisoned-inference-even", schedule="N0 F1 I2 B1", asynchrony="poisoned"),
     Recipe("watched-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B0 B1", asynchrony="watched"),
     Recipe("padded-uneven", tokens=UNEVEN, config=_TO_8, wide=True),
@@ -165,15 +160,13 @@ PROBE = (
     Recipe("padded-by-turns-uneven", turns=AROUND_64, config=_TO_64, schedule="F0 B0 F1 B1 F2 B2 F3 B3", wide=True),
     Recipe("padded-in-flight-uneven", tokens=UNEVEN, config=_TO_8, schedule="F0 F1 B1 B0"),
     Recipe("padded-three-in-flight-uneven", tokens=BY_TURNS, config=_TO_8, schedule="F0 F1 B0 F2 B1 B2"),
-    Recipe(
-        "padded-halves-in-flight-uneven", tokens=UNEVEN, config=_TO_8, schedule="D0 D1 C0 C1 B0 B1", everywhere=True
-    ),
+    Recipe("padded-halves-in-flight-uneven", tokens=UNEVEN, config=_TO_8, schedule="D0 D1 C0 C1 B0 B1"),
     Recipe("padded-halves-crossed-uneven", tokens=UNEVEN, config=_TO_8, schedule="D0 D1 C1 C0 B1 B0"),
     Recipe("padded-uneven-bfloat16", tokens=UNEVEN, config={**_TO_8, "dtype": torch.bfloat16}, profile="full"),
     Recipe("padded-filled-uneven", tokens=ONE_WITHOUT, config=_TO_8, memory="filled", profile="full"),
     Recipe("gaps-uneven", gaps, tokens=GAPPED, schedule="F0 F1 B0 B1", wide=True),
-    Recipe("bounded-uneven", tokens=UNEVEN, config=_TO_BOUND, wide=True, everywhere=True),
-    Recipe("bounded-aligned-uneven", tokens=UNEVEN, config={**_TO_BOUND, "token_bound": 16}, everywhere=True),
+    Recipe("bounded-uneven", tokens=UNEVEN, config=_TO_BOUND, wide=True),
+    Recipe("bounded-aligned-uneven", tokens=UNEVEN, config={**_TO_BOUND, "token_bound": 16}),
     Recipe("bounded-in-flight-uneven", tokens=ONE_WITHOUT, config=_TO_BOUND, schedule="F0 F1 B0 B1", profile="full"),
     Recipe("input-weights-even", config=_INPUT, wide=True),
     Recipe("output-weights-even", config=_OUTPUT),
@@ -188,28 +181,28 @@ PROBE = (
 
 _OWN = (
     # Three slots: the order of two addends shows nowhere.
-    Recipe("own-even", config={"top_k": 3}, wide=True, likened="full", everywhere=True),
+    Recipe("own-even", config={"top_k": 3}, wide=True, likened="full"),
     Recipe("own-uneven", tokens=UNEVEN, profile="full", wide=True, likened="full"),
     Recipe("own-top-all-even", config={"top_k": 8}),
-    Recipe("own-one-expert-even", one_expert, config={"top_k": 1}, everywhere=True),
+    Recipe("own-one-expert-even", one_expert, config={"top_k": 1}),
     Recipe("own-empty-expert-even", empty_expert),
     Recipe("own-many-tokens-one-expert", one_expert, tokens=MANY, config={"top_k": 1}),
     Recipe("own-rehearsed-even", rehearsed=True),
-    Recipe("own-unweighted-even", tokens=(24,), experts_per_ep=2, config={"top_k": 1}, weights="ones", everywhere=True),
+    Recipe("own-unweighted-even", tokens=(24,), experts_per_ep=2, config={"top_k": 1}, weights="ones"),
     Recipe("own-idle-rank-even", idle_rank, needs_ep=True),
     Recipe("own-one-token-even", tokens=(1,), config={"top_k": 1}, needs_ep=True),
     Recipe("own-rank-without-tokens", tokens=ONE_WITHOUT, wide=True),
-    Recipe("own-filled-even", memory="filled", everywhere=True),
+    Recipe("own-filled-even", memory="filled"),
     Recipe("own-filled-uneven", tokens=ONE_WITHOUT, memory="filled"),
-    Recipe("own-inference-even", schedule="N0 F1 I2 B1", everywhere=True),
-    Recipe("own-accumulated-even", schedule="F0 B0 F1 B1", wide=True, likened="full", everywhere=True),
+    Recipe("own-inference-even", schedule="N0 F1 I2 B1"),
+    Recipe("own-accumulated-even", schedule="F0 B0 F1 B1", wide=True, likened="full"),
     Recipe("own-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B0 B1", wide=True, likened="full"),
     Recipe("own-forward-only-even", schedule="F0 F1 B1", profile="full"),
     Recipe("own-padded-uneven", tokens=ONE_WITHOUT, config=_TO_8, wide=True),
     Recipe("own-padded-in-flight-uneven", tokens=UNEVEN, config=_TO_64, schedule="F0 F1 B0 B1", profile="full"),
     Recipe("own-gaps-uneven", gaps, tokens=GAPPED),
-    Recipe("own-bounded-uneven", tokens=UNEVEN, config=_TO_BOUND, everywhere=True),
-    Recipe("own-input-weights-even", config=_INPUT, everywhere=True),
+    Recipe("own-bounded-uneven", tokens=UNEVEN, config=_TO_BOUND),
+    Recipe("own-input-weights-even", config=_INPUT),
     Recipe("own-output-weights-even", config=_OUTPUT),
 )
 
@@ -223,17 +216,15 @@ def in_bfloat16(recipe: Recipe) -> Recipe:
 
 EXPERTS = (
     *_OWN,
-    Recipe("own-dropped-even", dropped, everywhere=True),
+    Recipe("own-dropped-even", dropped),
     Recipe("own-inference-dropped-even", dropped, schedule="N0 F1 I2 B1"),
     Recipe("own-inference-in-turn-even", schedule="N0 F1 B1 I2 U3"),
     Recipe("own-duplicates-even", duplicates),
     Recipe("own-two-dims-even", lead="two_dims"),
-    Recipe(
-        "own-poisoned-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B1 B0", asynchrony="poisoned", everywhere=True
-    ),
+    Recipe("own-poisoned-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B1 B0", asynchrony="poisoned"),
     Recipe("own-watched-uneven", tokens=UNEVEN, asynchrony="watched"),
     Recipe("own-poisoned-even", asynchrony="poisoned"),
-    Recipe("own-watched-even", asynchrony="watched", everywhere=True),
+    Recipe("own-watched-even", asynchrony="watched"),
     # Nobody has tokens, or one rank's experts get none, between steps in which they learn.
     Recipe("own-by-turns-even", turns=((8,), (0,), (8,)), schedule="F0 B0 F1 B1 F2 B2"),
     Recipe(

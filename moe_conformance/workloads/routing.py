@@ -31,7 +31,6 @@ class RouterRecipe:
     twins: bool = False  # experts in pairs whose logits are closer than bfloat16 can tell
     tied: bool = False  # experts in pairs whose logits are the same
     likened: bool = False  # runs that must route alike are held against it
-    everywhere: bool = False  # see `corpus.Recipe`
     rehearsed: bool = False  # behind a step with other parameters
 
 
@@ -41,7 +40,7 @@ _NORMAL = {"normalise": True}
 _GROUPS = {"experts": 24, "top_k": 4, "groups": (4, 2)}  # enough slots for the limit to bind; more experts than groups
 
 ROUTERS = (
-    RouterRecipe("route-softmax", everywhere=True),
+    RouterRecipe("route-softmax"),
     RouterRecipe("route-softmax-normalised", _NORMAL, likened=True),
     RouterRecipe("route-softmax-scaled", {"scale": 2.5}),
     RouterRecipe("route-softmax-normalised-scaled", {**_NORMAL, "scale": 2.5}),
@@ -50,17 +49,15 @@ ROUTERS = (
     RouterRecipe("route-sigmoid", _SIGMOID),
     RouterRecipe("route-sigmoid-normalised-scaled", {**_SIGMOID, **_NORMAL, "scale": 2.5}),
     RouterRecipe("route-sigmoid-biased", _BIASED),
-    RouterRecipe("route-sigmoid-biased-normalised-scaled", {**_BIASED, **_NORMAL, "scale": 2.5}, everywhere=True),
+    RouterRecipe("route-sigmoid-biased-normalised-scaled", {**_BIASED, **_NORMAL, "scale": 2.5}),
     RouterRecipe("route-sigmoid-biased-upwards", _BIASED, bias=0.3),
     RouterRecipe("route-sqrtsoftplus", {"score": "sqrtsoftplus"}),
     RouterRecipe("route-sqrtsoftplus-biased-normalised", {"score": "sqrtsoftplus", "balance_bias": True, **_NORMAL}),
-    RouterRecipe("route-groups-top2", {**_BIASED, **_NORMAL, **_GROUPS}, likened=True, everywhere=True),
+    RouterRecipe("route-groups-top2", {**_BIASED, **_NORMAL, **_GROUPS}, likened=True),
     RouterRecipe("route-groups-top2-softmax", _GROUPS),
     RouterRecipe("route-groups-topk", {**_BIASED, **_NORMAL, **_GROUPS, "top_k": 6, "group_score": "topk_sum"}),
     RouterRecipe("route-groups-topk-softmax", {**_GROUPS, "top_k": 6, "group_score": "topk_sum"}),
-    RouterRecipe(
-        "route-groups-max", {"experts": 24, "top_k": 3, "groups": (4, 1), "group_score": "max"}, everywhere=True
-    ),
+    RouterRecipe("route-groups-max", {"experts": 24, "top_k": 3, "groups": (4, 1), "group_score": "max"}),
     RouterRecipe("route-top-1", {"top_k": 1}),
     RouterRecipe("route-top-1-normalised", {"top_k": 1, **_SIGMOID, **_NORMAL}),
     RouterRecipe("route-top-all", {"top_k": 8}),
@@ -76,7 +73,7 @@ ROUTERS = (
     RouterRecipe("route-in-flight", schedule="F0 F1 B0 B1"),
     RouterRecipe("route-inference", {**_BIASED, **_NORMAL, **_GROUPS, "scale": 2.5}, schedule="N0 F1 I2 B1"),
     RouterRecipe("route-rehearsed", {**_BIASED, **_NORMAL}, rehearsed=True),
-    RouterRecipe("route-bfloat16", {"dtype": torch.bfloat16}, likened=True, everywhere=True),
+    RouterRecipe("route-bfloat16", {"dtype": torch.bfloat16}, likened=True),
     RouterRecipe("route-float64", {"dtype": torch.float64}),
 )
 

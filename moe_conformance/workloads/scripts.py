@@ -45,8 +45,7 @@ class Chapter:
     """The scripts of one chapter, of the kinds that they are of.
 
     A surface that has nothing to do with the exchange is asked once, with the backend's first variant. `quick` has the
-    layouts on which the quick profile asks for what the way in which ranks are folded changes little. Variants that
-    are sampled share a chapter among them, but for one that few of them can do.
+    layouts on which the quick profile asks for what the way in which ranks are folded changes little.
     """
 
     kinds: tuple[str, ...]
@@ -54,7 +53,6 @@ class Chapter:
     draw: Callable[[str, Layout, Profile], Iterator[Workload]]
     variants: Literal["first", "every"] = "first"
     quick: tuple[Layout, ...] = quick_layouts()
-    shared: bool = True
 
     def drawn(self, variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
         """Yield what a profile has of it on a layout."""
@@ -108,11 +106,11 @@ CHAPTERS: tuple[Chapter, ...] = (
     Chapter(("places_exchange",), tuple(places.SCRIPTS), places.scripts, quick=_MOSTLY),
     Chapter(("packing", "masked_router"), packing.SEQUENCES, packing.sequences),
     Chapter(("session",), indivisible.NAMES, indivisible.corpus, variants="every"),
-    Chapter(("probe", "experts"), budget.names(), budget.budgets, "every", (_SPREAD, _CUT), shared=False),
-    Chapter(("overflow",), tuple(overflow.OVERFLOWS), overflow.overflows, "every", (_SPREAD, _CUT), shared=False),
+    Chapter(("probe", "experts"), budget.names(), budget.budgets, "every", (_SPREAD, _CUT)),
+    Chapter(("overflow",), tuple(overflow.OVERFLOWS), overflow.overflows, "every", (_SPREAD, _CUT)),
     Chapter(("token_exchange",), tuple(float8_rows.SCRIPTS), float8_rows.scripts, quick=_MOSTLY),
     Chapter(("exchange",), misuse.NAMES, misuse.draw, "every", (*_MOSTLY, _TENSOR)),
-    Chapter(("session", "packed"), packed.names(), packed.draw, "every", (_SPREAD, _CUT, _TENSOR), shared=False),
+    Chapter(("session", "packed"), packed.names(), packed.draw, "every", (_SPREAD, _CUT, _TENSOR)),
     Chapter(("copies", "copies experts", "exchange"), copies.NAMES, copies.draw, "every", (_TENSOR,)),
     Chapter(("every bit",), every_bit.NAMES, every_bit.draw_all, "every", (_ALONE, _SPREAD, _CUT, _TENSOR)),
 )
@@ -125,6 +123,6 @@ def scripts(variant: str, layout: Layout, profile: Profile) -> Iterator[tuple[Ch
             yield chapter, workload
 
 
-def names(shared: bool | None = None) -> frozenset[str]:
-    """Return the names of all scripts, or of those that sampled variants share, or do not."""
-    return frozenset(name for each in CHAPTERS if shared in (None, each.shared) for name in each.names)
+def names() -> frozenset[str]:
+    """Return the names of all scripts."""
+    return frozenset(name for each in CHAPTERS for name in each.names)

@@ -1,0 +1,1 @@
+"""Which of the workloads a profile runs."""

@@ -1,0 +1,48 @@
+"""For each planted bug and requirement, the case that it names, and a second one in which it is detected as well.
+
+A bug that one case alone detects is detected by luck. The second cases are stored; tools/second_cases.py finds them.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from self_tests.planted_bugs import Expectation, Plant
+from self_tests.test_planted_bugs import TRIALS, variant_for
+
+FILE = Path(__file__).with_suffix(".toml")
+NOT_YET = "not looked for yet"
+
+Place = tuple[str, str, str]  # variant, layout, workload
+
+
+def trials() -> dict[str, tuple[Plant, Expectation]]:
+    """Return every expectation for which something runs, by a name such as `swapped-sources EXCH-01 even`."""
+    ran = [(plant, each) for plant, each in TRIALS if each.workload]
+    return {f"{plant.name} {each.requirement} {each.workload}": (plant, each) for plant, each in ran}
+
+
+def declared() -> dict[str, Place]:
+    """Return the case that each trial names."""
+    return {
+        name: (variant_for(plant, each), plant.layout.name, each.workload) for name, (plant, each) in trials().items()
+    }
+
+
+def second() -> dict[str, Place]:
+    """Return each trial's second case; none of a trial that has none."""
+    found: dict[str, list[str]] = _stored()["second"]
+    return {name: (variant, layout, workload) for name, (variant, layout, workload) in found.items()}
+
+
+def alone() -> dict[str, str]:
+    """Return the trials that no second case is known to detect, and how far it was looked for."""
+    return dict(_stored()["alone"])
+
+
+@cache
+def _stored() -> dict[str, Any]:
+    return tomllib.loads(FILE.read_text(encoding="utf-8")) if FILE.is_file() else {"second": {}, "alone": {}}
