@@ -129,13 +129,15 @@ class TestPlan:
         full = [cell for cell in Plan(Native(), "cpu", "full").cells if cell.variant in FLEX]
         assert len(FLEX) * len({*profiles.full_layouts(), *profiles.beside("full")}) == len(full)
 
-    def test_each_is_selected_for_every_chapter(self) -> None:
-        """In the quick profile each meets every kind of workload that it can, and Hypothesis draws none for them."""
+    def test_every_kind_of_workload_is_tried_with_some(self) -> None:
+        """In the quick profile they share what variants can do, each has its part, and Hypothesis draws for none."""
         plan = Plan(Native(), "cpu", "quick")
-        for variant in Native.sampled:
-            kinds = {case.workload.kind for case in plan.pool if case.cell.variant == variant}
-            assert kinds == {case.workload.kind for case in plan.cases if case.cell.variant == variant}
-            assert len(kinds) > 10
+        kinds = {
+            variant: {c.workload.kind for c in plan.cases if c.cell.variant == variant} for variant in Native.sampled
+        }
+        pool = {case.workload.kind for case in plan.pool if case.cell.variant in Native.sampled}
+        assert pool == {kind for each in kinds.values() for kind in each}
+        assert all({"probe", "experts"} < each for each in kinds.values())
         assert not {cell.variant for cell in plan.drawing("probe")} & set(FLEX)
 
     def test_many_virtual_ranks_are_tried(self) -> None:

@@ -89,9 +89,9 @@ def demands(plan: Plan) -> dict[Place, set[Demand]]:
     """Return what each case would meet of what a selection has to hold, whatever the verdicts.
 
     Every workload once. Every check that could read a case reads one with every variant on every layout, within the
-    declared limits and beyond them; of variants that are sampled, on one of their layouts. Every check meets every
-    trait that it could meet; so does every variant on every layout, with every kind of workload. The plainest workload
-    runs everywhere: what is seen there is the easiest to understand.
+    declared limits and beyond them; of variants that are sampled, with one of them on one layout. Every check meets
+    every trait that it could meet; so does every variant on every layout, with every kind of workload. The plainest
+    workload runs everywhere, where variants are sampled on one layout: what is seen there is the easiest to understand.
     """
     sampled = getattr(plan.backend, "sampled", ())
     found: dict[Place, set[Demand]] = {}
@@ -99,12 +99,13 @@ def demands(plan: Plan) -> dict[Place, set[Demand]]:
         variant, layout, name = place = place_of(case)
         within = broken(case.cell.limits, case.workload, case.cell.device) is None
         where = "" if variant in sampled else layout
+        who = "sampled" if variant in sampled else variant
         found[place] = {("workload", name)}
         for check in readers()[layout, name]:
-            found[place].add(("check", check, variant, where, within))
+            found[place].add(("check", check, who, where, within))
             found[place].update(("trait", check, trait, within) for trait in traits(case.workload))
         if name == _PLAINEST:
-            found[place].add(("plainest", variant, layout))
+            found[place].add(("plainest", variant, where))
         for trait in traits(case.workload):
             found[place].add(("trait", case.workload.kind, variant, where, trait, within))
     return found
@@ -120,12 +121,18 @@ def costs(plan: Plan, ran: Sequence[Ran]) -> dict[Place, float]:
     items, runs = Counter(each.place for each in ran), Counter[Place]()
     for each in ran:
         runs[each.place] += each.runs
+    alike: dict[str, int] = {}  # of a case that no report knows: as many as other variants and layouts took at most
+    for (_, _, workload), count in runs.items():
+        alike[workload] = max(count, alike.get(workload, 1))
     found = {}
     for case in open_cases(plan):
         place, config = place_of(case), case.workload.config
         rows = sum(sum(tokens) for tokens in case.workload.tokens) * config.top_k
         size = 1 + rows * config.hidden / 2e4 + config.experts / 100
-        found[place] = max(1, runs[place]) * (0.01 + 0.012 * case.cell.layout.world) * size + 0.002 * items[place]
+        found[place] = (
+            max(1, runs[place] or alike.get(place[2], 1)) * (0.01 + 0.012 * case.cell.layout.world) * size
+            + 0.002 * items[place]
+        )
     return found
 
 
