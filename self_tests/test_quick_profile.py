@@ -18,7 +18,7 @@ from moe_conformance.backends.native import Native
 from moe_conformance.plan import Case, Plan
 from moe_conformance.shards import Shard
 from moe_conformance.workloads.selection.stored import FOLDER, of, read
-from self_tests.planted_bugs.second_cases import alone, declared, second, trials
+from self_tests.second_cases import alone, declared, second, trials
 from self_tests.test_planted_bugs import TRIALS
 from tools.select_cases import Demand, Place, choose, demands, place_of
 
