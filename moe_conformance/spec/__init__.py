@@ -1,7 +1,7 @@
-"""The written law: every requirement has an id, one sentence, a formula, its degenerate cases and a source.
+"""The written spec: every requirement has an id, one sentence, a formula, its degenerate cases and a source.
 
 One TOML file per chapter, and unchecked.toml: the requirements that no check decides yet, and what they wait for. A
-check cites the requirements it decides with the `requirement` decorator, which refuses an id that the law does not
+check cites the requirements it decides with the `requirement` decorator, which refuses an id that the spec does not
 have.
 """
 
@@ -31,7 +31,7 @@ class BadSpec(ValueError):
 
 @dataclass(frozen=True)
 class Requirement:
-    """One sentence of the law."""
+    """One requirement of the spec."""
 
     id: str  # permanent: PREFIX-nn
     chapter: str  # the name that its oracle, check, implementation and planted bugs share
@@ -67,7 +67,7 @@ def load() -> Mapping[str, Requirement]:
 
 
 def _with_unchecked(law: Mapping[str, Requirement], waiting: Sequence[Mapping[str, Any]]) -> Mapping[str, Requirement]:
-    """Return the law, with what each requirement without a check waits for."""
+    """Return the spec, with what each requirement without a check waits for."""
     found = dict(law)
     for entry in waiting:
         for each in entry["ids"]:
@@ -101,9 +101,9 @@ def requirement(*ids: str, kind: str, when: Callable[[Workload], bool] | None = 
     the rule can be broken.
 
     Raises:
-        BadSpec: an id is not in the law.
+        BadSpec: an id is not in the spec.
     """
-    import pytest  # only checks need it; the law can be read without
+    import pytest  # only checks need it; the spec can be read without
 
     if unknown := [each for each in ids if each not in load()]:
         raise BadSpec(f"no requirement {', '.join(unknown)}; known: {', '.join(load())}")
