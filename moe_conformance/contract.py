@@ -1,12 +1,14 @@
 """What a backend implements: the one file an adopter reads. It imports torch and nothing of the suite.
 
-Shapes by letter: T tokens on this rank, K slots per token, E experts, N experts held by this rank (replicas count), D
-hidden, F expert hidden, R rows received, J slots per row, C capacity. One process is one rank, and everything below is
-that rank's part. Tensors that come back are ready on the current stream: wait for events and asynchronous results.
+Terms, and the option of Megatron-Core, torchtitan, transformers and DeepSpeed for each field of `Config`, are in
+docs/glossary.md. Shapes by letter: T tokens on this rank, K top-k, E experts, N experts of this rank (replicas count),
+D hidden size, F intermediate size of an expert, R rows received, J slots per row, C capacity. One process is one rank;
+everything below is the part of that rank. Returned tensors are ready on the current stream: the adapter waits for
+events and asynchronous results first.
 
-A backend is opened once per topology (`Backend.open`) and gives a `Session`; a session builds *surfaces* (an exchange,
-experts, a router; further ones are in `surfaces`) from a `Config`. Adapters only adapt: they never cast, reshape,
-recount or repair what the library returned, never decide a verdict, and catch exceptions through `refusals` alone.
+A backend is opened once per topology (`Backend.open`) and returns a `Session`; a session builds *surfaces* (exchange,
+experts, router; further ones are in `surfaces`) from a `Config`. An adapter does not cast, reshape, recount or repair
+what the library returned, does not decide a verdict, and catches exceptions with `refusals` only.
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ from torch import Tensor
 
 
 class Unsupported(Exception):
-    """What was asked for cannot be had from this backend.
+    """This backend does not support what was asked for.
 
-    `by="library"`: the code under test itself refused (its exception is `__cause__`): a *proved* refusal.
-    `by="adapter"`: this adapter has no way to ask for it; reported as "not adapted", never as a property of the
-    library. Raise it while building only: an exception from a running step is judged as a failure.
+    `by="library"`: the code under test itself raised (its exception is `__cause__`): a *proved* refusal.
+    `by="adapter"`: this adapter has no way to ask for it; reported as "not adapted", not as a property of the
+    library. Raise it only while building: an exception from a running step is a failure.
     """
 
     def __init__(self, reason: str, by: Literal["library", "adapter"] = "adapter") -> None:
@@ -38,21 +40,21 @@ class Unsupported(Exception):
 
 
 class Overflow(RuntimeError):
-    """A rank wants more rows than its buffer holds: raised by a dispatch, on all ranks of the exchange group.
+    """A rank would receive more rows than its receive buffer holds: raised by dispatch on all ranks of the group.
 
-    The next dispatch is as if this one had not been.
+    The dispatch leaves no state behind: the next one works as if it had not been called.
     """
 
 
 class Malformed(Exception):
-    """The backend's own claims contradict each other (counts beyond the rows, say): judged as a failure."""
+    """What the backend reports is inconsistent, such as counts that exceed the number of rows: a failure."""
 
 
 @contextmanager
 def refusals(*types: type[Exception], match: str) -> Iterator[None]:
-    """Turn the library's *expected* refusal into `Unsupported(by="library")`. Wrap constructors, never steps.
+    """Turn an *expected* exception of the library into `Unsupported(by="library")`. Use it around constructors only.
 
-    `match` is a regular expression that the message must contain; any other exception passes through and is judged.
+    `match` is a regular expression that the message must contain; any other exception propagates and is a failure.
     """
     try:
         yield
@@ -70,9 +72,10 @@ Strategy = Literal["random", "biased", "round_robin", "worst_rank", "one_expert"
 
 @dataclass(frozen=True)
 class Config:
-    """One neutral configuration, the same for every backend.
+    """One configuration, the same for every backend.
 
-    An adapter that ignored a field would test something else than the report says: each starts with `config.only(...)`.
+    Every builder of an adapter starts with `config.only(...)`, which refuses fields that it does not map: with an
+    ignored field the report would state something that was not tested.
     """
 
     variant: str = "default"  # one of `Backend.variants`: "alltoall", "allgather", "local", ...
@@ -81,37 +84,37 @@ class Config:
     hidden: int = 32  # D
     ffn: int = 16  # F
     dtype: torch.dtype = torch.float32
-    weights_applied: Literal["native", "input", "output"] = "native"  # native: wherever the backend applies them
-    score: Literal["softmax", "softmax_topk", "sigmoid", "sqrtsoftplus"] = "softmax"  # *_topk: over the chosen K only
+    weights_applied: Literal["native", "input", "output"] = "native"  # routing weights; native: as the backend does
+    score: Literal["softmax", "softmax_topk", "sigmoid", "sqrtsoftplus"] = "softmax"  # *_topk: over the selected K only
     normalise: bool = False  # the K weights of a token are divided by their sum
-    scale: float = 1.0  # multiplies the weights last
-    groups: tuple[int, int] | None = None  # (number of expert groups, groups chosen)
-    group_score: Literal["top2_sum", "topk_sum", "max"] = "top2_sum"  # topk_sum: of the best K / groups chosen
-    balance_bias: bool = False  # a bias per expert that selects and does not weigh
-    # Who decides in place of the router's scores: strategies, each with its parameter. Two are refused. Random and
-    # biased (the bias's deviation; below zero one bias is kept) force logits, all others ids.
+    scale: float = 1.0  # multiplies the weights, after normalisation
+    groups: tuple[int, int] | None = None  # group-limited routing: (number of expert groups, groups selected)
+    group_score: Literal["top2_sum", "topk_sum", "max"] = "top2_sum"  # topk_sum: of the best K / groups selected
+    balance_bias: bool = False  # expert bias: added to the scores for the selection only, not for the weights
+    # Forced routing: strategies in place of the router's scores, each with its parameter; two are refused. Random and
+    # biased (parameter: standard deviation; negative: one bias is kept) replace the logits, all others the expert ids.
     forced: tuple[tuple[Strategy, float | None], ...] = ()
-    shared_ffn: tuple[int, ...] = ()  # widths F of the shared experts of a layer; fused into one where they are several
-    shared_gate: bool = False  # one sigmoid per token multiplies what the shared experts add
-    shared_bias: bool = False  # every shared expert adds an output bias of its own, inside the gate
-    shared_overlap: bool = False  # they run while the routed exchange is under way
-    capacity_factor: float | None = None  # an expert takes C = ceil(factor K T / E) slots of a rank; None: all of them
-    min_capacity: int = 0  # C is never less
-    drop_policy: Literal["weights", "position"] = "weights"  # who stays: the heaviest, or the first tokens
-    pad_to_capacity: bool = False  # each rank sends each expert C rows; without a factor the largest load of the group
-    row_multiple: int = 1  # a permutation pads every expert's rows to a multiple of it
-    # All ranks of an exchange dispatch as many tokens, rows without a slot among them: the largest T of the group, or a
-    # bound that no T may exceed; "no": only where the exchange itself cannot do without.
+    shared_ffn: tuple[int, ...] = ()  # intermediate size of each shared expert; several may be fused into one
+    shared_gate: bool = False  # the output of the shared experts is multiplied by one sigmoid per token
+    shared_bias: bool = False  # every shared expert has an output bias, added before the gate
+    shared_overlap: bool = False  # shared experts run during the collectives of the exchange
+    capacity_factor: float | None = None  # capacity C = ceil(factor K T / E) per expert and rank; None: no token drop
+    min_capacity: int = 0  # lower bound of C
+    drop_policy: Literal["weights", "position"] = "weights"  # kept: the slots of highest weight, or of the first tokens
+    pad_to_capacity: bool = False  # each rank sends C rows to each expert; without a factor C is the group's top load
+    row_multiple: int = 1  # the rows of each expert are padded to a multiple of it
+    # All ranks of the exchange group dispatch equally many tokens, padded by rows with empty slots: the largest T of
+    # the group, or a fixed bound that no T may exceed; "no": only if the exchange itself cannot work otherwise.
     pad_tokens: Literal["no", "group_max", "bound"] = "no"
-    token_alignment: int = 1  # that many tokens are a multiple of it
+    token_alignment: int = 1  # the padded number of tokens is a multiple of it
     token_bound: int | None = None
-    packed: bool = False  # sequences lie one after the other, so that every T differs; who needs equal T refuses it
-    budget_factor: float | None = None  # experts' rows lie in a buffer of fixed size: so often a rank's balanced load
-    row_budget: int | None = None  # or, not both, of that many rows
-    over_budget: Literal["refuse", "drop"] = "refuse"  # what the buffer cannot hold: an `Overflow`, or left out of it
-    token_copies: bool = False  # all ranks of a tp group hold the same tokens, and count once: no sequence parallelism
-    wire: Literal["plain", "float8"] = "plain"  # float8: tokens travel to the experts in eight bits, with scales
-    extra: tuple[tuple[str, Any], ...] = ()  # knobs of one backend, passed on under their own names
+    packed: bool = False  # packed sequences (THD): T differs between ranks; an exchange that needs equal T refuses it
+    budget_factor: float | None = None  # receive buffer of fixed size: a multiple of the balanced load of a rank
+    row_budget: int | None = None  # the same as a number of rows; not both
+    over_budget: Literal["refuse", "drop"] = "refuse"  # rows beyond the receive buffer: raise `Overflow`, or drop them
+    token_copies: bool = False  # tp > 1 without sequence parallelism: the tp ranks hold the same tokens, counted once
+    wire: Literal["plain", "float8"] = "plain"  # float8: fp8 dispatch, hidden states are sent in eight bits with scales
+    extra: tuple[tuple[str, Any], ...] = ()  # options of one backend, under the library's own names
 
     def only(self, *mapped: str) -> Config:
         """Return the config itself, or raise `Unsupported` if a field outside `mapped` differs from its default."""
@@ -125,16 +128,16 @@ class Config:
 class Limit:
     """A declared limit of a backend: outside `allowed` it is not run, and the report says why.
 
-    `spread_experts` says whether ep > 1 and `sharded_experts` whether etp > 1; `in_flight` counts microbatches between
-    forward and backward, `halves_in_flight` those between dispatch and combine; `steps` counts how often the gradients
-    of what was built once are finished. Between two steps the suite sets them to None, or to zero in place.
-    `deterministic` runs are under `torch.use_deterministic_algorithms`, from before the session is opened.
-    `wrong_use` is what one rank gives that no exchange can be made of, and the others may wait for it for ever. What
-    breaks a promise of the config, more tokens than `token_bound` or `token_copies` that differ, is none of it.
-    `uneven_tokens` is no excuse where `Config.packed` asks for them: what cannot take them is not to be built then.
+    `spread_experts`: whether ep > 1. `sharded_experts`: whether etp > 1. `in_flight`: number of microbatches between
+    forward and backward. `halves_in_flight`: number of microbatches between dispatch and combine. `steps`: how often
+    the gradients of the same modules are finished; between two steps the suite sets them to None, or to zero in place.
+    `deterministic`: runs under `torch.use_deterministic_algorithms`, set before the session is opened. `wrong_use`:
+    invalid input on one rank, for which the other ranks may wait for ever; input that violates the config (more tokens
+    than `token_bound`, or `token_copies` that differ) is not covered by it. `uneven_tokens` does not cover
+    `Config.packed`: an exchange that needs equal T has to refuse that while it is built.
 
-    `proof="refused"`: break it and the library refuses cleanly; the suite breaks it and wants to see that.
-    `proof="undefined"`: breaking it may hang or corrupt the device; it is believed, left out, and shown as unproved.
+    `proof="refused"`: outside of it the library raises; the suite tries it and checks that it raises.
+    `proof="undefined"`: outside of it the library may hang or corrupt the device; not run, reported as unproved.
     """
 
     on: Literal[
@@ -152,7 +155,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Routing:
-    """Who goes where. Slot order carries no meaning; T rows are x's leading dims flattened in row-major order."""
+    """Expert ids and routing weights of each token. Slot order has no meaning; T: x's leading dims, row-major."""
 
     ids_TK: Tensor  # int64 global expert ids, -1 = empty slot (dropped, padding), anywhere in a row
     weights_TK: Tensor  # float; a leaf that requires grad when the suite wants its gradient
@@ -161,7 +164,7 @@ class Routing:
     def dense(self) -> tuple[Tensor, Tensor]:
         """Return (weights_TE, map_TE bool), differentiable in the weights.
 
-        Refuses an expert that occurs twice in a row: a map has no place for it.
+        Refuses an expert that occurs twice in a token, which a map cannot represent.
         """
         held_TK = self.ids_TK >= 0
         at_TK, T = self.ids_TK.clamp_min(0), self.ids_TK.shape[0]
@@ -169,12 +172,12 @@ class Routing:
         if bool((count_TE > 1).any()):
             raise Unsupported("an expert twice in one row has no dense form")
         zero_TE = self.weights_TK.new_zeros(T, self.experts)
-        weights_TK = torch.where(held_TK, self.weights_TK, 0.0)  # whatever an empty slot has for a weight
+        weights_TK = torch.where(held_TK, self.weights_TK, 0.0)  # the weight of an empty slot may be anything
         return zero_TE.scatter_add(1, at_TK, weights_TK), count_TE.bool()
 
     @classmethod
     def from_dense(cls, weights_TE: Tensor, map_TE: Tensor) -> Routing:
-        """Return the (T, K) form; K is the largest row count of the map (capacity pads above and drops below top-k)."""
+        """Return the (T, K) form; K is the largest number of experts of a token in the map, which need not be top-k."""
         K = int(map_TE.sum(1).max()) if map_TE.numel() else 0
         held_TK, ids_TK = map_TE.to(torch.int8).topk(K, dim=1)
         ids_TK = torch.where(held_TK.bool(), ids_TK, -1)
@@ -195,25 +198,25 @@ def _cpu(counts: Counts) -> Tensor:
 
 @dataclass(frozen=True)
 class Delivery:
-    """What one call of the local experts is handed: the backend's own layout, made explicit by a constructor.
+    """The input of one call of the local experts, in the backend's own layout, which the constructor states.
 
     The experts compute out_r = sum_j w_rj * f_e(row_r) with e = local_experts[ids_rj], where w = 1 if `weights_RJ`
-    is None (the backend has applied them or will). Rows with no id >= 0 (they may be uninitialised) and all-zero
-    rows are padding: the suite's expert answers them with a large finite value, which must reach no output. With
-    `unrouted="zero"` a row with no id is a token whose experts are elsewhere, and its empty sum of zero is wanted.
+    is None (the backend applies the weights elsewhere). Rows without an id >= 0 (they may be uninitialised) and
+    all-zero rows are padding: the suite's expert returns a large finite value for them, which must reach no output.
+    With `unrouted="zero"` a row without an id is a token whose experts are on other ranks; its output is zero.
     """
 
     rows_RD: Tensor
     ids_RJ: Tensor  # int64 index into the exchange's local_experts, -1 = nothing
     weights_RJ: Tensor | None
-    counts_N: Tensor | None  # as claimed by the backend, untouched; None if it claims none
-    shape: tuple[int, ...]  # of the rows as the backend holds them; the experts' output comes back in it
-    unrouted: Unrouted = "padding"  # zero: the backend adds up the answers of several ranks
-    overflowed: bool | None = None  # as claimed with `over_budget="drop"`: this rank's buffer could not hold all rows
+    counts_N: Tensor | None  # tokens per local expert as the backend reports them; None if it reports none
+    shape: tuple[int, ...]  # of the rows in the backend's layout; the expert output is returned in it
+    unrouted: Unrouted = "padding"  # zero: the backend sums the expert outputs of several ranks
+    overflowed: bool | None = None  # reported with `over_budget="drop"`: rows were dropped at this rank's buffer
 
     @classmethod
     def grouped(cls, rows_RD: Tensor, counts_N: Counts, weights_R: Tensor | None = None) -> Delivery:
-        """Expert-major rows. Counts may include padding rows; rows beyond sum(counts) are an unspecified tail."""
+        """Rows sorted by expert. Counts may include padding rows; rows beyond sum(counts) are unspecified."""
         claimed_N = _cpu(counts_N)
         total = int(claimed_N.sum())
         if total > rows_RD.shape[0] or bool((claimed_N < 0).any()):
@@ -228,13 +231,13 @@ class Delivery:
         cls, rows_RD: Tensor, ids_RJ: Tensor, weights_RJ: Tensor | None = None, counts_N: Counts | None = None,
         unrouted: Unrouted = "padding",
     ) -> Delivery:  # fmt: skip
-        """One row per token and rank with J slots. The adapter maps ids that mean "not mine" to -1."""
+        """One row per token and rank with J slots. The adapter maps ids of experts on other ranks to -1."""
         claimed_N = None if counts_N is None else _cpu(counts_N)
         return cls(rows_RD, ids_RJ.to(torch.int64), weights_RJ, claimed_N, tuple(rows_RD.shape), unrouted)
 
     @classmethod
     def batched(cls, rows_NCD: Tensor, counts_N: Counts | None = None, weights_NC: Tensor | None = None) -> Delivery:
-        """C places per expert, the first counts[n] of them filled; without counts all are, and zero rows pad."""
+        """C rows per expert, the first counts[n] of them filled; without counts all are, and zero rows are padding."""
         N, C, D = rows_NCD.shape
         ids_NC = torch.arange(N, device=rows_NCD.device)[:, None].expand(N, C)
         claimed_N = None if counts_N is None else _cpu(counts_N)
@@ -247,7 +250,7 @@ class Delivery:
         return cls(rows_NCD.reshape(N * C, D), ids_NC.reshape(-1, 1), weights_RJ, claimed_N, (N, C, D))
 
 
-# Call it on every forward, with no rows too; in chunks is fine, again in a backward (recomputation) is not.
+# Call it in every forward, also with zero rows. Calls in chunks are allowed; a second call in a backward is not.
 ExpertFn = Callable[[Delivery], Tensor]
 
 
@@ -256,11 +259,11 @@ ExpertFn = Callable[[Delivery], Tensor]
 
 @runtime_checkable
 class Resolved(Protocol):
-    """What every built surface tells of itself."""
+    """What every built surface reports of itself."""
 
     @property
     def resolved(self) -> Mapping[str, str]:
-        """What was built, read from the built object (class, path, fused or not): a silent fallback shows here."""
+        """What was built, read from the built object (class, path, fused or not), so that a silent fallback shows."""
 
 
 WIRES = ("pairs", "tokens", "all", "copies")
@@ -269,53 +272,53 @@ ROUTINGS = ("slots", "maps")
 
 
 class Placed(Resolved, Protocol):
-    """What every exchange tells of the experts that this rank holds.
+    """What every exchange reports: the experts of this rank, and in `resolved` how it exchanges rows.
 
-    `resolved["wire"]` says what its dispatch sends to other ranks: "pairs", a row for each routed pair, unless it says
-    otherwise; "tokens", one row for each token and rank that needs it; "all", every token to every rank; "copies", that
-    the adapter first copied the tokens of every tensor rank to all of them, as the backend wants them: not counted.
-    Where whole maps (T, E) travel with "all", one of marks in bytes and one of weights in no more than float32 each,
-    `resolved["routing"]` says "maps" instead of "slots".
-    `resolved["handed"]` says how many rows the experts are handed: "routed", as many as are for them, unless it says
-    otherwise; "tokens", every token of the exchange group; "static", a number that was agreed upon before. Where the
-    rows of an expert are padded to a multiple, `resolved["multiple"]` says to which, and budgets count what that adds.
-    With `token_copies`, dL/dx and dL/dw are "complete" on every copy, unless `resolved["copies"]` says "parts", which
-    add up to them over tp.
+    `resolved["wire"]`: what dispatch sends to other ranks. "pairs" (default): one row for each routed pair; "tokens":
+    one row for each token and destination rank; "all": every token to every rank; "copies": the adapter first gathered
+    the tokens over tp, since the library expects the same tokens on all tp ranks; that traffic is not counted.
+    `resolved["routing"]`: with "all", "slots" (default) if ids and weights (T, K) are sent, "maps" if a boolean map
+    (T, E) and a map of weights (T, E), at most float32, are sent.
+    `resolved["handed"]`: how many rows the experts receive. "routed" (default): those routed to them; "tokens": every
+    token of the exchange group; "static": a fixed number.
+    `resolved["multiple"]`: the multiple to which the rows of an expert are padded; receive buffers include the padding.
+    `resolved["copies"]`: with `token_copies`, "complete" (default) if dL/dx and dL/dw are complete on every tp rank,
+    "parts" if their sum over tp is.
     """
 
     @property
     def local_experts(self) -> tuple[int, ...]:
-        """Global ids of this rank's N experts, in the order that delivered ids count in."""
+        """Global ids of this rank's N experts, in the order of the local ids of a delivery."""
 
 
 class Exchange(Placed, Protocol):
     """Dispatch, the given experts, combine. x: (*lead, D) -> y: (*lead, D) with prod(lead) == T.
 
-    ep = 1 is a local permute. Backward is the library's; where the adapter had to write it, say
+    ep = 1 is a local permute. Backward is the library's; if the adapter implements it, it sets
     `resolved["autograd"] = "adapter"`.
     """
 
     def __call__(self, x: Tensor, routing: Routing, expert: ExpertFn) -> Tensor:
-        """Return y for x; call `expert` on what reached this rank."""
+        """Return y for x; call `expert` on the rows that reached this rank."""
 
 
 @runtime_checkable
 class SplitExchange(Placed, Protocol):
-    """An exchange in two halves; implement this or `Exchange`, not both (`whole` makes one of the other).
+    """An exchange in two halves; implement this or `Exchange`, not both (`whole` turns this into the other).
 
-    State goes into the handle. A backend that keeps it on itself returns None for a handle and declares
+    State goes into the handle. A backend that stores it on itself returns None as the handle and declares
     `Limit("halves_in_flight", (1,), ...)`.
     """
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
-        """Return what reached this rank's experts, and the handle that combine needs."""
+        """Return the rows for this rank's experts, and the handle that combine needs."""
 
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
-        """Return y from the experts' output, which has the delivery's shape."""
+        """Return y from the expert output, which has the delivery's shape."""
 
 
 def whole(exchange: Exchange | SplitExchange) -> Callable[[Tensor, Routing, ExpertFn], Tensor]:
-    """Return the exchange as one call, whichever of the two forms it has."""
+    """Return the exchange as one call, from either form."""
     if not isinstance(exchange, SplitExchange):
         return exchange
     split = exchange
@@ -329,51 +332,51 @@ def whole(exchange: Exchange | SplitExchange) -> Callable[[Tensor, Routing, Expe
 
 @dataclass(frozen=True)
 class Named:
-    """A window on (part of) one parameter, in canonical orientation: gate, up (F, D); down (D, F); router (E, D).
+    """A view of (a part of) one parameter, in canonical orientation: gate, up (F, D); down (D, F); router (E, D).
 
-    The suite writes values and reads gradients through it, so `view` is a *view* (slice, chunk, transpose) of
-    `read(parameter)`, never a copy.
+    The suite writes values and reads gradients through it, so `view` has to be a *view* (slice, chunk, transpose) of
+    `read(parameter)`, not a copy.
     """
 
     name: str  # "gate" "up" "down" "router" "balance_bias"; of shared experts see `surfaces.Layer`
-    expert: int | None  # global id, None for what is not an expert's
+    expert: int | None  # global id; None for parameters that belong to no expert
     view: Tensor
     shard: tuple[int, int, int] | None = None  # (dim, index, of): this etp rank holds chunk `index` of `of` along dim
 
 
-Read = Callable[[Tensor], Tensor]  # the suite's: a parameter or buffer -> its data, or -> its gradient
+Read = Callable[[Tensor], Tensor]  # given by the suite: a parameter or buffer -> its data, or -> its gradient
 
 
 class Parametrised(Protocol):
-    """Something with parameters that the suite sets and whose gradients it reads."""
+    """A surface with parameters, which the suite sets and whose gradients it reads."""
 
     def named(self, read: Read) -> Iterator[Named]:
-        """Yield a window on every parameter (and on the balance bias, a buffer, if there is one)."""
+        """Yield a view of every parameter (and of the expert bias, a buffer, if there is one)."""
 
 
 class Experts(Parametrised, Resolved, Protocol):
     """The backend's own experts for this rank, in the exchange's local order: SwiGLU, down(silu(gate x) * up x)."""
 
     def __call__(self, delivery: Delivery) -> Tensor:
-        """Return the output in `delivery.shape`, weighted if the delivery carries weights.
+        """Return the output in `delivery.shape`, multiplied by the routing weights if the delivery has them.
 
-        It is this etp rank's part of the sum if `Session.expert_output_is_partial`.
+        It is this etp rank's partial sum if `Session.expert_output_is_partial`.
         """
 
 
 @dataclass(frozen=True)
 class Routed:
-    """What a router decided for its tokens."""
+    """The result of a router for its tokens."""
 
     routing: Routing
-    logits_TE: Tensor | None = None  # that were scored: where logits are forced, the forced ones
-    counts_E: Tensor | None = None  # the load that the backend believes it saw
+    logits_TE: Tensor | None = None  # from which the scores were computed; with forced logits, the forced ones
+    counts_E: Tensor | None = None  # tokens per expert as the backend reports them
 
 
 class Router(Parametrised, Resolved, Protocol):
     """Scores, selection and weights for the tokens of this rank. x: (*lead, D), prod(lead) == T.
 
-    `resolved["dtype"]` says what it computes in where that is not the dtype of x.
+    `resolved["dtype"]` is the dtype in which it computes, if that is not the dtype of x.
     """
 
     def __call__(self, x: Tensor) -> Routed:
@@ -384,7 +387,7 @@ class Router(Parametrised, Resolved, Protocol):
 
 
 class Topology(Protocol):
-    """Where this rank stands. The suite makes it; an adapter reads it."""
+    """The layout and the groups of this rank. The suite creates it; the adapter reads it."""
 
     @property
     def rank(self) -> int:
@@ -398,22 +401,22 @@ class Topology(Protocol):
         """World ranks of this rank's group: world, tp, cp, pp, dp, dp_cp, ep, etp, ep_etp, edp."""
 
     def group(self, name: str) -> dist.ProcessGroup:
-        """Process group of the same names, of one rank too. It belongs to the suite: do not destroy it."""
+        """Process group of the same name, also for groups of one rank. The suite owns it: do not destroy it."""
 
 
 class Session:
     """One topology on one rank; at most one session is open in a process.
 
-    Subclass it, or `surfaces.Session`, and override what the backend has: a surface that is not overridden is "not
-    offered". Class attributes state how the backend works; the suite observes whether they are true.
+    Subclass it, or `surfaces.Session`, and override what the backend has: a surface that is not overridden is reported
+    as "not adapted". Class attributes describe the backend; the suite checks them by observation.
     """
 
-    # Where the weights are applied by default. An exchange that differs says so in `resolved["weights_at"]`, which is
+    # Where routing weights are applied by default. An exchange that differs sets `resolved["weights_at"]`, which is
     # read after every forward.
     weights_at: Literal["input", "expert", "combine"] = "combine"
-    expert_output_is_partial: bool = False  # etp > 1: combine sums the parts
-    grad_attr: str = "grad"  # where gradients lie after finish_gradients ("main_grad")
-    loss_convention: Literal["sum", "mean_over_dp"] = "sum"  # finish_gradients: summed, or averaged over dp*cp
+    expert_output_is_partial: bool = False  # etp > 1: combine adds up the partial sums
+    grad_attr: str = "grad"  # attribute of a parameter with its gradient after finish_gradients ("main_grad")
+    loss_convention: Literal["sum", "mean_over_dp"] = "sum"  # finish_gradients: sum or mean over dp * cp
 
     def exchange(self, config: Config) -> Exchange | SplitExchange:
         """Build an exchange; collective."""
@@ -428,20 +431,23 @@ class Session:
         raise Unsupported("this backend offers no router")
 
     def finish_gradients(self, *built: Parametrised) -> None:
-        """Do all that the backend's trainer does to gradients between the last backward and the step."""
+        """Do what the backend's trainer does to gradients between the last backward and the optimizer step.
+
+        In Megatron-Core this is `finalize_model_grads`.
+        """
         raise Unsupported("this backend offers no gradient reduction")
 
-    def close(self) -> None:  # not abstract: most sessions hold nothing
-        """Give up what the session holds (process groups of its own, global state)."""
+    def close(self) -> None:  # not abstract: most sessions have nothing to release
+        """Release what the session holds (process groups of its own, global state)."""
 
 
 class Backend(Protocol):
     """An implementation under test. Importing its module must not import the library.
 
-    Optional and pure: `groups(sizes) -> Mapping[str, tuple[tuple[int, ...], ...]]`, the rank lists that the library
-    would build for sizes world, tp, cp, pp, ep, etp, under the names of `Topology.ranks` (and "expert_pp", where the
-    expert fold has its own); an exception where it refuses them. With `orders: tuple[str, ...]`, further orders of axes
-    by the library's names, it is called as `groups(sizes, order)` too.
+    Optional, without side effects: `groups(sizes) -> Mapping[str, tuple[tuple[int, ...], ...]]`, the rank lists that
+    the library would build for sizes world, tp, cp, pp, ep, etp, under the names of `Topology.ranks` (and "expert_pp",
+    if the expert groups have pipeline groups of their own); an exception if it refuses the sizes. With `orders:
+    tuple[str, ...]`, further orders of axes by the library's names, it is also called as `groups(sizes, order)`.
 
     Optional: `sampled: tuple[str, ...]`, variants that share most of what they do with others. The quick profile
     tries them on two layouts; the other profiles leave nothing out.
@@ -451,7 +457,7 @@ class Backend(Protocol):
     variants: tuple[str, ...]
 
     def versions(self) -> Mapping[str, str]:
-        """Versions that verdicts depend on; `Unsupported` if the library is not installed, with what to install."""
+        """Versions that the results depend on; `Unsupported`, with what to install, if the library is missing."""
 
     def limits(self, variant: str) -> Sequence[Limit]:
         """Limits of that variant."""

@@ -1,8 +1,8 @@
 """Layouts of ranks and the groups they make.
 
-A layout folds the same world twice (parallel folding): the dense fold counts ranks tp fastest, then cp, dp, pp;
-the expert fold counts them etp fastest, then ep, edp, pp. A group of an axis is the set of ranks that differ in that
-coordinate alone. Every skip decision of the suite is `Layout.problem`, never a hand-written modulo.
+A layout divides the same world twice (parallel folding): for the dense groups in the order tp (fastest), cp, dp, pp;
+for the expert groups in the order etp (fastest), ep, edp, pp. A group of an axis is the set of ranks that differ in
+that coordinate only. Whether a layout exists is decided by `Layout.problem` alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class InvalidLayout(ValueError):
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the parallel axes in a world of ranks; dp and edp are what is left over."""
+    """Sizes of the parallel axes in a world of ranks; dp and edp follow from them."""
 
     world: int
     tp: int = 1
@@ -48,12 +48,12 @@ class Layout:
 
     @property
     def dp(self) -> int:
-        """Data parallel size of the dense fold."""
+        """Data parallel size of dense parameters."""
         return self.world // (self.tp * self.cp * self.pp)
 
     @property
     def edp(self) -> int:
-        """Data parallel size of the expert fold: how many replicas of every expert there are."""
+        """Expert data parallel size: the number of replicas of every expert."""
         return self.world // (self.etp * self.ep * self.pp)
 
     @property
@@ -117,7 +117,7 @@ def layouts(world: int) -> Iterator[Layout]:
 
 @dataclass(frozen=True)
 class Topology:
-    """A layout seen from one rank, with the process groups of that rank. What `contract.Topology` asks for."""
+    """A layout and the process groups of one rank. Implements `contract.Topology`."""
 
     layout: Layout
     rank: int

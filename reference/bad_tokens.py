@@ -1,9 +1,9 @@
-"""Bad tokens: logits of NaN or +inf, which have no right answer, beside tokens that have one.
+"""Non-finite tokens: logits of NaN or +inf, which have no correct result, beside tokens that have one.
 
-A router may raise an error. If it does not, it may weigh the bad token as it likes, but must keep to expert
-ids that exist, and must leave the others alone.
+A router may raise an error. If it does not, the weights of the non-finite token are free, but its expert ids must be
+in range, and the routes of the other tokens must not change.
 
-Source: behaviour of SGLang's fused top-k; an id out of range reads or writes foreign memory.
+Source: behaviour of SGLang's fused top-k; an id out of range reads or writes memory out of bounds.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def bad_tokens(logits_TE: Tensor) -> Tensor:
 
 
 def legal_ids_beside_bad(ids_TK: Tensor, experts: int) -> Tensor:
-    """Say of every token whether its ids harm nobody, int64 (T, K) -> bool (T,).
+    """Return for every token whether its ids are valid, int64 (T, K) -> bool (T,).
 
     Rule: each in 0..E-1, and no expert twice in a token; or -1, an empty slot, any number of times.
 
-    Decides: ROUTE-15. Source: an id out of range reads or writes foreign memory.
+    Decides: ROUTE-15. Source: an id out of range reads or writes memory out of bounds.
 
     >>> legal_ids_beside_bad(torch.tensor([[-1, 2, -1], [2, 0, 2], [3, 0, 1]]), 3).tolist()
     [True, False, False]

@@ -1,8 +1,8 @@
-"""The balancing bias: how it follows the load of one router. That it selects and never weighs is `routing.py`.
+"""The expert bias: its update by the load of one router. Its part in the selection is in `routing.py`.
 
-The load n_e of an expert on one rank is `losses.choice_counts` of the ids that the biased selection chose:
-valid tokens only, and no row that merely fills an expert up to its capacity (BIAS-05). Loads are int64, and
-compared exactly. Of biases only differences mean anything: a constant added to all selects the same experts.
+The load n_e of an expert on one rank is `losses.choice_counts` of the ids that the biased selection returned:
+valid tokens only, and no row of padding to capacity (BIAS-05). Loads are int64, and compared exactly. Only
+differences of biases have an effect: a constant added to all selects the same experts.
 
 Sources: Wang et al. 2024 (auxiliary-loss-free load balancing), Algorithm 1; DeepSeek-V3 section 2.1.2.
 """
@@ -61,7 +61,7 @@ def update(bias_E: Tensor, loads_E: Tensor, *, rate: float, centred: bool = Fals
     """Move the bias once against the loads, (E,) and int64 (E,) -> float64 (E,).
 
     Rule (BIAS-01): b_e + u sign(m - n_e), m the mean load; the sign is that of the integer sum n - E n_e.
-    With `centred` the changes are shifted to a mean of zero, which is as legal as any shift common to all:
+    With `centred` the changes are shifted to a mean of zero, which is allowed, as any shift common to all:
     compare `without_constant`.
 
     Degenerate: a load equal to the mean does not move; neither does anything where all are equal or u = 0.

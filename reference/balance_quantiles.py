@@ -1,6 +1,6 @@
 """Balancing by quantiles: a bias, subtracted from the scores, that admits every expert's balanced share.
 
-A token chooses the K experts with the highest z = s - b; expert e gets it, all else being equal, if s_te - b_e
+A token selects the K experts with the highest z = s - b; expert e gets it, all else being equal, if s_te - b_e
 lies above the token's cutoff. So s_te minus the cutoff tells which b_e would admit the token, and the bias
 that admits q = K V / E of the V valid tokens is a quantile of these differences.
 
@@ -47,7 +47,7 @@ def quantile_bounds(
     padding: Sequence[Tensor | None] | None = None,
     memory: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Bound the bias after a step from below and above, -> (E,), (E,); all in between is legal.
+    """Bound the bias after a step from below and above, -> (E,), (E,); all in between is allowed.
 
     Args:
         parts: the scores (T, E) of every microbatch and rank of the step, each token once.
@@ -60,7 +60,7 @@ def quantile_bounds(
     the (ceil(q)+1)-th to the floor(q)-th of d; with memory, r b + (1 - r) times each. Common constants are
     free: ask `outside`.
 
-    Degenerate: where d has no such place the bound is -inf or +inf: below all, or above all, is legal. K = E
+    Degenerate: where d has no such place the bound is -inf or +inf: below all, or above all, is allowed. K = E
     has no cutoff and V = 0 no token: the bias does not move, and both bounds are it.
 
     >>> parts = [torch.tensor([[0.5, 0.25, 0.0], [0.75, 0.5, 0.25]]), torch.tensor([[0.0, 0.25, 1.0]])]
@@ -94,7 +94,7 @@ def outside(bias_E: Tensor, low_E: Tensor, high_E: Tensor) -> float:
     """Measure how far a new bias lies outside its bounds, a constant common to all experts being free.
 
     Rule (BIAS-12): the least max_e distance of b'_e + c from [low_e, high_e] over all c: half of what the largest
-    low_e - b'_e exceeds the smallest high_e - b'_e by. 0 is legal; an estimate by histogram may be off by one
+    low_e - b'_e exceeds the smallest high_e - b'_e by. 0 is allowed; an estimate by histogram may be off by one
     bin's width.
 
     >>> low, high = torch.tensor([0.0, 0.0]), torch.tensor([1.0, 1.0])

@@ -1,7 +1,7 @@
 """Capacity: how many rows of one rank's tokens an expert takes at most.
 
 C = max(C_min, ceil(factor K T / E)), for each rank from its own T. Integers and fractions throughout: what
-a float32 implementation may round otherwise is said as a set of legal capacities.
+a float32 implementation may round otherwise is said as a set of allowed capacities.
 
 Sources: GShard section 2.2 (expert capacity), Switch Transformer section 2.2 equation 3.
 """
@@ -20,10 +20,10 @@ FLOAT32_ROUNDING = Fraction(1, 2**24)
 
 
 def loads(ids_TK: Tensor, experts: int) -> Tensor:
-    """Count the slots that chose each expert, int64 (T, K) -> int64 (E,).
+    """Count the slots that selected each expert, int64 (T, K) -> int64 (E,).
 
-    Rule: n_e = |{(t, k): id_tk = e}|. Degenerate: an empty slot (-1) counts nowhere; an expert that nobody
-    chose has 0, and T = 0 gives zeros. Raises on an id that is neither -1 nor of an expert.
+    Rule: n_e = |{(t, k): id_tk = e}|. Degenerate: an empty slot (-1) counts nowhere; an expert that no token
+    selected has 0, and T = 0 gives zeros. Raises on an id that is neither -1 nor of an expert.
 
     Decides: FORCE-02, and every n_e of DROP and FORCE. Source: definition.
 
@@ -42,14 +42,14 @@ def loads(ids_TK: Tensor, experts: int) -> Tensor:
 
 
 def capacities(tokens: int, top_k: int, experts: int, *, factor: float, minimum: int = 0) -> tuple[int, ...]:
-    """List every legal capacity C of a rank with T tokens, ascending: one, or two that are neighbours.
+    """List every allowed capacity C of a rank with T tokens, ascending: one, or two that are neighbours.
 
     Rule: C = max(C_min, ceil(x)) with x = factor K T / E, exactly. Where x is within four float32 roundings
-    of a whole number i, both i and i + 1 are legal, as an honest product may end on either side of i. Not
+    of a whole number i, both i and i + 1 are allowed, as a correct product may end on either side of i. Not
     so where no order of multiplying and dividing rounds anything: E a power of two, and a K T < 2^24 with
     factor = a / 2^p. There an i + 1 is not rounded up but one too many.
 
-    Degenerate: x = 0 gives C_min alone; 0 < x < 1 gives 1; a factor below 1 is legal, and a C above T too.
+    Degenerate: x = 0 gives C_min alone; 0 < x < 1 gives 1; a factor below 1 is allowed, and a C above T too.
     Raises on a negative, NaN or infinite factor, T < 0, C_min < 0, or K not in 1..E.
 
     Decides: DROP-01, DROP-02. Source: Switch Transformer section 2.2 equation 3.
@@ -112,9 +112,9 @@ def fits(ids_TK: Tensor, experts: int, capacity: int) -> Tensor:
 
 
 def padded_rows(tokens: int, capacity: int) -> tuple[int, ...]:
-    """List the legal numbers of rows that each expert gets from a rank when rows are padded to capacity.
+    """List the allowed numbers of rows that each expert gets from a rank when rows are padded to capacity.
 
-    Rule: C, the same for every expert; or min(C, T) where the added rows are tokens that did not choose the
+    Rule: C, the same for every expert; or min(C, T) where the added rows are tokens that did not select the
     expert, of which there are no more than T. Degenerate: T = 0 gives no rows, or C (the minimum) of
     padding. Raises on negative sizes.
 
@@ -129,7 +129,7 @@ def padded_rows(tokens: int, capacity: int) -> tuple[int, ...]:
 
 
 def _rounds_nothing(tokens: int, top_k: int, experts: int, factor: float) -> bool:
-    """Say whether factor K T / E is exact in float32 in any order of its operations."""
+    """Return whether factor K T / E is exact in float32 in any order of its operations."""
     power_of_two = experts & (experts - 1) == 0
     product = Fraction(factor).numerator * top_k * tokens
     return product == 0 or (power_of_two and product < 2**24)

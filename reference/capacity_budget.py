@@ -3,7 +3,7 @@
 A buffer of the worst-case size never overflows. A smaller one does as soon as more rows are wanted, and
 must say so; which of the wanted rows are then dropped is free, how many is not.
 
-Sources: arithmetic, a token chooses each expert at most once; behaviour of Megatron-Core (static budget).
+Sources: arithmetic, a token selects each expert at most once; behaviour of Megatron-Core (static budget).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def worst_case_rows(
     """Compute the most rows that a rank with N = `held` experts can receive, whatever the routing.
 
     Args: T_r of every rank of its exchange group; `equal_sizes` where every rank sends as much as the
-    fullest; `per_token` where a token travels once per rank, instead of once per slot.
+    fullest; `per_token` where a token is sent once per rank, instead of once per slot.
 
     Rule: sum over r of T_r min(K, N), or W max_r T_r min(K, N), with min(1, N) for min(K, N) if `per_token`.
     Filling each expert's block up to whole `alignment`s adds less than one to each block that has a row.
@@ -56,7 +56,7 @@ def worst_case_rows(
 
 
 def over_budget(rows_N: Sequence[int], budget: int, *, alignment: int = 1) -> bool:
-    """Say whether a rank's budget is exceeded, given the rows wanted from all ranks by each of its experts.
+    """Return whether a rank's budget is exceeded, given the rows wanted from all ranks by each of its experts.
 
     Rule: sum over its experts of ceil(R_e / p) p > budget, p the alignment. Degenerate: exactly the budget
     is within it, and so are no rows; budget 0 is exceeded by any. Raises on negative numbers, p < 1.
@@ -83,7 +83,7 @@ def legal_deliveries(
     a rank that wants the slot is over budget. A slot reaches all ranks that want it, the shards of its
     expert, or none: on some of them alone it would be neither kept nor dropped.
 
-    Degenerate: dropping more than necessary is legal once over budget. Raises on a rank without a budget.
+    Degenerate: dropping more than necessary is allowed once over budget. Raises on a rank without a budget.
 
     Decides: DROP-15. Source: arithmetic; behaviour of Megatron-Core and Transformer Engine.
 

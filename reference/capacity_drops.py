@@ -1,6 +1,6 @@
 """Drops: which slots an expert of capacity C keeps.
 
-A policy says which slots come before which; an expert keeps the first C of those that chose it. Ties, and
+A policy says which slots come before which; an expert keeps the first C of those that selected it. Ties, and
 weights closer than their rounding errors, leave several outcomes: `legal_drop` judges any, `keep` gives one.
 
 Sources: GShard section 2.2, Switch Transformer section 2.2; behaviour of Megatron-Core and DeepSpeed.
@@ -88,11 +88,11 @@ def legal_drops_by_rank(
 
     Args: as `legal_drop`, by rank; `tokens_by_rank` are the T_r of the capacities, if not all rows of ids.
 
-    Rule: the ranks are judged one by one, each by a legal capacity of its own tokens, the same for all its
+    Rule: the ranks are judged one by one, each by an allowed capacity of its own tokens, the same for all its
     experts. No rank sees another's tokens. A capacity over a group is that of one rank with all tokens of
     the group: concatenate them.
 
-    Degenerate: a rank with T = 0 keeps nothing and changes nobody's drops.
+    Degenerate: a rank with T = 0 keeps nothing and changes no other rank's drops.
 
     Decides: DROP-01, DROP-07. Source: GShard section 2.2 (capacity within a local group).
 
@@ -115,10 +115,10 @@ def legal_drops_by_rank(
 
 
 def keep(ids_TK: Tensor, experts: int, *, capacity: int, policy: Policy, weights_TK: Tensor | None = None) -> Tensor:
-    """Choose the slots to keep, int64 (T, K) -> bool (T, K), one of the legal outcomes.
+    """Choose the slots to keep, int64 (T, K) -> bool (T, K), one of the allowed outcomes.
 
     Rule: of each expert the first C slots in the order of the policy. A tie of weights goes to the smaller
-    (t, k), but is legally free. Raises as `legal_drop`, and for "any", which has no order to go by.
+    (t, k), but is free. Raises as `legal_drop`, and for "any", which has no order to go by.
 
     Decides: DROP-05, DROP-06. Source: GShard section 2.2.
 
@@ -154,7 +154,7 @@ def _check(
     weights_TK: Tensor | None,
     errors_TK: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return weights and errors in float64, zeros where none are given; raise on what has no answer."""
+    """Return weights and errors in float64, zeros where none are given; raise on what has no result."""
     if capacity < 0:
         raise ValueError(f"capacity {capacity} is negative")
     if policy not in ("any", "weight", "position", "choice"):

@@ -24,7 +24,7 @@ def after_drop(
 
     Rule: kept weights stay as they are; or, if `renormalise`, become scale * w_tk / (sum of the kept of t).
 
-    Degenerate: a token of nothing kept, or of kept weights that sum to 0, weighs 0 with gradient 0. All
+    Degenerate: a token of nothing kept, or of kept weights that sum to 0, has weight 0 with gradient 0. All
     kept and normalised before: no change. Raises on a slot kept though empty, and on a scale without
     `renormalise`: the weights already have it.
 

@@ -52,7 +52,7 @@ class ConversionFaults(NamedTuple):
 
 
 def same_names(shapes_by_layout: Sequence[Mapping[str, Shape]]) -> bool:
-    """Say whether the checkpoints of several layouts have the same names and global shapes.
+    """Return whether the checkpoints of several layouts have the same names and global shapes.
 
     Degenerate: one layout agrees with itself.
 
@@ -91,7 +91,7 @@ def times_written(parts: Sequence[Part], shapes: Mapping[str, Shape]) -> dict[st
     """Count how often each element of each tensor is written, int64 in the tensor's shape.
 
     Rule: one for every part whose box holds the element; parts of the same box with the same bytes are copies
-    of one thing and count once. A checkpoint is legal if every count is 1: 0 is lost, 2 is contradicted.
+    of one thing and count once. A checkpoint is allowed if every count is 1: 0 is lost, 2 is contradicted.
 
     Degenerate: a part without elements, and a tensor without elements, count nothing.
 
@@ -186,7 +186,7 @@ def conversion_faults(
 
 
 def _copies(one: Part, other: Part) -> bool:
-    """Say whether two parts write the same bytes to the same box."""
+    """Return whether two parts write the same bytes to the same box."""
     return (one.name, one.start) == (other.name, other.start) and same_bits(one.values, other.values)
 
 

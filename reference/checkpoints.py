@@ -28,7 +28,7 @@ def shard(parameters: Parameters, layout: Layout) -> tuple[dict[tuple[str, int],
     Rule: a rank holds the experts of its ep coordinate, and of each the part of its etp coordinate: equal
     consecutive parts along `SHARDED`. Ranks that differ in edp alone hold the same.
 
-    Degenerate: what `parameters` lacks, such as the state of an expert that never got a token, nobody gets.
+    Degenerate: what `parameters` lacks, such as the state of an expert that never got a token, no rank gets.
 
     Raises:
         ValueError: an expert outside of 0 .. E - 1, or a dimension that etp does not divide.
@@ -115,7 +115,7 @@ def reshard(by_rank: Sequence[Parameters], before: Layout, after: Layout) -> tup
 def agreed(values_by_rank: Sequence[Tensor]) -> Tensor:
     """Return the one value that all ranks hold, bit for bit: a NaN is itself, 0.0 is not -0.0.
 
-    For replicas, and for state that is not a parameter, such as the balancing bias, saved and loaded.
+    For replicas, and for state that is not a parameter, such as the expert bias, saved and loaded.
 
     Raises:
         ValueError: no rank, or ranks that differ in shape, dtype or a bit.
@@ -135,7 +135,7 @@ def agreed(values_by_rank: Sequence[Tensor]) -> Tensor:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Say whether two tensors have the same shape, dtype and bytes.
+    """Return whether two tensors have the same shape, dtype and bytes.
 
     >>> same_bits(torch.tensor(0.0), torch.tensor(-0.0)), same_bits(torch.tensor([7]), torch.tensor([7]))
     (False, True)

@@ -1,4 +1,4 @@
-"""Combine rules: what is added to a token beside its experts' answers, and what is left out.
+"""Combine rules: what is added to a token beside its expert outputs, and what is left out.
 
 Sources: Shazeer et al. 2017 equation 1; behaviour of DeepEP (combine with bias; masking of ranks).
 """
@@ -12,17 +12,17 @@ from torch import Tensor
 
 
 def combine(answers_TKD: Tensor, ids_TK: Tensor, weights_TK: Tensor, biases: Sequence[Tensor] = ()) -> Tensor:
-    """Add up the answers of a token's experts and the biases, -> (T, D), differentiable in all but the ids.
+    """Add up the outputs of a token's experts and the biases, -> (T, D), differentiable in all but the ids.
 
     Args:
-        answers_TKD: of every (token, slot) pair, its expert's answer.
+        answers_TKD: of every (token, slot) pair, its expert output.
         ids_TK: int64, -1 = empty slot.
         weights_TK: routing weights.
         biases: (T, D) each.
 
     Rule: y_t = sum of its biases, each once and unweighted, + sum_k w_tk a_tk. So dL/dbias = dL/dy.
 
-    Degenerate: an empty slot adds nothing and gets no gradient, whatever its answer and weight hold, NaN
+    Degenerate: an empty slot adds nothing and gets no gradient, whatever its output and weight hold, NaN
     included; a token of such slots gets its biases alone. T = 0 gives (0, D).
 
     Raises:
@@ -56,12 +56,12 @@ def without_ranks(ids_TK: Tensor, owners_E: Sequence[Sequence[int]], failed: Col
         failed: ranks that are left out.
 
     Rule: an expert with a failed owner becomes -1; all else follows from empty slots (`combine`,
-    `layer.forward`). A whole expert is needed: without one shard, the sum of the others is not its answer.
+    `layer.forward`). A whole expert is needed: without one shard, the sum of the others is not its output.
 
-    Degenerate: nobody failed, nothing changes. Failed ranks that own nothing change nothing.
+    Degenerate: no rank failed, nothing changes. Failed ranks that own nothing change nothing.
 
     Raises:
-        ValueError: an id outside -1..E-1, an expert that nobody owns.
+        ValueError: an id outside -1..E-1, an expert that no rank owns.
 
     Decides: EXCH-24. Source: behaviour of DeepEP (masking of ranks in low-latency mode).
 

@@ -1,8 +1,8 @@
-"""Outcomes of configurations: refused, honoured or changed openly, and which of them is lawful.
+"""Outcomes of configurations: refused, honoured or changed openly, and which of them is allowed.
 
 What the table of `config_rules.py` says about one configuration that breaks one rule or several.
 
-Source: arithmetic on the table: a refusal always helps; what was built must be lawful by every rule.
+Source: arithmetic on the table: a refusal always helps; what was built must be allowed by every rule.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def at_fault(settings: Settings) -> frozenset[str]:
 
 
 def lawful_build(asked: Settings, ran: Settings) -> bool:
-    """Say whether `ran` may be what was built where `asked` was asked for; warnings are judged elsewhere.
+    """Return whether `ran` may be what was built where `asked` was asked for; warnings are judged elsewhere.
 
-    Rule: what runs must be lawful by every rule that it breaks, that is, honoured; and every option that has
+    Rule: what runs must be allowed by every rule that it breaks, that is, honoured; and every option that has
     another value than asked must have it from an open change of a rule that `asked` breaks, made as a whole.
 
     Degenerate: a configuration that breaks nothing is built as asked, or wrongly. Facts (kernels present,
@@ -57,7 +57,7 @@ def outcomes(settings: Settings) -> frozenset[Outcome]:
     """List what may lawfully come of a configuration (RULE-06 to RULE-27).
 
     Rule: "built" if it breaks nothing; else "refused", "honoured" if it may be built as it is, and "changed"
-    if an open change of every broken rule that knows one makes it lawful.
+    if an open change of every broken rule that knows one makes it allowed.
 
     >>> sorted(outcomes(Settings(overlap=True, overlap_shared=True, shared_experts=1)))
     ['changed', 'honoured', 'refused']

@@ -1,7 +1,7 @@
 """Configuration rules: which configurations must not be built as if nothing were wrong.
 
 The table is data: of every rule its id, the options that are at fault, what breaks it, and what besides a
-refusal is lawful. What follows from it is in `config_outcomes.py`, examples in `config_cases.py`.
+refusal is allowed. What follows from it is in `config_outcomes.py`, examples in `config_cases.py`.
 
 Sources: behaviour of Megatron-Core and Megatron-Bridge (preconditions of overlap, of deferred weight gradients
 and of exchange kernels); Shazeer et al. 2017, section 2.1 (K of E); DeepSeek-V2, section 2.2.2 (groups).
@@ -60,7 +60,7 @@ Change = Mapping[str, Any]  # option -> the value that a backend may openly put 
 
 
 class Rule(NamedTuple):
-    """A row of the table. A refusal is lawful for every rule; `changes` are alternatives, each as a whole."""
+    """A row of the table. A refusal is allowed for every rule; `changes` are alternatives, each as a whole."""
 
     id: str
     options: tuple[str, ...]

@@ -15,7 +15,7 @@ _MISSING = object()
 
 
 def older(found: str | None, needed: str) -> bool:
-    """Say whether a version is older than the one needed, compared part by part as numbers (RULE-19).
+    """Return whether a version is older than the one needed, compared part by part as numbers (RULE-19).
 
     Degenerate: None, an absent library, is older than any. A part that is missing is 0. A suffix counts as
     its release: 2.10.0a0+git is 2.10.
@@ -110,7 +110,7 @@ def hidden(
 def lawful_refusal(
     errors_by_rank: Sequence[tuple[str, str] | None], options: Collection[str], values: Collection[str]
 ) -> bool:
-    """Say whether the ranks refuse a configuration as they must (RULE-01).
+    """Return whether the ranks refuse a configuration as they must (RULE-01).
 
     Args:
         errors_by_rank: of every rank, the type and message of its error while building, or None.
@@ -134,7 +134,7 @@ def lawful_refusal(
 
 
 def lawful_change(old: object, new: object, seen_by_layer: Sequence[object], raised: bool) -> bool:
-    """Say whether a change after building reached every layer of every rank, or none and raised (RULE-05).
+    """Return whether a change after building reached every layer of every rank, or none and raised (RULE-05).
 
     >>> lawful_change(1, 2, [2, 2], False), lawful_change(1, 2, [2, 1], False), lawful_change(1, 2, [2, 2], True)
     (True, False, False)

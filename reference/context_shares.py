@@ -75,7 +75,7 @@ def context_rows(cu_seqlens_padded: Tensor, cp: int) -> tuple[Tensor, ...]:
 
 
 def is_partition(rows_by_rank: Sequence[Tensor], rows: int) -> bool:
-    """Say whether the ranks of a cp group hold every row of the pack exactly once between them.
+    """Return whether the ranks of a cp group hold every row of the pack exactly once between them.
 
     What another order than `context_rows`, if an implementation states one, has to satisfy.
 

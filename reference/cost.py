@@ -1,4 +1,4 @@
-"""Cost: the rows of width D that a routing puts on the wire, from every rank to every other.
+"""Cost: the rows of width D that a routing sends, from every rank to every other.
 
 Counted in rows of tokens, without padding. A combine can send the same rows back, after adding up those of one
 token, and a backward needs no more than its forward; so one count serves all four.
@@ -20,12 +20,12 @@ from reference.exchange import deliveries
 def pair_rows(
     ids_by_rank: Sequence[Tensor], exchange_groups: Sequence[Sequence[int]], local_experts: Sequence[Sequence[int]]
 ) -> Tensor:
-    """Count the rows where every pair travels by itself, int64 (W, W), [from, to].
+    """Count the rows where every pair is sent by itself, int64 (W, W), [from, to].
 
     Args: as `exchange.deliveries`. Rule: a row for each pair and each other rank that owns its expert or a
     shard of it. The sum is the most that a dispatch should move.
 
-    Degenerate: a rank's rows for itself are not on the wire, the diagonal is 0.
+    Degenerate: a rank's rows for itself are not sent, the diagonal is 0.
 
     Decides: COST-03. Source: arithmetic.
 
@@ -42,7 +42,7 @@ def pair_rows(
 def least_rows(
     ids_by_rank: Sequence[Tensor], exchange_groups: Sequence[Sequence[int]], local_experts: Sequence[Sequence[int]]
 ) -> Tensor:
-    """Count the rows where a token travels once to each rank that needs it, int64 (W, W), [from, to].
+    """Count the rows where a token is sent once to each rank that needs it, int64 (W, W), [from, to].
 
     Args: as `exchange.deliveries`. Rule: a row for each token and each other rank that owns one or more of its
     experts, or shards of them. No dispatch in one step can do with fewer.

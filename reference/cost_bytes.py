@@ -1,4 +1,4 @@
-"""Cost in bytes: what may travel beside rows, what a row in a wire format takes, and how much memory rows need.
+"""Cost in bytes: what may be sent with rows, what a row in a wire format takes, and how much memory rows need.
 
 Source: arithmetic.
 """
@@ -17,7 +17,7 @@ def metadata_bytes(ranks: int, experts: int, top_k: int, moved_rows: int, *, map
     Rule: 8 (W E + W) for counts and splits, and 16 K for each row: its ids, weights, scales, indices. With maps
     `map_entry` E for each row in place of these, which the maps tell.
 
-    Decides: COST-06. Source: arithmetic, a receiver has to know how many rows come from whom for whom.
+    Decides: COST-06. Source: arithmetic, a receiver has to know the number of rows per source rank and expert.
 
     >>> metadata_bytes(2, 5, 3, 7), metadata_bytes(2, 5, 3, 7, map_entry=10)
     (432, 446)
@@ -37,7 +37,7 @@ def row_bytes(hidden: int, bits: int, block: int | None, *, top_k: int = 0, alig
         hidden: D.
         bits: of one element.
         block: columns that share a float32 scale; None without scales.
-        top_k: slots whose id and weight travel with the row, at 16 bytes each.
+        top_k: slots whose id and weight are sent with the row, at 16 bytes each.
         alignment: bytes to whose multiple a transport fills rows up.
 
     Rule: D bits / 8 + 4 ceil(D / block) + 16 K, rounded up.

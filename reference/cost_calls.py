@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 
 class Moved(NamedTuple):
-    """What one pass put on the wire: rows of width D by dispatch and by combine, and bytes beside them."""
+    """What one pass sent: rows of width D by dispatch and by combine, and bytes beside them."""
 
     dispatch: int
     combine: int
@@ -20,7 +20,7 @@ class Moved(NamedTuple):
 
 
 def legal_calls(calls: int, ranks: int) -> bool:
-    """Say whether an exchange among so many ranks may make so many calls in a forward or a backward.
+    """Return whether an exchange among so many ranks may make so many calls in a forward or a backward.
 
     Rule: alone, none: nothing has to move. How many a larger group needs is not fixed.
 
@@ -35,14 +35,14 @@ def legal_calls(calls: int, ranks: int) -> bool:
 
 
 def same_calls(calls_by_case: Sequence[Sequence[int]]) -> bool:
-    """Say whether the number of calls depends on nothing: of every case, that of every rank.
+    """Return whether the number of calls depends on nothing: of every case, that of every rank.
 
     Rule: one number for all. Cases differ in T, ids, E and K, not in layout or configuration.
 
     Raises:
         ValueError: no case, a case without ranks.
 
-    Decides: COST-02. Source: arithmetic, one exchange per direction carries any routing.
+    Decides: COST-02. Source: arithmetic, one exchange per direction is enough for any routing.
 
     >>> same_calls([[4, 4], [4, 4]]), same_calls([[4, 4], [3, 3]]), same_calls([[4, 3]])
     (True, False, False)
@@ -53,12 +53,12 @@ def same_calls(calls_by_case: Sequence[Sequence[int]]) -> bool:
 
 
 def legal_backward(forward: Moved, backward: Moved, *, weight_bytes: int = 0) -> bool:
-    """Say whether a backward moves no more than its forward.
+    """Return whether a backward moves no more than its forward.
 
     Args:
         forward: what dispatch and combine moved.
         backward: what their backwards moved, each beside its own.
-        weight_bytes: of the gradients of all weights that travelled with the rows of dispatch.
+        weight_bytes: of the gradients of all weights that were sent with the rows of dispatch.
 
     Rule: no more rows in either direction; beside them one number for each weight that came with a row, and
     neither counts nor indices again.
@@ -80,7 +80,7 @@ def legal_backward(forward: Moved, backward: Moved, *, weight_bytes: int = 0) ->
 
 
 def settled(calls_by_step: Sequence[Sequence[Any]]) -> bool:
-    """Say whether a rank makes the same calls in each step after the first, given all calls of every step.
+    """Return whether a rank makes the same calls in each step after the first, given all calls of every step.
 
     Rule: equal sequences, each call with its kind, group, splits and bytes.
 
@@ -98,7 +98,7 @@ def settled(calls_by_step: Sequence[Sequence[Any]]) -> bool:
 
 
 def legal_reduction(group: Collection[int], edp_group: Collection[int]) -> bool:
-    """Say whether elements of a rank's expert gradients may appear in a call among these ranks.
+    """Return whether elements of a rank's expert gradients may appear in a call among these ranks.
 
     Rule: only among replicas, all or some of the rank's edp group. A call over one rank moves nothing.
 

@@ -19,7 +19,7 @@ def rows_between_nodes(
     local_experts: Sequence[Sequence[int]],
     node_of_W: Sequence[int],
 ) -> Tensor:
-    """Count the rows where a token travels once to each node that needs it, int64 (W, nodes), [from, to node].
+    """Count the rows where a token is sent once to each node that needs it, int64 (W, nodes), [from, to node].
 
     Args: as `exchange.deliveries`, and of every rank its node, 0, 1, ...
 

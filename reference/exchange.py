@@ -2,7 +2,7 @@
 
 A (token, slot) pair on a source rank is delivered, inside the exchange group of that rank (the ranks of one
 ep x etp group), to every rank that holds its expert or a shard of it. Nothing is said about the order in
-which rows arrive, about padding, or about how often a token travels when several of its experts share a
+which rows arrive, about padding, or about how often a token is sent when several of its experts share a
 rank: those are an implementation's choice.
 
 Sources: GShard section 3 (dispatch to the expert's device), Switch Transformer section 2.2, MegaBlocks (no
@@ -105,7 +105,7 @@ def splits(
 ) -> Tensor:
     """Count the deliveries from every rank to every rank, int64 (W, W), [source, destination].
 
-    Rule: row r is what rank r sends when each pair travels by itself, column r what it receives. Ranks of
+    Rule: row r is what rank r sends when each pair is sent by itself, column r what it receives. Ranks of
     different exchange groups share nothing.
 
     >>> splits([torch.tensor([[2, 0]]), torch.tensor([[-1, 2], [1, -1]])], [[0, 1]], [[0, 1], [2]]).tolist()

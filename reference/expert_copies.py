@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Handed(NamedTuple):
-    """A row that a rank's experts were handed: slot `slot` of token `token` of `source`, for a physical place."""
+    """A row that a rank's experts received: slot `slot` of token `token` of `source`, for a physical place."""
 
     source: int
     token: int
@@ -31,11 +31,11 @@ def wrongly_handed(
     copies: Sequence[Sequence[int]],
     ranks_of_place: Sequence[Sequence[int]],
 ) -> tuple[tuple[int, int, int], ...]:
-    """List the (source, token, slot) that were not handed to exactly one copy of their expert, ascending.
+    """List the (source, token, slot) that were not delivered to exactly one copy of their expert, ascending.
 
     Args:
         ids_by_source: of every rank of one exchange group, int64 (T_s, K) logical experts, -1 = empty.
-        handed: all rows that were handed over in that group.
+        handed: all rows that were delivered in that group.
         copies: of every logical expert, its places.
         ranks_of_place: of every place, the rank that holds it, or those of its etp shards.
 
@@ -81,10 +81,10 @@ def copy_gradients(own: Mapping[int, Tensor], copies: Sequence[Sequence[int]]) -
     """Finish the gradients of copies, by place: every copy of an expert gets the sum over its copies.
 
     Args:
-        own: of every place, the gradient of what it answered itself, on all ranks that replicate it.
+        own: of every place, the gradient of what it computed itself, on all ranks that replicate it.
         copies: of every logical expert, its places.
 
-    Degenerate: a single copy keeps its own; a copy that answered nothing adds zeros.
+    Degenerate: a single copy keeps its own; a copy without pairs adds zeros.
 
     Raises:
         ValueError: a place without a gradient; copies as in `wrongly_handed`.

@@ -1,6 +1,6 @@
 """Extreme routing: logits that are huge, or mask an expert with -inf.
 
-Many scores underflow to one value there, and several answers are legal. So these functions judge answers
+Many scores underflow to one value there, and several answers are allowed. So these functions judge answers
 instead of giving one. Logits that are no numbers are in `bad_tokens.py`.
 
 Sources: arithmetic, 0/0 in a normalisation; behaviour of SGLang's fused top-k on underflowed scores.
@@ -32,15 +32,15 @@ def legal_ids(
         logits_TE: finite, or -inf to mask an expert.
         ids_TK: what was chosen.
         score: the score function.
-        bias_E: the balancing bias, if any.
+        bias_E: the expert bias, if any.
         among_TE: bool, the experts that groups leave to choose from (`selection.group_mask`); all by default.
         error: by how much a selection score may be wrong; scores below the default underflow in float32.
 
     Rule: K different ids in 0..E-1, and no masked expert among them whose selection score is more than
     2 `error` below that of an unmasked one that was left out. A masked expert scores 0, or -inf with softmax
-    over the chosen; a bias is added to that.
+    over the selected; a bias is added to that.
 
-    Degenerate: where every logit of a token is -inf, any K different experts are legal.
+    Degenerate: where every logit of a token is -inf, any K different experts are allowed.
 
     Raises:
         ValueError: a NaN or +inf, another T, K outside 1..E, a negative error.
@@ -83,13 +83,13 @@ def legal_weights(
     scale: float = 1.0,
     rounding: float = 2.0**-20,
 ) -> Tensor:
-    """Say of every token whether its weights are legal ones at all, (T, K) -> bool (T,).
+    """Say of every token whether its weights are allowed ones at all, (T, K) -> bool (T,).
 
-    Rule: finite, and 0 where the chosen logit is -inf. With normalisation, or softmax over the chosen, their
-    sum is `scale` within a relative `rounding` where the chosen scores sum to more than 1e-12, and between 0
+    Rule: finite, and 0 where the selected logit is -inf. With normalisation, or softmax over the selected, their
+    sum is `scale` within a relative `rounding` where the selected scores sum to more than 1e-12, and between 0
     and that where they do not: an epsilon in the division may have taken any part of it.
 
-    Degenerate: where all K chosen logits are -inf, any finite weights are legal.
+    Degenerate: where all K selected logits are -inf, any finite weights are allowed.
 
     Raises:
         ValueError: as `legal_ids`; ids that are no K different experts, a scale of 0 or below.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def equal_counts(counts: Sequence[int] | None, rows: int) -> bool:
-    """Say whether the shortcut for equal counts holds on a rank (FAST-12).
+    """Return whether the shortcut for equal counts holds on a rank (FAST-12).
 
     Args:
         counts: rows of each of the N local experts, None if they are not known.
@@ -42,7 +42,7 @@ def as_batch(rows_RD: Tensor, held: int, each: int) -> Tensor:
 
     Rule: rows e n to e n + n - 1 are expert e's, by their index, whatever the strides of the memory.
 
-    Degenerate: R = 0 with n = 0 or N = 0 is legal. R != N n is an error, never another grouping.
+    Degenerate: R = 0 with n = 0 or N = 0 is allowed. R != N n is an error, never another grouping.
 
     >>> columns = torch.tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]])
     >>> as_batch(columns.T, 2, 2).tolist()
@@ -54,7 +54,7 @@ def as_batch(rows_RD: Tensor, held: int, each: int) -> Tensor:
 
 
 def round_robin_shortcut(offset: int, top_k: int, experts: int, ep: int) -> bool:
-    """Say whether a round-robin's exchange may be computed without routing (FAST-14).
+    """Return whether a round-robin's exchange may be computed without routing (FAST-14).
 
     Args:
         offset: o of the source rank: slot k of its token t goes to expert (o + t K + k) mod E.

@@ -62,7 +62,7 @@ def compact(padded_PD: Tensor, pieces: Sequence[int], split: int) -> Tensor:
 
 
 def smallest_split(splits_WW: Tensor) -> int:
-    """Give the smallest legal size of equal splits, the largest piece between any two ranks (FAST-04).
+    """Give the smallest allowed size of equal splits, the largest piece between any two ranks (FAST-04).
 
     Args:
         splits_WW: int64 (W, W) rows from [source] to [destination], `exchange.splits`.
@@ -81,7 +81,7 @@ def smallest_split(splits_WW: Tensor) -> int:
 
 
 def lawful_splits(split_by_rank: Sequence[int], splits_WW: Tensor) -> bool:
-    """Say whether the size that each rank pads to is lawful: one for all, and large enough (FAST-04).
+    """Return whether the size that each rank pads to is allowed: one for all, and large enough (FAST-04).
 
     >>> splits = torch.tensor([[1, 0], [5, 2]])
     >>> lawful_splits([5, 5], splits), lawful_splits([8, 8], splits), lawful_splits([1, 5], splits)

@@ -28,7 +28,7 @@ class Places:
 
 
 def fixed_places(ids_by_source: Sequence[Tensor], local_experts: Sequence[int], capacity: int) -> Places:
-    """Fill the places of a rank's N experts, one legal way: by source, then token, then slot.
+    """Fill the places of a rank's N experts, one allowed way: by source, then token, then slot.
 
     Args:
         ids_by_source: of every rank of the exchange group in its order, int64 (T_s, K), -1 = empty.
@@ -105,7 +105,7 @@ def legal_places(
 
 
 def enough_places(tokens_max: int, sources: int) -> int:
-    """Compute how many places of an expert always suffice: S T_max, as a token chooses an expert once at most.
+    """Compute how many places of an expert always suffice: S T_max, as a token selects an expert once at most.
 
     Decides: EXCH-29. Source: arithmetic.
 
@@ -138,7 +138,7 @@ def filled_rows(places_NCD: Tensor, counts_N: Tensor) -> Tensor:
 
 
 def _wanted(ids_by_source: Sequence[Tensor], local_experts: Sequence[int]) -> list[list[list[int]]]:
-    """List, for every local expert and source, the tokens that chose it, once for each slot."""
+    """List, for every local expert and source, the tokens that selected it, once for each slot."""
     if len(set(local_experts)) < len(local_experts) or min(local_experts, default=0) < 0:
         raise ValueError(f"local experts {list(local_experts)} are not different ids from 0 up")
     if any(bool((ids_TK < -1).any()) for ids_TK in ids_by_source):

@@ -44,7 +44,7 @@ def legal_ids(ids_TK: Tensor, experts: int, *, padding_T: Tensor | None = None) 
 def round_robin(tokens: int, top_k: int, experts: int, *, rank: int = 0) -> Tensor:
     """Deal the experts out in turn, each rank going on where the one before ends, int64 (T, K).
 
-    Rule: id_tk = ((rank T + t) K + k) mod E, for ranks of equal T. One of the legal routes (`balanced`).
+    Rule: id_tk = ((rank T + t) K + k) mod E, for ranks of equal T. One of the allowed routes (`balanced`).
     T = 0 gives (0, K).
 
     Decides: FORCE-03, FORCE-04. Source: behaviour of torchtitan's forced load balance.
@@ -59,7 +59,7 @@ def round_robin(tokens: int, top_k: int, experts: int, *, rank: int = 0) -> Tens
 
 
 def balanced(loads_E: Tensor) -> bool:
-    """Say whether one rank's loads, int64 (E,), differ by at most one.
+    """Return whether one rank's loads, int64 (E,), differ by at most one.
 
     Decides: FORCE-03. Source: arithmetic, as even as K T choices of E experts can be.
 
@@ -70,7 +70,7 @@ def balanced(loads_E: Tensor) -> bool:
 
 
 def balanced_sum(loads_by_rank: Sequence[Tensor]) -> bool:
-    """Say whether the sum over source ranks of their loads, int64 (E,) each, is as even as it must be.
+    """Return whether the sum over source ranks of their loads, int64 (E,) each, is as even as it must be.
 
     Rule: its largest and smallest load differ by at most 1 if all ranks have as many tokens, and by at most
     the number of ranks if not. Raises on no rank.
@@ -91,7 +91,7 @@ def balanced_sum(loads_by_rank: Sequence[Tensor]) -> bool:
 def groups_used(ids_TK: Tensor, experts: int, groups: int) -> Tensor:
     """Count the groups of E / G neighbours that each token's experts lie in, int64 (T, K) -> int64 (T,).
 
-    Rule: with forced logits at most the chosen number of groups; ids are forced whatever their groups.
+    Rule: with forced logits at most the selected number of groups; ids are forced whatever their groups.
 
     Decides: FORCE-18. Source: DeepSeek-V2 section 2.2.2; behaviour of Megatron-Core and torchtitan.
 
@@ -107,7 +107,7 @@ def groups_used(ids_TK: Tensor, experts: int, groups: int) -> Tensor:
 
 
 def verdict(strategies: Sequence[tuple[str, float | None]]) -> Literal["legal", "refused", "free"]:
-    """Say whether a layer that is asked for these strategies, (name, parameter) each, may be built.
+    """Return whether a layer that is asked for these strategies, (name, parameter) each, may be built.
 
     Rule: at most one. Refused: two different ones, an unknown name, no parameter where one is needed. A
     parameter of 0.0 is one. Free: the same one twice. "none" asks for nothing.

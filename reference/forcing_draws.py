@@ -101,7 +101,7 @@ def bias_moment_bounds(deviation: float, tokens: int, experts: int, draws: int) 
 
 
 def one_choice(ids: Sequence[Tensor]) -> bool:
-    """Say whether all tokens of all tensors, int64 (T, K), choose the same experts, in whatever order.
+    """Return whether all tokens of all tensors, int64 (T, K), choose the same experts, in whatever order.
 
     Rule: of one forward at a huge deviation; of the forwards of a layer whose bias is kept; of the ranks of
     a pipeline stage. Degenerate: T = 0 says nothing, and no token at all is True.
@@ -115,7 +115,7 @@ def one_choice(ids: Sequence[Tensor]) -> bool:
 
 
 def legal_bias_draws(ids_by_layer: Sequence[Sequence[Tensor]], deviation: float, experts: int) -> bool:
-    """Say whether biases were drawn anew or kept as the sign of the deviation demands.
+    """Return whether biases were drawn anew or kept as the sign of the deviation demands.
 
     Args: of every layer, the ids (T, K) of each forward, at a |deviation| that decides alone (1e6).
 

@@ -2,9 +2,9 @@
 
 A block is the experts of one rank, of one node, or one expert alone. The strategies say which block is
 hot, not which of its experts a token gets: each function lists the blocks that a given route may have
-meant, and the route is legal if there is one.
+meant, and the route is allowed if there is one.
 
-Sources: arithmetic, a token chooses each expert at most once; behaviour of DeepEP's unbalanced scores.
+Sources: arithmetic, a token selects each expert at most once; behaviour of DeepEP's unbalanced scores.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Blocks = Sequence[Sequence[int]]
 
 
 def hot_blocks(ids_by_rank: Sequence[Tensor], blocks: Blocks, *, even: bool = False) -> tuple[int, ...]:
-    """List the blocks that every token of every source rank chooses as often as it can.
+    """List the blocks that every token of every source rank selects as often as it can.
 
     Args: int64 (T_r, K) ids of each source rank. `even` for a node of several ranks.
 
@@ -57,7 +57,7 @@ def hot_blocks(ids_by_rank: Sequence[Tensor], blocks: Blocks, *, even: bool = Fa
 
 
 def hot_experts(ids_by_rank: Sequence[Tensor], experts: int) -> tuple[int, ...]:
-    """List the experts that every token of every source rank chooses, while its other slots are even.
+    """List the experts that every token of every source rank selects, while its other slots are even.
 
     Rule: n_h = T on each rank, and each rank's loads of the others differ by at most 1.
 

@@ -1,6 +1,6 @@
 """Imbalance: how uneven hot routes are, and routes by a random bias.
 
-Sources: arithmetic, a token chooses each expert at most once.
+Sources: arithmetic, a token selects each expert at most once.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def mean_overload(loads_by_draw: Sequence[Tensor], blocks: Blocks) -> float:
 
 
 def imbalance_rises(loads_by_deviation: Sequence[Sequence[Tensor]], blocks: Blocks) -> bool:
-    """Say whether the mean overload rises from each deviation to the next, and stays below ep.
+    """Return whether the mean overload rises from each deviation to the next, and stays below ep.
 
     Args: of each deviation, ascending (0, 0.5, 2), the loads of every draw. Degenerate: ep = 1 is always 1,
     and has nothing to rise. Raises on fewer than two deviations.

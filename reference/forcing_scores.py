@@ -28,7 +28,7 @@ class LossView(NamedTuple):
 
 
 def undecided_weights(logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
-    """Mark the tokens whose forced logits are all -inf, bool (T,): there any finite weights are legal.
+    """Mark the tokens whose forced logits are all -inf, bool (T,): there any finite weights are allowed.
 
     Decides: FORCE-05. Source: arithmetic, 0 / 0.
 
@@ -47,7 +47,7 @@ def forced_weights(
 
     Rule: `routing.weights`, as if the ids had been chosen; "softmax_topk" runs over the K forced logits.
 
-    Degenerate: an expert at -inf weighs 0, and if all K of a token do, all weigh 0 with gradient 0; see
+    Degenerate: an expert at -inf has weight 0, and if all K of a token do, all weigh 0 with gradient 0; see
     `undecided_weights`. NaN and +inf raise, and ids that are no route.
 
     Decides: FORCE-05. Source: behaviour of torchtitan (scores gathered at the forced ids).

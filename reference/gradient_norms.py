@@ -38,7 +38,7 @@ def norm(gradients: Mapping[str, Tensor], *, p: float = 2.0) -> Tensor:
 
 
 def legal_norms(claimed_by_rank: Sequence[float], exact: float) -> bool:
-    """Say whether ranks may claim these norms.
+    """Return whether ranks may claim these norms.
 
     Rule: the same bytes on all ranks, and a relative error of at most 2^-20. Where the exact norm is inf or
     NaN, any claim that is not finite will do, the same everywhere.

@@ -33,7 +33,7 @@ def whole(shards_by_rank: Sequence[Sequence[Shard]], sizes: Mapping[str, int]) -
     Degenerate: empty shards and ranks without shards add nothing; a parameter of size 0 is empty.
 
     Raises:
-        ValueError: holders of an element that differ (two NaN do not), an element that nobody holds, that is
+        ValueError: holders of an element that differ (two NaN do not), an element that no rank holds, that is
             out of range or twice on one rank, a parameter without a size, shapes that do not fit.
 
     Decides: GRAD-12, GRAD-16. Source: arithmetic.

@@ -92,7 +92,7 @@ def stage_groups(fold: Fold) -> tuple[tuple[int, ...], ...]:
 
 
 def stages_agree(dense: Fold, expert: Fold) -> bool:
-    """Say whether both folds give every rank the same stage and the same group along pp.
+    """Return whether both folds give every rank the same stage and the same group along pp.
 
     Rule: so it is if pp = 1, or if the sizes of the axes before pp have the same product in both. An order in which
     they do not is to be refused. Last in both, or first in both, pp always agrees.
@@ -125,7 +125,7 @@ def mixed_groups(groups: Sequence[Sequence[int]], stage_of: Sequence[int]) -> tu
 
 
 def is_local(group: Collection[int], domain_of: Sequence[Hashable]) -> bool:
-    """Say whether a group stays within one fast transport domain.
+    """Return whether a group stays within one fast transport domain.
 
     Rule: all its members have the same domain: their host, or what the backend states. Neither its size nor the
     number of devices that a process sees decides.

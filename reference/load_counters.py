@@ -17,7 +17,7 @@ from reference.overload_timelines import Kind, Label
 
 @dataclass(frozen=True)
 class RoutedPass:
-    """One pass of a layer on one rank: int64 (T, K) ids as dispatch was handed them, bool (T,) True = padding."""
+    """One pass of a layer on one rank: int64 (T, K) ids as dispatch received them, bool (T,) True = padding."""
 
     kind: Kind
     label: Label
@@ -65,7 +65,7 @@ def trace(passes: Sequence[RoutedPass]) -> dict[Label, tuple[frozenset[int], ...
     Rule: one record per forward, training or not, under its own label; a recomputed pass adds none.
 
     Degenerate: T = 0 is an empty record, a token without experts an empty set. Padding stands as it was
-    handed over.
+    delivered.
 
     >>> trace([RoutedPass("forward", (3, 0), torch.tensor([[2, 0], [-1, 1]])),
     ...        RoutedPass("recomputed", (3, 0), torch.tensor([[2, 0], [-1, 1]]))])

@@ -52,7 +52,7 @@ def reported(losses_by_layer: Sequence[Tensor | None], *, coefficient: float | N
 
 
 def training_forwards(kinds: Sequence[ForwardKind]) -> tuple[int, ...]:
-    """Say which forwards, in order of time, losses and counters take in, as places in that order.
+    """Return which forwards, in order of time, losses and counters take in, as places in that order.
 
     Rule (LOSS-15, LOSS-16): those of training, each once. A "recomputed" forward is a second run of one
     of them; "evaluation" and "no_grad" leave no trace.

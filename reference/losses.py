@@ -5,8 +5,8 @@ together). V of its T tokens are valid: those that `padding_T` marks True are ta
 so that nothing in them is looked at and their gradient is exactly 0. Every loss is a 0-dimensional float64
 tensor, and autograd goes through the scores alone: counts are integers.
 
-No loss takes a balancing bias, a routing scale, a capacity or a drop policy, as none may change it. The ids
-are an argument, so that a judge can charge any selection: where two experts nearly tie, the other is legal.
+No loss takes an expert bias, a routing scale, a capacity or a drop policy, as none may change it. The ids
+are an argument, so that a judge can charge any selection: where two experts nearly tie, the other is allowed.
 
 Everywhere an error, in valid rows: a logit that is NaN or +inf, for softmax a row of nothing but -inf, an id
 outside -1..E-1, arguments whose T differ.
@@ -28,11 +28,11 @@ UNDERFLOWED = 1e-100
 def normalised_scores(logits_TE: Tensor, score: Score) -> Tensor:
     """Make of every token's scores shares that sum to one over all experts, (T, E) -> p (T, E).
 
-    Rule (LOSS-02): softmax over all E experts, also for a router that weighs by softmax over the chosen; else
+    Rule (LOSS-02): softmax over all E experts, also for a router that has weights by softmax over the selected; else
     p_te = s_te / sum_e' s_te' with s of `routing.scores`. For every K, 1 included.
 
     Degenerate: a sum of 0, or below 1e-100 (every score underflowed), gives p = 0 with gradient 0: a token that
-    likes no expert must not become NaN. Up to 1e-12 the law lets p be anything from 0 to this, as libraries
+    likes no expert must not become NaN. Up to 1e-12 the spec lets p be anything from 0 to this, as libraries
     add an epsilon to the sum. An expert at -inf has p = 0.
 
     >>> normalised_scores(torch.tensor([[0.0, 0.0, -torch.inf], [-900.0, -900.0, -900.0]]), "sigmoid").tolist()
@@ -60,7 +60,7 @@ def choices(
     Rule (LOSS-03): the top K by score, without bias; p orders as the scores do. With `groups`, within the best
     groups by score: a router that limits groups may count either.
 
-    Degenerate: a tie goes to the lowest id, but is legally free (`selection.margins` tells where). A padding
+    Degenerate: a tie goes to the lowest id, but is free (`selection.margins` tells where). A padding
     row holds -1.
 
     >>> choices(torch.tensor([[1.0, 3.0, 2.0], [0.0, 0.0, 9.0]]), score="softmax", top_k=2).tolist()
@@ -74,7 +74,7 @@ def choices(
 
 
 def choice_counts(ids_TK: Tensor, experts: int, *, padding_T: Tensor | None = None) -> Tensor:
-    """Count how often valid tokens choose each expert, int64 (T, K) -> n, int64 (E,).
+    """Count how often valid tokens select each expert, int64 (T, K) -> n, int64 (E,).
 
     Rule (LOSS-01, LOSS-14, BIAS-05): n_e = |{(t, k): ids_tk = e, t valid}|.
 

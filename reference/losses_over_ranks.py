@@ -84,7 +84,7 @@ def whole(parts: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
     Rule (LOSS-12): every token once, however tp and cp cut or copy them. What holds of the whole holds under
     every division; `losses.py` and `z_loss.py` are to be asked about nothing else.
 
-    Degenerate: a rank without tokens holds nothing. No rank, a token that nobody holds, or copies that differ, are
+    Degenerate: a rank without tokens holds nothing. No rank, a token that no rank holds, or copies that differ, are
     errors. The gradient of a copied token goes to the first rank that holds it: how ranks share it is free.
 
     >>> a, b = torch.tensor([[5.0], [7.0]]), torch.tensor([[6.0], [7.0]])

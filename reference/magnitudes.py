@@ -1,7 +1,7 @@
-"""Magnitudes: how large an honest rounding error of every result of the layer may be.
+"""Magnitudes: how large the rounding error of every result of the layer may be in correct code.
 
 The layer's formula and its derivative, y_t = sum_k w_tk f_{e_tk}(x_t), in the measured numbers of `rounding.py`.
-An honest implementation may round where the formula does not. It may cast the routing weights, multiply by them
+A correct implementation may round where the formula does not. It may cast the routing weights, multiply by them
 first, last or inside the expert, split the hidden columns over etp ranks, add up K slots of etp parts one by
 one, and a parameter's gradient rank by rank. Each such rounding is charged where it may fall.
 

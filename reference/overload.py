@@ -64,7 +64,7 @@ def entry(
     """Count what one exchange group does in one entry (LOAD-01 to LOAD-05, LOAD-09).
 
     Args:
-        ids_by_rank: of every rank of the group, int64 (T, K) ids that dispatch was handed, -1 = dropped.
+        ids_by_rank: of every rank of the group, int64 (T, K) ids that dispatch received, -1 = dropped.
         held_by_rank: of every rank of the group, the experts of which it holds all or a shard.
         ep: over how many ranks the experts are spread; the group has ep * etp.
         stage: index of the pipeline stage.
@@ -79,7 +79,7 @@ def entry(
     and what its ids hold is not looked at. No token in the group: b = 0.
 
     Raises:
-        ValueError: an expert held by another number of ranks than etp, a pair that nobody holds, copies
+        ValueError: an expert held by another number of ranks than etp, a pair that no rank holds, copies
             that differ, shapes or numbers of ranks that do not fit.
 
     >>> hot, cold = torch.tensor([[0, 1], [0, -1], [1, 0]]), torch.tensor([[3, 0]])
@@ -118,7 +118,7 @@ def entry(
 def factor(entry: Entry) -> Fraction:
     """Give the overload factor o_i = max_r a_ir / b_i of an entry (LOAD-01).
 
-    Degenerate: b_i = 0 (no token in the group) gives 0, one of the two legal readings: the other leaves the
+    Degenerate: b_i = 0 (no token in the group) gives 0, one of the two allowed readings: the other leaves the
     entry out (`overload_report.reported`). With drops it may be below 1.
 
     >>> factor(Entry(0, 0, (6, 1), Fraction(4))), factor(Entry(0, 0, (0, 0), Fraction(0)))

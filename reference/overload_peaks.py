@@ -93,7 +93,7 @@ def legal_cumulatives(
     pairs_by_rank: Sequence[Pairs],
     balanced_by_rank: Sequence[Balanced],
 ) -> tuple[Fraction, ...]:
-    """List the values that the maximum can take where ranks have several legal timelines (LOAD-20).
+    """List the values that the maximum can take where ranks have several allowed timelines (LOAD-20).
 
     Rule: each rank takes one of its own; a value can be the maximum if some rank reaches it and every other
     rank can stay at or below it. Ascending.

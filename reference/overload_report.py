@@ -4,7 +4,7 @@ The largest rank is found entry by entry (`overload.factor`), before any mean: a
 fractions. The events in flight at once are in `overload_timelines.py`.
 
 Sources: arithmetic of ratios; behaviour of Megatron-Core's overload factor log; Liu et al. 2025 (MoE parallel
-folding: groups of the expert fold); Higham, Accuracy and Stability of Numerical Algorithms (the bound).
+folding: expert groups); Higham, Accuracy and Stability of Numerical Algorithms (the bound).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def reported(
         entries: of the whole world, in any order: all stages, slices, layers and microbatches.
         stage: the reporting rank's own.
         cumulative: `overload_timelines.cumulative` of the world, None if no rank has a balanced peak.
-        empty: whether entries without tokens (b = 0) count as 0 or are left out; legal if alike for all.
+        empty: whether entries without tokens (b = 0) count as 0 or are left out; allowed if alike for all.
         prefix: what stands before every name.
 
     Rule: the factor of each entry first; then avg is the mean over the stage's entries, each weighing the

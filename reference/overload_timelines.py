@@ -1,7 +1,7 @@
 """Overload over time: how much of the load is held at once, when forward adds and backward takes away.
 
-A rank's passes in order of time become a timeline of events, +1 or -1 of an entry. Where the law leaves it
-free when an event stands, or whether it stands at all, the legal timelines are several.
+A rank's passes in order of time become a timeline of events, +1 or -1 of an entry. Where the spec leaves it
+free when an event stands, or whether it stands at all, the allowed timelines are several.
 
 Sources: behaviour of Megatron-Core's overload factor log; Narayanan et al. 2021 (1F1B and interleaved
 schedules); Chen et al. 2016 (recomputation runs a forward twice); DeepSeek-V3, section 3.2.1 (a forward and
@@ -100,7 +100,7 @@ def timeline(
 
 
 def legal_timelines(passes: Sequence[Pass]) -> tuple[tuple[Event, ...], ...]:
-    """List the different legal timelines of the same passes: each choice of `timeline` (LOAD-16, LOAD-17).
+    """List the different allowed timelines of the same passes: each choice of `timeline` (LOAD-16, LOAD-17).
 
     >>> len(legal_timelines([("forward", "a"), ("forward", "b"), ("recomputed", "b"), ("backward", "b"),
     ...                      ("recomputed", "a"), ("backward", "a")]))
@@ -120,7 +120,7 @@ def miscounted(passes: Sequence[Pass], expected: Collection[Label]) -> dict[Labe
     """Find the entries whose training forwards and backwards are not one of each (LOAD-15 to LOAD-18).
 
     Rule: (1, 1), or (1, 0) where the forward is "alone"; a recomputed forward and an evaluation count
-    nowhere. A label that nobody expects is wrong with any training pass at all.
+    nowhere. A label that is not expected is wrong with any training pass at all.
 
     >>> miscounted([("forward", "a"), ("recomputed", "a"), ("alone", "b"), ("backward", "c")], ["a", "b", "d"])
     {'a': (1, 0), 'd': (0, 0), 'c': (0, 1)}
@@ -141,7 +141,7 @@ def merges(blocks: Sequence[Sequence[Sequence[Pass]]]) -> Iterator[tuple[Pass, .
     """Yield every order that passes can legally stand in where some of them run at the same time (LOAD-20).
 
     Rule: blocks follow one another; the strands of a block run side by side, and every interleaving that
-    keeps each strand's own order is legal. There are many: keep the strands short.
+    keeps each strand's own order is allowed. There are many: keep the strands short.
 
     >>> overlapped = [[("forward", "b0"), ("forward", "b1")], [("backward", "a1")]]
     >>> [" ".join(label for _, label in merged) for merged in merges([[[("forward", "a1")]], overlapped])]

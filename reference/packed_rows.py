@@ -1,6 +1,6 @@
 """Packed rows: what stands where in a packed tensor, and what the layer makes of the gaps.
 
-Rows in the gaps between packed sequences (`packed_sequences.py`) are tokens of nobody: they are routed
+Rows in the gaps between packed sequences (`packed_sequences.py`) are no tokens: they are routed
 nowhere, count nowhere and change no gradient.
 
 Sources: behaviour of Transformer Engine with packed sequences (thd); arithmetic.

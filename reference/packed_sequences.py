@@ -42,7 +42,7 @@ def length_multiple(*, tp: int, cp: int, sequence_parallel: bool) -> int:
 
 
 def padded_lengths(lengths: Sequence[int], multiple: int) -> tuple[int, ...]:
-    """Round every length up to the multiple: P_i = m ceil(L_i / m), the smallest that is legal.
+    """Round every length up to the multiple: P_i = m ceil(L_i / m), the smallest that is allowed.
 
     Degenerate: L_i = 0 gives 0; m = 1 changes nothing; no sequence gives ().
 
@@ -82,7 +82,7 @@ def judge_lengths(lengths: Sequence[int], cu_seqlens: Tensor, cu_seqlens_padded:
     """Judge the two lists that an implementation made of the lengths, both (S + 1,).
 
     Rule: both start at 0 and have S + 1 entries; cu_seqlens grows by exactly L_i, cu_seqlens_padded by a
-    multiple of m that is at least L_i: "smallest" if each is the smallest, else "larger", which is legal
+    multiple of m that is at least L_i: "smallest" if each is the smallest, else "larger", which is allowed
     and reported. Anything else is "wrong".
 
     Raises:

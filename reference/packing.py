@@ -1,7 +1,7 @@
 """Packing: padding the ranks' token counts to one size, and cutting the padding off again.
 
 Some exchanges need the same number of rows on every rank of a group. The ranks take the largest of their
-token counts, round it up to what the kernel asks for, and append rows that route nowhere. Packed sequences
+token counts, round it up to what the kernel asks for, and append rows with empty slots. Packed sequences
 are in `packed_sequences.py`, their shares under context parallelism in `context_shares.py`, configured
 bounds in `padding_bounds.py`.
 
@@ -92,7 +92,7 @@ def padded_counts(
 
 
 def pad(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, rows: int) -> Padded:
-    """Append rows that route nowhere, up to P = `rows`: zeros, with empty slots of weight 0.
+    """Append rows with empty slots, up to P = `rows`: zeros, with empty slots of weight 0.
 
     Differentiable in x and in the weights: appending constants passes the gradient of the first T rows on.
 

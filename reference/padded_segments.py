@@ -20,7 +20,7 @@ def legal_counts(claimed_N: Sequence[int], rows_N: Sequence[int], multiple: int)
     """Say of every expert whether a count is the smallest multiple that holds its rows.
 
     Args:
-        claimed_N: for every local expert, the count that an implementation hands over, padding included.
+        claimed_N: for every local expert, the count that an implementation delivers, padding included.
         rows_N: for every local expert, n, the pairs delivered to it.
         multiple: M.
 

@@ -24,7 +24,7 @@ def bounded_count(bound: int, *, alignment: int = ALIGNMENT) -> int:
     Raises:
         ValueError: a negative bound, or an alignment below 1.
 
-    Decides: PACK-11. Source: more padding rows that carry nothing.
+    Decides: PACK-11. Source: further padding rows have no effect.
 
     >>> bounded_count(65), bounded_count(12, alignment=5)
     (128, 15)
@@ -52,7 +52,7 @@ def legal_refusals(
     Rule: with M the largest T of the group, M <= B: no rank refuses. M > A ceil(B / A), for which there are
     no rows: every rank does. In between the rows suffice although the promise is broken: all ranks or none.
 
-    Degenerate: M = B is legal. B already aligned leaves nothing in between. Groups answer apart.
+    Degenerate: M = B is allowed. B already aligned leaves nothing in between. Groups answer apart.
 
     Raises:
         ValueError: lists of different lengths, negative counts, bad groups, alignment below 1, B < 0.

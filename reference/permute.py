@@ -127,7 +127,7 @@ def expert_major(
         ids_by_rank: of every rank of the exchange group, in its order, int64 (T, K) global ids, -1 = empty.
         local_experts: the ids of the rank's experts, in the order of their segments.
         multiple: M; a segment of n > 0 pairs has M ceil(n / M) rows.
-        pad_empty: whether, for M > 1, a segment without a pair has M rows of padding, or none; both are legal.
+        pad_empty: whether, for M > 1, a segment without a pair has M rows of padding, or none; both are allowed.
 
     Rule: in a segment, pairs ascend by source rank, then token, then slot. Experts of other ranks are left
     out. The source is counted in the order of the group.
@@ -163,7 +163,7 @@ def expert_major(
 def in_order(rows: Rows) -> dict[int, bool]:
     """Say of every expert whether its rows stand by source rank, then token, then slot, ascending.
 
-    Padding rows (source -1) are passed over, wherever they stand. Another order is legal, and reported.
+    Padding rows (source -1) are passed over, wherever they stand. Another order is allowed, and reported.
 
     Degenerate: an expert of at most one row, or of padding alone, is in order; one without a row is not named.
 

@@ -35,11 +35,11 @@ def replayed_weights(
 ) -> Tensor:
     """Weigh recorded ids by present logits, (T, E), int64 (T, K) -> (T, K), differentiable in the logits.
 
-    Rule: a token's weights are those of the ids that it has, as if it had chosen just these now.
-    Softmax over the chosen and normalisation run over them.
+    Rule: a token's weights are those of the ids that it has, as if it had selected just these now.
+    Softmax over the selected and normalisation run over them.
 
-    Degenerate: an empty slot (-1) weighs 0 and has no gradient; so does each slot of a token whose recorded
-    logits are all -inf, where any finite weight is legal. T = 0 gives (0, K).
+    Degenerate: an empty slot (-1) has weight 0 and has no gradient; so does each slot of a token whose recorded
+    logits are all -inf, where any finite weight is allowed. T = 0 gives (0, K).
 
     Raises:
         ValueError: another T, an id outside -1..E-1, an expert twice in a token, a logit of NaN or +inf.
@@ -78,7 +78,7 @@ def routing_calls(schedule: str, router_layers: Sequence[int], *, recompute: boo
         router_layers: the numbers of the layers that have a router, ascending.
         recompute: every layer's forward runs again in its backward, the last layer first.
 
-    Degenerate: "" and no layers make no calls. A forward without a backward is legal.
+    Degenerate: "" and no layers make no calls. A forward without a backward is allowed.
 
     Raises:
         ValueError: another word in the schedule, a pass twice, a backward before its forward, layers that do
@@ -110,7 +110,7 @@ def routing_calls(schedule: str, router_layers: Sequence[int], *, recompute: boo
 def record(routes: Sequence[tuple[Place, Tensor]]) -> dict[Place, Tensor]:
     """Keep the routes, int64 (T, K) each, by the place where they were chosen.
 
-    Degenerate: a place that routes again, under recompute, chooses the same and is kept once.
+    Degenerate: a place that routes again, under recompute, selects the same and is kept once.
 
     Raises:
         ValueError: a place that routes again and otherwise.
@@ -134,7 +134,7 @@ def replay(records: Mapping[Place, Tensor], asked: Sequence[Asked]) -> tuple[Ten
     Degenerate: a place may ask any number of times. T = 0 replays (0, K).
 
     Raises:
-        ValueError: a place without a record, or with one of another T or K: fresh routing is no answer.
+        ValueError: a place without a record, or with one of another T or K: fresh routing is no result.
 
     Decides: ROUTE-17. Source: arithmetic, a list that is read in order shifts with every pass that is missing.
 

@@ -1,4 +1,4 @@
-"""Rounding: how large an honest error of the layer's results may be, element by element.
+"""Rounding: how large the error of the layer's results may be in correct code, element by element.
 
 Every number carries two bounds of its error, to first order in u. `worst` adds up all roundings as if each were as
 large as it may be and all had the same sign. `spread` is their standard deviation: a rounding to nearest errs evenly
@@ -48,7 +48,7 @@ class Measured:
 
     @property
     def error(self) -> Tensor:
-        """What an honest result may be off by; the squares of a tiny spread may be too small for float64, and 0."""
+        """What a correct result may be off by; the squares of a tiny spread may be too small for float64, and 0."""
         return torch.where(self.spread > 0, torch.minimum(self.worst, DEVIATIONS * self.spread), self.worst)
 
     def __neg__(self) -> Measured:

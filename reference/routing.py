@@ -2,11 +2,11 @@
 
 Score the logits, select by score plus bias (`selection.py`), weigh by score. Selecting and weighing are
 kept apart, so that a judge can weigh *any* selection: where two experts nearly tie, an implementation may
-legally choose the other.
+also select the other.
 
 Sources: Switch Transformer section 2.1 and GShard section 2.2 (softmax over all, then top-k); Shazeer et
-al. 2017 section 2.1 and Mixtral section 2.1 (softmax over the chosen logits); DeepSeek-V3 section 2.1.2
-(sigmoid; the bias that selects and never weighs); DeepSeek-V4 (square root of softplus).
+al. 2017 section 2.1 and Mixtral section 2.1 (softmax over the selected logits); DeepSeek-V3 section 2.1.2
+(sigmoid; the bias that takes part in the selection only); DeepSeek-V4 (square root of softplus).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def scores(logits_TE: Tensor, score: Score) -> Tensor:
     """Score every expert for every token, (T, E) -> (T, E), differentiable in the logits.
 
     Rule: softmax(l) over the E experts, sigmoid(l), sqrt(log(1 + exp(l))), or, for "softmax_topk", l
-    itself: there the softmax runs over the K chosen logits, in `weights`.
+    itself: there the softmax runs over the K selected logits, in `weights`.
 
     Degenerate: a logit of -inf (a masked expert) scores 0 with gradient 0, and -inf for "softmax_topk". A
     NaN, a +inf or, for either softmax, a row of nothing but -inf is an error: a NaN returned here would
@@ -71,8 +71,8 @@ def scores(logits_TE: Tensor, score: Score) -> Tensor:
 def selection_scores(logits_TE: Tensor, *, score: Score, bias_E: Tensor | None = None) -> Tensor:
     """Say by what the experts are selected, (T, E) -> (T, E).
 
-    Rule: score plus bias. The balancing bias is added to the score, not to the logit, and selects but never
-    weighs (DeepSeek-V3 equation 16). Without a bias these are the `scores`.
+    Rule: score plus bias. The expert bias is added to the score, not to the logit, and takes part in the selection
+    only (DeepSeek-V3 equation 16). Without a bias these are the `scores`.
 
     >>> selection_scores(torch.zeros(1, 2), score="sigmoid", bias_E=torch.tensor([-1.0, 0.25])).tolist()
     [[-0.5, 0.75]]
@@ -84,12 +84,12 @@ def selection_scores(logits_TE: Tensor, *, score: Score, bias_E: Tensor | None =
 def weights(logits_TE: Tensor, ids_TK: Tensor, *, score: Score, normalise: bool = False, scale: float = 1.0) -> Tensor:
     """Weigh any given selection, (T, E) and int64 (T, K) -> (T, K), differentiable in the logits.
 
-    Rule: take the chosen experts' scores without the bias (for "softmax_topk" the softmax of the K chosen
+    Rule: take the selected experts' scores without the bias (for "softmax_topk" the softmax of the K selected
     logits); if `normalise`, divide them by their sum; then, normalised or not and once, multiply by
     `scale`.
 
     The division is exact: the 1e-20 that libraries add to the sum shows in float32 only for sums below
-    about 1e-13. A sum of 0 (every chosen score underflowed or masked) gives weights 0, as their epsilon
+    about 1e-13. A sum of 0 (every selected score underflowed or masked) gives weights 0, as their epsilon
     does: a token that likes no expert must not become NaN. K = 1 normalised is 1, with gradient 0; a
     library that does not divide at K = 1 means `normalise=False` there. An empty slot (-1) is an error:
     weigh first, drop afterwards.
@@ -124,7 +124,7 @@ def route(
 ) -> Routed:
     """Route every token, (T, E) -> (T, K): `select` by `selection_scores`, then `weights` of that selection.
 
-    Rule: bias and groups decide who is chosen; only the scores of the chosen decide what they weigh.
+    Rule: bias and groups decide which experts are selected; only the scores of the selected decide what they weigh.
 
     >>> bias = torch.tensor([-9.0, 0.0, 0.0])
     >>> routed = route(torch.tensor([[3.0, 2.0, 2.0]]), top_k=2, score="softmax_topk", bias_E=bias)

@@ -1,4 +1,4 @@
-"""Magnitudes of routing: how large an honest rounding error of scores, weights and gradients may be.
+"""Magnitudes of routing: how large the rounding errors of scores, weights and gradients may be.
 
 The router's formulas, logits = x W^T, scores, weights and their derivatives, in the measured numbers of
 `rounding.py`. The derivative is written out by hand; that its values are those of autograd is checked below.
@@ -188,7 +188,7 @@ def slope(r: Rounding, logits_TE: Measured, score: Score) -> Measured:
 
 
 def _chosen(r: Rounding, logits_TE: Measured, ids_TK: Tensor, score: Score) -> tuple[Measured, Measured]:
-    """Return the scores of the chosen (T, K), for "softmax_topk" their softmax, and the sum of these (T,)."""
+    """Return the scores of the selected (T, K), for "softmax_topk" their softmax, and the sum of these (T,)."""
     s_TE = scores_measured(r, logits_TE, score)
     chosen_TK = Measured(*(each.gather(1, ids_TK) for each in (s_TE.value, s_TE.worst, s_TE.spread)))
     if score == "softmax_topk":
@@ -197,6 +197,6 @@ def _chosen(r: Rounding, logits_TE: Measured, ids_TK: Tensor, score: Score) -> t
 
 
 def _scatter(d_TK: Measured, ids_TK: Tensor, like_TE: Measured) -> Measured:
-    """Put the chosen into their places among all E, zeros elsewhere."""
+    """Put the selected into their places among all E, zeros elsewhere."""
     zero_TE = torch.zeros_like(like_TE.value)
     return Measured(*(zero_TE.scatter(1, ids_TK, each) for each in (d_TK.value, d_TK.worst, d_TK.spread)))

@@ -16,7 +16,7 @@ def gather(x_TD: Tensor, index_R: Tensor) -> Tensor:
     """Fetch rows by index, (T, D) and int64 (R,) -> (R, D), differentiable in x.
 
     Rule: row r is x_{i_r}, or zeros at a sentinel. dL/dx_t is the sum over all r with i_r = t of what comes
-    back in row r; a sentinel gives nobody anything.
+    back in row r; a sentinel adds nothing.
 
     Degenerate: R = 0 gives (0, D). T = 0 makes every index a sentinel.
 

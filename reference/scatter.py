@@ -22,7 +22,7 @@ def scatter_add(out_ND: Tensor, index_J: Tensor, src_JD: Tensor) -> Tensor:
 
     Args:
         out_ND: float (N, D), what is there before.
-        index_J: int64 (J,), of every source row the output row, 0..N-1; repeats are legal.
+        index_J: int64 (J,), of every source row the output row, 0..N-1; repeats are allowed.
         src_JD: float (J, D).
 
     Returns:
@@ -97,7 +97,7 @@ def add_routed(base_TD: Tensor, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
 
 
 def records_gradient(modes: Sequence[str], requires_grad: Sequence[bool]) -> bool:
-    """Say whether an operation has a gradient under nested grad modes, outermost first (ALIAS-07).
+    """Return whether an operation has a gradient under nested grad modes, outermost first (ALIAS-07).
 
     Rule: the innermost of "enable_grad" and "no_grad" decides, on if there is neither; inside any
     "inference_mode" nothing is recorded; and some input must require grad.

@@ -73,7 +73,7 @@ def byte_range(view: View) -> tuple[int, int] | None:
 
 
 def ranges_meet(a: View, b: View) -> bool:
-    """Say whether the address ranges meet: necessary for shared bytes, not enough. Touching is not meeting.
+    """Return whether the address ranges meet: necessary for shared bytes, not enough. Touching is not meeting.
 
     >>> even, odd, behind = View(0, (4,), (2,), 4), View(4, (4,), (2,), 4), View(28, (2,), (1,), 4)
     >>> ranges_meet(even, odd), ranges_meet(even, behind)
@@ -84,7 +84,7 @@ def ranges_meet(a: View, b: View) -> bool:
 
 
 def share_bytes(a: View, b: View) -> bool:
-    """Say whether a write through one view may show through the other (ALIAS-05).
+    """Return whether a write through one view may show through the other (ALIAS-05).
 
     Rule: they share a byte. Views of one storage need not; views of two storages over one memory do.
 
@@ -98,7 +98,7 @@ def share_bytes(a: View, b: View) -> bool:
 
 
 def overlaps_itself(view: View) -> bool:
-    """Say whether two elements of a view share a byte, as in an expanded one.
+    """Return whether two elements of a view share a byte, as in an expanded one.
 
     >>> overlaps_itself(View(0, (3, 2), (0, 1), 4)), overlaps_itself(View(0, (1, 2), (0, 1), 4))
     (True, False)
@@ -107,9 +107,9 @@ def overlaps_itself(view: View) -> bool:
 
 
 def in_place_is_lawful(out: View, x: View) -> bool:
-    """Say whether adding into `out` in place would leave the bytes of `x` alone (ALIAS-04, ALIAS-05).
+    """Return whether adding into `out` in place would leave the bytes of `x` alone (ALIAS-04, ALIAS-05).
 
-    Rule: they share no byte and `out` does not overlap itself. Then either choice is legal, else only the
+    Rule: they share no byte and `out` does not overlap itself. Then either choice is allowed, else only the
     out-of-place one.
 
     >>> x = View(0, (2, 3), (3, 1), 4)

@@ -1,7 +1,7 @@
 """Selection: the K best experts of a token, among all or among its best groups, and how clear the choice was.
 
 Written for one token at a time, on plain numbers: the sort key is the rule. A tie goes to the lower id, but
-is legally free; `margins` tells a judge where.
+is free; `margins` tells a judge where.
 
 Sources: DeepSeek-V2 section 2.2.2 (device-limited routing), DeepSeek-V3 section 2.1.2 (node-limited routing).
 """
@@ -22,7 +22,7 @@ GroupScore = Literal["max", "top2_sum", "topk_sum"]
 def group_mask(
     selection_TE: Tensor, groups: tuple[int, int], *, top_k: int, group_score: GroupScore = "top2_sum"
 ) -> Tensor:
-    """Say which experts a token may choose from under group-limited routing, (T, E) -> bool (T, E).
+    """Return which experts a token may select from under group-limited routing, (T, E) -> bool (T, E).
 
     Rule: `groups = (G, chosen)` cuts the experts into G runs of E/G neighbours; the `chosen` groups with
     the highest group scores stay eligible. A group's score, from its selection scores (bias included), is
@@ -65,7 +65,7 @@ def select(
     score them -inf and not 0: a score plus a negative bias may lie below 0, and then an excluded expert
     would win.
 
-    Degenerate: a tie goes to the lowest id, but is legally free. K = E chooses all; experts at -inf come
+    Degenerate: a tie goes to the lowest id, but is free. K = E selects all; experts at -inf come
     last; T = 0 gives (0, K).
 
     >>> select(torch.tensor([[0.1, 0.7, 0.7], [-3.0, -2.0, -1.0]]), top_k=2).tolist()
@@ -92,12 +92,12 @@ def margins(
 ) -> Tensor:
     """Measure how clearly a given selection wins over every other, (T, E) and int64 (T, K) -> (T,).
 
-    Rule: the lowest chosen minus the highest unchosen selection score among eligible experts; with groups,
+    Rule: the lowest chosen minus the highest unselected selection score among eligible experts; with groups,
     the lesser of this and of the same gap between group scores, divided by the number of scores that a
     group adds up.
 
-    So, if each selection score may be wrong by d: a margin above 2d proves that no other set is legal, and
-    a set chosen from such scores has a margin of at least -2d. The second is a judge's test for a legal
+    So, if each selection score may be wrong by d: a margin above 2d proves that no other set is allowed, and
+    a set chosen from such scores has a margin of at least -2d. The second is a judge's test for an allowed
     near-tie.
 
     Degenerate: with nothing left to choose (K = E) +inf; an exact tie 0; a wrong choice is negative, one

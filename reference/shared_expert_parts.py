@@ -26,7 +26,7 @@ def tp_shards(expert: SharedExpert, rows: Sequence[Sequence[int]]) -> tuple[Shar
     Shards have no bias: it is added once, to their sum. Values are moved, never cast.
 
     Degenerate: one shard with all rows in order is the expert without its bias; an empty I_i is a shard of
-    width 0, which answers 0.
+    width 0, whose output is 0.
 
     Raises:
         ValueError: the I_i are no partition of 0 .. F - 1.
@@ -51,7 +51,7 @@ def tp_shards(expert: SharedExpert, rows: Sequence[Sequence[int]]) -> tuple[Shar
 
 
 def sum_of_shards(x_TD: Tensor, shards: Sequence[SharedExpert], bias_D: Tensor | None = None) -> Tensor:
-    """Compute a whole expert's output from its shards, (T, D) -> (T, D): the sum of their answers, the bias once.
+    """Compute a whole expert's output from its shards, (T, D) -> (T, D): the sum of their outputs, the bias once.
 
     The sum runs over the tp group, not over ep or etp.
 

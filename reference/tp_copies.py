@@ -20,7 +20,7 @@ from reference.exchange import Pair
 
 
 def copies_agree(ids_by_rank: Sequence[Tensor], tp_groups: Sequence[Sequence[int]]) -> bool:
-    """Say whether the ranks of every tp group have the same routing, int64 (T, K) each.
+    """Return whether the ranks of every tp group have the same routing, int64 (T, K) each.
 
     Degenerate: groups of one rank agree with themselves.
 
@@ -43,13 +43,13 @@ def wrong_pairs(
 
     Args:
         ids_by_rank: of every rank, int64 (T, K), the same within a tp group.
-        delivered: what the experts were handed, by the copy that sent it.
+        delivered: what the experts received, by the copy that sent it.
         exchange_groups: of every group, its ranks.
         local_experts: of every rank, the experts of which it holds all or a shard.
         tp_groups: of every group, its ranks.
 
     Rule: over all copies in one exchange group, each owner of the expert there gets the pair at most once; in one
-    of these groups at least, every owner exactly once; nobody else gets it.
+    of these groups at least, every owner exactly once; no other rank receives it.
 
     Degenerate: an empty slot, or one that does not exist, is wrong if it is delivered. tp = 1 leaves each
     pair to be delivered to all its owners.
@@ -96,7 +96,7 @@ def wrong_pairs(
 
 
 def same_bytes(copies: Sequence[Tensor]) -> bool:
-    """Say whether copies are the same: dtype, shape and every bit, so that -0 is not 0 and a NaN is itself.
+    """Return whether copies are the same: dtype, shape and every bit, so that -0 is not 0 and a NaN is itself.
 
     Raises:
         ValueError: no copy.

@@ -1,9 +1,9 @@
-"""A whole layer: logits, weights of the chosen, routed experts and shared experts, with every gradient.
+"""A whole layer: logits, weights of the selected, routed experts and shared experts, with every gradient.
 
 y_t = sum_k w_tk f_{e_tk}(x_t) + a_t sum_j h_j(x_t), where the weights w are those of the router's scores. It is
-`shared_experts.forward` on the weights of `routing.weights`, and nothing else; who is chosen is given, as the choice
-has no gradient. Where slots are dropped the sum is over the kept ones, weighed before the drop as
-`capacity_output.after_drop` has it; who is kept is given too.
+`shared_experts.forward` on the weights of `routing.weights`; the selected experts are given, as the selection has no
+gradient. Where slots are dropped the sum is over the kept ones, with the weights before the drop as in
+`capacity_output.after_drop`; the kept slots are given too.
 
 Sources: DeepSeek-V3 section 2.1.2 (the equations of the layer); Shazeer et al. 2017 equation 1.
 """
@@ -37,7 +37,7 @@ Drop = Callable[[Tensor, Tensor, Tensor], Routed]
 
 @dataclass(frozen=True)
 class Weighing:
-    """How the scores of the chosen become weights; see `routing.weights`."""
+    """How the scores of the selected become weights; see `routing.weights`."""
 
     score: Score
     normalise: bool = False
@@ -82,12 +82,12 @@ def gradients(
 
     Args:
         x_TD: tokens.
-        ids_TK: int64, the chosen of every token, all of them different.
+        ids_TK: int64, the selected of every token, all of them different.
         dy_TD: dL/dy.
         parameters: by `Key`; the shared experts are numbered from 0. What selects only ("balance_bias") is left out.
-        weighing: of the chosen.
+        weighing: of the selected.
         weights_at: where the weights are applied.
-        kept_TK: bool, which of the chosen are not dropped; all of them if None.
+        kept_TK: bool, which of the selected are not dropped; all of them if None.
         mix: how the parts are put together; by another rule than `mixed`, what a mistake would yield.
         drop: what becomes of the dropped; by another rule than `after_drop`, what a mistake would yield.
 

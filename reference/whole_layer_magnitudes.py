@@ -1,4 +1,4 @@
-"""Magnitudes of a whole layer: how large an honest rounding error of every result of `whole_layer` may be.
+"""Magnitudes of a whole layer: how large the rounding errors of the results of `whole_layer` may be.
 
 The routed part is `magnitudes.measured` with the errors that the router's weights have. The shared experts are the
 same with the gate's factor as the weight of each of them, every token in all of them, tp in place of etp.

@@ -15,10 +15,10 @@ from reference.wire_formats import Format, block_maxima, spread
 
 
 def scale_bounds(x_RD: Tensor, block: int, fmt: Format) -> tuple[Tensor, Tensor]:
-    """Compute the least and the largest legal scale of every block, (R, D) -> (R, blocks) each.
+    """Compute the least and the largest allowed scale of every block, (R, D) -> (R, blocks) each.
 
     Rule: amax / L and 2 max(amax, 1e-4) / L, within 2^-20: the scale that fills the format, above a floor of
-    at most 1e-4, or the next power of two. Where a backend hands over values alone, the largest bounds their error.
+    at most 1e-4, or the next power of two. Where a backend delivers values alone, the largest bounds their error.
 
     Degenerate: a block that holds an inf or NaN has such bounds.
 
@@ -71,7 +71,7 @@ def legal_values(
         scales_RB: the scales, which are to be judged by `legal_scales`.
         block: columns of a block.
         fmt: the format.
-        unit: unit roundoff of the dtype in which v is handed over, 0 where it is exact.
+        unit: unit roundoff of the dtype in which v is delivered, 0 where it is exact.
 
     Rule: |v - x| <= max(u |x|, t s) (1 + 2^-16) + unit |v|, u and t half a step of the format, relative for its
     normal numbers and absolute for those below; and v is 0 or has the sign of x.

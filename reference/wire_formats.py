@@ -48,7 +48,7 @@ def numbers(fmt: Format) -> Tensor:
 def scales(x_RD: Tensor, block: int, fmt: Format, *, power_of_two: bool = False, floor: float = 1e-4) -> Tensor:
     """Scale every block so that its largest element becomes the format's largest number, (R, D) -> (R, blocks).
 
-    Rule: s = max(amax, floor) / L, or the smallest power of two that is not less. One legal way of many.
+    Rule: s = max(amax, floor) / L, or the smallest power of two that is not less. One allowed way of many.
 
     Degenerate: a block of zeros has the scale of the floor.
 

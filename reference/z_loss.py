@@ -40,7 +40,7 @@ def z_loss_of_parts(
     """Average the z-losses that the ranks of one tp x cp group charge for their own tokens, -> ().
 
     Rule (LOSS-09): the mean over the ranks of the mean over a rank's valid tokens. It is the `z_loss` of the
-    whole where all ranks hold equally many valid tokens, and legal beside it where they do not.
+    whole where all ranks hold equally many valid tokens, and allowed beside it where they do not.
 
     Degenerate: a rank without valid token adds 0 and counts. No rank is an error.
 

@@ -1,4 +1,4 @@
-"""The written law: every requirement has an id, one sentence, a formula, its degenerate cases and a source.
+"""The written spec: every requirement has an id, one sentence, a formula, its degenerate cases and a source.
 
 One TOML file per chapter. A check cites the requirements it decides with the `requirement` decorator, which refuses an
 id that the spec does not have. Which requirements have a check is read from the checks (`places`).
@@ -30,7 +30,7 @@ class BadSpec(ValueError):
 
 @dataclass(frozen=True)
 class Requirement:
-    """One sentence of the law."""
+    """One requirement of the spec."""
 
     id: str  # permanent: PREFIX-nn
     chapter: str  # the name that its oracle, check, implementation and planted bugs share
@@ -88,9 +88,9 @@ def requirement(*ids: str, kind: str, when: Callable[[Workload], bool] | None = 
     the rule can be broken.
 
     Raises:
-        BadSpec: an id is not in the law.
+        BadSpec: an id is not in the spec.
     """
-    import pytest  # only checks need it; the law can be read without
+    import pytest  # only checks need it; the spec can be read without
 
     if unknown := [each for each in ids if each not in load()]:
         raise BadSpec(f"no requirement {', '.join(unknown)}; known: {', '.join(load())}")

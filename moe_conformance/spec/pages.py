@@ -1,4 +1,4 @@
-"""The law as pages to read: `python -m moe_conformance.spec.pages docs/spec` writes one for each chapter.
+"""The spec as pages to read: `python -m moe_conformance.spec.pages docs/spec` writes one for each chapter.
 
 Beside them stands other_suites.toml, what ten other test suites check, with the requirements that cover it; its page
 says beside every behaviour which checks decide it today, and what the others wait for.
@@ -55,8 +55,8 @@ def _index(chapters: Mapping[str, Sequence[Requirement]]) -> str:
     every = [each for law in chapters.values() for each in law]
     total = ("all", "", len(every), sum(each.id in checked() for each in every))
     return _page(
-        "The law",
-        "Every requirement has a permanent id. What has no check yet, and why, stands with it.",
+        "Requirements",
+        "Every requirement has a permanent id. A requirement without a check states what the check waits for.",
         _table(("chapter", "ids", "requirements", "with a check"), [*rows, total]),
         "[What other test suites check](other_suites.md), and the requirements that cover it.",
     )
@@ -128,7 +128,7 @@ def _page(title: str, *parts: str) -> str:
 
 
 def main(folder: Path) -> None:
-    """Write the pages into a folder and remove those of chapters that are no more."""
+    """Write the pages into a folder and remove those of removed chapters."""
     wanted = pages(read_others(folder))
     for path in folder.glob("*.md"):
         if path.name not in wanted:
