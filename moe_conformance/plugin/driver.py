@@ -18,6 +18,7 @@ from moe_conformance.plugin import agenda, case_items, repeating, roster
 from moe_conformance.plugin.case_items import CaseItem
 from moe_conformance.plugin.case_run import CaseRun, limit_of
 from moe_conformance.plugin.drawing import Drive, Search
+from moe_conformance.plugin.garbage import collected_once
 from moe_conformance.plugin.outcomes import Outcomes
 from moe_conformance.plugin.recording import record_of, translate
 from moe_conformance.plugin.run import Run
@@ -54,10 +55,11 @@ class Driver:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_collection(self, session: pytest.Session) -> Generator[None, object, object]:
-        """Have the ranks' imports done while items are collected."""
+        """Have the ranks' imports done while items are collected, which live as long as the process."""
         if not session.config.option.collectonly:
             self._outcomes.open()
-        return (yield)
+        with collected_once():
+            return (yield)
 
     # ---- which items there are ---------------------------------------------------------------------------------
 
