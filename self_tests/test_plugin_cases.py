@@ -43,7 +43,7 @@ def test_raises(outcome, tally):
 @requirement("EXCH-08", kind="probe", when=lambda workload: workload.name.startswith("even"))
 def test_forgotten(outcome, tally):
     tally.add(elements=len(seen))
-    assert [outcome] == [held for each in seen.values() if (held := each()) is not None]
+    assert 1 == sum(each() is not None for each in seen.values())
 """
 
 

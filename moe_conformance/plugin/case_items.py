@@ -148,9 +148,13 @@ class CaseItem(pytest.Item):
 
 def checks_of(collector: pytest.Collector, asked: CaseFunction, cases: Sequence[Case]) -> list[pytest.Item]:
     """Return a node for the check on every case; without any case one that says so."""
-    if not cases:
-        return [Check.from_parent(collector, name=f"{asked.name}[NOTSET]", asked=asked, case=None)]
-    return [Check.from_parent(collector, name=f"{asked.name}[{case.id}]", asked=asked, case=case) for case in cases]
+
+    def node(parameter: str, case: Case | None) -> Check:
+        name = f"{asked.name}[{parameter}]"
+        # pytest makes no parameters of a name, and --lf knows an item by them
+        return Check.from_parent(collector, name=name, nodeid=f"{collector.nodeid}::{name}", asked=asked, case=case)
+
+    return [node(case.id, case) for case in cases] or [node("NOTSET", None)]
 
 
 def by_case(items: Iterable[pytest.Item], run: Callable[[CaseItem], None]) -> Iterator[pytest.Item]:

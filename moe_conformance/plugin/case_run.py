@@ -163,3 +163,4 @@ def _release(call: pytest.CallInfo[None]) -> None:
     """Empty the frames of an exception: they hold the outcome, and each other until garbage is collected."""
     if call.excinfo is not None:
         traceback.clear_frames(call.excinfo.tb)
+        call.excinfo = None

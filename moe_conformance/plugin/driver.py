@@ -122,6 +122,11 @@ class Driver:
         self.cases.followers = followers
 
     @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> None:
+        """Let pytest count checks where it tells how far it is."""
+        session.testscollected = sum(1 for _ in case_items.each_check(session.items)) or session.testscollected
+
+    @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
         """Run a case as any item; its checks report for it, unless it fails without them."""
         if not isinstance(item, CaseItem):
