@@ -345,3 +345,18 @@ def call_for_ever(context: RankContext, payload: Any) -> None:
     alone = dist.new_group([1])
     while context.rank == 1:
         dist.all_reduce(torch.ones(1), group=alone)
+
+
+def own(context: RankContext, payload: Any) -> tuple[Any, Any]:
+    """Returns what all ranks were sent, and what this one alone was."""
+    return payload, context.own
+
+
+def peek_before_the_wait(context: RankContext, payload: Any) -> bool:
+    """Tells whether the result of an asynchronous collective cannot be seen before the wait."""
+    x = torch.ones(1)
+    work = dist.all_reduce(x, async_op=True)
+    assert work is not None
+    hidden = bool(x.isnan().all())
+    work.wait()
+    return hidden

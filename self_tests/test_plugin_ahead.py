@@ -31,11 +31,11 @@ class Item:
 
 
 class TestFollowers:
-    def followers(self, *items: Item) -> dict[str, Case]:
+    def followers(self, *items: Item, most: int = 2) -> dict[str, tuple[Case, ...]]:
         """Return what follows what; the last of the cases is never run."""
-        return agenda.followers(items, lambda case: case is not CASES[3])  # type: ignore[arg-type]
+        return agenda.followers(items, lambda case: case is not CASES[3], most)  # type: ignore[arg-type]
 
-    def test_the_next_case_follows_all_items_of_a_case(self):
+    def test_the_next_cases_follow_all_items_of_a_case(self):
         """Items that need no rank, or whose case is not run, are looked past."""
         items = (
             Item("a1", CASES[0]),
@@ -45,17 +45,23 @@ class TestFollowers:
             Item("other", None, ()),
             Item("b", CASES[1]),
         )
-        assert {"a1": CASES[1], "a2": CASES[1]} == self.followers(*items)
+        assert {"a1": (CASES[1],), "a2": (CASES[1],), "b": ()} == self.followers(*items)
+
+    def test_no_more_are_returned_than_may_be_begun(self):
+        """The nearest ones are, in running order."""
+        items = [Item(str(number), case) for number, case in enumerate([*CASES[:3], CASES[0]])]
+        assert [CASES[1], CASES[2]] == list(self.followers(*items)["0"])
+        assert [CASES[1]] == list(self.followers(*items, most=1)["0"])
 
     def test_nothing_follows_where_another_item_needs_the_ranks_first(self):
         """A drawn check is not told its workloads before it runs, and what follows it is asked for after it."""
         items = (Item("a", CASES[0]), Item("drawn", None, ("drive",)), Item("b", CASES[1]), Item("c", CASES[2]))
-        assert {"b": CASES[2]} == self.followers(*items)
+        assert {"a": (), "b": (CASES[2],), "c": ()} == self.followers(*items)
 
     def test_a_case_may_come_twice(self):
         """Examples of waivers run first, and the other items of their cases later."""
         items = (Item("a1", CASES[0]), Item("b1", CASES[1]), Item("a2", CASES[0]))
-        assert {"a1": CASES[1], "b1": CASES[0]} == self.followers(*items)
+        assert {"a1": (CASES[1], CASES[0]), "b1": (CASES[0],), "a2": ()} == self.followers(*items)
 
 
 @pytest.fixture
@@ -69,7 +75,8 @@ def outcomes() -> Iterator[Outcomes]:
 class TestOutcomes:
     def test_what_ran_ahead_is_taken(self, outcomes):
         """Each case gets its own outcome, once."""
-        for case, following in zip(CASES, [*CASES[1:], None], strict=True):
+        for number, case in enumerate(CASES):
+            following = CASES[number + 1 :]
             assert not outcomes.holds(case)
             kept = outcomes.of(case, following)
             assert outcomes.holds(case)
@@ -78,10 +85,18 @@ class TestOutcomes:
 
     def test_what_nobody_came_for_is_dropped(self, outcomes):
         """Another case, a drawn workload and the end of the run do without it."""
-        outcomes.of(CASES[0], CASES[1])
-        assert CASES[2].workload is outcomes.of(CASES[2], CASES[3]).outcome.workload
+        outcomes.of(CASES[0], [CASES[1]])
+        assert CASES[2].workload is outcomes.of(CASES[2], [CASES[3]]).outcome.workload
         assert CASES[1].workload is outcomes.step(CASES[1].workload).workload
-        outcomes.of(CASES[3], CASES[0])
+        outcomes.of(CASES[3], [CASES[0]])
+
+    def test_what_ran_ahead_outlives_a_repeat(self, outcomes):
+        """New ranks for a repeat, or for a twin, take nothing from the cases that were begun."""
+        first = outcomes.of(CASES[0], CASES[1:])
+        assert CASES[0].workload is outcomes.again(CASES[0], first.outcome.workload).outcome.workload
+        for case in CASES[1:]:
+            outcomes.renew()
+            assert ["ok", "ok"] == [rank.status for rank in outcomes.of(case, CASES).outcome.ranks]
 
 
 def judged(folder: Path, *arguments: str) -> list[Any]:

@@ -1,4 +1,4 @@
-"""This engine in pytest: the driver judges a case while the ranks run the next."""
+"""This engine in pytest: the driver judges some cases while the ranks run the next ones."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from benchmarks.timeline import assigned
 from moe_conformance.engine import Engine, Job, Running
 
 ASSIGNMENT = assigned()
+MOST = int(os.environ.get("ENGINE_BENCHMARK_TOGETHER", "16"))  # cases in a message; the first ones are smaller
 PRELOAD = "ENGINE_BENCHMARK_PRELOAD"  # a further module for the ranks
 
 
@@ -28,16 +29,22 @@ def outcomes() -> Iterator[Iterator[list[cases.Outcome]]]:
 
 
 def _ahead(engine: Engine) -> Iterator[list[cases.Outcome]]:
-    running = _start(engine, 0)
-    for number in range(ASSIGNMENT.count):
-        following = _start(engine, number + 1) if number + 1 < ASSIGNMENT.count else running
-        result, running = running.result(), following
-        assert result.ok, result
-        yield cast(list[cases.Outcome], [rank.value for rank in result.ranks])
+    size = 1
+    begun = _start(engine, 0, size)
+    while begun:
+        size = min(2 * size, MOST)
+        following = _start(engine, begun[-1].job.payload + 1, size)
+        for running in begun:
+            result = running.result()
+            assert result.ok, result
+            yield cast(list[cases.Outcome], [rank.value for rank in result.ranks])
+        begun = following
 
 
-def _start(engine: Engine, number: int) -> Running:
-    return engine.start(Job(f"{engine_jobs.__name__}:step", number, ASSIGNMENT.world, groups={}))
+def _start(engine: Engine, first: int, size: int) -> list[Running]:
+    numbers = range(first, min(first + size, ASSIGNMENT.count))
+    jobs = [Job(f"{engine_jobs.__name__}:step", number, ASSIGNMENT.world, groups={}) for number in numbers]
+    return engine.start_many(jobs) if jobs else []
 
 
 @pytest.mark.parametrize("number", range(ASSIGNMENT.count))

@@ -9,17 +9,18 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from moe_conformance.engine import rank
-from moe_conformance.engine.ledger.entry import Asynchrony
+from moe_conformance.engine.ledger.entry import ENDED_LINE, Asynchrony
 
 
 class _NoTap:
     def __init__(self, write: Callable[[bytes], object]) -> None:
-        pass
+        self._write = write
 
     @contextlib.contextmanager
     def recording(self, asynchrony: Asynchrony) -> Iterator[None]:
-        """Records nothing."""
+        """Records nothing but the end."""
         yield
+        self._write(ENDED_LINE)
 
     def calls(self) -> int:
         """Returns how many calls were recorded."""

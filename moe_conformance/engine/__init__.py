@@ -11,7 +11,8 @@ driver.
 
 from __future__ import annotations
 
-from .engine import Engine, Running
+from .engine import Engine
 from .records import EngineError, Job, JobResult, RankContext, RankResult
+from .running import Running
 
 __all__ = ["Engine", "EngineError", "Job", "JobResult", "RankContext", "RankResult", "Running"]

@@ -24,14 +24,16 @@ class DeadlockWatch:
         self._look = partial(host.turns, ranks)
         self._patience_s = _STILL_S
         self._in_collectives = False
-        self._stillness = Stillness(self._look)
+        self._mains = self._look(True)
+        self._stillness: Stillness | None = None  # it looks at all threads: not before the main ones are still
 
     def proves(self, pending: Collection[RankProcess]) -> bool:
         """Looks at the ranks, of which some have not answered; to be called every INTERVAL_S."""
-        if not self._stillness.holds():
+        if self._stillness is None or not self._stillness.holds():
             self._in_collectives = False
-            self._stillness = Stillness(self._look)
-        if not self._stillness.lasts(self._patience_s):
+            before, self._mains = self._mains, self._look(True)
+            self._stillness = Stillness(self._look) if before == self._mains else None
+        if self._stillness is None or not self._stillness.lasts(self._patience_s):
             return False
         if not self._in_collectives:
             texts = self._host.stacks(tuple(pending))

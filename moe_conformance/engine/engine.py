@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 
 import torch
 
-from . import wire
-from .faults import one_line
 from .gpu import delays
 from .host import Host, HostLostError, Site
 from .launcher import LocalSite
+from .parcel import Parcel, pack
 from .records import EngineError, Job, JobResult, check
+from .running import Batch, Begun, Running
 from .store import StoreServer
 from .virtual.world import VirtualWorld
-from .world import Begun, World
+from .world import World
 
 
 class Engine:
@@ -62,7 +62,7 @@ class Engine:
         self._numbers = itertools.count(1)
         self._worlds: dict[int, World | VirtualWorld] = {}
         self._closed = False
-        self._running: Running | None = None
+        self._running: Batch | None = None
         self._host: Host | None = self._site.open(self._preload, self._environment)
         self._store = StoreServer(self._host.address)
 
@@ -73,32 +73,51 @@ class Engine:
     def start(self, job: Job) -> Running:
         """Sends a job to its ranks and returns while it runs there; a fault on a rank will be in the result.
 
-        Waits for the job before, if its result was not taken. What is still to be read of that is read while the ranks
-        run this one: to start a job first, and then take the result of the one before, is quicker than the reverse.
+        Waits for what ran before, if its result was not taken. What is still to be read of that is read while the ranks
+        run this job: to start a job first, and then take the result of the one before, is quicker than the reverse.
 
         Raises:
             EngineError: the job is malformed, ranks cannot be started, or the engine is closed.
         """
+        return self.start_many([job])[0]
+
+    def start_many(self, jobs: Sequence[Job]) -> list[Running]:
+        """Sends jobs for one world to their ranks in one message, which run them one after the other.
+
+        The results are those of `start` for each of them: if a job of several has a fault or leaves something behind,
+        none of what these runs brought back is used, and each job runs again alone when its result is asked for. All of
+        them together have the shortest of their deadlines; longer ones take them one by one too.
+
+        Raises:
+            EngineError: a job is malformed, the worlds differ, ranks cannot be started, or the engine is closed.
+        """
         if self._closed:
             raise EngineError("the engine is closed")
-        check(job)
-        delays.check(job.asynchrony, self.device)
-        try:
-            payload = wire.dumps(job.payload)
-        except Exception as error:
-            raise EngineError(f"the payload of {job.function} cannot be pickled: {one_line(error)}") from error
+        for job in jobs:
+            check(job)
+            delays.check(job.asynchrony, self.device)
+        if len({job.world for job in jobs}) != 1:
+            raise EngineError("jobs that are sent together need one world")
+        parcels = [pack(job) for job in jobs]
+        if self._virtual and len(jobs) > 1:
+            batch = Batch(jobs, None, self._collect, self.start)
+        else:
+            batch = self._running = Batch(jobs, self._begin(parcels), self._collect, self.start)
+        return [Running(batch, number) for number in range(len(jobs))]
+
+    def _begin(self, parcels: Sequence[Parcel]) -> Begun:
+        """Sends jobs when what ran before has made way."""
         previous = self._running
-        if previous is not None and not previous.finished:
+        if previous is not None:
             with self._unharmed():
-                previous.make_way(job.world)
-        world, begun = self._send(job, payload)
+                previous.make_way(parcels[0].job.world)
+        world, begun = self._send(parcels)
         if previous is not None and not previous.finished:
             stops = world.stops
             previous.finish()
-            if world.stops != stops:  # the ranks disagreed in the job before, and with them this one was dropped
-                _, begun = self._send(job, payload)
-        self._running = Running(job, begun, self._collect)
-        return self._running
+            if world.stops != stops:  # the ranks disagreed in the job before, and with them these were dropped
+                _, begun = self._send(parcels)
+        return begun
 
     def renew(self) -> None:
         """Ends all ranks; the next job has new ones. What runs is dropped."""
@@ -124,16 +143,17 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _send(self, job: Job, payload: Sequence[wire.Buffer]) -> tuple[World | VirtualWorld, Begun]:
+    def _send(self, parcels: Sequence[Parcel]) -> tuple[World | VirtualWorld, Begun]:
         with self._unharmed():
-            world = self._world(job.world)
-            return world, world.start(next(self._numbers), job, payload)
+            world = self._world(parcels[0].job.world)
+            return world, world.start(next(self._numbers), parcels)
 
-    def _collect(self, running: Running) -> JobResult:
-        if self._running is running:
+    def _collect(self, batch: Batch) -> list[JobResult] | None:
+        if self._running is batch:
             self._running = None
+        assert batch.begun is not None
         with self._unharmed():
-            return running.begun.collect()
+            return batch.begun.collect()
 
     @contextlib.contextmanager
     def _unharmed(self) -> Iterator[None]:
@@ -163,59 +183,3 @@ class Engine:
         if self._host is not None:
             self._host.close()
             self._host = None
-
-
-class Running:
-    """A job that was sent to its ranks."""
-
-    def __init__(self, job: Job, begun: Begun, collect: Callable[[Running], JobResult]) -> None:
-        self.job = job
-        self.begun = begun
-        self._collect = collect
-        self._result: JobResult | None = None
-        self._failure: EngineError | None = None
-
-    @property
-    def finished(self) -> bool:
-        """Whether asking for the result waits for nothing."""
-        return self._result is not None or self._failure is not None
-
-    def result(self) -> JobResult:
-        """Waits for the job, the first time that it is asked, and returns how it went.
-
-        Raises:
-            EngineError: the function or payload cannot be loaded on the ranks, or a group not be made; or there
-                will be no result because the engine was closed or its ranks renewed.
-        """
-        self.finish()
-        if self._failure is not None:
-            raise self._failure
-        assert self._result is not None
-        return self._result
-
-    def make_way(self, world: int) -> None:
-        """Waits until the ranks can have a job for a world of that size; finishes unless that can wait."""
-        try:
-            settled = self.begun.settle()
-        except BaseException:  # Ctrl-C
-            self.drop("waiting for it failed")
-            raise
-        if not settled or world != self.job.world:
-            self.finish()
-
-    def finish(self) -> None:
-        """Waits for the job; what is wrong with it is raised when its result is taken."""
-        if self.finished:
-            return
-        try:
-            self._result = self._collect(self)
-        except EngineError as error:
-            self._failure = error
-        except BaseException:  # Ctrl-C
-            self.drop("taking it failed")
-            raise
-
-    def drop(self, why: str) -> None:
-        """Gives up on the result, unless it is there."""
-        if not self.finished:
-            self._failure = EngineError(f"{self.job.function} has no result: {why} before it was taken")

@@ -94,7 +94,7 @@ class Host(Protocol):
         """Returns what a rank that has ended dumped since `begin`, as a crash makes it do."""
 
     def ledgers(self, processes: Sequence[RankProcess]) -> dict[int, bytes]:
-        """Returns what ranks wrote into their ledgers since `begin`; the last line may be cut."""
+        """Returns what ranks wrote into their ledgers since `begin`."""
 
     def printed(self, process: RankProcess) -> str:
         """Returns the end of what a rank printed since `begin`, or in its life if it has ended."""

@@ -190,7 +190,7 @@ class Launcher:
         return self._files[process.pid].all_stacks()
 
     def ledgers(self, processes: Sequence[Child]) -> dict[int, bytes]:
-        """Returns what ranks wrote into their ledgers since `begin`; the last line may be cut."""
+        """Returns what ranks wrote into their ledgers since `begin`."""
         return {process.rank: self._files[process.pid].ledger() for process in processes}
 
     def printed(self, process: Child) -> str:

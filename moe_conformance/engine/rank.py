@@ -9,13 +9,13 @@ ends by `os._exit`, after its answer is sent: gloo sometimes aborts in the destr
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,10 @@ from .faults import Fault, describe
 from .gpu import poisoned
 from .gpu.memory import Baseline, in_use
 from .gpu.syncs import HostSyncs
-from .ledger.entry import Asynchrony
+from .ledger.book import Book
 from .ledger.tap import Tap
 from .leftovers import difference, surroundings
+from .parcel import Assignment, Task, unpack
 from .records import Partition, RankContext
 
 LARGEST_RESULT = 2 << 30  # bytes; the driver holds those of all ranks at once
@@ -51,28 +52,34 @@ class Station:
 
 
 @dataclass(frozen=True)
-class Assignment:
-    """A job as the ranks see it; the payload's buffers follow it in the message."""
+class Returned:
+    """What a rank says of a job that returned.
 
-    number: int
-    function: str
-    groups: Mapping[str, Partition]
-    asynchrony: Asynchrony = "plain"
+    Attributes:
+        buffers: The number of those of the value.
+        seconds: From the beginning of the job on this rank.
+        left: What the function left behind.
+        host_syncs: How often it made the host wait for its GPU.
+    """
+
+    buffers: int
+    seconds: float
+    left: tuple[str, ...] = ()
+    host_syncs: int | None = None
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank says of a job; the value's buffers follow it in the message if it returned.
+    """What a rank says of what it was given; the values of what returned follow it in the message, in buffers.
 
-    `unprepared` means that the function was never called: it or its payload could not be loaded, or a group
-    not made; `left` is what the function left behind, `host_syncs` how often it made the host wait for its GPU.
+    A job that did not return is the last that ran: `outcome` and `fault` are its. "unprepared" means that the function
+    was never called: it or its payload could not be loaded, or a group not made.
     """
 
     number: int
     outcome: Literal["returned", "raised", "unprepared"]
     fault: Fault | None = None
-    left: tuple[str, ...] = ()
-    host_syncs: int | None = None
+    returned: tuple[Returned, ...] = ()
 
     @property
     def last(self) -> bool:
@@ -83,7 +90,7 @@ class Answer:
 def serve(channel: wire.Channel, station: Station, ledger: int) -> NoReturn:
     """Runs a rank until its process ends; its first answer, to job 0, says whether it could join.
 
-    `ledger` is the descriptor of a file to which the rank appends lines about the running job.
+    `ledger` is the descriptor of the file that the rank's ledger is in.
     """
     torch.set_num_threads(1)
     offspring.adopt()  # so that it is seen what a function leaves behind
@@ -96,47 +103,74 @@ def _work(channel: wire.Channel, station: Station, ledger: int) -> None:
     """Answers until there is an answer after which the rank must not go on."""
     try:
         home = _Home(station)
-        tap = Tap(functools.partial(os.write, ledger))
+        book = Book(ledger)
+        tap = Tap(book.write)
     except BaseException as error:
         channel.send(wire.dumps(Answer(0, "unprepared", describe(error))))
         return
-    answer, myself = Answer(0, "returned"), os.getpid()
+    answer = Answer(0, "returned")
     channel.send(wire.dumps(answer))
     while not answer.last:
-        answer, *value = _do(home, tap, channel.receive())
+        message = channel.receive()
+        book.begin()
+        answer, values = _do(home, tap, message)
         flush()
-        if os.getpid() != myself:  # the function forked, and this is its child: one rank gives one answer
-            os._exit(0)
-        channel.send([*wire.dumps(answer), *value])
+        channel.send([*wire.dumps(answer), *values])
 
 
-def _do(home: _Home, tap: Tap, message: list[bytearray]) -> tuple[Any, ...]:
-    """Returns the Answer and, after it, the buffers of the value."""
+def _do(home: _Home, tap: Tap, message: list[bytearray]) -> tuple[Answer, list[wire.Buffer]]:
+    """Returns the answer, and after it the buffers of all values."""
     assignment: Assignment = wire.loads(message[:1])
-    number = assignment.number
+    returned: list[Returned] = []
+    values: list[wire.Buffer] = []
+    myself = os.getpid()
+    for task, payload, own in unpack(assignment.tasks, message[1:]):
+        ended = _run(home, tap, task, payload, own)
+        if os.getpid() != myself:  # the function forked, and this is its child: one rank gives one answer
+            flush()
+            os._exit(0)
+        if isinstance(ended, _Failed):
+            return Answer(assignment.number, *ended), []
+        returned.append(ended[0])
+        values += ended[1]
+    return Answer(assignment.number, "returned", returned=tuple(returned)), values
+
+
+class _Failed(NamedTuple):
+    """Why a job did not return."""
+
+    outcome: Literal["raised", "unprepared"]
+    fault: Fault
+
+
+def _run(
+    home: _Home, tap: Tap, task: Task, payload: list[bytearray], own: list[bytearray]
+) -> tuple[Returned, list[wire.Buffer]] | _Failed:
+    """Runs one job; returns what is to be said of it with the buffers of its value."""
+    began = time.monotonic()
     try:
-        function = find(assignment.function)
-        payload = wire.loads(message[1:])
-        context = home.context(assignment.groups, tap.calls)
+        function = find(task.function)
+        given = wire.loads(payload)
+        context = home.context(task.groups, tap.calls, wire.loads(own) if own else None)
     except BaseException as error:
-        return (Answer(number, "unprepared", describe(error)),)
+        return _Failed("unprepared", describe(error))
     held = dict(context.kept)
     try:
-        with HostSyncs(context.device) as syncs, tap.recording(assignment.asynchrony):
-            value = function(context, payload)
+        with HostSyncs(context.device) as syncs, tap.recording(task.asynchrony):
+            value = function(context, given)
         poisoned.check(context.device)
     except BaseException as error:  # SystemExit too: whatever the function does is its result
-        return (Answer(number, "raised", describe(error)),)
+        return _Failed("raised", describe(error))
     if not dist.is_initialized():
         lost = RuntimeError("the function destroyed the default process group, which belongs to the engine")
-        return (Answer(number, "raised", describe(lost)),)
+        return _Failed("raised", describe(lost))
     try:
         buffers = wire.dumps(value, LARGEST_RESULT)
     except BaseException as error:
-        return (Answer(number, "raised", describe(UnsendableResultError(value, error))),)
+        return _Failed("raised", describe(UnsendableResultError(value, error)))
     del value  # may hold device memory
     left = home.left() if same(held, context.kept) else home.settle()
-    return (Answer(number, "returned", left=left, host_syncs=syncs.count), *buffers)
+    return Returned(len(buffers), time.monotonic() - began, left, syncs.count), buffers
 
 
 class UnsendableResultError(TypeError):
@@ -199,7 +233,7 @@ class _Home:
         self.left()
         return ()
 
-    def context(self, partitions: Mapping[str, Partition], calls: Callable[[], int]) -> RankContext:
+    def context(self, partitions: Mapping[str, Partition], calls: Callable[[], int], own: Any) -> RankContext:
         """Makes the groups that do not exist yet: all of them, on all ranks, in the same order."""
         mine: dict[str, dist.ProcessGroup] = {}
         for name, partition in partitions.items():
@@ -208,4 +242,4 @@ class _Home:
                     self._groups[ranks] = dist.new_group(list(ranks), timeout=store.FOREVER)
                 if self._rank in ranks:
                     mine[name] = self._groups[ranks]
-        return RankContext(self._rank, self._world, self._device, mine, self._kept, calls)
+        return RankContext(self._rank, self._world, self._device, mine, self._kept, calls, own)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import tempfile
 import time
 from typing import IO
+
+from .ledger import book
 
 
 class RankFiles:
@@ -19,7 +20,6 @@ class RankFiles:
     def __init__(self) -> None:
         self._stacks = tempfile.TemporaryFile(prefix="stacks-")  # noqa: SIM115 - until close()
         self._ledger = _memory_file("ledger")
-        fcntl.fcntl(self._ledger, fcntl.F_SETFL, os.O_APPEND)  # the driver empties it while the rank has it open
         self._first = 0  # byte of the stacks since `begin`
         self._read = 0
         self.begun = 0.0
@@ -33,7 +33,7 @@ class RankFiles:
         """Leaves behind what was written before the job that is about to be sent."""
         self.begun = time.monotonic()
         self._first = self._read = self.stacks_size()
-        os.ftruncate(self._ledger.fileno(), 0)
+        book.clear(self._ledger.fileno())
 
     def stacks_size(self) -> int:
         """Bytes dumped so far."""
@@ -52,8 +52,8 @@ class RankFiles:
         return self._stacks_from(self._first)
 
     def ledger(self) -> bytes:
-        """Returns what the rank wrote into its ledger since `begin`; its last line may be cut."""
-        return os.pread(self._ledger.fileno(), os.fstat(self._ledger.fileno()).st_size, 0)
+        """Returns what the rank wrote into its ledger since `begin`."""
+        return book.read(self._ledger.fileno())
 
     def _stacks_from(self, start: int) -> str:
         # Never by the file's own position: the rank writes at it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -29,6 +29,7 @@ class Job:
         payload: Pickled once on the driver and sent to every rank. Tensors arrive as plain CPU tensors (see
             wire.py).
         world: The number of ranks.
+        own: What is sent to one rank alone, by rank, and is `RankContext.own` there; empty if there is nothing.
         groups: Named partitions of some or all of the ranks, e.g. `{"rows": ((0, 1), (2, 3))}`. Ranks ascend
             within a group and are in at most one group of a partition.
         deadline_s: Seconds from sending the job until ranks without an answer are taken for hung. Includes
@@ -45,6 +46,7 @@ class Job:
     groups: Mapping[str, Partition]
     deadline_s: float = 60.0
     asynchrony: Asynchrony = "plain"
+    own: Sequence[Any] = ()
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class RankContext:
         kept: What functions leave here for later jobs of the same process. A replaced rank starts with nothing. A
             job that adds to it may change the process too (start threads, set variables): it made something to last.
         calls: Returns how many collectives this job has called on this rank so far: the next one's `Entry.order`.
+        own: What the job has for this rank alone, None if nothing.
     """
 
     rank: int
@@ -68,6 +71,7 @@ class RankContext:
     groups: Mapping[str, dist.ProcessGroup]
     kept: MutableMapping[str, Any]
     calls: Callable[[], int]
+    own: Any = None
 
 
 @dataclass(frozen=True)
@@ -122,7 +126,7 @@ class JobResult:
 
     Attributes:
         ranks: One result per rank, in order.
-        seconds: Until the last was known.
+        seconds: Until the last was known; of a job that ran together with others, those of the slowest rank.
         disagreements: Where the ranks' ledgers do not fit together, the earliest first.
     """
 
@@ -160,6 +164,8 @@ def check(job: Job) -> None:
         raise EngineError(f"a world needs at least one rank, not {job.world}")
     if not job.deadline_s > 0:
         raise EngineError(f"the deadline must be a positive number of seconds, not {job.deadline_s}")
+    if len(job.own) not in (0, job.world):
+        raise EngineError(f"`own` has something for {len(job.own)} of {job.world} ranks")
     for name, partition in job.groups.items():
         _check_partition(name, partition, job.world)
 

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 
 from . import stacks, wire
 from .blame import Finding
@@ -15,8 +16,8 @@ from .faults import one_line, type_name
 from .host import Host, RankProcess
 from .infrastructure import classify
 from .launcher import describe_exit
-from .ledger.entry import decode
-from .rank import Answer
+from .ledger.entry import Ledger, decode, decode_all
+from .rank import Answer, Returned
 from .records import EngineError, Job, RankResult
 from .stillness import INTERVAL_S
 
@@ -28,29 +29,27 @@ _QUIET_S = 0.2  # without news, before ranks are watched for stillness: short jo
 class Vigil:
     """Waits until every rank has answered or ended, the deadline passes, or the ranks can no longer move.
 
-    What is read of the answers and of what the ranks wrote can wait: `settle` leaves that to `findings`.
+    Of several jobs nothing is found out where one of them did not return: they are given up at once. What is read of
+    the answers and of what the ranks wrote can wait: `settle` leaves that to `findings`.
     """
 
     def __init__(
-        self, host: Host, ranks: Sequence[RankProcess], number: int, began: float, job: Job, *, gpu: bool
+        self, host: Host, ranks: Sequence[RankProcess], number: int, began: float, jobs: Sequence[Job], *, gpu: bool
     ) -> None:
         self._host = host
         self._ranks = ranks
         self._number = number
-        self._job = job
+        self.jobs = jobs
         self._gpu = gpu
         self.began = began
-        self._until = began + job.deadline_s
+        self._deadline_s = min(job.deadline_s for job in jobs)
+        self._until = began + self._deadline_s
         self._pending = {process.rank: process for process in ranks}
-        self._findings: dict[int, Finding] = {}
+        self._returned: dict[int, tuple[Sequence[Returned], list[bytearray]]] = {}  # and the buffers of all values
+        self._findings: dict[int, Finding] = {}  # of the others
         self._ledgers: dict[int, bytes] = {}  # as they were when all had answered, or the others were given up
         self._failure: EngineError | None = None
         self._ended = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """From the beginning until all had answered or were given up."""
-        return self._ended - self.began
 
     def settle(self) -> bool:
         """Waits, the first time; tells whether all ranks returned and left nothing behind."""
@@ -60,11 +59,14 @@ class Vigil:
             except EngineError as error:
                 self._failure = error
             self._ended = time.monotonic()
-        results = [finding.result for finding in self._findings.values()]
-        return self._failure is None and all(result.status == "ok" and not result.left for result in results)
+        if self._failure is not None or not self._all_returned:
+            return False
+        return not any(one.left for returned, _ in self._returned.values() for one in returned)
 
-    def findings(self) -> list[Finding]:
-        """Returns one finding per rank, in the order of ranks.
+    def findings(self) -> list[tuple[list[Finding], float]]:
+        """Returns for each job one finding per rank, in the order of ranks, and how many seconds it took.
+
+        Nothing is returned for several jobs if one of them did not return on all ranks.
 
         Raises:
             EngineError: a rank could not load the function or the payload, or not make a group.
@@ -72,7 +74,37 @@ class Vigil:
         self.settle()
         if self._failure is not None:
             raise self._failure
-        return [self._complete(process, self._ledgers[process.rank]) for process in self._ranks]
+        if len(self.jobs) == 1:
+            return [([self._complete(process) for process in self._ranks], self._ended - self.began)]
+        if not self._all_returned:
+            return []
+        by_rank = [self._of_many(process.rank) for process in self._ranks]
+        if any(len(findings) < len(self.jobs) for findings in by_rank):
+            return []
+        seconds = [max(each) for each in zip(*self._seconds(), strict=True)]
+        return [(list(each), took) for each, took in zip(zip(*by_rank, strict=True), seconds, strict=True)]
+
+    @property
+    def _all_returned(self) -> bool:
+        return len(self._returned) == len(self._ranks)
+
+    @property
+    def _spoilt(self) -> bool:
+        """Whether the jobs must run again whatever else there is to hear."""
+        return len(self.jobs) > 1 and bool(self._findings)
+
+    def _seconds(self) -> list[list[float]]:
+        """Returns what each job took on each rank."""
+        return [[one.seconds for one in returned] for returned, _ in self._returned.values()]
+
+    def _of_many(self, rank: int) -> list[Finding]:
+        """Returns a rank's findings for all jobs, which have returned; fewer if its ledger tells of fewer."""
+        returned, buffers = self._returned[rank]
+        rest = iter(buffers)
+        return [
+            _with_ledger(_read(rank, one, list(islice(rest, one.buffers))), ledger)
+            for one, ledger in zip(returned, decode_all(self._ledgers[rank]), strict=False)
+        ]
 
     def _wait(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -81,13 +113,15 @@ class Vigil:
             for process in self._ranks:
                 selector.register(process.channel, selectors.EVENT_READ, process)
             self._listen(selector)
+        if self._spoilt:
+            return
         if self._pending:
-            self._give_up(f"no answer within {self._job.deadline_s:.1f} s")
+            self._give_up(f"no answer within {self._deadline_s:.1f} s")
         self._ledgers = self._ledgers or self._host.ledgers(self._ranks)
 
     def _listen(self, selector: selectors.BaseSelector) -> None:
         watch: DeadlockWatch | None = None
-        while self._pending:
+        while self._pending and not self._spoilt:
             left = self._until - time.monotonic()
             events = selector.select(max(0.0, min(left, INTERVAL_S if watch else _QUIET_S)))
             if left <= 0 and not events:  # an answer in time may be taken in late: the driver has other work
@@ -118,21 +152,21 @@ class Vigil:
                 self._settle(Finding(RankResult(process.rank, "raised", error=sentence)))
             return False
         if answer.number == self._number:  # else late, for an earlier job
-            self._settle(self._judge(process.rank, answer, message[1:]))
+            if answer.fault is None:
+                del self._pending[process.rank]
+                self._returned[process.rank] = answer.returned, message[1:]
+            else:
+                self._settle(self._judge(process.rank, answer))
         return True
 
-    def _judge(self, rank: int, answer: Answer, value: Sequence[bytearray]) -> Finding:
+    def _judge(self, rank: int, answer: Answer) -> Finding:
+        """Returns what is to be thought of a rank on which a job did not return."""
         fault = answer.fault
-        if fault is None:
-            try:
-                loaded = wire.loads(value)
-                return Finding(RankResult(rank, "ok", loaded, left=answer.left, host_syncs=answer.host_syncs))
-            except Exception as error:
-                sentence = f"the function's result cannot be read on the driver: {one_line(error)}"
-                return Finding(RankResult(rank, "raised", error=sentence, error_type=type_name(type(error))))
+        assert fault is not None
         # A peer may be done with making groups, and in trouble already, while this rank was still making them.
         if answer.outcome == "unprepared" and not fault.connection_lost:
-            raise EngineError(f"rank {rank} cannot run {self._job.function}: {fault.error}\n{fault.traceback}")
+            function = self.jobs[0].function
+            raise EngineError(f"rank {rank} cannot run {function}: {fault.error}\n{fault.traceback}")
         return Finding(
             RankResult(
                 rank,
@@ -161,6 +195,10 @@ class Vigil:
     def _give_up(self, why: str) -> None:
         """Settles all ranks without an answer as hung."""
         pending = tuple(self._pending.values())
+        if len(self.jobs) > 1:
+            for process in pending:
+                self._settle(Finding(RankResult(process.rank, "hung", error=why)))
+            return
         texts = self._host.stacks(pending)
         silent = [process for process in pending if not texts[process.rank]]
         self._ledgers = self._host.ledgers(self._ranks)  # before one that was stopped goes on
@@ -182,12 +220,17 @@ class Vigil:
             dumped = before == texts and all(texts.values())
         return texts
 
-    def _complete(self, process: RankProcess, written: bytes) -> Finding:
-        """Adds what a rank wrote, and if it failed what it printed."""
-        finding, ledger = self._findings[process.rank], decode(written)
-        result = replace(finding.result, ledger=ledger.entries, hazards=ledger.hazards)
+    def _complete(self, process: RankProcess) -> Finding:
+        """Returns the finding of a rank with what it wrote, and if the one job failed there what it printed."""
+        if process.rank in self._returned:
+            (one,), buffers = self._returned[process.rank]
+            finding = _read(process.rank, one, buffers)
+        else:
+            finding = self._findings[process.rank]
+        finding = _with_ledger(finding, decode(self._ledgers[process.rank]))
+        result = finding.result
         if result.status == "ok":
-            return replace(finding, result=result)
+            return finding
         printed = self._host.printed(process) or None
         told = "\n".join(filter(None, (result.error, result.traceback, printed)))
         return replace(finding, result=replace(result, output=printed, infrastructure=classify(told)))
@@ -195,3 +238,17 @@ class Vigil:
     def _settle(self, finding: Finding) -> None:
         del self._pending[finding.result.rank]
         self._findings[finding.result.rank] = finding
+
+
+def _read(rank: int, returned: Returned, buffers: Sequence[bytearray]) -> Finding:
+    """Returns the finding of a rank on which a job returned, without its ledger."""
+    try:
+        value = wire.loads(buffers)
+    except Exception as error:
+        sentence = f"the function's result cannot be read on the driver: {one_line(error)}"
+        return Finding(RankResult(rank, "raised", error=sentence, error_type=type_name(type(error))))
+    return Finding(RankResult(rank, "ok", value, left=returned.left, host_syncs=returned.host_syncs))
+
+
+def _with_ledger(finding: Finding, ledger: Ledger) -> Finding:
+    return replace(finding, result=replace(finding.result, ledger=ledger.entries, hazards=ledger.hazards))

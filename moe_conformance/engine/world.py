@@ -7,32 +7,20 @@ import selectors
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from . import blame, wire
+from .blame import Finding
 from .host import Host, RankProcess
 from .launcher import describe_exit
-from .rank import Answer, Assignment, Station
-from .records import EngineError, Job, JobResult
+from .parcel import Assignment, Parcel
+from .rank import Answer, Station
+from .records import EngineError, JobResult
+from .running import Begun
 from .store import StoreServer
 from .transport import assign
 from .vigil import Vigil
 
 _START_LIMIT_S = 120.0
-
-
-class Begun(Protocol):
-    """A job that ranks were given."""
-
-    def settle(self) -> bool:
-        """Tells whether the ranks can have another job before this one is collected; may wait for them."""
-
-    def collect(self) -> JobResult:
-        """Waits for the job, once.
-
-        Raises:
-            EngineError: a rank could not load the function or the payload, or not make a group.
-        """
 
 
 class World:
@@ -51,8 +39,8 @@ class World:
         self._ranks: list[RankProcess] = []
         self.stops = 0
 
-    def start(self, number: int, job: Job, payload: Sequence[wire.Buffer]) -> Begun:
-        """Sends a job to the ranks; `payload` is the job's, in buffers, and `number` is never used twice.
+    def start(self, number: int, parcels: Sequence[Parcel]) -> Begun:
+        """Sends jobs to the ranks; `number` is never used twice.
 
         Raises:
             EngineError: a rank could not start.
@@ -60,25 +48,25 @@ class World:
         self._ensure()
         try:
             began = time.monotonic()
-            message = [*wire.dumps(Assignment(number, job.function, dict(job.groups), job.asynchrony)), *payload]
-            self._post(message, job.deadline_s)
-            return _Begun(self, Vigil(self._host, self._ranks, number, began, job, gpu=self._device != "cpu"))
+            head = wire.dumps(Assignment(number, tuple(parcel.task for parcel in parcels)))
+            jobs = [parcel.job for parcel in parcels]
+            self._post(head, parcels, min(job.deadline_s for job in jobs))
+            return _Begun(self, Vigil(self._host, self._ranks, number, began, jobs, gpu=self._device != "cpu"))
         except BaseException:
             self.stop()
             raise
 
-    def collect(self, vigil: Vigil) -> JobResult:
-        """Waits for a job that was started."""
+    def collect(self, vigil: Vigil) -> list[JobResult] | None:
+        """Waits for jobs that were started; None if there are several and not all of them are ok."""
         try:
-            findings = vigil.findings()
+            results = [_result(findings, seconds) for findings, seconds in vigil.findings()]
         except BaseException:  # Ctrl-C too: the ranks are in the middle of something
             self.stop()
             raise
-        disagreements = blame.disagreements(findings)
-        result = JobResult(blame.assign(findings, disagreements), vigil.seconds, disagreements)
-        if not result.ok or any(rank.left for rank in result.ranks):
-            self.stop()
-        return result
+        if results and all(result.ok and not any(rank.left for rank in result.ranks) for result in results):
+            return results
+        self.stop()
+        return results if len(vigil.jobs) == 1 else None
 
     def stop(self) -> None:
         """Kills the ranks; the next job starts new ones."""
@@ -128,12 +116,18 @@ class World:
         if answer.fault is not None:
             raise EngineError(f"{who} could not start: {answer.fault.error}\n{answer.fault.traceback}")
 
-    def _post(self, message: Sequence[wire.Buffer], deadline_s: float) -> None:
+    def _post(self, head: Sequence[wire.Buffer], parcels: Sequence[Parcel], deadline_s: float) -> None:
         self._host.begin(self._ranks)
         for process in self._ranks:
+            contents = [buffer for parcel in parcels for buffer in parcel.contents(process.rank)]
             process.channel.socket.settimeout(deadline_s)
             with contextlib.suppress(OSError):  # it has just ended, or is stopped: there will be no answer
-                process.channel.send(message)
+                process.channel.send([*head, *contents])
+
+
+def _result(findings: Sequence[Finding], seconds: float) -> JobResult:
+    disagreements = blame.disagreements(findings)
+    return JobResult(blame.assign(findings, disagreements), seconds, disagreements)
 
 
 @dataclass(frozen=True)
@@ -144,5 +138,5 @@ class _Begun:
     def settle(self) -> bool:
         return self.vigil.settle()
 
-    def collect(self) -> JobResult:
+    def collect(self) -> list[JobResult] | None:
         return self.world.collect(self.vigil)

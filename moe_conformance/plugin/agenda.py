@@ -96,23 +96,25 @@ def sort(items: list[pytest.Item], examples: Collection[str]) -> None:
     items.sort(key=key)
 
 
-def followers(items: Sequence[pytest.Item], runs: Callable[[Case], bool]) -> dict[str, Case]:
-    """Return by node id, for items of a case, the case that the ranks will run next: nothing else comes in between.
+def followers(items: Sequence[pytest.Item], runs: Callable[[Case], bool], most: int) -> dict[str, tuple[Case, ...]]:
+    """Return by node id, for items of a case, the cases that the ranks will run next: nothing else comes in between.
 
     Args:
         items: All items, in running order.
         runs: Whether a case is run at all.
+        most: How many cases are returned at most.
     """
-    found: dict[str, Case] = {}
+    found: dict[str, tuple[Case, ...]] = {}
     current: object = None
-    following: object = None
+    following: tuple[Case, ...] = ()
     for item in reversed(items):
         need = _need(item, runs)
         if need is None:
             continue
         if need is not current:
-            current, following = need, current
-        if isinstance(need, Case) and isinstance(following, Case):
+            following = (current, *following)[:most] if isinstance(current, Case) else ()
+            current = need
+        if isinstance(need, Case):
             found[item.nodeid] = following
     return found
 

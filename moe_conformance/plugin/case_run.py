@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ class CaseRun:
 
     run: Run
     outcomes: Outcomes
-    followers: Mapping[str, Case] = field(default_factory=dict)  # by node id of an item, what the ranks can begin
+    followers: Mapping[str, Sequence[Case]] = field(default_factory=dict)  # by node id of an item, what the ranks can begin
 
     def __call__(self, item: CaseItem) -> None:
         """Let every check judge the case; one that fails keeps none of the others from its verdict."""
@@ -103,7 +103,7 @@ class CaseRun:
         if limit is not None and limit.proof == "undefined":
             trial.skip("limit", f"limit, unproved: {limit.reason}")
         trial.runs += not self.outcomes.holds(case)
-        kept = self.outcomes.of(case, self.followers.get(item.nodeid))
+        kept = self.outcomes.of(case, self.followers.get(item.nodeid, ()))
         trial.outcome = kept.outcome
         _examine(trial, case)
         check.asked.bound()(**self._arguments(check, trial, kept, partial(self.step, trial)))

@@ -19,7 +19,7 @@ from moe_conformance.plugin.case_items import CaseItem
 from moe_conformance.plugin.case_run import CaseRun, limit_of
 from moe_conformance.plugin.drawing import Drive, Search
 from moe_conformance.plugin.garbage import collected_once
-from moe_conformance.plugin.outcomes import Outcomes
+from moe_conformance.plugin.outcomes import MOST_AHEAD, Outcomes
 from moe_conformance.plugin.recording import record_of, translate
 from moe_conformance.plugin.run import Run
 from moe_conformance.plugin.trial import Trial, ending, forget, refusal_of, trial_of
@@ -110,15 +110,18 @@ class Driver:
 
     @pytest.hookimpl(tryfirst=True)  # before xdist tells the controller that it is done
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Put checks together by case, and learn which case follows which: in an xdist worker, of the same cell."""
+        """Put checks together by case, and learn which cases follow which: in an xdist worker, of the same cell."""
         if session.config.option.collectonly:
             return
         session.items[:] = case_items.by_case(session.items, self.cases)
-        followers = agenda.followers(session.items, self.cases.runs)
+        followers = agenda.followers(session.items, self.cases.runs, MOST_AHEAD)
         if hasattr(session.config, "workerinput"):
             roster.hand_over(session.config.workerinput, session.items)
             cells = {item.nodeid: agenda.cell_of(item) for item in session.items}
-            followers = {node: case for node, case in followers.items() if case.cell is cells[node]}
+            followers = {
+                node: tuple(takewhile(lambda case, cell=cells[node]: case.cell is cell, following))  # type: ignore[misc]
+                for node, following in followers.items()
+            }
         self.cases.followers = followers
 
     @pytest.hookimpl(tryfirst=True)

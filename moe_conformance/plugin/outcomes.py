@@ -1,10 +1,10 @@
-"""The ranks at work: the outcome of one case after the other, the next case running while one is judged."""
+"""The ranks at work: the outcome of one case after the other, the next cases running while some are judged."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from threading import Thread
@@ -20,7 +20,7 @@ from moe_conformance.plan import VIRTUAL, Case
 from moe_conformance.plugin.run import Run, engine_needs
 from moe_conformance.plugin.stopping import stop_now
 from moe_conformance.scenarios.group_lists import group_lists
-from moe_conformance.scenarios.moe_step import Step, start
+from moe_conformance.scenarios.moe_step import Step, start, start_many
 from moe_conformance.scenarios.outcome import Outcome, Told
 from moe_conformance.workloads.records import Wish, Workload
 
@@ -28,6 +28,8 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 MOST_REPEATS = 50  # of a run; each takes new ranks, and more cases than that fail for a reason that they share
+MOST_TOGETHER = 16  # cases in a message to the ranks
+MOST_AHEAD = 2 * MOST_TOGETHER  # cases that may have been begun before their items
 _USAGE_ERROR = int(pytest.ExitCode.USAGE_ERROR)
 
 
@@ -46,10 +48,11 @@ class Kept:
 
 @dataclass(frozen=True)
 class _Ahead:
-    """A case that was started before its first item asked for it."""
+    """A case that was started before its first item asked for it, together with others."""
 
     case: Case
     step: Step
+    batch: int  # counted from 1
 
 
 def _ends_with_its_site(method: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -66,14 +69,20 @@ def _ends_with_its_site(method: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 class Outcomes:
-    """Runs cases on ranks of its own, which start with the first; holds the latest case and runs one ahead."""
+    """Runs cases on ranks of its own, which start with the first.
+
+    Holds the latest case. Those after it run in batches: while the cases of one are judged the ranks run the next. The
+    first is small, so that its verdicts come early, and each has twice as many cases as the one before.
+    """
 
     def __init__(self, run: Run) -> None:
         """Start nothing yet."""
         self._run = run
         self._opened: Future[Engine] | None = None
         self._kept: Kept | None = None
-        self._ahead: _Ahead | None = None
+        self._ahead: deque[_Ahead] = deque()
+        self._batches = 0
+        self._size = 1  # of the latest batch
         self._repeated: Kept | None = None
         self._repeats = 0
 
@@ -93,14 +102,16 @@ class Outcomes:
         return self._kept is not None and self._kept.case is case
 
     @_ends_with_its_site
-    def of(self, case: Case, following: Case | None) -> Kept:
-        """Return what a case brought back; if it had to run for that, begin the following one."""
+    def of(self, case: Case, following: Sequence[Case]) -> Kept:
+        """Return what a case brought back; of those that follow it, in running order, some are begun."""
         if self._kept is None or self._kept.case is not case:
-            self._kept = None
-            step = self._take(case)
-            if following is not None:  # before this one's outcome is read: so that the ranks need not wait for it
-                self._begin(following)
-            self._kept = Kept(case, step.outcome())
+            self._kept = self._repeated = None
+            taken = self._take(case)
+            if taken.batch == self._batches:  # before the outcome is read: so that the ranks need not wait for it
+                self._begin([other for other in following if all(other is not each.case for each in self._ahead)])
+            self._kept = Kept(case, taken.step.outcome())
+            if not all(rank.status in ("ok", "refused") for rank in self._kept.outcome.ranks):
+                self._size = 1  # a backend that fails fails often, and each time its batch runs in vain
         return self._kept
 
     @_ends_with_its_site
@@ -111,26 +122,21 @@ class Outcomes:
     @_ends_with_its_site
     def renew(self) -> None:
         """End all ranks, once what ran ahead is there: what comes next has new ones."""
-        if self._ahead is not None:
-            with suppress(EngineError):
-                self._ahead.step.outcome()
+        self._finish()
         self._started.renew()
 
     @_ends_with_its_site
     def again(self, case: Case | None, workload: Workload) -> Kept | None:
         """Return what a workload brings back from new ranks, once more; None if enough was repeated already.
 
-        All checks of a case share its repeat. What ran ahead begins anew.
+        All checks of a case share its repeat.
         """
         if self._repeated is None or self._repeated.outcome.workload is not workload:
             if self._repeats == MOST_REPEATS:
                 return None
             self._repeats += 1
-            ahead, self._ahead = self._ahead, None
-            self._started.renew()
+            self.renew()
             self._repeated = Kept(case, start(self._started, self._run.target, workload).outcome())
-            if ahead is not None:
-                self._begin(ahead.case)
         return self._repeated
 
     @_ends_with_its_site
@@ -140,34 +146,40 @@ class Outcomes:
         Raises:
             CannotTell: the rank did not answer.
         """
-        self._drop()
         return group_lists(self._started, self._run.target, wishes)
 
     def close(self) -> None:
         """End the ranks, if there are any, and what runs on them."""
-        self._ahead = None
+        self._ahead.clear()
         opened, self._opened = self._opened, None
         if opened is not None and opened.exception() is None:
             opened.result().close()
 
-    def _take(self, case: Case) -> Step:
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead.case is case:
-            return ahead.step
-        return start(self._started, self._run.target, case.workload)
+    def _take(self, case: Case) -> _Ahead:
+        while self._ahead:
+            if (ahead := self._ahead.popleft()).case is case:
+                return ahead
+        self._batches += 1
+        self._size = 1
+        return _Ahead(case, start(self._started, self._run.target, case.workload), self._batches)
 
-    def _begin(self, case: Case) -> None:
+    def _begin(self, cases: Sequence[Case]) -> None:
+        """Begin the first of some cases, as many as may run together."""
+        self._size = min(2 * self._size, MOST_TOGETHER)
+        together = _together(cases[: self._size])
+        if not together:
+            return
         try:
-            self._ahead = _Ahead(case, start(self._started, self._run.target, case.workload))
-        except EngineError:  # the case's own item will meet it again, and tell it
-            self._ahead = None
+            steps = start_many(self._started, self._run.target, [case.workload for case in together])
+        except EngineError:  # the item of the case at fault will meet it again, and tell it
+            return
+        self._batches += 1
+        self._ahead += [_Ahead(case, step, self._batches) for case, step in zip(together, steps, strict=True)]
 
-    def _drop(self) -> None:
-        """Wait for what nobody came for: the ranks can have one job only."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            with suppress(EngineError):
-                ahead.step.outcome()
+    def _finish(self) -> None:
+        """Wait for what runs ahead, so that it outlives its ranks."""
+        for ahead in self._ahead:
+            ahead.step.running.finish()
 
     @property
     def _started(self) -> Engine:
@@ -193,3 +205,13 @@ class Outcomes:
             opened.set_exception(error)
         else:
             opened.set_result(engine)
+
+
+def _together(cases: Sequence[Case]) -> Sequence[Case]:
+    """Return the first of some cases that may run on the same ranks; one that changes its process runs alone."""
+    for number, case in enumerate(cases):
+        if case.workload.layout.world != cases[0].workload.layout.world:
+            return cases[:number]
+        if case.workload.twist.lifetime:
+            return cases[: max(number, 1)]
+    return cases

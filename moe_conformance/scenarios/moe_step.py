@@ -5,6 +5,7 @@ A workload is a training step (`step.py`) or a script of calls on one surface (`
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -12,6 +13,7 @@ from moe_conformance.contract import Unsupported
 from moe_conformance.engine import Engine, Job, RankContext, RankResult, Running
 from moe_conformance.scenarios.lifetime import Lifetime
 from moe_conformance.scenarios.outcome import Outcome, RankOutcome
+from moe_conformance.scenarios.parts import common, joined, part
 from moe_conformance.scenarios.proxy_model import ProxyModel
 from moe_conformance.scenarios.script import Script
 from moe_conformance.scenarios.step import TrainingStep
@@ -20,7 +22,7 @@ from moe_conformance.workloads.records import Asynchrony, Workload
 
 @dataclass(frozen=True)
 class Assignment:
-    """What is sent to every rank."""
+    """What is sent to every rank; what is its own comes beside it."""
 
     backend: str  # a name of the registry or pkg.mod:Class
     workload: Workload
@@ -28,7 +30,7 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Step:
-    """A step that was sent to the ranks."""
+    """A step that was sent to the ranks, alone or with others."""
 
     backend: str
     workload: Workload
@@ -43,16 +45,27 @@ class Step:
 
 
 def start(engine: Engine, backend: str, workload: Workload, deadline_s: float = 60.0) -> Step:
-    """Send a workload to the ranks and return while it runs there; its outcome is due before the next start."""
-    job = Job(
+    """Send a workload to the ranks and return while it runs there."""
+    return Step(backend, workload, engine.start(_job(engine, backend, workload, deadline_s)))
+
+
+def start_many(engine: Engine, backend: str, workloads: Sequence[Workload]) -> list[Step]:
+    """Send workloads for one world to the ranks together; each outcome is what it would be alone."""
+    jobs = [_job(engine, backend, workload) for workload in workloads]
+    return [Step(backend, *each) for each in zip(workloads, engine.start_many(jobs), strict=True)]
+
+
+def _job(engine: Engine, backend: str, workload: Workload, deadline_s: float = 60.0) -> Job:
+    world = workload.layout.world
+    return Job(
         function="moe_conformance.scenarios.moe_step:run",
-        payload=Assignment(backend, workload),
-        world=workload.layout.world,
+        payload=Assignment(backend, common(workload)),
+        world=world,
         groups=workload.layout.groups(),
         deadline_s=deadline_s,
         asynchrony=_on(engine.device, workload.asynchrony),
+        own=[part(workload, rank) for rank in range(world)],
     )
-    return Step(backend, workload, engine.start(job))
 
 
 def _on(device: str, asynchrony: Asynchrony) -> Asynchrony | Literal["delayed_communication"]:
@@ -90,7 +103,8 @@ def _rank_outcome(result: RankResult, deserted: bool) -> RankOutcome:
 
 def run(context: RankContext, assignment: Assignment) -> RankOutcome:
     """Do the step or follow the script on this rank. An exception carries the phase it was raised in as `reached`."""
-    step = _kind_of(assignment.workload)(context, assignment.workload)
+    workload = joined(assignment.workload, context.own, context.rank)
+    step = _kind_of(workload)(context, workload)
     try:
         return step.run(assignment.backend)
     except Unsupported as error:

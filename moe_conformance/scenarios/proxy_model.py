@@ -220,7 +220,7 @@ class _Place:
 
     def __init__(self, workload: Workload, topology: Topology, m: int) -> None:
         """Add up the tokens of the ranks before."""
-        sizes = [len(batch.x_TD) for batch in workload.batches[m]]
+        sizes = workload.tokens[m]
         groups = workload.layout.groups()
         tp_of = {rank: ranks for ranks in groups["tp"] for rank in ranks}
         tp, cp = topology.ranks("tp"), topology.ranks("cp")

@@ -17,23 +17,24 @@ import torch
 def filled_memory() -> Iterator[None]:
     """Fill new tensors that nobody has written yet with NaN, and integers with their largest number.
 
-    torch does so only while it is asked for deterministic algorithms; one that has none is used all the same.
+    torch does so only while it is asked for deterministic algorithms; one that has none is used all the same. Asked in
+    this way it does not import a compiler, which takes each rank most of a second.
     """
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = torch.get_deterministic_debug_mode()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r".*does not have a deterministic implementation.*")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.set_deterministic_debug_mode("warn")
         try:
             yield
         finally:
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+            torch.set_deterministic_debug_mode(before)
 
 
 @contextmanager
 def deterministic() -> Iterator[None]:
     """Have torch use deterministic algorithms, and raise where it has none."""
     before = torch.get_deterministic_debug_mode()
-    torch.set_deterministic_debug_mode("error")  # unlike `use_deterministic_algorithms` it does not import a compiler
+    torch.set_deterministic_debug_mode("error")
     try:
         yield
     finally:

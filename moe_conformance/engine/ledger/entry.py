@@ -2,7 +2,7 @@
 
 The file holds lines, each a JSON array. One line is written when a call is issued, a short one when an asynchronous one
 was waited for, and one at the end of the job. A rank may be killed at any time: of a last line without its end nothing
-is read.
+is read. Jobs that were sent together stand one behind the other.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Literal
 
 import torch
@@ -23,6 +23,7 @@ HazardKind = Literal["never waited", "sent data changed", "output written", "out
 
 
 ENDED_LINE = b'["ended"]\n'
+_ISSUED = b'["issued",'
 
 
 @dataclass(frozen=True)
@@ -140,42 +141,57 @@ def decode(data: bytes) -> Ledger:
     Raises:
         ValueError: a whole line is no line of a ledger.
     """
-    issued: list[list[Any]] = []
+    issued: list[tuple[int, int | None, tuple[Any, ...]]] = []
     states: dict[int, State] = {}
     hazards: list[Hazard] = []
     ended = False
-    whole, _, _ = data.rpartition(b"\n")
-    for what, *fields in json.loads(b"[%b]" % whole.replace(b"\n", b",")):  # at once: the driver reads many of these
-        if what == "issued":
-            issued.append(fields)
-        elif what == "hazard":
-            kind, order, op, ranks, at, where = fields
-            hazards.append(Hazard(kind, order, op, tuple(ranks), at, where))
+    for line in data.split(b"\n")[:-1]:
+        if line.startswith(_ISSUED):
+            order, sequence, rest = line[len(_ISSUED) :].split(b",", 2)
+            issued.append((int(order), None if sequence == b"null" else int(sequence), _described(rest)))
+            continue
+        what, *fields = json.loads(line)
+        if what == "hazard":
+            kind, number, op, ranks, at, where = fields
+            hazards.append(Hazard(kind, number, op, tuple(ranks), at, where))
         elif what == "ended":
             ended = True
         else:
-            (order,) = fields
-            states[order] = what
+            (number,) = fields
+            states[number] = what
     blocking: list[State] = ["waited"] * len(issued)  # who makes another call has come back from the one before
     if blocking and not ended:
         blocking[-1] = "issued"
     return Ledger(
-        tuple(_entry(fields, states.get(fields[0]), state) for fields, state in zip(issued, blocking, strict=True)),
+        tuple(
+            _entry(order, sequence, fields, states.get(order), state)
+            for (order, sequence, fields), state in zip(issued, blocking, strict=True)
+        ),
         tuple(hazards),
     )
 
 
-def _entry(fields: list[Any], written: State | None, blocking: State) -> Entry:
-    order, op, group, ranks, sequence, in_splits, out_splits, shapes_in, shapes_out, dtypes_in, dtypes_out, *rest = (
-        fields
+def decode_all(data: bytes) -> list[Ledger]:
+    """Reads the ledgers of several jobs, which were written one after the other and have all ended."""
+    return [decode(each + ENDED_LINE) for each in data.split(ENDED_LINE)[:-1]]
+
+
+def _entry(order: int, sequence: int | None, fields: tuple[Any, ...], written: State | None, blocking: State) -> Entry:
+    op, group, ranks, *others = fields
+    state = written or ("issued" if others[-2] else blocking)  # others[-2]: whether it is asynchronous
+    return Entry(order, op, group, ranks, sequence, *(*others, state))
+
+
+@lru_cache(maxsize=4096)
+def _described(rest: bytes) -> tuple[Any, ...]:
+    """Returns the fields of an Entry but its numbers and its state, from the end of a line."""
+    op, group, ranks, in_splits, out_splits, shapes_in, shapes_out, dtypes_in, dtypes_out, *others = json.loads(
+        b"[" + rest
     )
-    asynchronous = rest[-2]
-    return Entry(
-        order,
+    return (
         op,
         group,
         tuple(ranks),
-        sequence,
         in_splits and tuple(in_splits),
         out_splits and tuple(out_splits),
         tuple(map(tuple, shapes_in)),
@@ -183,7 +199,7 @@ def _entry(fields: list[Any], written: State | None, blocking: State) -> Entry:
         _dtype(dtypes_in, dtypes_out),
         _bytes(shapes_in, dtypes_in),
         _bytes(shapes_out, dtypes_out),
-        *(*rest, written or ("issued" if asynchronous else blocking)),
+        *others,
     )
 
 

@@ -39,7 +39,7 @@ class Recorder:
     """One rank's ledger of one job: its first MOST_CALLS calls. They may come from several threads.
 
     Args:
-        write: Takes one or more whole lines.
+        write: Takes one or more whole lines, from one thread at a time.
     """
 
     def __init__(self, write: Callable[[bytes], object]) -> None:
@@ -64,16 +64,20 @@ class Recorder:
     def reached(self, state: State, ticket: Ticket) -> None:
         """Records that a call has come further; of blocking ones it is known without."""
         if ticket.order < MOST_CALLS:
-            self._write(state_line(state, ticket.order))
+            with self._lock:
+                self._write(state_line(state, ticket.order))
 
     def hazard(self, kind: HazardKind, ticket: Ticket, where: str = "") -> None:
         """Records a hazard; `where` is the line that did it, if known."""
         if ticket.order < MOST_CALLS:
-            self._write(hazard_line(Hazard(kind, ticket.order, ticket.op, ticket.ranks, ticket.where, where)))
+            line = hazard_line(Hazard(kind, ticket.order, ticket.op, ticket.ranks, ticket.where, where))
+            with self._lock:
+                self._write(line)
 
     def end(self) -> None:
         """Records that the job has ended, and with it the last blocking call."""
-        self._write(ENDED_LINE)
+        with self._lock:
+            self._write(ENDED_LINE)
 
 
 def caller() -> str:
@@ -88,10 +92,13 @@ def caller() -> str:
 
 
 def _line(order: int, sequence: int | None, call: Call, where: str) -> str:
-    """Returns the fields of an Entry but its state as a JSON array, with dtypes in place of bytes."""
+    """Returns the fields of an Entry but its state as a JSON array, with dtypes in place of bytes.
+
+    What numbers the call comes first: the rest is often the same, and then read once.
+    """
     op, group, inputs, outputs, in_splits, out_splits, *rest = call
     return (
-        f'["issued",{order},"{op}",{_group(group)},{sequence or "null"},{in_splits or "null"},{out_splits or "null"},'
+        f'["issued",{order},{sequence or "null"},"{op}",{_group(group)},{in_splits or "null"},{out_splits or "null"},'
         f"{_shapes(inputs)},{_shapes(outputs)},{_dtypes(inputs)},{_dtypes(outputs)},{_rest(*rest)},{_text(where)}]\n"
     )
 

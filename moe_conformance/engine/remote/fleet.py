@@ -112,7 +112,7 @@ class Fleet:
         return self._ask_one("last_stacks", process, str)
 
     def ledgers(self, processes: Sequence[RankProcess]) -> dict[int, bytes]:
-        """Returns what ranks wrote into their ledgers since `begin`; the last line may be cut."""
+        """Returns what ranks wrote into their ledgers since `begin`."""
         return self._ask("ledgers", processes)
 
     def printed(self, process: RankProcess) -> str:

@@ -24,22 +24,13 @@ class _Kind:
     write: Callable[[Any], object]
 
 
-def _deterministic() -> tuple[bool, bool]:
-    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-
-
-def _set_deterministic(mode: tuple[bool, bool]) -> None:
-    if mode != _deterministic():  # setting it imports much of torch
-        torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
-
-
 _KINDS = (
     _Kind(torch.default_generator.get_state, torch.default_generator.set_state),
     _Kind(random.getstate, random.setstate),
     # The generator itself, since its state is long. numpy's stubs lack both functions.
     _Kind(np.random.get_bit_generator, np.random.set_bit_generator),  # type: ignore[attr-defined]
     _Kind(torch.get_default_dtype, torch.set_default_dtype),
-    _Kind(_deterministic, _set_deterministic),
+    _Kind(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
 )
 _OF_GPU = _Kind(torch.cuda.get_rng_state, torch.cuda.set_rng_state)
 

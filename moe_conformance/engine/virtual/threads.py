@@ -15,8 +15,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NoReturn
 
 import torch
@@ -25,9 +26,11 @@ from torch._C._distributed_c10d import HashStore
 
 from .. import offspring, wire
 from ..faults import describe
+from ..ledger.book import Book
 from ..ledger.entry import Entry
 from ..leftovers import difference, surroundings
-from ..rank import LARGEST_RESULT, Answer, Assignment, Station, UnsendableResultError, find, flush, same
+from ..parcel import Task
+from ..rank import LARGEST_RESULT, Answer, Returned, Station, UnsendableResultError, find, flush, same
 from ..records import Partition, RankContext
 from ..transport import device_of
 from . import group
@@ -40,10 +43,15 @@ _M_ARENA_MAX = -8  # of mallopt(3)
 
 @dataclass(frozen=True)
 class Order:
-    """What is sent to a virtual world: the job, and how long it may take; the payload's buffers follow."""
+    """What is sent to a virtual world: a job, and how long it may take.
 
-    assignment: Assignment
+    The payload's buffers follow, then of each rank those of its own; `own` holds their numbers, if there are any.
+    """
+
+    number: int
+    task: Task
     deadline_s: float
+    own: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -57,10 +65,9 @@ class Stuck:
 
 @dataclass(frozen=True)
 class End:
-    """How a job ended on one rank: an answer, with the number of buffers of its value, or none; and what it called."""
+    """How a job ended on one rank: an answer or none, and what it called."""
 
     answer: Answer | None = None
-    buffers: int = 0
     stuck: Stuck | None = None
     ledger: tuple[Entry, ...] = ()
 
@@ -68,8 +75,8 @@ class End:
 def serve(channel: wire.Channel, station: Station, ledger: int) -> NoReturn:
     """Runs a virtual world until its process ends; its first answer, to job 0, says whether its ranks could join.
 
-    `ledger` is the descriptor of a file. Its last line is the rank that has the floor, for whoever looks at it after
-    the death of the process.
+    `ledger` is the descriptor of a file. The last line written there is the rank that has the floor, for whoever looks
+    at it after the death of the process.
     """
     torch.set_num_threads(1)
     offspring.adopt()  # so that it is seen what a function leaves behind
@@ -96,9 +103,10 @@ def _use_one_heap() -> None:
 class _Work:
     """The job as the threads find it, and what they leave of it."""
 
-    assignment: Assignment
+    order: Order
     function: Callable[[RankContext, Any], Any]
     payload: Any
+    own: Sequence[Any]  # by rank
     answers: dict[int, tuple[Answer, list[wire.Buffer]]] = field(default_factory=dict)
 
 
@@ -108,7 +116,7 @@ class _Ranks:
     def __init__(self, station: Station, ledger: int) -> None:
         self._size = station.world
         self._device = station.device
-        self._ledger = ledger
+        self._ledger = Book(ledger)
         self._private = Private(station.world, gpu=station.device != "cpu")
         self._turns = Turns(station.world, self._private.leave, self._take_floor)
         self._house = House(station.world, self._turns)
@@ -133,15 +141,17 @@ class _Ranks:
         """Runs a job on all ranks and returns the message that says how it ended on each."""
         began = time.monotonic()
         order: Order = wire.loads(message[:1])
-        assignment = order.assignment
+        rest = iter(message[1:])
+        self._ledger.begin()
         try:
-            function = find(assignment.function)
-            payload = wire.loads(message[1:])
+            function = find(order.task.function)
+            payload = wire.loads(list(islice(rest, order.task.buffers)))
+            own = [wire.loads(list(islice(rest, count))) for count in order.own] or [None] * self._size
         except BaseException as error:
             self.whole = False
-            unprepared = Answer(assignment.number, "unprepared", describe(error))
+            unprepared = Answer(order.number, "unprepared", describe(error))
             return wire.dumps([End(unprepared) for _ in range(self._size)])
-        self._work = _Work(assignment, function, payload)
+        self._work = _Work(order, function, payload, own)
         for notes in self._house.notes:
             notes.clear()
         self._turns.begin()
@@ -152,7 +162,7 @@ class _Ranks:
             ledger = self._house.notes[rank].entries()
             if rank in answers:
                 answer, value = answers[rank]
-                ends.append(End(answer, len(value), ledger=ledger))
+                ends.append(End(answer, ledger=ledger))
                 buffers += value
             else:
                 ends.append(End(stuck=self._stuck(rank, None if in_time else order.deadline_s), ledger=ledger))
@@ -163,7 +173,7 @@ class _Ranks:
 
     def _take_floor(self, rank: int) -> None:
         self._holder = rank
-        os.write(self._ledger, b"%d\n" % rank)
+        self._ledger.write(b"%d\n" % rank)
         self._private.enter(rank)
 
     def _live(self, rank: int, store: HashStore) -> None:
@@ -180,7 +190,7 @@ class _Ranks:
             self._turns.enter(rank)
             work = self._work
             assert work is not None
-            answer, value = _do(home, work)
+            answer, value = _do(home, work, work.own[rank])
             work.answers[rank] = (answer, value)
             if answer.fault is not None:
                 why = "" if answer.fault.connection_lost else f": {answer.fault.error}"
@@ -199,11 +209,11 @@ class _Ranks:
         return Stuck(f"{why}could go on, but rank {self._holder} runs", stack, True)
 
 
-def _do(home: _Home, work: _Work) -> tuple[Answer, list[wire.Buffer]]:
+def _do(home: _Home, work: _Work, own: Any) -> tuple[Answer, list[wire.Buffer]]:
     """Runs a job on one rank."""
-    number = work.assignment.number
+    number, began = work.order.number, time.monotonic()
     try:
-        context = home.context(work.assignment.groups)
+        context = home.context(work.order.task.groups, own)
     except BaseException as error:
         return Answer(number, "unprepared", describe(error)), []
     held = dict(context.kept)
@@ -218,7 +228,8 @@ def _do(home: _Home, work: _Work) -> tuple[Answer, list[wire.Buffer]]:
         return Answer(number, "raised", describe(lost)), []
     try:
         buffers = wire.dumps(value, LARGEST_RESULT)
-        return Answer(number, "returned", left=home.left(lasting=not same(held, context.kept))), buffers
+        left = home.left(lasting=not same(held, context.kept))
+        return Answer(number, "returned", returned=(Returned(len(buffers), time.monotonic() - began, left),)), buffers
     except BaseException as error:
         return Answer(number, "raised", describe(UnsendableResultError(value, error))), []
 
@@ -236,7 +247,7 @@ class _Home:
         self._kept: dict[str, Any] = {}
         self._surroundings = surroundings()
 
-    def context(self, partitions: Mapping[str, Partition]) -> RankContext:
+    def context(self, partitions: Mapping[str, Partition], own: Any) -> RankContext:
         """Makes this rank's groups that do not exist yet."""
         mine: dict[str, dist.ProcessGroup] = {}
         for name, partition in partitions.items():
@@ -246,7 +257,7 @@ class _Home:
                 if ranks not in self._groups:
                     self._groups[ranks] = group.new_group(ranks)
                 mine[name] = self._groups[ranks]
-        return RankContext(self._rank, self._world, self._device, mine, self._kept, self._calls)
+        return RankContext(self._rank, self._world, self._device, mine, self._kept, self._calls, own)
 
     def left(self, *, lasting: bool) -> tuple[str, ...]:
         """Returns what differs in the process from when this was last asked; nothing if it was made to last."""

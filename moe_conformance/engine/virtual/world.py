@@ -8,6 +8,7 @@ import selectors
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 
 from .. import blame, stacks, wire
 from ..blame import Finding
@@ -15,9 +16,10 @@ from ..faults import one_line, type_name
 from ..host import Host, RankProcess
 from ..infrastructure import classify
 from ..launcher import describe_exit
-from ..rank import Answer, Assignment, Station
+from ..parcel import Parcel
+from ..rank import Answer, Station
 from ..records import EngineError, Job, JobResult, RankResult
-from ..world import Begun
+from ..running import Begun
 from .threads import End, Order
 
 _START_LIMIT_S = 120.0
@@ -35,9 +37,9 @@ class _Begun:
         """Never: one process answers for all of its ranks, and what they left behind is known once that is read."""
         return False
 
-    def collect(self) -> JobResult:
+    def collect(self) -> list[JobResult]:
         """Waits for the job."""
-        return self.world.collect(self)
+        return [self.world.collect(self)]
 
 
 class VirtualWorld:
@@ -51,22 +53,24 @@ class VirtualWorld:
         self._process: RankProcess | None = None
         self.stops = 0
 
-    def start(self, number: int, job: Job, payload: Sequence[wire.Buffer]) -> Begun:
-        """Sends a job to the ranks; `payload` is the job's, in buffers, and `number` is never used twice.
+    def start(self, number: int, parcels: Sequence[Parcel]) -> Begun:
+        """Sends one job to the ranks; `number` is never used twice.
 
         Raises:
             EngineError: the ranks could not start, or the job asks for more than "plain" asynchrony.
         """
+        (parcel,) = parcels
+        job = parcel.job
         if job.asynchrony != "plain":
             raise EngineError(f"virtual ranks have no {job.asynchrony} collectives; run the job on real ones")
         try:
             process = self._ensure()
             begun = _Begun(self, job, time.monotonic())
-            order = Order(Assignment(number, job.function, dict(job.groups)), job.deadline_s)
+            order = Order(number, parcel.task, job.deadline_s, tuple(map(len, parcel.own)))
             process.channel.socket.settimeout(job.deadline_s)
             self._host.begin([process])
             with contextlib.suppress(OSError):  # it has just ended, or is stopped: there will be no answer
-                process.channel.send([*wire.dumps(order), *payload])
+                process.channel.send([*wire.dumps(order), *parcel.payload, *chain.from_iterable(parcel.own)])
             return begun
         except BaseException:
             self.stop()
@@ -196,7 +200,8 @@ def _read(message: list[bytearray], job: Job) -> list[Finding]:
     values = iter(message[1:])
     findings = []
     for rank, end in enumerate(ends):
-        finding = _judge(rank, end, [next(values) for _ in range(end.buffers)], job)
+        buffers = sum(one.buffers for one in end.answer.returned) if end.answer is not None else 0
+        finding = _judge(rank, end, list(islice(values, buffers)), job)
         findings.append(replace(finding, result=replace(finding.result, ledger=end.ledger)))
     return findings
 
@@ -209,7 +214,7 @@ def _judge(rank: int, end: End, value: Sequence[bytearray], job: Job) -> Finding
     fault = end.answer.fault
     if fault is None:
         try:
-            return Finding(RankResult(rank, "ok", wire.loads(value), left=end.answer.left))
+            return Finding(RankResult(rank, "ok", wire.loads(value), left=end.answer.returned[0].left))
         except Exception as error:
             sentence = f"the function's result cannot be read on the driver: {one_line(error)}"
             return Finding(RankResult(rank, "raised", error=sentence, error_type=type_name(type(error))))

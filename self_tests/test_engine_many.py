@@ -1,0 +1,163 @@
+"""Jobs that are sent together: each has the result that it would have alone."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from moe_conformance.engine import Engine, EngineError, Job
+
+JOBS = "self_tests.engine_jobs"
+
+
+def job(function, payload=None, world=2, **fields):
+    """Returns a job of engine_jobs."""
+    return Job(f"{JOBS}:{function}", payload, world, {}, **fields)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """One engine for this file."""
+    with Engine(preload=(JOBS,)) as engine:
+        yield engine
+
+
+def run(engine, *jobs):
+    """Returns the results of jobs that are sent together."""
+    return [running.result() for running in engine.start_many(jobs)]
+
+
+def words(result):
+    """Returns what a result says of every rank."""
+    return [(rank.status, rank.secondary, rank.left, tuple(e.op for e in rank.ledger)) for rank in result.ranks]
+
+
+def pids(result):
+    """Returns the processes of a job `pid`."""
+    return [rank.value[0] for rank in result.ranks]
+
+
+FAULTS = (
+    pytest.param(job("one_raises", 1), id="raises"),
+    pytest.param(job("exit_hard", 1), id="ends"),
+    pytest.param(job("skip_meeting", 1), id="hangs-in-a-collective"),
+    pytest.param(job("sleep_before_meeting", 1, deadline_s=1.0), id="hangs-until-its-deadline"),
+    pytest.param(job("leave_behind", "variable"), id="leaves-something"),
+    pytest.param(job("reduce_otherwise", 1), id="disagrees"),
+    pytest.param(job("return_a_generator", 1), id="returns-what-cannot-be-sent"),
+)
+
+
+class TestWithoutAFault:
+    def test_every_job_has_its_value_its_group_and_its_ledger(self, engine):
+        """Values, groups and ledgers are those of each job; all ran in the same processes."""
+        rows = replace(job("sums", world=4), groups={"rows": ((0, 1), (2, 3))})
+        echo, sums, again, pid = run(engine, job("echo", 7, 4), rows, job("sums", world=4), job("pid", world=4))
+        assert [7] * 4 == [rank.value for rank in echo.ranks]
+        assert [{"world": 10.0, "rows": row} for row in (3.0, 3.0, 7.0, 7.0)] == [rank.value for rank in sums.ranks]
+        assert [{"world": 10.0}] * 4 == [rank.value for rank in again.ranks]
+        assert [0, 2, 1, 0] == [len(result.ranks[3].ledger) for result in (echo, sums, again, pid)]
+        assert [0, 1] == [entry.order for entry in sums.ranks[3].ledger]
+        assert pids(pid) == pids(engine.run(job("pid", world=4)))
+
+    def test_a_rank_is_sent_what_is_its_own(self, engine):
+        """`own` holds something for each rank, which has it beside the payload; None where a job has nothing."""
+        first, second = run(engine, replace(job("own", "both"), own=("a", "b")), job("own", "none"))
+        assert [("both", "a"), ("both", "b")] == [rank.value for rank in first.ranks]
+        assert [("none", None)] * 2 == [rank.value for rank in second.ranks]
+
+    def test_each_is_listened_to_in_its_own_way(self, engine):
+        """The asynchrony of a job is not that of the next."""
+        poisoned = replace(job("peek_before_the_wait"), asynchrony="poisoned")
+        values = [[rank.value for rank in result.ranks] for result in run(engine, poisoned, job("sums"), poisoned)]
+        assert [[True, True], [{"world": 3.0}] * 2, [True, True]] == values
+
+    def test_the_next_ones_run_while_these_are_read(self, engine):
+        """Jobs may be sent before the results of the last ones are taken."""
+        first = engine.start_many([job("echo", number) for number in range(3)])
+        second = engine.start_many([job("echo", number) for number in range(3, 6)])
+        assert list(range(6)) == [running.result().ranks[1].value for running in (*first, *second)]
+
+
+class TestAFaultInTheMiddle:
+    @pytest.mark.parametrize("fault", FAULTS)
+    def test_it_is_that_of_its_job_alone(self, engine, fault):
+        """All results are what they are alone; what is left behind and who is blamed too."""
+        jobs = (job("sums"), fault, job("sums"), job("echo", 3))
+        alone = [engine.run(one) for one in jobs]
+        together = run(engine, *jobs)
+        assert [result.blamed for result in alone] == [result.blamed for result in together]
+        assert list(map(words, alone)) == list(map(words, together))
+        assert [True, True, True] == [together[place].ok for place in (0, 2, 3)]
+        assert not together[1].ok or any(rank.left for rank in together[1].ranks)
+
+    def test_jobs_that_ran_ahead_keep_their_results(self, engine):
+        """What was sent behind a batch with a fault has its results, and so has what is sent after it."""
+        faulty = engine.start_many([job("echo", 1), job("one_raises", 0), job("echo", 2)])
+        behind = engine.start_many([job("echo", 3), job("one_raises", 1)])
+        last = engine.start_many([job("echo", 4)])
+        results = [running.result() for running in (*faulty, *behind, *last)]
+        assert [(), (0,), (), (), (1,), ()] == [result.blamed for result in results]
+        assert [1, 2, 3, 4] == [result.ranks[0].value for result in results if result.ok]
+
+    def test_each_has_its_own_deadline(self, engine):
+        """Jobs that are too slow together, and not alone, are not hung; one that is has its own deadline."""
+        slow = [job("sleep", 0.4, deadline_s=0.9) for _ in range(3)]
+        began = time.monotonic()
+        hung = job("sleep_before_meeting", 0, deadline_s=1.5)
+        results = run(engine, *slow, hung)
+        assert [True, True, True, False] == [result.ok for result in results]
+        assert "no answer within 1.5 s" in results[3].ranks[0].error
+        assert time.monotonic() - began < 60
+
+    def test_one_that_cannot_be_loaded_is_told_alone(self, engine):
+        """A function that does not exist is the error of its job."""
+        first, missing, last = engine.start_many([job("echo", 1), job("no_such_function"), job("echo", 2)])
+        assert first.result().ok
+        with pytest.raises(EngineError, match="no_such_function"):
+            missing.result()
+        assert last.result().ok
+
+    def test_a_child_of_a_function_does_not_go_on(self, engine):
+        """A function that forks in the middle is run in one process a rank."""
+        results = run(engine, job("fork_and_return"), job("sums"))
+        assert [{"world": 3.0}] * 2 == [rank.value for rank in results[1].ranks]
+
+
+class TestUse:
+    def test_jobs_of_two_worlds_are_refused(self, engine):
+        """All jobs of a message are for one world."""
+        with pytest.raises(EngineError, match="need one world"):
+            engine.start_many([job("echo", 1), job("echo", 1, 4)])
+
+    def test_own_values_must_be_one_for_each_rank(self, engine):
+        """One value for two ranks is refused."""
+        with pytest.raises(EngineError, match="`own` has something for 1 of 2 ranks"):
+            engine.start(replace(job("echo"), own=(1,)))
+
+    def test_ranks_that_are_renewed_drop_what_runs(self, engine):
+        """There will be no result of any of the jobs."""
+        running = engine.start_many([job("echo", 1), job("echo", 2)])
+        engine.renew()
+        for each in running:
+            with pytest.raises(EngineError, match="the ranks were renewed before it was taken"):
+                each.result()
+
+    def test_finished_jobs_outlive_their_ranks(self, engine):
+        """What has been waited for is there when the ranks are renewed, also what must run again alone."""
+        running = engine.start_many([job("echo", 1), job("one_raises", 1), job("echo", 2)])
+        assert running[0].result().ok
+        for each in running:
+            each.finish()
+        engine.renew()
+        assert [(), (1,), ()] == [each.result().blamed for each in running]
+
+    def test_virtual_ranks_run_them_one_by_one(self):
+        """On virtual ranks the results are the same."""
+        with Engine(virtual=True, preload=(JOBS,)) as engine:
+            jobs = (replace(job("own", 1, 3), own=(4, 5, 6)), job("one_raises", 2, 3), job("own", 2, 3))
+            results = run(engine, *jobs)
+        assert [(), (2,), ()] == [result.blamed for result in results]
+        assert [(1, 4), (1, 5), (1, 6)] == [rank.value for rank in results[0].ranks]
