@@ -235,12 +235,13 @@ def merge_(folders: tuple[Path, ...], report: Path) -> NoReturn:
 def table_(folders: tuple[Path, ...], output: Path | None) -> None:
     """Make the table exchange x layout x (forward, backward, ...) of the reports of runs, profile by profile."""
     from moe_conformance.report import exchange_table, merge
+    from moe_conformance.report.result import Report
 
     command = shlex.join(["moe-conformance", *sys.argv[1:]])
     try:
         parts = [merge.read(folder) for folder in folders]
         merge.of_one_backend(parts)
-        by_profile: dict[str, list[merge.Part]] = {}
+        by_profile: dict[str, list[Report]] = {}
         for part in parts:
             by_profile.setdefault(part.head["profile"], []).append(part)
         sections = []

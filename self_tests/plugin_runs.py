@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moe_conformance.report import folding
+from moe_conformance.report.records import Record
+
 PROJECT = Path(__file__).parent / "plugin_project"
 TOY = "self_tests.plugin_project.backend:Toy"
 LIMIT_S = 300
@@ -86,9 +89,15 @@ def result(folder: Path) -> dict[str, Any]:
     return content
 
 
+def records(report: dict[str, Any]) -> dict[str, Record]:
+    """Return the records of a report by the names of their items."""
+    return {record.item: record for record in folding.unfold(report)}
+
+
 def verdicts(report: dict[str, Any]) -> dict[str, str]:
-    """Return the verdict of every item by its name, not applicable ones left out."""
-    checks = [check for requirement in report["requirements"] for check in requirement["checks"]]
-    return {
-        check["node"].rpartition("::")[2]: check["verdict"] for check in checks if check["verdict"] != "not applicable"
-    }
+    """Return the verdict of every item by its name, not applicable ones left out.
+
+    Items that were not run stand together under the check and the cell: `test_x[alltoall-ep2]`.
+    """
+    found = records(report).values()
+    return {record.item: record.verdict for record in found if record.verdict != "not applicable"}

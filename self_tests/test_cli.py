@@ -139,10 +139,8 @@ class TestRun:
         assert [] == gone(mark)
         report = plugin_runs.result(tmp_path)
         assert (True, status) == (report["interrupted"], report["exit"])
-        finished = {json.loads(line)["node"] for line in (tmp_path / "records.jsonl").read_text("utf-8").splitlines()}
-        checks = [check for requirement in report["requirements"] for check in requirement["checks"]]
-        assert finished == {check["node"] for check in checks if check["verdict"] != "not run"}
-        assert any(check["verdict"] == "not run" for check in checks)
+        assert "not run" in plugin_runs.verdicts(report).values()
+        assert not (tmp_path / "records.jsonl").exists()
 
 
 def heed_interrupts() -> None:

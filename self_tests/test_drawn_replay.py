@@ -6,12 +6,12 @@ import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from moe_conformance import cli
+from moe_conformance.report.records import Record
 from self_tests import plugin_runs
 
 CHECK = "test_a_drawn_batch_passes_every_exact_judgement[alltoall-ep2]"
@@ -23,12 +23,12 @@ class Judged:
 
     folder: Path
     output: str
-    record: dict[str, Any]
+    record: Record
     drawn: dict[str, dict[str, int]]
 
     def replay(self, *more: str) -> plugin_runs.Finished:
         """Run the command that the run has printed, and nothing else."""
-        (command,) = self.record["replay"]
+        (command,) = self.record.replay
         program, *arguments = shlex.split(command)
         assert "moe-conformance" == program
         return plugin_runs.cli(*arguments, *more, cwd=self.folder)
@@ -41,7 +41,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> Judged:
     asked = ("--plant", "map-of-nonzero-weights", "--ranks", "2", "--report", "report", "--", "-k", CHECK)
     done = plugin_runs.cli("run", *asked, cwd=folder)
     report = plugin_runs.result(folder / "report")
-    records = [check for each in report["requirements"] for check in each["checks"] if check["verdict"] == "fail"]
+    records = [record for record in plugin_runs.records(report).values() if record.verdict == "fail"]
     return Judged(folder, done.output, records[0], report["drawn"])
 
 
@@ -50,21 +50,21 @@ class TestReport:
         """In the terminal, below what is wrong with it."""
         assert "rank 1 token 0 slot 0 was lost: it never reached expert 0 on rank 0" in judged.output
         assert "drawn: E = 2, K = 1, D = 32, float32, schedule F0 B0" in judged.output
-        assert f"replay: {judged.record['replay'][0]}" in judged.output
+        assert f"replay: {judged.record.replay[0]}" in judged.output
 
     def test_it_is_kept_as_data(self, judged):
         """A small file of its own, with what was said of it."""
-        path = judged.folder / shlex.split(judged.record["replay"][0])[2]
+        path = judged.folder / shlex.split(judged.record.replay[0])[2]
         assert path.stat().st_size < 4096
         content = json.loads(path.read_text("utf-8"))
-        assert judged.record["message"] == content["said"]["diagnosis"]
+        assert judged.record.message == content["said"]["diagnosis"]
         assert [0.0] == content["workload"]["batches"][0][1]["weights"]["values"]
 
     def test_what_was_drawn_is_counted(self, judged):
         """By item and for the run, and in one line of the terminal."""
-        assert judged.record["drawn"] == next(iter(judged.drawn.values()))
-        assert 10 < judged.record["drawn"]["batches"]
-        assert f"drawn: {judged.record['drawn']['batches']} batches; rarest of" in judged.output
+        assert judged.record.drawn == next(iter(judged.drawn.values()))
+        assert 10 < judged.record.drawn["batches"]
+        assert f"drawn: {judged.record.drawn['batches']} batches; rarest of" in judged.output
 
 
 class TestReplay:
@@ -72,11 +72,11 @@ class TestReplay:
         """With the command as it was printed."""
         done = judged.replay()
         assert 1 == done.status
-        assert f"fail\n{judged.record['message']}\n{judged.record['detail']}\n" == done.output
+        assert f"fail\n{judged.record.message}\n{judged.record.detail}\n" == done.output
 
     def test_it_passes_where_the_bug_is_not(self, judged):
         """The same file, another backend: native without the bug."""
-        path = shlex.split(judged.record["replay"][0])[2]
+        path = shlex.split(judged.record.replay[0])[2]
         done = plugin_runs.cli("replay", path, cwd=judged.folder)
         assert (0, "pass\n") == (done.status, done.output)
 
@@ -92,7 +92,7 @@ class TestReplay:
     )
     def test_what_cannot_be_judged_is_said(self, judged, arguments, words):
         """In a sentence, with exit status 2; no rank starts."""
-        path = judged.folder / shlex.split(judged.record["replay"][0])[2]
+        path = judged.folder / shlex.split(judged.record.replay[0])[2]
         done = CliRunner().invoke(cli.main, ["replay", *(each.format(path) for each in arguments)])
         assert 2 == done.exit_code
         assert words in done.output

@@ -24,7 +24,7 @@ from self_tests.checks import checks
 
 START = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
 FACTS = result.Facts(
-    "toy", {"toylib": "2"}, "cpu", 4, "quick", "", "moe-conformance run", START, START, 0,
+    "toy", {"toylib": "2"}, "cpu", 4, "quick", "", "moe-conformance run", "moe-conformance run", START, START, 0,
     interrupted=False, stopped="", variants=("a", "b"),
 )  # fmt: skip
 

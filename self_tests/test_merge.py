@@ -17,9 +17,10 @@ from moe_conformance.report.journal import Journal
 from moe_conformance.report.records import Record
 from moe_conformance.waivers import Waiver
 
+ENTRY = {"check": 0, "requirements": ["EXCH-01"], "verdict": "pass", "workloads": [0]}
 START = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
 FACTS = result.Facts(
-    "toy", {"toylib": "2"}, "cpu", 2, "quick", "", "pytest", START, START.replace(second=8), 0,
+    "toy", {"toylib": "2"}, "cpu", 2, "quick", "", "pytest", "moe-conformance run", START, START.replace(second=8), 0,
     interrupted=False, stopped="",
 )  # fmt: skip
 
@@ -116,6 +117,18 @@ class TestStopped:
             alone[name] for name in ("exit", "interrupted", "stopped")
         )
 
+    def test_what_nobody_came_to_is_counted(self, report):
+        """Two of four cases are left, whether one part or both were stopped before them; the merged report says so."""
+        stop = {"interrupted": True, "stopped": "terminated by SIGTERM", "exit": 143}
+        names = ("a", "b", "c", "d")
+        one = report("one", *(record("ep2", "pass" if name == "a" else "not run", name) for name in names), **stop)
+        two = report("two", *(record("ep2", "pass" if name == "b" else "not run", name) for name in names), **stop)
+        whole = merged(one, two)
+        assert [("a", "pass", 1), ("b", "pass", 1), (None, "not run", 2)] == [
+            (each.workload, each.verdict, each.cases) for each in whole.records
+        ]
+        assert (True, 1) == (whole.head["interrupted"], whole.head["exit"])
+
     def test_a_shard_that_was_stopped_before_it_knew_its_items_is_missing(self, report):
         """It has no records, and nobody judged what they would have been."""
         stop = {"interrupted": True, "stopped": "terminated by SIGTERM", "exit": 143}
@@ -129,7 +142,7 @@ class TestStopped:
         """Its result.json was written at the start and says that there is no end; the records are in the journal."""
         folder = report("one", finished=None, exit=None, interrupted=True, stopped=result.UNFINISHED)
         journal = Journal(folder)
-        journal.write(record("ep2", "pass"))
+        journal.write([record("ep2", "pass")])
         journal.close()
         head = merged(folder).head
         assert (True, 1, 1) == (head["interrupted"], head["exit"], head["cases"])
@@ -176,6 +189,17 @@ class TestRefusals:
         with pytest.raises(merge.Unmergeable, match=r"suite .* and 0\.0\.1"):
             merged(report("one", record("ep4", "pass")), folder)
 
+    @pytest.mark.parametrize(("schema", "said"), [(None, "format 1"), (3, "format 3")])
+    def test_another_format(self, report, schema, said):
+        """The first had no number. What to do is said, with the version that can read it."""
+        folder = report("one", record("ep2", "pass"))
+        content = json.loads((folder / result.NAME).read_text("utf-8")) | {"schema": schema, "suite": "0.0.1"}
+        if schema is None:
+            del content["schema"]
+        (folder / result.NAME).write_text(json.dumps(content))
+        with pytest.raises(merge.Unmergeable, match=f"of {said}, and this suite .*: judge again, .* 0.0.1"):
+            merged(folder)
+
     def test_no_report(self, tmp_path):
         """A folder without one, and one with something else."""
         with pytest.raises(merge.Unmergeable, match=r"no report in .*result\.json is missing"):
@@ -192,8 +216,10 @@ class TestRefusals:
             ({"profile": "fast"}, "its profile is 'fast'"),
             ({"shard": "x"}, "I/N with I from 1 to N"),
             ({"waivers": [{"expires": "soon"}]}, "Invalid isoformat string: 'soon'"),
-            ({"requirements": [{"checks": [{"node": "a"}]}]}, "'requirements'"),
-            ({"requirements": [{}]}, "'checks'"),
+            ({"records": [{"check": 0}]}, "'verdict'"),
+            ({"records": [{"check": 0, "verdict": "good"}]}, "no verdict 'good'"),
+            ({"records": [{**ENTRY, "check": 7}]}, "list index out of range"),
+            ({"records": [{**ENTRY, "runs": [1, 0]}]}, "1 workloads and 2 values of runs"),
         ],
         ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
     )

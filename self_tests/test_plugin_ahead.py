@@ -104,7 +104,7 @@ def judged(folder: Path, *arguments: str) -> list[Any]:
     asked = ("--moe-backend", TOY, "--moe-ranks", "2", "--moe-report", str(folder))
     done = plugin_runs.pytest_on("-q", *asked, *arguments, cwd=folder)
     report = plugin_runs.result(folder)
-    return [done.status, report["cases"], report["requirements"]]
+    return [done.status, report["cases"], plugin_runs.records(report)]
 
 
 class TestRuns:

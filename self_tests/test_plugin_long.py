@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -82,12 +81,6 @@ def slow(folder: Path, item_s: float = 0.0, last_s: float = 0.0, deadly: bool = 
     return str(path)
 
 
-def lines(folder: Path) -> dict[str, str]:
-    """Return the verdicts in records.jsonl by item."""
-    records = [json.loads(line) for line in (folder / "records.jsonl").read_text("utf-8").splitlines()]
-    return {record["node"].rpartition("::")[2]: record["verdict"] for record in records}
-
-
 class TestShards:
     def test_shards_make_the_whole(self, tmp_path):
         """Each item is in one shard; merged, they are what a run in one piece decided, number of cases included."""
@@ -125,8 +118,7 @@ class TestTimeLimit:
         assert (124, 124, True) == (done.status, report["exit"], report["interrupted"])
         assert "STOPPED: --time-limit 30 is near" in done.output
         verdicts = plugin_runs.verdicts(report)
-        assert "not run" in verdicts.values()
-        assert {item: verdict for item, verdict in verdicts.items() if verdict != "not run"} == lines(tmp_path)
+        assert {"not run"} < set(verdicts.values())
 
     def test_a_limit_that_the_start_takes_up_is_told_as_well(self, tmp_path):
         """Nothing has run, and the report says so of every item."""
@@ -142,7 +134,7 @@ class TestTimeLimit:
         verdicts = plugin_runs.verdicts(plugin_runs.result(tmp_path))
         assert 124 == done.status
         assert {"test_endless", "test_quick", "test_deadly"} == {item.partition("[")[0] for item in verdicts}
-        assert "not run" == verdicts["test_endless[right-single-even]"]
+        assert "not run" == verdicts["test_endless[right-single]"]
 
 
 class TestTerminated:
@@ -206,8 +198,8 @@ class TestWorkers:
         assert plugin_runs.comes(lambda: not list(plugin_runs.marked(mark)))
         verdicts = plugin_runs.verdicts(plugin_runs.result(tmp_path))
         assert {"test_endless", "test_quick", "test_deadly"} == {item.partition("[")[0] for item in verdicts}
-        assert "not run" == verdicts["test_endless[right-single-even]"]
-        assert set(lines(tmp_path)) >= {item for item, verdict in verdicts.items() if verdict != "not run"}
+        assert "not run" == verdicts["test_endless[right-single]"]
+        assert not journal.exists()
 
     def test_the_others_go_on_when_a_worker_ends(self, tmp_path):
         """The item that it ran is an error and is not run again, and every other has its own verdict."""

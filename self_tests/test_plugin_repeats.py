@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
+from moe_conformance.report.records import Record
 from self_tests import plugin_runs
 from self_tests.plugin_runs import PROJECT, TOY
 
@@ -28,24 +28,23 @@ def test_drawn(cell, drive, tally):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[plugin_runs.Finished, dict[str, Any]]]:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[plugin_runs.Finished, dict[str, Record]]]:
     """Judges the toy on one rank, its mood new."""
     patch = pytest.MonkeyPatch()
 
-    def judged(*arguments: str) -> tuple[plugin_runs.Finished, dict[str, Any]]:
+    def judged(*arguments: str) -> tuple[plugin_runs.Finished, dict[str, Record]]:
         folder = tmp_path_factory.mktemp("report")
         patch.setenv("MOODY", str(folder / "first-rank"))
         asked = ("-q", "--moe-backend", MOODY, "--moe-ranks", "1", "--moe-report", str(folder))
         done = plugin_runs.pytest_on(*asked, *arguments, cwd=folder)
-        checks = [check for each in plugin_runs.result(folder)["requirements"] for check in each["checks"]]
-        return done, {check["node"].rpartition("::")[2]: check for check in checks}
+        return done, plugin_runs.records(plugin_runs.result(folder))
 
     yield judged
     patch.undo()
 
 
 @pytest.fixture(scope="module")
-def pinned(run) -> tuple[plugin_runs.Finished, dict[str, Any]]:
+def pinned(run) -> tuple[plugin_runs.Finished, dict[str, Record]]:
     """The checks of the project, judged once."""
     return run(str(PROJECT / "checks.py"))
 
@@ -55,24 +54,24 @@ class TestPinned:
         """Both endings are told; it fails, and what passed at first is not repeated."""
         done, checks = pinned
         record = checks["test_outputs[moody-single-even]"]
-        assert "unstable" == record["verdict"]
-        assert "fail at first, and pass when the same ran once more" in record["message"]
-        assert "every element of y is 2.000 x the oracle" in record["message"]
-        assert "pass" == checks["test_finished[moody-single-even]"]["verdict"]
+        assert "unstable" == record.verdict
+        assert "fail at first, and pass when the same ran once more" in record.message
+        assert "every element of y is 2.000 x the oracle" in record.message
+        assert "pass" == checks["test_finished[moody-single-even]"].verdict
         assert 1 == done.status
 
     def test_the_same_verdict_stays(self, pinned):
         """A repeat is for diagnosis only: it is neither counted nor told."""
         record = pinned[1]["test_outputs[wrong-single-even]"]
-        assert ("fail", 1) == (record["verdict"], record["runs"])
-        assert record["message"].startswith("combine: every element")
+        assert ("fail", 1) == (record.verdict, record.runs)
+        assert record.message.startswith("combine: every element")
 
     def test_the_machine_is_not_blamed_on_the_backend(self, pinned):
         """Nobody is blamed and no waiver is proposed, but the run is not green."""
         done, checks = pinned
         record = checks["test_finished[unlucky-single-even]"]
-        assert ("infrastructure", []) == (record["verdict"], record["blamed"])
-        assert "memory error of a GPU: RuntimeError: CUDA error: uncorrectable ECC" in record["message"]
+        assert ("infrastructure", ()) == (record.verdict, record.blamed)
+        assert "memory error of a GPU: RuntimeError: CUDA error: uncorrectable ECC" in record.message
         assert "INFRASTRUCTURE: 2 items show nothing" in done.output
 
 
@@ -81,7 +80,7 @@ class TestDrawn:
         """The smallest example runs on new ranks, and passes there; one that fails there again has failed."""
         (tmp_path / "drawn_checks.py").write_text(DRAWN)
         checks = run(str(tmp_path / "drawn_checks.py"))[1]
-        assert "unstable" == checks["test_drawn[moody-single]"]["verdict"]
-        assert "drawn: E = " in checks["test_drawn[moody-single]"]["detail"]
-        assert "fail" == checks["test_drawn[wrong-single]"]["verdict"]
-        assert "infrastructure" == checks["test_drawn[unlucky-single]"]["verdict"]
+        assert "unstable" == checks["test_drawn[moody-single]"].verdict
+        assert "drawn: E = " in checks["test_drawn[moody-single]"].detail
+        assert "fail" == checks["test_drawn[wrong-single]"].verdict
+        assert "infrastructure" == checks["test_drawn[unlucky-single]"].verdict

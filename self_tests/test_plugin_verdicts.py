@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moe_conformance import spec
+from moe_conformance.report.records import Record
 from self_tests import plugin_runs
 from self_tests.plugin_runs import PROJECT, TOY, Finished
 
@@ -85,17 +87,14 @@ def report(judged: Finished, folder: Path) -> dict[str, Any]:
     return plugin_runs.result(folder)
 
 
-def decided(report: dict[str, Any]) -> dict[str, Any]:
+def decided(report: dict[str, Any]) -> dict[str, Record]:
     """Return all of every record, the traceback of the suite's own fault aside."""
-    checks = [check for requirement in report["requirements"] for check in requirement["checks"]]
-    return {check["node"]: check | {"detail": None} for check in checks}
+    return {item: replace(record, detail="") for item, record in plugin_runs.records(report).items()}
 
 
-def record(report: dict[str, Any], item: str) -> dict[str, Any]:
+def record(report: dict[str, Any], item: str) -> Record:
     """Return the record of an item."""
-    checks = [check for requirement in report["requirements"] for check in requirement["checks"]]
-    found: dict[str, Any] = next(check for check in checks if check["node"].endswith(f"::{item}"))
-    return found
+    return plugin_runs.records(report)[item]
 
 
 class TestVerdicts:
@@ -127,30 +126,30 @@ class TestRecord:
     def test_a_failure_says_what_and_how_to_see_it_again(self, report):
         """Diagnosis, stage, blamed ranks, what was compared, and a command that selects the item."""
         failed = record(report, "test_outputs[wrong-ep2-even]")
-        assert "every element of y is 2.000 x the oracle" in failed["message"]
-        assert ("combine", "WrongOutput") == (failed["stage"], failed["kind"])
-        assert ("wrong", "ep2", "even") == (failed["variant"], failed["layout"], failed["workload"])
-        assert failed["reproduce"] == (
+        assert "every element of y is 2.000 x the oracle" in failed.message
+        assert ("combine", "WrongOutput") == (failed.stage, failed.kind)
+        assert ("wrong", "ep2", "even") == (failed.variant, failed.layout, failed.workload)
+        assert failed.reproduce(report["again"]) == (
             f"moe-conformance run --backend {TOY} --ranks 2 --only EXCH-05 -- -k 'test_outputs[wrong-ep2-even]'"
         )
 
     def test_a_pass_says_what_it_compared(self, report):
         """Elements and ranks are counted, and the backend says what it resolved to."""
         passed = record(report, "test_outputs[right-ep2-even]")
-        assert 0 < passed["compared"]["elements"]
-        assert [0, 1] == passed["compared"]["ranks"]
-        assert "AllToAllExchange" == passed["resolved"]["exchange"]
+        assert 0 < passed.compared["elements"]
+        assert [0, 1] == passed.compared["ranks"]
+        assert "AllToAllExchange" == passed.resolved["exchange"]
 
     def test_a_crash_brings_the_ranks_traceback(self, report):
         """The rank is blamed, and its own traceback is there, not the judge's."""
         crashed = record(report, "test_finished[raises-ep2-even]")
-        assert [0] == crashed["blamed"]
-        assert "ZeroDivisionError: the toy is broken" in crashed["detail"]
-        assert "judging" not in crashed["detail"]
+        assert (0,) == crashed.blamed
+        assert "ZeroDivisionError: the toy is broken" in crashed.detail
+        assert "judging" not in crashed.detail
 
     def test_a_limit_that_nothing_refuses_is_a_false_claim(self, report):
         """A backend that declares a proved limit must have its library refuse."""
-        assert "nothing refused" in record(report, "test_outputs[boasts-ep2-even]")["message"]
+        assert "nothing refused" in record(report, "test_outputs[boasts-ep2-even]").message
 
     def test_the_run_is_described(self, report):
         """The report says what was judged, where and how."""
@@ -185,4 +184,4 @@ class TestTerminal:
     def test_a_waiver_is_proposed_and_not_written(self, judged, folder):
         """The proposal leaves to a person what only a person can say."""
         assert 'owner = "?"' in judged.output
-        assert ["records.jsonl", "result.json"] == sorted(path.name for path in folder.iterdir())
+        assert ["result.json"] == sorted(path.name for path in folder.iterdir())

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
-from datetime import UTC, datetime
+from dataclasses import replace
+from datetime import UTC, date, datetime
+from importlib.resources import files
 from pathlib import Path
 
+import jsonschema
 import pytest
 
 from moe_conformance import spec
 from moe_conformance.plugin.scheduling import cell_of
-from moe_conformance.report import drawn, matrix, result, words
+from moe_conformance.report import drawn, folding, matrix, not_run, result, words
 from moe_conformance.report.journal import NAME, Journal, read
 from moe_conformance.report.progress import Progress
-from moe_conformance.report.records import FAILING, PROPERTY, Record, of_report, overall
+from moe_conformance.report.records import FAILING, PROPERTY, Record, all_of_report, of_report, overall
 from moe_conformance.topology import Layout
+from moe_conformance.waivers import Waiver
 
 LAW = spec.load()
+MOVED = {"rows": 3.0, "least_rows": 2.0, "bytes": 96.0, "least_bytes": 64.0, "calls": 2.0}
 
 
 def record(requirement: str, verdict: str, layout: str = "ep2", message: str = "", **more) -> Record:
@@ -33,7 +38,14 @@ class TestRecord:
         given = record("EXCH-01", "fail", blamed=(0, 3), compared={"elements": 4, "pairs": 0, "ranks": [0]})
         properties = [("other", 1), (PROPERTY, json.loads(json.dumps(given.to_json())))]
         assert given == of_report(properties)
+        assert [given, given] == list(all_of_report([*properties, (PROPERTY, given)]))
         assert of_report([("other", 1)]) is None
+
+    def test_the_command_that_judges_it_alone(self):
+        """It is derived of the run's: the requirement and the item are added, in a shell's quotes."""
+        assert "moe-conformance run --ranks 2 --only EXCH-01 -- -k 'test_EXCH-01[alltoall-ep2-even]'" == record(
+            "EXCH-01", "fail"
+        ).reproduce("moe-conformance run --ranks 2")
 
     def test_its_names(self):
         """The item is the node without its file, the case what stands in its brackets."""
@@ -110,13 +122,13 @@ class TestWords:
 
     def test_only_the_first_kinds_are_told_in_full(self):
         """The others have one line each, so that nothing is left out."""
-        many = [record(each, "fail", message=f"told {each}", reproduce="again") for each in list(LAW)[:9]]
-        told = words.tell(words.groups(many))
+        many = [record(each, "fail", message=f"told {each}") for each in list(LAW)[:9]]
+        told = words.tell(words.groups(many), "again")
         assert words.IN_FULL + 1 == len(told)
         title, text = told[-1]
         assert "4 more kinds of failure" == title
         assert 4 == len(text.splitlines())
-        assert all("reproduce: again" in full for _, full in told[:-1])
+        assert all("reproduce: again --only" in full for _, full in told[:-1])
 
 
 class TestMatrix:
@@ -166,7 +178,7 @@ class TestResult:
         """Those without a record too; numbers and times are those of the run."""
         start = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
         facts = result.Facts(
-            "toy", {"torch": "2"}, "cpu", 4, "quick", "", "pytest", start, start.replace(second=8), 1, 16
+            "toy", {"torch": "2"}, "cpu", 4, "quick", "", "pytest", "again", start, start.replace(second=8), 1, 16
         )
         records = [record("EXCH-01", "fail", worst=0.5), record("EXCH-02", "pass", worst=0.25)]
         path = result.write(tmp_path, result.document(result.head(facts), list(LAW.values()), records))
@@ -177,16 +189,130 @@ class TestResult:
         assert 0.25 == next(entry["worst"] for entry in content["requirements"] if entry["id"] == "EXCH-02")
         assert [Path("result.json")] == [each.relative_to(tmp_path) for each in tmp_path.iterdir()]
 
+    def test_it_keeps_to_its_schema(self, tmp_path):
+        """What is written is what `result.schema.json` describes, and the schema's version is the writer's."""
+        schema = json.loads(files("moe_conformance.report").joinpath("result.schema.json").read_text("utf-8"))
+        waiver = Waiver(
+            "T-01", ("EXCH-01",), ("*",), ("*",), ("*",), "it drops", "there", "me", date(2030, 1, 1), ("toy>=2",), "x"
+        )  # fmt: skip
+        start = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
+        facts = result.Facts("toy", {}, "cpu", 4, "quick", "", "pytest", "again", start, waivers=(waiver,))
+        content = result.document(result.head(facts), list(LAW.values()), TestFolding.RECORDS)
+        written = json.loads(result.write(tmp_path, content).read_text("utf-8"))
+        jsonschema.Draft202012Validator.check_schema(schema)
+        jsonschema.validate(written, schema, jsonschema.Draft202012Validator)
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(written | {"schema": result.SCHEMA + 1}, schema)
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(written | {"unknown": 1}, schema)
+
+    def test_a_report_is_read_back(self, tmp_path):
+        """The head, the requirements and the records; of a requirement with its counts, reasons and worst case."""
+        start = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
+        facts = result.Facts("toy", {}, "cpu", 4, "quick", "", "pytest", "again", start, start)
+        records = [
+            record("EXCH-01", "pass", worst=0.5),
+            record("EXCH-01", "refused", "ep4", "no"),
+            record("EXCH-01", "not run", "ep8"),
+        ]
+        head = result.head(facts)
+        result.write(tmp_path, result.document(head, [LAW["EXCH-01"]], records))
+        report = result.read(tmp_path)
+        assert {**head, "drawn": {}, "travelled": []} == report.head
+        assert [*records[:2], *not_run.folded(records[2:])] == list(report.records)
+        (line,) = report.requirements
+        assert {"pass": 1, "refused": 1, "not run": 1} == line["cases"]
+        assert {"refused": {"no": 1}} == line["reasons"]
+        assert (0.5, "test_EXCH-01[alltoall-ep2-even]") == (line["worst"], line["worst_at"])
+
     def test_a_journal_is_read_back_without_its_torn_line(self, tmp_path):
         """What was written before a kill is there; a line that was cut off is left out."""
         journal = Journal(tmp_path)
         records = [record("EXCH-01", "fail", blamed=(1,)), record("EXCH-02", "pass")]
-        for each in records:
-            journal.write(each)
+        journal.write(records)
         with (tmp_path / NAME).open("a") as file:
             file.write('{"node": "test_x.py::te')
         assert records == read(tmp_path)
-        journal.close()
+        journal.delete()
+        assert [] == list(tmp_path.iterdir())
+
+
+class TestFolding:
+    RECORDS = (
+        record("EXCH-01", "pass", worst=0.5, compared={"elements": 4, "pairs": 0, "ranks": [0, 1]}, runs=1),
+        replace(record("EXCH-01", "pass", resolved={"exchange": "ring"}), workload="uneven", node="a.py::test_y[x]"),
+        record("EXCH-01", "fail", message="combine: y is wrong", kind="WrongOutput", stage="combine", blamed=(1,)),
+        record("EXCH-01", "fail", "ep4", message="combine: y is wrong", detail="printed", replay=("moe-conformance",)),
+        record("EXCH-01", "pass", "ep4", travelled=MOVED, traits=("in flight",)),
+        record("EXCH-02", "waived", message="waived by T-01: no", waiver="T-01"),
+        Record("a.py::T::test_drawn[alltoall-ep2]", "test_drawn", ("EXCH-01", "EXCH-02"), "pass", variant="alltoall",
+               layout="ep2", drawn={"batches": 3}),
+        Record("a.py::test_groups[world-2]", "test_groups", ("GROUP-01",), "pass"),
+        Record("a.py::test_sums", "test_sums", ("EXCH-01",), "not run", "stopped", cases=7),
+    )  # fmt: skip
+
+    def test_what_was_folded_is_read_back(self):
+        """Every field of every record, through JSON."""
+        content = json.loads(json.dumps(folding.fold(self.RECORDS)))
+        assert list(self.RECORDS) == folding.unfold(content)
+
+    def test_what_cases_share_is_written_once(self):
+        """Cases that ended alike are one entry; what differs is a list, and what is the same is one value."""
+        given = [
+            replace(each, node=f"test_x.py::test_x[{each.case}]", runs=2)
+            for pairs, name in enumerate(("even", "uneven", "idle"))
+            for each in [replace(record("EXCH-01", "pass", compared=compared(pairs)), workload=name)]
+        ]
+        content = folding.fold(given)
+        (entry,) = content["records"]
+        assert (["even", "uneven", "idle"], [0, 1, 2]) == (content["workloads"], entry["workloads"])
+        assert ([0, 1, 2], 2) == (entry["pairs"], entry["runs"])
+        assert not {"elements", "worst", "message", "brackets"} & entry.keys()
+
+    def test_a_thousand_passes_are_small(self):
+        """A pass of a check on a case takes less than 16 bytes where nothing but the workload is its own."""
+        given = [
+            replace(record("EXCH-01", "pass"), workload=f"w{i}", node=f"test_x.py::test_x[alltoall-ep2-w{i}]")
+            for i in range(1000)
+        ]
+        assert 16 * 1000 > len(json.dumps(folding.fold(given)))
+
+
+class TestNotRun:
+    def test_cases_are_counted_and_not_listed(self):
+        """One record stands for the cases of a check in a cell; folded again it is the same."""
+        given = [replace(record("EXCH-01", "not run", message="stopped"), workload=name) for name in "abc"]
+        given += [record("EXCH-01", "not run", "ep4", "stopped")]
+        found = not_run.folded(given)
+        assert [("test_EXCH-01[alltoall-ep2]", 3), ("test_EXCH-01[alltoall-ep4]", 1)] == [
+            (each.item, each.cases) for each in found
+        ]
+        assert found == not_run.folded(found)
+        assert "4 not run" == matrix.totals(found)
+
+    @pytest.mark.parametrize(
+        ("requirement", "changes", "records", "reason"),
+        [
+            ("EXCH-01", {}, [record("EXCH-01", "pass")], ""),
+            ("EXCH-01", {"only": ["EXCH-02"]}, [], "left out by --only"),
+            ("EXCH-01", {"filtered": True}, [], "left out by -k, -m or the paths that were given"),
+            ("EXCH-01", {"shard": "1/2"}, [], "all of its cases are in other shards"),
+            ("EXCH-01", {"stopped": "killed"}, [], "not selected yet: killed"),
+            ("EXCH-01", {}, [], "it has no case in the profile quick"),
+            ("EXCH-01", {}, [record("EXCH-01", "not run", message="not run: killed")], "1 cases: not run: killed"),
+        ],
+    )
+    def test_every_requirement_says_why(self, requirement, changes, records, reason):
+        """In one sentence; what waits for a check says for what."""
+        head = {"only": [], "filtered": False, "shard": None, "stopped": None, "profile": "quick"} | changes
+        assert reason == not_run.reasons(LAW[requirement], head, records)
+        waiting = next(each for each in LAW.values() if each.waits_for)
+        assert not_run.reasons(waiting, head, []) == f"there is no check yet: it waits for {waiting.waits_for}"
+
+
+def compared(pairs: int) -> dict[str, object]:
+    """Return what a check has compared that counted pairs on one rank."""
+    return {"elements": 0, "pairs": pairs, "ranks": [0]}
 
 
 class TestProgress:

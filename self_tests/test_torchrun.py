@@ -51,7 +51,7 @@ class TestOneMachine:
         assert report["interrupted"]
         verdicts = plugin_runs.verdicts(report)
         assert "pass" == verdicts["test_outputs[right-single-even]"]
-        assert "not run" == verdicts["test_outputs[deserts-ep2-even]"]
+        assert "not run" == verdicts["test_outputs[deserts-ep2]"]
 
     @pytest.mark.parametrize(
         ("arguments", "sentence"),
@@ -90,4 +90,4 @@ class TestSeveralMachines:
         assert "the process of RANK 1 is lost" in report["stopped"]
         verdicts = plugin_runs.verdicts(report)
         assert "pass" == verdicts["test_outputs[right-single-even]"]
-        assert "not run" == verdicts["test_outputs[deserts-ep2-even]"]
+        assert "not run" == verdicts["test_outputs[deserts-ep2]"]

@@ -17,10 +17,9 @@ from moe_conformance.plugin import repeating
 from moe_conformance.plugin.alongside import Twins
 from moe_conformance.plugin.case_items import CaseItem, Check
 from moe_conformance.plugin.outcomes import Kept, Outcomes
-from moe_conformance.plugin.recording import record_of, translate
+from moe_conformance.plugin.recording import attach, record_of, translate
 from moe_conformance.plugin.run import Run
 from moe_conformance.plugin.trial import Ending, Trial, ending, refusal_of
-from moe_conformance.report.records import PROPERTY
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.scenarios.script import SESSION
 from moe_conformance.workloads.features import broken
@@ -90,9 +89,9 @@ class CaseRun:
             duration=call.duration,
             start=call.start,
             stop=call.stop,
-            user_properties=[(PROPERTY, record.to_json())],
         )
-        translate(report, record)
+        attach(report, record, item.config)
+        translate(report, record, self.run)
         return call, report
 
     def _ask(self, item: CaseItem, check: Check, trial: Trial) -> None:

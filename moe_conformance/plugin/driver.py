@@ -20,10 +20,9 @@ from moe_conformance.plugin.case_run import CaseRun, limit_of
 from moe_conformance.plugin.drawing import Drive, Search
 from moe_conformance.plugin.garbage import collected_once
 from moe_conformance.plugin.outcomes import MOST_AHEAD, Outcomes
-from moe_conformance.plugin.recording import record_of, translate
+from moe_conformance.plugin.recording import attach, record_of, translate
 from moe_conformance.plugin.run import Run
 from moe_conformance.plugin.trial import Trial, ending, forget, refusal_of, trial_of
-from moe_conformance.report.records import PROPERTY
 from moe_conformance.scenarios.group_lists import CannotTell
 from moe_conformance.scenarios.outcome import Told
 from moe_conformance.topology import Layout, RankLists
@@ -231,8 +230,8 @@ class Driver:
             self.run, self._outcomes, item, trial, ended, None, lambda kept: repeating.drawn_again(trial, kept.outcome)
         )
         record = record_of(self.run, item, trial, ended)
-        report.user_properties.append((PROPERTY, record.to_json()))
-        translate(report, record)
+        attach(report, record, item.config)
+        translate(report, record, self.run)
         return report
 
 

@@ -51,7 +51,7 @@ OPTIONS = (
     Option("only", "ID,ID", "judge these requirements only", lists=True),
     Option("plant", "NAME", "judge native with a planted bug, which must be caught"),
     Option("waivers", "FILE", "waivers of a backend that is given by dotted path"),
-    Option("report", "DIR", "write result.json, and records.jsonl as items end, into this folder"),
+    Option("report", "DIR", "write result.json into this folder, and records.jsonl while the run lasts"),
     Option("shard", "I/N", "judge the I-th of N parts only; `moe-conformance merge` puts the parts together"),
     Option("time-limit", "SECONDS", "stop in order before this time is up, the start included; exit status 124"),
 )
@@ -119,14 +119,13 @@ class Options:
             if value != field.default and field.name not in leave_out:
                 yield from (f"{prefix}{field.name.replace('_', '-')}", str(value))
 
-    def command(self, pytest_arguments: tuple[str, ...] = (), only: tuple[str, ...] = ()) -> str:
-        """Return a pasteable command that repeats the run, or a part of it."""
+    @property
+    def again(self) -> str:
+        """A pasteable command that repeats the run, without what chose a part of it."""
         words = ["moe-conformance", "run", *self.arguments("--", ("only", "report", "shard", "time_limit"))]
         if self.backend == Options.backend and not self.plant:
             words[2:2] = ["--backend", self.backend]
-        if wanted := only or self.ids:
-            words += ["--only", ",".join(wanted)]
-        return shlex.join([*words, *(("--", *pytest_arguments) if pytest_arguments else ())])
+        return shlex.join(words)
 
     def replay(self, example: Path) -> str:
         """Return a pasteable command that runs an example in a file on the same implementation and kind of ranks."""

@@ -10,7 +10,7 @@ import pytest
 from moe_conformance.plugin import examples
 from moe_conformance.plugin.run import Run
 from moe_conformance.plugin.trial import Ending, Trial
-from moe_conformance.report.records import FAILING, Record
+from moe_conformance.report.records import FAILING, PROPERTY, Record
 from moe_conformance.report.words import failure
 from moe_conformance.waivers import Item
 from moe_conformance.workloads.features import traits
@@ -45,7 +45,6 @@ def record_of(run: Run, item: pytest.Item, trial: Trial, ended: Ending) -> Recor
         worst=min(tally.worst, sys.float_info.max),  # JSON has no infinity
         resolved=dict(outcome.ranks[0].resolved) if outcome else {},
         detail=ended.detail,
-        reproduce=run.options.command(("-k", item.name), only=requirements),
         waiver=waiver,
         runs=trial.runs,
         drawn=trial.drawn,
@@ -64,11 +63,17 @@ def waiver_of(run: Run, item: pytest.Item, trial: Trial, requirements: tuple[str
     return None if waiver is None else waiver.id
 
 
-def translate(report: pytest.TestReport, record: Record) -> None:
+def attach(report: pytest.TestReport, record: Record, config: pytest.Config) -> None:
+    """Let a record travel with the report: as it is, or as plain data where xdist sends it to another process."""
+    in_worker = hasattr(config, "workerinput")
+    report.user_properties.append((PROPERTY, record.to_json() if in_worker else record))
+
+
+def translate(report: pytest.TestReport, record: Record, run: Run) -> None:
     """Let pytest see the verdict: failing verdicts fail, pass passes, the others are skips with a reason."""
     if record.verdict in FAILING:
         report.outcome = "failed"
-        report.longrepr = failure(record)
+        report.longrepr = failure(record, run.options.again)
     elif record.verdict != "pass":
         report.outcome = "skipped"
         path, line, _ = report.location

@@ -18,10 +18,10 @@ from moe_conformance.plugin import agenda, gpus, roster
 from moe_conformance.plugin.case_items import each_check
 from moe_conformance.plugin.driver import Driver
 from moe_conformance.plugin.stopping import Stopping
-from moe_conformance.report import problems, result, summary
+from moe_conformance.report import not_run, problems, result, summary
 from moe_conformance.report.journal import Journal
 from moe_conformance.report.progress import Progress
-from moe_conformance.report.records import FAILING, PROPERTY, Record, of_report
+from moe_conformance.report.records import FAILING, PROPERTY, Record, all_of_report, of_report
 
 _LETTERLESS = ""  # the progress line stands for pytest's letters
 _CATEGORIES = {"pass": "passed", "error": "suite error"}  # pytest tells its own "error" a second time
@@ -94,8 +94,7 @@ class Reporter:
         entry = roster.running(self._roster, crashitem, {record.node for record in self._records})
         if entry is not None:
             report.nodeid = entry.node  # --lf takes it from there
-            again = self._run.options.command(("-k", entry.item), only=entry.requirements)
-            report.user_properties.append((PROPERTY, roster.lost(entry, again).to_json()))
+            report.user_properties.append((PROPERTY, roster.lost(entry)))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
@@ -106,15 +105,14 @@ class Reporter:
         return (_CATEGORIES.get(record.verdict, record.verdict), _LETTERLESS, record.verdict.upper())
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep the item's record."""
-        record = of_report(report.user_properties)
-        if record is None:
-            return
-        self._records.append(record)
-        if self._journal is not None:
-            self._journal.write(record)
+        """Keep the item's records."""
+        records = list(all_of_report(report.user_properties))
+        if records and self._journal is not None:
+            self._journal.write(records)
+        self._records += records
         if self._progress is not None:
-            self._progress.step(record.case or record.check, failed=record.verdict in FAILING, runs=record.runs)
+            for record in records:
+                self._progress.step(record.case or record.check, failed=record.verdict in FAILING, runs=record.runs)
 
     # ---- at the end --------------------------------------------------------------------------------------------
 
@@ -144,10 +142,11 @@ class Reporter:
         self._head = result.head(facts)
         ended = {record.node for record in self._records}
         why = f"not run: {facts.stopped}" if facts.stopped else "not run"
-        self._records += [replace(entry, message=why) for node, entry in self._roster.items() if node not in ended]
+        missed = [replace(entry, message=why) for node, entry in self._roster.items() if node not in ended]
+        self._records += not_run.folded(missed)
         if self._journal is not None:
-            self._journal.close()
             self._written = self._write(self._head, self._records)
+            self._journal.delete()
 
     def _open(self) -> None:
         """Begin the report: what is there already tells the truth, should this process be killed."""
@@ -172,6 +171,7 @@ class Reporter:
             profile=options.profile,
             plant=options.plant,
             command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            again=options.again,
             started=self._run.started,
             filtered=self._filtered(),
             only=options.ids,

@@ -43,13 +43,13 @@ def running(held: Roster, item: str, ended: Collection[str]) -> Record | None:
     return next((entry for node, entry in held.items() if entry.case == case and node not in ended), None)
 
 
-def lost(entry: Record, reproduce: str) -> Record:
-    """Return the record of an item with which an xdist worker ended, and the command that runs it again."""
+def lost(entry: Record) -> Record:
+    """Return the record of an item with which an xdist worker ended."""
     message = (
         "the pytest-xdist worker ended while it ran this item: it was killed, or something ended its process; run the "
         "item alone to see"
     )
-    return replace(entry, verdict="error", message=message, kind="WorkerLost", reproduce=reproduce)
+    return replace(entry, verdict="error", message=message, kind="WorkerLost")
 
 
 def hand_over(workerinput: Mapping[str, Any], items: Iterable[pytest.Item]) -> None:

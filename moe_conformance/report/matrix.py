@@ -51,7 +51,7 @@ def matrix(
     cells: dict[tuple[str, str], Counter[Verdict]] = {}
     for record in records:
         for each in record.requirements:
-            cells.setdefault((each, record.layout or "any"), Counter())[record.verdict] += 1
+            cells.setdefault((each, record.layout or "any"), Counter())[record.verdict] += record.cases
     layouts = [layout for layout in (*layouts, "any") if any(at == layout for _, at in cells)]
     table = Table(box=box.SIMPLE_HEAD if column == 0 else box.ASCII2, pad_edge=False)
     table.add_column("requirement")
@@ -89,6 +89,8 @@ def _render(what: Table | Text, width: int, color: bool) -> str:
 
 def totals(records: Iterable[Record]) -> str:
     """Return how many items ended how, failures first: `2 fail, 310 pass, 40 refused`."""
-    count = Counter(record.verdict for record in records)
+    count: Counter[Verdict] = Counter()
+    for record in records:
+        count[record.verdict] += record.cases
     order = sorted(SIGNS, key=lambda verdict: verdict not in FAILING)
     return ", ".join(f"{count[verdict]} {verdict}" for verdict in order if count[verdict]) or "no item"

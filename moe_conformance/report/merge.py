@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import date
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from moe_conformance import shards
-from moe_conformance.plan import VIRTUAL
-from moe_conformance.report import journal, result
+from moe_conformance.report import not_run, result
 from moe_conformance.report.problems import of_whole
 from moe_conformance.report.records import FAILING, Record, overall
-from moe_conformance.waivers import Waiver, Waivers
-from moe_conformance.workloads.profiles import Profile
-
-# What every report says of itself, but for what may be null.
-_SAID: Mapping[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("suite", "backend", "torch", "device", "profile", "command", "started"), str),
-    **dict.fromkeys(("variants", "problems", "only", "waivers"), list),
-    **dict.fromkeys(("interrupted", "filtered"), bool),
-    "versions": dict,
-    "ranks": int,
-    "seconds": (int, float),
-}
-_OR_NULL = ("plant", "finished", "stopped", "shard")  # strings
+from moe_conformance.report.result import Report
+from moe_conformance.waivers import Waivers
 
 # What two reports must have in common to be of one run.
 _SAME = ("suite", "backend", "versions", "torch", "device", "ranks", "profile", "plant", "only")
@@ -39,15 +26,6 @@ class Unmergeable(Exception):
 
 
 @dataclass(frozen=True)
-class Part:
-    """One report: all but its requirements, and its records."""
-
-    folder: Path
-    head: Mapping[str, Any]
-    records: tuple[Record, ...]
-
-
-@dataclass(frozen=True)
 class Merged:
     """The report of the whole, and what is to be said of putting it together."""
 
@@ -56,27 +34,22 @@ class Merged:
     notes: tuple[str, ...]
 
 
-def read(folder: Path) -> Part:
+def read(folder: Path) -> Report:
     """Return the report in a folder; of a run that was killed, what it had found by then.
 
     Raises:
-        Unmergeable: there is none, it is not ours, or it was merged already.
+        Unmergeable: there is none, it cannot be read, or it was merged already.
     """
     try:
-        head = json.loads((folder / result.NAME).read_text(encoding="utf-8"))
-        requirements = head.pop("requirements")
-        _require_said(head)
-        records = journal.read(folder) if head["finished"] is None else _records(requirements)
-    except FileNotFoundError as error:
-        raise Unmergeable(f"there is no report in {folder}: {error.filename} is missing") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Unmergeable(f"{folder} holds no report of this suite: {type(error).__name__}: {error}") from error
-    if head.get("merged"):
+        report = result.read(folder)
+    except result.NoReport as error:
+        raise Unmergeable(str(error)) from error
+    if report.head.get("merged"):
         raise Unmergeable(f"{folder} was merged already; merge the reports that it came from")
-    return Part(folder, head, tuple(records))
+    return report
 
 
-def of_one_backend(parts: Sequence[Part]) -> None:
+def of_one_backend(parts: Sequence[Report]) -> None:
     """Require that reports, of whatever profiles, judged the same backend with the same planted bug, or none.
 
     Raises:
@@ -86,7 +59,7 @@ def of_one_backend(parts: Sequence[Part]) -> None:
         _require_same(parts[0], part, ("backend", "plant"), "of one backend")
 
 
-def merge(parts: Sequence[Part], command: str) -> Merged:
+def merge(parts: Sequence[Report], command: str) -> Merged:
     """Return the report of all.
 
     Raises:
@@ -104,7 +77,7 @@ def merge(parts: Sequence[Part], command: str) -> Merged:
     problems += [f"{shard} is missing" for shard in missing] + conflicts
     if not (missing or open_parts):
         first = parts[0].head
-        held = Waivers(None, tuple(_waiver(entry) for entry in first["waivers"]))
+        held = Waivers(None, tuple(result.waiver_of(entry) for entry in first["waivers"]))
         filtered = any(part.head["filtered"] for part in parts)
         problems += of_whole(records, held, filtered=filtered, full=first["profile"] == "full")
     fails = bool(problems or open_parts) or any(record.verdict in FAILING for record in records)
@@ -127,29 +100,7 @@ def merge(parts: Sequence[Part], command: str) -> Merged:
     return Merged(head, tuple(records), tuple(notes))
 
 
-def _require_said(head: Mapping[str, Any]) -> None:
-    """Raise ValueError, TypeError or KeyError unless a report says all of itself, and in ways that can be read."""
-    wanted = {**_SAID, **dict.fromkeys(_OR_NULL, (str, type(None)))}
-    for name, kind in wanted.items():
-        if name not in head:
-            raise ValueError(f"it does not say its {name}")
-        if not isinstance(head[name], kind):
-            raise ValueError(f"its {name} is {head[name]!r}")
-    if head["profile"] not in (*get_args(Profile), VIRTUAL):
-        raise ValueError(f"its profile is {head['profile']!r}")
-    if head["shard"]:
-        shards.parse(head["shard"])
-    for entry in head["waivers"]:
-        _waiver(entry)
-
-
-def _records(requirements: Sequence[Mapping[str, Any]]) -> list[Record]:
-    """Return every record once; those that cite several requirements stand with each of them."""
-    checks = {check["node"]: check for requirement in requirements for check in requirement["checks"]}
-    return [Record.from_json(check) for check in checks.values()]
-
-
-def _require_same(one: Part, other: Part, names: Sequence[str] = _SAME, what: str = "of one run") -> None:
+def _require_same(one: Report, other: Report, names: Sequence[str] = _SAME, what: str = "of one run") -> None:
     for name in names:
         mine, its = one.head[name], other.head[name]
         if mine != its:
@@ -158,7 +109,7 @@ def _require_same(one: Part, other: Part, names: Sequence[str] = _SAME, what: st
             )
 
 
-def _require_alike(one: Part, other: Part) -> None:
+def _require_alike(one: Report, other: Report) -> None:
     mine, its = (part.head["shard"] and shards.parse(part.head["shard"]).count for part in (one, other))
     if mine != its:
         raise Unmergeable(
@@ -176,18 +127,15 @@ def _division(head: Mapping[str, Any]) -> str:
     return f"shard {head['shard']}" if head["shard"] else "the whole"
 
 
-def _union(parts: Sequence[Part], notes: list[str], conflicts: list[str]) -> list[Record]:
-    """Return one record per item: one that ran over one that did not, and the worse of two that differ."""
+def _union(parts: Sequence[Report], notes: list[str], conflicts: list[str]) -> list[Record]:
+    """Return one record per item that ran, the worse of two that differ, and those of what no part has run."""
     found: dict[str, Record] = {}
     twice: list[str] = []
     differing: list[str] = []
     for part in parts:
         for record in part.records:
-            known = found.setdefault(record.node, record)
-            if known is record or record.verdict == "not run":
-                continue
-            if known.verdict == "not run":
-                found[record.node] = record
+            known = record if record.verdict == "not run" else found.setdefault(record.node, record)
+            if known is record:
                 continue
             twice.append(record.item)
             if known.verdict != record.verdict:
@@ -199,7 +147,26 @@ def _union(parts: Sequence[Part], notes: list[str], conflicts: list[str]) -> lis
     if twice:
         notes.append(f"{len(twice)} items were judged more than once: {', '.join(_first(twice))}")
     conflicts += _first(differing)
-    return list(found.values())
+    return [*found.values(), *_left(parts, found)]
+
+
+def _left(parts: Sequence[Report], judged: Mapping[str, Record]) -> Iterator[Record]:
+    """Yield the records of what parts did not run, less what other parts ran of the same check in the same cell.
+
+    Parts of one run select from the same cases, so that what others ran beyond a part is what it did not come to.
+    """
+    everywhere = Counter(not_run.place(record) for record in judged.values())
+    most: dict[str, Record] = {}
+    for part in parts:
+        here = Counter(not_run.place(record) for record in part.records if record.verdict != "not run")
+        for record in part.records:
+            if record.verdict != "not run":
+                continue
+            at = not_run.place(record)
+            left = record.cases - (everywhere[at] - here[at])
+            if left > 0 and (at not in most or most[at].cases < left):
+                most[at] = replace(record, cases=left)
+    yield from most.values()
 
 
 def _first(sentences: Sequence[str]) -> list[str]:
@@ -207,7 +174,7 @@ def _first(sentences: Sequence[str]) -> list[str]:
     return [*sentences[:_SOME], *more]
 
 
-def _missing(parts: Sequence[Part]) -> list[str]:
+def _missing(parts: Sequence[Report]) -> list[str]:
     given = [shards.parse(part.head["shard"]) for part in parts if part.head["shard"]]
     if not given:
         return []
@@ -216,16 +183,13 @@ def _missing(parts: Sequence[Part]) -> list[str]:
     return [f"shard {index}/{count}" for index in range(1, count + 1) if index not in there]
 
 
-def _superseded(part: Part, parts: Sequence[Part], records: Sequence[Record]) -> bool:
+def _superseded(part: Report, parts: Sequence[Report], records: Sequence[Record]) -> bool:
     """Whether what an interrupted run did not come to was judged by another."""
     if any(each.head["shard"] == part.head["shard"] and not each.head["interrupted"] for each in parts):
         return True
     # It was killed before it could say what it did not come to, or stopped before it knew.
     unknown = part.head["finished"] is None or not part.records
-    nodes = {record.node for record in part.records}
-    return not unknown and not any(record.verdict == "not run" and record.node in nodes for record in records)
-
-
-def _waiver(entry: Mapping[str, Any]) -> Waiver:
-    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()}
-    return Waiver(**(values | {"expires": date.fromisoformat(entry["expires"])}))
+    wanted = {not_run.place(record) for record in part.records if record.verdict == "not run"}
+    return not unknown and not any(
+        record.verdict == "not run" and not_run.place(record) in wanted for record in records
+    )

@@ -1,9 +1,10 @@
-"""One judged item as plain data: it travels in a report's user properties, through xdist, into result.json."""
+"""How one check ended on one case: it travels in a report's user properties, through xdist, into result.json."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, get_args
 
 Verdict = Literal[
@@ -23,14 +24,20 @@ _PRECEDENCE: tuple[Verdict, ...] = (
 
 PROPERTY = "moe-conformance"
 
-_TUPLES = ("requirements", "blamed", "replay", "traits")
+
+def nothing_compared() -> dict[str, Any]:
+    """Return what a check has compared before it began."""
+    return {"elements": 0, "pairs": 0, "ranks": []}
 
 
 @dataclass(frozen=True)
 class Record:
-    """How one item ended. An item is one check on one case, or on one cell where it draws its own workloads."""
+    """How one check ended on one case, or on one cell where it draws its own workloads.
 
-    node: str  # pytest's node id
+    A record of what was not run can stand for all cases of a cell, see `not_run.folded`.
+    """
+
+    node: str  # the check's node id, with the id of the case in brackets
     check: str  # the function's name
     requirements: tuple[str, ...]
     verdict: Verdict
@@ -42,16 +49,16 @@ class Record:
     layout: str | None = None
     workload: str | None = None
     traits: tuple[str, ...] = ()  # of the workload, see `workloads.features.traits`
-    compared: Mapping[str, Any] = field(default_factory=dict)  # elements, pairs: numbers; ranks: list; see Tally
+    compared: Mapping[str, Any] = field(default_factory=nothing_compared)  # elements, pairs, ranks, see Tally
     travelled: Mapping[str, float] = field(default_factory=dict)  # rows, bytes, calls, see Tally
     worst: float = 0.0  # observed/allowed error
     resolved: Mapping[str, str] = field(default_factory=dict)
     detail: str = ""  # a rank's traceback, what Hypothesis drew
-    reproduce: str = ""
     waiver: str | None = None  # the waiver that matches the item
     runs: int = 0  # runs on ranks that this item caused; other items read the same
     drawn: Mapping[str, int] = field(default_factory=dict)  # batches that it drew, and how many had what they may have
     replay: tuple[str, ...] = ()  # commands that run the smallest failing examples that were drawn, one each
+    cases: int = 1  # how many it stands for; more than one only where they were not run
 
     @property
     def item(self) -> str:
@@ -63,21 +70,42 @@ class Record:
         """The id of the case or cell: `alltoall-ep2-uneven`."""
         return "-".join(part for part in (self.variant, self.layout, self.workload) if part) or None
 
+    def reproduce(self, again: str) -> str:
+        """Return the command that judges this alone, given the one that repeats the run, as a report's head has it."""
+        return f"{again} --only {','.join(self.requirements)} -- -k {shlex.quote(self.item)}"
+
     def to_json(self) -> dict[str, Any]:
-        """Return the record as dicts, lists, strings and numbers."""
-        data = asdict(self)
-        return data | {name: list(getattr(self, name)) for name in _TUPLES}
+        """Return the record as lists, dicts, strings and numbers, without what is at its default."""
+        values = {name: value for name, value in vars(self).items() if value != _DEFAULTS.get(name, MISSING)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Record:
-        """Return the record that `to_json` wrote."""
-        fields = dict(data)
-        return cls(**(fields | {name: tuple(fields[name]) for name in _TUPLES}))
+        """Return the record that `to_json` wrote.
+
+        Raises:
+            TypeError: a field is missing or unknown.
+        """
+        values: dict[str, Any] = {name: tuple(value) if name in _TUPLES else value for name, value in data.items()}
+        return cls(**values)
+
+
+_TUPLES = frozenset(each.name for each in fields(Record) if str(each.type).startswith("tuple"))
+_DEFAULTS: Mapping[str, Any] = {
+    each.name: each.default if each.default_factory is MISSING else each.default_factory() for each in fields(Record)
+}
+
+
+def all_of_report(properties: Iterable[tuple[str, Any]]) -> Iterator[Record]:
+    """Yield the records among a report's user properties: as they are, or as plain data if they came through xdist."""
+    for name, value in properties:
+        if name == PROPERTY:
+            yield value if isinstance(value, Record) else Record.from_json(value)
 
 
 def of_report(properties: Iterable[tuple[str, Any]]) -> Record | None:
-    """Return the record among a report's user properties, or None."""
-    return next((Record.from_json(value) for name, value in properties if name == PROPERTY), None)
+    """Return the first record among a report's user properties, or None."""
+    return next(all_of_report(properties), None)
 
 
 def overall(verdicts: Iterable[Verdict]) -> Verdict:

@@ -1,24 +1,59 @@
-"""result.json: everything that a run decided, every requirement of the law included, run or not."""
+"""result.json: everything that a run decided, a line for every requirement included, run or not; written and read here.
+
+`result.schema.json` beside this file is its JSON Schema. Whoever changes the format raises `SCHEMA` here and there.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from datetime import datetime
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from moe_conformance.report import drawn, travelled
+from moe_conformance import shards
+from moe_conformance.plan import VIRTUAL
+from moe_conformance.report import drawn, folding, journal, not_run, travelled
 from moe_conformance.report.records import Record, overall
 from moe_conformance.spec import Requirement
 from moe_conformance.waivers import Waiver
+from moe_conformance.workloads.profiles import Profile
 
 NAME = "result.json"
+SCHEMA = 2  # version of the format
 UNFINISHED = "it did not come to its end: it was killed, or it still runs"
+
+# What every report says of itself, but for what may be null.
+_SAID: Mapping[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("suite", "backend", "torch", "device", "profile", "command", "again", "started"), str),
+    **dict.fromkeys(("variants", "problems", "only", "waivers"), list),
+    **dict.fromkeys(("interrupted", "filtered"), bool),
+    "versions": dict,
+    "ranks": int,
+    "seconds": (int, float),
+}
+_OR_NULL = ("plant", "finished", "stopped", "shard")  # strings
+
+_WITH_REASON = ("refused", "not adapted", "limit", "not applicable")
+
+
+class NoReport(Exception):
+    """There is no report, or none that can be read; one sentence."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was read: the head, the records, and the line of each requirement."""
+
+    folder: Path
+    head: Mapping[str, Any]
+    records: tuple[Record, ...]
+    requirements: tuple[Mapping[str, Any], ...]
 
 
 @dataclass(frozen=True)
@@ -32,6 +67,7 @@ class Facts:
     profile: str
     plant: str
     command: str
+    again: str  # the command that repeats the run, without what chose a part of it: `Record.reproduce` completes it
     started: datetime
     finished: datetime | None = None  # None until it ended
     exit: int | None = None
@@ -53,8 +89,9 @@ class Facts:
 
 
 def head(facts: Facts) -> dict[str, Any]:
-    """Return the report without its requirements, as plain data."""
+    """Return the report without its requirements and records, as plain data."""
     return {
+        "schema": SCHEMA,
         "suite": version("moe-conformance"),
         "backend": facts.backend,
         "versions": dict(facts.versions),
@@ -66,6 +103,7 @@ def head(facts: Facts) -> dict[str, Any]:
         "torch": version("torch"),
         "python": sys.version.split()[0],
         "command": facts.command,
+        "again": facts.again,
         "started": facts.started.isoformat(timespec="seconds"),
         "finished": facts.finished.isoformat(timespec="seconds") if facts.finished else None,
         "seconds": round(facts.seconds, 3),
@@ -78,35 +116,141 @@ def head(facts: Facts) -> dict[str, Any]:
         "only": list(facts.only),
         "shard": facts.shard or None,
         "left_out": dict(facts.left_out),
-        "waivers": [asdict(waiver) | {"expires": waiver.expires.isoformat()} for waiver in facts.waivers],
+        "waivers": [_plain(waiver) for waiver in facts.waivers],
     }
 
 
-def document(head: Mapping[str, Any], law: Sequence[Requirement], records: Sequence[Record]) -> dict[str, Any]:
-    """Return the whole report as plain data."""
-    requirements = [_requirement(requirement, records) for requirement in law]
-    worst = [asdict(each) | {"ratio": each.ratio} for each in travelled.worst(records)]
-    return {**head, "drawn": drawn.totals(records), "travelled": worst, "requirements": requirements}
+def document(head: Mapping[str, Any], spec: Iterable[Requirement], records: Sequence[Record]) -> dict[str, Any]:
+    """Return the whole report as plain data.
+
+    Args:
+        head: See `head`.
+        spec: All requirements; each has its line, judged or not.
+        records: Of all that was selected.
+    """
+    judged = [record for record in records if record.verdict != "not run"]
+    records = [*judged, *not_run.folded(record for record in records if record.verdict == "not run")]
+    own: dict[str, list[Record]] = {}
+    for record in records:
+        for each in record.requirements:
+            own.setdefault(each, []).append(record)
+    worst = [vars(each) | {"ratio": each.ratio} for each in travelled.worst(records)]
+    return {
+        **head,
+        "drawn": drawn.totals(records),
+        "travelled": worst,
+        "requirements": [_requirement(each, head, own.get(each.id, [])) for each in spec],
+        **folding.fold(records),
+    }
 
 
-def _requirement(requirement: Requirement, records: Sequence[Record]) -> dict[str, Any]:
-    own = [record for record in records if requirement.id in record.requirements]
+def _requirement(requirement: Requirement, head: Mapping[str, Any], own: Sequence[Record]) -> dict[str, Any]:
+    """Return the line of a requirement, given the records that cite it."""
+    cases: Counter[str] = Counter()
+    reasons: dict[str, Counter[str]] = {}
+    compared: Counter[str] = Counter()
+    for record in own:
+        cases[record.verdict] += record.cases
+        if record.verdict in _WITH_REASON:
+            reasons.setdefault(record.verdict, Counter())[record.message] += record.cases
+        compared.update({name: record.compared[name] for name in ("elements", "pairs")})
+    worst = max(own, key=lambda record: record.worst, default=None)
     return {
         "id": requirement.id,
         "chapter": requirement.chapter,
         "level": requirement.level,
         "profile": requirement.profile,
         "sentence": requirement.sentence,
-        "waits_for": requirement.waits_for or None,  # there is no check yet
         "verdict": overall(record.verdict for record in own),
-        "worst": max((record.worst for record in own), default=0.0),
-        "checks": [record.to_json() for record in own],
+        "not_run": not_run.reasons(requirement, head, own) or None,
+        "cases": dict(cases),
+        "reasons": {verdict: dict(count) for verdict, count in reasons.items()},
+        "compared": {"elements": compared["elements"], "pairs": compared["pairs"]},
+        "worst": worst.worst if worst else 0.0,
+        "worst_at": worst.item if worst and worst.worst else None,
     }
 
 
 def write(folder: Path, content: Mapping[str, Any]) -> Path:
-    """Write result.json whole or not at all, and return its path."""
+    """Write result.json whole or not at all, and return its path.
+
+    Each requirement and each entry has a line of its own.
+    """
     path, draft = folder / NAME, folder / f".{NAME}-{os.getpid()}"
-    draft.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    draft.write_text("{\n" + ",\n".join(_lines(content)) + "\n}\n", encoding="utf-8")
     draft.replace(path)
     return path
+
+
+def _lines(content: Mapping[str, Any]) -> Iterator[str]:
+    """Yield every member of the document, lists of lists and dicts with one element a line."""
+    for name, value in content.items():
+        if isinstance(value, list) and value and not isinstance(value[0], (str, int, float)):
+            value = "[\n" + ",\n".join(_dumped(each) for each in value) + "\n]"
+        else:
+            value = _dumped(value)
+        yield f"{_dumped(name)}: {value}"
+
+
+def _dumped(value: Any) -> str:
+    return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+
+
+def read(folder: Path) -> Report:
+    """Return the report in a folder; of a run that was killed, what it had found by then.
+
+    Raises:
+        NoReport: there is none, it cannot be read, or it has another format.
+    """
+    try:
+        head = json.loads((folder / NAME).read_text(encoding="utf-8"))
+        _require_schema(folder, head)
+        content = {name: head.pop(name) for name in ("requirements", "records", *folding.TABLES)}
+        _require_said(head)
+        records = journal.read(folder) if head["finished"] is None else folding.unfold(content)
+    except FileNotFoundError as error:
+        raise NoReport(f"there is no report in {folder}: {error.filename} is missing") from error
+    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise NoReport(f"{folder} holds no report of this suite: {type(error).__name__}: {error}") from error
+    return Report(folder, head, tuple(records), tuple(content["requirements"]))
+
+
+def _require_schema(folder: Path, head: Mapping[str, Any]) -> None:
+    """Raise NoReport if the report has another format than this suite writes."""
+    found = head.get("schema", 1 if "requirements" in head else None)
+    if found is not None and found != SCHEMA:
+        raise NoReport(
+            f"{folder} holds a report of format {found}, and this suite reads format {SCHEMA}: judge again, or read it "
+            f"with moe-conformance {head.get('suite', 'of the version that wrote it')}"
+        )
+
+
+def _require_said(head: Mapping[str, Any]) -> None:
+    """Raise ValueError, TypeError or KeyError unless a report says all of itself, and in ways that can be read."""
+    wanted = {**_SAID, **dict.fromkeys(_OR_NULL, (str, type(None)))}
+    for name, kind in wanted.items():
+        if name not in head:
+            raise ValueError(f"it does not say its {name}")
+        if not isinstance(head[name], kind):
+            raise ValueError(f"its {name} is {head[name]!r}")
+    if head["profile"] not in (*get_args(Profile), VIRTUAL):
+        raise ValueError(f"its profile is {head['profile']!r}")
+    if head["shard"]:
+        shards.parse(head["shard"])
+    for entry in head["waivers"]:
+        waiver_of(entry)
+
+
+def waiver_of(entry: Mapping[str, Any]) -> Waiver:
+    """Return the waiver that a head holds as plain data.
+
+    Raises:
+        ValueError, TypeError, KeyError: it is none.
+    """
+    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()}
+    return Waiver(**(values | {"expires": date.fromisoformat(entry["expires"])}))
+
+
+def _plain(waiver: Waiver) -> dict[str, Any]:
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(waiver).items()}
+    return values | {"expires": waiver.expires.isoformat()}

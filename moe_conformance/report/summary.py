@@ -28,7 +28,7 @@ def tell(
 ) -> None:
     """Tell a run whose report begins with `head`; one that was asked for some requirements shows no others."""
     found = words.groups(records)
-    _tell_failures(terminal, found)
+    _tell_failures(terminal, found, head["again"])
     if not head["plant"] and head["backend"] != "native":  # the suite's own implementation is mended, not waived
         _propose_waivers(terminal, found, head)
     if head["stopped"]:
@@ -70,8 +70,8 @@ def tell(
     terminal.write_line(f"{head['cases']} cases in {head['seconds']:.1f} s, {rate:.1f} cases/s")
 
 
-def _tell_failures(terminal: Terminal, found: Sequence[words.Group]) -> None:
-    for title, text in words.tell(found):
+def _tell_failures(terminal: Terminal, found: Sequence[words.Group], again: str) -> None:
+    for title, text in words.tell(found, again):
         terminal.write_sep("-", title, red=True)
         terminal.write_line(text)
 

@@ -32,12 +32,17 @@ class Group:
         return f"{shown}: {first.verdict}{stage}"
 
 
-def failure(record: Record) -> str:
-    """Return the diagnosis, what belongs to it, and the command that repeats exactly this item."""
+def failure(record: Record, again: str) -> str:
+    """Return the diagnosis, what belongs to it, and the command that repeats exactly this item.
+
+    Args:
+        record: Of the item.
+        again: The command that repeats the run, see `Record.reproduce`.
+    """
     lines = [record.message]
     if record.detail:
         lines.append(record.detail)
-    lines.append(f"reproduce: {record.reproduce}")
+    lines.append(f"reproduce: {record.reproduce(again)}")
     lines += [f"replay: {command}" for command in record.replay]
     return "\n".join(lines)
 
@@ -67,17 +72,17 @@ def _shape(message: str) -> str:
     return re.sub(r"0x[0-9a-f]+|\d+(\.\d+)?", "#", clause)
 
 
-def tell(found: Sequence[Group]) -> list[tuple[str, str]]:
+def tell(found: Sequence[Group], again: str) -> list[tuple[str, str]]:
     """Return (title, text) of the groups to tell in full, and one last entry that lists the others."""
-    told = [(group.title, _in_full(group)) for group in found[:IN_FULL]]
+    told = [(group.title, _in_full(group, again)) for group in found[:IN_FULL]]
     if rest := found[IN_FULL:]:
         lines = [f"{group.title}: {len(group.records)} x {_one_line(group.first)}" for group in rest]
         told.append((f"{len(rest)} more kinds of failure", "\n".join(lines)))
     return told
 
 
-def _in_full(group: Group) -> str:
-    lines = [group.first.item, failure(group.first)]
+def _in_full(group: Group, again: str) -> str:
+    lines = [group.first.item, failure(group.first, again)]
     if more := len(group.records) - 1:
         cases = sorted({record.case or record.item for record in group.records[1:]} - {group.first.case})
         also = f", on {', '.join(cases[:4])}{' ...' if len(cases) > 4 else ''}" if cases else ""
