@@ -32,7 +32,7 @@ class CaseRun:
 
     run: Run
     outcomes: Outcomes
-    followers: Mapping[str, Sequence[Case]] = field(default_factory=dict)  # by node id of an item, what the ranks can begin
+    followers: Mapping[str, Sequence[Case]] = field(default_factory=dict)  # by node id of an item: what ranks begin
 
     def __call__(self, item: CaseItem) -> None:
         """Let every check judge the case; one that fails keeps none of the others from its verdict."""
