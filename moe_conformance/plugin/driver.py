@@ -1,4 +1,4 @@
-"""The driver: gives checks their cases, and what each brought back from the ranks, and sees how every item ends."""
+"""The driver: what pytest collects and in which order, fixtures of checks that read no case, and how items end."""
 
 from __future__ import annotations
 
