@@ -72,7 +72,8 @@ class Outcomes:
     """Runs cases on ranks of its own, which start with the first.
 
     Holds the latest case. Those after it run in batches: while the cases of one are judged the ranks run the next. The
-    first is small, so that its verdicts come early, and each has twice as many cases as the one before.
+    first is small, so that its verdicts come early, and each has twice as many cases as the one before. Behind a case
+    that failed they begin anew with one.
     """
 
     def __init__(self, run: Run) -> None:
@@ -82,7 +83,7 @@ class Outcomes:
         self._kept: Kept | None = None
         self._ahead: deque[_Ahead] = deque()
         self._batches = 0
-        self._size = 1  # of the latest batch
+        self._size = 1  # of the latest batch; 0 once a case has failed since
         self._repeated: Kept | None = None
         self._repeats = 0
 
@@ -111,7 +112,7 @@ class Outcomes:
                 self._begin([other for other in following if all(other is not each.case for each in self._ahead)])
             self._kept = Kept(case, taken.step.outcome())
             if not all(rank.status in ("ok", "refused") for rank in self._kept.outcome.ranks):
-                self._size = 1  # a backend that fails fails often, and each time its batch runs in vain
+                self._size = 0  # a backend that fails fails often, and each time its batch runs in vain
         return self._kept
 
     @_ends_with_its_site
@@ -165,7 +166,7 @@ class Outcomes:
 
     def _begin(self, cases: Sequence[Case]) -> None:
         """Begin the first of some cases, as many as may run together."""
-        self._size = min(2 * self._size, MOST_TOGETHER)
+        self._size = min(2 * self._size, MOST_TOGETHER) or 1
         together = _together(cases[: self._size])
         if not together:
             return
