@@ -89,8 +89,9 @@ def gradients(
             margin = min(margin, clear)
         ys.append(h_SD)
     leaves = [*xs, *(value for each in ps for value in each.values())]
-    dys = [dy_SD.double() for dy_SD in upstream]
-    found = iter(torch.autograd.grad(ys, leaves, dys, allow_unused=True, materialize_grads=True))
+    # Of a sum, not of `ys` with their upstream: autograd would import sympy to compare shapes, for a second.
+    loss = torch.stack([(y_SD * dy_SD.double()).sum() for y_SD, dy_SD in zip(ys, upstream, strict=True)]).sum()
+    found = iter(torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True))
     dx = tuple(next(found) for _ in xs)
     dp = tuple({key: next(found) for key in each} for each in ps)
     return ModelGradients(tuple(y.detach() for y in ys), dx, dp, margin)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,30 +20,6 @@ from self_tests.plugin_runs import PROJECT, TOY
 RUN = prepare(Options(ranks=2))
 CASES = [case for case in Plan(RUN.backend, "cpu", "quick").cases if case.cell.layout.name == "ep2"][:4]
 
-# A check whose case is foreseen and not wanted.
-UNWANTED = """
-import pytest
-from moe_conformance.spec import requirement
-
-
-@pytest.fixture(autouse=True)
-def not_every_case(case):
-    if case.cell.variant in ("wrong", "waits"):
-        pytest.skip("unwanted")
-
-
-@requirement("EXCH-07", kind="probe", when=lambda workload: workload.name == "even")
-def test_finishes(not_every_case, outcome, tally):
-    tally.add(elements=len(outcome.ranks))
-"""
-
-
-@dataclass
-class Call:
-    """What pytest knows of an item's parameters."""
-
-    params: dict[str, Any]
-
 
 @dataclass
 class Item:
@@ -51,11 +27,7 @@ class Item:
 
     nodeid: str
     case: Case | None = None
-    fixturenames: tuple[str, ...] = ("case", "outcome")
-    callspec: Call = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.callspec = Call({"case": self.case} if self.case else {})
+    fixturenames: tuple[str, ...] = ("outcome", "tally")
 
 
 class TestFollowers:
@@ -67,7 +39,7 @@ class TestFollowers:
         """Items that need no rank, or whose case is not run, are looked past."""
         items = (
             Item("a1", CASES[0]),
-            Item("light", CASES[1], ("case",)),
+            Item("light", CASES[1], ("tally",)),
             Item("never", CASES[3]),
             Item("a2", CASES[0]),
             Item("other", None, ()),
@@ -137,12 +109,11 @@ def judged(folder: Path, *arguments: str) -> list[Any]:
 
 class TestRuns:
     def test_a_run_decides_the_same_with_and_without(self, tmp_path):
-        """Verdicts, words, blame, what was compared and how often ranks ran are the same, also past wrong foresight."""
-        checks = tmp_path / "unwanted_checks.py"
-        checks.write_text(UNWANTED)
-        alone = judged(tmp_path, str(checks), "-p", "self_tests.plugin_project.one_at_a_time")
-        assert 2 * 6 == alone[1]
-        assert alone == judged(tmp_path, str(checks))
+        """Verdicts, words, blame, what was compared and how often ranks ran are the same."""
+        asked = (str(PROJECT / "checks.py"), "-k", "not waits")
+        alone = judged(tmp_path, *asked, "-p", "self_tests.plugin_project.one_at_a_time")
+        assert 2 * 7 == alone[1]
+        assert alone == judged(tmp_path, *asked)
 
     def test_a_run_that_stops_early_leaves_what_ran_ahead(self, tmp_path):
         """With -x the first failure ends the run; nothing hangs and the case ahead is not counted."""

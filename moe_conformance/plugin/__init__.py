@@ -4,7 +4,10 @@ Every pytest run of an environment in which the suite is installed imports this 
 
     options.py    the options, for pytest and for the command line
     run.py        what a run stands on, checked before it starts
-    driver.py     items and fixtures
+    driver.py     what pytest collects, and the fixtures of checks that draw or ask for groups
+    case_items.py one item per case, and the checks in it
+    case_run.py   from a case to the verdicts of its checks
+    garbage.py    when the driver looks for garbage
     agenda.py     in which order items run, and which case follows which
     outcomes.py   the ranks at work, one case ahead of the judge
     trial.py      from the end of an item to its verdict

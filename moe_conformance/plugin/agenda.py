@@ -10,6 +10,7 @@ import pytest
 
 from moe_conformance import shards
 from moe_conformance.plan import Case, Cell, Plan, too_large
+from moe_conformance.plugin.case_items import Check
 from moe_conformance.plugin.options import Options, Unusable
 
 # Shards of so many layouts get whole ones: what the oracles say of a layout's workloads serves all its variants.
@@ -24,7 +25,7 @@ def parameters(item: pytest.Item) -> Mapping[str, Any]:
 
 def case_of(item: pytest.Item) -> Case | None:
     """Return the case that an item reads."""
-    case = parameters(item).get("case")
+    case = getattr(item, "case", None)
     return case if isinstance(case, Case) else None
 
 
@@ -44,8 +45,8 @@ def scope_of(item: pytest.Item) -> str | None:
 
 def of_others(item: pytest.Item, other_cells: Collection[str]) -> bool:
     """Whether an item is for other shards: it belongs to one of their cells, or all of its cases do."""
-    without = {"case", "cell"} & parameters(item).keys() and cell_of(item) is None  # pytest leaves an empty item there
-    return bool(without) or scope_of(item) in other_cells
+    without = (isinstance(item, Check) or "cell" in parameters(item)) and cell_of(item) is None
+    return without or scope_of(item) in other_cells
 
 
 def loads(plan: Plan, ranks: int) -> dict[str, int]:
@@ -79,17 +80,18 @@ def other_cells(plan: Plan, options: Options) -> frozenset[str]:
 
 
 def sort(items: list[pytest.Item], examples: Collection[str]) -> None:
-    """Sort by case in running order, so that each runs once, a cell's own items after its cases; in place.
+    """Sort by case in running order, a cell's own items after its cases; in place.
 
-    Cases of which `examples` names an item come first: those of waivers are to be seen before anything else.
+    Cases of which `examples` names an item come first, and that item first of all: those of waivers are to be seen
+    before anything else.
     """
     urgent = {place for item in items if item.name in examples and (place := _place(item)) is not None}
 
-    def key(item: pytest.Item) -> tuple[bool, bool, tuple[float, ...]]:
+    def key(item: pytest.Item) -> tuple[bool, tuple[float, ...], bool]:
         place = _place(item)
         if place is None:  # no case: where it was, after those that have one
-            return (True, True, (inf,))
-        return (place not in urgent, item.name not in examples, place)
+            return (True, (inf,), True)
+        return (place not in urgent, place, item.name not in examples)
 
     items.sort(key=key)
 

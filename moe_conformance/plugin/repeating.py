@@ -5,67 +5,57 @@ The repeat is for diagnosis only. It never makes a run pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
+from moe_conformance.engine import EngineError
 from moe_conformance.judging.verdict import Mismatch
 from moe_conformance.plan import Case
-from moe_conformance.plugin.outcomes import Kept
+from moe_conformance.plugin.outcomes import Kept, Outcomes
+from moe_conformance.plugin.recording import waiver_of
+from moe_conformance.plugin.run import Run
 from moe_conformance.plugin.trial import Ending, Trial, ending
 from moe_conformance.scenarios.outcome import Outcome
-from moe_conformance.workloads.records import Workload
-
-Examine = Callable[[Trial, Case, Outcome], None]
 
 
 class CannotRepeat(Exception):
-    """The check stands on something else than what its case brought back."""
+    """The check did not say how it judges."""
 
 
-def judge_again(
-    item: pytest.Item, case: Case, kept: Kept, examine: Examine, step: Callable[[Workload], Outcome]
+def looked_again(
+    run: Run,
+    outcomes: Outcomes,
+    item: pytest.Item,
+    trial: Trial,
+    ended: Ending,
+    case: Case | None,
+    judge: Callable[[Kept], Ending],
 ) -> Ending:
-    """Return how the check of an item ends on another outcome of its case.
+    """Return how a failed check ended in the light of a repeat on new ranks.
+
+    What a waiver or a plant foretells is not repeated.
 
     Args:
-        item: The item, its fixtures not yet torn down.
-        case: What it reads.
-        kept: The other outcome.
-        examine: Raises what the outcome alone decides: a refusal, a limit that nothing kept.
-        step: Runs a workload on the ranks that the other outcome is from.
-
-    Raises:
-        CannotRepeat: it has fixtures of its own that were never made.
+        run: What is judged.
+        outcomes: Runs the repeat.
+        item: The check's node.
+        trial: What is known of it.
+        ended: How it ended at first.
+        case: What it reads; None if it draws.
+        judge: Says how it ends on another outcome.
     """
-    first = getattr(item, "funcargs", {})
-    trial = Trial((), item.name, case.cell, case.workload, outcome=kept.outcome)
+    if ended.verdict not in ("fail", "crash", "hang") or trial.outcome is None or run.options.plant:
+        return ended
+    if waiver_of(run, item, trial, ended.violated or trial.requirements):
+        return ended
+    failed = next((mismatch.outcome for mismatch in ended.failed), None) or trial.outcome
     try:
-        examine(trial, case, kept.outcome)
-        made: dict[str, Callable[[], Any]] = {
-            "case": lambda: case,
-            "outcome": lambda: kept.outcome,
-            "reading": lambda: kept.reading,
-            "tally": lambda: trial.tally,
-            "twins": lambda: replace(_of("twins", first), step=step),
-        }
-        given = {}
-        for name in item._fixtureinfo.argnames:  # type: ignore[attr-defined]  # a function's
-            given[name] = made[name]() if name in made else _of(name, first)
-        item.obj(**given)  # type: ignore[attr-defined]
-    except CannotRepeat:
-        raise
-    except (Exception, pytest.skip.Exception) as error:
-        return ending(trial, error)
-    return ending(trial, None)
-
-
-def _of(name: str, fixtures: Mapping[str, Any]) -> Any:
-    if name not in fixtures:
-        raise CannotRepeat(name)
-    return fixtures[name]
+        kept = outcomes.again(case, failed.workload)
+        return ended if kept is None else compared(ended, judge(kept))
+    except (CannotRepeat, EngineError):
+        return ended
 
 
 def drawn_again(failed: Trial, outcome: Outcome) -> Ending:

@@ -15,6 +15,7 @@ import pytest
 
 from moe_conformance import spec
 from moe_conformance.plugin import agenda, gpus, roster
+from moe_conformance.plugin.case_items import each_check
 from moe_conformance.plugin.driver import Driver
 from moe_conformance.plugin.stopping import Stopping
 from moe_conformance.report import not_run, problems, result, summary
@@ -66,11 +67,12 @@ class Reporter:
         terminal.showfspath = False
         if terminal.verbosity > 0:
             return  # pytest tells every item itself
+        total = sum(1 for _ in each_check(session.items))
         if terminal.isatty:
             columns = shutil.get_terminal_size().columns
-            self._progress = Progress.on_terminal(terminal.rewrite, columns, len(session.items))
+            self._progress = Progress.on_terminal(terminal.rewrite, columns, total)
         else:
-            self._progress = Progress.in_log(terminal.write_line, len(session.items))
+            self._progress = Progress.in_log(terminal.write_line, total)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_setupnodes(self, specs: list[Any]) -> None:
@@ -84,13 +86,15 @@ class Reporter:
         self._open()
         self._roster = roster.take(node.workerinput) or self._roster
         if self._progress is not None:
-            self._progress.total = len(ids)
+            self._progress.total = len(self._roster) or len(ids)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, crashitem: str, report: pytest.TestReport) -> None:
         """Give the report that xdist makes of an item with which a worker ended its record."""
-        if crashitem in self._roster:
-            report.user_properties.append((PROPERTY, roster.lost(self._roster[crashitem])))
+        entry = roster.running(self._roster, crashitem, {record.node for record in self._records})
+        if entry is not None:
+            report.nodeid = entry.node  # --lf takes it from there
+            report.user_properties.append((PROPERTY, roster.lost(entry)))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:

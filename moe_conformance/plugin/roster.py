@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from moe_conformance.plugin import agenda
+from moe_conformance.plugin.case_items import each_check
 from moe_conformance.plugin.trial import trial_of
 from moe_conformance.report.records import Record
 from moe_conformance.workloads.features import traits
@@ -26,8 +27,20 @@ _FIRST = "gw0"
 
 
 def roster(items: Iterable[pytest.Item]) -> Roster:
-    """Return a record for every check among the items that says no more than which item it is."""
-    return {item.nodeid: _entry(item) for item in items if item.get_closest_marker("requirement") is not None}
+    """Return a record for every check among the items, and of every case, that says no more than which item it is."""
+    checks = (item for item in each_check(items) if item.get_closest_marker("requirement") is not None)
+    return {item.nodeid: _entry(item) for item in checks}
+
+
+def running(held: Roster, item: str, ended: Collection[str]) -> Record | None:
+    """Return the check that an xdist worker ran when it ended, given the item's node id and what had ended before.
+
+    An item of a case has the case's id in brackets, and is no check itself: it runs them in their order.
+    """
+    if item in held:
+        return held[item]
+    case = item.rpartition("[")[2].removesuffix("]")
+    return next((entry for node, entry in held.items() if entry.case == case and node not in ended), None)
 
 
 def lost(entry: Record) -> Record:

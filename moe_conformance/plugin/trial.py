@@ -53,6 +53,12 @@ def trial_of(item: pytest.Item) -> Trial:
     return item.stash[_TRIAL]
 
 
+def forget(item: pytest.Item) -> None:
+    """Drop what is known of an item that has ended."""
+    if _TRIAL in item.stash:
+        del item.stash[_TRIAL]
+
+
 _TRIAL = pytest.StashKey[Trial]()
 
 

@@ -8,4 +8,4 @@ import pytest
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Let the driver know of no following case."""
-    session.config.pluginmanager.get_plugin("moe-conformance-driver")._followers.clear()
+    session.config.pluginmanager.get_plugin("moe-conformance-driver").cases.followers = {}

@@ -1,0 +1,165 @@
+"""Runs a case and lets every check judge what came back, each to a verdict and a report of its own."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from moe_conformance.contract import Limit
+from moe_conformance.judging.verdict import Mismatch
+from moe_conformance.plan import Case, Cell, too_large
+from moe_conformance.plugin import repeating
+from moe_conformance.plugin.alongside import Twins
+from moe_conformance.plugin.case_items import CaseItem, Check
+from moe_conformance.plugin.outcomes import Kept, Outcomes
+from moe_conformance.plugin.recording import attach, record_of, translate
+from moe_conformance.plugin.run import Run
+from moe_conformance.plugin.trial import Ending, Trial, ending, refusal_of
+from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.scenarios.script import SESSION
+from moe_conformance.workloads.features import broken
+from moe_conformance.workloads.records import Workload
+
+
+@dataclass
+class CaseRun:
+    """What the items of cases do when they run."""
+
+    run: Run
+    outcomes: Outcomes
+    followers: Mapping[str, Sequence[Case]] = field(default_factory=dict)  # by node id of an item: what ranks begin
+
+    def __call__(self, item: CaseItem) -> None:
+        """Let every check judge the case; one that fails keeps none of the others from its verdict."""
+        hook = item.ihook
+        for check in item.checks:
+            about = {"nodeid": check.nodeid, "location": check.location}
+            with item.telling(check):
+                hook.pytest_runtest_logstart(**about)
+            call, report = self._judge(item, check)
+            with item.telling(check):
+                hook.pytest_runtest_logreport(report=report)
+                if report.failed and call.excinfo is not None:
+                    hook.pytest_exception_interact(node=check, call=call, report=report)  # --pdb
+                hook.pytest_runtest_logfinish(**about)
+            _release(call)
+            if item.session.shouldfail or item.session.shouldstop:
+                return
+
+    def runs(self, case: Case) -> bool:
+        """Whether a case is run at all: on enough ranks, within the limits that nobody may break."""
+        limit = limit_of(case)
+        return not (too_large(case.cell.layout, self.run.options.ranks) or (limit and limit.proof == "undefined"))
+
+    def require_ranks(self, trial: Trial, cell: Cell) -> None:
+        """Skip what there are too few ranks for."""
+        if reason := too_large(cell.layout, self.run.options.ranks):
+            trial.skip("not applicable", f"not applicable: {reason}")
+
+    def step(self, trial: Trial, workload: Workload, deadline_s: float = 60.0) -> Outcome:
+        """Run a workload now, and count that."""
+        trial.runs += 1
+        return self.outcomes.step(workload, deadline_s)
+
+    def _judge(self, item: CaseItem, check: Check) -> tuple[pytest.CallInfo[None], pytest.TestReport]:
+        """Return how a check ended, as pytest has it, with its record."""
+        case = item.case
+        trial = Trial(check.asked.requirements, check.asked.name, case.cell, case.workload)
+        stops = (pytest.exit.Exception, KeyboardInterrupt)
+        call = pytest.CallInfo.from_call(partial(self._ask, item, check, trial), when="call", reraise=stops)
+        ended = ending(trial, call.excinfo.value if call.excinfo else None)
+        if ended.verdict == "error":
+            ended = replace(ended, detail=_python_traceback(check, call))
+        ended = repeating.looked_again(
+            self.run, self.outcomes, check, trial, ended, case, partial(self._ask_again, check, case)
+        )
+        record = record_of(self.run, check, trial, ended)
+        report = pytest.TestReport(
+            nodeid=check.nodeid,
+            location=check.location,
+            keywords={},
+            outcome="passed",
+            longrepr=None,
+            when="call",
+            duration=call.duration,
+            start=call.start,
+            stop=call.stop,
+        )
+        attach(report, record, item.config)
+        translate(report, record, self.run)
+        return call, report
+
+    def _ask(self, item: CaseItem, check: Check, trial: Trial) -> None:
+        """Call a check on what the case brought back; skip where nothing ran or the backend refused."""
+        case = item.case
+        self.require_ranks(trial, case.cell)
+        limit = limit_of(case)
+        if limit is not None and limit.proof == "undefined":
+            trial.skip("limit", f"limit, unproved: {limit.reason}")
+        trial.runs += not self.outcomes.holds(case)
+        kept = self.outcomes.of(case, self.followers.get(item.nodeid, ()))
+        trial.outcome = kept.outcome
+        _examine(trial, case)
+        check.asked.bound()(**self._arguments(check, trial, kept, partial(self.step, trial)))
+
+    def _ask_again(self, check: Check, case: Case, kept: Kept) -> Ending:
+        """Return how a check ends on another outcome of its case, on ranks that are still those of that outcome."""
+        trial = Trial((), check.name, case.cell, case.workload, outcome=kept.outcome)
+        try:
+            _examine(trial, case)
+            check.asked.bound()(**self._arguments(check, trial, kept, self.outcomes.step))
+        except (Exception, pytest.skip.Exception) as error:
+            return ending(trial, error)
+        return ending(trial, None)
+
+    def _arguments(self, check: Check, trial: Trial, kept: Kept, step: Callable[[Workload], Outcome]) -> dict[str, Any]:
+        """Return what a check asks for by the names of its arguments."""
+        offered: dict[str, Callable[[], Any]] = {
+            "outcome": lambda: kept.outcome,
+            "reading": lambda: kept.reading,
+            "tally": lambda: trial.tally,
+            "twins": lambda: Twins(self.run.backend, self.run.options.device, step, self.outcomes.renew),
+        }
+        return {name: offered[name]() for name in check.asked.arguments}
+
+
+def limit_of(case: Case) -> Limit | None:
+    """Return the first declared limit that a case breaks."""
+    return broken(case.cell.limits, case.workload, case.cell.device)
+
+
+def _examine(trial: Trial, case: Case) -> None:
+    """End the check where the outcome alone decides it: the backend refused, or should have."""
+    assert trial.outcome is not None
+    if refusal := refusal_of(trial.outcome):
+        trial.skip(*refusal)
+    limit = limit_of(case)
+    if limit is not None and case.workload.kind != SESSION:  # there refusals are answers
+        raise Mismatch(
+            "run",
+            f"the backend declares a limit on {limit.on} that the library refuses to break ({limit.reason}), but "
+            "nothing refused",
+        )
+
+
+def _python_traceback(check: Check, call: pytest.CallInfo[None]) -> str:
+    """Return where an exception of the suite's own came from, from the check on."""
+    assert call.excinfo is not None
+    style = check.config.getoption("tbstyle", "auto")
+    shown = call.excinfo.getrepr(
+        style="long" if style == "auto" else style,
+        tbfilter=lambda excinfo: excinfo.traceback.cut(path=check.path).filter(excinfo),
+    )
+    return str(shown)
+
+
+def _release(call: pytest.CallInfo[None]) -> None:
+    """Empty the frames of an exception: they hold the outcome, and each other until garbage is collected."""
+    if call.excinfo is not None:
+        traceback.clear_frames(call.excinfo.tb)
+        call.excinfo = None

@@ -1,0 +1,123 @@
+"""One pytest item runs all checks of a case, and each check is still selected, told and stopped at by its own name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from self_tests import plugin_runs
+from self_tests.plugin_runs import PROJECT, TOY, Finished
+
+CHECKS = str(PROJECT / "checks.py")
+
+# A check that asks for what pytest alone could make.
+FOREIGN = """
+from moe_conformance.spec import requirement
+
+
+@requirement("EXCH-07", kind="probe")
+def test_foreign(outcome, tally, tmp_path):
+    tally.add(elements=1)
+"""
+
+# Checks that see whether the outcome of an earlier case is still there, although nobody looks for garbage.
+FORGOTTEN = """
+import gc
+import weakref
+
+from moe_conformance.judging.verdict import NotOffered
+from moe_conformance.spec import requirement
+
+gc.disable()
+seen = {}
+
+
+@requirement("EXCH-07", kind="probe", when=lambda workload: workload.name.startswith("even"))
+def test_raises(outcome, tally):
+    gc.disable()
+    seen[outcome.workload.layout.name, outcome.workload.name] = weakref.ref(outcome)
+    raise NotOffered("a frame holds the outcome")
+
+
+@requirement("EXCH-08", kind="probe", when=lambda workload: workload.name.startswith("even"))
+def test_forgotten(outcome, tally):
+    tally.add(elements=len(seen))
+    assert 1 == sum(each() is not None for each in seen.values())
+"""
+
+
+def judged(folder: Path, *arguments: str, file: str = CHECKS) -> Finished:
+    """Judge the toy on one rank."""
+    asked = ("-q", "--moe-backend", TOY, "--moe-ranks", "1", "--moe-report", str(folder))
+    return plugin_runs.pytest_on(*asked, *arguments, file, cwd=folder)
+
+
+def verdicts(folder: Path) -> dict[str, str]:
+    """Return what was decided in the folder's report."""
+    return plugin_runs.verdicts(plugin_runs.result(folder))
+
+
+class TestSelection:
+    def test_expressions_are_held_against_every_check_of_a_case(self, tmp_path):
+        """`not` too: one check of a case is left out, and the other stays."""
+        done = judged(tmp_path, "--collect-only", "-k", "single and (right or wrong) and not test_finished")
+        assert 0 == done.status
+        named = [line.rpartition("::")[2] for line in done.output.splitlines() if "::" in line]
+        assert ["test_outputs[right-single-even]", "test_outputs[wrong-single-even]"] == named
+
+    def test_a_node_id_is_one_check_on_one_case(self, tmp_path):
+        """As it is printed, on the command line."""
+        done = judged(tmp_path, file=f"{CHECKS}::test_finished[right-single-even]")
+        assert (0, {"test_finished[right-single-even]": "pass"}) == (done.status, verdicts(tmp_path))
+        assert "1 passed" in done.output
+
+    def test_what_failed_last_runs_again(self, tmp_path):
+        """With --lf the failed check of a case alone, since pytest remembers it by its own node id."""
+        cache = ("-p", "cacheprovider", "-o", f"cache_dir={tmp_path / 'cache'}")
+        asked = ("-k", "single and (right or wrong)")
+        assert 1 == judged(tmp_path, *cache, *asked).status
+        assert 4 == len(verdicts(tmp_path))
+        assert 1 == judged(tmp_path, *cache, *asked, "--lf").status
+        assert {"test_outputs[wrong-single-even]": "fail"} == verdicts(tmp_path)
+
+    def test_a_foreign_argument_is_refused(self, tmp_path):
+        """A check of cases has no fixtures of pytest's; collecting it says so."""
+        (tmp_path / "foreign.py").write_text(FOREIGN)
+        done = judged(tmp_path, file=str(tmp_path / "foreign.py"))
+        assert pytest.ExitCode.INTERRUPTED != 0 != done.status
+        assert "the arguments outcome, reading, tally, twins" in done.output
+        assert "it also has tmp_path" in done.output
+
+
+class TestStops:
+    def test_the_first_failure_ends_the_case(self, tmp_path):
+        """With -x the checks that come after it are not run, though their outcome is there."""
+        done = judged(tmp_path, "-x", "-k", "wrong and single")
+        expected = {"test_outputs[wrong-single-even]": "fail", "test_finished[wrong-single-even]": "not run"}
+        assert (1, expected) == (done.status, verdicts(tmp_path))
+
+
+class TestTelling:
+    def test_every_check_is_told_by_its_own_name(self, tmp_path):
+        """With -v one line for each, with its verdict; the totals count checks, and the item of a case is not told."""
+        done = judged(tmp_path, "-vv", "-k", "wrong and single")
+        assert 1 == done.status
+        assert "checks.py::test_outputs[wrong-single-even] FAIL" in done.output
+        assert "checks.py::test_finished[wrong-single-even] PASS" in done.output
+        assert "case[" not in done.output
+        assert "1 passed" in done.output
+
+
+class TestMemory:
+    def test_an_outcome_goes_with_the_last_check_that_reads_it(self, tmp_path):
+        """Neither a verdict nor an exception keeps it, also where garbage is never looked for."""
+        (tmp_path / "forgotten.py").write_text(FORGOTTEN)
+        done = judged(tmp_path, "-k", "right", file=str(tmp_path / "forgotten.py"))
+        found = verdicts(tmp_path)
+        assert len(found) > 2
+        assert 0 == done.status, done.output
+        assert {"test_raises": {"not adapted"}, "test_forgotten": {"pass"}} == {
+            check: {verdict for item, verdict in found.items() if item.startswith(check)}
+            for check in ("test_raises", "test_forgotten")
+        }
