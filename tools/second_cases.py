@@ -2,8 +2,8 @@
 
 Each bug that has none yet is run on the selected cases that a check of its requirement reads, until one other than its
 own detects it. Where none does, cases that are left out are tried, and what detects it there is to be selected: run
-tools/select_cases.py afterwards, which adds it. At last come selected cases of other variants. For all bugs together it takes long. What is found is stored at
-once, and a run that was ended goes on from there.
+tools/select_cases.py afterwards, which adds it. At last come selected cases of other variants. For all bugs together it
+takes long. What is found is stored at once, and a run that was ended goes on from there.
 """
 
 from __future__ import annotations
