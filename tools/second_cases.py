@@ -2,8 +2,8 @@
 
 Each bug that has none yet is run on the selected cases that a check of its requirement reads, until one other than its
 own detects it. Where none does, cases that are left out are tried, and what detects it there is to be selected: run
-tools/select_cases.py afterwards, which adds it. For all bugs together it takes long. What is found is stored at
-once, and a run that was ended goes on from there.
+tools/select_cases.py afterwards, which adds it. At last come selected cases of other variants. For all bugs together it
+takes long. What is found is stored at once, and a run that was ended goes on from there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tools.select_cases import open_cases, place_of
 
 _ELSEWHERE = 4  # other workloads to try on the layout of a bug before its own workload on other layouts
 _DEADLINE_S = 20.0
-_SELECTED, _LEFT_OUT = 30, 30  # cases to try for one bug
+_SELECTED, _LEFT_OUT, _OTHER_VARIANTS = 30, 30, 10  # cases to try for one bug
 
 
 @dataclass
@@ -77,12 +77,14 @@ def in_order(cases: Sequence[Case], own: Place) -> list[Case]:
 def look(trial: Trial, plan: Plan, requirement: str, own: Place) -> tuple[Place | None, int]:
     """Return a second case in which a bug is detected, or None, and how many were tried."""
     asked = checks()[requirement]
-    cases = [case for case in open_cases(plan) if case.cell.variant == own[0] and place_of(case) != own]
+    cases = [case for case in open_cases(plan) if place_of(case) != own]
     read = [case for case in cases if any(check.reads(case.workload) for check in asked)]
-    chosen = in_order([case for case in read if plan.selected(case)], own)
-    others = in_order([case for case in read if not plan.selected(case)], own)
+    own_variant = [case for case in read if case.cell.variant == own[0]]
+    chosen = in_order([case for case in own_variant if plan.selected(case)], own)
+    others = in_order([case for case in own_variant if not plan.selected(case)], own)
+    elsewhere = in_order([case for case in read if case.cell.variant != own[0] and plan.selected(case)], own)
     tried = 0
-    for case in (*chosen[:_SELECTED], *others[:_LEFT_OUT]):
+    for case in (*chosen[:_SELECTED], *others[:_LEFT_OUT], *elsewhere[:_OTHER_VARIANTS]):
         tried += 1
         if trial.detects(requirement, case):
             return place_of(case), tried
