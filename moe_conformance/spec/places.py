@@ -52,7 +52,8 @@ class Places:
     def oracles(self, id: str) -> tuple[Place, ...]:
         """Return the oracles that decide a requirement and that one of its checks reaches."""
         reached = {each.id: each for check in self._checks.get(id, ()) for each in self._reached(check.id)}
-        return tuple(self._place(each) for each in reached.values() if id in decided(each.docstring))
+        found = [each for each in reached.values() if self._is_oracle(each) and id in decided(each.docstring)]
+        return tuple(self._place(each) for each in sorted(found, key=lambda each: each.id))
 
     def native(self, id: str) -> tuple[Place, ...]:
         """Return the lines of native that say that they implement a requirement."""
@@ -60,7 +61,7 @@ class Places:
 
     def plants(self, id: str) -> tuple[Place, ...]:
         """Return the planted bugs that expect a requirement to fail."""
-        return tuple(self._lines(_PLANTS, "*.py", rf'Expectation\(\s*"{id}"'))
+        return tuple(self._lines(_PLANTS, "*.py", rf'Expectation\(\s*(?:\*\()?"{id}"'))
 
     def findings(self, id: str) -> tuple[Place, ...]:
         """Return where the findings in real libraries name a requirement."""
@@ -110,8 +111,10 @@ class Places:
 
     @cached_property
     def _oracles(self) -> tuple[Symbol, ...]:
-        folder = self.root / _ORACLES
-        return tuple(each for each in self._graph.symbols.values() if folder in each.path.parents)
+        return tuple(each for each in self._graph.symbols.values() if self._is_oracle(each))
+
+    def _is_oracle(self, symbol: Symbol) -> bool:
+        return self.root / _ORACLES in symbol.path.parents
 
     @cached_property
     def _checks(self) -> dict[str, tuple[Symbol, ...]]:
