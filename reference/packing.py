@@ -72,7 +72,7 @@ def padded_counts(
     Raises:
         ValueError: a negative count, an alignment below 1, groups that do not hold each rank once.
 
-    Decides: PACK-01, PACK-02, PACK-06. Source: all members of one buffer see one size.
+    Decides: PACK-01. Source: all members of one buffer see one size.
 
     >>> padded_counts([70, 0, 3, 64], [[0, 1], [3, 2]])
     (128, 128, 64, 64)

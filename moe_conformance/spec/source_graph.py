@@ -1,4 +1,4 @@
-"""Which definitions a function may use, read from the source text: nothing is imported, and no file that is not named."""
+"""Which definitions a function may use, read from the source text: nothing is imported, no file read that is not named."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Module:
 
 @dataclass(frozen=True)
 class _Uses:
-    """What a definition names: to use it, or in a type hint alone; and attributes, of a name ("" if of anything else)."""
+    """What a definition names: to use it, or in a type hint alone; and attributes, with their owner, "" if no name."""
 
     names: tuple[str, ...]
     hints: tuple[str, ...]
