@@ -57,7 +57,7 @@ class Places:
 
     def native(self, id: str) -> tuple[Place, ...]:
         """Return the lines of native that say that they implement a requirement."""
-        return tuple(self._lines(_NATIVE, "*.py", rf"Implements:.*\b{id}\b"))
+        return tuple(self._lines(_NATIVE, "*.py", rf'Implements:[^."]*\b{id}\b'))
 
     def plants(self, id: str) -> tuple[Place, ...]:
         """Return the planted bugs that expect a requirement to fail."""

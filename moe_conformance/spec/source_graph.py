@@ -1,4 +1,4 @@
-"""Which definitions a function may use, read from the source text: nothing is imported, no file read that is not named."""
+"""Which definitions a function may use, read from the source text: nothing is imported, and few files are read."""
 
 from __future__ import annotations
 
