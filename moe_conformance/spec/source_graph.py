@@ -264,7 +264,7 @@ def _named_in(node: _Defined) -> _Uses:
         for each in inside
         if isinstance(each, ast.Attribute)
     ]
-    return _Uses(*(tuple(dict.fromkeys(each)) for each in (names, hints)), tuple(dict.fromkeys(attributes)))
+    return _Uses(tuple(dict.fromkeys(names)), tuple(dict.fromkeys(hints)), tuple(dict.fromkeys(attributes)))
 
 
 def _hints(node: ast.AST) -> Iterator[ast.AST]:
