@@ -1,4 +1,4 @@
-"""`tools/lint_places.py`, on a small tree of one check, oracle, line of native and planted bug; and on this repository."""
+"""`tools/lint_places.py`, on a small tree of one check, oracle, line of native and planted bug; and here."""
 
 from __future__ import annotations
 
