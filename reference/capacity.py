@@ -8,6 +8,7 @@ Sources: GShard section 2.2 (expert capacity), Switch Transformer section 2.2 eq
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 from math import ceil, isfinite
@@ -25,20 +26,18 @@ def loads(ids_TK: Tensor, experts: int) -> Tensor:
     Rule: n_e = |{(t, k): id_tk = e}|. Degenerate: an empty slot (-1) counts nowhere; an expert that no token
     selected has 0, and T = 0 gives zeros. Raises on an id that is neither -1 nor of an expert.
 
-    Decides: FORCE-02, and every n_e of DROP and FORCE. Source: definition.
+    Decides: FORCE-02, ROUTE-09, ROUTE-22. Source: definition.
 
     >>> loads(torch.tensor([[2, 0], [-1, 2], [2, 3]]), 5).tolist()
     [1, 0, 3, 1, 0]
     """
     if experts < 1:
         raise ValueError(f"{experts} experts: need at least one")
-    n_E = torch.zeros(experts, dtype=torch.int64)  # (E,)
-    for e in ids_TK.flatten().tolist():
+    counts = Counter(ids_TK.flatten().tolist())
+    for e in counts:
         if not -1 <= e < experts:
             raise ValueError(f"id {e} is neither -1 (empty) nor one of {experts} experts")
-        if e >= 0:
-            n_E[e] += 1
-    return n_E
+    return torch.tensor([counts[e] for e in range(experts)], dtype=torch.int64)  # (E,)
 
 
 def capacities(tokens: int, top_k: int, experts: int, *, factor: float, minimum: int = 0) -> tuple[int, ...]:

@@ -94,7 +94,7 @@ def legal_drops_by_rank(
 
     Degenerate: a rank with T = 0 keeps nothing and changes no other rank's drops.
 
-    Decides: DROP-01, DROP-07. Source: GShard section 2.2 (capacity within a local group).
+    Decides: DROP-03, DROP-05, DROP-06, DROP-07. Source: GShard section 2.2 (capacity within a local group).
 
     >>> ids, kept = torch.tensor([[0], [0], [0], [1]]), torch.tensor([[True], [True], [False], [True]])
     >>> legal_drops_by_rank([kept, kept[:2]], [ids, ids[:2]], 2, factor=1.0, policy="position")
@@ -120,7 +120,7 @@ def keep(ids_TK: Tensor, experts: int, *, capacity: int, policy: Policy, weights
     Rule: of each expert the first C slots in the order of the policy. A tie of weights goes to the smaller
     (t, k), but is free. Raises as `legal_drop`, and for "any", which has no order to go by.
 
-    Decides: DROP-05, DROP-06. Source: GShard section 2.2.
+    Decides: DROP-09, DROP-10, DROP-11. Source: GShard section 2.2.
 
     >>> ids, w = torch.tensor([[1, 0], [2, 1], [1, 2]]), torch.tensor([[0.5, 0.5], [0.6, 0.4], [0.7, 0.3]])
     >>> for policy in ("weight", "position", "choice"):

@@ -12,8 +12,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from reference import layer
-from reference.experts import Expert
 from reference.routing import Routed
 
 
@@ -48,41 +46,6 @@ def after_drop(
         sum_T1 = w_TK.sum(dim=1, keepdim=True)  # (T, 1)
         w_TK = torch.where(sum_T1 != 0, scale * w_TK / torch.where(sum_T1 != 0, sum_T1, 1.0), 0.0)  # (T, K)
     return Routed(torch.where(kept_TK, ids_TK, -1), w_TK)
-
-
-def output(
-    x_TD: Tensor,
-    ids_TK: Tensor,
-    weights_TK: Tensor,
-    kept_TK: Tensor,
-    expert: Expert,
-    *,
-    renormalise: bool = False,
-    scale: float = 1.0,
-) -> Tensor:
-    """Compute what the routed experts add, (T, D) -> (T, D), differentiable in x, weights and experts.
-
-    Rule: y_t = sum over kept k of w_tk f_{e_tk}(x_t). Autograd gives zeros to a dropped slot's weight, and
-    leaves it out of its token's and expert's gradients. Padding to capacity changes none of this.
-
-    Degenerate: a token of nothing kept gives exactly 0, and gets gradient 0; its residual and shared parts
-    are the caller's. The scores below `weights_TK` may still feel a dropped slot: a normalisation before
-    the drop has its score in the sum.
-
-    Decides: DROP-04, DROP-09, DROP-10, DROP-11, DROP-12. Source: Switch Transformer section 2.2; chain rule.
-
-    >>> x, ids, w = torch.ones(2, 3), torch.tensor([[0, 1], [1, 0]]), torch.full((2, 2), 0.5).requires_grad_()
-    >>> kept = torch.tensor([[True, False], [False, False]])
-    >>> y = output(x, ids, w, kept, lambda rows, e: rows + e)
-    >>> y.tolist(), torch.autograd.grad(y.sum(), w)[0].tolist()
-    ([[0.5, 0.5, 0.5], [0.0, 0.0, 0.0]], [[3.0, 0.0], [0.0, 0.0]])
-    """
-    dropped = after_drop(ids_TK, weights_TK, kept_TK, renormalise=renormalise, scale=scale)
-    y_TD = layer.forward(x_TD, dropped.ids_TK, dropped.weights_TK, expert)  # (T, D)
-    # Where nothing at all is kept, the layer never saw x and the weights: their gradients are 0, not absent.
-    never = torch.zeros((), dtype=torch.bool)
-    x_TD, sum_T1 = x_TD.double(), dropped.weights_TK.sum(dim=1, keepdim=True)  # (T, D), (T, 1)
-    return y_TD + torch.where(never, x_TD, 0.0) + torch.where(never, sum_T1, 0.0)  # (T, D)
 
 
 def check_kept(kept_TK: Tensor, ids_TK: Tensor) -> None:

@@ -59,6 +59,8 @@ def outcomes(settings: Settings) -> frozenset[Outcome]:
     Rule: "built" if it breaks nothing; else "refused", "honoured" if it may be built as it is, and "changed"
     if an open change of every broken rule that knows one makes it allowed.
 
+    Decides: RULE-25. Source: arithmetic on the table.
+
     >>> sorted(outcomes(Settings(overlap=True, overlap_shared=True, shared_experts=1)))
     ['changed', 'honoured', 'refused']
     >>> sorted(outcomes(Settings(overlap=True, ep=1, top_k=9)))

@@ -2,7 +2,6 @@
 
 Counted in rows of tokens, without padding. A combine can send the same rows back, after adding up those of one
 token, and a backward needs no more than its forward; so one count serves all four.
-Rows that cross between nodes are in `cost_nodes.py`.
 
 Source: arithmetic.
 """

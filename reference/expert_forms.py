@@ -43,7 +43,7 @@ def fuse_gate_up(gate_FD: Tensor, up_FD: Tensor, how: Fused) -> Tensor:
     Raises:
         ValueError: shapes or dtypes that differ, or an unknown order.
 
-    Decides: CKPT-10, SHARE-08. Source: a permutation of elements.
+    Decides: CKPT-10. Source: a permutation of elements.
 
     >>> gate, up = torch.tensor([[1, 2], [3, 4]]), torch.tensor([[5, 6], [7, 8]])
     >>> fuse_gate_up(gate, up, "halves")[:, 0].tolist(), fuse_gate_up(gate, up, "interleaved")[:, 0].tolist()
@@ -68,7 +68,7 @@ def split_gate_up(fused_2FD: Tensor, how: Fused) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: an odd number of rows, or an unknown order.
 
-    Decides: CKPT-10, SHARE-08. Source: a permutation of elements.
+    Decides: CKPT-10. Source: a permutation of elements.
 
     >>> gate, up = split_gate_up(torch.tensor([[1], [5], [3], [7]]), "interleaved")
     >>> gate.tolist(), up.tolist()

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
@@ -25,44 +24,6 @@ class Places:
     counts_N: Tensor
     begin_NS: Tensor
     run_NS: Tensor
-
-
-def fixed_places(ids_by_source: Sequence[Tensor], local_experts: Sequence[int], capacity: int) -> Places:
-    """Fill the places of a rank's N experts, one allowed way: by source, then token, then slot.
-
-    Args:
-        ids_by_source: of every rank of the exchange group in its order, int64 (T_s, K), -1 = empty.
-        local_experts: the global ids of the N experts; all other ids belong to other ranks.
-        capacity: C, the places of an expert.
-
-    Degenerate: places that are not filled hold -1. A source without rows has a run of 0 that begins where it
-    would. An expert in two slots of a token gets two rows.
-
-    Raises:
-        ValueError: more rows than places, an expert listed twice or negative, an id below -1.
-
-    Decides: EXCH-29. Source: behaviour of DeepEP (low_latency_dispatch).
-
-    >>> made = fixed_places([torch.tensor([[5, 2]]), torch.tensor([[-1, 2], [2, 9]])], [2, 5], 4)
-    >>> made.source_NC.tolist(), made.token_NC.tolist()
-    ([[0, 1, 1, -1], [0, -1, -1, -1]], [[0, 0, 1, -1], [0, -1, -1, -1]])
-    >>> made.counts_N.tolist(), made.begin_NS.tolist(), made.run_NS.tolist()
-    ([3, 1], [[0, 1], [0, 1]], [[1, 2], [1, 0]])
-    """
-    N, S = len(local_experts), len(ids_by_source)
-    source_NC, token_NC = (torch.full((N, capacity), -1, dtype=torch.int64) for _ in range(2))  # (N, C)
-    begin_NS, run_NS = (torch.zeros(N, S, dtype=torch.int64) for _ in range(2))  # (N, S)
-    filled = [0] * N
-    for n, by_source in enumerate(_wanted(ids_by_source, local_experts)):
-        for s, tokens in enumerate(by_source):
-            end = filled[n] + len(tokens)
-            if end > capacity:
-                raise ValueError(f"expert {local_experts[n]} gets at least {end} rows and has {capacity} places")
-            source_NC[n, filled[n] : end] = s
-            token_NC[n, filled[n] : end] = torch.tensor(tokens, dtype=torch.int64)
-            begin_NS[n, s], run_NS[n, s] = filled[n], len(tokens)
-            filled[n] = end
-    return Places(source_NC, token_NC, torch.tensor(filled, dtype=torch.int64), begin_NS, run_NS)
 
 
 def legal_places(
@@ -84,6 +45,7 @@ def legal_places(
 
     Decides: EXCH-29. Source: behaviour of DeepEP (low_latency_dispatch).
 
+    >>> import torch
     >>> ids = [torch.tensor([[2], [2]]), torch.tensor([[2]])]
     >>> made = Places(*map(torch.tensor, ([[0, 1, 0, 7]], [[1, 0, 0, 7]], [3], [[0, 1]], [[2, 1]])))
     >>> legal_places(made, ids, [2], runs=False), legal_places(made, ids, [2], runs=True)
@@ -102,39 +64,6 @@ def legal_places(
             legal = legal and run == len(tokens_of_s) and (run == 0 or stands == list(range(begin, begin + run)))
         verdicts.append(legal)
     return tuple(verdicts)
-
-
-def enough_places(tokens_max: int, sources: int) -> int:
-    """Compute how many places of an expert always suffice: S T_max, as a token selects an expert once at most.
-
-    Decides: EXCH-29. Source: arithmetic.
-
-    >>> enough_places(7, 3)
-    21
-    """
-    if tokens_max < 0 or sources < 1:
-        raise ValueError(f"{sources} sources of at most {tokens_max} tokens: need a source and T >= 0")
-    return sources * tokens_max
-
-
-def filled_rows(places_NCD: Tensor, counts_N: Tensor) -> Tensor:
-    """Read the rows that are filled, (N, C, D), int64 (N,) -> (R, D), expert by expert, differentiable.
-
-    Degenerate: the other places reach nothing and get no gradient, NaN included. No rows give (0, D).
-
-    Raises:
-        ValueError: counts outside 0..C, or not of N experts.
-
-    Decides: EXCH-29. Source: definition.
-
-    >>> places = torch.tensor([[[1.0], [torch.nan]], [[torch.nan], [5.0]], [[2.0], [3.0]]])
-    >>> filled_rows(places, torch.tensor([1, 0, 2])).tolist()
-    [[1.0], [2.0], [3.0]]
-    """
-    (N, C, D), counts = places_NCD.shape, counts_N.tolist()
-    if len(counts) != N or not all(0 <= count <= C for count in counts):
-        raise ValueError(f"counts {counts} for {N} experts of {C} places each")
-    return torch.cat([places_NCD.new_zeros(0, D), *(places_NCD[n, :count] for n, count in enumerate(counts))]).double()
 
 
 def _wanted(ids_by_source: Sequence[Tensor], local_experts: Sequence[int]) -> list[list[list[int]]]:

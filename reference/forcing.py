@@ -25,7 +25,7 @@ def legal_ids(ids_TK: Tensor, experts: int, *, padding_T: Tensor | None = None) 
     Rule: K different ids in 0..E-1. A token that `padding_T`, bool (T,), marks True may instead have nothing
     but empty slots (-1), not a mixture.
 
-    Decides: FORCE-02. Source: definition of top-K routing.
+    Decides: FORCE-02, ROUTE-01, ROUTE-22. Source: definition of top-K routing.
 
     >>> ids, padding = torch.tensor([[2, 0], [1, 1], [3, 0], [-1, -1]]), torch.tensor([False] * 3 + [True])
     >>> legal_ids(ids, 3).tolist(), legal_ids(ids, 3, padding_T=padding).tolist()
@@ -47,7 +47,7 @@ def round_robin(tokens: int, top_k: int, experts: int, *, rank: int = 0) -> Tens
     Rule: id_tk = ((rank T + t) K + k) mod E, for ranks of equal T. One of the allowed routes (`balanced`).
     T = 0 gives (0, K).
 
-    Decides: FORCE-03, FORCE-04. Source: behaviour of torchtitan's forced load balance.
+    Decides: FORCE-04. Source: behaviour of torchtitan's forced load balance.
 
     >>> round_robin(2, 3, 5).tolist(), round_robin(2, 3, 5, rank=1).tolist()
     ([[0, 1, 2], [3, 4, 0]], [[1, 2, 3], [4, 0, 1]])

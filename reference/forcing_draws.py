@@ -16,11 +16,6 @@ from math import comb, isnan, sqrt
 import torch
 from torch import Tensor
 
-from reference.forcing import legal_ids
-
-FORWARDS = 16
-"""Of so many draws of a bias, two at least must show different experts."""
-
 
 def load_margin(tokens: int, top_k: int, experts: int) -> float:
     """Compute how far a load of random routing may be from its mean K T / E.
@@ -112,44 +107,6 @@ def one_choice(ids: Sequence[Tensor]) -> bool:
     (True, False)
     """
     return len({frozenset(ids_K) for ids_TK in ids for ids_K in ids_TK.tolist()}) <= 1
-
-
-def legal_bias_draws(ids_by_layer: Sequence[Sequence[Tensor]], deviation: float, experts: int) -> bool:
-    """Return whether biases were drawn anew or kept as the sign of the deviation demands.
-
-    Args: of every layer, the ids (T, K) of each forward, at a |deviation| that decides alone (1e6).
-
-    Rule: one choice in each forward. Positive: not the same in all (16 or more) forwards of a layer.
-    Negative: the same in all forwards of a layer, and not the same in all (16 or more) layers.
-
-    Degenerate: K = E shows nothing and is True; forwards of T = 0 are left out. Raises on deviation 0 or
-    NaN, on ids that are no route, and on fewer than 16 forwards or layers: by chance they could agree.
-
-    Decides: FORCE-10. Source: behaviour of Megatron-Core's forced bias option.
-
-    >>> zero, one = torch.tensor([[0], [0]]), torch.tensor([[1], [1]])
-    >>> legal_bias_draws([[zero, one] * 8], 1e6, 3), legal_bias_draws([[zero] * 16], 1e6, 3)
-    (True, False)
-    >>> legal_bias_draws([[zero] * 2] * 8 + [[one] * 2] * 8, -1e6, 3)
-    True
-    """
-    if deviation == 0 or isnan(deviation):
-        raise ValueError(f"deviation {deviation} draws no bias")
-    if not all(bool(legal_ids(ids_TK, experts).all()) for forwards in ids_by_layer for ids_TK in forwards):
-        raise ValueError(f"a token's ids are not different experts of {experts}")
-    layers = [[ids_TK for ids_TK in forwards if len(ids_TK)] for forwards in ids_by_layer]
-    seen = [len(forwards) for forwards in layers] if deviation > 0 else [sum(map(bool, layers))]
-    if min(seen, default=0) < FORWARDS:
-        raise ValueError(
-            f"{seen} forwards or layers with tokens: give at least {FORWARDS}, or they may agree by chance"
-        )
-    if any(ids_TK.shape[1] == experts for forwards in layers for ids_TK in forwards):
-        return True
-    alike_in_forward = all(one_choice([ids_TK]) for forwards in layers for ids_TK in forwards)
-    kept = [one_choice(forwards) for forwards in layers if forwards]
-    if deviation > 0:
-        return alike_in_forward and not any(kept)
-    return alike_in_forward and all(kept) and not one_choice([ids_TK for forwards in layers for ids_TK in forwards])
 
 
 def chance_alike(draws: int, top_k: int, experts: int) -> float:

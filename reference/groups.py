@@ -21,6 +21,8 @@ def valid(world: int, tp: int, cp: int, pp: int, ep: int, etp: int) -> str | Non
     Rule: both folds fill the world: tp*cp*pp divides it, and so does etp*ep*pp. No other condition: ep need
     not divide dp.
 
+    Decides: GROUP-02. Source: arithmetic.
+
     >>> valid(8, tp=2, cp=2, pp=2, ep=2, etp=2), valid(24, tp=2, cp=2, pp=2, ep=2, etp=1)
     (None, None)
     >>> valid(12, tp=3, cp=1, pp=2, ep=2, etp=4)
@@ -45,6 +47,8 @@ def groups(world: int, tp: int, cp: int, pp: int, ep: int, etp: int) -> dict[str
     over the replicas of an expert shard.
 
     Degenerate: an axis of size 1 gives one group per rank. Sizes that are not `valid` are an error.
+
+    Decides: EXPT-04, GROUP-01. Source: definition of the axes.
 
     >>> made = groups(12, tp=3, cp=1, pp=1, ep=2, etp=1)
     >>> made["tp"]

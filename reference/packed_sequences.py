@@ -49,7 +49,7 @@ def padded_lengths(lengths: Sequence[int], multiple: int) -> tuple[int, ...]:
     Raises:
         ValueError: a negative length, or a multiple below 1.
 
-    Decides: PACK-07, PACK-10. Source: arithmetic.
+    Decides: PACK-07. Source: arithmetic.
 
     >>> padded_lengths([5, 0, 4], 4)
     (8, 0, 4)
@@ -88,7 +88,7 @@ def judge_lengths(lengths: Sequence[int], cu_seqlens: Tensor, cu_seqlens_padded:
     Raises:
         ValueError: a negative length, or a multiple below 1.
 
-    Decides: PACK-07, PACK-10. Source: arithmetic.
+    Decides: PACK-07. Source: arithmetic.
 
     >>> real = cumulative([5, 0, 4])
     >>> [judge_lengths([5, 0, 4], real, cumulative(padded), 4) for padded in ([8, 0, 4], [8, 4, 4], [8, 0, 5])]

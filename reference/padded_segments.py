@@ -29,7 +29,7 @@ def legal_counts(claimed_N: Sequence[int], rows_N: Sequence[int], multiple: int)
     Raises:
         ValueError: lists of different lengths, a negative number of pairs, a multiple below 1.
 
-    Decides: EXCH-04, EXCH-18. Source: arithmetic.
+    Decides: EXCH-18. Source: arithmetic.
 
     >>> legal_counts([8, 12, 0, 4, 8], [5, 4, 0, 0, 0], 4)
     (True, False, True, True, False)
@@ -71,7 +71,7 @@ def padding_rows(counts_N: Sequence[int], rows_N: Sequence[int]) -> Tensor:
     Raises:
         ValueError: lists of different lengths, n > count, a negative number.
 
-    Decides: EXCH-18. Source: behaviour of grouped matrix products with alignment.
+    Decides: EXCH-02, EXCH-18, GRAD-09. Source: behaviour of grouped matrix products with alignment.
 
     >>> padding_rows([4, 0, 2], [3, 0, 0]).int().tolist()
     [0, 0, 0, 1, 1, 1]

@@ -17,7 +17,7 @@ from reference.packing import ALIGNMENT, aligned, check_groups
 def bounded_count(bound: int, *, alignment: int = ALIGNMENT) -> int:
     """Compute P from the bound B alone, the same on every rank and step: A ceil(B / A).
 
-    Outputs and gradients are those of `packing.padded_forward` with this P, so those without padding.
+    Outputs and gradients are those without padding.
 
     Degenerate: B = 0 gives 0, which holds only ranks without tokens.
 
@@ -78,22 +78,3 @@ def legal_refusals(
         else:
             legal.append(all(refusals) or not any(refusals))
     return tuple(legal)
-
-
-def may_refuse_unequal(tokens_by_rank: Sequence[int], exchange_groups: Sequence[Sequence[int]]) -> tuple[bool, ...]:
-    """Say of every group whether an exchange that needs equal token counts may refuse it: they differ.
-
-    One that does not refuse must compute what the layer computes. Equal counts are no reason to refuse.
-
-    Degenerate: all T = 0, and a group of one rank, are equal.
-
-    Raises:
-        ValueError: negative counts, bad groups.
-
-    Decides: PACK-14. Source: semantics of all-gather and reduce-scatter over equal parts.
-
-    >>> may_refuse_unequal([3, 2, 3, 0, 0], [[0, 2], [1], [3, 4]]), may_refuse_unequal([3, 2], [[0, 1]])
-    ((False, False, False), (True,))
-    """
-    check_groups(tokens_by_rank, exchange_groups)
-    return tuple(len({tokens_by_rank[rank] for rank in group}) > 1 for group in exchange_groups)

@@ -137,7 +137,7 @@ def expert_major(
     Raises:
         ValueError: a local expert twice or negative, an id below -1, a multiple below 1.
 
-    Decides: EXCH-18, EXCH-20, EXCH-21. Source: behaviour of a stable sort by expert.
+    Decides: EXCH-18, EXCH-21. Source: behaviour of a stable sort by expert.
 
     >>> rows = expert_major([torch.tensor([[7, 5]]), torch.tensor([[-1, 7], [7, 9]])], [5, 7], multiple=2)
     >>> rows.expert.tolist(), rows.source.tolist(), rows.token.tolist(), rows.slot.tolist()

@@ -45,6 +45,8 @@ def scores(logits_TE: Tensor, score: Score) -> Tensor:
     NaN, a +inf or, for either softmax, a row of nothing but -inf is an error: a NaN returned here would
     agree with any NaN that an implementation returns. T = 0 gives (0, E).
 
+    Decides: ROUTE-02. Source: definition of the score functions.
+
     >>> scores(torch.tensor([[0.0, 0.0, -torch.inf]]), "softmax").tolist()
     [[0.5, 0.5, 0.0]]
     >>> scores(torch.tensor([[0.0, -torch.inf]]), "sigmoid").tolist()
@@ -74,6 +76,8 @@ def selection_scores(logits_TE: Tensor, *, score: Score, bias_E: Tensor | None =
     Rule: score plus bias. The expert bias is added to the score, not to the logit, and takes part in the selection
     only (DeepSeek-V3 equation 16). Without a bias these are the `scores`.
 
+    Decides: ROUTE-01, ROUTE-03. Source: DeepSeek-V3 section 2.1.2 (a bias that selects).
+
     >>> selection_scores(torch.zeros(1, 2), score="sigmoid", bias_E=torch.tensor([-1.0, 0.25])).tolist()
     [[-0.5, 0.75]]
     """
@@ -93,6 +97,8 @@ def weights(logits_TE: Tensor, ids_TK: Tensor, *, score: Score, normalise: bool 
     does: a token that likes no expert must not become NaN. K = 1 normalised is 1, with gradient 0; a
     library that does not divide at K = 1 means `normalise=False` there. An empty slot (-1) is an error:
     weigh first, drop afterwards.
+
+    Decides: ROUTE-02, ROUTE-03, ROUTE-05, ROUTE-06, ROUTE-07, ROUTE-08. Source: definition; chain rule.
 
     >>> logits, ids = torch.tensor([[0.0, 9.0, 0.0]]), torch.tensor([[0, 2]])
     >>> weights(logits, ids, score="sigmoid", normalise=True, scale=3.0).tolist()

@@ -45,7 +45,7 @@ def scatter(out_RD: Tensor, index_R: Tensor, weights_R: Tensor, tokens: int) -> 
     Raises:
         ValueError: shapes that do not fit, an index that is not int64, a negative number of tokens.
 
-    Decides: EXCH-19. Source: chain rule.
+    Decides: EXCH-05, EXCH-19, GRAD-02, GRAD-03. Source: chain rule.
 
     >>> out = torch.tensor([[1.0, 2.0], [torch.nan, 0.0], [3.0, 4.0]])
     >>> scatter(out, torch.tensor([1, -1, 1]), torch.tensor([1.0, 5.0, 10.0]), 3).tolist()

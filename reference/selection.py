@@ -104,6 +104,8 @@ def margins(
     from too many groups -inf. A chosen group need not show in the K experts: the groups that favour the
     selection most are assumed. An id that is repeated or not in 0..E-1 is an error.
 
+    Decides: ROUTE-01, ROUTE-04. Source: arithmetic.
+
     >>> s = torch.tensor([[4.0, 3.0, 1.0]])
     >>> [margins(s, torch.tensor([ids_K])).item() for ids_K in ([1, 0], [0, 2], [2, 1, 0])]
     [2.0, -2.0, inf]

@@ -1,8 +1,7 @@
 """Shared experts: experts that every token sees, beside its routed ones.
 
 y_t = sum_k w_tk f_{e_tk}(x_t) + a_t sum_j h_j(x_t): the dense layer of `layer.py` plus one term that knows
-nothing of the routing. The factor a_t is 1, or a gate's sigmoid. Gradients are in
-`shared_expert_gradients.py`, shards and fused forms in `shared_expert_parts.py`.
+nothing of the routing. The factor a_t is 1, or a gate's sigmoid. Gradients are in `whole_layer.py`.
 
 Sources: DeepSeekMoE (Dai et al. 2024) section 3.2; DeepSeek-V3 section 2.1.2; Qwen2-MoE (the gate).
 """
@@ -15,9 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from reference import layer
-from reference.experts import Expert, swiglu
-from reference.layer import WeightsAt
+from reference.experts import swiglu
 
 
 class SharedExpert(NamedTuple):
@@ -91,34 +88,3 @@ def shared_part(x_TD: Tensor, shared: Sequence[SharedExpert], gate_D: Tensor | N
     for expert in shared:
         sum_TD = sum_TD + shared_expert(x_TD, expert)  # (T, D)
     return gate_factors(x_TD, gate_D)[:, None] * sum_TD  # (T, D)
-
-
-def forward(
-    x_TD: Tensor,
-    ids_TK: Tensor,
-    weights_TK: Tensor,
-    expert: Expert,
-    shared: Sequence[SharedExpert],
-    *,
-    gate_D: Tensor | None = None,
-    weights_at: WeightsAt = "output",
-) -> Tensor:
-    """Compute the layer's output, routed part plus shared part, (T, D), differentiable in all but the ids.
-
-    Rule: `layer.forward` + `shared_part`, whatever the routed experts are and wherever they lie.
-
-    Degenerate: a token of only empty slots gets its shared part alone. S = 0 is `layer.forward`. T = 0 gives
-    (0, D).
-
-    Raises:
-        ValueError: as `layer.forward` and `gate_factors`.
-
-    Decides: SHARE-01, SHARE-02, SHARE-07. Source: DeepSeekMoE section 3.2.
-
-    >>> constant = SharedExpert(torch.ones(1, 3), torch.zeros(1, 3), torch.ones(3, 1), torch.full((3,), 0.5))
-    >>> x, ids, w = torch.ones(2, 3), torch.tensor([[4], [-1]]), torch.tensor([[10.0], [9.0]])
-    >>> forward(x, ids, w, lambda rows, e: e * rows, [constant]).tolist()
-    [[40.5, 40.5, 40.5], [0.5, 0.5, 0.5]]
-    """
-    routed_TD = layer.forward(x_TD, ids_TK, weights_TK, expert, weights_at=weights_at)  # (T, D)
-    return routed_TD + shared_part(x_TD, shared, gate_D)  # (T, D)

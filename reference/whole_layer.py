@@ -94,7 +94,8 @@ def gradients(
     Degenerate: an expert without tokens has gradients of zeros, which are returned and never left out, and so has an
     expert that keeps none; T = 0 gives empty and zero gradients; without shared experts the layer is the routed one.
 
-    Decides: SHARE-01 to SHARE-05, DROP-09 to DROP-11. Source: chain rule.
+    Decides: DROP-09, DROP-10, DROP-11, GRAD-18, SHARE-01, SHARE-02, SHARE-03, SHARE-04, SHARE-05, SHARE-06,
+    SHARE-07, SHARE-08. Source: chain rule.
 
     >>> one = torch.ones(1, 1)
     >>> p = {(name, 0): one for name in ("gate", "up", "down", "shared_gate", "shared_up", "shared_down")}

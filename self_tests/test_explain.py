@@ -45,7 +45,10 @@ class TestDecided:
 
 class TestSourceGraph:
     def test_names_attributes_and_constructors_are_followed(self, tmp_path: Path) -> None:
-        """Through imports under other names, modules that pass a name on, and methods; not through annotations."""
+        """Through imports under other names, modules that pass a name on, and methods of classes that are named.
+
+        What stands in an annotation alone is not called: but its methods are, where they are named.
+        """
         package = tmp_path / "some"
         package.mkdir()
         (package / "__init__.py").write_text("from some.deep import low as passed\n")
@@ -56,7 +59,8 @@ class TestSourceGraph:
         )
         (package / "top.py").write_text(
             "from some import passed as other\nfrom some.kinds import Kind\nfrom some.deep import Hint\n"
-            "def by_name(): other()\ndef by_class(): Kind()\ndef by_method(x: Hint): x.method()\n"
+            "def by_name(): other()\ndef by_class(): Kind()\ndef by_method(x: Kind): x.method()\n"
+            "def by_another(x: Hint): x.method()\n"
         )
         graph = SourceGraph(tmp_path, ("some",))
 
@@ -66,3 +70,4 @@ class TestSourceGraph:
         assert {"some.deep:low"} == reached("by_name")
         assert {"some.kinds:Kind", "some.kinds:Kind.__init__", "some.deep:low"} == reached("by_class")
         assert {"some.kinds:Kind.method", "some.kinds:TABLE", "some.deep:unused"} == reached("by_method")
+        assert set() == reached("by_another")

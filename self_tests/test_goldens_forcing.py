@@ -145,10 +145,6 @@ def of_draws(values: Mapping[str, Any]) -> dict[str, Any]:
         ids_LFTK = given(values, f"biased-{case}")["ids_LFTK"]
         answers = {"alike_LF": [[forcing_draws.one_choice([ids_TK]) for ids_TK in row] for row in ids_LFTK]}
         answers["alike_L"] = [forcing_draws.one_choice(list(row)) for row in ids_LFTK]
-        if ids_LFTK.shape[1] >= 16:
-            answers["legal-anew"] = forcing_draws.legal_bias_draws(ids_LFTK, 1e6, 5)
-        if ids_LFTK.shape[0] >= 16:
-            answers["legal-kept"] = forcing_draws.legal_bias_draws(ids_LFTK, -1e6, 5)
         found |= told(f"biased-{case}", answers)
     return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from numpy.typing import NDArray
 from reference import cost as first
 from reference import cost_bytes as first_bytes
 from reference import cost_calls as first_calls
-from reference import cost_nodes as first_nodes
 from self_tests.asked_twice import assert_agree, assert_refused
 from self_tests.oracles import cost as second
 from self_tests.oracles import cost_bytes as second_bytes
@@ -66,33 +64,6 @@ class TestRows:
         np.fill_diagonal(splits, 0)
         assert splits.tolist() == pairs.tolist()
 
-    @settings(pairs_agree, max_examples=150)
-    @given(st.integers(0, 10**6), exchanges)
-    def test_rows_over_nodes_agree(self, seed: int, exchange: tuple[int, int, int]) -> None:
-        """Both count each token once per node that needs it, by any relay of the group."""
-        ids, groups, held = drawn(seed, exchange)
-        random = np.random.default_rng(seed)
-        W = len(ids)
-        nodes = int(random.integers(1, W + 1))
-        node_of_W = [*range(nodes), *random.integers(0, nodes, size=W - nodes).tolist()]
-        random.shuffle(node_of_W)
-        relay = [[-1] * nodes for _ in range(W)]
-        for group in groups:
-            for source, other in product(group, group):
-                if relay[source][node_of_W[other]] < 0 or random.random() < 0.5:
-                    relay[source][node_of_W[other]] = other
-        crossing = assert_agree(first_nodes.rows_between_nodes, second.rows_between_nodes, ids, groups, held, node_of_W)
-        question = ids, groups, held, node_of_W, relay
-        hops = np.array(assert_agree(first_nodes.rows_by_node, second.rows_by_node, *question)[1]).reshape(W, W)
-        for source in range(W):
-            for node in range(nodes):
-                there = [r for r in range(W) if node_of_W[r] == node]
-                if node != node_of_W[source]:
-                    # Relays send within their own node only, so all that leaves here is the source's own.
-                    assert hops[source, there].sum() == crossing[1][source][node]
-        if nodes == 1:
-            assert hops.tolist() == second.least_rows(ids, groups, held).tolist()
-
     # Ranks 0 and 1 on one node, 2 and 3 on the other. Experts 0, 1 on rank 0; 2 on 1; 3, 4 on 2; 5 on 3.
     HELD = ([0, 1], [2], [3, 4], [5])
     # Rank 0: token 0 to ranks 0, 2, 2; token 1 to 1, 3, 2; token 2 to 3. Rank 1: token 0 to 1, 0, 0. Rank 2: nothing.
@@ -105,7 +76,7 @@ class TestRows:
     )
 
     def test_by_hand(self) -> None:
-        """Four ranks: by pair, by token and rank, and by token and node."""
+        """Four ranks: by pair, and by token and rank."""
         question = list(self.IDS), [[0, 1, 2, 3]], list(self.HELD)
         pairs = [[0, 1, 3, 2], [2, 0, 0, 0], [0, 0, 0, 0], [1, 1, 2, 0]]
         assert matrix(pairs) == assert_agree(first.pair_rows, second.pair_rows, *question)
@@ -115,17 +86,6 @@ class TestRows:
         assert matrix(gathered) == assert_agree(
             first.all_gather_rows, second.all_gather_rows, [3, 1, 0, 2], [[2, 0, 3, 1]]
         )
-        nodes = [0, 0, 1, 1]
-        between = [[0, 3], [0, 0], [0, 0], [1, 0]]
-        assert matrix(between) == assert_agree(
-            first_nodes.rows_between_nodes, second.rows_between_nodes, *question, nodes
-        )
-        # By the rank of the same place: 0 -> 2, 1 -> 3, 3 -> 1. Three tokens of rank 0 cross to 2, two go on to 3.
-        # Token 1 of rank 3 crosses to 1 and goes on to 0. Rank 3's token 0 stays on its node.
-        relay = [[0, 2], [1, 3], [0, 2], [1, 3]]
-        hops = [[0, 1, 3, 0], [2, 0, 0, 0], [0, 0, 0, 2], [0, 1, 1, 0]]
-        question_of_hops = *question, nodes, relay
-        assert matrix(hops) == assert_agree(first_nodes.rows_by_node, second.rows_by_node, *question_of_hops)
         moved, smallest = sum(map(sum, pairs)), sum(map(sum, least))
         assert 12 / 9 == assert_agree(first.ratio, second.ratio, moved, smallest)
 
@@ -162,33 +122,6 @@ class TestRows:
         question = [np.array(each) for each in ids], groups, [[0], [1]]
         assert_refused(first.pair_rows, second.pair_rows, *question)
         assert_refused(first.least_rows, second.least_rows, *question)
-        assert_refused(first_nodes.rows_between_nodes, second.rows_between_nodes, *question, [0, 1])
-
-    @pytest.mark.parametrize(
-        ("nodes", "relay"),
-        [
-            ([0, 1], [[0, 0], [0, 1]]),  # a relay on the wrong node
-            ([0, 2], [[0, 1, 1], [0, 1, 1]]),
-            ([1, 1], [[0, 1], [0, 1]]),
-            ([0], [[0, 1], [0, 1]]),
-            ([0, 1, 1], [[0, 1], [0, 1]]),
-        ],
-    )
-    def test_no_relay(self, nodes: list[int], relay: Lists) -> None:
-        """A relay that is elsewhere, and nodes with a gap or of other ranks."""
-        question = [np.array([[1]]), np.array([[1]])], [[0, 1]], [[0], [1]], nodes
-        assert_refused(first_nodes.rows_by_node, second.rows_by_node, *question, relay)
-        if len(relay[0]) != len(set(nodes)) or len(nodes) != 2:
-            assert_refused(first_nodes.rows_between_nodes, second.rows_between_nodes, *question)
-
-    def test_a_relay_of_another_group(self) -> None:
-        """Rank 3 is on the right node and not in the group of rank 0; where nobody asks, any relay will do."""
-        ids = [np.array([[1]]), *[np.zeros((0, 1), dtype=np.int64)] * 3]
-        lists = [[0, 2], [1, 3]], [[0], [0], [1], [1]], [0, 0, 1, 1]
-        right = [[0, 2], [9, 9], [9, 9], [9, 9]]
-        expected = matrix([[0, 0, 1, 0], [0] * 4, [0] * 4, [0] * 4])
-        assert expected == assert_agree(first_nodes.rows_by_node, second.rows_by_node, ids, *lists, right)
-        assert_refused(first_nodes.rows_by_node, second.rows_by_node, ids, *lists, [[0, 3], *right[1:]])
 
     def test_ratio(self) -> None:
         """Of what moved to what had to; of nothing to nothing it is 1."""

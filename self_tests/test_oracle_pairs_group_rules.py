@@ -1,52 +1,19 @@
-"""Which sizes divide, which stages agree and which groups are local, worked out twice."""
+"""Which sizes divide, which groups have several stages and which are local, worked out twice."""
 
 from __future__ import annotations
 
-from itertools import permutations
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_conformance import topology
 from reference import group_rules as first
 from reference import groups as first_groups
 from self_tests.asked_twice import assert_agree, assert_refused
 from self_tests.oracles import group_rules as second
-from self_tests.oracles import groups as second_groups
 
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
-Fold = list[tuple[str, int]]
-
-
-class TestLayouts:
-    @pytest.mark.parametrize("worlds", [range(1, 17), range(17, 31)], ids=str)
-    def test_layouts_agree(self, worlds: range) -> None:
-        """Both list the same layouts in the same order, and they are those that the topology knows."""
-        for world in worlds:
-            found = list(second.layouts(world))
-            assert found == list(first.layouts(world))
-            known = {(each.tp, each.cp, each.pp, each.ep, each.etp) for each in topology.layouts(world)}
-            assert known == {tuple(sizes.values()) for sizes in found}
-            assert len(known) == len(found)
-
-    def test_by_hand(self) -> None:
-        """A prime world has every axis whole or not at all; the folds share pp alone."""
-        # pp = 3: all else 1. pp = 1: dense 1, tp or cp; expert 1, ep or etp: nine.
-        assert 10 == len(first.layouts(3))
-        names = ("tp", "cp", "pp", "ep", "etp")
-        assert [dict.fromkeys(names, 1)] == list(first.layouts(1)) == list(second.layouts(1))
-        assert dict.fromkeys(names, 2) in first.layouts(8)
-        assert dict.fromkeys(names, 2) in first.layouts(24)
-        assert dict.fromkeys(names, 2) not in first.layouts(12)
-        assert {"tp": 2, "cp": 1, "pp": 1, "ep": 4, "etp": 1} in first.layouts(4)  # ep does not divide dp = 2
-        assert list(names) == list(first.layouts(4)[0])
-
-    @pytest.mark.parametrize("world", [0, -4])
-    def test_no_world(self, world: int) -> None:
-        """Both refuse a world of nobody."""
-        assert_refused(first.layouts, lambda ranks: list(second.layouts(ranks)), world)
 
 
 class TestDivision:
@@ -88,92 +55,27 @@ class TestDivision:
         assert_refused(first.indivisible, second.divisible, *sizes)
 
 
-def folds(sizes: dict[str, int]) -> list[Fold]:
-    """The axes in every order."""
-    return [list(order) for order in permutations(sizes.items())]
-
-
 class TestStages:
-    @pytest.mark.parametrize("sizes", [{"tp": 2, "dp": 3, "pp": 2}, {"pp": 4}, {"a": 1, "pp": 3, "b": 2}])
-    def test_stages_agree(self, sizes: dict[str, int]) -> None:
-        """Both count ranks with the first axis fastest, in every order of axes."""
-        for fold in folds(sizes):
-            assert_agree(first.stages, second.stages, fold)
-            groups = assert_agree(first.stage_groups, second.stage_groups, fold)
-            assert sorted(rank for group in groups for rank in group) == list(range(len(second.stages(fold))))
-
-    @pytest.mark.parametrize(
-        ("fold", "stages", "groups"),
-        [
-            ([("tp", 2), ("pp", 2)], [0, 0, 1, 1], [[0, 2], [1, 3]]),
-            ([("pp", 2), ("tp", 2)], [0, 1, 0, 1], [[0, 1], [2, 3]]),
-            ([("tp", 2), ("pp", 2), ("dp", 2)], [0, 0, 1, 1, 0, 0, 1, 1], [[0, 2], [1, 3], [4, 6], [5, 7]]),
-            ([("tp", 3), ("pp", 1)], [0, 0, 0], [[0], [1], [2]]),
-            ([("pp", 3)], [0, 1, 2], [[0, 1, 2]]),
-        ],
-    )
-    def test_by_hand(self, fold: Fold, stages: list[int], groups: list[list[int]]) -> None:
-        """The stride of pp is the product of the sizes before it."""
-        assert stages == assert_agree(first.stages, second.stages, fold)
-        assert groups == assert_agree(first.stage_groups, second.stage_groups, fold)
-
     @pytest.mark.parametrize("sizes", [(8, 2, 1, 2, 2, 2), (24, 2, 3, 2, 2, 3), (12, 1, 1, 3, 4, 1)])
-    def test_with_pp_last_the_groups_are_those_of_the_layout(self, sizes: tuple[int, ...]) -> None:
-        """Both folds of a valid layout agree, and no group of experts has two stages."""
+    def test_groups_of_a_layout_have_one_stage(self, sizes: tuple[int, ...]) -> None:
+        """All but those along pp, which have every stage."""
         world, tp, cp, pp, ep, etp = sizes
-        dense = [("tp", tp), ("cp", cp), ("dp", world // (tp * cp * pp)), ("pp", pp)]
-        expert = [("etp", etp), ("ep", ep), ("edp", world // (etp * ep * pp)), ("pp", pp)]
-        assert assert_agree(first.stages_agree, second.stages_agree, dense, expert)
         made = first_groups.groups(world, tp, cp, pp, ep, etp)
-        assert made == second_groups.groups(second_groups.Sizes(*sizes))
-        assert made["pp"] == first.stage_groups(dense)
+        stages = [0] * world
+        for group in made["pp"]:
+            for stage, rank in enumerate(group):
+                stages[rank] = stage
         for name in ("ep", "etp", "ep_etp", "edp", "tp", "dp_cp"):
-            assert () == first.mixed_groups(made[name], first.stages(dense))
-        assert list(made["pp"]) == [tuple(group) for group in second.mixed_groups(made["pp"], second.stages(expert))]
-
-    @pytest.mark.parametrize(
-        ("dense", "expert", "expected"),
-        [
-            # pp before dp: its stride is tp cp = 2 and etp ep = 2, or 4.
-            ([("tp", 2), ("pp", 2), ("dp", 2)], [("etp", 1), ("ep", 2), ("pp", 2), ("edp", 2)], True),
-            ([("tp", 2), ("pp", 2), ("dp", 2)], [("etp", 1), ("ep", 4), ("pp", 2), ("edp", 1)], False),
-            ([("tp", 2), ("dp", 2), ("pp", 2)], [("etp", 1), ("ep", 4), ("edp", 1), ("pp", 2)], True),
-            ([("tp", 2), ("dp", 2), ("pp", 2)], [("pp", 2), ("ep", 4)], False),
-            ([("tp", 4), ("pp", 1)], [("pp", 1), ("ep", 4)], True),
-            ([("pp", 4), ("tp", 2)], [("pp", 2), ("ep", 4)], False),  # other stages
-            ([("tp", 2), ("pp", 2)], [("ep", 2), ("pp", 2)], True),
-        ],
-    )
-    def test_agreement_by_hand(self, dense: Fold, expert: Fold, expected: bool) -> None:
-        """Where strides of pp differ, so do stages."""
-        assert expected is assert_agree(first.stages_agree, second.stages_agree, dense, expert)
-        assert expected is assert_agree(first.stages_agree, second.stages_agree, expert, dense)
+            assert [] == assert_agree(first.mixed_groups, second.mixed_groups, made[name], stages)
+        assert list(map(list, made["pp"])) == assert_agree(first.mixed_groups, second.mixed_groups, made["pp"], stages)
 
     @pairs_agree
-    @given(st.data())
-    def test_agreement_in_every_order(self, data: st.DataObject) -> None:
-        """Both judge any two orders of axes alike; where they agree, no group of the other fold has two stages."""
-        pp, dp, ep = (data.draw(st.sampled_from(each)) for each in ([1, 2, 3], [2, 4], [1, 2, 4]))
-        dense = data.draw(st.permutations([("tp", 2), ("dp", dp), ("pp", pp)]))
-        expert = data.draw(st.permutations([("ep", ep), ("edp", 2 * dp // ep), ("pp", pp)]))
-        agree = assert_agree(first.stages_agree, second.stages_agree, dense, expert)
-        groups: list[Any] = []
-        for axis in ("ep", "edp"):  # a group along an axis: pp of a fold that calls this axis so
-            groups += second.stage_groups([("pp" if name == axis else f"old {name}", n) for name, n in expert])
-        mixed = assert_agree(first.mixed_groups, second.mixed_groups, groups, second.stages(dense))
-        assert not (agree and mixed)
-
-    @pytest.mark.parametrize("fold", [[("tp", 2)], [], [("pp", 2), ("pp", 2)], [("tp", 0), ("pp", 2)], [("pp", -1)]])
-    def test_no_fold(self, fold: Fold) -> None:
-        """Without pp, with an axis twice, of sizes below one."""
-        assert_refused(first.stages, second.stages, fold)
-        assert_refused(first.stage_groups, second.stage_groups, fold)
-        assert_refused(first.stages_agree, second.stages_agree, fold, fold)
-
-    def test_folds_of_different_worlds(self) -> None:
-        """They have no rank in common to compare."""
-        question = [("tp", 2), ("pp", 2)], [("ep", 3), ("pp", 2)]
-        assert_refused(first.stages_agree, second.stages_agree, *question)
+    @given(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.data())
+    def test_verdicts_agree(self, stages: list[int], data: st.DataObject) -> None:
+        """Both name the same groups, of any ranks in any stages."""
+        ranks = st.lists(st.integers(0, len(stages) - 1), min_size=1, max_size=4, unique=True)
+        groups = data.draw(st.lists(ranks, max_size=4))
+        assert_agree(first.mixed_groups, second.mixed_groups, groups, stages)
 
     def test_mixed_groups(self) -> None:
         """As given, in order; the last rank may be the odd one."""

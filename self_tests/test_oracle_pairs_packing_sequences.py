@@ -1,4 +1,4 @@
-"""Packed sequences, worked out twice: the first computes with gaps, the longhand with real tokens alone."""
+"""Packed sequences, worked out twice: lengths, which rows are tokens, and who holds them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from torch import Tensor
 
-from reference import context_shares, experts, packed_rows, packed_sequences, padding_bounds
-from reference import packing as first
-from self_tests.oracles import layer
+from reference import context_shares, packed_rows, packed_sequences
 from self_tests.oracles import packing as second
-from self_tests.oracles.agreement import assert_close, check_refused, floats, ints
-from self_tests.oracles.packing_cases import assert_gradients, rank_of
+from self_tests.oracles.agreement import check_refused, ints
 
 Floats = NDArray[np.float64]
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
@@ -98,68 +94,6 @@ class TestPacks:
             expected == [row not in second.laid_out(lengths, room).gaps for row in range(padded[-1])] + [False] * tail
         )
 
-    @pairs_agree
-    @given(packs(), st.booleans())
-    def test_sequences_stand_where_the_walk_puts_them(
-        self, case: tuple[list[int], list[int], int], whole_numbers: bool
-    ) -> None:
-        """Every token of the pack is the one that walking along it meets, and unpacking gives the sequences back."""
-        lengths, room, _ = case
-        if not lengths:
-            return
-        dtype, fill = (torch.int64, -1) if whole_numbers else (torch.bfloat16, 0)
-        sequences = [(100 * i + torch.arange(2 * n)).reshape(n, 2).to(dtype) for i, n in enumerate(lengths)]
-        packed = packed_rows.pack(sequences, room, fill=fill)
-        assert (dtype, (sum(room), 2)) == (packed.dtype, tuple(packed.shape))
-        layout = second.laid_out(lengths, room)
-        for sequence, rows in zip(sequences, layout.rows, strict=True):
-            assert sequence.tolist() == [packed[row].tolist() for row in rows]
-        assert all([fill, fill] == packed[row].tolist() for row in layout.gaps)
-        sums = ints(second.running_sums(lengths)), ints(second.running_sums(room))
-        for sequence, found in zip(sequences, packed_rows.unpack(packed, *sums), strict=True):
-            assert (sequence.dtype, sequence.tolist()) == (found.dtype, found.tolist())
-
-    @pairs_agree
-    @given(packs(), st.integers(0, 10**6))
-    def test_packed_layer_agrees(self, case: tuple[list[int], list[int], int], seed: int) -> None:
-        """Outputs and gradients are those of the tokens without gaps; gaps, NaN and all, get and give zero."""
-        lengths, room, tail = case
-        R = sum(room) + tail
-        real = second.real_rows(second.running_sums(lengths), second.running_sums(room), R)
-        rank = rank_of(R, seed)
-        for row in range(R):
-            if not real[row]:
-                rank.tokens.x_TD[row] = np.nan
-                rank.tokens.weights_TK[row] = np.nan
-        x, ids, w, named = rank.leaves()
-        real_R = torch.tensor(real, dtype=torch.bool)
-        y_RD = packed_rows.packed_forward(x, ids, w, experts.swiglu_experts(named), real_R)
-        assert_close(second.forward(rank.tokens, real, rank.experts), y_RD)
-        if y_RD.requires_grad:
-            y_RD.backward(floats(rank.dy_TD))
-        leaves = [x, w, *named.values()]
-        assert_gradients(rank, leaves, second.backward(rank.tokens, real, rank.experts, rank.dy_TD))
-
-    def test_autograd_of_a_pack_is_its_derivative(self) -> None:
-        """Gradcheck with gaps in the middle and at the end."""
-        x, ids, w, named = rank_of(5, seed=6).leaves()
-        real_R = torch.tensor([True, False, True, True, False])
-
-        def packed(x: Tensor, w: Tensor, *matrices: Tensor) -> Tensor:
-            expert = experts.swiglu_experts(dict(zip(named, matrices, strict=True)))
-            return packed_rows.packed_forward(x, ids, w, expert, real_R)
-
-        assert torch.autograd.gradcheck(packed, [x, w, *named.values()])
-
-    def test_gaps_are_routed_nowhere(self) -> None:
-        """Gaps lose their ids and weights and nothing else does; their weights get a gradient of zero."""
-        ids, weights = ints([3, 1, 0, 2, 1, 1]).reshape(3, 2), floats(np.arange(1.0, 7).reshape(3, 2), leaf=True)
-        routed = packed_rows.route_gaps_nowhere(ids, weights, torch.tensor([True, False, True]))
-        assert [[3, 1], [-1, -1], [1, 1]] == routed.ids_TK.tolist()
-        assert [[1.0, 2.0], [0.0, 0.0], [5.0, 6.0]] == routed.weights_TK.tolist()
-        (grad,) = torch.autograd.grad(routed.weights_TK, weights, floats(np.arange(7.0, 13).reshape(3, 2)))
-        assert [[7.0, 8.0], [0.0, 0.0], [11.0, 12.0]] == grad.tolist()
-
     @pytest.mark.parametrize(
         ("real", "padded"),
         [([], []), ([0, 2], [0, 2, 4]), ([1, 2], [0, 2]), ([0, 2], [1, 3]), ([0, 2, 1], [0, 2, 4]),
@@ -170,14 +104,9 @@ class TestPacks:
         check_refused(lambda: packed_rows.real_rows(ints(real), ints(padded)), lambda: second.real_rows(real, padded))
 
     def test_packs_that_do_not_hold_their_sequences_are_refused(self) -> None:
-        """Fewer rows than the lists say, less room than tokens, another number of rooms."""
-        real, padded, rows = ints([0, 2]), ints([0, 3]), torch.zeros(2, 1)
+        """Fewer rows than the lists say."""
+        real, padded = ints([0, 2]), ints([0, 3])
         check_refused(lambda: packed_rows.real_rows(real, padded, 2), lambda: second.real_rows([0, 2], [0, 3], 2))
-        check_refused(lambda: packed_rows.unpack(rows, real, padded), lambda: second.real_rows([0, 2], [0, 3], 2))
-        for room in [[1], [2, 2], []]:
-            check_refused(
-                lambda room=room: packed_rows.pack([rows], room), lambda room=room: second.laid_out([2], room)
-            )
 
 
 class TestContextShares:
@@ -223,34 +152,7 @@ class TestContextShares:
         check_refused(lambda: context_shares.context_rows(ints([0]), 0), lambda: second.rows_by_cp_rank([0], 0))
 
 
-class TestHowTokensArePacked:
-    """PACK-09, -10, -11: the result of a token depends neither on its neighbours nor on gaps nor on bounds."""
-
-    @pairs_agree
-    @given(st.permutations([0, 1, 2]), st.integers(0, 3), st.sampled_from([0, 1, 3]), st.integers(0, 10**6))
-    def test_order_cuts_and_gaps_change_no_token(self, order: list[int], cut: int, gap: int, seed: int) -> None:
-        """Sequences in any order, in one pack or two, with gaps or without: y of each token is the same."""
-        lengths = [3, 1, 2]
-        starts = second.running_sums(lengths)
-        rank = rank_of(6, seed)
-        x, ids, w, named = rank.leaves()
-        expert = experts.swiglu_experts(named)
-        (expected,) = layer.forward([rank.tokens], rank.experts, "output")
-        found: dict[int, Floats] = {}
-        for members in (order[:cut], order[cut:]):
-            if not members:
-                continue
-            room = [lengths[i] + gap for i in members]
-            parts = [
-                packed_rows.pack([whole[starts[i] : starts[i + 1]].detach() for i in members], room, fill=fill)
-                for whole, fill in ((x, 0), (ids, -1), (w, 0))
-            ]
-            sums = packed_sequences.cumulative([lengths[i] for i in members]), packed_sequences.cumulative(room)
-            y_RD = packed_rows.packed_forward(*parts, expert, packed_rows.real_rows(*sums))
-            for i, y in zip(members, packed_rows.unpack(y_RD, *sums), strict=True):
-                found[i] = y.detach().numpy()
-        assert_close(expected, floats(np.concatenate([found[i] for i in range(3)])))
-
+class TestEmptySequences:
     def test_an_empty_sequence_changes_the_list_alone(self) -> None:
         """A length of zero at the front, in the middle and at the end moves no row."""
         real, padded = ints([0, 3, 5]), ints([0, 4, 8])
@@ -259,19 +161,6 @@ class TestHowTokensArePacked:
             more = [ints([*sums[: place + 1], *sums[place:]]) for sums in (real.tolist(), padded.tolist())]
             assert "smallest" == packed_sequences.judge_lengths([*[3, 2][:place], 0, *[3, 2][place:]], *more, 4)
             assert expected == packed_rows.real_rows(*more).tolist()
-
-    @pytest.mark.parametrize("alignment", [1, 16, 64, 128])
-    def test_alignment_and_bounds_change_nothing(self, alignment: int) -> None:
-        """With any alignment, to the group's count or to a bound of 66, five tokens get the same."""
-        rank = rank_of(5, seed=3)
-        x, ids, w, named = rank.leaves()
-        expert = experts.swiglu_experts(named)
-        expected = first.padded_forward(x, ids, w, expert, 5)
-        for P in (
-            first.padded_counts([5, 2], [[0, 1]], alignment=alignment)[0],
-            padding_bounds.bounded_count(66, alignment=alignment),
-        ):
-            assert_close(expected.detach().numpy(), first.padded_forward(x, ids, w, expert, P))
 
 
 class TestByHand:

@@ -1,3 +1,1 @@
-"""Programs for whoever develops the suite; none of them is installed."""
-
-from __future__ import annotations
+"""What is run on the repository, and is no part of what is installed."""

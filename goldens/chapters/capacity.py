@@ -1,4 +1,4 @@
-"""Goldens of capacity: how many rows fit, which slots may be kept, and what the layer makes of the rest.
+"""Goldens of capacity: how many rows fit, which slots may be kept, and what the weights become.
 
 Buffers of a fixed size on the receiving rank are in `capacity_budgets.py`.
 """
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from goldens.chapter import Chapter, given, named
 from goldens.chapters import capacity_budgets
-from reference import capacity, capacity_drops, capacity_output, experts
+from reference import capacity, capacity_drops, capacity_output
 
-_E, _K, _D, _F = 5, 3, 4, 3
+_E, _K = 5, 3
 _TOKENS = (10, 0, 6)  # by rank
 _CAPACITIES = (0, 1, 3, 10)
 # Sizes where float32 may round a product, and where it cannot: T, K, E, factor.
@@ -34,7 +34,6 @@ _LAYERS: Mapping[str, tuple[int, int, Mapping[str, Any]]] = {
     "nothing-kept": (4, 0, {"renormalise": True}),
     "no-tokens": (0, 2, {}),
 }
-_NAMES = ("gate", "up", "down")
 
 
 def draw(rng: np.random.Generator) -> dict[str, Tensor]:
@@ -50,10 +49,9 @@ def draw(rng: np.random.Generator) -> dict[str, Tensor]:
         own = {"ids_TK": _ids(rng, T), "weights_TK": weights_TK, "errors_TK": 0.3 * rng.random((T, _K))}
         found |= named(f"rank-{rank}", "in", own)
     for case, (T, _, _) in _LAYERS.items():
-        own = {"x_TD": rng.standard_normal((T, _D)), "ids_TK": _ids(rng, T), "weights_TK": rng.random((T, _K))}
-        own |= {"upstream_TK": rng.standard_normal((T, _K)), "dy_TD": rng.standard_normal((T, _D))}
-        for name, shape in zip(_NAMES, ((_E, _F, _D), (_E, _F, _D), (_E, _D, _F)), strict=True):
-            own[name] = rng.standard_normal(shape)
+        rng.standard_normal((T, 4))  # not stored, nor what follows: what is drawn after it stays what it was
+        own = {"ids_TK": _ids(rng, T), "weights_TK": rng.random((T, _K)), "upstream_TK": rng.standard_normal((T, _K))}
+        rng.standard_normal(T * 4 + 3 * _E * 3 * 4)
         found |= named(case, "in", own)
     return found | capacity_budgets.draw(rng)
 
@@ -65,7 +63,7 @@ def _ids(rng: np.random.Generator, T: int) -> np.ndarray[tuple[int, ...], np.dty
 
 
 def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return capacities (least and largest legal), loads, kept slots and verdicts, and every gradient of a layer."""
+    """Return capacities (least and largest legal), loads, kept slots and verdicts, and weights after a drop."""
     found: dict[str, Tensor] = {}
     for case in ("sizes", "rounded"):
         legal = _capacities({name: values_N.tolist() for name, values_N in given(inputs, case).items()})
@@ -134,17 +132,11 @@ def _verdicts(
 
 
 def _layer(own: Mapping[str, Tensor], C: int, how: Mapping[str, Any]) -> dict[str, object]:
-    leaves = {name: own[name].clone().requires_grad_() for name in ("x_TD", "weights_TK", *_NAMES)}
+    leaf_TK = own["weights_TK"].clone().requires_grad_()
     kept_TK = _keep(own, C, "weight")
-    dropped = capacity_output.after_drop(own["ids_TK"], leaves["weights_TK"], kept_TK, **how)
-    (back_TK,) = torch.autograd.grad(dropped.weights_TK, leaves["weights_TK"], own["upstream_TK"])
-    expert = experts.swiglu_experts({(name, e): leaves[name][e] for name in _NAMES for e in range(_E)})
-    y_TD = capacity_output.output(leaves["x_TD"], own["ids_TK"], leaves["weights_TK"], kept_TK, expert, **how)
-    gradients = torch.autograd.grad(
-        y_TD, list(leaves.values()), own["dy_TD"], allow_unused=True, materialize_grads=True
-    )
-    made = {"kept_TK": kept_TK, "ids_TK": dropped.ids_TK, "weights_TK": dropped.weights_TK, "back_TK": back_TK}
-    return {**made, "y_TD": y_TD, **{f"d{name}": value for name, value in zip(leaves, gradients, strict=True)}}
+    dropped = capacity_output.after_drop(own["ids_TK"], leaf_TK, kept_TK, **how)
+    (back_TK,) = torch.autograd.grad(dropped.weights_TK, leaf_TK, own["upstream_TK"])
+    return {"kept_TK": kept_TK, "ids_TK": dropped.ids_TK, "weights_TK": dropped.weights_TK, "back_TK": back_TK}
 
 
 CHAPTER = Chapter(2601, tuple(f"DROP-{number:02}" for number in range(1, 16)), draw, work_out)

@@ -63,16 +63,11 @@ def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found |= named("moments", "out", {"moments": moments, "bounds_N2": bounds})
     for draws, K, E in _CHANCES:
         found |= named("chances", "out", {f"{draws}-more-of-{K}-in-{E}": forcing_draws.chance_alike(draws, K, E)})
-    for case, (layers, forwards, _, _) in _BIASED.items():
+    for case in _BIASED:
         ids_LFTK = given(inputs, f"biased-{case}")["ids_LFTK"]
         told: dict[str, object] = {
             "alike_LF": [[forcing_draws.one_choice([ids_TK]) for ids_TK in row] for row in ids_LFTK],
             "alike_L": [forcing_draws.one_choice(list(row)) for row in ids_LFTK],
         }
-        by_layer = [list(row) for row in ids_LFTK]
-        if forwards >= forcing_draws.FORWARDS:
-            told["legal-anew"] = forcing_draws.legal_bias_draws(by_layer, 1e6, _E)
-        if layers >= forcing_draws.FORWARDS:
-            told["legal-kept"] = forcing_draws.legal_bias_draws(by_layer, -1e6, _E)
         found |= named(f"biased-{case}", "out", told)
     return found

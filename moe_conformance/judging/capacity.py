@@ -56,7 +56,7 @@ def judge_minimum(reading: Reading, tally: Tally) -> None:
 def _wrong_counts(drops: Drops, place: Place) -> list[list[Finding]]:
     """List what is wrong at a place, each fault with all the findings that would explain it."""
     loads, kept, legal = drops.loads(place), drops.kept_loads(place), drops.capacities(place)
-    if any(kept == [min(n, C) for n in loads] for C in legal):
+    if any(kept == drops.fits(place, C) for C in legal):
         return []
     m, rank = place
     config = drops.workload.config
@@ -178,21 +178,19 @@ def _judge_kept(reading: Reading, tally: Tally, policy: Policy) -> None:
 
 
 def _legal(drops: Drops, place: Place, policy: Policy) -> bool:
-    weights_TK, errors_TK = drops.weights(place)
-    return any(
-        bool(
-            capacity_drops.legal_drop(
-                drops.kept[place],
-                drops.ids[place],
-                drops.workload.config.experts,
-                capacity=room,
-                policy=policy,
-                weights_TK=weights_TK,
-                errors_TK=errors_TK,
-            ).all()
-        )
-        for room in drops.capacities(place)
+    config, (weights_TK, errors_TK) = drops.workload.config, drops.weights(place)
+    assert config.capacity_factor is not None
+    (legal,) = capacity_drops.legal_drops_by_rank(
+        [drops.kept[place]],
+        [drops.ids[place]],
+        config.experts,
+        factor=config.capacity_factor,
+        policy=policy,
+        minimum=config.min_capacity,
+        weights_by_rank=[weights_TK],
+        errors_by_rank=[errors_TK],
     )
+    return legal
 
 
 def _overtaken(drops: Drops, place: Place, policy: Policy) -> list[Finding]:
@@ -235,7 +233,7 @@ def judge_lossless(reading: Reading, tally: Tally) -> None:
     drops = drops_of(reading)
     findings, compared = [], []
     for place in drops.places:
-        if drops.capacities(place)[0] < max(drops.loads(place)):
+        if drops.fits(place, drops.capacities(place)[0]) != drops.loads(place):
             continue
         lost = (~drops.kept[place]).nonzero().tolist()
         if lost:

@@ -40,10 +40,10 @@ from moe_conformance.judging.verdict import (
 )
 from moe_conformance.scenarios.outcome import Grad, Microbatch, Outcome
 from moe_conformance.workloads import tags
-from moe_conformance.workloads.copies import MISMATCHES, ONE_GROUP, groups_that_differ, odd_one_of
+from moe_conformance.workloads.copies import MISMATCHES, ONE_GROUP, odd_one_of
 from moe_conformance.workloads.records import Batch
 from reference.exchange import Pair
-from reference.tp_copies import gathered, same_bytes, wrong_pairs
+from reference.tp_copies import copies_agree, gathered, same_bytes, wrong_pairs
 
 Judge = Callable[[Reading, Tally], None]
 
@@ -281,7 +281,8 @@ def judge_mismatch(outcome: Outcome, tally: Tally) -> None:
     number = wrong_call(outcome.workload)
     judge_no_slip(outcome, number)
     found = answers(outcome, number)
-    groups = groups_that_differ(outcome.workload)
+    ids = [given["routing"].ids_TK for given in outcome.workload.calls[number].given]
+    groups = [group for group in outcome.workload.layout.groups()["tp"] if not copies_agree(ids, [group])]
     answered = [rank for group in groups for rank in group if not found[rank].raised]
     if answered:
         on = some(odd_one_of(outcome.workload, group) for group in groups)

@@ -48,6 +48,10 @@ class Drops(RouterExpected):
         """How many slots of a rank chose each expert."""
         return capacity.loads(self.ids[place], self.workload.config.experts).tolist()
 
+    def fits(self, place: Place, room: int) -> list[int]:
+        """How many of them each expert keeps that has room for so many."""
+        return capacity.fits(self.ids[place], self.workload.config.experts, room).tolist()
+
     def kept_loads(self, place: Place) -> list[int]:
         """How many of them each expert kept."""
         ids_TK = torch.where(self.kept[place], self.ids[place], -1)

@@ -68,8 +68,8 @@ def _judge_gradients(reading: Reading, m: int, rank: int, tally: Tally) -> None:
     if router is None:
         raise Uncovered("route", f"rank {rank} does not name the router", ranks=(rank,))
     for whose, gradient in (("the tokens", dx_TD), ("the router", router.value)):
-        if gradient is not None and not bool(gradient.isfinite().all()):
-            row = int((~gradient.isfinite()).any(1).nonzero()[0])
+        if gradient is not None and not bool((finite := extreme_routing.finite_gradients(gradient)).all()):
+            row = int((~finite).nonzero()[0])
             sentence = f"the gradient of {whose} on rank {rank} is not finite, the first in row {row}"
             raise WrongGradient("gradient", sentence, ranks=(rank,))
         tally.add(elements=0 if gradient is None else gradient.numel(), rank=rank)

@@ -29,6 +29,7 @@ from moe_conformance.judging.verdict import (
 )
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.workloads.float8_rows import SIGNED
+from reference.cost_bytes import row_bytes
 from reference.wire_errors import legal_scales, legal_values, scale_bounds
 from reference.wire_formats import E4M3, E5M2, Format, block_maxima
 
@@ -61,7 +62,7 @@ def judge_float8_bytes(outcome: Outcome, tally: Tally) -> None:
     """
     script = Rounded(outcome)
     D, K = outcome.workload.config.hidden, outcome.workload.config.top_k
-    row = math.ceil((D + 4 * math.ceil(D / script.block)) / 16) * 16 + 16 * K
+    row = row_bytes(D, 8, script.block, top_k=K, alignment=16)
     findings = []
     for rank, seen in enumerate(sorted(outcome.ranks, key=lambda each: each.rank)):
         phases = by_phase(seen)

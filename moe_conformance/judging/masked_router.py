@@ -28,6 +28,7 @@ from moe_conformance.judging.verdict import (
 )
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.workloads.records import Batch, Call
+from reference import capacity
 from reference.forcing import legal_ids
 
 Routings = Sequence[Mapping[str, Tensor]]  # by rank
@@ -94,7 +95,7 @@ def _judge_load(outcome: Outcome, rank: int, ids_TK: Tensor, mask_T: Tensor, cou
     config = outcome.workload.config
 
     def load(chosen: Tensor) -> list[int]:
-        return torch.bincount(chosen[chosen >= 0].flatten(), minlength=config.experts).tolist()
+        return capacity.loads(chosen, config.experts).tolist()
 
     if not isinstance(counts_E, Tensor):
         if config.balance_bias:

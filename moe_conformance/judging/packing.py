@@ -72,7 +72,7 @@ def judge_alignment(outcome: Outcome, tally: Tally) -> None:
             raise WrongForm("dispatch", f"rank {each.rank} states the alignment {stated}, asked for was {A}")
     for number, tokens in enumerate(_tokens(outcome)):
         for rank, P in enumerate(_counts(outcome, number)):
-            if P % A:
+            if packing.aligned(P, alignment=A) != P:
                 found.append(f"rank {rank} pads {tokens[rank]} tokens to {P} rows, which is no multiple of {A}")
             tally.add(pairs=1, rank=rank)
     if found:

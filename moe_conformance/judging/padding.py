@@ -144,8 +144,9 @@ def _capacities(reading: Reading, m: int, group: tuple[int, ...]) -> tuple[list[
         return [room] * len(group), [room] * len(group)
     legal_of = partial(capacity.capacities, factor=config.capacity_factor, minimum=config.min_capacity)
     legal = [legal_of(len(ids_TK), config.top_k, config.experts) for ids_TK in ids]
-    fewest = [min(rooms[0], len(ids_TK)) for rooms, ids_TK in zip(legal, ids, strict=True)]
-    return fewest, [rooms[-1] for rooms in legal]
+    fewest = [capacity.padded_rows(len(ids_TK), rooms[0])[0] for rooms, ids_TK in zip(legal, ids, strict=True)]
+    most = [capacity.padded_rows(len(ids_TK), rooms[-1])[-1] for rooms, ids_TK in zip(legal, ids, strict=True)]
+    return fewest, most
 
 
 # ---- slots that were dropped ---------------------------------------------------------------------------------

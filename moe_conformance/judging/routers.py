@@ -32,6 +32,8 @@ from moe_conformance.judging.verdict import (
 )
 from moe_conformance.scenarios.outcome import Grad
 from moe_conformance.workloads.records import ParameterKey
+from reference.capacity import loads
+from reference.forcing import legal_ids
 
 
 def expected_of(reading: Reading) -> RouterExpected:
@@ -78,10 +80,10 @@ def require_ids(ids_TK: Tensor, rank: int) -> None:
 def _impossible(reading: Reading, place: Place, ids_TK: Tensor) -> list[Finding]:
     E, rank = reading.outcome.workload.config.experts, place[1]
     findings = []
-    for t, ids_K in enumerate(ids_TK.tolist()):
-        if len(set(ids_K)) < len(ids_K) or not set(ids_K) <= set(range(E)):
-            sentence = f"rank {rank} token {t} chose {ids_K}, which is not {len(ids_K)} different experts of {E}"
-            findings.append(Finding("impossible", sentence, (rank,)))
+    for t in (~legal_ids(ids_TK, E)).nonzero().flatten().tolist():
+        ids_K = ids_TK[t].tolist()
+        sentence = f"rank {rank} token {t} chose {ids_K}, which is not {len(ids_K)} different experts of {E}"
+        findings.append(Finding("impossible", sentence, (rank,)))
     return findings
 
 
@@ -169,7 +171,7 @@ def judge_load(reading: Reading, tally: Tally) -> None:
             sentence = f"rank {rank} reports no load{where}, though loads are reported elsewhere"
             findings.append(Finding("silent", sentence, (rank,)))
             continue
-        right_E = torch.bincount(expected.ids[m, rank].flatten(), minlength=E)
+        right_E = loads(expected.ids[m, rank], E)
         if counts_E.tolist() != right_E.tolist():
             sentence = f"rank {rank} reports the load {counts_E.tolist()}; its tokens chose {right_E.tolist()}"
             findings.append(Finding("load", sentence, (rank,)))

@@ -59,8 +59,10 @@ def judge_empty_sequences(outcome: Outcome, tally: Tally) -> None:
             lengths = within.given[rank]["lengths"]
             kept = [i for i, length in enumerate(lengths) if length]
             for name, one, other in zip(("cu_seqlens", "cu_seqlens_padded"), before, after, strict=True):
-                grown = other.diff()
-                if other[0] != 0 or grown[kept].tolist() != one.diff().tolist() or int(grown.sum()) != int(one[-1]):
+                rows_S = torch.zeros(len(lengths), dtype=torch.int64)
+                rows_S[kept] = one.diff()
+                falls = bool((rows_S < 0).any())
+                if int(one[0]) or falls or not torch.equal(other, packed_sequences.cumulative(rows_S.tolist())):
                     told = f"{name} of lengths {list(lengths)} is {other.tolist()}"
                     found.append(f"{told}, and {one.tolist()} of {list(without.given[rank]['lengths'])}")
                 tally.add(pairs=len(lengths), rank=rank)

@@ -31,6 +31,7 @@ from moe_conformance.judging.verdict import (
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.workloads import tags
 from moe_conformance.workloads.records import Answered, Call, Ref
+from reference.combine_rules import combine
 
 
 class Token(NamedTuple):
@@ -272,7 +273,7 @@ class Script:
         """Require of every combine the sum of its tokens' rows and biases, and of their gradients."""
         for number, call, rows in self.combines:
             expected = [
-                sum((bias_TD.double() for bias_TD in own.get("biases", ())), copies_T1 * given["x_TD"].double())
+                _added_up(copies_T1 * given["x_TD"].double(), own.get("biases", ()))
                 for copies_T1, given, own in zip(self.copies(rows), self.call(rows).given, call.given, strict=True)
             ]
             self.judge_output(number, expected, tally)
@@ -340,6 +341,12 @@ def unlike(row_D: Tensor, sent_D: Tensor) -> str:
     column = int((row_D != sent_D).nonzero()[0])
     values = " instead of ".join(apart(float(row_D[column]), float(sent_D[column])))
     return f"with {values} in column {column}"
+
+
+def _added_up(rows_TD: Tensor, biases: Sequence[Tensor]) -> Tensor:
+    """Return what combine makes of the sum of every token's rows, which carry no weight, and its biases."""
+    only_T1 = torch.zeros(len(rows_TD), 1, dtype=torch.int64)
+    return combine(rows_TD.unsqueeze(1), only_T1, torch.ones(len(rows_TD), 1), biases)
 
 
 def _holds(ids_TK: Tensor, experts: Sequence[int]) -> Tensor:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 
@@ -52,23 +52,24 @@ class Places:
     def oracles(self, id: str) -> tuple[Place, ...]:
         """Return the oracles that decide a requirement and that one of its checks reaches."""
         reached = {each.id: each for check in self._checks.get(id, ()) for each in self._reached(check.id)}
-        return tuple(self._place(each) for each in reached.values() if id in decided(each.docstring))
+        found = [each for each in reached.values() if self._is_oracle(each) and id in decided(each.docstring)]
+        return tuple(self._place(each) for each in sorted(found, key=lambda each: each.id))
 
     def native(self, id: str) -> tuple[Place, ...]:
         """Return the lines of native that say that they implement a requirement."""
-        return tuple(self._lines(_NATIVE, "*.py", rf"Implements:.*\b{id}\b"))
+        return self.implemented.get(id, ())
 
     def plants(self, id: str) -> tuple[Place, ...]:
         """Return the planted bugs that expect a requirement to fail."""
-        return tuple(self._lines(_PLANTS, "*.py", rf'Expectation\(\s*"{id}"'))
+        return _unquoted(self._lines(_PLANTS, "*.py", rf'Expectation\(\s*(?:\*\()?"{id}"'))
 
     def findings(self, id: str) -> tuple[Place, ...]:
         """Return where the findings in real libraries name a requirement."""
-        return tuple(self._lines("docs/findings", "*.md", rf"\b{id}\b"))
+        return _unquoted(self._lines("docs/findings", "*.md", rf"\b{id}\b"))
 
     def waivers(self, id: str) -> tuple[Place, ...]:
         """Return where waivers name a requirement."""
-        return tuple(self._lines("waivers", "*.toml", rf"\b{id}\b"))
+        return _unquoted(self._lines("waivers", "*.toml", rf"\b{id}\b"))
 
     @cached_property
     def checked(self) -> frozenset[str]:
@@ -85,15 +86,13 @@ class Places:
         return {id: tuple(places) for id, places in found.items()}
 
     @cached_property
-    def unreached(self) -> tuple[Place, ...]:
-        """The oracles that claim requirements with checks, and that none of these checks reaches."""
-        useless = []
-        for symbol in self._oracles:
-            ids = [id for id in decided(symbol.docstring) if id in self._checks]
-            reached = {each.id for id in ids for check in self._checks[id] for each in self._reached(check.id)}
-            if ids and symbol.id not in reached:
-                useless.append(self._place(symbol, ", ".join(ids)))
-        return tuple(useless)
+    def implemented(self) -> dict[str, tuple[Place, ...]]:
+        """By requirement: all lines of native that say that they implement it."""
+        found: dict[str, list[Place]] = {}
+        for place in self._lines(_NATIVE, "*.py", r"Implements:[^.\"]*"):
+            for id in _ID.findall(place.text):
+                found.setdefault(id, []).append(replace(place, text=""))
+        return {id: tuple(places) for id, places in found.items()}
 
     @cached_property
     def _graph(self) -> SourceGraph:
@@ -110,8 +109,10 @@ class Places:
 
     @cached_property
     def _oracles(self) -> tuple[Symbol, ...]:
-        folder = self.root / _ORACLES
-        return tuple(each for each in self._graph.symbols.values() if folder in each.path.parents)
+        return tuple(each for each in self._graph.symbols.values() if self._is_oracle(each))
+
+    def _is_oracle(self, symbol: Symbol) -> bool:
+        return self.root / _ORACLES in symbol.path.parents
 
     @cached_property
     def _checks(self) -> dict[str, tuple[Symbol, ...]]:
@@ -129,7 +130,8 @@ class Places:
             text = _text(path)
             for match in re.finditer(pattern, text):
                 line = text.count("\n", 0, match.start()) + 1
-                yield Place(path.relative_to(self.root), line, _owner(path, line) if path.suffix == ".py" else "")
+                owner = _owner(path, line) if path.suffix == ".py" else ""
+                yield Place(path.relative_to(self.root), line, owner, match.group())
 
 
 @cache
@@ -141,6 +143,10 @@ def checked() -> frozenset[str]:
 @cache
 def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8")
+
+
+def _unquoted(places: Iterable[Place]) -> tuple[Place, ...]:
+    return tuple(replace(each, text="") for each in places)
 
 
 def decided(docstring: str) -> tuple[str, ...]:

@@ -1,11 +1,11 @@
-"""Which functions a function may call, read from the source text: nothing is imported."""
+"""Which definitions a function may use, read from the source text: nothing is imported, and few files are read."""
 
 from __future__ import annotations
 
 import ast
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -34,12 +34,30 @@ class Symbol:
 
 
 @dataclass(frozen=True)
+class _Module:
+    """A file: its definitions by name, and what its imported names stand for, `module` or `module:name`."""
+
+    symbols: Mapping[str, Symbol]
+    imports: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class _Uses:
+    """What a definition names: to use it, or in a type hint alone; and attributes, with their owner, "" if no name."""
+
+    names: tuple[str, ...]
+    hints: tuple[str, ...]
+    attributes: tuple[tuple[str, str], ...]  # (name, attribute)
+
+
+@dataclass(frozen=True)
 class SourceGraph:
     """The definitions of some folders and what each of them names.
 
     A name is followed through the imports of its module. An attribute of anything but a module is taken for the method
-    or property of that name of any class here: the graph may hold calls that never happen, and lacks none that are
-    written as names or attributes.
+    or property of that name of every class that is known by then: one that is used, or that a type hint names. So the
+    graph may hold calls that never happen, and lacks those that are written neither as names nor as attributes, and
+    those of methods whose class is named nowhere.
 
     Args:
         root: The folder in which the top packages lie.
@@ -51,35 +69,81 @@ class SourceGraph:
 
     @cached_property
     def symbols(self) -> Mapping[str, Symbol]:
-        """All definitions by id."""
-        return {symbol.id: symbol for module in self._modules for symbol in _symbols(module, *self._modules[module])}
+        """All definitions by id: reads every file."""
+        modules = [self._name(path) for folder in self.folders for path in sorted((self.root / folder).rglob("*.py"))]
+        return {symbol.id: symbol for name in modules for symbol in self._module(name).symbols.values()}
 
     def reached(self, start: str) -> Iterator[Symbol]:
         """Yield every definition that one may use, itself first, each once."""
-        seen, waiting = {start}, [start]
-        while waiting:
-            symbol = self.symbols[waiting.pop()]
-            yield symbol
-            new = [each for each in self._used(symbol) if each not in seen]
-            seen.update(new)
-            waiting += new
+        yield from _Walk(self).symbols_from(start)
+
+    # ---- what a walk asks for --------------------------------------------------------------------------------
+
+    def used_by(self, symbol: Symbol) -> _Uses:
+        """Return what a definition names."""
+        if symbol.id not in self._uses:
+            self._uses[symbol.id] = _named_in(symbol.node)
+        return self._uses[symbol.id]
+
+    def meant(self, module: str, name: str) -> Symbol | None:
+        """Return the definition that a name stands for in a module, through modules that only pass it on."""
+        for _ in range(_PASSED_ON):
+            here = self._module(module)
+            if name in here.symbols:
+                return here.symbols[name]
+            module, colon, name = here.imports.get(name, "").partition(":")
+            if not colon or not self.is_module(module):
+                return None
+        return None
+
+    def module_named(self, module: str, name: str) -> str | None:
+        """Return the module that a name stands for in a module, None if it is none of those that are read."""
+        target = self._module(module).imports.get(name, "")
+        return target if target and ":" not in target else None
+
+    def methods(self, kind: Symbol) -> Iterator[Symbol]:
+        """Yield the methods of a class."""
+        inside = f"{kind.name}."
+        symbols = self._module(kind.module).symbols
+        yield from (symbol for name, symbol in symbols.items() if name.startswith(inside))
+
+    def is_module(self, name: str) -> bool:
+        """Whether a module is among those that are read."""
+        return self._path(name) is not None
+
+    # ---- files -----------------------------------------------------------------------------------------------
 
     @cached_property
-    def _modules(self) -> Mapping[str, tuple[Path, ast.Module]]:
-        found: dict[str, tuple[Path, ast.Module]] = {}
-        for folder in self.folders:
-            for path in sorted((self.root / folder).rglob("*.py")):
-                name = ".".join(path.relative_to(self.root).with_suffix("").parts).removesuffix(".__init__")
-                found[name] = (path, ast.parse(path.read_text(encoding="utf-8")))
-        return found
+    def _modules(self) -> dict[str, _Module]:
+        return {}
 
     @cached_property
-    def _imports(self) -> Mapping[str, Mapping[str, str]]:
-        """By module: its names that are imported, and what they stand for, `module` or `module:name`."""
-        return {module: dict(self._imported(module, tree)) for module, (_, tree) in self._modules.items()}
+    def _uses(self) -> dict[str, _Uses]:
+        return {}
 
-    def _imported(self, module: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
-        package = module if self._modules[module][0].stem == "__init__" else module.rpartition(".")[0]
+    def _module(self, name: str) -> _Module:
+        if name not in self._modules:
+            path = self._path(name)
+            assert path is not None, name
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            package = name if path.stem == "__init__" else name.rpartition(".")[0]
+            symbols = {symbol.name: symbol for symbol in _symbols(name, path, tree)}
+            self._modules[name] = _Module(symbols, dict(self._imported(package, tree)))
+        return self._modules[name]
+
+    def _name(self, path: Path) -> str:
+        return ".".join(path.relative_to(self.root).with_suffix("").parts).removesuffix(".__init__")
+
+    def _path(self, module: str) -> Path | None:
+        place = Path(*module.split("."))
+        if not any(place.is_relative_to(folder) for folder in self.folders):
+            return None
+        for path in (self.root / place.with_suffix(".py"), self.root / place / "__init__.py"):
+            if path.is_file():
+                return path
+        return None
+
+    def _imported(self, package: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
         for node in ast.walk(tree):
             if not isinstance(node, ast.ImportFrom):
                 continue
@@ -88,43 +152,82 @@ class SourceGraph:
             source = ".".join(filter(None, (base, node.module or "")))
             for alias in node.names:
                 inner = f"{source}.{alias.name}"
-                yield alias.asname or alias.name, inner if inner in self._modules else f"{source}:{alias.name}"
+                yield alias.asname or alias.name, inner if self.is_module(inner) else f"{source}:{alias.name}"
 
-    @cached_property
-    def _methods(self) -> Mapping[str, tuple[str, ...]]:
-        """By name: the methods of all classes."""
-        found: dict[str, list[str]] = defaultdict(list)
-        for symbol in self.symbols.values():
-            if "." in symbol.name:
-                found[symbol.name.rpartition(".")[2]].append(symbol.id)
-        return {name: tuple(ids) for name, ids in found.items()}
 
-    def _used(self, symbol: Symbol) -> Iterator[str]:
-        imports = self._imports[symbol.module]
-        for node in _parts(symbol.node):
-            if isinstance(node, ast.Name):
-                yield from self._meant(symbol.module, imports.get(node.id, f"{symbol.module}:{node.id}"))
-            elif isinstance(node, ast.Attribute):
-                owner = imports.get(node.value.id) if isinstance(node.value, ast.Name) else None
-                if owner is not None and owner in self._modules:
-                    yield from self._meant(owner, f"{owner}:{node.attr}")
-                elif not node.attr.startswith("__"):
-                    yield from self._methods.get(node.attr, ())
+_PASSED_ON = 8  # modules that a name may be passed on through
 
-    def _meant(self, module: str, target: str) -> Iterator[str]:
-        """Yield the definition that a name stands for, through modules that only pass it on."""
-        for _ in range(len(self._modules)):
-            if target in self.symbols:
-                yield target
-                constructor = f"{target}.__init__"
-                if constructor in self.symbols:
-                    yield constructor
-                return
-            module, _, name = target.partition(":")
-            passed_on = self._imports.get(module, {}).get(name)
-            if passed_on is None or passed_on == target:
-                return
-            target = passed_on
+
+@dataclass
+class _Walk:
+    """One walk from a definition: what it has seen, and which methods wait for their class, or their name."""
+
+    graph: SourceGraph
+    seen: dict[str, Symbol] = field(default_factory=dict)
+    waiting: list[Symbol] = field(default_factory=list)
+    attributes: set[str] = field(default_factory=set)
+    known: set[str] = field(default_factory=set)  # classes and aliases of types
+    unnamed: dict[str, list[Symbol]] = field(default_factory=lambda: defaultdict(list))  # methods of known classes
+
+    def symbols_from(self, start: str) -> Iterator[Symbol]:
+        module, _, name = start.partition(":")
+        first = self.graph.meant(module, name)
+        assert first is not None, start
+        self._use(first)
+        while self.waiting:
+            symbol = self.waiting.pop()
+            yield symbol
+            self._follow(symbol)
+
+    def _use(self, symbol: Symbol) -> None:
+        if symbol.id in self.seen:
+            return
+        self.seen[symbol.id] = symbol
+        self.waiting.append(symbol)
+        if isinstance(symbol.node, ast.ClassDef):
+            self._know(symbol)
+            for method in self.graph.methods(symbol):
+                if method.name.endswith("__"):  # called without being named
+                    self._use(method)
+
+    def _follow(self, symbol: Symbol) -> None:
+        uses, module = self.graph.used_by(symbol), symbol.module
+        for name in uses.names:
+            if (found := self.graph.meant(module, name)) is not None:
+                self._use(found)
+        self._hint(module, uses.hints)
+        for owner, attribute in uses.attributes:
+            inside = self.graph.module_named(module, owner) if owner else None
+            if inside is None:
+                self._name_attribute(attribute)
+            elif (found := self.graph.meant(inside, attribute)) is not None:
+                self._use(found)
+
+    def _name_attribute(self, attribute: str) -> None:
+        if attribute not in self.attributes:
+            self.attributes.add(attribute)
+            for method in self.unnamed.pop(attribute, ()):
+                self._use(method)
+
+    def _hint(self, module: str, names: Iterable[str]) -> None:
+        for name in names:
+            if (found := self.graph.meant(module, name)) is not None:
+                self._know(found)
+
+    def _know(self, symbol: Symbol) -> None:
+        """Take a type for one of which there may be values: its methods are used where they are named."""
+        if symbol.id in self.known or isinstance(symbol.node, ast.FunctionDef):
+            return
+        self.known.add(symbol.id)
+        uses = self.graph.used_by(symbol)
+        self._hint(symbol.module, (*uses.names, *uses.hints))  # bases and fields, or what an alias stands for
+        if isinstance(symbol.node, ast.ClassDef):
+            for method in self.graph.methods(symbol):
+                attribute = method.name.rpartition(".")[2]
+                if attribute in self.attributes:
+                    self._use(method)
+                else:
+                    self.unnamed[attribute].append(method)
 
 
 def _symbols(module: str, path: Path, tree: ast.Module) -> Iterator[Symbol]:
@@ -145,18 +248,27 @@ def _names(node: ast.stmt) -> Iterable[str]:
     return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
-def _parts(node: _Defined) -> Iterator[ast.AST]:
-    """Yield what a definition is made of: of a class, its decorators, bases and fields, not the methods' bodies."""
-    if not isinstance(node, ast.ClassDef):
-        skipped = {id(part) for hint in _hints(node) for part in ast.walk(hint)}
-        yield from (part for part in ast.walk(node) if id(part) not in skipped)
-        return
-    for part in (*node.bases, *node.decorator_list, *(each for each in node.body if isinstance(each, ast.Assign))):
-        yield from ast.walk(part)
+def _named_in(node: _Defined) -> _Uses:
+    """Read what a definition names: of a class, its decorators, bases and fields, not the methods' bodies."""
+    parts: list[ast.AST] = [node]
+    if isinstance(node, ast.ClassDef):
+        fields = [each for each in node.body if isinstance(each, ast.Assign | ast.AnnAssign)]
+        parts = [*node.bases, *node.decorator_list, *fields]
+    hinted = [hint for part in parts for hint in _hints(part)]
+    hints = [each.id for hint in hinted for each in ast.walk(hint) if isinstance(each, ast.Name)]
+    skipped = {id(each) for hint in hinted for each in ast.walk(hint)}
+    inside = [each for part in parts for each in ast.walk(part) if id(each) not in skipped]
+    names = [each.id for each in inside if isinstance(each, ast.Name)]
+    attributes = [
+        (each.value.id if isinstance(each.value, ast.Name) else "", each.attr)
+        for each in inside
+        if isinstance(each, ast.Attribute)
+    ]
+    return _Uses(tuple(dict.fromkeys(names)), tuple(dict.fromkeys(hints)), tuple(dict.fromkeys(attributes)))
 
 
 def _hints(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the annotations in a function: they name types, and call nothing."""
+    """Yield the annotations in a definition: they name types, and call nothing."""
     for part in ast.walk(node):
         if isinstance(part, ast.arg | ast.AnnAssign) and part.annotation is not None:
             yield part.annotation

@@ -1,4 +1,4 @@
-"""Drops by hand: which slots an expert may keep, and what a drop does to the layer and its gradients.
+"""Drops by hand: which slots an expert may keep, and what a drop does to the weights and their gradients.
 
 A slot is one (token, slot) place with an id >= 0. Told from the expert: it lists the slots that chose it, and a
 drop is legal when some way of reading the law's freedoms (ties, weights of zero, rounding) explains what it kept.
@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .capacity import capacities, loads
-from .experts import SwiGLU, swiglu_row, swiglu_row_backward
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -36,14 +35,6 @@ class Slot(NamedTuple):
     low: float
     high: float
     counts: bool
-
-
-class Gradients(NamedTuple):
-    """Gradients of the tokens (T, D), of the weights before the drop (T, K), and of every expert."""
-
-    dx_TD: Floats
-    dweights_TK: Floats
-    experts: list[SwiGLU]
 
 
 def slots_of(
@@ -228,34 +219,3 @@ def after_drop_backward(
             d = float(upstream_TK[token, slot])
             d_weights_TK[token, slot] = scale * (d - mean) / total if renormalise else d
     return d_weights_TK
-
-
-def output(x_TD: Floats, ids_TK: Ints, weights_TK: Floats, experts: Sequence[SwiGLU]) -> Floats:
-    """What is left of the layer: the answers of the kept slots' experts alone; ids and weights are `after_drop`'s."""
-    y_TD = np.zeros(x_TD.shape)
-    for token in range(x_TD.shape[0]):
-        for expert, weight in zip(ids_TK[token], weights_TK[token], strict=True):
-            if expert >= 0:
-                y_TD[token] += weight * swiglu_row(experts[expert], x_TD[token])
-    return y_TD
-
-
-def output_backward(
-    x_TD: Floats, ids_TK: Ints, weights_TK: Floats, experts: Sequence[SwiGLU], dy_TD: Floats
-) -> Gradients:
-    """Gradients of `output`: a kept slot adds w J^T dy to its token, and dy . f(x) is its weight's; 0 where dropped."""
-    dx_TD, d_weights_TK = np.zeros(x_TD.shape), np.zeros(weights_TK.shape)
-    d_experts = [expert.zeros() for expert in experts]
-    for token in range(x_TD.shape[0]):
-        for slot in range(ids_TK.shape[1]):
-            expert = int(ids_TK[token, slot])
-            if expert < 0:
-                continue
-            answer_D = swiglu_row(experts[expert], x_TD[token])
-            products = [float(a) * float(g) for a, g in zip(answer_D, dy_TD[token], strict=True)]
-            d_weights_TK[token, slot] = math.fsum(products)
-            dx_D, d_expert = swiglu_row_backward(experts[expert], x_TD[token], weights_TK[token, slot] * dy_TD[token])
-            dx_TD[token] += dx_D
-            for total, part in zip(d_experts[expert], d_expert, strict=True):
-                total += part
-    return Gradients(dx_TD, d_weights_TK, d_experts)

@@ -1,6 +1,6 @@
 """How many rows an exchange moves between ranks, by hand: for every destination, walk through all tokens of others.
 
-Results (W, W) count rows from rank to rank, those (W, nodes) from rank to node. A rank owns an expert if it is in the
+Results (W, W) count rows from rank to rank. A rank owns an expert if it is in the
 source's exchange group and holds it, or a shard of it.
 """
 
@@ -41,54 +41,6 @@ def least_rows(ids_by_rank: Sequence[Ints], exchange_groups: Lists, local_expert
     rows_WW = np.zeros((len(ids_by_rank), len(ids_by_rank)), dtype=np.int64)
     for source, _, destination in set(needs(ids_by_rank, exchange_groups, local_experts)):
         rows_WW[source, destination] += 1
-    return rows_WW
-
-
-def check_nodes(node_of_W: Sequence[int], world: int) -> int:
-    """How many nodes there are; they are numbered from 0 on."""
-    if len(node_of_W) != world or set(node_of_W) != set(range(len(set(node_of_W)))):
-        raise ValueError(f"nodes {node_of_W} of {world} ranks")
-    return len(set(node_of_W))
-
-
-def rows_between_nodes(
-    ids_by_rank: Sequence[Ints], exchange_groups: Lists, local_experts: Lists, node_of_W: Sequence[int]
-) -> Ints:
-    """One row for every token and other node that needs it."""
-    rows_WN = np.zeros((len(ids_by_rank), check_nodes(node_of_W, len(ids_by_rank))), dtype=np.int64)
-    wanted = needs(ids_by_rank, exchange_groups, local_experts)
-    for source, _, node in {(source, token, node_of_W[destination]) for source, token, destination in wanted}:
-        if node != node_of_W[source]:
-            rows_WN[source, node] += 1
-    return rows_WN
-
-
-def rows_by_node(
-    ids_by_rank: Sequence[Ints],
-    exchange_groups: Lists,
-    local_experts: Lists,
-    node_of_W: Sequence[int],
-    relay_WN: Lists,
-) -> Ints:
-    """Rows where a token crosses to a node once, to the relay there, which hands it on to those that need it."""
-    world = len(ids_by_rank)
-    check_nodes(node_of_W, world)
-    hops = set()
-    for source, token, destination in needs(ids_by_rank, exchange_groups, local_experts):
-        node = node_of_W[destination]
-        if node == node_of_W[source]:
-            hops.add((source, token, source, destination))
-            continue
-        relay = relay_WN[source][node]
-        mine = next(group for group in exchange_groups if source in group)
-        if relay not in mine or node_of_W[relay] != node:
-            raise ValueError(f"relay {relay} of rank {source} is not on node {node}, or not of {mine}")
-        hops.add((source, token, source, relay))
-        hops.add((source, token, relay, destination))
-    rows_WW = np.zeros((world, world), dtype=np.int64)
-    for _, _, here, there in hops:
-        if here != there:
-            rows_WW[here, there] += 1
     return rows_WW
 
 

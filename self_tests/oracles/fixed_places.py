@@ -93,39 +93,6 @@ def holds(places: Places, n: int, rows: list[tuple[int, int]], sources: int, *, 
     return sorted(visited) == list(range(count))
 
 
-def enough_places(tokens_max: int, sources: int) -> int:
-    """Places that suffice where no token chooses an expert twice: each token of each source comes once."""
-    if tokens_max < 0 or sources < 1:
-        raise ValueError(f"{sources} sources of {tokens_max} tokens")
-    return len([(source, token) for source in range(sources) for token in range(tokens_max)])
-
-
-def filled(places_NCD: Floats, counts_N: Sequence[int]) -> list[tuple[int, int]]:
-    """Expert and place of every row that counts, in order."""
-    if len(counts_N) != places_NCD.shape[0] or any(not 0 <= count <= places_NCD.shape[1] for count in counts_N):
-        raise ValueError(f"counts {counts_N} of places {places_NCD.shape}")
-    return [(n, c) for n, count in enumerate(counts_N) for c in range(count)]
-
-
-def filled_rows(places_NCD: Floats, counts_N: Sequence[int]) -> Floats:
-    """The rows (R, D) at those places."""
-    at = filled(places_NCD, counts_N)
-    rows_RD = np.zeros((len(at), places_NCD.shape[2]), dtype=np.float64)
-    for r, (n, c) in enumerate(at):
-        for d in range(places_NCD.shape[2]):
-            rows_RD[r, d] = places_NCD[n, c, d]
-    return rows_RD
-
-
-def filled_rows_backward(places_NCD: Floats, counts_N: Sequence[int], g_RD: Floats) -> Floats:
-    """Gradient (N, C, D) of the places."""
-    d_places_NCD = np.zeros(places_NCD.shape, dtype=np.float64)
-    for r, (n, c) in enumerate(filled(places_NCD, counts_N)):
-        for d in range(places_NCD.shape[2]):
-            d_places_NCD[n, c, d] = g_RD[r, d]
-    return d_places_NCD
-
-
 def least_budget(
     tokens_by_rank: Sequence[int],
     top_k: int,

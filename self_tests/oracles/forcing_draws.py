@@ -14,8 +14,6 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from .forcing import check_ids
-
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -80,27 +78,6 @@ def sets_of(ids: Sequence[Ints]) -> set[frozenset[int]]:
 def one_choice(ids: Sequence[Ints]) -> bool:
     """Whether no two tokens chose different experts."""
     return len(sets_of(ids)) <= 1
-
-
-def legal_bias_draws(ids_by_layer: Sequence[Sequence[Ints]], deviation: float, experts: int) -> bool:
-    """Whether a huge bias was drawn anew in each forward (v > 0), or once for each layer (v < 0)."""
-    if deviation == 0.0 or math.isnan(deviation):
-        raise ValueError(f"deviation {deviation}")
-    for forwards in ids_by_layer:
-        for ids_TK in forwards:
-            check_ids(ids_TK, experts)
-    spoken = [[ids_TK for ids_TK in forwards if len(ids_TK)] for forwards in ids_by_layer]
-    draws = [len(forwards) for forwards in spoken] if deviation > 0 else [sum(len(f) > 0 for f in spoken)]
-    if not draws or any(number < 16 for number in draws):
-        raise ValueError("too few draws to tell")
-    if any(ids_TK.shape[1] == experts for forwards in spoken for ids_TK in forwards):
-        return True
-    if not all(one_choice([ids_TK]) for forwards in spoken for ids_TK in forwards):
-        return False
-    if deviation > 0:
-        return all(len(sets_of(forwards)) > 1 for forwards in spoken)
-    each_keeps_its_own = all(one_choice(forwards) for forwards in spoken)
-    return each_keeps_its_own and len(sets_of([ids_TK for forwards in spoken for ids_TK in forwards])) > 1
 
 
 def chance_alike(draws: int, top_k: int, experts: int) -> float:

@@ -1,8 +1,4 @@
-"""Padding and packing by hand: who pads how much, which rows are real, and what the real ones get.
-
-Padding is never computed with: the output and the gradients of a padded or packed input are worked out from its
-real tokens alone, laid one after the other, and then put back to where they came from. Gaps and padding get zero.
-"""
+"""Padding and packing by hand: who pads how much, which rows are real, and who holds them."""
 
 from __future__ import annotations
 
@@ -11,9 +7,6 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-
-from . import layer
-from .experts import SwiGLU
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -75,48 +68,6 @@ def refusals_are_legal(
         outcomes = [everybody for everybody in (True, False) if (may if everybody else not must)]
         verdicts.append(any(all(refused[rank] == outcome for rank in group) for outcome in outcomes))
     return verdicts
-
-
-def unequal(tokens: Sequence[int], groups: Groups) -> list[bool]:
-    """Per group: do two of its ranks have different token counts?"""
-    one_group_each(len(tokens), groups)
-    return [any(tokens[a] != tokens[b] for a in group for b in group) for group in groups]
-
-
-# ---- padding rows at the end (PACK-03, -04, -05) -----------------------------------------------------------
-
-
-def with_padding(tokens: layer.Tokens, rows: int) -> layer.Tokens:
-    """The rank's rows, then rows of zeros without a routed slot, `rows` in all."""
-    (T, D), K = tokens.x_TD.shape, tokens.ids_TK.shape[1]
-    if not T == len(tokens.ids_TK) == len(tokens.weights_TK) or rows < T:
-        raise ValueError(f"{T} tokens do not become {rows} rows")
-    x_PD = np.array([[0.0 if p >= T else tokens.x_TD[p, d] for d in range(D)] for p in range(rows)])
-    ids_PK = np.array([[-1 if p >= T else tokens.ids_TK[p, k] for k in range(K)] for p in range(rows)], dtype=np.int64)
-    weights_PK = np.array([[0.0 if p >= T else tokens.weights_TK[p, k] for k in range(K)] for p in range(rows)])
-    return layer.Tokens(x_PD.reshape(rows, D), ids_PK.reshape(rows, K), weights_PK.reshape(rows, K))
-
-
-def cut_back(y_PD: Floats, lead: Sequence[int]) -> Floats:
-    """The first rows, as many as `lead` has places, in the shape (*lead, D)."""
-    T = 1
-    for size in lead:
-        T *= size
-    if T > len(y_PD) or any(size < 0 for size in lead):
-        raise ValueError(f"{len(y_PD)} rows do not fill {lead}")
-    y_TD = np.zeros((T, y_PD.shape[1]))
-    for t in range(T):
-        y_TD[t] = y_PD[t]
-    return y_TD.reshape(*lead, y_PD.shape[1])
-
-
-def restored(dy_LD: Floats, rows: int) -> Floats:
-    """Gradient of cutting back: the upstream rows, then rows of zeros."""
-    dy_TD = dy_LD.reshape(-1, dy_LD.shape[-1]) if dy_LD.size else np.zeros((0, dy_LD.shape[-1]))
-    dy_PD = np.zeros((rows, dy_LD.shape[-1]))
-    for t in range(len(dy_TD)):
-        dy_PD[t] = dy_TD[t]
-    return dy_PD
 
 
 # ---- sequences one after the other (PACK-07, -10) ----------------------------------------------------------
@@ -205,43 +156,6 @@ def laid_out(lengths: Sequence[int], lengths_padded: Sequence[int]) -> Sequences
             (rows[-1] if place < length else gaps).append(row)
             row += 1
     return Sequences(rows, gaps)
-
-
-# ---- the layer on a pack (PACK-05, -08, -09) ---------------------------------------------------------------
-
-
-def chosen(tokens: layer.Tokens, rows: Sequence[int]) -> layer.Tokens:
-    """These rows of a rank and no other, one after the other."""
-    picked = [np.zeros((len(rows), part.shape[1]), dtype=part.dtype) for part in tokens]
-    for t, row in enumerate(rows):
-        for part, whole in zip(picked, tokens, strict=True):
-            part[t] = whole[row]
-    return layer.Tokens(*picked)
-
-
-def put_back(values_TX: Floats, rows: Sequence[int], total: int) -> Floats:
-    """Rows to where they came from, zeros elsewhere."""
-    placed = np.zeros((total, values_TX.shape[1]))
-    for t, row in enumerate(rows):
-        placed[row] = values_TX[t]
-    return placed
-
-
-def forward(packed: layer.Tokens, real_R: Sequence[bool], experts: Sequence[SwiGLU]) -> Floats:
-    """Output (R, D): of the tokens without gaps, each put back to its row."""
-    rows = [row for row, is_real in enumerate(real_R) if is_real]
-    (y_TD,) = layer.forward([chosen(packed, rows)], experts, "output")
-    return put_back(y_TD, rows, len(real_R))
-
-
-def backward(
-    packed: layer.Tokens, real_R: Sequence[bool], experts: Sequence[SwiGLU], dy_RD: Floats
-) -> tuple[Floats, Floats, list[SwiGLU]]:
-    """Gradients of x (R, D), weights (R, K) and the experts: those of the tokens without gaps, zero at gaps."""
-    rows = [row for row, is_real in enumerate(real_R) if is_real]
-    upstream = np.array([dy_RD[row] for row in rows]).reshape(len(rows), dy_RD.shape[1])
-    made = layer.backward([chosen(packed, rows)], experts, "output", [upstream])
-    return put_back(made.dx[0], rows, len(real_R)), put_back(made.dweights[0], rows, len(real_R)), made.experts
 
 
 # ---- context parallelism (PACK-15) -------------------------------------------------------------------------

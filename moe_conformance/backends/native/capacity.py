@@ -28,7 +28,10 @@ def check(config: Config) -> None:
 
 
 def of_rank(config: Config, tokens: int) -> int:
-    """Return the capacity of a rank with that many tokens, exactly: the factor is taken for the fraction it is."""
+    """Return the capacity of a rank with that many tokens, exactly: the factor is taken for the fraction it is.
+
+    Implements: DROP-01, DROP-02.
+    """
     assert config.capacity_factor is not None  # asked only where there is one
     mean = Fraction(config.capacity_factor) * config.top_k * tokens / config.experts
     return max(config.min_capacity, math.ceil(mean))
@@ -38,6 +41,8 @@ def keep(ids_TK: Tensor, experts: int, room: int, worth_TK: Tensor | None) -> Te
     """Say which slots stay, bool (T, K): of every expert the `room` of highest worth, and among equals the earliest.
 
     Without a worth the earliest stay, in the order of tokens. Empty slots stay empty.
+
+    Implements: DROP-03, DROP-04, DROP-05, DROP-06.
     """
     held_TK = ids_TK >= 0
     ids_P = ids_TK[held_TK]
@@ -69,6 +74,8 @@ def lossless(config: Config, counts_E: Tensor, group: dist.ProcessGroup) -> int:
     """Return the capacity that drops nothing on any rank of the group, the same on all of them; collective.
 
     It is the largest number of rows of one rank for one expert, or the minimum.
+
+    Implements: DROP-08.
     """
     largest = counts_E.max().reshape(1)
     if group.size() > 1:
@@ -78,7 +85,10 @@ def lossless(config: Config, counts_E: Tensor, group: dist.ProcessGroup) -> int:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Room for equally many rows of every expert, of which the first are filled."""
+    """Room for equally many rows of every expert, of which the first are filled.
+
+    Implements: DROP-12.
+    """
 
     place_P: Tensor  # of the rows, which lie by expert, among the Q places
     room_E: Tensor
@@ -104,7 +114,10 @@ class Blocks:
         return empty_QD.index_put((self.place_P,), rows_PD)
 
     def take(self, rows_QD: Tensor) -> Tensor:
-        """Return rows_PD; what stands in the places that are left reaches nothing."""
+        """Return rows_PD; what stands in the places that are left reaches nothing.
+
+        Implements: EXCH-39, GRAD-09.
+        """
         return rows_QD[self.place_P]
 
 

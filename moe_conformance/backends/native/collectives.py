@@ -44,7 +44,10 @@ class _AllToAll(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
     ) -> Tensor:
-        """Send and remember the splits."""
+        """Send and remember the splits.
+
+        Implements: COST-10, EXCH-17.
+        """
         ctx.sent, ctx.received, ctx.group = sent, received, group
         result = rows.new_empty(sum(received), *rows.shape[1:])
         dist.all_to_all_single(result, rows.contiguous(), list(received), list(sent), group=group)
@@ -52,12 +55,18 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        """Send the gradient of what was received back to where it came from."""
+        """Send the gradient of what was received back to where it came from.
+
+        Implements: COST-05.
+        """
         return all_to_all(gradients[0], ctx.received, ctx.sent, ctx.group), None, None, None
 
 
 def all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Send `sent[w]` rows to rank w and return the `received[w]` rows of every rank w, both in rank order."""
+    """Send `sent[w]` rows to rank w and return the `received[w]` rows of every rank w, both in rank order.
+
+    Implements: COST-01.
+    """
     if group.size() == 1:
         return rows
     result: Tensor = _AllToAll.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
@@ -66,14 +75,20 @@ def all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], group
 
 @dataclass(frozen=True)
 class Travelling:
-    """Rows under way. What is received must not be touched, and what is sent not be changed, before `wait`."""
+    """Rows under way. What is received must not be touched, and what is sent not be changed, before `wait`.
+
+    Implements: OVLP-01, OVLP-02.
+    """
 
     sent: Tensor
     _received: Tensor
     _work: dist.Work | None  # None where nothing had to travel
 
     def wait(self) -> Tensor:
-        """Return the rows of every rank, in rank order; to be called once, on every rank."""
+        """Return the rows of every rank, in rank order; to be called once, on every rank.
+
+        Implements: OVLP-03.
+        """
         if self._work is not None:
             self._work.wait()
         return self._received
@@ -89,7 +104,10 @@ def start_all_to_all(rows: Tensor, group: dist.ProcessGroup) -> Travelling:
 
 
 class Journey:
-    """Rows under way that autograd goes through: to be waited for once in the forward, and once in the backward."""
+    """Rows under way that autograd goes through: to be waited for once in the forward, and once in the backward.
+
+    Implements: OVLP-01, OVLP-02.
+    """
 
     def __init__(self, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> None:
         """Keep who sends how many rows to whom."""
@@ -112,7 +130,10 @@ class Journey:
         return self._under_way[2]
 
     def wait(self) -> Tensor:
-        """Wait for what was started last, and return it."""
+        """Wait for what was started last, and return it.
+
+        Implements: OVLP-03.
+        """
         assert self._under_way is not None
         work, _, result = self._under_way
         work.wait()

@@ -12,7 +12,10 @@ from moe_conformance.surfaces import Destinations
 
 
 class DispatchLayout(Offered):
-    """Marks ranks and nodes in boolean tables, in which a token is once however many of its slots lead there."""
+    """Marks ranks and nodes in boolean tables, in which a token is once however many of its slots lead there.
+
+    Implements: EXCH-26.
+    """
 
     surface = "dispatch_layout"
 

@@ -10,6 +10,8 @@ All state of a step is in the handle: any number of steps may be in flight.
 
 T tokens of this rank, K slots, E experts, N experts held, D hidden, P pairs of this rank, Q rows that it sends, R rows
 received.
+
+Implements: EXCH-10.
 """
 
 from __future__ import annotations
@@ -83,11 +85,17 @@ class LocalExchange:
         return Delivery.grouped(rows_QD, permuted.rows_E), permuted
 
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
-        """Return y in the shape of x and the dtype of the rows."""
+        """Return y in the shape of x and the dtype of the rows.
+
+        Implements: EXCH-07.
+        """
         return self._answered(self._unpermute, rows, handle, handle)
 
     def _check_input(self, x: Tensor, routing: Routing) -> None:
-        """Raise if tokens or routing are wrong, on every rank of the group."""
+        """Raise if tokens or routing are wrong, on every rank of the group.
+
+        Implements: EXCH-44.
+        """
         problem = wrong_use.of_input(x, routing, self.config) or capacity.overfull(routing.ids_TK, self.config)
         if problem:
             self.withdraw(x.device)
@@ -96,7 +104,10 @@ class LocalExchange:
     def _answered(
         self, bring: Callable[[Tensor, Any], Tensor], rows: Tensor, handle: Any, permuted: Permuted
     ) -> Tensor:
-        """Return what `bring` makes of the answers; where they do not fit bring NaN to the others, and raise."""
+        """Return what `bring` makes of the answers; where they do not fit bring NaN to the others, and raise.
+
+        Implements: EXCH-45.
+        """
         problem = wrong_use.of_answers(rows, handed := self._handed(handle), permuted.shape)
         if not problem:
             return bring(rows, handle)
@@ -124,6 +135,8 @@ class LocalExchange:
         """Return one row per pair, by expert, filled up to a capacity if there is one.
 
         An exchange that weighs the input has weighed them.
+
+        Implements: EXPT-03.
         """
         pairs = sort_pairs(routing.ids_TK, routing.experts)
         weights_P = self._weights(routing, pairs)
@@ -137,14 +150,20 @@ class LocalExchange:
         return rows_PD if blocks is None else blocks.fill(rows_PD)
 
     def _unpermute(self, rows_QD: Tensor, permuted: Permuted) -> Tensor:
-        """Return y of the answers to the pairs, weighed here unless their rows were."""
+        """Return y of the answers to the pairs, weighed here unless their rows were.
+
+        Implements: EXCH-05.
+        """
         rows_PD = rows_QD if permuted.blocks is None else permuted.blocks.take(rows_QD)
         if not self.weighs_input:
             rows_PD = self._weigh(rows_PD, permuted.weights_P)
         return unpermute(rows_PD, permuted.pairs).reshape(permuted.shape)
 
     def _weights(self, routing: Routing, pairs: Pairs) -> Tensor:
-        """Return the weight of every pair; that of an empty slot is in none and gets a gradient of zero."""
+        """Return the weight of every pair; that of an empty slot is in none and gets a gradient of zero.
+
+        Implements: EXCH-03, GRAD-03.
+        """
         return routing.weights_TK[pairs.token_P, pairs.slot_P]
 
     def _weigh(self, rows_PD: Tensor, weights_P: Tensor) -> Tensor:
@@ -172,7 +191,10 @@ class AllGatherExchange(LocalExchange):
         return {**super().resolved, "wire": "all"}
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
-        """Gather x, ids and weights, and permute what is this rank's; all ranks bring the same K."""
+        """Gather x, ids and weights, and permute what is this rank's; all ranks bring the same K.
+
+        Implements: EXCH-01.
+        """
         self._check_input(x, routing)
         group = self.topology.group("ep_etp")
         x_TD = x.reshape(-1, x.shape[-1])
@@ -261,13 +283,18 @@ class AllToAllExchange(LocalExchange):
     """Pairs go to their expert by all-to-all over ep, then to all its shards by all-gather over etp.
 
     The answers are summed over the shards by reduce-scatter over etp and go home by all-to-all over ep.
+
+    Implements: COST-03.
     """
 
     def _check_layout(self) -> None:
         """Any layout will do."""
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
-        """Send the pairs off and group what arrives by expert."""
+        """Send the pairs off and group what arrives by expert.
+
+        Implements: EXCH-01.
+        """
         self._check_input(x, routing)
         rows_QD, permuted = self._permute(x, routing, self._room(routing))  # by expert, so by owner too
         plan = self._plan(permuted.rows_E)
@@ -307,7 +334,10 @@ class AllToAllExchange(LocalExchange):
         return self._unpermute(rows_QD, handle.permuted)
 
     def _plan(self, counts_E: Tensor) -> Plan:
-        """Tell every owner how many rows come for each of its experts, and its shards too."""
+        """Tell every owner how many rows come for each of its experts, and its shards too.
+
+        Implements: COST-06, EXCH-04, EXCH-12.
+        """
         ep, etp = self.topology.group("ep"), self.topology.group("etp")
         C, S = ep.size(), etp.size()
         counts_CN = counts_E.reshape(C, self.placement.held)
@@ -349,6 +379,8 @@ def _expert_major(counts_SCN: Tensor) -> Tensor:
 
     Ranks of ep_etp count etp fastest, so within an expert the rows then lie by source rank. Rows of a block
     stay in order.
+
+    Implements: EXCH-21.
     """
     S, C, N = counts_SCN.shape
     place_NCS = torch.arange(S * C * N, device=counts_SCN.device).reshape(N, C, S)  # of a block, afterwards

@@ -21,7 +21,10 @@ BLOCK = 16  # rows of one product
 
 
 class Experts(Replicated):
-    """The experts of one rank, stacked: gate and up (N, F / etp, D), down (N, D, F / etp)."""
+    """The experts of one rank, stacked: gate and up (N, F / etp, D), down (N, D, F / etp).
+
+    Implements: EXPT-05.
+    """
 
     replicas = ("edp",)
 
@@ -30,6 +33,8 @@ class Experts(Replicated):
 
         Raises:
             CannotBuild: the experts do not divide over ep, or F does not divide over etp.
+
+        Implements: GROUP-03.
         """
         super().__init__()
         self.placement = Placement.of(config.experts, topology)
@@ -47,7 +52,10 @@ class Experts(Replicated):
         return {"experts": type(self).__name__}
 
     def named(self, read: Read) -> Iterator[Named]:
-        """Yield gate, up and down of every expert by global id."""
+        """Yield gate, up and down of every expert by global id.
+
+        Implements: EXPT-02.
+        """
         gate_NFD, up_NFD, down_NDF = read(self.gate_NFD), read(self.up_NFD), read(self.down_NDF)
         part = (self.placement.shard, self.placement.shards)
         for n, expert in enumerate(self.placement.ids):
@@ -56,7 +64,10 @@ class Experts(Replicated):
             yield Named("down", expert, down_NDF[n], (1, *part))
 
     def forward(self, delivery: Delivery) -> Tensor:
-        """Return out_r = sum_j w_rj f(row_r), zero for a row without ids, in `delivery.shape`."""
+        """Return out_r = sum_j w_rj f(row_r), zero for a row without ids, in `delivery.shape`.
+
+        Implements: EXPT-01, GRAD-04.
+        """
         pairs = sort_pairs(delivery.ids_RJ, self.placement.held)
         rows_PD = permute(delivery.rows_RD, pairs)
         out_PD = self._loop(rows_PD, pairs.counts_E.tolist())
@@ -75,6 +86,8 @@ def in_blocks(rows_RD: Tensor, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) 
 
     Kernels of matrix products choose the order of a sum by the sizes of the matrices. Where these never change, the
     answer for a row has the same bits whatever other rows there are.
+
+    Implements: EXPT-08.
     """
     R = len(rows_RD)
     blocks = F.pad(rows_RD, (0, 0, 0, -R % BLOCK)).split(BLOCK)

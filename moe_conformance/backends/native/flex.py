@@ -23,7 +23,10 @@ from moe_conformance.contract import Config, Delivery, Routing, Topology
 
 
 class Flight:
-    """One microbatch between dispatch and combine: what its manager keeps is let go of with the first combine."""
+    """One microbatch between dispatch and combine: what its manager keeps is let go of with the first combine.
+
+    Implements: EXCH-10.
+    """
 
     def __init__(self, held: Any, delivered: int, shape: tuple[int, ...]) -> None:
         """Keep the manager's part, the number of rows that went to the experts, and the shape of x."""
@@ -128,6 +131,8 @@ class FlexExchange:
 
         Raises:
             ValueError: the rows do not fit the handle, or it was combined before.
+
+        Implements: EXCH-45.
         """
         if handle.released or not (problem := handle.misfit(rows)):
             return self.manager.combine(rows, handle.land()).reshape(handle.shape)

@@ -19,7 +19,10 @@ FLOOR = 1e-4  # of the largest element of a block
 
 
 class Float8Wire:
-    """Packs rows into bytes, and unpacks them; no gradient goes through."""
+    """Packs rows into bytes, and unpacks them; no gradient goes through.
+
+    Implements: COST-09, EXCH-30.
+    """
 
     block = 128
 

@@ -24,7 +24,10 @@ _RANKS = 1 << 20  # more than there are: keeps the seeds of ranks and of routers
 
 
 class ForcedRouter(Router):
-    """A router under one strategy: random or biased logits, or experts dealt out in turn."""
+    """A router under one strategy: random or biased logits, or experts dealt out in turn.
+
+    Implements: DET-03, FORCE-02, FORCE-18.
+    """
 
     def __init__(self, config: Config, device: torch.device, topology: Topology, number: int) -> None:
         """Build the router; `number` tells it from others of its session, the same on all ranks.
@@ -52,17 +55,26 @@ class ForcedRouter(Router):
         return own_TE if self.strategy == "round_robin" else self._replace(own_TE, self._draw(own_TE))
 
     def _replace(self, own_TE: Tensor, forced_TE: Tensor) -> Tensor:
-        """Put the forced logits in the place of the router's own, which get their gradient."""
+        """Put the forced logits in the place of the router's own, which get their gradient.
+
+        Implements: FORCE-07.
+        """
         replaced_TE: Tensor = _StraightThrough.apply(own_TE, forced_TE)  # type: ignore[no-untyped-call]
         return replaced_TE
 
     def _draw(self, own_TE: Tensor) -> Tensor:
-        """Return normal numbers, with a bias of each expert where one is asked for."""
+        """Return normal numbers, with a bias of each expert where one is asked for.
+
+        Implements: FORCE-06.
+        """
         noise_TE = torch.empty_like(own_TE).normal_(generator=self.noise)
         return noise_TE if self.strategy == "random" else noise_TE + self._bias(own_TE)
 
     def _bias(self, like_TE: Tensor) -> Tensor:
-        """Return the bias (E,) of this forward; with a deviation below zero it is that of the first."""
+        """Return the bias (E,) of this forward; with a deviation below zero it is that of the first.
+
+        Implements: FORCE-08, FORCE-10, FORCE-11.
+        """
         if self.kept_E is not None:
             return self.kept_E
         drawn_E = like_TE.new_empty(self.config.experts).normal_(generator=self.biases) * abs(self.deviation)
@@ -76,14 +88,20 @@ class ForcedRouter(Router):
         return self._deal(len(scores_TE), scores_TE.device)
 
     def _deal(self, tokens: int, device: torch.device) -> Tensor:
-        """Deal the experts out in turn, beginning where a source of as many tokens before this one would end."""
+        """Deal the experts out in turn, beginning where a source of as many tokens before this one would end.
+
+        Implements: FORCE-03.
+        """
         K = self.config.top_k
         first = self.source * tokens * K
         dealt = torch.arange(first, first + tokens * K, device=device) % self.config.experts
         return dealt.reshape(tokens, K)
 
     def _weights(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
-        """Weigh as ever; a token none of whose forced experts has a finite score weighs nothing, not 0 / 0."""
+        """Weigh as ever; a token none of whose forced experts has a finite score weighs nothing, not 0 / 0.
+
+        Implements: FORCE-05.
+        """
         lost_T1 = (scores_TE.gather(1, ids_TK) == -torch.inf).all(1, keepdim=True)
         return super()._weights(scores_TE.masked_fill(lost_T1, 0.0), ids_TK).masked_fill(lost_T1, 0.0)
 

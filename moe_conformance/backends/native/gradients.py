@@ -24,7 +24,10 @@ class Replicated(nn.Module):
 
 
 class GradientFinisher:
-    """Sums the gradients of replicated parameters."""
+    """Sums the gradients of replicated parameters.
+
+    Implements: COST-08.
+    """
 
     def __init__(self, topology: Topology) -> None:
         """Keep the topology, whose groups it reduces over."""
@@ -35,6 +38,8 @@ class GradientFinisher:
 
         Absence may differ between replicas (a rank without a backward), so every replica takes part in the
         sum.
+
+        Implements: GRAD-05, GRAD-06, GRAD-08, GRAD-11, GRAD-15, ROUTE-08, SHARE-05.
         """
         for module in modules:
             for parameter in filter(lambda parameter: parameter.requires_grad, module.parameters()):

@@ -14,14 +14,20 @@ class CannotBuild(ValueError):
 
 
 def groups(sizes: Mapping[str, int]) -> dict[str, RankLists]:
-    """Return the rank lists of every group for sizes world, tp, cp, pp, ep, etp; no process group is made."""
+    """Return the rank lists of every group for sizes world, tp, cp, pp, ep, etp; no process group is made.
+
+    Implements: GROUP-01, GROUP-02, GROUP-04.
+    """
     axes = {name: sizes.get(name, 1) for name in ("tp", "cp", "pp", "ep", "etp")}
     return Layout(sizes["world"], **axes).groups()
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The experts of one rank: a contiguous block of N, the block of its ep coordinate, each cut over etp."""
+    """The experts of one rank: a contiguous block of N, the block of its ep coordinate, each cut over etp.
+
+    Implements: EXPT-04.
+    """
 
     first: int  # global id
     held: int  # N
@@ -34,6 +40,8 @@ class Placement:
 
         Raises:
             CannotBuild: the experts do not divide over ep.
+
+        Implements: GROUP-03.
         """
         ep, etp = topology.ranks("ep"), topology.ranks("etp")
         if experts < 1 or experts % len(ep):

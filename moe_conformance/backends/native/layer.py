@@ -80,7 +80,10 @@ class Layer(nn.Module):
         return chain(self.router.named(read), self.experts.named(read), shared, bias, score)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return y in the shape and dtype of x."""
+        """Return y in the shape and dtype of x.
+
+        Implements: GRAD-18, SHARE-02, SHARE-07.
+        """
         routing = self.router(x).routing
         if self.config.shared_overlap:
             assert isinstance(self.exchange, AllToAllExchange)
@@ -111,5 +114,8 @@ class Layer(nn.Module):
         return shared_TD if self.bias is None else self.bias(shared_TD)
 
     def _added(self, y: Tensor, shared: Tensor | None) -> Tensor:
-        """Add the shared part; never in place, as either may be a tensor that somebody else holds."""
+        """Add the shared part; never in place, as either may be a tensor that somebody else holds.
+
+        Implements: EXCH-08, SHARE-01, SHARE-04.
+        """
         return y if shared is None else y + shared

@@ -25,7 +25,10 @@ from moe_conformance.surfaces import Places
 
 
 class TooManyTokens(ValueError):
-    """Some rank of the group brings more tokens than were said to come; every rank of the group raises it."""
+    """Some rank of the group brings more tokens than were said to come; every rank of the group raises it.
+
+    Implements: EXCH-23.
+    """
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,10 @@ class LowLatencyExchange(AllToAllExchange):
         return Delivery.batched(rows_NCD, filled.sent.plan.counts_N), filled
 
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
-        """Read the places that are filled, and send their rows home."""
+        """Read the places that are filled, and send their rows home.
+
+        Implements: EXCH-39.
+        """
         rows_QD, places, shape = rows.reshape(-1, rows.shape[-1]), prod(handle.shape), handle.sent.permuted.shape
         if problem := wrong_use.of_answers(rows_QD, places, shape):
             super().combine(wrong_use.stand_in(rows, places, shape)[handle.place_R], handle.sent)
@@ -67,6 +73,8 @@ class LowLatencyExchange(AllToAllExchange):
 
         Raises:
             TooManyTokens: on all ranks, if any of them brings more than `tokens_max`.
+
+        Implements: DROP-13, EXCH-29.
         """
         self._check_input(x, routing)
         C = self._places(routing.ids_TK, tokens_max)

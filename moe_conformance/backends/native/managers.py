@@ -109,6 +109,8 @@ class HybridEPManager(_OneRowPerPair):
     All ranks dispatch the same number of tokens, empty ones among them. B is that number times K times the shards of an
     expert times `Config.budget_factor`, rounded up, or `Config.row_budget`. The factor's default, ep, holds whatever
     may come.
+
+    Implements: DROP-13, EXCH-22, EXCH-25.
     """
 
     has_budget = True
@@ -135,6 +137,8 @@ class HybridEPManager(_OneRowPerPair):
 
         Raises:
             Overflow: on all ranks, if any of them got more than B rows and none are dropped.
+
+        Implements: DROP-14.
         """
         T, K = ids_TK.shape
         arrived = mirrored.dispatch(self.exchange, x_TD, ids_TK, weights_TK)
@@ -152,7 +156,10 @@ class HybridEPManager(_OneRowPerPair):
         return replace(delivery, overflowed=overflowed), Held(arrived.handle, pairs)
 
     def _kept(self, pairs: Pairs, budget: int) -> Pairs:
-        """Return what the buffer holds; nothing of the others goes forward or backward."""
+        """Return what the buffer holds; nothing of the others goes forward or backward.
+
+        Implements: DROP-15, DROP-16.
+        """
         return first_of(pairs, budget)
 
     def _overflowed(self, demand: int, budget: int) -> bool:

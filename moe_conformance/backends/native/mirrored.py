@@ -37,7 +37,10 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor | None, None, None, None]:
-        """Combine the gradients of the rows and of their weights, whichever of the two are wanted."""
+        """Combine the gradients of the rows and of their weights, whichever of the two are wanted.
+
+        Implements: GRAD-02, GRAD-15.
+        """
         rows_RD, weights_RK, *_ = gradients
         return *ctx.exchange.combine(rows_RD, ctx.handle, weights_RK), None, None, None
 
@@ -53,7 +56,10 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        """Dispatch the gradients of the tokens over the layout that is known."""
+        """Dispatch the gradients of the tokens over the layout that is known.
+
+        Implements: GRAD-01.
+        """
         return ctx.exchange.dispatch(gradients[0], handle=ctx.handle, plain=True).rows_RD, None, None
 
 

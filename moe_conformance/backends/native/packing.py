@@ -26,20 +26,29 @@ class Packing(Offered):
         return {"packing": type(self).__name__}
 
     def lay_out(self, lengths: Sequence[int], cp: int, tp: int, sequence_parallel: bool) -> PackedSequences:
-        """Return the sums of lengths and of padded lengths, (S + 1,) each."""
+        """Return the sums of lengths and of padded lengths, (S + 1,) each.
+
+        Implements: PACK-07, PACK-10.
+        """
         lengths_S = torch.tensor(lengths, dtype=torch.int64)
         m = self._multiple(cp, tp, sequence_parallel)
         padded_S = (lengths_S + m - 1) // m * m
         return PackedSequences(self._sums(lengths_S), self._sums(padded_S))
 
     def tokens(self, cu_seqlens: Tensor, cu_seqlens_padded: Tensor) -> Tensor:
-        """Return which rows are tokens and no gaps, bool (R,)."""
+        """Return which rows are tokens and no gaps, bool (R,).
+
+        Implements: PACK-08.
+        """
         sequence_R = self._sequence_of_rows(cu_seqlens_padded)
         place_R = torch.arange(len(sequence_R), device=sequence_R.device) - cu_seqlens_padded[sequence_R]
         return place_R < cu_seqlens.diff()[sequence_R]
 
     def share(self, cu_seqlens_padded: Tensor, cp: int, cp_rank: int) -> Tensor:
-        """Return the rows of a cp rank: of each sequence the chunk of its number and that chunk's mirror image."""
+        """Return the rows of a cp rank: of each sequence the chunk of its number and that chunk's mirror image.
+
+        Implements: PACK-15.
+        """
         sequence_R = self._sequence_of_rows(cu_seqlens_padded)
         if cp == 1:
             return torch.arange(len(sequence_R), device=sequence_R.device)

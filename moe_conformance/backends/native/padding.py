@@ -26,7 +26,10 @@ class BoundBroken(ValueError):
 
 
 class TokenPadding:
-    """To how many rows the tokens of this rank are padded: as many as those of every rank of ep_etp."""
+    """To how many rows the tokens of this rank are padded: as many as those of every rank of ep_etp.
+
+    Implements: PACK-02.
+    """
 
     def __init__(self, config: Config, topology: Topology, device: torch.device) -> None:
         """Take what is asked for; "no" counts as "group_max", for an exchange that cannot do without.
@@ -53,6 +56,8 @@ class TokenPadding:
 
         Raises:
             BoundBroken: T is larger than the bound.
+
+        Implements: PACK-01, PACK-11, PACK-12.
         """
         most = self._largest(tokens) if self.bound is None else self._within(tokens, self.bound)
         return self._aligned(most)
@@ -78,7 +83,10 @@ class Withdrawing(SplitExchange, Protocol):
 
 @dataclass(frozen=True)
 class Untrimmed:
-    """What it takes to cut one microbatch's padding off."""
+    """What it takes to cut one microbatch's padding off.
+
+    Implements: PACK-06.
+    """
 
     handle: Any  # of the exchange inside
     tokens: int  # T
@@ -86,7 +94,10 @@ class Untrimmed:
 
 
 class PaddedExchange:
-    """An exchange that dispatches P tokens on every rank and returns those that are the rank's own."""
+    """An exchange that dispatches P tokens on every rank and returns those that are the rank's own.
+
+    Implements: PACK-05.
+    """
 
     def __init__(self, inner: Withdrawing, padding: TokenPadding) -> None:
         """Put the padding around an exchange."""
@@ -107,6 +118,8 @@ class PaddedExchange:
 
         Raises:
             BoundBroken: this rank has more tokens than the bound; the others raise `DispatchRefused`.
+
+        Implements: PACK-03.
         """
         x_TD = x.reshape(-1, x.shape[-1])
         T = len(x_TD)
@@ -119,7 +132,10 @@ class PaddedExchange:
         return delivery, Untrimmed(handle, T, tuple(x.shape))
 
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
-        """Return y in the shape of x."""
+        """Return y in the shape of x.
+
+        Implements: PACK-04.
+        """
         return self._trim(self.inner.combine(rows, handle.handle), handle).reshape(handle.shape)
 
     def withdraw(self, device: torch.device) -> None:

@@ -32,6 +32,8 @@ def sort_pairs(ids_TK: Tensor, experts: int) -> Pairs:
 
     Raises:
         ValueError: an id is not below the number of experts.
+
+    Implements: EXCH-06, EXCH-21, EXCH-42.
     """
     T, K = ids_TK.shape
     token_P, slot_P = (ids_TK >= 0).nonzero(as_tuple=True)  # in the order of tokens, then slots
@@ -58,6 +60,8 @@ def permute(x_TD: Tensor, pairs: Pairs) -> Tensor:
 
     Raises:
         ValueError: x has another number of tokens than the table of ids.
+
+    Implements: EXCH-02, GRAD-02.
     """
     T, K = pairs.shape
     if len(x_TD) != T:
@@ -66,12 +70,18 @@ def permute(x_TD: Tensor, pairs: Pairs) -> Tensor:
 
 
 def unpermute(rows_PD: Tensor, pairs: Pairs) -> Tensor:
-    """Return y_TD, the sum of every token's pairs; zeros for a token without any."""
+    """Return y_TD, the sum of every token's pairs; zeros for a token without any.
+
+    Implements: DROP-10, EXCH-05, EXCH-06.
+    """
     T, K = pairs.shape
     table_TKD = rows_PD.new_zeros(T, K, rows_PD.shape[1])
     return table_TKD.index_put((pairs.token_P, pairs.slot_P), rows_PD).sum(1)
 
 
 def weigh(rows_PD: Tensor, weights_P: Tensor) -> Tensor:
-    """Return every row times its weight, in the rows' dtype."""
+    """Return every row times its weight, in the rows' dtype.
+
+    Implements: EXCH-16, GRAD-01, GRAD-03.
+    """
     return (rows_PD * weights_P.unsqueeze(1)).to(rows_PD.dtype)

@@ -11,7 +11,10 @@ from moe_conformance.backends.native.offered import Offered
 
 
 class Reordering(Offered):
-    """Moves all rows at once, by an index that a stable sort of segments gives."""
+    """Moves all rows at once, by an index that a stable sort of segments gives.
+
+    Implements: EXCH-20.
+    """
 
     surface = "reordering"
 

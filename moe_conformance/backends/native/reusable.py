@@ -68,6 +68,8 @@ class ReusableExchange:
 
         Raises:
             ValueError: rows or biases of another number than the handle's.
+
+        Implements: EXCH-28, EXCH-31.
         """
         for bias_TD in biases:
             if bias_TD.shape != (handle.tokens, rows_RD.shape[1]):

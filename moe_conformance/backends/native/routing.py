@@ -52,7 +52,10 @@ class Router(Replicated):
             yield Named("balance_bias", None, read(self.balance_bias))
 
     def forward(self, x: Tensor, padding_mask_T: Tensor | None = None) -> Routed:
-        """Return ids, weights, logits and counts; x is (*lead, D). Where the mask is True all slots are empty."""
+        """Return ids, weights, logits and counts; x is (*lead, D). Where the mask is True all slots are empty.
+
+        Implements: FORCE-02, ROUTE-09.
+        """
         logits_TE = self._logits(x.reshape(-1, x.shape[-1]))
         scores_TE = self._scores(logits_TE)
         ids_TK = self._choose(scores_TE)
@@ -65,11 +68,17 @@ class Router(Replicated):
         return Routed(Routing(ids_TK, weights_TK, self.config.experts), logits_TE, counts_E)
 
     def _leave_out(self, ids_TK: Tensor, weights_TK: Tensor, padding_T1: Tensor) -> tuple[Tensor, Tensor]:
-        """Route padding nowhere."""
+        """Route padding nowhere.
+
+        Implements: PACK-08, ROUTE-22.
+        """
         return ids_TK.masked_fill(padding_T1, -1), weights_TK.masked_fill(padding_T1, 0.0)
 
     def _drop(self, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """Empty the slots that find no room with their experts; the weights of the others stay as they are."""
+        """Empty the slots that find no room with their experts; the weights of the others stay as they are.
+
+        Implements: DROP-07, DROP-09, DROP-11.
+        """
         kept_TK = self._keep(ids_TK, weights_TK.detach(), self._capacity(len(ids_TK)))
         return torch.where(kept_TK, ids_TK, -1), torch.where(kept_TK, weights_TK, 0.0)
 
@@ -85,7 +94,10 @@ class Router(Replicated):
         return F.linear(x_TD.to(self.wide), self.router_ED.to(self.wide))
 
     def _scores(self, logits_TE: Tensor) -> Tensor:
-        """Return a score per expert. For softmax_topk it is the logit: its softmax comes after the choice."""
+        """Return a score per expert. For softmax_topk it is the logit: its softmax comes after the choice.
+
+        Implements: ROUTE-02.
+        """
         if self.config.score == "softmax":
             return logits_TE.softmax(1)
         if self.config.score == "sigmoid":
@@ -95,7 +107,10 @@ class Router(Replicated):
         return logits_TE
 
     def _choose(self, scores_TE: Tensor) -> Tensor:
-        """Return the K best experts of each token, best first, from the best groups if there are groups."""
+        """Return the K best experts of each token, best first, from the best groups if there are groups.
+
+        Implements: ROUTE-01.
+        """
         choice_TE = scores_TE.detach()
         if self.balance_bias is not None:
             choice_TE = choice_TE + self.balance_bias
@@ -104,7 +119,10 @@ class Router(Replicated):
         return choice_TE.topk(self.config.top_k, dim=1).indices
 
     def _mask_groups(self, choice_TE: Tensor, groups: int, chosen: int) -> Tensor:
-        """Put all but the `chosen` best groups out of reach: at -inf, as biased scores may be negative."""
+        """Put all but the `chosen` best groups out of reach: at -inf, as biased scores may be negative.
+
+        Implements: ROUTE-04.
+        """
         choice_TGe = choice_TE.reshape(-1, groups, self.config.experts // groups)
         worth_TG = choice_TGe.topk(_addends(self.config, chosen), dim=2).values.sum(2)
         best_Tg = worth_TG.topk(chosen, dim=1).indices
@@ -112,7 +130,10 @@ class Router(Replicated):
         return choice_TGe.masked_fill(shut_TG.unsqueeze(2), -torch.inf).flatten(1)
 
     def _weights(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
-        """Return the scores of the chosen without the bias, normalised if asked, then scaled."""
+        """Return the scores of the chosen without the bias, normalised if asked, then scaled.
+
+        Implements: ROUTE-02, ROUTE-03, ROUTE-05, ROUTE-06, ROUTE-07, ROUTE-14.
+        """
         weights_TK = scores_TE.gather(1, ids_TK)
         if self.config.score == "softmax_topk":
             weights_TK = weights_TK.softmax(1)
@@ -127,6 +148,8 @@ def _sqrt_softplus(logits_TE: Tensor) -> Tensor:
 
     `F.softplus` turns linear at 20, which float64 can tell. The clamp is for the gradient: where log(1 +
     exp(l)) underflows, the slope of the square root is infinite, and infinity times zero is NaN.
+
+    Implements: ROUTE-14.
     """
     softplus_TE = -F.logsigmoid(-logits_TE)
     return softplus_TE.clamp_min(torch.finfo(softplus_TE.dtype).tiny).sqrt()

@@ -13,7 +13,10 @@ from moe_conformance.surfaces import Dense
 
 
 class RoutingForms(Offered):
-    """Writes the filled slots into a table, and reads the set places of a table in the order of experts."""
+    """Writes the filled slots into a table, and reads the set places of a table in the order of experts.
+
+    Implements: ROUTE-21.
+    """
 
     surface = "routing_forms"
 

@@ -10,7 +10,10 @@ from moe_conformance.backends.native.offered import Offered
 
 
 class RowIndex(Offered):
-    """Leaves sentinels out before it reads or writes anything, so that what stands there cannot leak."""
+    """Leaves sentinels out before it reads or writes anything, so that what stands there cannot leak.
+
+    Implements: EXCH-19.
+    """
 
     surface = "row_index"
 

@@ -65,7 +65,10 @@ class Permutation(Offered):
         return unpermute(weigh(rows_RD[handle.place_P], handle.weights_P), handle.pairs)
 
     def _padded(self, counts_E: Tensor) -> Tensor:
-        """Return the rows of every segment."""
+        """Return the rows of every segment.
+
+        Implements: EXCH-18.
+        """
         return (counts_E + self.multiple - 1) // self.multiple * self.multiple
 
     def _places(self, pairs_E: Tensor, counts_E: Tensor) -> Tensor:

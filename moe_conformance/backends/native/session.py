@@ -79,7 +79,10 @@ class NativeSession(Session):
         return self.replaced.get(native, native)
 
     def exchange(self, config: Config) -> SplitExchange:
-        """Build the exchange of `config.variant`."""
+        """Build the exchange of `config.variant`.
+
+        Implements: PACK-13, PACK-14, RULE-25.
+        """
         asked, config = config, replace(config, token_copies=False)
         with refusals(CannotBuild, match="."):
             exchange: Withdrawing = self._exchange(config)

@@ -21,7 +21,10 @@ from moe_conformance.contract import Config, Named, Read, Topology
 
 
 class Score(Replicated):
-    """The gate of the shared experts: one factor per token, sigmoid(<v, x_t>)."""
+    """The gate of the shared experts: one factor per token, sigmoid(<v, x_t>).
+
+    Implements: SHARE-03.
+    """
 
     replicas = ("dp_cp", "tp")  # every rank of the pipeline stage has tokens of its own
 
@@ -40,6 +43,8 @@ class OutputBias(Replicated):
     """The output biases of the shared experts, (S, D), which are added to the sum of all parts on a rank's own tokens.
 
     Added to the parts instead, they would be in the sum tp times.
+
+    Implements: SHARE-06.
     """
 
     replicas = ("dp_cp", "tp")  # as of `Score`: a rank of tp saw its own tokens only
@@ -61,7 +66,10 @@ class OutputBias(Replicated):
 
 
 class SharedExperts(Replicated):
-    """All shared experts as one, without their biases: gate and up (F, D), down (D, F)."""
+    """All shared experts as one, without their biases: gate and up (F, D), down (D, F).
+
+    Implements: SHARE-08.
+    """
 
     replicas = ("dp_cp",)  # a rank of tp saw the tokens of all of them, and holds units of its own
 
@@ -91,7 +99,10 @@ class SharedExperts(Replicated):
             yield Named("shared_down", j, down, (1, *self.part))
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        """Return the sum of the shared experts of this rank's tokens."""
+        """Return the sum of the shared experts of this rank's tokens.
+
+        Implements: SHARE-06.
+        """
         sizes_W = self._sizes(x_TD)
         part = swiglu(self._gather(x_TD, sizes_W), self.gate_FD, self.up_FD, self.down_DF)
         return self._scatter(part, sizes_W)

@@ -124,6 +124,8 @@ class TokenCopies:
         Raises:
             CopiesDiffer: on every rank of the tp group.
             ValueError: tokens or routing are wrong; on all other ranks of the tp group it is `DispatchRefused`.
+
+        Implements: EXCH-35.
         """
         problem = wrong_use.of_input(x, routing, self.config)
         self._compare(routing.ids_TK, x.device, problem)
@@ -135,7 +137,10 @@ class TokenCopies:
         return delivery, Shared(handle, shares, tuple(x.shape))
 
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
-        """Return y in the shape of x, the same on every copy."""
+        """Return y in the shape of x, the same on every copy.
+
+        Implements: EXCH-36.
+        """
         return self._join(self.inner.combine(rows, handle.handle), handle.shares).reshape(handle.shape)
 
     def _cut(self, x_TD: Tensor, weights_TK: Tensor, shares: Shares) -> tuple[Tensor, Tensor]:
@@ -147,7 +152,10 @@ class TokenCopies:
         return joined
 
     def _compare(self, ids_TK: Tensor, device: torch.device, problem: str) -> None:
-        """Raise on every rank of the tp group if the routings of two differ, or one has a problem with its input."""
+        """Raise on every rank of the tp group if the routings of two differ, or one has a problem with its input.
+
+        Implements: EXCH-37.
+        """
         if problem:
             own = torch.full((3,), collectives.REFUSED, device=device)  # as no T
         else:

@@ -32,7 +32,10 @@ class DispatchLayout:
 
 @dataclass(frozen=True)
 class Handle:
-    """How the rows of one dispatch travelled. It serves any number of dispatches and combines of the same routing."""
+    """How the rows of one dispatch travelled. It serves any number of dispatches and combines of the same routing.
+
+    Implements: EXCH-27.
+    """
 
     token_M: Tensor  # whose copy every sent row is: by destination, then token
     place_M: Tensor  # which copy of its token it is: 0 for the first destination
@@ -64,6 +67,8 @@ class TokenExchange:
 
     With S shards the ranks count shards fastest, and each of the S ranks of a block gets the block's tokens. All ranks
     of the group call each method, in the same order. A group of one rank starts no collective.
+
+    Implements: COST-04.
     """
 
     def __init__(self, group: dist.ProcessGroup, experts: int, shards: int = 1, wire: Float8Wire | None = None) -> None:
@@ -115,6 +120,8 @@ class TokenExchange:
         Raises:
             ValueError: shapes, dtypes or ids are wrong on this rank.
             DispatchRefused: they are wrong on another rank; only a dispatch with a handle cannot tell.
+
+        Implements: EXCH-01, EXCH-03.
         """
         handle = self._laid_out(x_TD, ids_TK, weights_TK, handle)
         rows_RD, scales_RB = self._send_rows(x_TD[handle.token_M], handle, None if plain else self.wire)
@@ -133,6 +140,8 @@ class TokenExchange:
 
         Raises:
             ValueError: the handle belongs to a dispatch that brought another number of rows.
+
+        Implements: EXCH-05.
         """
         if len(rows_RD) != handle.rows:
             raise ValueError(

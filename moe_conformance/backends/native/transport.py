@@ -8,7 +8,10 @@ from moe_conformance.backends.native.offered import Offered
 
 
 class Transport(Offered):
-    """Compares the domains of the members, and nothing else."""
+    """Compares the domains of the members, and nothing else.
+
+    Implements: GROUP-05.
+    """
 
     surface = "transport"
 

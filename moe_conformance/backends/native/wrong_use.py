@@ -16,7 +16,10 @@ from moe_conformance.contract import Config, Routing
 
 
 def of_input(x: Tensor, routing: Routing, config: Config) -> str:
-    """Return what is wrong with tokens or routing, "" if nothing is."""
+    """Return what is wrong with tokens or routing, "" if nothing is.
+
+    Implements: EXCH-44.
+    """
     ids_TK, weights_TK, E = routing.ids_TK, routing.weights_TK, config.experts
     if x.shape[-1] != config.hidden or x.dtype != config.dtype:
         return f"tokens of width {x.shape[-1]} in {x.dtype}, where {config.hidden} in {config.dtype} was configured"
@@ -33,7 +36,10 @@ def of_input(x: Tensor, routing: Routing, config: Config) -> str:
 
 
 def of_answers(rows: Tensor, delivered: int, shape: tuple[int, ...]) -> str:
-    """Return what is wrong with the answers to so many rows of tokens of a shape (*lead, D), "" if nothing is."""
+    """Return what is wrong with the answers to so many rows of tokens of a shape (*lead, D), "" if nothing is.
+
+    Implements: EXCH-45.
+    """
     if len(rows) != delivered:
         return (
             f"combine got {len(rows)} rows, and the dispatch of its handle handed over {delivered}: "
