@@ -1,0 +1,1 @@
+"""Exchanges over torch.distributed, and what surrounds any of them."""

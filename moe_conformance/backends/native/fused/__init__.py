@@ -1,0 +1,1 @@
+"""The fused token exchange, its managers and its wire formats."""

@@ -1,0 +1,1 @@
+"""Experts, shared experts, whole layers and finished gradients."""

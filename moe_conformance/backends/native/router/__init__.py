@@ -1,0 +1,1 @@
+"""Routers: scores, selection, capacity, forcing."""

@@ -1,0 +1,1 @@
+"""What one rank does to rows by itself: permute, reorder, index, pack."""

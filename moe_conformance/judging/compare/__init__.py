@@ -1,0 +1,1 @@
+"""Comparisons: exact, and within a bound that is derived for every element."""

@@ -1,0 +1,1 @@
+"""Judges of what a step costs on the wire."""

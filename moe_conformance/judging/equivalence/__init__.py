@@ -1,0 +1,1 @@
+"""Judges of two runs that must give the same."""

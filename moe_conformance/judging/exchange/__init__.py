@@ -1,0 +1,1 @@
+"""Judges of dispatch, what the experts are handed, and combine."""

@@ -1,0 +1,1 @@
+"""Causes of a wrong tensor or row, the widest first."""

@@ -1,0 +1,1 @@
+"""Judges of process groups, expert placement and configurations."""

@@ -1,0 +1,1 @@
+"""Judges of single operations: fused token exchange, permute, row index, layouts, THD."""

@@ -1,0 +1,1 @@
+"""Judges of routers: selection, weights, capacity, forced routing."""

@@ -1,0 +1,1 @@
+"""The pinned workloads: a file or a folder for each chapter."""

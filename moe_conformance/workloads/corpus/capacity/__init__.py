@@ -1,0 +1,1 @@
+"""Pinned workloads of capacities and receive budgets."""

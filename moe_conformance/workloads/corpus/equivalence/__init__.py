@@ -1,0 +1,1 @@
+"""Workloads that must give what another gives."""

@@ -1,0 +1,1 @@
+"""Pinned workloads of the exchange beside those of recipes.py."""

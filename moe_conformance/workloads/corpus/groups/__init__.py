@@ -1,0 +1,1 @@
+"""Pinned workloads of groups, sizes and divided models."""

@@ -1,0 +1,1 @@
+"""Pinned scripts of the fused token exchange."""

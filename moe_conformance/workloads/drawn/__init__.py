@@ -1,0 +1,1 @@
+"""Workloads that Hypothesis draws, and the form in which a failing one is kept."""

@@ -1,0 +1,1 @@
+"""Oracles of capacity, token drops and receive budgets."""

@@ -1,0 +1,1 @@
+"""Oracles of configurations: which may be refused, and what must be shown."""

@@ -1,0 +1,1 @@
+"""Oracles of cost: rows, bytes and calls."""

@@ -1,0 +1,1 @@
+"""Oracles of the exchange: deliveries, and the layer that it makes possible."""

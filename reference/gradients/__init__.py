@@ -1,0 +1,1 @@
+"""Oracles of the gradients of a whole model: norms, clipping, shards."""

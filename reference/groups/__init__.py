@@ -1,0 +1,1 @@
+"""Oracles of process groups and of a model that is divided over them."""

@@ -1,0 +1,1 @@
+"""Oracles of the reports of load and overload."""

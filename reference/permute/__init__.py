@@ -1,0 +1,1 @@
+"""Oracles of permute: order, padding and index of rows."""

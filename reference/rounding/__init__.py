@@ -1,0 +1,1 @@
+"""How large honest rounding errors may be: what the bounds of all chapters are made of."""

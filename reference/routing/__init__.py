@@ -1,0 +1,1 @@
+"""Oracles of routers: selection, weights, jitter, replay, extreme logits."""

@@ -1,0 +1,1 @@
+"""Oracles of shared experts and of whole layers."""

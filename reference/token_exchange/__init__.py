@@ -1,0 +1,1 @@
+"""Oracles of the fused token exchange: layouts, wire formats, combine."""

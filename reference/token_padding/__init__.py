@@ -1,0 +1,1 @@
+"""Oracles of token counts that are padded to one size."""

@@ -1,0 +1,1 @@
+"""The contract, native and the adapters under test."""

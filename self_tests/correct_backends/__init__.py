@@ -1,0 +1,1 @@
+"""Backends that are unusual and correct: they must pass."""

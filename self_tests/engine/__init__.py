@@ -1,0 +1,1 @@
+"""The engine under test: ranks, ledgers, faults, launchers, GPUs, virtual ranks."""

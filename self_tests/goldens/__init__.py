@@ -1,0 +1,1 @@
+"""The stored values, held against the second oracles."""

@@ -1,0 +1,1 @@
+"""The suite as it is installed: from a wheel, editable, and as plain pytest finds it."""

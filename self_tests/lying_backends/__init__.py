@@ -1,0 +1,1 @@
+"""Backends that lie to the suite: they must be detected."""

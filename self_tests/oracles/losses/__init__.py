@@ -1,0 +1,1 @@
+"""Second oracles of the chapter losses."""

@@ -1,0 +1,1 @@
+"""The oracles of reference/ and the second oracles, held against each other."""

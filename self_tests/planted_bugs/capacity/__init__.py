@@ -1,0 +1,1 @@
+"""Planted bugs of capacity, token drops and receive budgets."""

@@ -1,0 +1,1 @@
+"""Planted bugs that no single run shows."""

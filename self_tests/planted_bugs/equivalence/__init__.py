@@ -1,0 +1,1 @@
+"""Planted bugs that two runs show that must give the same."""

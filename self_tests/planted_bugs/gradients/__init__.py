@@ -1,0 +1,1 @@
+"""Planted bugs on the way of the gradients."""

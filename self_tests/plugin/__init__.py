@@ -1,0 +1,1 @@
+"""The plug-in, the command line, reports and waivers under test."""

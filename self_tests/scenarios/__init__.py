@@ -1,0 +1,1 @@
+"""The scenarios under test: the probe, windows on parameters, scripts."""

@@ -1,0 +1,1 @@
+"""The spec and the documents that are made of it, under test."""

@@ -1,0 +1,1 @@
+"""tools/ and benchmarks/ under test."""

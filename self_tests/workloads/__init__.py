@@ -1,0 +1,1 @@
+"""The workloads under test: corpus, drawn batches, the quick profile."""
