@@ -17,11 +17,11 @@ from pathlib import Path
 import click
 import torch
 
-from moe_conformance.judging.bounded import compare
+from moe_conformance.judging.compare.bounded import compare
 from moe_conformance.topology import Layout
-from self_tests import bounds_compared
-from self_tests.simulated_experts import Arithmetic, own_workload, simulate_experts
-from self_tests.simulated_routers import Formula, route_workload, simulate_routers
+from self_tests.judging import bounds_compared
+from self_tests.judging.simulated_experts import Arithmetic, own_workload, simulate_experts
+from self_tests.judging.simulated_routers import Formula, route_workload, simulate_routers
 
 _DOCUMENT = Path(__file__).parent.parent / "docs" / "bounds.md"
 _BEGIN, _END = "<!-- figures: written by benchmarks.bounds -->", "<!-- end of figures -->"

@@ -14,7 +14,7 @@ from itertools import pairwise
 from moe_conformance.engine import Engine, Job, RankContext
 from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import virtual
+from moe_conformance.workloads.corpus import virtual
 
 _WORKLOAD = "many-ranks-uneven"
 _LATER = 3  # steps after the first, of which the median counts

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.config_rules import judge_packed
-from moe_conformance.judging.deliveries import judge_deliveries
-from moe_conformance.judging.outputs import judge_form, judge_outputs
-from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.exchange.deliveries import judge_deliveries
+from moe_conformance.judging.exchange.outputs import judge_form, judge_outputs
+from moe_conformance.judging.groups.config_rules import judge_packed
+from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
-from moe_conformance.workloads import packed
+from moe_conformance.workloads.corpus import config_rules
 
 
 class TestPackedSequences:
-    @requirement("RULE-25", kind="session", when=lambda workload: workload.name == packed.BUILT)
+    @requirement("RULE-25", kind="session", when=lambda workload: workload.name == config_rules.BUILT)
     def test_all_gathers_alone_may_refuse_them(self, outcome: Outcome, tally: Tally) -> None:
         """An all-to-all and a fused exchange are built for packed sequences; others are, or are refused everywhere."""
         judge_packed(outcome, tally)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.cost import (
+from moe_conformance.judging.cost.cost import (
     judge_backward_rows,
     judge_beside_rows,
     judge_even_calls,
@@ -12,12 +12,12 @@ from moe_conformance.judging.cost import (
     judge_rows,
     judge_token_rows,
 )
-from moe_conformance.judging.reading import Reading
-from moe_conformance.judging.reductions import judge_reductions
+from moe_conformance.judging.cost.reductions import judge_reductions
+from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
-from moe_conformance.workloads.features import exchanges, repeated, without_gradients
-from moe_conformance.workloads.records import Workload
+from moe_conformance.workloads.records.features import exchanges, repeated, without_gradients
+from moe_conformance.workloads.records.workload import Workload
 
 
 def alone(workload: Workload) -> bool:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.reading import Reading
-from moe_conformance.judging.settings import judge_settings
-from moe_conformance.judging.twin_routes import judge_repeated_routes
-from moe_conformance.judging.twins import RunTwins, judge_alike, judge_repeated
+from moe_conformance.judging.equivalence.process_settings import judge_settings
+from moe_conformance.judging.equivalence.routes import judge_repeated_routes
+from moe_conformance.judging.equivalence.runs import RunTwins, judge_alike, judge_repeated
+from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
-from moe_conformance.workloads import repetition
-from moe_conformance.workloads.features import likened, likened_once
+from moe_conformance.workloads.corpus import determinism
+from moe_conformance.workloads.records.features import likened, likened_once
 
 
 class TestRepetition:
@@ -18,38 +18,38 @@ class TestRepetition:
     def test_fresh_processes_give_the_same_bits(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """The same inputs and parameters give the same bits in other processes, with deterministic algorithms."""
         workload = reading.outcome.workload
-        judge_repeated(reading, twins([repetition.deterministic(workload), *repetition.again(workload)]), tally)
+        judge_repeated(reading, twins([determinism.deterministic(workload), *determinism.again(workload)]), tally)
 
     @requirement("DET-01", kind="route", when=likened)
     def test_fresh_processes_route_alike(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """The same tokens have the same experts and the same weights, to the bit, in other processes."""
         workload = reading.outcome.workload
-        judge_repeated_routes(twins([repetition.deterministic(workload), *repetition.again(workload)]), tally)
+        judge_repeated_routes(twins([determinism.deterministic(workload), *determinism.again(workload)]), tally)
 
     @requirement("DET-01", kind="forced draws")
     def test_fresh_processes_force_alike(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """What a strategy forces follows its seed: fresh processes draw and deal the same."""
-        judge_repeated_routes(twins(repetition.afresh(reading.outcome.workload)), tally)
+        judge_repeated_routes(twins(determinism.afresh(reading.outcome.workload)), tally)
 
     @requirement("DET-05", kind="experts", when=likened_once)
     def test_a_second_step_gives_the_same_bits(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """A step taken twice, gradients cleared in between, gives the same outputs and gradients twice."""
-        judge_alike(reading, twins(repetition.twice(reading.outcome.workload)), tally)
+        judge_alike(reading, twins(determinism.twice(reading.outcome.workload)), tally)
 
 
 class TestSurroundings:
     @requirement("DET-07", kind="experts", when=likened_once)
     def test_the_settings_of_the_process_are_left_alone(self, outcome: Outcome, twins: RunTwins, tally: Tally) -> None:
         """Importing a backend, building with it, being refused by it and closing it leave all settings as they were."""
-        judge_settings(twins(repetition.lifetime(outcome.workload)), tally)
+        judge_settings(twins(determinism.lifetime(outcome.workload)), tally)
 
     @requirement("DET-02", kind="experts", when=likened_once)
     def test_random_generators_do_not_matter(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """A step that draws no random numbers gives the same bits from any state of the random generators."""
-        judge_alike(reading, twins(repetition.seeded(reading.outcome.workload)), tally)
+        judge_alike(reading, twins(determinism.seeded(reading.outcome.workload)), tally)
 
     @requirement("DET-06", kind="experts", when=likened_once)
     def test_late_ranks_do_not_matter(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """Whichever rank is late, all get the same bits, with deterministic algorithms."""
         workload = reading.outcome.workload
-        judge_repeated(reading, twins([repetition.deterministic(workload), *repetition.delayed(workload)]), tally)
+        judge_repeated(reading, twins([determinism.deterministic(workload), *determinism.delayed(workload)]), tally)

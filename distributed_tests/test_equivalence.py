@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.reading import Reading
-from moe_conformance.judging.twins import RunTwins, judge_across, judge_alike, judge_scaled, judge_strided
+from moe_conformance.judging.equivalence.runs import RunTwins, judge_across, judge_alike, judge_scaled, judge_strided
+from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
-from moe_conformance.workloads import laws, repetition
-from moe_conformance.workloads.features import all_alike, likened, likened_once
-from moe_conformance.workloads.records import Workload
+from moe_conformance.workloads.corpus import determinism
+from moe_conformance.workloads.corpus.equivalence import laws
+from moe_conformance.workloads.records.features import all_alike, likened, likened_once
+from moe_conformance.workloads.records.workload import Workload
 
 
 def in_one_stage(workload: Workload) -> bool:
@@ -74,19 +75,19 @@ class TestHistory:
     @requirement("EXCH-40", kind="probe", when=likened)
     def test_exchanges_take_turns(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """An exchange used in turn with others of other sizes gives the bytes that it gives alone."""
-        judge_alike(reading, twins(repetition.in_turn(reading.outcome.workload)), tally)
+        judge_alike(reading, twins(determinism.in_turn(reading.outcome.workload)), tally)
 
     @requirement("EXCH-40", kind="experts", when=likened)
     def test_experts_take_turns(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """Steps in turn with those of others give what they give alone, gradients of parameters too."""
-        judge_alike(reading, twins(repetition.in_turn(reading.outcome.workload)), tally)
+        judge_alike(reading, twins(determinism.in_turn(reading.outcome.workload)), tally)
 
 
 class TestInference:
     @requirement("EXCH-38", kind="experts", when=likened_once)
     def test_training_behind_inference(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """What the first forward of a process makes, in inference mode, is of use to training."""
-        judge_alike(reading, twins(repetition.behind_inference(reading.outcome.workload)), tally)
+        judge_alike(reading, twins(determinism.behind_inference(reading.outcome.workload)), tally)
 
 
 class TestWeights:

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.counts import judge_counts
-from moe_conformance.judging.deliveries import judge_deliveries, judge_rows
-from moe_conformance.judging.every_bit import judge_every_bit_of_rows
-from moe_conformance.judging.finished import judge_finished
-from moe_conformance.judging.gradients import judge_dweights, judge_dx
-from moe_conformance.judging.identity import (
+from moe_conformance.judging.exchange.counts import judge_counts
+from moe_conformance.judging.exchange.deliveries import judge_deliveries, judge_rows
+from moe_conformance.judging.exchange.full_precision import judge_every_bit_of_rows
+from moe_conformance.judging.exchange.gradients import judge_dweights, judge_dx
+from moe_conformance.judging.exchange.identity_experts import (
     judge_answered_outputs,
     judge_identity_inputs,
     judge_identity_outputs,
 )
-from moe_conformance.judging.kept import judge_kept_outputs, judge_state
-from moe_conformance.judging.ledgers import judge_agreement
-from moe_conformance.judging.outputs import judge_form, judge_inputs, judge_outputs
-from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.exchange.outputs import judge_form, judge_inputs, judge_outputs
+from moe_conformance.judging.exchange.weights import judge_weights
+from moe_conformance.judging.observed.aliasing import judge_kept_outputs, judge_state
+from moe_conformance.judging.observed.completion import judge_finished
+from moe_conformance.judging.observed.ledgers import judge_agreement
+from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import Tally
-from moe_conformance.judging.weights import judge_weights
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
-from moe_conformance.workloads.features import (
+from moe_conformance.workloads.records.features import (
     has_empty_slots,
     has_filled_memory,
     outputs_meet_others,
     several_in_flight,
     without_gradients,
 )
-from moe_conformance.workloads.records import Workload
+from moe_conformance.workloads.records.workload import Workload
 
 
 def several_ranks(workload: Workload) -> bool:

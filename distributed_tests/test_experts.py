@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.expert_parts import judge_matching_parts
-from moe_conformance.judging.kept import judge_kept_outputs, judge_state
-from moe_conformance.judging.outputs import judge_form, judge_inputs
-from moe_conformance.judging.own_experts import (
+from moe_conformance.judging.equivalence.runs import RunTwins, judge_same_answers
+from moe_conformance.judging.exchange.outputs import judge_form, judge_inputs
+from moe_conformance.judging.experts.etp_shards import judge_matching_parts
+from moe_conformance.judging.experts.experts import (
     judge_expert_gradients,
     judge_own_dweights,
     judge_own_dx,
@@ -13,13 +13,13 @@ from moe_conformance.judging.own_experts import (
     judge_weight_place,
     judge_windows,
 )
-from moe_conformance.judging.reading import Reading
-from moe_conformance.judging.twins import RunTwins, judge_same_answers
+from moe_conformance.judging.observed.aliasing import judge_kept_outputs, judge_state
+from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
-from moe_conformance.workloads import laws
-from moe_conformance.workloads.features import bare_answers, has_filled_memory, outputs_meet_others
-from moe_conformance.workloads.records import Workload
+from moe_conformance.workloads.corpus.equivalence import laws
+from moe_conformance.workloads.records.features import bare_answers, has_filled_memory, outputs_meet_others
+from moe_conformance.workloads.records.workload import Workload
 
 
 def says_where_weights_go(workload: Workload) -> bool:

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.forced_draws import (
+from moe_conformance.judging.equivalence.routes import judge_choices_behind_draws, judge_same_choices
+from moe_conformance.judging.equivalence.runs import RunTwins
+from moe_conformance.judging.observed.aliasing import judge_state
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.router.forced_draws import (
     judge_bias_draws,
     judge_bias_in_turn,
     judge_bias_on_ranks,
     judge_random,
 )
-from moe_conformance.judging.forcing import (
+from moe_conformance.judging.router.forced_routing import (
     judge_forced_groups,
     judge_forced_loads,
     judge_forced_weights,
     judge_masked_weights,
     judge_straight_through,
 )
-from moe_conformance.judging.kept import judge_state
-from moe_conformance.judging.reading import Reading
-from moe_conformance.judging.routers import judge_load
-from moe_conformance.judging.twin_routes import judge_choices_behind_draws, judge_same_choices
-from moe_conformance.judging.twins import RunTwins
+from moe_conformance.judging.router.routers import judge_load
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
-from moe_conformance.workloads import repetition
-from moe_conformance.workloads.forcing import bias_decides_alone, biased, draws_at_random, forces_ids, forces_logits
+from moe_conformance.workloads.corpus import determinism
+from moe_conformance.workloads.corpus.forcing import (
+    bias_decides_alone,
+    biased,
+    draws_at_random,
+    forces_ids,
+    forces_logits,
+)
 
 
 class TestRoutes:
@@ -40,7 +46,7 @@ class TestRoutes:
     @requirement("FORCE-03", kind="forced", when=forces_ids)
     def test_round_robin_draws_nothing(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """Experts are dealt out alike whatever the random state is."""
-        judge_same_choices(reading, twins(repetition.seeded(reading.outcome.workload)), tally)
+        judge_same_choices(reading, twins(determinism.seeded(reading.outcome.workload)), tally)
 
     @requirement("FORCE-03", kind="forced draws", when=forces_ids)
     def test_round_robin_balances_copies(self, reading: Reading, tally: Tally) -> None:
@@ -68,7 +74,7 @@ class TestDraws:
     def test_draws_and_those_of_others_do_not_meet(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """So are they behind many draws, and what is drawn is the same wherever they stood."""
         judge_state(reading, tally)
-        judge_choices_behind_draws(twins(repetition.behind_draws(reading.outcome.workload)), tally)
+        judge_choices_behind_draws(twins(determinism.behind_draws(reading.outcome.workload)), tally)
 
     @requirement("FORCE-08", kind="forced draws", when=biased)
     def test_a_bias_has_the_deviation_that_was_asked_for(self, reading: Reading, tally: Tally) -> None:

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.differences import judge_differences
-from moe_conformance.judging.gradients import judge_dweights, judge_dx
-from moe_conformance.judging.identity import (
+from moe_conformance.judging.equivalence.finite_differences import judge_differences
+from moe_conformance.judging.equivalence.gradient_accumulation import judge_padding_gradients, judge_steps, judge_sum
+from moe_conformance.judging.equivalence.runs import RunTwins, judge_repeated
+from moe_conformance.judging.exchange.gradients import judge_dweights, judge_dx
+from moe_conformance.judging.exchange.identity_experts import (
     judge_answered_dweights,
     judge_answered_dx,
     judge_identity_dweights,
     judge_identity_dx,
 )
-from moe_conformance.judging.kept import judge_kept_gradients
-from moe_conformance.judging.own_experts import (
+from moe_conformance.judging.exchange.row_gradients import judge_out_gradients, judge_rows_gradients
+from moe_conformance.judging.experts.experts import (
     judge_expert_gradients,
     judge_idle_expert_gradients,
     judge_own_dweights,
     judge_own_dx,
     judge_replicas,
 )
-from moe_conformance.judging.reading import Reading
-from moe_conformance.judging.row_gradients import judge_out_gradients, judge_rows_gradients
-from moe_conformance.judging.twin_sums import judge_padding_gradients, judge_steps, judge_sum
-from moe_conformance.judging.twins import RunTwins, judge_repeated
+from moe_conformance.judging.observed.aliasing import judge_kept_gradients
+from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
-from moe_conformance.workloads import laws, repetition
-from moe_conformance.workloads.features import (
+from moe_conformance.workloads.corpus import determinism
+from moe_conformance.workloads.corpus.equivalence import laws
+from moe_conformance.workloads.records.features import (
     differentiated,
     has_idle_expert,
     likened,
@@ -33,7 +34,7 @@ from moe_conformance.workloads.features import (
     likened_steps,
     likened_sums,
 )
-from moe_conformance.workloads.records import Workload
+from moe_conformance.workloads.records.workload import Workload
 
 
 def fills_up_or_likened(workload: Workload) -> bool:
@@ -122,14 +123,14 @@ class TestOwnExperts:
     def test_the_next_step_starts_from_zero(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """With gradients set to zero behind every microbatch experts end each time with what that one gives alone."""
         workload = reading.outcome.workload
-        *alone, stepped = twins([*laws.alone(workload), repetition.cleared(workload)])
+        *alone, stepped = twins([*laws.alone(workload), determinism.cleared(workload)])
         judge_steps(reading, alone, stepped, tally)
 
     @requirement("GRAD-15", kind="experts", when=likened_once)
     def test_what_asks_for_no_gradient_gets_none(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """Tokens, weights or experts that ask for no gradient get none, and all others have theirs, to the bit."""
         workload = reading.outcome.workload
-        judge_repeated(reading, twins([repetition.deterministic(workload), *laws.unasked(workload)]), tally)
+        judge_repeated(reading, twins([determinism.deterministic(workload), *laws.unasked(workload)]), tally)
 
     @requirement("GRAD-09", kind="experts", when=fills_up_or_likened)
     def test_gradients_of_padding_reach_no_parameter(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moe_conformance.judging.deliveries import judge_deliveries
-from moe_conformance.judging.dispatch_layout import judge_transport
-from moe_conformance.judging.group_sizes import judge_sizes, judge_stages
-from moe_conformance.judging.groups import judge_groups
-from moe_conformance.judging.indivisible import judge_indivisible
-from moe_conformance.judging.ledgers import judge_agreement
-from moe_conformance.judging.many_ranks import judge_own_group
-from moe_conformance.judging.outputs import judge_outputs
-from moe_conformance.judging.own_experts import judge_expert_gradients, judge_replicas
-from moe_conformance.judging.placement import judge_placement
-from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.exchange.deliveries import judge_deliveries
+from moe_conformance.judging.exchange.many_ranks import judge_own_group
+from moe_conformance.judging.exchange.outputs import judge_outputs
+from moe_conformance.judging.experts.experts import judge_expert_gradients, judge_replicas
+from moe_conformance.judging.groups.divisibility import judge_indivisible
+from moe_conformance.judging.groups.expert_placement import judge_placement
+from moe_conformance.judging.groups.groups import judge_groups
+from moe_conformance.judging.groups.sizes import judge_sizes, judge_stages
+from moe_conformance.judging.kernels.dispatch_layout import judge_transport
+from moe_conformance.judging.observed.ledgers import judge_agreement
+from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome, Told
 from moe_conformance.spec import requirement
 from moe_conformance.topology import Layout, RankLists
-from moe_conformance.workloads import indivisible
-from moe_conformance.workloads.records import Wish, Workload
-from moe_conformance.workloads.virtual import names as many_ranks_names
+from moe_conformance.workloads.corpus.groups import divisibility
+from moe_conformance.workloads.corpus.virtual import names as many_ranks_names
+from moe_conformance.workloads.records.workload import Wish, Workload
 
 
 class TestFolding:
@@ -45,7 +45,7 @@ class TestFolding:
 
 
 class TestDivision:
-    @requirement("GROUP-03", kind="session", when=lambda workload: workload.name in indivisible.NAMES)
+    @requirement("GROUP-03", kind="session", when=lambda workload: workload.name in divisibility.NAMES)
     def test_what_does_not_divide_is_refused(self, outcome: Outcome, tally: Tally) -> None:
         """Experts or widths that the layout cannot divide are refused on every rank, with both numbers."""
         judge_indivisible(outcome, tally)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.reading import Reading
-from moe_conformance.judging.spoilt import (
+from moe_conformance.judging.exchange.non_finite_tokens import (
     judge_delivered,
     judge_other_gradients,
     judge_other_outputs,
@@ -11,6 +10,7 @@ from moe_conformance.judging.spoilt import (
     spoilt_without_slot,
     unfilled,
 )
+from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
 

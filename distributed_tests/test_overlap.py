@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.ledgers import judge_hazards
+from moe_conformance.judging.observed.ledgers import judge_hazards
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
-from moe_conformance.workloads.records import Workload
+from moe_conformance.workloads.records.workload import Workload
 
 
 def watched(workload: Workload) -> bool:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.answers import judge_arguments
-from moe_conformance.judging.dispatch_layout import judge_dispatch_layout
-from moe_conformance.judging.permutation import (
+from moe_conformance.judging.kernels.permute import (
     judge_gradients_beside_padding,
     judge_order,
     judge_padding_rows,
@@ -12,12 +10,13 @@ from moe_conformance.judging.permutation import (
     judge_permuted,
     judge_unpermuted,
 )
-from moe_conformance.judging.routing_forms import judge_forms
-from moe_conformance.judging.row_orders import judge_reordering, judge_row_index
+from moe_conformance.judging.kernels.routing_map import judge_forms
+from moe_conformance.judging.kernels.row_order import judge_reordering, judge_row_index
+from moe_conformance.judging.observed.script import judge_arguments
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
-from moe_conformance.workloads.permute import pads
+from moe_conformance.workloads.corpus.permute import pads
 
 
 class TestPermutation:
@@ -91,10 +90,3 @@ class TestRoutingForms:
     def test_both_forms_name_the_same_triples(self, outcome: Outcome, tally: Tally) -> None:
         """Tokens, experts and weights survive the way to a dense map and back, with their gradients."""
         judge_forms(outcome, tally)
-
-
-class TestDispatchLayout:
-    @requirement("EXCH-26", kind="dispatch_layout")
-    def test_tokens_are_counted_for_ranks_nodes_and_experts(self, outcome: Outcome, tally: Tally) -> None:
-        """A token counts once for each rank and node that it goes to, and for an expert once per slot."""
-        judge_dispatch_layout(outcome, tally)

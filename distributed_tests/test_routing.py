@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.copied_routes import judge_copies
-from moe_conformance.judging.extreme_routing import (
+from moe_conformance.judging.equivalence.routes import judge_same_routes
+from moe_conformance.judging.equivalence.runs import RunTwins
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.router.extreme_logits import (
     judge_extreme,
     judge_extreme_choice,
     judge_extreme_dx,
     judge_extreme_weights,
     judge_spoilt_routes,
 )
-from moe_conformance.judging.reading import Reading
-from moe_conformance.judging.routers import (
+from moe_conformance.judging.router.routers import (
     judge_bias,
     judge_group_limit,
     judge_load,
@@ -20,14 +21,13 @@ from moe_conformance.judging.routers import (
     judge_router_weights,
     judge_selection,
 )
-from moe_conformance.judging.twin_routes import judge_same_routes
-from moe_conformance.judging.twins import RunTwins
+from moe_conformance.judging.router.tp_duplicated_tokens import judge_copies
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
-from moe_conformance.workloads import laws
-from moe_conformance.workloads.features import likened
-from moe_conformance.workloads.forcing import holds_copies
+from moe_conformance.workloads.corpus.equivalence import laws
+from moe_conformance.workloads.corpus.forcing import holds_copies
+from moe_conformance.workloads.records.features import likened
 
 
 class TestSelection:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.answers import judge_arguments
-from moe_conformance.judging.fixed_places import judge_limit, judge_places
-from moe_conformance.judging.float8_rows import judge_float8_bytes, judge_float8_rows
-from moe_conformance.judging.token_exchange import judge_biases, judge_other_handle, judge_reuse
-from moe_conformance.judging.travelling_weights import judge_travelling_weights
+from moe_conformance.judging.kernels.carried_weights import judge_travelling_weights
+from moe_conformance.judging.kernels.fp8_wire import judge_float8_bytes, judge_float8_rows
+from moe_conformance.judging.kernels.low_latency import judge_limit, judge_places
+from moe_conformance.judging.kernels.token_exchange import judge_biases, judge_other_handle, judge_reuse
+from moe_conformance.judging.observed.script import judge_arguments
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
-from moe_conformance.workloads.features import exchanges
-from moe_conformance.workloads.records import Workload
+from moe_conformance.workloads.records.features import exchanges
+from moe_conformance.workloads.records.workload import Workload
 
 
 def reuses(workload: Workload) -> bool:

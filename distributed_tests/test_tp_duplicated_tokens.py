@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.copies import (
+from moe_conformance.judging.exchange.outputs import judge_form, judge_inputs
+from moe_conformance.judging.exchange.tp_duplicated_tokens import (
     judge_copies_answered,
     judge_copies_claimed,
     judge_copies_counted,
@@ -10,12 +11,11 @@ from moe_conformance.judging.copies import (
     judge_mismatch,
     judge_own_copies_answered,
 )
-from moe_conformance.judging.outputs import judge_form, judge_inputs
-from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
-from moe_conformance.workloads.copies import mismatched
+from moe_conformance.workloads.corpus.tp_duplicated_tokens import mismatched
 
 
 class TestCopies:

@@ -1,4 +1,4 @@
-"""Writes the goldens, or checks them: `python -m goldens.regenerate [--check] [--only CHAPTER]`."""
+"""Writes the goldens, or checks them: `python -m moe_conformance.goldens.regenerate [--check] [--only CHAPTER]`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load as parse
 from torch import Tensor
 
-from goldens.chapter import Chapter
-from goldens.chapters import chapters
-from moe_conformance.goldens import (
+from moe_conformance.goldens.chapter import Chapter
+from moe_conformance.goldens.chapters import chapters
+from moe_conformance.stored_values import (
     SUFFIX,
     AlteredError,
     DifferentError,
@@ -31,7 +31,7 @@ from moe_conformance.goldens import (
     write_manifest,
 )
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).resolve().parent  # in the checkout, not the link to it
 # Of a tensor's largest element: libraries of linear algebra add up in orders of their own.
 _RELATIVE = 1e-12
 

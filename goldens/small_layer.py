@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import numpy as np
 from torch import Tensor
 
-from goldens.chapter import given, named
-from goldens.gradients import leaf
-from reference.experts import Expert, swiglu_experts
+from moe_conformance.goldens.chapter import given, named
+from moe_conformance.goldens.gradients import leaf
+from moe_conformance.reference.experts import Expert, swiglu_experts
 
 K, E, D, F = 2, 4, 3, 5
 NAMES = ("gate", "up", "down")

@@ -11,11 +11,10 @@ from types import ModuleType
 
 from moe_conformance import spec
 from moe_conformance.backends import registry
+from moe_conformance.plugin import collecting
 from moe_conformance.plugin.options import Unusable
 from moe_conformance.plugin.run import open_backend
 from moe_conformance.spec.places import checked
-
-CHECKS = "distributed_tests"
 
 
 @dataclass(frozen=True)
@@ -73,10 +72,10 @@ class Check:
 
 def checks() -> Iterator[Check]:
     """Yield every check."""
-    package = importlib.import_module(CHECKS)
+    package = importlib.import_module(collecting.PACKAGE)
     for info in pkgutil.iter_modules(package.__path__):
         if info.name.startswith("test_"):
-            yield from _of_module(importlib.import_module(f"{CHECKS}.{info.name}"))
+            yield from _of_module(importlib.import_module(f"{collecting.PACKAGE}.{info.name}"))
 
 
 def check_lines() -> Iterator[str]:

@@ -20,14 +20,13 @@ from typing import Any, NoReturn, TypeVar
 import click
 import pytest
 
-from moe_conformance import plugin
-from moe_conformance.plugin import launching, options
+from moe_conformance.plugin import collecting, launching, options
 
 EVERY = "every-importable"
 
 # The caller's pytest configuration stays out, and our reporter does the telling.
 _PYTEST = (
-    "-c", os.devnull, f"--rootdir={plugin.CHECKS.parent}", "--strict-markers",
+    "-c", os.devnull, f"--rootdir={collecting.FOLDER.parent}", "--strict-markers",
     "-p", "no:cacheprovider",
     "-p", "no:logging", "--assert=plain",  # checks neither log nor assert; 2 ms per item and 1 s at the start
     "-qq", "-rN", "--no-header", "-o", "console_output_style=classic",
@@ -87,15 +86,15 @@ def run(pytest_arguments: tuple[str, ...], **given: str | None) -> NoReturn:
     judges every registered backend whose library is here, one after the other, each with a report folder of its own.
     """
     _require_torch()
-    if not plugin.CHECKS.is_dir():
-        raise CannotRun(f"there are no checks in {plugin.CHECKS}; install moe-conformance again")
+    if not collecting.FOLDER.is_dir():
+        raise CannotRun(f"there are no checks in {collecting.FOLDER}; install moe-conformance again")
     chosen = {name: value for name, value in given.items() if value is not None}
     if chosen.get("backend") == EVERY:
         sys.exit(_run_every(chosen, pytest_arguments))
     sys.path.append(os.getcwd())  # an adapter by dotted path; last, so that nothing there hides what is installed
     os.environ.pop("PYTEST_ADDOPTS", None)  # meant for the caller's own tests
     asked = [f"--moe-{name.replace('_', '-')}={value}" for name, value in chosen.items()]
-    status = pytest.main([*_PYTEST, *asked, *pytest_arguments, str(plugin.CHECKS)])
+    status = pytest.main([*_PYTEST, *asked, *pytest_arguments, str(collecting.FOLDER)])
     sys.exit(_STATUS.get(int(status), int(status)))
 
 

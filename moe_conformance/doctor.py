@@ -17,7 +17,7 @@ from moe_conformance import catalogue
 from moe_conformance.engine import Engine, EngineError, Job, RankContext
 from moe_conformance.engine.drill import FAULTS, Drill, table
 from moe_conformance.plan import too_large
-from moe_conformance.workloads import profiles
+from moe_conformance.workloads.selection import profiles
 
 Say = Callable[[str], None]
 

@@ -17,11 +17,15 @@ import torch
 from moe_conformance.contract import Backend, Limit
 from moe_conformance.shards import Shard
 from moe_conformance.topology import Layout
-from moe_conformance.waivers import DRAWN_WITH
-from moe_conformance.workloads import corpus, distribution, golden, profiles, routing, scripts, virtual
-from moe_conformance.workloads.features import cell_limits, traits
-from moe_conformance.workloads.records import Asynchrony, Workload
-from moe_conformance.workloads.selection import stored
+from moe_conformance.waiving import DRAWN_WITH
+from moe_conformance.workloads.corpus import recipes as corpus
+from moe_conformance.workloads.corpus import scripts, virtual
+from moe_conformance.workloads.corpus.exchange import golden
+from moe_conformance.workloads.corpus.routing import routers as routing
+from moe_conformance.workloads.drawn import distribution
+from moe_conformance.workloads.records.features import cell_limits, traits
+from moe_conformance.workloads.records.workload import Asynchrony, Workload
+from moe_conformance.workloads.selection import profiles, stored
 
 VIRTUAL = "virtual"  # the profile of hundreds of ranks that are threads of one process
 

@@ -85,8 +85,8 @@ class Entry:
 
 
 def folder() -> Path:
-    """Return where the goldens are: beside the suite, in a checkout and in a wheel."""
-    return Path(str(files("goldens")))
+    """Return where the goldens are, in a checkout and in a wheel."""
+    return Path(str(files("moe_conformance.goldens")))
 
 
 def read_manifest(folder: Path) -> dict[str, Entry]:
@@ -98,7 +98,7 @@ def read_manifest(folder: Path) -> dict[str, Entry]:
     """
     path = folder / MANIFEST
     if not path.is_file():
-        raise MissingError(f"there is no {path}; write the goldens with `python -m goldens.regenerate`")
+        raise MissingError(f"there is no {path}; write the goldens with `python -m moe_conformance.goldens.regenerate`")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         entries = {chapter: _entry(fields) for chapter, fields in content.items()}
@@ -156,7 +156,9 @@ def check_folder(folder: Path, chapters: Sequence[str]) -> list[GoldenError]:
     """Return what is wrong with a folder as a whole: chapters without a golden, goldens without a chapter."""
     entries = read_manifest(folder)
     wrong: list[GoldenError] = [
-        MissingError(f"{chapter}: there is no golden of it; write it with `python -m goldens.regenerate`")
+        MissingError(
+            f"{chapter}: there is no golden of it; write it with `python -m moe_conformance.goldens.regenerate`"
+        )
         for chapter in chapters
         if chapter not in entries
     ]

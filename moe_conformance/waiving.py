@@ -39,12 +39,12 @@ from typing import Any
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from moe_conformance.workloads import group_sizes
+from moe_conformance.workloads.corpus.groups import sizes
 
 DRAWN_WITH = "drawn with "
 ANY, GROUPS = "any", "groups"
-_OF_GROUPS = {GROUPS, *(f"{GROUPS}-{kind}" for kind in group_sizes.KINDS)}
-FOLDER = Path(__file__).parent.parent / "waivers"  # beside the package, in a checkout and where a wheel is installed
+_OF_GROUPS = {GROUPS, *(f"{GROUPS}-{kind}" for kind in sizes.KINDS)}
+FOLDER = Path(__file__).parent / "waivers"  # a link in a checkout, a folder where a wheel is installed
 
 
 class Unreadable(ValueError):

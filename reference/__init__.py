@@ -7,3 +7,8 @@ imports the suite.
 Shapes by letter: T tokens on a rank, K slots per token, E experts, G groups of experts, D hidden, F expert
 hidden, R rows, W ranks. An id of -1 is an empty slot.
 """
+
+from __future__ import annotations
+
+if __name__ != "moe_conformance.reference":
+    raise ImportError("import it as moe_conformance.reference: under two names every class would be there twice")

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from reference.exchange import Pair
+from moe_conformance.reference.exchange.deliveries import Pair
 
 
 def copies_agree(ids_by_rank: Sequence[Tensor], tp_groups: Sequence[Sequence[int]]) -> bool:

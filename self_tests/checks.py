@@ -1,25 +1,23 @@
 """The checks of distributed_tests as they stand, by requirement.
 
-They are loaded from their files, as pytest does it: nothing imports distributed_tests, and a planted bug must be
-convicted by the check that convicts a backend, not by a copy.
+They are loaded by name, as the plug-in does it: a planted bug must be detected by the check that judges a backend, not
+by a copy.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from moe_conformance.judging.reading import read
+from moe_conformance.judging.observed.run import read
 from moe_conformance.judging.verdict import Mismatch, Tally
-from moe_conformance.workloads.records import Workload
-
-FOLDER = Path(__file__).parents[1] / "distributed_tests"
+from moe_conformance.plugin import collecting
+from moe_conformance.workloads.records.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -43,8 +41,8 @@ class Check:
 def checks() -> dict[str, list[Check]]:
     """Return all checks by the requirement that they cite."""
     found: dict[str, list[Check]] = {}
-    for path in sorted(FOLDER.glob("test_*.py")):
-        for function in _functions(_load(path)):
+    for path in sorted(collecting.FOLDER.glob("test_*.py")):
+        for function in _functions(importlib.import_module(f"{collecting.PACKAGE}.{path.stem}")):
             for mark in getattr(function, "pytestmark", ()):
                 if mark.name == "requirement":
                     for each in mark.args:
@@ -62,15 +60,6 @@ def judge(check: Check, **fixtures: Any) -> Mismatch | Tally:
     except Mismatch as mismatch:
         return mismatch
     return tally
-
-
-def _load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"checks_of_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _functions(module: ModuleType) -> Iterator[Callable[..., None]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from self_tests.planted_bugs import Expectation, Plant
-from self_tests.test_planted_bugs import TRIALS, variant_for
+from self_tests.planted_bugs.test_planted_bugs import TRIALS, variant_for
 
 FILE = Path(__file__).with_suffix(".toml")
 NOT_YET = "not looked for yet"

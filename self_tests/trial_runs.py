@@ -16,8 +16,10 @@ from moe_conformance.engine import Engine
 from moe_conformance.scenarios.moe_step import Step, moe_step, start
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import corpus, profiles, routing, scripts
-from moe_conformance.workloads.records import Workload
+from moe_conformance.workloads.corpus import recipes, scripts
+from moe_conformance.workloads.corpus.routing import routers
+from moe_conformance.workloads.records.workload import Workload
+from moe_conformance.workloads.selection import profiles
 
 DEADLINE_S = 20.0
 PRELOAD = ("moe_conformance.scenarios.moe_step", "self_tests.planted_bugs")
@@ -42,8 +44,8 @@ def workloads(variant: str, layout: Layout) -> dict[str, Workload]:
     """Return the quick corpus of a variant on a layout, by name; on a layout that quick runs a few of, all."""
     profile: profiles.Profile = "full" if layout in profiles.beside("quick") else "quick"
     drawn = (
-        *corpus.corpus(variant, layout, "quick"),
-        *routing.routing_corpus(variant, layout),
+        *recipes.corpus(variant, layout, "quick"),
+        *routers.routing_corpus(variant, layout),
         *(workload for _, workload in scripts.scripts(variant, layout, profile)),
     )
     return {workload.name: workload for workload in drawn}

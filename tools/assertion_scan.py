@@ -1,7 +1,7 @@
 """Finds assertions that cannot fail in our own tests.
 
 A check that is always green is worse than none: it is counted. Every rule below is one way in which a test
-looks as if it judged something and does not. Run it as `python -m self_tests.assertion_scan FOLDER...`.
+looks as if it judged something and does not. Run it as `python -m tools.assertion_scan FOLDER...`.
 """
 
 from __future__ import annotations
@@ -318,7 +318,7 @@ def scan_folders(folders: Iterable[Path]) -> tuple[int, list[Finding]]:
 def main(arguments: list[str]) -> int:
     """Print the findings below the given folders; return 0 without findings, 1 with, 2 without a folder."""
     if not arguments:
-        print("usage: python -m self_tests.assertion_scan FOLDER...", file=sys.stderr)
+        print("usage: python -m tools.assertion_scan FOLDER...", file=sys.stderr)
         return 2
     read, found = scan_folders(map(Path, arguments))
     for finding in found:

@@ -27,7 +27,7 @@ from pathlib import Path
 from moe_conformance.backends import registry
 from moe_conformance.plan import Case, Plan
 from moe_conformance.report import journal
-from moe_conformance.workloads.features import broken, cell_limits, traits
+from moe_conformance.workloads.records.features import broken, cell_limits, traits
 from moe_conformance.workloads.selection.stored import FOLDER, GENERAL, read
 from self_tests.checks import Check, checks
 from self_tests.second_cases import declared, second

@@ -1,4 +1,4 @@
-"""The spec as pages to read: `python -m moe_conformance.spec.pages docs/spec` writes one for each chapter.
+"""The spec as pages to read: `python -m tools.spec_pages docs/spec` writes one for each chapter.
 
 Beside them stands other_suites.toml, what ten other test suites check, with the requirements that cover it; its page
 says beside every behaviour which checks decide it today, and what the others wait for.
@@ -49,7 +49,12 @@ def read_others(folder: Path) -> Sequence[Mapping[str, Any]]:
 
 def _index(chapters: Mapping[str, Sequence[Requirement]]) -> str:
     rows = [
-        (f"[{chapter}]({chapter}.md)", law[0].id.split("-")[0], len(law), sum(each.id in checked() for each in law))
+        (
+            f"[{chapter}]({chapter}.md)",
+            ", ".join(dict.fromkeys(each.id.split("-")[0] for each in law)),
+            len(law),
+            sum(each.id in checked() for each in law),
+        )
         for chapter, law in chapters.items()
     ]
     every = [each for law in chapters.values() for each in law]
@@ -123,7 +128,7 @@ def _table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
 
 
 def _page(title: str, *parts: str) -> str:
-    note = "<!-- written by `python -m moe_conformance.spec.pages docs/spec`; change the TOML files instead -->"
+    note = "<!-- written by `python -m tools.spec_pages docs/spec`; change the TOML files instead -->"
     return "\n\n".join([f"# {title}", note, *parts]) + "\n"
 
 

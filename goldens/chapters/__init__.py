@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 from collections.abc import Mapping
 
-from goldens.chapter import Chapter
+from moe_conformance.goldens.chapter import Chapter
 
 
 def chapters() -> Mapping[str, Chapter]:

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from goldens.chapter import Chapter, given, named
-from goldens.chapters import capacity_budgets
-from reference import capacity, capacity_drops, capacity_output
+from moe_conformance.goldens.chapter import Chapter, given, named
+from moe_conformance.goldens.chapters import capacity_budgets
+from moe_conformance.reference.capacity import after_drops, drops, limits
 
 _E, _K = 5, 3
 _TOKENS = (10, 0, 6)  # by rank
@@ -26,7 +26,7 @@ _ROUNDED = (
     (2**22 - 3, 1, 3, 1.0), (3355444, 1, 3, 1.0), (2**22 + 4, 1, 5, 1.0),
 )  # fmt: skip
 _FACTOR = 2 / 3  # of ranks of 10 tokens 4 or 5 rows, as 2 / 3 is rounded
-_POLICIES: tuple[capacity_drops.Policy, ...] = get_args(capacity_drops.Policy)
+_POLICIES: tuple[drops.Policy, ...] = get_args(drops.Policy)
 # Tokens of the layer, the capacity of its experts, and how kept weights are normalised.
 _LAYERS: Mapping[str, tuple[int, int, Mapping[str, Any]]] = {
     "as-they-are": (6, 2, {}),
@@ -70,7 +70,7 @@ def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found |= named(case, "out", {"least_N": [each[0] for each in legal], "largest_N": [each[-1] for each in legal]})
     own = given(inputs, "rows")
     pairs = zip(own["tokens_N"].tolist(), own["capacity_N"].tolist(), strict=True)
-    rows = [capacity.padded_rows(*pair) for pair in pairs]
+    rows = [limits.padded_rows(*pair) for pair in pairs]
     found |= named("rows", "out", {"least_N": [each[0] for each in rows], "largest_N": [each[-1] for each in rows]})
     found |= _drops(inputs)
     for case, (_, C, how) in _LAYERS.items():
@@ -81,19 +81,19 @@ def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _capacities(own: Mapping[str, list[Any]]) -> list[tuple[int, ...]]:
     sizes = list(zip(own["tokens_N"], own["top_k_N"], own["experts_N"], own["factor_N"], strict=True))
     least = [{"minimum": minimum} for minimum in own["minimum_N"]] if "minimum_N" in own else [{}] * len(sizes)
-    return [capacity.capacities(T, K, E, factor=c, **how) for (T, K, E, c), how in zip(sizes, least, strict=True)]
+    return [limits.capacities(T, K, E, factor=c, **how) for (T, K, E, c), how in zip(sizes, least, strict=True)]
 
 
 def _drops(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     ranks = [given(inputs, f"rank-{rank}") for rank in range(len(_TOKENS))]
     ids, weights = [own["ids_TK"] for own in ranks], [own["weights_TK"] for own in ranks]
     found = named("group", "out", {
-        "lossless": [capacity.lossless_capacity(ids, _E), capacity.lossless_capacity(ids, _E, minimum=9, multiple=4)],
-        "lossless-without-tokens": capacity.lossless_capacity(ids[1:2], _E, minimum=3),
+        "lossless": [limits.lossless_capacity(ids, _E), limits.lossless_capacity(ids, _E, minimum=9, multiple=4)],
+        "lossless-without-tokens": limits.lossless_capacity(ids[1:2], _E, minimum=3),
     })  # fmt: skip
     for rank, own in enumerate(ranks):
-        told: dict[str, object] = {"loads_E": capacity.loads(own["ids_TK"], _E)}
-        told["fits_CE"] = torch.stack([capacity.fits(own["ids_TK"], _E, C) for C in _CAPACITIES])
+        told: dict[str, object] = {"loads_E": limits.loads(own["ids_TK"], _E)}
+        told["fits_CE"] = torch.stack([limits.fits(own["ids_TK"], _E, C) for C in _CAPACITIES])
         for policy in _POLICIES[1:]:  # "any" has no order to keep by
             kept = [_keep(own, C, policy) for C in _CAPACITIES]
             told[f"kept-by-{policy}_CTK"] = torch.stack(kept)
@@ -107,25 +107,25 @@ def _drops(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found |= named(f"rank-{rank}", "out", told)
     verdicts = []
     for more in (0, 1, 2):  # than the least legal capacity
-        C_R = [capacity.capacities(len(ids_TK), _K, _E, factor=_FACTOR)[0] + more for ids_TK in ids]
+        C_R = [limits.capacities(len(ids_TK), _K, _E, factor=_FACTOR)[0] + more for ids_TK in ids]
         kept = [_keep(own, C, "choice") for own, C in zip(ranks, C_R, strict=True)]
         for how in ({}, {"weights_by_rank": weights}, {"tokens_by_rank": [T + 3 for T in _TOKENS]}):
-            legal = capacity_drops.legal_drops_by_rank(kept, ids, _E, factor=_FACTOR, policy="choice", **how)
+            legal = drops.legal_drops_by_rank(kept, ids, _E, factor=_FACTOR, policy="choice", **how)
             verdicts.append(legal)
     return found | named("group", "out", {"legal_NR": verdicts})
 
 
-def _keep(own: Mapping[str, Tensor], C: int, policy: capacity_drops.Policy) -> Tensor:
-    return capacity_drops.keep(own["ids_TK"], _E, capacity=C, policy=policy, weights_TK=own["weights_TK"])
+def _keep(own: Mapping[str, Tensor], C: int, policy: drops.Policy) -> Tensor:
+    return drops.keep(own["ids_TK"], _E, capacity=C, policy=policy, weights_TK=own["weights_TK"])
 
 
 def _verdicts(
-    ids_TK: Tensor, kept: list[Tensor], policies: tuple[capacity_drops.Policy, ...], known: Mapping[str, Tensor]
+    ids_TK: Tensor, kept: list[Tensor], policies: tuple[drops.Policy, ...], known: Mapping[str, Tensor]
 ) -> Tensor:
     """Judge by every policy what was kept by one, of every capacity, (C, policies, E)."""
     return torch.stack([
         torch.stack([
-            capacity_drops.legal_drop(kept_TK, ids_TK, _E, capacity=C, policy=policy, **known) for policy in policies
+            drops.legal_drop(kept_TK, ids_TK, _E, capacity=C, policy=policy, **known) for policy in policies
         ])
         for C, kept_TK in zip(_CAPACITIES, kept, strict=True)
     ])  # fmt: skip
@@ -134,7 +134,7 @@ def _verdicts(
 def _layer(own: Mapping[str, Tensor], C: int, how: Mapping[str, Any]) -> dict[str, object]:
     leaf_TK = own["weights_TK"].clone().requires_grad_()
     kept_TK = _keep(own, C, "weight")
-    dropped = capacity_output.after_drop(own["ids_TK"], leaf_TK, kept_TK, **how)
+    dropped = after_drops.after_drop(own["ids_TK"], leaf_TK, kept_TK, **how)
     (back_TK,) = torch.autograd.grad(dropped.weights_TK, leaf_TK, own["upstream_TK"])
     return {"kept_TK": kept_TK, "ids_TK": dropped.ids_TK, "weights_TK": dropped.weights_TK, "back_TK": back_TK}
 

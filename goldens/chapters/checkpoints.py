@@ -8,12 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from goldens.bits import SPECIAL, draw_bits, numbers, spelled
-from goldens.chapter import Chapter, given, named
-from goldens.gradients import gradients, leaf
-from reference import checkpoints, expert_layouts, upcycling
-from reference.expert_layouts import Layout
-from reference.experts import Parameters
+from moe_conformance.goldens.bits import SPECIAL, draw_bits, numbers, spelled
+from moe_conformance.goldens.chapter import Chapter, given, named
+from moe_conformance.goldens.gradients import gradients, leaf
+from moe_conformance.reference.checkpoints import layouts as expert_layouts
+from moe_conformance.reference.checkpoints import parts, upcycling
+from moe_conformance.reference.checkpoints.layouts import Layout
+from moe_conformance.reference.experts import Parameters
 
 E, F, D, K = 4, 4, 3, 2
 LAYOUTS: Mapping[str, Layout] = {
@@ -49,12 +50,12 @@ def work_out(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     layouts = list(LAYOUTS.items())
     for i, (case, layout) in enumerate(layouts):
         before = layouts[i - 1][1]  # that saved what is loaded here
-        held = checkpoints.shard(whole, layout)
-        loaded = checkpoints.reshard(checkpoints.shard(whole, before), before, layout)
+        held = parts.shard(whole, layout)
+        loaded = parts.reshard(parts.shard(whole, before), before, layout)
         coordinates = [expert_layouts.coordinates(rank, layout) for rank in range(layout.world)]
         dealt = [[at_ep, e] for at_ep, experts in enumerate(layout.held()) for e in experts]
         answers = {"coordinates_W3": coordinates, "dealt_E2": dealt, **_stacked("held", held)}
-        answers |= {**_stacked("loaded", loaded), **_stacked("assembled", [checkpoints.assemble(held, layout)])}
+        answers |= {**_stacked("loaded", loaded), **_stacked("assembled", [parts.assemble(held, layout)])}
         found |= named(case, "out", answers)
     dense = {name: numbers(bits) for name, bits in given(inputs, "mlp").items()}
     for pieces in PIECES:
@@ -82,9 +83,9 @@ def _same_bits() -> dict[str, object]:
     special_N = numbers(torch.tensor(SPECIAL))
     others = (special_N.clone(), special_N[:, None], special_N.view(torch.int64), special_N.roll(1))
     return {
-        "same_NN": [[checkpoints.same_bits(one, other) for other in special_N] for one in special_N],
-        "same-others": [checkpoints.same_bits(special_N, other) for other in others],
-        "agreed_N": spelled(checkpoints.agreed([special_N, special_N.clone()])),
+        "same_NN": [[parts.same_bits(one, other) for other in special_N] for one in special_N],
+        "same-others": [parts.same_bits(special_N, other) for other in others],
+        "agreed_N": spelled(parts.agreed([special_N, special_N.clone()])),
     }
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from goldens.bits import draw_bits, numbers, spelled
-from goldens.chapter import Chapter, given, named
-from reference import expert_forms
-from reference.expert_forms import Form, Fused
+from moe_conformance.goldens.bits import draw_bits, numbers, spelled
+from moe_conformance.goldens.chapter import Chapter, given, named
+from moe_conformance.reference.checkpoints import forms
+from moe_conformance.reference.checkpoints.forms import Form, Fused
 
 F, D = 4, 3
 ORDERS: tuple[Fused, ...] = ("halves", "interleaved")
@@ -49,19 +49,19 @@ def work_out(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 def _fused(fused_2FD: Tensor) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for order in ORDERS:
-        gate_FD, up_FD = expert_forms.split_gate_up(fused_2FD, order)
+        gate_FD, up_FD = forms.split_gate_up(fused_2FD, order)
         found |= {f"{order}.gate_FD": spelled(gate_FD), f"{order}.up_FD": spelled(up_FD)}
-        found[f"{order}.again_2FD"] = spelled(expert_forms.fuse_gate_up(gate_FD, up_FD, order))
+        found[f"{order}.again_2FD"] = spelled(forms.fuse_gate_up(gate_FD, up_FD, order))
         for parts in PARTS:
-            cut = [expert_forms.shard_gate_up(fused_2FD, order, part, parts) for part in range(parts)]
+            cut = [forms.shard_gate_up(fused_2FD, order, part, parts) for part in range(parts)]
             found[f"{order}.of-{parts}"] = spelled(torch.stack(cut))
     return found
 
 
 def _written(stacks: Mapping[str, Tensor], form: Form, E: int) -> dict[str, Tensor]:
     """Return the tensors of a file by name, those of experts apart stacked, and what is read from the file."""
-    stored = expert_forms.to_form({(name, e): stacks[name][e] for name in stacks for e in range(E)}, form)
-    read = expert_forms.from_form(stored, form)
+    stored = forms.to_form({(name, e): stacks[name][e] for name in stacks for e in range(E)}, form)
+    read = forms.from_form(stored, form)
     as_gate_3FD = [torch.stack([read["gate", e], read["up", e], read["down", e].T]) for e in range(E)]
     found = {"read_E3FD": torch.stack(as_gate_3FD)}
     for name in ("gate", "up", "down") if form.fused is None else ("gate_up", "down"):

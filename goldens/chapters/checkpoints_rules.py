@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from goldens.chapter import Chapter, given, named
-from reference import checkpoint_rules
-from reference.checkpoint_rules import Part
+from moe_conformance.goldens.chapter import Chapter, given, named
+from moe_conformance.reference.checkpoints import rules
+from moe_conformance.reference.checkpoints.rules import Part
 
 NAMES = "abcdefgh"
 KEYS = tuple(product((0, 1), (0, 1, 2), ("down", "up")))  # layer, expert, parameter
@@ -49,9 +49,9 @@ def draw(rng: np.random.Generator) -> Mapping[str, Tensor]:
 def work_out(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return which layouts agree, which keys collide, how often elements are written, and faults by name."""
     shapes = [shapes_of(sizes) for sizes in inputs["layouts/in/sizes_LN"].tolist()]
-    same_LL = [[checkpoint_rules.same_names([one, other]) for other in shapes] for one in shapes]
-    found = named("layouts", "out", {"same_LL": same_LL, "all-same": checkpoint_rules.same_names(shapes)})
-    collisions = checkpoint_rules.collisions(addresses_of(inputs["addresses/in/name-index_K2"].tolist()))
+    same_LL = [[rules.same_names([one, other]) for other in shapes] for one in shapes]
+    found = named("layouts", "out", {"same_LL": same_LL, "all-same": rules.same_names(shapes)})
+    collisions = rules.collisions(addresses_of(inputs["addresses/in/name-index_K2"].tolist()))
     pairs_C2 = torch.tensor([[KEYS.index(a), KEYS.index(b)] for a, b in collisions]).reshape(-1, 2)
     found |= named("addresses", "out", {"collisions_C2": pairs_C2})
     for case, shape in TENSORS.items():
@@ -60,16 +60,16 @@ def work_out(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
             Part("it", start, torch.full(size, FILLS[fill]))
             for (start, size), fill in zip(boxes_of(boxes), fills, strict=True)
         ]
-        found |= named(case, "out", {"times": checkpoint_rules.times_written(parts, {"it": shape})["it"]})
+        found |= named(case, "out", {"times": rules.times_written(parts, {"it": shape})["it"]})
     misfits, own = [], _rows(inputs, "misfits")
     for needed, held, optional in zip(own["needed_MN"], own["found_MN"], own["optional_MN"], strict=True):
-        misfits.append(checkpoint_rules.misfits(shapes_of(needed), shapes_of(held), optional=listed(optional)))
+        misfits.append(rules.misfits(shapes_of(needed), shapes_of(held), optional=listed(optional)))
     faults, own = [], _rows(inputs, "conversion")
     for used, present, filled, needed, unused in zip(
         *(own[f"{name}_MN"] for name in ("used", "present", "filled", "needed", "unused")), strict=True
     ):
         lists = listed(used), listed(present), listed(filled), listed(needed)
-        faults.append(checkpoint_rules.conversion_faults(*lists, unused=listed(unused)))
+        faults.append(rules.conversion_faults(*lists, unused=listed(unused)))
     found |= named("misfits", "out", {"misfits_M3N": [[_marked(names) for names in each] for each in misfits]})
     return found | named("conversion", "out", {"faults_M6N": [[_marked(names) for names in each] for each in faults]})
 

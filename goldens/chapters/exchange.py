@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from goldens.chapter import Chapter
-from reference import exchange
+from moe_conformance.goldens.chapter import Chapter
+from moe_conformance.reference.exchange import deliveries
 
 _K, _E = 2, 6
 _TOKENS = (5, 0, 3, 4)  # by rank
@@ -37,11 +37,11 @@ def work_out(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     found = {}
     for case, placement in _CASES.items():
         ids = [inputs[f"{case}/in/ids_TK-{rank}"] for rank in range(len(_TOKENS))]
-        pairs = exchange.deliveries(ids, *placement)
+        pairs = deliveries.deliveries(ids, *placement)
         rows = [[pair.source, pair.token, pair.slot, pair.expert, pair.destination] for pair in pairs]
         found[f"{case}/out/deliveries"] = torch.tensor(rows)
-        found[f"{case}/out/splits_WW"] = exchange.splits(ids, *placement)
-        for rank, counts in enumerate(exchange.counts(ids, *placement)):
+        found[f"{case}/out/splits_WW"] = deliveries.splits(ids, *placement)
+        for rank, counts in enumerate(deliveries.counts(ids, *placement)):
             found[f"{case}/out/counts-{rank}"] = torch.tensor(counts)
     return found
 

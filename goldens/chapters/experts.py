@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from goldens.chapter import Chapter
-from reference import experts, layer
+from moe_conformance.goldens.chapter import Chapter
+from moe_conformance.reference import experts
+from moe_conformance.reference.exchange import layer
 
 _T, _K, _E, _D, _F = 24, 3, 8, 32, 16
 _PLACES: tuple[Literal["output", "input"], ...] = ("output", "input")

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from goldens.chapter import Chapter, given, named
-from goldens.gradients import gradients, leaf, prefixed
-from reference import fast_choices, fast_paths
+from moe_conformance.goldens.chapter import Chapter, given, named
+from moe_conformance.goldens.gradients import gradients, leaf, prefixed
+from moe_conformance.reference.fast_paths import choices, equal_splits
 
 D = 3
 # name: rows of every piece, and the size to which they are padded
@@ -67,7 +67,7 @@ def work_out(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     for case, (held, each) in BATCHES.items():
         own = given(inputs, case)
         leaves = {"columns_DR": leaf(own["columns_DR"])}
-        batch_NnD = fast_choices.as_batch(leaves["columns_DR"].T, held, each)
+        batch_NnD = choices.as_batch(leaves["columns_DR"].T, held, each)
         found |= named(case, "out", {"batch_NnD": batch_NnD, **gradients([batch_NnD], leaves, [own["upstream_NnD"]])})
     for case in ROBINS:
         found |= named(case, "out", _round_robin(given(inputs, case), *ROBINS[case][1:]))
@@ -77,9 +77,9 @@ def work_out(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 def _padded(own: Mapping[str, Tensor], pieces: Sequence[int], split: int) -> dict[str, Tensor]:
     """Return padded and compacted rows; what stands in padding is NaN, and reaches nothing."""
     rows_RD, rows_PD = leaf(own["rows_RD"]), leaf(own["rows_PD"])
-    padded_PD = fast_paths.pad(rows_RD, pieces, split)
-    is_padding_P1 = fast_paths.pad(torch.ones(len(rows_RD), 1), pieces, split) == 0
-    compacted_RD = fast_paths.compact(rows_PD.masked_fill(is_padding_P1, nan), pieces, split)
+    padded_PD = equal_splits.pad(rows_RD, pieces, split)
+    is_padding_P1 = equal_splits.pad(torch.ones(len(rows_RD), 1), pieces, split) == 0
+    compacted_RD = equal_splits.compact(rows_PD.masked_fill(is_padding_P1, nan), pieces, split)
     leaves = {"rows_RD": rows_RD, "rows_PD": rows_PD}
     back = gradients([padded_PD, compacted_RD], leaves, [own["upstream_PD"], own["upstream_RD"]])
     return {"padded_PD": padded_PD, "compacted_RD": compacted_RD, **back}
@@ -87,19 +87,19 @@ def _padded(own: Mapping[str, Tensor], pieces: Sequence[int], split: int) -> dic
 
 def _exchanged(own: Mapping[str, Tensor], splits_WW: Tensor) -> dict[str, object]:
     """Return what every rank receives, by splits as they are and by two sizes of equal ones, and which are lawful."""
-    W, smallest = len(splits_WW), fast_paths.smallest_split(splits_WW)
+    W, smallest = len(splits_WW), equal_splits.smallest_split(splits_WW)
     sizes = product(SIZES, repeat=W)
     found: dict[str, object] = {
         "smallest": smallest,
-        "lawful_N": [fast_paths.lawful_splits(size_by_rank, splits_WW) for size_by_rank in sizes],
+        "lawful_N": [equal_splits.lawful_splits(size_by_rank, splits_WW) for size_by_rank in sizes],
     }
     for name, split in (("uneven", None), ("smallest", smallest), ("larger", smallest + 2)):
         leaves = {f"rows_RD-{rank}": leaf(own[f"rows_RD-{rank}"]) for rank in range(W)}
         rows = list(leaves.values())
         received = (
-            fast_paths.uneven_exchange(rows, splits_WW)
+            equal_splits.uneven_exchange(rows, splits_WW)
             if split is None
-            else fast_paths.equal_exchange(rows, splits_WW, split)
+            else equal_splits.equal_exchange(rows, splits_WW, split)
         )
         back = gradients(received, leaves, [own[f"upstream_RD-{rank}"] for rank in range(W)])
         found |= prefixed(name, {**{f"received_RD-{rank}": rows_RD for rank, rows_RD in enumerate(received)}, **back})
@@ -108,14 +108,14 @@ def _exchanged(own: Mapping[str, Tensor], splits_WW: Tensor) -> dict[str, object
 
 def _choices(own: Mapping[str, Tensor]) -> dict[str, object]:
     counts_N3 = [*own["counts_N3"].tolist(), [2, 2, 2], [0, 0, 0]]
-    equal_N = [fast_choices.equal_counts(counts, sum(counts)) for counts in counts_N3]
+    equal_N = [choices.equal_counts(counts, sum(counts)) for counts in counts_N3]
     grid = product(EP, range(1, E + 1), OFFSETS)
     taken_N = own["taken_N"].bool().tolist()
     return {
-        "equal_N": [*equal_N, fast_choices.equal_counts(None, 6), fast_choices.equal_counts([], 0)],
-        "round-robin_N": [fast_choices.round_robin_shortcut(offset, K, E, ep) for ep, K, offset in grid],
-        "decisions_N2": [fast_choices.decision_counts(taken) for taken in (taken_N, [])],
-        "look-ups_N2": [fast_choices.look_up_counts(events) for events in HISTORIES],
+        "equal_N": [*equal_N, choices.equal_counts(None, 6), choices.equal_counts([], 0)],
+        "round-robin_N": [choices.round_robin_shortcut(offset, K, E, ep) for ep, K, offset in grid],
+        "decisions_N2": [choices.decision_counts(taken) for taken in (taken_N, [])],
+        "look-ups_N2": [choices.look_up_counts(events) for events in HISTORIES],
     }
 
 
@@ -123,7 +123,7 @@ def _round_robin(own: Mapping[str, Tensor], offset: int, K: int, ep: int) -> dic
     found: dict[str, Tensor] = {}
     for rank in range(ep):
         x_TD = leaf(own["x_TD"])
-        rows_RD = fast_choices.round_robin_rows(x_TD, rank, offset=offset, top_k=K, experts=E, ep=ep)
+        rows_RD = choices.round_robin_rows(x_TD, rank, offset=offset, top_k=K, experts=E, ep=ep)
         found[f"rows_RD-{rank}"] = rows_RD
         found[f"dx_TD-{rank}"] = gradients([rows_RD], {"x": x_TD}, [own[f"upstream_RD-{rank}"]])["dx"]
     return found

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from goldens.chapter import Chapter, given, named
-from goldens.chapters import forcing_draws, forcing_hot
-from reference import capacity, forcing, forcing_scores
+from moe_conformance.goldens.chapter import Chapter, given, named
+from moe_conformance.goldens.chapters import forcing_draws, forcing_hot
+from moe_conformance.reference.capacity import limits
+from moe_conformance.reference.forcing import routes, scores
 
 _T, _E, _K = 6, 8, 3
 _SUMS = (  # loads by rank: as even as they must be, not, likewise with unequal numbers of tokens
@@ -63,20 +64,20 @@ def _routes(rng: np.random.Generator) -> np.ndarray[tuple[int, ...], np.dtype[An
 def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return routes and judgements on routes, forced weights with gradients, and the views of a loss."""
     own = given(inputs, "free")
-    legal = {"legal_T": forcing.legal_ids(own["ids_TK"], _E)}
-    legal["legal-or-padding_T"] = forcing.legal_ids(own["ids_TK"], _E, padding_T=own["padding_T"].bool())
+    legal = {"legal_T": routes.legal_ids(own["ids_TK"], _E)}
+    legal["legal-or-padding_T"] = routes.legal_ids(own["ids_TK"], _E, padding_T=own["padding_T"].bool())
     found = named("free", "out", legal)
-    used = [forcing.groups_used(given(inputs, "routes")["ids_TK"], _E, groups) for groups in (1, 2, 4, 8)]
+    used = [routes.groups_used(given(inputs, "routes")["ids_TK"], _E, groups) for groups in (1, 2, 4, 8)]
     found |= named("routes", "out", {"groups_used_GT": torch.stack(used)})
-    dealt = [forcing.round_robin(T, K, E, **({"rank": rank} if rank else {})) for T, K, E, rank in _DEALT]
+    dealt = [routes.round_robin(T, K, E, **({"rank": rank} if rank else {})) for T, K, E, rank in _DEALT]
     found |= named("dealt", "out", {f"ids_TK-{n}": ids_TK for n, ids_TK in enumerate(dealt)})
-    even = [forcing.balanced(capacity.loads(ids_TK, size[2])) for ids_TK, size in zip(dealt, _DEALT, strict=True)]
+    even = [routes.balanced(limits.loads(ids_TK, size[2])) for ids_TK, size in zip(dealt, _DEALT, strict=True)]
     found |= named("dealt", "out", {"balanced_N": even})
     loads_NWE = given(inputs, "balance")["loads_NWE"]
-    even_NW = [[forcing.balanced(loads_E) for loads_E in loads_WE] for loads_WE in loads_NWE]
-    sums = [forcing.balanced_sum(list(loads_WE)) for loads_WE in loads_NWE]
+    even_NW = [[routes.balanced(loads_E) for loads_E in loads_WE] for loads_WE in loads_NWE]
+    sums = [routes.balanced_sum(list(loads_WE)) for loads_WE in loads_NWE]
     found |= named("balance", "out", {"balanced_NW": even_NW, "balanced_sum_N": sums})
-    found |= named("asked", "out", {"verdict_N": [_VERDICTS.index(forcing.verdict(asked)) for asked in _ASKED]})
+    found |= named("asked", "out", {"verdict_N": [_VERDICTS.index(routes.verdict(asked)) for asked in _ASKED]})
     for case, settings in _SCORES.items():
         found |= named(case, "out", _weighed(given(inputs, case), settings))
     return found | forcing_hot.work_out(inputs) | forcing_draws.work_out(inputs)
@@ -84,14 +85,14 @@ def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _weighed(own: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
     leaf_TE, ids_TK = own["logits_TE"].clone().requires_grad_(), own["ids_TK"]
-    weights_TK = forcing_scores.forced_weights(leaf_TE, ids_TK, **settings)
-    found = {"undecided_T": forcing_scores.undecided_weights(leaf_TE, ids_TK), "weights_TK": weights_TK}
+    weights_TK = scores.forced_weights(leaf_TE, ids_TK, **settings)
+    found = {"undecided_T": scores.undecided_weights(leaf_TE, ids_TK), "weights_TK": weights_TK}
     (found["dlogits_TE"],) = torch.autograd.grad(weights_TK, leaf_TE, own["upstream_TK"])
-    z_TE = forcing_scores.straight_through(leaf_TE, own["forced_TE"])
+    z_TE = scores.straight_through(leaf_TE, own["forced_TE"])
     found["z_TE"] = z_TE
     (found["dlogits-of-z_TE"],) = torch.autograd.grad(z_TE, leaf_TE, own["upstream_TE"])
-    of_logits = forcing_scores.loss_views(leaf_TE, top_k=_K, forced_logits_TE=own["forced_TE"])
-    of_ids = forcing_scores.loss_views(leaf_TE, top_k=_K, forced_ids_TK=ids_TK)
+    of_logits = scores.loss_views(leaf_TE, top_k=_K, forced_logits_TE=own["forced_TE"])
+    of_ids = scores.loss_views(leaf_TE, top_k=_K, forced_ids_TK=ids_TK)
     views = [*of_logits, *of_ids]
     found["views_VTE"] = torch.stack([view.logits_TE for view in views])
     found["views_VTK"] = torch.stack([view.ids_TK for view in views])

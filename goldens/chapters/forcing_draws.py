@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from goldens.chapter import given, named
-from reference import forcing_draws
+from moe_conformance.goldens.chapter import given, named
+from moe_conformance.reference.forcing import draws as forcing_draws
 
 _E, _K, _T = 5, 2, 3
 _SIZES = ((100, 2, 4), (0, 1, 8), (4096, 8, 64), (7, 4, 4))  # T, K, E

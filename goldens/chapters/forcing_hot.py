@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
-from goldens.chapter import given, named
-from reference import forcing_hot, forcing_imbalance
+from moe_conformance.goldens.chapter import given, named
+from moe_conformance.reference.forcing import hot as forcing_hot
+from moe_conformance.reference.forcing import imbalance
 
 _E = 6
 _DIVISIONS: Sequence[Sequence[Sequence[int]]] = (
@@ -98,13 +99,11 @@ def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for ids in [*([ids_TK] for ids_TK in shares), shares[:2]]
     ]
     found |= named("shares", "out", {"by-ratio_NAB": by_share})
-    factors = [[forcing_imbalance.overload(K, 12, block) for block in (1, 3, 4, 12)] for K in (1, 2, 6, 12)]
+    factors = [[imbalance.overload(K, 12, block) for block in (1, 3, 4, 12)] for K in (1, 2, 6, 12)]
     loads_VNE = given(inputs, "draws")["loads_VNE"]
-    means = [
-        [forcing_imbalance.mean_overload(list(loads_NE), blocks) for blocks in _DIVISIONS] for loads_NE in loads_VNE
-    ]
+    means = [[imbalance.mean_overload(list(loads_NE), blocks) for blocks in _DIVISIONS] for loads_NE in loads_VNE]
     rises = [
-        forcing_imbalance.imbalance_rises([list(loads_VNE[v]) for v in order], blocks)
+        imbalance.imbalance_rises([list(loads_VNE[v]) for v in order], blocks)
         for order in ((0, 1, 2), (1, 0), (0, 0), (0, 2, 1), (0, 3)) for blocks in _DIVISIONS
     ]  # fmt: skip
     return found | named("draws", "out", {"overload_KB": factors, "mean_overload_VB": means, "rises_N": rises})

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
-from goldens.chapter import Chapter, named
-from reference import groups
+from moe_conformance.goldens.chapter import Chapter, named
+from moe_conformance.reference.groups import members
 
 NAMES = ("world", "tp", "cp", "pp", "dp", "dp_cp", "ep", "etp", "ep_etp", "edp")
 # name: world, tp, cp, pp, ep, etp
@@ -39,9 +39,9 @@ def work_out(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     found: dict[str, Tensor] = {}
     for case in ("sizes", "not-positive"):
         sizes_N6 = inputs[f"{case}/in/sizes_N6"].tolist()
-        found |= named(case, "out", {"valid_N": [groups.valid(*sizes) is None for sizes in sizes_N6]})
+        found |= named(case, "out", {"valid_N": [members.valid(*sizes) is None for sizes in sizes_N6]})
     for case in LAYOUTS:
-        made = groups.groups(*inputs[f"{case}/in/sizes_6"].tolist())
+        made = members.groups(*inputs[f"{case}/in/sizes_6"].tolist())
         in_groups_GW = [[rank for group in made[name] for rank in group] for name in NAMES]
         found |= named(case, "out", {"ranks_GW": in_groups_GW, "group-size_G": [len(made[name][0]) for name in NAMES]})
     return found

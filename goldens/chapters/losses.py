@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from goldens.chapter import Chapter, given, named
-from goldens.chapters import losses_of_steps
-from goldens.gradients import leaf
-from reference import losses
-from reference.z_loss import z_loss
+from moe_conformance.goldens.chapter import Chapter, given, named
+from moe_conformance.goldens.chapters import losses_of_steps
+from moe_conformance.goldens.gradients import leaf
+from moe_conformance.reference.losses import balance
+from moe_conformance.reference.losses.z_loss import z_loss
 
 _T, _E, _K, _C = 9, 8, 2, 0.25
 _CASES: Mapping[str, Mapping[str, Any]] = {
@@ -68,16 +68,16 @@ def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         charged = {"score": score, "coefficient": _C, "padding_T": padding_T}
         sequences = int(own["sequences_T"].max()) + 3 if len(ids_TK) else 2  # some of which have no token at all
         values = {
-            "auxiliary": losses.auxiliary_loss(leaf_TE, ids_TK, **charged),
-            "sequence": losses.sequence_loss(leaf_TE, ids_TK, own["sequences_T"], **charged),
-            "sequence-of-all": losses.sequence_loss(leaf_TE, ids_TK, own["sequences_T"], divisor=sequences, **charged),
+            "auxiliary": balance.auxiliary_loss(leaf_TE, ids_TK, **charged),
+            "sequence": balance.sequence_loss(leaf_TE, ids_TK, own["sequences_T"], **charged),
+            "sequence-of-all": balance.sequence_loss(leaf_TE, ids_TK, own["sequences_T"], divisor=sequences, **charged),
             "z": z_loss(leaf_TE, coefficient=_C, padding_T=padding_T),
         }
         gradients = {f"d{name}_TE": torch.autograd.grad(value, leaf_TE)[0] for name, value in values.items()}
         told: dict[str, object] = {
-            "p_TE": losses.normalised_scores(own["logits_TE"], score),
-            "choices_TK": losses.choices(own["logits_TE"], top_k=_K, padding_T=padding_T, **settings),
-            "counts_E": losses.choice_counts(ids_TK, _E, padding_T=padding_T),
+            "p_TE": balance.normalised_scores(own["logits_TE"], score),
+            "choices_TK": balance.choices(own["logits_TE"], top_k=_K, padding_T=padding_T, **settings),
+            "counts_E": balance.choice_counts(ids_TK, _E, padding_T=padding_T),
         }
         found |= named(case, "out", told | values | gradients)
     return found | losses_of_steps.work_out(inputs)

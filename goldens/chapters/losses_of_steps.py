@@ -9,15 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from goldens.chapter import given, named
-from goldens.gradients import leaf
-from reference import loss_reports, loss_scaling, losses, losses_over_ranks, routing
-from reference.z_loss import z_loss, z_loss_of_parts
+from moe_conformance.goldens.chapter import given, named
+from moe_conformance.goldens.gradients import leaf
+from moe_conformance.reference.losses import balance, over_ranks, reports, scaling
+from moe_conformance.reference.losses.z_loss import z_loss, z_loss_of_parts
+from moe_conformance.reference.routing import routes
 
 _E, _K, _D, _C = 5, 2, 4, 0.25
 _TOKENS = ((4, 0), (3, 6), (0, 0), (2, 1))  # by microbatch and data parallel group
 _PLACES = ((0, 2, 3), (1, 3, 5), (), (4,))  # by rank, the tokens of one microbatch; rank 1 has a copy of a token
-_KINDS: Sequence[loss_reports.ForwardKind] = ("evaluation", "training", "recomputed", "training", "no_grad", "training")
+_KINDS: Sequence[reports.ForwardKind] = ("evaluation", "training", "recomputed", "training", "no_grad", "training")
 _SCALE = 0.5
 
 
@@ -49,18 +50,18 @@ def _step(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     padding = [[padding_T.bool() for padding_T in row] for row in masks]
     found: dict[str, Tensor] = {}
     losses_by_case = {
-        "global": losses_over_ranks.global_losses(logits, ids, score="sigmoid", coefficient=_C, padding=padding),
-        "global-forgetful": losses_over_ranks.global_losses(
+        "global": over_ranks.global_losses(logits, ids, score="sigmoid", coefficient=_C, padding=padding),
+        "global-forgetful": over_ranks.global_losses(
             logits, ids, score="sigmoid", coefficient=_C, padding=padding, remembers=False
         ),
-        "global-unpadded": losses_over_ranks.global_losses(logits, ids, score="sigmoid", coefficient=_C),
+        "global-unpadded": over_ranks.global_losses(logits, ids, score="sigmoid", coefficient=_C),
     }
     for case, losses_M in losses_by_case.items():
         found |= named(case, "out", {"losses_M": losses_M})
         for m, row in enumerate(logits):
             back = torch.autograd.grad(losses_M[m], row, retain_graph=True)
             found |= named(case, "out", {f"dlogits_TE-{m}{d}": dlogits_TE for d, dlogits_TE in enumerate(back)})
-    nothing_M = losses_over_ranks.global_losses([], [], score="sigmoid", coefficient=_C)
+    nothing_M = over_ranks.global_losses([], [], score="sigmoid", coefficient=_C)
     found |= named("global-of-nothing", "out", {"losses_M": nothing_M})
     for m, row in enumerate(logits):  # the groups as if they were ranks of one
         for word, paddings in (("", padding[m]), ("unpadded-", None)):
@@ -74,17 +75,17 @@ def _step(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _whole(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     x_TD = given(inputs, "whole")["x_TD"]
     places = [torch.tensor(own, dtype=torch.int64) for own in _PLACES]
-    return named("whole", "out", {"x_TD": losses_over_ranks.whole([x_TD[own] for own in places], places)})
+    return named("whole", "out", {"x_TD": over_ranks.whole([x_TD[own] for own in places], places)})
 
 
 def _scaling(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     own = given(inputs, "scaling")
     table, valid = [list(row) for row in own["gradients_MdE"]], own["valid_Md"].tolist()
     values = {
-        "mean_E": loss_scaling.mean_gradient(table),
-        "sum_E": loss_scaling.sum_gradient(table, scale=_SCALE),
-        "by_token_E": loss_scaling.token_gradient(table, valid),
-        "by_no_token_E": loss_scaling.token_gradient(table, [[0, 0]] * 3),
+        "mean_E": scaling.mean_gradient(table),
+        "sum_E": scaling.sum_gradient(table, scale=_SCALE),
+        "by_token_E": scaling.token_gradient(table, valid),
+        "by_no_token_E": scaling.token_gradient(table, [[0, 0]] * 3),
     }
     return named("scaling", "out", values)
 
@@ -93,16 +94,16 @@ def _router(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Attach a balance loss and a z-loss to normalised weights, and carry the gradient to the router."""
     own = given(inputs, "router")
     logits_TE = own["x_TD"] @ own["router_ED"].T
-    ids_TK = routing.route(logits_TE, top_k=_K, score="sigmoid").ids_TK
-    weigh = partial(routing.weights, ids_TK=ids_TK, score="sigmoid", normalise=True, scale=2.5)
+    ids_TK = routes.route(logits_TE, top_k=_K, score="sigmoid").ids_TK
+    weigh = partial(routes.weights, ids_TK=ids_TK, score="sigmoid", normalise=True, scale=2.5)
     charges = [
-        partial(losses.auxiliary_loss, ids_TK=ids_TK, score="sigmoid", coefficient=_C),
+        partial(balance.auxiliary_loss, ids_TK=ids_TK, score="sigmoid", coefficient=_C),
         partial(z_loss, coefficient=_C),
     ]
-    dlogits_TE = loss_scaling.attached_gradient(logits_TE, weigh, own["upstream_TK"], charges, scale=_SCALE)
-    alone_TE = loss_scaling.attached_gradient(logits_TE, weigh, own["upstream_TK"], charges, scale=0.0)
-    dx_TD, drouter_ED = loss_scaling.router_gradients(own["x_TD"], own["router_ED"], dlogits_TE)
-    plain_TE = loss_scaling.attached_gradient(logits_TE, weigh, own["upstream_TK"], charges)
+    dlogits_TE = scaling.attached_gradient(logits_TE, weigh, own["upstream_TK"], charges, scale=_SCALE)
+    alone_TE = scaling.attached_gradient(logits_TE, weigh, own["upstream_TK"], charges, scale=0.0)
+    dx_TD, drouter_ED = scaling.router_gradients(own["x_TD"], own["router_ED"], dlogits_TE)
+    plain_TE = scaling.attached_gradient(logits_TE, weigh, own["upstream_TK"], charges)
     values = {"ids_TK": ids_TK, "dlogits_TE": dlogits_TE, "dlogits_TE-of-weights": alone_TE}
     return named("router", "out", values | {"dlogits_TE-unscaled": plain_TE, "dx_TD": dx_TD, "drouter_ED": drouter_ED})
 
@@ -110,10 +111,10 @@ def _router(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _report(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     one, other = given(inputs, "report")["losses_YMd"]
     values = {
-        "model": loss_reports.model_loss([one[0, 0], None, other[0, 0]]),
-        "reported": loss_reports.reported([one, None, other]),
-        "reported-without-coefficient": loss_reports.reported([one, None, other], coefficient=_C),
-        "reported-of-nothing": loss_reports.reported([one[:0]]),
-        "training-forwards": loss_reports.training_forwards(_KINDS),
+        "model": reports.model_loss([one[0, 0], None, other[0, 0]]),
+        "reported": reports.reported([one, None, other]),
+        "reported-without-coefficient": reports.reported([one, None, other], coefficient=_C),
+        "reported-of-nothing": reports.reported([one[:0]]),
+        "training-forwards": reports.training_forwards(_KINDS),
     }
     return named("report", "out", values)

@@ -13,9 +13,10 @@ from typing import get_args
 import numpy as np
 from torch import Tensor
 
-from goldens.chapter import Chapter, given, named
-from goldens.chapters import overload_timelines
-from reference import overload, overload_report
+from moe_conformance.goldens.chapter import Chapter, given, named
+from moe_conformance.goldens.chapters import overload_timelines
+from moe_conformance.reference.overload import factors
+from moe_conformance.reference.overload import report as overload_report
 
 _E, _K = 6, 2
 
@@ -85,12 +86,12 @@ def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         own, ranks = given(inputs, case), range(len(group.tokens))
         padding = [own[f"padding_T-{rank}"].bool() for rank in ranks] if "padding_T-0" in own else None
         ids = [own[f"ids_TK-{rank}"] for rank in ranks]
-        entry = overload.entry(ids, group.held, ep=group.ep, padding_by_rank=padding, copies=group.copies)
-        ratios = {"balanced": _ratio(entry.balanced), "factor": _ratio(overload.factor(entry))}
+        entry = factors.entry(ids, group.held, ep=group.ep, padding_by_rank=padding, copies=group.copies)
+        ratios = {"balanced": _ratio(entry.balanced), "factor": _ratio(factors.factor(entry))}
         found |= named(case, "out", {"pairs_W": entry.pairs, **ratios})
     padding_SB = given(inputs, "brought")["padding_SB"].bool()
-    brought = [overload.tokens_brought((3, 5), padding_SB), overload.tokens_brought((15,), padding_SB.flatten())]
-    brought += [overload.tokens_brought((3, 5)), overload.tokens_brought((2, 0)), overload.tokens_brought(())]
+    brought = [factors.tokens_brought((3, 5), padding_SB), factors.tokens_brought((15,), padding_SB.flatten())]
+    brought += [factors.tokens_brought((3, 5)), factors.tokens_brought((2, 0)), factors.tokens_brought(())]
     found |= named("brought", "out", {"tokens_N": brought})
     errors = [_ratio(overload_report.allowed_error(exact, n, **how)) for exact, n, how in _EXACT]
     found |= named("errors", "out", {"allowed_N2": errors})
@@ -104,7 +105,7 @@ def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _reports(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     own = {name: value.tolist() for name, value in given(inputs, "entries").items()}
     entries = [
-        overload.Entry(stage, None if layer < 0 else layer, tuple(pairs), Fraction(_K * tokens, 2))
+        factors.Entry(stage, None if layer < 0 else layer, tuple(pairs), Fraction(_K * tokens, 2))
         for stage, layer, pairs, tokens in zip(
             own["stage_N"], own["layer_N"], own["pairs_NW"], own["tokens_N"], strict=True
         )
@@ -119,7 +120,7 @@ def _reports(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _rows(
-    entries: Sequence[overload.Entry], stage: int, empty: overload_report.Empty, peak: Fraction | None
+    entries: Sequence[factors.Entry], stage: int, empty: overload_report.Empty, peak: Fraction | None
 ) -> list[list[int]]:
     """Report in rows: layer (-1: all), average, maximum or cumulative, the value, whether it may be absent."""
     report = overload_report.reported(entries, stage, cumulative=peak, empty=empty, prefix="moe/")

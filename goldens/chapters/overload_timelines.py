@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from goldens.chapter import given, named
-from reference import load_counters, overload_peaks, overload_timelines
-from reference.overload_timelines import Event, Kind, Pass
+from moe_conformance.goldens.chapter import given, named
+from moe_conformance.reference.overload import counters, peaks, timelines
+from moe_conformance.reference.overload.timelines import Event, Kind, Pass
 
 _KINDS: tuple[Kind, ...] = get_args(Kind)  # forward, recomputed, backward, alone, evaluation
 _REPORT, _ABANDON = len(_KINDS), len(_KINDS) + 1  # in a log
@@ -50,22 +50,22 @@ def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return every legal timeline with its peaks, cumulative factors of the world, and counters."""
     found: dict[str, Tensor] = {}
     choices: list[Sequence[Sequence[Event]]] = []
-    pairs: list[overload_peaks.Pairs] = []
-    balanced: list[overload_peaks.Balanced] = []
+    pairs: list[peaks.Pairs] = []
+    balanced: list[peaks.Balanced] = []
     for rank in range(_RANKS):
         own = given(inputs, f"time-{rank}")
         passes = _passes(own["passes_P2"])
         pairs.append(dict(enumerate(own["pairs_L"].tolist())))
         balanced.append({label: Fraction(*two) for label, two in enumerate(own["balanced_L2"].tolist())})
-        choices.append(overload_timelines.legal_timelines(passes))
+        choices.append(timelines.legal_timelines(passes))
         told: dict[str, object] = {}
         for word, expected in (("", [*range(5), 9]), ("-strangers", [])):
-            wrong = overload_timelines.miscounted(passes[:-2], expected)
+            wrong = timelines.miscounted(passes[:-2], expected)
             told[f"miscounted{word}_N3"] = sorted([label, *counts] for label, counts in wrong.items())
-        for recomputed in get_args(overload_timelines.Recomputed):
-            for alone in get_args(overload_timelines.Alone):
-                events = overload_timelines.timeline(passes, recomputed=recomputed, alone=alone)
-                P, Q = overload_peaks.peaks(events, pairs[rank], balanced[rank])
+        for recomputed in get_args(timelines.Recomputed):
+            for alone in get_args(timelines.Alone):
+                events = timelines.timeline(passes, recomputed=recomputed, alone=alone)
+                P, Q = peaks.peaks(events, pairs[rank], balanced[rank])
                 told[f"events_J2-{recomputed}-{alone}"] = np.array(events, dtype=np.int64).reshape(-1, 2)
                 told[f"peaks_3-{recomputed}-{alone}"] = [P, *_ratio(Q)]
         told["lengths_N"] = [len(events) for events in choices[rank]]
@@ -75,24 +75,22 @@ def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _world(
     choices: Sequence[Sequence[Sequence[Event]]],
-    pairs: Sequence[overload_peaks.Pairs],
-    balanced: Sequence[overload_peaks.Balanced],
+    pairs: Sequence[peaks.Pairs],
+    balanced: Sequence[peaks.Balanced],
 ) -> dict[str, Tensor]:
     events = [of_rank[0] for of_rank in choices]
-    worst = overload_peaks.cumulative(events, pairs, balanced)
+    worst = peaks.cumulative(events, pairs, balanced)
     assert worst is not None
-    idle = overload_peaks.cumulative([(), ()], pairs[:2], balanced[:2])
+    idle = peaks.cumulative([(), ()], pairs[:2], balanced[:2])
     told = {
-        "legal-where-nothing-runs_N2": [
-            _ratio(x) for x in overload_peaks.legal_cumulatives([[()]], pairs[:1], balanced[:1])
-        ],
+        "legal-where-nothing-runs_N2": [_ratio(x) for x in peaks.legal_cumulatives([[()]], pairs[:1], balanced[:1])],
         "cumulative": _ratio(worst),
         "none-where-nothing-runs": idle is None,
-        "interval_22": [_ratio(end) for end in overload_peaks.cumulative_interval(events, pairs, balanced)],
+        "interval_22": [_ratio(end) for end in peaks.cumulative_interval(events, pairs, balanced)],
         "interval-where-nothing-runs_22": [
-            _ratio(end) for end in overload_peaks.cumulative_interval([(), ()], pairs[:2], balanced[:2])
+            _ratio(end) for end in peaks.cumulative_interval([(), ()], pairs[:2], balanced[:2])
         ],
-        "legal_N2": [_ratio(value) for value in overload_peaks.legal_cumulatives(choices, pairs, balanced)],
+        "legal_N2": [_ratio(value) for value in peaks.legal_cumulatives(choices, pairs, balanced)],
     }
     return named("world", "out", told)
 
@@ -101,9 +99,9 @@ def _log(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     lines: list[Pass | Literal["report", "abandon"]] = []
     for kind, label in given(inputs, "log")["lines_N2"].tolist():
         lines.append("report" if kind == _REPORT else "abandon" if kind == _ABANDON else (_KINDS[kind], label))
-    reports = overload_timelines.since_reports(lines)
+    reports = timelines.since_reports(lines)
     covered = [[n, *row] for n, passes in enumerate(reports) for row in _rows(passes)]
-    orders = sorted(_rows(merged) for merged in overload_timelines.merges(_BLOCKS))
+    orders = sorted(_rows(merged) for merged in timelines.merges(_BLOCKS))
     told = {"reports": len(reports), "covered_N3": covered}
     return named("log", "out", told) | named("merged", "out", {"orders_NP2": orders})
 
@@ -112,13 +110,13 @@ def _counters(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Count passes of every kind, and a second forward; their labels are their places."""
     own = given(inputs, "counters")
     passes = [
-        load_counters.RoutedPass(kind, n, own["ids_PTK"][n], own["padding_PT"][n].bool() if n else None)
+        counters.RoutedPass(kind, n, own["ids_PTK"][n], own["padding_PT"][n].bool() if n else None)
         for n, kind in enumerate((*_KINDS, "forward"))
     ]
-    trace = load_counters.trace(passes)
+    trace = counters.trace(passes)
     told: dict[str, object] = {
-        "counts_E": load_counters.expert_counts(passes, _E),
-        "counts-of-nothing_E": load_counters.expert_counts([], _E),
+        "counts_E": counters.expert_counts(passes, _E),
+        "counts-of-nothing_E": counters.expert_counts([], _E),
     }
     for label, record in trace.items():
         told[f"record_TE-{label}"] = torch.tensor([[e in chosen for e in range(_E)] for chosen in record])

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from goldens.chapter import Chapter, given, named
-from goldens.gradients import gradients, leaf, prefixed
-from reference import padded_segments, permute, reorder, row_index
+from moe_conformance.goldens.chapter import Chapter, given, named
+from moe_conformance.goldens.gradients import gradients, leaf, prefixed
+from moe_conformance.reference.permute import orders as permute
+from moe_conformance.reference.permute import padded_segments, reorder, row_index
 
 K, E, D = 3, 6, 2
 # name: tokens by rank of the exchange group, and the experts of the rank that receives

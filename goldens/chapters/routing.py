@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from goldens.chapter import Chapter, named
-from reference import routing
+from moe_conformance.goldens.chapter import Chapter, named
+from moe_conformance.reference.routing import routes
 
 _T, _E, _K = 7, 12, 3
 _CASES: Mapping[str, Mapping[str, Any]] = {
@@ -63,12 +63,12 @@ def work_out(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     for case, settings in {**_CASES, **_MORE}.items():
         logits_TE = inputs[f"{case}/in/logits_TE"].clone().requires_grad_()
         bias_E = inputs.get(f"{case}/in/bias_E")
-        routed = routing.route(logits_TE, top_k=_K, bias_E=bias_E, **settings)
+        routed = routes.route(logits_TE, top_k=_K, bias_E=bias_E, **settings)
         upstream_TK = inputs[f"{case}/in/upstream_TK"]
         how = {name: value for name, value in settings.items() if name not in ("normalise", "scale")}
         others_TK = (routed.ids_TK + 1) % _E
         for name, ids_TK in (("margins_T", None), ("margins-of-others_T", others_TK)):
-            found[f"{case}/out/{name}"] = routing.margins(logits_TE.detach(), ids_TK, top_k=_K, bias_E=bias_E, **how)
+            found[f"{case}/out/{name}"] = routes.margins(logits_TE.detach(), ids_TK, top_k=_K, bias_E=bias_E, **how)
         found[f"{case}/out/ids_TK"] = routed.ids_TK
         found[f"{case}/out/weights_TK"] = routed.weights_TK.detach()
         (found[f"{case}/out/dlogits_TE"],) = torch.autograd.grad(routed.weights_TK, logits_TE, upstream_TK)

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from goldens.chapter import Chapter, given, named
-from goldens.gradients import gradients, leaf
-from goldens.small_layer import D, draw_experts, draw_tokens, expert_leaves, experts_of
-from reference import scatter, scatter_memory
-from reference.scatter_memory import View
+from moe_conformance.goldens.chapter import Chapter, given, named
+from moe_conformance.goldens.gradients import gradients, leaf
+from moe_conformance.goldens.small_layer import D, draw_experts, draw_tokens, expert_leaves, experts_of
+from moe_conformance.reference.scatter import addition, memory
+from moe_conformance.reference.scatter.memory import View
 
 # name: rows out, rows to add
 SUMS: Mapping[str, tuple[int, int]] = {"repeats": (4, 9), "nothing-added": (3, 0), "no-rows": (0, 0)}
@@ -68,7 +68,7 @@ def work_out(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         found |= named(case, "out", _added(given(inputs, case)))
     for case in TOKENS:
         found |= named(case, "out", _routed(given(inputs, case), expert_leaves(inputs)))
-    recorded = [[scatter.records_gradient(modes, requiring) for requiring in REQUIRING] for modes in NESTED]
+    recorded = [[addition.records_gradient(modes, requiring) for requiring in REQUIRING] for modes in NESTED]
     found |= named("modes", "out", {"recorded_MR": recorded})
     views = [View(*view) for view in views_of(inputs["views/in/views_V7"].tolist())]
     return found | named("views", "out", {**_views(views), "slices": _slices()})
@@ -76,15 +76,15 @@ def work_out(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 
 def _added(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
     leaves = {name: leaf(own[name]) for name in ("out_ND", "src_JD")}
-    y_ND = scatter.scatter_add(leaves["out_ND"], own["index_J"], leaves["src_JD"])
-    bounds = [scatter.scatter_add_bound(own["out_ND"], own["index_J"], own["src_JD"], u) for u in ROUNDOFFS]
+    y_ND = addition.scatter_add(leaves["out_ND"], own["index_J"], leaves["src_JD"])
+    bounds = [addition.scatter_add_bound(own["out_ND"], own["index_J"], own["src_JD"], u) for u in ROUNDOFFS]
     return {"y_ND": y_ND, "bounds_UND": torch.stack(bounds), **gradients([y_ND], leaves, [own["upstream_ND"]])}
 
 
 def _routed(own: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     leaves = {**{name: leaf(own[name]) for name in ("base_TD", "x_TD", "weights_TK")}, **parameters}
     inputs = leaves["base_TD"], leaves["x_TD"], own["ids_TK"], leaves["weights_TK"]
-    y_TD = scatter.add_routed(*inputs, experts_of(leaves))
+    y_TD = addition.add_routed(*inputs, experts_of(leaves))
     return {"y_TD": y_TD, **gradients([y_TD], leaves, [own["dy_TD"]])}
 
 
@@ -101,14 +101,14 @@ def _views(views: Sequence[View]) -> dict[str, object]:
     found: dict[str, object] = {
         f"{name}_VV": [[judge(a, b) for b in views] for a in views]
         for name, judge in (
-            ("ranges-meet", scatter_memory.ranges_meet),
-            ("share-bytes", scatter_memory.share_bytes),
-            ("in-place-is-lawful", scatter_memory.in_place_is_lawful),
+            ("ranges-meet", memory.ranges_meet),
+            ("share-bytes", memory.share_bytes),
+            ("in-place-is-lawful", memory.in_place_is_lawful),
         )
     }
-    on_bytes = [[byte in scatter_memory.addresses(view) for byte in range(120)] for view in views]
-    ranges = [scatter_memory.byte_range(view) or (-1, -1) for view in views]
-    overlaps = [scatter_memory.overlaps_itself(view) for view in views]
+    on_bytes = [[byte in memory.addresses(view) for byte in range(120)] for view in views]
+    ranges = [memory.byte_range(view) or (-1, -1) for view in views]
+    overlaps = [memory.overlaps_itself(view) for view in views]
     return {**found, "bytes_VB": on_bytes, "range_V2": ranges, "overlaps-itself_V": overlaps}
 
 
@@ -117,7 +117,7 @@ def _slices() -> list[list[int]]:
     buffer = torch.zeros(4, 6, dtype=torch.float64)
     found = []
     for tensor in (buffer[1:, 2::2], buffer.T[3:], buffer[2:3].expand(2, 6), buffer[1:, :0]):
-        view = scatter_memory.view_of(tensor)
+        view = memory.view_of(tensor)
         assert view.address is not None
         offset = view.address - buffer.data_ptr() if tensor.numel() else 0  # without elements it says nothing
         found.append([offset, *view.shape, *view.strides, view.itemsize])

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import numpy as np
 from torch import Tensor
 
-from goldens.chapter import Chapter, given, named
-from goldens.small_layer import D, draw_experts, draw_tokens
-from reference import shared_experts
-from reference.shared_experts import SharedExpert
+from moe_conformance.goldens.chapter import Chapter, given, named
+from moe_conformance.goldens.small_layer import D, draw_experts, draw_tokens
+from moe_conformance.reference.shared_experts import shared as shared_experts
+from moe_conformance.reference.shared_experts.shared import SharedExpert
 
 _TOKENS = 5
 _WIDTHS = (4, 2, 3)  # of the shared experts

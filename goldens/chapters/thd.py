@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from goldens.chapter import Chapter, named
-from goldens.small_layer import D, E, K, draw_experts, draw_tokens
-from reference import context_shares, packed_rows, packed_sequences
+from moe_conformance.goldens.chapter import Chapter, named
+from moe_conformance.goldens.small_layer import D, E, K, draw_experts, draw_tokens
+from moe_conformance.reference.thd import context_shares, packed_rows, packed_sequences
 
 SIZES = tuple(product((1, 2, 3), (1, 2, 3), (False, True)))  # tp, cp, sequence parallel
 LENGTHS: tuple[tuple[int, ...], ...] = ((5, 0, 4, 7), (), (0,), (12, 1))

@@ -8,8 +8,8 @@ from itertools import product
 import numpy as np
 from torch import Tensor
 
-from goldens.chapter import Chapter, named
-from reference import packing, padding_bounds
+from moe_conformance.goldens.chapter import Chapter, named
+from moe_conformance.reference.token_padding import bounds, padding
 
 Groups = Sequence[Sequence[int]]
 
@@ -39,9 +39,9 @@ def work_out(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return counts, and what each group may do under each bound and refusal."""
     counts_N = inputs["counts/in/counts_N"].tolist()
     counts = {
-        "aligned_AN": [[packing.aligned(n, alignment=a) for n in counts_N] for a in ALIGNMENTS],
-        "bounded_AN": [[padding_bounds.bounded_count(n, alignment=a) for n in counts_N] for a in ALIGNMENTS],
-        "by-default_N": [packing.aligned(n) for n in counts_N],
+        "aligned_AN": [[padding.aligned(n, alignment=a) for n in counts_N] for a in ALIGNMENTS],
+        "bounded_AN": [[bounds.bounded_count(n, alignment=a) for n in counts_N] for a in ALIGNMENTS],
+        "by-default_N": [padding.aligned(n) for n in counts_N],
     }
     found = named("counts", "out", counts)
     for case, groups in GROUPS.items():
@@ -51,10 +51,10 @@ def work_out(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 
 def _of_groups(groups: Groups, tokens: Sequence[int]) -> dict[str, object]:
     return {
-        "padded_W": packing.padded_counts(tokens, groups, alignment=A),
-        "with-a-row_W": packing.padded_counts(tokens, groups, alignment=A, needs_a_row=True),
+        "padded_W": padding.padded_counts(tokens, groups, alignment=A),
+        "with-a-row_W": padding.padded_counts(tokens, groups, alignment=A, needs_a_row=True),
         "legal_BRG": [
-            [padding_bounds.legal_refusals(refused, tokens, groups, bound, alignment=A) for refused in REFUSALS]
+            [bounds.legal_refusals(refused, tokens, groups, bound, alignment=A) for refused in REFUSALS]
             for bound in BOUNDS
         ],
     }

@@ -10,16 +10,18 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from moe_conformance.contract import Config
-from moe_conformance.judging.counts import judge_counts
-from moe_conformance.judging.deliveries import judge_deliveries, judge_rows
-from moe_conformance.judging.finished import judge_finished
-from moe_conformance.judging.gradients import judge_dweights, judge_dx
-from moe_conformance.judging.kept import judge_kept_gradients, judge_kept_outputs, judge_state
-from moe_conformance.judging.kinds import of_its_own_kind
-from moe_conformance.judging.ledgers import judge_agreement
-from moe_conformance.judging.outputs import judge_form, judge_inputs, judge_outputs
-from moe_conformance.judging.reading import Reading, read
-from moe_conformance.judging.routers import (
+from moe_conformance.judging.exchange.counts import judge_counts
+from moe_conformance.judging.exchange.deliveries import judge_deliveries, judge_rows
+from moe_conformance.judging.exchange.gradients import judge_dweights, judge_dx
+from moe_conformance.judging.exchange.outputs import judge_form, judge_inputs, judge_outputs
+from moe_conformance.judging.exchange.row_gradients import judge_out_gradients, judge_rows_gradients
+from moe_conformance.judging.exchange.weights import judge_weights
+from moe_conformance.judging.mismatch_types import of_its_own_kind
+from moe_conformance.judging.observed.aliasing import judge_kept_gradients, judge_kept_outputs, judge_state
+from moe_conformance.judging.observed.completion import judge_finished
+from moe_conformance.judging.observed.ledgers import judge_agreement
+from moe_conformance.judging.observed.run import Reading, read
+from moe_conformance.judging.router.routers import (
     judge_bias,
     judge_group_limit,
     judge_load,
@@ -28,9 +30,7 @@ from moe_conformance.judging.routers import (
     judge_router_weights,
     judge_selection,
 )
-from moe_conformance.judging.row_gradients import judge_out_gradients, judge_rows_gradients
 from moe_conformance.judging.verdict import MalformedClaim, Mismatch, NotOffered, Tally
-from moe_conformance.judging.weights import judge_weights
 from moe_conformance.scenarios.outcome import Outcome
 
 Judge = Callable[[Reading, Tally], None]

@@ -2,6 +2,7 @@
 
 Every pytest run of an environment in which the suite is installed imports this file, so that it imports nothing heavy.
 
+    collecting.py the checks, under the one name that they are imported by
     options.py    the options, for pytest and for the command line
     run.py        what a run stands on, checked before it starts
     driver.py     what pytest collects, and the fixtures of checks that draw or ask for groups
@@ -28,13 +29,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from moe_conformance.plugin import launching, options
+from moe_conformance.plugin import collecting, launching, options
 
 if TYPE_CHECKING:
     from moe_conformance.plugin.driver import Driver
     from moe_conformance.plugin.reporter import Reporter
-
-CHECKS = Path(__file__).parent.parent.parent / "distributed_tests"  # beside the package, in checkout and wheel
 
 _STOPPING = "moe-conformance-stopping"
 _DRIVER = "moe-conformance-driver"
@@ -75,8 +74,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> None:
     """Begin when the suite's own checks are collected."""
-    if CHECKS in file_path.parents and file_path.suffix == ".py":
+    if file_path.suffix == ".py" and collecting.holds(file_path):
         begin(parent.config)
+
+
+def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    """Collect the checks' folder as a folder: as a package it would be imported under another name."""
+    return pytest.Dir.from_parent(parent, path=path) if collecting.holds(path) else None
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    """Import checks under their own name, whichever path leads to them."""
+    if not collecting.holds(module_path):
+        return None
+    return collecting.CheckModule.from_parent(parent, path=module_path)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -84,7 +95,7 @@ def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
     """Begin in the controller, which collects nothing itself, when a worker has collected the suite's own checks."""
     config: pytest.Config = node.config
     files = {each.partition("::")[0] for each in ids}
-    if any(CHECKS in (config.rootpath / file).parents for file in files):
+    if any(collecting.holds(config.rootpath / file) for file in files):
         begin(config)
     reporter: Reporter | None = config.pluginmanager.get_plugin(_REPORTER)
     if reporter is not None:
@@ -137,7 +148,8 @@ def _is_asked(config: pytest.Config) -> bool:
     if any(value is not None for value in _given(config).values()):
         return True
     paths = [(config.invocation_params.dir / each.partition("::")[0]).resolve() for each in config.args]
-    return any(CHECKS in (path, *path.parents) for path in paths)
+    named = config.option.pyargs and any(each.startswith(collecting.PACKAGE) for each in config.args)
+    return named or any(collecting.holds(path) for path in paths)
 
 
 def _given(config: pytest.Config) -> dict[str, Any]:

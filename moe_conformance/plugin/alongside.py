@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moe_conformance.contract import Backend
-from moe_conformance.judging.twins import Ran
+from moe_conformance.judging.equivalence.runs import Ran
 from moe_conformance.plugin.trial import refusal_of
 from moe_conformance.scenarios.outcome import Outcome
-from moe_conformance.workloads.features import broken
-from moe_conformance.workloads.records import Workload
-from moe_conformance.workloads.twins import Twin
+from moe_conformance.workloads.corpus.equivalence.twins import Twin
+from moe_conformance.workloads.records.features import broken
+from moe_conformance.workloads.records.workload import Workload
 
 
 @dataclass(frozen=True)

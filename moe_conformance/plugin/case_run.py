@@ -22,8 +22,8 @@ from moe_conformance.plugin.run import Run
 from moe_conformance.plugin.trial import Ending, Trial, ending, refusal_of
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.scenarios.script import SESSION
-from moe_conformance.workloads.features import broken
-from moe_conformance.workloads.records import Workload
+from moe_conformance.workloads.records.features import broken
+from moe_conformance.workloads.records.workload import Workload
 
 
 @dataclass

@@ -20,9 +20,9 @@ from hypothesis.strategies import SearchStrategy
 from moe_conformance.judging.verdict import Mismatch
 from moe_conformance.plugin.trial import Trial, refusal_of
 from moe_conformance.scenarios.outcome import Outcome
-from moe_conformance.workloads.distribution import Feature
-from moe_conformance.workloads.example import to_json
-from moe_conformance.workloads.records import Workload
+from moe_conformance.workloads.drawn.distribution import Feature
+from moe_conformance.workloads.drawn.example import to_json
+from moe_conformance.workloads.records.workload import Workload
 
 NAME = "moe-conformance"
 

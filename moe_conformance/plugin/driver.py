@@ -26,10 +26,11 @@ from moe_conformance.plugin.trial import Trial, ending, forget, refusal_of, tria
 from moe_conformance.scenarios.group_lists import CannotTell
 from moe_conformance.scenarios.outcome import Told
 from moe_conformance.topology import Layout, RankLists
-from moe_conformance.waivers import Item
-from moe_conformance.workloads import distribution, group_sizes
-from moe_conformance.workloads.freedom import Freedom
-from moe_conformance.workloads.records import Asynchrony, Wish
+from moe_conformance.waiving import Item
+from moe_conformance.workloads.corpus.groups import sizes as group_sizes
+from moe_conformance.workloads.drawn import distribution
+from moe_conformance.workloads.drawn.freedom import Freedom
+from moe_conformance.workloads.records.workload import Asynchrony, Wish
 
 
 class Driver:

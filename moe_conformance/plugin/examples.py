@@ -7,7 +7,7 @@ from pathlib import Path
 
 from moe_conformance.plugin.run import Run
 from moe_conformance.plugin.trial import Ending, Trial
-from moe_conformance.workloads.example import to_json
+from moe_conformance.workloads.drawn.example import to_json
 
 
 def keep(run: Run, trial: Trial, ended: Ending) -> tuple[str, ...]:

@@ -12,8 +12,8 @@ from moe_conformance.plugin.run import Run
 from moe_conformance.plugin.trial import Ending, Trial
 from moe_conformance.report.records import FAILING, PROPERTY, Record
 from moe_conformance.report.words import failure
-from moe_conformance.waivers import Item
-from moe_conformance.workloads.features import traits
+from moe_conformance.waiving import Item
+from moe_conformance.workloads.records.features import traits
 
 
 def record_of(run: Run, item: pytest.Item, trial: Trial, ended: Ending) -> Record:

@@ -13,7 +13,7 @@ import torch
 
 from moe_conformance.contract import Backend
 from moe_conformance.engine import Engine, EngineError
-from moe_conformance.judging.batch import judge_batch
+from moe_conformance.judging.drawn_batch import judge_batch
 from moe_conformance.plan import VIRTUAL
 from moe_conformance.plugin.options import Options, Unusable
 from moe_conformance.plugin.repeating import drawn_again
@@ -22,9 +22,9 @@ from moe_conformance.plugin.trial import Trial, refusal_of
 from moe_conformance.report.records import FAILING
 from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
-from moe_conformance.workloads.features import broken
-from moe_conformance.workloads.reading_example import BadExample, load
-from moe_conformance.workloads.records import Workload
+from moe_conformance.workloads.drawn.reading_example import BadExample, load
+from moe_conformance.workloads.records.features import broken
+from moe_conformance.workloads.records.workload import Workload
 
 
 def replay(path: Path, options: Options, tell: Callable[[str], None]) -> int:

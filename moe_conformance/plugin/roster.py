@@ -19,7 +19,7 @@ from moe_conformance.plugin import agenda
 from moe_conformance.plugin.case_items import each_check
 from moe_conformance.plugin.trial import trial_of
 from moe_conformance.report.records import Record
-from moe_conformance.workloads.features import traits
+from moe_conformance.workloads.records.features import traits
 
 Roster = dict[str, Record]  # by node id
 

@@ -10,7 +10,8 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
-from moe_conformance import goldens, spec, waivers
+from moe_conformance import spec, stored_values
+from moe_conformance import waiving as waivers
 from moe_conformance.backends import registry
 from moe_conformance.contract import Backend, Unsupported
 from moe_conformance.engine.host import Site
@@ -18,7 +19,7 @@ from moe_conformance.plan import layout_names, workload_names
 from moe_conformance.plugin import gpus
 from moe_conformance.plugin.options import Options, Unusable
 from moe_conformance.spec.places import checked
-from moe_conformance.workloads import golden
+from moe_conformance.workloads.corpus.exchange import golden
 
 PLANTS = "self_tests.planted_bugs"
 
@@ -69,8 +70,8 @@ def prepare(options: Options, site: Site | None = None) -> Run:
     except waivers.Unreadable as error:
         raise Unusable(str(error)) from error
     try:
-        goldens.read(goldens.folder(), golden.CHAPTER)
-    except goldens.GoldenError as error:
+        stored_values.read(stored_values.folder(), golden.CHAPTER)
+    except stored_values.GoldenError as error:
         raise Unusable(f"the goldens cannot be used: {error}") from error
     if options.report:
         _require_writable(Path(options.report))

@@ -15,8 +15,8 @@ from moe_conformance.plan import Cell
 from moe_conformance.plugin.evidence import evidence
 from moe_conformance.report.records import Verdict
 from moe_conformance.scenarios.outcome import Outcome
-from moe_conformance.workloads.example import describe
-from moe_conformance.workloads.records import Workload
+from moe_conformance.workloads.drawn.example import describe
+from moe_conformance.workloads.records.workload import Workload
 
 _UNSTABLE = "unstable: a drawn batch failed and, run again, did not:"
 

@@ -13,8 +13,9 @@ from typing import Any, cast
 from moe_conformance.report import matrix
 from moe_conformance.report.records import Record
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import profiles, virtual
-from moe_conformance.workloads.features import IN_FLIGHT, ZERO_TOKENS
+from moe_conformance.workloads.corpus import virtual
+from moe_conformance.workloads.records.features import IN_FLIGHT, ZERO_TOKENS
+from moe_conformance.workloads.selection import profiles
 
 
 @dataclass(frozen=True)

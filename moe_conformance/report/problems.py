@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from moe_conformance.report import drawn
 from moe_conformance.report.records import Record
-from moe_conformance.waivers import Item, Waivers
+from moe_conformance.waiving import Item, Waivers
 
 _DID_NOT_RUN = ("not applicable", "not run")
 

@@ -21,8 +21,8 @@ from moe_conformance.plan import VIRTUAL
 from moe_conformance.report import drawn, folding, journal, not_run, travelled
 from moe_conformance.report.records import Record, overall
 from moe_conformance.spec import Requirement
-from moe_conformance.waivers import Waiver
-from moe_conformance.workloads.profiles import Profile
+from moe_conformance.waiving import Waiver
+from moe_conformance.workloads.selection.profiles import Profile
 
 NAME = "result.json"
 SCHEMA = 2  # version of the format

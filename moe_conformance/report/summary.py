@@ -11,7 +11,7 @@ from moe_conformance.report import drawn, matrix, travelled, words
 from moe_conformance.report.problems import item_of
 from moe_conformance.report.records import Record
 from moe_conformance.spec.places import checked
-from moe_conformance.waivers import proposal
+from moe_conformance.waiving import proposal
 
 
 class Terminal(Protocol):

@@ -8,7 +8,7 @@ from moe_conformance.backends.registry import load
 from moe_conformance.contract import Unsupported
 from moe_conformance.engine import Engine, Job, RankContext
 from moe_conformance.scenarios.outcome import Told
-from moe_conformance.workloads.records import SIZES, Wish
+from moe_conformance.workloads.records.workload import SIZES, Wish
 
 
 @dataclass(frozen=True)

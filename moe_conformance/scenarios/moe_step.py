@@ -17,7 +17,7 @@ from moe_conformance.scenarios.parts import common, joined, part
 from moe_conformance.scenarios.proxy_model import ProxyModel
 from moe_conformance.scenarios.script import Script
 from moe_conformance.scenarios.step import TrainingStep
-from moe_conformance.workloads.records import Asynchrony, Workload
+from moe_conformance.workloads.records.workload import Asynchrony, Workload
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_conformance.engine.ledger.disagreement import Disagreement
 from moe_conformance.engine.ledger.entry import Entry, Hazard
 from moe_conformance.topology import RankLists
-from moe_conformance.workloads.records import ParameterKey, Workload
+from moe_conformance.workloads.records.workload import ParameterKey, Workload
 
 
 @dataclass(frozen=True)

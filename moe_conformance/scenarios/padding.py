@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_conformance.contract import Delivery, ExpertFn
 from moe_conformance.scenarios.probe import padding_of
-from moe_conformance.workloads import tags
+from moe_conformance.workloads.records import tags
 
 
 class PaddingGradients:

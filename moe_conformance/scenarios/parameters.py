@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_conformance.contract import Named, Parametrised, Unsupported
 from moe_conformance.scenarios.outcome import Grad
-from moe_conformance.workloads.records import ParameterKey
+from moe_conformance.workloads.records.workload import ParameterKey
 
 
 def _data(parameter: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar, overload
 
-from moe_conformance.workloads.records import Batch, Call, Drawn, Workload
+from moe_conformance.workloads.records.workload import Batch, Call, Drawn, Workload
 
 _T = TypeVar("_T")
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from moe_conformance.contract import Config, Delivery, Session
 from moe_conformance.scenarios.outcome import Handed
 from moe_conformance.topology import Topology
-from moe_conformance.workloads import tags
+from moe_conformance.workloads.records import tags
 
 
 class _Watch(torch.autograd.Function):

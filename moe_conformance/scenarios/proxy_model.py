@@ -21,7 +21,7 @@ from moe_conformance.scenarios.outcome import Grad, Microbatch, RankOutcome
 from moe_conformance.scenarios.sessions import build, opened
 from moe_conformance.scenarios.tensors import to_cpu
 from moe_conformance.topology import Topology
-from moe_conformance.workloads.records import ParameterKey, Workload
+from moe_conformance.workloads.records.workload import ParameterKey, Workload
 
 BLOCKS = 2
 _MIX = (("mix_in", 0), ("mix_out", 1))  # names, and the dimension that tp cuts

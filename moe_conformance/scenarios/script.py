@@ -21,7 +21,7 @@ from moe_conformance.scenarios.padding import large_beside_pairs
 from moe_conformance.scenarios.sessions import Opened, build, opened
 from moe_conformance.scenarios.tensors import same_bytes, to_cpu
 from moe_conformance.scenarios.unfilled import spoil_unfilled
-from moe_conformance.workloads.records import Answered, Call, Filled, Padded, Ref, Workload
+from moe_conformance.workloads.records.workload import Answered, Call, Filled, Padded, Ref, Workload
 
 EXCHANGE = "exchange"  # a kind whose calls are steps, or their halves, with the suite's experts between them
 SESSION = "session"  # a kind of script whose calls are those of the session: they build surfaces

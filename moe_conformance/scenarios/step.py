@@ -42,7 +42,7 @@ from moe_conformance.scenarios.sessions import Opened, build, opened
 from moe_conformance.scenarios.tensors import same_bytes, to_cpu
 from moe_conformance.surfaces import Layer
 from moe_conformance.topology import Topology
-from moe_conformance.workloads.records import ANSWERED_BY_IDENTITY, ParameterKey, Workload
+from moe_conformance.workloads.records.workload import ANSWERED_BY_IDENTITY, ParameterKey, Workload
 
 _ROUTERS = ("route", "capacity", "extreme", "forced", "forced draws", "forced masked")  # kinds that run a router alone
 

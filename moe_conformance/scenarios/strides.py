@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_conformance.workloads.records import Stride
+from moe_conformance.workloads.records.workload import Stride
 
 NOBODYS_ID = 2**40  # between the strides of ids: no expert has it
 

@@ -15,7 +15,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 if TYPE_CHECKING:
-    from moe_conformance.workloads.records import Workload
+    from moe_conformance.workloads.records.workload import Workload
 
 Check = TypeVar("Check", bound=Callable[..., Any])
 

@@ -15,7 +15,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from reference.losses import valid_tokens
+from moe_conformance.reference.losses.balance import valid_tokens
 
 
 def cutoffs(scores_TE: Tensor, bias_E: Tensor, *, top_k: int) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from reference.routing import Routed
+from moe_conformance.reference.routing.routes import Routed
 
 
 def after_drop(

@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from reference.capacity import capacities, loads
-from reference.capacity_output import check_kept
+from moe_conformance.reference.capacity.after_drops import check_kept
+from moe_conformance.reference.capacity.limits import capacities, loads
 
 Policy = Literal["any", "weight", "position", "choice"]
 """Who stays: anyone ("any", at random), the heaviest, the first tokens, or the first choices of the tokens."""

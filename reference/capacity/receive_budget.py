@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from reference.exchange import Pair
+from moe_conformance.reference.exchange.deliveries import Pair
 
 
 def worst_case_rows(

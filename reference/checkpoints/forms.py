@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from reference.experts import Parameters
+from moe_conformance.reference.experts import Parameters
 
 Fused = Literal["halves", "interleaved"]
 

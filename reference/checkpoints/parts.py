@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from reference.expert_layouts import Layout, coordinates
-from reference.experts import Parameters
+from moe_conformance.reference.checkpoints.layouts import Layout, coordinates
+from moe_conformance.reference.experts import Parameters
 
 SHARDED: Mapping[str, int] = {"gate": 0, "up": 0, "down": 1}
 """The dimension along which etp cuts a parameter; one that is not named is held whole by every shard."""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from reference.checkpoints import same_bits
+from moe_conformance.reference.checkpoints.parts import same_bits
 
 Shape = tuple[int, ...]
 Key = tuple[int, int, str]

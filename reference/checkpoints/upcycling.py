@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from reference.experts import Parameters, swiglu
+from moe_conformance.reference.experts import Parameters, swiglu
 
 
 def upcycle(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from reference.config_rules import Settings
+from moe_conformance.reference.config_rules.rules import Settings
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ def cases() -> tuple[Case, ...]:
     Degenerate: with no experts, or one, ep = 1 is the only layout, which breaks RULE-06 too: the examples of
     RULE-07 are mended in ep and K as well.
 
-    >>> from reference.config_rules import broken
+    >>> from moe_conformance.reference.config_rules.rules import broken
     >>> {broken(case.mended) for case in cases()}
     {()}
     >>> [broken(case.broken) for case in cases() if broken(case.broken) != (case.rule,)]

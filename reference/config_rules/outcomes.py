@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Literal
 
-from reference.config_rules import RULES, Settings, broken
+from moe_conformance.reference.config_rules.rules import RULES, Settings, broken
 
 Outcome = Literal["built", "refused", "honoured", "changed"]
 FACTS = frozenset({"kernel_present", "kernel_owns_buffers", "versions"})

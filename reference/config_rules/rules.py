@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from reference.config_shown import older
+from moe_conformance.reference.config_rules.shown import older
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from reference.exchange import deliveries
+from moe_conformance.reference.exchange.deliveries import deliveries
 
 
 def pair_rows(

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from reference.experts import Expert, Parameters
+from moe_conformance.reference.experts import Expert, Parameters
 
 WeightsAt = Literal["output", "input"]
 

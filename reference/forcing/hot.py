@@ -15,8 +15,8 @@ from math import isfinite
 
 from torch import Tensor
 
-from reference.capacity import loads
-from reference.forcing import balanced, legal_ids
+from moe_conformance.reference.capacity.limits import loads
+from moe_conformance.reference.forcing.routes import balanced, legal_ids
 
 Blocks = Sequence[Sequence[int]]
 """Of every rank or node its global expert ids; each of the E experts in exactly one."""

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from reference.forcing_hot import Blocks, experts_of
+from moe_conformance.reference.forcing.hot import Blocks, experts_of
 
 
 def overload(top_k: int, experts: int, block: int) -> float:

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from reference.forcing import legal_ids
-from reference.routing import Score, weights
-from reference.selection import select
+from moe_conformance.reference.forcing.routes import legal_ids
+from moe_conformance.reference.routing.routes import Score, weights
+from moe_conformance.reference.routing.selection import select
 
 
 class LossView(NamedTuple):

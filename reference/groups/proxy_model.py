@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from reference import routing
-from reference.experts import swiglu_experts
-from reference.layer import forward
-from reference.shared_experts import gate_factors, shared_part
-from reference.whole_layer import Key, Weighing, shared_of
+from moe_conformance.reference.exchange.layer import forward
+from moe_conformance.reference.experts import swiglu_experts
+from moe_conformance.reference.routing import routes
+from moe_conformance.reference.shared_experts.shared import gate_factors, shared_part
+from moe_conformance.reference.shared_experts.whole_layer import Key, Weighing, shared_of
 
 Block = Mapping[Key, Tensor]
 """("mix_in", None) (H, D), ("mix_out", None) (D, H), and the parameters of `whole_layer`."""
@@ -52,9 +52,9 @@ def block(h_SD: Tensor, parameters: Block, top_k: int, weighing: Weighing) -> tu
     mixed_SD = torch.tanh(causal_mean(h_SD) @ parameters["mix_in", None].T) @ parameters["mix_out", None].T  # (S, D)
     h_SD = h_SD + mixed_SD
     logits_SE = h_SD @ parameters["router", None].T  # (S, E)
-    margin_S = routing.margins(logits_SE.detach(), top_k=top_k, score=weighing.score)
-    ids_SK = routing.route(logits_SE.detach(), top_k=top_k, score=weighing.score).ids_TK
-    w_SK = routing.weights(logits_SE, ids_SK, score=weighing.score, normalise=weighing.normalise, scale=weighing.scale)
+    margin_S = routes.margins(logits_SE.detach(), top_k=top_k, score=weighing.score)
+    ids_SK = routes.route(logits_SE.detach(), top_k=top_k, score=weighing.score).ids_TK
+    w_SK = routes.weights(logits_SE, ids_SK, score=weighing.score, normalise=weighing.normalise, scale=weighing.scale)
     experts = swiglu_experts({(name, e): value for (name, e), value in parameters.items() if e is not None})
     score = parameters.get(("shared_score", None))
     factor_S1 = gate_factors(h_SD, None if score is None else score[0])[:, None]  # (S, 1)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from reference.routing import GroupScore, Score, scores, select
+from moe_conformance.reference.routing.routes import GroupScore, Score, scores, select
 
 # A sum of scores below this counts as 0: float32 is 0 long before, and derivatives in float64 do not overflow yet.
 UNDERFLOWED = 1e-100

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from reference.losses import choice_counts, normalised_scores, same_tokens, valid_tokens
-from reference.routing import Score
+from moe_conformance.reference.losses.balance import choice_counts, normalised_scores, same_tokens, valid_tokens
+from moe_conformance.reference.routing.routes import Score
 
 
 def global_losses(

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from reference.losses import valid_tokens
-from reference.routing import scores
+from moe_conformance.reference.losses.balance import valid_tokens
+from moe_conformance.reference.routing.routes import scores
 
 
 def z_loss(logits_TE: Tensor, *, coefficient: float, padding_T: Tensor | None = None) -> Tensor:

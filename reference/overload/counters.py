@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from reference.overload_timelines import Kind, Label
+from moe_conformance.reference.overload.timelines import Kind, Label
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from itertools import accumulate
 
-from reference.overload_report import allowed_error
-from reference.overload_timelines import Event, Label
+from moe_conformance.reference.overload.report import allowed_error
+from moe_conformance.reference.overload.timelines import Event, Label
 
 Pairs = Mapping[Label, int]
 Balanced = Mapping[Label, Fraction]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from reference.overload import Entry, factor
+from moe_conformance.reference.overload.factors import Entry, factor
 
 Empty = Literal["zero", "left_out"]
 End = Literal["values", "either", "error"]

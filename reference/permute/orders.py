@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from reference.packing import aligned
+from moe_conformance.reference.token_padding.padding import aligned
 
 
 @dataclass(frozen=True)

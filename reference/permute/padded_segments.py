@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from reference.packing import aligned
+from moe_conformance.reference.token_padding.padding import aligned
 
 
 def legal_counts(claimed_N: Sequence[int], rows_N: Sequence[int], multiple: int) -> tuple[bool, ...]:

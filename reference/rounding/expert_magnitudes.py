@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from reference.experts import Parameters
-from reference.rounding import Measured, Rounding, exact, multiplication, partial, parts_of
+from moe_conformance.reference.experts import Parameters
+from moe_conformance.reference.rounding.errors import Measured, Rounding, exact, multiplication, partial, parts_of
 
 
 class Sharing(NamedTuple):
@@ -75,7 +75,7 @@ class MeasuredExperts(NamedTuple):
 def swiglu_measured(r: Rounding, parameters: Parameters, sharing: Sharing) -> MeasuredExperts:
     """Make the measured twin of `experts.swiglu_experts`.
 
-    >>> from reference.experts import swiglu
+    >>> from moe_conformance.reference.experts import swiglu
     >>> p = [torch.arange(8.0).sin().double().reshape(size) for size in ((4, 2), (4, 2), (2, 4))]
     >>> x, dy, w = (torch.arange(n).cos().double().reshape(5, -1) for n in (10.0, 10.0, 5.0))
     >>> experts = swiglu_measured(Rounding(1.0, 1.0), dict(zip([("gate", 7), ("up", 7), ("down", 7)], p)), Sharing())

@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from reference.rounding import Measured, Rounding, exact
-from reference.routing import Score
-from reference.routing_magnitudes import less_mean, quotient, scores_measured, slope, softmax
+from moe_conformance.reference.rounding.errors import Measured, Rounding, exact
+from moe_conformance.reference.rounding.routing_magnitudes import less_mean, quotient, scores_measured, slope, softmax
+from moe_conformance.reference.routing.routes import Score
 
 
 def normalised_measured(r: Rounding, logits_TE: Tensor, score: Score) -> Measured:
@@ -41,7 +41,7 @@ def charge_measured(
 
     Degenerate: T = 0 gives 0 and magnitude 0.
 
-    >>> from reference.losses import auxiliary_loss, choices
+    >>> from moe_conformance.reference.losses.balance import auxiliary_loss, choices
     >>> one, logits = Rounding(1.0, 1.0), torch.arange(15).cos().double().reshape(5, 3).requires_grad_()
     >>> for score in ("softmax", "softmax_topk", "sigmoid", "sqrtsoftplus"):
     ...     ids = choices(logits, score=score, top_k=2)
@@ -74,7 +74,7 @@ def z_measured(r: Rounding, logits_TE: Tensor, *, coefficient: float) -> tuple[M
     Rule: LOSS-20. Z = m + log sum_e exp(l_e - m), m the largest logit. Of Z err the sum m + log; the logarithm;
     in it, relative to the sum, the sum itself, each exp and each l_e - m.
 
-    >>> from reference.z_loss import z_loss
+    >>> from moe_conformance.reference.losses.z_loss import z_loss
     >>> one, logits = Rounding(1.0, 1.0), torch.arange(15).cos().double().reshape(5, 3).requires_grad_()
     >>> loss, ours = z_loss(logits, coefficient=0.5), z_measured(one, logits.detach(), coefficient=0.5)
     >>> torch.allclose(ours[0].value, loss), torch.allclose(ours[1].value, *torch.autograd.grad(loss, logits))

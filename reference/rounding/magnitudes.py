@@ -17,10 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from reference.expert_magnitudes import MeasuredExperts, Routed, Sharing
-from reference.experts import Parameters
-from reference.layer import Gradients, WeightsAt
-from reference.rounding import Measured, Rounding, errors, exact, partial
+from moe_conformance.reference.exchange.layer import Gradients, WeightsAt
+from moe_conformance.reference.experts import Parameters
+from moe_conformance.reference.rounding.errors import Measured, Rounding, errors, exact, partial
+from moe_conformance.reference.rounding.expert_magnitudes import MeasuredExperts, Routed, Sharing
 
 ALONE = Sharing()
 _AT_ONCE = 2**18  # elements of the rows, with their padding, that are measured at once: they stay in the cache
@@ -46,7 +46,7 @@ def magnitudes(
     With an expert that returns its rows, u = 1/2 and v = 0, both slots are stored after a cast of their weights (4.5),
     and added up to -3.5 at most to -4 (2):
 
-    >>> from reference.expert_magnitudes import MeasuredRows
+    >>> from moe_conformance.reference.rounding.expert_magnitudes import MeasuredRows
     >>> def same(x, w, dy, routed):
     ...     return MeasuredRows(x, x.value.abs(), dy, dy.value.abs(), w, w.value, {})
     >>> def identity(r, parameters, sharing):

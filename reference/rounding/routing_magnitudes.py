@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from reference.rounding import Measured, Rounding, exact, partial, parts_of
-from reference.routing import Score
+from moe_conformance.reference.rounding.errors import Measured, Rounding, exact, partial, parts_of
+from moe_conformance.reference.routing.routes import Score
 
 
 def logits_measured(r: Rounding, x_TD: Tensor, router_ED: Tensor) -> Measured:
@@ -112,7 +112,7 @@ def gradients_measured(
     the tokens of all, `places` and `sums` as in `expert_magnitudes.Sharing`. Forced logits take the place of x W^T, and
     hand their gradient on to it as it is (`forcing_scores.straight_through`).
 
-    >>> from reference.routing import weights
+    >>> from moe_conformance.reference.routing.routes import weights
     >>> x, router, dw = (torch.arange(n).cos().double().reshape(-1, 3) for n in (15, 12, 15))
     >>> ids, how = torch.tensor([[0, 1, 3], [3, 1, 2]])[[0, 1, 0, 1, 0]], {"normalise": True, "scale": 2.5}
     >>> for score in ("softmax", "softmax_topk", "sigmoid", "sqrtsoftplus"):
@@ -124,7 +124,7 @@ def gradients_measured(
     True
     True
     True
-    >>> from reference.forcing_scores import straight_through
+    >>> from moe_conformance.reference.forcing.scores import straight_through
     >>> forced = torch.arange(20).sin().double().reshape(5, 4)
     >>> w = weights(straight_through(leaves[0] @ leaves[1].T, forced), ids, score="sigmoid", **how)
     >>> how |= {"score": "sigmoid", "forced_TE": exact(forced)}

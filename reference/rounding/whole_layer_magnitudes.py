@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from reference.expert_magnitudes import Sharing, biased, swiglu_measured
-from reference.layer import WeightsAt
-from reference.magnitudes import MeasuredLayer, measured
-from reference.rounding import Measured, Rounding, errors, exact, partial, parts_of
-from reference.routing_magnitudes import gradients_measured, logits_measured, weights_measured
-from reference.whole_layer import Key, LayerGradients, Weighing, shared_of
+from moe_conformance.reference.exchange.layer import WeightsAt
+from moe_conformance.reference.rounding.errors import Measured, Rounding, errors, exact, partial, parts_of
+from moe_conformance.reference.rounding.expert_magnitudes import Sharing, biased, swiglu_measured
+from moe_conformance.reference.rounding.magnitudes import MeasuredLayer, measured
+from moe_conformance.reference.rounding.routing_magnitudes import gradients_measured, logits_measured, weights_measured
+from moe_conformance.reference.shared_experts.whole_layer import Key, LayerGradients, Weighing, shared_of
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def measured_layer(
 
     A dropped slot is routed nowhere: its weight has a gradient of exactly zero, and only the scores feel it.
 
-    >>> from reference.whole_layer import gradients
+    >>> from moe_conformance.reference.shared_experts.whole_layer import gradients
     >>> sizes = {"gate": (4, 3), "up": (4, 3), "down": (3, 4)}
     >>> p = {(n, e): torch.arange(12.0).add(e).sin().reshape(s) for e in (0, 1) for n, s in sizes.items()}
     >>> p |= {(f"shared_{n}", j): torch.arange(12.0).sub(j).cos().reshape(s) for j in (0, 1) for n, s in sizes.items()}

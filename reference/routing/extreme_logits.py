@@ -13,8 +13,8 @@ from math import inf, isfinite
 import torch
 from torch import Tensor
 
-from reference.forcing import legal_ids as are_routes
-from reference.routing import Score, scores
+from moe_conformance.reference.forcing.routes import legal_ids as are_routes
+from moe_conformance.reference.routing.routes import Score, scores
 
 
 def legal_ids(

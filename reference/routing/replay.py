@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from reference.routing import Score, scores
+from moe_conformance.reference.routing.routes import Score, scores
 
 Place = tuple[int, int]
 """The number of the layer in the model, dense ones counted, and of the microbatch."""

@@ -18,8 +18,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from reference import selection
-from reference.selection import GroupScore, group_mask, select
+from moe_conformance.reference.routing import selection
+from moe_conformance.reference.routing.selection import GroupScore, group_mask, select
 
 __all__ = ["GroupScore", "Routed", "Score", "group_mask", "margins", "route", "scores", "select"]
 __all__ += ["selection_scores", "weights"]

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from reference import layer
-from reference.experts import Expert
+from moe_conformance.reference.exchange import layer
+from moe_conformance.reference.experts import Expert
 
 
 def scatter_add(out_ND: Tensor, index_J: Tensor, src_JD: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from reference.experts import swiglu
+from moe_conformance.reference.experts import swiglu
 
 
 class SharedExpert(NamedTuple):

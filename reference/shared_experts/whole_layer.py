@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from reference import routing
-from reference.capacity_output import after_drop
-from reference.experts import swiglu_experts
-from reference.layer import WeightsAt, forward
-from reference.routing import Routed, Score
-from reference.shared_experts import SharedExpert, gate_factors, shared_part
+from moe_conformance.reference.capacity.after_drops import after_drop
+from moe_conformance.reference.exchange.layer import WeightsAt, forward
+from moe_conformance.reference.experts import swiglu_experts
+from moe_conformance.reference.routing import routes
+from moe_conformance.reference.routing.routes import Routed, Score
+from moe_conformance.reference.shared_experts.shared import SharedExpert, gate_factors, shared_part
 
 Key = tuple[str, int | None]
 """(name, expert): "router", "gate" "up" "down" of expert e, "shared_gate" "shared_up" "shared_down" of shared expert
@@ -109,7 +109,7 @@ def gradients(
     """
     x = _leaf(x_TD)
     p = {key: _leaf(value) for key, value in parameters.items() if key != ("balance_bias", None)}
-    w_TK = routing.weights(
+    w_TK = routes.weights(
         x @ p["router", None].T, ids_TK, score=weighing.score, normalise=weighing.normalise, scale=weighing.scale
     )  # (T, K)
     if kept_TK is not None:

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from reference.packing import aligned
+from moe_conformance.reference.token_padding.padding import aligned
 
 Lengths = Literal["smallest", "larger", "wrong"]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from reference.wire_formats import Format, block_maxima, spread
+from moe_conformance.reference.token_exchange.wire_formats import Format, block_maxima, spread
 
 
 def scale_bounds(x_RD: Tensor, block: int, fmt: Format) -> tuple[Tensor, Tensor]:
@@ -24,7 +24,7 @@ def scale_bounds(x_RD: Tensor, block: int, fmt: Format) -> tuple[Tensor, Tensor]
 
     Decides: EXCH-30. Source: arithmetic.
 
-    >>> from reference.wire_formats import E4M3
+    >>> from moe_conformance.reference.token_exchange.wire_formats import E4M3
     >>> [bound.tolist() for bound in scale_bounds(torch.tensor([[448.0 * 2**20]]), 1, E4M3)]
     [[[1048575.0]], [[2097154.0]]]
     """
@@ -46,7 +46,7 @@ def legal_scales(x_RD: Tensor, scales_RB: Tensor, block: int, fmt: Format) -> Te
 
     Decides: EXCH-30. Source: DeepSeek-V3 section 3.3.2.
 
-    >>> from reference.wire_formats import E4M3
+    >>> from moe_conformance.reference.token_exchange.wire_formats import E4M3
     >>> x, s = torch.tensor([[448.0, 4480.0, 0.0]] * 2), torch.tensor([[1.5, 10.0, 9.0], [10.0, 1.5, torch.inf]])
     >>> legal_scales(x, s, 1, E4M3).tolist()
     [[True, True, True], [False, False, False]]
@@ -84,7 +84,7 @@ def legal_values(
 
     Decides: EXCH-30. Source: arithmetic, half a step of the format.
 
-    >>> from reference.wire_formats import E4M3
+    >>> from moe_conformance.reference.token_exchange.wire_formats import E4M3
     >>> x, v = torch.tensor([[17.0, 17.0, 17.0, 0.0]]), torch.tensor([[16.0, 18.0, 18.1, 2**-12]])
     >>> legal_values(x, v, torch.tensor([[1.0]]), 4, E4M3).tolist()
     [[True, True, False, False]]

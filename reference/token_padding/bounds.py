@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from reference.packing import ALIGNMENT, aligned, check_groups
+from moe_conformance.reference.token_padding.padding import ALIGNMENT, aligned, check_groups
 
 
 def bounded_count(bound: int, *, alignment: int = ALIGNMENT) -> int:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_conformance.reference.exchange import layer
+from moe_conformance.reference.experts import swiglu_experts, tagged_experts
+from moe_conformance.reference.routing.routes import Routed, route
+from moe_conformance.reference.shared_experts import whole_layer
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.scenarios.parameters import shard_of
-from moe_conformance.workloads import tags
-from moe_conformance.workloads.records import Workload
-from reference import layer, whole_layer
-from reference.experts import swiglu_experts, tagged_experts
-from reference.routing import Routed, route
+from moe_conformance.workloads.records import tags
+from moe_conformance.workloads.records.workload import Workload
 
 
 def oracle(workload: Workload) -> layer.Gradients:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.backends.native import Native
-from moe_conformance.backends.native.token_exchange import TokenExchange
+from moe_conformance.backends.native.fused.token_exchange import TokenExchange
 from moe_conformance.contract import Config
 from moe_conformance.engine import Engine, Job, RankContext, RankResult
 from moe_conformance.engine.ledger.entry import Entry

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_conformance.backends.deep_ep import DeepEP
-from moe_conformance.backends.native.token_exchange import Handle, TokenExchange
+from moe_conformance.backends.native.fused.token_exchange import Handle, TokenExchange
 from moe_conformance.contract import Limit
 
 topk_idx_t = torch.int64
@@ -225,6 +225,6 @@ class DeepEPStandIn(DeepEP):
 
     def library(self) -> Any:
         """Return this module."""
-        import self_tests.stand_in_deep_ep as module
+        import self_tests.backends.stand_in_deep_ep as module
 
         return module

@@ -17,9 +17,9 @@ from moe_conformance.backends.deep_ep import DeepEP
 from moe_conformance.contract import Config, Unsupported
 from moe_conformance.surfaces import Session
 from moe_conformance.topology import Layout, Topology
-from self_tests import stand_in_deep_ep
-from self_tests.plugin_runs import cli
-from self_tests.stand_in_deep_ep import Buffer, DeepEPStandIn
+from self_tests.backends import stand_in_deep_ep
+from self_tests.backends.stand_in_deep_ep import Buffer, DeepEPStandIn
+from self_tests.plugin.plugin_runs import cli
 
 CPU = torch.device("cpu")
 EP2 = Layout(2, ep=2)
@@ -85,7 +85,7 @@ class Turned(DeepEPStandIn):
 
 def checked(backend: type[DeepEPStandIn], folder: Path, only: str) -> tuple[int, str]:
     """Run checks on a backend of these tests, on two ranks."""
-    module = "self_tests.stand_in_deep_ep" if backend is DeepEPStandIn else "self_tests.test_deep_ep"
+    module = "self_tests.backends.stand_in_deep_ep" if backend is DeepEPStandIn else "self_tests.backends.test_deep_ep"
     target = f"{module}:{backend.__name__}"
     done = cli("run", "--backend", target, "--ranks", "2", "--only", only, "--", "-q", "-k", "bfloat16", cwd=folder)
     return done.status, done.output

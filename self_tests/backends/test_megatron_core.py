@@ -21,9 +21,11 @@ from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.scenarios.parameters import shard_of
 from moe_conformance.topology import Layout, Topology, layouts
-from moe_conformance.workloads import corpus, features, layers, routing
-from moe_conformance.workloads.records import Workload
-from self_tests.dense import assert_routed_alike, oracle, seen, worst
+from moe_conformance.workloads.corpus import recipes, shared_experts
+from moe_conformance.workloads.corpus.routing import routers
+from moe_conformance.workloads.records import features
+from moe_conformance.workloads.records.workload import Workload
+from self_tests.backends.dense import assert_routed_alike, oracle, seen, worst
 
 try:
     MegatronCore().versions()  # importing the library here would take seconds: only the ranks need it
@@ -45,13 +47,13 @@ def engine() -> Iterator[Engine]:
 
 def pinned(variant: str, layout: Layout, name: str, /, **config: Any) -> Workload:
     """The pinned workload of that name, with fields of its config changed."""
-    found = next(w for w in corpus.corpus(variant, layout, "full") if w.name == name)
+    found = next(w for w in recipes.corpus(variant, layout, "full") if w.name == name)
     return replace(found, config=replace(found.config, **config))
 
 
 def routed(layout: Layout, name: str) -> Workload:
     """The pinned workload of the router of that name."""
-    return next(w for w in routing.routing_corpus("alltoall", layout) if w.name == name)
+    return next(w for w in routers.routing_corpus("alltoall", layout) if w.name == name)
 
 
 def run(engine: Engine, workload: Workload) -> Outcome:
@@ -310,7 +312,9 @@ class TestRefusals:
         self, engine: Engine, layout: Layout, reason: str
     ) -> None:
         """Of its one switch for biases shared experts want nothing, and experts over etp neither."""
-        by, said = refused(engine, next(w for w in layers.layers("alltoall", layout, "quick") if w.config.shared_bias))
+        by, said = refused(
+            engine, next(w for w in shared_experts.layers("alltoall", layout, "quick") if w.config.shared_bias)
+        )
         assert ("library", True) == (by, reason in said), said
 
     def test_uneven_tokens_are_outside_the_limits_of_allgather(self) -> None:

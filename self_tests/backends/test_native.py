@@ -10,16 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_conformance.backends import lying
 from moe_conformance.backends.native import Native, NativeSession
-from moe_conformance.backends.native.permutation import permute, sort_pairs, unpermute, weigh
+from moe_conformance.backends.native.row_ops.permutation import permute, sort_pairs, unpermute, weigh
 from moe_conformance.contract import Config, Routing, Unsupported
 from moe_conformance.engine import Engine, Job, RankContext
 from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.topology import Layout, Topology
-from moe_conformance.workloads import corpus, tags
-from moe_conformance.workloads.records import Workload
+from moe_conformance.workloads.corpus import recipes
+from moe_conformance.workloads.records import tags
+from moe_conformance.workloads.records.workload import Workload
+from self_tests.lying_backends import lying
 
 CPU = torch.device("cpu")
 
@@ -27,7 +28,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     """Ranks for the tests of this file."""
-    with Engine(preload=("moe_conformance.scenarios.moe_step", "moe_conformance.backends.lying")) as engine:
+    with Engine(preload=("moe_conformance.scenarios.moe_step", "self_tests.lying_backends.lying")) as engine:
         yield engine
 
 
@@ -38,7 +39,7 @@ def run(engine: Engine, backend: type[Native], workload: Workload) -> Outcome:
 
 def workload_like(name: str, layout: Layout, **config: Any) -> Workload:
     """The pinned workload of that name, with fields of its config changed."""
-    found = next(w for w in corpus.corpus("alltoall", layout, "full") if w.name == name)
+    found = next(w for w in recipes.corpus("alltoall", layout, "full") if w.name == name)
     return replace(found, config=replace(found.config, **config))
 
 
@@ -220,7 +221,7 @@ class TestGradients:
     def test_a_replica_without_gradients_takes_part(self, engine: Engine) -> None:
         """Absent counts as zeros, and all replicas end with the same sum."""
         groups = Layout(2).groups()
-        job = Job("self_tests.test_native:finish_without_one_backward", None, 2, groups, deadline_s=30.0)
+        job = Job("self_tests.backends.test_native:finish_without_one_backward", None, 2, groups, deadline_s=30.0)
         assert [[3.0], [3.0]] == [rank.value for rank in engine.run(job).ranks]
 
     def test_what_native_did_not_build_is_an_error(self) -> None:

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from moe_conformance.backends.native import mirrored
-from moe_conformance.backends.native.collectives import DispatchRefused
+from moe_conformance.backends.native.exchange.collectives import DispatchRefused
+from moe_conformance.backends.native.fused import autograd
 from moe_conformance.contract import Overflow, Routing
 from moe_conformance.engine import Engine
 from moe_conformance.topology import Layout
-from self_tests.flex_scene import EP2_ETP2, EP4, D, E, K, Scene, caught, on_ranks, rows_calls, values
+from self_tests.backends.flex_scene import EP2_ETP2, EP4, D, E, K, Scene, caught, on_ranks, rows_calls, values
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     """Ranks for the tests of this file."""
-    with Engine(preload=("self_tests.test_native_flex",)) as engine:
+    with Engine(preload=("self_tests.backends.test_native_flex",)) as engine:
         yield engine
 
 
@@ -98,12 +98,12 @@ def go_backward(scene: Scene) -> tuple[Any, ...]:
     """Return gradients of dispatch and of combine, and what the other half makes of the same numbers."""
     x_TD, ids_TK, weights_TK = (each.requires_grad_(each.is_floating_point()) for each in scene.batch())
     exchange, draw = scene.exchange, torch.Generator().manual_seed(7 + scene.context.rank)
-    arrived = mirrored.dispatch(exchange, x_TD, ids_TK, weights_TK)
+    arrived = autograd.dispatch(exchange, x_TD, ids_TK, weights_TK)
     assert arrived.weights_RK is not None
     up_RD, up_RK = (torch.randn(each.shape, generator=draw) for each in (arrived.rows_RD, arrived.weights_RK))
     torch.autograd.backward([arrived.rows_RD, arrived.weights_RK], [up_RD, up_RK])
     rows_RD = torch.randn(arrived.rows_RD.shape, generator=draw).requires_grad_()
-    y_TD = mirrored.combine(exchange, rows_RD, arrived.handle)
+    y_TD = autograd.combine(exchange, rows_RD, arrived.handle)
     up_TD = torch.randn(y_TD.shape, generator=draw)
     start = scene.context.calls()
     y_TD.backward(up_TD)

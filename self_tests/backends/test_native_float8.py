@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_conformance.backends.native.float8 import Float8Wire
+from moe_conformance.backends.native.fused.fp8_wire import Float8Wire
 
 
 class TestWire:

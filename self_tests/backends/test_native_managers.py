@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from moe_conformance.backends.native import Native
-from moe_conformance.backends.native.flex import FlexExchange
-from moe_conformance.backends.native.token_exchange import Arrived
+from moe_conformance.backends.native.fused.flex import FlexExchange
+from moe_conformance.backends.native.fused.token_exchange import Arrived
 from moe_conformance.contract import Config, Delivery, Routing, Unsupported
 from moe_conformance.engine import Engine
 from moe_conformance.plan import Plan
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import profiles
-from self_tests.flex_scene import EP2_ETP2, EP4, TOKENS, E, K, Scene, on_ranks, values
+from moe_conformance.workloads.selection import profiles
+from self_tests.backends.flex_scene import EP2_ETP2, EP4, TOKENS, E, K, Scene, on_ranks, values
 
 FLEX = ("deepep", "hybridep", "ncclep")
 
@@ -24,7 +24,7 @@ FLEX = ("deepep", "hybridep", "ncclep")
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     """Ranks for the tests of this file."""
-    with Engine(preload=("self_tests.test_native_managers",)) as engine:
+    with Engine(preload=("self_tests.backends.test_native_managers",)) as engine:
         yield engine
 
 

@@ -13,8 +13,8 @@ from moe_conformance.plan import Case, Plan
 from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import RankOutcome
 from moe_conformance.topology import Layout
-from moe_conformance.workloads.corpus import Recipe, exchange_workload
-from moe_conformance.workloads.features import traits
+from moe_conformance.workloads.corpus.recipes import Recipe, exchange_workload
+from moe_conformance.workloads.records.features import traits
 
 WHOLE = (Layout(1), Layout(2, ep=2))  # the layouts on which every case is run; on the others one of every cell
 

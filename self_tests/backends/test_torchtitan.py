@@ -13,15 +13,17 @@ import torch
 from moe_conformance.backends.torchtitan import TorchTitan
 from moe_conformance.contract import Config, Session, Unsupported
 from moe_conformance.engine import Engine
+from moe_conformance.reference.exchange import layer
+from moe_conformance.reference.experts import swiglu_experts
 from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.scenarios.parameters import shard_of
 from moe_conformance.topology import Layout, Topology
-from moe_conformance.workloads import corpus, features, layers, routing
-from moe_conformance.workloads.records import ParameterKey, Workload
-from reference import layer
-from reference.experts import swiglu_experts
-from self_tests.dense import assert_layer_alike, assert_routed_alike, oracle, seen, worst
+from moe_conformance.workloads.corpus import recipes, shared_experts
+from moe_conformance.workloads.corpus.routing import routers
+from moe_conformance.workloads.records import features
+from moe_conformance.workloads.records.workload import ParameterKey, Workload
+from self_tests.backends.dense import assert_layer_alike, assert_routed_alike, oracle, seen, worst
 
 pytest.importorskip("torchtitan")
 
@@ -40,7 +42,7 @@ def engine() -> Iterator[Engine]:
 
 def run(engine: Engine, variant: str, layout: Layout, name: str) -> Outcome:
     """Run the pinned workload of that name, which every rank must finish."""
-    workload = next(w for w in corpus.corpus(variant, layout, "full") if w.name == name)
+    workload = next(w for w in recipes.corpus(variant, layout, "full") if w.name == name)
     outcome = moe_step(engine, NAME, workload)
     assert ["ok"] * layout.world == [rank.status for rank in outcome.ranks], [rank.error for rank in outcome.ranks]
     return outcome
@@ -156,7 +158,7 @@ class TestExperts:
 
     def test_experts_narrower_than_their_ranks_are_split(self, engine: Engine) -> None:
         """With more ranks than experts FSDP2 shards within an expert, and the windows say so."""
-        workload = next(w for w in corpus.corpus("alltoall", EP2_EDP2, "full") if w.name == "own-one-expert-even")
+        workload = next(w for w in recipes.corpus("alltoall", EP2_EDP2, "full") if w.name == "own-one-expert-even")
         E = 2
         config = Config(variant="alltoall", experts=E, top_k=1)
         batches = tuple(
@@ -208,7 +210,7 @@ class TestRouter:
     )
     def test_it_chooses_and_weighs_as_the_oracle(self, engine: Engine, name: str) -> None:
         """The same experts, the same weights, and the true load."""
-        workload = next(w for w in routing.routing_corpus("alltoall", Layout(2)) if w.name == name)
+        workload = next(w for w in routers.routing_corpus("alltoall", Layout(2)) if w.name == name)
         outcome = moe_step(engine, NAME, workload)
         assert_routed_alike(outcome, 1e-6)
         for rank in outcome.ranks:
@@ -220,7 +222,7 @@ class TestRouter:
 
     def test_the_reduction_of_its_gradient_is_not_adapted(self, engine: Engine) -> None:
         """It is refused by name, not passed over."""
-        workload = next(iter(routing.routing_corpus("alltoall", Layout(2))))
+        workload = next(iter(routers.routing_corpus("alltoall", Layout(2))))
         rank = moe_step(engine, NAME, workload).ranks[0]
         assert rank.grads_final is None
         assert "the reduction of router gradients is not adapted" == rank.finish_refusal
@@ -231,7 +233,9 @@ class TestLayer:
     @pytest.mark.parametrize("name", ["layer", "shared-gate", "shared", "shared-bias-gate"])
     def test_it_computes_the_module(self, engine: Engine, layout: Layout, name: str) -> None:
         """Outputs and summed gradients of the router, the experts and the shared experts, in bfloat16."""
-        workload = next(w for w in layers.layers("alltoall", layout, "full") if w.name == f"{name}-even-bfloat16")
+        workload = next(
+            w for w in shared_experts.layers("alltoall", layout, "full") if w.name == f"{name}-even-bfloat16"
+        )
         outcome = moe_step(engine, NAME, workload)
         assert ["ok"] * layout.world == [rank.status for rank in outcome.ranks], [rank.error for rank in outcome.ranks]
         assert_layer_alike(outcome, divisor=1, allowed=0.03)
@@ -270,7 +274,7 @@ class TestRefusals:
 
     def test_empty_slots_are_outside_its_limits(self) -> None:
         """A workload with empty slots is not run: it would leave ranks waiting."""
-        dropped = next(w for w in corpus.corpus("alltoall", EP2, "quick") if w.name == "dropped-even")
+        dropped = next(w for w in recipes.corpus("alltoall", EP2, "quick") if w.name == "dropped-even")
         limit = features.broken(TorchTitan().limits("alltoall"), dropped, "cpu")
         assert limit is not None
         assert ("dropped_slots", "undefined") == (limit.on, limit.proof)

@@ -23,9 +23,11 @@ from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.scenarios.parameters import shard_of
 from moe_conformance.surfaces import Session
 from moe_conformance.topology import Layout, Topology
-from moe_conformance.workloads import corpus, features, layers, routing
-from moe_conformance.workloads.records import ParameterKey, Workload
-from self_tests.dense import assert_layer_alike, assert_routed_alike, oracle, seen, worst
+from moe_conformance.workloads.corpus import recipes, shared_experts
+from moe_conformance.workloads.corpus.routing import routers
+from moe_conformance.workloads.records import features
+from moe_conformance.workloads.records.workload import ParameterKey, Workload
+from self_tests.backends.dense import assert_layer_alike, assert_routed_alike, oracle, seen, worst
 
 try:
     Transformers().versions()  # importing the library here would take seconds: only the ranks need it
@@ -48,7 +50,7 @@ def engine() -> Iterator[Engine]:
 
 def pinned(variant: str, layout: Layout, name: str) -> Workload:
     """The pinned workload of that name."""
-    return next(w for w in corpus.corpus(variant, layout, "full") if w.name == name)
+    return next(w for w in recipes.corpus(variant, layout, "full") if w.name == name)
 
 
 def run(engine: Engine, workload: Workload) -> Outcome:
@@ -238,7 +240,7 @@ class TestRouter:
     )
     def test_it_chooses_and_weighs_as_the_oracle(self, engine: Engine, name: str, model: str) -> None:
         """The router of the model that has the rule: the same experts, the same weights."""
-        workload = next(w for w in routing.routing_corpus("alltoall", Layout(2)) if w.name == name)
+        workload = next(w for w in routers.routing_corpus("alltoall", Layout(2)) if w.name == name)
         outcome = run(engine, workload)
         assert model == model_of(workload.config)
         assert_routed_alike(outcome, 1e-6)
@@ -246,7 +248,7 @@ class TestRouter:
     @pytest.mark.parametrize(("score", "told"), [("softmax", "torch.float32"), ("softmax_topk", "torch.float64")])
     def test_it_says_in_what_it_was_seen_to_compute(self, engine: Engine, score: Any, told: str) -> None:
         """Qwen's router casts scores of float32 back to its tokens' float64, GPT-OSS's computes in float64."""
-        workload = next(w for w in routing.routing_corpus("alltoall", Layout(2)) if w.name == "route-float64")
+        workload = next(w for w in routers.routing_corpus("alltoall", Layout(2)) if w.name == "route-float64")
         outcome = run(engine, replace(workload, config=replace(workload.config, score=score)))
         assert [told, told] == [rank.resolved["dtype"] for rank in outcome.ranks]
 
@@ -265,7 +267,7 @@ class TestLayer:
     )
     def test_it_computes_the_block(self, engine: Engine, layout: Layout, name: str, block: str) -> None:
         """The block of the model: its output is the oracle's, and so is every part of a mean of gradients."""
-        outcome = run(engine, next(w for w in layers.layers("alltoall", layout, "full") if w.name == name))
+        outcome = run(engine, next(w for w in shared_experts.layers("alltoall", layout, "full") if w.name == name))
         assert {block} == {rank.resolved["layer"] for rank in outcome.ranks}
         assert_layer_alike(outcome, divisor=layout.world, allowed=1e-5)
 

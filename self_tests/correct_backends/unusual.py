@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_conformance.backends.native import Native, NativeSession, capacity, collectives
-from moe_conformance.backends.native.exchange import AllToAllExchange
+from moe_conformance.backends.native import Native, NativeSession
+from moe_conformance.backends.native.exchange import collectives
+from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange
+from moe_conformance.backends.native.fused.managers import DeepEPManager
+from moe_conformance.backends.native.fused.token_exchange import TokenExchange
 from moe_conformance.backends.native.groups import CannotBuild
-from moe_conformance.backends.native.managers import DeepEPManager
-from moe_conformance.backends.native.routing import Router
-from moe_conformance.backends.native.token_exchange import TokenExchange
+from moe_conformance.backends.native.router import capacity
+from moe_conformance.backends.native.router.routing import Router
 from moe_conformance.contract import Config, Delivery, Overflow, Routing
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from torch.distributed import TCPStore
 
 from moe_conformance.engine.remote.rendezvous import Given, Launch, launch_of
-from self_tests.plugin_runs import environment
+from self_tests.plugin.plugin_runs import environment
 
-CHECKOUT = Path(__file__).parent.parent
+CHECKOUT = Path(__file__).parents[2]
 GIVEN = Given(None, "SECRET_OF_TEST")
 OUTPOST = """
 import os, sys

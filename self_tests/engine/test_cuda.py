@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from moe_conformance.engine import Engine, Job
-from self_tests import plugin_runs
+from self_tests.plugin import plugin_runs
 
-JOBS = "self_tests.gpu_jobs"
+JOBS = "self_tests.engine.gpu_jobs"
 GPUS = torch.cuda.device_count()
 
 on_gpu = pytest.mark.skipif(GPUS < 1, reason="not run: no GPU")

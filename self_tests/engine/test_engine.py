@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from moe_conformance.engine import Engine, EngineError, Job
-from self_tests.engine_jobs import BreaksWhileLoading
-from self_tests.test_engine_life import survivors
-from self_tests.test_engine_wire import DTYPES, bits, sample
+from self_tests.engine.engine_jobs import BreaksWhileLoading
+from self_tests.engine.test_life import survivors
+from self_tests.engine.test_wire import DTYPES, bits, sample
 
-JOBS = "self_tests.engine_jobs"
+JOBS = "self_tests.engine.engine_jobs"
 
 
 @pytest.fixture(scope="module")

@@ -50,6 +50,6 @@ class TestDelays:
 
     def test_an_engine_refuses_a_job_that_its_device_cannot_run(self):
         """Before any rank starts."""
-        job = Job("self_tests.engine_jobs:echo", None, 2, {}, asynchrony="delayed_compute")
+        job = Job("self_tests.engine.engine_jobs:echo", None, 2, {}, asynchrony="delayed_compute")
         with Engine() as engine, pytest.raises(EngineError, match="on the CPU ask for 'poisoned'"):
             engine.run(job)

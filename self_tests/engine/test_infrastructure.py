@@ -91,30 +91,30 @@ XID = "NVRM: Xid (PCI:0000:3b:00): 79, pid=4711, GPU has fallen off the bus."
 @pytest.fixture(scope="module")
 def engine():
     """One engine for this file."""
-    with Engine(preload=("self_tests.gpu_jobs",)) as engine:
+    with Engine(preload=("self_tests.engine.gpu_jobs",)) as engine:
         yield engine
 
 
 class TestJobs:
     def test_an_exception_that_tells_of_the_machine_excuses_its_rank(self, engine):
         """The rank is at fault, the machine to blame."""
-        result = engine.run(Job("self_tests.gpu_jobs:raise_sentences", {1: ECC}, 2, {}))
+        result = engine.run(Job("self_tests.engine.gpu_jobs:raise_sentences", {1: ECC}, 2, {}))
         assert ((1,), f"memory error of a GPU: RuntimeError: {ECC}") == (result.blamed, result.infrastructure)
 
     def test_what_a_lost_rank_printed_tells(self, engine):
         """A process that dies without an exception may have said why."""
-        result = engine.run(Job("self_tests.gpu_jobs:say_and_die", (0, XID), 2, {}))
+        result = engine.run(Job("self_tests.engine.gpu_jobs:say_and_die", (0, XID), 2, {}))
         assert ((0,), f"GPU reported Xid 79: {XID}") == (result.blamed, result.infrastructure)
 
     def test_a_rank_with_a_fault_of_its_own_is_not_excused_by_another(self, engine):
         """Only if the machine explains every rank at fault is it the machine's."""
-        result = engine.run(Job("self_tests.gpu_jobs:raise_sentences", {0: ECC, 1: "wrong shape"}, 2, {}))
+        result = engine.run(Job("self_tests.engine.gpu_jobs:raise_sentences", {0: ECC, 1: "wrong shape"}, 2, {}))
         assert ((0, 1), None) == (result.blamed, result.infrastructure)
 
     def test_other_failures_and_success_are_nothing_of_the_machine(self, engine):
         """No reason without a fault of the machine."""
-        failed = engine.run(Job("self_tests.gpu_jobs:raise_sentences", {0: "wrong shape"}, 2, {}))
-        passed = engine.run(Job("self_tests.gpu_jobs:raise_sentences", {}, 2, {}))
+        failed = engine.run(Job("self_tests.engine.gpu_jobs:raise_sentences", {0: "wrong shape"}, 2, {}))
+        passed = engine.run(Job("self_tests.engine.gpu_jobs:raise_sentences", {}, 2, {}))
         assert ((False, None), (True, None)) == (
             (failed.ok, failed.infrastructure),
             (passed.ok, passed.infrastructure),

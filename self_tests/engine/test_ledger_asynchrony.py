@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from moe_conformance.engine import Engine, Job
-from self_tests.ledger_jobs import CALLS
+from self_tests.engine.ledger_jobs import CALLS
 
-JOBS = "self_tests.ledger_jobs"
+JOBS = "self_tests.engine.ledger_jobs"
 
 
 @pytest.fixture(scope="module")

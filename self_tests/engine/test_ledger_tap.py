@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from moe_conformance.engine import Engine, Job
-from self_tests.ledger_jobs import CALLS
+from self_tests.engine.ledger_jobs import CALLS
 
-JOBS = "self_tests.ledger_jobs"
+JOBS = "self_tests.engine.ledger_jobs"
 
 EXPECTED = {
     "imported early": ["all_reduce"],
@@ -59,7 +59,7 @@ class TestCoverage:
             assert EXPECTED.get(name, [name]) == ops
             assert list(range(len(rank.ledger))) == [entry.order for entry in rank.ledger]
             assert {"waited"} == {entry.state for entry in rank.ledger}
-            assert all("self_tests/ledger_jobs.py:" in entry.where for entry in rank.ledger)
+            assert all("self_tests/engine/ledger_jobs.py:" in entry.where for entry in rank.ledger)
 
     def test_messages_are_recorded_with_their_peers(self, run):
         """A send names where it goes and a receive from any does not say from where."""

@@ -15,15 +15,15 @@ import pytest
 
 from moe_conformance.engine import Engine, EngineError, Job
 
-CHECKOUT = Path(__file__).parent.parent
-JOBS = "self_tests.engine_jobs"
+CHECKOUT = Path(__file__).parents[2]
+JOBS = "self_tests.engine.engine_jobs"
 
 DRIVER = """
 import os, sys
 from moe_conformance.engine import Engine, Job
-engine = Engine(preload=("self_tests.engine_jobs",))
-ranks = [rank.value for rank in engine.run(Job("self_tests.engine_jobs:pid", None, 2, {})).ranks]
-left = [rank.value for rank in engine.run(Job("self_tests.engine_jobs:start_a_sleeper", None, 2, {})).ranks]
+engine = Engine(preload=("self_tests.engine.engine_jobs",))
+ranks = [rank.value for rank in engine.run(Job("self_tests.engine.engine_jobs:pid", None, 2, {})).ranks]
+left = [rank.value for rank in engine.run(Job("self_tests.engine.engine_jobs:start_a_sleeper", None, 2, {})).ranks]
 print(*{pid for pids in ranks for pid in pids}, *left, flush=True)
 """
 
@@ -75,7 +75,7 @@ def driver():
 class TestNoOrphans:
     def test_nothing_is_left_after_close(self, driver):
         """A closed engine leaves no process behind and has lost nothing of what ranks printed."""
-        say = 'engine.run(Job("self_tests.engine_jobs:say", "hello", 2, {}))'
+        say = 'engine.run(Job("self_tests.engine.engine_jobs:say", "hello", 2, {}))'
         process, pids = driver(f"{say}\nengine.close()\nprint('closed', flush=True)\nsys.stdin.read()")
         lines = [process.stdout.readline().strip() for _ in range(3)]
         assert ["closed", "rank 0 says hello", "rank 1 says hello"] == sorted(lines)
@@ -95,7 +95,7 @@ class TestNoOrphans:
 
     def test_nothing_is_left_when_a_driver_is_killed_during_a_job(self, driver):
         """Ranks that hold the GIL or wait in a collective end with a driver that is killed."""
-        spin = 'engine.run(Job("self_tests.engine_jobs:spin_before_meeting", 0, 2, {}))'
+        spin = 'engine.run(Job("self_tests.engine.engine_jobs:spin_before_meeting", 0, 2, {}))'
         process, pids = driver(spin)
         assert [] == [pid for pid in pids if not alive(pid)]
         time.sleep(0.3)

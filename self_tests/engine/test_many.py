@@ -9,7 +9,7 @@ import pytest
 
 from moe_conformance.engine import Engine, EngineError, Job
 
-JOBS = "self_tests.engine_jobs"
+JOBS = "self_tests.engine.engine_jobs"
 
 
 def job(function, payload=None, world=2, **fields):

@@ -12,11 +12,11 @@ import pytest
 from moe_conformance.engine import Engine, EngineError, Job
 from moe_conformance.engine.host import SiteLostError
 from moe_conformance.engine.remote.site import RemoteSite
-from self_tests.plugin_runs import marked
-from self_tests.remote_processes import GIVEN, Processes
-from self_tests.test_engine_life import survivors
+from self_tests.engine.remote_processes import GIVEN, Processes
+from self_tests.engine.test_life import survivors
+from self_tests.plugin.plugin_runs import marked
 
-JOBS = "self_tests.engine_jobs"
+JOBS = "self_tests.engine.engine_jobs"
 
 
 def job(function: str, payload: object = None, world: int = 3, **named: object) -> Job:

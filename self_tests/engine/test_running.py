@@ -13,7 +13,7 @@ from moe_conformance.engine import Engine, EngineError, Job, nursery
 from moe_conformance.engine.launcher import Launcher
 from moe_conformance.engine.ledger.entry import MOST_CALLS
 
-JOBS = "self_tests.engine_jobs"
+JOBS = "self_tests.engine.engine_jobs"
 
 
 # What runs, and how its ranks end.

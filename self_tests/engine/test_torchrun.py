@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from self_tests import plugin_runs
-from self_tests.plugin_runs import PROJECT, TOY
-from self_tests.test_plugin_verdicts import VERDICTS
-from self_tests.torchrun_runs import PYTEST, agents, torchrun
+from self_tests.engine.torchrun_runs import PYTEST, agents, torchrun
+from self_tests.plugin import plugin_runs
+from self_tests.plugin.plugin_runs import PROJECT, TOY
+from self_tests.plugin.test_verdicts import VERDICTS
 
 CHECKS = str(PROJECT / "checks.py")
-RIGHT = "self_tests.plugin_project.backend:RightToy"
-DESERTER = "self_tests.plugin_project.deserter:Deserter"
+RIGHT = "self_tests.plugin.project.backend:RightToy"
+DESERTER = "self_tests.plugin.project.deserter:Deserter"
 TOKEN = "a token of the test, and of no other"
 
 

@@ -10,9 +10,9 @@ import torch
 
 from moe_conformance.engine import Engine, EngineError, Job, JobResult
 from moe_conformance.engine.ledger.entry import Entry
-from self_tests import virtual_jobs
+from self_tests.engine import virtual_jobs
 
-JOBS = "self_tests.virtual_jobs"
+JOBS = "self_tests.engine.virtual_jobs"
 
 
 @pytest.fixture(scope="module")

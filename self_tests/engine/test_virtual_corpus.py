@@ -15,18 +15,19 @@ import torch
 
 from moe_conformance.backends.native import Native
 from moe_conformance.engine import Engine, Job
-from moe_conformance.judging.chunks import solve_in_chunks
+from moe_conformance.judging.observed.chunks import solve_in_chunks
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.plan import Plan, layout_names, workload_names
 from moe_conformance.plugin.options import Options, Unusable
 from moe_conformance.plugin.run import prepare
+from moe_conformance.reference.exchange import layer
+from moe_conformance.reference.experts import swiglu_experts
 from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import draw, virtual
-from moe_conformance.workloads.profiles import full_layouts
-from moe_conformance.workloads.records import Workload
-from reference import layer
-from reference.experts import swiglu_experts
+from moe_conformance.workloads.corpus import virtual
+from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.workload import Workload
+from moe_conformance.workloads.selection.profiles import full_layouts
 from self_tests.checks import checks, judge
 
 EP64 = Layout(64, ep=64)
@@ -116,10 +117,10 @@ class TestLargestWorld:
     def test_a_step_of_512_ranks_is_judged_within_a_gibibyte(self) -> None:
         """Dispatch, combine and backward on 512 ranks pass the exact checks; their process stays below 1 GiB."""
         workload = named("many-ranks-uneven", EP512)
-        preload = ("moe_conformance.scenarios.moe_step", "self_tests.virtual_jobs")
+        preload = ("moe_conformance.scenarios.moe_step", "self_tests.engine.virtual_jobs")
         with Engine(virtual=True, preload=preload) as engine:
             outcome = moe_step(engine, "native", workload)
-            peak = engine.run(Job("self_tests.virtual_jobs:peak_mib", None, 512, {})).ranks[0].value
+            peak = engine.run(Job("self_tests.engine.virtual_jobs:peak_mib", None, 512, {})).ranks[0].value
         for requirement in ("EXCH-01", "EXCH-02", "EXCH-05", "EXCH-12", "GRAD-01", "GRAD-02", "GRAD-03"):
             for check in checks()[requirement]:
                 if check.reads(workload):
@@ -154,7 +155,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the virtual profile."""
     return subprocess.run(
         [sys.executable, "-m", "moe_conformance.cli", "run", "--profile", "virtual", *arguments],
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
         env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

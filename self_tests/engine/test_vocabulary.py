@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-ENGINE = Path(__file__).parent.parent / "moe_conformance" / "engine"
+ENGINE = Path(__file__).parents[2] / "moe_conformance" / "engine"
 FOREIGN = re.compile(r"moe|expert|token|routing|router|top_?k", re.IGNORECASE)
 OWN_PATH = re.compile(r"\bmoe_conformance\.engine\b")
 

@@ -8,9 +8,9 @@ import sys
 import uuid
 from pathlib import Path
 
-from self_tests.plugin_runs import LIMIT_S, PROJECT, Finished, environment, marked
-from self_tests.ports import free_port
-from self_tests.test_engine_life import survivors
+from self_tests.engine.ports import free_port
+from self_tests.engine.test_life import survivors
+from self_tests.plugin.plugin_runs import LIMIT_S, PROJECT, Finished, environment, marked
 
 PYTEST = ("-m", "pytest", "-c", os.devnull, "--rootdir", str(PROJECT), "-p", "no:cacheprovider")
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from self_tests.golden_twins import given
-from self_tests.oracles import layer
+from self_tests.goldens.golden_twins import given
+from self_tests.oracles.exchange import layer
 from self_tests.oracles.experts import SwiGLU
 
 NAMES = ("gate", "up", "down")

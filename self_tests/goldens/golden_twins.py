@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from moe_conformance import goldens
+from moe_conformance import stored_values
 from self_tests.oracles.agreement import RELATIVE
 
 
 def stored(chapter: str) -> dict[str, Any]:
     """The stored inputs and outputs by name, as arrays."""
-    return {name: value.numpy() for name, value in goldens.read(goldens.folder(), chapter).items()}
+    return {name: value.numpy() for name, value in stored_values.read(stored_values.folder(), chapter).items()}
 
 
 def given(values: Mapping[str, Any], case: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from self_tests.golden_twins import assert_twins, given, stored, told
+from self_tests.goldens.golden_twins import assert_twins, given, stored, told
 from self_tests.oracles import balance_bias
 from self_tests.oracles.balance_bias import Forward, Update
 

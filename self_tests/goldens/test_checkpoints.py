@@ -7,17 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from goldens.bits import SPECIAL
-from goldens.chapters.checkpoints import LAYOUTS, PIECES, PLACES, TOKENS, E, K
-from reference.expert_layouts import Layout
-from self_tests.golden_layer import NAMES
-from self_tests.golden_twins import assert_twins, given, stored, told
-from self_tests.oracles import checkpoints, layer, upcycling
+from moe_conformance.goldens.bits import SPECIAL
+from moe_conformance.goldens.chapters.checkpoints import LAYOUTS, PIECES, PLACES, TOKENS, E, K
+from moe_conformance.reference.checkpoints.layouts import Layout
+from self_tests.goldens.golden_layer import NAMES
+from self_tests.goldens.golden_twins import assert_twins, given, stored, told
+from self_tests.oracles.checkpoints import parts, upcycling
+from self_tests.oracles.exchange import layer
 from self_tests.oracles.experts import SwiGLU
-from self_tests.oracles.groups import decode
+from self_tests.oracles.groups.members import decode
 
 
-def stacked(word: str, held_by_rank: Sequence[Mapping[checkpoints.Key, Any]]) -> dict[str, Any]:
+def stacked(word: str, held_by_rank: Sequence[Mapping[parts.Key, Any]]) -> dict[str, Any]:
     """By name: of rank 0 all experts by id, then of rank 1, and so on."""
     found: dict[str, Any] = {f"{word}.{name}": [] for held in held_by_rank for name, _ in held}
     for held in held_by_rank:
@@ -26,26 +27,26 @@ def stacked(word: str, held_by_rank: Sequence[Mapping[checkpoints.Key, Any]]) ->
     return found
 
 
-def of_layout(whole: Mapping[checkpoints.Key, Any], layout: Layout) -> dict[str, Any]:
+def of_layout(whole: Mapping[parts.Key, Any], layout: Layout) -> dict[str, Any]:
     """What every rank holds, loads and gives back: elements at their addresses, whoever saved them."""
     if layout.by_ep is None:
-        mine = checkpoints.in_runs(layout.world, layout.ep, layout.etp, E)
+        mine = parts.in_runs(layout.world, layout.ep, layout.etp, E)
     else:
-        mine = checkpoints.Layout(layout.world, layout.ep, layout.etp, layout.by_ep)
-    checkpoints.must_be_filled(mine, E)
+        mine = parts.Layout(layout.world, layout.ep, layout.etp, layout.by_ep)
+    parts.must_be_filled(mine, E)
     edp = mine.world // mine.ep // mine.etp
     places = [decode(rank, (("etp", mine.etp), ("ep", mine.ep), ("edp", edp))) for rank in range(mine.world)]
-    held = checkpoints.dealt_out(whole, mine)
+    held = parts.dealt_out(whole, mine)
     return {
         "coordinates_W3": [[place[axis] for axis in ("etp", "ep", "edp")] for place in places],
         "dealt_E2": [[at_ep, e] for at_ep, experts in enumerate(mine.dealt) for e in experts],
         **stacked("held", held),
         **stacked("loaded", held),
-        **stacked("assembled", [checkpoints.gathered(held, mine)]),
+        **stacked("assembled", [parts.gathered(held, mine)]),
     }
 
 
-def of_places(whole: Mapping[checkpoints.Key, Any], loads: Sequence[int]) -> dict[str, Any]:
+def of_places(whole: Mapping[parts.Key, Any], loads: Sequence[int]) -> dict[str, Any]:
     """Experts moved, and the loads of all their places."""
     cut = {key: value for key, value in whole.items() if key[0] in NAMES}
     return {**stacked("experts", [upcycling.at_places(cut, PLACES)]), "loads_E": upcycling.loads(loads, PLACES, E + 1)}
@@ -70,7 +71,7 @@ class TestGolden:
         values = stored("checkpoints")
         whole = {(name, e): bits for name, stack in given(values, "experts").items() for e, bits in enumerate(stack)}
         same = [[one == other for other in SPECIAL] for one in SPECIAL]  # integers are their bits
-        answers = told("bits", {"same_NN": same, "agreed_N": checkpoints.agreed([np.array(SPECIAL)] * 2)})
+        answers = told("bits", {"same_NN": same, "agreed_N": parts.agreed([np.array(SPECIAL)] * 2)})
         for case, layout in LAYOUTS.items():
             answers |= told(case, of_layout(whole, layout))
         dense = given(values, "mlp")

@@ -7,9 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from goldens.chapters.checkpoint_rules import KEYS, NAMES, TENSORS, addresses_of, boxes_of, listed, shapes_of
-from self_tests.golden_twins import assert_twins, given, stored, told
-from self_tests.oracles import checkpoint_rules
+from moe_conformance.goldens.chapters.checkpoints_rules import (
+    KEYS,
+    NAMES,
+    TENSORS,
+    addresses_of,
+    boxes_of,
+    listed,
+    shapes_of,
+)
+from self_tests.goldens.golden_twins import assert_twins, given, stored, told
+from self_tests.oracles.checkpoints import rules
 
 
 def marked(names: Sequence[str]) -> list[int]:
@@ -20,17 +28,17 @@ def marked(names: Sequence[str]) -> list[int]:
 def of_boxes(own: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
     """How often each element is written; other numbers stand for other bits."""
     parts = [
-        checkpoint_rules.Written("it", start, np.full(size, fill))
+        rules.Written("it", start, np.full(size, fill))
         for (start, size), fill in zip(boxes_of(own["boxes_N"].tolist()), own["fill_N"].tolist(), strict=True)
     ]
-    return {"times": checkpoint_rules.times_written(parts, {"it": shape})["it"]}
+    return {"times": rules.times_written(parts, {"it": shape})["it"]}
 
 
 def of_misfits(own: Mapping[str, Any]) -> dict[str, Any]:
     """What is missing, left over, of another shape."""
     columns = (own[f"{name}_MN"].tolist() for name in ("needed", "found", "optional"))
     found = [
-        checkpoint_rules.misfits(shapes_of(needed), shapes_of(held), listed(optional))
+        rules.misfits(shapes_of(needed), shapes_of(held), listed(optional))
         for needed, held, optional in zip(*columns, strict=True)
     ]
     return {"misfits_M3N": [[marked(names) for names in each] for each in found]}
@@ -39,22 +47,22 @@ def of_misfits(own: Mapping[str, Any]) -> dict[str, Any]:
 def of_conversion(own: Mapping[str, Any]) -> dict[str, Any]:
     """What a conversion did wrong."""
     columns = (own[f"{name}_MN"].tolist() for name in ("used", "present", "filled", "needed", "unused"))
-    found = [checkpoint_rules.conversion_faults(*map(listed, each)) for each in zip(*columns, strict=True)]
+    found = [rules.conversion_faults(*map(listed, each)) for each in zip(*columns, strict=True)]
     return {"faults_M6N": [[marked(names) for names in each.values()] for each in found]}
 
 
 class TestGolden:
     def test_the_longhand_answers_likewise(self):
         """Every stored verdict, collision, count and fault."""
-        values = stored("checkpoint_rules")
+        values = stored("checkpoints_rules")
         shapes = [shapes_of(sizes) for sizes in values["layouts/in/sizes_LN"].tolist()]
-        same = [[checkpoint_rules.all_alike([one, other]) for other in shapes] for one in shapes]
-        answers = told("layouts", {"same_LL": same, "all-same": checkpoint_rules.all_alike(shapes)})
+        same = [[rules.all_alike([one, other]) for other in shapes] for one in shapes]
+        answers = told("layouts", {"same_LL": same, "all-same": rules.all_alike(shapes)})
         addresses = addresses_of(values["addresses/in/name-index_K2"].tolist())
-        pairs = [[KEYS.index(a), KEYS.index(b)] for a, b in checkpoint_rules.shared_addresses(addresses)]
+        pairs = [[KEYS.index(a), KEYS.index(b)] for a, b in rules.shared_addresses(addresses)]
         answers |= told("addresses", {"collisions_C2": pairs})
         for case, shape in TENSORS.items():
             answers |= told(case, of_boxes(given(values, case), shape))
         answers |= told("misfits", of_misfits(given(values, "misfits")))
         answers |= told("conversion", of_conversion(given(values, "conversion")))
-        assert_twins("checkpoint_rules", answers)
+        assert_twins("checkpoints_rules", answers)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from self_tests.golden_twins import assert_twins, given, stored, told
-from self_tests.oracles import exchange
-from self_tests.oracles.exchange import Placement
+from self_tests.goldens.golden_twins import assert_twins, given, stored, told
+from self_tests.oracles.exchange import deliveries
+from self_tests.oracles.exchange.deliveries import Placement
 
 PLACEMENTS = {
     "ep2-edp2": Placement([[0, 1], [2, 3]], [[0, 1, 2], [3, 4, 5], [0, 1, 2], [3, 4, 5]]),
@@ -23,8 +23,8 @@ class TestGolden:
         for case, placement in PLACEMENTS.items():
             own = given(values, case)
             ids = [own[f"ids_TK-{rank}"] for rank in range(4)]
-            pairs = exchange.deliveries(ids, placement)
+            pairs = deliveries.deliveries(ids, placement)
             rows = [[pair.source, pair.token, pair.slot, pair.expert, pair.destination] for pair in pairs]
-            counts = {f"counts-{rank}": n for rank, n in enumerate(exchange.counts(ids, placement))}
-            answers |= told(case, {"deliveries": rows, "splits_WW": exchange.splits(ids, placement)} | counts)
+            counts = {f"counts-{rank}": n for rank, n in enumerate(deliveries.counts(ids, placement))}
+            answers |= told(case, {"deliveries": rows, "splits_WW": deliveries.splits(ids, placement)} | counts)
         assert_twins("exchange", answers)

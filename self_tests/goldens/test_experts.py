@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from self_tests.golden_layer import stacked, tokens_of
-from self_tests.golden_twins import assert_twins, given, stored, told
-from self_tests.oracles import layer
+from self_tests.goldens.golden_layer import stacked, tokens_of
+from self_tests.goldens.golden_twins import assert_twins, given, stored, told
+from self_tests.oracles.exchange import layer
 from self_tests.oracles.experts import SwiGLU
 
 

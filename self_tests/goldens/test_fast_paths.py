@@ -8,18 +8,28 @@ from typing import Any
 
 import numpy as np
 
-from goldens.chapters.fast_paths import BATCHES, EP, HISTORIES, OFFSETS, PIECES, ROBINS, SIZES, SPLITS, E
-from self_tests.golden_twins import assert_twins, given, stored, told
-from self_tests.oracles import fast_choices, fast_paths
+from moe_conformance.goldens.chapters.fast_paths import (
+    BATCHES,
+    EP,
+    HISTORIES,
+    OFFSETS,
+    PIECES,
+    ROBINS,
+    SIZES,
+    SPLITS,
+    E,
+)
+from self_tests.goldens.golden_twins import assert_twins, given, stored, told
+from self_tests.oracles.fast_paths import choices, equal_splits
 
 
 def of_pieces(own: Mapping[str, Any], pieces: Sequence[int], split: int) -> dict[str, Any]:
     """Rows put to their places and taken from them."""
     return {
-        "padded_PD": fast_paths.pad(own["rows_RD"], pieces, split),
-        "drows_RD": fast_paths.pad_backward(own["upstream_PD"], pieces, split),
-        "compacted_RD": fast_paths.compact(own["rows_PD"], pieces, split),
-        "drows_PD": fast_paths.compact_backward(own["upstream_RD"], pieces, split),
+        "padded_PD": equal_splits.pad(own["rows_RD"], pieces, split),
+        "drows_RD": equal_splits.pad_backward(own["upstream_PD"], pieces, split),
+        "compacted_RD": equal_splits.compact(own["rows_PD"], pieces, split),
+        "drows_PD": equal_splits.compact_backward(own["upstream_RD"], pieces, split),
     }
 
 
@@ -27,14 +37,14 @@ def of_exchange(own: Mapping[str, Any], splits: Sequence[Sequence[int]]) -> dict
     """Rows dealt out to ranks, and their gradients sent back."""
     splits_WW, ranks = np.array(splits, dtype=np.int64), range(len(splits))
     rows, upstream = ([own[f"{name}_RD-{rank}"] for rank in ranks] for name in ("rows", "upstream"))
-    smallest = fast_paths.smallest_split(splits_WW)
-    lawful = [fast_paths.lawful_splits(sizes, splits_WW) for sizes in product(SIZES, repeat=len(ranks))]
+    smallest = equal_splits.smallest_split(splits_WW)
+    lawful = [equal_splits.lawful_splits(sizes, splits_WW) for sizes in product(SIZES, repeat=len(ranks))]
     found: dict[str, Any] = {"smallest": smallest, "lawful_N": lawful}
-    back = fast_paths.uneven_exchange_backward(upstream, splits_WW)
+    back = equal_splits.uneven_exchange_backward(upstream, splits_WW)
     for name, received in (
-        ("uneven", fast_paths.uneven_exchange(rows, splits_WW)),
-        ("smallest", fast_paths.equal_exchange(rows, splits_WW, smallest)),
-        ("larger", fast_paths.equal_exchange(rows, splits_WW, smallest + 2)),
+        ("uneven", equal_splits.uneven_exchange(rows, splits_WW)),
+        ("smallest", equal_splits.equal_exchange(rows, splits_WW, smallest)),
+        ("larger", equal_splits.equal_exchange(rows, splits_WW, smallest + 2)),
     ):
         for rank in ranks:
             found[f"{name}.received_RD-{rank}"], found[f"{name}.drows_RD-{rank}"] = received[rank], back[rank]
@@ -44,18 +54,15 @@ def of_exchange(own: Mapping[str, Any], splits: Sequence[Sequence[int]]) -> dict
 def of_choices(own: Mapping[str, Any]) -> dict[str, Any]:
     """Verdicts and counters, each by trying or counting."""
     counts = [*own["counts_N3"].tolist(), [2, 2, 2], [0, 0, 0], []]
-    equal = [fast_choices.equal_counts(each, sum(each)) for each in counts]
-    equal.insert(-1, fast_choices.equal_counts(None, 6))
+    equal = [choices.equal_counts(each, sum(each)) for each in counts]
+    equal.insert(-1, choices.equal_counts(None, 6))
     return {
         "equal_N": equal,
         "round-robin_N": [
-            fast_choices.round_robin_shortcut(offset, K, E, ep)
-            for ep in EP
-            for K in range(1, E + 1)
-            for offset in OFFSETS
+            choices.round_robin_shortcut(offset, K, E, ep) for ep in EP for K in range(1, E + 1) for offset in OFFSETS
         ],
-        "decisions_N2": [fast_choices.decision_counts(own["taken_N"].astype(bool).tolist()), (0, 0)],
-        "look-ups_N2": [fast_choices.look_up_counts(events) for events in HISTORIES],
+        "decisions_N2": [choices.decision_counts(own["taken_N"].astype(bool).tolist()), (0, 0)],
+        "look-ups_N2": [choices.look_up_counts(events) for events in HISTORIES],
     }
 
 
@@ -64,8 +71,8 @@ def of_robin(own: Mapping[str, Any], T: int, offset: int, K: int, ep: int) -> di
     found, sizes = {}, (offset, K, E, ep)
     for rank in range(ep):
         upstream_RD = own[f"upstream_RD-{rank}"]
-        found[f"rows_RD-{rank}"] = fast_choices.round_robin_rows(own["x_TD"], rank, *sizes)
-        found[f"dx_TD-{rank}"] = fast_choices.round_robin_rows_backward(T, upstream_RD, rank, *sizes)
+        found[f"rows_RD-{rank}"] = choices.round_robin_rows(own["x_TD"], rank, *sizes)
+        found[f"dx_TD-{rank}"] = choices.round_robin_rows_backward(T, upstream_RD, rank, *sizes)
     return found
 
 
@@ -80,8 +87,8 @@ class TestGolden:
             answers |= told(case, of_exchange(given(values, case), splits))
         for case, (held, each) in BATCHES.items():
             own = given(values, case)
-            batch_NnD = fast_choices.as_batch(own["columns_DR"].T, held, each)
-            back_RD = fast_choices.as_batch_backward(own["upstream_NnD"])
+            batch_NnD = choices.as_batch(own["columns_DR"].T, held, each)
+            back_RD = choices.as_batch_backward(own["upstream_NnD"])
             answers |= told(case, {"batch_NnD": batch_NnD, "dcolumns_DR": back_RD.T})
         for case, sizes in ROBINS.items():
             answers |= told(case, of_robin(given(values, case), *sizes))

@@ -7,9 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from self_tests.golden_twins import assert_twins, given, stored, told
-from self_tests.oracles import capacity, forcing, forcing_draws, forcing_hot
-from self_tests.oracles.routing import Gate, largest_first
+from self_tests.goldens.golden_twins import assert_twins, given, stored, told
+from self_tests.oracles.capacity import limits
+from self_tests.oracles.forcing import draws as forcing_draws
+from self_tests.oracles.forcing import hot as forcing_hot
+from self_tests.oracles.forcing import routes
+from self_tests.oracles.routing.routes import Gate, largest_first
 
 E, K = 8, 3
 GATES = {
@@ -46,37 +49,37 @@ UNEVEN = ("hot-rank-uneven", "hot-node-uneven", "hot-expert-uneven")
 def of_routes(values: Mapping[str, Any]) -> dict[str, Any]:
     """What is a route, what is balanced, and what may be asked for."""
     own = given(values, "free")
-    answers = {"legal_T": forcing.legal_ids(own["ids_TK"], E)}
-    answers["legal-or-padding_T"] = forcing.legal_ids(own["ids_TK"], E, padding_T=own["padding_T"].astype(bool))
+    answers = {"legal_T": routes.legal_ids(own["ids_TK"], E)}
+    answers["legal-or-padding_T"] = routes.legal_ids(own["ids_TK"], E, padding_T=own["padding_T"].astype(bool))
     found = told("free", answers)
     ids_TK = given(values, "routes")["ids_TK"]
-    found |= told("routes", {"groups_used_GT": [forcing.groups_used(ids_TK, E, groups) for groups in (1, 2, 4, 8)]})
-    dealt = [forcing.round_robin(tokens, slots, experts, rank=rank) for tokens, slots, experts, rank in DEALT]
-    even = [forcing.balanced(capacity.loads(ids_TK, size[2])) for ids_TK, size in zip(dealt, DEALT, strict=True)]
+    found |= told("routes", {"groups_used_GT": [routes.groups_used(ids_TK, E, groups) for groups in (1, 2, 4, 8)]})
+    dealt = [routes.round_robin(tokens, slots, experts, rank=rank) for tokens, slots, experts, rank in DEALT]
+    even = [routes.balanced(limits.loads(ids_TK, size[2])) for ids_TK, size in zip(dealt, DEALT, strict=True)]
     found |= told("dealt", {"balanced_N": even} | {f"ids_TK-{n}": ids_TK for n, ids_TK in enumerate(dealt)})
     loads = given(values, "balance")["loads_NWE"].tolist()
-    even_NW = [[forcing.balanced(loads_E) for loads_E in ranks] for ranks in loads]
-    found |= told("balance", {"balanced_NW": even_NW, "balanced_sum_N": [forcing.balanced_sum(r) for r in loads]})
+    even_NW = [[routes.balanced(loads_E) for loads_E in ranks] for ranks in loads]
+    found |= told("balance", {"balanced_NW": even_NW, "balanced_sum_N": [routes.balanced_sum(r) for r in loads]})
     words = {"legal": 0, "refused": 1, "free": 2}
-    return found | told("asked", {"verdict_N": [words[forcing.verdict(asked)] for asked in ASKED]})
+    return found | told("asked", {"verdict_N": [words[routes.verdict(asked)] for asked in ASKED]})
 
 
 def of_scores(values: Mapping[str, Any], case: str) -> dict[str, Any]:
     """Forced weights and their gradient, logits handed straight through, and what losses may see."""
     gate, own = GATES[case], given(values, case)
     logits_TE, ids_TK, forced_TE = own["logits_TE"], own["ids_TK"], own["forced_TE"]
-    views = forcing.loss_views(logits_TE, top_k=K, forced_logits_TE=forced_TE)
-    views += forcing.loss_views(logits_TE, top_k=K, forced_ids_TK=ids_TK)
+    views = routes.loss_views(logits_TE, top_k=K, forced_logits_TE=forced_TE)
+    views += routes.loss_views(logits_TE, top_k=K, forced_ids_TK=ids_TK)
     counted = [
         np.array([largest_first(row, list(range(E)), K) for row in view.logits_TE.tolist()]).reshape(-1, K)
         for view in views[:3]
     ]
     assert all(set(ids_TK[t]) == chosen for t, chosen in enumerate(views[3].chosen))
     answers = {
-        "undecided_T": forcing.undecided_weights(logits_TE, ids_TK),
-        "weights_TK": forcing.forced_weights(logits_TE, ids_TK, gate),
-        "dlogits_TE": forcing.forced_weights_backward(logits_TE, ids_TK, gate, own["upstream_TK"]),
-        "z_TE": forcing.straight_through(logits_TE, forced_TE),
+        "undecided_T": routes.undecided_weights(logits_TE, ids_TK),
+        "weights_TK": routes.forced_weights(logits_TE, ids_TK, gate),
+        "dlogits_TE": routes.forced_weights_backward(logits_TE, ids_TK, gate, own["upstream_TK"]),
+        "z_TE": routes.straight_through(logits_TE, forced_TE),
         "dlogits-of-z_TE": own["upstream_TE"],
         "views_VTE": [view.logits_TE for view in views],
         "views_VTK": [*counted, ids_TK],

@@ -9,33 +9,34 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from goldens import regenerate
-from moe_conformance import goldens
-from moe_conformance.judging.own_expected import OwnExpected
+from moe_conformance import stored_values
+from moe_conformance.goldens import regenerate
+from moe_conformance.judging.experts.expected import OwnExpected
 from moe_conformance.plugin.options import Options, Unusable
 from moe_conformance.plugin.run import prepare
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import corpus, profiles
-from moe_conformance.workloads.golden import CHAPTER, NAME, golden_workload
+from moe_conformance.workloads.corpus import recipes
+from moe_conformance.workloads.corpus.exchange.golden import CHAPTER, NAME, golden_workload
+from moe_conformance.workloads.selection import profiles
 
 
 def stored(place, name):
     """What the golden holds for a place of the weights."""
-    return goldens.read(goldens.folder(), CHAPTER)[f"{place}/out/{name}"]
+    return stored_values.read(stored_values.folder(), CHAPTER)[f"{place}/out/{name}"]
 
 
 @pytest.fixture
 def spoilt(tmp_path, monkeypatch):
     """Goldens of which the output's first element is another, in order otherwise."""
-    shutil.copytree(goldens.folder(), tmp_path / "goldens")
+    shutil.copytree(stored_values.folder(), tmp_path / "goldens")
     folder = tmp_path / "goldens"
     path = folder / f"{CHAPTER}.safetensors"
     tensors = load_file(path)
     tensors["output/out/y_TD"][0, 0] += 1
-    entries = goldens.read_manifest(folder)
-    entries[CHAPTER] = goldens.write(folder, CHAPTER, tensors, entries[CHAPTER])
-    goldens.write_manifest(folder, entries)
-    monkeypatch.setattr(goldens, "folder", lambda: folder)
+    entries = stored_values.read_manifest(folder)
+    entries[CHAPTER] = stored_values.write(folder, CHAPTER, tensors, entries[CHAPTER])
+    stored_values.write_manifest(folder, entries)
+    monkeypatch.setattr(stored_values, "folder", lambda: folder)
     return folder
 
 
@@ -43,10 +44,10 @@ class TestWorkload:
     @pytest.mark.parametrize("layout", profiles.quick_layouts(), ids=lambda layout: layout.name)
     def test_every_quick_layout_has_it(self, layout):
         """Its ranks together have the stored tokens, in order, and no two the same."""
-        found = [each for each in corpus.corpus("alltoall", layout, "quick") if each.name == NAME]
+        found = [each for each in recipes.corpus("alltoall", layout, "quick") if each.name == NAME]
         assert 1 == len(found)
         tokens = torch.cat([batch.x_TD for batch in found[0].batches[0]])
-        golden = goldens.read(goldens.folder(), CHAPTER)["layer/in/x_TD"]
+        golden = stored_values.read(stored_values.folder(), CHAPTER)["layer/in/x_TD"]
         assert torch.equal(golden, tokens.double())
         assert len(golden) == len(golden.unique(dim=0))
 

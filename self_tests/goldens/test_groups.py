@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from goldens.chapters.groups import LAYOUTS, NAMES
-from self_tests.golden_twins import assert_twins, stored, told
-from self_tests.oracles.groups import Sizes, groups, valid
+from moe_conformance.goldens.chapters.groups import LAYOUTS, NAMES
+from self_tests.goldens.golden_twins import assert_twins, stored, told
+from self_tests.oracles.groups.members import Sizes, groups, valid
 
 
 class TestGolden:

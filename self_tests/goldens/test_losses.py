@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from self_tests.golden_twins import assert_twins, given, stored, told
-from self_tests.oracles import loss_scaling, losses
-from self_tests.oracles.losses import Tokens
-from self_tests.oracles.routing import Gate, Limit, route
+from self_tests.goldens.golden_twins import assert_twins, given, stored, told
+from self_tests.oracles.losses import balance, scaling
+from self_tests.oracles.losses.balance import Tokens
+from self_tests.oracles.routing.routes import Gate, Limit, route
 
 C, K = 0.25, 2
 CASES = {
@@ -38,15 +38,15 @@ def of_microbatch(values: Mapping[str, Any], case: str) -> dict[str, Any]:
     part, sequences_T = tokens(own), own["sequences_T"]
     of_all = int(max(sequences_T)) + 3 if len(sequences_T) else 2
     charged = {
-        "auxiliary": losses.auxiliary(part, kind, C),
-        "sequence": losses.by_sequence(part, sequences_T, kind, C),
-        "sequence-of-all": losses.by_sequence(part, sequences_T, kind, C, of_all),
-        "z": losses.z(part.logits_TE, C, part.padding_T),
+        "auxiliary": balance.auxiliary(part, kind, C),
+        "sequence": balance.by_sequence(part, sequences_T, kind, C),
+        "sequence-of-all": balance.by_sequence(part, sequences_T, kind, C, of_all),
+        "z": balance.z(part.logits_TE, C, part.padding_T),
     }
     answers = {
-        "p_TE": losses.shares(kind, part.logits_TE),
-        "choices_TK": losses.own_choices(kind, part.logits_TE, K, limit, part.padding_T),
-        "counts_E": losses.count_choices(part.ids_TK, part.logits_TE.shape[1], part.padding_T),
+        "p_TE": balance.shares(kind, part.logits_TE),
+        "choices_TK": balance.own_choices(kind, part.logits_TE, K, limit, part.padding_T),
+        "counts_E": balance.count_choices(part.ids_TK, part.logits_TE.shape[1], part.padding_T),
     }
     answers |= {name: loss.value for name, loss in charged.items()}
     return told(case, answers | {f"d{name}_TE": loss.gradient_TE for name, loss in charged.items()})
@@ -56,18 +56,18 @@ def of_step(values: Mapping[str, Any]) -> dict[str, Any]:
     """The global losses, and the z-loss of each microbatch's groups as if these were ranks."""
     step = [[tokens(given(values, f"step-{m}{d}")) for d in range(2)] for m in range(4)]
     bare = [[part._replace(padding_T=None) for part in row] for row in step]
-    found = told("global-of-nothing", {"losses_M": np.array(losses.over_a_step([], "sigmoid", C), dtype=np.float64)})
+    found = told("global-of-nothing", {"losses_M": np.array(balance.over_a_step([], "sigmoid", C), dtype=np.float64)})
     for case, parts, remembers in (
         ("global", step, True),
         ("global-forgetful", step, False),
         ("global-unpadded", bare, True),
     ):
-        told_M = losses.over_a_step(parts, "sigmoid", C, remembers=remembers)
+        told_M = balance.over_a_step(parts, "sigmoid", C, remembers=remembers)
         answers = {f"dlogits_TE-{m}{d}": told_M[m][1][d] for m in range(4) for d in range(2)}
         found |= told(case, answers | {"losses_M": [value for value, _ in told_M]})
     for word, parts in (("", step), ("unpadded-", bare)):
         for m, row in enumerate(parts):
-            value, gradients = losses.z_of_parts([(part.logits_TE, part.padding_T) for part in row], C)
+            value, gradients = balance.z_of_parts([(part.logits_TE, part.padding_T) for part in row], C)
             answers = {f"dlogits_TE-{d}": gradients[d] for d in range(2)}
             found |= told(f"z-of-parts-{word}{m}", answers | {"z": value})
     return found
@@ -80,12 +80,12 @@ def of_scaling(values: Mapping[str, Any]) -> dict[str, Any]:
     own = given(values, "scaling")
     table, valid = [list(row) for row in own["gradients_MdE"]], own["valid_Md"].tolist()
     answers = {
-        "mean_E": loss_scaling.mean(table),
-        "sum_E": loss_scaling.scaled_sum(table, 0.5),
-        "by_token_E": loss_scaling.by_tokens(table, valid),
-        "by_no_token_E": loss_scaling.by_tokens(table, [[0, 0]] * 3),
+        "mean_E": scaling.mean(table),
+        "sum_E": scaling.scaled_sum(table, 0.5),
+        "by_token_E": scaling.by_tokens(table, valid),
+        "by_no_token_E": scaling.by_tokens(table, [[0, 0]] * 3),
     }
-    together = loss_scaling.put_together([x_TD[own] for own in places], places)
+    together = scaling.put_together([x_TD[own] for own in places], places)
     return told("whole", {"x_TD": together}) | told("scaling", answers)
 
 
@@ -95,11 +95,11 @@ def of_router(values: Mapping[str, Any]) -> dict[str, Any]:
     logits_TE = own["x_TD"] @ own["router_ED"].T
     gate = Gate(K, "sigmoid", normalise=True, scale=2.5)
     ids_TK, _ = route(logits_TE, gate)
-    charges = [losses.auxiliary(Tokens(logits_TE, ids_TK), "sigmoid", C), losses.z(logits_TE, C)]
-    alone_TE = loss_scaling.attached(logits_TE, ids_TK, gate, own["upstream_TK"], charges, 0.0)
-    dlogits_TE = loss_scaling.attached(logits_TE, ids_TK, gate, own["upstream_TK"], charges, 0.5)
-    plain_TE = loss_scaling.attached(logits_TE, ids_TK, gate, own["upstream_TK"], charges, 1.0)
-    dx_TD, drouter_ED = loss_scaling.through_router(own["x_TD"], own["router_ED"], dlogits_TE)
+    charges = [balance.auxiliary(Tokens(logits_TE, ids_TK), "sigmoid", C), balance.z(logits_TE, C)]
+    alone_TE = scaling.attached(logits_TE, ids_TK, gate, own["upstream_TK"], charges, 0.0)
+    dlogits_TE = scaling.attached(logits_TE, ids_TK, gate, own["upstream_TK"], charges, 0.5)
+    plain_TE = scaling.attached(logits_TE, ids_TK, gate, own["upstream_TK"], charges, 1.0)
+    dx_TD, drouter_ED = scaling.through_router(own["x_TD"], own["router_ED"], dlogits_TE)
     answers = {"ids_TK": ids_TK, "dlogits_TE": dlogits_TE, "dlogits_TE-of-weights": alone_TE}
     return told("router", answers | {"dlogits_TE-unscaled": plain_TE, "dx_TD": dx_TD, "drouter_ED": drouter_ED})
 
@@ -109,11 +109,11 @@ def of_report(values: Mapping[str, Any]) -> dict[str, Any]:
     one, other = given(values, "report")["losses_YMd"]
     kinds = ["evaluation", "training", "recomputed", "training", "no_grad", "training"]
     answers = {
-        "model": loss_scaling.of_model([one[0, 0], None, other[0, 0]]),
-        "reported": loss_scaling.report([one, None, other]),
-        "reported-without-coefficient": loss_scaling.report([one, None, other], C),
-        "reported-of-nothing": loss_scaling.report([one[:0]]),
-        "training-forwards": loss_scaling.counted_forwards(kinds),
+        "model": scaling.of_model([one[0, 0], None, other[0, 0]]),
+        "reported": scaling.report([one, None, other]),
+        "reported-without-coefficient": scaling.report([one, None, other], C),
+        "reported-of-nothing": scaling.report([one[:0]]),
+        "training-forwards": scaling.counted_forwards(kinds),
     }
     return told("report", answers)
 

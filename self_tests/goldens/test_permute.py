@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from goldens.chapters.permute import CLAIMS, COUNTS, MULTIPLES, PADDINGS, PAIRS, RANKS
-from self_tests.golden_twins import assert_twins, given, stored, told
+from moe_conformance.goldens.chapters.permute import CLAIMS, COUNTS, MULTIPLES, PADDINGS, PAIRS, RANKS
+from self_tests.goldens.golden_twins import assert_twins, given, stored, told
 from self_tests.oracles import permute
 
 

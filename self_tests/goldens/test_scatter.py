@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from goldens.chapters.scatter import NESTED, REQUIRING, ROUNDOFFS, SUMS, TOKENS, views_of
-from self_tests.golden_layer import experts_of, stacked, tokens_of
-from self_tests.golden_twins import assert_twins, given, stored, told
+from moe_conformance.goldens.chapters.scatter import NESTED, REQUIRING, ROUNDOFFS, SUMS, TOKENS, views_of
+from self_tests.goldens.golden_layer import experts_of, stacked, tokens_of
+from self_tests.goldens.golden_twins import assert_twins, given, stored, told
 from self_tests.oracles import scatter
 from self_tests.oracles.experts import SwiGLU
 

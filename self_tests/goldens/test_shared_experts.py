@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from self_tests.golden_twins import assert_twins, given, stored, told
+from self_tests.goldens.golden_twins import assert_twins, given, stored, told
 from self_tests.oracles import shared_experts
 from self_tests.oracles.experts import SwiGLU
 from self_tests.oracles.shared_experts import Shared

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from goldens.chapters.packed_rows import CONTEXTS, CUMULATIVE_PADDED, JUDGED, LENGTHS, MULTIPLES, PACKS, SIZES
-from self_tests.golden_twins import assert_twins, stored, told
-from self_tests.oracles import packing
+from moe_conformance.goldens.chapters.thd import CONTEXTS, CUMULATIVE_PADDED, JUDGED, LENGTHS, MULTIPLES, PACKS, SIZES
+from self_tests.goldens.golden_twins import assert_twins, stored, told
+from self_tests.oracles.token_padding import packing
 
 
 def of_lengths(lengths: Sequence[int], claims: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -42,11 +42,11 @@ def of_context(order: Sequence[int]) -> dict[str, Any]:
 class TestGolden:
     def test_the_longhand_answers_likewise(self):
         """Every stored length, verdict and row."""
-        values = stored("packed_rows")
+        values = stored("thd")
         multiples = [packing.divider(tp, cp, sequence_parallel=sp) for tp, cp, sp in SIZES]
         answers = told("lengths", {"multiples": multiples})
         for i, lengths in enumerate(LENGTHS):
             answers |= told(f"lengths-{i}", of_lengths(lengths, values[f"lengths-{i}/in/claimed_NS"].tolist()))
         for case in PACKS:
             answers |= told(case, {"real_P": real_rows(case)})
-        assert_twins("packed_rows", answers | told("context", of_context(values["context/in/order_R"].tolist())))
+        assert_twins("thd", answers | told("context", of_context(values["context/in/order_R"].tolist())))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from goldens.chapters.packing import ALIGNMENTS, BOUNDS, GROUPS, REFUSALS, A
-from self_tests.golden_twins import assert_twins, stored, told
-from self_tests.oracles import packing
+from moe_conformance.goldens.chapters.token_padding import ALIGNMENTS, BOUNDS, GROUPS, REFUSALS, A
+from self_tests.goldens.golden_twins import assert_twins, stored, told
+from self_tests.oracles.token_padding import packing
 
 
 def of_counts(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,8 +32,8 @@ def of_groups(tokens: Sequence[int], groups: Sequence[Sequence[int]]) -> dict[st
 class TestGolden:
     def test_the_longhand_answers_likewise(self):
         """Every stored count and verdict."""
-        values = stored("packing")
+        values = stored("token_padding")
         answers = of_counts(values)
         for case, groups in GROUPS.items():
             answers |= told(case, of_groups(values[f"{case}/in/tokens_W"].tolist(), groups))
-        assert_twins("packing", answers)
+        assert_twins("token_padding", answers)

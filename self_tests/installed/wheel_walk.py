@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from importlib.metadata import distribution
 from pathlib import Path
 
 
@@ -27,6 +28,22 @@ def walk(adapter: Path, away: Path) -> int:
     suite = subprocess.check_output(where, cwd=away, env=environment, text=True)
     if "site-packages" not in suite:
         raise RuntimeError(f"the suite is imported from {suite.strip()}, not from an installed wheel")
+    if (names := top_level()) != {"moe_conformance"}:
+        raise RuntimeError(f"the wheel puts {', '.join(sorted(names))} into site-packages, not moe_conformance alone")
+    shutil.copy(Path(__file__).parent / "loaded_once.py", away)
+    plain = [
+        "-q",
+        "--collect-only",
+        "-p",
+        "loaded_once",
+        "--moe-backend",
+        f"{adapter.stem}:Backend",
+        "--moe-ranks",
+        "1",
+    ]
+    checks = [sys.executable, "-m", "pytest", *plain, "--pyargs", "moe_conformance.distributed_tests"]
+    if subprocess.run(checks, cwd=away, env=environment, stdout=subprocess.DEVNULL, check=False).returncode:
+        raise RuntimeError(f"the installed checks are not collected, or loaded under two names: {' '.join(checks)}")
 
     report = away / "report"
     backend = f"{adapter.stem}:Backend"
@@ -37,6 +54,12 @@ def walk(adapter: Path, away: Path) -> int:
     if not verdicts["pass"]:
         raise RuntimeError("no requirement passed: the wheel judged nothing")
     return status
+
+
+def top_level() -> set[str]:
+    """Return what the wheel puts into site-packages beside its own metadata."""
+    tops = {path.parts[0] for path in distribution("moe-conformance").files or () if not path.is_absolute()}
+    return {name for name in tops if name != ".." and not name.endswith(".dist-info")}
 
 
 def requirements(result: Path) -> list[dict[str, str]]:

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from moe_conformance.judging.bounded import Target, compare
-from moe_conformance.judging.own_experts import expected_of as experts_expected
-from moe_conformance.judging.places import places_of, shard_of
-from moe_conformance.judging.reading import read
-from moe_conformance.judging.routers import expected_of as router_expected
+from moe_conformance.judging.compare.bounded import Target, compare
+from moe_conformance.judging.experts.experts import expected_of as experts_expected
+from moe_conformance.judging.observed.run import read
+from moe_conformance.judging.observed.scopes import places_of, shard_of
+from moe_conformance.judging.router.routers import expected_of as router_expected
 from moe_conformance.scenarios.outcome import Outcome
-from moe_conformance.workloads.records import Batch
+from moe_conformance.workloads.records.workload import Batch
 
 Compared = tuple[str, Tensor, Target]  # what it is, actual, target
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.reading import Reading, read
+from moe_conformance.judging.observed.run import Reading, read
 from moe_conformance.judging.verdict import Mismatch, Tally
 from moe_conformance.scenarios.outcome import Handed, Microbatch, Outcome
-from self_tests.simulated_exchange import Change, Simulation, simulate, workload
+from self_tests.judging.simulated_exchange import Change, Simulation, simulate, workload
 
 Judge = Callable[[Reading, Tally], None]
 

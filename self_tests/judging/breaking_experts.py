@@ -10,8 +10,8 @@ from torch import Tensor
 
 from moe_conformance.scenarios.outcome import Grad, Outcome, RankOutcome
 from moe_conformance.topology import Layout
-from moe_conformance.workloads.records import Batch, ParameterKey, Workload
-from self_tests.simulated_experts import own_workload, simulate_experts
+from moe_conformance.workloads.records.workload import Batch, ParameterKey, Workload
+from self_tests.judging.simulated_experts import own_workload, simulate_experts
 
 REPLICATED = Layout(4, ep=2)  # ranks 0 and 2 hold experts 0 to 3, ranks 1 and 3 the others
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_conformance.contract import Config
 from moe_conformance.scenarios.outcome import Outcome, RankOutcome
 from moe_conformance.topology import Layout
-from self_tests.simulated_routers import Formula, route_workload, simulate_routers
+from self_tests.judging.simulated_routers import Formula, route_workload, simulate_routers
 
 BIASED = {"score": "sigmoid", "balance_bias": True}
 GROUPED = {**BIASED, "experts": 16, "top_k": 4, "groups": (4, 2), "normalise": True}

@@ -16,8 +16,8 @@ from moe_conformance.contract import Config, Delivery
 from moe_conformance.scenarios.outcome import Grad, Microbatch, Outcome, RankOutcome
 from moe_conformance.scenarios.probe import Probe
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import draw, tags
-from moe_conformance.workloads.records import Workload
+from moe_conformance.workloads.records import draw, tags
+from moe_conformance.workloads.records.workload import Workload
 
 Form = Literal["grouped", "listed", "batched"]
 Change = Callable[[int, Tensor], Tensor]  # (rank, tensor) -> what takes its place

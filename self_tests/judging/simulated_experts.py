@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from moe_conformance.contract import Config
 from moe_conformance.scenarios.outcome import Grad, Microbatch, Outcome, RankOutcome
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import draw
-from moe_conformance.workloads.records import ParameterKey, Workload
+from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.workload import ParameterKey, Workload
 
 Shard = tuple[int, int, int] | None
 

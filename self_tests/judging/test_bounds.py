@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from moe_conformance.judging import bounds
-from moe_conformance.judging.bounded import Worst, compare, factor
-from moe_conformance.judging.own_experts import expected_of as experts_expected
-from moe_conformance.judging.reading import read
+from moe_conformance.judging.compare import bounds
+from moe_conformance.judging.compare.bounded import Worst, compare, factor
+from moe_conformance.judging.experts.experts import expected_of as experts_expected
+from moe_conformance.judging.observed.run import read
 from moe_conformance.judging.verdict import Tally
+from moe_conformance.reference.rounding.errors import Rounding, exact, partial
 from moe_conformance.topology import Layout
-from moe_conformance.workloads.records import Batch
-from reference.rounding import Rounding, exact, partial
-from self_tests.bounds_compared import (
+from moe_conformance.workloads.records.workload import Batch
+from self_tests.judging.bounds_compared import (
     change_an_expert,
     double_a_slot,
     drop_a_slot,
@@ -28,8 +28,8 @@ from self_tests.bounds_compared import (
     share_found,
     worst_of,
 )
-from self_tests.simulated_experts import Arithmetic, own_workload, simulate_experts
-from self_tests.simulated_routers import Formula, route_workload, simulate_routers, weigh
+from self_tests.judging.simulated_experts import Arithmetic, own_workload, simulate_experts
+from self_tests.judging.simulated_routers import Formula, route_workload, simulate_routers, weigh
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 FOUR = Layout(4, ep=2)  # two replicas of every expert
@@ -59,7 +59,7 @@ class TestUnits:
 
 
 class TestRounding:
-    """The rules of `reference.rounding` against arithmetic that is as bad as it may be."""
+    """The rules of `reference.rounding.errors` against arithmetic that is as bad as it may be."""
 
     @pytest.mark.parametrize("n", [1, 2, 16, 17, 1000])
     def test_neither_bound_is_ever_far_above_the_other(self, n: int) -> None:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from reference.expert_magnitudes import Sharing, swiglu_measured
-from reference.layer import Gradients, WeightsAt
-from reference.magnitudes import magnitudes
-from reference.rounding import Rounding
+from moe_conformance.reference.exchange.layer import Gradients, WeightsAt
+from moe_conformance.reference.rounding.errors import Rounding
+from moe_conformance.reference.rounding.expert_magnitudes import Sharing, swiglu_measured
+from moe_conformance.reference.rounding.magnitudes import magnitudes
 
 # Experts of no, one, few and so many slots that spreads take the place of the worst case (49 / 3).
 IDS = torch.tensor([0] * 20 + [1] + [3] * 5)[:, None]

@@ -7,18 +7,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_conformance.judging.counts import judge_counts
-from moe_conformance.judging.deliveries import judge_deliveries, judge_rows
-from moe_conformance.judging.gradients import judge_dweights, judge_dx
-from moe_conformance.judging.outputs import judge_form, judge_inputs, judge_outputs
-from moe_conformance.judging.reading import read, require_finished
-from moe_conformance.judging.row_gradients import judge_out_gradients, judge_rows_gradients
+from moe_conformance.judging.exchange.counts import judge_counts
+from moe_conformance.judging.exchange.deliveries import judge_deliveries, judge_rows
+from moe_conformance.judging.exchange.gradients import judge_dweights, judge_dx
+from moe_conformance.judging.exchange.outputs import judge_form, judge_inputs, judge_outputs
+from moe_conformance.judging.exchange.row_gradients import judge_out_gradients, judge_rows_gradients
+from moe_conformance.judging.exchange.weights import judge_weights
+from moe_conformance.judging.observed.run import read, require_finished
 from moe_conformance.judging.verdict import NotOffered, RunFailed, WrongCount
-from moe_conformance.judging.weights import judge_weights
 from moe_conformance.scenarios.outcome import Outcome, RankOutcome
 from moe_conformance.topology import Layout
-from self_tests.breaking import judged
-from self_tests.simulated_exchange import Form, Simulation, simulate, workload
+from self_tests.judging.breaking import judged
+from self_tests.judging.simulated_exchange import Form, Simulation, simulate, workload
 
 JUDGES = (
     judge_deliveries,

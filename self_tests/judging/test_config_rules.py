@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from moe_conformance.contract import Limit
-from moe_conformance.judging.config_rules import judge_packed
+from moe_conformance.judging.groups.config_rules import judge_packed
 from moe_conformance.judging.verdict import NotOffered, Raised, Refused, Tally, WrongForm
 from moe_conformance.scenarios.outcome import Answer, Outcome, RankOutcome
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import packed
-from moe_conformance.workloads.features import broken
+from moe_conformance.workloads.corpus import config_rules
+from moe_conformance.workloads.records.features import broken
 
 EP2 = Layout(2, ep=2)
-BUILT, *FED = packed.draw("alltoall", EP2, "quick")
+BUILT, *FED = config_rules.draw("alltoall", EP2, "quick")
 REFUSED = Answer(error="packed=True", error_type="moe_conformance.contract.Unsupported", error_by="library")
 NOT_ADAPTED = Answer(error="no packed", error_type="moe_conformance.contract.Unsupported", error_by="adapter")
 STUMBLED = Answer(error="no such name", error_type="builtins.NameError")

@@ -12,7 +12,7 @@ import torch
 
 from moe_conformance.engine import Engine
 from moe_conformance.engine.ledger.entry import Entry
-from moe_conformance.judging.cost import (
+from moe_conformance.judging.cost.cost import (
     judge_backward_rows,
     judge_beside_rows,
     judge_even_calls,
@@ -21,15 +21,15 @@ from moe_conformance.judging.cost import (
     judge_rows,
     judge_token_rows,
 )
-from moe_conformance.judging.reading import read
-from moe_conformance.judging.reductions import judge_reductions
+from moe_conformance.judging.cost.reductions import judge_reductions
+from moe_conformance.judging.observed.run import read
 from moe_conformance.judging.verdict import Costly, NotOffered, Tally, WrongForm
 from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.topology import Layout
-from moe_conformance.workloads.corpus import corpus
-from self_tests.breaking import Judge, broken, edit_handed, judged
-from self_tests.simulated_exchange import workload
+from moe_conformance.workloads.corpus.recipes import corpus
+from self_tests.judging.breaking import Judge, broken, edit_handed, judged
+from self_tests.judging.simulated_exchange import workload
 
 EP2_EDP2 = Layout(4, ep=2)
 

@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_conformance.judging.counts import judge_counts
-from moe_conformance.judging.deliveries import judge_deliveries, judge_rows
-from moe_conformance.judging.reading import read
-from moe_conformance.judging.row_gradients import judge_out_gradients
+from moe_conformance.judging.exchange.counts import judge_counts
+from moe_conformance.judging.exchange.deliveries import judge_deliveries, judge_rows
+from moe_conformance.judging.exchange.row_gradients import judge_out_gradients
+from moe_conformance.judging.exchange.weights import judge_weights
+from moe_conformance.judging.observed.run import read
 from moe_conformance.judging.verdict import CorruptRow, NotOffered, WrongCount, WrongDelivery, WrongForm, WrongWeight
-from moe_conformance.judging.weights import judge_weights
 from moe_conformance.scenarios.outcome import Microbatch
 from moe_conformance.topology import Layout
-from self_tests.breaking import broken, caught, edit_handed, exchange, judged, on, put
-from self_tests.simulated_exchange import Sent, workload
+from self_tests.judging.breaking import broken, caught, edit_handed, exchange, judged, on, put
+from self_tests.judging.simulated_exchange import Sent, workload
 
 # Two ranks, experts 0..3 on rank 0 and 4..7 on rank 1; two rows for expert 5, one each for 0, 1, 4 and 6.
 ROUTING = workload(ids=[[[0, 5], [4, 5]], [[1, 6]]])

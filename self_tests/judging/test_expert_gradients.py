@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.own_experts import (
+from moe_conformance.judging.experts.experts import (
     judge_expert_gradients,
     judge_idle_expert_gradients,
     judge_own_dx,
@@ -17,7 +17,7 @@ from moe_conformance.judging.own_experts import (
     judge_replicas,
     judge_windows,
 )
-from moe_conformance.judging.reading import read
+from moe_conformance.judging.observed.run import read
 from moe_conformance.judging.verdict import (
     AbsentGradient,
     NotOffered,
@@ -27,9 +27,9 @@ from moe_conformance.judging.verdict import (
     WrongGradient,
 )
 from moe_conformance.topology import Layout
-from moe_conformance.workloads.records import ParameterKey
-from self_tests.breaking import caught, judged
-from self_tests.breaking_experts import (
+from moe_conformance.workloads.records.workload import ParameterKey
+from self_tests.judging.breaking import caught, judged
+from self_tests.judging.breaking_experts import (
     REPLICATED,
     clean,
     edit_batches,
@@ -39,7 +39,7 @@ from self_tests.breaking_experts import (
     swap_gate_and_up,
     without,
 )
-from self_tests.simulated_experts import own_workload, simulate_experts
+from self_tests.judging.simulated_experts import own_workload, simulate_experts
 
 
 class TestWrongParameterGradients:

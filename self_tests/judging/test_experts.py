@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_conformance.judging.own_expected import solve
-from moe_conformance.judging.own_experts import (
+from moe_conformance.judging.experts.expected import solve
+from moe_conformance.judging.experts.experts import (
     judge_expert_gradients,
     judge_idle_expert_gradients,
     judge_own_dweights,
@@ -28,11 +28,11 @@ from moe_conformance.judging.verdict import (
     WrongForm,
     WrongOutput,
 )
+from moe_conformance.reference.experts import Expert, Parameters
 from moe_conformance.scenarios.outcome import Grad, Microbatch, RankOutcome
 from moe_conformance.topology import Layout
-from reference.experts import Expert, Parameters
-from self_tests.breaking import caught, edit, judged
-from self_tests.breaking_experts import (
+from self_tests.judging.breaking import caught, edit, judged
+from self_tests.judging.breaking_experts import (
     REPLICATED,
     add,
     clean,
@@ -45,7 +45,7 @@ from self_tests.breaking_experts import (
     swap_gate_and_up,
     with_parameters,
 )
-from self_tests.simulated_experts import Arithmetic, own_workload, simulate_experts
+from self_tests.judging.simulated_experts import Arithmetic, own_workload, simulate_experts
 
 OF_TOKENS = (judge_own_outputs, judge_own_dx, judge_own_dweights)
 OF_PARAMETERS = (judge_expert_gradients, judge_windows)

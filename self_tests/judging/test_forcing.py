@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.contract import Config
-from moe_conformance.judging.forcing import (
+from moe_conformance.judging.router.forced_routing import (
     judge_forced_groups,
     judge_forced_loads,
     judge_forced_weights,
@@ -25,13 +25,13 @@ from moe_conformance.judging.verdict import (
     WrongSelection,
     WrongWeight,
 )
+from moe_conformance.reference.forcing.routes import round_robin
 from moe_conformance.scenarios.outcome import Microbatch, Outcome
 from moe_conformance.topology import Layout
-from reference.forcing import round_robin
-from self_tests import simulated_routers as simulated
-from self_tests.breaking import caught, judged
-from self_tests.breaking_routers import GROUPED, edit_ranks
-from self_tests.simulated_routers import Formula, route_workload, simulate_routers
+from self_tests.judging import simulated_routers as simulated
+from self_tests.judging.breaking import caught, judged
+from self_tests.judging.breaking_routers import GROUPED, edit_ranks
+from self_tests.judging.simulated_routers import Formula, route_workload, simulate_routers
 
 RANDOM = (("random", None),)
 DEALT = (("round_robin", None),)

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_conformance.judging.gradients import judge_dweights, judge_dx
-from moe_conformance.judging.outputs import judge_outputs
-from moe_conformance.judging.row_gradients import judge_out_gradients, judge_rows_gradients
+from moe_conformance.judging.exchange.gradients import judge_dweights, judge_dx
+from moe_conformance.judging.exchange.outputs import judge_outputs
+from moe_conformance.judging.exchange.row_gradients import judge_out_gradients, judge_rows_gradients
 from moe_conformance.judging.verdict import AbsentGradient, WrongForm, WrongGradient
 from moe_conformance.scenarios.outcome import Grad, Handed
 from moe_conformance.topology import Layout
-from self_tests.breaking import broken, caught, edit, edit_handed, exchange, judged, on, put
-from self_tests.simulated_exchange import workload
+from self_tests.judging.breaking import broken, caught, edit, edit_handed, exchange, judged, on, put
+from self_tests.judging.simulated_exchange import workload
 
 ROUTING = workload(ids=[[[0, 5], [4, 5], [-1, 6]], [[1, 6], [-1, -1]]])
 

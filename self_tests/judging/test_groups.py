@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe_conformance.judging.groups import judge_groups
+from moe_conformance.judging.groups.groups import judge_groups
 from moe_conformance.judging.verdict import Tally, WrongGroups
 from moe_conformance.topology import Layout, RankLists
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_conformance.judging.deliveries import judge_deliveries
-from moe_conformance.judging.gradients import judge_dweights, judge_dx
-from moe_conformance.judging.outputs import judge_outputs
+from moe_conformance.judging.exchange.deliveries import judge_deliveries
+from moe_conformance.judging.exchange.gradients import judge_dweights, judge_dx
+from moe_conformance.judging.exchange.outputs import judge_outputs
 from moe_conformance.scenarios.outcome import Grad, Microbatch, Outcome
-from moe_conformance.workloads.records import Batch, Workload
-from self_tests.breaking import broken, caught, edit
-from self_tests.simulated_exchange import workload
+from moe_conformance.workloads.records.workload import Batch, Workload
+from self_tests.judging.breaking import broken, caught, edit
+from self_tests.judging.simulated_exchange import workload
 
 WORK = workload(microbatches=2)
 ONE_BY_ONE = "F0 B0 F1 B1"

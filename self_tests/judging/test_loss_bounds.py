@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_conformance.judging import bounds
-from moe_conformance.judging.bounded import compare
-from reference import routing
-from reference.loss_magnitudes import charge_measured, z_measured
-from reference.losses import auxiliary_loss, choice_counts, choices
-from reference.rounding import Measured
-from reference.z_loss import z_loss
+from moe_conformance.judging.compare import bounds
+from moe_conformance.judging.compare.bounded import compare
+from moe_conformance.reference.losses.balance import auxiliary_loss, choice_counts, choices
+from moe_conformance.reference.losses.z_loss import z_loss
+from moe_conformance.reference.rounding.errors import Measured
+from moe_conformance.reference.rounding.loss_magnitudes import charge_measured, z_measured
+from moe_conformance.reference.routing import routes
 
-SCORES = get_args(routing.Score)
+SCORES = get_args(routes.Score)
 SIZES = [(1, 5, 2), (37, 4, 1), (101, 60, 8)]  # T, E, K
 C = 0.01
 FLOAT32 = bounds.rounding(torch.float32)
@@ -31,7 +31,7 @@ def drawn_logits(T: int, E: int, dtype: torch.dtype, spread: float = 3.0) -> Ten
     return (spread * torch.randn(T, E, generator=random) - torch.arange(E) / E).to(dtype)
 
 
-def honest_scores(logits_TE: Tensor, score: routing.Score) -> Tensor:
+def honest_scores(logits_TE: Tensor, score: routes.Score) -> Tensor:
     """Normalised scores in the dtype of the logits, with the operations that libraries use."""
     if score in ("softmax", "softmax_topk"):
         return logits_TE.softmax(dim=1)
@@ -39,7 +39,7 @@ def honest_scores(logits_TE: Tensor, score: routing.Score) -> Tensor:
     return s_TE / (s_TE.sum(dim=1, keepdim=True) + 1e-20)
 
 
-def honest_balance(ids_TK: Tensor, score: routing.Score, dtype: torch.dtype) -> Loss:
+def honest_balance(ids_TK: Tensor, score: routes.Score, dtype: torch.dtype) -> Loss:
     """The auxiliary loss as libraries compute it: sums first, one factor last."""
 
     def loss(logits_TE: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ def worst_ratios(logits_TE: Tensor, loss: Loss, measured: tuple[Measured, Measur
     return value_ratio, gradient_ratio
 
 
-def balance_measured(logits_TE: Tensor, ids_TK: Tensor, score: routing.Score) -> tuple[Measured, Measured]:
+def balance_measured(logits_TE: Tensor, ids_TK: Tensor, score: routes.Score) -> tuple[Measured, Measured]:
     """The measured auxiliary loss and gradient."""
     f_E = choice_counts(ids_TK, logits_TE.shape[1]).double() / ids_TK.numel()
     return charge_measured(FLOAT32, logits_TE, f_E, score=score, coefficient=C)
@@ -78,7 +78,7 @@ def balance_measured(logits_TE: Tensor, ids_TK: Tensor, score: routing.Score) ->
 class TestHonestFloat32IsWithin:
     @pytest.mark.parametrize("score", SCORES)
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-    def test_of_balance_losses(self, score: routing.Score, dtype: torch.dtype) -> None:
+    def test_of_balance_losses(self, score: routes.Score, dtype: torch.dtype) -> None:
         """Value and gradient are within their bounds, and these are loose by less than two orders."""
         found = []
         for T, E, K in SIZES:
@@ -104,7 +104,7 @@ class TestHonestFloat32IsWithin:
 
     @pytest.mark.parametrize("score", SCORES)
     @pytest.mark.parametrize("logits", ["saturated", "all equal", "one expert for all"])
-    def test_of_extremes(self, score: routing.Score, logits: str) -> None:
+    def test_of_extremes(self, score: routes.Score, logits: str) -> None:
         """Saturated scores, exact ties and collapse leave both losses and their gradients finite and within."""
         T, E, K = 12, 7, 2
         logits_TE = {
@@ -120,7 +120,7 @@ class TestHonestFloat32IsWithin:
 
 class TestWrongArithmeticIsOutside:
     @pytest.mark.parametrize("score", SCORES)
-    def test_of_balance_losses(self, score: routing.Score) -> None:
+    def test_of_balance_losses(self, score: routes.Score) -> None:
         """The scores in bfloat16, one choice counted elsewhere, and V = T - 1 all show."""
         T, E, K = SIZES[2]
         logits_TE = drawn_logits(T, E, torch.bfloat16)
@@ -149,7 +149,7 @@ class TestWrongArithmeticIsOutside:
 
 class TestValuesAreTheOracles:
     @pytest.mark.parametrize("score", SCORES)
-    def test_of_a_padded_microbatch(self, score: routing.Score) -> None:
+    def test_of_a_padded_microbatch(self, score: routes.Score) -> None:
         """Measured on the valid tokens alone, value and gradient are those of the oracle under a mask."""
         logits_TE = drawn_logits(9, 5, torch.float64).requires_grad_()
         padding_T = torch.tensor([0, 1, 0, 0, 1, 0, 0, 0, 1]).bool()

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from moe_conformance.contract import Limit
-from moe_conformance.judging.expected import expect
-from moe_conformance.judging.misuse import judge_wrong_answers, judge_wrong_input
+from moe_conformance.judging.exchange.misuse import judge_wrong_answers, judge_wrong_input
+from moe_conformance.judging.observed.probe_expected import expect
 from moe_conformance.judging.verdict import Mismatch, Raised, Tally, Unrefused, WrongOutput
 from moe_conformance.scenarios.outcome import Answer, Outcome, RankOutcome
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import copies, misuse, packing
-from moe_conformance.workloads.features import broken
-from moe_conformance.workloads.records import Call, Workload
+from moe_conformance.workloads.corpus import misuse, token_padding, tp_duplicated_tokens
+from moe_conformance.workloads.records.features import broken
+from moe_conformance.workloads.records.workload import Call, Workload
 
 EP2 = Layout(2, ep=2)
 REFUSED = Answer(error="expert id 8 among 8 experts", error_type="builtins.ValueError")
@@ -148,10 +148,10 @@ class TestLimit:
         """A limit on it leaves out wrong input in every setting, and nothing that a setting promises."""
         limits = (Limit("wrong_use", (False,), "nothing is checked", proof="undefined"),)
         layout = Layout(4, tp=2, ep=2)
-        drawn = [*misuse.draw("alltoall", layout, "quick"), *copies.draw("alltoall", layout, "quick")]
-        drawn += packing.token_counts("alltoall", layout, "quick")
+        drawn = [*misuse.draw("alltoall", layout, "quick"), *tp_duplicated_tokens.draw("alltoall", layout, "quick")]
+        drawn += token_padding.token_counts("alltoall", layout, "quick")
         asked = {each.name for each in drawn if broken(limits, each, "cpu") is None}
         of_input = {each.name for each in drawn if misuse.input_of(each)}
         assert len(misuse.IN_SETTINGS) * len(misuse.SETTINGS) < len(of_input)
         assert not of_input & asked
-        assert {"bound-broken", *copies.MISMATCHES} <= asked
+        assert {"bound-broken", *tp_duplicated_tokens.MISMATCHES} <= asked

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from moe_conformance.judging.packing import judge_added_rows, judge_alignment, judge_padded_counts
+from moe_conformance.judging.exchange.token_count_padding import judge_added_rows, judge_alignment, judge_padded_counts
 from moe_conformance.judging.verdict import Tally, WrongDelivery, WrongForm
 from moe_conformance.scenarios.outcome import Answer, Handed, Outcome, RankOutcome
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import packing
-from self_tests.breaking import broken, caught, edit_handed, judged
-from self_tests.simulated_exchange import workload
+from moe_conformance.workloads.corpus import token_padding
+from self_tests.judging.breaking import broken, caught, edit_handed, judged
+from self_tests.judging.simulated_exchange import workload
 
 # Of 8 experts on two ranks each gets three rows of twelve tokens.
 IN_TURN = torch.arange(24).remainder(8).reshape(2, 6, 2).tolist()
@@ -79,7 +79,7 @@ class TestCounts:
     @pytest.mark.parametrize("P", [None, 64.0, torch.tensor([64, 64])], ids=["none", "float", "tensor"])
     def test_a_count_is_a_whole_number(self, P: Any) -> None:
         """Anything else is told, and compared with nothing."""
-        asked = next(packing.token_counts("alltoall", Layout(1), "quick"))
+        asked = next(token_padding.token_counts("alltoall", Layout(1), "quick"))
         answers = tuple(Answer({"": P}) for _ in asked.calls)
         told = RankOutcome(0, "ok", answers=answers, resolved={"alignment": str(asked.config.token_alignment)})
         for judge in (judge_padded_counts, judge_alignment):

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from moe_conformance.engine.ledger.entry import Entry
-from moe_conformance.judging.padding import judge_reduced_once
+from moe_conformance.judging.exchange.capacity_padding import judge_reduced_once
 from moe_conformance.judging.verdict import WrongCollectives
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.topology import Layout
-from self_tests.breaking import broken, caught, judged
-from self_tests.simulated_exchange import workload
+from self_tests.judging.breaking import broken, caught, judged
+from self_tests.judging.simulated_exchange import workload
 
 LAYOUT = Layout(4, ep=2)
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.reading import read
-from moe_conformance.judging.routers import (
+from moe_conformance.judging.observed.run import read
+from moe_conformance.judging.router.routers import (
     judge_bias,
     judge_load,
     judge_router_dx,
@@ -31,11 +31,11 @@ from moe_conformance.judging.verdict import (
 )
 from moe_conformance.scenarios.outcome import Grad
 from moe_conformance.topology import Layout
-from moe_conformance.workloads.records import ParameterKey
-from self_tests import simulated_routers as simulated
-from self_tests.breaking import caught, edit, judged
-from self_tests.breaking_routers import BIASED, edit_ranks, present, run, weighing
-from self_tests.simulated_routers import Formula, route_workload, simulate_routers
+from moe_conformance.workloads.records.workload import ParameterKey
+from self_tests.judging import simulated_routers as simulated
+from self_tests.judging.breaking import caught, edit, judged
+from self_tests.judging.breaking_routers import BIASED, edit_ranks, present, run, weighing
+from self_tests.judging.simulated_routers import Formula, route_workload, simulate_routers
 
 
 class TestWrongWeights:

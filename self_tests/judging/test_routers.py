@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.contract import Config
-from moe_conformance.judging.routers import (
+from moe_conformance.judging.router.routers import (
     judge_bias,
     judge_group_limit,
     judge_load,
@@ -25,10 +25,10 @@ from moe_conformance.judging.verdict import (
     WrongSelection,
 )
 from moe_conformance.topology import Layout
-from self_tests import simulated_routers as simulated
-from self_tests.breaking import caught, edit, judged
-from self_tests.breaking_routers import BIASED, GROUPED, choosing, edit_ranks, run
-from self_tests.simulated_routers import Formula, route_workload, simulate_routers
+from self_tests.judging import simulated_routers as simulated
+from self_tests.judging.breaking import caught, edit, judged
+from self_tests.judging.breaking_routers import BIASED, GROUPED, choosing, edit_ranks, run
+from self_tests.judging.simulated_routers import Formula, route_workload, simulate_routers
 
 ALWAYS = (judge_selection, judge_load, judge_router_weights, judge_router_dx, judge_router_gradient)
 KINDS: dict[str, dict[str, Any]] = {

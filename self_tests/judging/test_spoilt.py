@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.spoilt import (
+from moe_conformance.judging.exchange.non_finite_tokens import (
     judge_delivered,
     judge_other_gradients,
     judge_other_outputs,
@@ -17,11 +17,11 @@ from moe_conformance.judging.spoilt import (
 from moe_conformance.judging.verdict import WrongGradient, WrongOutput
 from moe_conformance.scenarios.outcome import Grad, Microbatch, Outcome
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import spoilt
-from moe_conformance.workloads.records import ParameterKey, Workload
-from self_tests.breaking import caught, judged
-from self_tests.breaking_experts import edit_final
-from self_tests.simulated_experts import simulate_experts
+from moe_conformance.workloads.corpus import non_finite
+from moe_conformance.workloads.records.workload import ParameterKey, Workload
+from self_tests.judging.breaking import caught, judged
+from self_tests.judging.breaking_experts import edit_final
+from self_tests.judging.simulated_experts import simulate_experts
 
 EP2 = Layout(2, ep=2)
 TOKENS, UPSTREAM, DROPPED = "own-spoilt-tokens-even", "own-spoilt-upstream-even", "own-spoilt-dropped-even"
@@ -31,7 +31,7 @@ JUDGES = (judge_other_outputs, judge_other_gradients, judge_delivered, judge_par
 
 def drawn(name: str) -> Workload:
     """Return a workload of two ranks; rank 1 has the bad tokens."""
-    return next(each for each in spoilt.draw("alltoall", EP2, "quick") if each.name == name)
+    return next(each for each in non_finite.draw("alltoall", EP2, "quick") if each.name == name)
 
 
 def clean(name: str) -> Outcome:

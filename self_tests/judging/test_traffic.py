@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moe_conformance.engine.ledger.entry import Entry
-from moe_conformance.judging.traffic import by_phase, bytes_leaving, carries_rows, rows_leaving
+from moe_conformance.judging.observed.traffic import by_phase, bytes_leaving, carries_rows, rows_leaving
 from moe_conformance.scenarios.outcome import RankOutcome
 
 D = 32

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.reading import read
-from moe_conformance.judging.twin_sums import judge_sum
-from moe_conformance.judging.twins import Ran, judge_alike, judge_repeated, judge_scaled, judge_strided
+from moe_conformance.judging.equivalence.gradient_accumulation import judge_sum
+from moe_conformance.judging.equivalence.runs import Ran, judge_alike, judge_repeated, judge_scaled, judge_strided
+from moe_conformance.judging.observed.run import read
 from moe_conformance.judging.verdict import (
     ChangedInput,
     Mismatch,
@@ -30,13 +30,14 @@ from moe_conformance.scenarios import state
 from moe_conformance.scenarios.outcome import Finish, Grad, Outcome, RankOutcome
 from moe_conformance.scenarios.strides import NOBODYS_ID, laid_out
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import laws, repetition
-from moe_conformance.workloads.corpus import corpus
-from moe_conformance.workloads.records import ParameterKey, Workload
-from moe_conformance.workloads.twins import Twin
-from self_tests.breaking import edit
-from self_tests.simulated_exchange import Simulation, simulate, workload
-from self_tests.simulated_experts import own_workload, simulate_experts
+from moe_conformance.workloads.corpus import determinism
+from moe_conformance.workloads.corpus.equivalence import laws
+from moe_conformance.workloads.corpus.equivalence.twins import Twin
+from moe_conformance.workloads.corpus.recipes import corpus
+from moe_conformance.workloads.records.workload import ParameterKey, Workload
+from self_tests.judging.breaking import edit
+from self_tests.judging.simulated_exchange import Simulation, simulate, workload
+from self_tests.judging.simulated_experts import own_workload, simulate_experts
 
 LAYOUT = Layout(4, ep=2)
 UNEVEN = next(w for w in corpus("any", LAYOUT, "full") if w.name == "uneven")
@@ -100,7 +101,7 @@ class TestLaws:
 
     def test_a_step_in_turn_comes_twice(self) -> None:
         """Both steps of a twin in turn are the original's."""
-        for twin in repetition.in_turn(WORK):
+        for twin in determinism.in_turn(WORK):
             assert sorted(2 * tokens(WORK)) == sorted(sources(twin))
 
 
@@ -199,15 +200,15 @@ class TestJudgement:
     def test_only_what_is_built_anew_may_be_refused(self) -> None:
         """A twin through the same exchange on the same ranks cannot be refused."""
         asked = [
-            twin for law in (laws.reordered, laws.strided, repetition.seeded, repetition.again) for twin in law(WORK)
+            twin for law in (laws.reordered, laws.strided, determinism.seeded, determinism.again) for twin in law(WORK)
         ]
         assert not any(twin.anew for twin in asked)
-        assert all(twin.anew for twin in (*laws.exchanged(WORK, ["another"]), *repetition.in_turn(WORK)))
+        assert all(twin.anew for twin in (*laws.exchanged(WORK, ["another"]), *determinism.in_turn(WORK)))
 
     def test_others_are_held_against_the_first(self) -> None:
         """The first may differ in bits, and the others have its bits and not the original's."""
         own = own_workload(dtype=torch.bfloat16)
-        first, other = repetition.deterministic(own), repetition.again(own)[0]
+        first, other = determinism.deterministic(own), determinism.again(own)[0]
         was = simulate_experts(own)
         y = was.ranks[0].microbatches[0].y
         assert y is not None
@@ -327,7 +328,7 @@ class TestParameters:
     def test_every_step_is_compared(self) -> None:
         """What a later step ends with counts, and not what it has before that."""
         own = own_workload()
-        (twin,) = repetition.twice(replace(own, likened="quick"))
+        (twin,) = determinism.twice(replace(own, likened="quick"))
         original, two_steps = simulate_experts(own), simulate_experts(twin.workload)
 
         def ended(last: Mapping[ParameterKey, Grad] | None) -> Outcome:

@@ -1,7 +1,7 @@
 """Backends that lie: native behind one dishonest adapter each, for whoever wants to see a suite catch them.
 
 A planted bug computes something wrong. A liar says something wrong about a sound computation, or does what
-an adapter must not do. Liars are found by dotted path alone, `moe_conformance.backends.lying:WrongCounts`.
+an adapter must not do. Liars are found by dotted path alone, `self_tests.lying_backends.lying:WrongCounts`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from moe_conformance.backends.native import Native, NativeSession
-from moe_conformance.backends.native.exchange import AllToAllExchange
-from moe_conformance.backends.native.experts import Experts
-from moe_conformance.backends.native.routing import Router
+from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange
+from moe_conformance.backends.native.layer.experts import Experts
+from moe_conformance.backends.native.router.routing import Router
 from moe_conformance.contract import Config, Delivery, Named, Read, Routing, SplitExchange, Unsupported
 from moe_conformance.topology import RankLists
 

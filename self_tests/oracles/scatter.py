@@ -12,9 +12,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from . import layer
+from self_tests.oracles.exchange import layer
+from self_tests.oracles.exchange.layer import Gradients, Tokens
+
 from .experts import SwiGLU
-from .layer import Gradients, Tokens
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from . import layer
+from self_tests.oracles.exchange import layer
+
 from .experts import SwiGLU, sigmoid, swiglu_row
 
 Floats = NDArray[np.float64]

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from .exchange import Pair
+from self_tests.oracles.exchange.deliveries import Pair
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

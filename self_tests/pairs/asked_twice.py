@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from reference import exchange as first_exchange
-from self_tests.oracles import exchange as second_exchange
+from moe_conformance.reference.exchange import deliveries as first_exchange
+from self_tests.oracles.exchange import deliveries as second_exchange
 
 
 def in_torch(value: Any) -> Any:

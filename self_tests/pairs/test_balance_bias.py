@@ -1,4 +1,4 @@
-"""The balancing bias, worked out twice: reference.balance_bias with tensors, the longhand with fractions."""
+"""The balancing bias, worked out twice: reference.balance_bias.updates with tensors, the longhand with fractions."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from reference import balance_bias as first
-from reference.losses import choice_counts
+from moe_conformance.reference.balance_bias import updates as first
+from moe_conformance.reference.losses.balance import choice_counts
 from self_tests.oracles import balance_bias as second
 from self_tests.oracles.agreement import assert_close
 from self_tests.oracles.balance_bias import Forward, Update
-from self_tests.oracles.losses import count_choices
-from self_tests.test_oracle_pairs_losses_refusals import refused
+from self_tests.oracles.losses.balance import count_choices
+from self_tests.pairs.test_losses_refusals import refused
 
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
 BIASES = [-1.7, -0.3, 0.0, 0.1, 0.29, 2.3]

@@ -1,4 +1,4 @@
-"""Balancing by quantiles, worked out twice: reference.balance_quantiles sorts, the longhand counts (BIAS-12)."""
+"""Balancing by quantiles, worked out twice: reference.balance_bias.quantiles sorts, the longhand counts (BIAS-12)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from reference import balance_quantiles as first
+from moe_conformance.reference.balance_bias import quantiles as first
 from self_tests.oracles import balance_bias as second
-from self_tests.test_oracle_pairs_losses_refusals import refused
+from self_tests.pairs.test_losses_refusals import refused
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]

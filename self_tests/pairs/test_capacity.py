@@ -1,4 +1,4 @@
-"""Capacity and drops, worked out twice: reference.capacity by sorting slots, the longhand by trying readings."""
+"""Capacity and drops, worked out twice: reference.capacity.limits by sorting slots, the longhand by trying readings."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from reference import capacity as first
-from reference import capacity_drops as first_drops
-from reference import routing as first_routing
-from self_tests.asked_twice import assert_agree
-from self_tests.oracles import capacity as second
-from self_tests.oracles import capacity_drops as second_drops
+from moe_conformance.reference.capacity import drops as first_drops
+from moe_conformance.reference.capacity import limits as first
+from moe_conformance.reference.routing import routes as first_routing
 from self_tests.oracles.agreement import floats
-from self_tests.oracles.capacity_drops import Policy
+from self_tests.oracles.capacity import drops as second_drops
+from self_tests.oracles.capacity import limits as second
+from self_tests.oracles.capacity.drops import Policy
+from self_tests.pairs.asked_twice import assert_agree
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -1,4 +1,4 @@
-"""Receive budgets, worked out twice: reference.capacity_budget, and the longhand row by row."""
+"""Receive budgets, worked out twice: reference.capacity.receive_budget, and the longhand row by row."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reference import capacity_budget as first
-from self_tests.asked_twice import assert_agree, assert_refused
-from self_tests.oracles import capacity as second_capacity
-from self_tests.oracles import capacity_budget as second
-from self_tests.oracles import exchange as second_exchange
-from self_tests.oracles.exchange import Pair
+from moe_conformance.reference.capacity import receive_budget as first
+from self_tests.oracles.capacity import limits as second_capacity
+from self_tests.oracles.capacity import receive_budget as second
+from self_tests.oracles.exchange import deliveries as second_exchange
+from self_tests.oracles.exchange.deliveries import Pair
+from self_tests.pairs.asked_twice import assert_agree, assert_refused
 
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
 

@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from reference import capacity as first
-from reference import capacity_drops as first_drops
-from reference import capacity_output as first_output
-from reference import routing as first_routing
-from self_tests.asked_twice import assert_agree, assert_refused
-from self_tests.oracles import capacity as second
-from self_tests.oracles import capacity_drops as second_drops
-from self_tests.oracles import routing as second_routing
+from moe_conformance.reference.capacity import after_drops as first_output
+from moe_conformance.reference.capacity import drops as first_drops
+from moe_conformance.reference.capacity import limits as first
+from moe_conformance.reference.routing import routes as first_routing
 from self_tests.oracles.agreement import assert_close, floats
+from self_tests.oracles.capacity import drops as second_drops
+from self_tests.oracles.capacity import limits as second
+from self_tests.oracles.routing import routes as second_routing
+from self_tests.pairs.asked_twice import assert_agree, assert_refused
 
 Floats = NDArray[np.float64]
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)

@@ -8,12 +8,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reference import capacity_drops as first_drops
-from self_tests.asked_twice import assert_agree
-from self_tests.oracles import capacity as second
-from self_tests.oracles import capacity_drops as second_drops
-from self_tests.oracles.capacity_drops import Policy
-from self_tests.test_oracle_pairs_capacity import POLICIES, Drop, drops, pairs_agree
+from moe_conformance.reference.capacity import drops as first_drops
+from self_tests.oracles.capacity import drops as second_drops
+from self_tests.oracles.capacity import limits as second
+from self_tests.oracles.capacity.drops import Policy
+from self_tests.pairs.asked_twice import assert_agree
+from self_tests.pairs.test_capacity import POLICIES, Drop, drops, pairs_agree
 
 
 class TestDropsByRank:

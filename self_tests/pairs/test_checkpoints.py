@@ -12,13 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from reference import checkpoints as first
-from reference import experts, layer, upcycling
-from reference.expert_layouts import Layout, coordinates
-from self_tests.oracles import checkpoints as second
-from self_tests.oracles import upcycling as second_upcycling
+from moe_conformance.reference import experts
+from moe_conformance.reference.checkpoints import parts as first
+from moe_conformance.reference.checkpoints import upcycling
+from moe_conformance.reference.checkpoints.layouts import Layout, coordinates
+from moe_conformance.reference.exchange import layer
 from self_tests.oracles.agreement import assert_close, check_refused, floats, ints
 from self_tests.oracles.bits import PATTERNS, Bits, numbers, patterns, spelled
+from self_tests.oracles.checkpoints import parts as second
+from self_tests.oracles.checkpoints import upcycling as second_upcycling
 from self_tests.oracles.experts import SwiGLU
 
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reference import checkpoint_rules as rules
-from reference import expert_forms as first
-from self_tests.oracles import checkpoint_forms as second
-from self_tests.oracles import checkpoint_rules as second_rules
+from moe_conformance.reference.checkpoints import forms as first
+from moe_conformance.reference.checkpoints import rules
 from self_tests.oracles.agreement import check_refused, ints
 from self_tests.oracles.bits import PATTERNS, Bits, numbers, patterns, spelled
+from self_tests.oracles.checkpoints import forms as second
+from self_tests.oracles.checkpoints import rules as second_rules
 
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
 

@@ -1,4 +1,4 @@
-"""Rules of configurations, worked out twice: reference.config_rules as a table, the longhand as a walk."""
+"""Rules of configurations, worked out twice: reference.config_rules.rules as a table, the longhand as a walk."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from reference import config_cases, config_outcomes
-from reference import config_rules as first
-from self_tests.oracles import config_rules as second
-from self_tests.oracles.config_rules import Settings
+from moe_conformance.reference.config_rules import cases
+from moe_conformance.reference.config_rules import outcomes as config_outcomes
+from moe_conformance.reference.config_rules import rules as first
+from self_tests.oracles.config_rules import rules as second
+from self_tests.oracles.config_rules.rules import Settings
 
 ALL = [f"RULE-{number:02}" for number in range(6, 28)]
 OLD, NEW = (("torch", "2.10", "2.9"),), (("torch", "2.9", "2.10"),)
@@ -134,10 +135,10 @@ class TestPair:
 class TestCases:
     def test_every_rule_has_an_example(self) -> None:
         """Of each rule one configuration that breaks it at least."""
-        assert ALL == sorted({case.rule for case in config_cases.cases()})
+        assert ALL == sorted({case.rule for case in cases.cases()})
 
-    @pytest.mark.parametrize("case", config_cases.cases(), ids=lambda case: f"{case.rule}-{case.option}")
-    def test_an_example_breaks_its_rule_alone(self, case: config_cases.Case) -> None:
+    @pytest.mark.parametrize("case", cases.cases(), ids=lambda case: f"{case.rule}-{case.option}")
+    def test_an_example_breaks_its_rule_alone(self, case: cases.Case) -> None:
         """By the longhand too: one rule broken, mended by one option. A lone expert lies on one rank."""
         broken, mended = of_second(case.broken), of_second(case.mended)
         lone = case.rule == "RULE-07" and broken.ep == 1

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reference import config_shown as first
-from self_tests.oracles import config_shown as second
+from moe_conformance.reference.config_rules import shown as first
+from self_tests.oracles.config_rules import shown as second
 
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
 

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from reference import cost as first
-from reference import cost_bytes as first_bytes
-from reference import cost_calls as first_calls
-from self_tests.asked_twice import assert_agree, assert_refused
-from self_tests.oracles import cost as second
-from self_tests.oracles import cost_bytes as second_bytes
-from self_tests.oracles import cost_calls as second_calls
-from self_tests.oracles import exchange as second_exchange
+from moe_conformance.reference.cost import calls as first_calls
+from moe_conformance.reference.cost import rows as first
+from moe_conformance.reference.cost import wire_bytes as first_bytes
+from self_tests.oracles.cost import calls as second_calls
+from self_tests.oracles.cost import rows as second
+from self_tests.oracles.cost import wire_bytes as second_bytes
+from self_tests.oracles.exchange import deliveries as second_exchange
+from self_tests.pairs.asked_twice import assert_agree, assert_refused
 
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
 Ints = NDArray[np.int64]

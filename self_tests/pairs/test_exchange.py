@@ -1,4 +1,4 @@
-"""The exchange, worked out twice: reference.exchange from the senders, the longhand from the receivers."""
+"""The exchange, worked out twice: reference.exchange.deliveries from the senders, the longhand from the receivers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from reference import exchange as first
-from self_tests.oracles import exchange as second
-from self_tests.oracles.exchange import Placement
+from moe_conformance.reference.exchange import deliveries as first
+from self_tests.oracles.exchange import deliveries as second
+from self_tests.oracles.exchange.deliveries import Placement
 
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
 

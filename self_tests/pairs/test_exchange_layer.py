@@ -1,4 +1,4 @@
-"""The layer, worked out twice: reference.layer with masks and autograd, the longhand token by token."""
+"""The layer, worked out twice: reference.exchange.layer with masks and autograd, the longhand token by token."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from reference import experts as first_experts
-from reference import layer as first
-from self_tests.oracles import layer as second
+from moe_conformance.reference import experts as first_experts
+from moe_conformance.reference.exchange import layer as first
 from self_tests.oracles.agreement import assert_close, floats
+from self_tests.oracles.exchange import layer as second
+from self_tests.oracles.exchange.layer import Tokens
 from self_tests.oracles.experts import SwiGLU
-from self_tests.oracles.layer import Tokens
 
 Floats = NDArray[np.float64]
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from reference import experts as first
+from moe_conformance.reference import experts as first
 from self_tests.oracles import experts as second
 from self_tests.oracles.agreement import assert_close, floats
 

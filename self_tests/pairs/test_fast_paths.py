@@ -1,4 +1,4 @@
-"""Equal splits, worked out twice: reference.fast_paths with slices and autograd, the longhand place by place."""
+"""Equal splits, worked out twice: the first with slices and autograd, the longhand place by place."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from reference import fast_paths as first
-from self_tests.oracles import fast_paths as second
+from moe_conformance.reference.fast_paths import equal_splits as first
 from self_tests.oracles.agreement import assert_close, floats
+from self_tests.oracles.fast_paths import equal_splits as second
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

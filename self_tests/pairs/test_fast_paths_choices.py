@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from reference import fast_choices as first
-from self_tests.oracles import fast_choices as second
+from moe_conformance.reference.fast_paths import choices as first
 from self_tests.oracles.agreement import assert_close, floats
+from self_tests.oracles.fast_paths import choices as second
 
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
 

@@ -1,4 +1,4 @@
-"""Forced routes, weights and losses' inputs, worked out twice: reference.forcing and the longhand."""
+"""Forced routes, weights and losses' inputs, worked out twice: reference.forcing.routes and the longhand."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from reference import capacity as first_capacity
-from reference import forcing as first
-from reference import forcing_scores as first_scores
-from reference import routing as first_routing
-from self_tests.asked_twice import assert_agree, assert_refused
-from self_tests.oracles import capacity as second_capacity
-from self_tests.oracles import forcing as second
-from self_tests.oracles import routing as second_routing
+from moe_conformance.reference.capacity import limits as first_capacity
+from moe_conformance.reference.forcing import routes as first
+from moe_conformance.reference.forcing import scores as first_scores
+from moe_conformance.reference.routing import routes as first_routing
 from self_tests.oracles.agreement import assert_close, floats
-from self_tests.oracles.routing import Gate
+from self_tests.oracles.capacity import limits as second_capacity
+from self_tests.oracles.forcing import routes as second
+from self_tests.oracles.routing import routes as second_routing
+from self_tests.oracles.routing.routes import Gate
+from self_tests.pairs.asked_twice import assert_agree, assert_refused
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -1,4 +1,4 @@
-"""Forced draws, worked out twice: reference.forcing_draws, and the longhand in whole numbers."""
+"""Forced draws, worked out twice: reference.forcing.draws, and the longhand in whole numbers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from reference import forcing_draws as first
-from self_tests.asked_twice import assert_agree, assert_refused
-from self_tests.oracles import forcing_draws as second
+from moe_conformance.reference.forcing import draws as first
+from self_tests.oracles.forcing import draws as second
+from self_tests.pairs.asked_twice import assert_agree, assert_refused
 
 Ints = NDArray[np.int64]
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)

@@ -1,4 +1,4 @@
-"""Hot ranks, nodes and experts, worked out twice: reference.forcing_hot and forcing_imbalance, and the longhand."""
+"""Hot ranks, nodes and experts, worked out twice: reference.forcing.hot and forcing_imbalance, and the longhand."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from reference import forcing_hot as first
-from reference import forcing_imbalance as first_imbalance
-from self_tests.asked_twice import assert_agree, assert_refused
-from self_tests.oracles import forcing_hot as second
+from moe_conformance.reference.forcing import hot as first
+from moe_conformance.reference.forcing import imbalance as first_imbalance
+from self_tests.oracles.forcing import hot as second
+from self_tests.pairs.asked_twice import assert_agree, assert_refused
 
 Ints = NDArray[np.int64]
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from reference import gradient_norms as first
-from reference import gradient_shards as first_shards
-from self_tests.oracles import gradient_norms as second
+from moe_conformance.reference.gradients import norms as first
+from moe_conformance.reference.gradients import shards as first_shards
 from self_tests.oracles.agreement import assert_close, check_refused, floats
-from self_tests.oracles.gradient_norms import Floats, Shard
+from self_tests.oracles.gradients import norms as second
+from self_tests.oracles.gradients.norms import Floats, Shard
 
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
 Ranks = list[list[Shard]]

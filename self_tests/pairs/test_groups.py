@@ -1,4 +1,4 @@
-"""Process groups, worked out three ways: reference.groups, the longhand and moe_conformance.topology."""
+"""Process groups, worked out three ways: reference.groups.members, the longhand and moe_conformance.topology."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from functools import cache
 
 import pytest
 
+from moe_conformance.reference.groups import members as first
 from moe_conformance.topology import InvalidLayout, Layout
-from reference import groups as first
-from self_tests.oracles import groups as second
-from self_tests.oracles.groups import Sizes
+from self_tests.oracles.groups import members as second
+from self_tests.oracles.groups.members import Sizes
 
 LARGEST_WORLD = 64
 THIRDS = [range(1, 33), range(33, 49), range(49, LARGEST_WORLD + 1)]
@@ -32,7 +32,7 @@ def valid_sizes(worlds: range) -> list[Sizes]:
 class TestAllThreeAgree:
     @WORLDS
     def test_reference_makes_the_longhand_groups(self, worlds: range) -> None:
-        """On every valid layout up to 64 ranks reference.groups and the longhand make the same groups."""
+        """On every valid layout up to 64 ranks reference.groups.members and the longhand make the same groups."""
         for sizes in valid_sizes(worlds):
             assert second.groups(sizes) == first.groups(*sizes), sizes
 

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from reference import proxy_model, routing, whole_layer
-from reference.whole_layer import Weighing
-from self_tests.oracles import proxy_model as second
+from moe_conformance.reference.groups import proxy_model
+from moe_conformance.reference.routing import routes
+from moe_conformance.reference.shared_experts import whole_layer
+from moe_conformance.reference.shared_experts.whole_layer import Weighing
+from self_tests.oracles.groups import proxy_model as second
 
 D, F, E, K = 5, 4, 6, 2
 STEP = 1e-6
@@ -54,8 +56,8 @@ class TestLayer:
         p, how = drawn(generator, gated), Weighing(score, True, 2.5)
         x, dy, direction = torch.randn(3, 4, D, generator=generator, dtype=torch.float64)
         logits = x @ p["router", None].T
-        assert 1e-3 < float(routing.margins(logits, top_k=K, score=score).min())
-        ids = routing.route(logits, top_k=K, score=score).ids_TK
+        assert 1e-3 < float(routes.margins(logits, top_k=K, score=score).min())
+        ids = routes.route(logits, top_k=K, score=score).ids_TK
         layer = {key: value for key, value in p.items() if not key[0].startswith("mix")}
         kept = torch.tensor([[(t, k) not in dropped for k in range(K)] for t in range(len(x))])
         found = whole_layer.gradients(x, ids, dy, layer, how, kept_TK=kept if dropped else None)

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reference import group_rules as first
-from reference import groups as first_groups
-from self_tests.asked_twice import assert_agree, assert_refused
-from self_tests.oracles import group_rules as second
+from moe_conformance.reference.groups import members as first_groups
+from moe_conformance.reference.groups import rules as first
+from self_tests.oracles.groups import rules as second
+from self_tests.pairs.asked_twice import assert_agree, assert_refused
 
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
 

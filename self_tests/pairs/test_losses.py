@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from reference import losses as first
-from reference import losses_over_ranks as first_over_ranks
-from reference import z_loss as first_z
-from reference.routing import Score
-from self_tests.oracles import loss_scaling as second_scaling
-from self_tests.oracles import losses as second
+from moe_conformance.reference.losses import balance as first
+from moe_conformance.reference.losses import over_ranks as first_over_ranks
+from moe_conformance.reference.losses import z_loss as first_z
+from moe_conformance.reference.routing.routes import Score
 from self_tests.oracles.agreement import assert_close, floats
-from self_tests.oracles.losses import Tokens
-from self_tests.oracles.routing import Limit
-from self_tests.test_oracle_pairs_routing import limits
+from self_tests.oracles.losses import balance as second
+from self_tests.oracles.losses import scaling as second_scaling
+from self_tests.oracles.losses.balance import Tokens
+from self_tests.oracles.routing.routes import Limit
+from self_tests.pairs.test_routing import limits
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]

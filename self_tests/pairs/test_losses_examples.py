@@ -10,14 +10,14 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from reference import losses as first
-from reference import losses_over_ranks as first_over_ranks
-from reference import z_loss as first_z
-from reference.routing import Score
-from self_tests.oracles import losses as second
+from moe_conformance.reference.losses import balance as first
+from moe_conformance.reference.losses import over_ranks as first_over_ranks
+from moe_conformance.reference.losses import z_loss as first_z
+from moe_conformance.reference.routing.routes import Score
 from self_tests.oracles.agreement import assert_close, floats
-from self_tests.oracles.losses import Tokens
-from self_tests.test_oracle_pairs_losses import KINDS, derived, every_kind
+from self_tests.oracles.losses import balance as second
+from self_tests.oracles.losses.balance import Tokens
+from self_tests.pairs.test_losses import KINDS, derived, every_kind
 
 Floats = NDArray[np.float64]
 

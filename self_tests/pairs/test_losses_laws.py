@@ -11,15 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reference import loss_scaling as scaling
-from reference import losses as first
-from reference import losses_over_ranks as first_over_ranks
-from reference import z_loss as first_z
-from reference.routing import Score
-from self_tests.oracles import losses as second
+from moe_conformance.reference.losses import balance as first
+from moe_conformance.reference.losses import over_ranks as first_over_ranks
+from moe_conformance.reference.losses import scaling
+from moe_conformance.reference.losses import z_loss as first_z
+from moe_conformance.reference.routing.routes import Score
 from self_tests.oracles.agreement import assert_close, floats
-from self_tests.oracles.losses import Tokens
-from self_tests.test_oracle_pairs_losses import derived, every_kind
+from self_tests.oracles.losses import balance as second
+from self_tests.oracles.losses.balance import Tokens
+from self_tests.pairs.test_losses import derived, every_kind
 
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
 

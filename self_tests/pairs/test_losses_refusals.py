@@ -11,14 +11,14 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from reference import losses as first
-from reference import losses_over_ranks as first_over_ranks
-from reference import z_loss as first_z
-from reference.routing import Score
-from self_tests.oracles import loss_scaling as second_scaling
-from self_tests.oracles import losses as second
-from self_tests.oracles.losses import Tokens
-from self_tests.test_oracle_pairs_losses import KINDS, padding_of
+from moe_conformance.reference.losses import balance as first
+from moe_conformance.reference.losses import over_ranks as first_over_ranks
+from moe_conformance.reference.losses import z_loss as first_z
+from moe_conformance.reference.routing.routes import Score
+from self_tests.oracles.losses import balance as second
+from self_tests.oracles.losses import scaling as second_scaling
+from self_tests.oracles.losses.balance import Tokens
+from self_tests.pairs.test_losses import KINDS, padding_of
 
 LOGITS_2 = np.zeros((2, 3))
 IDS_2 = np.array([[0, 2], [1, 0]])

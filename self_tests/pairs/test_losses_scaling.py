@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from reference import loss_reports as first_reports
-from reference import loss_scaling as first
-from reference import losses as first_losses
-from reference import z_loss as first_z
-from self_tests.oracles import loss_scaling as second
-from self_tests.oracles import losses as second_losses
+from moe_conformance.reference.losses import balance as first_losses
+from moe_conformance.reference.losses import reports as first_reports
+from moe_conformance.reference.losses import scaling as first
+from moe_conformance.reference.losses import z_loss as first_z
 from self_tests.oracles.agreement import assert_close, floats
-from self_tests.oracles.losses import Loss, Tokens
-from self_tests.oracles.routing import Gate
-from self_tests.test_oracle_pairs_losses_refusals import refused
-from self_tests.test_oracle_pairs_routing import Case, cases, first_weights
+from self_tests.oracles.losses import balance as second_losses
+from self_tests.oracles.losses import scaling as second
+from self_tests.oracles.losses.balance import Loss, Tokens
+from self_tests.oracles.routing.routes import Gate
+from self_tests.pairs.test_losses_refusals import refused
+from self_tests.pairs.test_routing import Case, cases, first_weights
 
 Floats = NDArray[np.float64]
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)

@@ -1,4 +1,4 @@
-"""Overload, worked out twice: reference.overload with whole tensors, the longhand one bucket per expert."""
+"""Overload, worked out twice: reference.overload.factors with whole tensors, the longhand one bucket per expert."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from reference import overload as first
-from reference import overload_report as first_report
-from self_tests.oracles import overload as second
-from self_tests.oracles.overload import Entry, Group
+from moe_conformance.reference.overload import factors as first
+from moe_conformance.reference.overload import report as first_report
+from self_tests.oracles.overload import factors as second
+from self_tests.oracles.overload.factors import Entry, Group
 
 Ints = NDArray[np.int64]
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reference import load_counters as first
-from self_tests.oracles import load_counters as second
-from self_tests.oracles.load_counters import RoutedPass
+from moe_conformance.reference.overload import counters as first
+from self_tests.oracles.overload import counters as second
+from self_tests.oracles.overload.counters import RoutedPass
 
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
 KINDS = ("forward", "recomputed", "backward", "alone", "evaluation")

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reference import overload as first_entries
-from reference import overload_report as first
-from self_tests.oracles import overload as second
-from self_tests.oracles.overload import Entry, Label
+from moe_conformance.reference.overload import factors as first_entries
+from moe_conformance.reference.overload import report as first
+from self_tests.oracles.overload import factors as second
+from self_tests.oracles.overload.factors import Entry, Label
 
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
 Empty = Literal["zero", "left_out"]

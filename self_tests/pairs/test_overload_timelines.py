@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reference import overload_peaks as first_peaks
-from reference import overload_timelines as first
-from self_tests.oracles import overload_timelines as second
-from self_tests.oracles.overload import Label
-from self_tests.oracles.overload_timelines import Event, Pass
+from moe_conformance.reference.overload import peaks as first_peaks
+from moe_conformance.reference.overload import timelines as first
+from self_tests.oracles.overload import timelines as second
+from self_tests.oracles.overload.factors import Label
+from self_tests.oracles.overload.timelines import Event, Pass
 
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
 Kind = first.Kind

@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from reference import experts, layer, padded_segments
-from reference import permute as first
+from moe_conformance.reference import experts
+from moe_conformance.reference.exchange import layer
+from moe_conformance.reference.permute import orders as first
+from moe_conformance.reference.permute import padded_segments
 from self_tests.oracles import permute as second
 from self_tests.oracles.agreement import assert_close, check_refused, floats, ints
 

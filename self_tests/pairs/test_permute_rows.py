@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from reference import reorder, row_index
+from moe_conformance.reference.permute import reorder, row_index
 from self_tests.oracles import permute as second
 from self_tests.oracles.agreement import assert_close, check_refused, floats, ints
 

@@ -1,4 +1,4 @@
-"""Routing, worked out twice: reference.routing with tensors and autograd, the longhand with loops."""
+"""Routing, worked out twice: reference.routing.routes with tensors and autograd, the longhand with loops."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from reference import routing as first
-from self_tests.oracles import routing as second
+from moe_conformance.reference.routing import routes as first
 from self_tests.oracles.agreement import assert_close, floats
-from self_tests.oracles.routing import Gate, Limit
+from self_tests.oracles.routing import routes as second
+from self_tests.oracles.routing.routes import Gate, Limit
 
 Floats = NDArray[np.float64]
 KINDS = get_args(second.Kind)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from self_tests.oracles import routing as second
 from self_tests.oracles.agreement import assert_close, floats
-from self_tests.oracles.routing import Gate, Limit
-from self_tests.test_oracle_pairs_routing import first_route, first_weights
+from self_tests.oracles.routing import routes as second
+from self_tests.oracles.routing.routes import Gate, Limit
+from self_tests.pairs.test_routing import first_route, first_weights
 
 Floats = NDArray[np.float64]
 KINDS = get_args(second.Kind)

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from reference import bad_tokens as first_bad
-from reference import extreme_routing as first
-from reference import routing as first_routing
-from self_tests.asked_twice import assert_agree, assert_refused
-from self_tests.oracles import extreme_routing as second
+from moe_conformance.reference.routing import bad_tokens as first_bad
+from moe_conformance.reference.routing import extreme_logits as first
+from moe_conformance.reference.routing import routes as first_routing
 from self_tests.oracles.agreement import check_refused, floats
-from self_tests.oracles.routing import Kind
+from self_tests.oracles.routing import extreme_logits as second
+from self_tests.oracles.routing.routes import Kind
+from self_tests.pairs.asked_twice import assert_agree, assert_refused
 
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
 Floats = NDArray[np.float64]

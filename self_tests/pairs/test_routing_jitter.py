@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from reference import jitter as first
-from self_tests.oracles import jitter as second
+from moe_conformance.reference.routing import jitter as first
 from self_tests.oracles.agreement import assert_close, check_refused, floats
+from self_tests.oracles.routing import jitter as second
 
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
 Floats = NDArray[np.float64]

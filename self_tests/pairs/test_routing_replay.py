@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from reference import replay as first
-from reference import routing as first_routing
-from self_tests.oracles import replay as second
+from moe_conformance.reference.routing import replay as first
+from moe_conformance.reference.routing import routes as first_routing
 from self_tests.oracles.agreement import assert_close, check_refused, floats
-from self_tests.oracles.replay import Asked, Place
-from self_tests.oracles.routing import Kind
+from self_tests.oracles.routing import replay as second
+from self_tests.oracles.routing.replay import Asked, Place
+from self_tests.oracles.routing.routes import Kind
 
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
 KINDS: tuple[Kind, ...] = ("softmax", "softmax_topk", "sigmoid", "sqrtsoftplus")

@@ -1,4 +1,4 @@
-"""Scatter-add, worked out twice: reference.scatter with index_add and autograd, the longhand row by row."""
+"""Scatter-add, worked out twice: reference.scatter.addition with index_add and autograd, the longhand row by row."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from reference import experts as first_experts
-from reference import scatter as first
+from moe_conformance.reference import experts as first_experts
+from moe_conformance.reference.scatter import addition as first
 from self_tests.oracles import scatter as second
 from self_tests.oracles.agreement import assert_close, floats
+from self_tests.oracles.exchange.layer import Tokens
 from self_tests.oracles.experts import SwiGLU
-from self_tests.oracles.layer import Tokens
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

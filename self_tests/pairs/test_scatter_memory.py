@@ -1,4 +1,4 @@
-"""Where tensors lie, worked out three ways: reference.scatter_memory, bytes painted by hand, and real memory."""
+"""Where tensors lie, worked out three ways: reference.scatter.memory, bytes painted by hand, and real memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from reference import scatter_memory as first
+from moe_conformance.reference.scatter import memory as first
 from self_tests.oracles import scatter as second
 from self_tests.oracles.scatter import View
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from reference import shared_experts as first
+from moe_conformance.reference.shared_experts import shared as first
 from self_tests.oracles import shared_experts as second
 from self_tests.oracles.agreement import assert_close, check_refused, floats
 from self_tests.oracles.experts import SwiGLU

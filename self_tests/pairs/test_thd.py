@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from reference import context_shares, packed_rows, packed_sequences
-from self_tests.oracles import packing as second
+from moe_conformance.reference.thd import context_shares, packed_rows, packed_sequences
 from self_tests.oracles.agreement import check_refused, ints
+from self_tests.oracles.token_padding import packing as second
 
 Floats = NDArray[np.float64]
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)

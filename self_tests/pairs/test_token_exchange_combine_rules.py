@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from reference import combine_rules as first
-from reference import expert_copies as first_experts
-from self_tests.asked_twice import assert_agree, assert_refused
-from self_tests.oracles import combine_rules as second
-from self_tests.oracles import expert_copies as second_experts
+from moe_conformance.reference.exchange import expert_copies as first_experts
+from moe_conformance.reference.token_exchange import combine_rules as first
 from self_tests.oracles.agreement import assert_close, check_refused, floats
-from self_tests.oracles.expert_copies import Handed
+from self_tests.oracles.exchange import expert_copies as second_experts
+from self_tests.oracles.exchange.expert_copies import Handed
+from self_tests.oracles.token_exchange import combine_rules as second
+from self_tests.pairs.asked_twice import assert_agree, assert_refused
 
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
 Floats = NDArray[np.float64]

@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from reference import dispatch_layout as first_layout
-from reference import fixed_places as first
-from reference import static_budget as first_budget
-from self_tests.asked_twice import assert_agree, assert_refused, plain
-from self_tests.oracles import dispatch_layout as second_layout
-from self_tests.oracles import exchange as second_exchange
-from self_tests.oracles import fixed_places as second
+from moe_conformance.reference.capacity import static_budget as first_budget
+from moe_conformance.reference.token_exchange import dispatch_layout as first_layout
+from moe_conformance.reference.token_exchange import fixed_places as first
 from self_tests.oracles.agreement import check_refused
-from self_tests.oracles.fixed_places import Places
+from self_tests.oracles.exchange import deliveries as second_exchange
+from self_tests.oracles.token_exchange import dispatch_layout as second_layout
+from self_tests.oracles.token_exchange import fixed_places as second
+from self_tests.oracles.token_exchange.fixed_places import Places
+from self_tests.pairs.asked_twice import assert_agree, assert_refused, plain
 
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
 Ints = NDArray[np.int64]

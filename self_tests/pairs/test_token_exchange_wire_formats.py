@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from reference import wire_errors as first_errors
-from reference import wire_formats as first
-from self_tests.asked_twice import assert_agree, assert_refused
-from self_tests.oracles import wire_formats as second
+from moe_conformance.reference.token_exchange import wire_errors as first_errors
+from moe_conformance.reference.token_exchange import wire_formats as first
 from self_tests.oracles.agreement import assert_close, floats
-from self_tests.oracles.wire_formats import E4M3, E5M2, Format
+from self_tests.oracles.token_exchange import wire_formats as second
+from self_tests.oracles.token_exchange.wire_formats import E4M3, E5M2, Format
+from self_tests.pairs.asked_twice import assert_agree, assert_refused
 
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
 Floats = NDArray[np.float64]

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from reference import packing as first
-from reference import padding_bounds
-from self_tests.oracles import packing as second
+from moe_conformance.reference.token_padding import bounds
+from moe_conformance.reference.token_padding import padding as first
 from self_tests.oracles.agreement import check_refused
+from self_tests.oracles.token_padding import packing as second
 
 Floats = NDArray[np.float64]
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
@@ -43,7 +43,7 @@ class TestCommonCounts:
         expected = second.next_multiple(count, A)
         assert [expected, expected] == [
             first.aligned(count, alignment=A),
-            padding_bounds.bounded_count(count, alignment=A),
+            bounds.bounded_count(count, alignment=A),
         ]
 
     @pairs_agree
@@ -55,7 +55,7 @@ class TestCommonCounts:
         A, tokens = case
         bound = max(0, tokens[0] + beside)
         refused = [bool(answers >> rank & 1) for rank in range(4)]
-        made = padding_bounds.legal_refusals(refused, tokens, groups, bound, alignment=A)
+        made = bounds.legal_refusals(refused, tokens, groups, bound, alignment=A)
         assert second.refusals_are_legal(refused, tokens, groups, bound, A) == list(made)
 
     @pytest.mark.parametrize(
@@ -70,14 +70,14 @@ class TestCommonCounts:
         )
         refused = [False] * len(tokens)
         check_refused(
-            lambda: padding_bounds.legal_refusals(refused, tokens, groups, 5, alignment=A),
+            lambda: bounds.legal_refusals(refused, tokens, groups, 5, alignment=A),
             lambda: second.refusals_are_legal(refused, tokens, groups, 5, A),
         )
 
     def test_answers_of_other_ranks_are_refused(self) -> None:
         """Each rank has one count and one answer."""
         check_refused(
-            lambda: padding_bounds.legal_refusals([True], [3, 1], [[0, 1]], 5),
+            lambda: bounds.legal_refusals([True], [3, 1], [[0, 1]], 5),
             lambda: second.refusals_are_legal([True], [3, 1], [[0, 1]], 5, 64),
         )
 
@@ -99,7 +99,7 @@ class TestByHand:
         verdicts = {}
         for largest in (5, 6, 8, 9):
             for refused in ([False, False], [True, False], [True, True]):
-                made = padding_bounds.legal_refusals(refused, [2, largest], [[0, 1]], 5, alignment=8)
+                made = bounds.legal_refusals(refused, [2, largest], [[0, 1]], 5, alignment=8)
                 assert second.refusals_are_legal(refused, [2, largest], [[0, 1]], 5, 8) == list(made)
                 verdicts[largest, sum(refused)] = made[0]
         legal = {(5, 0), (6, 0), (6, 2), (8, 0), (8, 2), (9, 2)}

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from reference import tp_copies as first_copies
-from self_tests.asked_twice import assert_agree, assert_refused
-from self_tests.oracles import exchange as second_exchange
-from self_tests.oracles import tp_copies as second_copies
+from moe_conformance.reference import tp_duplicated_tokens as first_copies
+from self_tests.oracles import tp_duplicated_tokens as second_copies
 from self_tests.oracles.agreement import assert_close
-from self_tests.oracles.exchange import Pair
+from self_tests.oracles.exchange import deliveries as second_exchange
+from self_tests.oracles.exchange.deliveries import Pair
+from self_tests.pairs.asked_twice import assert_agree, assert_refused
 
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
 Floats = NDArray[np.float64]

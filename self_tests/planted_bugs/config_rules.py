@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_conformance.backends.native.exchange import AllGatherExchange, AllToAllExchange
+from moe_conformance.backends.native.exchange.dispatchers import AllGatherExchange, AllToAllExchange
+from moe_conformance.backends.native.fused.managers import DeepEPManager
+from moe_conformance.backends.native.fused.token_exchange import TokenExchange
 from moe_conformance.backends.native.groups import CannotBuild
-from moe_conformance.backends.native.managers import DeepEPManager
-from moe_conformance.backends.native.token_exchange import TokenExchange
 from moe_conformance.contract import Config, Delivery, Routing, Topology
 from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, planted
 

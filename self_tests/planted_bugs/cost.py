@@ -12,10 +12,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_conformance.backends.native import Native, NativeSession, collectives
-from moe_conformance.backends.native.exchange import AllGatherExchange, AllToAllExchange, Gathered
-from moe_conformance.backends.native.experts import Experts
-from moe_conformance.backends.native.gradients import GradientFinisher
+from moe_conformance.backends.native import Native, NativeSession
+from moe_conformance.backends.native.exchange import collectives
+from moe_conformance.backends.native.exchange.dispatchers import AllGatherExchange, AllToAllExchange, Gathered
+from moe_conformance.backends.native.layer.experts import Experts
+from moe_conformance.backends.native.layer.gradients import GradientFinisher
 from moe_conformance.contract import Config, Delivery, Routing, Topology
 from self_tests.planted_bugs.plant import EP2_EDP2, SINGLE, Expectation, planted
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_conformance.backends.native.exchange import AllToAllExchange
-from moe_conformance.backends.native.experts import Experts
+from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange
+from moe_conformance.backends.native.layer.experts import Experts
 from moe_conformance.contract import Config, Delivery, Named, Read, Topology
 from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, planted
 

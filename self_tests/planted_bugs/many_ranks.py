@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_conformance.backends.native.exchange import AllToAllExchange, Permuted
-from moe_conformance.backends.native.gradients import GradientFinisher
+from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange, Permuted
+from moe_conformance.backends.native.layer.gradients import GradientFinisher
 from moe_conformance.contract import Config, Routing, Topology
 from moe_conformance.topology import Layout
 from moe_conformance.topology import Topology as OfALayout

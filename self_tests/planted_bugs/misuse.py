@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_conformance.backends.native import collectives
-from moe_conformance.backends.native.exchange import AllToAllExchange
-from moe_conformance.backends.native.padding import PaddedExchange
-from moe_conformance.backends.native.token_copies import TokenCopies
+from moe_conformance.backends.native.exchange import collectives
+from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange
+from moe_conformance.backends.native.exchange.token_padding import PaddedExchange
+from moe_conformance.backends.native.exchange.tp_duplicated_tokens import TokenCopies
 from moe_conformance.contract import Delivery, Routing
 from self_tests.planted_bugs.plant import TP2_EP2, Expectation, planted
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_conformance.backends.native.collectives import Travelling
-from moe_conformance.backends.native.exchange import AllToAllExchange
-from moe_conformance.backends.native.gradients import GradientFinisher
+from moe_conformance.backends.native.exchange.collectives import Travelling
+from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange
+from moe_conformance.backends.native.layer.gradients import GradientFinisher
 from moe_conformance.contract import Delivery, Routing
 from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, planted
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_conformance.backends.native.reordering import Reordering
-from moe_conformance.backends.native.routing_forms import RoutingForms
-from moe_conformance.backends.native.row_index import RowIndex
-from moe_conformance.backends.native.rows import Permutation
+from moe_conformance.backends.native.row_ops.reordering import Reordering
+from moe_conformance.backends.native.row_ops.routing_map import RoutingForms
+from moe_conformance.backends.native.row_ops.row_index import RowIndex
+from moe_conformance.backends.native.row_ops.surface import Permutation
 from moe_conformance.contract import Config, Routing
 from moe_conformance.surfaces import Dense, Permuted
 from self_tests.planted_bugs.plant import SINGLE, Expectation, planted

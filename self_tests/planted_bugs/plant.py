@@ -18,11 +18,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from moe_conformance.backends.native import Native, NativeSession
-from moe_conformance.backends.native.exchange import AllGatherExchange, LocalExchange
-from moe_conformance.backends.native.low_latency import LowLatencyExchange
-from moe_conformance.backends.native.managers import DeepEPManager, HybridEPManager, NCCLEPManager
+from moe_conformance.backends.native.exchange.dispatchers import AllGatherExchange, LocalExchange
+from moe_conformance.backends.native.fused.low_latency import LowLatencyExchange
+from moe_conformance.backends.native.fused.managers import DeepEPManager, HybridEPManager, NCCLEPManager
+from moe_conformance.backends.native.fused.token_exchange import TokenExchange
 from moe_conformance.backends.native.session import native_class
-from moe_conformance.backends.native.token_exchange import TokenExchange
 from moe_conformance.topology import Layout
 
 SINGLE = Layout(1)

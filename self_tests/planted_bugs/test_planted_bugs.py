@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_conformance.backends import lying, registry
+from moe_conformance.backends import registry
 from moe_conformance.backends.native import Native
 from moe_conformance.judging.verdict import Mismatch, Tally
 from moe_conformance.plugin.alongside import Twins
@@ -19,12 +19,14 @@ from moe_conformance.scenarios.group_lists import group_lists
 from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.spec import load, places
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import group_sizes, scripts
-from moe_conformance.workloads.records import Wish
-from self_tests import plugin_runs
+from moe_conformance.workloads.corpus import scripts
+from moe_conformance.workloads.corpus.groups import sizes
+from moe_conformance.workloads.records.workload import Wish
 from self_tests.checks import Check, checks, judge
+from self_tests.lying_backends import lying
 from self_tests.planted_bugs import Expectation, Plant, plants, plants_of_many_ranks
 from self_tests.planted_bugs.plant import EP2, EP2_EDP2, EP2_ETP2, TP2_EP2
+from self_tests.plugin import plugin_runs
 from self_tests.trial_runs import DEADLINE_S, Run, Runs
 
 NATIVE = "native"
@@ -68,7 +70,7 @@ class Court:
     def _of_groups(self, asked: list[Check], backend: str, layout: Layout) -> list[Mismatch | Tally]:
         """Nothing runs: the backend is only asked which groups it would build."""
         world = layout.world
-        wishes = tuple(Wish(each) for each in (*group_sizes.possible(world), *group_sizes.impossible(world)))
+        wishes = tuple(Wish(each) for each in (*sizes.possible(world), *sizes.impossible(world)))
         self.runs.settle()
         told = dict(zip(wishes, group_lists(self.runs.engine, backend, wishes), strict=True))
         lists = {layout: told[Wish(layout)].lists}
@@ -158,7 +160,7 @@ class TestConviction:
     @pytest.mark.parametrize("workload", ["copies-even", "copies-rank-without-tokens", "copies-own-uneven"])
     def test_parts_that_are_said_to_be_parts_are_added_up(self, court: Court, workload: str) -> None:
         """A backend whose copies have parts of the gradients, and which says so, is acquitted."""
-        backend = "self_tests.planted_bugs.token_copies:Parts"
+        backend = "self_tests.planted_bugs.tp_duplicated_tokens:Parts"
         for verdict in court.verdicts(backend, "EXCH-36", "alltoall", TP2_EP2, workload):
             assert isinstance(verdict, Tally), verdict
 
@@ -169,14 +171,14 @@ class TestConviction:
 
     def test_weights_may_be_handed_on_in_a_wider_dtype(self, court: Court) -> None:
         """A router that computes in bfloat16, and ends in float32, may err as bfloat16 does."""
-        backend = "self_tests.planted_bugs.routing_extremes:Narrow"
+        backend = "self_tests.planted_bugs.routing.extreme_logits:Narrow"
         for requirement in ("ROUTE-02", "ROUTE-14"):
             court.acquits(backend, requirement, "alltoall", EP2, "extreme-bfloat16")
 
     @pytest.mark.parametrize("layout", [EP2, EP2_ETP2], ids=lambda layout: layout.name)
     def test_budgets_count_what_fills_blocks(self, court: Court, layout: Layout) -> None:
         """A backend that pads every expert's rows to a multiple, says so, and counts what that adds is acquitted."""
-        backend, judged = "self_tests.planted_bugs.row_blocks:Blocks", 0
+        backend, judged = "self_tests.planted_bugs.capacity.row_blocks:Blocks", 0
         for workload in ("budget-exact-even", "budget-by-turns", "overfull-by-turns-even", "budget-filled-even"):
             for requirement in ("DROP-14", "DROP-15", "DROP-16", "EXCH-22", "EXCH-25"):
                 for verdict in court.verdicts(backend, requirement, "hybridep", layout, workload):
@@ -188,48 +190,51 @@ class TestConviction:
     def test_combine_may_write_into_answers(self, court: Court, workload: str) -> None:
         """A backend that scales the experts' answers where they lie is acquitted; gradients are seen as they are."""
         for requirement in ("EXCH-05", "GRAD-01", "GRAD-02", "GRAD-03"):
-            backend = "self_tests.unusual_backends:InPlace"
+            backend = "self_tests.correct_backends.unusual:InPlace"
             court.acquits(backend, requirement, "alltoall", EP2, workload)
 
     @pytest.mark.parametrize("requirement", ["EXCH-05", "EXCH-07", "GRAD-02"])
     def test_an_output_is_lent_until_its_backward_has_ended(self, court: Court, requirement: str) -> None:
         """A backend that uses the memory of an output again behind its backward is acquitted."""
-        backend = "self_tests.unusual_backends:Lending"
+        backend = "self_tests.correct_backends.unusual:Lending"
         court.acquits(backend, requirement, "alltoall", EP2, "one-by-one-uneven")
 
     @pytest.mark.parametrize("requirement", ["EXCH-22", "EXCH-25"])
     def test_a_buffer_need_not_hold_more_than_can_come(self, court: Court, requirement: str) -> None:
         """A backend whose tokens travel once to a rank is acquitted with a row for each, whatever the factor."""
-        backend = "self_tests.unusual_backends:Buffered"
+        backend = "self_tests.correct_backends.unusual:Buffered"
         court.acquits(backend, requirement, "deepep", EP2, "budget-roomy-even")
 
     @pytest.mark.parametrize("workload", ["budget-exact-even", "budget-one-short-even", "budget-in-flight-even"])
     def test_a_budget_counts_the_rows_that_there_are(self, court: Court, workload: str) -> None:
         """A backend that refuses more rows than its buffer has is acquitted, with a row for each token as well."""
         for requirement in ("DROP-14", "DROP-15"):
-            court.acquits("self_tests.unusual_backends:Buffered", requirement, "deepep", EP2, workload)
+            court.acquits("self_tests.correct_backends.unusual:Buffered", requirement, "deepep", EP2, workload)
 
     def test_first_choices_may_come_first(self, court: Court) -> None:
         """A backend that keeps first choices before second ones, and says so, is acquitted."""
-        backend, workload = "self_tests.unusual_backends:ByChoices", "capacity-tight-position"
+        backend, workload = "self_tests.correct_backends.unusual:ByChoices", "capacity-tight-position"
         court.acquits(backend, "DROP-06", "alltoall", EP2, workload)
 
     @pytest.mark.parametrize("requirement", ["DROP-08", "DROP-12"])
     def test_a_lossless_capacity_may_divide_over_tp(self, court: Court, requirement: str) -> None:
         """A backend that rounds it up for that is acquitted."""
-        backend = "self_tests.unusual_backends:RoundedUp"
+        backend = "self_tests.correct_backends.unusual:RoundedUp"
         court.acquits(backend, requirement, "alltoall", TP2_EP2, "lossless-one-expert")
 
     def test_another_policy_is_no_matter_of_other_ranks(self, court: Court) -> None:
         """A backend that keeps the last slots instead of the first is acquitted of looking at others' tokens."""
-        backend, place = "self_tests.unusual_backends:FromBehind", ("alltoall", EP2, "capacity-of-own-tokens-position")
+        backend, place = (
+            "self_tests.correct_backends.unusual:FromBehind",
+            ("alltoall", EP2, "capacity-of-own-tokens-position"),
+        )
         (first,) = court.verdicts(backend, "DROP-06", *place)
         assert isinstance(first, Mismatch)
         court.acquits(backend, "DROP-07", *place)
 
     def test_what_fails_alone_takes_no_turns(self, court: Court) -> None:
         """A backend that never multiplies float64 is not blamed for what it does between others."""
-        backend = "self_tests.planted_bugs.twins:WithoutDouble"
+        backend = "self_tests.planted_bugs.equivalence.twins:WithoutDouble"
         court.acquits(backend, "EXCH-40", "alltoall", EP2, "own-even-bfloat16")
 
     @pytest.mark.parametrize(
@@ -237,13 +242,13 @@ class TestConviction:
     )
     def test_sums_in_place_are_no_fault(self, court: Court, requirement: str, workload: str) -> None:
         """Experts whose gradients of two steps that are not cleared are not twice those of one are acquitted."""
-        backend = "self_tests.planted_bugs.repetition:InPlace"
+        backend = "self_tests.planted_bugs.determinism.repetition:InPlace"
         court.acquits(backend, requirement, "alltoall", EP2_EDP2, workload)
 
     @pytest.mark.parametrize("requirement", ["DET-01", "DET-06", "GRAD-15"])
     def test_what_is_deterministic_if_asked_is_acquitted(self, court: Court, requirement: str) -> None:
         """A backend that gives other bits in every run, but not with deterministic algorithms, is acquitted."""
-        backend = "self_tests.planted_bugs.repetition:DeterministicIfAsked"
+        backend = "self_tests.planted_bugs.determinism.repetition:DeterministicIfAsked"
         court.acquits(backend, requirement, "alltoall", EP2_EDP2, "own-even-bfloat16")
 
     @pytest.mark.parametrize(
@@ -278,7 +283,7 @@ class TestCommandLine:
                     *(sys.executable, "-m", "moe_conformance.cli", "run", "--ranks", "2"),
                     *("--plant", name, "--only", requirement, "--", "-k", f"alltoall-ep2-{workload}]"),
                 ],
-                cwd=Path(__file__).parents[1],
+                cwd=Path(__file__).parents[2],
                 env={**plugin_runs.environment(), "COLUMNS": "200"},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_conformance.backends.native import collectives
-from moe_conformance.backends.native.exchange import AllGatherExchange, AllToAllExchange
-from moe_conformance.backends.native.low_latency import LowLatencyExchange
-from moe_conformance.backends.native.padding import PaddedExchange, TokenPadding, Untrimmed
+from moe_conformance.backends.native.exchange import collectives
+from moe_conformance.backends.native.exchange.dispatchers import AllGatherExchange, AllToAllExchange
+from moe_conformance.backends.native.exchange.token_padding import PaddedExchange, TokenPadding, Untrimmed
+from moe_conformance.backends.native.fused.low_latency import LowLatencyExchange
 from moe_conformance.contract import Config, Delivery, Routing, Topology
 from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, planted
 

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_conformance.backends.native import Native, NativeSession, collectives
-from moe_conformance.backends.native.token_copies import Shares, TokenCopies
+from moe_conformance.backends.native import Native, NativeSession
+from moe_conformance.backends.native.exchange import collectives
+from moe_conformance.backends.native.exchange.tp_duplicated_tokens import Shares, TokenCopies
 from moe_conformance.contract import Delivery, Routing
 from self_tests.planted_bugs.plant import TP2_EP2, Expectation, planted
 

@@ -15,8 +15,8 @@ from typing import Any
 from moe_conformance.report import folding
 from moe_conformance.report.records import Record
 
-PROJECT = Path(__file__).parent / "plugin_project"
-TOY = "self_tests.plugin_project.backend:Toy"
+PROJECT = Path(__file__).parent / "project"
+TOY = "self_tests.plugin.project.backend:Toy"
 LIMIT_S = 300
 _MARK = "MOE_CONFORMANCE_SELF_TEST"
 

@@ -14,8 +14,8 @@ from moe_conformance.plugin import agenda
 from moe_conformance.plugin.options import Options
 from moe_conformance.plugin.outcomes import Outcomes
 from moe_conformance.plugin.run import prepare
-from self_tests import plugin_runs
-from self_tests.plugin_runs import PROJECT, TOY
+from self_tests.plugin import plugin_runs
+from self_tests.plugin.plugin_runs import PROJECT, TOY
 
 RUN = prepare(Options(ranks=2))
 CASES = [case for case in Plan(RUN.backend, "cpu", "quick").cases if case.cell.layout.name == "ep2"][:4]
@@ -111,7 +111,7 @@ class TestRuns:
     def test_a_run_decides_the_same_with_and_without(self, tmp_path):
         """Verdicts, words, blame, what was compared and how often ranks ran are the same."""
         asked = (str(PROJECT / "checks.py"), "-k", "not waits")
-        alone = judged(tmp_path, *asked, "-p", "self_tests.plugin_project.one_at_a_time")
+        alone = judged(tmp_path, *asked, "-p", "self_tests.plugin.project.one_at_a_time")
         assert 2 * 7 == alone[1]
         assert alone == judged(tmp_path, *asked)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from self_tests import plugin_runs
-from self_tests.plugin_runs import PROJECT, TOY, Finished
+from self_tests.plugin import plugin_runs
+from self_tests.plugin.plugin_runs import PROJECT, TOY, Finished
 
 CHECKS = str(PROJECT / "checks.py")
 

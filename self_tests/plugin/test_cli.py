@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from moe_conformance import cli, spec
-from self_tests import plugin_runs
+from self_tests.plugin import plugin_runs
 
 STARTS_S = 60.0
 
@@ -38,7 +38,7 @@ class TestList:
         lines = printed("list", "checks").splitlines()
         assert len(lines) == len(set(lines))
         (dispatch,) = (line for line in lines if "test_every_pair_reaches_its_expert_once" in line)
-        where = "distributed_tests.test_exchange::TestDispatch::test_every_pair_reaches_its_expert_once"
+        where = "moe_conformance.distributed_tests.test_exchange::TestDispatch::test_every_pair_reaches_its_expert_once"
         assert f"{where}  EXCH-01  (probe)" == dispatch
 
     def test_backends(self):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from self_tests import plugin_runs
+from self_tests.plugin import plugin_runs
 
 
 class TestUnrelatedRun:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from self_tests import plugin_runs
-from self_tests.plugin_runs import PROJECT, TOY, Finished
+from self_tests.plugin import plugin_runs
+from self_tests.plugin.plugin_runs import PROJECT, TOY, Finished
 
 TOYS = TOY.partition(":")[0]
 RIGHT = f"{TOYS}:RightToy"
@@ -167,7 +167,7 @@ class TestCutOff:
     def test_after_many_hangs_the_rest_is_not_run(self, tmp_path):
         """A sentence says so, and the run fails."""
         (tmp_path / "checks.py").write_text((PROJECT / "checks.py").read_text().replace("name == ", "name[:4] == "))
-        asked = ("-p", "self_tests.plugin_project.impatient", "-k", "ep2 and (waits or right)")
+        asked = ("-p", "self_tests.plugin.project.impatient", "-k", "ep2 and (waits or right)")
         done = run(tmp_path, TOY, *asked, str(tmp_path / "checks.py"))
         report = plugin_runs.result(tmp_path)
         assert (1, True) == (done.status, report["interrupted"])

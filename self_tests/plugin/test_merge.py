@@ -15,7 +15,7 @@ from moe_conformance import cli, shards, spec
 from moe_conformance.report import merge, result
 from moe_conformance.report.journal import Journal
 from moe_conformance.report.records import Record
-from moe_conformance.waivers import Waiver
+from moe_conformance.waiving import Waiver
 
 ENTRY = {"check": 0, "requirements": ["EXCH-01"], "verdict": "pass", "workloads": [0]}
 START = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)

@@ -7,17 +7,17 @@ from collections.abc import Callable
 import pytest
 
 from moe_conformance.report.records import Record
-from self_tests import plugin_runs
-from self_tests.plugin_runs import PROJECT, TOY
+from self_tests.plugin import plugin_runs
+from self_tests.plugin.plugin_runs import PROJECT, TOY
 
 MOODY = f"{TOY.partition(':')[0]}:MoodyToy"
 
 # A check that draws: what fails on the first ranks only is unstable there too.
 DRAWN = """
-from moe_conformance.judging.outputs import judge_outputs
-from moe_conformance.judging.reading import read
+from moe_conformance.judging.exchange.outputs import judge_outputs
+from moe_conformance.judging.observed.run import read
 from moe_conformance.spec import requirement
-from moe_conformance.workloads.strategies import probe_workloads
+from moe_conformance.workloads.drawn.strategies import probe_workloads
 
 
 @requirement("EXCH-05", kind="drawn probe")

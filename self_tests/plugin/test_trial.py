@@ -10,7 +10,7 @@ from moe_conformance.plan import Cell
 from moe_conformance.plugin.trial import Ending, Trial, ending
 from moe_conformance.scenarios.outcome import Outcome, RankOutcome
 from moe_conformance.topology import Layout
-from moe_conformance.workloads.corpus import corpus
+from moe_conformance.workloads.corpus.recipes import corpus
 
 WORKLOAD = next(iter(corpus("alltoall", Layout(2, ep=2), "quick")))
 

@@ -7,8 +7,8 @@ import pytest
 from moe_conformance.plugin import options
 from moe_conformance.plugin.options import Options, Unusable
 from moe_conformance.plugin.run import prepare
-from self_tests import plugin_runs
-from self_tests.plugin_runs import TOY
+from self_tests.plugin import plugin_runs
+from self_tests.plugin.plugin_runs import TOY
 
 TOYS = TOY.partition(":")[0]
 RIGHT = f"{TOYS}:RightToy"

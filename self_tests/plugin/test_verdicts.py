@@ -10,8 +10,8 @@ import pytest
 
 from moe_conformance import spec
 from moe_conformance.report.records import Record
-from self_tests import plugin_runs
-from self_tests.plugin_runs import PROJECT, TOY, Finished
+from self_tests.plugin import plugin_runs
+from self_tests.plugin.plugin_runs import PROJECT, TOY, Finished
 
 ASKED = ("--moe-backend", TOY, "--moe-ranks", "2")
 

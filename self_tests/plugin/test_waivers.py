@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from moe_conformance.waivers import Item, Names, Unreadable, Waivers, load, path_for, proposal
-from self_tests import plugin_runs
-from self_tests.plugin_runs import PROJECT, TOY
+from moe_conformance.waiving import Item, Names, Unreadable, Waivers, load, path_for, proposal
+from self_tests.plugin import plugin_runs
+from self_tests.plugin.plugin_runs import PROJECT, TOY
 
 TODAY = date(2026, 5, 1)
 NAMES = Names(

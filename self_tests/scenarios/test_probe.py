@@ -7,7 +7,7 @@ import torch
 
 from moe_conformance.contract import Config, Delivery
 from moe_conformance.scenarios.probe import Probe
-from moe_conformance.workloads import tags
+from moe_conformance.workloads.records import tags
 
 CONFIG = Config(experts=4, hidden=34)  # blocks of 8 columns, two columns that are nobody's
 

@@ -9,15 +9,15 @@ import torch
 
 from moe_conformance.contract import Config, Routing
 from moe_conformance.engine import Engine
-from moe_conformance.judging.answers import judge_refused, values
+from moe_conformance.judging.observed.script import judge_refused, values
 from moe_conformance.judging.verdict import Raised, Tally, Unrefused
 from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import scripts
-from moe_conformance.workloads.records import Call, Ref, Workload
+from moe_conformance.workloads.corpus import scripts
+from moe_conformance.workloads.records.workload import Call, Ref, Workload
 
-BACKEND = "self_tests.script_backend:HalverBackend"
+BACKEND = "self_tests.scenarios.script_backend:HalverBackend"
 ROWS = (torch.arange(6.0).reshape(3, 2), torch.zeros(0, 2))
 UPSTREAM = (torch.randn(3, 2, generator=torch.Generator().manual_seed(5)), torch.zeros(0, 2))
 
@@ -25,7 +25,7 @@ UPSTREAM = (torch.randn(3, 2, generator=torch.Generator().manual_seed(5)), torch
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     """One pool of ranks."""
-    with Engine(preload=("moe_conformance.scenarios.moe_step", "self_tests.script_backend")) as engine:
+    with Engine(preload=("moe_conformance.scenarios.moe_step", "self_tests.scenarios.script_backend")) as engine:
         yield engine
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from moe_conformance.engine import Engine
 from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import laws
-from moe_conformance.workloads.corpus import corpus
+from moe_conformance.workloads.corpus.equivalence import laws
+from moe_conformance.workloads.corpus.recipes import corpus
 
 WORK = next(each for each in corpus("alltoall", Layout(2, ep=2), "quick") if each.name == "even")
 

@@ -7,9 +7,9 @@ from textwrap import dedent, indent
 
 import pytest
 
-from self_tests.assertion_scan import RULES, main, scan, scan_folders
+from tools.assertion_scan import RULES, main, scan, scan_folders
 
-CHECKOUT = Path(__file__).parent.parent
+CHECKOUT = Path(__file__).parents[2]
 
 # rule -> bodies of a test that it must convict. Each body stands alone in one function.
 GUILTY = {

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from mutants import oracles, survivors
-from mutants.changes import mutants_of
+from tools.mutants import oracles, survivors
+from tools.mutants.changes import mutants_of
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 ORACLE = '''"""A chapter."""
 
 Numbers = list[int]
@@ -30,8 +30,8 @@ def halvings(number: int, start: int = 0) -> int:
 SECOND = """def halvings(number, start=True):
     return number.bit_length() or start
 """
-TEST = """from reference import groups as first
-from self_tests.oracles import groups as second
+TEST = """from moe_conformance.reference.groups import members as first
+from self_tests.oracles.groups import members as second
 
 
 def test_agree():
@@ -44,15 +44,24 @@ def test_agree():
 def checkout(tmp_path):
     """A checkout with one pair, whose default start no test asks for, nor what is refused."""
     files = {
-        "reference/groups.py": ORACLE,
-        "self_tests/oracles/groups.py": SECOND,
-        "self_tests/test_oracle_pairs_groups.py": TEST,
-        "mutants/survivors.toml": "",
+        "reference/groups/members.py": ORACLE,
+        "self_tests/oracles/groups/members.py": SECOND,
+        "self_tests/pairs/test_groups.py": TEST,
+        "tools/mutants/survivors.toml": "",
         "moe_conformance/spec/groups.toml": "",
     }
-    for name in ("reference", "self_tests", "self_tests/oracles", "mutants"):
-        (tmp_path / name).mkdir()
+    packages = (
+        "reference",
+        "reference/groups",
+        "self_tests/oracles/groups",
+        "self_tests/pairs",
+        "moe_conformance/spec",
+    )
+    for name in packages:
+        (tmp_path / name).mkdir(parents=True)
+    for name in (*packages[:-1], "self_tests", "self_tests/oracles", "moe_conformance"):
         (tmp_path / name / "__init__.py").touch()
+    (tmp_path / "moe_conformance" / "reference").symlink_to("../reference")
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -68,10 +77,10 @@ def elsewhere():
 
 def tried(root, afters):
     """Returns what noticed the mutants with these lines; nothing, an empty text."""
-    from mutants import trial
+    from tools.mutants import trial
 
-    made = {mutant.after: mutant for mutant in mutants_of(ORACLE, "reference/groups.py")}
-    tests = oracles.Checkout(root).tests("reference/groups.py")
+    made = {mutant.after: mutant for mutant in mutants_of(ORACLE, "reference/groups/members.py")}
+    tests = oracles.Checkout(root).tests("reference/groups/members.py")
     trials = [trial.Trial(root, tests, made[after], seconds_per_test=1) for after in afters]
     return {each.mutant.after: verdict.by for each, verdict in trial.run(trials, jobs=2)}
 
@@ -80,16 +89,16 @@ def told(root):
     """Returns the exit code and the output of the command for the second oracle."""
     from click.testing import CliRunner
 
-    from mutants.__main__ import main
+    from tools.mutants.__main__ import main
 
-    result = CliRunner().invoke(main, ["--root", str(root), "--only", "self_tests/oracles/groups.py", "--all"])
+    result = CliRunner().invoke(main, ["--root", str(root), "--only", "self_tests/oracles/groups/members.py", "--all"])
     return result.exit_code, result.output
 
 
 class TestChanges:
     def test_every_mutant_is_another_program(self):
         """All parse, all differ, and none changes a type, a docstring or the text of an error."""
-        made = mutants_of(ORACLE, "reference/groups.py")
+        made = mutants_of(ORACLE, "reference/groups/members.py")
         programs = {ast.dump(ast.parse(mutant.source)) for mutant in made}
         assert len(made) == len(programs - {ast.dump(ast.parse(ORACLE))})
         assert {"halvings"} == {mutant.function for mutant in made}
@@ -99,7 +108,7 @@ class TestChanges:
 
     def test_they_are_near_misses(self):
         """A comparison, a constant, a rounding and a statement each have theirs, named by their line."""
-        made = {(mutant.line, mutant.after) for mutant in mutants_of(ORACLE, "reference/groups.py")}
+        made = {(mutant.line, mutant.after) for mutant in mutants_of(ORACLE, "reference/groups/members.py")}
         expected = {
             (6, "def halvings(number: int, start: int = 1) -> int:"),
             (8, "if start <= 0:"),
@@ -116,7 +125,7 @@ class TestTrials:
         """A test names itself, a mutant that none sees names nothing, and one that loops is ended by the clock."""
         before = {path: path.read_bytes() for path in checkout.rglob("*.py")}
         expected = {
-            "start += 2": "self_tests/test_oracle_pairs_groups.py::test_agree",
+            "start += 2": "self_tests/pairs/test_groups.py::test_agree",
             "def halvings(number: int, start: int = 1) -> int:": "",
             "number = number // 1": "time",
         }
@@ -127,7 +136,7 @@ class TestTrials:
 class TestCommand:
     def test_survivors_need_their_entry_and_entries_their_survivor(self, checkout, elsewhere):
         """A survivor without an entry fails the run, and so does an entry that is noticed or that nothing makes."""
-        file, (head, body) = "self_tests/oracles/groups.py", map(str.strip, SECOND.splitlines())
+        file, (head, body) = "self_tests/oracles/groups/members.py", map(str.strip, SECOND.splitlines())
         lines = {
             "survivor": (head, "def halvings(number, start=False):"),
             "noticed": (body, "return number.bit_length() and start"),
@@ -142,7 +151,7 @@ class TestCommand:
         code, output = elsewhere(told, checkout)
         assert 1 == code
         assert f"nothing notices {file}:1: {head}  ->  def halvings(number, start=False):" in output
-        assert "but self_tests/test_oracle_pairs_groups.py::test_agree does: take the entry out" in output
+        assert "but self_tests/pairs/test_groups.py::test_agree does: take the entry out" in output
         assert "return 0\nbut no such mutant is made: take it out" in output
         known.write_text(entries["survivor"])
         code, output = elsewhere(told, checkout)
@@ -151,11 +160,11 @@ class TestCommand:
 
     def test_tests_that_fail_anyway_notice_nothing(self, checkout, elsewhere):
         """A pair that disagrees without a mutant is refused."""
-        test = checkout / "self_tests" / "test_oracle_pairs_groups.py"
+        test = checkout / "self_tests" / "pairs" / "test_groups.py"
         test.write_text(TEST + "    assert second.halvings(1, 1) == 2\n")
         code, output = elsewhere(told, checkout)
         assert 1 == code
-        assert "test_oracle_pairs_groups.py fails without a mutant" in output
+        assert "pairs/test_groups.py fails without a mutant" in output
 
 
 class TestOracles:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.backends.native import Native, NativeSession
-from moe_conformance.backends.native.exchange import AllToAllExchange, LocalExchange
+from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange, LocalExchange
 from moe_conformance.contract import Config, Delivery, Routing, Unsupported
 from self_tests.planted_bugs import find
 

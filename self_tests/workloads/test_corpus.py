@@ -10,19 +10,19 @@ from dataclasses import fields, is_dataclass, replace
 import pytest
 import torch
 
-import reference.routing
+import moe_conformance.reference.routing.routes
 from moe_conformance.contract import Config, Limit
-from moe_conformance.judging.layer_expected import LayerExpected
+from moe_conformance.judging.layer.expected import LayerExpected
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import draw
-from moe_conformance.workloads.corpus import corpus
-from moe_conformance.workloads.dropping_layers import dropping
-from moe_conformance.workloads.features import broken, features, halves_in_flight, has_empty_slots, in_flight
-from moe_conformance.workloads.layers import layers
-from moe_conformance.workloads.profiles import USUAL_RANKS, beside, full_layouts, quick_layouts
-from moe_conformance.workloads.records import Batch, Drawn, Twist, Workload
-from moe_conformance.workloads.routing import routing_corpus
-from moe_conformance.workloads.scripts import scripts
+from moe_conformance.workloads.corpus.capacity.dropping_layers import dropping
+from moe_conformance.workloads.corpus.recipes import corpus
+from moe_conformance.workloads.corpus.routing.routers import routing_corpus
+from moe_conformance.workloads.corpus.scripts import scripts
+from moe_conformance.workloads.corpus.shared_experts import layers
+from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.features import broken, features, halves_in_flight, has_empty_slots, in_flight
+from moe_conformance.workloads.records.workload import Batch, Drawn, Twist, Workload
+from moe_conformance.workloads.selection.profiles import USUAL_RANKS, beside, full_layouts, quick_layouts
 
 EP2 = Layout(4, ep=2)
 
@@ -254,7 +254,7 @@ def chosen(workload: Workload, groups: tuple[int, int] | None, bias_E: torch.Ten
     x_TD = torch.cat([batch.x_TD for batch in workload.batches[0]])
     logits_TE = x_TD.double() @ workload.parameters["router", None].double().T
     config = workload.config
-    routed = reference.routing.route(
+    routed = moe_conformance.reference.routing.routes.route(
         logits_TE,
         top_k=config.top_k,
         score=config.score,

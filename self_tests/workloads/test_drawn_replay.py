@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from moe_conformance import cli
 from moe_conformance.report.records import Record
-from self_tests import plugin_runs
+from self_tests.plugin import plugin_runs
 
 CHECK = "test_a_drawn_batch_passes_every_exact_judgement[alltoall-ep2]"
 

@@ -8,13 +8,13 @@ import pytest
 
 from moe_conformance.contract import Limit
 from moe_conformance.engine import Engine
-from moe_conformance.workloads.example import describe, to_json
-from moe_conformance.workloads.records import Workload
-from self_tests.drawn_searches import Found, search
+from moe_conformance.workloads.drawn.example import describe, to_json
+from moe_conformance.workloads.records.workload import Workload
 from self_tests.planted_bugs import find
 from self_tests.planted_bugs.plant import SINGLE
+from self_tests.workloads.drawn_searches import Found, search
 
-BACKENDS = "self_tests.drawn_backends"
+BACKENDS = "self_tests.workloads.drawn_backends"
 
 # plant: the requirement that it violates, and what its smallest batch looks like
 SMALLEST = {

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from moe_conformance.contract import Limit
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import tags
-from moe_conformance.workloads.distribution import required
-from moe_conformance.workloads.features import features
-from moe_conformance.workloads.freedom import Freedom
-from self_tests.drawn_searches import STRATEGIES
+from moe_conformance.workloads.drawn.distribution import required
+from moe_conformance.workloads.drawn.freedom import Freedom
+from moe_conformance.workloads.records import tags
+from moe_conformance.workloads.records.features import features
+from self_tests.workloads.drawn_searches import STRATEGIES
 
 LAYOUTS = (Layout(1), Layout(2, ep=2), Layout(4, ep=2, etp=2), Layout(4, tp=2, ep=4))
 LIMITS = {

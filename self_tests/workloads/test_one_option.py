@@ -8,7 +8,7 @@ import pytest
 
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
-from moe_conformance.workloads.knobs import KNOBS, names, one_at_a_time, turned
+from moe_conformance.workloads.corpus.exchange.one_option import KNOBS, names, one_at_a_time, turned
 
 
 class TestOneAtATime:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moe_conformance.contract import Delivery
 from moe_conformance.scenarios.padding import PaddingGradients, large_beside_pairs
-from moe_conformance.workloads import tags
+from moe_conformance.workloads.records import tags
 
 
 def doubled(delivery: Delivery) -> Tensor:

@@ -12,14 +12,14 @@ from functools import cache
 import pytest
 import torch
 
-from moe_conformance import waivers
+from moe_conformance import waiving
 from moe_conformance.backends import registry
 from moe_conformance.backends.native import Native
 from moe_conformance.plan import Case, Plan
 from moe_conformance.shards import Shard
 from moe_conformance.workloads.selection.stored import FOLDER, of, read
+from self_tests.planted_bugs.test_planted_bugs import TRIALS
 from self_tests.second_cases import alone, declared, second, trials
-from self_tests.test_planted_bugs import TRIALS
 from tools.select_cases import Demand, Place, choose, demands, place_of
 
 STORED = sorted(path.stem for path in FOLDER.glob("*.toml"))
@@ -67,7 +67,7 @@ class TestStored:
 
     def test_examples_of_waivers_run(self, backend: str) -> None:
         """Those of the quick layouts, be they stored or not."""
-        path = waivers.path_for(backend, "")
+        path = waiving.path_for(backend, "")
         names = [each["example"] for each in tomllib.loads(path.read_text())["waiver"]] if path else []
         examples = frozenset(name.partition("[")[2].removesuffix("]") for name in names)
         asked = examples & {case.id for case in plan_of(backend).pool}

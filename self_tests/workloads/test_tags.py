@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from moe_conformance.workloads import tags
+from moe_conformance.workloads.records import tags
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 

@@ -1,4 +1,4 @@
-"""Mutates the oracles of both sides and says what their tests did not notice: `python -m mutants`."""
+"""Mutates the oracles of both sides and says what their tests did not notice: `python -m tools.mutants`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 import click
 
-from mutants import report, survivors, trial
-from mutants.changes import Mutant, mutants_of
-from mutants.oracles import Checkout, NotHeld
-from mutants.report import Results
-from mutants.trial import Trial
+from tools.mutants import report, survivors, trial
+from tools.mutants.changes import Mutant, mutants_of
+from tools.mutants.oracles import Checkout, NotHeld
+from tools.mutants.report import Results
+from tools.mutants.trial import Trial
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
@@ -22,7 +22,7 @@ from mutants.trial import Trial
 @click.option("--only", multiple=True, metavar="FILE", help="an oracle; may be given several times  [default: all]")
 @click.option("--jobs", default=1, metavar="N", help="processes at a time")
 @click.option("--markdown", is_flag=True, help="write the figures into docs/mutants.md")
-@click.option("--root", default=Path(__file__).parent.parent, type=Path, help="the checkout", show_default="this one")
+@click.option("--root", default=Path(__file__).parents[2], type=Path, help="the checkout", show_default="this one")
 def main(each: int, seed: int, every: bool, only: tuple[str, ...], jobs: int, markdown: bool, root: Path) -> None:
     """Mutate the oracles, and see whether the tests that hold them notice."""
     checkout = Checkout(root.resolve())

@@ -9,7 +9,7 @@ import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from mutants import operators
+from tools.mutants import operators
 
 # An expression or a statement, the name of the function around it, and whether its block ends with it.
 _Place = tuple[ast.AST, str, bool]

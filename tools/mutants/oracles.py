@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
@@ -20,11 +19,12 @@ _CHAPTERS: Mapping[str, str] = {"layer": "gradients", "selection": "routing", "w
 # Files that are no oracle of a pair.
 _OTHERS = frozenset(
     {
-        # Bounds of errors: honest and wrong arithmetic hold them, in self_tests/test_bounds.py and test_loss_bounds.py.
-        "reference/expert_magnitudes.py", "reference/loss_magnitudes.py", "reference/magnitudes.py",
-        "reference/rounding.py", "reference/routing_magnitudes.py", "reference/whole_layer_magnitudes.py",
+        # Bounds of errors: self_tests/judging/test_bounds.py and test_loss_bounds.py hold them.
+        "reference/rounding/errors.py", "reference/rounding/expert_magnitudes.py",
+        "reference/rounding/loss_magnitudes.py", "reference/rounding/magnitudes.py",
+        "reference/rounding/routing_magnitudes.py", "reference/rounding/whole_layer_magnitudes.py",
         # What asks both oracles of a pair: another question that still fits is no error. And what compares the answers.
-        "reference/config_cases.py",
+        "reference/config_rules/cases.py",
         "self_tests/oracles/agreement.py", "self_tests/oracles/bits.py", "self_tests/oracles/packing_cases.py",
     }
 )  # fmt: skip
@@ -42,27 +42,22 @@ class Checkout:
 
     def oracles(self) -> list[str]:
         """Return all files of oracles, both sides, as paths below the root."""
-        found = [path.relative_to(self.root).as_posix() for name in FOLDERS for path in (self.root / name).glob("*.py")]
+        found = [
+            path.relative_to(self.root).as_posix() for name in FOLDERS for path in (self.root / name).rglob("*.py")
+        ]
         return sorted(file for file in found if not file.endswith("/__init__.py") and file not in _OTHERS)
 
     def chapter(self, file: str) -> str:
-        """Return the chapter of the law whose name an oracle bears, or which it or the first of its name cites most.
+        """Return the chapter of the spec whose name an oracle's file or folder bears.
 
         Raises:
-            NotHeld: it cites none.
+            NotHeld: it bears none.
         """
-        stem, spec = Path(file).stem, self.root / "moe_conformance" / "spec"
-        if (spec / f"{stem}.toml").is_file():
-            return stem
-        if stem in _CHAPTERS:
-            return _CHAPTERS[stem]
-        first = self.root / "reference" / f"{stem}.py"
-        text = (first if first.is_file() else self.root / file).read_text()
-        cited = Counter(_REQUIREMENT.findall(text)).most_common(1)
-        for chapter in spec.glob("*.toml"):
-            if cited and f'\nid = "{cited[0][0]}-' in chapter.read_text() and chapter.stem != "unchecked":
-                return chapter.stem
-        raise NotHeld(f"{file} cites no requirement of the law: let it, or give it a chapter in {__file__}")
+        name = Path(next(file.removeprefix(f"{each}/") for each in FOLDERS if file.startswith(f"{each}/"))).parts[0]
+        chapter = name.removesuffix(".py")
+        if not (self.root / "moe_conformance" / "spec" / f"{chapter}.toml").is_file():
+            raise NotHeld(f"{file} bears the name of no chapter of the spec: put it into the folder of one")
+        return chapter
 
     def tests(self, file: str) -> list[str]:
         """Return all tests of pairs that an oracle takes part in, directly or through others.
@@ -74,9 +69,10 @@ class Checkout:
         Raises:
             NotHeld: there is no test of a pair, or no chapter.
         """
-        stem, chapter = Path(file).stem, self.chapter(file)
+        chapter = self.chapter(file)
+        stem = chapter if Path(file).stem == chapter else f"{chapter}_{Path(file).stem}"
         distances = {}
-        for path in (self.root / "self_tests").glob(f"{_TESTS}*.py"):
+        for path in (self.root / _PAIRS).glob(f"{_TESTS}*.py"):
             distance = self._distance(path, self.root / file)
             if distance is not None:
                 letters = zip(stem, path.stem.removeprefix(_TESTS), strict=False)
@@ -85,8 +81,8 @@ class Checkout:
                     not path.stem.startswith(_TESTS + chapter), distance, -alike, path.name
                 )  # fmt: skip
         if not distances:
-            raise NotHeld(f"no self_tests/{_TESTS}*.py imports {file}: write one, or name the file in {__file__}")
-        examples = [file] if ">>> " in (self.root / file).read_text() else []
+            raise NotHeld(f"no {_PAIRS}/{_TESTS}*.py imports {file}: write one, or name the file in {__file__}")
+        examples = [_imported(file)] if ">>> " in (self.root / file).read_text() else []
         return sorted(distances, key=distances.__getitem__) + examples
 
     def _distance(self, start: Path, goal: Path) -> int | None:
@@ -97,6 +93,16 @@ class Checkout:
             seen |= ring
             distance += 1
         return distance if ring else None
+
+
+def module(file: str) -> str:
+    """Return the name under which an oracle is imported."""
+    return _imported(file).removesuffix(".py").replace("/", ".")
+
+
+def _imported(file: str) -> str:
+    """Return the path by which an oracle is imported: those of reference/ by the link in the package."""
+    return f"moe_conformance/{file}" if file.startswith("reference/") else file
 
 
 @cache
@@ -115,6 +121,7 @@ def _found(path: Path, root: Path) -> Iterator[Path]:
             package = ".".join([*near, *([node.module] if node.module else [])])
             names = [package, *(f"{package}.{alias.name}" for alias in node.names)]
         for name in names:
-            file = root / (name.replace(".", "/") + ".py")
+            below = name.removeprefix("moe_conformance.") if name.startswith(_REFERENCE) else name
+            file = root / (below.replace(".", "/") + ".py")
             if file.is_file():
                 yield file

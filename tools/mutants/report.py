@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mutants.changes import Mutant
-from mutants.survivors import FILE, Key, entry
-from mutants.trial import Verdict
+from tools.mutants.changes import Mutant
+from tools.mutants.survivors import FILE, Key, entry
+from tools.mutants.trial import Verdict
 
 GOAL = 0.95
 _DOCUMENT = Path("docs") / "mutants.md"

@@ -6,10 +6,10 @@ import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
-from mutants.changes import Mutant
+from tools.mutants.changes import Mutant
 
 Key = tuple[str, str, str, str]
-FILE = Path("mutants") / "survivors.toml"
+FILE = Path("tools") / "mutants" / "survivors.toml"
 _FIELDS = ("file", "function", "before", "after")
 
 

@@ -24,7 +24,8 @@ import numpy  # noqa: F401  # what the tests import, once and for all
 import pytest
 import torch
 
-from mutants.changes import Mutant
+from tools.mutants.changes import Mutant
+from tools.mutants.oracles import module
 
 # Of the processor's time: several times what the longest test of a pair takes.
 SECONDS_PER_TEST = 20
@@ -128,7 +129,7 @@ def _in_child(trial: Trial) -> tuple[int, str]:
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     os.chdir(trial.root)
     sys.path.insert(0, str(trial.root))
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("reference", "self_tests")]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("moe_conformance", "self_tests")]:
         del sys.modules[name]  # of this checkout, or of another one
     if trial.mutant:
         try:
@@ -184,14 +185,14 @@ class _Source(SourceFileLoader):
 
 def _put_in_place(mutant: Mutant, root: Path) -> None:
     """Import the mutant as the module that it is a mutant of, before anything else imports that."""
-    name = mutant.file.removesuffix(".py").replace("/", ".")
+    name = module(mutant.file)
     package, _, stem = name.rpartition(".")
     path = str(root / mutant.file)
     spec = spec_from_file_location(name, path, loader=_Source(name, path, mutant.source))
     assert spec is not None
     assert spec.loader is not None
     parent = importlib.import_module(package)
-    module = module_from_spec(spec)
-    sys.modules[name] = module
-    setattr(parent, stem, module)
-    spec.loader.exec_module(module)
+    mutated = module_from_spec(spec)
+    sys.modules[name] = mutated
+    setattr(parent, stem, mutated)
+    spec.loader.exec_module(mutated)

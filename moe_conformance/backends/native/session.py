@@ -8,23 +8,23 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import torch
 
-from moe_conformance.backends.native.exchange import AllGatherExchange, AllToAllExchange, LocalExchange
-from moe_conformance.backends.native.experts import Experts
-from moe_conformance.backends.native.flex import FlexExchange
-from moe_conformance.backends.native.float8 import Float8Wire
-from moe_conformance.backends.native.forcing import ForcedRouter
-from moe_conformance.backends.native.gradients import GradientFinisher, Replicated
+from moe_conformance.backends.native.exchange.dispatchers import AllGatherExchange, AllToAllExchange, LocalExchange
+from moe_conformance.backends.native.exchange.token_padding import PaddedExchange, TokenPadding, Withdrawing
+from moe_conformance.backends.native.exchange.tp_duplicated_tokens import TokenCopies
+from moe_conformance.backends.native.fused.flex import FlexExchange
+from moe_conformance.backends.native.fused.fp8_wire import Float8Wire
+from moe_conformance.backends.native.fused.low_latency import FixedPlaces, LowLatencyExchange
+from moe_conformance.backends.native.fused.managers import DeepEPManager, HybridEPManager, Manager, NCCLEPManager
+from moe_conformance.backends.native.fused.surface import ReusableExchange
+from moe_conformance.backends.native.fused.token_exchange import TokenExchange
 from moe_conformance.backends.native.groups import CannotBuild
-from moe_conformance.backends.native.layer import Layer
-from moe_conformance.backends.native.low_latency import FixedPlaces, LowLatencyExchange
-from moe_conformance.backends.native.managers import DeepEPManager, HybridEPManager, Manager, NCCLEPManager
+from moe_conformance.backends.native.layer.experts import Experts
+from moe_conformance.backends.native.layer.gradients import GradientFinisher, Replicated
+from moe_conformance.backends.native.layer.layer import Layer
+from moe_conformance.backends.native.layer.shared_experts import SharedExperts
 from moe_conformance.backends.native.offered import Offered, offered
-from moe_conformance.backends.native.padding import PaddedExchange, TokenPadding, Withdrawing
-from moe_conformance.backends.native.reusable import ReusableExchange
-from moe_conformance.backends.native.routing import Router
-from moe_conformance.backends.native.shared_experts import SharedExperts
-from moe_conformance.backends.native.token_copies import TokenCopies
-from moe_conformance.backends.native.token_exchange import TokenExchange
+from moe_conformance.backends.native.router.forcing import ForcedRouter
+from moe_conformance.backends.native.router.routing import Router
 from moe_conformance.contract import Config, Parametrised, SplitExchange, Topology, Unsupported, refusals
 from moe_conformance.surfaces import Session
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_conformance.judging import bounds
-from moe_conformance.judging.diagnosis import common_ratio
+from moe_conformance.judging.compare import bounds
+from moe_conformance.judging.findings import common_ratio
 from moe_conformance.judging.verdict import Tally
 
 

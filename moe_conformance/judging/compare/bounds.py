@@ -1,6 +1,6 @@
 """Bounds: how far an honest implementation may be from the oracle, derived for every element, never one rtol for all.
 
-`reference.magnitudes` and `reference.routing_magnitudes` add up rounding errors of the first order. This module says by
+The magnitudes of `reference.rounding` add up rounding errors of the first order. This module says by
 which unit roundoffs an implementation stores and adds up, and provides for products of errors and for numbers too small
 to be normal.
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.contract import Config
-from reference.rounding import Rounding
+from moe_conformance.reference.rounding.errors import Rounding
 
 # Operations on the longest path from an input to a result: an error passes through fewer than this many others. Their
 # products are the second order, which `gamma` covers.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe_conformance.judging.diagnosis import Finding, fail
-from moe_conformance.judging.exact import wrong
+from moe_conformance.judging.compare.exact import wrong
+from moe_conformance.judging.findings import Finding, fail
 from moe_conformance.judging.verdict import AbsentGradient, Mismatch, Stage, Tally, WrongForm
 
 _SHOWN = 4  # values of a row

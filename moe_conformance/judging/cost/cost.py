@@ -11,14 +11,16 @@ import torch
 
 from moe_conformance.contract import HANDED, ROUTINGS, WIRES
 from moe_conformance.engine.ledger.entry import Entry, group_words
-from moe_conformance.judging.alignment import multiple_of
-from moe_conformance.judging.diagnosis import some
-from moe_conformance.judging.reading import Reading
-from moe_conformance.judging.routing_maps import Map, require_maps
-from moe_conformance.judging.traffic import by_phase, bytes_leaving, carries_rows, rows_leaving
+from moe_conformance.judging.cost.routing_maps import Map, require_maps
+from moe_conformance.judging.findings import some
+from moe_conformance.judging.observed.row_multiple import multiple_of
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.observed.traffic import by_phase, bytes_leaving, carries_rows, rows_leaving
 from moe_conformance.judging.verdict import Costly, NotOffered, Tally, WrongForm
+from moe_conformance.reference.cost import calls as cost_calls
+from moe_conformance.reference.cost import rows as cost
+from moe_conformance.reference.cost import wire_bytes
 from moe_conformance.scenarios.outcome import RankOutcome
-from reference import cost, cost_bytes, cost_calls
 
 
 def judge_no_calls(reading: Reading, tally: Tally) -> None:
@@ -168,7 +170,7 @@ def judge_beside_rows(reading: Reading, tally: Tally) -> None:
                 T = len(reading.batches[m][rank].x_TD)
                 entry = require_maps(calls, rank, Map(T, config.experts, W), config.hidden, f"forward:{m}")
                 rows = T * (W - 1)
-            allowed = cost_bytes.metadata_bytes(W, config.experts, config.top_k, rows, map_entry=entry)
+            allowed = wire_bytes.metadata_bytes(W, config.experts, config.top_k, rows, map_entry=entry)
             if moved.beside > allowed:
                 sent = f"{moved.beside} bytes beside {moved.dispatch} rows"
                 what = f"{allowed}, whole maps and counts" if maps else allowed
@@ -230,7 +232,7 @@ def judge_handed(reading: Reading, tally: Tally) -> None:
             for rank in group:
                 rows_N = [routed[rank, expert] for expert in reading.ranks[rank].local_experts]
                 rows = sum(len(call.rows_RD) for call in reading.ranks[rank].microbatches[m].handed)
-                allowed = tokens if handed == "tokens" else cost_bytes.most_rows(rows_N, multiple)
+                allowed = tokens if handed == "tokens" else wire_bytes.most_rows(rows_N, multiple)
                 if rows > allowed:
                     some_of = f"{tokens} tokens" if handed == "tokens" else f"{sum(rows_N)} routed pairs"
                     found.append(f"rank {rank} hands {rows} rows to its experts in microbatch {m}, of {some_of}")

@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 
 from moe_conformance.engine.ledger.entry import Entry, group_words
-from moe_conformance.judging.diagnosis import some
-from moe_conformance.judging.reading import Reading
-from moe_conformance.judging.traffic import by_phase
+from moe_conformance.judging.findings import some
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.observed.traffic import by_phase
 from moe_conformance.judging.verdict import Costly, NotOffered, Tally
-from moe_conformance.workloads.records import Workload
-from reference import cost_calls
+from moe_conformance.reference.cost import calls as cost_calls
+from moe_conformance.workloads.records.workload import Workload
 
 
 def judge_reductions(reading: Reading, tally: Tally) -> None:

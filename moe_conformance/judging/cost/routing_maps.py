@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 
 from moe_conformance.engine.ledger.entry import Entry
-from moe_conformance.judging.diagnosis import some
-from moe_conformance.judging.traffic import bytes_leaving
+from moe_conformance.judging.findings import some
+from moe_conformance.judging.observed.traffic import bytes_leaving
 from moe_conformance.judging.verdict import WrongForm
 
 _MARK_BYTES, _WEIGHT_BYTES = 1, torch.float32.itemsize

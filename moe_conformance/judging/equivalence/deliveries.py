@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.diagnosis import Finding, fail
-from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import Tally, WrongDelivery
 from moe_conformance.scenarios.outcome import Handed
 from moe_conformance.scenarios.tensors import same_bytes
-from moe_conformance.workloads.twins import Twin
+from moe_conformance.workloads.corpus.equivalence.twins import Twin
 
 
 def judge_same_deliveries(original: Reading, twin: Twin, other: Reading, tally: Tally) -> None:

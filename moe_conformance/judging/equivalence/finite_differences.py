@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe_conformance.judging.diagnosis import Finding, fail
-from moe_conformance.judging.reading import Reading
-from moe_conformance.judging.twin_parameters import assembled
-from moe_conformance.judging.twins import RunTwins, read_twin
+from moe_conformance.judging.equivalence.parameters import assembled
+from moe_conformance.judging.equivalence.runs import RunTwins, read_twin
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import AbsentGradient, NotOffered, Tally, WrongGradient
-from moe_conformance.workloads.laws import Nudged
+from moe_conformance.workloads.corpus.equivalence.laws import Nudged
 
 _ROUNDING = 2.0**-50  # of the loss, relative to the sum of its addends' magnitudes
 _CURVATURE = 2.0**-24  # the same: ten thousand times what a layer has, and a tenth of a rounding to float32 over h

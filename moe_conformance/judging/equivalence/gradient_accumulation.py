@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from moe_conformance.judging.diagnosis import Finding, fail
-from moe_conformance.judging.finals import steps_of
-from moe_conformance.judging.reading import Reading
-from moe_conformance.judging.twin_parameters import allowed_of, assembled, assembled_again, far_off
-from moe_conformance.judging.twins import Ran, judge_alike, read_twin, those_that_ran
+from moe_conformance.judging.equivalence.parameters import allowed_of, assembled, assembled_again, far_off
+from moe_conformance.judging.equivalence.runs import Ran, judge_alike, read_twin, those_that_ran
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.finished_gradients import steps_of
+from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import NotOffered, Tally, WrongGradient
 
 

@@ -7,17 +7,17 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.bounded import compare
-from moe_conformance.judging.diagnosis import Finding, fail
-from moe_conformance.judging.finals import finals_of, steps_of
-from moe_conformance.judging.own_expected import Key
-from moe_conformance.judging.own_experts import expected_of
-from moe_conformance.judging.places import Shard, stages, whole
-from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.compare.bounded import compare
+from moe_conformance.judging.experts.expected import Key
+from moe_conformance.judging.experts.experts import expected_of
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.finished_gradients import finals_of, steps_of
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.observed.scopes import Shard, stages, whole
 from moe_conformance.judging.verdict import AbsentGradient, NotOffered, Tally, Uncovered, WrongGradient
 from moe_conformance.scenarios.outcome import Grad, RankOutcome
-from moe_conformance.workloads.records import ParameterKey
-from moe_conformance.workloads.twins import Twin
+from moe_conformance.workloads.corpus.equivalence.twins import Twin
+from moe_conformance.workloads.records.workload import ParameterKey
 
 _Whole = dict[tuple[int, Key], Tensor]  # by pipeline stage and parameter
 

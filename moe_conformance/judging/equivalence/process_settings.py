@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from moe_conformance.judging.diagnosis import Finding, fail
-from moe_conformance.judging.twins import Ran, read_twin, those_that_ran
+from moe_conformance.judging.equivalence.runs import Ran, read_twin, those_that_ran
+from moe_conformance.judging.findings import Finding, fail
 from moe_conformance.judging.verdict import ChangedState, Tally
 
 

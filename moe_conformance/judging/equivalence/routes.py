@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from moe_conformance.judging.diagnosis import Finding, fail
-from moe_conformance.judging.places import Place
-from moe_conformance.judging.reading import Reading
-from moe_conformance.judging.routers import expected_of
-from moe_conformance.judging.twins import Ran, judge_same_gradients, read_twin, those_that_ran
+from moe_conformance.judging.equivalence.runs import Ran, judge_same_gradients, read_twin, those_that_ran
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.observed.scopes import Place
+from moe_conformance.judging.router.routers import expected_of
 from moe_conformance.judging.verdict import NotOffered, Tally, WrongSelection, WrongWeight
-from moe_conformance.workloads.twins import picked
+from moe_conformance.workloads.corpus.equivalence.twins import picked
 
 
 class Routes(NamedTuple):

@@ -9,14 +9,14 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.diagnosis import Finding, fail, some
-from moe_conformance.judging.likeness import likeness
-from moe_conformance.judging.own_expected import OwnExpected
-from moe_conformance.judging.own_experts import expected_of
-from moe_conformance.judging.places import Place
-from moe_conformance.judging.reading import Reading, place_of, read, tokens_of
-from moe_conformance.judging.twin_deliveries import judge_same_deliveries
-from moe_conformance.judging.twin_parameters import judge_same_parameters
+from moe_conformance.judging.equivalence.deliveries import judge_same_deliveries
+from moe_conformance.judging.equivalence.parameters import judge_same_parameters
+from moe_conformance.judging.experts.expected import OwnExpected
+from moe_conformance.judging.experts.experts import expected_of
+from moe_conformance.judging.explain.row_identity import likeness
+from moe_conformance.judging.findings import Finding, fail, some
+from moe_conformance.judging.observed.run import Reading, place_of, read, tokens_of
+from moe_conformance.judging.observed.scopes import Place
 from moe_conformance.judging.verdict import (
     ChangedInput,
     Mismatch,
@@ -29,7 +29,7 @@ from moe_conformance.judging.verdict import (
     WrongOutput,
 )
 from moe_conformance.scenarios.outcome import Microbatch, Outcome, RankOutcome
-from moe_conformance.workloads.twins import Rows, Twin, picked
+from moe_conformance.workloads.corpus.equivalence.twins import Rows, Twin, picked
 
 
 @dataclass(frozen=True)

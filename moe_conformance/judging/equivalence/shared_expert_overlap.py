@@ -9,13 +9,13 @@ from dataclasses import replace
 import torch
 
 from moe_conformance.engine.ledger.entry import Entry, group_words
-from moe_conformance.judging.diagnosis import Finding, fail
-from moe_conformance.judging.layers import EVERY, judge_layer_dx, judge_layer_gradients, judge_layer_outputs
-from moe_conformance.judging.reading import Reading
-from moe_conformance.judging.twins import RunTwins, read_twin
+from moe_conformance.judging.equivalence.runs import RunTwins, read_twin
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.layer.layer import EVERY, judge_layer_dx, judge_layer_gradients, judge_layer_outputs
+from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import NotOffered, Tally, WrongCollectives
-from moe_conformance.workloads.records import Workload
-from moe_conformance.workloads.twins import Twin, the_same
+from moe_conformance.workloads.corpus.equivalence.twins import Twin, the_same
+from moe_conformance.workloads.records.workload import Workload
 
 
 def judge_overlap(reading: Reading, twins: RunTwins, tally: Tally) -> None:

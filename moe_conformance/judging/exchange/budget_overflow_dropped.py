@@ -9,17 +9,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.alignment import multiple_of, told_rows
-from moe_conformance.judging.deliveries import judge_deliveries, judge_rows
-from moe_conformance.judging.diagnosis import Finding, count, fail, some
-from moe_conformance.judging.outputs import judge_outputs
-from moe_conformance.judging.overflow import rows_wanted
-from moe_conformance.judging.padding import judge_dropped_gradients, judge_lost_tokens
-from moe_conformance.judging.reading import Reading, read
+from moe_conformance.judging.exchange.budget_overflow_refused import rows_wanted
+from moe_conformance.judging.exchange.capacity_padding import judge_dropped_gradients, judge_lost_tokens
+from moe_conformance.judging.exchange.deliveries import judge_deliveries, judge_rows
+from moe_conformance.judging.exchange.outputs import judge_outputs
+from moe_conformance.judging.findings import Finding, count, fail, some
+from moe_conformance.judging.observed.row_multiple import multiple_of, told_rows
+from moe_conformance.judging.observed.run import Reading, read
 from moe_conformance.judging.verdict import Tally, WrongCount, WrongDelivery, WrongGradient, WrongOutput
-from moe_conformance.workloads import tags
-from reference import capacity_budget
-from reference.exchange import Pair
+from moe_conformance.reference.capacity import receive_budget
+from moe_conformance.reference.exchange.deliveries import Pair
+from moe_conformance.workloads.records import tags
 
 
 def judge_flags(reading: Reading, tally: Tally) -> None:
@@ -67,7 +67,7 @@ def judge_dropped_rows(reading: Reading, tally: Tally) -> None:
     judge_deliveries(rest, Tally())
     for m in range(len(reading.batches)):
         delivered, budgets, multiple = _delivered(reading, m), _budgets(reading), multiple_of(reading)
-        legal = capacity_budget.legal_deliveries(delivered, reading.pairs[m], budgets, alignment=multiple)
+        legal = receive_budget.legal_deliveries(delivered, reading.pairs[m], budgets, alignment=multiple)
         if not all(legal):  # whatever the words above leave out
             sentence = f"what rank {legal.index(False)} received of microbatch {m} is not what its budget allows"
             raise WrongDelivery("dispatch", sentence, ranks=(legal.index(False),))
@@ -91,7 +91,7 @@ def judge_room_left(reading: Reading, tally: Tally) -> None:
         rows = Counter(pair.destination for pair in delivered)
         owners = _owners(wanted)
         budgets, multiple = _budgets(reading), multiple_of(reading)
-        for source, token, slot in capacity_budget.fitting_slots(delivered, wanted, budgets, alignment=multiple):
+        for source, token, slot in receive_budget.fitting_slots(delivered, wanted, budgets, alignment=multiple):
             ranks = owners[source, token, slot]
             sentence = (
                 f"{_name(m, source, token, slot)} is dropped, and would have fitted: rank {ranks[0]} keeps "
@@ -185,7 +185,7 @@ def _budgets(reading: Reading) -> list[int]:
 
 def _over(reading: Reading, rows_N: Sequence[int]) -> bool:
     """Return whether the rows of a rank's experts, padded, are more than its buffer holds."""
-    return capacity_budget.over_budget(rows_N, _budget(reading), alignment=multiple_of(reading))
+    return receive_budget.over_budget(rows_N, _budget(reading), alignment=multiple_of(reading))
 
 
 def _told(reading: Reading, rows_N: Sequence[int]) -> str:
@@ -213,7 +213,7 @@ def _of_the_kept(reading: Reading) -> Reading:
     batches = []
     for m, ranks in enumerate(reading.batches):
         ids = [batch.ids_TK for batch in ranks]
-        kept = capacity_budget.delivered_slots(_delivered(reading, m), ids)
+        kept = receive_budget.delivered_slots(_delivered(reading, m), ids)
         batches.append(
             tuple(
                 replace(batch, ids_TK=torch.where(kept_TK, batch.ids_TK, -1))

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import torch
 
-from moe_conformance.judging.alignment import multiple_of, padded_rows, told_rows
-from moe_conformance.judging.diagnosis import Finding, fail
-from moe_conformance.judging.gradients import judge_dweights, judge_dx
-from moe_conformance.judging.outputs import judge_outputs
-from moe_conformance.judging.reading import Reading, read
+from moe_conformance.judging.exchange.gradients import judge_dweights, judge_dx
+from moe_conformance.judging.exchange.outputs import judge_outputs
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.row_multiple import multiple_of, padded_rows, told_rows
+from moe_conformance.judging.observed.run import Reading, read
 from moe_conformance.judging.verdict import Tally, WrongCount
+from moe_conformance.reference.capacity import receive_budget
 from moe_conformance.scenarios.outcome import Grad, Microbatch
-from moe_conformance.workloads.records import Batch
-from reference import capacity_budget
+from moe_conformance.workloads.records.workload import Batch
 
 
 def judge_overflow(reading: Reading, tally: Tally) -> None:
@@ -36,7 +36,7 @@ def judge_overflow(reading: Reading, tally: Tally) -> None:
         wanted = rows_wanted(reading, m)
         for group in reading.outcome.workload.layout.groups()["ep_etp"]:
             rows = {rank: wanted[rank] for rank in group}
-            over = any(capacity_budget.over_budget(rows[rank], budget, alignment=multiple) for rank in group)
+            over = any(receive_budget.over_budget(rows[rank], budget, alignment=multiple) for rank in group)
             most = max(rows, key=lambda rank: padded_rows(rows[rank], multiple))
             for rank in group:
                 reported = reading.seen(m, rank).overflow is not None

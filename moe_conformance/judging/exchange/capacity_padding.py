@@ -11,11 +11,11 @@ from functools import partial
 from torch import Tensor
 
 from moe_conformance.engine.ledger.entry import group_words
-from moe_conformance.judging.diagnosis import Finding, fail, some
-from moe_conformance.judging.gradients import judge_dweights, judge_dx
-from moe_conformance.judging.outputs import judge_outputs
-from moe_conformance.judging.reading import Reading
-from moe_conformance.judging.traffic import carries_rows, dispatches, parted
+from moe_conformance.judging.exchange.gradients import judge_dweights, judge_dx
+from moe_conformance.judging.exchange.outputs import judge_outputs
+from moe_conformance.judging.findings import Finding, fail, some
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.observed.traffic import carries_rows, dispatches, parted
 from moe_conformance.judging.verdict import (
     AbsentGradient,
     Tally,
@@ -25,8 +25,8 @@ from moe_conformance.judging.verdict import (
     WrongGradient,
     WrongOutput,
 )
-from moe_conformance.workloads import tags
-from reference import capacity, capacity_budget
+from moe_conformance.reference.capacity import limits, receive_budget
+from moe_conformance.workloads.records import tags
 
 # ---- rows that fill up ---------------------------------------------------------------------------------------
 
@@ -137,15 +137,15 @@ def _capacities(reading: Reading, m: int, group: tuple[int, ...]) -> tuple[list[
     config = reading.outcome.workload.config
     ids = [reading.batches[m][rank].ids_TK for rank in group]
     if config.capacity_factor is None:
-        room = capacity.lossless_capacity(ids, config.experts, minimum=config.min_capacity)
+        room = limits.lossless_capacity(ids, config.experts, minimum=config.min_capacity)
         if any(rank.resolved.get("capacity_over") == "tp" for rank in reading.ranks):  # places are cut among its ranks
             tp = reading.outcome.workload.layout.tp
             room = -(-room // tp) * tp
         return [room] * len(group), [room] * len(group)
-    legal_of = partial(capacity.capacities, factor=config.capacity_factor, minimum=config.min_capacity)
+    legal_of = partial(limits.capacities, factor=config.capacity_factor, minimum=config.min_capacity)
     legal = [legal_of(len(ids_TK), config.top_k, config.experts) for ids_TK in ids]
-    fewest = [capacity.padded_rows(len(ids_TK), rooms[0])[0] for rooms, ids_TK in zip(legal, ids, strict=True)]
-    most = [capacity.padded_rows(len(ids_TK), rooms[-1])[-1] for rooms, ids_TK in zip(legal, ids, strict=True)]
+    fewest = [limits.padded_rows(len(ids_TK), rooms[0])[0] for rooms, ids_TK in zip(legal, ids, strict=True)]
+    most = [limits.padded_rows(len(ids_TK), rooms[-1])[-1] for rooms, ids_TK in zip(legal, ids, strict=True)]
     return fewest, most
 
 
@@ -245,7 +245,7 @@ def judge_worst_case(reading: Reading, tally: Tally) -> None:
             tokens = [len(ranks[rank].x_TD) for rank in group]
             for rank in group:
                 held = len(reading.ranks[rank].local_experts)
-                most = capacity_budget.worst_case_rows(tokens, workload.config.top_k, held)
+                most = receive_budget.worst_case_rows(tokens, workload.config.top_k, held)
                 if received[m, rank] > most:
                     sentence = f"rank {rank} received {received[m, rank]} rows; there can be {most} at most"
                     findings.append(Finding("more", sentence, (rank,)))

@@ -6,10 +6,10 @@ from collections import Counter
 
 from torch import Tensor
 
-from moe_conformance.judging.diagnosis import Finding, count, fail
-from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.findings import Finding, count, fail
+from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import NotOffered, Tally, WrongCount
-from moe_conformance.workloads import tags
+from moe_conformance.workloads.records import tags
 
 
 def judge_counts(reading: Reading, tally: Tally) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from moe_conformance.judging.diagnosis import Finding, count, fail
-from moe_conformance.judging.in_flight import dispatched_by_another, flight_words
-from moe_conformance.judging.likeness import likeness
-from moe_conformance.judging.reading import Entry, Lost, Match, Reading, tokens_of
+from moe_conformance.judging.explain.microbatch_mixup import dispatched_by_another, flight_words
+from moe_conformance.judging.explain.row_identity import likeness
+from moe_conformance.judging.findings import Finding, count, fail
+from moe_conformance.judging.observed.run import Entry, Lost, Match, Reading, tokens_of
 from moe_conformance.judging.verdict import CorruptRow, Tally, WrongDelivery, WrongForm
-from moe_conformance.workloads import tags
+from moe_conformance.workloads.records import tags
 
 
 def judge_deliveries(reading: Reading, tally: Tally) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.diagnosis import Finding, apart, fail
-from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.findings import Finding, apart, fail
+from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import CorruptRow, Tally
 from moe_conformance.scenarios.outcome import Handed
 

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from moe_conformance.judging.diagnosis import Finding, apart, fail
-from moe_conformance.judging.once import once
-from moe_conformance.judging.outputs import judge_inputs
-from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.exchange.outputs import judge_inputs
+from moe_conformance.judging.findings import Finding, apart, fail
+from moe_conformance.judging.observed.cached import once
+from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import Mismatch, NotOffered, Stage, Tally, WrongGradient, WrongOutput
+from moe_conformance.reference.exchange import layer
 from moe_conformance.scenarios.outcome import Microbatch
-from moe_conformance.workloads.records import Batch
-from reference import layer
+from moe_conformance.workloads.records.workload import Batch
 
 _Solved = tuple[tuple[layer.Gradients, ...], ...]  # [microbatch][rank]
 

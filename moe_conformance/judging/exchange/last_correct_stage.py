@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.reading import Reading
-from moe_conformance.judging.row_comparisons import compare_out_gradients, compare_rows_gradients
-from moe_conformance.judging.weights import wrong_weights
+from moe_conformance.judging.exchange.weights import wrong_weights
+from moe_conformance.judging.observed.row_gradients_compared import compare_out_gradients, compare_rows_gradients
+from moe_conformance.judging.observed.run import Reading
 
 
 def before_experts(reading: Reading) -> str | None:

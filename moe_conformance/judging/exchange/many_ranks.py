@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.diagnosis import Finding, fail, some
-from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.findings import Finding, fail, some
+from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import Tally, WrongDelivery
-from moe_conformance.workloads import tags
+from moe_conformance.workloads.records import tags
 
 
 def judge_own_group(reading: Reading, tally: Tally) -> None:

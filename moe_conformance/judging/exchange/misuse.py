@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from moe_conformance.judging.answers import answers, judge_no_slip, judge_refused, values
-from moe_conformance.judging.diagnosis import Finding, fail, some
-from moe_conformance.judging.expected import expect
+from moe_conformance.judging.findings import Finding, fail, some
+from moe_conformance.judging.observed.probe_expected import expect
+from moe_conformance.judging.observed.script import answers, judge_no_slip, judge_refused, values
 from moe_conformance.judging.verdict import Tally, Unrefused, WrongOutput
 from moe_conformance.scenarios.outcome import Outcome
-from moe_conformance.workloads import misuse
-from moe_conformance.workloads.records import Workload
+from moe_conformance.workloads.corpus import misuse
+from moe_conformance.workloads.records.workload import Workload
 
 
 def wrong_input(workload: Workload) -> bool:

@@ -11,12 +11,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moe_conformance.judging import own_experts
-from moe_conformance.judging.bounded import Target, compare
-from moe_conformance.judging.diagnosis import Finding, fail, some
-from moe_conformance.judging.own_expected import OwnExpected
-from moe_conformance.judging.places import Place, places_of
-from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.compare.bounded import Target, compare
+from moe_conformance.judging.experts import experts
+from moe_conformance.judging.experts.expected import OwnExpected
+from moe_conformance.judging.findings import Finding, fail, some
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.observed.scopes import Place, places_of
 from moe_conformance.judging.verdict import (
     AbsentGradient,
     Mismatch,
@@ -27,7 +27,7 @@ from moe_conformance.judging.verdict import (
     WrongOutput,
 )
 from moe_conformance.scenarios.outcome import Microbatch
-from moe_conformance.workloads.records import Batch, Workload
+from moe_conformance.workloads.records.workload import Batch, Workload
 
 Values = Callable[[Microbatch], Tensor | None]
 
@@ -101,7 +101,7 @@ def judge_parameters_beside(reading: Reading, tally: Tally) -> None:
         NotOffered, Uncovered, AbsentGradient, WrongForm, WrongGradient: as `own_experts.judge_expert_gradients`.
     """
     outcome = replace(reading.outcome, workload=_cleaned(reading.outcome.workload))
-    own_experts.judge_expert_gradients(Reading(outcome, reading.ranks), tally, free=_reached(reading.outcome.workload))
+    experts.judge_expert_gradients(Reading(outcome, reading.ranks), tally, free=_reached(reading.outcome.workload))
 
 
 # ---- how -----------------------------------------------------------------------------------------------------

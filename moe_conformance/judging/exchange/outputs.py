@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from moe_conformance.judging.blocks import explain
-from moe_conformance.judging.diagnosis import Finding, count, fail
-from moe_conformance.judging.in_flight import flight_words
-from moe_conformance.judging.reading import Reading
-from moe_conformance.judging.sheets import Sheets
-from moe_conformance.judging.stages import before_experts
+from moe_conformance.judging.exchange.last_correct_stage import before_experts
+from moe_conformance.judging.explain.block_view import Sheets
+from moe_conformance.judging.explain.blocks import explain
+from moe_conformance.judging.explain.microbatch_mixup import flight_words
+from moe_conformance.judging.findings import Finding, count, fail
+from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import ChangedInput, Stage, Tally, WrongForm, WrongOutput
 
 

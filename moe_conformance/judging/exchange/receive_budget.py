@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from moe_conformance.judging.alignment import multiple_of
-from moe_conformance.judging.diagnosis import Finding, fail
-from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.row_multiple import multiple_of
+from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import NotOffered, Tally, WrongForm
-from reference.capacity_budget import worst_case_rows
-from reference.static_budget import least_budget
+from moe_conformance.reference.capacity.receive_budget import worst_case_rows
+from moe_conformance.reference.capacity.static_budget import least_budget
 
 
 def judge_fixed_size(reading: Reading, tally: Tally) -> None:

@@ -8,14 +8,18 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.diagnosis import Finding, count, fail, ratio_findings
-from moe_conformance.judging.likeness import likeness
-from moe_conformance.judging.reading import Reading, tokens_of
-from moe_conformance.judging.row_comparisons import Compared, compare_out_gradients, compare_rows_gradients
-from moe_conformance.judging.stages import last_seen_right
+from moe_conformance.judging.exchange.last_correct_stage import last_seen_right
+from moe_conformance.judging.explain.row_identity import likeness
+from moe_conformance.judging.findings import Finding, count, fail, ratio_findings
+from moe_conformance.judging.observed.row_gradients_compared import (
+    Compared,
+    compare_out_gradients,
+    compare_rows_gradients,
+)
+from moe_conformance.judging.observed.run import Reading, tokens_of
 from moe_conformance.judging.verdict import AbsentGradient, Tally, WrongGradient
 from moe_conformance.scenarios.outcome import Handed
-from moe_conformance.workloads import tags
+from moe_conformance.workloads.records import tags
 
 _EXPLAINED = 24  # wrong rows told in words
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from moe_conformance.engine.ledger.entry import Entry, group_words
-from moe_conformance.judging.alignment import multiple_of, padded_rows
-from moe_conformance.judging.answers import answers, values
-from moe_conformance.judging.diagnosis import count, some
-from moe_conformance.judging.expected import expect
-from moe_conformance.judging.reading import Entry as Row
-from moe_conformance.judging.reading import Reading
-from moe_conformance.judging.traffic import carries_rows, dispatches, parted, rows_leaving
+from moe_conformance.judging.findings import count, some
+from moe_conformance.judging.observed.probe_expected import expect
+from moe_conformance.judging.observed.row_multiple import multiple_of, padded_rows
+from moe_conformance.judging.observed.run import Entry as Row
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.observed.script import answers, values
+from moe_conformance.judging.observed.traffic import carries_rows, dispatches, parted, rows_leaving
 from moe_conformance.judging.verdict import (
     NotOffered,
     Raised,
@@ -30,9 +30,9 @@ from moe_conformance.judging.verdict import (
     WrongForm,
     WrongOutput,
 )
+from moe_conformance.reference.token_padding import bounds, padding
 from moe_conformance.scenarios.outcome import Outcome, RankOutcome
-from moe_conformance.workloads import tags
-from reference import packing, padding_bounds
+from moe_conformance.workloads.records import tags
 
 
 def judge_padded_counts(outcome: Outcome, tally: Tally) -> None:
@@ -72,7 +72,7 @@ def judge_alignment(outcome: Outcome, tally: Tally) -> None:
             raise WrongForm("dispatch", f"rank {each.rank} states the alignment {stated}, asked for was {A}")
     for number, tokens in enumerate(_tokens(outcome)):
         for rank, P in enumerate(_counts(outcome, number)):
-            if packing.aligned(P, alignment=A) != P:
+            if padding.aligned(P, alignment=A) != P:
                 found.append(f"rank {rank} pads {tokens[rank]} tokens to {P} rows, which is no multiple of {A}")
             tally.add(pairs=1, rank=rank)
     if found:
@@ -115,7 +115,7 @@ def judge_dispatched_rows(reading: Reading, tally: Tally) -> None:
             tokens = [len(batch.x_TD) for batch in reading.batches[int(phase.partition(":")[2])]]
             expected: Sequence[int] = tokens
             if unasked is not None:
-                expected = packing.padded_counts(tokens, groups, alignment=unasked)
+                expected = padding.padded_counts(tokens, groups, alignment=unasked)
             elif workload.config.pad_tokens != "no":
                 expected = _expected(reading.outcome, tokens, groups)
             leaving = sum(rows_leaving(entry, rank.rank, hidden) for entry in calls if carries_rows(entry, hidden))
@@ -252,7 +252,7 @@ def judge_broken_bound(outcome: Outcome, tally: Tally) -> None:
         tokens = [len(given["x"]) for given in call.given]
         found = answers(outcome, number)
         refused = [answer.raised for answer in found]
-        legal = padding_bounds.legal_refusals(refused, tokens, groups, bound, alignment=config.token_alignment)
+        legal = bounds.legal_refusals(refused, tokens, groups, bound, alignment=config.token_alignment)
         for group, well in zip(groups, legal, strict=True):
             if not well:
                 _tell_refusals(group, tokens, refused, [answer.error for answer in found], bound)
@@ -308,8 +308,8 @@ def _expected(outcome: Outcome, tokens: Sequence[int], groups: Sequence[Sequence
     config = outcome.workload.config
     if config.pad_tokens == "bound":
         assert config.token_bound is not None
-        return [padding_bounds.bounded_count(config.token_bound, alignment=config.token_alignment)] * len(tokens)
-    return packing.padded_counts(tokens, groups, alignment=config.token_alignment)
+        return [bounds.bounded_count(config.token_bound, alignment=config.token_alignment)] * len(tokens)
+    return padding.padded_counts(tokens, groups, alignment=config.token_alignment)
 
 
 def _asked(reading: Reading, rank: RankOutcome) -> Iterator[tuple[str, Entry]]:

@@ -14,20 +14,20 @@ from functools import cached_property
 
 import torch
 
-from moe_conformance.judging.answers import answers, judge_no_slip
-from moe_conformance.judging.counts import judge_counts
-from moe_conformance.judging.deliveries import judge_deliveries, judge_rows
-from moe_conformance.judging.diagnosis import Finding, fail, some
-from moe_conformance.judging.gradients import judge_dweights, judge_dx
-from moe_conformance.judging.misuse import judge_y, wrong_call
-from moe_conformance.judging.outputs import judge_outputs
-from moe_conformance.judging.own_experts import (
+from moe_conformance.judging.exchange.counts import judge_counts
+from moe_conformance.judging.exchange.deliveries import judge_deliveries, judge_rows
+from moe_conformance.judging.exchange.gradients import judge_dweights, judge_dx
+from moe_conformance.judging.exchange.misuse import judge_y, wrong_call
+from moe_conformance.judging.exchange.outputs import judge_outputs
+from moe_conformance.judging.experts.experts import (
     judge_expert_gradients,
     judge_own_dweights,
     judge_own_dx,
     judge_own_outputs,
 )
-from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.findings import Finding, fail, some
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.observed.script import answers, judge_no_slip
 from moe_conformance.judging.verdict import (
     AbsentGradient,
     MalformedClaim,
@@ -38,12 +38,12 @@ from moe_conformance.judging.verdict import (
     WrongForm,
     WrongOutput,
 )
+from moe_conformance.reference.exchange.deliveries import Pair
+from moe_conformance.reference.tp_duplicated_tokens import copies_agree, gathered, same_bytes, wrong_pairs
 from moe_conformance.scenarios.outcome import Grad, Microbatch, Outcome
-from moe_conformance.workloads import tags
-from moe_conformance.workloads.copies import MISMATCHES, ONE_GROUP, odd_one_of
-from moe_conformance.workloads.records import Batch
-from reference.exchange import Pair
-from reference.tp_copies import copies_agree, gathered, same_bytes, wrong_pairs
+from moe_conformance.workloads.corpus.tp_duplicated_tokens import MISMATCHES, ONE_GROUP, odd_one_of
+from moe_conformance.workloads.records import tags
+from moe_conformance.workloads.records.workload import Batch
 
 Judge = Callable[[Reading, Tally], None]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from moe_conformance.judging.diagnosis import Finding, common_ratio, fail, likeliest, ratio_words
-from moe_conformance.judging.reading import Entry, Match, Reading
+from moe_conformance.judging.findings import Finding, common_ratio, fail, likeliest, ratio_words
+from moe_conformance.judging.observed.run import Entry, Match, Reading
 from moe_conformance.judging.verdict import NotOffered, Tally, WrongWeight
 
 

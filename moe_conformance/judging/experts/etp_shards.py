@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.diagnosis import Finding, fail
-from moe_conformance.judging.places import Shard
-from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.observed.scopes import Shard
 from moe_conformance.judging.verdict import Tally, Uncovered
 from moe_conformance.scenarios.outcome import RankOutcome
 

@@ -10,19 +10,19 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from moe_conformance import goldens
-from moe_conformance.judging import bounds
-from moe_conformance.judging.bounded import Target, compare
-from moe_conformance.judging.chunks import solve_in_chunks
-from moe_conformance.judging.places import Place, Shard, backward_places_of
-from moe_conformance.judging.stage_answers import StageAnswers
+from moe_conformance import stored_values
+from moe_conformance.judging.compare import bounds
+from moe_conformance.judging.compare.bounded import Target, compare
+from moe_conformance.judging.observed.chunks import solve_in_chunks
+from moe_conformance.judging.observed.scopes import Place, Shard, backward_places_of
+from moe_conformance.judging.observed.stage_expected import StageAnswers
 from moe_conformance.judging.verdict import Tally
-from moe_conformance.workloads.records import Workload
-from reference import layer
-from reference.expert_magnitudes import Sharing, swiglu_measured
-from reference.experts import Expert, Parameters, swiglu_experts
-from reference.layer import Gradients, WeightsAt
-from reference.magnitudes import magnitudes
+from moe_conformance.reference.exchange import layer
+from moe_conformance.reference.exchange.layer import Gradients, WeightsAt
+from moe_conformance.reference.experts import Expert, Parameters, swiglu_experts
+from moe_conformance.reference.rounding.expert_magnitudes import Sharing, swiglu_measured
+from moe_conformance.reference.rounding.magnitudes import magnitudes
+from moe_conformance.workloads.records.workload import Workload
 
 Key = tuple[str, int]  # (name, global expert id)
 
@@ -114,7 +114,7 @@ def stored(chapter: str, weights_at: WeightsAt) -> Gradients:
     Raises:
         GoldenError: the golden is not there, or not as it was written.
     """
-    golden = goldens.read(goldens.folder(), chapter)
+    golden = stored_values.read(stored_values.folder(), chapter)
     made = {name.removeprefix(f"{weights_at}/out/"): value for name, value in golden.items()}
     parameters = {(name, e): value for name in ("gate", "up", "down") for e, value in enumerate(made[f"d{name}"])}
     return Gradients(made["y_TD"], made["dx_TD"], made["dweights_TK"], parameters)

@@ -9,14 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.bounded import Target, compare
-from moe_conformance.judging.diagnosis import Finding, fail
-from moe_conformance.judging.finals import finals_of
-from moe_conformance.judging.once import once
-from moe_conformance.judging.own_expected import Held, Key, OwnExpected
-from moe_conformance.judging.own_guesses import explain_parameters, explain_tokens
-from moe_conformance.judging.places import Place, Shard, shard_of, whole
-from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.compare.bounded import Target, compare
+from moe_conformance.judging.experts.expected import Held, Key, OwnExpected
+from moe_conformance.judging.experts.guesses import explain_parameters, explain_tokens
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.cached import once
+from moe_conformance.judging.observed.finished_gradients import finals_of
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.observed.scopes import Place, Shard, shard_of, whole
 from moe_conformance.judging.verdict import (
     AbsentGradient,
     Mismatch,
@@ -29,7 +29,7 @@ from moe_conformance.judging.verdict import (
     WrongOutput,
 )
 from moe_conformance.scenarios.outcome import Grad, Microbatch
-from moe_conformance.workloads.records import ParameterKey
+from moe_conformance.workloads.records.workload import ParameterKey
 
 
 def expected_of(reading: Reading) -> OwnExpected:

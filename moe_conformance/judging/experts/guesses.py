@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.bounded import Target, compare, factor, too_narrow, within
-from moe_conformance.judging.diagnosis import Finding, likeliest, ratio_words
-from moe_conformance.judging.once import Kept
-from moe_conformance.judging.own_expected import Held, OwnExpected, solve
-from moe_conformance.judging.own_mistakes import Run, other_runs
-from moe_conformance.judging.places import Place, backward_places_of, other_sums, shard_of
-from reference.layer import Gradients
+from moe_conformance.judging.compare.bounded import Target, compare, factor, too_narrow, within
+from moe_conformance.judging.experts.expected import Held, OwnExpected, solve
+from moe_conformance.judging.experts.mistakes import Run, other_runs
+from moe_conformance.judging.findings import Finding, likeliest, ratio_words
+from moe_conformance.judging.observed.cached import Kept
+from moe_conformance.judging.observed.scopes import Place, backward_places_of, other_sums, shard_of
+from moe_conformance.reference.exchange.layer import Gradients
 
 Found = tuple[list[Finding], float | None]  # and the factor if there is one for all
 

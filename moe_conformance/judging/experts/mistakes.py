@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_conformance.judging.own_expected import Key, OwnExpected, parameters_of, solve
-from moe_conformance.judging.places import Place, shard_of
-from moe_conformance.workloads.records import Batch, Workload
-from reference.experts import Expert, Parameters
-from reference.layer import Gradients, WeightsAt
+from moe_conformance.judging.experts.expected import Key, OwnExpected, parameters_of, solve
+from moe_conformance.judging.observed.scopes import Place, shard_of
+from moe_conformance.reference.exchange.layer import Gradients, WeightsAt
+from moe_conformance.reference.experts import Expert, Parameters
+from moe_conformance.workloads.records.workload import Batch, Workload
 
 Run = tuple[str, Gradients]  # "gate and up were swapped", and what then comes out
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from moe_conformance.judging.diagnosis import Finding, common_ratio, likeliest, ratio_findings, ratio_words, some
-from moe_conformance.judging.in_flight import made_by_another
-from moe_conformance.judging.sheets import Sheets, WrongRow
-from moe_conformance.judging.wrong_row import PADDING, explain_row, padded
+from moe_conformance.judging.explain.block_view import Sheets, WrongRow
+from moe_conformance.judging.explain.microbatch_mixup import made_by_another
+from moe_conformance.judging.explain.row import PADDING, explain_row, padded
+from moe_conformance.judging.findings import Finding, common_ratio, likeliest, ratio_findings, ratio_words, some
 
 _EXPLAINED = 64  # wrong rows and blocks told in words; thousands of them say nothing new
 

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.diagnosis import Finding, count
-from moe_conformance.judging.expected import blocks
-from moe_conformance.judging.reading import Reading
-from moe_conformance.judging.sheets import Sheets
-from moe_conformance.workloads import tags
-from moe_conformance.workloads.records import FORWARD_ALONE, Batch
+from moe_conformance.judging.explain.block_view import Sheets
+from moe_conformance.judging.findings import Finding, count
+from moe_conformance.judging.observed.probe_expected import blocks
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.workloads.records import tags
+from moe_conformance.workloads.records.workload import FORWARD_ALONE, Batch
 
 
 def flight_words(reading: Reading, wrong: Collection[int]) -> tuple[str, str]:

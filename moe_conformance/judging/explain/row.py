@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.diagnosis import Finding, common_ratio, ratio_words, some
-from moe_conformance.judging.likeness import column_words
-from moe_conformance.judging.sheets import Ranks, Sheets, WrongRow
-from moe_conformance.workloads import tags
+from moe_conformance.judging.explain.block_view import Ranks, Sheets, WrongRow
+from moe_conformance.judging.explain.row_identity import column_words
+from moe_conformance.judging.findings import Finding, common_ratio, ratio_words, some
+from moe_conformance.workloads.records import tags
 
 PADDING = "padding"  # the kind of fault that shows wherever rows are out of place
 _PADDED = tags.PADDING_ANSWER / 32  # times the smallest weight, and more than any legal y or dx

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from moe_conformance.judging.answers import answers, judge_no_slip
-from moe_conformance.judging.diagnosis import some
+from moe_conformance.judging.findings import some
+from moe_conformance.judging.observed.script import answers, judge_no_slip
 from moe_conformance.judging.verdict import NotOffered, Refused, Tally, WrongForm
+from moe_conformance.reference.config_rules.outcomes import outcomes
+from moe_conformance.reference.config_rules.rules import Settings
 from moe_conformance.scenarios.outcome import Answer, Outcome
-from reference.config_outcomes import outcomes
-from reference.config_rules import Settings
 
 # By what an exchange says of its wire. Where an adapter brings all tokens to all ranks, an all-gather is what is run.
 _DISPATCHERS: dict[str, Literal["alltoall", "fused", "allgather"]] = {

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
-from moe_conformance.judging.answers import answers, judge_refused
-from moe_conformance.judging.diagnosis import Finding, fail
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.script import answers, judge_refused
 from moe_conformance.judging.verdict import NotOffered, Tally, WrongForm
+from moe_conformance.reference.groups.rules import indivisible
 from moe_conformance.scenarios.outcome import Outcome
-from reference.group_rules import indivisible
 
 
 def judge_indivisible(outcome: Outcome, tally: Tally) -> None:

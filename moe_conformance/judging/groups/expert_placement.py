@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from moe_conformance.judging.diagnosis import Finding, fail
-from moe_conformance.judging.reading import require_finished
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.run import require_finished
 from moe_conformance.judging.verdict import Tally, WrongGroups
+from moe_conformance.reference.groups.members import groups
 from moe_conformance.scenarios.outcome import Outcome
-from reference.groups import groups
 
 
 def judge_placement(outcome: Outcome, tally: Tally) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moe_conformance.judging.diagnosis import Finding, fail
+from moe_conformance.judging.findings import Finding, fail
 from moe_conformance.judging.verdict import Tally, WrongGroups
+from moe_conformance.reference.groups.members import groups as reference_groups
 from moe_conformance.topology import Layout, RankLists
-from reference.groups import groups as reference_groups
 
 
 def judge_groups(built: Mapping[str, RankLists], layout: Layout, tally: Tally) -> None:

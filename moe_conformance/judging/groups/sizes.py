@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moe_conformance.judging.answers import SLIPS
-from moe_conformance.judging.diagnosis import Finding, fail
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.script import SLIPS
 from moe_conformance.judging.verdict import NotOffered, Raised, Tally, Unrefused, WrongGroups
+from moe_conformance.reference.groups.members import valid
+from moe_conformance.reference.groups.rules import mixed_groups
 from moe_conformance.scenarios.outcome import Told
 from moe_conformance.topology import Layout, RankLists
-from moe_conformance.workloads.records import Wish
-from reference.group_rules import mixed_groups
-from reference.groups import valid
+from moe_conformance.workloads.records.workload import Wish
 
 _AXES = ("world", "tp", "cp", "pp", "ep", "etp")
 _OF_ONE_STAGE = ("tp", "cp", "dp", "dp_cp", "ep", "etp", "ep_etp", "edp")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.token_exchange import Script
+from moe_conformance.judging.kernels.token_exchange import Script
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 

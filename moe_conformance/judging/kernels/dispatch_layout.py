@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from moe_conformance.judging.answers import values
-from moe_conformance.judging.diagnosis import Finding, fail
-from moe_conformance.judging.tensors import judge_tensor
+from moe_conformance.judging.compare.tensors import judge_tensor
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.script import values
 from moe_conformance.judging.verdict import Tally, WrongCount, WrongForm, WrongGroups
+from moe_conformance.reference.groups.rules import is_local
+from moe_conformance.reference.token_exchange.dispatch_layout import dispatch_layout
 from moe_conformance.scenarios.outcome import Outcome
-from reference.dispatch_layout import dispatch_layout
-from reference.group_rules import is_local
 
 _ROWS = {"in_rank_TW": "token", "per_rank_W": "rank", "per_node_D": "node", "per_expert_E": "expert"}
 _WORDS = {

@@ -13,10 +13,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.answers import answers, values
-from moe_conformance.judging.diagnosis import Finding, fail
-from moe_conformance.judging.token_exchange import Script, Token, require_dtype
-from moe_conformance.judging.traffic import by_phase, bytes_leaving
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.kernels.token_exchange import Script, Token, require_dtype
+from moe_conformance.judging.observed.script import answers, values
+from moe_conformance.judging.observed.traffic import by_phase, bytes_leaving
 from moe_conformance.judging.verdict import (
     AbsentGradient,
     Costly,
@@ -27,11 +27,11 @@ from moe_conformance.judging.verdict import (
     WrongGradient,
     WrongOutput,
 )
+from moe_conformance.reference.cost.wire_bytes import row_bytes
+from moe_conformance.reference.token_exchange.wire_errors import legal_scales, legal_values, scale_bounds
+from moe_conformance.reference.token_exchange.wire_formats import E4M3, E5M2, Format, block_maxima
 from moe_conformance.scenarios.outcome import Outcome
-from moe_conformance.workloads.float8_rows import SIGNED
-from reference.cost_bytes import row_bytes
-from reference.wire_errors import legal_scales, legal_values, scale_bounds
-from reference.wire_formats import E4M3, E5M2, Format, block_maxima
+from moe_conformance.workloads.corpus.token_exchange.fp8_wire import SIGNED
 
 EMPTY, FULL, COMBINE = 0, 1, 2  # the calls of the script
 

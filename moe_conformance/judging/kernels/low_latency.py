@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.answers import answers, judge_refused, values
-from moe_conformance.judging.diagnosis import Finding, apart, fail, some
-from moe_conformance.judging.exact import wrong
-from moe_conformance.judging.placement import judge_placement
-from moe_conformance.judging.token_exchange import Token, require_dtype, unlike
+from moe_conformance.judging.compare.exact import wrong
+from moe_conformance.judging.findings import Finding, apart, fail, some
+from moe_conformance.judging.groups.expert_placement import judge_placement
+from moe_conformance.judging.kernels.token_exchange import Token, require_dtype, unlike
+from moe_conformance.judging.observed.script import answers, judge_refused, values
 from moe_conformance.judging.verdict import (
     AbsentGradient,
     Mismatch,
@@ -25,11 +25,11 @@ from moe_conformance.judging.verdict import (
     WrongGradient,
     WrongOutput,
 )
+from moe_conformance.reference.token_exchange.combine_rules import combine
+from moe_conformance.reference.token_exchange.fixed_places import Places, legal_places
 from moe_conformance.scenarios.outcome import Outcome
-from moe_conformance.workloads import tags
-from moe_conformance.workloads.records import Ref
-from reference.combine_rules import combine
-from reference.fixed_places import Places, legal_places
+from moe_conformance.workloads.records import tags
+from moe_conformance.workloads.records.workload import Ref
 
 
 def judge_places(outcome: Outcome, tally: Tally) -> None:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from moe_conformance.contract import Routing
-from moe_conformance.judging.answers import answers, values
-from moe_conformance.judging.diagnosis import Finding, fail
-from moe_conformance.judging.tensors import judge_tensor
+from moe_conformance.judging.compare.tensors import judge_tensor
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.script import answers, values
 from moe_conformance.judging.verdict import (
     CorruptRow,
     Tally,
@@ -24,12 +24,12 @@ from moe_conformance.judging.verdict import (
     WrongOutput,
     WrongWeight,
 )
+from moe_conformance.reference.permute.orders import Rows, expert_major, in_order
+from moe_conformance.reference.permute.padded_segments import legal_counts, padding_rows, segment_starts
+from moe_conformance.reference.permute.row_index import gather, scatter
 from moe_conformance.scenarios.outcome import Outcome
-from moe_conformance.workloads import tags
-from moe_conformance.workloads.records import Padded
-from reference.padded_segments import legal_counts, padding_rows, segment_starts
-from reference.permute import Rows, expert_major, in_order
-from reference.row_index import gather, scatter
+from moe_conformance.workloads.records import tags
+from moe_conformance.workloads.records.workload import Padded
 
 # Permute and unpermute: of its own rows; of rows drawn for it, or of its own with large numbers in their padding.
 _OWN, _OTHER = (0, 1), (2, 3)

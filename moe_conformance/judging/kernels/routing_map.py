@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from moe_conformance.contract import Routing
-from moe_conformance.judging.answers import answers, values
-from moe_conformance.judging.diagnosis import Finding, fail, some
-from moe_conformance.judging.tensors import judge_tensor
+from moe_conformance.judging.compare.tensors import judge_tensor
+from moe_conformance.judging.findings import Finding, fail, some
+from moe_conformance.judging.observed.script import answers, values
 from moe_conformance.judging.verdict import Tally, WrongForm, WrongGradient, WrongSelection
 from moe_conformance.scenarios.outcome import Outcome
 

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from moe_conformance.judging.answers import answers, values
-from moe_conformance.judging.tensors import judge_tensor
+from moe_conformance.judging.compare.tensors import judge_tensor
+from moe_conformance.judging.observed.script import answers, values
 from moe_conformance.judging.verdict import Tally, WrongGradient, WrongOutput
+from moe_conformance.reference.permute.reorder import to_expert_major, to_source_major
+from moe_conformance.reference.permute.row_index import gather, scatter
 from moe_conformance.scenarios.outcome import Outcome
-from reference.reorder import to_expert_major, to_source_major
-from reference.row_index import gather, scatter
 
 
 def judge_reordering(outcome: Outcome, tally: Tally) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.answers import answers, values
-from moe_conformance.judging.diagnosis import some
+from moe_conformance.judging.findings import some
+from moe_conformance.judging.observed.script import answers, values
 from moe_conformance.judging.verdict import NotOffered, Tally, WrongCount, WrongDelivery, WrongForm
+from moe_conformance.reference.thd import context_shares, packed_rows, packed_sequences
 from moe_conformance.scenarios.outcome import Outcome
-from reference import context_shares, packed_rows, packed_sequences
 
 
 def judge_lengths(outcome: Outcome, tally: Tally) -> None:

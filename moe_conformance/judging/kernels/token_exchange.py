@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.answers import answers, judge_refused, values
-from moe_conformance.judging.diagnosis import Finding, apart, fail
-from moe_conformance.judging.exact import wrong
-from moe_conformance.judging.placement import judge_placement
+from moe_conformance.judging.compare.exact import wrong
+from moe_conformance.judging.findings import Finding, apart, fail
+from moe_conformance.judging.groups.expert_placement import judge_placement
+from moe_conformance.judging.observed.script import answers, judge_refused, values
 from moe_conformance.judging.verdict import (
     AbsentGradient,
     ChangedInput,
@@ -28,10 +28,10 @@ from moe_conformance.judging.verdict import (
     WrongGradient,
     WrongOutput,
 )
+from moe_conformance.reference.token_exchange.combine_rules import combine
 from moe_conformance.scenarios.outcome import Outcome
-from moe_conformance.workloads import tags
-from moe_conformance.workloads.records import Answered, Call, Ref
-from reference.combine_rules import combine
+from moe_conformance.workloads.records import tags
+from moe_conformance.workloads.records.workload import Answered, Call, Ref
 
 
 class Token(NamedTuple):

@@ -8,14 +8,17 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from moe_conformance.judging import bounds
-from moe_conformance.judging.places import Place, backward_places_of
-from moe_conformance.judging.stage_answers import StageAnswers
-from moe_conformance.workloads.records import ParameterKey
-from reference import capacity, capacity_drops, routing, whole_layer, whole_layer_magnitudes
-from reference.capacity_output import after_drop
-from reference.whole_layer import Drop, LayerGradients, Mix, Weighing, mixed
-from reference.whole_layer_magnitudes import Shares
+from moe_conformance.judging.compare import bounds
+from moe_conformance.judging.observed.scopes import Place, backward_places_of
+from moe_conformance.judging.observed.stage_expected import StageAnswers
+from moe_conformance.reference.capacity import drops, limits
+from moe_conformance.reference.capacity.after_drops import after_drop
+from moe_conformance.reference.rounding import whole_layer_magnitudes
+from moe_conformance.reference.rounding.whole_layer_magnitudes import Shares
+from moe_conformance.reference.routing import routes
+from moe_conformance.reference.shared_experts import whole_layer
+from moe_conformance.reference.shared_experts.whole_layer import Drop, LayerGradients, Mix, Weighing, mixed
+from moe_conformance.workloads.records.workload import ParameterKey
 
 ROUTED = ("gate", "up", "down")
 
@@ -43,7 +46,7 @@ class LayerExpected(StageAnswers[LayerGradients]):
     def ids(self, place: Place) -> Tensor:
         """Whom every token of a place chooses, (T, K): clearly, as the workload is drawn that way."""
         (m, rank), config, parameters = place, self.workload.config, self.workload.parameters
-        chosen = routing.route(
+        chosen = routes.route(
             self.workload.batches[m][rank].x_TD.double() @ parameters["router", None].double().T,
             top_k=config.top_k,
             score=config.score,
@@ -85,8 +88,8 @@ class LayerExpected(StageAnswers[LayerGradients]):
             return torch.ones_like(ids_TK, dtype=torch.bool)
         assert config.drop_policy == "position"
         sizes = (len(ids_TK), config.top_k, config.experts)
-        (room,) = capacity.capacities(*sizes, factor=config.capacity_factor, minimum=config.min_capacity)
-        return capacity_drops.keep(ids_TK, config.experts, capacity=room, policy="position")
+        (room,) = limits.capacities(*sizes, factor=config.capacity_factor, minimum=config.min_capacity)
+        return drops.keep(ids_TK, config.experts, capacity=room, policy="position")
 
     def _kept(self, places: Sequence[Place]) -> Tensor:
         return torch.cat([self.kept[place] for place in places])

@@ -9,14 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.bounded import Target, compare
-from moe_conformance.judging.diagnosis import Finding, fail
-from moe_conformance.judging.finals import finals_of
-from moe_conformance.judging.layer_expected import ROUTED, LayerExpected
-from moe_conformance.judging.layer_mistakes import explain_parameter, explain_tokens, part_name, times_of_shared
-from moe_conformance.judging.once import once
-from moe_conformance.judging.places import Place, Shard, shard_of, whole
-from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.compare.bounded import Target, compare
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.layer.expected import ROUTED, LayerExpected
+from moe_conformance.judging.layer.mistakes import explain_parameter, explain_tokens, part_name, times_of_shared
+from moe_conformance.judging.observed.cached import once
+from moe_conformance.judging.observed.finished_gradients import finals_of
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.observed.scopes import Place, Shard, shard_of, whole
 from moe_conformance.judging.verdict import (
     AbsentGradient,
     Stage,
@@ -27,7 +27,7 @@ from moe_conformance.judging.verdict import (
     WrongOutput,
 )
 from moe_conformance.scenarios.outcome import Grad
-from moe_conformance.workloads.records import FORWARD_ALONE, ParameterKey, Workload
+from moe_conformance.workloads.records.workload import FORWARD_ALONE, ParameterKey, Workload
 
 SHARED = ("shared_gate", "shared_up", "shared_down", "shared_bias", "shared_score")
 EVERY = ("router", *ROUTED, *SHARED)

@@ -14,13 +14,13 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.bounded import Target, compare, factor, too_narrow, within
-from moe_conformance.judging.diagnosis import Finding, ratio_words
-from moe_conformance.judging.layer_expected import LayerExpected
-from moe_conformance.judging.places import Place, Shard, backward_places_of, other_sums, shard_of
-from moe_conformance.workloads.records import ParameterKey
-from reference.routing import Routed
-from reference.whole_layer import Drop, LayerGradients, Mix, mixed
+from moe_conformance.judging.compare.bounded import Target, compare, factor, too_narrow, within
+from moe_conformance.judging.findings import Finding, ratio_words
+from moe_conformance.judging.layer.expected import LayerExpected
+from moe_conformance.judging.observed.scopes import Place, Shard, backward_places_of, other_sums, shard_of
+from moe_conformance.reference.routing.routes import Routed
+from moe_conformance.reference.shared_experts.whole_layer import Drop, LayerGradients, Mix, mixed
+from moe_conformance.workloads.records.workload import ParameterKey
 
 Found = tuple[list[Finding], float | None]
 Guess = Callable[[Sequence[Place]], LayerGradients]

@@ -7,16 +7,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.bounded import compare, factor
-from moe_conformance.judging.diagnosis import Finding, fail, ratio_words
-from moe_conformance.judging.finals import divisor_of
-from moe_conformance.judging.layer_mistakes import part_name
-from moe_conformance.judging.once import once
-from moe_conformance.judging.places import shard_of, whole
-from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.compare.bounded import compare, factor
+from moe_conformance.judging.findings import Finding, fail, ratio_words
+from moe_conformance.judging.layer.mistakes import part_name
+from moe_conformance.judging.observed.cached import once
+from moe_conformance.judging.observed.finished_gradients import divisor_of
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.observed.scopes import shard_of, whole
 from moe_conformance.judging.verdict import AbsentGradient, Tally, Uncovered, WrongForm, WrongGradient, WrongOutput
-from moe_conformance.workloads.proxy_model import sequences, solved
-from reference.proxy_model import ModelGradients
+from moe_conformance.reference.groups.proxy_model import ModelGradients
+from moe_conformance.workloads.corpus.groups.proxy_model import sequences, solved
 
 WIDE, NARROW = 2.0**-40, 2.0**-16
 """Of the largest element of a tensor, what every element may be off by. The model is too deep for a derived bound.

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from moe_conformance.judging.bounded import Worst, compare
-from moe_conformance.judging.capacity import keeps_by_choices
-from moe_conformance.judging.diagnosis import Finding, fail
-from moe_conformance.judging.layers import EVERY, expected_of, judge_layer_dx, judge_layer_gradients
-from moe_conformance.judging.places import Place
-from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.compare.bounded import Worst, compare
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.layer.layer import EVERY, expected_of, judge_layer_dx, judge_layer_gradients
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.observed.scopes import Place
+from moe_conformance.judging.router.capacity import keeps_by_choices
 from moe_conformance.judging.verdict import NotOffered, Tally, WrongForm, WrongOutput
 
 

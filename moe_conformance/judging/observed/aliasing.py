@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.diagnosis import Finding, fail
-from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import ChangedState, Tally, WrongGradient, WrongOutput
-from moe_conformance.workloads.records import ANSWERED_BY_IDENTITY
+from moe_conformance.workloads.records.workload import ANSWERED_BY_IDENTITY
 
 
 def judge_kept_gradients(reading: Reading, tally: Tally) -> None:

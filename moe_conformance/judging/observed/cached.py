@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar, cast
 
-from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.observed.run import Reading
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from reference import layer
-from reference.layer import Gradients
+from moe_conformance.reference.exchange import layer
+from moe_conformance.reference.exchange.layer import Gradients
 
 _AT_ONCE = 16  # batches of one rank and microbatch
 

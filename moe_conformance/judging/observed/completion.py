@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.reading import Reading, require_finished
+from moe_conformance.judging.observed.run import Reading, require_finished
 from moe_conformance.judging.verdict import RunFailed, Tally
 
 

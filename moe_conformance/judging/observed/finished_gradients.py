@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from moe_conformance.judging.diagnosis import Finding, fail
-from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import AbsentGradient, NotOffered
 from moe_conformance.scenarios.outcome import Grad
-from moe_conformance.workloads.records import ParameterKey, Workload
+from moe_conformance.workloads.records.workload import ParameterKey, Workload
 
 
 def finals_of(reading: Reading) -> list[Mapping[ParameterKey, Grad]]:

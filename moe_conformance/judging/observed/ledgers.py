@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from moe_conformance.judging.diagnosis import some
-from moe_conformance.judging.reading import require_finished
+from moe_conformance.judging.findings import some
+from moe_conformance.judging.observed.run import require_finished
 from moe_conformance.judging.verdict import (
     AbandonedCollective,
     Hazardous,

@@ -9,13 +9,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.chunks import solve_in_chunks
 from moe_conformance.judging.drawn import Drawn
-from moe_conformance.workloads import tags
-from moe_conformance.workloads.records import Batch, Workload
-from reference import exchange, layer
-from reference.exchange import Pair
-from reference.experts import tagged, tagged_experts
+from moe_conformance.judging.observed.chunks import solve_in_chunks
+from moe_conformance.reference.exchange import deliveries, layer
+from moe_conformance.reference.exchange.deliveries import Pair
+from moe_conformance.reference.experts import tagged, tagged_experts
+from moe_conformance.workloads.records import tags
+from moe_conformance.workloads.records.workload import Batch, Workload
 
 PerRank = tuple[tuple[Tensor, ...], ...]  # [microbatch][rank]
 
@@ -86,7 +86,7 @@ def expected_pairs(
     Raises:
         ValueError: an expert that a token is routed to is held by no rank of the token's exchange group.
     """
-    return exchange.deliveries([batch.ids_TK for batch in batches], workload.layout.groups()["ep_etp"], local_experts)
+    return deliveries.deliveries([batch.ids_TK for batch in batches], workload.layout.groups()["ep_etp"], local_experts)
 
 
 def blocks(experts: int, hidden: int) -> Tensor:

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.exact import wrong
-from moe_conformance.judging.expected import blocks
-from moe_conformance.judging.once import once
-from moe_conformance.judging.places import Place
-from moe_conformance.judging.reading import Match, Reading
+from moe_conformance.judging.compare.exact import wrong
+from moe_conformance.judging.observed.cached import once
+from moe_conformance.judging.observed.probe_expected import blocks
+from moe_conformance.judging.observed.run import Match, Reading
+from moe_conformance.judging.observed.scopes import Place
 from moe_conformance.scenarios.outcome import Handed
-from moe_conformance.workloads import tags
+from moe_conformance.workloads.records import tags
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moe_conformance.judging.diagnosis import count
-from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.findings import count
+from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import WrongForm
 
 

@@ -12,8 +12,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_conformance.judging import expected
-from moe_conformance.judging.diagnosis import ratio_names, some
+from moe_conformance.judging.findings import ratio_names, some
+from moe_conformance.judging.observed import probe_expected as expected
 from moe_conformance.judging.verdict import (
     Died,
     Hung,
@@ -25,10 +25,10 @@ from moe_conformance.judging.verdict import (
     Stage,
     WrongDelivery,
 )
+from moe_conformance.reference.exchange.deliveries import Pair
 from moe_conformance.scenarios.outcome import Handed, Microbatch, Outcome, RankOutcome
-from moe_conformance.workloads import tags
-from moe_conformance.workloads.records import Batch
-from reference.exchange import Pair
+from moe_conformance.workloads.records import tags
+from moe_conformance.workloads.records.workload import Batch
 
 Applied = Literal["input", "expert", "combine"]
 

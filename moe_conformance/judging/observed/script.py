@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_conformance.judging.diagnosis import Finding, fail, some
-from moe_conformance.judging.reading import require_finished
+from moe_conformance.judging.findings import Finding, fail, some
+from moe_conformance.judging.observed.run import require_finished
 from moe_conformance.judging.verdict import ChangedInput, Mismatch, Raised, Stage, Tally, Unrefused
 from moe_conformance.scenarios.outcome import Answer, Outcome
-from moe_conformance.workloads.records import Ref
+from moe_conformance.workloads.records.workload import Ref
 
 # What a program raises by mistake. Others may be meant: an index out of range is how many refuse an id.
 _MISTAKES = (

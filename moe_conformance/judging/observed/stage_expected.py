@@ -14,14 +14,14 @@ from typing import Any, Generic, Protocol, Self, TypeVar, cast
 import torch
 from torch import Tensor
 
-from moe_conformance.judging import bounds
-from moe_conformance.judging.bounded import Target
+from moe_conformance.judging.compare import bounds
+from moe_conformance.judging.compare.bounded import Target
 from moe_conformance.judging.drawn import Drawn
-from moe_conformance.judging.finals import divisor_of
-from moe_conformance.judging.places import Place, backward_places_of, places_of, stages
-from moe_conformance.judging.reading import Reading
-from moe_conformance.workloads.records import ParameterKey, Workload
-from reference.layer import WeightsAt
+from moe_conformance.judging.observed.finished_gradients import divisor_of
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.observed.scopes import Place, backward_places_of, places_of, stages
+from moe_conformance.reference.exchange.layer import WeightsAt
+from moe_conformance.workloads.records.workload import ParameterKey, Workload
 
 
 class Solved(Protocol):

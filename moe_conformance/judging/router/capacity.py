@@ -6,16 +6,16 @@ from collections.abc import Iterator
 
 import torch
 
-from moe_conformance.judging.bounded import Target, compare
-from moe_conformance.judging.diagnosis import Finding, fail, likeliest, some
-from moe_conformance.judging.drops import Drops, drops_of, weights_at
-from moe_conformance.judging.places import Place
-from moe_conformance.judging.reading import Reading
-from moe_conformance.judging.router_rules import explain_weights
-from moe_conformance.judging.routers import judge_router_dx, judge_router_gradient
+from moe_conformance.judging.compare.bounded import Target, compare
+from moe_conformance.judging.findings import Finding, fail, likeliest, some
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.observed.scopes import Place
+from moe_conformance.judging.router.routers import judge_router_dx, judge_router_gradient
+from moe_conformance.judging.router.rules import explain_weights
+from moe_conformance.judging.router.token_drops import Drops, drops_of, weights_at
 from moe_conformance.judging.verdict import NotOffered, Tally, WrongCount, WrongSelection, WrongWeight
-from reference import capacity_drops
-from reference.capacity_drops import Policy
+from moe_conformance.reference.capacity import drops as capacity_drops
+from moe_conformance.reference.capacity.drops import Policy
 
 # ---- how many ------------------------------------------------------------------------------------------------
 

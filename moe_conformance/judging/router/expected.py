@@ -13,21 +13,21 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from moe_conformance.judging import bounds
-from moe_conformance.judging.bounded import Target
-from moe_conformance.judging.places import Place, backward_places_of, places_of, stages
-from moe_conformance.workloads.records import Workload
-from reference import routing, selection
-from reference.forcing_scores import straight_through
-from reference.rounding import Measured, Rounding, exact
-from reference.routing_magnitudes import (
+from moe_conformance.judging.compare import bounds
+from moe_conformance.judging.compare.bounded import Target
+from moe_conformance.judging.observed.scopes import Place, backward_places_of, places_of, stages
+from moe_conformance.reference.forcing.scores import straight_through
+from moe_conformance.reference.rounding.errors import Measured, Rounding, exact
+from moe_conformance.reference.rounding.routing_magnitudes import (
     gradients_measured,
     logits_measured,
     scores_measured,
     selection_scores_measured,
     weights_measured,
 )
-from reference.selection import GroupScore
+from moe_conformance.reference.routing import routes, selection
+from moe_conformance.reference.routing.selection import GroupScore
+from moe_conformance.workloads.records.workload import Workload
 
 Weigh = Callable[[Tensor, Tensor], Tensor]  # (logits (T, E), ids (T, K)) -> weights (T, K)
 
@@ -35,7 +35,7 @@ Weigh = Callable[[Tensor, Tensor], Tensor]  # (logits (T, E), ids (T, K)) -> wei
 class Weighing(TypedDict):
     """How scores become weights, under the oracle's names."""
 
-    score: routing.Score
+    score: routes.Score
     normalise: bool
     scale: float
 
@@ -82,7 +82,7 @@ class RouterExpected:
 
     def selection_scores(self, place: Place, bias_E: Tensor | None) -> Tensor:
         """By what experts are chosen, with some bias or none, float64 (T, E)."""
-        return routing.selection_scores(self.logits(place), score=self.weighing["score"], bias_E=bias_E)
+        return routes.selection_scores(self.logits(place), score=self.weighing["score"], bias_E=bias_E)
 
     def choice(self, place: Place) -> Tensor:
         """What the oracle chooses, int64 (T, K)."""
@@ -92,7 +92,7 @@ class RouterExpected:
     def doubt(self, place: Place) -> Tensor:
         """How far below zero the margin of an honest choice may lie, (T,).
 
-        Twice what the selection score of any of the token's experts may err by; see `reference.selection.margins`.
+        Twice what the selection score of any of the token's experts may err by: `reference.routing.selection.margins`.
         """
         return self._doubts[place]
 
@@ -140,7 +140,7 @@ class RouterExpected:
 
     def weigh(self, logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
         """Weigh a choice, (T, E) and (T, K) -> (T, K), differentiable in the logits."""
-        return routing.weights(logits_TE, ids_TK, **self.weighing)
+        return routes.weights(logits_TE, ids_TK, **self.weighing)
 
     def solve(self, places: Sequence[Place], weigh: Weigh | None = None) -> tuple[Tensor, Tensor]:
         """Ask the oracle for the gradients (T, D) of the tokens of some places and (E, D) of the router over these.

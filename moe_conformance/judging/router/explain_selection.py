@@ -8,10 +8,10 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.diagnosis import Finding
-from moe_conformance.judging.places import Place
-from moe_conformance.judging.router_expected import Limit, RouterExpected
-from reference import routing, selection
+from moe_conformance.judging.findings import Finding
+from moe_conformance.judging.observed.scopes import Place
+from moe_conformance.judging.router.expected import Limit, RouterExpected
+from moe_conformance.reference.routing import routes, selection
 
 
 def explain_selection(expected: RouterExpected, illegal: Mapping[Place, Sequence[int]]) -> list[Finding]:
@@ -64,7 +64,7 @@ def _other_choices(expected: RouterExpected) -> Iterator[tuple[str, bool]]:
     yield "chosen with the experts of closed groups at 0 instead of -inf", legal("closed at 0", everything)
     if expected.bias_E is not None:
         yield "chosen from groups that were scored without the bias", legal("unbiased groups", everything)
-    for other in get_args(routing.GroupScore):
+    for other in get_args(routes.GroupScore):
         if other != expected.limit["group_score"] and _possible(expected, other):
             yield (
                 f"chosen from groups that were scored by {other}",
@@ -72,7 +72,7 @@ def _other_choices(expected: RouterExpected) -> Iterator[tuple[str, bool]]:
             )
 
 
-def _possible(expected: RouterExpected, group_score: routing.GroupScore) -> bool:
+def _possible(expected: RouterExpected, group_score: routes.GroupScore) -> bool:
     """Whether groups are large enough to be scored that way."""
     config = expected.workload.config
     assert config.groups is not None  # asked only where there are groups
@@ -92,5 +92,5 @@ def _other_scores(expected: RouterExpected, place: Place, by: str) -> Tensor:
         return torch.where(open_TE, right_TE, 0.0 if by == "closed at 0" else -torch.inf)
     if by == "biased logits":
         assert expected.bias_E is not None
-        return routing.scores(expected.logits(place) + expected.bias_E.double(), expected.weighing["score"])
+        return routes.scores(expected.logits(place) + expected.bias_E.double(), expected.weighing["score"])
     return {"no bias": plain_TE, "negative bias": 2 * plain_TE - right_TE, "lowest": -right_TE, "right": right_TE}[by]

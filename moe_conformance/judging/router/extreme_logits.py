@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.diagnosis import Finding, fail
-from moe_conformance.judging.places import places_of
-from moe_conformance.judging.reading import Reading, require_finished
-from moe_conformance.judging.routers import require_ids
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.run import Reading, require_finished
+from moe_conformance.judging.observed.scopes import places_of
+from moe_conformance.judging.router.routers import require_ids
 from moe_conformance.judging.verdict import (
     AbsentGradient,
     Mismatch,
@@ -23,11 +23,11 @@ from moe_conformance.judging.verdict import (
     WrongSelection,
     WrongWeight,
 )
+from moe_conformance.reference.forcing.routes import legal_ids
+from moe_conformance.reference.routing import bad_tokens, extreme_logits, routes, selection
+from moe_conformance.reference.routing.routes import Routed, selection_scores
 from moe_conformance.scenarios.outcome import Outcome
-from moe_conformance.workloads.records import Workload
-from reference import bad_tokens, extreme_routing, routing, selection
-from reference.forcing import legal_ids
-from reference.routing import Routed, selection_scores
+from moe_conformance.workloads.records.workload import Workload
 
 
 def judge_extreme(reading: Reading, tally: Tally) -> None:
@@ -43,11 +43,11 @@ def judge_extreme(reading: Reading, tally: Tally) -> None:
     for place in places_of(workload, range(workload.layout.world)):
         logits_TE, ids_TK, weights_TK = _routed(reading, *place)
         bias_E = workload.parameters.get(("balance_bias", None))
-        chosen_T = extreme_routing.legal_ids(
+        chosen_T = extreme_logits.legal_ids(
             logits_TE, ids_TK, score=config.score, bias_E=bias_E, among_TE=_among(workload, logits_TE)
         )
         _require(chosen_T, WrongSelection, place[1], "chose", ids_TK, logits_TE)
-        weighed_T = extreme_routing.legal_weights(
+        weighed_T = extreme_logits.legal_weights(
             logits_TE,
             ids_TK,
             weights_TK.double(),
@@ -68,7 +68,7 @@ def _judge_gradients(reading: Reading, m: int, rank: int, tally: Tally) -> None:
     if router is None:
         raise Uncovered("route", f"rank {rank} does not name the router", ranks=(rank,))
     for whose, gradient in (("the tokens", dx_TD), ("the router", router.value)):
-        if gradient is not None and not bool((finite := extreme_routing.finite_gradients(gradient)).all()):
+        if gradient is not None and not bool((finite := extreme_logits.finite_gradients(gradient)).all()):
             row = int((~finite).nonzero()[0])
             sentence = f"the gradient of {whose} on rank {rank} is not finite, the first in row {row}"
             raise WrongGradient("gradient", sentence, ranks=(rank,))
@@ -120,9 +120,7 @@ def judge_extreme_weights(reading: Reading, tally: Tally) -> None:
     config = workload.config
     for place in places_of(workload, range(workload.layout.world)):
         logits_TE, ids_TK, weights_TK = _routed(reading, *place)
-        right_TK = routing.weights(
-            logits_TE, ids_TK, score=config.score, normalise=config.normalise, scale=config.scale
-        )
+        right_TK = routes.weights(logits_TE, ids_TK, score=config.score, normalise=config.normalise, scale=config.scale)
         decided_T = _decided(workload, logits_TE, ids_TK)
         allowed_TK = _rounding(workload) * right_TK + config.scale * _LEAST / _UNDERFLOW
         right_T = ((weights_TK.double() - right_TK).abs() <= allowed_TK).all(1)
@@ -149,9 +147,7 @@ def judge_extreme_dx(reading: Reading, tally: Tally) -> None:
         upstream_TK = workload.batches[m][rank].upstream.double().gather(1, ids_TK)
         slack_T1 = 4 * _rounding(workload) * config.scale * upstream_TK.abs().sum(1, keepdim=True)
         leaf_TE = logits_TE.detach().requires_grad_()
-        weights_TK = routing.weights(
-            leaf_TE, ids_TK, score=config.score, normalise=config.normalise, scale=config.scale
-        )
+        weights_TK = routes.weights(leaf_TE, ids_TK, score=config.score, normalise=config.normalise, scale=config.scale)
         (dlogits_TE,) = torch.autograd.grad(weights_TK, leaf_TE, upstream_TK)
         right_TD = dlogits_TE @ workload.parameters["router", None].double()
         dx_TD = reading.seen(m, rank).dx_TD.value
@@ -171,7 +167,7 @@ def judge_extreme_dx(reading: Reading, tally: Tally) -> None:
 
 def _decided(workload: Workload, logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
     """Say of which tokens no sum of scores that is divided by underflows, bool (T,)."""
-    scores_TK = routing.weights(logits_TE, ids_TK, score=workload.config.score)
+    scores_TK = routes.weights(logits_TE, ids_TK, score=workload.config.score)
     return (scores_TK.sum(1) > _UNDERFLOW) | (not workload.config.normalise)
 
 

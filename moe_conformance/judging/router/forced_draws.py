@@ -7,17 +7,16 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.diagnosis import Finding, fail
-from moe_conformance.judging.forced_noise import chosen_by_own, following, without_noise
-from moe_conformance.judging.forcing import expect_forced_weights, forced_expected_of
-from moe_conformance.judging.places import Place, stages
-from moe_conformance.judging.reading import Reading
-from moe_conformance.judging.router_expected import RouterExpected
-from moe_conformance.judging.routers import expected_of
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.observed.scopes import Place, stages
+from moe_conformance.judging.router.expected import RouterExpected
+from moe_conformance.judging.router.forced_logits_noise import chosen_by_own, following, without_noise
+from moe_conformance.judging.router.forced_routing import expect_forced_weights, forced_expected_of
+from moe_conformance.judging.router.routers import expected_of
 from moe_conformance.judging.verdict import NotOffered, Tally, WrongCount, WrongSelection
-from moe_conformance.workloads.forcing import bias_decides_alone
-from reference.capacity import loads
-from reference.forcing_draws import (
+from moe_conformance.reference.capacity.limits import loads
+from moe_conformance.reference.forcing.draws import (
     bias_moment,
     bias_moment_bounds,
     chance_alike,
@@ -25,6 +24,7 @@ from reference.forcing_draws import (
     load_margin,
     one_choice,
 )
+from moe_conformance.workloads.corpus.forcing import bias_decides_alone
 
 _CHANCE = 1e-9  # that independent draws agree
 

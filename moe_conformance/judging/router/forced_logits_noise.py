@@ -11,10 +11,10 @@ from math import sqrt
 
 from torch import Tensor
 
-from moe_conformance.judging.diagnosis import Finding
-from moe_conformance.judging.places import Place
-from moe_conformance.judging.router_expected import RouterExpected
-from reference.forcing_draws import load_margin
+from moe_conformance.judging.findings import Finding
+from moe_conformance.judging.observed.scopes import Place
+from moe_conformance.judging.router.expected import RouterExpected
+from moe_conformance.reference.forcing.draws import load_margin
 
 _DEVIATIONS = 8  # standard deviations that chance may make: more are no accident
 

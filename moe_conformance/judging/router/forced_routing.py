@@ -10,13 +10,13 @@ from math import comb
 
 import torch
 
-from moe_conformance.judging.bounded import compare
-from moe_conformance.judging.diagnosis import Finding, fail
-from moe_conformance.judging.once import once
-from moe_conformance.judging.places import Place
-from moe_conformance.judging.reading import Reading
-from moe_conformance.judging.router_expected import ForcedExpected, RouterExpected
-from moe_conformance.judging.routers import (
+from moe_conformance.judging.compare.bounded import compare
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.cached import once
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.observed.scopes import Place
+from moe_conformance.judging.router.expected import ForcedExpected, RouterExpected
+from moe_conformance.judging.router.routers import (
     expected_of,
     judge_router_dx,
     judge_router_gradient,
@@ -24,11 +24,11 @@ from moe_conformance.judging.routers import (
     judge_selection,
 )
 from moe_conformance.judging.verdict import NotOffered, Tally, WrongForm, WrongGradient, WrongSelection, WrongWeight
-from moe_conformance.workloads.forcing import forces_logits
-from reference import selection
-from reference.capacity import loads
-from reference.forcing import balanced, groups_used
-from reference.forcing_scores import forced_weights, undecided_weights
+from moe_conformance.reference.capacity.limits import loads
+from moe_conformance.reference.forcing.routes import balanced, groups_used
+from moe_conformance.reference.forcing.scores import forced_weights, undecided_weights
+from moe_conformance.reference.routing import selection
+from moe_conformance.workloads.corpus.forcing import forces_logits
 
 _ROUNDING = 2.0**-16  # of a weight whose logits are exact, in float32
 _CHANCE = 1e-9  # that draws agree with what the router would have chosen; less is no accident

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.answers import answers, values
-from moe_conformance.judging.bounded import compare
-from moe_conformance.judging.diagnosis import Finding, fail
-from moe_conformance.judging.places import Place
-from moe_conformance.judging.router_choices import explain_selection
-from moe_conformance.judging.router_expected import RouterExpected
-from moe_conformance.judging.router_rules import explain_weights
-from moe_conformance.judging.routers import require_ids
+from moe_conformance.judging.compare.bounded import compare
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.scopes import Place
+from moe_conformance.judging.observed.script import answers, values
+from moe_conformance.judging.router.expected import RouterExpected
+from moe_conformance.judging.router.explain_selection import explain_selection
+from moe_conformance.judging.router.routers import require_ids
+from moe_conformance.judging.router.rules import explain_weights
 from moe_conformance.judging.verdict import (
     AbsentGradient,
     Tally,
@@ -26,10 +26,10 @@ from moe_conformance.judging.verdict import (
     WrongSelection,
     WrongWeight,
 )
+from moe_conformance.reference.capacity import limits
+from moe_conformance.reference.forcing.routes import legal_ids
 from moe_conformance.scenarios.outcome import Outcome
-from moe_conformance.workloads.records import Batch, Call
-from reference import capacity
-from reference.forcing import legal_ids
+from moe_conformance.workloads.records.workload import Batch, Call
 
 Routings = Sequence[Mapping[str, Tensor]]  # by rank
 
@@ -95,7 +95,7 @@ def _judge_load(outcome: Outcome, rank: int, ids_TK: Tensor, mask_T: Tensor, cou
     config = outcome.workload.config
 
     def load(chosen: Tensor) -> list[int]:
-        return capacity.loads(chosen, config.experts).tolist()
+        return limits.loads(chosen, config.experts).tolist()
 
     if not isinstance(counts_E, Tensor):
         if config.balance_bias:

@@ -8,15 +8,15 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.bounded import Target, compare
-from moe_conformance.judging.diagnosis import Finding, fail
-from moe_conformance.judging.finals import divisor_of, finals_of
-from moe_conformance.judging.once import once
-from moe_conformance.judging.places import Place, places_of, shard_of, stages, whole
-from moe_conformance.judging.reading import Reading
-from moe_conformance.judging.router_choices import explain_selection
-from moe_conformance.judging.router_expected import Limit, RouterExpected
-from moe_conformance.judging.router_rules import explain_router_dx, explain_router_gradient, explain_weights
+from moe_conformance.judging.compare.bounded import Target, compare
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.cached import once
+from moe_conformance.judging.observed.finished_gradients import divisor_of, finals_of
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.observed.scopes import Place, places_of, shard_of, stages, whole
+from moe_conformance.judging.router.expected import Limit, RouterExpected
+from moe_conformance.judging.router.explain_selection import explain_selection
+from moe_conformance.judging.router.rules import explain_router_dx, explain_router_gradient, explain_weights
 from moe_conformance.judging.verdict import (
     AbsentGradient,
     Mismatch,
@@ -30,10 +30,10 @@ from moe_conformance.judging.verdict import (
     WrongSelection,
     WrongWeight,
 )
+from moe_conformance.reference.capacity.limits import loads
+from moe_conformance.reference.forcing.routes import legal_ids
 from moe_conformance.scenarios.outcome import Grad
-from moe_conformance.workloads.records import ParameterKey
-from reference.capacity import loads
-from reference.forcing import legal_ids
+from moe_conformance.workloads.records.workload import ParameterKey
 
 
 def expected_of(reading: Reading) -> RouterExpected:

@@ -12,17 +12,17 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.bounded import Target, compare, factor, too_narrow, within
-from moe_conformance.judging.diagnosis import Finding, ratio_names, ratio_words
-from moe_conformance.judging.places import Place, other_sums
-from moe_conformance.judging.router_expected import RouterExpected, Weigh
-from reference import routing
+from moe_conformance.judging.compare.bounded import Target, compare, factor, too_narrow, within
+from moe_conformance.judging.findings import Finding, ratio_names, ratio_words
+from moe_conformance.judging.observed.scopes import Place, other_sums
+from moe_conformance.judging.router.expected import RouterExpected, Weigh
+from moe_conformance.reference.routing import routes
 
 Found = tuple[list[Finding], float | None]  # and the factor if there is one for all
 Tensors = Mapping[Place, Tensor]
 Targets = Mapping[Place, Target]
 
-_SCORES: Mapping[routing.Score, str] = {
+_SCORES: Mapping[routes.Score, str] = {
     "softmax": "softmax over all experts",
     "softmax_topk": "softmax over the chosen experts",
     "sigmoid": "sigmoid",
@@ -39,7 +39,7 @@ def other_rules(expected: RouterExpected) -> Iterator[tuple[str, Weigh]]:
     scale = how["scale"]
 
     def by(**changed: Any) -> Weigh:
-        return lambda logits_TE, ids_TK: routing.weights(logits_TE, ids_TK, **{**how, **changed})
+        return lambda logits_TE, ids_TK: routes.weights(logits_TE, ids_TK, **{**how, **changed})
 
     yield (
         ("{they} were not normalised" if how["normalise"] else "{they} were normalised"),
@@ -53,7 +53,7 @@ def other_rules(expected: RouterExpected) -> Iterator[tuple[str, Weigh]]:
     if bias_E is not None:
         yield "the bias leaked into {them}", _with_bias(expected)
         yield "the bias was added to the logits", lambda logits_TE, ids_TK: expected.weigh(logits_TE + bias_E, ids_TK)
-    for score in get_args(routing.Score):
+    for score in get_args(routes.Score):
         if score != how["score"]:
             yield f"{{their}} scores were {_SCORES[score]}", by(score=score)
     yield "{they} were the softmax of the scores over all experts", _softmax_of_scores(expected)
@@ -64,7 +64,7 @@ def other_rules(expected: RouterExpected) -> Iterator[tuple[str, Weigh]]:
 
 def _sum_over_all(expected: RouterExpected) -> Weigh:
     def weigh(logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
-        scores_TE = routing.scores(logits_TE, expected.weighing["score"])
+        scores_TE = routes.scores(logits_TE, expected.weighing["score"])
         shares_TE = scores_TE / scores_TE.sum(1, keepdim=True)
         return shares_TE.gather(1, ids_TK) * expected.weighing["scale"]
 
@@ -73,7 +73,7 @@ def _sum_over_all(expected: RouterExpected) -> Weigh:
 
 def _softmax_of_scores(expected: RouterExpected) -> Weigh:
     def weigh(logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
-        scores_TE = routing.scores(logits_TE, expected.weighing["score"])
+        scores_TE = routes.scores(logits_TE, expected.weighing["score"])
         return scores_TE.softmax(1).gather(1, ids_TK) * expected.weighing["scale"]
 
     return weigh
@@ -81,7 +81,7 @@ def _softmax_of_scores(expected: RouterExpected) -> Weigh:
 
 def _with_bias(expected: RouterExpected) -> Weigh:
     def weigh(logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
-        scores_TE = routing.selection_scores(logits_TE, score=expected.weighing["score"], bias_E=expected.bias_E)
+        scores_TE = routes.selection_scores(logits_TE, score=expected.weighing["score"], bias_E=expected.bias_E)
         weights_TK = scores_TE.gather(1, ids_TK)
         if expected.weighing["normalise"]:
             weights_TK = weights_TK / weights_TK.sum(1, keepdim=True)
@@ -94,7 +94,7 @@ def _sum_detached(expected: RouterExpected) -> Weigh:
     """Return the right rule, with no gradient through the sum that normalises."""
 
     def weigh(logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
-        plain_TK = routing.weights(logits_TE, ids_TK, score=expected.weighing["score"])
+        plain_TK = routes.weights(logits_TE, ids_TK, score=expected.weighing["score"])
         return plain_TK / plain_TK.detach().sum(1, keepdim=True) * expected.weighing["scale"]
 
     return weigh

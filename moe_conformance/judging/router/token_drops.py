@@ -12,15 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.diagnosis import Finding, fail
-from moe_conformance.judging.finals import divisor_of
-from moe_conformance.judging.once import once
-from moe_conformance.judging.places import Place, places_of
-from moe_conformance.judging.reading import Reading
-from moe_conformance.judging.router_choices import explain_selection
-from moe_conformance.judging.router_expected import RouterExpected
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.cached import once
+from moe_conformance.judging.observed.finished_gradients import divisor_of
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.observed.scopes import Place, places_of
+from moe_conformance.judging.router.expected import RouterExpected
+from moe_conformance.judging.router.explain_selection import explain_selection
 from moe_conformance.judging.verdict import WrongForm, WrongSelection
-from reference import capacity
+from moe_conformance.reference.capacity import limits
 
 
 @dataclass(frozen=True)
@@ -42,20 +42,20 @@ class Drops(RouterExpected):
         config = self.workload.config
         assert config.capacity_factor is not None
         sizes = (tokens, config.top_k, config.experts)
-        return capacity.capacities(*sizes, factor=config.capacity_factor, minimum=config.min_capacity)
+        return limits.capacities(*sizes, factor=config.capacity_factor, minimum=config.min_capacity)
 
     def loads(self, place: Place) -> list[int]:
         """How many slots of a rank chose each expert."""
-        return capacity.loads(self.ids[place], self.workload.config.experts).tolist()
+        return limits.loads(self.ids[place], self.workload.config.experts).tolist()
 
     def fits(self, place: Place, room: int) -> list[int]:
         """How many of them each expert keeps that has room for so many."""
-        return capacity.fits(self.ids[place], self.workload.config.experts, room).tolist()
+        return limits.fits(self.ids[place], self.workload.config.experts, room).tolist()
 
     def kept_loads(self, place: Place) -> list[int]:
         """How many of them each expert kept."""
         ids_TK = torch.where(self.kept[place], self.ids[place], -1)
-        return capacity.loads(ids_TK, self.workload.config.experts).tolist()
+        return limits.loads(ids_TK, self.workload.config.experts).tolist()
 
 
 def drops_of(reading: Reading) -> Drops:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe_conformance.judging.diagnosis import Finding, fail
-from moe_conformance.judging.places import Place
-from moe_conformance.judging.reading import Reading
-from moe_conformance.judging.routers import expected_of
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.observed.scopes import Place
+from moe_conformance.judging.router.routers import expected_of
 from moe_conformance.judging.verdict import Tally, WrongForm, WrongSelection, WrongWeight
 
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from moe_conformance.topology import Layout
-from moe_conformance.workloads.corpus import GAPPED, UNEVEN, Recipe, exchange_workload
-from moe_conformance.workloads.features import exchanges
-from moe_conformance.workloads.profiles import Profile
-from moe_conformance.workloads.records import Call, Workload
-from moe_conformance.workloads.routes import gaps
+from moe_conformance.workloads.corpus.recipes import GAPPED, UNEVEN, Recipe, exchange_workload
+from moe_conformance.workloads.records.features import exchanges
+from moe_conformance.workloads.records.routes import gaps
+from moe_conformance.workloads.records.workload import Call, Workload
+from moe_conformance.workloads.selection.profiles import Profile
 
 BUILT = "packed-built"
 _PACKED: dict[str, Any] = {"packed": True}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moe_conformance.workloads import corpus
-from moe_conformance.workloads.records import Twist, Workload
-from moe_conformance.workloads.twins import Twin, the_same, twin
+from moe_conformance.workloads.corpus import recipes as corpus
+from moe_conformance.workloads.corpus.equivalence.twins import Twin, the_same, twin
+from moe_conformance.workloads.records.workload import Twist, Workload
 
 
 def in_turn(workload: Workload) -> list[Twin]:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import draw
-from moe_conformance.workloads.profiles import Profile
-from moe_conformance.workloads.records import Batch, ParameterKey, Workload
+from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.workload import Batch, ParameterKey, Workload
+from moe_conformance.workloads.selection.profiles import Profile
 
 FORCING_LOGITS = ("random", "biased")
 ALONE = 1e6  # a deviation of a bias beside which logits are nothing

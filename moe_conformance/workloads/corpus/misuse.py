@@ -17,9 +17,9 @@ from torch import Tensor
 
 from moe_conformance.contract import Config, Routing
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import draw as drawing
-from moe_conformance.workloads.profiles import Profile
-from moe_conformance.workloads.records import Batch, Call, Ref, Workload
+from moe_conformance.workloads.records import draw as drawing
+from moe_conformance.workloads.records.workload import Batch, Call, Ref, Workload
+from moe_conformance.workloads.selection.profiles import Profile
 
 TOKENS = (8, 4)  # of every rank, by microbatch: no rank is handed as many rows of one as of the other
 

@@ -12,10 +12,11 @@ from typing import Any, Literal
 import torch
 
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import corpus, routes
-from moe_conformance.workloads.corpus import Recipe
-from moe_conformance.workloads.profiles import Profile
-from moe_conformance.workloads.records import Batch, Workload
+from moe_conformance.workloads.corpus import recipes
+from moe_conformance.workloads.corpus.recipes import Recipe
+from moe_conformance.workloads.records import routes
+from moe_conformance.workloads.records.workload import Batch, Workload
+from moe_conformance.workloads.selection.profiles import Profile
 
 Where = Literal["tokens", "upstream", "dropped"]
 
@@ -38,15 +39,15 @@ def _spoilt(
 
 
 _PAIRS = (
-    _spoilt("tokens", "tokens-even", routes.anywhere, corpus.EVEN),
-    _spoilt("tokens", "tokens-uneven", routes.anywhere, corpus.UNEVEN),
-    _spoilt("upstream", "upstream-even", routes.anywhere, corpus.EVEN),
-    _spoilt("dropped", "dropped-even", routes.dropped, corpus.EVEN),
+    _spoilt("tokens", "tokens-even", routes.anywhere, recipes.EVEN),
+    _spoilt("tokens", "tokens-uneven", routes.anywhere, recipes.UNEVEN),
+    _spoilt("upstream", "upstream-even", routes.anywhere, recipes.EVEN),
+    _spoilt("dropped", "dropped-even", routes.dropped, recipes.EVEN),
     # Where rows have places of their own, a product with a map of ones and zeros may take them there.
-    _spoilt("tokens", "tokens-to-capacity-even", routes.anywhere, corpus.EVEN, pad_to_capacity=True),
-    _spoilt("upstream", "upstream-to-capacity-even", routes.anywhere, corpus.EVEN, pad_to_capacity=True),
+    _spoilt("tokens", "tokens-to-capacity-even", routes.anywhere, recipes.EVEN, pad_to_capacity=True),
+    _spoilt("upstream", "upstream-to-capacity-even", routes.anywhere, recipes.EVEN, pad_to_capacity=True),
     _spoilt(
-        "tokens", "tokens-padded-uneven", routes.anywhere, corpus.UNEVEN, pad_tokens="group_max", token_alignment=8
+        "tokens", "tokens-padded-uneven", routes.anywhere, recipes.UNEVEN, pad_tokens="group_max", token_alignment=8
     ),
 )
 _ALL = tuple(each for pair in _PAIRS for each in pair)
@@ -57,7 +58,7 @@ def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     """Yield them all."""
     for spoilt in _ALL:
         own = spoilt.recipe.name.startswith("own-")
-        workload = corpus.exchange_workload(spoilt.recipe, "experts" if own else "probe", variant, layout)
+        workload = recipes.exchange_workload(spoilt.recipe, "experts" if own else "probe", variant, layout)
         E = workload.config.experts
         batches = tuple(
             tuple(_spoil(b, spoilt.where, E) if rank or layout.world == 1 else b for rank, b in enumerate(ranks))

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from moe_conformance.contract import Config, Routing
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import draw
-from moe_conformance.workloads.profiles import Profile
-from moe_conformance.workloads.records import Call, Padded, Ref, Workload
+from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.workload import Call, Padded, Ref, Workload
+from moe_conformance.workloads.selection.profiles import Profile
 
 _D = 16
 Ids = Callable[[int, Config, torch.Generator], Tensor]

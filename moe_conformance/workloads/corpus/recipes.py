@@ -14,12 +14,10 @@ import torch
 
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import draw
-from moe_conformance.workloads.golden import NAME as GOLDEN
-from moe_conformance.workloads.golden import golden_workload
-from moe_conformance.workloads.profiles import USUAL_RANKS, Profile, likened_layouts
-from moe_conformance.workloads.records import Asynchrony, Batch, Drawn, Lead, Twist, Workload
-from moe_conformance.workloads.routes import (
+from moe_conformance.workloads.corpus.exchange.golden import NAME as GOLDEN
+from moe_conformance.workloads.corpus.exchange.golden import golden_workload
+from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.routes import (
     Route,
     all_dropped,
     anywhere,
@@ -34,6 +32,8 @@ from moe_conformance.workloads.routes import (
     one_expert_if_odd,
     one_rank,
 )
+from moe_conformance.workloads.records.workload import Asynchrony, Batch, Drawn, Lead, Twist, Workload
+from moe_conformance.workloads.selection.profiles import USUAL_RANKS, Profile, likened_layouts
 
 # Tokens of rank r: the entry r modulo the length.
 EVEN = (8,)

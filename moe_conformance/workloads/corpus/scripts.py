@@ -11,33 +11,29 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import (
-    budget,
-    capacity,
-    copies,
-    dispatch_layout,
-    dropping_layers,
-    every_bit,
-    extreme_routing,
-    float8_rows,
+from moe_conformance.workloads.corpus import (
+    config_rules,
     forcing,
-    identity,
-    indivisible,
-    knobs,
-    layers,
     misuse,
-    overflow,
-    packed,
-    packing,
-    padded,
+    non_finite,
     permute,
-    places,
-    proxy_model,
-    spoilt,
-    token_exchange,
+    shared_experts,
+    token_padding,
+    tp_duplicated_tokens,
 )
-from moe_conformance.workloads.profiles import Profile, quick_layouts
-from moe_conformance.workloads.records import Workload
+from moe_conformance.workloads.corpus.capacity import (
+    budget_overflow,
+    dropping_layers,
+    padded_experts,
+    receive_budget,
+    routers,
+)
+from moe_conformance.workloads.corpus.exchange import full_precision, identity_experts, one_option
+from moe_conformance.workloads.corpus.groups import divisibility, proxy_model
+from moe_conformance.workloads.corpus.routing import extreme_logits
+from moe_conformance.workloads.corpus.token_exchange import dispatch_layout, fp8_wire, handles, low_latency
+from moe_conformance.workloads.records.workload import Workload
+from moe_conformance.workloads.selection.profiles import Profile, quick_layouts
 
 
 @dataclass(frozen=True)
@@ -67,52 +63,64 @@ _MOSTLY = (_ALONE, _SPREAD, _CUT)
 CHAPTERS: tuple[Chapter, ...] = (
     Chapter(
         ("capacity",),
-        tuple(recipe.name for recipe in capacity.CAPACITIES),
-        capacity.capacities,
+        tuple(recipe.name for recipe in routers.CAPACITIES),
+        routers.capacities,
         quick=(_ALONE, _SPREAD, _TENSOR),
     ),
-    Chapter(("extreme",), extreme_routing.names(), extreme_routing.extremes, quick=(_ALONE, _SPREAD)),
+    Chapter(("extreme",), extreme_logits.names(), extreme_logits.extremes, quick=(_ALONE, _SPREAD)),
     Chapter(("forced", "forced draws", "forced masked"), forcing.names(), forcing.forcings, quick=(_ALONE, _SPREAD)),
     Chapter(("forced draws",), tuple(recipe.name for recipe in forcing.COPIES), forcing.copies, quick=(_TENSOR,)),
-    Chapter(("padded", "experts"), padded.names(), padded.padded, "every", (_SPREAD, _CUT, _REPLICATED, _TENSOR)),
-    Chapter(("knob",), knobs.names(), knobs.turned, "every", (_ALONE, _SPREAD, _CUT, _REPLICATED)),
+    Chapter(
+        ("padded", "experts"),
+        padded_experts.names(),
+        padded_experts.padded,
+        "every",
+        (_SPREAD, _CUT, _REPLICATED, _TENSOR),
+    ),
+    Chapter(("knob",), one_option.names(), one_option.turned, "every", (_ALONE, _SPREAD, _CUT, _REPLICATED)),
     Chapter(
         ("dropping_layer",),
-        tuple(recipe.name for recipe in layers.DROPPING),
+        tuple(recipe.name for recipe in shared_experts.DROPPING),
         dropping_layers.dropping,
         "every",
         (_SPREAD, _CUT),
     ),
     Chapter(("permutation", "routing_forms", "reordering", "row_index"), permute.NAMES, permute.corpus),
-    Chapter(("token_exchange",), tuple(token_exchange.SCRIPTS), token_exchange.scripts, quick=_MOSTLY),
-    Chapter(("spoilt", "spoilt experts"), spoilt.NAMES, spoilt.draw, "every", _MOSTLY),
-    Chapter(("identity",), identity.NAMES, identity.draw, "every", (_ALONE, _SPREAD, _REPLICATED)),
+    Chapter(("token_exchange",), tuple(handles.SCRIPTS), handles.scripts, quick=_MOSTLY),
+    Chapter(("spoilt", "spoilt experts"), non_finite.NAMES, non_finite.draw, "every", _MOSTLY),
+    Chapter(("identity",), identity_experts.NAMES, identity_experts.draw, "every", (_ALONE, _SPREAD, _REPLICATED)),
     Chapter(("dispatch_layout", "transport"), dispatch_layout.NAMES, dispatch_layout.corpus),
     Chapter(
         ("token_padding", "exchange"),
-        packing.TOKEN_COUNTS,
-        packing.token_counts,
+        token_padding.TOKEN_COUNTS,
+        token_padding.token_counts,
         "every",
         (_ALONE, _SPREAD, _CUT, _TENSOR),
     ),
     Chapter(
         ("layer",),
-        tuple(recipe.name for recipe in layers.LAYERS),
-        layers.layers,
+        tuple(recipe.name for recipe in shared_experts.LAYERS),
+        shared_experts.layers,
         "every",
         (_ALONE, _SPREAD, _CUT, _TENSOR),
     ),
     Chapter(("proxy",), proxy_model.NAMES, proxy_model.proxies, "every", (_REPLICATED, _TENSOR)),
-    Chapter(("places_exchange",), tuple(places.SCRIPTS), places.scripts, quick=_MOSTLY),
-    Chapter(("packing", "masked_router"), packing.SEQUENCES, packing.sequences),
-    Chapter(("session",), indivisible.NAMES, indivisible.corpus, variants="every"),
-    Chapter(("probe", "experts"), budget.names(), budget.budgets, "every", (_SPREAD, _CUT)),
-    Chapter(("overflow",), tuple(overflow.OVERFLOWS), overflow.overflows, "every", (_SPREAD, _CUT)),
-    Chapter(("token_exchange",), tuple(float8_rows.SCRIPTS), float8_rows.scripts, quick=_MOSTLY),
+    Chapter(("places_exchange",), tuple(low_latency.SCRIPTS), low_latency.scripts, quick=_MOSTLY),
+    Chapter(("packing", "masked_router"), token_padding.SEQUENCES, token_padding.sequences),
+    Chapter(("session",), divisibility.NAMES, divisibility.corpus, variants="every"),
+    Chapter(("probe", "experts"), receive_budget.names(), receive_budget.budgets, "every", (_SPREAD, _CUT)),
+    Chapter(("overflow",), tuple(budget_overflow.OVERFLOWS), budget_overflow.overflows, "every", (_SPREAD, _CUT)),
+    Chapter(("token_exchange",), tuple(fp8_wire.SCRIPTS), fp8_wire.scripts, quick=_MOSTLY),
     Chapter(("exchange",), misuse.NAMES, misuse.draw, "every", (*_MOSTLY, _TENSOR)),
-    Chapter(("session", "packed"), packed.names(), packed.draw, "every", (_SPREAD, _CUT, _TENSOR)),
-    Chapter(("copies", "copies experts", "exchange"), copies.NAMES, copies.draw, "every", (_TENSOR,)),
-    Chapter(("every bit",), every_bit.NAMES, every_bit.draw_all, "every", (_ALONE, _SPREAD, _CUT, _TENSOR)),
+    Chapter(("session", "packed"), config_rules.names(), config_rules.draw, "every", (_SPREAD, _CUT, _TENSOR)),
+    Chapter(
+        ("copies", "copies experts", "exchange"),
+        tp_duplicated_tokens.NAMES,
+        tp_duplicated_tokens.draw,
+        "every",
+        (_TENSOR,),
+    ),
+    Chapter(("every bit",), full_precision.NAMES, full_precision.draw_all, "every", (_ALONE, _SPREAD, _CUT, _TENSOR)),
 )
 
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from moe_conformance.contract import Config
+from moe_conformance.reference.routing import routes
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import draw
-from moe_conformance.workloads.corpus import EVEN, ONE_WITHOUT, UNEVEN
-from moe_conformance.workloads.profiles import USUAL_RANKS, Profile
-from moe_conformance.workloads.records import Asynchrony, Batch, Drawn, Lead, ParameterKey, Twist, Workload
-from reference import routing
+from moe_conformance.workloads.corpus.recipes import EVEN, ONE_WITHOUT, UNEVEN
+from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.workload import Asynchrony, Batch, Drawn, Lead, ParameterKey, Twist, Workload
+from moe_conformance.workloads.selection.profiles import USUAL_RANKS, Profile
 
 MARGIN = 1 / 16  # in selection scores: more than rounding to bfloat16 can move them
 _CANDIDATES = 8  # drawn at once for each token that is wanted
@@ -223,7 +223,7 @@ def layer_batch(T: int, config: Config, parameters: dict[ParameterKey, Tensor], 
 def margins(x_TD: Tensor, config: Config, parameters: dict[ParameterKey, Tensor]) -> Tensor:
     """Return how clearly every token chooses, in selection scores, (T,)."""
     logits_TE = x_TD.double() @ parameters["router", None].double().T
-    return routing.margins(
+    return routes.margins(
         logits_TE,
         top_k=config.top_k,
         score=config.score,

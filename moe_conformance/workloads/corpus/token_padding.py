@@ -16,9 +16,9 @@ from torch import Tensor
 
 from moe_conformance.contract import Config, Routing
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import draw
-from moe_conformance.workloads.profiles import Profile
-from moe_conformance.workloads.records import Batch, Call, Workload
+from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.workload import Batch, Call, Workload
+from moe_conformance.workloads.selection.profiles import Profile
 
 ALIGNMENTS = (1, 16, 64, 128)
 BOUND = 23

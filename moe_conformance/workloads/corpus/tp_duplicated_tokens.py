@@ -15,10 +15,10 @@ from torch import Tensor
 
 from moe_conformance.contract import Config, Routing
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import routes
-from moe_conformance.workloads.corpus import Recipe, exchange_workload
-from moe_conformance.workloads.profiles import Profile
-from moe_conformance.workloads.records import Batch, Call, Workload
+from moe_conformance.workloads.corpus.recipes import Recipe, exchange_workload
+from moe_conformance.workloads.records import routes
+from moe_conformance.workloads.records.workload import Batch, Call, Workload
+from moe_conformance.workloads.selection.profiles import Profile
 
 # Tokens of rank r: the entry r modulo the length. Only those of the lowest rank of a tp group are drawn, and in each
 # row some number is not divisible by 2 or 4: tokens that were shared out over the group would leave a remainder.

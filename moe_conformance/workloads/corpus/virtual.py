@@ -16,10 +16,10 @@ from torch import Tensor
 
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import draw
-from moe_conformance.workloads.corpus import Recipe, exchange_workload
-from moe_conformance.workloads.records import Workload
-from moe_conformance.workloads.routes import anywhere, dropped
+from moe_conformance.workloads.corpus.recipes import Recipe, exchange_workload
+from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.routes import anywhere, dropped
+from moe_conformance.workloads.records.workload import Workload
 
 WORLDS = (8, 64, 256, 512)
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from moe_conformance.contract import Config
-from moe_conformance.workloads.features import features, in_flight
-from moe_conformance.workloads.freedom import Freedom
-from moe_conformance.workloads.records import Batch, Workload
-from moe_conformance.workloads.router_strategies import LARGE
-from moe_conformance.workloads.strategies import MOST_SLOTS, weighing_dtype
+from moe_conformance.workloads.drawn.freedom import Freedom
+from moe_conformance.workloads.drawn.router_strategies import LARGE
+from moe_conformance.workloads.drawn.strategies import MOST_SLOTS, weighing_dtype
+from moe_conformance.workloads.records.features import features, in_flight
+from moe_conformance.workloads.records.workload import Batch, Workload
 
 
 @dataclass(frozen=True)

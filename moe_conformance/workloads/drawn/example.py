@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.contract import Unsupported
-from moe_conformance.workloads.records import Batch, Workload
+from moe_conformance.workloads.records.workload import Batch, Workload
 
 FORMAT = 1
 

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from moe_conformance.contract import Config
+from moe_conformance.reference.routing import selection
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import tags
-from moe_conformance.workloads.draw import weight_dtype
-from moe_conformance.workloads.example import ASKED, DTYPES, FORMAT
-from moe_conformance.workloads.records import COLUMNS, Asynchrony, Batch, ParameterKey, Workload
-from reference import selection
+from moe_conformance.workloads.drawn.example import ASKED, DTYPES, FORMAT
+from moe_conformance.workloads.records import tags
+from moe_conformance.workloads.records.draw import weight_dtype
+from moe_conformance.workloads.records.workload import COLUMNS, Asynchrony, Batch, ParameterKey, Workload
 
 T = TypeVar("T")
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from moe_conformance.contract import Config, Limit
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import draw
-from moe_conformance.workloads.freedom import Freedom
-from moe_conformance.workloads.records import Batch, Workload
-from moe_conformance.workloads.strategies import microbatches, require_allowed, schedules, token_counts
+from moe_conformance.workloads.drawn.freedom import Freedom
+from moe_conformance.workloads.drawn.strategies import microbatches, require_allowed, schedules, token_counts
+from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.workload import Batch, Workload
 
 LARGE = 64.0  # a magnitude of tokens at which exponentials that are not held back overflow
 

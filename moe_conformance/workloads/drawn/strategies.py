@@ -17,10 +17,10 @@ from torch import Tensor
 
 from moe_conformance.contract import Config, Limit
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import draw
-from moe_conformance.workloads.features import broken
-from moe_conformance.workloads.freedom import Freedom
-from moe_conformance.workloads.records import Batch, Workload
+from moe_conformance.workloads.drawn.freedom import Freedom
+from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.features import broken
+from moe_conformance.workloads.records.workload import Batch, Workload
 
 MOST_SLOTS, MOST_HELD = 4, 4
 MOST_TOKENS = 6

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from moe_conformance.contract import Config
-from moe_conformance.workloads import tags
-from moe_conformance.workloads.records import Batch, ParameterKey
+from moe_conformance.workloads.records import tags
+from moe_conformance.workloads.records.workload import Batch, ParameterKey
 
 # At most 3 significant bits each (see tags), eleven values that are pairwise distinct.
 _WEIGHTS = tuple(m / 8 for m in range(1, 8)) + tuple(m / 16 for m in (1, 3, 5, 7))

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from moe_conformance.contract import Limit, Routing
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import misuse
-from moe_conformance.workloads.records import FORWARD_ALONE, Call, Workload
+from moe_conformance.workloads.corpus import misuse
+from moe_conformance.workloads.records.workload import FORWARD_ALONE, Call, Workload
 
 
 def features(workload: Workload, device: str) -> dict[str, Any]:

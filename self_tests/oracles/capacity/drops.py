@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .capacity import capacities, loads
+from self_tests.oracles.capacity.limits import capacities, loads
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from .exchange import Pair
+from self_tests.oracles.exchange.deliveries import Pair
 
 
 def worst_case_rows(

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .checkpoints import Bits, Index, indices
+from self_tests.oracles.checkpoints.parts import Bits, Index, indices
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from .checkpoints import Bits, Key, Parameters
-from .experts import SwiGLU, swiglu_row
+from self_tests.oracles.checkpoints.parts import Bits, Key, Parameters
+from self_tests.oracles.experts import SwiGLU, swiglu_row
 
 Floats = NDArray[np.float64]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from self_tests.oracles.config_shown import older
+from self_tests.oracles.config_rules.shown import older
 
 
 class Settings(NamedTuple):

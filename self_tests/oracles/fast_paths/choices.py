@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from self_tests.oracles.fast_paths import Floats, demand
+from self_tests.oracles.fast_paths.equal_splits import Floats, demand
 
 
 def equal_counts(counts: Sequence[int] | None, rows: int) -> bool:

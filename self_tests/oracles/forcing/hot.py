@@ -12,7 +12,7 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-from .forcing import balanced, check_ids
+from self_tests.oracles.forcing.routes import balanced, check_ids
 
 Ints = NDArray[np.int64]
 Blocks = Sequence[Sequence[int]]

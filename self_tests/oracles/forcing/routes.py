@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .routing import Gate, gradient_of_token, largest_first, weights_of_chosen
+from self_tests.oracles.routing.routes import Gate, gradient_of_token, largest_first, weights_of_chosen
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

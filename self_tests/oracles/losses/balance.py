@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .routing import (
+from self_tests.oracles.routing.routes import (
     Gate,
     Kind,
     Limit,

@@ -13,8 +13,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from .losses import Loss
-from .routing import Gate, gradient
+from self_tests.oracles.losses.balance import Loss
+from self_tests.oracles.routing.routes import Gate, gradient
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

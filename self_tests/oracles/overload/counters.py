@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from self_tests.oracles.overload import Bools, Ints, Label, demand
+from self_tests.oracles.overload.factors import Bools, Ints, Label, demand
 
 
 class RoutedPass(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from fractions import Fraction
 from itertools import permutations, product
 
-from self_tests.oracles.overload import Label, allowed_error, demand
+from self_tests.oracles.overload.factors import Label, allowed_error, demand
 
 Pass = tuple[str, Label]
 Event = tuple[Label, int]

@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-from .routing import Gate, Kind, scores_of_token, unscaled_scores_of_chosen
+from self_tests.oracles.routing.routes import Gate, Kind, scores_of_token, unscaled_scores_of_chosen
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

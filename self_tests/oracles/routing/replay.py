@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .routing import Gate, Kind, gradient_of_token, weights_of_chosen
+from self_tests.oracles.routing.routes import Gate, Kind, gradient_of_token, weights_of_chosen
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

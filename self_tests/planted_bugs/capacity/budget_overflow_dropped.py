@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_conformance.backends.native import collectives
-from moe_conformance.backends.native.managers import Held, HybridEPManager
-from moe_conformance.backends.native.permutation import Pairs, first_of, sort_pairs
-from moe_conformance.backends.native.token_exchange import Arrived, TokenExchange
+from moe_conformance.backends.native.exchange import collectives
+from moe_conformance.backends.native.fused.managers import Held, HybridEPManager
+from moe_conformance.backends.native.fused.token_exchange import Arrived, TokenExchange
+from moe_conformance.backends.native.row_ops.permutation import Pairs, first_of, sort_pairs
 from moe_conformance.contract import Config
 from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, planted
 

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_conformance.backends.native import collectives
-from moe_conformance.backends.native.exchange import AllToAllExchange, Permuted
-from moe_conformance.backends.native.layer import Layer
-from moe_conformance.backends.native.managers import HybridEPManager
-from moe_conformance.backends.native.permutation import Pairs
-from moe_conformance.backends.native.token_exchange import TokenExchange
+from moe_conformance.backends.native.exchange import collectives
+from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange, Permuted
+from moe_conformance.backends.native.fused.managers import HybridEPManager
+from moe_conformance.backends.native.fused.token_exchange import TokenExchange
+from moe_conformance.backends.native.layer.layer import Layer
+from moe_conformance.backends.native.row_ops.permutation import Pairs
 from moe_conformance.contract import Config, Delivery, Overflow, Routing
 from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, planted
 

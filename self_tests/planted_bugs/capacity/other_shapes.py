@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_conformance.backends.native import capacity
-from moe_conformance.backends.native.capacity import Blocks
-from moe_conformance.backends.native.exchange import AllToAllExchange, Permuted
-from moe_conformance.backends.native.managers import Held, HybridEPManager
-from moe_conformance.backends.native.padding import PaddedExchange
-from moe_conformance.backends.native.routing import Router
+from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange, Permuted
+from moe_conformance.backends.native.exchange.token_padding import PaddedExchange
+from moe_conformance.backends.native.fused.managers import Held, HybridEPManager
+from moe_conformance.backends.native.router import capacity
+from moe_conformance.backends.native.router.capacity import Blocks
+from moe_conformance.backends.native.router.routing import Router
 from moe_conformance.contract import Config, Delivery, Overflow, Routed, Routing
+from self_tests.correct_backends.unusual import RoundedUpOverTensorRanks
 from self_tests.planted_bugs.plant import EP2_ETP2, TP2_EP2, Expectation, planted
-from self_tests.unusual_backends import RoundedUpOverTensorRanks
 
 # ---- routers -------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_conformance.backends.native.routing import Router
+from moe_conformance.backends.native.router.routing import Router
 from moe_conformance.contract import Config, Routed
 from self_tests.planted_bugs.plant import Expectation, planted
 

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_conformance.backends.native import Native, NativeSession, mirrored
-from moe_conformance.backends.native.managers import Held, HybridEPManager
-from moe_conformance.backends.native.padding import PaddedExchange
-from moe_conformance.backends.native.permutation import Pairs, sort_pairs
+from moe_conformance.backends.native import Native, NativeSession
+from moe_conformance.backends.native.exchange.token_padding import PaddedExchange
+from moe_conformance.backends.native.fused import autograd
+from moe_conformance.backends.native.fused.managers import Held, HybridEPManager
+from moe_conformance.backends.native.row_ops.permutation import Pairs, sort_pairs
 from moe_conformance.contract import Delivery
 from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, planted
 
@@ -35,7 +36,7 @@ class InBlocks(HybridEPManager):
     """Every expert's rows are filled up with zeros to whole blocks, and the budget is one of blocks: no bug."""
 
     def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Delivery, Any]:
-        arrived = mirrored.dispatch(self.exchange, x_TD, ids_TK, weights_TK)
+        arrived = autograd.dispatch(self.exchange, x_TD, ids_TK, weights_TK)
         budget, demand = self._budget(*ids_TK.shape), self._demand(arrived.handle.counts_N)
         if not self.drops:
             self._check(demand, budget, x_TD.device)

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from moe_conformance.backends.native import Native, NativeSession
-from moe_conformance.backends.native.exchange import AllToAllExchange, Permuted
-from moe_conformance.backends.native.experts import Experts, swiglu
-from moe_conformance.backends.native.forcing import ForcedRouter
-from moe_conformance.backends.native.gradients import GradientFinisher, Replicated
-from moe_conformance.backends.native.permutation import Pairs
-from moe_conformance.backends.native.routing import Router
+from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange, Permuted
+from moe_conformance.backends.native.layer.experts import Experts, swiglu
+from moe_conformance.backends.native.layer.gradients import GradientFinisher, Replicated
+from moe_conformance.backends.native.router.forcing import ForcedRouter
+from moe_conformance.backends.native.router.routing import Router
+from moe_conformance.backends.native.row_ops.permutation import Pairs
 from moe_conformance.contract import Config, Routing, Topology, Unsupported
 from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, planted
 

@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 
 from moe_conformance.backends.native import Native, NativeSession
-from moe_conformance.backends.native.exchange import AllToAllExchange
-from moe_conformance.backends.native.experts import Experts
-from moe_conformance.backends.native.rows import Permutation
+from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange
+from moe_conformance.backends.native.layer.experts import Experts
+from moe_conformance.backends.native.row_ops.surface import Permutation
 from moe_conformance.contract import Config, Topology
 from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, planted
 

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from moe_conformance.backends.native.exchange import AllToAllExchange
-from moe_conformance.backends.native.gradients import GradientFinisher, Replicated
+from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange
 from moe_conformance.backends.native.groups import CannotBuild
+from moe_conformance.backends.native.layer.gradients import GradientFinisher, Replicated
 from moe_conformance.contract import Config, Routing, Topology, Unsupported
 from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, planted
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from moe_conformance.backends.native import Native, NativeSession
-from moe_conformance.backends.native.exchange import AllGatherExchange, AllToAllExchange, Permuted
-from moe_conformance.backends.native.experts import Experts, in_blocks
-from moe_conformance.backends.native.permutation import Pairs
+from moe_conformance.backends.native.exchange.dispatchers import AllGatherExchange, AllToAllExchange, Permuted
+from moe_conformance.backends.native.layer.experts import Experts, in_blocks
+from moe_conformance.backends.native.row_ops.permutation import Pairs
 from moe_conformance.contract import Config, Routing, Topology
 from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, planted
 

@@ -10,12 +10,12 @@ import numpy
 import torch
 from torch import Tensor
 
-from moe_conformance.backends.native import collectives
-from moe_conformance.backends.native.exchange import AllToAllExchange, Permuted
-from moe_conformance.backends.native.permutation import Pairs
+from moe_conformance.backends.native.exchange import collectives
+from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange, Permuted
+from moe_conformance.backends.native.row_ops.permutation import Pairs
 from moe_conformance.contract import Delivery, Routing
+from self_tests.correct_backends.unusual import LendsUntilTheNext
 from self_tests.planted_bugs.plant import EP2_ETP2, TP2_EP2, Expectation, planted
-from self_tests.unusual_backends import LendsUntilTheNext
 
 # ---- combine -------------------------------------------------------------------------------------------------------
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_conformance.backends.native.exchange import AllToAllExchange, Permuted
-from moe_conformance.backends.native.permutation import Pairs
+from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange, Permuted
+from moe_conformance.backends.native.row_ops.permutation import Pairs
 from moe_conformance.contract import Delivery, Routing
 from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, planted
 

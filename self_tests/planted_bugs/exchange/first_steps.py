@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from moe_conformance.backends.native.exchange import AllToAllExchange
-from moe_conformance.backends.native.experts import Experts, in_blocks, swiglu
-from moe_conformance.backends.native.gradients import GradientFinisher, Replicated
-from moe_conformance.backends.native.layer import Layer
-from moe_conformance.backends.native.routing import Router
-from moe_conformance.backends.native.shared_experts import SharedExperts
+from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange
+from moe_conformance.backends.native.layer.experts import Experts, in_blocks, swiglu
+from moe_conformance.backends.native.layer.gradients import GradientFinisher, Replicated
+from moe_conformance.backends.native.layer.layer import Layer
+from moe_conformance.backends.native.layer.shared_experts import SharedExperts
+from moe_conformance.backends.native.router.routing import Router
 from moe_conformance.contract import Delivery, Routing
 from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, planted
 

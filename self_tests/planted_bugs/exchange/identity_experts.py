@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_conformance.backends.native.exchange import AllToAllExchange, LocalExchange
+from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange, LocalExchange
 from moe_conformance.contract import Delivery, Routing
 from self_tests.planted_bugs.plant import SINGLE, Expectation, planted
 

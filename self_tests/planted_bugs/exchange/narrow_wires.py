@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_conformance.backends.native.exchange import AllToAllExchange
-from moe_conformance.backends.native.low_latency import Filled, LowLatencyExchange
-from moe_conformance.backends.native.permutation import Pairs
-from moe_conformance.backends.native.reusable import ReusableExchange
-from moe_conformance.backends.native.token_exchange import Handle, TokenExchange
+from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange
+from moe_conformance.backends.native.fused.low_latency import Filled, LowLatencyExchange
+from moe_conformance.backends.native.fused.surface import ReusableExchange
+from moe_conformance.backends.native.fused.token_exchange import Handle, TokenExchange
+from moe_conformance.backends.native.row_ops.permutation import Pairs
 from moe_conformance.contract import Delivery, Routing
 from moe_conformance.surfaces import Received
 from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, planted

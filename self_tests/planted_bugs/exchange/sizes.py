@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_conformance.backends.native import mirrored, wrong_use
-from moe_conformance.backends.native.exchange import AllToAllExchange, LocalExchange
-from moe_conformance.backends.native.experts import Experts, swiglu
-from moe_conformance.backends.native.forcing import ForcedRouter
-from moe_conformance.backends.native.gradients import GradientFinisher
-from moe_conformance.backends.native.layer import Layer
-from moe_conformance.backends.native.reusable import ReusableExchange
-from moe_conformance.backends.native.routing import Router
-from moe_conformance.backends.native.shared_experts import SharedExperts
-from moe_conformance.backends.native.token_copies import TokenCopies
+from moe_conformance.backends.native.exchange import misuse
+from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange, LocalExchange
+from moe_conformance.backends.native.exchange.tp_duplicated_tokens import TokenCopies
+from moe_conformance.backends.native.fused import autograd
+from moe_conformance.backends.native.fused.surface import ReusableExchange
+from moe_conformance.backends.native.layer.experts import Experts, swiglu
+from moe_conformance.backends.native.layer.gradients import GradientFinisher
+from moe_conformance.backends.native.layer.layer import Layer
+from moe_conformance.backends.native.layer.shared_experts import SharedExperts
+from moe_conformance.backends.native.router.forcing import ForcedRouter
+from moe_conformance.backends.native.router.routing import Router
 from moe_conformance.contract import Config, Delivery, Routing, Topology
 from moe_conformance.topology import Layout
 from self_tests.planted_bugs.plant import SINGLE, Expectation, planted
@@ -236,7 +237,7 @@ class FirstRankRefusesAlone(AllToAllExchange):
 
     def _check_input(self, x: Tensor, routing: Routing) -> None:
         if self.topology.ranks("ep_etp")[0] == self.topology.rank:
-            problem = wrong_use.of_input(x, routing, self.config)
+            problem = misuse.of_input(x, routing, self.config)
             if problem:
                 raise ValueError(problem)
         super()._check_input(x, routing)
@@ -249,11 +250,11 @@ class _LastCombine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_RD: Tensor, exchange: Any, handle: Any) -> Tensor:
         ctx.exchange, exchange.last_handle = exchange, handle
-        return mirrored.combine(exchange, rows_RD, handle)
+        return autograd.combine(exchange, rows_RD, handle)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return mirrored.dispatch(ctx.exchange, gradients[0], handle=ctx.exchange.last_handle).rows_RD, None, None
+        return autograd.dispatch(ctx.exchange, gradients[0], handle=ctx.exchange.last_handle).rows_RD, None, None
 
 
 @planted(Expectation("EXCH-27", "reused-handle-late", "run", "rank"))

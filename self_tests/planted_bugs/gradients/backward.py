@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_conformance.backends.native.exchange import AllToAllExchange, Permuted
-from moe_conformance.backends.native.experts import Experts
-from moe_conformance.backends.native.gradients import GradientFinisher, Replicated
-from moe_conformance.backends.native.permutation import Pairs
+from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange, Permuted
+from moe_conformance.backends.native.layer.experts import Experts
+from moe_conformance.backends.native.layer.gradients import GradientFinisher, Replicated
+from moe_conformance.backends.native.row_ops.permutation import Pairs
 from moe_conformance.contract import Delivery, Routing
 from self_tests.planted_bugs.plant import EP2_EDP2, EP2_ETP2, Expectation, planted
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_conformance.backends.native.capacity import Blocks
-from moe_conformance.backends.native.exchange import AllToAllExchange
-from moe_conformance.backends.native.experts import Experts
-from moe_conformance.backends.native.low_latency import Filled, LowLatencyExchange
+from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange
+from moe_conformance.backends.native.fused.low_latency import Filled, LowLatencyExchange
+from moe_conformance.backends.native.layer.experts import Experts
+from moe_conformance.backends.native.router.capacity import Blocks
 from moe_conformance.contract import Routing
 from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, planted
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from moe_conformance.backends.native import Native
-from moe_conformance.backends.native.exchange import AllToAllExchange
-from moe_conformance.backends.native.experts import Experts
-from moe_conformance.backends.native.gradients import GradientFinisher
+from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange
 from moe_conformance.backends.native.groups import CannotBuild
+from moe_conformance.backends.native.layer.experts import Experts
+from moe_conformance.backends.native.layer.gradients import GradientFinisher
 from moe_conformance.contract import Config, Topology, Unsupported
 from moe_conformance.topology import Layout, RankLists
 from self_tests.planted_bugs.plant import EP2, EP2_EDP2, EP2_ETP2, Expectation, planted

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.backends.native import Native, NativeSession
-from moe_conformance.backends.native.routing import Router
+from moe_conformance.backends.native.router.routing import Router
 from moe_conformance.contract import Config, Named, Read, Routed
 from self_tests.planted_bugs.plant import Expectation, planted
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_conformance.backends.native.routing import Router
+from moe_conformance.backends.native.router.routing import Router
 from moe_conformance.contract import Routed
 from self_tests.planted_bugs.plant import Expectation, planted
 

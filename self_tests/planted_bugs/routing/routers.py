@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_conformance.backends.native.gradients import GradientFinisher
-from moe_conformance.backends.native.routing import Router
+from moe_conformance.backends.native.layer.gradients import GradientFinisher
+from moe_conformance.backends.native.router.routing import Router
 from moe_conformance.contract import Config, Routed
 from self_tests.planted_bugs.plant import TP2_EP2, Expectation, planted
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from moe_conformance.backends.native.gradients import GradientFinisher, Replicated
-from moe_conformance.backends.native.layer import Layer
-from moe_conformance.backends.native.shared_experts import OutputBias, SharedExperts
+from moe_conformance.backends.native.layer.gradients import GradientFinisher, Replicated
+from moe_conformance.backends.native.layer.layer import Layer
+from moe_conformance.backends.native.layer.shared_experts import OutputBias, SharedExperts
 from self_tests.planted_bugs.plant import TP2_EP2, Expectation, planted
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_conformance.backends.native import collectives
-from moe_conformance.backends.native.exchange import AllToAllExchange, Departed
-from moe_conformance.backends.native.experts import Experts
-from moe_conformance.backends.native.gradients import GradientFinisher
-from moe_conformance.backends.native.layer import Layer
-from moe_conformance.backends.native.shared_experts import SharedExperts
+from moe_conformance.backends.native.exchange import collectives
+from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange, Departed
+from moe_conformance.backends.native.layer.experts import Experts
+from moe_conformance.backends.native.layer.gradients import GradientFinisher
+from moe_conformance.backends.native.layer.layer import Layer
+from moe_conformance.backends.native.layer.shared_experts import SharedExperts
 from moe_conformance.contract import Delivery, Named, Read, Routing
 from self_tests.planted_bugs.plant import TP2_EP2, Expectation, planted
 

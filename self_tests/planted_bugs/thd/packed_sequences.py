@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_conformance.backends.native.exchange import AllToAllExchange
-from moe_conformance.backends.native.packing import Packing
-from moe_conformance.backends.native.routing import Router
+from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange
+from moe_conformance.backends.native.router.routing import Router
+from moe_conformance.backends.native.row_ops.packed_sequences import Packing
 from moe_conformance.contract import Delivery, Routed, Routing, Unsupported
 from moe_conformance.surfaces import PackedSequences
 from moe_conformance.topology import Layout

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_conformance.backends.native.packing import Packing
-from moe_conformance.backends.native.routing import Router
+from moe_conformance.backends.native.router.routing import Router
+from moe_conformance.backends.native.row_ops.packed_sequences import Packing
 from moe_conformance.contract import Routed
 from moe_conformance.surfaces import PackedSequences
 from self_tests.planted_bugs.plant import SINGLE, Expectation, planted

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_conformance.backends.native import collectives
-from moe_conformance.backends.native.float8 import Float8Wire
-from moe_conformance.backends.native.low_latency import Filled, LowLatencyExchange
-from moe_conformance.backends.native.reusable import ReusableExchange
-from moe_conformance.backends.native.token_exchange import Arrived, Handle, TokenExchange
+from moe_conformance.backends.native.exchange import collectives
+from moe_conformance.backends.native.fused.fp8_wire import Float8Wire
+from moe_conformance.backends.native.fused.low_latency import Filled, LowLatencyExchange
+from moe_conformance.backends.native.fused.surface import ReusableExchange
+from moe_conformance.backends.native.fused.token_exchange import Arrived, Handle, TokenExchange
 from moe_conformance.contract import Routing
 from moe_conformance.surfaces import Received
 from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, planted

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_conformance.backends.native import collectives
-from moe_conformance.backends.native.managers import DeepEPManager, Held, HybridEPManager, NCCLEPManager, Packed
-from moe_conformance.backends.native.token_exchange import Handle, TokenExchange
+from moe_conformance.backends.native.exchange import collectives
+from moe_conformance.backends.native.fused.managers import DeepEPManager, Held, HybridEPManager, NCCLEPManager, Packed
+from moe_conformance.backends.native.fused.token_exchange import Handle, TokenExchange
 from moe_conformance.contract import Delivery
 from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, planted
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_conformance.backends.native import Native, NativeSession
-from moe_conformance.backends.native.exchange import AllToAllExchange, LocalExchange
+from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange, LocalExchange
 from moe_conformance.contract import Config, Delivery, Limit, Routing, Unsupported
 
 
@@ -115,4 +115,4 @@ class NeedyToy(Toy):
 class UnpreloadableToy(Toy):
     """A toy whose library breaks when the ranks' parent imports it."""
 
-    preload = ("self_tests.plugin_project.no_such_module",)
+    preload = ("self_tests.plugin.project.no_such_module",)

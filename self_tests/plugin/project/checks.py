@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.outputs import judge_outputs
-from moe_conformance.judging.reading import Reading
+from moe_conformance.judging.exchange.outputs import judge_outputs
+from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
-from moe_conformance.workloads.records import Workload
+from moe_conformance.workloads.records.workload import Workload
 
 
 def even(workload: Workload) -> bool:

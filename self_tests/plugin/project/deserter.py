@@ -11,9 +11,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_conformance.backends.native.exchange import AllToAllExchange, LocalExchange
+from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange, LocalExchange
 from moe_conformance.contract import Config, Delivery, Routing
-from self_tests.plugin_project.backend import Toy, ToySession
+from self_tests.plugin.project.backend import Toy, ToySession
 
 
 def parent_of(pid: int) -> int:

@@ -24,10 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_conformance.backends.native import capacity, collectives, wrong_use
-from moe_conformance.backends.native.capacity import Blocks
+from moe_conformance.backends.native.exchange import collectives, misuse
 from moe_conformance.backends.native.groups import CannotBuild, Placement
-from moe_conformance.backends.native.permutation import Pairs, permute, sort_pairs, unpermute, weigh
+from moe_conformance.backends.native.router import capacity
+from moe_conformance.backends.native.router.capacity import Blocks
+from moe_conformance.backends.native.row_ops.permutation import Pairs, permute, sort_pairs, unpermute, weigh
 from moe_conformance.contract import Config, Delivery, Routing, Topology
 
 
@@ -96,7 +97,7 @@ class LocalExchange:
 
         Implements: EXCH-44.
         """
-        problem = wrong_use.of_input(x, routing, self.config) or capacity.overfull(routing.ids_TK, self.config)
+        problem = misuse.of_input(x, routing, self.config) or capacity.overfull(routing.ids_TK, self.config)
         if problem:
             self.withdraw(x.device)
             raise ValueError(problem)
@@ -108,10 +109,10 @@ class LocalExchange:
 
         Implements: EXCH-45.
         """
-        problem = wrong_use.of_answers(rows, handed := self._handed(handle), permuted.shape)
+        problem = misuse.of_answers(rows, handed := self._handed(handle), permuted.shape)
         if not problem:
             return bring(rows, handle)
-        bring(wrong_use.stand_in(rows, handed, permuted.shape), handle)
+        bring(misuse.stand_in(rows, handed, permuted.shape), handle)
         raise ValueError(problem)
 
     def _handed(self, handle: Any) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_conformance.backends.native import collectives
+from moe_conformance.backends.native.exchange import collectives
 from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.contract import Config, Delivery, Routing, SplitExchange, Topology
 

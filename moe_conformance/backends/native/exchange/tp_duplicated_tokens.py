@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_conformance.backends.native import collectives, wrong_use
+from moe_conformance.backends.native.exchange import collectives, misuse
+from moe_conformance.backends.native.exchange.token_padding import Withdrawing
 from moe_conformance.backends.native.groups import CannotBuild
-from moe_conformance.backends.native.padding import Withdrawing
 from moe_conformance.contract import Config, Delivery, Routing, Topology
 
 
@@ -127,7 +127,7 @@ class TokenCopies:
 
         Implements: EXCH-35.
         """
-        problem = wrong_use.of_input(x, routing, self.config)
+        problem = misuse.of_input(x, routing, self.config)
         self._compare(routing.ids_TK, x.device, problem)
         x_TD = x.reshape(-1, x.shape[-1])
         shares = Shares(len(x_TD), self.group)

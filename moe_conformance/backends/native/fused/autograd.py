@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_conformance.backends.native.token_exchange import Arrived, Handle, TokenExchange
+from moe_conformance.backends.native.fused.token_exchange import Arrived, Handle, TokenExchange
 
 
 class _Dispatch(torch.autograd.Function):

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_conformance.backends.native import wrong_use
-from moe_conformance.backends.native.float8 import Float8Wire
+from moe_conformance.backends.native.exchange import misuse
+from moe_conformance.backends.native.fused.fp8_wire import Float8Wire
+from moe_conformance.backends.native.fused.managers import Manager
+from moe_conformance.backends.native.fused.token_exchange import TokenExchange
 from moe_conformance.backends.native.groups import CannotBuild, Placement
-from moe_conformance.backends.native.managers import Manager
-from moe_conformance.backends.native.token_exchange import TokenExchange
 from moe_conformance.contract import Config, Delivery, Routing, Topology
 
 
@@ -50,11 +50,11 @@ class Flight:
 
     def misfit(self, rows: Tensor) -> str:
         """Return why answers do not fit, "" if they do."""
-        return wrong_use.of_answers(rows, self._delivered, self.shape)
+        return misuse.of_answers(rows, self._delivered, self.shape)
 
     def stand_in(self, rows: Tensor) -> tuple[Tensor, Any]:
         """Return answers of NaN that fit, and the manager's part, which stays here."""
-        return wrong_use.stand_in(rows, self._delivered, self.shape), self._held
+        return misuse.stand_in(rows, self._delivered, self.shape), self._held
 
 
 class FlexExchange:
@@ -115,7 +115,7 @@ class FlexExchange:
         Raises:
             ValueError: tokens or routing are wrong, here or on another rank of the group.
         """
-        if problem := wrong_use.of_input(x, routing, self.config):
+        if problem := misuse.of_input(x, routing, self.config):
             self._refuse(x)
             raise ValueError(problem)
         weights_TK = routing.weights_TK.to(torch.promote_types(x.dtype, torch.float32))

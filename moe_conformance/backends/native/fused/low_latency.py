@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_conformance.backends.native import capacity, wrong_use
-from moe_conformance.backends.native.exchange import AllToAllExchange, Sent
+from moe_conformance.backends.native.exchange import misuse
+from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange, Sent
 from moe_conformance.backends.native.groups import CannotBuild
+from moe_conformance.backends.native.router import capacity
 from moe_conformance.contract import Config, Delivery, Routing, Topology
 from moe_conformance.surfaces import Places
 
@@ -60,8 +61,8 @@ class LowLatencyExchange(AllToAllExchange):
         Implements: EXCH-39.
         """
         rows_QD, places, shape = rows.reshape(-1, rows.shape[-1]), prod(handle.shape), handle.sent.permuted.shape
-        if problem := wrong_use.of_answers(rows_QD, places, shape):
-            super().combine(wrong_use.stand_in(rows, places, shape)[handle.place_R], handle.sent)
+        if problem := misuse.of_answers(rows_QD, places, shape):
+            super().combine(misuse.stand_in(rows, places, shape)[handle.place_R], handle.sent)
             raise ValueError(problem)
         return super().combine(rows_QD[handle.place_R], handle.sent)
 

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_conformance.backends.native import collectives, mirrored
+from moe_conformance.backends.native.exchange import collectives
+from moe_conformance.backends.native.fused import autograd
+from moe_conformance.backends.native.fused.token_exchange import Arrived, Handle, TokenExchange
 from moe_conformance.backends.native.groups import CannotBuild
-from moe_conformance.backends.native.permutation import Pairs, first_of, permute, sort_pairs, unpermute, weigh
-from moe_conformance.backends.native.token_exchange import Arrived, Handle, TokenExchange
+from moe_conformance.backends.native.row_ops.permutation import Pairs, first_of, permute, sort_pairs, unpermute, weigh
 from moe_conformance.contract import Config, Delivery, Overflow
 
 
@@ -52,12 +53,12 @@ class Manager:
 
     def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Delivery, Any]:
         """Return what the experts are handed and what `combine` needs; collective."""
-        arrived = mirrored.dispatch(self.exchange, x_TD, ids_TK, weights_TK)
+        arrived = autograd.dispatch(self.exchange, x_TD, ids_TK, weights_TK)
         return self._hand_over(arrived)
 
     def combine(self, rows: Tensor, held: Any) -> Tensor:
         """Return y_TD from the experts' answers; collective."""
-        return mirrored.combine(self.exchange, self._take_back(rows, held), held.handle)
+        return autograd.combine(self.exchange, self._take_back(rows, held), held.handle)
 
     def _hand_over(self, arrived: Arrived) -> tuple[Delivery, Held]:
         raise NotImplementedError
@@ -141,7 +142,7 @@ class HybridEPManager(_OneRowPerPair):
         Implements: DROP-14.
         """
         T, K = ids_TK.shape
-        arrived = mirrored.dispatch(self.exchange, x_TD, ids_TK, weights_TK)
+        arrived = autograd.dispatch(self.exchange, x_TD, ids_TK, weights_TK)
         budget, demand = self._budget(T, K), int(arrived.handle.counts_N.sum())
         if not self.drops:
             self._check(demand, budget, x_TD.device)

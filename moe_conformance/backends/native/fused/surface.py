@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from moe_conformance.backends.native import mirrored
-from moe_conformance.backends.native.float8 import Float8Wire
+from moe_conformance.backends.native.fused import autograd
+from moe_conformance.backends.native.fused.fp8_wire import Float8Wire
+from moe_conformance.backends.native.fused.token_exchange import Handle, TokenExchange
 from moe_conformance.backends.native.groups import Placement
-from moe_conformance.backends.native.token_exchange import Handle, TokenExchange
 from moe_conformance.contract import Config, Topology
 from moe_conformance.surfaces import Received
 
@@ -58,7 +58,7 @@ class ReusableExchange:
             if handle is None:
                 self.exchange.withdraw(x_TD.device)  # else the others wait for rows
             raise ValueError(f"tokens of width {x_TD.shape[-1]}, where {self.hidden} was configured")
-        arrived = mirrored.dispatch(self.exchange, x_TD, ids_TK, weights_TK, handle)
+        arrived = autograd.dispatch(self.exchange, x_TD, ids_TK, weights_TK, handle)
         known = arrived.handle
         weights_RK, scales_RB = arrived.weights_RK, arrived.scales_RB
         return Received(arrived.rows_RD, known.ids_RK, weights_RK, known.counts_N, known, scales_RB)
@@ -74,7 +74,7 @@ class ReusableExchange:
         for bias_TD in biases:
             if bias_TD.shape != (handle.tokens, rows_RD.shape[1]):
                 raise ValueError(f"a bias of shape {tuple(bias_TD.shape)} for {handle.tokens} tokens")
-        y_TD = mirrored.combine(self.exchange, rows_RD, handle)
+        y_TD = autograd.combine(self.exchange, rows_RD, handle)
         for bias_TD in biases:
             y_TD = self._add(y_TD, bias_TD)
         return y_TD

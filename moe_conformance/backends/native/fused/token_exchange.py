@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_conformance.backends.native import collectives
-from moe_conformance.backends.native.float8 import Float8Wire
+from moe_conformance.backends.native.exchange import collectives
+from moe_conformance.backends.native.fused.fp8_wire import Float8Wire
 from moe_conformance.backends.native.groups import CannotBuild
 
 

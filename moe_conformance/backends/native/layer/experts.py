@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moe_conformance.backends.native.gradients import Replicated
 from moe_conformance.backends.native.groups import CannotBuild, Placement
-from moe_conformance.backends.native.permutation import permute, sort_pairs, unpermute, weigh
+from moe_conformance.backends.native.layer.gradients import Replicated
+from moe_conformance.backends.native.row_ops.permutation import permute, sort_pairs, unpermute, weigh
 from moe_conformance.contract import Config, Delivery, Named, Read, Topology
 
 BLOCK = 16  # rows of one product

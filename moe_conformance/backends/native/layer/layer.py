@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_conformance.backends.native.exchange import AllToAllExchange
-from moe_conformance.backends.native.experts import Experts
-from moe_conformance.backends.native.gradients import Replicated
+from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange
+from moe_conformance.backends.native.fused.low_latency import LowLatencyExchange
 from moe_conformance.backends.native.groups import CannotBuild
-from moe_conformance.backends.native.low_latency import LowLatencyExchange
-from moe_conformance.backends.native.routing import Router
-from moe_conformance.backends.native.shared_experts import OutputBias, Score, SharedExperts
+from moe_conformance.backends.native.layer.experts import Experts
+from moe_conformance.backends.native.layer.gradients import Replicated
+from moe_conformance.backends.native.layer.shared_experts import OutputBias, Score, SharedExperts
+from moe_conformance.backends.native.router.routing import Router
 from moe_conformance.contract import Config, Delivery, Named, Read, Routing, SplitExchange, Topology
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from moe_conformance.backends.native import collectives
-from moe_conformance.backends.native.experts import swiglu
-from moe_conformance.backends.native.gradients import Replicated
+from moe_conformance.backends.native.exchange import collectives
 from moe_conformance.backends.native.groups import CannotBuild
+from moe_conformance.backends.native.layer.experts import swiglu
+from moe_conformance.backends.native.layer.gradients import Replicated
 from moe_conformance.contract import Config, Named, Read, Topology
 
 

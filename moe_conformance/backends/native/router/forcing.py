@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.backends.native.groups import CannotBuild
-from moe_conformance.backends.native.routing import Router
+from moe_conformance.backends.native.router.routing import Router
 from moe_conformance.contract import Config, Topology
 
 _RANKS = 1 << 20  # more than there are: keeps the seeds of ranks and of routers apart

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moe_conformance.backends.native import capacity
-from moe_conformance.backends.native.gradients import Replicated
 from moe_conformance.backends.native.groups import CannotBuild
+from moe_conformance.backends.native.layer.gradients import Replicated
+from moe_conformance.backends.native.router import capacity
 from moe_conformance.contract import Config, Named, Read, Routed, Routing
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.backends.native.offered import Offered
-from moe_conformance.backends.native.permutation import Pairs, permute, sort_pairs, unpermute, weigh
+from moe_conformance.backends.native.row_ops.permutation import Pairs, permute, sort_pairs, unpermute, weigh
 from moe_conformance.contract import Config, Routing
 from moe_conformance.surfaces import Permuted
 

@@ -12,10 +12,10 @@ from typing import Literal
 
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
-from moe_conformance.workloads.corpus import ONE_WITHOUT, UNEVEN, Recipe, exchange_workload
-from moe_conformance.workloads.profiles import Profile
-from moe_conformance.workloads.records import Batch, Workload
-from moe_conformance.workloads.routes import one_rank
+from moe_conformance.workloads.corpus.recipes import ONE_WITHOUT, UNEVEN, Recipe, exchange_workload
+from moe_conformance.workloads.records.routes import one_rank
+from moe_conformance.workloads.records.workload import Batch, Workload
+from moe_conformance.workloads.selection.profiles import Profile
 
 
 @dataclass(frozen=True)

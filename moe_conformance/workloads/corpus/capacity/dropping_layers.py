@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from moe_conformance.topology import Layout
-from moe_conformance.workloads.layers import DROPPING, layer_workload
-from moe_conformance.workloads.profiles import USUAL_RANKS, Profile
-from moe_conformance.workloads.records import Workload
+from moe_conformance.workloads.corpus.shared_experts import DROPPING, layer_workload
+from moe_conformance.workloads.records.workload import Workload
+from moe_conformance.workloads.selection.profiles import USUAL_RANKS, Profile
 
 
 def dropping(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:

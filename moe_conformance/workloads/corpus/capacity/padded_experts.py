@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from moe_conformance.contract import Config
+from moe_conformance.reference.capacity import drops, limits
 from moe_conformance.topology import Layout
-from moe_conformance.workloads.corpus import BY_TURNS, ONE_WITHOUT, UNEVEN, Recipe, exchange_workload
-from moe_conformance.workloads.profiles import Profile
-from moe_conformance.workloads.records import Workload
-from moe_conformance.workloads.routes import anywhere, one_expert
-from reference import capacity, capacity_drops
+from moe_conformance.workloads.corpus.recipes import BY_TURNS, ONE_WITHOUT, UNEVEN, Recipe, exchange_workload
+from moe_conformance.workloads.records.routes import anywhere, one_expert
+from moe_conformance.workloads.records.workload import Workload
+from moe_conformance.workloads.selection.profiles import Profile
 
 
 def fitting(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
@@ -35,8 +35,8 @@ def crowded(T: int, config: Config, layout: Layout, generator: torch.Generator) 
 def _dropped(ids_TK: Tensor, config: Config) -> Tensor:
     assert config.capacity_factor is not None
     sizes = (len(ids_TK), config.top_k, config.experts)
-    room = capacity.capacities(*sizes, factor=config.capacity_factor, minimum=config.min_capacity)[0]
-    kept_TK = capacity_drops.keep(ids_TK, config.experts, capacity=room, policy="position")
+    room = limits.capacities(*sizes, factor=config.capacity_factor, minimum=config.min_capacity)[0]
+    kept_TK = drops.keep(ids_TK, config.experts, capacity=room, policy="position")
     return torch.where(kept_TK, ids_TK, -1)
 
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import draw
-from moe_conformance.workloads.corpus import UNEVEN, Recipe, exchange_workload
-from moe_conformance.workloads.profiles import Profile
-from moe_conformance.workloads.records import Workload
-from moe_conformance.workloads.routes import dropped, idle_rank
+from moe_conformance.workloads.corpus.recipes import UNEVEN, Recipe, exchange_workload
+from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.routes import dropped, idle_rank
+from moe_conformance.workloads.records.workload import Workload
+from moe_conformance.workloads.selection.profiles import Profile
 
 
 def filling(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:

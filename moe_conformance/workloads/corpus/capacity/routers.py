@@ -13,10 +13,10 @@ import torch
 
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import draw
-from moe_conformance.workloads.profiles import Profile
-from moe_conformance.workloads.records import Batch, Lead, ParameterKey, Workload
-from moe_conformance.workloads.routing import ONE_WITHOUT, TOKENS
+from moe_conformance.workloads.corpus.routing.routers import ONE_WITHOUT, TOKENS
+from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.workload import Batch, Lead, ParameterKey, Workload
+from moe_conformance.workloads.selection.profiles import Profile
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import draw, profiles
-from moe_conformance.workloads.records import Stride, Twist, Workload
-from moe_conformance.workloads.twins import Origin, Rows, Twin, rows_of, the_same, twin
+from moe_conformance.workloads.corpus.equivalence.twins import Origin, Rows, Twin, rows_of, the_same, twin
+from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.workload import Stride, Twist, Workload
+from moe_conformance.workloads.selection import profiles
 
 Source = tuple[int, int, int]  # microbatch, rank and token
 

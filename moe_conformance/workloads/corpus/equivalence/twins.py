@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe_conformance.reference.permute.orders import relabel, relabel_parameters, reorder_slots
 from moe_conformance.topology import Layout
-from moe_conformance.workloads.records import Batch, Lead, ParameterKey, Twist, Workload
-from reference.permute import relabel, relabel_parameters, reorder_slots
+from moe_conformance.workloads.records.workload import Batch, Lead, ParameterKey, Twist, Workload
 
 
 class Rows(NamedTuple):

@@ -13,10 +13,10 @@ import torch
 from torch.nn import functional as F
 
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import draw
-from moe_conformance.workloads.corpus import UNEVEN, Recipe, exchange_workload
-from moe_conformance.workloads.profiles import Profile
-from moe_conformance.workloads.records import Batch, Workload
+from moe_conformance.workloads.corpus.recipes import UNEVEN, Recipe, exchange_workload
+from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.workload import Batch, Workload
+from moe_conformance.workloads.selection.profiles import Profile
 
 KIND = "every bit"
 IN_TURN = 3  # microbatch m has all bits in tokens (m = 0, 3, ..), in upstream gradients (1, ..) or in weights (2, ..)

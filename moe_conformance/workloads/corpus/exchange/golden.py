@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moe_conformance import goldens
+from moe_conformance import stored_values
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
-from moe_conformance.workloads.records import Batch, ParameterKey, Workload
+from moe_conformance.workloads.records.workload import Batch, ParameterKey, Workload
 
 NAME = "own-golden-even"
 CHAPTER = "experts"
@@ -25,7 +25,7 @@ def golden_workload(variant: str, layout: Layout) -> Workload | None:
     Raises:
         GoldenError: the golden is not there, or not as it was written.
     """
-    stored = _stored(goldens.folder())
+    stored = _stored(stored_values.folder())
     inputs = {name.removeprefix("layer/in/"): value for name, value in stored.items() if "/in/" in name}
     (T, K), (E, F, D) = inputs["ids_TK"].shape, inputs["gate"].shape
     if T % layout.world or E % layout.ep or layout.pp > 1:  # every pipeline stage would see a part of the tokens alone
@@ -41,7 +41,7 @@ def golden_workload(variant: str, layout: Layout) -> Workload | None:
 @cache
 def _stored(folder: Path) -> dict[str, Tensor]:
     """Return what is stored, read and compared with its digest once."""
-    return goldens.read(folder, CHAPTER)
+    return stored_values.read(folder, CHAPTER)
 
 
 def _batch(inputs: Mapping[str, Tensor], tokens: int, rank: int) -> Batch:

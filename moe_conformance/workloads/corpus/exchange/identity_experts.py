@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 
 from moe_conformance.topology import Layout
-from moe_conformance.workloads.corpus import UNEVEN, Recipe, exchange_workload
-from moe_conformance.workloads.profiles import Profile
-from moe_conformance.workloads.records import Workload
-from moe_conformance.workloads.routes import dropped, one_expert
+from moe_conformance.workloads.corpus.recipes import UNEVEN, Recipe, exchange_workload
+from moe_conformance.workloads.records.routes import dropped, one_expert
+from moe_conformance.workloads.records.workload import Workload
+from moe_conformance.workloads.selection.profiles import Profile
 
 _RECIPES = (
     Recipe("identity-even"),

@@ -12,9 +12,9 @@ from typing import Any
 
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
-from moe_conformance.workloads.corpus import Recipe, exchange_workload
-from moe_conformance.workloads.profiles import Profile
-from moe_conformance.workloads.records import Workload
+from moe_conformance.workloads.corpus.recipes import Recipe, exchange_workload
+from moe_conformance.workloads.records.workload import Workload
+from moe_conformance.workloads.selection.profiles import Profile
 
 EXTRA = "extra."  # begins the name of a knob that only some backends know: it goes into `Config.extra`
 

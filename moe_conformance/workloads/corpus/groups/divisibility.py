@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
-from moe_conformance.workloads.profiles import Profile
-from moe_conformance.workloads.records import Call, Workload
+from moe_conformance.workloads.records.workload import Call, Workload
+from moe_conformance.workloads.selection.profiles import Profile
 
 EXPERTS, NO_EXPERTS, WIDTH = "indivisible-experts", "no-experts", "indivisible-width"
 NAMES = (EXPERTS, NO_EXPERTS, WIDTH)

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from moe_conformance.contract import Config
+from moe_conformance.reference.groups import proxy_model
+from moe_conformance.reference.groups.proxy_model import ModelGradients
+from moe_conformance.reference.shared_experts.whole_layer import Weighing
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import draw, layers
-from moe_conformance.workloads.profiles import Profile
-from moe_conformance.workloads.records import Batch, ParameterKey, Workload
-from reference import proxy_model
-from reference.proxy_model import ModelGradients
-from reference.whole_layer import Weighing
+from moe_conformance.workloads.corpus import shared_experts
+from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.workload import Batch, ParameterKey, Workload
+from moe_conformance.workloads.selection.profiles import Profile
 
 BLOCKS = 2
 MARGIN = 2.0**-14  # of selection scores: float32 errs by 2^-10 of that
@@ -110,7 +111,7 @@ def _drawn(recipe: ProxyRecipe, config: Config, layout: Layout, generator: torch
 
     D, parameters = config.hidden, dict[ParameterKey, Tensor]()
     for b in range(BLOCKS):
-        own = layers.layer_parameters(config, generator)
+        own = shared_experts.layer_parameters(config, generator)
         own["mix_in", None], own["mix_out", None] = normal(MIX, D) * D**-0.5, normal(D, MIX) * MIX**-0.5
         parameters |= {(f"block{b}/{name}", expert): value for (name, expert), value in own.items()}
     place = {rank: at for ranks in layout.groups()["pp"] for rank in ranks for at in (ranks[0],)}

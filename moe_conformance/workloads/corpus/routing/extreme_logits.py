@@ -14,9 +14,9 @@ from torch import Tensor
 
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import draw
-from moe_conformance.workloads.profiles import Profile
-from moe_conformance.workloads.records import Batch, ParameterKey, Workload
+from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.workload import Batch, ParameterKey, Workload
+from moe_conformance.workloads.selection.profiles import Profile
 
 HUGE = 1e30
 _PLACES = (0, 3)  # of a rank's tokens that are spoilt

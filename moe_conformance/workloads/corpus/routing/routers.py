@@ -10,9 +10,9 @@ import torch
 
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import draw
-from moe_conformance.workloads.profiles import likened_layouts
-from moe_conformance.workloads.records import Batch, Twist, Workload
+from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.workload import Batch, Twist, Workload
+from moe_conformance.workloads.selection.profiles import likened_layouts
 
 TOKENS = (18, 8, 26, 12, 22, 10, 14, 20)  # of rank r: the entry r modulo the length
 ONE_WITHOUT = (14, 0, 18, 8)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import draw
-from moe_conformance.workloads.profiles import Profile
-from moe_conformance.workloads.records import Call, Workload
+from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.workload import Call, Workload
+from moe_conformance.workloads.selection.profiles import Profile
 
 Owners = Callable[[int, int], list[int]]  # (E, W) -> the rank of every expert
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import corpus, draw
-from moe_conformance.workloads.profiles import Profile
-from moe_conformance.workloads.records import Workload
-from moe_conformance.workloads.token_exchange import KIND, Drawing, Tokens
+from moe_conformance.workloads.corpus import recipes
+from moe_conformance.workloads.corpus.token_exchange.handles import KIND, Drawing, Tokens
+from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.workload import Workload
+from moe_conformance.workloads.selection.profiles import Profile
 
 SIGNED = 32  # columns whose numbers are large enough to keep their signs
 BLOCKS = 272  # columns: two blocks of 128 and a short one
@@ -58,9 +59,9 @@ def rounded(drawing: Drawing, sizes: Sequence[int], hidden: int) -> Workload:
 
 
 SCRIPTS: dict[str, Callable[[Drawing], Workload]] = {
-    "float8-rows": lambda drawing: rounded(drawing, corpus.UNEVEN, BLOCKS),
-    "float8-rows-without-tokens": lambda drawing: rounded(drawing, corpus.ONE_WITHOUT, BLOCKS),
-    "float8-rows-of-one-block": lambda drawing: rounded(drawing, corpus.ONE_WITHOUT, ONE_BLOCK),
+    "float8-rows": lambda drawing: rounded(drawing, recipes.UNEVEN, BLOCKS),
+    "float8-rows-without-tokens": lambda drawing: rounded(drawing, recipes.ONE_WITHOUT, BLOCKS),
+    "float8-rows-of-one-block": lambda drawing: rounded(drawing, recipes.ONE_WITHOUT, ONE_BLOCK),
 }
 
 

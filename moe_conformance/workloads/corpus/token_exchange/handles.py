@@ -17,9 +17,10 @@ from torch import Tensor
 
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import corpus, draw, routes
-from moe_conformance.workloads.profiles import Profile
-from moe_conformance.workloads.records import Answered, Batch, Call, Ref, Workload
+from moe_conformance.workloads.corpus import recipes
+from moe_conformance.workloads.records import draw, routes
+from moe_conformance.workloads.records.workload import Answered, Batch, Call, Ref, Workload
+from moe_conformance.workloads.selection.profiles import Profile
 
 KIND = "token_exchange"
 MOST_COPIES = 8  # of a row in a sum: a token goes to no more ranks
@@ -206,21 +207,21 @@ def _light(tokens: Tokens) -> Tokens:
 
 
 SCRIPTS: dict[str, Callable[[Drawing], Workload]] = {
-    "reused-handle": lambda drawing: reused(drawing, corpus.UNEVEN, (5, 12, 3)),
-    "reused-handle-without-tokens": lambda drawing: reused(drawing, corpus.ONE_WITHOUT, (0, 6)),
-    "reused-handle-late": lambda drawing: combined_before(drawing, corpus.UNEVEN, (5, 12, 3)),
-    "reused-handle-behind": lambda drawing: reused_behind(drawing, corpus.UNEVEN),
+    "reused-handle": lambda drawing: reused(drawing, recipes.UNEVEN, (5, 12, 3)),
+    "reused-handle-without-tokens": lambda drawing: reused(drawing, recipes.ONE_WITHOUT, (0, 6)),
+    "reused-handle-late": lambda drawing: combined_before(drawing, recipes.UNEVEN, (5, 12, 3)),
+    "reused-handle-behind": lambda drawing: reused_behind(drawing, recipes.UNEVEN),
     "handle-of-another": wrong_handle,
-    "biases": lambda drawing: biases(drawing, corpus.UNEVEN),
-    "biases-without-tokens": lambda drawing: biases(drawing, corpus.ONE_WITHOUT),
-    "weighed": lambda drawing: weighed(drawing, corpus.UNEVEN),
-    "weighed-without-tokens": lambda drawing: weighed(drawing, corpus.ONE_WITHOUT),
+    "biases": lambda drawing: biases(drawing, recipes.UNEVEN),
+    "biases-without-tokens": lambda drawing: biases(drawing, recipes.ONE_WITHOUT),
+    "weighed": lambda drawing: weighed(drawing, recipes.UNEVEN),
+    "weighed-without-tokens": lambda drawing: weighed(drawing, recipes.ONE_WITHOUT),
     # As kernels want rows: bfloat16, of a multiple of 16 columns.
-    "reused-handle-bfloat16": lambda drawing: reused(drawing.for_kernels(), corpus.UNEVEN, (5, 12, 3)),
-    "reused-handle-bfloat16-without-tokens": lambda drawing: reused(drawing.for_kernels(), corpus.ONE_WITHOUT, (0, 6)),
+    "reused-handle-bfloat16": lambda drawing: reused(drawing.for_kernels(), recipes.UNEVEN, (5, 12, 3)),
+    "reused-handle-bfloat16-without-tokens": lambda drawing: reused(drawing.for_kernels(), recipes.ONE_WITHOUT, (0, 6)),
     "handle-of-another-bfloat16": lambda drawing: wrong_handle(drawing.for_kernels()),
-    "weighed-bfloat16": lambda drawing: weighed(drawing.for_kernels(), corpus.UNEVEN),
-    "biases-bfloat16": lambda drawing: biases(drawing.for_kernels(), corpus.UNEVEN),
+    "weighed-bfloat16": lambda drawing: weighed(drawing.for_kernels(), recipes.UNEVEN),
+    "biases-bfloat16": lambda drawing: biases(drawing.for_kernels(), recipes.UNEVEN),
 }
 
 

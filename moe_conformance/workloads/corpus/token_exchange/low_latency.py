@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from moe_conformance.topology import Layout
-from moe_conformance.workloads import corpus, draw
-from moe_conformance.workloads.profiles import Profile
-from moe_conformance.workloads.records import Call, Filled, Ref, Workload
-from moe_conformance.workloads.token_exchange import Drawing, Tokens
+from moe_conformance.workloads.corpus import recipes
+from moe_conformance.workloads.corpus.token_exchange.handles import Drawing, Tokens
+from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.workload import Call, Filled, Ref, Workload
+from moe_conformance.workloads.selection.profiles import Profile
 
 KIND = "places_exchange"
 BITS = 12  # more than bfloat16 and float16 have
@@ -77,8 +78,8 @@ def over_limit(drawing: Drawing) -> Workload:
 
 
 SCRIPTS: dict[str, Callable[[Drawing], Workload]] = {
-    "places": lambda drawing: filled(drawing, corpus.UNEVEN, (3,)),
-    "places-without-tokens": lambda drawing: filled(drawing, corpus.ONE_WITHOUT, (0, 6)),
+    "places": lambda drawing: filled(drawing, recipes.UNEVEN, (3,)),
+    "places-without-tokens": lambda drawing: filled(drawing, recipes.ONE_WITHOUT, (0, 6)),
     "tokens-over-limit": over_limit,
 }
 

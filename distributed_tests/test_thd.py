@@ -1,0 +1,80 @@
+"""PACK-07 to -10, PACK-15, ROUTE-22: packed sequences (THD), with gaps between them."""
+
+from __future__ import annotations
+
+from moe_conformance.judging.exchange.deliveries import judge_deliveries
+from moe_conformance.judging.exchange.gradients import judge_dweights, judge_dx
+from moe_conformance.judging.exchange.outputs import judge_outputs
+from moe_conformance.judging.experts.experts import (
+    judge_expert_gradients,
+    judge_own_dweights,
+    judge_own_dx,
+    judge_own_outputs,
+)
+from moe_conformance.judging.kernels.thd import judge_empty_sequences, judge_lengths, judge_shares, judge_tokens
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.router.padding_mask import judge_masked_router
+from moe_conformance.judging.verdict import Tally
+from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.spec import requirement
+from moe_conformance.workloads.corpus.token_padding import LAID_OUT, WITHOUT_AND_WITH_EMPTY
+from moe_conformance.workloads.records.features import has_lost_tokens
+
+
+class TestSequences:
+    @requirement("PACK-07", kind="packing", when=lambda workload: workload.name in LAID_OUT)
+    def test_sums_are_those_of_lengths_and_of_their_multiples(self, outcome: Outcome, tally: Tally) -> None:
+        """Lengths stay as they are, and every padded one is a multiple of what parallelism divides it by."""
+        judge_lengths(outcome, tally)
+
+    @requirement("PACK-10", kind="packing", when=lambda workload: workload.name in WITHOUT_AND_WITH_EMPTY)
+    def test_empty_sequences_change_nothing_else(self, outcome: Outcome, tally: Tally) -> None:
+        """Sequences of length zero stand in the lists as equal neighbours, and move no other."""
+        judge_empty_sequences(outcome, tally)
+
+    @requirement("PACK-08", kind="packing", when=lambda workload: workload.name == "packed-tokens")
+    def test_gaps_are_told_from_tokens(self, outcome: Outcome, tally: Tally) -> None:
+        """The first rows of every sequence are its tokens, and nothing else is one."""
+        judge_tokens(outcome, tally)
+
+    @requirement("PACK-15", kind="packing", when=lambda workload: workload.name == "packed-shares")
+    def test_context_ranks_share_every_row(self, outcome: Outcome, tally: Tally) -> None:
+        """Every row of a pack is on one cp rank, that of its chunk, and in its order."""
+        judge_shares(outcome, tally)
+
+    @requirement("PACK-08", "ROUTE-22", kind="masked_router")
+    def test_padding_changes_no_route_and_no_load(self, outcome: Outcome, tally: Tally) -> None:
+        """Tokens have the experts and weights that are theirs without the gaps, and gaps are not counted."""
+        judge_masked_router(outcome, tally)
+
+    @requirement("PACK-08", kind="probe", when=has_lost_tokens)
+    def test_gaps_are_routed_nowhere(self, reading: Reading, tally: Tally) -> None:
+        """No row of a gap is delivered; its output and its gradients are zero, and those of tokens their own."""
+        judge_deliveries(reading, tally)
+        judge_outputs(reading, tally)
+        judge_dx(reading, tally)
+        judge_dweights(reading, tally)
+
+    @requirement("PACK-08", kind="packed", when=has_lost_tokens)
+    def test_gaps_of_packed_sequences_are_routed_nowhere(self, reading: Reading, tally: Tally) -> None:
+        """Behind an exchange that is built for packed sequences too, gaps yield zeros, and tokens what is theirs."""
+        judge_deliveries(reading, tally)
+        judge_outputs(reading, tally)
+        judge_dx(reading, tally)
+        judge_dweights(reading, tally)
+
+    @requirement("PACK-15", kind="probe", when=lambda workload: workload.layout.cp > 1 and has_lost_tokens(workload))
+    def test_outputs_return_to_the_rank_of_their_share(self, reading: Reading, tally: Tally) -> None:
+        """Each rank of a context group gets the outputs of the rows that it holds, in their places."""
+        judge_deliveries(reading, tally)
+        judge_outputs(reading, tally)
+
+
+class TestOwnExperts:
+    @requirement("PACK-08", kind="experts", when=has_lost_tokens)
+    def test_gaps_give_nothing_to_experts(self, reading: Reading, tally: Tally) -> None:
+        """Behind the backend's own experts, outputs and all gradients are those of the tokens alone."""
+        judge_own_outputs(reading, tally)
+        judge_own_dx(reading, tally)
+        judge_own_dweights(reading, tally)
+        judge_expert_gradients(reading, tally)

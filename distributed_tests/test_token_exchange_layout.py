@@ -1,0 +1,15 @@
+"""EXCH-26: where tokens go, counted before anything is sent."""
+
+from __future__ import annotations
+
+from moe_conformance.judging.kernels.dispatch_layout import judge_dispatch_layout
+from moe_conformance.judging.verdict import Tally
+from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.spec import requirement
+
+
+class TestDispatchLayout:
+    @requirement("EXCH-26", kind="dispatch_layout")
+    def test_tokens_are_counted_for_ranks_nodes_and_experts(self, outcome: Outcome, tally: Tally) -> None:
+        """A token counts once for each rank and node that it goes to, and for an expert once per slot."""
+        judge_dispatch_layout(outcome, tally)

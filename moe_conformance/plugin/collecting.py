@@ -1,0 +1,31 @@
+"""The checks, collected under the one name by which they are imported, whichever path pytest was given.
+
+Pytest would name the module of `distributed_tests/test_x.py` after its folder and load it a second time beside
+`moe_conformance.distributed_tests.test_x`: see docs/decisions/0009.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+PACKAGE = "moe_conformance.distributed_tests"
+# In a checkout the folder that a link in the package points to, where a wheel is installed the folder itself.
+FOLDER = (Path(__file__).parent.parent / "distributed_tests").resolve()
+
+
+def holds(path: Path) -> bool:
+    """Whether a path is the folder of the checks or below it, by whatever link."""
+    return FOLDER in (resolved := path.resolve(), *resolved.parents)
+
+
+class CheckModule(pytest.Module):
+    """A file of checks."""
+
+    def _getobj(self) -> ModuleType:
+        """Import it by its full name."""
+        below = self.path.resolve().relative_to(FOLDER).with_suffix("")
+        return importlib.import_module(".".join((PACKAGE, *below.parts)))
