@@ -30,7 +30,7 @@ from moe_conformance.report import journal
 from moe_conformance.workloads.records.features import broken, cell_limits, traits
 from moe_conformance.workloads.selection.stored import FOLDER, GENERAL, read
 from self_tests.checks import Check, checks
-from self_tests.second_cases import declared, second
+from self_tests.workloads.second_cases import declared, second
 
 Place = tuple[str, str, str]  # variant, layout, workload
 Demand = tuple[object, ...]

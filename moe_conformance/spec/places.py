@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]  # the folder in which moe_conformance lies
 
 _ID = re.compile(r"\b[A-Z]+-\d\d\b")
 _CHECKS, _ORACLES, _NATIVE, _PLANTS = (
-    "distributed_tests", "reference", "moe_conformance/backends/native", "self_tests/planted_bugs"
+    "moe_conformance/distributed_tests", "moe_conformance/reference", "moe_conformance/backends/native", "self_tests/planted_bugs"
 )  # fmt: skip
 _JUDGED_IN = (_CHECKS, "moe_conformance/judging", "moe_conformance/workloads", "moe_conformance/scenarios", _ORACLES)
 
@@ -123,7 +123,7 @@ class Places:
         return {id: tuple(symbols) for id, symbols in found.items()}
 
     def _place(self, symbol: Symbol, text: str = "") -> Place:
-        return Place(symbol.path.relative_to(self.root), symbol.node.lineno, symbol.name, text)
+        return Place(symbol.path.resolve().relative_to(self.root.resolve()), symbol.node.lineno, symbol.name, text)
 
     def _lines(self, folder: str, names: str, pattern: str) -> Iterator[Place]:
         for path in sorted((self.root / folder).rglob(names)):

@@ -1,4 +1,4 @@
-"""No file is loaded under two names, whichever way pytest is pointed at the checks (docs/decisions/0009)."""
+"""No file is loaded under two names, whichever way pytest is pointed at the checks (docs/decisions/0010)."""
 
 from __future__ import annotations
 

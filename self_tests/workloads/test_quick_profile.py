@@ -1,4 +1,4 @@
-"""The stored selection holds what it must, of every backend that has one (docs/decisions/0009).
+"""The stored selection holds what it must, of every backend that has one (docs/decisions/0010).
 
 Where one of these fails, run the tool again that its message names: it adds what is missing, in seconds.
 """
@@ -19,7 +19,7 @@ from moe_conformance.plan import Case, Plan
 from moe_conformance.shards import Shard
 from moe_conformance.workloads.selection.stored import FOLDER, of, read
 from self_tests.planted_bugs.test_planted_bugs import TRIALS
-from self_tests.second_cases import alone, declared, second, trials
+from self_tests.workloads.second_cases import alone, declared, second, trials
 from tools.select_cases import Demand, Place, choose, demands, place_of
 
 STORED = sorted(path.stem for path in FOLDER.glob("*.toml"))

@@ -9,8 +9,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.drawn import Drawn
 from moe_conformance.judging.observed.chunks import solve_in_chunks
+from moe_conformance.judging.observed.drawn import Drawn
 from moe_conformance.reference.exchange import deliveries, layer
 from moe_conformance.reference.exchange.deliveries import Pair
 from moe_conformance.reference.experts import tagged, tagged_experts

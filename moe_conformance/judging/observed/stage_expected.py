@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_conformance.judging.compare import bounds
 from moe_conformance.judging.compare.bounded import Target
-from moe_conformance.judging.drawn import Drawn
+from moe_conformance.judging.observed.drawn import Drawn
 from moe_conformance.judging.observed.finished_gradients import divisor_of
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.scopes import Place, backward_places_of, places_of, stages

@@ -1,4 +1,4 @@
-"""The stored selection: which cases the quick profile runs (docs/decisions/0009).
+"""The stored selection: which cases the quick profile runs (docs/decisions/0010).
 
 A file for each backend that has one. A table is a variant, a line of it a workload and the layouts on which it runs:
 

@@ -98,4 +98,4 @@ class NativeThatSpeaksAtTheDoor(Native):
     """Importing what the backend wants to be imported sets a variable of the environment of all children."""
 
     name = "native-that-speaks-at-the-door"
-    preload: ClassVar[tuple[str, ...]] = ("self_tests.loud_import",)
+    preload: ClassVar[tuple[str, ...]] = ("self_tests.lying_backends.loud_import",)

@@ -13,7 +13,7 @@ import pytest
 
 from moe_conformance.contract import Config
 
-GLOSSARY = Path(__file__).parents[1] / "docs" / "glossary.md"
+GLOSSARY = Path(__file__).parents[2] / "docs" / "glossary.md"
 
 # Where the options of each library are written. The files are parsed, not imported: that takes seconds and a GPU.
 SOURCES = {
