@@ -1,7 +1,7 @@
 """The checks, collected under the one name by which they are imported, whichever path pytest was given.
 
 Pytest would name the module of `distributed_tests/test_x.py` after its folder and load it a second time beside
-`moe_conformance.distributed_tests.test_x`: see docs/decisions/0009.
+`moe_conformance.distributed_tests.test_x`: see docs/decisions/0010.
 """
 
 from __future__ import annotations
