@@ -18,9 +18,8 @@ from moe_conformance.spec.source_graph import SourceGraph, Symbol
 ROOT = Path(__file__).parents[2]  # the folder in which moe_conformance lies
 
 _ID = re.compile(r"\b[A-Z]+-\d\d\b")
-_CHECKS, _ORACLES, _NATIVE, _PLANTS = (
-    "moe_conformance/distributed_tests", "moe_conformance/reference", "moe_conformance/backends/native", "self_tests/planted_bugs"
-)  # fmt: skip
+_CHECKS, _ORACLES = "moe_conformance/distributed_tests", "moe_conformance/reference"
+_NATIVE, _PLANTS = "moe_conformance/backends/native", "self_tests/planted_bugs"
 _JUDGED_IN = (_CHECKS, "moe_conformance/judging", "moe_conformance/workloads", "moe_conformance/scenarios", _ORACLES)
 
 
