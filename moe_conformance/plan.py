@@ -20,6 +20,7 @@ from moe_conformance.topology import Layout
 from moe_conformance.waiving import DRAWN_WITH
 from moe_conformance.workloads.corpus import recipes as corpus
 from moe_conformance.workloads.corpus import scripts, virtual
+from moe_conformance.workloads.corpus.chapter import Chapter
 from moe_conformance.workloads.corpus.exchange import golden
 from moe_conformance.workloads.corpus.routing import routers as routing
 from moe_conformance.workloads.drawn import distribution
@@ -174,7 +175,7 @@ class Plan:
             asked = layout.world <= profiles.USUAL_RANKS
             return self._named(layout, routing.routing_corpus(variant, layout)) if asked else []
 
-        def of(chapter: scripts.Chapter) -> _Source:
+        def of(chapter: Chapter) -> _Source:
             def draw(layout: Layout) -> Sequence[Workload]:
                 drawn = chapter.draw if layout in self._beside else chapter.drawn
                 return self._named(layout, drawn(variant, layout, profile))
@@ -187,7 +188,7 @@ class Plan:
             wide = _Source(exchanged, cache(lambda layout: list(virtual.corpus(variant, layout))), virtual.wide)
             return wide, _Source(exchanged, cache(lambda layout: list(virtual.sparse(variant, layout))))
         routers = _Source(("route",), cache(routes), lambda layout: True)
-        return _Source(exchanged, cache(usual)), routers, *map(of, scripts.CHAPTERS)
+        return _Source(exchanged, cache(usual)), routers, *map(of, scripts.chapters())
 
     def _named(self, layout: Layout, drawn: Iterable[Workload]) -> list[Workload]:
         """Leave out what does not run on a layout of which only some workloads do."""

@@ -32,7 +32,7 @@ from self_tests.trial_runs import DEADLINE_S, Run, Runs
 NATIVE = "native"
 
 
-ONCE = {name for chapter in scripts.CHAPTERS if chapter.variants == "first" for name in chapter.names}
+ONCE = {name for chapter in scripts.chapters() if chapter.variants == "first" for name in chapter.names}
 
 
 def variant_for(plant: Plant, expected: Expectation) -> str:

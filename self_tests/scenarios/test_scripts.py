@@ -125,13 +125,13 @@ class TestExceptions:
 class TestChapters:
     def test_no_two_chapters_have_a_script_of_the_same_name(self) -> None:
         """A name means one script of a variant on a layout, and no chapter stands in the list twice."""
-        named = [name for chapter in scripts.CHAPTERS for name in chapter.names]
+        named = [name for chapter in scripts.chapters() for name in chapter.names]
         assert sorted(set(named)) == sorted(named)
 
     def test_every_script_goes_under_a_name_of_its_chapter(self) -> None:
         """Waivers can name each of them, checks ask for its kinds, and no name or kind is left without a script."""
         layouts = (Layout(1), Layout(2, ep=2), Layout(4, tp=2, ep=2), Layout(4, ep=2, etp=2), Layout(4, ep=4))
-        for chapter in scripts.CHAPTERS:
+        for chapter in scripts.chapters():
             drawn = [work for layout in layouts for work in chapter.draw("alltoall", layout, "full")]
             assert set(chapter.names) == {work.name for work in drawn}
             assert set(chapter.kinds) == {work.kind for work in drawn}

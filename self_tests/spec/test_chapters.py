@@ -15,7 +15,7 @@ CHAPTERS = {each.chapter for each in spec.load().values()}
 # The rooms, with the files and folders in them that belong to no chapter.
 ROOMS = {
     "reference": {"rounding"},
-    "moe_conformance/workloads/corpus": {"recipes", "scripts", "virtual"},
+    "moe_conformance/workloads/corpus": {"chapter", "recipes", "scripts", "virtual"},
     "distributed_tests": {"properties"},
     "goldens/chapters": set(),
     "self_tests/planted_bugs": {"plant", "many_ranks", "planted_bugs", "virtual_bugs"},

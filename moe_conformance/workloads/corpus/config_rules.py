@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from moe_conformance.topology import Layout
+from moe_conformance.workloads.corpus.chapter import EP2, EP2_ETP2, TP2_EP2, Chapter
 from moe_conformance.workloads.corpus.recipes import GAPPED, UNEVEN, Recipe, exchange_workload
 from moe_conformance.workloads.records.features import exchanges
 from moe_conformance.workloads.records.routes import gaps
@@ -41,3 +42,6 @@ def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
 def names() -> tuple[str, ...]:
     """Return the names of the workloads."""
     return (BUILT, *(recipe.name for recipe in PROBE))
+
+
+CHAPTERS = (Chapter(("session", "packed"), names(), draw, "every", (EP2, EP2_ETP2, TP2_EP2)),)

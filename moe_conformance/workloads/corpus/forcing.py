@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
+from moe_conformance.workloads.corpus.chapter import EP2, SINGLE, TP2_EP2, Chapter
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.workload import Batch, ParameterKey, Workload
 from moe_conformance.workloads.selection.profiles import Profile
@@ -191,3 +192,9 @@ def _batch(recipe: ForcingRecipe, config: Config, layout: Layout, microbatch: in
     x_TD = batch.x_TD.clone()
     x_TD[:, 0] = 1.0
     return replace(batch, x_TD=x_TD.abs() if recipe.kind == "forced masked" else x_TD)
+
+
+CHAPTERS = (
+    Chapter(("forced", "forced draws", "forced masked"), names(), forcings, quick=(SINGLE, EP2)),
+    Chapter(("forced draws",), tuple(recipe.name for recipe in COPIES), copies, quick=(TP2_EP2,)),
+)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moe_conformance.contract import Config, Routing
 from moe_conformance.topology import Layout
+from moe_conformance.workloads.corpus.chapter import SMALL, TP2_EP2, Chapter
 from moe_conformance.workloads.records import draw as drawing
 from moe_conformance.workloads.records.workload import Batch, Call, Ref, Workload
 from moe_conformance.workloads.selection.profiles import Profile
@@ -162,3 +163,6 @@ NAMES = (
     *(f"misuse-{name}-on-a-rank" for name in ON_A_RANK),
     TWICE,
 )
+
+
+CHAPTERS = (Chapter(("exchange",), NAMES, draw, "every", (*SMALL, TP2_EP2)),)

@@ -13,6 +13,7 @@ import torch
 
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus import recipes
+from moe_conformance.workloads.corpus.chapter import SMALL, Chapter
 from moe_conformance.workloads.corpus.recipes import Recipe
 from moe_conformance.workloads.records import routes
 from moe_conformance.workloads.records.workload import Batch, Workload
@@ -84,3 +85,6 @@ def _spoil(batch: Batch, where: Where, experts: int) -> Batch:
         for t in (1, 2, 3):
             ids_TK[t] = (2 * t + 2 * torch.arange(ids_TK.shape[1])) % experts
     return replace(batch, x_TD=x_TD, upstream=upstream_TD, ids_TK=ids_TK)
+
+
+CHAPTERS = (Chapter(("spoilt", "spoilt experts"), NAMES, draw, "every", SMALL),)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_conformance.contract import Config, Routing
 from moe_conformance.topology import Layout
+from moe_conformance.workloads.corpus.chapter import Chapter
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.workload import Call, Padded, Ref, Workload
 from moe_conformance.workloads.selection.profiles import Profile
@@ -262,3 +263,6 @@ def _row_index(recipe: _Index, config: Config, layout: Layout) -> Workload:
             ),
         ]
     return Workload(recipe.name, "row_index", config, layout, (), calls=tuple(calls))
+
+
+CHAPTERS = (Chapter(("permutation", "routing_forms", "reordering", "row_index"), NAMES, corpus),)

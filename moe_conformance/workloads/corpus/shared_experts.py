@@ -17,6 +17,7 @@ from torch import Tensor
 from moe_conformance.contract import Config
 from moe_conformance.reference.routing import routes
 from moe_conformance.topology import Layout
+from moe_conformance.workloads.corpus.chapter import EP2, EP2_ETP2, SINGLE, TP2_EP2, Chapter
 from moe_conformance.workloads.corpus.recipes import EVEN, ONE_WITHOUT, UNEVEN
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.workload import Asynchrony, Batch, Drawn, Lead, ParameterKey, Twist, Workload
@@ -231,3 +232,14 @@ def margins(x_TD: Tensor, config: Config, parameters: dict[ParameterKey, Tensor]
         groups=config.groups,
         group_score=config.group_score,
     )
+
+
+CHAPTERS = (
+    Chapter(
+        ("layer",),
+        tuple(recipe.name for recipe in LAYERS),
+        layers,
+        "every",
+        (SINGLE, EP2, EP2_ETP2, TP2_EP2),
+    ),
+)

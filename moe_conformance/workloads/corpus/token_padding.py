@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moe_conformance.contract import Config, Routing
 from moe_conformance.topology import Layout
+from moe_conformance.workloads.corpus.chapter import EP2, EP2_ETP2, SINGLE, TP2_EP2, Chapter
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.workload import Batch, Call, Workload
 from moe_conformance.workloads.selection.profiles import Profile
@@ -191,3 +192,15 @@ def sequences(variant: str, layout: Layout, profile: Profile) -> Iterator[Worklo
             layout, variant, "masked-softmax-learns", sequences=3, balance=False, score="softmax", learns=True
         )
         yield _masked(layout, variant, "masked-learns", sequences=3, balance=False, learns=True)
+
+
+CHAPTERS = (
+    Chapter(
+        ("token_padding", "exchange"),
+        TOKEN_COUNTS,
+        token_counts,
+        "every",
+        (SINGLE, EP2, EP2_ETP2, TP2_EP2),
+    ),
+    Chapter(("packing", "masked_router"), SEQUENCES, sequences),
+)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_conformance.contract import Config, Routing
 from moe_conformance.topology import Layout
+from moe_conformance.workloads.corpus.chapter import TP2_EP2, Chapter
 from moe_conformance.workloads.corpus.recipes import Recipe, exchange_workload
 from moe_conformance.workloads.records import routes
 from moe_conformance.workloads.records.workload import Batch, Call, Workload
@@ -150,4 +151,15 @@ def _step(batches: tuple[Batch, ...], config: Config, *, may_raise: bool = False
 NAMES = (
     *(recipe.name for recipe in (*PROBE, *EXPERTS)),
     *(name + where for name in MISMATCHES for where in ("", ONE_GROUP)),
+)
+
+
+CHAPTERS = (
+    Chapter(
+        ("copies", "copies experts", "exchange"),
+        NAMES,
+        draw,
+        "every",
+        (TP2_EP2,),
+    ),
 )

@@ -12,6 +12,7 @@ from typing import Literal
 
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
+from moe_conformance.workloads.corpus.chapter import EP2, EP2_ETP2, Chapter
 from moe_conformance.workloads.corpus.recipes import ONE_WITHOUT, UNEVEN, Recipe, exchange_workload
 from moe_conformance.workloads.records.routes import one_rank
 from moe_conformance.workloads.records.workload import Batch, Workload
@@ -100,3 +101,6 @@ def busiest(config: Config, layout: Layout, ranks: tuple[Batch, ...]) -> int:
             ids = [ranks[rank].ids_TK for rank in group]
             wanted.append(sum(int(((ids_TK >= first) & (ids_TK < first + held)).sum()) for ids_TK in ids))
     return max(wanted)
+
+
+CHAPTERS = (Chapter(("overflow",), tuple(OVERFLOWS), overflows, "every", (EP2, EP2_ETP2)),)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from moe_conformance.topology import Layout
+from moe_conformance.workloads.corpus.chapter import EP2, EP2_ETP2, Chapter
 from moe_conformance.workloads.corpus.shared_experts import DROPPING, layer_workload
 from moe_conformance.workloads.records.workload import Workload
 from moe_conformance.workloads.selection.profiles import USUAL_RANKS, Profile
@@ -20,3 +21,14 @@ def dropping(variant: str, layout: Layout, profile: Profile) -> Iterator[Workloa
         return
     for recipe in DROPPING:
         yield replace(layer_workload(recipe, variant, layout), kind="dropping_layer")
+
+
+CHAPTERS = (
+    Chapter(
+        ("dropping_layer",),
+        tuple(recipe.name for recipe in DROPPING),
+        dropping,
+        "every",
+        (EP2, EP2_ETP2),
+    ),
+)

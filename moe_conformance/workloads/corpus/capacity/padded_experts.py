@@ -16,6 +16,7 @@ from torch import Tensor
 from moe_conformance.contract import Config
 from moe_conformance.reference.capacity import drops, limits
 from moe_conformance.topology import Layout
+from moe_conformance.workloads.corpus.chapter import EP2, EP2_EDP2, EP2_ETP2, TP2_EP2, Chapter
 from moe_conformance.workloads.corpus.recipes import BY_TURNS, ONE_WITHOUT, UNEVEN, Recipe, exchange_workload
 from moe_conformance.workloads.records.routes import anywhere, one_expert
 from moe_conformance.workloads.records.workload import Workload
@@ -90,3 +91,14 @@ def padded(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]
 def names() -> tuple[str, ...]:
     """Return the names of the workloads."""
     return tuple(recipe.name for recipe in (*PROBE, *EXPERTS))
+
+
+CHAPTERS = (
+    Chapter(
+        ("padded", "experts"),
+        names(),
+        padded,
+        "every",
+        (EP2, EP2_ETP2, EP2_EDP2, TP2_EP2),
+    ),
+)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
+from moe_conformance.workloads.corpus.chapter import EP2, EP2_ETP2, Chapter
 from moe_conformance.workloads.corpus.recipes import UNEVEN, Recipe, exchange_workload
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.routes import dropped, idle_rank
@@ -88,3 +89,6 @@ def budgets(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload
 def names() -> tuple[str, ...]:
     """Return the names of all."""
     return tuple(recipe.name for recipe in (*BUDGETS, *OWN))
+
+
+CHAPTERS = (Chapter(("probe", "experts"), names(), budgets, "every", (EP2, EP2_ETP2)),)

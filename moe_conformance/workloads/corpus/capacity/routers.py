@@ -13,6 +13,7 @@ import torch
 
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
+from moe_conformance.workloads.corpus.chapter import EP2, SINGLE, TP2_EP2, Chapter
 from moe_conformance.workloads.corpus.routing.routers import ONE_WITHOUT, TOKENS
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.workload import Batch, Lead, ParameterKey, Workload
@@ -137,3 +138,13 @@ def others_change(workload: Workload) -> bool:
         len({torch.equal(one.x_TD, other.x_TD) for one, other in zip(first, ranks, strict=True)}) == 2
         for ranks in later
     )
+
+
+CHAPTERS = (
+    Chapter(
+        ("capacity",),
+        tuple(recipe.name for recipe in CAPACITIES),
+        capacities,
+        quick=(SINGLE, EP2, TP2_EP2),
+    ),
+)

@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from moe_conformance.topology import Layout
+from moe_conformance.workloads.corpus.chapter import EP2, EP2_ETP2, SINGLE, TP2_EP2, Chapter
 from moe_conformance.workloads.corpus.recipes import UNEVEN, Recipe, exchange_workload
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.workload import Batch, Workload
@@ -57,3 +58,6 @@ def _batch(name: str, layout: Layout, m: int, rank: int, routed: Batch, workload
         replace(full, weights_TK=one_TK, x_TD=one_TD),
         replace(full, x_TD=one_TD, upstream=one_TD),
     )[m % IN_TURN]
+
+
+CHAPTERS = (Chapter(("every bit",), NAMES, draw_all, "every", (SINGLE, EP2, EP2_ETP2, TP2_EP2)),)

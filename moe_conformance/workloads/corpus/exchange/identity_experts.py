@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from moe_conformance.topology import Layout
+from moe_conformance.workloads.corpus.chapter import EP2, EP2_EDP2, SINGLE, Chapter
 from moe_conformance.workloads.corpus.recipes import UNEVEN, Recipe, exchange_workload
 from moe_conformance.workloads.records.routes import dropped, one_expert
 from moe_conformance.workloads.records.workload import Workload
@@ -28,3 +29,6 @@ def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     """Yield the workloads of a layout on which experts are whole."""
     for recipe in _RECIPES if layout.etp == 1 else ():
         yield replace(exchange_workload(recipe, "probe", variant, layout), kind="identity")
+
+
+CHAPTERS = (Chapter(("identity",), NAMES, draw, "every", (SINGLE, EP2, EP2_EDP2)),)

@@ -12,6 +12,7 @@ from typing import Any
 
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
+from moe_conformance.workloads.corpus.chapter import EP2, EP2_EDP2, EP2_ETP2, SINGLE, Chapter
 from moe_conformance.workloads.corpus.recipes import Recipe, exchange_workload
 from moe_conformance.workloads.records.workload import Workload
 from moe_conformance.workloads.selection.profiles import Profile
@@ -72,3 +73,6 @@ def turned(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]
 
 def _workload_name(name: str) -> str:
     return f"knob-{name.replace('_', '-').lower()}"
+
+
+CHAPTERS = (Chapter(("knob",), names(), turned, "every", (SINGLE, EP2, EP2_ETP2, EP2_EDP2)),)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
+from moe_conformance.workloads.corpus.chapter import Chapter
 from moe_conformance.workloads.records.workload import Call, Workload
 from moe_conformance.workloads.selection.profiles import Profile
 
@@ -36,3 +37,6 @@ def _workload(name: str, configs: list[Config], surfaces: tuple[str, ...], layou
     ]
     calls = tuple(Call(surface, (given,) * layout.world, may_raise=True) for surface, given in asked)
     return Workload(name, "session", Config(variant=configs[0].variant), layout, (), calls=calls)
+
+
+CHAPTERS = (Chapter(("session",), NAMES, corpus, variants="every"),)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
+from moe_conformance.workloads.corpus.chapter import EP2, SINGLE, Chapter
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.workload import Batch, ParameterKey, Workload
 from moe_conformance.workloads.selection.profiles import Profile
@@ -137,3 +138,6 @@ def _spoil(batch: Batch, value: float) -> Batch:
 def _rest(batch: Batch) -> Batch:
     kept = [t for t in range(len(batch.x_TD)) if t not in _PLACES]
     return Batch(batch.x_TD[kept], batch.ids_TK[kept], batch.weights_TK[kept], batch.upstream[kept])
+
+
+CHAPTERS = (Chapter(("extreme",), names(), extremes, quick=(SINGLE, EP2)),)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
+from moe_conformance.workloads.corpus.chapter import Chapter
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.workload import Call, Workload
 from moe_conformance.workloads.selection.profiles import Profile
@@ -137,3 +138,6 @@ def _layout(recipe: _Recipe, variant: str, layout: Layout) -> Workload:
     owner_E: Tensor = torch.tensor(recipe.owners(recipe.experts, len(node_of_W)))
     given = {"ids_TK": ids_TK, "owner_E": owner_E, "node_of_W": node_of_W}
     return Workload(recipe.name, "dispatch_layout", config, layout, (), calls=(Call("__call__", (given,)),))
+
+
+CHAPTERS = (Chapter(("dispatch_layout", "transport"), NAMES, corpus),)

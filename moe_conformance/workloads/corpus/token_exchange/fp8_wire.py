@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus import recipes
+from moe_conformance.workloads.corpus.chapter import SMALL, Chapter
 from moe_conformance.workloads.corpus.token_exchange.handles import KIND, Drawing, Tokens
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.workload import Workload
@@ -69,3 +70,6 @@ def scripts(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload
     """Yield the scripts of a variant on a layout."""
     for name, write in SCRIPTS.items():
         yield write(Drawing(name, variant, layout, KIND))
+
+
+CHAPTERS = (Chapter(("token_exchange",), tuple(SCRIPTS), scripts, quick=SMALL),)

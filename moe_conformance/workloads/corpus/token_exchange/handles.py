@@ -18,6 +18,7 @@ from torch import Tensor
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus import recipes
+from moe_conformance.workloads.corpus.chapter import SMALL, Chapter
 from moe_conformance.workloads.records import draw, routes
 from moe_conformance.workloads.records.workload import Answered, Batch, Call, Ref, Workload
 from moe_conformance.workloads.selection.profiles import Profile
@@ -229,3 +230,6 @@ def scripts(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload
     """Yield the scripts of a variant on a layout."""
     for name, write in SCRIPTS.items():
         yield write(Drawing(name, variant, layout))
+
+
+CHAPTERS = (Chapter(("token_exchange",), tuple(SCRIPTS), scripts, quick=SMALL),)

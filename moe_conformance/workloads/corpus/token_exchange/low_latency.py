@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus import recipes
+from moe_conformance.workloads.corpus.chapter import SMALL, Chapter
 from moe_conformance.workloads.corpus.token_exchange.handles import Drawing, Tokens
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.workload import Call, Filled, Ref, Workload
@@ -88,3 +89,6 @@ def scripts(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload
     """Yield the scripts of a variant on a layout."""
     for name, write in SCRIPTS.items():
         yield write(Drawing(name, variant, layout, KIND))
+
+
+CHAPTERS = (Chapter(("places_exchange",), tuple(SCRIPTS), scripts, quick=SMALL),)
