@@ -72,6 +72,9 @@ class Microbatch:
     padding_gradients: int = 0  # padding rows at which the twist put a gradient of its own
 
 
+Memory = Literal["same tensor", "shared", "apart"]  # of two tensors: one object, one storage, or two
+
+
 @dataclass(frozen=True)
 class Answer:
     """What one call of a script brought about on one rank."""
@@ -79,6 +82,7 @@ class Answer:
     values: Mapping[str, Any] = field(default_factory=dict)  # what it returned, by field, "" if it has none; data only
     gradients: Mapping[str, Tensor | None] = field(default_factory=dict)  # of its arguments, when the script had ended
     resolved: Mapping[str, str] = field(default_factory=dict)  # what a surface that it built tells of itself
+    memory: Mapping[str, Memory] = field(default_factory=dict)  # of the tensor it returned, by tensor argument
     changed: tuple[str, ...] = ()  # arguments and upstream gradients whose bytes had changed when the script had ended
     error: str = ""  # the exception's message, where it raised
     error_type: str = ""  # and its type, with the module

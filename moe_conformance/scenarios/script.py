@@ -16,7 +16,7 @@ from moe_conformance.contract import Malformed, Unsupported
 from moe_conformance.engine import RankContext
 from moe_conformance.scenarios import parameters, state
 from moe_conformance.scenarios.exchange_with_probe import exchange_with_probe
-from moe_conformance.scenarios.outcome import Answer, RankOutcome
+from moe_conformance.scenarios.outcome import Answer, Memory, RankOutcome
 from moe_conformance.scenarios.padding import large_beside_pairs
 from moe_conformance.scenarios.sessions import Opened, build, opened
 from moe_conformance.scenarios.tensors import same_bytes, to_cpu
@@ -119,7 +119,7 @@ class Script:
             kind = f"{type(error).__module__}.{type(error).__qualname__}"
             return Answer(error=str(error), error_type=kind, error_by=by)
         self.returned.append(returned)
-        return Answer(values=_by_field(returned), resolved=told)
+        return Answer(values=_by_field(returned), resolved=told, memory=_memory(returned, leaves))
 
     def _argument(self, name: str, value: Any, call: Call, leaves: dict[str, _Leaf]) -> Any:
         if isinstance(value, Ref):
@@ -160,6 +160,21 @@ class Script:
                 name for name, leaf in leaves.items() if not same_bytes(leaf.held.detach().cpu(), leaf.given)
             ),
         )
+
+
+def _memory(returned: Any, leaves: Mapping[str, _Leaf]) -> dict[str, Memory]:
+    """Return how a returned tensor lies to each tensor argument; without bytes it lies apart."""
+    if not isinstance(returned, Tensor):
+        return {}
+    storage = returned.untyped_storage()
+    return {
+        name: "same tensor"
+        if returned is leaf.held
+        else "shared"
+        if storage.nbytes() and storage.data_ptr() == leaf.held.untyped_storage().data_ptr()
+        else "apart"
+        for name, leaf in leaves.items()
+    }
 
 
 def _resolved(built: Any) -> dict[str, str]:

@@ -50,6 +50,10 @@ class Halver:
         """Return memory that nobody has written."""
         return torch.empty(numbers)
 
+    def rest(self, rows_RD: Tensor, first: int) -> Tensor:
+        """Return the argument itself, or all of it but the first rows: a view."""
+        return rows_RD[first:] if first else rows_RD
+
     def refuse(self, on: tuple[int, ...]) -> str:
         """Raise on some ranks."""
         if self.group.rank() in on:

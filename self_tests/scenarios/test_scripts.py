@@ -80,6 +80,13 @@ class TestAnswers:
 
 
 class TestMemory:
+    @pytest.mark.parametrize(("first", "expected"), [(0, "same tensor"), (1, "shared"), (4, "shared")])
+    def test_how_an_answer_lies_to_its_arguments(self, engine: Engine, first: int, expected: str) -> None:
+        """Whether it is an argument, shares its storage, or neither."""
+        given = ({"rows_RD": torch.ones(4, 2), "first": first},) * 2
+        outcome = run(engine, Call("rest", given))
+        assert [{"rows_RD": expected}] * 2 == [rank.answers[0].memory for rank in outcome.ranks]
+
     def test_what_nobody_has_written_is_filled_where_asked(self, engine: Engine) -> None:
         """A script of filled memory finds NaN in new tensors, on every rank."""
         calls = (Call("unwritten", ({"numbers": 5},) * 2),)
