@@ -78,6 +78,20 @@ class RowIndex(Resolved, Protocol):
         """Return y (T, D), y_i = sum of weight times row over the rows with index i; a sentinel adds nothing."""
 
 
+class ScatterAdd(Resolved, Protocol):
+    """Source rows added to the output rows that an index names: index_J, int64, 0 <= i < N, repeats are allowed.
+
+    y_i = out_i + the sum of src_j over all j with index_j = i, in the dtype of out. The same inputs give the same bits
+    in every call and every process.
+    """
+
+    def add(self, out_ND: Tensor, index_J: Tensor, src_JD: Tensor) -> Tensor:
+        """Return y (N, D) in memory of its own; no argument is written."""
+
+    def add_(self, out_ND: Tensor, index_J: Tensor, src_JD: Tensor) -> Tensor:
+        """Write y into out, no other argument, and return out."""
+
+
 @dataclass(frozen=True)
 class Dense:
     """A dense routing map: `weights_TE` has the routing weight where `map_TE` is True, and 0 elsewhere."""
@@ -272,6 +286,10 @@ class Session(contract.Session):
     def row_index(self, config: Config) -> RowIndex:
         """Build gather and scatter by an index with sentinels."""
         raise Unsupported("this backend offers no index of rows")
+
+    def scatter_add(self, config: Config) -> ScatterAdd:
+        """Build what adds rows back into an output by an index."""
+        raise Unsupported("this backend offers no scatter-add")
 
     def routing_forms(self, config: Config) -> RoutingForms:
         """Build the conversion of top-k ids into a dense map, and back."""

@@ -18,7 +18,7 @@ from moe_conformance.reference.experts import Expert
 
 
 def scatter_add(out_ND: Tensor, index_J: Tensor, src_JD: Tensor) -> Tensor:
-    """Add every source row to the output row that its index names (ALIAS-01, ALIAS-06).
+    """Add every source row to the output row that its index names.
 
     Args:
         out_ND: float (N, D), what is there before.
@@ -32,6 +32,8 @@ def scatter_add(out_ND: Tensor, index_J: Tensor, src_JD: Tensor) -> Tensor:
 
     Degenerate: a row that no index names is out_i as it is, whatever stands in other rows; no index gives out
     itself, as a copy, and src an empty gradient. A negative index is an error: implementations differ on it.
+
+    Decides: ALIAS-01. Source: definition of index_add.
 
     >>> out, src = torch.zeros(4, 2), torch.tensor([[1.0, 2.0], [10.0, 20.0], [100.0, 200.0]])
     >>> scatter_add(out, torch.tensor([2, 0, 2]), src).tolist()

@@ -1,0 +1,25 @@
+"""ALIAS: rows added back into an output, in place or not."""
+
+from __future__ import annotations
+
+from moe_conformance.judging.kernels.scatter import judge_bits, judge_memory, judge_sums
+from moe_conformance.judging.verdict import Tally
+from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.spec import requirement
+
+
+class TestScatterAdd:
+    @requirement("ALIAS-01", kind="scatter_add")
+    def test_every_source_row_is_added(self, outcome: Outcome, tally: Tally) -> None:
+        """Every output row has all source rows that name it added, and keeps its bits if none does."""
+        judge_sums(outcome, tally)
+
+    @requirement("ALIAS-02", kind="scatter_add")
+    def test_the_bits_are_the_same_in_every_run(self, outcome: Outcome, tally: Tally) -> None:
+        """The same inputs give the same bits in every call, in place or not, and in every process."""
+        judge_bits(outcome, tally)
+
+    @requirement("ALIAS-03", kind="scatter_add")
+    def test_arguments_keep_their_bytes(self, outcome: Outcome, tally: Tally) -> None:
+        """The out-of-place form writes none of its arguments, the in-place form its output alone."""
+        judge_memory(outcome, tally)

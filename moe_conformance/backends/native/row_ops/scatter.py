@@ -1,0 +1,48 @@
+"""Rows added back into an output by index; N output rows, J source rows, D hidden, M the most source rows of a row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from moe_conformance.backends.native.offered import Offered
+
+
+class ScatterAdd(Offered):
+    """Puts the source rows of every output row side by side and adds them in one sum, in the order of the index.
+
+    No atomic addition is involved: the bits depend on the inputs alone, on every device.
+
+    Implements: ALIAS-01, ALIAS-02, ALIAS-03.
+    """
+
+    surface = "scatter_add"
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        """How rows are added."""
+        return {"scatter add": "one sum per row, in the order of the index"}
+
+    def add(self, out_ND: Tensor, index_J: Tensor, src_JD: Tensor) -> Tensor:
+        """Return out with the source rows added, as a new tensor."""
+        N, D = out_ND.shape
+        count_N = torch.bincount(index_J, minlength=N)
+        most = int(count_N.max()) if N else 0
+        table_NMD = src_JD.new_zeros(N, 1 + most, D)
+        table_NMD[:, 0] = out_ND
+        table_NMD[index_J, 1 + self._place(index_J, count_N)] = src_JD
+        return torch.where(count_N[:, None] > 0, table_NMD.sum(1), out_ND)  # -0 + 0 would lose the sign
+
+    def add_(self, out_ND: Tensor, index_J: Tensor, src_JD: Tensor) -> Tensor:
+        """Add the source rows to out in place, and return it."""
+        return out_ND.copy_(self.add(out_ND, index_J, src_JD))
+
+    def _place(self, index_J: Tensor, count_N: Tensor) -> Tensor:
+        """Return how many earlier source rows name the same output row, (J,)."""
+        order_J = index_J.argsort(stable=True)
+        first_N = count_N.cumsum(0) - count_N
+        place_J = torch.empty_like(index_J)
+        place_J[order_J] = torch.arange(len(index_J), device=index_J.device) - first_N[index_J[order_J]]
+        return place_J

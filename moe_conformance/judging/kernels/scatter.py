@@ -1,0 +1,120 @@
+"""Rows added back into an output: the sums, their bits from call to call, and the bytes of the arguments."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_conformance.judging.compare.bounded import Target, compare, too_narrow, within
+from moe_conformance.judging.compare.bounds import unit_roundoff
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.script import answers, values
+from moe_conformance.judging.verdict import ChangedInput, Tally, WrongForm, WrongOutput
+from moe_conformance.reference.scatter.addition import scatter_add, scatter_add_bound
+from moe_conformance.scenarios.outcome import Outcome
+
+IN_PLACE = "add_"
+
+
+def judge_sums(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether every row of every result is its output row plus the source rows that name it.
+
+    A row that no index names is held to its bits, the sign of a zero included.
+
+    Raises:
+        WrongForm: another shape or dtype than that of out.
+        WrongOutput: a sum beyond its bound, or other bits in a row that no index names.
+    """
+    findings = []
+    for number, call in enumerate(outcome.workload.calls):
+        for rank, y_ND in enumerate(values(outcome, number)):
+            given = call.given[rank]
+            out_ND, index_J, src_JD = given["out_ND"], given["index_J"], given["src_JD"]
+            if y_ND.shape != out_ND.shape or y_ND.dtype != out_ND.dtype:
+                form = f"{y_ND.dtype} {tuple(y_ND.shape)} instead of {out_ND.dtype} {tuple(out_ND.shape)}"
+                raise WrongForm("combine", f"rank {rank}: the result of {call.method} is {form}", ranks=(rank,))
+            allowed_ND = scatter_add_bound(out_ND, index_J, src_JD, unit_roundoff(out_ND.dtype))
+            target = Target(scatter_add(out_ND, index_J, src_JD), allowed_ND)
+            worst = compare(y_ND, *target, tally, rank)
+            tally.add(pairs=1, rank=rank)
+            if not worst.holds:
+                cause = _cause(y_ND, out_ND, index_J, src_JD, target)
+                findings.append(_finding(rank, f"the result of {call.method} is {worst}{cause}"))
+                continue
+            unnamed_N = torch.bincount(index_J, minlength=len(out_ND)) == 0
+            if (other := _other_bits(y_ND[unnamed_N], out_ND[unnamed_N])) is not None:
+                row = int(unnamed_N.nonzero()[other, 0])
+                said = f"the result of {call.method} has other bits than out in row {row}, which no index names"
+                findings.append(_finding(rank, f"{said}; likely cause: zeros were added to it"))
+    if findings:
+        fail(WrongOutput, "combine", findings)
+
+
+def judge_bits(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether every call gave the same bits, on every rank: all have the same inputs.
+
+    Raises:
+        WrongOutput: a call gave other bits than the first one of rank 0.
+    """
+    findings = []
+    first = values(outcome, 0)[0]
+    for number, call in enumerate(outcome.workload.calls):
+        for rank, y_ND in enumerate(values(outcome, number)):
+            if (row := _other_bits(y_ND, first)) is not None:
+                said = f"call {number}, {call.method}, gives other bits in row {row} than call 0 of rank 0"
+                findings.append(
+                    _finding(rank, f"{said}, on the same inputs; likely cause: the order of addition varies")
+                )
+            tally.add(elements=y_ND.numel(), pairs=1, rank=rank)
+    if findings:
+        fail(WrongOutput, "combine", findings)
+
+
+def judge_memory(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether the forms write what they may: `add` nothing that it was given, `add_` its output alone.
+
+    Raises:
+        ChangedInput: an argument was written that must stay, the result of `add` lies in an argument, or that of `add_`
+            is another tensor than its output.
+    """
+    findings = []
+    for number, call in enumerate(outcome.workload.calls):
+        writes = {"out_ND"} if call.method == IN_PLACE else set()
+        for rank, answer in enumerate(answers(outcome, number)):
+            findings += [
+                _finding(rank, f"{call.method} changed {name}; expected: its bytes as before")
+                for name in answer.changed
+                if name not in writes
+            ]
+            if call.method == IN_PLACE and answer.memory["out_ND"] != "same tensor":
+                findings.append(_finding(rank, f"{IN_PLACE} returned another tensor instead of out_ND itself"))
+            shared = [name for name, lies in answer.memory.items() if lies != "apart" and name not in writes]
+            if shared:
+                findings.append(_finding(rank, f"the result of {call.method} shares memory with {', '.join(shared)}"))
+            tally.add(pairs=len(call.given[rank]), rank=rank)
+    if findings:
+        fail(ChangedInput, "combine", findings)
+
+
+def _finding(rank: int, sentence: str) -> Finding:
+    return Finding(sentence.partition(" ")[0], f"rank {rank}: {sentence}", (rank,))
+
+
+def _cause(y_ND: Tensor, out_ND: Tensor, index_J: Tensor, src_JD: Tensor, target: Target) -> str:
+    """Return the likely cause of a wrong sum, with what leads to it, "" if none is recognised."""
+    last_ND = out_ND.double().index_put((index_J,), out_ND.double()[index_J] + src_JD.double())
+    causes = {
+        "of source rows that name the same row one alone was added": last_ND,
+        "out was not added": target.expected - out_ND.double(),
+    }
+    found = [words for words, guess in causes.items() if within(y_ND, guess, target.allowed)]
+    narrow = too_narrow(y_ND, target, out_ND.dtype)
+    cause = found[0] if found else narrow
+    return f"; likely cause: {cause}" if cause else ""
+
+
+def _other_bits(one_ND: Tensor, other_ND: Tensor) -> int | None:
+    """Return the first row in which the bits of two tensors of one dtype differ, None if none does."""
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[one_ND.element_size()]
+    off_N = (one_ND.contiguous().view(bits) != other_ND.contiguous().view(bits)).any(1)
+    return int(off_N.nonzero()[0, 0]) if bool(off_N.any()) else None
