@@ -158,7 +158,9 @@ def blocks(tree: ast.AST) -> Iterator[list[ast.stmt]]:
 def with_call(tree: ast.AST, *names: str) -> Iterator[tuple[ast.With, ast.Call]]:
     """Yield every with statement whose manager is a call of one of the names, and that call."""
     for node in ast.walk(tree):
-        for item in node.items if isinstance(node, ast.With) else ():
+        if not isinstance(node, ast.With):
+            continue
+        for item in node.items:
             if isinstance(item.context_expr, ast.Call) and name_of(item.context_expr.func) in names:
                 yield node, item.context_expr
 
@@ -239,8 +241,8 @@ def wide_raises(tree: ast.AST) -> Iterator[Hit]:
 
 def unreachable(tree: ast.AST) -> Iterator[Hit]:
     """An assert that no run reaches: below what raises as expected, or below return and its like."""
-    for block, _ in with_call(tree, "raises"):
-        for statement in block.body[1:]:
+    for context, _ in with_call(tree, "raises"):
+        for statement in context.body[1:]:
             if isinstance(statement, ast.Assert):
                 yield statement, "the exception expected above it skips this assert; move it out of the block"
     for block in blocks(tree):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -11,11 +10,10 @@ from itertools import takewhile
 from pathlib import Path
 
 FOLDERS = ("reference", "self_tests/oracles")
-_TESTS = "test_oracle_pairs_"
-_REQUIREMENT = re.compile(r"\b([A-Z]{3,})-\d\d\b")
+_PAIRS = "self_tests/pairs"
+_REFERENCE = "moe_conformance.reference"
+_TESTS = "test_"
 
-# First oracles that bear no chapter's name, and cite no requirement or those of several chapters.
-_CHAPTERS: Mapping[str, str] = {"layer": "gradients", "selection": "routing", "wire_formats": "exchange"}
 # Files that are no oracle of a pair.
 _OTHERS = frozenset(
     {
@@ -25,7 +23,7 @@ _OTHERS = frozenset(
         "reference/rounding/routing_magnitudes.py", "reference/rounding/whole_layer_magnitudes.py",
         # What asks both oracles of a pair: another question that still fits is no error. And what compares the answers.
         "reference/config_rules/cases.py",
-        "self_tests/oracles/agreement.py", "self_tests/oracles/bits.py", "self_tests/oracles/packing_cases.py",
+        "self_tests/oracles/agreement.py", "self_tests/oracles/bits.py",
     }
 )  # fmt: skip
 

@@ -13,8 +13,8 @@ from moe_conformance.spec import Requirement
 from moe_conformance.spec.places import Places
 from tools.lint_places import problems
 
-CHECK = "distributed_tests/test_exchange.py"
-ORACLE = "reference/exchange/deliveries.py"
+CHECK = "moe_conformance/distributed_tests/test_exchange.py"
+ORACLE = "moe_conformance/reference/exchange/deliveries.py"
 NATIVE = "moe_conformance/backends/native/exchange/dispatchers.py"
 PLANT = "self_tests/planted_bugs/exchange/dispatch.py"
 TREE: Mapping[str, str] = {
@@ -25,7 +25,8 @@ TREE: Mapping[str, str] = {
         "    def test_pairs(self, reading, tally): judge(reading, tally)\n"
     ),
     "moe_conformance/judging/exchange/deliveries.py": (
-        "from reference import exchange\ndef judge(reading, tally): exchange.deliveries(reading)\n"
+        "from moe_conformance.reference.exchange.deliveries import deliveries\n"
+        "def judge(reading, tally): deliveries(reading)\n"
     ),
     ORACLE: (
         "def deliveries(ids):\n    '''List them.\n\n    Decides: EXCH-01. Source: definition.\n    '''\n"
@@ -75,11 +76,11 @@ class TestMissingPlaces:
     def test_an_oracle_that_is_not_reached(self, tree: Path) -> None:
         """One that claims the requirement beside the one that the check reaches is told; alone it is no oracle."""
         other = TREE[ORACLE].replace("List others.", "List others. Decides: EXCH-01.")
-        unreached = "EXCH-01: reference/exchange/deliveries.py:6 others says `Decides: EXCH-01`, and no check of it reaches that"
+        unreached = f"EXCH-01: {ORACLE}:6 others says `Decides: EXCH-01`, and no check of it reaches that"
         _write(tree, ORACLE, other)
         assert [unreached] == _problems(tree)
         _write(tree, "moe_conformance/judging/exchange/deliveries.py", "def judge(reading, tally): ...\n")
-        first = "EXCH-01: reference/exchange/deliveries.py:1 deliveries says `Decides: EXCH-01`, and no check of it reaches that"
+        first = f"EXCH-01: {ORACLE}:1 deliveries says `Decides: EXCH-01`, and no check of it reaches that"
         assert [NO_ORACLE, first, unreached] == _problems(tree)
 
     def test_a_line_of_native(self, tree: Path) -> None:
@@ -102,7 +103,7 @@ class TestMissingPlaces:
 class TestWhatShouldNotBeThere:
     def test_a_reason_beside_an_oracle(self, tree: Path) -> None:
         """It does not hold any more."""
-        expected = "EXCH-01: the spec gives a reason `without_oracle`, and there is reference/exchange/deliveries.py:1 deliveries"
+        expected = f"EXCH-01: the spec gives a reason `without_oracle`, and there is {ORACLE}:1 deliveries"
         assert [expected] == _problems(tree, without_oracle="nobody hangs")
 
     def test_a_reason_beside_a_line_of_native(self, tree: Path) -> None:
@@ -115,7 +116,7 @@ class TestWhatShouldNotBeThere:
         _write(tree, ORACLE, TREE[ORACLE].replace("EXCH-01.", "EXCH-01, EXCH-98."))
         _write(tree, NATIVE, TREE[NATIVE].replace("EXCH-01.", "EXCH-01, EXCH-99."))
         assert [
-            "reference/exchange/deliveries.py:1 deliveries: says `Decides: EXCH-98`, which is no requirement",
+            f"{ORACLE}:1 deliveries: says `Decides: EXCH-98`, which is no requirement",
             f"{NATIVE}:4 Exchange: says `Implements: EXCH-99`, which is no requirement",
         ] == _problems(tree)
 
