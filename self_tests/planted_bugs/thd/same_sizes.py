@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_conformance.backends.native.router.routing import Router
 from moe_conformance.backends.native.row_ops.packed_sequences import Packing
-from moe_conformance.contract import Routed
+from moe_conformance.contract import Config, Routed
 from moe_conformance.surfaces import PackedSequences
 from self_tests.planted_bugs.plant import SINGLE, Expectation, planted
 
@@ -22,7 +22,8 @@ from self_tests.planted_bugs.plant import SINGLE, Expectation, planted
 class LaidOutByTheirSum(Packing):
     """As many sequences of as many tokens are laid out as those of an earlier batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
         self.known: dict[Any, PackedSequences] = {}
 
     def lay_out(self, lengths: Sequence[int], cp: int, tp: int, sequence_parallel: bool) -> PackedSequences:
@@ -34,7 +35,8 @@ class LaidOutByTheirSum(Packing):
 class TokensByTheirNumber(Packing):
     """Which rows are tokens is kept for all packs of as many rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
         self.known: dict[int, Tensor] = {}
 
     def tokens(self, cu_seqlens: Tensor, cu_seqlens_padded: Tensor) -> Tensor:
@@ -45,7 +47,8 @@ class TokensByTheirNumber(Packing):
 class SharesByTheirNumber(Packing):
     """Which rows a context rank holds is kept for all packs of as many rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
         self.known: dict[Any, Tensor] = {}
 
     def share(self, cu_seqlens_padded: Tensor, cp: int, cp_rank: int) -> Tensor:
