@@ -1,6 +1,6 @@
 """Words for what went wrong, shared by the exact and the bounded judges.
 
-A judge lists findings, one per fault that it can name; `fail` tells the first and the worst of every kind, counts the
+A judge lists findings, one per fault that it can name; `fail` prints the first and the worst of every kind, counts the
 others and raises.
 """
 
@@ -19,7 +19,7 @@ from moe_conformance.judging.verdict import Mismatch, Stage
 
 @dataclass(frozen=True)
 class Finding:
-    """One fault, in words. Findings of one kind are told once and counted."""
+    """One fault, in words. Of each kind the first is printed, the others are counted."""
 
     kind: str
     sentence: str
@@ -28,11 +28,11 @@ class Finding:
 
 
 def tell(findings: Sequence[Finding]) -> str:
-    """Tell the first and the worst finding of every kind and count the rest.
+    """Join the first and the worst finding of every kind and count the rest.
 
-    >>> lost = [Finding("lost", f"token {t} was lost", (0,)) for t in range(3)]
-    >>> tell([*lost, Finding("twice", "token 7 came twice", (1,))])
-    'token 0 was lost; 2 more of the same kind. Also: token 7 came twice'
+    >>> lost = [Finding("lost", f"token {t} was not delivered", (0,)) for t in range(3)]
+    >>> tell([*lost, Finding("twice", "token 7 was delivered twice", (1,))])
+    'token 0 was not delivered; 2 more of the same kind. Also: token 7 was delivered twice'
     """
     kinds: dict[str, list[Finding]] = {}
     for finding in findings:
@@ -44,15 +44,15 @@ def _tell_kind(same: Sequence[Finding]) -> str:
     first, worst = same[0], max(same, key=lambda finding: finding.size)
     told = [first.sentence]
     if worst.size > first.size:
-        told.append(f"the worst: {worst.sentence}")
+        told.append(f"largest error: {worst.sentence}")
     rest = len(same) - len(told)
     return "; ".join([*told, f"{rest} more of the same kind"] if rest else told)
 
 
 def likeliest(faults: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """Choose for every fault, of the findings that would explain it, the one whose kind explains the most faults.
+    """Select for every fault, of the findings that would explain it, the one whose kind explains the most faults.
 
-    Between equals the first. A value may be twice the right one and another's by chance; what holds of all is not.
+    Between equals the first. One value may match a cause by chance; a cause that all values match is likely.
 
     >>> twice, other = Finding("twice", "twice", (0,)), Finding("other", "another's", (0,))
     >>> [found.kind for found in likeliest([[twice, other], [other]])]
@@ -110,15 +110,15 @@ def ratio_names(sizes: Mapping[str, float]) -> dict[str, float]:
 
 
 def ratio_words(ratio: float, names: Mapping[str, float]) -> str:
-    """Say a ratio and every name whose value it is, in the order of the names.
+    """Return a ratio in words, with every name whose value it is, in the order of the names.
 
     >>> ratio_words(2.0, {"ep": 2.0, "tp": 2.0, "K": 3.0}), ratio_words(0.0, {}), ratio_words(0.3, {})
-    ('2.000 x the oracle: ep or tp', 'zero', '0.300 x the oracle')
+    ('2.000 x the expected value: ep or tp', 'zero', '0.300 x the expected value')
     """
     if ratio == 0:
         return "zero"
     fitting = [name for name, value in names.items() if abs(ratio - value) <= 1e-6 * abs(value)]
-    said = f"{ratio:.3f} x the oracle"
+    said = f"{ratio:.3f} x the expected value"
     return f"{said}: {' or '.join(fitting)}" if fitting else said
 
 
@@ -135,8 +135,24 @@ def apart(actual: float, expected: float) -> tuple[str, str]:
     return written
 
 
+def unequal(actual_TD: Tensor, expected_TD: Tensor) -> str:
+    """Return in words how a (T, D) tensor differs from the expected one: in shape, or at which tokens and by what.
+
+    >>> unequal(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1.0, 2.0], [3.0, 5.0]]))
+    'is wrong at token 1: 4 instead of 5 in column 1'
+    >>> unequal(torch.ones(2, 1), torch.ones(3, 1))
+    'has the shape (2, 1) instead of (3, 1)'
+    """
+    if actual_TD.shape != expected_TD.shape:
+        return f"has the shape {tuple(actual_TD.shape)} instead of {tuple(expected_TD.shape)}"
+    wrong = (actual_TD.double() != expected_TD.double()).nonzero()
+    (t, d), tokens = wrong[0].tolist(), dict.fromkeys(wrong[:, 0].tolist())
+    values = " instead of ".join(apart(float(actual_TD[t, d]), float(expected_TD[t, d])))
+    return f"is wrong at token {some(tokens)}: {values} in column {d}"
+
+
 def count(number: int, noun: str) -> str:
-    """Say how many there are.
+    """Return a number and a noun, in the plural where needed.
 
     >>> count(1, "row"), count(2, "row")
     ('1 row', '2 rows')

@@ -1,7 +1,7 @@
 """Kinds of fault as exception types: Hypothesis follows one type, and so one fault, to its smallest batch.
 
-A class of `verdict` says what is wrong, and several judges raise the same. Two gradients are two faults all the same,
-and so are exceptions that ranks raised in different lines.
+A class of `verdict` names what is wrong, and several judges raise the same class. Two wrong gradients are two faults
+all the same, and so are exceptions that ranks raised in different lines.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a judgement ends in: a tally of what was compared, or a mismatch told in words.
+"""What a judgement ends in: a tally of what was compared, or a mismatch with a sentence.
 
 Every kind of fault has its own exception type; `kinds` makes them finer still where Hypothesis has to tell two faults
 of one kind apart.
@@ -23,8 +23,8 @@ class Tally:
     ranks: set[int] = field(default_factory=set)
     worst: float = 0.0  # largest observed/allowed error of a bounded comparison; exact comparisons leave it at 0
     decided: set[str] = field(default_factory=set)  # by a check of several requirements: those that it compared for
-    # Off all ranks: "rows" and "bytes" that travelled in forwards, "least_rows" and "least_bytes" that had to; and the
-    # most "calls" that a rank made in one forward.
+    # Sent by all ranks in forwards: "rows" and "bytes", and the smallest possible "least_rows" and "least_bytes"; and
+    # the most "calls" that a rank made in one forward.
     travelled: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -69,23 +69,23 @@ class Mismatch(AssertionError):
 
 
 class WrongDelivery(Mismatch):
-    """A pair went missing, arrived twice, or arrived somewhere else."""
+    """A routed pair was not delivered, delivered twice, or delivered to another expert or rank."""
 
 
 class CorruptRow(Mismatch):
-    """A delivered row is no token's row."""
+    """A delivered row is a row of no token."""
 
 
 class WrongWeight(Mismatch):
-    """A routing weight reached another pair, or changed on the way."""
+    """A routing weight was delivered with another pair, or with another value."""
 
 
 class WrongCount(Mismatch):
-    """Counts or splits claim something else than what was handed over."""
+    """Reported counts or splits differ from the delivered rows."""
 
 
 class WrongSelection(Mismatch):
-    """A router chose experts that no legal reading of the scores chooses."""
+    """A router selected experts that no legal reading of the scores selects."""
 
 
 class WrongOutput(Mismatch):
@@ -101,11 +101,11 @@ class AbsentGradient(Mismatch):
 
 
 class WrongForm(Mismatch):
-    """Shape, dtype or layout of what came back differs from what was asked for."""
+    """Shape, dtype or layout of a result differs from what is required."""
 
 
 class ChangedInput(Mismatch):
-    """The backend wrote into what it was given."""
+    """The backend changed one of its inputs."""
 
 
 class ChangedState(Mismatch):
@@ -121,7 +121,7 @@ class WrongCollectives(Mismatch):
 
 
 class Hazardous(Mismatch):
-    """Data of an asynchronous collective was touched before it was waited for."""
+    """Data of an asynchronous collective was read or written before `wait()`."""
 
 
 class AbandonedCollective(Mismatch):
@@ -137,11 +137,11 @@ class Uncovered(Mismatch):
 
 
 class Unrefused(Mismatch):
-    """A call that every rank must refuse was answered by some."""
+    """A call that every rank must refuse was accepted by some."""
 
 
 class MalformedClaim(WrongCount):
-    """What a rank claims to hand over contradicts itself."""
+    """What a rank reports about its delivered rows contradicts itself."""
 
 
 class Refused(Mismatch):
@@ -149,7 +149,7 @@ class Refused(Mismatch):
 
 
 class RunFailed(Mismatch):
-    """The run did not finish on all ranks, or a rank came back without a part of what was asked for."""
+    """The run did not finish on all ranks, or a rank returned without a part of the required results."""
 
 
 class Raised(RunFailed):
@@ -157,7 +157,7 @@ class Raised(RunFailed):
 
 
 class Hung(RunFailed):
-    """A rank came to no end."""
+    """A rank did not finish before its deadline."""
 
 
 class Died(RunFailed):

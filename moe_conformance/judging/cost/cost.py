@@ -1,4 +1,4 @@
-"""What a step costs on the wire, from the ledgers: calls, rows of width D, and what travels beside them."""
+"""The communication of a step, from the ledgers: calls, rows of width D, and other bytes."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def judge_no_calls(reading: Reading, tally: Tally) -> None:
     Raises:
         Costly: it makes one.
     """
-    found = []
+    found, one = [], "its exchange group has one rank"
     for rank in reading.ranks:
         for phase, calls in _exchange_phases(rank):
             if not cost_calls.legal_calls(len(calls), ranks=1):
-                found.append(f"rank {rank.rank} calls {_words(calls)} in {phase}, where nothing has to move")
+                found.append(f"rank {rank.rank} calls {_words(calls)} in {phase}; expected: no collective, since {one}")
             tally.add(pairs=1, rank=rank.rank)
     if found:
         raise Costly("run", some(found))
@@ -42,11 +42,11 @@ def judge_no_calls(reading: Reading, tally: Tally) -> None:
 def judge_even_calls(reading: Reading, tally: Tally) -> None:
     """Decide whether every microbatch takes the same number of collectives, on all ranks of an exchange group.
 
-    Messages from rank to rank are not counted: one exchange takes as many of them as are not empty.
+    Point-to-point messages are not counted: one exchange has as many of them as are not empty.
 
     Raises:
         Costly: two differ.
-        NotOffered: the ledger sees messages only, or fewer rows than must travel.
+        NotOffered: the ledger has messages only, or fewer rows than must be sent.
     """
     calls_by_kind: dict[tuple[tuple[int, ...], str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for group in reading.outcome.workload.layout.groups()["ep_etp"]:
@@ -56,7 +56,7 @@ def judge_even_calls(reading: Reading, tally: Tally) -> None:
                 calls_by_kind[group, phase.partition(":")[0]][phase].append(len(collectives))
                 tally.add(pairs=1, rank=rank)
     found = [
-        f"{kind} takes other numbers of collectives on {group_words(group)}: "
+        f"{kind} takes different numbers of collectives on {group_words(group)}: "
         + ", ".join(f"{numbers} in {phase}" for phase, numbers in by_case.items())
         for (group, kind), by_case in calls_by_kind.items()
         if not cost_calls.same_calls(list(by_case.values()))
@@ -65,31 +65,32 @@ def judge_even_calls(reading: Reading, tally: Tally) -> None:
         raise Costly("run", some(found))
     _require_rows(reading)
     if not any(sum(numbers) for by_case in calls_by_kind.values() for numbers in by_case.values()):
-        raise NotOffered("the ledger sees no collective: messages from rank to rank are not counted")
+        raise NotOffered("the ledger has no collective; point-to-point messages are not counted")
 
 
 def judge_rows(reading: Reading, tally: Tally) -> None:
-    """Decide whether dispatch and combine each move no more rows than what the backend says of its wire needs.
+    """Decide whether dispatch and combine each move no more rows than the reported resolved["wire"] needs.
 
-    Of a forward that asks the experts several times, they are judged together. What travels is told in the tally beside
-    the least that has to, however it is decided.
+    In a forward that calls the experts several times, they are judged together. The tally has the rows that are sent
+    and the smallest possible number, whatever the verdict.
 
     Raises:
         Costly: one moves more.
-        WrongForm: the backend says something unknown of its wire.
-        NotOffered: the ledger sees fewer rows than must travel, so that they travel in another form; or the rows of the
-            adapter's own copying are among them.
+        WrongForm: the backend reports an unknown wire.
+        NotOffered: the ledger has fewer rows than must be sent, so that they are sent in another form; or the rows of
+            the adapter's own gather are among them.
     """
     found = []
     if _wire(reading) == "copies":
-        raise NotOffered("the adapter copies tokens to tensor ranks, and its rows would be counted")
+        raise NotOffered("the adapter gathers tokens over tp, and its rows would be counted")
     tally.travelled = _travelled(reading)
     _require_rows(reading)
     for half in _halves(reading):
         allowed, smallest = half.times * _needed(reading, half.m), half.times * _smallest(reading, half.m)
         if half.rows > allowed:
             times = cost.ratio(math.ceil(half.rows), smallest)
-            found.append(f"{half.name} moves {half.rows:g} rows, {times:.3g} times the least; {allowed} should do")
+            least = f"{times:.3g} times the smallest number"
+            found.append(f"{half.name} moves {half.rows:g} rows, {least}; allowed: {allowed}")
         else:
             tally.add(pairs=len(reading.ranks), worst=half.rows / allowed if allowed else 0.0)
     if found:
@@ -97,33 +98,33 @@ def judge_rows(reading: Reading, tally: Tally) -> None:
 
 
 def judge_token_rows(reading: Reading, tally: Tally) -> None:
-    """Decide whether a token travels once to each other rank that needs it, and its answer back, if that is said.
+    """Decide whether a token is sent once to each other rank that needs it, and one row back, if that is reported.
 
     Raises:
-        Costly: more rows travel.
-        NotOffered: the backend says something else of its wire, or the ledger sees fewer rows than must travel.
+        Costly: more rows are sent.
+        NotOffered: the backend reports another wire, or the ledger has fewer rows than must be sent.
     """
     if (wire := _wire(reading)) != "tokens":
-        raise NotOffered(f"the backend says that its wire carries {wire!r}")
+        raise NotOffered(f'the backend reports resolved["wire"] = {wire}, not tokens')
     _require_rows(reading)
     found = []
     for half in _halves(reading):
         smallest = half.times * _smallest(reading, half.m)
         if half.rows > smallest:
-            found.append(f"{half.name} moves {half.rows:g} rows, where {smallest} are needed")
+            found.append(f"{half.name} moves {half.rows:g} rows; needed: {smallest}")
         tally.add(pairs=len(reading.ranks))
     if found:
         raise Costly("run", some(found))
 
 
 def judge_backward_rows(reading: Reading, tally: Tally) -> None:
-    """Decide whether a backward moves no more than its forward: rows, and beside them a number for each weight.
+    """Decide whether a backward moves no more than its forward: rows, and a number for each weight.
 
-    No count or index is exchanged again, and what weights travelled in forward is the most that may come back.
+    No count or index is exchanged again, and the bytes of weights in forward are the most that may be sent back.
 
     Raises:
         Costly: it moves more.
-        NotOffered: the ledger sees fewer rows in forward than must travel.
+        NotOffered: the ledger has fewer rows in forward than must be sent.
     """
     _require_rows(reading)
     found = []
@@ -137,11 +138,11 @@ def judge_backward_rows(reading: Reading, tally: Tally) -> None:
             tally.add(pairs=1, rank=rank)
         floats = {rank: [entry for entry in calls if "float" in entry.dtype] for rank, calls in forward.items()}
         there, here, weights = _moved(reading, forward), _moved(reading, back), _moved(reading, floats).beside
-        if _wire(reading) == "copies":  # tensor ranks that share tokens add up their gradients: nothing went out for it
+        if _wire(reading) == "copies":  # tp ranks with the same tokens sum their gradients: forward has no such call
             weights = here.beside
         if not found and not cost_calls.legal_backward(there, here, weight_bytes=weights):
             found.append(
-                f"backward:{m} moves {here.dispatch} rows and {here.beside} bytes beside them; forward "
+                f"backward:{m} moves {here.dispatch} rows and {here.beside} other bytes; forward:{m} moves "
                 f"{there.dispatch} rows, and weights in {weights} bytes"
             )
     if found:
@@ -149,15 +150,15 @@ def judge_backward_rows(reading: Reading, tally: Tally) -> None:
 
 
 def judge_beside_rows(reading: Reading, tally: Tally) -> None:
-    """Decide whether what a forward sends beside its rows grows with ranks, experts and moved rows only.
+    """Decide whether the bytes of a forward other than rows grow with ranks, experts and moved rows only.
 
-    Where the backend says that whole maps travel with all tokens, the ledger has to show both, a mark and a weight for
-    every expert of every token, once each; and beside them the counts alone.
+    Where the backend reports that whole maps are sent with all tokens, the ledger must have both, a mark and a weight
+    for every expert of every token, once each; in addition to them the counts alone.
 
     Raises:
         Costly: it sends more bytes.
-        WrongForm: what it says of its maps is unknown, does not go with its wire, or is not what the ledger shows.
-        NotOffered: the ledger sees fewer rows than must travel: those in another form would count as bytes beside them.
+        WrongForm: the reported routing is unknown, does not fit the wire, or is not what the ledger has.
+        NotOffered: the ledger has fewer rows than must be sent: those in another form would count as other bytes.
     """
     config, maps, found = reading.outcome.workload.config, _gathers_maps(reading), []
     _require_rows(reading)
@@ -172,9 +173,9 @@ def judge_beside_rows(reading: Reading, tally: Tally) -> None:
                 rows = T * (W - 1)
             allowed = wire_bytes.metadata_bytes(W, config.experts, config.top_k, rows, map_entry=entry)
             if moved.beside > allowed:
-                sent = f"{moved.beside} bytes beside {moved.dispatch} rows"
+                sent = f"{moved.beside} bytes in addition to {moved.dispatch} rows"
                 what = f"{allowed}, whole maps and counts" if maps else allowed
-                found.append(f"rank {rank} sends {sent} in forward:{m}, over {what}")
+                found.append(f"rank {rank} sends {sent} in forward:{m}; allowed: {what}")
             else:
                 tally.add(pairs=1, rank=rank, worst=moved.beside / allowed)
     if found:
@@ -187,8 +188,8 @@ def judge_repeated(reading: Reading, tally: Tally) -> None:
     And leaves as many process groups: they are counted after every backward.
 
     Raises:
-        Costly: some step calls something else than the second, or leaves more groups or fewer.
-        NotOffered: the ledger sees fewer rows than must travel.
+        Costly: some step makes other calls than the second, or changes the number of groups.
+        NotOffered: the ledger has fewer rows than must be sent.
     """
     found = []
     for rank in reading.ranks:
@@ -198,33 +199,35 @@ def judge_repeated(reading: Reading, tally: Tally) -> None:
         for kind, calls_by_step in steps.items():
             if not cost_calls.settled(calls_by_step):
                 numbers = [len(calls) for calls in calls_by_step]
-                found.append(f"rank {rank.rank} does not repeat its calls in each {kind} of a batch: {numbers} of them")
+                told = f"makes different calls in equal {kind} passes of one batch"
+                found.append(f"rank {rank.rank} {told}: {numbers} calls")
             tally.add(pairs=len(calls_by_step) - 1, rank=rank.rank)
         if len(set(rank.live_groups[1:])) > 1:
             groups = ", ".join(map(str, rank.live_groups))
-            found.append(f"rank {rank.rank} has more process groups, or fewer, after each step: {groups}")
+            found.append(f"rank {rank.rank} has another number of process groups after each step: {groups}")
     if found:
         raise Costly("run", some(found))
     _require_rows(reading)
 
 
 def judge_handed(reading: Reading, tally: Tally) -> None:
-    """Decide whether the experts of a rank are handed no more rows than are routed to them, and some to round up.
+    """Decide whether the experts of a rank receive no more rows than are routed to them, and padding to the multiple.
 
-    Where all tokens are handed over, as the backend has to say, no more than these.
+    Where all tokens are delivered, as the backend has to report, no more than these.
 
     Raises:
-        Costly: they are handed more.
-        NotOffered: the backend says that the number of rows is a static one.
-        WrongForm: it says something unknown.
+        Costly: they receive more.
+        NotOffered: the backend reports a fixed number of rows.
+        WrongForm: it reports an unknown value.
     """
     workload, found = reading.outcome.workload, []
     handed = reading.ranks[0].resolved.get("handed", "routed")
     if handed not in HANDED:
-        raise WrongForm("dispatch", f"the backend says that it hands over {handed!r}, which is none of {HANDED}")
+        sentence = f'the backend reports resolved["handed"] = {handed!r}, which is not one of {HANDED}'
+        raise WrongForm("dispatch", sentence)
     multiple = multiple_of(reading)
     if handed == "static":
-        raise NotOffered("the backend says that it hands over a static number of rows")
+        raise NotOffered("the backend states a fixed number of delivered rows")
     for m, pairs in enumerate(reading.pairs):
         routed = Counter((pair.destination, pair.expert) for pair in pairs)
         for group in workload.layout.groups()["ep_etp"]:
@@ -235,7 +238,8 @@ def judge_handed(reading: Reading, tally: Tally) -> None:
                 allowed = tokens if handed == "tokens" else wire_bytes.most_rows(rows_N, multiple)
                 if rows > allowed:
                     some_of = f"{tokens} tokens" if handed == "tokens" else f"{sum(rows_N)} routed pairs"
-                    found.append(f"rank {rank} hands {rows} rows to its experts in microbatch {m}, of {some_of}")
+                    told = f"rank {rank} delivers {rows} rows to its experts in microbatch {m}"
+                    found.append(f"{told} instead of at most {allowed}, for {some_of}")
                 tally.add(pairs=1, rank=rank)
     if found:
         raise Costly("dispatch", some(found))
@@ -259,7 +263,7 @@ _HALVES = {"dispatch": ("forward", "dispatch"), "combine": ("combine", "answered
 
 
 def _halves(reading: Reading) -> Iterator[_Half]:
-    """List dispatch and combine of every microbatch; as one where the experts were asked in between several times."""
+    """List dispatch and combine of every microbatch; as one where the experts were called several times in between."""
     phases = [by_phase(rank) for rank in reading.ranks]
     for m in range(len(reading.batches)):
         rows = {
@@ -277,14 +281,14 @@ def _halves(reading: Reading) -> Iterator[_Half]:
 
 
 def _require_rows(reading: Reading) -> None:
-    """Raise `NotOffered` where the ledger sees fewer rows of width D than must travel: the others do in another form.
+    """Raise `NotOffered` where the ledger has fewer rows of width D than must be sent: the others are in another form.
 
     By a transport of its own, packed with something else, or in pieces.
     """
     for half in _halves(reading):
         smallest = half.times * _smallest(reading, half.m)
         if half.rows < smallest:
-            raise NotOffered(f"the ledger sees {half.rows:g} of at least {smallest} rows of width D in {half.name}")
+            raise NotOffered(f"the ledger has {half.rows:g} of at least {smallest} rows of width D in {half.name}")
 
 
 def _forwards(reading: Reading) -> Mapping[int, Mapping[int, Sequence[Entry]]]:
@@ -309,7 +313,7 @@ def _rows(reading: Reading, calls: Sequence[Entry], rank: int) -> float:
 
 
 def _moved(reading: Reading, calls_by_rank: Mapping[int, Sequence[Entry]]) -> cost_calls.Moved:
-    """Count what leaves ranks by calls of which it is not known which half they belong to: rows, and bytes beside."""
+    """Count what ranks send by calls that may belong to either half: rows, and other bytes."""
     hidden, rows, beside = reading.outcome.workload.config.hidden, 0.0, 0.0
     for rank, calls in calls_by_rank.items():
         rows += _rows(reading, calls, rank)
@@ -318,7 +322,7 @@ def _moved(reading: Reading, calls_by_rank: Mapping[int, Sequence[Entry]]) -> co
 
 
 def _travelled(reading: Reading) -> dict[str, float]:
-    """Count what leaves ranks in all forwards, and what had to: each row once there and its answer once back."""
+    """Count what ranks send in all forwards, and the least that they must: each row once there and once back."""
     config, forwards = reading.outcome.workload.config, _forwards(reading)
     least = 2 * sum(_smallest(reading, m) for m in forwards)
     calls = [(rank, entry) for by_rank in forwards.values() for rank, each in by_rank.items() for entry in each]
@@ -332,7 +336,7 @@ def _travelled(reading: Reading) -> dict[str, float]:
 
 
 def _needed(reading: Reading, m: int) -> int:
-    """Count the rows that a dispatch should move at most, by what the backend says of its wire."""
+    """Count the rows that a dispatch may move, by the reported resolved["wire"]."""
     wire = _wire(reading)
     if wire == "pairs":
         return int(cost.pair_rows(*_routed(reading, m)).sum())
@@ -345,17 +349,19 @@ def _needed(reading: Reading, m: int) -> int:
 def _wire(reading: Reading) -> str:
     wire = reading.ranks[0].resolved.get("wire", "pairs")
     if wire not in WIRES:
-        raise WrongForm("run", f"the backend says that its wire carries {wire!r}, which is none of {WIRES}")
+        raise WrongForm("run", f'the backend reports resolved["wire"] = {wire!r}, which is not one of {WIRES}')
     return wire
 
 
 def _gathers_maps(reading: Reading) -> bool:
-    """Whether the backend says that whole routing maps travel; they can with all tokens only."""
+    """Whether the backend reports that whole routing maps are sent; they can with all tokens only."""
     routing = reading.ranks[0].resolved.get("routing", "slots")
     if routing not in ROUTINGS:
-        raise WrongForm("dispatch", f"the backend says that {routing!r} travel with tokens, none of {ROUTINGS}")
+        sentence = f'the backend reports resolved["routing"] = {routing!r}, which is not one of {ROUTINGS}'
+        raise WrongForm("dispatch", sentence)
     if routing == "maps" and (wire := _wire(reading)) != "all":
-        raise WrongForm("dispatch", f"the backend says that whole maps travel, and that its wire carries {wire!r}")
+        sentence = f'the backend reports resolved["routing"] = maps, and resolved["wire"] = {wire!r}; expected all'
+        raise WrongForm("dispatch", sentence)
     return routing == "maps"
 
 

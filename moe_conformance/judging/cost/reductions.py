@@ -1,4 +1,4 @@
-"""Over which ranks gradients of experts are reduced, in backwards or at the end, by the ledgers of the ranks."""
+"""Over which ranks gradients of experts are reduced, in backwards or while they are finished, by the ledgers."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from moe_conformance.workloads.records.workload import Workload
 
 
 def judge_reductions(reading: Reading, tally: Tally) -> None:
-    """Decide whether gradients of experts travel between replicas only, in backwards and while they are finished.
+    """Decide whether gradients of experts are reduced between replicas only, in backwards and while they are finished.
 
     While they are finished a rank may send less than the smallest part of a parameter elsewhere, all calls together:
     norms and flags. In a backward the same holds of what it reduces with ranks of other exchanges. With those of its
     own exchange, or of its tensor group, it reduces gradients of tokens and weights as well: `_most_of_tokens`.
 
     Raises:
-        Costly: they travel elsewhere.
-        NotOffered: the backend finishes no gradients, or the ledger shows nothing that replicas do together.
+        Costly: they are sent to other ranks.
+        NotOffered: the backend finishes no gradients, or the ledger has no collective of replicas.
     """
     workload, found, unseen = reading.outcome.workload, [], []
     if any(rank.grads_final is None for rank in reading.ranks):
@@ -34,7 +34,7 @@ def judge_reductions(reading: Reading, tally: Tally) -> None:
             for phase, calls in phases.items():
                 if astray := _astray(workload, rank, group, phase, calls):
                     sent = f"{_elements(astray)} elements by {_words(astray)} in {phase}"
-                    found.append(f"rank {rank} sends {sent}, where replicas are {group_words(group)}")
+                    found.append(f"rank {rank} reduces {sent}; the replicas of its experts are {group_words(group)}")
             together = [entry for calls in phases.values() for entry in calls if set(_among(entry, rank)) <= set(group)]
             if len(group) > 1 and not any("float" in entry.dtype and len(entry.ranks) > 1 for entry in together):
                 unseen.append(f"rank {rank} with {group_words(group)}")
@@ -42,7 +42,7 @@ def judge_reductions(reading: Reading, tally: Tally) -> None:
     if found:
         raise Costly("finish", some(found))
     if unseen:
-        raise NotOffered(f"the ledger shows no call by which gradients of replicas are added up: {some(unseen)}")
+        raise NotOffered(f"the ledger has no reduction of gradients over replicas: {some(unseen)}")
 
 
 def _reduces(phase: str) -> bool:
@@ -50,7 +50,7 @@ def _reduces(phase: str) -> bool:
 
 
 def _astray(workload: Workload, rank: int, replicas: Sequence[int], phase: str, calls: Sequence[Entry]) -> list[Entry]:
-    """Return the calls of a phase beyond the replicas that carry gradients of experts."""
+    """Return the calls of a phase beyond the replicas that send gradients of experts."""
     least = min(value.numel() for value in workload.parameters.values()) // workload.layout.etp
     beyond = [entry for entry in calls if not cost_calls.legal_reduction(_among(entry, rank), replicas)]
     if phase == "finish":

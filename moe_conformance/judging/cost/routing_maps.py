@@ -1,7 +1,7 @@
-"""Whole routing maps on the wire: whether a ledger shows those that a backend says it gathers.
+"""Whole routing maps: whether a ledger has those that a backend reports to gather.
 
-A mark and a weight for every expert of every token, (T, E) each: more than ids and weights of K slots, and granted to
-who says so. So it has to be so: what else is as large is not granted.
+A mark and a weight for every expert of every token, (T, E) each: more than ids and weights of K slots, and allowed only
+if the backend reports it. Anything else of that size is not allowed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MARK_BYTES, _WEIGHT_BYTES = 1, torch.float32.itemsize
 
 
 class Map(NamedTuple):
-    """The map of a rank's tokens: T by E, and the ranks W that shall all have it."""
+    """The map of a rank's tokens: T by E, and the ranks W that receive it."""
 
     T: int
     E: int
@@ -29,12 +29,12 @@ class Map(NamedTuple):
 
 
 def require_maps(calls: Sequence[Entry], rank: int, whole: Map, hidden: int, phase: str) -> int:
-    """Require a map of marks and one of weights, given once each to every other rank; return their bytes an entry.
+    """Require a map of marks and one of weights, sent once each to every other rank; return their bytes an entry.
 
-    Of no tokens there is nothing to show. Where E = D a map of weights counts as rows, and is not asked for.
+    Without tokens nothing is required. Where E = D a map of weights counts as rows, and is not required.
 
     Raises:
-        WrongForm: one of them is not there, or comes more than once.
+        WrongForm: one of them is missing, or sent more than once.
     """
     given = [entry for entry in calls if _to_all(entry, rank, whole)]
     marks = [entry for entry in given if "float" not in entry.dtype and _size(entry) == _MARK_BYTES]
@@ -43,14 +43,15 @@ def require_maps(calls: Sequence[Entry], rank: int, whole: Map, hidden: int, pha
     wanted = [("marks", marks), ("weights", weights)][: 1 + told]
     wrong = [f"{len(found) or 'no'} maps of {name}" for name, found in wanted if len(found) != 1]
     if whole.T and wrong:
-        sentence = f"the backend says that whole maps travel, and rank {rank} gives the others {' and '.join(wrong)}"
+        sent = f"rank {rank} sends {' and '.join(wrong)} instead of 1 each"
+        sentence = f'the backend reports resolved["routing"] = maps, and {sent}'
         gave = some([f"{entry.dtype} {entry.shapes_in} by {entry.op}" for entry in calls])
-        raise WrongForm("dispatch", f"{sentence}, {whole.T} by {whole.E}, in {phase}: {gave}", ranks=(rank,))
+        raise WrongForm("dispatch", f"{sentence}, of shape ({whole.T}, {whole.E}), in {phase}: {gave}", ranks=(rank,))
     return _MARK_BYTES + told * _WEIGHT_BYTES
 
 
 def _to_all(entry: Entry, rank: int, whole: Map) -> bool:
-    """Whether a call brings as many numbers as the map has to each other rank, in rows of E."""
+    """Whether a call sends as many numbers as the map has to each other rank, in rows of E."""
     rows_of_experts = bool(entry.shapes_in) and all(of[-1:] == (whole.E,) for of in entry.shapes_in)
     if not rows_of_experts or not entry.bytes_in or entry.reduce is not None:
         return False

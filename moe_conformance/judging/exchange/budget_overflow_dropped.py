@@ -1,4 +1,4 @@
-"""Receive budgets whose excess is dropped: what is said of it, which slots are missing, and what the others yield."""
+"""Receive buffers that drop rows when full: the overflow flag, which slots are dropped, and the remaining results."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from moe_conformance.workloads.records import tags
 
 
 def judge_flags(reading: Reading, tally: Tally) -> None:
-    """Decide whether every rank says that its buffer was too small if and only if it was. Counts the ranks.
+    """Decide whether every rank reports an overflow if and only if its receive buffer was too small. Counts the ranks.
 
-    A rank that says nothing says no. Rows that pad an expert's to the stated multiple want room too.
+    A rank without a flag reports no overflow. Padding of experts to the stated multiple takes space too.
 
     Raises:
-        WrongCount: a flag without need, or none where rows found no room.
-        WrongForm: the stated multiple is none.
+        WrongCount: a flag although all rows fit, or no flag although some did not.
+        WrongForm: the stated multiple is invalid.
     """
     findings = []
     lost = Counter((each.microbatch, each.pair.destination) for each in reading.matching.lost)
@@ -39,9 +39,9 @@ def judge_flags(reading: Reading, tally: Tally) -> None:
             if flagged != _over(reading, rows):
                 dropped = count(lost[m, rank], "row") if lost[m, rank] else "nothing"
                 says = "reports an overflow" if flagged else "reports no overflow"
-                wants = f"it wants {_told(reading, rows)}, and the budget is"
+                wants = f"it would receive {_told(reading, rows)}; the receive buffer has"
                 sentence = f"rank {rank} {says} in microbatch {m} and drops {dropped}: {wants} "
-                sentence += f"{_budget(reading)}{_left_over(reading, m, rank) if flagged else ''}"
+                sentence += f"{_budget(reading)}{_earlier_overflow(reading, m, rank) if flagged else ''}"
                 findings.append(Finding(says, sentence, (rank,)))
             tally.add(elements=1, rank=rank)
     if findings:
@@ -49,15 +49,15 @@ def judge_flags(reading: Reading, tally: Tally) -> None:
 
 
 def judge_dropped_rows(reading: Reading, tally: Tally) -> None:
-    """Decide whether slots are dropped where a buffer is full and nowhere else, on all shards, and count for nothing.
+    """Decide whether slots are dropped where a receive buffer is full and nowhere else, on all shards, with no effect.
 
     y and the gradients must be exactly those of the slots that were delivered. Counts the elements of all microbatches.
 
     Raises:
-        CorruptRow: a row is no token's.
-        WrongDelivery: more rows than the budget, a slot on some shards of its expert only, or dropped without need;
-            rows that nobody asked for.
-        WrongOutput, WrongForm, AbsentGradient, WrongGradient: a dropped slot shows there, or one that was not does not.
+        CorruptRow: a row is of no token.
+        WrongDelivery: more rows than the receive buffer has, a slot on some shards of its expert only, or dropped
+            although it fits; rows that are not routed.
+        WrongOutput, WrongForm, AbsentGradient, WrongGradient: not exactly the values of the delivered slots.
     """
     judge_rows(reading, Tally())
     findings = [*_too_many(reading), *_split(reading), *_without_need(reading)]
@@ -68,9 +68,10 @@ def judge_dropped_rows(reading: Reading, tally: Tally) -> None:
     for m in range(len(reading.batches)):
         delivered, budgets, multiple = _delivered(reading, m), _budgets(reading), multiple_of(reading)
         legal = receive_budget.legal_deliveries(delivered, reading.pairs[m], budgets, alignment=multiple)
-        if not all(legal):  # whatever the words above leave out
-            sentence = f"what rank {legal.index(False)} received of microbatch {m} is not what its budget allows"
-            raise WrongDelivery("dispatch", sentence, ranks=(legal.index(False),))
+        if not all(legal):  # whatever the findings above do not cover
+            rank = legal.index(False)
+            received = f"what rank {rank} received of microbatch {m} does not fit its receive buffer of"
+            raise WrongDelivery("dispatch", f"{received} {_budget(reading)} rows", ranks=(rank,))
     _require_finite(reading, rest)
     for judge in (judge_lost_tokens, judge_outputs, judge_dropped_gradients):
         judge(rest, Tally())
@@ -80,10 +81,10 @@ def judge_dropped_rows(reading: Reading, tally: Tally) -> None:
 
 
 def judge_room_left(reading: Reading, tally: Tally) -> None:
-    """Decide whether no slot is dropped that all ranks wanting it had room for. Counts the ranks that are over budget.
+    """Decide whether no slot is dropped that fits the receive buffers of all its ranks. Counts the ranks that overflow.
 
     Raises:
-        WrongDelivery: a buffer is not full, and a row was dropped that would have fitted.
+        WrongDelivery: a receive buffer is not full, and a row was dropped that fits.
     """
     findings = []
     for m in range(len(reading.batches)):
@@ -94,8 +95,8 @@ def judge_room_left(reading: Reading, tally: Tally) -> None:
         for source, token, slot in receive_budget.fitting_slots(delivered, wanted, budgets, alignment=multiple):
             ranks = owners[source, token, slot]
             sentence = (
-                f"{_name(m, source, token, slot)} is dropped, and would have fitted: rank {ranks[0]} keeps "
-                f"{rows[ranks[0]]} rows in a buffer of {_budget(reading)}"
+                f"{_name(m, source, token, slot)} is dropped although it fits the receive buffer: rank {ranks[0]} has "
+                f"{rows[ranks[0]]} rows in a receive buffer of {_budget(reading)}"
             )
             findings.append(Finding("room", sentence, ranks))
         for rank, each in enumerate(rows_wanted(reading, m)):
@@ -105,19 +106,19 @@ def judge_room_left(reading: Reading, tally: Tally) -> None:
 
 
 def judge_reported(reading: Reading, tally: Tally) -> None:
-    """Decide whether a rank that did not get all that it wants refused or flagged it.
+    """Decide whether a rank that did not receive all rows routed to it raised or flagged an overflow.
 
-    Of a budget whose size the backend chooses nothing else is known. Counts ranks and microbatches.
+    Nothing else is known of a receive buffer whose size the backend selects. Counts ranks and microbatches.
 
     Raises:
-        WrongCount: rows are missing, and nothing was said.
+        WrongCount: rows are missing, and no overflow was reported.
     """
     lost = Counter((each.microbatch, each.pair.destination) for each in reading.matching.lost)
     findings = []
     for (m, rank), number in lost.items():
         seen = reading.seen(m, rank)
         if seen.overflow is None and not any(handed.overflowed for handed in seen.handed):
-            sentence = f"{number} rows of microbatch {m} did not reach rank {rank}, which reports no overflow"
+            sentence = f"{number} rows of microbatch {m} were not delivered to rank {rank}, which reports no overflow"
             findings.append(Finding("unsaid", sentence, (rank,)))
     if findings:
         fail(WrongCount, "dispatch", findings)
@@ -125,40 +126,43 @@ def judge_reported(reading: Reading, tally: Tally) -> None:
         tally.add(elements=len(outcome.microbatches), rank=outcome.rank)
 
 
-# ---- which slots are missing -------------------------------------------------------------------------------------
+# ---- which slots are dropped -------------------------------------------------------------------------------------
 
 
 def _too_many(reading: Reading) -> Iterator[Finding]:
-    """Tell the ranks that were handed more rows than their buffer holds, those that pad them among them."""
+    """Find the ranks that received more rows, with padding, than their receive buffer has."""
     handed = Counter((e.microbatch, e.rank, e.expert) for e in reading.entries if e.kind == tags.TAG)
     for m in range(len(reading.batches)):
         for rank in reading.ranks:
             rows_N = [handed[m, rank.rank, expert] for expert in rank.local_experts]
             if _over(reading, rows_N):
-                sentence = f"rank {rank.rank} is handed {_told(reading, rows_N)} in microbatch {m}, and its budget is "
+                sentence = (
+                    f"rank {rank.rank} receives {_told(reading, rows_N)} in microbatch {m}; its receive buffer has "
+                )
                 yield Finding("too many", f"{sentence}{_budget(reading)}", (rank.rank,))
 
 
 def _split(reading: Reading) -> Iterator[Finding]:
-    """Tell the slots that reached some of the ranks that want them, the shards of an expert, and not the others."""
+    """Find the slots that were delivered to some shards of their expert and not to the others."""
     for m, wanted in enumerate(reading.pairs):
         reached = _owners(_delivered(reading, m))
         for slot, ranks in _owners(wanted).items():
             got = reached[slot]
             if got and (missing := tuple(rank for rank in ranks if rank not in got)):
-                sentence = f"{_name(m, *slot)} reached rank {some(got)} and not rank {some(missing)}"
-                yield Finding("split", f"{sentence}, which hold shards of one expert", missing)
+                sentence = f"{_name(m, *slot)} was delivered to rank {some(got)} but not to rank {some(missing)}"
+                yield Finding("split", f"{sentence}, although these hold shards of one expert", missing)
 
 
 def _without_need(reading: Reading) -> Iterator[Finding]:
-    """Tell the slots that are dropped though no rank that wants them is over its budget."""
+    """Find the slots that are dropped although the receive buffers of all their ranks are large enough."""
     for m, wanted in enumerate(reading.pairs):
         reached, rows = _owners(_delivered(reading, m)), rows_wanted(reading, m)
         for slot, ranks in _owners(wanted).items():
             over = any(_over(reading, rows[rank]) for rank in ranks)
             if not reached[slot] and not over:
-                sentence = f"{_name(m, *slot)} is dropped, and rank {ranks[0]} is not over its budget: it wants "
-                yield Finding("needless", f"{sentence}{_told(reading, rows[ranks[0]])} of {_budget(reading)}", ranks)
+                dropped = f"{_name(m, *slot)} is dropped, but the receive buffer of rank {ranks[0]} is not exceeded"
+                received = f"it would receive {_told(reading, rows[ranks[0]])} of {_budget(reading)}"
+                yield Finding("needless", f"{dropped}: {received}", ranks)
 
 
 def _delivered(reading: Reading, microbatch: int) -> list[Pair]:
@@ -166,7 +170,7 @@ def _delivered(reading: Reading, microbatch: int) -> list[Pair]:
 
 
 def _owners(pairs: list[Pair] | tuple[Pair, ...]) -> defaultdict[tuple[int, int, int], tuple[int, ...]]:
-    """Return the ranks that the pairs of every slot go to."""
+    """Return the ranks that the pairs of every slot are routed to."""
     owners = defaultdict[tuple[int, int, int], tuple[int, ...]](tuple)
     for pair in pairs:
         owners[pair.source, pair.token, pair.slot] += (pair.destination,)
@@ -184,7 +188,7 @@ def _budgets(reading: Reading) -> list[int]:
 
 
 def _over(reading: Reading, rows_N: Sequence[int]) -> bool:
-    """Return whether the rows of a rank's experts, padded, are more than its buffer holds."""
+    """Return whether the rows of a rank's experts, padded, are more than its receive buffer has."""
     return receive_budget.over_budget(rows_N, _budget(reading), alignment=multiple_of(reading))
 
 
@@ -192,11 +196,11 @@ def _told(reading: Reading, rows_N: Sequence[int]) -> str:
     return told_rows(rows_N, multiple_of(reading))
 
 
-def _left_over(reading: Reading, microbatch: int, rank: int) -> str:
-    """Say which earlier microbatch was too much for a rank, if one was."""
+def _earlier_overflow(reading: Reading, microbatch: int, rank: int) -> str:
+    """Name the latest earlier microbatch that overflowed on a rank, if one did."""
     for m in reversed(range(microbatch)):
         if _over(reading, rows_wanted(reading, m)[rank]):
-            return f" (microbatch {m} was over it)"
+            return f" (likely cause: the flag of microbatch {m}, which overflowed, was kept)"
     return ""
 
 
@@ -204,7 +208,7 @@ def _name(microbatch: int, source: int, token: int, slot: int) -> str:
     return f"rank {source} token {token} slot {slot} of microbatch {microbatch}"
 
 
-# ---- what the others yield ---------------------------------------------------------------------------------------
+# ---- the results of the other slots --------------------------------------------------------------------------------
 
 
 def _of_the_kept(reading: Reading) -> Reading:
@@ -224,7 +228,7 @@ def _of_the_kept(reading: Reading) -> Reading:
 
 
 def _require_finite(reading: Reading, rest: Reading) -> None:
-    """Raise where y or a gradient is NaN or infinite, and say which slot the token lost, if it lost one.
+    """Raise where y or a gradient is NaN or infinite, and name the dropped slots of the token, if there are any.
 
     Raises:
         WrongOutput, WrongGradient: there is one.
@@ -248,6 +252,6 @@ def _not_finite(name: str, m: int, rank: int, value: Tensor | None, lost_TK: Ten
         return
     for t in (~torch.isfinite(value)).any(1).nonzero().flatten().tolist():
         lost = lost_TK[t].nonzero().flatten().tolist()
-        why = f", which lost slot {some(lost)} to a full buffer" if lost else ""
+        why = f", of which slot {some(lost)} was dropped at a full receive buffer" if lost else ""
         sentence = f"{name} is not finite at rank {rank} token {t} of microbatch {m}{why}"
         yield Finding(f"{name} not finite{bool(lost)}", sentence, (rank,))

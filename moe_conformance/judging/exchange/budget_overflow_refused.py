@@ -1,4 +1,4 @@
-"""Fixed receive budgets: whether what is too much is refused, on all ranks and only then, and what the others yield."""
+"""Fixed receive buffers: whether an overflow is refused, on all ranks and only then, and the results of the others."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from moe_conformance.workloads.records.workload import Batch
 
 
 def judge_overflow(reading: Reading, tally: Tally) -> None:
-    """Decide whether a budget is refused as exceeded if and only if the rows wanted are more than it holds.
+    """Decide whether an overflow is reported if and only if a rank would receive more rows than its buffer has.
 
-    Rows that pad an expert's to the stated multiple are wanted too. All ranks of a group report it where one of them is
-    short. Counts the ranks and microbatches.
+    Padding of experts to the stated multiple takes space too. All ranks of a group report the overflow of one of them.
+    Counts the ranks and microbatches.
 
     Raises:
         WrongCount: reported though all rows fit, or not reported.
-        WrongForm: the stated multiple is none.
+        WrongForm: the stated multiple is invalid.
     """
     budget = reading.outcome.workload.config.row_budget
     assert budget is not None
@@ -42,7 +42,9 @@ def judge_overflow(reading: Reading, tally: Tally) -> None:
                 reported = reading.seen(m, rank).overflow is not None
                 if reported != over:
                     says = "reports an overflow" if reported else "reports no overflow"
-                    wants = f"rank {most} wants {told_rows(rows[most], multiple)}, and the budget is {budget}"
+                    wants = (
+                        f"rank {most} would receive {told_rows(rows[most], multiple)}; the receive buffer has {budget}"
+                    )
                     findings.append(Finding(says, f"rank {rank} {says} in microbatch {m}: {wants}", (rank,)))
                 compared[rank] += 1
     if findings:
@@ -52,9 +54,9 @@ def judge_overflow(reading: Reading, tally: Tally) -> None:
 
 
 def rows_wanted(reading: Reading, microbatch: int) -> list[list[int]]:
-    """Return the rows that a microbatch wants for every expert of every rank.
+    """Return the rows of a microbatch that are routed to every expert of every rank.
 
-    Where a row has several experts it is one for each token, of no one expert.
+    Where several experts share a row, return one number per rank: a row for each token.
     """
     handed = [handed for rank in reading.ranks for seen in rank.microbatches for handed in seen.handed]
     if any(each.ids_RJ.shape[1] > 1 for each in handed):
@@ -80,7 +82,7 @@ def judge_after_overflow(reading: Reading, tally: Tally) -> None:
             refused = [rank for rank in group if reading.seen(m, rank).overflow is not None]
             if refused and len(refused) < len(group):
                 others = sorted(set(group) - set(refused))
-                sentence = f"microbatch {m} is refused on ranks {refused}, and not on ranks {others} of their group"
+                sentence = f"microbatch {m} is refused on ranks {refused} but not on ranks {others} of the same group"
                 findings.append(Finding("split", sentence, tuple(others)))
             kept |= {(m, rank) for rank in group if not refused}
     if findings:
@@ -94,7 +96,7 @@ def judge_after_overflow(reading: Reading, tally: Tally) -> None:
 
 
 def _without_refused(reading: Reading, kept: set[tuple[int, int]]) -> Reading:
-    """Return the reading with nothing routed, and nothing to be seen, where a microbatch was refused."""
+    """Return the reading with nothing routed, and zero results, where a microbatch was refused."""
     outcome = reading.outcome
     batches = tuple(
         tuple(batch if (m, rank) in kept else _unrouted(batch) for rank, batch in enumerate(ranks))

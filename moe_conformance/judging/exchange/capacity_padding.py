@@ -1,6 +1,6 @@
-"""Exchanges that fill experts up to a capacity: how many rows arrive, and that those added change nothing.
+"""Exchanges that pad experts to a capacity: the number of rows, and that the padding changes nothing.
 
-And slots that are empty because they were dropped: what a token has left that lost some of its slots, or all.
+And slots that are empty because they were dropped: the results of a token of which some or all slots were dropped.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_conformance.engine.ledger.entry import group_words
 from moe_conformance.judging.exchange.gradients import judge_dweights, judge_dx
 from moe_conformance.judging.exchange.outputs import judge_outputs
-from moe_conformance.judging.findings import Finding, fail, some
+from moe_conformance.judging.findings import Finding, count, fail, some
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.traffic import carries_rows, dispatches, parted
 from moe_conformance.judging.verdict import (
@@ -28,17 +28,17 @@ from moe_conformance.judging.verdict import (
 from moe_conformance.reference.capacity import limits, receive_budget
 from moe_conformance.workloads.records import tags
 
-# ---- rows that fill up ---------------------------------------------------------------------------------------
+# ---- padding to the capacity ---------------------------------------------------------------------------------------
 
 
 def judge_filled(reading: Reading, tally: Tally) -> None:
-    """Decide whether every expert is handed as many rows as its capacity, and the rows added change nothing.
+    """Decide whether every expert receives as many rows as its capacity, and the padding changes nothing.
 
     Counts those rows; y, dx and the gradients of the weights are exactly those without them.
 
     Raises:
-        WrongCount: an expert gets another number of rows, or of tokens of one rank.
-        WrongForm, WrongOutput, AbsentGradient, WrongGradient: an added row reached something.
+        WrongCount: an expert receives another number of rows, or of tokens of one rank.
+        WrongForm, WrongOutput, AbsentGradient, WrongGradient: a padding row changed something.
     """
     findings, rows = _wrong_rows(reading)
     if findings:
@@ -53,16 +53,17 @@ def judge_lossless_capacity(reading: Reading, tally: Tally) -> None:
     """Decide whether the capacity that is to drop nothing is the largest load of any rank of the group for any expert.
 
     Raises:
-        WrongCount: an expert gets another number of rows.
-        WrongDelivery: a pair did not arrive.
+        WrongCount: an expert receives another number of rows.
+        WrongDelivery: a pair was not delivered.
     """
     findings, rows = _wrong_rows(reading)
     if findings:
         fail(WrongCount, "dispatch", findings)
-    lost = [
-        Finding("lost", f"rank {pair.source} token {pair.token} is lost for expert {pair.expert}", (pair.destination,))
-        for _, pair in reading.matching.lost
-    ]
+    lost = []
+    for _, pair in reading.matching.lost:
+        to = f"expert {pair.expert} on rank {pair.destination}"
+        sentence = f"rank {pair.source} token {pair.token} was not delivered to {to}"
+        lost.append(Finding("lost", sentence, (pair.destination,)))
     if lost:
         fail(WrongDelivery, "dispatch", lost)
     for rank, number in rows.items():
@@ -72,9 +73,9 @@ def judge_lossless_capacity(reading: Reading, tally: Tally) -> None:
 def judge_reduced_once(reading: Reading, tally: Tally) -> None:
     """Decide whether ranks that reduce the capacity that is to drop nothing do it once, over the group of their rows.
 
-    Looked at is what a dispatch reduces with MAX, rows apart, before the first of them travels. What is agreed upon
-    beside the capacity is told from it by the form of its call: operation, shape and dtype. An exchange that hands over
-    as many places on every rank may have one more of the same form. Counts that are gathered need no reduction, and
+    Looked at are the reductions with MAX of a dispatch, except of rows, before the first rows are sent. The capacity is
+    told from other numbers by the form of the call: operation, shape and dtype. An exchange that delivers a fixed
+    number of rows on every rank may have one more of the same form. Counts that are gathered need no reduction, and
     where nothing is reduced nothing is wrong.
 
     Raises:
@@ -88,12 +89,13 @@ def judge_reduced_once(reading: Reading, tally: Tally) -> None:
             before, _ = parted(calls, hidden)
             reduced = [entry for entry in before if entry.reduce == "MAX" and not carries_rows(entry, hidden)]
             forms = Counter((entry.op, entry.shapes_in, entry.dtype) for entry in reduced)
-            told = f"before the rows of {phase} travel, rank {rank.rank} reduces"
+            told = f"before the rows of {phase} are sent, rank {rank.rank} all-reduces (MAX)"
             if (times := max(forms.values(), default=0)) > allowed:
-                found.append(f"{told} numbers of one form {times} times with MAX ({reduced[-1].where})")
+                times_words = f"{times} times instead of {allowed}"
+                found.append(f"{told} numbers of one shape and dtype {times_words} ({reduced[-1].where})")
             if reduced and all(set(entry.ranks) != set(own) for entry in reduced):
                 among = group_words(reduced[0].ranks)
-                found.append(f"{told} a largest number over {among}, and exchanges rows with {group_words(own)}")
+                found.append(f"{told} over {among} instead of {group_words(own)}, in which its rows are exchanged")
             tally.add(pairs=1, rank=rank.rank)
     if found:
         raise WrongCollectives("dispatch", some(found))
@@ -115,8 +117,9 @@ def _wrong_rows(reading: Reading) -> tuple[list[Finding], Counter[int]]:
                         findings.append(_told(m, rank, expert, got, fewest, most))
                     for place, source in enumerate(group):
                         if (tokens := tagged[m, rank, expert, source]) > most[place]:
-                            sentence = f"rank {rank} expert {expert} gets {tokens} tokens of rank {source}, which may"
-                            findings.append(Finding("source", f"{sentence} send it {most[place]}", (rank,)))
+                            sentence = f"rank {rank} receives {tokens} tokens of rank {source} for expert {expert}"
+                            told = f"{sentence}; the capacity for a rank is {most[place]}"
+                            findings.append(Finding("source", told, (rank,)))
     return findings, rows
 
 
@@ -125,14 +128,14 @@ def _told(m: int, rank: int, expert: int, got: int, fewest: list[int], most: lis
     right = f"{sum(most)}" if fewest == most else f"{sum(fewest)} to {sum(most)}"
     same = len(set(most)) == 1
     each = f"{most[0]} of each rank" if same else f"{' + '.join(map(str, most))} of the ranks of its group"
-    sentence = f"rank {rank} is handed {got} rows for expert {expert}{of} instead of {right}, {each}"
+    sentence = f"rank {rank} receives {got} rows for expert {expert}{of} instead of {right}, {each}"
     return Finding("rows", sentence, (rank,), abs(got - sum(most)))
 
 
 def _capacities(reading: Reading, m: int, group: tuple[int, ...]) -> tuple[list[int], list[int]]:
     """Return the smallest and the largest legal number of rows of every rank of a group for one expert.
 
-    Where rows are filled up with tokens that did not choose the expert, there are no more of them than tokens.
+    Where experts are padded with tokens that are not routed to them, there are no more rows than tokens.
     """
     config = reading.outcome.workload.config
     ids = [reading.batches[m][rank].ids_TK for rank in group]
@@ -163,7 +166,9 @@ def judge_lost_tokens(reading: Reading, tally: Tally) -> None:
         for rank, batch in enumerate(ranks):
             y = reading.seen(m, rank).y
             if y is None or len(y) != len(batch.x_TD):
-                findings.append(Finding("missing", f"rank {rank} has no output for each of its tokens", (rank,)))
+                got = "is None" if y is None else f"has {len(y)} rows"
+                told = f"y of rank {rank}{_of(reading, m)} {got} instead of {count(len(batch.x_TD), 'row')}"
+                findings.append(Finding("missing", told, (rank,)))
                 continue
             lost = _without_slots(batch.ids_TK)
             for t in lost:
@@ -171,7 +176,9 @@ def judge_lost_tokens(reading: Reading, tally: Tally) -> None:
                 if wrong:
                     value = float(y[t, wrong[0]])
                     token = f"rank {rank} token {t}{_of(reading, m)}"
-                    sentence = f"{token} lost all its slots, and its output is {value:g} at {wrong[0]}"
+                    sentence = (
+                        f"{token} had all slots dropped; its output is {value:g} instead of 0 in column {wrong[0]}"
+                    )
                     findings.append(Finding("output", sentence, (rank,), min(abs(value), 1e300)))
             compared.append((rank, len(lost) * batch.x_TD.shape[1]))
     if findings:
@@ -202,8 +209,8 @@ def judge_dropped_gradients(reading: Reading, tally: Tally) -> None:
                 continue  # `judge_dweights` decides whether it may be
             for t, k in ((batch.ids_TK < 0) & (dweights != 0)).nonzero().tolist():
                 value = float(dweights[t, k])
-                sentence = f"the weight's gradient at rank {rank} token {t} slot {k}{_of(reading, m)} is {value:g}"
-                told = f"{sentence}, and that slot was dropped"
+                whose = f"rank {rank} token {t} slot {k}{_of(reading, m)}"
+                told = f"the gradient of the routing weight of {whose} is {value:g} instead of 0; the slot was dropped"
                 findings.append(Finding("dropped slot", told, (rank,), min(abs(value), 1e300)))
     if findings:
         fail(WrongGradient, "gradient", findings)
@@ -227,13 +234,12 @@ def _without_slots(ids_TK: Tensor) -> list[int]:
 
 
 def judge_worst_case(reading: Reading, tally: Tally) -> None:
-    """Decide whether every rank received all that is meant for it where that is the most that there can be.
+    """Decide whether every rank received all rows that are routed to it where that is the worst case.
 
-    Counts the rows of ranks whose experts all tokens chose with all the slots that they could.
+    Counts the rows of ranks to whose experts all tokens are routed with as many slots as possible.
 
     Raises:
-        WrongDelivery: a row did not arrive.
-        WrongCount: more rows than there can be.
+        WrongDelivery: a row was not delivered, or more rows than the worst case were.
     """
     workload = reading.outcome.workload
     findings, full = [], list[tuple[int, int]]()
@@ -247,10 +253,11 @@ def judge_worst_case(reading: Reading, tally: Tally) -> None:
                 held = len(reading.ranks[rank].local_experts)
                 most = receive_budget.worst_case_rows(tokens, workload.config.top_k, held)
                 if received[m, rank] > most:
-                    sentence = f"rank {rank} received {received[m, rank]} rows; there can be {most} at most"
+                    sentence = f"rank {rank} received {received[m, rank]} rows; worst case: {most}"
                     findings.append(Finding("more", sentence, (rank,)))
                 if wanted[m, rank] == most and lost[m, rank]:
-                    sentence = f"{lost[m, rank]} of {most} rows did not reach rank {rank}, which all tokens chose"
+                    missing = f"{lost[m, rank]} of {most} rows were not delivered to rank {rank}"
+                    sentence = f"{missing}, to which all tokens are routed"
                     findings.append(Finding("lost", sentence, (rank,)))
                 elif wanted[m, rank] == most:
                     full.append((rank, most))

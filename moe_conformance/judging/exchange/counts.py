@@ -1,4 +1,4 @@
-"""Counts: what a backend claims about how many rows each local expert got."""
+"""Counts: the number of rows of each local expert, as the backend reports it (tokens per expert)."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from moe_conformance.workloads.records import tags
 
 
 def judge_counts(reading: Reading, tally: Tally) -> None:
-    """Decide whether the claimed counts are those of the rows handed over, and those of the routing.
+    """Decide whether the reported counts are those of the delivered rows, and those of the routing.
 
-    Per rank, microbatch and local expert, summed over calls: the claim lies between the number of token rows and
-    that number plus the all-zero rows for that expert (padding), and less its padding it is what is routed there.
+    Per rank, microbatch and local expert, summed over calls: the count lies between the number of token rows and
+    that number plus the all-zero rows for that expert (padding), and without its padding it is the routed pairs.
 
     Raises:
-        NotOffered: no rank claims counts.
-        WrongCount: a claim disagrees with the rows, with the routing, or has not one number per local expert; or a
-            rank claims nothing while others do.
+        NotOffered: no rank reports counts.
+        WrongCount: a count disagrees with the rows, with the routing, or there is not one per local expert; or a
+            rank reports none while others do.
     """
     if not any(call.counts_N is not None for rank in reading.ranks for m in rank.microbatches for call in m.handed):
-        raise NotOffered("the backend claims no counts")
+        raise NotOffered("the backend reports no tokens per expert")
     findings: list[Finding] = []
     routed = [Counter((pair.destination, pair.expert) for pair in pairs) for pairs in reading.pairs]
     handed = Counter((e.microbatch, e.rank, e.expert, e.kind == tags.PADDING) for e in reading.entries)
@@ -37,7 +37,7 @@ def judge_counts(reading: Reading, tally: Tally) -> None:
                 rows, padding = handed[m, rank.rank, expert, False], handed[m, rank.rank, expert, True]
                 wrong = _wrong(claim, rows, padding, routed[m][rank.rank, expert])
                 if wrong:
-                    sentence = f"rank {rank.rank} claims {count(claim, 'row')} for expert {expert}{_of(m)}{wrong}"
+                    sentence = f"rank {rank.rank} reports {count(claim, 'row')} for expert {expert}{_of(m)}{wrong}"
                     findings.append(Finding("count", sentence, (rank.rank,)))
                 tally.add(elements=1, rank=rank.rank)
     if findings:
@@ -47,16 +47,17 @@ def judge_counts(reading: Reading, tally: Tally) -> None:
 def _claimed(
     rank: int, microbatch: int, counts: list[Tensor | None], held: int, findings: list[Finding]
 ) -> list[int] | None:
-    """Sum the claims of the calls of one microbatch; None if a call claims nothing or too few numbers."""
+    """Sum the counts of the calls of one microbatch; None if a call has none or another number of them."""
     total = [0] * held
     for counts_N in counts:
         if counts_N is None:
-            sentence = f"rank {rank} claims no counts{_of(microbatch)}, though counts are claimed elsewhere"
+            sentence = f"rank {rank} reports no tokens per expert{_of(microbatch)}, but other calls or ranks do"
             findings.append(Finding("silent", sentence, (rank,)))
             return None
         claim = counts_N.tolist()
         if len(claim) != held:
-            sentence = f"rank {rank} claims counts for {count(len(claim), 'expert')}{_of(microbatch)} and holds {held}"
+            reported = f"rank {rank} reports tokens per expert for {count(len(claim), 'expert')}{_of(microbatch)}"
+            sentence = f"{reported} instead of {held}, the number of its local experts"
             findings.append(Finding("length", sentence, (rank,)))
             return None
         total = [a + b for a, b in zip(total, claim, strict=True)]
@@ -65,10 +66,10 @@ def _claimed(
 
 def _wrong(claim: int, rows: int, padding: int, routed: int) -> str | None:
     if not rows <= claim <= rows + padding:
-        return f" and hands over {rows}" + (f" and {padding} of padding" if padding else "")
+        return f" and delivers {rows}" + (f" and {padding} of padding" if padding else "")
     if rows != routed:
-        zeros = f", of which {claim - rows} {'holds' if claim - rows == 1 else 'hold'} only zeros,"
-        return f"{zeros if claim > rows else ''} where {count(routed, 'pair')} should reach it"
+        zeros = f", of which {claim - rows} {'holds' if claim - rows == 1 else 'hold'} only zeros"
+        return f"{zeros if claim > rows else ''}; expected: {count(routed, 'routed pair')}"
     return None
 
 

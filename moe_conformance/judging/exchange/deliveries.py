@@ -1,4 +1,4 @@
-"""Deliveries and rows: every routed pair reaches each holder of its expert once, and every row is some token's own."""
+"""Deliveries and rows: every routed pair reaches each rank that holds its expert once, and every row is a token's."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from moe_conformance.workloads.records import tags
 
 
 def judge_deliveries(reading: Reading, tally: Tally) -> None:
-    """Decide whether every routed pair was handed, once, to each rank of its group that holds its expert.
+    """Decide whether every routed pair was delivered, once, to each rank of its group that holds its expert.
 
-    Padding rows are not looked at; a row that is no token's leaves its pair lost.
+    Padding rows are not looked at; where a row is of no token, its pair counts as not delivered.
 
     Raises:
-        WrongDelivery: pairs lost, delivered twice, delivered elsewhere, or never asked for.
+        WrongDelivery: pairs not delivered, delivered twice, delivered elsewhere, or delivered but not routed.
     """
     matching = reading.matching
     findings = dispatched_by_another(reading) or list(_misdelivered(reading))
@@ -37,14 +37,14 @@ def judge_rows(reading: Reading, tally: Tally) -> None:
     rows are padding.
 
     Raises:
-        CorruptRow: a row is no token's, or has another scale.
+        CorruptRow: a row is of no token, or has another scale.
         WrongForm: the rows have another dtype than the tokens.
     """
     _judge_rows_dtype(reading)
     findings = []
     for entry in (*reading.matching.corrupt, *reading.matching.extra):
         if entry.kind == tags.CORRUPT or not _exists(reading, entry):
-            findings.append(Finding("no token's row", f"{entry.place} is {_told(reading, entry)}", (entry.rank,)))
+            findings.append(Finding("row of no token", f"{entry.place} is {_told(reading, entry)}", (entry.rank,)))
     for entry in reading.entries:
         if entry.kind == tags.TAG and reading.applied_to(entry) != "input" and entry.scale != 1:
             sentence = f"{entry.place} is {entry.scale:g} x {entry.token_name}"
@@ -62,7 +62,7 @@ def _judge_rows_dtype(reading: Reading) -> None:
     findings = [
         Finding(
             "dtype",
-            f"rank {rank.rank} was handed rows of {handed.rows_RD.dtype} for tokens of {wanted}",
+            f"rank {rank.rank} receives rows of {handed.rows_RD.dtype} instead of {wanted}, the dtype of the tokens",
             (rank.rank,),
         )
         for rank in reading.ranks
@@ -75,7 +75,7 @@ def _judge_rows_dtype(reading: Reading) -> None:
 
 
 def _exists(reading: Reading, entry: Entry) -> bool:
-    """Whether the token that a row claims to be was fed at all."""
+    """Whether the token that the tag of a row names is in the workload."""
     batches = reading.batches
     return (
         entry.of_microbatch < len(batches)
@@ -90,17 +90,17 @@ def _told(reading: Reading, entry: Entry) -> str:
     return likeness(row_D, rows_ND, names)
 
 
-# ---- what went where instead ---------------------------------------------------------------------------------------
+# ---- where rows were delivered instead -----------------------------------------------------------------------------
 
 
 def _misdelivered(reading: Reading) -> Iterator[Finding]:
-    """Explain lost pairs and extra rows by each other as far as possible; every one of them is told once."""
+    """Explain pairs that are missing and extra rows by each other as far as possible; each is in one finding."""
     lost, extra = list(reading.matching.lost), list(reading.matching.extra)
     for entry in [entry for entry in extra if entry.of_microbatch != entry.microbatch]:
         extra.remove(entry)
         sentence = (
             f"{entry.place} is rank {entry.source} token {entry.token} of microbatch {entry.of_microbatch} "
-            f"where microbatch {entry.microbatch} was in the experts"
+            f"instead of a token of microbatch {entry.microbatch}; likely cause: rows of two microbatches were mixed"
         )
         yield Finding("another microbatch", sentence, (entry.rank,))
     yield from _exchanged(lost, extra)
@@ -112,8 +112,8 @@ def _misdelivered(reading: Reading) -> Iterator[Finding]:
             pair = missing.pair
             kind = "another rank" if went.expert == pair.expert else "another expert"
             sentence = (
-                f"{_pair_name(missing)}: expert {pair.expert} on rank {pair.destination} expected, "
-                f"went to expert {went.expert} on rank {went.rank}"
+                f"{_pair_name(missing)} was delivered to expert {went.expert} on rank {went.rank} "
+                f"instead of expert {pair.expert} on rank {pair.destination}"
             )
             yield Finding(kind, sentence, (pair.destination, went.rank))
     delivered = _delivered(reading.matching.matches)
@@ -124,7 +124,7 @@ def _misdelivered(reading: Reading) -> Iterator[Finding]:
 
 
 def _exchanged(lost: list[Lost], extra: list[Entry]) -> Iterator[Finding]:
-    """Find two rows that lie in each other's place, and take them off both lists."""
+    """Find two rows that are in each other's place, and take them off both lists."""
     for missing in list(lost):
         here = next((e for e in extra if not _same_token(e, missing) and _in_place_of(e, missing)), None)
         if here is None or missing not in lost:
@@ -138,8 +138,8 @@ def _exchanged(lost: list[Lost], extra: list[Entry]) -> Iterator[Finding]:
         for entry in (here, there):
             extra.remove(entry)
         sentence = (
-            f"{_pair_name(missing)} and {_pair_name(other)} are exchanged: the first went to expert {there.expert} on "
-            f"rank {there.rank}, the second to expert {here.expert} on rank {here.rank}"
+            f"{_pair_name(missing)} and {_pair_name(other)} are exchanged: the first was delivered to expert "
+            f"{there.expert} on rank {there.rank}, the second to expert {here.expert} on rank {here.rank}"
         )
         yield Finding("exchanged", sentence, (here.rank, there.rank))
 
@@ -148,15 +148,15 @@ def _superfluous(entry: Entry, times: int) -> Finding:
     if times:
         sentence = (
             f"{entry.token_name} was delivered twice to expert {entry.expert} on rank {entry.rank} "
-            f"(row {entry.row} again)"
+            f"(again as row {entry.row})"
         )
         return Finding("delivered twice", sentence, (entry.rank,))
-    sentence = f"{entry.place} is {entry.token_name}, which is not routed there"
-    return Finding("never asked for", sentence, (entry.rank,))
+    sentence = f"{entry.place} is {entry.token_name}, which is not routed to this expert"
+    return Finding("not routed", sentence, (entry.rank,))
 
 
 def _told_lost(reading: Reading, missing: Lost) -> Finding:
-    """Tell a loss, and what lies at that rank that could be the remains of the row."""
+    """Name a pair that was not delivered, and the rows on that rank that may be what is left of it."""
     pair = missing.pair
     handed = [e for e in reading.entries if e.rank == pair.destination and e.microbatch == missing.microbatch]
     here = [entry for entry in handed if entry.expert == pair.expert]
@@ -164,14 +164,14 @@ def _told_lost(reading: Reading, missing: Lost) -> Finding:
     corrupt = sum(entry.kind == tags.CORRUPT for entry in here)
     zero = sum(entry.kind == tags.PADDING for entry in here)
     if corrupt:
-        remains = f"; what it got there includes {count(corrupt, 'row')} of no token"
+        remains = f"; the rows delivered there include {count(corrupt, 'row')} of no token"
     elif _unassigned(reading, missing):
-        remains = "; its row is among the rows that rank was handed for no expert, beyond the counts"
+        remains = (
+            "; likely cause: its row is among the delivered rows beyond the reported counts, which no expert receives"
+        )
     elif zero:
-        remains = f"; what it got there includes {count(zero, 'row')} of zeros"
-    sentence = (
-        f"{_pair_name(missing)} was lost: it never reached expert {pair.expert} on rank {pair.destination}{remains}"
-    )
+        remains = f"; the rows delivered there include {count(zero, 'row')} of zeros"
+    sentence = f"{_pair_name(missing)} was not delivered to expert {pair.expert} on rank {pair.destination}{remains}"
     return Finding("lost", sentence, (pair.destination,))
 
 

@@ -1,4 +1,4 @@
-"""Rows that fill their type: they are handed over with every bit that their tokens have."""
+"""Rows that use all bits of their dtype: they are delivered with every bit that their tokens have."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def judge_every_bit_of_rows(reading: Reading, tally: Tally) -> None:
     """Decide whether every row for an expert has all bits of some token of its exchange group.
 
     Which token is for `judge_deliveries` to decide. Microbatches whose weights are not 1 are left out: rows may be
-    weighed. All-zero rows are padding.
+    multiplied by weights. All-zero rows are padding.
 
     Raises:
         CorruptRow: a row has other bits, or is of another dtype.
@@ -35,7 +35,7 @@ def judge_every_bit_of_rows(reading: Reading, tally: Tally) -> None:
                     told = _told(handed.rows_RD[row], x_TD, names)
                     if told:
                         of = f" of microbatch {m}" if len(reading.batches) > 1 else ""
-                        sentence = f"row {row}{of} handed to rank {rank} is {told}"
+                        sentence = f"row {row}{of} delivered to rank {rank} is {told}"
                         findings.append(Finding("other bits", sentence, (rank,)))
                     tally.add(elements=x_TD.shape[1], pairs=1, rank=rank)
     if findings:
@@ -49,17 +49,18 @@ def _rows_of_experts(handed: Handed) -> list[int]:
 
 
 def _told(row_D: Tensor, x_TD: Tensor, names: list[str]) -> str:
-    """Say what a row is instead of a token, "" if it is one."""
+    """Describe a row that is not exactly a token, "" if it is one."""
     if not len(x_TD):
-        return "no token's: none was fed"
+        return "of no token: there are none"
     if row_D.dtype == x_TD.dtype and bool((x_TD == row_D).all(1).any()):
         return ""
     exact_D, exact_TD = row_D.double(), x_TD.double()
     for dtype in _NARROWER:
         same_T = (x_TD.to(dtype).double() == exact_D).all(1)
         if bool(same_T.any()):
-            return f"{names[int(same_T.long().argmax())]} as {dtype} has it, and in {row_D.dtype}"
+            name = names[int(same_T.long().argmax())]
+            return f"{name} with the precision of {dtype}, in {row_D.dtype}; expected precision and dtype {x_TD.dtype}"
     nearest = int((exact_TD - exact_D).square().sum(1).nan_to_num(torch.inf).argmin())
     column = int((exact_TD[nearest] != exact_D).nonzero()[0])
     values = " instead of ".join(apart(float(row_D[column]), float(x_TD[nearest, column])))
-    return f"{names[nearest]}, if any token's, with {values} in column {column}"
+    return f"closest to {names[nearest]}, with {values} in column {column}"

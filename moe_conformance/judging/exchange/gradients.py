@@ -1,4 +1,4 @@
-"""Gradients of what the exchange was given: x and the routing weights."""
+"""Gradients of the inputs of an exchange: x and the routing weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moe_conformance.scenarios.outcome import Grad, Microbatch
 
 
 def judge_dx(reading: Reading, tally: Tally) -> None:
-    """Decide whether dx equals the oracle in every element, exactly, and if not, where it went wrong.
+    """Decide whether dx equals the expected value in every element, exactly, and if not, which tensor is wrong first.
 
     Raises:
         AbsentGradient: there are tokens, and their gradient is None.
@@ -38,7 +38,7 @@ def judge_dx(reading: Reading, tally: Tally) -> None:
     findings, ratio = explain(sheets)
     if findings:
         start, note = flight_words(reading, sheets.wrong_microbatches())
-        note = f" ({last_seen_right(reading)}){note}"
+        note = f"; {last_seen_right(reading)}{note}"
         fail(WrongGradient, "gradient", findings, ratio=ratio, start=start, note=note)
     for ranks in actual.values():
         for rank, dx_TD in enumerate(ranks):
@@ -78,12 +78,12 @@ def judge_dweights(reading: Reading, tally: Tally) -> None:
     told = {rank for finding in ratios for rank in finding.ranks}
     left = [finding for finding in findings if not set(finding.ranks) & told]
     before, (start, note) = before_experts(reading), flight_words(reading, wrong)
-    note = (f" ({before})" if before else "") + note
+    note = (f"; {before}" if before else "") + note
     fail(WrongGradient, "gradient", ratios + left, ratio=ratio, start=start, note=note)
 
 
 def _wrong_weights(reading: Reading, m: int, rank: int, actual_TK: Tensor, allowed_TK: Tensor) -> list[Finding]:
-    """Tell every token of one rank whose weights have other gradients."""
+    """Describe every token of one rank whose weights have wrong gradients."""
     expected_TK = reading.expected.dweights[m][rank]
     bad_TK = ~((actual_TK - expected_TK).abs() <= allowed_TK)
     bad = bad_TK.any(1).nonzero().flatten().tolist()
@@ -91,7 +91,7 @@ def _wrong_weights(reading: Reading, m: int, rank: int, actual_TK: Tensor, allow
         return []
     if len(bad) > 1 and bool((actual_TK == actual_TK.flatten()[0]).all()):
         value = float(actual_TK.flatten()[0])
-        sentence = f"the gradient of every routing weight on rank {rank} is {value:g}, a constant"
+        sentence = f"the gradient of every routing weight on rank {rank} is {value:g}; expected values that differ"
         return [Finding("constant", sentence, (rank,))]
     return [_told(reading, m, rank, token, actual_TK, bad_TK[token]) for token in bad]
 
@@ -102,20 +102,21 @@ def _told(reading: Reading, m: int, rank: int, token: int, actual_TK: Tensor, ba
     ids_K = reading.batches[m][rank].ids_TK[token]
     off = float(torch.nan_to_num(actual_K - expected_K, nan=torch.inf).abs().max())
     of = f" of microbatch {m}" if len(reading.batches) > 1 else ""
-    name = f"the weight's gradient at rank {rank} token {token}{of}"
+    name = f"the gradient of the routing weight of rank {rank} token {token}{of}"
     slot = int(bad_K.nonzero()[0])
     got = f"{float(actual_K[slot]) + 0.0:g} instead of {float(expected_K[slot]):g}"
     empty = ((ids_K < 0) & (actual_K != 0)).nonzero().flatten().tolist()
     if empty:
-        sentence = f"{name} slot {empty[0]} is {float(actual_K[empty[0]]):g}, and that slot is empty"
+        sentence = f"{name} slot {empty[0]} is {float(actual_K[empty[0]]):g} instead of 0, since the slot is empty"
         return Finding("empty slot", sentence, (rank,), off)
     for by in range(1, len(expected_K)):
         if torch.equal(actual_K, expected_K.roll(by)):
-            sentence = f"{name} lies {count(by, 'slot')} further than it should: slot {slot} has {got}"
+            cause = f"the gradients of the token are shifted by {count(by, 'slot')}"
+            sentence = f"{name} slot {slot} is {got}; likely cause: {cause}"
             return Finding("shifted", sentence, (rank,), off)
     others = (expected_TK == actual_K).all(1).nonzero().flatten().tolist()
     if others and bool(actual_K.any()):
-        sentence = f"{name} is that of token {some(others)}: slot {slot} has {got}"
+        sentence = f"{name} slot {slot} is {got}; likely cause: it is the gradient of token {some(others)}"
         return Finding("another token's", sentence, (rank,), off)
     if float(actual_K[slot]) == 0:
         return Finding("missing", f"{name} slot {slot} (expert {int(ids_K[slot])}) is {got}", (rank,), off)
@@ -125,7 +126,7 @@ def _told(reading: Reading, m: int, rank: int, token: int, actual_TK: Tensor, ba
 def _of_inputs(
     reading: Reading, m: int, name: str, gradient: Callable[[Microbatch], Grad], expected: tuple[Tensor, ...]
 ) -> list[Tensor]:
-    """Return the gradient of an input on every rank; where it is None for want of anything to differentiate, zeros."""
+    """Return the gradient of an input on every rank; zeros where it is None and there is nothing to differentiate."""
     absent, misshapen, found = [], [], []
     for rank, expected_T in enumerate(expected):
         value = gradient(reading.seen(m, rank)).value
@@ -141,7 +142,7 @@ def _of_inputs(
         found.append(value)
     if absent:
         note = last_seen_right(reading) if name == "x" else before_experts(reading)
-        fail(AbsentGradient, "gradient", absent, note=f" ({note})" if note else "")
+        fail(AbsentGradient, "gradient", absent, note=f"; {note}" if note else "")
     if misshapen:
         fail(WrongForm, "gradient", misshapen)
     return found

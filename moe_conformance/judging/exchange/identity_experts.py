@@ -1,4 +1,4 @@
-"""Exchanges around experts that answer with what they were handed: y, dx and dweights, every element exactly."""
+"""Exchanges around experts that return the tensor that they receive: y, dx and dweights, every element exactly."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from moe_conformance.judging.exchange.outputs import judge_inputs
-from moe_conformance.judging.findings import Finding, apart, fail
+from moe_conformance.judging.findings import Finding, apart, count, fail
 from moe_conformance.judging.observed.cached import once
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import Mismatch, NotOffered, Stage, Tally, WrongGradient, WrongOutput
@@ -22,7 +22,7 @@ def judge_identity_outputs(reading: Reading, tally: Tally) -> None:
     """Decide whether every token gets itself, times the sum of the weights of its filled slots.
 
     Raises:
-        NotOffered: no row was answered where it lay: experts weigh rows here, or add up those of several slots.
+        NotOffered: no expert returned its input tensor: weights are applied there, or several slots share a row.
         WrongOutput: an element differs, or y is missing.
     """
     _require_handed_back(reading)
@@ -50,7 +50,7 @@ def judge_identity_dweights(reading: Reading, tally: Tally) -> None:
 
 
 def judge_identity_inputs(reading: Reading, tally: Tally) -> None:
-    """Decide `judge_inputs` where what is handed over may be the input itself, and comes back as an answer.
+    """Decide `judge_inputs` where the delivered rows may be x itself, and are returned by the experts.
 
     Raises:
         NotOffered: as `judge_identity_outputs`.
@@ -60,11 +60,11 @@ def judge_identity_inputs(reading: Reading, tally: Tally) -> None:
     judge_inputs(reading, tally)
 
 
-# ---- wherever rows were answered -----------------------------------------------------------------------------------
+# ---- whatever tensor experts return --------------------------------------------------------------------------------
 
 
 def judge_answered_outputs(reading: Reading, tally: Tally) -> None:
-    """Decide `judge_identity_outputs`, also of answers in memory of their own.
+    """Decide `judge_identity_outputs`, also of expert outputs in memory of their own.
 
     Raises:
         WrongOutput: an element differs, or y is missing.
@@ -73,7 +73,7 @@ def judge_answered_outputs(reading: Reading, tally: Tally) -> None:
 
 
 def judge_answered_dx(reading: Reading, tally: Tally) -> None:
-    """Decide `judge_identity_dx`, also of answers in memory of their own.
+    """Decide `judge_identity_dx`, also of expert outputs in memory of their own.
 
     Raises:
         WrongGradient: an element differs, or dx is missing.
@@ -82,7 +82,7 @@ def judge_answered_dx(reading: Reading, tally: Tally) -> None:
 
 
 def judge_answered_dweights(reading: Reading, tally: Tally) -> None:
-    """Decide `judge_identity_dweights`, also of answers in memory of their own.
+    """Decide `judge_identity_dweights`, also of expert outputs in memory of their own.
 
     Raises:
         WrongGradient: an element differs, or dweights are missing.
@@ -115,8 +115,10 @@ def _judge(
             for t, column in wrong.nonzero().tolist()[:1]:
                 of = f" of microbatch {m}" if len(reading.batches) > 1 else ""
                 values = " instead of ".join(apart(float(actual[t, column]), float(expected[t, column])))
-                sentence = f"{name} of rank {rank} token {t}{of} in column {column} is {values}, where experts answer "
-                told = f"{sentence}with the tensor that they were handed; {int(wrong.any(1).sum())} tokens are wrong"
+                sentence = (
+                    f"{name} of rank {rank} token {t}{of} in column {column} is {values}, with experts that return "
+                )
+                told = f"{sentence}the tensor that they received; {count(int(wrong.any(1).sum()), 'token')} wrong"
                 findings.append(Finding(name, told, (rank,)))
             if not bool(wrong.any()):
                 tally.add(elements=actual.numel(), rank=rank)
@@ -141,4 +143,5 @@ def _solve(reading: Reading) -> _Solved:
 
 def _require_handed_back(reading: Reading) -> None:
     if not any(seen.handed_back for rank in reading.ranks for seen in rank.microbatches):
-        raise NotOffered("no row was answered where it lay: experts weigh rows here, or add up those of several slots")
+        why = "weights are applied at the experts, or several slots share a row"
+        raise NotOffered(f"no expert returned its input tensor: {why}")

@@ -1,4 +1,4 @@
-"""Rows at sizes that no test machine has: whoever owns an expert serves its own exchange group alone."""
+"""Rows at sizes that no test machine has: the owner of an expert receives rows of its own exchange group only."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from moe_conformance.workloads.records import tags
 
 
 def judge_own_group(reading: Reading, tally: Tally) -> None:
-    """Decide whether every row that a rank is handed is a token of a rank of its own exchange group (ep x etp).
+    """Decide whether every row that a rank receives is a token of a rank of its own exchange group (ep x etp).
 
-    Rows say themselves whose they are; padding, and rows that are no token's, say nothing.
+    The tag of a row names its token; padding and rows of no token are not looked at.
 
     Raises:
         WrongDelivery: a row comes from a rank of another group.
@@ -25,7 +25,7 @@ def judge_own_group(reading: Reading, tally: Tally) -> None:
             tally.add(pairs=1, rank=entry.rank)
             continue
         own = some(group_of[entry.rank])
-        sentence = f"{entry.place} is {entry.token_name}, which is not of that rank's exchange group ({own})"
+        sentence = f"{entry.place} is {entry.token_name}, which is outside of that rank's exchange group ({own})"
         findings.append(Finding("another group", sentence, (entry.rank, entry.source)))
     if findings:
         fail(WrongDelivery, "dispatch", findings)

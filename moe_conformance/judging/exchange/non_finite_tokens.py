@@ -1,6 +1,6 @@
-"""Tokens that are not finite: they come through, and nothing of them reaches another token or an expert.
+"""Non-finite tokens: they are delivered, and do not change the results of other tokens or of other experts.
 
-What the other tokens must get is what they get where the bad ones are zero, as tokens do not know of each other.
+The expected values of the other tokens are those of a run in which the non-finite tokens are zero.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Values = Callable[[Microbatch], Tensor | None]
 
 
 def spoilt_without_slot(workload: Workload) -> bool:
-    """Whether all that is not finite belongs to tokens without a slot."""
+    """Whether all non-finite values belong to tokens without a slot."""
     bad = [(_bad_x(each) | _bad_upstream(each), _routed(each)) for ranks in workload.batches for each in ranks]
     return not any(bool((bad_T & routed_T).any()) for bad_T, routed_T in bad)
 
@@ -44,7 +44,7 @@ def unfilled(workload: Workload) -> bool:
 
 
 def judge_other_outputs(reading: Reading, tally: Tally) -> None:
-    """Decide whether y of every other token is what it is beside finite ones, and zero where a token has no slot.
+    """Decide whether y of every other token is that of a batch of finite tokens, and zero where a token has no slot.
 
     Raises:
         WrongForm: y is missing or not (T, D).
@@ -74,17 +74,18 @@ def judge_other_gradients(reading: Reading, tally: Tally) -> None:
 
 
 def judge_delivered(reading: Reading, tally: Tally) -> None:
-    """Decide whether the answer to a token that is NaN all over is not finite either, where an expert answers.
+    """Decide whether y of a token whose elements are all NaN is non-finite too, where the token has a slot.
 
     Raises:
-        WrongOutput: it is finite, as if somebody had repaired the token or never sent it.
+        WrongOutput: y is finite: the token was replaced, or not delivered.
     """
     findings = []
     for m, rank in _places(reading):
         batch, y_TD = reading.batches[m][rank], reading.seen(m, rank).y
         for t in (batch.x_TD.isnan().all(1) & _routed(batch)).nonzero().flatten().tolist():
             if y_TD is not None and bool(y_TD[t].isfinite().all()):
-                sentence = f"rank {rank} token {t} is NaN, went to experts {_experts(batch, t)}, and its y is finite"
+                given = f"rank {rank} token {t} is NaN and routed to experts {_experts(batch, t)}"
+                sentence = f"{given}, but its y is finite; expected: non-finite"
                 findings.append(Finding("repaired", sentence, (rank,)))
             else:
                 tally.add(pairs=1, rank=rank)
@@ -93,12 +94,12 @@ def judge_delivered(reading: Reading, tally: Tally) -> None:
 
 
 def judge_parameters_beside(reading: Reading, tally: Tally) -> None:
-    """Decide whether experts that no bad token was sent to have the gradients of their own tokens alone.
+    """Decide whether experts that receive no non-finite token have the gradients of their own tokens alone.
 
-    Those are all experts where bad tokens have no slot.
+    Those are all experts where non-finite tokens have no slot.
 
     Raises:
-        NotOffered, Uncovered, AbsentGradient, WrongForm, WrongGradient: as `own_experts.judge_expert_gradients`.
+        NotOffered, Uncovered, AbsentGradient, WrongForm, WrongGradient: as `experts.judge_expert_gradients`.
     """
     outcome = replace(reading.outcome, workload=_cleaned(reading.outcome.workload))
     experts.judge_expert_gradients(Reading(outcome, reading.ranks), tally, free=_reached(reading.outcome.workload))
@@ -118,7 +119,7 @@ def _judge(
     stage: Stage,
 ) -> None:
     findings = []
-    spoilt = [
+    non_finite = [
         f"rank {rank} token {t}"
         for m, rank in _places(reading)
         for t in bad(reading.batches[m][rank]).nonzero().flatten().tolist()
@@ -134,17 +135,16 @@ def _judge(
         for t in judged_T.nonzero().flatten().tolist():
             worst = compare(value[t], target.expected[t], target.allowed[t], tally, rank)
             if not worst.holds:
-                beside = "has no slot" if bool(bad(batch)[t]) else "is finite itself"
-                sentence = (
-                    f"{name} of rank {rank} token {t} is {worst}; the token {beside}, and {some(spoilt)} are not finite"
-                )
+                state = "has no slot" if bool(bad(batch)[t]) else "is finite"
+                others = f"the token {state}, and {some(non_finite)} are not finite"
+                sentence = f"{name} of rank {rank} token {t} is {worst}; {others}"
                 findings.append(Finding("spread", sentence, (rank,), worst.size))
     if findings:
         fail(error, stage, findings)
 
 
 def _targets(reading: Reading) -> dict[str, dict[Place, Target]]:
-    """Return what y, dx and dweights must be where bad tokens and bad upstream gradients are zero."""
+    """Return the expected y, dx and dweights where non-finite tokens and upstream gradients are zero."""
     clean = _cleaned(reading.outcome.workload)
     if reading.outcome.workload.kind == "spoilt experts":
         own = OwnExpected.of(reading, clean)
@@ -186,7 +186,7 @@ def _bad_upstream(batch: Batch) -> Tensor:
 
 
 def _reached(workload: Workload) -> frozenset[int]:
-    """Return the experts that bad tokens were sent to."""
+    """Return the experts that non-finite tokens are routed to."""
     ids = [each.ids_TK[_bad_x(each) | _bad_upstream(each)] for ranks in workload.batches for each in ranks]
     return frozenset(int(e) for ids_BK in ids for e in ids_BK.flatten() if e >= 0)
 

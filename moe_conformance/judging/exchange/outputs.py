@@ -1,4 +1,4 @@
-"""Outputs: y in its form and in every element, and the inputs left as they were."""
+"""Outputs: y in shape, dtype and every element, and the inputs unchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_conformance.judging.verdict import ChangedInput, Stage, Tally, WrongFor
 
 
 def judge_form(reading: Reading, tally: Tally) -> None:
-    """Decide whether y has the shape and dtype that x was handed over in, and is finite.
+    """Decide whether y has the shape and dtype of x, and is finite.
 
     Raises:
         WrongForm: another shape or dtype.
@@ -27,7 +27,7 @@ def judge_form(reading: Reading, tally: Tally) -> None:
         if not bool(torch.isfinite(y).all()):
             bad = (~torch.isfinite(y)).any(1).nonzero().flatten().tolist()
             sentence = (
-                f"y of rank {rank} is not finite at {count(len(bad), 'token')}, the first is token {bad[0]} of "
+                f"y of rank {rank} is not finite at {count(len(bad), 'token')}; the first is token {bad[0]} of "
                 f"microbatch {m}"
             )
             findings.append(Finding("not finite", sentence, (rank,), len(bad)))
@@ -38,7 +38,7 @@ def judge_form(reading: Reading, tally: Tally) -> None:
 
 
 def judge_outputs(reading: Reading, tally: Tally) -> None:
-    """Decide whether y equals the oracle in every element, exactly. A token without a slot has the output zero.
+    """Decide whether y equals the expected value in every element, exactly. A token without a slot has the output zero.
 
     Raises:
         WrongForm: y has another shape, so that its elements cannot be compared.
@@ -65,19 +65,19 @@ def judge_outputs(reading: Reading, tally: Tally) -> None:
         before = before_experts(reading)
         stage: Stage = "dispatch" if before else "combine"
         start, note = flight_words(reading, sheets.wrong_microbatches())
-        fail(WrongOutput, stage, findings, ratio=ratio, start=start, note=(f" ({before})" if before else "") + note)
+        fail(WrongOutput, stage, findings, ratio=ratio, start=start, note=(f"; {before}" if before else "") + note)
     for rank, _, y in _outputs(reading):
         tally.add(elements=y.numel(), rank=rank)
 
 
 def judge_inputs(reading: Reading, tally: Tally) -> None:
-    """Decide whether x, ids, weights and the upstream gradient still hold the bytes that the backend was given.
+    """Decide whether x, ids, weights and the upstream gradient still hold the bytes that the backend received.
 
     Raises:
         ChangedInput: one of them does not.
     """
     findings = [
-        Finding(name, f"the backend wrote into {name} of rank {rank.rank} in microbatch {m}", (rank.rank,))
+        Finding(name, f"the backend changed its input {name} on rank {rank.rank} in microbatch {m}", (rank.rank,))
         for rank in reading.ranks
         for m, seen in enumerate(rank.microbatches)
         for name in seen.inputs_changed
@@ -108,11 +108,11 @@ def _misshapen(reading: Reading) -> list[Finding]:
             shape = (*workload.lead_of(T), D)
             whose = f"y of rank {rank.rank} in microbatch {m}"
             if seen.y is None:
-                findings.append(Finding("shape", f"{whose} is missing", (rank.rank,)))
+                findings.append(Finding("shape", f"{whose} is None", (rank.rank,)))
             elif seen.y_shape != shape or seen.y.shape != (T, D):
-                sentence = f"{whose} has the shape {tuple(seen.y_shape)}, x has {shape}"
+                sentence = f"{whose} has the shape {tuple(seen.y_shape)} instead of {shape}, the shape of x"
                 findings.append(Finding("shape", sentence, (rank.rank,)))
             elif seen.y_dtype != workload.config.dtype:
-                sentence = f"{whose} has the dtype {seen.y_dtype}, x has {workload.config.dtype}"
+                sentence = f"{whose} has the dtype {seen.y_dtype} instead of {workload.config.dtype}, the dtype of x"
                 findings.append(Finding("dtype", sentence, (rank.rank,)))
     return findings

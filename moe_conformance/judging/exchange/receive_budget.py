@@ -13,17 +13,18 @@ from moe_conformance.reference.capacity.static_budget import least_budget
 
 
 def judge_fixed_size(reading: Reading, tally: Tally) -> None:
-    """Decide whether a rank's buffer has one size in all microbatches of as many tokens, whatever their loads.
+    """Decide whether a rank's receive buffer has one size in all microbatches of as many tokens, whatever their loads.
 
     Raises:
         WrongForm: two sizes differ.
-        NotOffered: the experts are asked more than once, so that no buffer is to be seen.
+        NotOffered: the experts are called more than once, so that the buffer is not visible.
     """
     first: dict[int, int] = {}
     findings = []
     for rank, m, rows in _sizes(reading):
         if first.setdefault(rank, rows) != rows:
-            sentence = f"the buffer of rank {rank} has {first[rank]} rows in microbatch 0 and {rows} in microbatch {m}"
+            sizes = f"{first[rank]} rows in microbatch 0 and {rows} in microbatch {m}"
+            sentence = f"the receive buffer of rank {rank} has {sizes}; expected one size"
             findings.append(Finding("size", sentence, (rank,)))
         tally.add(pairs=1, rank=rank)
     if findings:
@@ -31,14 +32,14 @@ def judge_fixed_size(reading: Reading, tally: Tally) -> None:
 
 
 def judge_budget(reading: Reading, tally: Tally) -> None:
-    """Decide whether every rank's buffer holds its balanced load, times the factor that is asked for.
+    """Decide whether every rank's receive buffer holds its balanced load, times the configured factor.
 
-    Where the rows of each expert are padded to a multiple, there has to be room for what that adds; nowhere for more
-    than the most rows that any routing can send.
+    Where the rows of each expert are padded to a multiple, the padding has to fit too. No buffer needs more than the
+    most rows that any routing can send.
 
     Raises:
-        WrongForm: one is smaller, or the stated multiple is none.
-        NotOffered: the experts are asked more than once, so that no buffer is to be seen.
+        WrongForm: one is smaller, or the stated multiple is invalid.
+        NotOffered: the experts are called more than once, so that the buffer is not visible.
     """
     work = reading.outcome.workload
     config, layout = work.config, work.layout
@@ -54,10 +55,11 @@ def judge_budget(reading: Reading, tally: Tally) -> None:
         most = _most_rows(reading, rank, m, tokens, multiple)
         if rows < min(least, most):
             padded = f" with experts padded to multiples of {multiple}" if multiple > 1 else ""
-            words = f"{config.budget_factor:g} times its balanced load are {least}{padded}"
+            words = f"{config.budget_factor:g} times its balanced load is {least}{padded}"
             if most < least:
-                words += f", of which no routing can send more than {most}"
-            findings.append(Finding("small", f"the buffer of rank {rank} has {rows} rows, and {words}", (rank,)))
+                words += f", and no routing sends more rows than {most}"
+            told = f"the receive buffer of rank {rank} has {rows} rows instead of at least {min(least, most)}: {words}"
+            findings.append(Finding("small", told, (rank,)))
         tally.add(pairs=1, rank=rank)
     if findings:
         fail(WrongForm, "dispatch", findings)
@@ -76,5 +78,5 @@ def _sizes(reading: Reading) -> Iterator[tuple[int, int, int]]:
     for rank in reading.ranks:
         for m, seen in enumerate(rank.microbatches):
             if len(seen.handed) != 1:
-                raise NotOffered(f"the experts of rank {rank.rank} are asked {len(seen.handed)} times")
+                raise NotOffered(f"the experts of rank {rank.rank} are called {len(seen.handed)} times")
             yield rank.rank, m, len(seen.handed[0].rows_RD)

@@ -1,4 +1,4 @@
-"""Gradients at the rows that were handed over: at the experts' output (combine's backward), and at their input."""
+"""Gradients of the delivered rows: at the experts' output (backward of combine), and at their input."""
 
 from __future__ import annotations
 
@@ -21,22 +21,24 @@ from moe_conformance.judging.verdict import AbsentGradient, Tally, WrongGradient
 from moe_conformance.scenarios.outcome import Handed
 from moe_conformance.workloads.records import tags
 
-_EXPLAINED = 24  # wrong rows told in words
+_EXPLAINED = 24  # wrong rows with a sentence of their own
 
 
 def judge_out_gradients(reading: Reading, tally: Tally) -> None:
-    """Decide whether combine's backward brings each delivered row its token's upstream gradient, exactly.
+    """Decide whether the backward of combine gives each delivered row its token's upstream gradient, exactly.
 
     Times the routing weight where combine applies it. At padding rows for an expert any finite gradient will do; rows
     that are for no expert are not looked at.
 
     Raises:
-        AbsentGradient: no gradient reached an output of the experts that a token's row went into.
+        AbsentGradient: the experts' output for a token's row has no gradient.
         WrongGradient: an element differs, or the gradient at a padding row is not finite.
     """
-    _require_present(reading, lambda handed: handed.out_grad_RD, "reached the experts' output: combine detached it")
+    _require_present(
+        reading, lambda handed: handed.out_grad_RD, "reached the experts' output; likely cause: combine detached it"
+    )
     compared = compare_out_gradients(reading)
-    _judge(reading, tally, compared, "the gradients at the experts' output", prefix="combine's backward: ")
+    _judge(reading, tally, compared, "the gradients at the experts' output", prefix="backward of combine: ")
     findings = [
         Finding("padding", f"the gradient at {entry.place}, a padding row, is not finite", (entry.rank,))
         for entry in reading.entries
@@ -49,18 +51,18 @@ def judge_out_gradients(reading: Reading, tally: Tally) -> None:
 
 
 def judge_rows_gradients(reading: Reading, tally: Tally) -> None:
-    """Decide whether the gradient that left the experts at each token's row is what dispatch's backward must be given.
+    """Decide whether the gradient at the experts' input is right for each token's row, before backward of dispatch.
 
     That is gain * part * upstream in the columns of the row's experts, times the weight unless that was applied at
     the input.
 
     Raises:
-        AbsentGradient: a token's row was handed over detached.
+        AbsentGradient: a token's row was delivered detached.
         WrongGradient: an element differs.
     """
-    _require_present(reading, lambda handed: handed.rows_grad_RD, "left the experts' input", last_seen_right)
+    _require_present(reading, lambda handed: handed.rows_grad_RD, "reached the experts' input", last_seen_right)
     compared = compare_rows_gradients(reading)
-    _judge(reading, tally, compared, "the gradients that left the experts", note=last_seen_right)
+    _judge(reading, tally, compared, "the gradients at the experts' input", note=last_seen_right)
 
 
 def _judge(
@@ -88,23 +90,26 @@ def _judge(
     told = {rank for finding in findings for rank in finding.ranks}
     left = [c for c in bad if c.match.entry.rank not in told]
     findings += [_told(reading, c, what) for c in left[:_EXPLAINED]]
-    findings += [Finding("not explained", "other rows differ", (c.match.entry.rank,)) for c in left[_EXPLAINED:]]
+    findings += [
+        Finding("not explained", "the gradient of another row is wrong", (c.match.entry.rank,))
+        for c in left[_EXPLAINED:]
+    ]
     findings = [Finding(f.kind, prefix + f.sentence, f.ranks, f.size) for f in findings]
-    fail(WrongGradient, "gradient", findings, ratio=ratio, note=f" ({note(reading)})" if note else "")
+    fail(WrongGradient, "gradient", findings, ratio=ratio, note=f"; {note(reading)}" if note else "")
 
 
 def _told(reading: Reading, compared: Compared, what: str) -> Finding:
     pair, entry = compared.match
     upstream_ND, names = tokens_of(reading, [[batch.upstream for batch in ranks] for ranks in reading.batches])
-    if what.endswith("left the experts"):  # there only the columns of the row's experts count
+    if what.endswith("input"):  # there only the columns of the row's experts count
         inside_D = compared.expected_D != 0
         upstream_ND = upstream_ND * inside_D * tags.gain(entry.expert) * reading.parts[entry.rank]
     of = f" of microbatch {entry.microbatch}" if len(reading.batches) > 1 else ""
     held = likeness(compared.actual_D, upstream_ND, names)
     asked = likeness(compared.expected_D, upstream_ND, names)
     sentence = (
-        f"{what}: at rank {pair.source} token {pair.token} slot {pair.slot}{of} (expert {entry.expert} on rank "
-        f"{entry.rank}, row {entry.row}) it is, in upstream gradients, {held}; {asked} expected"
+        f"{what}, rank {pair.source} token {pair.token} slot {pair.slot}{of} (expert {entry.expert} on rank "
+        f"{entry.rank}, row {entry.row}), in terms of upstream gradients: {held}; expected: {asked}"
     )
     off = float(torch.nan_to_num(compared.actual_D.double() - compared.expected_D, nan=torch.inf).abs().max())
     return Finding("row", sentence, (entry.rank,), off)
@@ -127,4 +132,4 @@ def _require_present(
         for rank, rows in absent.items()
     ]
     if findings:
-        fail(AbsentGradient, "gradient", findings, note=f" ({note(reading)})" if note else "")
+        fail(AbsentGradient, "gradient", findings, note=f"; {note(reading)}" if note else "")

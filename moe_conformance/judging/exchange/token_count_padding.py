@@ -1,4 +1,4 @@
-"""Padding to a common token count: the count, whom it is asked of, and bounds that some rank breaks."""
+"""Padding to a common token count: the count, the group that it is reduced over, and exceeded bounds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.engine.ledger.entry import Entry, group_words
-from moe_conformance.judging.findings import count, some
+from moe_conformance.judging.findings import count, some, unequal
 from moe_conformance.judging.observed.probe_expected import expect
 from moe_conformance.judging.observed.row_multiple import multiple_of, padded_rows
 from moe_conformance.judging.observed.run import Entry as Row
@@ -39,7 +39,7 @@ def judge_padded_counts(outcome: Outcome, tally: Tally) -> None:
     """Decide whether every rank pads to the largest token count of its exchange group, rounded up; or to the bound.
 
     Raises:
-        WrongForm: a rank's answer is no whole number.
+        WrongForm: a rank returns no integer.
         WrongCount: a rank pads to another number.
     """
     groups, found = outcome.workload.layout.groups(), []
@@ -50,46 +50,48 @@ def judge_padded_counts(outcome: Outcome, tally: Tally) -> None:
                 tally.add(pairs=1, rank=rank)
                 continue
             mistaken = [name for name in groups if _expected(outcome, tokens, groups[name])[rank] == P]
-            as_of = f", as its {mistaken[0]} group would need" if mistaken else ""
+            cause = f"; likely cause: the maximum was taken over its {mistaken[0]} group" if mistaken else ""
             of = next(group for group in groups["ep_etp"] if rank in group)
             counts = ", ".join(str(tokens[other]) for other in of)
-            padded = f"rank {rank} pads {tokens[rank]} tokens to {P} rows{as_of}"
-            found.append(f"{padded}: {counts} tokens in its exchange {group_words(of)} take {expected[rank]}")
+            padded = f"rank {rank} pads {tokens[rank]} tokens to {P} rows instead of {expected[rank]}"
+            found.append(f"{padded}, for {counts} tokens in its exchange {group_words(of)}{cause}")
     if found:
         raise WrongCount("dispatch", some(found))
 
 
 def judge_alignment(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether every padded count is a multiple of the one alignment that was asked for, and is stated.
+    """Decide whether every padded count is a multiple of the configured alignment, which is reported too.
 
     Raises:
-        WrongForm: the padding states another alignment, or none, or a rank's answer is no whole number.
-        WrongCount: a count is no multiple.
+        WrongForm: the backend reports another alignment, or none, or a rank returns no integer.
+        WrongCount: a count is not a multiple.
     """
     A, found = outcome.workload.config.token_alignment, []
     for each in outcome.ranks:
         if (stated := each.resolved.get("alignment")) != str(A):
-            raise WrongForm("dispatch", f"rank {each.rank} states the alignment {stated}, asked for was {A}")
+            raise WrongForm(
+                "dispatch", f"rank {each.rank} reports the alignment {stated} instead of the configured {A}"
+            )
     for number, tokens in enumerate(_tokens(outcome)):
         for rank, P in enumerate(_counts(outcome, number)):
             if padding.aligned(P, alignment=A) != P:
-                found.append(f"rank {rank} pads {tokens[rank]} tokens to {P} rows, which is no multiple of {A}")
+                found.append(f"rank {rank} pads {tokens[rank]} tokens to {P} rows, not a multiple of the alignment {A}")
             tally.add(pairs=1, rank=rank)
     if found:
         raise WrongCount("dispatch", some(found))
 
 
 def judge_stated_padding(reading: Reading, tally: Tally) -> None:
-    """Decide whether the exchange says of itself how it was asked to pad, and to multiples of what.
+    """Decide whether the exchange reports the configured padding and alignment.
 
     Raises:
-        WrongForm: it states another alignment or way of padding, or none.
+        WrongForm: it reports another alignment or way of padding, or none.
     """
     config = reading.outcome.workload.config
     for rank in reading.ranks:
         for name, asked in (("alignment", str(config.token_alignment)), ("padding", config.pad_tokens)):
             if (stated := rank.resolved.get(name)) != asked:
-                of = f"the exchange of rank {rank.rank} states the {name} {stated}, asked for was {asked}"
+                of = f"the exchange of rank {rank.rank} reports the {name} {stated} instead of the configured {asked}"
                 raise WrongForm("dispatch", of, ranks=(rank.rank,))
         tally.add(pairs=1, rank=rank.rank)
 
@@ -97,12 +99,12 @@ def judge_stated_padding(reading: Reading, tally: Tally) -> None:
 def judge_dispatched_rows(reading: Reading, tally: Tally) -> None:
     """Decide whether the exchange dispatches P rows, T where none are to be added, if all rows go to all ranks.
 
-    One that says that it pads though it is not asked to is held to the largest count and the alignment that it states.
-    Where routed rows alone travel, no call shows how many rows were added: nothing is compared then.
+    An exchange that reports padding which is not configured is held to the largest count and the alignment that it
+    reports. Where routed rows alone are sent, no call shows how many rows were added: nothing is compared then.
 
     Raises:
         WrongCount: a rank dispatches another number of rows.
-        WrongForm: it pads though it is not asked to, and states no alignment.
+        WrongForm: it reports padding that is not configured, and no alignment.
     """
     workload, found = reading.outcome.workload, []
     groups, hidden = workload.layout.groups()["ep_etp"], workload.config.hidden
@@ -120,19 +122,19 @@ def judge_dispatched_rows(reading: Reading, tally: Tally) -> None:
                 expected = _expected(reading.outcome, tokens, groups)
             leaving = sum(rows_leaving(entry, rank.rank, hidden) for entry in calls if carries_rows(entry, hidden))
             if leaving != expected[rank.rank] * (W - 1):
-                of = f"rank {rank.rank} dispatches {leaving / (W - 1):g} rows for {tokens[rank.rank]} tokens in {phase}"
-                found.append(f"{of}, where {expected[rank.rank]} are right")
+                rows = f"{leaving / (W - 1):g} rows instead of {expected[rank.rank]}"
+                found.append(f"rank {rank.rank} dispatches {rows} for {tokens[rank.rank]} tokens in {phase}")
             tally.add(pairs=1, rank=rank.rank)
     if found:
         raise WrongCount("dispatch", some(found))
 
 
 def judge_asked_group(reading: Reading, tally: Tally) -> None:
-    """Decide whether the largest token count is asked of the exchange group, and of no other.
+    """Decide whether the largest token count is found by a collective over the exchange group, and over no other.
 
     Raises:
-        WrongCollectives: it is asked of other ranks.
-        NotOffered: the ledger shows no such call; the count is learnt in another way.
+        WrongCollectives: the collective is over other ranks.
+        NotOffered: the ledger has no such call; the count is found in another way.
     """
     groups, found, calls = reading.outcome.workload.layout.groups(), [], 0
     for rank in reading.ranks:
@@ -141,24 +143,25 @@ def judge_asked_group(reading: Reading, tally: Tally) -> None:
             calls += 1
             if entry.ranks != of:
                 name = next((name for name in groups if entry.ranks in groups[name]), "no")
-                asked = f"rank {rank.rank} asks {group_words(entry.ranks)}, its {name} group, for the largest count"
-                found.append(f"{asked} of tokens in {phase}: its rows travel in {group_words(of)}")
+                over = f"{_op(entry)} over {group_words(entry.ranks)}, its {name} group, for the largest token count"
+                found.append(f"rank {rank.rank} calls {over} in {phase}; its rows are exchanged in {group_words(of)}")
             tally.add(pairs=1, rank=rank.rank)
     if found:
         raise WrongCollectives("dispatch", some(found))
     if not calls:
-        raise NotOffered("the ledger shows no question for the largest of some numbers before rows travel")
+        raise NotOffered("the ledger has no collective for the largest token count before the rows are sent")
 
 
 def judge_nobody_asked(reading: Reading, tally: Tally) -> None:
-    """Decide whether a dispatch asks no rank for the largest token count.
+    """Decide whether a dispatch has no collective for the largest token count.
 
-    An exchange that hands over as many places on every rank of a group, or that pads though it is not asked to, has to
-    agree upon a number: it may ask once, before rows travel. What it asks behind them (did all fit?) is no count.
+    An exchange that delivers a fixed number of rows on every rank of a group, or that pads although this is not
+    configured, has to agree upon a number: it may make one such call, before the rows are sent. A call after the rows
+    (did all fit?) is for another purpose.
 
     Raises:
-        WrongCollectives: it does, or more often.
-        WrongCount: it says that places are as many on every rank, and they are not.
+        WrongCollectives: it has one, or more than are allowed.
+        WrongCount: it reports a fixed number of rows, and the ranks receive different numbers.
     """
     found, static = [], reading.ranks[0].resolved.get("handed") == "static"
     if static:
@@ -168,28 +171,31 @@ def judge_nobody_asked(reading: Reading, tally: Tally) -> None:
         for phase, calls in dispatches(rank):
             first, rest = parted(calls, reading.outcome.workload.config.hidden)
             before, behind = list(_questions(reading, first)), list(_questions(reading, rest, behind=True))
-            for asked, when in ((before[free:], "before any row travels"), ([] if free else behind, "behind the rows")):
+            late: list[Entry] = [] if free else behind
+            for asked, when in ((before[free:], "before the rows are sent"), (late, "after the rows are sent")):
                 if asked:
-                    again = f"{len(asked) + free} times " if free else ""
-                    question = f"rank {rank.rank} asks {group_words(asked[0].ranks)} {again}for the largest of some"
-                    found.append(f"{question} numbers in {phase}, {when} ({asked[0].where})")
+                    times = f"{len(asked) + free} times instead of {free}" if free else "instead of not at all"
+                    over = f"{_op(asked[0])} over {group_words(asked[0].ranks)} for a largest number"
+                    where = f"in {phase}, {when} ({asked[0].where})"
+                    found.append(f"rank {rank.rank} calls {over} {where}, {times}")
         tally.add(pairs=len(reading.batches), rank=rank.rank)
     if found:
         raise WrongCollectives("dispatch", some(found))
 
 
 def _judge_static(reading: Reading) -> None:
-    """Raise unless the ranks of a group are handed as many rows as each other in every microbatch."""
+    """Raise unless the ranks of a group receive equal numbers of rows in every microbatch."""
     for m in range(len(reading.batches)):
         for group in reading.outcome.workload.layout.groups()["ep_etp"]:
             rows = [sum(len(call.rows_RD) for call in reading.seen(m, rank).handed) for rank in group]
             if len(set(rows)) > 1:
-                told = f"the backend says that it hands over a static number of rows, and hands {rows} to the ranks of"
-                raise WrongCount("dispatch", f"{told} {group_words(tuple(group))}", ranks=tuple(group))
+                told = f"the ranks of {group_words(tuple(group))} receive {rows} rows in microbatch {m}; expected equal"
+                why = 'the backend reports resolved["handed"] = static'
+                raise WrongCount("dispatch", f"{told} numbers, since {why}", ranks=tuple(group))
 
 
 def _pads_unasked(reading: Reading) -> bool:
-    """Whether the exchange says that it pads, as it needs equal token counts, though it is not asked to."""
+    """Whether the exchange reports padding that is not configured, as it needs equal token counts."""
     stated = reading.ranks[0].resolved.get("padding", "no")
     return reading.outcome.workload.config.pad_tokens == "no" and stated != "no"
 
@@ -197,20 +203,20 @@ def _pads_unasked(reading: Reading) -> bool:
 def _alignment_unasked(reading: Reading) -> int:
     stated = reading.ranks[0].resolved.get("alignment", "")
     if not stated.isdecimal() or not int(stated):
-        sentence = f"the backend says that it pads though it is not asked to, and states the alignment {stated!r}"
-        raise WrongForm("dispatch", sentence)
+        sentence = f"the backend reports padding that is not configured, with the alignment {stated!r}"
+        raise WrongForm("dispatch", f"{sentence}; expected a positive integer")
     return int(stated)
 
 
 def judge_added_rows(reading: Reading, tally: Tally) -> None:
-    """Decide whether no expert is handed a row of zeros, which is what an added row is, but to fill up its own rows.
+    """Decide whether no expert receives a row of zeros, which is what an added token is, except as padding of its rows.
 
-    Those that fill an expert's rows up to the multiple that the backend states are none, and an expert without any may
-    have as many. Where places are handed over without counts, rows of zeros say nothing.
+    Padding fills an expert's rows up to the multiple that the backend reports; an expert without rows may have one
+    multiple of it. Where a buffer of places is delivered without counts, rows of zeros prove nothing.
 
     Raises:
-        WrongDelivery: one is.
-        WrongForm: the stated multiple is none.
+        WrongDelivery: an expert receives one.
+        WrongForm: the reported multiple is invalid.
     """
     multiple, found = multiple_of(reading), Counter[tuple[int, int]]()
     rows = Counter(_whose(entry) for entry in reading.entries if entry.kind != tags.PADDING)
@@ -223,9 +229,9 @@ def judge_added_rows(reading: Reading, tally: Tally) -> None:
         if number > filling and not in_places:
             found[holder, expert] += number - filling
     if found:
-        told = [f"rank {r} is handed {count(n, 'row')} of zeros for expert {e}" for (r, e), n in found.items()]
-        filled = f" beside those that fill up to multiples of {multiple}" if multiple > 1 else ""
-        raise WrongDelivery("dispatch", f"{some(told)}{filled}: rows that were added are routed")
+        told = [f"rank {r} receives {count(n, 'row')} of zeros for expert {e}" for (r, e), n in found.items()]
+        filled = f" in addition to the padding to multiples of {multiple}" if multiple > 1 else ""
+        raise WrongDelivery("dispatch", f"{some(told)}{filled}; likely cause: padding tokens were routed")
     for rank in reading.ranks:
         tally.add(pairs=len(rank.microbatches), rank=rank.rank)
 
@@ -237,11 +243,11 @@ def _whose(entry: Row) -> tuple[int, int, int, int]:
 def judge_broken_bound(outcome: Outcome, tally: Tally) -> None:
     """Decide whether a step raises on all ranks of a group in which some T is larger than the bound, and then only.
 
-    What is not refused is answered rightly, a step behind a refused one too.
+    Where no rank raises y is right, after a refused step too.
 
     Raises:
-        Unrefused: some rank answered.
-        Raised: one refused a bound that holds, or does not say what broke it.
+        Unrefused: some rank returned.
+        Raised: one raised although the bound holds, or its error does not name the numbers.
         WrongOutput: a rank that did not refuse has another y.
     """
     config, groups = outcome.workload.config, outcome.workload.layout.groups()["ep_etp"]
@@ -259,7 +265,9 @@ def judge_broken_bound(outcome: Outcome, tally: Tally) -> None:
         for rank, answer in enumerate(found):
             named = {str(tokens[rank]), str(bound)} <= set(re.findall(r"\d+", answer.error))
             if answer.raised and tokens[rank] > bound and not named:
-                sentence = f"rank {rank} has {tokens[rank]} tokens and the bound is {bound}; its error names not both"
+                sentence = (
+                    f"rank {rank} has {tokens[rank]} tokens and the bound is {bound}; its error does not name both"
+                )
                 raise Raised("dispatch", f"{sentence}: {answer.error}", ranks=(rank,))
             if not answer.raised:
                 _judge_answered(answer.values.get(""), expected[number][rank], rank, number)
@@ -269,7 +277,8 @@ def judge_broken_bound(outcome: Outcome, tally: Tally) -> None:
 def _judge_answered(y_TD: Any, expected_TD: Tensor, rank: int, number: int) -> None:
     right = isinstance(y_TD, Tensor) and y_TD.shape == expected_TD.shape and torch.equal(y_TD.double(), expected_TD)
     if not right:
-        sentence = f"rank {rank} refuses no token in step {number}, and answers with another y"
+        told = unequal(y_TD, expected_TD) if isinstance(y_TD, Tensor) else f"is {y_TD!r}"
+        sentence = f"rank {rank} accepts all tokens in step {number}, and its y {told}"
         raise WrongOutput("combine", sentence, ranks=(rank,))
 
 
@@ -279,11 +288,14 @@ def _tell_refusals(
     largest = max(tokens[rank] for rank in group)
     ranks = tuple(rank for rank in group if refused[rank] is (largest <= bound))
     if largest <= bound:
-        sentence = f"rank {ranks[0]} refuses, though no rank of its {group_words(tuple(group))} has over {bound} tokens"
+        sentence = (
+            f"rank {ranks[0]} raises, although no rank of {group_words(tuple(group))} has more than {bound} tokens"
+        )
         raise Raised("dispatch", f"{sentence}: {errors[ranks[0]]}", ranks=ranks)
     whose = next(rank for rank in group if tokens[rank] == largest)
     answered = some([f"rank {rank}" for rank in ranks])
-    sentence = f"rank {whose} has {largest} tokens and the bound is {bound}, and the step was answered on {answered}"
+    told = f"rank {whose} has {largest} tokens and the bound is {bound}"
+    sentence = f"{told}; expected an error on every rank, but the step returned on {answered}"
     raise Unrefused("dispatch", sentence, ranks=ranks)
 
 
@@ -291,12 +303,12 @@ def _counts(outcome: Outcome, number: int) -> tuple[int, ...]:
     """Return to how many rows every rank pads in a call.
 
     Raises:
-        WrongForm: an answer is no whole number.
+        WrongForm: a rank returns no integer.
     """
     counts = values(outcome, number)
     for rank, P in enumerate(counts):
         if not isinstance(P, int):
-            raise WrongForm("dispatch", f"rank {rank} pads to {P!r} rows, which is no whole number", ranks=(rank,))
+            raise WrongForm("dispatch", f"rank {rank} pads to {P!r} rows, which is not an integer", ranks=(rank,))
     return counts
 
 
@@ -313,18 +325,18 @@ def _expected(outcome: Outcome, tokens: Sequence[int], groups: Sequence[Sequence
 
 
 def _asked(reading: Reading, rank: RankOutcome) -> Iterator[tuple[str, Entry]]:
-    """List the questions for the largest of some numbers before the rows of a dispatch travel, each with its phase."""
+    """List the collectives for a largest number before the rows of a dispatch are sent, each with its phase."""
     for phase, calls in dispatches(rank):
         before, _ = parted(calls, reading.outcome.workload.config.hidden)
         yield from ((phase, entry) for entry in _questions(reading, before))
 
 
 def _questions(reading: Reading, calls: Sequence[Entry], *, behind: bool = False) -> Iterator[Entry]:
-    """List what tells the largest of some numbers: reductions of anything but rows, gathers of one number of each rank.
+    """List what can give ranks a largest number: reductions of anything but rows, gathers of one number of each rank.
 
-    A reduction may be a sum: of W numbers, each of which one rank alone knows. To one rank, which tells the others, is
-    a question as well. An exchange that brings all tokens to all ranks gathers once how many of them there are, before
-    they travel, and so may an adapter that does.
+    A reduction may be a sum: of W numbers, each of which one rank alone knows. One to a single rank, followed by a
+    broadcast, counts too. An exchange that gathers all tokens on all ranks gathers once how many of them there are,
+    before they are sent, and so may an adapter that does.
     """
     free = not behind and reading.ranks[0].resolved.get("wire", "pairs") not in ("pairs", "tokens")
     hidden = reading.outcome.workload.config.hidden
@@ -337,7 +349,11 @@ def _questions(reading: Reading, calls: Sequence[Entry], *, behind: bool = False
             yield entry
 
 
-_TELLING = ("broadcast", "gather", "scatter")  # of one number: nothing else in a dispatch takes one rank for a centre
+_TELLING = ("broadcast", "gather", "scatter")  # of one number: nothing else in a dispatch has a root rank
+
+
+def _op(entry: Entry) -> str:
+    return entry.op if entry.reduce is None else f"{entry.op} ({entry.reduce})"
 
 
 def _single(entry: Entry) -> bool:

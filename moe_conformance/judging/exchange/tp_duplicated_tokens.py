@@ -1,8 +1,8 @@
-"""Tokens that the ranks of a tp group hold as copies: delivered once, counted once, answered on every copy.
+"""Tokens that every rank of a tp group holds: delivered once, counted once, with y and gradients on every tp rank.
 
-All judges of exchanges apply to what is left when all copies but one are taken away. The rows are tagged as the
-lowest rank's of the tp group, so that its batches are what was to be delivered; y and the gradients of another copy
-are laid in their place, one copy after the other.
+All judges of exchanges apply to the tokens of one tp rank, as if the other tp ranks had none. The rows are tagged as
+the lowest rank's of the tp group, so that its batches are the expected deliveries; y and the gradients of another tp
+rank replace those of the lowest one, one tp rank after the other.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ Judge = Callable[[Reading, Tally], None]
 class Distinct(Reading):
     """A reading in which the lowest rank of every tp group alone has tokens.
 
-    A pair may go to the owners of its expert in any exchange group that has a copy, and has to in one.
+    A pair may be sent to the owners of its expert in any exchange group that holds the token, and must be in one.
     """
 
     @cached_property
     def pairs(self) -> tuple[tuple[Pair, ...], ...]:
-        """The deliveries asked for: where copies lie in several exchange groups, in those that were chosen."""
+        """The expected deliveries: where several exchange groups hold a token, in those that the backend selected."""
         rows = Counter(
             (e.microbatch, e.rank, e.source, e.token, e.expert)
             for e in self.entries
@@ -77,7 +77,9 @@ class Distinct(Reading):
                     before = ids_K[:slot].count(expert)  # slots of the same expert, which have rows of their own
                     owners = [[r for r in group if expert in self.ranks[r].local_experts] for group in groups]
                     if not any(owners):
-                        sentence = f"expert {expert} is on no rank of an exchange group with copies of rank {source}'s"
+                        sentence = (
+                            f"expert {expert} is on no rank of an exchange group that holds the tokens of rank {source}"
+                        )
                         raise WrongDelivery("dispatch", sentence)
                     reached = [[r for r in ranks if rows[m, r, source, token, expert] > before] for ranks in owners]
                     whole = any(got and got == ranks for got, ranks in zip(reached, owners, strict=True))
@@ -89,8 +91,8 @@ def judge_copies_delivered(reading: Reading, tally: Tally) -> None:
     """Decide whether every pair reaches its owners once in one exchange group, and once at most in every other.
 
     Raises:
-        WrongDelivery: pairs lost, delivered twice, delivered elsewhere, or never asked for.
-        CorruptRow, WrongForm: a row is no token's, or of another dtype.
+        WrongDelivery: pairs not delivered, delivered twice, delivered elsewhere, or delivered but not routed.
+        CorruptRow, WrongForm: a row is of no token, or of another dtype.
     """
     distinct = _of_copy(reading, 0)
     judge_deliveries(distinct, tally)
@@ -102,18 +104,19 @@ def judge_copies_delivered(reading: Reading, tally: Tally) -> None:
         ids = [batch.ids_TK for batch in batches]
         if wrong := wrong_pairs(ids, found, layout["ep_etp"], held, layout["tp"]):
             told = [f"rank {rank} token {token} slot {slot}" for rank, token, slot in wrong]
-            raise WrongDelivery("dispatch", f"among the copies of a tp group were not delivered once: {some(told)}")
+            sentence = f"of the tokens held by all tp ranks were not delivered exactly once: {some(told)}"
+            raise WrongDelivery("dispatch", sentence)
 
 
 def _sent(pair: Pair, layout: dict[str, tuple[tuple[int, ...], ...]]) -> Pair:
-    """Return the pair as sent by a copy in the exchange group that it reached."""
+    """Return the pair as sent by the tp rank in the exchange group that it was delivered to."""
     copies = next(group for group in layout["tp"] if pair.source in group)
     there = next(group for group in layout["ep_etp"] if pair.destination in group)
     return replace(pair, source=min(set(copies) & set(there)))
 
 
 def judge_copies_claimed(reading: Reading, tally: Tally) -> None:
-    """Decide whether claimed counts are those of the rows handed over, and of distinct tokens' routing.
+    """Decide whether reported counts are those of the delivered rows, and of the routing of distinct tokens.
 
     Raises as `judge_counts`.
     """
@@ -129,10 +132,10 @@ def judge_copies_counted(reading: Reading, tally: Tally) -> None:
 
 
 def judge_copies_answered(reading: Reading, tally: Tally) -> None:
-    """Decide whether the suite's experts' answers, and their gradients, are whole on every copy, and y the same bytes.
+    """Decide whether y and the gradients, with the suite's experts, are complete on every tp rank, and y bitwise equal.
 
     Raises:
-        WrongForm, WrongOutput, WrongGradient, AbsentGradient: as the judges of one copy; copies that differ.
+        WrongForm, WrongOutput, WrongGradient, AbsentGradient: as the judges of one rank; y differs between tp ranks.
         MalformedClaim: gradients are neither "complete" nor "parts".
     """
     _judge_bytes(reading, tally)
@@ -158,7 +161,8 @@ def _judge_bytes(reading: Reading, tally: Tally) -> None:
             found = [each.y for each in seen if each.y is not None]
             for rank, y_TD in zip(copies[1:], found[1:], strict=True):
                 if not same_bytes([found[0], y_TD]):
-                    sentence = f"y of rank {rank} differs from that of rank {copies[0]}, a copy{_where(found[0], y_TD)}"
+                    both = f"y of rank {rank} differs from that of rank {copies[0]}, which holds the same tokens"
+                    sentence = f"{both}{_where(found[0], y_TD)}"
                     findings.append(Finding("copies differ", sentence, (rank,)))
                 tally.add(elements=y_TD.numel(), rank=rank)
     if findings:
@@ -167,10 +171,10 @@ def _judge_bytes(reading: Reading, tally: Tally) -> None:
 
 def _where(one: torch.Tensor, other: torch.Tensor) -> str:
     if one.shape != other.shape or one.dtype != other.dtype:
-        return f": {tuple(other.shape)} of {other.dtype} for {tuple(one.shape)} of {one.dtype}"
+        return f": {tuple(other.shape)} of {other.dtype} instead of {tuple(one.shape)} of {one.dtype}"
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
     t, d = (one.contiguous().view(bits) != other.contiguous().view(bits)).nonzero()[0].tolist()
-    return f": token {t} has {float(other[t, d])!r} for {float(one[t, d])!r} in column {d}"
+    return f": token {t} has {float(other[t, d])!r} instead of {float(one[t, d])!r} in column {d}"
 
 
 def _judge_every_copy(reading: Reading, tally: Tally, judges: tuple[Judge, ...]) -> None:
@@ -185,12 +189,12 @@ def _judge_every_copy(reading: Reading, tally: Tally, judges: tuple[Judge, ...])
             groups = reading.outcome.workload.layout.groups()["tp"]
             renamed = {min(group): group[copy] for group in groups}
             ranks = tuple(renamed.get(rank, rank) for rank in found.ranks)
-            sentence = f"of copy {copy} of every token, the first being right: {found.sentence}"
+            sentence = f"on tp rank {copy}, for every token; tp rank 0 is correct: {found.sentence}"
             raise type(found)(found.stage, sentence, ranks=ranks, ratio=found.ratio) from None
 
 
 def _of_copy(reading: Reading, copy: int) -> Distinct:
-    """Return the reading with one copy of every token, on the lowest rank of its tp group, and what it got."""
+    """Return the reading with every token on the lowest rank of its tp group only, and the results of one tp rank."""
     outcome = reading.outcome
     groups = outcome.workload.layout.groups()["tp"]
     source = {min(group): group for group in groups}
@@ -213,7 +217,7 @@ def _of_copy(reading: Reading, copy: int) -> Distinct:
 
 
 def _taken(reading: Reading, m: int, copies: tuple[int, ...], copy: int) -> Microbatch:
-    """Return what the first copy saw, with the output and the gradients of another."""
+    """Return the microbatch of the first tp rank, with the output and the gradients of another."""
     seen = [reading.seen(m, rank) for rank in copies]
     mine = seen[copy]
     return replace(
@@ -227,21 +231,22 @@ def _taken(reading: Reading, m: int, copies: tuple[int, ...], copy: int) -> Micr
 
 
 def _gradient(reading: Reading, copies: tuple[int, ...], copy: int, name: str, by_copy: list[Grad]) -> Grad:
-    """Return a copy's gradient, or the sum of all copies' where the backend says that they are parts.
+    """Return a tp rank's gradient, or the sum over the tp ranks where the backend reports that they are parts.
 
-    A part is zero, and not None, where a copy has none: to add them up takes all copies.
+    A part is zero, and not None, where a tp rank has none: the sum needs all of them.
     """
     claims = {reading.ranks[rank].resolved.get("copies", "complete") for rank in copies}
     if claims == {"complete"}:
         return by_copy[copy]
     if claims != {"parts"}:
         said = " and ".join(sorted(claims))
-        raise MalformedClaim("gradient", f"the copies' gradients are claimed to be {said}, not complete, or parts")
+        sentence = f'the backend reports resolved["copies"] = {said}; expected: complete, or parts, on all tp ranks'
+        raise MalformedClaim("gradient", sentence)
     values = [grad.value for grad in by_copy if grad.value is not None]
     absent = [rank for rank, grad in zip(copies, by_copy, strict=True) if grad.value is None]
     if absent and any(value.numel() for value in values):
         ranks = some(f"rank {rank}" for rank in absent)
-        sentence = f"the gradient of {name} is None on {ranks}, and a part of it lies on other copies"
+        sentence = f"the gradient of {name} is None on {ranks}, while other tp ranks have a part of it"
         raise AbsentGradient("gradient", sentence, ranks=tuple(absent))
     if not values or len({value.shape for value in values}) > 1:
         return by_copy[copy]
@@ -250,7 +255,7 @@ def _gradient(reading: Reading, copies: tuple[int, ...], copy: int, name: str, b
 
 
 def _nothing(seen: Microbatch) -> Microbatch:
-    """Return what a rank without tokens sees; what its experts were handed stays."""
+    """Return the microbatch of a rank without tokens; the rows that its experts received stay."""
 
     def none(value: torch.Tensor | None) -> torch.Tensor | None:
         return None if value is None else value[:0]
@@ -264,18 +269,18 @@ def _without_tokens(batch: Batch) -> Batch:
     return Batch(batch.x_TD[:0], batch.ids_TK[:0], batch.weights_TK[:0], batch.upstream[:0])
 
 
-# ---- copies that are none ------------------------------------------------------------------------------------
+# ---- routings that differ within a tp group ------------------------------------------------------------------------
 
 
 def judge_mismatch(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether every rank of a tp group raises whose copies have different routings, between two right steps.
+    """Decide whether every rank of a tp group raises whose ranks have different routings, between two valid steps.
 
-    Ranks of other groups may raise or answer, but none may wait for ever.
+    Ranks of other groups may raise or return, but none may hang.
 
     Raises:
-        Unrefused: a rank of such a group answered.
-        Hung, Died, Raised: a rank waits for another or ended, or a right step raised.
-        WrongOutput: a right step was answered wrongly.
+        Unrefused: a rank of such a group accepted them.
+        Hung, Died, Raised: a rank waits for another or ended, or a valid step raised.
+        WrongOutput: y of a valid step is wrong.
     """
     what, _ = MISMATCHES[outcome.workload.name.removesuffix(ONE_GROUP)]
     number = wrong_call(outcome.workload)
@@ -287,7 +292,8 @@ def judge_mismatch(outcome: Outcome, tally: Tally) -> None:
     if answered:
         on = some(odd_one_of(outcome.workload, group) for group in groups)
         told = some(f"rank {rank}" for rank in answered)
-        sentence = f"step answered {what} on rank {on} alone of its tp group on {told}, where all should refuse it"
+        accepted = f"step accepted {what} (on rank {on} only of its tp group)"
+        sentence = f"{accepted} on {told}; expected: an error on every rank of the tp group"
         raise Unrefused("dispatch", sentence, ranks=tuple(answered))
     for rank in (rank for group in groups for rank in group):
         tally.add(pairs=1, rank=rank)

@@ -1,4 +1,4 @@
-"""Weights: each routing weight reaches the experts with its own pair, or stays away where it is applied later."""
+"""Weights: each routing weight is delivered to the experts with its own pair, or not at all if combine applies it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from moe_conformance.judging.verdict import NotOffered, Tally, WrongWeight
 
 
 def judge_weights(reading: Reading, tally: Tally) -> None:
-    """Decide whether each delivered pair carries the weight of its own (token, slot), exactly.
+    """Decide whether each delivered pair has the weight of its own (token, slot), exactly.
 
-    Weights at the input are the scale of the row, and none but ones may travel beside it; weights at the experts travel
-    beside an unscaled row; weights at combine do not travel. Lost pairs and corrupt rows are judged elsewhere.
+    Weights at the input are the scale of the row, and none but ones may be delivered with it; weights at the experts
+    are delivered with an unscaled row; weights at combine are not sent. Missing pairs and corrupt rows are judged
+    elsewhere.
 
     Raises:
-        NotOffered: weights are applied in combine, so that none travel.
-        WrongWeight: a pair carries another weight, none, or one where none belongs.
+        NotOffered: weights are applied in combine, so that none are sent.
+        WrongWeight: a pair has another weight, none, or one although none is expected.
     """
     findings = _misplaced(reading)
     if findings:
         fail(WrongWeight, "dispatch", findings)
     if all(applied == "combine" for of_rank in reading.applied for applied in of_rank):
-        raise NotOffered("weights are applied in combine: none travel")
+        raise NotOffered("weights are applied in combine and not sent")
     travelling, wrong = _travelling(reading), wrong_weights(reading)
     if wrong:
         carried = torch.tensor([_carried(reading, match.entry) for match in travelling], dtype=torch.float64)
@@ -31,7 +32,7 @@ def judge_weights(reading: Reading, tally: Tally) -> None:
         ratio = common_ratio(carried, own) if len(travelling) > 1 else None
         ranks = tuple(match.entry.rank for match in wrong)
         if ratio is not None:
-            sentence = f"every weight that travels to the experts is {ratio_words(ratio, reading.token_ratios)}"
+            sentence = f"every routing weight at the experts is {ratio_words(ratio, reading.token_ratios)}"
             fail(WrongWeight, "dispatch", [Finding("ratio", sentence, ranks)], ratio=ratio)
         fail(WrongWeight, "dispatch", likeliest([_told(reading, match) for match in wrong]))
     for match in travelling:
@@ -39,7 +40,7 @@ def judge_weights(reading: Reading, tally: Tally) -> None:
 
 
 def wrong_weights(reading: Reading) -> list[Match]:
-    """List the delivered pairs whose weight travels with them and is another than their own."""
+    """List the delivered pairs whose weight is delivered with them and is another than their own."""
     return [match for match in _travelling(reading) if _carried(reading, match.entry) != _own(reading, match)]
 
 
@@ -48,7 +49,7 @@ def _travelling(reading: Reading) -> list[Match]:
 
 
 def _carried(reading: Reading, entry: Entry) -> float:
-    """Return the weight that travels with a row: in it or beside it."""
+    """Return the weight that is delivered with a row: as its scale or as a number of its own."""
     return entry.scale if reading.applied_to(entry) == "input" else entry.weight or 0.0
 
 
@@ -57,30 +58,31 @@ def _own(reading: Reading, match: Match) -> float:
 
 
 def _misplaced(reading: Reading) -> list[Finding]:
-    """Find weights that travel where the session says that they do not, and the reverse."""
+    """Find weights that are delivered where the session reports that they are not, and the reverse."""
     findings = []
     for pair, entry in reading.matching.matches:
         applied = reading.applied_to(entry)
         if applied == "expert" and entry.weight is None:
-            sentence = f"{entry.place} carries no weight, and the experts are to apply it"
+            sentence = f"{entry.place} has no routing weight; expected one, since the experts apply it"
             findings.append(Finding("no weight", sentence, (entry.rank,)))
         if applied != "expert" and entry.weight not in (None, 1.0):
             sentence = (
-                f"{entry.place} carries the weight {entry.weight:g} beside it, to be applied by the experts; "
-                f"weights are said to be applied at {applied}: rank {pair.source} token {pair.token} is weighted twice"
+                f"{entry.place} has the routing weight {entry.weight:g} for the experts, although weights are applied "
+                f"at {applied}: rank {pair.source} token {pair.token} is multiplied by its weight twice"
             )
-            findings.append(Finding("a weight too many", sentence, (entry.rank,)))
+            findings.append(Finding("applied twice", sentence, (entry.rank,)))
     return findings
 
 
 def _told(reading: Reading, match: Match) -> list[Finding]:
-    """Tell one wrong weight, once for everything that it may be, see `diagnosis.likeliest`."""
+    """Describe one wrong weight, once for every likely cause, see `findings.likeliest`."""
     carried, own = _carried(reading, match.entry), _own(reading, match)
     pair, entry = match.pair, match.entry
-    carries = f"{entry.token_name} slot {pair.slot} at expert {pair.expert} on rank {entry.rank} carries {carried:g}"
+    whose = f"{entry.token_name} slot {pair.slot} at expert {pair.expert} on rank {entry.rank}"
+    sentence = f"{whose} has the weight {carried:g} instead of {own:g}"
     return [
-        Finding(kind, f"{carries}{holds and f', {holds},'} instead of {own:g}", (entry.rank,), abs(carried - own))
-        for kind, holds in _whose(reading, match, carried) or [("another weight", "")]
+        Finding(kind, f"{sentence}{cause and f'; likely cause: {cause}'}", (entry.rank,), abs(carried - own))
+        for kind, cause in _whose(reading, match, carried) or [("another weight", "")]
     ]
 
 
@@ -92,12 +94,12 @@ def _whose(reading: Reading, match: Match, carried: float) -> list[tuple[str, st
     if carried in of_token:
         found.append(("another slot's weight", f"the weight of slot {of_token.index(carried)}"))
     if carried == 1:
-        found.append(("unweighted", "as if unweighted"))
+        found.append(("unweighted", "the weight was not applied"))
     if carried == 0:
         found.append(("zero weight", ""))
     for factor, word in ((2.0, "twice"), (0.5, "half")):
         if carried == factor * own:
-            found.append((word, f"{word} its own"))
+            found.append((word, f"{word} its own weight"))
     others = [
         f"the weight of rank {r} token {t} slot {weights_K.index(carried)}"
         for r, weights_TK in enumerate(reading.weights[microbatch])

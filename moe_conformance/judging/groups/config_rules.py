@@ -1,4 +1,4 @@
-"""Configurations that may be refused: by all ranks or by none, and only where the law says so."""
+"""Configurations that may be refused: by all ranks or by none, and only where the spec allows it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moe_conformance.reference.config_rules.outcomes import outcomes
 from moe_conformance.reference.config_rules.rules import Settings
 from moe_conformance.scenarios.outcome import Answer, Outcome
 
-# By what an exchange says of its wire. Where an adapter brings all tokens to all ranks, an all-gather is what is run.
+# By the reported resolved["wire"]. Where an adapter gathers all tokens on all ranks, an all-gather is what is run.
 _DISPATCHERS: dict[str, Literal["alltoall", "fused", "allgather"]] = {
     "pairs": "alltoall",
     "tokens": "fused",
@@ -23,15 +23,15 @@ _PLAIN, _PACKED = 0, 1  # the calls
 
 
 def judge_packed(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether an exchange is built for packed sequences on all ranks, or refused on all where that is lawful.
+    """Decide whether an exchange is built for packed sequences on all ranks, or refused on all where that is allowed.
 
-    Of which kind it is, it says itself when it is built without them.
+    Its kind is what it reports when it is built without them.
 
     Raises:
-        NotOffered: it is not built without them either, or the adapter has no way to ask for them.
+        NotOffered: it is not built without them either, or the adapter cannot configure them.
         Refused: all ranks refuse what must be built, or some ranks do.
-        WrongForm: it says something unknown of its wire, or not the same on all ranks.
-        Raised: building stumbled; see `judge_no_slip`.
+        WrongForm: it reports an unknown wire, or not the same on all ranks.
+        Raised: building raised an internal error; see `judge_no_slip`.
     """
     plain, packed = answers(outcome, _PLAIN), answers(outcome, _PACKED)
     judge_no_slip(outcome, _PLAIN)
@@ -45,7 +45,8 @@ def judge_packed(outcome: Outcome, tally: Tally) -> None:
     if refusing:
         told = f"on {some([f'rank {rank}' for rank in refusing])}: {packed[refusing[0]].error!r}"
         if "refused" not in outcomes(Settings(packed=True, dispatcher=dispatcher)):
-            sentence = f"{_KINDS[dispatcher]} refuses packed sequences, of which it has to take any T, {told}"
+            must = "refuses packed sequences (T differs between ranks), which it must accept,"
+            sentence = f"{_KINDS[dispatcher]} {must} {told}"
             raise Refused("run", sentence, ranks=refusing)
         if len(refusing) < len(packed):
             building = some([f"rank {rank}" for rank in range(len(packed)) if rank not in refusing])
@@ -58,5 +59,6 @@ def judge_packed(outcome: Outcome, tally: Tally) -> None:
 def _dispatcher(built: tuple[Answer, ...]) -> Literal["alltoall", "fused", "allgather"]:
     wires = {answer.resolved.get("wire", "pairs") for answer in built}
     if len(wires) > 1 or not wires <= _DISPATCHERS.keys():
-        raise WrongForm("run", f"the backend says of its wire that it carries {', '.join(sorted(wires))}")
+        known = f"one of {', '.join(_DISPATCHERS)} on all ranks"
+        raise WrongForm("run", f'the backend reports resolved["wire"] = {", ".join(sorted(wires))}; expected {known}')
     return _DISPATCHERS[wires.pop()]

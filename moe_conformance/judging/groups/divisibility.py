@@ -1,4 +1,4 @@
-"""What a layout cannot divide is refused when it is built, in words that name both numbers."""
+"""Sizes that a layout does not divide are refused when the module is built, with an error that names both numbers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from moe_conformance.scenarios.outcome import Outcome
 
 
 def judge_indivisible(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether every rank refuses to build what cannot be divided, and says which number by which.
+    """Decide whether every rank refuses to build what is not divisible, and its error names both numbers.
 
-    Of no experts at all it is enough to say how many: nothing divides them. What the adapter refuses shows nothing of
-    the library.
+    For E = 0 the error needs to name only that number. What the adapter refuses proves nothing about the library.
 
     Raises:
         Unrefused, Hung: some ranks built it.
@@ -34,11 +33,13 @@ def judge_indivisible(outcome: Outcome, tally: Tally) -> None:
         config = call.given[0]["config"]
         reason = indivisible(config.experts, config.ffn, layout.ep, layout.etp)
         assert reason is not None, config  # the corpus asks for nothing else
-        for rank, said in enumerate(judge_refused(outcome, number, tally, stage="run", asked=f"a config of {reason}")):
+        for rank, said in enumerate(
+            judge_refused(outcome, number, tally, stage="run", asked=f"a configuration with {reason}")
+        ):
             numbers = re.findall(r"= (\d+)", reason)[: 2 if config.experts else 1]
             if missing := [each for each in numbers if not re.search(rf"\b{each}\b", said)]:
                 lacking = " and ".join(missing)
-                sentence = f"{call.method} refused {reason} on rank {rank} without naming {lacking}: {said!r}"
+                sentence = f"{call.method}: the error for {reason} on rank {rank} does not name {lacking}: {said!r}"
                 findings.append(Finding("words", sentence, (rank,)))
     if findings:
         fail(WrongForm, "run", findings)

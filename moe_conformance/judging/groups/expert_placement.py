@@ -1,4 +1,4 @@
-"""Which experts every rank says that it holds, held against the groups of the layout."""
+"""The experts that every rank reports as its own, compared with the groups of the layout."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from moe_conformance.scenarios.outcome import Outcome
 def judge_placement(outcome: Outcome, tally: Tally) -> None:
     """Decide whether every expert is on one ep coordinate, and shards and replicas name the same experts in one order.
 
-    The names are the backend's word. Who lies about them hands rows to others than it says (EXCH-01), or answers with
-    the parameters of others (EXPT-01).
+    The ids are those that the backend reports. Where they are not true, rows are delivered to other experts (EXCH-01),
+    or outputs are those of other parameters (EXPT-01).
 
     Raises:
         WrongGroups: an expert is on no rank of an ep group, or on two, or is none of the experts; the ranks of an etp
@@ -42,11 +42,11 @@ def _spread(ranks: Sequence[int], held: Mapping[int, tuple[int, ...]], experts: 
             sentence = f"expert {expert} is on none of the ranks {list(ranks)} of an ep group"
             findings.append(Finding("nowhere", sentence, tuple(ranks)))
         elif len(holders) > 1:
-            sentence = f"expert {expert} is on {len(holders)} places of an ep group, ranks {holders}"
+            sentence = f"expert {expert} is on {len(holders)} places of an ep group instead of one: ranks {holders}"
             findings.append(Finding("twice", sentence, tuple(holders)))
     for rank in ranks:
         if strange := [expert for expert in held[rank] if not 0 <= expert < experts]:
-            sentence = f"rank {rank} holds experts {strange}, and there are {experts}"
+            sentence = f"rank {rank} holds experts {strange}; expected ids below {experts}"
             findings.append(Finding("strange", sentence, (rank,)))
     return findings
 
@@ -56,7 +56,8 @@ def _alike(axis: str, ranks: Sequence[int], held: Mapping[int, tuple[int, ...]])
     return [
         Finding(
             axis,
-            f"rank {rank} holds experts {list(held[rank])} and rank {first} of its {axis} group {list(held[first])}",
+            f"rank {rank} holds experts {list(held[rank])} instead of {list(held[first])}, "
+            f"which rank {first} of its {axis} group holds",
             (rank,),
         )
         for rank in ranks

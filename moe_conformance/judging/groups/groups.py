@@ -1,4 +1,4 @@
-"""Groups: the lists of ranks that a backend would build for a layout, held against the declared folding."""
+"""Groups: the lists of ranks that a backend would build for a layout, compared with those of the layout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def judge_groups(built: Mapping[str, RankLists], layout: Layout, tally: Tally) -
     findings: list[Finding] = []
     for name, groups in built.items():
         if name not in expected:
-            sentence = f"there is no axis {name!r}: the names are {', '.join(expected)}"
+            sentence = f"unknown axis {name!r}; known: {', '.join(expected)}"
             findings.append(Finding("name", sentence, ()))
             continue
         wrong = _wrong(name, groups, expected[name], layout)
@@ -42,7 +42,7 @@ def _expected(layout: Layout) -> dict[str, RankLists]:
 
 
 def _wrong(name: str, built: RankLists, expected: RankLists, layout: Layout) -> list[Finding]:
-    """Tell every rank whose group of one name is not the expected one."""
+    """Find every rank whose group of one name is not the expected one."""
     findings = []
     for rank in range(layout.world):
         got = [tuple(sorted(group)) for group in built if rank in group]
@@ -54,21 +54,21 @@ def _wrong(name: str, built: RankLists, expected: RankLists, layout: Layout) -> 
         findings.append(Finding(f"{name} of {len(got)}", sentence, (rank,)))  # in no group, in one, in two
     strangers = sorted({rank for group in built for rank in group} - set(range(layout.world)))
     if strangers:
-        sentence = f"the {name} groups hold ranks {strangers}, and the world has {layout.world}"
+        sentence = f"the {name} groups contain ranks {strangers}; the world has {layout.world}"
         findings.append(Finding(f"strangers in {name}", sentence, ()))
     return findings
 
 
 def _other_axis(built: Mapping[str, RankLists], expected: Mapping[str, RankLists]) -> str:
-    """Name the axes whose groups lie under another axis' name."""
+    """Name the axes whose groups are returned under another axis' name."""
     said = []
     for name, groups in built.items():
         if name not in expected or _same(groups, expected[name]):
             continue
         alike = [other for other in expected if _same(groups, expected[other])]
         if alike:
-            said.append(f"what is returned as {name} is {' or '.join(alike)}")
-    return f" ({'; '.join(said)})" if said else ""
+            said.append(f"the {' or '.join(alike)} groups were returned as {name}")
+    return f"; likely cause: {' and '.join(said)}" if said else ""
 
 
 def _same(built: RankLists, expected: RankLists) -> bool:

@@ -1,4 +1,4 @@
-"""Which sizes a backend makes groups for, and whether both folds of a layout see the same pipeline stages."""
+"""Which sizes a backend makes groups for, and whether its dense and expert groups have the same pipeline stages."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _OF_ONE_STAGE = ("tp", "cp", "dp", "dp_cp", "ep", "etp", "ep_etp", "edp")
 def judge_sizes(answers: Mapping[Wish, Told], tally: Tally) -> None:
     """Decide whether groups are made for the sizes of a layout, and for no others.
 
-    What an adapter refuses shows nothing of the library. No limit can refuse a world without any parallelism but that
-    of data: such a refusal would leave nothing. Counts an element per answer.
+    What an adapter refuses proves nothing about the library. No limit can refuse a world with data parallelism only.
+    Counts an element per result.
 
     Raises:
         WrongGroups: sizes of a layout raised something that is no refusal by a limit, or sizes of 1 were refused.
-        Unrefused: sizes of no layout got groups.
-        Raised: sizes of no layout raised what a program raises by mistake, such as a division by zero.
+        Unrefused: sizes of no layout were accepted.
+        Raised: sizes of no layout raised an internal error, such as a division by zero.
         NotOffered: of sizes that make no layout, the adapter refused all.
     """
     refused = [
@@ -38,14 +38,15 @@ def judge_sizes(answers: Mapping[Wish, Told], tally: Tally) -> None:
         fail(WrongGroups, "groups", refused)
     impossible = _layouts(answers, fits=False)
     taken = [
-        Finding("taken", f"{wish} got groups, although {_problem(wish)}", ())
+        Finding("taken", f"{wish} was accepted, although {_problem(wish)}", ())
         for wish, told in impossible
         if told.lists is not None
     ]
     if taken:
         fail(Unrefused, "groups", taken)
+    slip = "raised an internal error instead of refusing the sizes"
     stumbled = [
-        Finding("stumbled", f"{wish} is not refused, the code stumbles: {told.error}; {_problem(wish)}", ())
+        Finding("stumbled", f"{wish} {slip}: {told.error}; {_problem(wish)}", ())
         for wish, told in impossible
         if told.by == "raised" and f"builtins.{told.error.partition(':')[0]}" in SLIPS
     ]
@@ -60,8 +61,8 @@ def judge_stages(answers: Mapping[Wish, Told], tally: Tally) -> None:
     """Decide whether all groups but those along pp have ranks of one stage, by the position in the groups along pp.
 
     Raises:
-        WrongGroups: a group along pp has not pp ranks, or a rank is in none; the two folds have other groups along pp,
-            or another group holds ranks of two stages.
+        WrongGroups: a group along pp has not pp ranks, or a rank is in none; dense and expert groups have other groups
+            along pp, or another group holds ranks of two stages.
     """
     findings = []
     for wish, told in answers.items():
@@ -76,7 +77,8 @@ def judge_stages(answers: Mapping[Wish, Told], tally: Tally) -> None:
         other = _stages(told.lists.get("expert_pp", told.lists["pp"]), wish.layout.world)
         if differing := [rank for rank in range(wish.layout.world) if stage_of[rank] != other[rank]]:
             rank = differing[0]
-            said = f"rank {rank} is in stage {stage_of[rank]} of the dense fold and {other[rank]} of the expert fold"
+            both = f"stage {stage_of[rank]} of the dense groups and {other[rank]} of the expert groups"
+            said = f"rank {rank} is in {both}"
             findings.append(Finding("folds", f"{said} with {wish}", (rank,)))
         for name in _OF_ONE_STAGE:
             for group in mixed_groups(told.lists.get(name, ()), stage_of):

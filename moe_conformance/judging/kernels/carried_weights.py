@@ -1,6 +1,6 @@
-"""Weights that travel through a fused token exchange: what experts make of them, and the gradients that come back.
+"""Weights that a fused token exchange sends: the weighted outputs of the experts, and the gradients of the weights.
 
-K slots, N experts held. Local expert n says n + 1 times its row (see `records.Answered`); all numbers are exact.
+K slots, N experts held. Local expert n returns n + 1 times its row (see `records.Answered`); all numbers are exact.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from moe_conformance.scenarios.outcome import Outcome
 
 
 def judge_travelling_weights(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether tokens get the weighed sum of what experts answer, and their gradients, as their weights do.
+    """Decide whether y is the weighted sum of the expert outputs, and tokens and weights have its gradients.
 
-    The weight of a slot has the inner product of its expert's answer with the upstream gradient for its gradient, and
-    that of an empty one has zero; with S shards of an expert there are S answers.
+    The gradient of a slot's weight is the inner product of its expert's output with the upstream gradient, and zero for
+    an empty slot; with S shards of an expert there are S outputs.
 
     Raises:
         WrongOutput, WrongForm: a combine does not return the sum.
         WrongGradient, AbsentGradient: the gradient of a token or of a weight is not that of the sum.
-        ChangedInput: a call wrote into what it was given.
+        ChangedInput: a call changed its input.
     """
     script = Script(outcome)
     for number, call, sent in script.answers:
@@ -35,14 +35,14 @@ def judge_travelling_weights(outcome: Outcome, tally: Tally) -> None:
             of_tokens.append(weight_T1 * dy_TD)
             of_weights.append(gains_TK * (x_TD * dy_TD).sum(1, keepdim=True))
         script.judge_output(number, outputs, tally)
-        whose = f"of what call {sent} dispatched and call {number} combined,"
+        whose = f"of dispatch (call {sent}) through combine (call {number})"
         script.judge_gradients(sent, "x_TD", of_tokens, f"the gradient of x_TD {whose}", tally)
         script.judge_gradients(sent, "weights_TK", of_weights, f"the gradient of weights_TK {whose}", tally)
     script.judge_arguments(tally)
 
 
 def _gains(script: Script, rank: int, ids_TK: Tensor) -> Tensor:
-    """By what the experts of every slot, on all ranks that hold them, multiply a row; 0 for an empty slot."""
+    """Return the factor of every slot's expert, summed over the ranks that hold it; 0 for an empty slot."""
     gains_TK = torch.zeros(ids_TK.shape, dtype=torch.float64)
     for holder in script.group_of[rank]:
         for n, expert in enumerate(script.held[holder]):

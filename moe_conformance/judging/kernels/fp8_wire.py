@@ -1,6 +1,7 @@
-"""Rows that travel in eight bits: their scales, their values, what combine adds up, and their bytes on the wire.
+"""Rows that are sent in float8: their scales, their values, the sums of combine, and the bytes that are sent.
 
-Signs say whose a row is: rounding keeps those of large numbers. R rows, D hidden, B blocks of columns under one scale.
+The signs of a row identify its token: rounding keeps those of large numbers. R rows, D hidden, B blocks of
+columns under one scale.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ EMPTY, FULL, COMBINE = 0, 1, 2  # the calls of the script
 
 
 def judge_float8_rows(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether rows arrive within the format's rounding of what was sent, each under scales of its own.
+    """Decide whether delivered rows are within the format's rounding of the tokens, each with scales of its own.
 
     Raises:
-        WrongDelivery: a row is no token's, is missing, or has another scale or value than its own may have.
+        WrongDelivery: a row is of no token, is missing, or has a scale or value beyond the rounding of its token.
         WrongForm: the sums have another dtype than the tokens.
-        WrongOutput: a token does not get the sum of the rows that came of it.
+        WrongOutput: y of a token is not the sum of its delivered rows.
         WrongGradient, AbsentGradient: a token's gradient is not that of the sum, within the format's rounding.
     """
     script = Rounded(outcome)
@@ -52,13 +53,13 @@ def judge_float8_rows(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_float8_bytes(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether what leaves a rank in dispatch are numbers of the format, their scales, ids and weights.
+    """Decide whether a rank sends in dispatch only numbers of the format, their scales, ids and weights.
 
-    What leaves it without any token is not counted, unless its rows travel in that: in messages of one size.
+    The bytes of a dispatch without tokens are subtracted, unless rows are sent in them: in messages of one size.
 
     Raises:
-        Costly: more bytes leave it.
-        NotOffered: the ledgers see fewer than there must be, so that rows travel beside torch.distributed.
+        Costly: it sends more bytes.
+        NotOffered: the ledgers have fewer bytes than the rows need, so that these are not sent by torch.distributed.
     """
     script = Rounded(outcome)
     D, K = outcome.workload.config.hidden, outcome.workload.config.top_k
@@ -71,12 +72,13 @@ def judge_float8_bytes(outcome: Outcome, tally: Tally) -> None:
         )
         moved = script.moved(rank)
         if full < moved * D:
-            raise NotOffered(f"the ledger sees {full:g} bytes leave rank {rank}, and {moved} rows have to")
-        spent = full - empty if full - empty >= moved * D else full  # rows travel in what leaves without any, too
+            sentence = f"the ledger has {full:g} bytes sent by rank {rank} in dispatch; {moved} rows have to be sent"
+            raise NotOffered(sentence)
+        spent = full - empty if full - empty >= moved * D else full  # messages of one size, tokens or not
         if spent > moved * row:
             each = spent / moved if moved else math.inf
-            sentence = f"{spent:g} bytes leave rank {rank} in dispatch for {moved} rows, {each:g} for each"
-            findings.append(Finding("bytes", f"{sentence}; {row} should do", (rank,)))
+            sentence = f"rank {rank} sends {spent:g} bytes in dispatch for {moved} rows, {each:g} per row"
+            findings.append(Finding("bytes", f"{sentence}; expected at most {row} per row", (rank,)))
         tally.add(pairs=moved, rank=rank)
     if findings:
         fail(Costly, "dispatch", findings)
@@ -84,23 +86,23 @@ def judge_float8_bytes(outcome: Outcome, tally: Tally) -> None:
 
 @dataclass(frozen=True)
 class Rounded:
-    """A script of one dispatch over the wire and one combine."""
+    """A script of one dispatch in float8 and one combine."""
 
     outcome: Outcome
 
     @cached_property
     def script(self) -> Script:
-        """The script, as of plain wires."""
+        """The script, as of rows in the dtype of the tokens."""
         return Script(self.outcome)
 
     @cached_property
     def fmt(self) -> Format:
-        """The format that the backend states, e4m3 if none."""
+        """The format that the backend reports, e4m3 if none."""
         return {"e4m3": E4M3, "e5m2": E5M2}[self._told("wire_format", "e4m3")]
 
     @cached_property
     def block(self) -> int:
-        """The columns that share a scale, all of them if the backend does not say."""
+        """The columns that share a scale, all of them if the backend reports none."""
         return int(self._told("wire_block", str(self.outcome.workload.config.hidden)))
 
     def _told(self, name: str, default: str) -> str:
@@ -108,26 +110,27 @@ class Rounded:
 
     @cached_property
     def sent(self) -> dict[Token, Tensor]:
-        """Every token's row, by its signs' owner."""
+        """The row of every token."""
         given = self.script.call(FULL).given
         return {Token(s, t): row_D for s, each in enumerate(given) for t, row_D in enumerate(each["x_TD"])}
 
     @cached_property
     def rows(self) -> dict[tuple[int, Token], tuple[int, Tensor]]:
-        """Every row that came, by the rank and the token that its signs name: its number and values."""
+        """Every delivered row, by its rank and the token that its signs identify: its number and values."""
         owner = {_signs(row_D): token for token, row_D in self.sent.items()}
         ids, found, findings = values(self.outcome, FULL, "ids_RK"), {}, []
         for rank, rows_RD in enumerate(values(self.outcome, FULL, "rows_RD")):
             for row in (ids[rank] >= 0).any(1).nonzero().flatten().tolist():
                 token = owner.get(_signs(rows_RD[row]))
                 if token is None or token.source not in self.script.group_of[rank] or (rank, token) in found:
-                    what = "has the signs of no token" if token is None else f"is {token}, once more or from afar"
+                    twice = f"is {token}, delivered twice or from a rank outside of its exchange group"
+                    what = "is a row of no token" if token is None else twice
                     findings.append(Finding("signs", f"row {row} on rank {rank} {what}", (rank,)))
                 else:
                     found[rank, token] = row, rows_RD[row]
         for rank, token in self.due():
             if (rank, token) not in found:
-                findings.append(Finding("lost", f"{token} never reached rank {rank}", (rank,)))
+                findings.append(Finding("lost", f"{token} was not delivered to rank {rank}", (rank,)))
         if findings:
             fail(WrongDelivery, "dispatch", findings)
         return found
@@ -140,13 +143,13 @@ class Rounded:
                 yield from ((rank, Token(source, t)) for t in at_TK.any(1).nonzero().flatten().tolist())
 
     def moved(self, rank: int) -> int:
-        """How many rows a rank sends to others."""
+        """Count the rows that a rank has to send to others."""
         return sum(token.source == rank != to for to, token in self.due())
 
     # ---- judgements ------------------------------------------------------------------------------------------
 
     def judge_rows(self, tally: Tally) -> None:
-        """Hold scales, values, slots and counts against what was sent."""
+        """Compare scales, values, slots and counts with the tokens."""
         findings = []
         for (rank, token), (row, v_D) in self.rows.items():
             x_1D = self.sent[token].unsqueeze(0)
@@ -154,15 +157,18 @@ class Rounded:
             scales_1B = scale_bounds(x_1D, self.block, self.fmt)[1] if told is None else told[row : row + 1]
             name = f"row {row} on rank {rank}, of {token}:"
             if scales_1B.shape != block_maxima(x_1D, self.block).shape:
-                words = f"{name} {scales_1B.shape[1]} scales for blocks of {self.block}"
+                blocks = block_maxima(x_1D, self.block).shape[1]
+                words = f"{name} {scales_1B.shape[1]} scales instead of {blocks} for blocks of {self.block}"
                 raise WrongForm("dispatch", words, ranks=(rank,))
             for b in (~legal_scales(x_1D, scales_1B, self.block, self.fmt)).nonzero()[:, 1].tolist():
                 low, high = (float(bound[0, b]) for bound in scale_bounds(x_1D, self.block, self.fmt))
-                words = f"{name} the scale of block {b} is {float(scales_1B[0, b]):g}, not from {low:g} to {high:g}"
+                words = f"{name} the scale of block {b} is {float(scales_1B[0, b]):g}; expected {low:g} to {high:g}"
                 findings.append(Finding("scale", words, (rank,)))
             legal_1D = legal_values(x_1D, v_D.unsqueeze(0), scales_1B, self.block, self.fmt, unit=_unit(v_D.dtype))
             for c in (~legal_1D).nonzero()[:, 1].tolist():
-                words = f"{name} column {c} is {float(v_D[c]):g}, of {float(x_1D[0, c]):g}"
+                words = (
+                    f"{name} column {c} is {float(v_D[c]):g} instead of {float(x_1D[0, c]):g} within float8 rounding"
+                )
                 findings.append(Finding("value", words, (rank,), abs(float(v_D[c] - x_1D[0, c]))))
             findings += self.script.wrong_slots(FULL, rank, token, row)
             tally.add(pairs=1, elements=len(v_D), rank=rank)
@@ -171,7 +177,7 @@ class Rounded:
             fail(WrongDelivery, "dispatch", findings)
 
     def judge_sums(self, tally: Tally) -> None:
-        """Hold y against the sum of what came, within the rounding of a sum of as many numbers."""
+        """Compare y with the sum of the delivered rows, within the rounding of a sum of as many numbers."""
         findings = []
         require_dtype(self.outcome, COMBINE)  # of which the unit is: a narrower one would widen its own bound
         for rank, y_TD in enumerate(values(self.outcome, COMBINE)):
@@ -181,25 +187,27 @@ class Rounded:
                 error_D = len(came) * 2 * _unit(y_TD.dtype) * parts.abs().sum(0)
                 right_D = ((y_D - parts.sum(0)).abs() <= error_D) | ~parts.sum(0).isfinite() & ~y_D.isfinite()
                 for c in (~right_D).nonzero().flatten().tolist():
-                    words = f"y at {Token(rank, t)}, column {c}, is {float(y_D[c]):g}, and what came adds up to "
-                    findings.append(Finding("sum", f"{words}{float(parts.sum(0)[c]):g}", (rank,)))
+                    words = (
+                        f"y at {Token(rank, t)}, column {c}, is {float(y_D[c]):g} instead of {float(parts.sum(0)[c]):g}"
+                    )
+                    findings.append(Finding("sum", f"{words}, the sum of the received rows", (rank,)))
                 tally.add(elements=len(y_D), rank=rank)
         if findings:
             fail(WrongOutput, "combine", findings)
 
     def judge_gradients(self, tally: Tally) -> None:
-        """Hold a token's gradient against the upstream times the ranks that had its row, rounded likewise."""
+        """Compare a token's gradient with the upstream times the number of ranks that had its row, rounded likewise."""
         findings = []
         pairs = zip(self.script.copies(FULL), self.script.call(COMBINE).upstream, strict=True)
         for rank, (copies_T1, upstream) in enumerate(pairs):
             wanted_TD = copies_T1 * upstream[""].double()
             found_TD = answers(self.outcome, FULL)[rank].gradients["x_TD"]
             if found_TD is None:
-                raise AbsentGradient("gradient", f"the gradient of the tokens is absent on rank {rank}", ranks=(rank,))
+                raise AbsentGradient("gradient", f"the gradient of the tokens is None on rank {rank}", ranks=(rank,))
             largest = scale_bounds(wanted_TD, self.block, self.fmt)[1]
             legal_TD = legal_values(wanted_TD, found_TD, largest, self.block, self.fmt)
             for t, c in (~legal_TD).nonzero().tolist():
-                words = f"the gradient of {Token(rank, t)}, column {c}, is {float(found_TD[t, c]):g}, expected "
+                words = f"the gradient of {Token(rank, t)}, column {c}, is {float(found_TD[t, c]):g} instead of "
                 findings.append(Finding("gradient", f"{words}{float(wanted_TD[t, c]):g}", (rank,)))
             tally.add(elements=wanted_TD.numel(), rank=rank)
         if findings:

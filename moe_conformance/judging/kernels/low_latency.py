@@ -1,7 +1,7 @@
-"""The token exchange with fixed places: what fills them, what combine makes of them, and limits that are broken.
+"""The low-latency token exchange: the places of its receive buffer, the sums of combine, and exceeded limits.
 
-Scripts feed rows whose signs are tags (see `workloads.tags`), so that each says whose it is, also where its numbers
-were rounded. N experts held, C places, W ranks.
+Scripts feed rows whose signs are tags (see `workloads.tags`), so that each row identifies its token, also where its
+numbers were rounded. N experts held, C places, W ranks.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from moe_conformance.workloads.records.workload import Ref
 
 
 def judge_places(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether the first places of every expert hold its rows, and nothing else reaches an output or gradient.
+    """Decide whether the first places of every expert hold its rows, and no other place changes an output or gradient.
 
     Raises:
         WrongGroups: an expert is held nowhere, or twice.
-        WrongForm: an expert has other places on another rank, or under another load, where as many tokens are to come;
-            or rows or outputs have another dtype than the tokens.
-        WrongDelivery: places, counts or runs are not as they must be.
-        WrongOutput, WrongGradient, AbsentGradient: what combine makes of them.
+        WrongForm: an expert has another number of places on another rank, or for another load, with one tokens_max; or
+            rows or outputs have another dtype than the tokens.
+        WrongDelivery: places, counts or runs are wrong.
+        WrongOutput, WrongGradient, AbsentGradient: the sums of combine, or their gradients, are wrong.
     """
     judge_placement(outcome, Tally())
     for number, call in enumerate(outcome.workload.calls):
@@ -51,17 +51,17 @@ def judge_places(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_limit(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether more tokens than were said to come are refused on every rank, and no fewer are.
+    """Decide whether more tokens than tokens_max are refused on every rank, and no fewer are.
 
     Raises:
-        Unrefused: some ranks answered.
+        Unrefused: some ranks accepted them.
         WrongDelivery, WrongOutput, WrongGradient, AbsentGradient: a dispatch within the limit is not right.
     """
     judge_places(outcome, tally)
     for number, call in enumerate(outcome.workload.calls):
         if call.may_raise:
             most = max(len(given["x_TD"]) for given in call.given)
-            asked = f"{most} tokens of a rank where at most {call.given[0]['tokens_max']} were to come (call {number})"
+            asked = f"{most} tokens on a rank, above tokens_max = {call.given[0]['tokens_max']} (call {number})"
             judge_refused(outcome, number, tally, stage="dispatch", asked=asked)
 
 
@@ -76,9 +76,11 @@ def _judge_dispatch(outcome: Outcome, number: int, tally: Tally) -> None:
         where = f"call {number}: rank {rank}"
         if N != len(held) or bool((counts_N > C).any()) or len(counts_N) != N:
             sentence = f"{where} has places of shape {tuple(rows_NCD.shape)} and counts {counts_N.tolist()}"
-            raise WrongForm("dispatch", f"{sentence} for {len(held)} experts", ranks=(rank,))
+            needed = f"{len(held)} experts, and counts of at most {C}"
+            raise WrongForm("dispatch", f"{sentence}; expected {needed}", ranks=(rank,))
         if rows_NCD.dtype != (dtype := outcome.workload.config.dtype):
-            raise WrongForm("dispatch", f"{where} has rows of {rows_NCD.dtype} for tokens of {dtype}", ranks=(rank,))
+            sentence = f"{where} receives rows of {rows_NCD.dtype} instead of {dtype}, the dtype of the tokens"
+            raise WrongForm("dispatch", sentence, ranks=(rank,))
         said = tags.decode(rows_NCD.reshape(N * C, -1).sign())
         known_R = (said.kind_R == tags.TAG) & (said.microbatch_R == number)
         place = torch.tensor([group.index(s) if s in group else -2 for s in said.rank_R.tolist()], dtype=torch.int64)
@@ -105,7 +107,7 @@ def _judge_dispatch(outcome: Outcome, number: int, tally: Tally) -> None:
 
 
 def _judge_fixed(outcome: Outcome) -> None:
-    """Raise unless experts have as many places wherever and whenever as many tokens were said to come."""
+    """Raise unless experts have one number of places on all ranks and in all calls with one tokens_max."""
     places: dict[tuple[tuple[int, ...], int], dict[str, int]] = {}
     for number, call in enumerate(outcome.workload.calls):
         if call.method == "dispatch" and not call.may_raise:
@@ -115,30 +117,31 @@ def _judge_fixed(outcome: Outcome) -> None:
                 known[f"{rows[rank].shape[1]} on rank {rank} in call {number}"] = rows[rank].shape[1]
     for (_, most), known in places.items():
         if len(set(known.values())) > 1:
-            told = f"experts have other places where at most {most} tokens of a rank are to come: {some(list(known))}"
+            told = f"the number of places per expert differs with one tokens_max = {most}: {some(list(known))}"
             raise WrongForm("dispatch", told)
 
 
 def _told(
     where: str, n: int, places: Places, ids: list[Tensor], group: tuple[int, ...], held: tuple[int, ...], runs: bool
 ) -> Finding:
-    """Say what stands in the places of an expert and what should."""
+    """Describe the places of an expert, observed and expected."""
     count, expert = int(places.counts_N[n]), held[n]
     wanted = sorted((s, t) for s, ids_TK in enumerate(ids) for t in (ids_TK == expert).nonzero()[:, 0].tolist())
     stands = list(zip(places.source_NC[n, :count].tolist(), places.token_NC[n, :count].tolist(), strict=True))
     rank = int(where.split()[-1])
     if count != len(wanted):
-        return Finding("count", f"{where} counts {count} rows for expert {expert}, which has {len(wanted)}", (rank,))
+        return Finding("count", f"{where} reports {count} rows for expert {expert} instead of {len(wanted)}", (rank,))
     if sorted(stands) != wanted:
         lost = next(each for each in wanted if each not in stands)
         at = next(i for i, each in enumerate(stands) if each not in wanted or stands.index(each) != i)
-        is_there = f"rank {group[stands[at][0]]} token {stands[at][1]}" if stands[at][0] >= 0 else "no token's row"
+        is_there = f"rank {group[stands[at][0]]} token {stands[at][1]}" if stands[at][0] >= 0 else "a row of no token"
         missing = f"rank {group[lost[0]]} token {lost[1]} is missing"
         return Finding("rows", f"{where} has {is_there} in place {at} of expert {expert}, and {missing}", (rank,))
     assert runs
-    said = [(int(places.begin_NS[n, s]), int(places.run_NS[n, s])) for s in range(len(group))]
-    stand = f"; by source stand {[s for s, _ in stands]}"
-    return Finding("runs", f"{where} says that the runs (begin, length) of expert {expert} are {said}{stand}", (rank,))
+    runs_S = [(int(places.begin_NS[n, s]), int(places.run_NS[n, s])) for s in range(len(group))]
+    reported = f"reports the runs (begin, length) {runs_S} of expert {expert} for the source ranks {list(group)}"
+    sources = [group[s] for s, _ in stands]
+    return Finding("runs", f"{where} {reported}; the source ranks of its places are {sources}", (rank,))
 
 
 def _ranks(outcome: Outcome) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
@@ -149,7 +152,7 @@ def _ranks(outcome: Outcome) -> Iterator[tuple[int, tuple[int, ...], tuple[int, 
 
 
 def _judge_sums(outcome: Outcome, tally: Tally) -> None:
-    """Hold y against the weighted sum of a token's own row, once for each shard that returns it, and its gradients."""
+    """Compare y with the weighted sum of a token's own row, once for each shard that returns it, and the gradients."""
     shards = outcome.workload.layout.etp
     for number, call in enumerate(outcome.workload.calls):
         if call.method != "combine":
@@ -174,18 +177,18 @@ def _judge_sums(outcome: Outcome, tally: Tally) -> None:
             for actual, expected, name in zip(own, wanted, ("tokens", "weights"), strict=True):
                 words = f"the gradient of the {name} through {of}"
                 if actual is None:
-                    raise AbsentGradient("gradient", f"{words} is absent on rank {rank}", ranks=(rank,))
+                    raise AbsentGradient("gradient", f"{words} is None on rank {rank}", ranks=(rank,))
                 _compare(WrongGradient, actual, expected, words, rank, tally)
 
 
 def _compare(error: type[Mismatch], actual: Tensor, expected: Tensor, name: str, rank: int, tally: Tally) -> None:
     stage = "combine" if error is WrongOutput else "gradient"
     if actual.shape != expected.shape:
-        sentence = f"{name} has the shape {tuple(actual.shape)} on rank {rank}, not {tuple(expected.shape)}"
+        sentence = f"{name} has the shape {tuple(actual.shape)} instead of {tuple(expected.shape)} on rank {rank}"
         raise WrongForm(stage, sentence, ranks=(rank,))  # type: ignore[arg-type]
     findings = []
     for t, c in wrong(actual, expected).nonzero().tolist():
-        numbers = ", expected ".join(apart(float(actual[t, c]), float(expected[t, c])))
+        numbers = " instead of ".join(apart(float(actual[t, c]), float(expected[t, c])))
         findings.append(Finding("value", f"{name} at rank {rank} token {t}, column {c}, is {numbers}", (rank,)))
     if findings:
         fail(error, stage, findings)  # type: ignore[arg-type]

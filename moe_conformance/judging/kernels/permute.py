@@ -1,6 +1,6 @@
-"""Rows sorted by expert and padded, and the way back to tokens: held against the oracle, row by row.
+"""Permute and unpermute: rows sorted by expert and padded, and back to tokens, compared with the oracle row by row.
 
-A row is known by its content: it is the hidden state of a token, moved and never cast.
+A row is identified by its values: it is the hidden state of a token, moved and never cast.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _BESIDE = f" with {tags.PADDING_ANSWER:g} in padding rows"
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a call of permute was given."""
+    """The inputs of a call of permute."""
 
     x_TD: Tensor
     routing: Routing
@@ -46,13 +46,13 @@ class _Asked:
 
 
 def judge_permuted(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether every expert's segment has its pairs first, then padding, and is as long as it should be.
+    """Decide whether every expert's segment has its pairs first, then padding, and has the expected length.
 
     Raises:
         WrongForm: rows of another dtype or width.
         WrongCount: a segment of another length.
-        CorruptRow, WrongDelivery: a row that is no token's, or not one of this expert.
-        WrongWeight: a weight that came with a row is not that of its token and slot.
+        CorruptRow, WrongDelivery: a row of no token, or not of this expert.
+        WrongWeight: the weight of a row is not that of its token and slot.
     """
     for call in _calls(outcome):
         rows = _read(outcome, call[0])
@@ -63,7 +63,7 @@ def judge_padding_rows(outcome: Outcome, tally: Tally) -> None:
     """Decide whether every padding row within the counts is zero in every element.
 
     Raises:
-        CorruptRow: one is not; or the rows beside them are no pairs', see `judge_permuted`.
+        CorruptRow: one is not; or the rows before them are wrong, see `judge_permuted`.
     """
     for there, _ in _calls(outcome):
         rows = _read(outcome, there)
@@ -80,22 +80,24 @@ def judge_padding_rows(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_order(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether the rows of every expert stand by token, then slot.
+    """Decide whether the rows of every expert are ordered by token, then slot.
 
     Raises:
-        WrongDelivery: two rows of an expert stand the other way round; or the rows are not the expert's at all.
+        WrongDelivery: two rows of an expert are in the other order; or the rows are not the expert's at all.
     """
     rows = _read(outcome, 0)
     ordered = in_order(rows)
     if odd := [expert for expert, right in ordered.items() if not right]:
         at = (rows.expert == odd[0]) & (rows.source >= 0)
-        sentence = f"the rows of expert {odd[0]} are of tokens {rows.token[at].tolist()}, which do not ascend"
+        sentence = (
+            f"the rows of expert {odd[0]} are of tokens {rows.token[at].tolist()}, which are not in ascending order"
+        )
         raise WrongDelivery("dispatch", sentence, ranks=(0,))
     tally.add(pairs=max(1, len(rows.token)), rank=0)
 
 
 def judge_unpermuted(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether every token gets the weighted sum of its own pairs' rows, whatever stands in their padding.
+    """Decide whether every token gets the weighted sum of its own pairs' rows, whatever their padding holds.
 
     Raises:
         WrongForm, WrongOutput: another shape, dtype or value.
@@ -105,7 +107,7 @@ def judge_unpermuted(outcome: Outcome, tally: Tally) -> None:
         (y_TD,) = values(outcome, back)
         expected_TD = _back(asked, rows, _rows_of(outcome, back, there).double(), _weights(asked))
         if y_TD.dtype != asked.x_TD.dtype:
-            raise WrongForm("combine", f"y has the dtype {y_TD.dtype}, not {asked.x_TD.dtype}", ranks=(0,))
+            raise WrongForm("combine", f"y has the dtype {y_TD.dtype} instead of {asked.x_TD.dtype}", ranks=(0,))
         what = "y" + _BESIDE * _is_padded(outcome, back)
         judge_tensor(y_TD, expected_TD, tally, error=WrongOutput, stage="combine", what=what, row="token")
 
@@ -166,7 +168,7 @@ def _weights(asked: _Asked) -> Tensor:
 
 
 def _rows_of(outcome: Outcome, back: int, there: int) -> Tensor:
-    """Return the rows that a call of unpermute was given; those of padding count for nothing."""
+    """Return the rows that a call of unpermute received; those of padding have no effect."""
     if (drawn_RD := _drawn(outcome, back)) is not None:
         return drawn_RD
     (rows_RD,) = values(outcome, there, "rows_RD")
@@ -174,7 +176,7 @@ def _rows_of(outcome: Outcome, back: int, there: int) -> Tensor:
 
 
 def _drawn(outcome: Outcome, back: int) -> Tensor | None:
-    """Return the rows that were drawn for a call of unpermute, None where it was given the backend's own."""
+    """Return the rows that were drawn for a call of unpermute, None where it received the backend's own."""
     rows_RD = outcome.workload.calls[back].given[0]["rows_RD"]
     return rows_RD if isinstance(rows_RD, Tensor) else None
 
@@ -184,7 +186,7 @@ def _is_padded(outcome: Outcome, back: int) -> bool:
 
 
 def _back(asked: _Asked, rows: Rows, rows_RD: Tensor, weights_TK: Tensor) -> Tensor:
-    """Return what the oracle makes of rows that lie as the backend left them."""
+    """Return the expected y of rows in the order of the backend."""
     real_R = rows.source >= 0
     weights_R = torch.zeros(len(rows.token), dtype=torch.float64)
     weights_R = weights_R.index_put((real_R.nonzero()[:, 0],), weights_TK[rows.token[real_R], rows.slot[real_R]])
@@ -192,18 +194,19 @@ def _back(asked: _Asked, rows: Rows, rows_RD: Tensor, weights_TK: Tensor) -> Ten
 
 
 def _read(outcome: Outcome, call: int) -> Rows:
-    """Say what every row is, as the oracle lists rows; raise where one is not what it should be."""
+    """Return the token, slot and expert of every row, as the oracle lists rows; raise where one is wrong."""
     asked = _asked(outcome, call)
     (rows_RD,), (counts_E,), (weights_R,) = (
         values(outcome, call, name) for name in ("rows_RD", "counts_E", "weights_R")
     )
     if rows_RD.dtype != asked.x_TD.dtype or rows_RD.shape[1:] != asked.x_TD.shape[1:]:
-        said = f"rows are {rows_RD.dtype} of {tuple(rows_RD.shape[1:])}, tokens {asked.x_TD.dtype}"
+        observed = f"{rows_RD.dtype} of shape {tuple(rows_RD.shape[1:])}"
+        said = f"rows are {observed} instead of {asked.x_TD.dtype} of shape {tuple(asked.x_TD.shape[1:])}"
         raise WrongForm("dispatch", said, ranks=(0,))
     wanted = expert_major([asked.routing.ids_TK], range(asked.routing.experts))
     pairs_E = torch.bincount(wanted.expert, minlength=asked.routing.experts).tolist()
     if counts_E is None and asked.multiple > 1:
-        raise WrongForm("dispatch", "nothing counts the rows of padded segments: None for counts_E", ranks=(0,))
+        raise WrongForm("dispatch", "counts_E is None although the segments are padded", ranks=(0,))
     counts = pairs_E if counts_E is None else [int(count) for count in counts_E.tolist()]
     _check_counts(counts, pairs_E, len(rows_RD), asked)
     found = _found(rows_RD, counts, pairs_E, asked, wanted)
@@ -213,12 +216,17 @@ def _read(outcome: Outcome, call: int) -> Rows:
 
 def _check_counts(counts: list[int], pairs_E: list[int], rows: int, asked: _Asked) -> None:
     if len(counts) != len(pairs_E):
-        raise WrongCount("dispatch", f"{len(counts)} counts for {len(pairs_E)} experts", ranks=(0,))
+        raise WrongCount(
+            "dispatch",
+            f"counts_E has {len(counts)} entries instead of {len(pairs_E)}, the number of experts",
+            ranks=(0,),
+        )
     legal = legal_counts(counts, pairs_E, asked.multiple)
     findings = [
         Finding(
             "count",
-            f"expert {expert} has {counts[expert]} rows for {pairs_E[expert]} pairs and a multiple of {asked.multiple}",
+            f"expert {expert} has {counts[expert]} rows for {pairs_E[expert]} pairs, "
+            f"padded to a multiple of {asked.multiple}",
             (0,),
         )
         for expert, right in enumerate(legal)
@@ -227,11 +235,11 @@ def _check_counts(counts: list[int], pairs_E: list[int], rows: int, asked: _Aske
     if findings:
         fail(WrongCount, "dispatch", findings)
     if sum(counts) > rows:
-        raise WrongCount("dispatch", f"counts add up to {sum(counts)} of {rows} rows", ranks=(0,))
+        raise WrongCount("dispatch", f"counts_E add up to {sum(counts)}, but permute returned {rows} rows", ranks=(0,))
 
 
 def _found(rows_RD: Tensor, counts: list[int], pairs_E: list[int], asked: _Asked, wanted: Rows) -> Rows:
-    """Name every row by its token; slots of a token that has an expert twice are taken in order."""
+    """Identify the token of every row; slots of a token that has an expert twice are taken in order."""
     tokens: dict[tuple[float, ...], list[int]] = {}
     for token, x_D in enumerate(asked.x_TD.double().tolist()):
         tokens.setdefault(tuple(x_D), []).append(token)
@@ -260,10 +268,10 @@ def _found(rows_RD: Tensor, counts: list[int], pairs_E: list[int], asked: _Asked
 def _stranger(row: int, start: int, expert: int, alike: list[int], asked: _Asked) -> Finding:
     place = f"row {row}, number {row - start} of expert {expert},"
     if not alike:
-        return Finding("corrupt", f"{place} is no token's, and not yet padding", (0,))
+        return Finding("corrupt", f"{place} is a row of no token before the padding", (0,))
     token = alike[0]
     ids = asked.routing.ids_TK[token].tolist()
-    twice = " once more" if expert in ids else f", which goes to {ids}"
+    twice = ", which is delivered already" if expert in ids else f", which is routed to {ids}"
     return Finding("stranger", f"{place} is token {token}{twice}", (0,))
 
 
@@ -273,13 +281,15 @@ def _check_weights(rows: Rows, weights_R: Tensor | None, asked: _Asked) -> None:
     real_R = (rows.source >= 0).nonzero()[:, 0]
     expected_P = asked.routing.weights_TK[rows.token[real_R], rows.slot[real_R]]
     if weights_R.reshape(-1).shape[0] < len(rows.token):
-        raise WrongForm("dispatch", f"{weights_R.numel()} weights for {len(rows.token)} rows", ranks=(0,))
+        raise WrongForm(
+            "dispatch", f"permute returned {weights_R.numel()} weights for {len(rows.token)} rows", ranks=(0,)
+        )
     actual_P = weights_R.reshape(-1)[real_R]
     for at in (actual_P.double() != expected_P.double()).nonzero()[:, 0].tolist():
         row = int(real_R[at])
         raise WrongWeight(
             "dispatch",
-            f"row {row}, token {int(rows.token[row])} slot {int(rows.slot[row])}, carries the weight "
+            f"row {row}, token {int(rows.token[row])} slot {int(rows.slot[row])}, has the weight "
             f"{float(actual_P[at]):g} instead of {float(expected_P[at]):g}",
             ranks=(0,),
         )

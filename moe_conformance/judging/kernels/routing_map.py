@@ -22,7 +22,7 @@ def judge_forms(outcome: Outcome, tally: Tally) -> None:
 
     Raises:
         WrongForm: a table of another shape, or a map that is not boolean.
-        WrongSelection: a triple is missing, or was not asked for, or a place outside the map has a weight.
+        WrongSelection: a triple is missing, or is not in the routing, or an element outside of the map has a weight.
         AbsentGradient, WrongGradient: gradients of the weights.
     """
     call = outcome.workload.calls[0]
@@ -32,7 +32,9 @@ def judge_forms(outcome: Outcome, tally: Tally) -> None:
     (ids_TK,), (weights_TK,) = values(outcome, 1, "ids_TK"), values(outcome, 1, "weights_TK")
     if len(ids_TK) != len(routing.ids_TK) or ids_TK.shape != weights_TK.shape:
         shapes = f"{tuple(ids_TK.shape)} and {tuple(weights_TK.shape)}"
-        raise WrongForm("route", f"ids and weights of {len(routing.ids_TK)} tokens are {shapes}", ranks=(0,))
+        raise WrongForm(
+            "route", f"ids and weights of {len(routing.ids_TK)} tokens have the shapes {shapes}", ranks=(0,)
+        )
     _same("the indexed form", asked, _indexed(ids_TK, weights_TK))
     _same("the dense form of the indexed one", asked, _dense_of(outcome, 2, routing))
     tally.add(pairs=max(1, asked.total()), rank=0)
@@ -50,12 +52,12 @@ def _indexed(ids_TK: Tensor, weights_TK: Tensor) -> _Triples:
 
 
 def _dense_of(outcome: Outcome, call: int, routing: Routing) -> _Triples:
-    """Return the triples of a dense form; a weight beside the map counts as one."""
+    """Return the triples of a dense form; a weight outside of the map counts as one."""
     (weights_TE,), (map_TE,) = values(outcome, call, "weights_TE"), values(outcome, call, "map_TE")
     shape = (len(routing.ids_TK), routing.experts)
     if map_TE.dtype != torch.bool or map_TE.shape != shape or weights_TE.shape != shape:
         form = f"{map_TE.dtype} {tuple(map_TE.shape)} with weights {tuple(weights_TE.shape)}"
-        raise WrongForm("route", f"the dense form is a map {form}, not a boolean one of {shape}", ranks=(0,))
+        raise WrongForm("route", f"the dense form is a map {form} instead of a boolean one of {shape}", ranks=(0,))
     set_TE = map_TE | (weights_TE != 0)
     return Counter((t, e, float(weights_TE[t, e])) for t, e in set_TE.nonzero().tolist())
 
@@ -65,7 +67,7 @@ def _same(said: str, asked: _Triples, found: _Triples) -> None:
     if missing := asked - found:
         findings.append(Finding("missing", f"{said} lacks {_words(missing)}", (0,)))
     if extra := found - asked:
-        findings.append(Finding("extra", f"{said} has {_words(extra)}, which nobody asked for", (0,)))
+        findings.append(Finding("extra", f"{said} has {_words(extra)}, which the routing does not have", (0,)))
     if findings:
         fail(WrongSelection, "route", findings)
 

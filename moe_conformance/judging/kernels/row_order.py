@@ -1,4 +1,4 @@
-"""Rows moved by counts and by an index: every answer and every gradient is laid beside the oracle's, exactly."""
+"""Rows moved by counts and by an index: every output and every gradient is exactly the expected value."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from moe_conformance.scenarios.outcome import Outcome
 
 
 def judge_reordering(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether rows stand expert by expert, and source by source again, and gradients go the other way.
+    """Decide whether rows are in expert-major order, then in source-major order again, and gradients the other way.
 
     Raises:
-        WrongForm, WrongOutput, WrongGradient: rows or gradients are not where they belong.
+        WrongForm, WrongOutput, WrongGradient: rows or gradients are in other places.
     """
     given = [call.given[0] for call in outcome.workload.calls]
     upstream = [call.upstream[0].get("") if call.upstream else None for call in outcome.workload.calls]

@@ -21,8 +21,8 @@ def judge_lengths(outcome: Outcome, tally: Tally) -> None:
 
     Raises:
         WrongForm: a list is no list of integers with an entry for every sequence and one more.
-        WrongCount: a length changed, or a padded length is no multiple of what it must be, or too small.
-        NotOffered: what was answered is right, and some calls were refused.
+        WrongCount: a length changed, or a padded length is not the required multiple, or too small.
+        NotOffered: all results are right, and some calls were refused.
     """
     found, refused = [], _refused(outcome)
     for number, call in enumerate(outcome.workload.calls):
@@ -41,14 +41,14 @@ def judge_lengths(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_empty_sequences(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether sequences of length zero change nothing but the lists, where they stand as equal neighbours.
+    """Decide whether sequences of length zero change nothing but the lists, where they are equal neighbours.
 
     Calls come in pairs: without such sequences and with them.
 
     Raises:
         WrongForm: a list has not an entry for every sequence and one more.
-        WrongCount: another sequence stands elsewhere than without them.
-        NotOffered: what was answered is right, and some calls were refused.
+        WrongCount: another sequence begins elsewhere than without them.
+        NotOffered: all results are right, and some calls were refused.
     """
     found, refused = [], _refused(outcome)
     for number in range(0, len(outcome.workload.calls), 2):
@@ -64,7 +64,10 @@ def judge_empty_sequences(outcome: Outcome, tally: Tally) -> None:
                 falls = bool((rows_S < 0).any())
                 if int(one[0]) or falls or not torch.equal(other, packed_sequences.cumulative(rows_S.tolist())):
                     told = f"{name} of lengths {list(lengths)} is {other.tolist()}"
-                    found.append(f"{told}, and {one.tolist()} of {list(without.given[rank]['lengths'])}")
+                    lengths_without = list(without.given[rank]["lengths"])
+                    found.append(
+                        f"{told}; without the empty sequences, of lengths {lengths_without}, it is {one.tolist()}"
+                    )
                 tally.add(pairs=len(lengths), rank=rank)
     if found:
         raise WrongCount("dispatch", some(found))
@@ -72,12 +75,12 @@ def judge_empty_sequences(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_tokens(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether rows are told from gaps: the first L_i rows of sequence i are tokens, and no others.
+    """Decide whether tokens and padding are told apart: the first L_i rows of sequence i are tokens, and no others.
 
     Raises:
-        WrongForm: the answer is no boolean for every row.
-        WrongDelivery: a gap is taken for a token, or a token for a gap.
-        NotOffered: what was answered is right, and some calls were refused.
+        WrongForm: the result is not a boolean for every row.
+        WrongDelivery: padding is reported as a token, or a token as padding.
+        NotOffered: all results are right, and some calls were refused.
     """
     found, refused = [], _refused(outcome)
     for number, call in enumerate(outcome.workload.calls):
@@ -87,10 +90,12 @@ def judge_tokens(outcome: Outcome, tally: Tally) -> None:
             given = call.given[rank]
             expected = packed_rows.real_rows(given["cu_seqlens"], given["cu_seqlens_padded"])
             if not isinstance(answer, Tensor) or answer.dtype != torch.bool or answer.shape != expected.shape:
-                raise WrongForm("dispatch", f"tokens are {_form(answer)}, not booleans of {len(expected)} rows")
-            lists = f"cu_seqlens {given['cu_seqlens'].tolist()} in {given['cu_seqlens_padded'].tolist()}"
+                raise WrongForm("dispatch", f"the mask of tokens is {_form(answer)}; expected {len(expected)} booleans")
+            lists = (
+                f"cu_seqlens {given['cu_seqlens'].tolist()} in cu_seqlens_padded {given['cu_seqlens_padded'].tolist()}"
+            )
             for row in (answer != expected).nonzero().flatten().tolist():
-                is_not = "a gap, and is taken for a token" if answer[row] else "a token, and is taken for a gap"
+                is_not = "padding, and is reported as a token" if answer[row] else "a token, and is reported as padding"
                 found.append(f"row {row} of {lists} is {is_not}")
             tally.add(elements=len(expected), pairs=1, rank=rank)
     if found:
@@ -102,9 +107,9 @@ def judge_shares(outcome: Outcome, tally: Tally) -> None:
     """Decide whether the ranks of a cp group hold every row once, in the order of chunks unless another is stated.
 
     Raises:
-        WrongForm: the answer is no list of integers.
+        WrongForm: the result is not a list of integers.
         WrongDelivery: a row is on no rank, on several, or on another than its chunk.
-        NotOffered: what was answered is right, and some calls were refused.
+        NotOffered: all results are right, and some calls were refused.
     """
     refused = _refused(outcome)
     packs: dict[tuple[int, tuple[int, ...]], dict[int, dict[int, Tensor]]] = {}
@@ -112,7 +117,8 @@ def judge_shares(outcome: Outcome, tally: Tally) -> None:
         for rank, answer in enumerate(() if number in refused else values(outcome, number)):
             given = call.given[rank]
             if not isinstance(answer, Tensor) or answer.dim() != 1 or answer.is_floating_point():
-                raise WrongForm("dispatch", f"a share is {_form(answer)}, not a list of row numbers")
+                sentence = f"the rows of a cp rank are {_form(answer)}; expected a list of row indices"
+                raise WrongForm("dispatch", sentence)
             pack = given["cp"], tuple(given["cu_seqlens_padded"].tolist())
             packs.setdefault(pack, {}).setdefault(rank, {})[given["cp_rank"]] = answer
     found = []
@@ -129,7 +135,7 @@ def judge_shares(outcome: Outcome, tally: Tally) -> None:
 
 
 def _refused(outcome: Outcome) -> dict[int, str]:
-    """Return the calls that some rank does not offer, with its words; any other error is for `values` to tell."""
+    """Return the calls that some rank does not offer, with its error; any other error is for `values` to raise."""
     said = {number: [each.error for each in answers(outcome, number) if each.error_by] for number in _calls(outcome)}
     return {number: words[0] for number, words in said.items() if words}
 
@@ -140,18 +146,18 @@ def _calls(outcome: Outcome) -> range:
 
 def _require_all(refused: dict[int, str]) -> None:
     if refused:
-        raise NotOffered(f"{len(refused)} calls are refused, call {min(refused)} as {refused[min(refused)]}")
+        raise NotOffered(f"{len(refused)} calls are refused; call {min(refused)}: {refused[min(refused)]}")
 
 
 def _lists(outcome: Outcome, number: int) -> list[tuple[Tensor, Tensor]]:
-    """Return both sums of every rank's answer, as int64."""
+    """Return both sums of every rank's result, as int64."""
     found = []
     real, padded = (values(outcome, number, name) for name in ("cu_seqlens", "cu_seqlens_padded"))
     for rank, pair in enumerate(zip(real, padded, strict=True)):
         S = len(outcome.workload.calls[number].given[rank]["lengths"])
         for name, sums in zip(("cu_seqlens", "cu_seqlens_padded"), pair, strict=True):
             if not isinstance(sums, Tensor) or sums.is_floating_point() or sums.shape != (S + 1,):
-                raise WrongForm("dispatch", f"{name} of {S} sequences is {_form(sums)}, not {S + 1} integers")
+                raise WrongForm("dispatch", f"{name} of {S} sequences is {_form(sums)}; expected {S + 1} integers")
         found.append((pair[0].long(), pair[1].long()))
     return found
 
@@ -166,13 +172,13 @@ def _told_lengths(given: Any, m: int, real: Tensor, padded: Tensor) -> str:
     if given["sequence_parallel"]:
         asked += " and sequence parallelism"
     if real.tolist() != packed_sequences.cumulative(lengths).tolist():
-        return f"cu_seqlens {asked} is {real.tolist()}"
+        return f"cu_seqlens {asked} is {real.tolist()} instead of {packed_sequences.cumulative(lengths).tolist()}"
     grown = [after - before for before, after in pairwise(padded.tolist())]
     for i, (rows, length) in enumerate(zip(grown, lengths, strict=True)):
         if rows < length:
-            return f"cu_seqlens_padded {asked} gives sequence {i} {rows} rows for {length} tokens"
+            return f"cu_seqlens_padded {asked} gives sequence {i} {rows} rows for its {length} tokens"
         if rows % m:
-            return f"cu_seqlens_padded {asked} gives sequence {i} {rows} rows, which is no multiple of {m}"
+            return f"cu_seqlens_padded {asked} gives sequence {i} {rows} rows, which is not a multiple of {m}"
     return f"cu_seqlens_padded {asked} is {padded.tolist()}"
 
 
@@ -182,11 +188,11 @@ def _wrong_shares(cp: int, sums: Sequence[int], shares: Sequence[Tensor], stated
         held = [row for share in shares for row in share.tolist()]
         lost = sorted(set(range(sums[-1])) - set(held))
         twice = sorted({row for row in held if held.count(row) > 1})
-        return [f"of {pack} rows {lost or 'none'} are on no rank, and rows {twice or 'none'} on several"]
+        return [f"of {pack} rows {lost or 'none'} are on no cp rank, and rows {twice or 'none'} on several"]
     if stated != "mirrored":
         return []
     right = context_shares.context_rows(torch.tensor(sums), cp)
     for c, (share, expected) in enumerate(zip(shares, right, strict=True)):
         if share.tolist() != expected.tolist():
-            found.append(f"of {pack} cp rank {c} holds rows {share.tolist()}, expected {expected.tolist()}")
+            found.append(f"of {pack} cp rank {c} holds rows {share.tolist()} instead of {expected.tolist()}")
     return found
