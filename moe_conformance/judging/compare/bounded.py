@@ -43,11 +43,11 @@ class Worst:
         return min(self.ratio, 1e300)
 
     def __str__(self) -> str:
-        """Say it, for example `1.5 instead of 2 at [0, 3] (12.1 x the allowed 0.041)`."""
+        """Say it, for example `1.5 instead of 2 at [0, 3] (12.1 x the allowed error 0.041)`."""
         index = f" at [{', '.join(map(str, self.at))}]" if self.at else ""
-        times = f"{self.ratio:.3g} x the allowed {self.allowed:.2g}"
+        times = f"{self.ratio:.3g} x the allowed error {self.allowed:.2g}"
         if not isfinite(self.ratio):
-            times = "no error is allowed" if isfinite(self.actual) else "not finite"
+            times = "exact equality is required" if isfinite(self.actual) else "not finite"
         digits = 6 if f"{self.actual:.6g}" != f"{self.expected:.6g}" else 17
         return f"{self.actual:.{digits}g} instead of {self.expected:.{digits}g}{index} ({times})"
 

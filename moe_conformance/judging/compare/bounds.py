@@ -1,4 +1,4 @@
-"""Bounds: how far an honest implementation may be from the oracle, derived for every element, never one rtol for all.
+"""Bounds: how far a correct implementation may be from the oracle, derived for every element, never one rtol for all.
 
 The magnitudes of `reference.rounding` add up rounding errors of the first order. This module says by
 which unit roundoffs an implementation stores and adds up, and provides for products of errors and for numbers too small
@@ -30,12 +30,12 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """Return the narrowest dtype in which an honest matrix product adds up: float32, or float64 for float64."""
+    """Return the narrowest dtype in which a correct matrix product adds up: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def rounding(dtype: torch.dtype) -> Rounding:
-    """Return the arithmetic of an honest implementation on tokens of some dtype.
+    """Return the arithmetic of a correct implementation on tokens of some dtype.
 
     >>> rounding(torch.bfloat16) == Rounding(2**-8, 2**-24)
     True
@@ -53,12 +53,12 @@ def gamma(n: float, u: float) -> float:
         ValueError: n u >= 1, so that nothing is known about the result.
     """
     if n * u >= 1:
-        raise ValueError(f"{n} roundings of {u} leave no digit: compare in a wider dtype or over shorter sums")
+        raise ValueError(f"{n} roundings of {u} leave no significant digit; use a wider dtype or shorter sums")
     return n * u / (1 - n * u)
 
 
 def allowed(error: Tensor, dtype: torch.dtype, *, addends: int) -> Tensor:
-    """Return the largest honest error of every element, given the first order of it and the addends of all its sums.
+    """Return the largest allowed error of every element, given the first order of it and the addends of all its sums.
 
     Below the smallest normal number errors are no longer relative: each addend may err by the roundoff of that number.
     And what the accumulator lost there, all of it if it flushes, was then multiplied: by the large token that made a

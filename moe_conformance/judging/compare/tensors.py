@@ -1,4 +1,4 @@
-"""One tensor of an answer laid beside the oracle's, exactly, and told by its rows."""
+"""One tensor compared exactly with its expected value, differences by row."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def judge_tensor(
         Mismatch: of the type `error`, another value.
     """
     if actual is None:
-        raise AbsentGradient(stage, f"{what} is absent on rank {rank}", ranks=(rank,))
+        raise AbsentGradient(stage, f"{what} is None on rank {rank}", ranks=(rank,))
     if actual.shape != expected.shape:
-        said = f"{what} has the shape {tuple(actual.shape)} on rank {rank}, not {tuple(expected.shape)}"
+        said = f"{what} has the shape {tuple(actual.shape)} on rank {rank} instead of {tuple(expected.shape)}"
         raise WrongForm(stage, said, ranks=(rank,))
     off = wrong(actual, expected)
     findings = []

@@ -33,12 +33,12 @@ def judge_same_deliveries(original: Reading, twin: Twin, other: Reading, tally: 
             was = original.seen(min(sources, default=m), rank).handed
             whose = f"rank {rank}" + (f" in microbatch {m}" if len(twin.origin) > 1 else "")
             if len(now) != len(was):
-                calls = f"the experts of {whose} are called {len(now)} times, and were called {len(was)} times"
-                findings.append(Finding("calls", calls, (rank,)))
+                calls = f"are called {len(now)} times instead of {len(was)} in the original run"
+                findings.append(Finding("calls", f"the experts of {whose} {calls}", (rank,)))
                 continue
             for one, before in zip(now, was, strict=True):
                 found = list(_differences(one, before, weighed))
-                findings += [Finding(kind, f"{kind} handed to {whose} {said}", (rank,)) for kind, said in found]
+                findings += [Finding(kind, f"{kind} delivered to {whose} {said}", (rank,)) for kind, said in found]
                 if not found:
                     tally.add(pairs=int((one.ids_RJ >= 0).sum()), rank=rank)
     if findings:
@@ -48,23 +48,23 @@ def judge_same_deliveries(original: Reading, twin: Twin, other: Reading, tally: 
 def _differences(now: Handed, was: Handed, weighed: bool) -> Iterator[tuple[str, str]]:
     """Yield what differs, and how."""
     if not same_bytes(now.ids_RJ, was.ids_RJ):
-        yield "experts of the rows", f"are {_some(now.ids_RJ)}, and were {_some(was.ids_RJ)}"
+        yield "experts of the rows", f"are {_some(now.ids_RJ)} instead of {_some(was.ids_RJ)} in the original run"
         return
     routed_R = (now.ids_RJ >= 0).any(1)
     if not same_bytes(now.rows_RD[routed_R], was.rows_RD[routed_R]):
         changed = (now.rows_RD.double() != was.rows_RD.double()).any(1) & routed_R
         row = int(changed.nonzero()[0]) if bool(changed.any()) else int(routed_R.nonzero()[0])
-        yield "rows", f"differ, the first is row {row}"
+        yield "rows", f"differ from the original run, first in row {row}"
     for kind, one, before in (
         ("weights", now.weights_RJ if weighed else None, was.weights_RJ if weighed else None),
         ("counts", now.counts_N, was.counts_N),
     ):
         if (one is None) != (before is None):
-            yield kind, "are there in one run only"
+            yield kind, "are delivered in one of the two runs only"
         elif one is not None and before is not None:
             held = now.ids_RJ >= 0 if kind == "weights" else torch.ones_like(one, dtype=torch.bool)
             if one.shape != before.shape or not same_bytes(one[held], before[held]):
-                yield kind, f"are {_some(one)}, and were {_some(before)}"
+                yield kind, f"are {_some(one)} instead of {_some(before)} in the original run"
 
 
 def _some(values: Tensor) -> str:

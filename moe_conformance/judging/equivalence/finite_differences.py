@@ -56,12 +56,13 @@ def _said(nudge: Nudged, slope: float, wide: float, told: float, addends: float)
     where = f"along a random direction in {nudge.what} the loss has the slope {slope:.9g}"
     curvature = abs(wide - slope)
     if not curvature <= _CURVATURE * addends:
-        return f"{where} over {nudge.h:.3g}, and {wide:.9g} over twice that: the forward has steps, and no derivative"
+        steps = f"with a step of {nudge.h:.3g}, and {wide:.9g} with twice the step"
+        return f"{where} {steps}: the forward has steps, and is not differentiable at this precision"
     allowed = curvature + 2 * _ROUNDING * addends / nudge.h
     if abs(slope - told) <= allowed:
         return ""
-    times = f"{abs(slope - told) / allowed:.3g} x the allowed {allowed:.2g}"
-    return f"{where}, and the gradient says {told:.9g} ({times})"
+    times = f"{abs(slope - told) / allowed:.3g} x the allowed error {allowed:.2g}"
+    return f"{where}; the gradient gives {told:.9g} ({times})"
 
 
 def _loss(reading: Reading, magnitude: bool = False) -> float:
@@ -85,7 +86,7 @@ def _along(reading: Reading, nudge: Nudged) -> float:
         seen = reading.seen(0, rank)
         grad = (seen.dx_TD if nudge.what == "x" else seen.dweights_TK).value
         if grad is None and direction.numel():
-            raise AbsentGradient("gradient", f"rank {rank} has no gradient of {nudge.what}", ranks=(rank,))
+            raise AbsentGradient("gradient", f"the gradient of {nudge.what} on rank {rank} is None", ranks=(rank,))
         total += 0.0 if grad is None else _product(grad, direction)
     return total
 

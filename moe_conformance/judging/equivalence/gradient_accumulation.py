@@ -31,7 +31,7 @@ def judge_sum(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
         expected = torch.stack([part[stage, key] for part in parts]).sum(0)
         allowed = sum((allowed_of(run, stage, key) for run in runs), allowed_of(reading, stage, key))
         name, expert = key
-        sentence = f"the gradient of {name} of expert {expert} is not the sum of what the microbatches give"
+        sentence = f"the gradient of {name} of expert {expert} is not the sum over the microbatches, each run alone"
         findings += far_off(reading, stage, (actual, expected, allowed), sentence, tally)
     if findings:
         fail(WrongGradient, "finish", findings)
@@ -54,7 +54,9 @@ def judge_steps(reading: Reading, alone: Sequence[Ran], stepped: Ran, tally: Tal
         for (stage, key), was in expected.items():
             allowed = 2 * allowed_of(single, stage, key)
             name, expert = key
-            sentence = f"in step {m} the gradient of {name} of expert {expert} is not what microbatch {m} alone gives"
+            sentence = (
+                f"in step {m} the gradient of {name} of expert {expert} differs from that of microbatch {m} run alone"
+            )
             findings += far_off(reading, stage, (found[stage, key], was, allowed), sentence, tally)
     if findings:
         fail(WrongGradient, "finish", findings, start=f"run {stepped.twin.how}, ")
@@ -70,7 +72,7 @@ def judge_padding_gradients(reading: Reading, ran: Sequence[Ran], tally: Tally) 
     """Decide whether a twin with other gradients at padding rows is alike, and count those rows.
 
     Raises:
-        NotOffered: no padding row was handed to any expert.
+        NotOffered: no padding row was delivered to any expert.
         As `judge_alike`.
     """
     judge_alike(reading, ran, Tally())
@@ -81,4 +83,4 @@ def judge_padding_gradients(reading: Reading, ran: Sequence[Ran], tally: Tally) 
             tally.add(pairs=padding, rank=rank.rank)
             rows += padding
     if not rows:
-        raise NotOffered("no padding row was handed to an expert")
+        raise NotOffered("no padding row was delivered to an expert")

@@ -82,15 +82,15 @@ def _said(now: Grad | None, was: Grad | None) -> str:
     """Say how a gradient differs from what it was; nothing if it does not."""
     if now is None or was is None or (now.value is None) != (was.value is None):
         absent = now is None or now.value is None
-        return "is not there, and was" if absent else "is there, and was not"
+        return "is missing; it exists in the original run" if absent else "exists; it is missing in the original run"
     if now.value is None or was.value is None:
         return ""
     forms = [(grad.shard, tuple(grad.value.shape), grad.value.dtype) for grad in (now, was) if grad.value is not None]
     if forms[0] != forms[1]:
-        return f"is {forms[0]}, and was {forms[1]}"
+        return f"is {forms[0]} instead of {forms[1]} in the original run"
     expected = was.value.double()
     worst = compare(now.value, expected, torch.zeros_like(expected))
-    return "" if worst.holds else f"is not what it was: {worst}"
+    return "" if worst.holds else f"differs from the original run: {worst}"
 
 
 def _require_near(original: Reading, twin: Twin, other: Reading, tally: Tally) -> None:
@@ -107,8 +107,8 @@ def _require_near(original: Reading, twin: Twin, other: Reading, tally: Tally) -
         allowed = torch.zeros_like(was, dtype=torch.float64)
         if actual.shape != was.shape or bool((actual != was).any()):  # bounds cost more than all the rest
             allowed = allowed_of(original, stage, (name, expert)) + allowed_of(other, stage, (name, number))
-        there = f" (expert {number} there)" if number != expert else ""
-        sentence = f"the gradient of {name} of expert {expert}{there} is not what it was"
+        there = f" (expert {number} in this run)" if number != expert else ""
+        sentence = f"the gradient of {name} of expert {expert}{there} differs from the original run"
         findings += far_off(original, stage, (actual, was, allowed), sentence, tally)
     if findings:
         fail(WrongGradient, "finish", findings, start=f"run {twin.how}, ")
@@ -143,7 +143,9 @@ def assembled_again(twin: Twin, other: Reading) -> _Whole:
     try:
         return assembled(other)
     except NotOffered as error:
-        raise AbsentGradient("finish", f"run {twin.how}, no gradient was finished: {error}") from error
+        raise AbsentGradient(
+            "finish", f"run {twin.how}, no gradient was finished, but in the original run: {error}"
+        ) from error
 
 
 def _require_absent(twin: Twin, other: Reading, tally: Tally) -> None:
@@ -167,8 +169,9 @@ def _unasked(grad: Grad, buffered: bool) -> str:
     if grad.value is None:
         return ""
     if bool(grad.value.any()):
-        return "a gradient"
-    return "" if buffered else "a gradient of zeros, and had none when it was frozen,"  # optimisers decay what has one
+        return "a gradient instead of None"
+    # a gradient of zeros counts where there was none when it was frozen: optimisers decay what has one
+    return "" if buffered else "a gradient of zeros instead of None, and had none when it was frozen,"
 
 
 def assembled(reading: Reading) -> _Whole:
@@ -189,8 +192,8 @@ def assembled(reading: Reading) -> _Whole:
                     parts.setdefault(finals[rank][key].shard, finals[rank][key].value)
             name, expert = key
             if not whole(parts) or expert is None:
-                sentence = f"the gradient of {name} of expert {expert} is held in the parts {sorted(map(str, parts))}"
-                raise Uncovered("finish", sentence, ranks=ranks)
+                shards = f"the ranks hold only its shards {sorted(map(str, parts))}"
+                raise Uncovered("finish", f"the gradient of {name} of expert {expert}: {shards}", ranks=ranks)
             found[stage, (name, expert)] = _joined(full, parts) * divisor
     return found
 

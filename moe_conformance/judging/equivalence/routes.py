@@ -33,7 +33,7 @@ def judge_same_routes(reading: Reading, ran: Sequence[Ran], tally: Tally, *, to_
 
     Raises:
         NotOffered: none of the twins was run.
-        WrongForm, WrongSelection: other experts were chosen.
+        WrongForm, WrongSelection: other experts were selected.
         WrongWeight: they weigh something else.
     """
     world = range(len(reading.ranks))
@@ -93,11 +93,11 @@ def _first_of(ran: Sequence[Ran]) -> tuple[Reading, list[Ran]]:
 
 
 def judge_same_choices(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
-    """Decide whether every token of a twin, at its place in the original, has the same experts, whatever they weigh.
+    """Decide whether every token of a twin, at its place in the original, has the same experts, whatever their weights.
 
     Raises:
         NotOffered: none of the twins was run.
-        WrongForm, WrongSelection: other experts were chosen.
+        WrongForm, WrongSelection: other experts were selected.
     """
     before = expected_of(reading).ids
     for each in those_that_ran(ran):
@@ -105,7 +105,7 @@ def judge_same_choices(reading: Reading, ran: Sequence[Ran], tally: Tally) -> No
         for (m, rank), now_TK in expected_of(read_twin(each)).ids.items():
             was_TK = before[m, rank]
             for t in (now_TK.sort(1).values != was_TK.sort(1).values).any(1).nonzero().flatten().tolist():
-                sentence = f"rank {rank} token {t} chose {now_TK[t].tolist()}, and had chosen {was_TK[t].tolist()}"
+                sentence = _selected(rank, t, now_TK, was_TK)
                 findings.append(Finding("choice", sentence, (rank,)))
             tally.add(pairs=now_TK.numel(), rank=rank)
         if findings:
@@ -131,8 +131,11 @@ def _other_choices(now: Routes, was: Routes, rank: int, to_the_bit: bool) -> Ite
     if not to_the_bit:
         other_T = other_T & ~(now.legal_T & was.legal_T)
     for t in other_T.nonzero().flatten().tolist():
-        sentence = f"rank {rank} token {t} chose {now.ids_TK[t].tolist()}, and had chosen {was.ids_TK[t].tolist()}"
-        yield Finding("choice", sentence, (rank,))
+        yield Finding("choice", _selected(rank, t, now.ids_TK, was.ids_TK), (rank,))
+
+
+def _selected(rank: int, t: int, now_TK: Tensor, was_TK: Tensor) -> str:
+    return f"rank {rank} token {t} selected {now_TK[t].tolist()} instead of {was_TK[t].tolist()} in the original run"
 
 
 def _other_slots(original: Reading, other: Reading) -> Iterator[Finding]:
@@ -140,17 +143,21 @@ def _other_slots(original: Reading, other: Reading) -> Iterator[Finding]:
     was = expected_of(original).ids
     for (m, rank), now_TK in expected_of(other).ids.items():
         for t in (now_TK != was[m, rank]).any(1).nonzero().flatten().tolist():
-            sentence = f"rank {rank} token {t} has its experts in the order {now_TK[t].tolist()}, and had "
-            yield Finding("slots", f"{sentence}{was[m, rank][t].tolist()}: sums over slots round otherwise", (rank,))
+            sentence = (
+                f"rank {rank} token {t} has its experts in the order {now_TK[t].tolist()} instead of "
+                f"{was[m, rank][t].tolist()} in the original run: sums over slots then round differently"
+            )
+            yield Finding("slots", sentence, (rank,))
 
 
 def _other_weights(now: Routes, was: Routes, rank: int, to_the_bit: bool) -> Iterator[Finding]:
-    """Yield tokens that chose the same, and weigh it otherwise."""
+    """Yield tokens that selected the same experts, with other weights."""
     off_TK = (now.weights_TK.double() - was.weights_TK.double()).abs()
     allowed_TK = (now.allowed_TK + was.allowed_TK) * (not to_the_bit)
     wrong_TK = ~(off_TK <= allowed_TK) & (now.ids_TK == was.ids_TK).all(1, keepdim=True)
     for t in wrong_TK.any(1).nonzero().flatten().tolist():
         k = int((off_TK[t] * wrong_TK[t]).argmax())
         is_, had = float(now.weights_TK[t, k]), float(was.weights_TK[t, k])
-        sentence = f"rank {rank} token {t} weighs expert {int(now.ids_TK[t, k])} by {is_:.9g}, and had by {had:.9g}"
+        weights = f"{is_:.9g} instead of {had:.9g} in the original run"
+        sentence = f"rank {rank} token {t} has for expert {int(now.ids_TK[t, k])} the weight {weights}"
         yield Finding("weight", sentence, (rank,), float(off_TK[t, k]))

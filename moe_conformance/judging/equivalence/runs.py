@@ -1,4 +1,4 @@
-"""A run held against its twins: what the law says is the same is compared, and what is not is told by token."""
+"""A run compared with equivalent runs: what the spec requires to be the same is compared, differences by token."""
 
 from __future__ import annotations
 
@@ -130,18 +130,20 @@ def those_that_ran(ran: Sequence[Ran]) -> list[Ran]:
     """
     present = [each for each in ran if each.outcome is not None]
     if not present:
-        raise NotOffered("; ".join(f"{each.twin.how}: {each.why_not}" for each in ran) or "there is no other run")
+        raise NotOffered(
+            "; ".join(f"{each.twin.how}: {each.why_not}" for each in ran) or "there is no run to compare with"
+        )
     return present
 
 
 def judge_scaled(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
-    """Decide `judge_alike` of twins with other weights; weights that act before the experts are under no such law.
+    """Decide `judge_alike` of runs with other weights; weights applied before the experts have no such requirement.
 
     Raises:
         NotOffered: the backend applies weights at the experts' input.
     """
     if any("input" in of_rank for of_rank in reading.applied):
-        raise NotOffered("weights multiply the experts' input, of which the answers are no linear function")
+        raise NotOffered("weights are applied at the experts' input, in which the experts' output is not linear")
     judge_alike(reading, ran, tally)
 
 
@@ -156,7 +158,7 @@ def judge_across(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
         return any(rank.weights_at == "input" for rank in outcome.ranks)
 
     comparable = [
-        replace(each, outcome=None, why_not="it applies weights on the other side of the experts")
+        replace(each, outcome=None, why_not="it applies weights at the experts' other end (input or output)")
         if each.outcome is not None and side(each.outcome) != side(reading.outcome)
         else each
         for each in ran
@@ -222,7 +224,7 @@ def _require_left_alone(sides: Sides) -> None:
     handed_out = sides.twin.workload.schedule == sides.original.outcome.workload.schedule
     known = {name for rank in sides.original.ranks for name in _changed(rank, handed_out)}
     findings = [
-        Finding(name, f"{name} is overwritten on rank {rank.rank}, and was left alone", (rank.rank,))
+        Finding(name, f"{name} is overwritten on rank {rank.rank}; in the original run it is unchanged", (rank.rank,))
         for rank in sides.other.ranks
         for name in _changed(rank, handed_out)
         if name not in known
@@ -294,18 +296,23 @@ def _differences(sides: Sides, judged: _Judged, tally: Tally) -> Iterator[Findin
             actual = judged.value(sides.other.seen(m, rank))
             if judged.asks in sides.twin.workload.twist.unasked:
                 if actual is not None:
-                    yield Finding("unasked", f"{judged.name} of rank {rank} is there, though none is wanted", (rank,))
+                    sentence = (
+                        f"{judged.name} of rank {rank} is a tensor instead of None: its input does not require grad"
+                    )
+                    yield Finding("unasked", sentence, (rank,))
                 continue
             was = _expected(rows, known, judged.name)
             whose = f"{judged.name} of rank {rank}" + (f" in microbatch {m}" if len(sides.twin.origin) > 1 else "")
             if actual is None or was is None:
                 if (actual is None) != (was is None) and len(rows.source_T3):
-                    now, then = ("None", "there") if actual is None else ("there", "None")
-                    yield Finding("absent", f"{whose} is {now}, and was {then}", (rank,))
+                    now, then = ("None", "a tensor") if actual is None else ("a tensor", "None")
+                    yield Finding("absent", f"{whose} is {now} instead of {then} in the original run", (rank,))
                 continue
             if (actual.shape, actual.dtype) != (was.shape, was.dtype):
-                forms = f"{tuple(actual.shape)} of {actual.dtype}, and was {tuple(was.shape)} of {was.dtype}"
-                raise WrongForm("combine", f"run {sides.twin.how}, {whose} has the shape {forms}", ranks=(rank,))
+                forms = f"{tuple(actual.shape)} of {actual.dtype} instead of {tuple(was.shape)} of {was.dtype}"
+                raise WrongForm(
+                    "combine", f"run {sides.twin.how}, {whose} has the shape {forms} in the original run", ranks=(rank,)
+                )
             differs = _differs(sides, judged, (m, rank), actual, was)
             for t in differs.any(1).nonzero().flatten().tolist():
                 yield _finding(sides, judged.name, (m, rank, t), actual, was, differs[t], known)
@@ -327,7 +334,7 @@ def _expected(rows: Rows, known: Sequence[Sequence[Tensor | None]], name: str) -
 
 
 def _differs(sides: Sides, judged: _Judged, place: Place, actual: Tensor, was: Tensor) -> Tensor:
-    """Mark the elements that differ by more than the law allows."""
+    """Mark the elements that differ by more than the spec allows."""
     if sides.twin.bits:
         return _as_integers(actual) != _as_integers(was)
     if not sides.original.outcome.workload.parameters:
@@ -370,8 +377,8 @@ def _finding(
     of_m = f" of microbatch {m}" if len(sides.twin.origin) > 1 else ""
     where = f" (rank {source[1]} token {source[2]} of microbatch {source[0]})" if source != at else ""
     sentence = (
-        f"{name} of rank {rank} token {t}{of_m} in {unit} {worst} is {_number(actual[t, worst], was[t, worst])}, "
-        f"and was {_number(was[t, worst], actual[t, worst])}{where}"
+        f"{name} of rank {rank} token {t}{of_m} in {unit} {worst} is {_number(actual[t, worst], was[t, worst])} "
+        f"instead of {_number(was[t, worst], actual[t, worst])} in the original run{where}"
     )
     if name != "dweights" and all(value is not None for ranks in known for value in ranks):
         rows, names = tokens_of(sides.original, known)  # type: ignore[arg-type]  # none is None

@@ -1,4 +1,4 @@
-"""A layer whose shared experts run beside its exchange, held against the same layer in which they do not."""
+"""A layer whose shared experts overlap its exchange, compared with the same layer without overlap."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moe_conformance.workloads.records.workload import Workload
 
 
 def judge_overlap(reading: Reading, twins: RunTwins, tally: Tally) -> None:
-    """Decide whether overlap changes no result beyond rounding, and whether the exchange travels as without it.
+    """Decide whether overlap changes no result beyond rounding, and no call of the exchange.
 
     Every collective of the exchange once: of its kind, splits and bytes in its group, as often as without overlap, on
     every rank. With tp > 1 only all-to-alls are compared: a gather over tp may be done once more in a backward.
@@ -42,7 +42,9 @@ def judge_overlap(reading: Reading, twins: RunTwins, tally: Tally) -> None:
         now, then = (Counter(_calls(rank.ledger, tp)) for rank in (beside, alone))
         for call in now | then:
             if now[call] != then[call]:
-                sentence = f"rank {beside.rank} calls {call} {now[call]} times, and {then[call]} times without overlap"
+                sentence = (
+                    f"rank {beside.rank} calls {call} {now[call]} times instead of {then[call]} times without overlap"
+                )
                 findings.append(Finding("calls", sentence, (beside.rank,)))
         tally.add(pairs=now.total(), rank=beside.rank)
     if findings:

@@ -23,7 +23,13 @@ def judge_matching_parts(reading: Reading, tally: Tally) -> None:
             parts = {shard and shard[1:] for shard in shards.values()}
             if len(parts) > 1 or any(shard and shard[0] != _CUT[name] for name, shard in shards.items()):
                 said = ", ".join(f"{_words(shard)} of {name}" for name, shard in shards.items())
-                findings.append(Finding("parts", f"rank {rank.rank} holds of expert {expert}: {said}", (rank.rank,)))
+                findings.append(
+                    Finding(
+                        "parts",
+                        f"rank {rank.rank} holds different shards of the matrices of expert {expert}: {said}",
+                        (rank.rank,),
+                    )
+                )
             else:
                 tally.add(pairs=1, rank=rank.rank)
     if findings:

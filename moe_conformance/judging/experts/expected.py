@@ -1,4 +1,4 @@
-"""What a run with the backend's own experts must yield, by the oracles, and how far from it an honest one may be."""
+"""What a run with the backend's own experts must yield, by the oracles, and how far from it a correct one may be."""
 
 from __future__ import annotations
 

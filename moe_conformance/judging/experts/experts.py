@@ -157,7 +157,7 @@ def judge_expert_gradients(reading: Reading, tally: Tally, *, free: frozenset[in
         WrongForm, WrongGradient: another shape than the shard's; an element outside its bound.
     """
     held = [each for each in once(reading, _finished) if not each.idle and each.key[1] not in free]
-    absent = [_absent(each, "has the gradient None") for each in held if each.actual is None]
+    absent = [_absent(each, "has no gradient (None)") for each in held if each.actual is None]
     if absent:
         fail(AbsentGradient, "finish", absent)
     wrong = [each for each in held if not each.holds(tally)]
@@ -178,7 +178,7 @@ def judge_idle_expert_gradients(reading: Reading, tally: Tally) -> None:
         WrongForm, WrongGradient: another shape than the shard's; an element is not zero.
     """
     held = [each for each in once(reading, _finished) if each.idle]
-    why = "is reached by no token and has the gradient None instead of zeros"
+    why = "received no token and has the gradient None instead of zeros"
     absent = [_absent(each, why) for each in held if each.actual is None]
     if absent:
         fail(AbsentGradient, "finish", absent)
@@ -186,7 +186,7 @@ def judge_idle_expert_gradients(reading: Reading, tally: Tally) -> None:
     for each in held:
         if not each.holds(tally):
             worst = compare(each.value, *each.target)
-            sentence = f"{each.name} is reached by no token and has the gradient {worst}"
+            sentence = f"{each.name} received no token and has the gradient {worst}"
             findings.append(Finding("leftover", sentence, (each.rank,), abs(worst.actual)))
     if findings:
         fail(WrongGradient, "finish", findings)
@@ -204,15 +204,15 @@ def judge_replicas(reading: Reading, tally: Tally) -> None:
     for each in once(reading, _finished):
         groups.setdefault((each.stage, each.key, each.shard), []).append(each)
     if all(len(holders) == 1 for holders in groups.values()):
-        raise NotOffered("the backend keeps no replicas: every part of every expert is held by one rank")
+        raise NotOffered("the backend has no replicas: every shard of every expert is on one rank")
     findings = []
     for first, *others in groups.values():
         for other in others:
             if (first.actual is None) != (other.actual is None) or not torch.equal(first.value, other.value):
                 off = float((first.value.double() - other.value.double()).abs().max())
                 sentence = (
-                    f"ranks {first.rank} and {other.rank} hold replicas of {first.part} and end with gradients "
-                    f"that differ by {off:.3g}"
+                    f"ranks {first.rank} and {other.rank} hold replicas of {first.part} and have finished gradients "
+                    f"that differ by {off:.3g}; expected equal bits"
                 )
                 findings.append(Finding("replicas", sentence, (first.rank, other.rank), off))
             else:
@@ -292,11 +292,11 @@ def _require_complete(reading: Reading, when: Stage, grads: Sequence[Mapping[Par
 def _incomplete(parts: Counter[Shard], usual: int) -> str | None:
     """Say what is missing of a parameter, given how often each of its parts is named, or None."""
     if not parts:
-        return "is named by no rank"
+        return "is yielded by 'named' on no rank"
     if not whole(set(parts)):
-        return f"is named in the parts {sorted(shard for shard in parts if shard)} only"
+        return f"is yielded by 'named' in the shards {sorted(shard for shard in parts if shard)} only"
     if min(parts.values()) < usual:
-        return f"is named by {min(parts.values())} of its {usual} holders"
+        return f"is yielded by 'named' on {min(parts.values())} of the {usual} ranks that hold a shard of it"
     return None
 
 

@@ -126,7 +126,7 @@ def judge_lone_bias(reading: Reading, tally: Tally) -> None:
         wanted_TD = bias_D.expand_as(y_TD)
         worst = compare(y_TD, wanted_TD, torch.zeros_like(wanted_TD), tally, rank)
         if not worst.holds:
-            sentence = f"y of rank {rank} is not the output bias of its shared expert exactly: {worst}"
+            sentence = f"y of rank {rank} is not exactly the output bias of its shared expert: {worst}"
             findings.append(Finding("inexact", sentence, (rank,), worst.size))
     if findings:
         fail(WrongOutput, "combine", findings)
@@ -226,7 +226,7 @@ def judge_layer_replicas(reading: Reading, tally: Tally, names: Sequence[str]) -
                 tally.add(elements=another.numel(), rank=other.rank)
                 continue
             of = part_name(first.key, first.grad.shard)
-            sentence = f"the gradient of {of} on ranks {first.rank} and {other.rank} is not the same"
+            sentence = f"the gradient of {of} on ranks {first.rank} and {other.rank} differs; expected equal bits"
             findings.append(Finding("replicas", sentence, (first.rank, other.rank)))
     if findings:
         fail(WrongGradient, "finish", findings)
@@ -241,8 +241,9 @@ def _held(reading: Reading, names: Sequence[str]) -> list[Held]:
             held = [Held(rank, at, key, finals[rank][key]) for rank in ranks if key in finals[rank]]
             parts = Counter(each.grad.shard for each in held)
             if not held or not whole(parts):
-                which = f"the parts {sorted(map(str, parts))}" if held else "nothing"
-                raise Uncovered("finish", f"ranks {list(ranks)} name {which} of {part_name(key, None)}", ranks=ranks)
+                which = f"only the shards {sorted(map(str, parts))}" if held else "nothing"
+                sentence = f"'named' yields {which} of {part_name(key, None)} on ranks {list(ranks)}"
+                raise Uncovered("finish", sentence, ranks=ranks)
             found += held
     return found
 

@@ -1,6 +1,7 @@
 """Layers whose router drops: what the kept slots of a token add is left, and its shared part, and nothing else.
 
-Who keeps what is the law's to say (see `LayerExpected.kept`), so that nothing has to be guessed from what came out.
+Which slots are kept is computed from the spec (see `LayerExpected.kept`), so that nothing has to be guessed
+from y.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def judge_lost_in_layer(reading: Reading, tally: Tally) -> None:
         if kept:
             continue
         if not worst.holds:
-            sentence = f"rank {rank} token {t} lost all its slots, and y is not its shared part: {worst}"
+            sentence = (
+                f"rank {rank} token {t} had all slots dropped; y is not the output of its shared experts: {worst}"
+            )
             findings.append(Finding("lost", sentence, (rank,), worst.size))
         tally.add(elements=reading.outcome.workload.config.hidden, rank=rank, worst=worst.ratio)
     if findings:
@@ -56,7 +59,8 @@ def judge_kept_in_layer(reading: Reading, tally: Tally) -> None:
             continue
         if not worst.holds:
             slots = f"kept {kept} of {config.top_k} slots"
-            sentence = f"rank {rank} token {t} of microbatch {m} {slots}, and y is not theirs: {worst}"
+            wrong = f"y is not the sum over these and the shared experts: {worst}"
+            sentence = f"rank {rank} token {t} of microbatch {m} {slots}; {wrong}"
             findings.append(Finding("kept", sentence, (rank,), worst.size))
         tally.add(elements=config.hidden, rank=rank, worst=worst.ratio)
     if findings:
@@ -84,7 +88,7 @@ def judge_dropped_in_layer(reading: Reading, tally: Tally) -> None:
 def _require_token_order(reading: Reading) -> None:
     """Raise `NotOffered` where first choices come before second ones: who stays is not computed so for layers."""
     if keeps_by_choices(reading):
-        raise NotOffered("the layer keeps first choices before second ones")
+        raise NotOffered("the layer keeps first before second choices, which is computed for routers only")
 
 
 def _outputs(reading: Reading) -> Iterator[tuple[Place, int, int, Worst]]:
@@ -108,5 +112,5 @@ def _output(reading: Reading, place: Place) -> Tensor:
     """
     (m, rank), y_TD = place, reading.seen(*place).y
     if y_TD is None or y_TD.shape != reading.batches[m][rank].x_TD.shape:
-        raise WrongForm("combine", f"y of rank {rank} in microbatch {m} is missing or not (T, D)", ranks=(rank,))
+        raise WrongForm("combine", f"y of rank {rank} in microbatch {m} is None or not (T, D)", ranks=(rank,))
     return y_TD

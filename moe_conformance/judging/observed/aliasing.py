@@ -34,7 +34,7 @@ def judge_kept_gradients(reading: Reading, tally: Tally) -> None:
 
 
 def judge_kept_outputs(reading: Reading, tally: Tally) -> None:
-    """Decide whether y and the rows handed over hold their bytes until their own backward has ended.
+    """Decide whether y and the rows delivered to experts hold their bytes until their own backward has ended.
 
     A y that no backward follows holds them until the schedule has. Rows are looked at where the suite's experts keep
     them: those that answer with the very tensor have given it away.
@@ -42,7 +42,7 @@ def judge_kept_outputs(reading: Reading, tally: Tally) -> None:
     Raises:
         WrongOutput: some bytes differ.
     """
-    said = {"y": "the output", "rows": "a row handed over"}
+    said = {"y": "the output", "rows": "a row delivered to an expert"}
     findings = [
         _overwritten(
             f"{said[name]} of microbatch {m} on rank {rank.rank}",
@@ -74,7 +74,7 @@ def judge_state(reading: Reading, tally: Tally) -> None:
         ChangedState: something differs after the schedule.
     """
     findings = [
-        Finding(name, f"rank {rank.rank} left {name} otherwise than it was before the step", (rank.rank,))
+        Finding(name, f"rank {rank.rank} changed {name}, and left it so after the step", (rank.rank,))
         for rank in reading.outcome.ranks
         for name in rank.state_changed
     ]
@@ -85,5 +85,5 @@ def judge_state(reading: Reading, tally: Tally) -> None:
 
 
 def _overwritten(what: str, rank: int, when: str) -> Finding:
-    memory = "it shares memory that the backend goes on using"
-    return Finding("overwritten", f"{what} was overwritten {when}: {memory}", (rank,))
+    memory = "it is a view of a buffer that the backend reuses"
+    return Finding("overwritten", f"{what} was overwritten {when}; likely cause: {memory}", (rank,))

@@ -7,7 +7,7 @@ from moe_conformance.judging.verdict import RunFailed, Tally
 
 
 def judge_finished(reading: Reading, tally: Tally) -> None:
-    """Decide whether every rank went through its whole schedule and brought back every microbatch.
+    """Decide whether every rank went through its whole schedule and returned every microbatch.
 
     Raises:
         RunFailed: a rank raised, hung or died, or came back without one of its microbatches.
@@ -16,6 +16,6 @@ def judge_finished(reading: Reading, tally: Tally) -> None:
     due = len(reading.outcome.workload.batches)
     for rank in reading.ranks:
         if len(rank.microbatches) != due:
-            sentence = f"rank {rank.rank} brought back {len(rank.microbatches)} of {due} microbatches"
+            sentence = f"rank {rank.rank} returned {len(rank.microbatches)} of {due} microbatches"
             raise RunFailed("run", sentence, ranks=(rank.rank,))
         tally.add(pairs=due, rank=rank.rank)

@@ -22,13 +22,13 @@ def finals_of(reading: Reading) -> list[Mapping[ParameterKey, Grad]]:
     finals = [rank.grads_final for rank in reading.ranks]
     finished = [final for final in finals if final is not None]
     if not finished:
-        raise NotOffered(reading.ranks[0].finish_refusal or "the backend finishes no gradients")
+        raise NotOffered(reading.ranks[0].finish_refusal or "the backend does not implement finish_gradients")
     first = next(rank for rank, final in enumerate(finals) if final is not None)
     findings = []
     for rank in reading.ranks:
         if rank.grads_final is None:
             why = f" ({rank.finish_refusal})" if rank.finish_refusal else ""
-            sentence = f"rank {rank.rank} finished no gradients while rank {first} did{why}"
+            sentence = f"rank {rank.rank} finished no gradients{why}, while rank {first} did"
             findings.append(Finding("absent", sentence, (rank.rank,)))
     if findings:
         fail(AbsentGradient, "finish", findings)

@@ -1,4 +1,4 @@
-"""What the ranks' ledgers say of their collectives: whether they agree and were waited for."""
+"""The collectives in the ranks' ledgers: whether they agree and were waited for."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def judge_agreement(outcome: Outcome, tally: Tally) -> None:
 
     Raises:
         WrongCollectives: the ledgers of two ranks do not fit together.
-        NotOffered: no rank called a collective that the ledger can see.
+        NotOffered: the ledger has no collective of any rank.
     """
     if outcome.disagreements:
         first = outcome.disagreements[0]
         more = len(outcome.disagreements) - 1
-        rest = f"; {more} more of them, which may be its consequences" if more else ""
+        rest = f"; {more} more disagreements, which may follow from it" if more else ""
         raise WrongCollectives("run", f"{first}{rest}", ranks=first.blamed)
     _count(outcome, tally)
 
@@ -50,7 +50,7 @@ def judge_hazards(outcome: Outcome, tally: Tally, *kinds: str) -> None:
         Hazardous: data of a collective was touched before its wait.
         AbandonedCollective: a handle was never waited for.
         RunFailed: none of this, but a rank did not finish.
-        NotOffered: no rank called a collective that the ledger can see.
+        NotOffered: the ledger has no collective of any rank.
     """
     ranks_by_hazard: dict[str, list[int]] = {}
     found = [(hazard, rank.rank) for rank in outcome.ranks for hazard in rank.hazards if hazard.kind in kinds]
@@ -77,4 +77,4 @@ def _count(outcome: Outcome, tally: Tally) -> None:
     for rank in outcome.ranks:
         tally.add(pairs=len(rank.ledger), rank=rank.rank)
     if not any(rank.ledger for rank in outcome.ranks):
-        raise NotOffered("no rank called a collective that the ledger can see")
+        raise NotOffered("the ledger has no collective of any rank")

@@ -17,8 +17,8 @@ def multiple_of(reading: Reading) -> int:
     """
     stated = reading.ranks[0].resolved.get("multiple", "1")
     if not stated.isdecimal() or not int(stated):
-        padded = f"the backend says that an expert's rows are padded to multiples of {stated!r}"
-        raise WrongForm("dispatch", f"{padded}: it has to be a whole number above 0")
+        padded = f"the backend reports that the rows of each expert are padded to multiples of {stated!r}"
+        raise WrongForm("dispatch", f"{padded}; expected a positive integer")
     return int(stated)
 
 

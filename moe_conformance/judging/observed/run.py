@@ -53,7 +53,7 @@ class Entry(NamedTuple):
     def place(self) -> str:
         """Where the row lies, in words."""
         call = f" of call {self.call}" if self.call else ""
-        return f"row {self.row}{call} handed to rank {self.rank} for expert {self.expert}"
+        return f"row {self.row}{call} delivered to rank {self.rank} for expert {self.expert}"
 
     @property
     def token_name(self) -> str:
@@ -226,7 +226,7 @@ def read(outcome: Outcome) -> Reading:
     Raises:
         NotOffered: its rows cannot say whose they are.
         Raised, Hung, Died: a rank did not finish.
-        MalformedClaim: a rank's claims contradict each other.
+        MalformedClaim: a rank reports counts or shapes that contradict each other.
     """
     require_finished(outcome)
     reading = Reading(outcome, tuple(sorted(outcome.ranks, key=lambda rank: rank.rank)))
@@ -244,7 +244,7 @@ def _require_legible(reading: Reading) -> None:
         return
     batches = [batch for ranks in reading.batches for batch in ranks]
     if any(bool(((batch.ids_TK >= 0) & (batch.weights_TK <= 0)).any()) for batch in batches):
-        raise NotOffered("weights of zero or below, applied at the experts' input, leave no row that says whose it is")
+        raise NotOffered("weights <= 0, applied at the experts' input, remove the tags by which rows are recognised")
 
 
 def require_finished(outcome: Outcome) -> None:
@@ -252,17 +252,17 @@ def require_finished(outcome: Outcome) -> None:
 
     Raises:
         Raised, Hung, Died: a rank did.
-        MalformedClaim: a rank's claims contradict each other.
+        MalformedClaim: a rank reports counts or shapes that contradict each other.
     """
     unfinished = [rank for rank in outcome.ranks if rank.status != "ok"]
     if not unfinished:
         return
-    guilty = outcome.blamed or tuple(unfinished)
-    first, others = guilty[0], guilty[1:]
+    failed = outcome.blamed or tuple(unfinished)
+    first, others = failed[0], failed[1:]
     error = f": {first.error}" if first.error else ""
     also = f"; {some(map(_ending, others))}" if others else ""
     kind, stage = _KINDS.get(first.status, (RunFailed, "run"))
-    mismatch = kind(stage, f"{_ending(first)}{error}{also}", ranks=tuple(rank.rank for rank in guilty))
+    mismatch = kind(stage, f"{_ending(first)}{error}{also}", ranks=tuple(rank.rank for rank in failed))
     mismatch.place = place_of(first)
     raise mismatch
 
@@ -291,7 +291,7 @@ _LINE = re.compile(r'^ *File "(.+)", line (\d+)', re.MULTILINE)
 
 def _ending(rank: RankOutcome) -> str:
     """Say how a rank ended and where."""
-    verb = "made a malformed claim" if rank.status == "malformed" else rank.status
+    verb = "reported inconsistent counts or shapes" if rank.status == "malformed" else rank.status
     return f"rank {rank.rank} {verb}" + (f" in {rank.reached}" if rank.reached else "")
 
 
@@ -308,11 +308,8 @@ def _entries(rank: RankOutcome, call: int, handed: Handed) -> list[Entry]:
         if local < 0:  # nothing
             continue
         if local >= len(rank.local_experts):
-            raise WrongDelivery(
-                "dispatch",
-                f"rank {rank.rank} was handed row {row} for local expert {local}, and holds {len(rank.local_experts)}",
-                ranks=(rank.rank,),
-            )
+            of = f"local expert {local}, and holds {len(rank.local_experts)} experts"
+            raise WrongDelivery("dispatch", f"rank {rank.rank} received row {row} for {of}", ranks=(rank.rank,))
         kind, source, of_microbatch, token, scale = (column[row] for column in columns)
         weight = None if weights_RJ is None else weights_RJ[row][slot]
         expert = rank.local_experts[local]

@@ -68,7 +68,9 @@ def other_sums(workload: Workload, rank: int) -> Iterator[tuple[str, tuple[Place
     stage = next(ranks for ranks in stages(layout) if rank in ranks)
     everything = backward_places_of(workload, stage)
     named: dict[tuple[Place, ...], str] = {}
-    named[backward_places_of(workload, [rank])] = "only the tokens of its own rank are in it"
+    named[backward_places_of(workload, [rank])] = (
+        "only the tokens of its own rank are in it (it was not reduced over ranks)"
+    )
     axes: dict[tuple[Place, ...], list[str]] = {}
     for name in ("ep_etp", "ep", "etp", "edp", "tp", "dp_cp"):
         ranks = next(group for group in layout.groups()[name] if rank in group)
@@ -84,5 +86,5 @@ def other_sums(workload: Workload, rank: int) -> Iterator[tuple[str, tuple[Place
     for m in microbatches:
         left = tuple(place for place in everything if place[0] != m)
         named.setdefault(left, f"microbatch {m} is missing in it")
-    named.setdefault(places_of(workload, stage), "microbatches that go forward only are in it too")
+    named.setdefault(places_of(workload, stage), "microbatches without a backward are in it too")
     return ((words, places) for places, words in named.items() if places and places != everything)

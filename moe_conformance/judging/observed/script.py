@@ -42,9 +42,9 @@ def values(outcome: Outcome, call: int, name: str = "") -> tuple[Any, ...]:
     for rank, answer in enumerate(answers(outcome, call)):
         method = outcome.workload.calls[call].method
         if answer.raised:
-            raise Raised("run", f"{method} raised on rank {rank}: {answer.error_type}: {answer.error}", ranks=(rank,))
+            raise Raised("run", f"{method} on rank {rank} raised {answer.error_type}: {answer.error}", ranks=(rank,))
         if name not in answer.values:
-            raise Mismatch("run", f"the answer of {method} on rank {rank} has no {name or 'data'}", ranks=(rank,))
+            raise Mismatch("run", f"the result of {method} on rank {rank} has no {name or 'data'}", ranks=(rank,))
         found.append(answer.values[name])
     return tuple(found)
 
@@ -59,12 +59,12 @@ def judge_refused(
         call: Its number.
         tally: Counts a pair per rank.
         stage: Where to blame.
-        asked: What was wrong with the call, in words that follow "answered".
+        asked: What was wrong with the call, in words that follow "accepted".
         of_a_type: As of `judge_no_slip`.
 
     Raises:
         Unrefused: some ranks answered.
-        Raised: some stumbled; see `judge_no_slip`.
+        Raised: some raised an internal error; see `judge_no_slip`.
         Hung: some ranks raised, and others wait for them.
     """
     judge_no_slip(outcome, call, of_a_type=of_a_type)
@@ -74,7 +74,7 @@ def judge_refused(
         method = outcome.workload.calls[call].method
         raise Unrefused(
             stage,
-            f"{method} answered {asked} on {some(answered)}, where every rank should refuse it",
+            f"{method} accepted {asked} on {some(answered)}; expected: an error on every rank",
             ranks=tuple(rank for rank, answer in enumerate(found) if not answer.raised),
         )
     for rank in range(len(found)):
@@ -96,7 +96,8 @@ def judge_no_slip(outcome: Outcome, call: int, *, of_a_type: bool = False) -> No
     for rank, answer in enumerate(answers(outcome, call)):
         if answer.error_type in SLIPS and not (of_a_type and answer.error_type == "builtins.TypeError"):
             method = outcome.workload.calls[call].method
-            sentence = f"{method} stumbled on rank {rank} and did not refuse: {answer.error_type}: {answer.error}"
+            error = f"{answer.error_type}: {answer.error}"
+            sentence = f"{method} on rank {rank} stumbled over the input instead of refusing it: {error}"
             raise Raised("run", sentence, ranks=(rank,))
 
 
@@ -113,7 +114,7 @@ def judge_arguments(outcome: Outcome, tally: Tally) -> None:
     for number, call in enumerate(outcome.workload.calls):
         for rank, answer in enumerate(answers(outcome, number)):
             findings += [
-                Finding(name, f"{call.method}, call {number}, wrote into {name} of rank {rank}", (rank,))
+                Finding(name, f"{call.method}, call {number}, changed its input {name} on rank {rank}", (rank,))
                 for name in answer.changed
             ]
             tally.add(pairs=_tensors(tuple(call.given[rank].values())), rank=rank)

@@ -1,4 +1,4 @@
-"""What a run with the backend's own parameters must yield, and how far from it an honest one may be.
+"""What a run with the backend's own parameters must yield, and how far from it a correct one may be.
 
 A pipeline stage has a batch and parameters of its own, so that the oracles are asked stage by stage.
 """

@@ -74,10 +74,10 @@ def _wrong_counts(drops: Drops, place: Place) -> list[list[Finding]]:
         sentence = f"rank {rank}{of} has the capacity {bound}{full} instead of {right}"
         causes = [words for words, C in _other_capacities(drops, place) if C == full or (nobody_dropped and C > full)]
         size = abs(full - legal[0])
-        told = [Finding(words, f"{sentence}: {words}", (rank,), size) for words in causes]
+        told = [Finding(words, f"{sentence}; likely cause: {words}", (rank,), size) for words in causes]
         return [[*told, Finding("capacity", sentence, (rank,), size)]]
     wrong = [e for e in range(len(loads)) if kept[e] not in {min(loads[e], C) for C in legal}] or [kept.index(full)]
-    words = [f"expert {e} keeps {kept[e]} of {loads[e]} slots; the capacity is {right}" for e in wrong]
+    words = [f"expert {e} keeps {kept[e]} of {loads[e]} slots; expected capacity: {right}" for e in wrong]
     return [[Finding("count", f"rank {rank}{of} {each}", (rank,))] for each in words]
 
 
@@ -89,16 +89,16 @@ def _other_capacities(drops: Drops, place: Place) -> Iterator[tuple[str, int]]:
     tokens = [len(drops.ids[m, other]) for other in range(layout.world)]
     per_token = config.capacity_factor / config.experts
     mean = per_token * config.top_k * tokens[rank]
-    yield "rounded down", max(config.min_capacity, int(mean))
-    yield "not less than the minimum is asked for", drops.capacities(place)[0] - 1
+    yield "the capacity was rounded down", max(config.min_capacity, int(mean))
+    yield "the last slot within the capacity was dropped (off by one)", drops.capacities(place)[0] - 1
     if config.min_capacity:
-        yield "without the minimum", -int(-mean // 1)
-    yield "as if every token chose one expert", max(config.min_capacity, -int(-per_token * tokens[rank] // 1))
+        yield "computed without the minimum capacity", -int(-mean // 1)
+    yield "computed for top-k = 1", max(config.min_capacity, -int(-per_token * tokens[rank] // 1))
     for words, T in (
-        ("of the tokens of all ranks", sum(tokens)),
-        ("of the most tokens of any rank", max(tokens)),
-        ("of the fewest tokens of any rank", min(tokens)),
-        ("of the mean number of tokens of the ranks", sum(tokens) // len(tokens)),
+        ("computed from the tokens of all ranks", sum(tokens)),
+        ("computed from the largest number of tokens of a rank", max(tokens)),
+        ("computed from the smallest number of tokens of a rank", min(tokens)),
+        ("computed from the mean number of tokens of the ranks", sum(tokens) // len(tokens)),
     ):
         yield words, drops.capacities_of(T)[0]
 
@@ -135,7 +135,9 @@ def judge_filled_load(reading: Reading, tally: Tally) -> None:
         if told not in (chosen, kept):
             of = f" of microbatch {m}" if m else ""
             says = "no load" if told is None else f"the load {told}"
-            sentence = f"rank {rank}{of} reports {says}; its tokens chose {chosen}, and {kept} of these were kept"
+            sentence = (
+                f"rank {rank}{of} reports {says}; expected {chosen} (selected by its tokens) or {kept} (kept of these)"
+            )
             findings.append(Finding("load", sentence, (rank,)))
         tally.add(elements=len(chosen), rank=rank)
     if findings:
@@ -212,7 +214,8 @@ def _overtaken(drops: Drops, place: Place, policy: Policy) -> list[Finding]:
             stays = min(kept, key=lambda slot: float(weights_TK[slot]))
             apart = float(weights_TK[out] - weights_TK[stays])
             wrong = apart > float(errors_TK[out] + errors_TK[stays])
-            told = f", which weighs {float(weights_TK[out]):.4g}, and not {float(weights_TK[stays]):.4g}"
+            out_, stays_ = float(weights_TK[out]), float(weights_TK[stays])
+            told = f"; the dropped token has the weight {out_:.4g}, the kept one {stays_:.4g}"
         if wrong:
             of = f" of microbatch {m}" if m else ""
             sentence = f"rank {rank}{of} expert {e} keeps token {stays[0]} and drops token {out[0]}{told}"
@@ -238,7 +241,7 @@ def judge_lossless(reading: Reading, tally: Tally) -> None:
         lost = (~drops.kept[place]).nonzero().tolist()
         if lost:
             told = some(f"token {t} for expert {int(drops.ids[place][t, k])}" for t, k in lost)
-            sentence = f"rank {place[1]} has room for all and drops {told}"
+            sentence = f"rank {place[1]} drops {told}, although no expert exceeds the capacity"
             findings.append(Finding("dropped", sentence, (place[1],), len(lost)))
         seen = reading.seen(*place)
         assert seen.undropped_ids_TK is not None
@@ -247,8 +250,10 @@ def judge_lossless(reading: Reading, tally: Tally) -> None:
         without_TK = seen.undropped_weights_TK.gather(1, order_TK)
         with_TK = weights_at(reading, place, drops.ids[place])
         for t, k in (drops.kept[place] & (with_TK != without_TK)).nonzero().tolist():
-            pair = f"{float(with_TK[t, k])!r} with the capacity and {float(without_TK[t, k])!r} without"
-            sentence = f"rank {place[1]} token {t} expert {int(drops.ids[place][t, k])} weighs {pair}"
+            pair = (
+                f"{float(with_TK[t, k])!r} with the capacity and {float(without_TK[t, k])!r} without; expected the same"
+            )
+            sentence = f"rank {place[1]} token {t} has for expert {int(drops.ids[place][t, k])} the weight {pair}"
             findings.append(Finding("weight", sentence, (place[1],)))
         compared.append((place[1], drops.ids[place].numel()))
     if findings:
@@ -274,7 +279,7 @@ def judge_own_tokens(reading: Reading, tally: Tally) -> None:
         moved = (drops.kept[first] != drops.kept[second]).nonzero().tolist()
         if moved:
             told = some(f"token {t} for expert {int(drops.ids[first][t, k])}" for t, k in moved)
-            sentence = f"rank {first[1]} has the same tokens in microbatches {first[0]} and {second[0]}, but drops"
+            sentence = f"rank {first[1]} has equal tokens in microbatches {first[0]} and {second[0]}, but drops"
             findings.append(Finding("moved", f"{sentence} or keeps {told} in one of them only", (first[1],)))
     if findings:
         fail(WrongSelection, "route", findings)
@@ -328,7 +333,8 @@ def _fail_weights(drops: Drops, actual: dict[Place, torch.Tensor], targets: dict
     if all(compare(actual[place], renormalised[place], allowed[place]).holds for place in allowed):
         place = max(allowed, key=lambda at: compare(actual[at], *targets[at]).size)
         example = compare(actual[place], *targets[place])
-        sentence = f"the weights are as if divided again, by the sum of those that were kept; for example {example}"
+        cause = "they were divided again, by the sum of those that were kept"
+        sentence = f"the weights of the kept slots are wrong; likely cause: {cause}; for example {example}"
         fail(WrongWeight, "route", [Finding("cause", sentence, tuple(sorted({at[1] for at in allowed})))])
     findings, ratio = explain_weights(drops, actual, targets)
     fail(WrongWeight, "route", findings, ratio=ratio)

@@ -1,4 +1,4 @@
-"""What a router must yield, by the oracles, for the selection that it made; and how far from it an honest one may be.
+"""What a router must yield, by the oracles, for the selection that it made; and how far from it a correct one may be.
 
 Routers compute in the tokens' dtype or in a wider one; the bounds are those of the tokens' dtype.
 """
@@ -73,7 +73,7 @@ class RouterExpected:
 
     @property
     def bias_E(self) -> Tensor | None:
-        """The balancing bias, if there is one."""
+        """The expert bias, if there is one."""
         return self.workload.parameters.get(("balance_bias", None))
 
     def logits(self, place: Place) -> Tensor:
@@ -90,7 +90,7 @@ class RouterExpected:
         return selection.select(scores_TE, top_k=self.workload.config.top_k, **self.limit)
 
     def doubt(self, place: Place) -> Tensor:
-        """How far below zero the margin of an honest choice may lie, (T,).
+        """How far below zero the margin of a correct choice may lie, (T,).
 
         Twice what the selection score of any of the token's experts may err by: `reference.routing.selection.margins`.
         """

@@ -46,7 +46,7 @@ def judge_extreme(reading: Reading, tally: Tally) -> None:
         chosen_T = extreme_logits.legal_ids(
             logits_TE, ids_TK, score=config.score, bias_E=bias_E, among_TE=_among(workload, logits_TE)
         )
-        _require(chosen_T, WrongSelection, place[1], "chose", ids_TK, logits_TE)
+        _require(chosen_T, WrongSelection, place[1], "selected", ids_TK, logits_TE)
         weighed_T = extreme_logits.legal_weights(
             logits_TE,
             ids_TK,
@@ -66,11 +66,11 @@ def _judge_gradients(reading: Reading, m: int, rank: int, tally: Tally) -> None:
     dx_TD = reading.seen(m, rank).dx_TD.value
     router = reading.ranks[rank].grads_local.get(("router", None))
     if router is None:
-        raise Uncovered("route", f"rank {rank} does not name the router", ranks=(rank,))
+        raise Uncovered("route", f"the weight of the router is not yielded by 'named' on rank {rank}", ranks=(rank,))
     for whose, gradient in (("the tokens", dx_TD), ("the router", router.value)):
         if gradient is not None and not bool((finite := extreme_logits.finite_gradients(gradient)).all()):
             row = int((~finite).nonzero()[0])
-            sentence = f"the gradient of {whose} on rank {rank} is not finite, the first in row {row}"
+            sentence = f"the gradient of {whose} on rank {rank} is not finite, first in row {row}"
             raise WrongGradient("gradient", sentence, ranks=(rank,))
         tally.add(elements=0 if gradient is None else gradient.numel(), rank=rank)
 
@@ -85,8 +85,8 @@ def judge_extreme_choice(reading: Reading, tally: Tally) -> None:
     workload = reading.outcome.workload
     for place in places_of(workload, range(workload.layout.world)):
         logits_TE, ids_TK, _ = _routed(reading, *place)
-        _require(legal_ids(ids_TK, workload.config.experts), WrongSelection, place[1], "chose", ids_TK, logits_TE)
-        _require(_best(workload, logits_TE, ids_TK), WrongSelection, place[1], "chose", ids_TK, logits_TE)
+        _require(legal_ids(ids_TK, workload.config.experts), WrongSelection, place[1], "selected", ids_TK, logits_TE)
+        _require(_best(workload, logits_TE, ids_TK), WrongSelection, place[1], "selected", ids_TK, logits_TE)
         tally.add(pairs=ids_TK.numel(), rank=place[1])
 
 
@@ -152,7 +152,7 @@ def judge_extreme_dx(reading: Reading, tally: Tally) -> None:
         right_TD = dlogits_TE @ workload.parameters["router", None].double()
         dx_TD = reading.seen(m, rank).dx_TD.value
         if dx_TD is None:
-            raise AbsentGradient("gradient", f"the tokens of rank {rank} have no gradient", ranks=(rank,))
+            raise AbsentGradient("gradient", f"dx of rank {rank} is None", ranks=(rank,))
         decided_T = _decided(workload, logits_TE, ids_TK)
         wrong_TD = ~((dx_TD.double() - right_TD).abs() <= slack_T1) & decided_T[:, None]
         findings = []
@@ -192,12 +192,15 @@ def judge_spoilt_routes(outcome: Outcome, tally: Tally) -> None:
     for rank in range(len(reading.ranks)):
         logits_TE, ids_TK, weights_TK = _routed(reading, 1, rank)
         within_T = bad_tokens.legal_ids_beside_bad(ids_TK, outcome.workload.config.experts)
-        _require(within_T, WrongSelection, rank, "chose", ids_TK, logits_TE)
-        for alone, when in ((0, "beside a spoilt token"), (2, "beside a spoilt token or after it")):
+        _require(within_T, WrongSelection, rank, "selected", ids_TK, logits_TE)
+        for alone, when in (
+            (0, "in a batch with a non-finite token"),
+            (2, "in a batch with a non-finite token or in the next batch"),
+        ):
             _, ids_GK, weights_GK = _routed(reading, alone, rank)
             without = Routed(ids_GK, weights_GK.double())
             left_T = bad_tokens.unmoved(logits_TE, ids_TK, weights_TK.double(), without, rounding=_ROUNDING)
-            _require(left_T, WrongWeight, rank, f"has, {when}, the weights", weights_TK, logits_TE)
+            _require(left_T, WrongWeight, rank, f"has, {when}, other weights than alone:", weights_TK, logits_TE)
         tally.add(pairs=ids_TK.numel(), rank=rank)
 
 

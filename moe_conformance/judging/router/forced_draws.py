@@ -63,8 +63,8 @@ def _uneven(own: RouterExpected, place: Place) -> list[Finding]:
         return []
     margin, mean = load_margin(tokens, config.top_k, config.experts), tokens * config.top_k / config.experts
     sentence = (
-        f"rank {rank} loads its experts with {loads_E.tolist()}, which are to be {mean:g} by chance, off by no more "
-        f"than {margin:.4g}"
+        f"rank {rank} has the loads {loads_E.tolist()} per expert; expected for random logits {mean:g} each, off by no "
+        f"more than {margin:.4g}"
     )
     return [Finding("loads", sentence, (rank,))]
 
@@ -75,7 +75,10 @@ def _alike_in_turn(own: RouterExpected) -> list[Finding]:
     for (m, rank), ids_TK in own.ids.items():
         before = m - 1, rank
         if m and _same_tokens(own, before, (m, rank)) and _agree(own, before, (m, rank)):
-            sentence = f"rank {rank} chooses the same experts for all {len(ids_TK)} tokens in two forwards"
+            sentence = (
+                f"rank {rank} selects the same experts for all {len(ids_TK)} tokens in two forwards; expected new "
+                "random logits in each forward"
+            )
             findings.append(Finding("in turn", sentence, (rank,)))
     return findings
 
@@ -89,10 +92,13 @@ def _alike_on_ranks(own: RouterExpected) -> list[Finding]:
         for other in (each for each in stage[rank] if each < rank):
             if copies and _same_tokens(own, (m, other), (m, rank)):
                 if not torch.equal(own.ids[m, other].sort(1).values, ids_TK.sort(1).values):
-                    sentence = f"ranks {other} and {rank} hold copies of the same tokens and choose other experts"
+                    sentence = f"tp ranks {other} and {rank} hold the same tokens and select different experts"
                     findings.append(Finding("copies", sentence, (other, rank)))
             elif _agree(own, (m, other), (m, rank)):
-                sentence = f"ranks {other} and {rank} hold other tokens and draw alike: they choose the same experts"
+                sentence = (
+                    f"ranks {other} and {rank} hold different tokens and select the same experts; likely cause: both "
+                    "drew random logits from the same seed"
+                )
                 findings.append(Finding("on ranks", sentence, (other, rank)))
     return findings
 
@@ -118,9 +124,10 @@ def _not_normal(expected: RouterExpected, place: Place) -> list[Finding]:
         return []
     of_experts = _outside([logits_TE], 0.0)
     of_all = _outside(list(logits_TE[:, None]), 0.0)  # each token for itself: the mean square of all
-    said = [f"means over the tokens {of_experts}"] if of_experts else []
+    said = [f"the means over its tokens {of_experts}"] if of_experts else []
     said += [f"the logits {of_all}"] if of_all else []
-    return [Finding("normal", f"rank {place[1]} draws no standard normal logits: {each}", (place[1],)) for each in said]
+    sentence = f"the forced logits of rank {place[1]} are not standard normal: "
+    return [Finding("normal", sentence + each, (place[1],)) for each in said]
 
 
 def _outside(draws: list[Tensor], deviation: float) -> str:
@@ -128,7 +135,7 @@ def _outside(draws: list[Tensor], deviation: float) -> str:
     T, E = draws[0].shape
     low, high = bias_moment_bounds(deviation, T, E, len(draws))
     found = bias_moment(draws)
-    return "" if low <= found <= high else f"have a mean square of {found:.4g}, not from {low:.4g} to {high:.4g}"
+    return "" if low <= found <= high else f"have a mean square of {found:.4g}; expected {low:.4g} to {high:.4g}"
 
 
 def judge_bias_draws(reading: Reading, tally: Tally) -> None:
@@ -162,8 +169,8 @@ def _split(own: RouterExpected) -> list[Finding]:
     for (m, rank), ids_TK in own.ids.items():
         if not one_choice([ids_TK]):
             sentence = (
-                f"tokens of rank {rank} choose {sorted(ids_TK[0].tolist())} and others in forward {m}, although the "
-                "bias of each expert, one for all tokens, decides alone"
+                f"tokens of rank {rank} select {sorted(ids_TK[0].tolist())} and others in forward {m}; expected the "
+                "same experts for all tokens, as the forced bias, one per expert for all tokens, dominates the logits"
             )
             findings.append(Finding("split", sentence, (rank,)))
     return findings
@@ -173,7 +180,7 @@ def _wrong_deviation(reading: Reading) -> list[Finding]:
     """Tell the ranks whose logits show another deviation; of a bias that is kept the first forward has all."""
     expected = forced_expected_of(reading)
     if expected is None:
-        raise NotOffered("the router does not tell the logits that were forced")
+        raise NotOffered("the router does not report the forced logits")
     deviation = expected.workload.config.forced[0][1]
     assert deviation is not None
     findings = []
@@ -182,7 +189,9 @@ def _wrong_deviation(reading: Reading) -> list[Finding]:
         fewest = min(map(len, draws))
         draws = [logits_TE[:fewest] for logits_TE in draws[: 1 if deviation < 0 else None]]
         if said := _outside(draws, deviation):
-            sentence = f"the experts' means over tokens of rank {rank}, with a bias of deviation {deviation:g}, {said}"
+            sentence = (
+                f"the mean forced logits of the experts on rank {rank}, with a bias of deviation {deviation:g}, {said}"
+            )
             findings.append(Finding("deviation", sentence, (rank,)))
     return findings
 
@@ -200,7 +209,9 @@ def judge_bias_on_ranks(reading: Reading, tally: Tally) -> None:
             if not one_choice([own.ids[m, rank] for rank in ranks]):
                 chosen = {rank: sorted(own.ids[m, rank][0].tolist()) for rank in ranks if len(own.ids[m, rank])}
                 said = ", ".join(f"rank {rank} {experts}" for rank, experts in chosen.items())
-                sentence = f"the forced bias is not the same on ranks of one stage: in forward {m} choose {said}"
+                sentence = (
+                    f"the forced bias is not the same on ranks of one pipeline stage: in forward {m} select {said}"
+                )
                 findings.append(Finding("ranks", sentence, ranks))
     if findings:
         fail(WrongSelection, "route", findings)
@@ -236,9 +247,10 @@ def _wrong_turn(own: RouterExpected, one: Place, other: Place) -> str:
     alike = one_choice([own.ids[one], own.ids[other]])
     said = f"rank {one[1]} in forwards {one[0]} and {other[0]} of {'one layer' if same_layer else 'two layers'}"
     if keeps and same_layer:
-        return "" if alike else f"{said} chooses other experts: the bias that is to be kept was drawn anew"
+        anew = "the bias that is kept between forwards was drawn again"
+        return "" if alike else f"{said} selects different experts; likely cause: {anew}"
     if not alike or chance_alike(1, config.top_k, config.experts) > _CHANCE:
         return ""
     if keeps:
-        return f"{said} chooses the same experts: the layers share one kept bias"
-    return f"{said} chooses the same experts: no new bias was drawn"
+        return f"{said} selects the same experts; likely cause: the layers share one kept bias"
+    return f"{said} selects the same experts; likely cause: no new bias was drawn"

@@ -33,8 +33,8 @@ def without_noise(forced: RouterExpected, rank: int) -> list[Finding]:
     if abs(variance - 1) <= margin:
         return []
     sentence = (
-        f"the forced logits of rank {rank}, less their means over the tokens, have a variance of {variance:.4g}, not "
-        f"of 1 within {margin:.2g}: besides a bias of every expert each token is to have noise of its own"
+        f"the forced logits of rank {rank}, less their means over the tokens, have a variance of {variance:.4g}; "
+        f"expected 1 +- {margin:.2g}, as each token has random noise of its own in addition to the bias per expert"
     )
     return [Finding("noise", sentence, (rank,))]
 
@@ -54,7 +54,7 @@ def following(forced: RouterExpected, own: RouterExpected, rank: int) -> list[Fi
         return []
     sentence = (
         f"the forced logits of rank {rank} follow the router's own, {product / sqrt(spread):.4g} standard deviations "
-        "from chance: they are to take their place"
+        "from independence; expected forced logits that replace the router's own"
     )
     return [Finding("following", sentence, (rank,))]
 
@@ -72,8 +72,8 @@ def chosen_by_own(own: RouterExpected, place: Place) -> list[Finding]:
     if abs(common - mean) <= margin:
         return []
     sentence = (
-        f"{common} of the {ids_TK.numel()} routes of rank {rank} are what the router itself would have chosen, by "
-        f"chance {mean:g}, off by no more than {margin:.4g}"
+        f"{common} of the {ids_TK.numel()} routes of rank {rank} are what the router itself would have selected; "
+        f"expected by chance {mean:g}, off by no more than {margin:.4g}"
     )
     return [Finding("own", sentence, (rank,))]
 

@@ -56,7 +56,7 @@ def _expect_forced(reading: Reading) -> RouterExpected | None:
     for (m, rank), logits_TE in told.items():
         shape = len(own.ids[m, rank]), own.workload.config.experts
         if logits_TE is None or tuple(logits_TE.shape) != shape or not bool(logits_TE.isfinite().all()):
-            raise WrongForm("route", f"the forced logits of rank {rank} are no finite numbers {shape}", ranks=(rank,))
+            raise WrongForm("route", f"the forced logits of rank {rank} are not {shape} or not finite", ranks=(rank,))
         forced[m, rank] = logits_TE
     return ForcedExpected(own.workload, own.ids, own.divisor, forced)
 
@@ -87,8 +87,8 @@ def _judge_limit(reading: Reading, tally: Tally) -> None:
         used_T = groups_used(own.ids[m, rank], config.experts, groups)
         for t in (used_T > chosen).nonzero().flatten().tolist():
             sentence = (
-                f"the experts {sorted(own.ids[m, rank][t].tolist())} of rank {rank} token {t} lie in {int(used_T[t])} "
-                f"groups, and the router opens {chosen}: logits were forced behind the group limit"
+                f"the experts {sorted(own.ids[m, rank][t].tolist())} of rank {rank} token {t} are in {int(used_T[t])} "
+                f"groups; expected at most {chosen}; likely cause: logits were forced after the group limit"
             )
             findings.append(Finding("groups", sentence, (rank,), float(used_T[t])))
     if findings:
@@ -111,8 +111,8 @@ def _require_groups_forced(own: RouterExpected) -> None:
         tokens = len(own.ids[place])
         if comb(*config.groups) ** -tokens < _CHANCE and _within_own_groups(own, place):
             sentence = (
-                f"all {tokens} tokens of rank {place[1]} choose among the groups that the router's own logits open, "
-                "not the forced ones: logits were forced behind the group limit"
+                f"all {tokens} tokens of rank {place[1]} select experts of the groups that the router's own logits "
+                "select, not the forced ones; likely cause: logits were forced after the group limit"
             )
             findings.append(Finding("own groups", sentence, (place[1],)))
     if findings:
@@ -138,8 +138,8 @@ def _require_forced(own: RouterExpected) -> None:
         chance = float(comb(config.experts, config.top_k)) ** -tokens
         if chance < _CHANCE and bool(own.legal(place).all()):
             sentence = (
-                f"all {tokens} tokens of rank {place[1]} choose what the router's own logits say: "
-                f"{config.forced[0][0]} was asked for, accepted and ignored"
+                f"all {tokens} tokens of rank {place[1]} are routed by the router's own logits; likely cause: "
+                f"forced routing {config.forced[0][0]} was requested, accepted and ignored"
             )
             findings.append(Finding("ignored", sentence, (place[1],)))
     if findings:
@@ -169,12 +169,15 @@ def judge_forced_loads(reading: Reading, tally: Tally) -> None:
 
 def _unbalanced(own: RouterExpected, place: Place, loads_E: list[int]) -> Finding:
     name, rank = own.workload.config.forced[0][0], place[1]
-    cause = f"{name} leaves no load more than one above another"
+    cause = ""
     if bool(own.legal(place).all()):
-        cause = f"every token chooses what the router's own logits say: {name} was asked for, accepted and ignored"
+        cause = (
+            "; every token is routed by the router's own logits; likely cause: forced routing "
+            f"{name} was requested, accepted and ignored"
+        )
     elif _within_own_groups(own, place):
-        cause = "forced ids were held to the groups that the router's own scores open"
-    sentence = f"rank {rank} loads its experts with {loads_E}: {cause}"
+        cause = "; likely cause: forced ids were limited to the groups that the router's own scores select"
+    sentence = f"rank {rank} has the loads {loads_E} per expert; expected for {name}: they differ by at most one{cause}"
     return Finding(cause, sentence, (rank,), float(max(loads_E) - min(loads_E)))
 
 
@@ -236,8 +239,8 @@ def judge_masked_weights(reading: Reading, tally: Tally) -> None:
         legal_T = torch.where(free_T1, weights_TK.isfinite(), near_TK).all(1)
         for t in (~legal_T).nonzero().flatten().tolist():
             sentence = (
-                f"rank {place[1]} token {t} has the weights {weights_TK[t].tolist()}, its forced experts the logits "
-                f"{logits_TE[t].gather(0, ids_TK[t]).tolist()}"
+                f"rank {place[1]} token {t} has the weights {weights_TK[t].tolist()}, which do not follow from "
+                f"the logits of its forced experts, {logits_TE[t].gather(0, ids_TK[t]).tolist()}"
             )
             findings.append(Finding("masked", sentence, (place[1],)))
         tally.add(pairs=ids_TK.numel(), rank=place[1])
@@ -253,7 +256,9 @@ def _of_others(reading: Reading, expected: RouterExpected, place: Place) -> list
         return []
     own = expected_of(reading)
     others = {
-        "the experts that the router would have chosen itself": expected.weigh(own.logits(place), own.choice(place)),
+        "the experts that the router would have selected without forcing": expected.weigh(
+            own.logits(place), own.choice(place)
+        ),
         "its experts by the router's own logits, not by the forced ones": expected.weigh(
             own.logits(place), own.ids[place]
         ),
@@ -261,7 +266,7 @@ def _of_others(reading: Reading, expected: RouterExpected, place: Place) -> list
     rank, loose = place[1], float(target.allowed.max())
     for whose, other_TK in others.items():
         if torch.allclose(weights_TK.double().sort(1).values, other_TK.sort(1).values, rtol=0, atol=loose):
-            sentence = f"the weights of every token of rank {rank} are those of {whose}"
+            sentence = f"the weights of every token of rank {rank} are wrong; likely cause: they are those of {whose}"
             return [Finding(whose, sentence, (rank,))]
     return []
 
@@ -290,7 +295,9 @@ def _require_passage(reading: Reading, expected: RouterExpected) -> None:
         dx_TD, target = reading.seen(m, rank).dx_TD.value, expected.dx((m, rank))
         wanted = bool((target.expected.abs() > target.allowed).any())
         if wanted and dx_TD is not None and not bool(dx_TD.any()):
-            sentence = f"dx of rank {rank} is zero: no gradient goes back through the forced logits"
+            sentence = (
+                f"dx of rank {rank} is zero; likely cause: no gradient passes through the forced logits to the router"
+            )
             findings.append(Finding("closed", sentence, (rank,)))
     if findings:
         fail(WrongGradient, "gradient", findings)
@@ -299,5 +306,5 @@ def _require_passage(reading: Reading, expected: RouterExpected) -> None:
 def _visible(reading: Reading) -> RouterExpected:
     expected = forced_expected_of(reading)
     if expected is None:
-        raise NotOffered("the router does not tell the logits that were forced")
+        raise NotOffered("the router does not report the forced logits")
     return expected

@@ -77,18 +77,22 @@ def _judge_ids(outcome: Outcome, rank: int, ids_TK: Tensor, mask_T: Tensor) -> N
     for t in (~legal_ids(ids_TK, config.experts, padding_T=mask_T)).nonzero().flatten().tolist():
         ids_K = ids_TK[t].tolist()
         if bool(mask_T[t]):
-            sentence = f"padding row {t} of rank {rank} has the ids {ids_K}: neither {different} nor -1 in all slots"
+            sentence = f"padding token {t} of rank {rank} has the ids {ids_K}: neither {different} nor -1 in all slots"
         elif min(ids_K) < 0:
-            sentence = f"token {t} of rank {rank} is no padding, and has empty slots"
+            sentence = f"token {t} of rank {rank} is not padding, and has empty slots (id -1)"
         else:
-            sentence = f"token {t} of rank {rank} chose {ids_K}, which is not {different}"
+            sentence = f"token {t} of rank {rank} selected {ids_K}, which is not {different}"
         raise WrongSelection("route", sentence, ranks=(rank,))
 
 
 def _judge_empty_slots(rank: int, routing: Mapping[str, Tensor], mask_T: Tensor) -> None:
     for t in mask_T.nonzero().flatten().tolist():
         if bool((routing["weights_TK"][t][routing["ids_TK"][t] < 0] != 0).any()):
-            raise WrongWeight("route", f"padding row {t} of rank {rank} has weights in empty slots", ranks=(rank,))
+            raise WrongWeight(
+                "route",
+                f"padding token {t} of rank {rank} has weights other than 0 in empty slots (id -1)",
+                ranks=(rank,),
+            )
 
 
 def _judge_load(outcome: Outcome, rank: int, ids_TK: Tensor, mask_T: Tensor, counts_E: Any) -> None:
@@ -99,28 +103,30 @@ def _judge_load(outcome: Outcome, rank: int, ids_TK: Tensor, mask_T: Tensor, cou
 
     if not isinstance(counts_E, Tensor):
         if config.balance_bias:
-            raise WrongForm("route", f"the router of rank {rank} balances, and reports no load", ranks=(rank,))
+            raise WrongForm("route", f"the router of rank {rank} has an expert bias and reports no load", ranks=(rank,))
         return
     expected, counted = load(ids_TK[~mask_T]), counts_E.tolist()
     if counted != expected:
         cause = ""
         if counted == load(ids_TK):
-            cause = ": padding is counted"
+            cause = "; likely cause: padding is counted"
         elif counted == load(ids_TK[mask_T]):
-            cause = ": padding alone is counted"
-        raise WrongCount("route", f"rank {rank} counts {counted}, its tokens chose {expected}{cause}", ranks=(rank,))
+            cause = "; likely cause: padding alone is counted (the mask is inverted)"
+        sentence = f"rank {rank} reports the load {counted}; expected {expected}, as its tokens selected{cause}"
+        raise WrongCount("route", sentence, ranks=(rank,))
 
 
 def _judge_alike(outcome: Outcome, first: int, pair: Mapping[int, Routings], tally: Tally) -> None:
     for rank, (one, other) in enumerate(zip(*pair.values(), strict=True)):
         mask_T = outcome.workload.calls[first].given[rank]["padding_mask_T"]
         for t in (~mask_T).nonzero().flatten().tolist():
-            where = f"token {t} of rank {rank}, with other rows in the gaps,"
+            where = f"token {t} of rank {rank}, in a second call with other values at the padding tokens,"
             if not torch.equal(one["ids_TK"][t], other["ids_TK"][t]):
-                chosen = f"{other['ids_TK'][t].tolist()} in place of {one['ids_TK'][t].tolist()}"
-                raise WrongSelection("route", f"{where} chooses {chosen}", ranks=(rank,))
+                chosen = f"{other['ids_TK'][t].tolist()} instead of {one['ids_TK'][t].tolist()}"
+                raise WrongSelection("route", f"{where} selects {chosen}", ranks=(rank,))
             if not torch.equal(one["weights_TK"][t], other["weights_TK"][t]):
-                raise WrongWeight("route", f"{where} has other weights", ranks=(rank,))
+                weights = f"{other['weights_TK'][t].tolist()} instead of {one['weights_TK'][t].tolist()}"
+                raise WrongWeight("route", f"{where} has the weights {weights}", ranks=(rank,))
             tally.add(pairs=1, rank=rank)
 
 
@@ -160,14 +166,14 @@ def _judge_gradient(outcome: Outcome, number: int, place: Place, expected: Route
     given = outcome.workload.calls[number].given[rank]
     dx = answers(outcome, number)[rank].gradients["x"]
     if dx is None:
-        raise AbsentGradient("gradient", f"tokens beside padding have no gradient on rank {rank}", ranks=(rank,))
+        raise AbsentGradient("gradient", f"dx of rank {rank} is None in a batch with padding", ranks=(rank,))
     dx_TD, padding_T = dx.reshape(-1, dx.shape[-1]), given["padding_mask_T"]
     if bool((dx_TD[padding_T] != 0).any()):  # NaN is not 0 either
-        raise WrongGradient("gradient", f"a row of padding has a gradient on rank {rank}", ranks=(rank,))
+        raise WrongGradient("gradient", f"dx of rank {rank} is not zero at a padding token", ranks=(rank,))
     worst = compare(dx_TD[~padding_T], *expected.dx(place), tally, rank)
     if not worst.holds:
-        raise WrongGradient("gradient", f"dx of rank {rank} beside padding is {worst}", ranks=(rank,))
+        raise WrongGradient("gradient", f"dx of rank {rank} at tokens that are not padding is {worst}", ranks=(rank,))
 
 
 def _numbered(findings: Sequence[Finding]) -> list[Finding]:
-    return [replace(each, sentence=f"{each.sentence}; rows of padding have no number here") for each in findings]
+    return [replace(each, sentence=f"{each.sentence}; tokens are numbered here without padding") for each in findings]

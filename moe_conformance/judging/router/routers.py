@@ -73,7 +73,7 @@ def require_ids(ids_TK: Tensor, rank: int) -> None:
         WrongForm: they are floating point numbers, or integers of other sizes than four and eight bytes.
     """
     if ids_TK.dtype not in (torch.int32, torch.int64):
-        sentence = f"the ids of rank {rank} are {ids_TK.dtype}, neither torch.int64 nor torch.int32"
+        sentence = f"the ids of rank {rank} are {ids_TK.dtype}; expected torch.int64 or torch.int32"
         raise WrongForm("route", sentence, ranks=(rank,))
 
 
@@ -82,7 +82,7 @@ def _impossible(reading: Reading, place: Place, ids_TK: Tensor) -> list[Finding]
     findings = []
     for t in (~legal_ids(ids_TK, E)).nonzero().flatten().tolist():
         ids_K = ids_TK[t].tolist()
-        sentence = f"rank {rank} token {t} chose {ids_K}, which is not {len(ids_K)} different experts of {E}"
+        sentence = f"rank {rank} token {t} selected {ids_K}, which is not {len(ids_K)} different experts of {E}"
         findings.append(Finding("impossible", sentence, (rank,)))
     return findings
 
@@ -168,12 +168,13 @@ def judge_load(reading: Reading, tally: Tally) -> None:
             continue
         if counts_E is None:
             where = f" in microbatch {m}" if m else ""
-            sentence = f"rank {rank} reports no load{where}, though loads are reported elsewhere"
+            sentence = f"rank {rank} reports no load{where}, while other ranks or microbatches have one"
             findings.append(Finding("silent", sentence, (rank,)))
             continue
         right_E = loads(expected.ids[m, rank], E)
         if counts_E.tolist() != right_E.tolist():
-            sentence = f"rank {rank} reports the load {counts_E.tolist()}; its tokens chose {right_E.tolist()}"
+            told = f"{counts_E.tolist()}; expected {right_E.tolist()}, as its tokens selected"
+            sentence = f"rank {rank} reports the load {told}"
             findings.append(Finding("load", sentence, (rank,)))
         compared.append((rank, E))
     if findings:
@@ -285,9 +286,13 @@ def _require_whole(ranks: tuple[int, ...], named: Sequence[Mapping[ParameterKey,
     without = tuple(rank for rank, grad in grads.items() if grad is None)
     if without:
         after = " after finishing" if when == "finish" else ""
-        raise Uncovered(when, f"ranks {list(without)} do not name the router{after}", ranks=without)
+        raise Uncovered(
+            when, f"the weight of the router is not yielded by 'named' on ranks {list(without)}{after}", ranks=without
+        )
     if not whole(grad.shard for grad in grads.values() if grad):
-        raise Uncovered(when, "the ranks together do not name all parts of the router", ranks=ranks)
+        raise Uncovered(
+            when, "the ranks together do not yield all shards of the weight of the router by 'named'", ranks=ranks
+        )
 
 
 def _formed(

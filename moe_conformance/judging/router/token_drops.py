@@ -91,12 +91,14 @@ def _chosen(reading: Reading, place: Place) -> Tensor:
     m, rank = place
     config, seen = reading.outcome.workload.config, reading.seen(m, rank)
     shape = (len(reading.batches[m][rank].x_TD), config.top_k)
-    what = f"what rank {rank} chooses without a capacity"
+    what = f"the selection of rank {rank} without a capacity"
     ids_TK = _of_shape(seen.undropped_ids_TK, shape, what, rank)
-    _of_shape(seen.undropped_weights_TK, shape, f"the weight of {what}", rank)
+    _of_shape(seen.undropped_weights_TK, shape, f"the table of weights for {what}", rank)
     for t, ids_K in enumerate(ids_TK.tolist()):
         if len(set(ids_K)) < len(ids_K) or not set(ids_K) <= set(range(config.experts)):
-            sentence = f"{what} for token {t}, {ids_K}, is not {len(ids_K)} different experts of {config.experts}"
+            sentence = (
+                f"{what} has for token {t} {ids_K}, which is not {len(ids_K)} different experts of {config.experts}"
+            )
             raise WrongSelection("route", sentence, ranks=(rank,))
     return ids_TK
 
@@ -126,20 +128,21 @@ def _kept(reading: Reading, place: Place, chosen_TK: Tensor) -> tuple[Tensor, li
     ids, weights = seen.routed_ids_TK, seen.routed_weights_TK
     if ids is None or weights is None or ids.dim() != 2 or ids.shape != weights.shape or len(ids) != len(chosen_TK):
         shapes = " and ".join("missing" if each is None else str(tuple(each.shape)) for each in (ids, weights))
-        sentence = f"ids and weights of rank {rank} are {shapes}: not (T, K) with {len(chosen_TK)} tokens"
+        sentence = f"ids and weights of rank {rank} are {shapes}; expected (T, K) with T = {len(chosen_TK)} tokens"
         raise WrongForm("route", sentence, ranks=(rank,))
     kept_TK, findings = torch.zeros_like(chosen_TK, dtype=torch.bool), list[Finding]()
     for t, wanted in enumerate(chosen_TK.tolist()):
         ids_K, weights_K = ids[t].tolist(), weights[t].tolist()
         known = range(-1, reading.outcome.workload.config.experts)
         if foreign := sorted(set(ids_K) - set(known)):
-            raise WrongForm(
-                "route", f"rank {rank} token {t} has the id {foreign[0]}, of no expert and not -1", ranks=(rank,)
-            )
+            sentence = f"rank {rank} token {t} has the id {foreign[0]}, which is neither an expert nor -1"
+            raise WrongForm("route", sentence, ranks=(rank,))
         held = [e for e, weight in zip(ids_K, weights_K, strict=True) if e >= 0 and not (padded and weight == 0)]
         strange = sorted(set(held) - set(wanted)) or ([held] if len(set(held)) < len(held) else [])
         if strange:
-            sentence = f"rank {rank} token {t} is given to expert {strange[0]}, and chose {wanted}"
+            sentence = (
+                f"rank {rank} token {t} is routed to expert {strange[0]}; without the capacity it selected {wanted}"
+            )
             findings.append(Finding("never chosen", sentence, (rank,)))
         kept_TK[t] = torch.tensor([e in held for e in wanted], dtype=torch.bool)
     return kept_TK, findings

@@ -1,4 +1,4 @@
-"""Copies of tokens: all ranks of a tensor parallel group that hold them have to route them alike."""
+"""Tokens held by all ranks of a tensor parallel group: every rank of the group has to route them alike."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from moe_conformance.judging.verdict import Tally, WrongForm, WrongSelection, Wr
 
 
 def judge_copies(reading: Reading, tally: Tally) -> None:
-    """Decide whether copies have the same experts with the same weights, to the bit, whatever the order of slots.
+    """Decide whether all tp ranks give a token the same experts and weights, to the bit, whatever the order of slots.
 
     For workloads in which the ranks of every tensor parallel group hold the same tokens.
 
     Raises:
         WrongForm: ids or weights are not (T, K).
-        WrongSelection: a rank chooses other experts than the first of its group.
-        WrongWeight: it chooses the same, and weighs them otherwise.
+        WrongSelection: a rank selects other experts than the first of its group.
+        WrongWeight: it selects the same, with other weights.
     """
     workload = reading.outcome.workload
     chosen, weighed = list[Finding](), list[Finding]()
@@ -31,10 +31,10 @@ def judge_copies(reading: Reading, tally: Tally) -> None:
                 other_T = (copied_ids_TK != ids_TK).any(1)
                 for t in other_T.nonzero().flatten().tolist():
                     has = f"{ids_TK[t].tolist()} and {copied_ids_TK[t].tolist()}"
-                    chosen.append(_told("choose", first, rank, t, has))
+                    chosen.append(_told("select", first, rank, t, has))
                 for t in ((copied_weights_TK != weights_TK).any(1) & ~other_T).nonzero().flatten().tolist():
                     has = f"{weights_TK[t].tolist()} and {copied_weights_TK[t].tolist()}"
-                    weighed.append(_told("weigh it by", first, rank, t, has))
+                    weighed.append(_told("give it the weights", first, rank, t, has))
                 tally.add(pairs=ids_TK.numel(), rank=rank)
             tally.add(pairs=ids_TK.numel(), rank=first)
     if chosen:
@@ -53,4 +53,4 @@ def _by_expert(reading: Reading, place: Place) -> tuple[Tensor, Tensor]:
 
 
 def _told(verb: str, first: int, rank: int, t: int, has: str) -> Finding:
-    return Finding(verb, f"ranks {first} and {rank} hold copies of token {t} and {verb} {has}", (first, rank))
+    return Finding(verb, f"tp ranks {first} and {rank} hold the same token {t} and {verb} {has}", (first, rank))
