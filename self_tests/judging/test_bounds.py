@@ -43,7 +43,7 @@ class TestUnits:
 
     def test_gamma_refuses_sums_that_leave_no_digit(self) -> None:
         """256 roundings of bfloat16 say nothing any more."""
-        with pytest.raises(ValueError, match="leave no digit"):
+        with pytest.raises(ValueError, match="leave no significant digit"):
             bounds.gamma(256, 2**-8)
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)

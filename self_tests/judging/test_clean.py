@@ -88,7 +88,7 @@ class TestPerfect:
         weights_TK[0, 0] = weight
         work = replace(work, batches=((replace(first, weights_TK=weights_TK), *work.batches[0][1:]),))
         judged(judge_outputs, simulate(work, Simulation(weights_at="combine")))
-        with pytest.raises(NotOffered, match="leave no row that says whose it is"):
+        with pytest.raises(NotOffered, match="remove the tags by which rows are recognised"):
             judged(judge_outputs, simulate(work, Simulation(weights_at="input")))
 
     def test_ranks_without_tokens_and_idle_experts_are_no_fault(self) -> None:
@@ -131,7 +131,9 @@ class TestUnfinished:
     def test_a_malformed_claim_is_a_wrong_count(self) -> None:
         """Claims that contradict each other are told as such, not as a crash."""
         outcome = failed(RankOutcome(0, "malformed", "forward:0", "counts [9] for 3 rows"), RankOutcome(1, "ok"))
-        with pytest.raises(WrongCount, match=r"rank 0 made a malformed claim in forward:0: counts \[9\]") as error:
+        with pytest.raises(
+            WrongCount, match=r"rank 0 reported inconsistent counts or shapes in forward:0: counts \[9\]"
+        ) as error:
             require_finished(outcome)
         assert (0,) == error.value.ranks
 

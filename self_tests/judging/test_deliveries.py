@@ -70,7 +70,7 @@ class TestDeliveries:
         """A row of a token that is not routed there is neither lost nor double."""
         stray = Sent(source=1, token=0, slot=0, expert=3)
         fault = caught(judge_deliveries, broken(ROUTING, sent=lambda rank, sent: sent + [stray] * (rank == 0)))
-        assert "handed to rank 0 for expert 3 is rank 1 token 0, which is not routed there" in str(fault)
+        assert "delivered to rank 0 for expert 3 is rank 1 token 0, which is not routed there" in str(fault)
         assert (0,) == fault.ranks
 
     def test_a_row_of_another_microbatch_is_named(self) -> None:
@@ -132,7 +132,7 @@ class TestRows:
         """A row that is no token's is searched among sums, differences, shifts and pieces of the tokens."""
         fault = caught(judge_rows, broken(ROUTING, rows=on(1, put(0, make))))  # type: ignore[arg-type]
         assert isinstance(fault, CorruptRow)
-        assert "row 0 handed to rank 1 for expert 4" in str(fault)
+        assert "row 0 delivered to rank 1 for expert 4" in str(fault)
         assert words in str(fault).replace("rank 0 token 0 and rank 0 token 1", "rank 0 token 1 and rank 0 token 0")
         assert (1,) == fault.ranks
 
@@ -146,7 +146,7 @@ class TestRows:
         """A doubled row is still its token's, and wrong where weights are not applied at the input."""
         fault = caught(judge_rows, broken(ROUTING, rows=on(0, put(0, lambda rows: rows[0] * 2))))
         assert isinstance(fault, CorruptRow)
-        assert "row 0 handed to rank 0 for expert 0 is 2 x rank 0 token 0" in str(fault)
+        assert "row 0 delivered to rank 0 for expert 0 is 2 x rank 0 token 0" in str(fault)
         assert (0,) == fault.ranks
 
     def test_another_dtype_is_a_wrong_form(self) -> None:

@@ -146,7 +146,7 @@ class TestWrongParameterGradients:
         outcome = edit_final(clean(), lambda rank, key, value: None if key == ("up", 5) else value)
         wrong = caught(judge_expert_gradients, outcome)
         assert isinstance(wrong, AbsentGradient)
-        assert "up of expert 5 on rank 1 has the gradient None" in wrong.sentence
+        assert "up of expert 5 on rank 1 has no gradient (None)" in wrong.sentence
         assert ("finish", (1,)) == (wrong.stage, wrong.ranks)
 
     def test_shape(self) -> None:
@@ -184,7 +184,7 @@ class TestWrongParameterGradients:
             assert not judged(judge, right).vacuous
         assert [44 * 32, 21 * 32] == [judged(judge, right).elements for judge in (judge_own_outputs, judge_own_dx)]
         leaked = simulate_experts(work)
-        assert "microbatches that go forward only are in it too" in caught(judge_expert_gradients, leaked).sentence
+        assert "microbatches without a backward are in it too" in caught(judge_expert_gradients, leaked).sentence
         assert "expert 3" in caught(judge_idle_expert_gradients, leaked).sentence
 
     def test_one_bit_between_replicas(self) -> None:
@@ -199,8 +199,8 @@ class TestIdleExperts:
     @pytest.mark.parametrize(
         ("leftover", "error", "words"),
         [
-            (None, AbsentGradient, "gate of expert 3 on rank 0 is reached by no token and has the gradient None"),
-            (1e-30, WrongGradient, "gate of expert 3 on rank 0 is reached by no token and has the gradient 1e-30"),
+            (None, AbsentGradient, "gate of expert 3 on rank 0 received no token and has the gradient None"),
+            (1e-30, WrongGradient, "gate of expert 3 on rank 0 received no token and has the gradient 1e-30"),
         ],
     )
     def test_must_hold_zeros(self, leftover: float | None, error: type[Exception], words: str) -> None:
@@ -238,9 +238,9 @@ class TestWindows:
         outcome = clean(REPLICATED)
         wrong = caught(judge, without(outcome, ("down", 6), (1, 3)))
         assert isinstance(wrong, Uncovered)
-        assert "down of expert 6 is named by no rank" in wrong.sentence
+        assert "down of expert 6 is yielded by 'named' on no rank" in wrong.sentence
         wrong = caught(judge_windows, without(outcome, ("down", 6), (1,)))
-        assert "down of expert 6 is named by 1 of its 2 holders" in wrong.sentence
+        assert "down of expert 6 is yielded by 'named' on 1 of the 2 ranks that hold a shard of it" in wrong.sentence
 
     def test_names_must_last(self) -> None:
         """A parameter that one of its holders names before finishing and not afterwards is missed."""
@@ -249,7 +249,7 @@ class TestWindows:
         lost = replace(outcome, ranks=(*outcome.ranks[:3], replace(kept, grads_local=outcome.ranks[3].grads_local)))
         wrong = caught(judge_expert_gradients, lost)
         assert "finish" == wrong.stage
-        assert "down of expert 6 is named by 1 of its 2 holders" in wrong.sentence
+        assert "down of expert 6 is yielded by 'named' on 1 of the 2 ranks that hold a shard of it" in wrong.sentence
 
     def test_sharding_over_replicas_is_legal(self) -> None:
         """A backend may leave each finished gradient on one of its replicas, if it does so with all of them."""
@@ -268,4 +268,4 @@ class TestWindows:
     def test_all_parts_are_needed(self) -> None:
         """One part of two is not the whole."""
         wrong = caught(judge_windows, without(clean(Layout(2, etp=2)), ("down", 6), (1,)))
-        assert "down of expert 6 is named in the parts [(1, 0, 2)] only" in wrong.sentence
+        assert "down of expert 6 is yielded by 'named' in the shards [(1, 0, 2)] only" in wrong.sentence

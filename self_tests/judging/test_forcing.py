@@ -100,7 +100,7 @@ class TestForcedLogits:
     def test_groups_are_judged_without_logits_and_gradients_are_not(self) -> None:
         """Where the backend keeps forced logits to itself, how many groups a token uses still shows."""
         assert {0, 1} == judged(judge_forced_groups, forced(RIGHT, tells=False)).ranks
-        with pytest.raises(NotOffered, match="does not tell the logits that were forced"):
+        with pytest.raises(NotOffered, match="does not report the forced logits"):
             judged(judge_straight_through, forced(RIGHT, tells=False))
 
     @pytest.mark.parametrize("tells", [True, False])
@@ -108,13 +108,13 @@ class TestForcedLogits:
         """Experts of more groups than are opened."""
         wide = replace(RIGHT, choose=lambda scores_TE, _, config: scores_TE.topk(config.top_k, 1).indices)
         error = convicted(WrongSelection, judge_forced_groups, forced(wide, tells=tells))
-        assert "and the router opens 2: logits were forced behind the group limit" in error.sentence
+        assert "groups; expected at most 2; likely cause: logits were forced after the group limit" in error.sentence
 
     @pytest.mark.parametrize("tells", [True, False])
     def test_who_ignores_the_strategy_is_found(self, tells: bool) -> None:
         """The router's own choice is no forced one."""
         error = convicted(WrongSelection, judge_forced_groups, forced(Formula(), tells=tells))
-        assert "random was asked for, accepted and ignored" in error.sentence
+        assert "forced routing random was requested, accepted and ignored" in error.sentence
 
     def test_logits_that_are_no_numbers_are_refused(self) -> None:
         """What is told has to be logits."""
@@ -125,7 +125,10 @@ class TestForcedLogits:
                 rank, microbatches=tuple(replace(seen, logits_TE=none_TE) for seen in rank.microbatches)
             ),
         )
-        assert "no finite numbers" in convicted(WrongForm, judge_forced_groups, outcome).sentence
+        assert (
+            "the forced logits of rank 0 are not (3, 16) or not finite"
+            in convicted(WrongForm, judge_forced_groups, outcome).sentence
+        )
 
     def test_weights_of_its_own_logits_are_found(self) -> None:
         """The forced choice may not weigh what the router would have scored it."""
@@ -154,7 +157,7 @@ class TestForcedLogits:
             RIGHT, scores=lambda logits_TE, config: simulated.scores(drawn(logits_TE) + 0 * logits_TE, config)
         )
         error = convicted(WrongGradient, judge_straight_through, forced(stopped))
-        assert "no gradient goes back through the forced logits" in error.sentence
+        assert "no gradient passes through the forced logits" in error.sentence
 
 
 class TestForcedIds:
@@ -177,7 +180,7 @@ class TestForcedIds:
     def test_who_ignores_the_strategy_is_found(self) -> None:
         """Loads of the router's own choice are not even."""
         error = convicted(WrongSelection, judge_forced_groups, forced(Formula(), DEALT))
-        assert "round_robin was asked for, accepted and ignored" in error.sentence
+        assert "forced routing round_robin was requested, accepted and ignored" in error.sentence
 
     def test_weights_of_others_are_found(self) -> None:
         """Forced experts weigh their own scores, not those of the experts whose place they take."""
@@ -187,4 +190,4 @@ class TestForcedIds:
             return simulated.weigh(scores_TE, simulated.choose(scores_TE, bias_E, config), config)
 
         error = convicted(WrongWeight, judge_forced_weights, forced(replace(DEALING, weigh=weigh), DEALT))
-        assert "the experts that the router would have chosen itself" in error.sentence
+        assert "the experts that the router would have selected without forcing" in error.sentence

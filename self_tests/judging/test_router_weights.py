@@ -172,7 +172,10 @@ class TestWrongGradients:
     @pytest.mark.parametrize(
         ("finish", "words"),
         [
-            (lambda rank, gradients: gradients[rank], "only the tokens of its own rank are in it"),
+            (
+                lambda rank, gradients: gradients[rank],
+                "only the tokens of its own rank are in it (it was not reduced over ranks)",
+            ),
             (
                 lambda rank, gradients: gradients[rank] + gradients[rank ^ 1],
                 "only the tokens of its own ep_etp or ep or tp group",
@@ -215,7 +218,7 @@ class TestWrongGradients:
         ("final", "error", "words"),
         [
             (None, AbsentGradient, "rank 1 finished no gradients while rank 0 did"),
-            ({}, Uncovered, "ranks [1] do not name the router after finishing"),
+            ({}, Uncovered, "the weight of the router is not yielded by 'named' on ranks [1] after finishing"),
         ],
         ids=["nothing", "not the router"],
     )
@@ -237,7 +240,7 @@ class TestWrongGradients:
         outcome = simulate_routers(replace(work, batches=(silent, work.batches[1])))
         assert not judged(judge_router_gradient, replace(outcome, workload=work)).vacuous
         leaked = replace(simulate_routers(work), workload=work)
-        assert "microbatches that go forward only are in it too" in caught(judge_router_gradient, leaked).sentence
+        assert "microbatches without a backward are in it too" in caught(judge_router_gradient, leaked).sentence
 
 
 class TestLoad:

@@ -91,7 +91,7 @@ class LastExpertUnnamed(Experts):
 
 
 @planted(
-    Expectation("EXPT-02", "own-even", "experts", "gate of expert 4 is named by no rank"),
+    Expectation("EXPT-02", "own-even", "experts", "gate of expert 4 is yielded by 'named' on no rank"),
     real="deepspeedai/DeepSpeed issue #6589",
 )
 class NamedByLocalNumber(Experts):

@@ -18,8 +18,8 @@ from self_tests.planted_bugs.plant import TP2_EP2, Expectation, planted
 
 
 @planted(
-    Expectation("FORCE-18", "forced-random-groups", "route", "and the router opens 2", "behind the group limit"),
-    Expectation("FORCE-18", "forced-biased-groups", "route", "and the router opens 2", "behind the group limit"),
+    Expectation("FORCE-18", "forced-random-groups", "route", "groups; expected at most 2", "after the group limit"),
+    Expectation("FORCE-18", "forced-biased-groups", "route", "groups; expected at most 2", "after the group limit"),
 )
 class ForcedBehindTheLimit(ForcedRouter):
     """Random logits take the place of those that the group limit has masked, so that every group is open again."""
@@ -29,7 +29,7 @@ class ForcedBehindTheLimit(ForcedRouter):
 
 
 @planted(
-    Expectation("FORCE-18", "forced-random-groups", "route", "groups that the router's own logits open"),
+    Expectation("FORCE-18", "forced-random-groups", "route", "groups that the router's own logits select"),
     Expectation("FORCE-18", "forced-kept-bias-groups", "route", "instead of"),
 )
 class GroupsOfItsOwn(ForcedRouter):
@@ -45,8 +45,14 @@ class GroupsOfItsOwn(ForcedRouter):
 
 
 @planted(
-    Expectation("FORCE-18", "forced-round-robin-groups", "route", "were held to the groups"),
-    Expectation("FORCE-18", "forced-round-robin-small-groups", "route", "rank 0 loads its experts with"),
+    Expectation("FORCE-18", "forced-round-robin-groups", "route", "were limited to the groups"),
+    Expectation(
+        "FORCE-18",
+        "forced-round-robin-small-groups",
+        "route",
+        "rank 0 has the loads [",
+        "per expert; expected for round_robin",
+    ),
 )
 class ForcedIdsFiltered(ForcedRouter):
     """Forced ids in groups that are closed to a token give way to the best of the open ones."""
@@ -64,9 +70,21 @@ class ForcedIdsFiltered(ForcedRouter):
 
 
 @planted(
-    Expectation("FORCE-18", "forced-random-groups", "route", "random was asked for, accepted and ignored"),
-    Expectation("FORCE-18", "forced-round-robin-groups", "route", "round_robin was asked for, accepted and ignored"),
-    Expectation("FORCE-03", "forced-round-robin-groups", "route", "round_robin was asked for, accepted and ignored"),
+    Expectation(
+        "FORCE-18", "forced-random-groups", "route", "forced routing random was requested, accepted and ignored"
+    ),
+    Expectation(
+        "FORCE-18",
+        "forced-round-robin-groups",
+        "route",
+        "forced routing round_robin was requested, accepted and ignored",
+    ),
+    Expectation(
+        "FORCE-03",
+        "forced-round-robin-groups",
+        "route",
+        "forced routing round_robin was requested, accepted and ignored",
+    ),
 )
 class NothingForced(ForcedRouter):
     """The setting is taken, and the router goes on choosing by itself."""
@@ -81,7 +99,11 @@ class NothingForced(ForcedRouter):
 # ---- loads ---------------------------------------------------------------------------------------------------------
 
 
-@planted(Expectation("FORCE-03", "forced-round-robin-groups", "route", "leaves no load more than one above another"))
+@planted(
+    Expectation(
+        "FORCE-03", "forced-round-robin-groups", "route", "expected for round_robin: they differ by at most one"
+    )
+)
 class EveryTokenBeginsAtTheFirst(ForcedRouter):
     """Experts are dealt out to the slots of a token, and anew to those of the next."""
 
@@ -89,7 +111,11 @@ class EveryTokenBeginsAtTheFirst(ForcedRouter):
         return torch.arange(self.config.top_k, device=device).repeat(tokens, 1)
 
 
-@planted(Expectation("FORCE-03", "forced-round-robin-groups", "route", "run with random seed", "and had chosen"))
+@planted(
+    Expectation(
+        "FORCE-03", "forced-round-robin-groups", "route", "run with random seed", "selected [", "in the original run"
+    )
+)
 class DealtAtRandom(ForcedRouter):
     """Experts are dealt out to the tokens in an order that is drawn, with the same loads each time."""
 
@@ -97,7 +123,7 @@ class DealtAtRandom(ForcedRouter):
         return super()._deal(tokens, device)[torch.randperm(tokens, device=device)]
 
 
-@planted(Expectation("FORCE-02", "forced-random-groups-biased", "route", "reports the load", "its tokens chose"))
+@planted(Expectation("FORCE-02", "forced-random-groups-biased", "route", "reports the load", "as its tokens selected"))
 class LoadOfItsOwnChoice(ForcedRouter):
     """The load is counted of what the router would have chosen itself."""
 
@@ -110,7 +136,7 @@ class LoadOfItsOwnChoice(ForcedRouter):
 # ---- weights and gradients -----------------------------------------------------------------------------------------
 
 
-@planted(Expectation("FORCE-05", "forced-round-robin-groups", "route", "experts that the router would have"))
+@planted(Expectation("FORCE-05", "forced-round-robin-groups", "route", "experts that the router would have selected"))
 class WeightsOfTheReplaced(ForcedRouter):
     """Forced experts get the weights of those whose place they take."""
 
@@ -141,8 +167,8 @@ class FrozenByForce(ForcedRouter):
 
 
 @planted(
-    Expectation("FORCE-07", "forced-random-groups", "gradient", "no gradient goes back through the forced"),
-    Expectation("FORCE-07", "forced-kept-bias-groups", "gradient", "no gradient goes back through the forced"),
+    Expectation("FORCE-07", "forced-random-groups", "gradient", "no gradient passes through the forced"),
+    Expectation("FORCE-07", "forced-kept-bias-groups", "gradient", "no gradient passes through the forced"),
 )
 class NoGradientOfForcedLogits(ForcedRouter):
     """Nothing goes back through forced logits, and the router stands still."""
@@ -160,8 +186,12 @@ class SoftmaxOfNothing(ForcedRouter):
 
 
 @planted(
-    Expectation("FORCE-05", "forced-masked-softmax", "route", "rank 0 loads its experts with"),
-    Expectation("FORCE-05", "forced-masked-sigmoid", "route", "round_robin was asked for, accepted and ignored"),
+    Expectation(
+        "FORCE-05", "forced-masked-softmax", "route", "rank 0 has the loads [", "per expert; expected for round_robin"
+    ),
+    Expectation(
+        "FORCE-05", "forced-masked-sigmoid", "route", "forced routing round_robin was requested, accepted and ignored"
+    ),
 )
 class MaskedAreReplaced(ForcedRouter):
     """A token that is forced to an expert at -inf goes back to those that the router likes best."""
@@ -199,8 +229,8 @@ class _DrawnAnyhow(ForcedRouter):
 
 
 @planted(
-    Expectation("DET-03", "forced-random", "run", "rank 0 left", "otherwise than it was before the step"),
-    Expectation("DET-03", "forced-random-groups", "run", "rank 0 left", "otherwise than it was before the step"),
+    Expectation("DET-03", "forced-random", "run", "rank 0 changed", ", and left it so after the step"),
+    Expectation("DET-03", "forced-random-groups", "run", "rank 0 changed", ", and left it so after the step"),
 )
 class DrawsFromTheModels(ForcedRouter):
     """Logits are drawn from the generator that dropout draws from."""
@@ -209,7 +239,9 @@ class DrawsFromTheModels(ForcedRouter):
         return torch.randn_like(own_TE) + 0 * super()._draw(own_TE)
 
 
-@planted(Expectation("FORCE-06", "forced-random", "route", "ranks 0 and 1 hold other tokens and draw alike"))
+@planted(
+    Expectation("FORCE-06", "forced-random", "route", "ranks 0 and 1 hold different tokens and select the same experts")
+)
 class RanksDrawAlike(_DrawnAnyhow):
     """All ranks seed their noise alike."""
 
@@ -218,8 +250,8 @@ class RanksDrawAlike(_DrawnAnyhow):
 
 
 @planted(
-    Expectation("FORCE-06", "forced-random-copies", "route", "hold copies of the same tokens and choose other experts"),
-    Expectation("ROUTE-12", "forced-random-copies", "route", "ranks 0 and 1 hold copies of token 0 and choose"),
+    Expectation("FORCE-06", "forced-random-copies", "route", "hold the same tokens and select different experts"),
+    Expectation("ROUTE-12", "forced-random-copies", "route", "tp ranks 0 and 1 hold the same token 0 and select"),
     layout=TP2_EP2,
 )
 class CopiesDrawApart(_DrawnAnyhow):
@@ -230,7 +262,7 @@ class CopiesDrawApart(_DrawnAnyhow):
 
 
 @planted(
-    Expectation("ROUTE-12", "forced-round-robin-copies", "route", "hold copies of token 0 and choose [0, 1] and [2, "),
+    Expectation("ROUTE-12", "forced-round-robin-copies", "route", "hold the same token 0 and select [0, 1] and [2, "),
     layout=TP2_EP2,
 )
 class CopiesDealtApart(ForcedRouter):
@@ -242,7 +274,7 @@ class CopiesDealtApart(ForcedRouter):
 
 
 @planted(
-    Expectation("ROUTE-12", "forced-round-robin-copies", "route", "hold copies of token 0 and weigh it by"),
+    Expectation("ROUTE-12", "forced-round-robin-copies", "route", "hold the same token 0 and give it the weights"),
     layout=TP2_EP2,
 )
 class CopiesWeighedApart(ForcedRouter):
@@ -256,7 +288,7 @@ class CopiesWeighedApart(ForcedRouter):
         return super()._weights(scores_TE, ids_TK) * (1 + self.off)
 
 
-@planted(Expectation("FORCE-06", "forced-random", "route", "no standard normal logits: the logits have a mean"))
+@planted(Expectation("FORCE-06", "forced-random", "route", "are not standard normal: the logits have a mean"))
 class EvenNoise(ForcedRouter):
     """Logits are drawn evenly from -1 to 1."""
 
@@ -264,7 +296,11 @@ class EvenNoise(ForcedRouter):
         return torch.empty_like(own_TE).uniform_(-1, 1, generator=self.noise)
 
 
-@planted(Expectation("FORCE-06", "forced-random", "route", "rank 0 loads its experts with", "to be 80 by chance"))
+@planted(
+    Expectation(
+        "FORCE-06", "forced-random", "route", "rank 0 has the loads [", "per expert; expected for random logits 80 each"
+    )
+)
 class LogitsAreAdded(ForcedRouter):
     """Random logits are added to the router's own, and experts that are liked stay so."""
 
@@ -297,7 +333,12 @@ class VarianceForDeviation(ForcedRouter):
 
 
 @planted(
-    Expectation("FORCE-06", "forced-random", "route", "of the 640 routes of rank 0 are what the router itself would"),
+    Expectation(
+        "FORCE-06",
+        "forced-random",
+        "route",
+        "of the 640 routes of rank 0 are what the router itself would have selected",
+    ),
     Expectation("FORCE-08", "forced-bias", "route", "less their means over the tokens, have a variance of"),
 )
 class NoiseOnItsOwn(ForcedRouter):
@@ -319,8 +360,16 @@ class OnlyTheBias(ForcedRouter):
 
 
 @planted(
-    Expectation("FORCE-08", "forced-bias", "route", "follow the router's own", "they are to take their place"),
-    Expectation("FORCE-08", "forced-kept-bias", "route", "follow the router's own", "they are to take their place"),
+    Expectation(
+        "FORCE-08", "forced-bias", "route", "follow the router's own", "forced logits that replace the router's own"
+    ),
+    Expectation(
+        "FORCE-08",
+        "forced-kept-bias",
+        "route",
+        "follow the router's own",
+        "forced logits that replace the router's own",
+    ),
 )
 class BiasOnItsOwn(ForcedRouter):
     """Biases are added to the router's own logits, which serve for the noise and are as far apart."""
@@ -362,7 +411,9 @@ class NobodyDrawsForNothing(ForcedRouter):
         return super()._draw(own_TE) if len(own_TE) else own_TE
 
 
-@planted(Expectation("FORCE-10", "forced-kept-bias-alone", "route", "the bias that is to be kept was drawn anew"))
+@planted(
+    Expectation("FORCE-10", "forced-kept-bias-alone", "route", "the bias that is kept between forwards was drawn again")
+)
 class KeptBiasDrawnAnew(ForcedRouter):
     """The sign of the deviation is not looked at: every forward draws."""
 
@@ -372,7 +423,7 @@ class KeptBiasDrawnAnew(ForcedRouter):
         return drawn_E
 
 
-@planted(Expectation("FORCE-10", "forced-bias-alone", "route", "of one layer chooses the same", "no new bias"))
+@planted(Expectation("FORCE-10", "forced-bias-alone", "route", "of one layer selects the same", "no new bias"))
 class BiasAlwaysKept(ForcedRouter):
     """The first bias stays, whatever its sign."""
 

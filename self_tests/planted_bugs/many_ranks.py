@@ -82,7 +82,7 @@ class RanksInAlphabeticalOrder(AllToAllExchange):
 
 @planted(
     Expectation(
-        *("GROUP-06", "many-ranks-uneven", "dispatch", "row 0 handed to rank 0 for expert 0 is rank 8 token"),
+        *("GROUP-06", "many-ranks-uneven", "dispatch", "row 0 delivered to rank 0 for expert 0 is rank 8 token"),
         "which is not of that rank's exchange group (0, 1, 2 and 5 more)",
     ),
     layout=REPLICATED64,
@@ -124,7 +124,9 @@ class ReplicasInAWord(_SumsOfSome):
 
 
 @planted(
-    Expectation("GROUP-06", "own-many-ranks-uneven", "finish", "hold replicas of", "end with gradients that differ"),
+    Expectation(
+        "GROUP-06", "own-many-ranks-uneven", "finish", "hold replicas of", "have finished gradients that differ"
+    ),
     layout=REPLICATED64,
 )
 class ReplicasNodeByNode(_SumsOfSome):

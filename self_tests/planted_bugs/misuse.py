@@ -65,7 +65,7 @@ class FilledUpBeforeItIsLookedAt(AllToAllExchange):
 
 
 @planted(
-    Expectation("EXCH-44", "misuse-id-too-low", "dispatch", "step answered an id of -2 on rank 1 on rank 0, rank 1"),
+    Expectation("EXCH-44", "misuse-id-too-low", "dispatch", "step accepted an id of -2 on rank 1 on rank 0, rank 1"),
 )
 class LooksOnce(AllToAllExchange):
     """What the first step brings is looked at, and what later ones bring no more; ids that nobody has are no slots."""
@@ -81,8 +81,8 @@ class LooksOnce(AllToAllExchange):
 
 
 @planted(
-    Expectation("EXCH-44", "misuse-id-too-high", "dispatch", "step answered an id of E on rank 0 on rank 0, rank 1"),
-    Expectation("EXCH-44", "misuse-id-too-low", "dispatch", "step answered an id of -2 on rank 1"),
+    Expectation("EXCH-44", "misuse-id-too-high", "dispatch", "step accepted an id of E on rank 0 on rank 0, rank 1"),
+    Expectation("EXCH-44", "misuse-id-too-low", "dispatch", "step accepted an id of -2 on rank 1"),
 )
 class IdsBroughtIntoRange(AllToAllExchange):
     """An id that no expert has becomes that of the nearest expert, and the token goes to one that nobody chose."""

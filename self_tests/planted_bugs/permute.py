@@ -47,7 +47,9 @@ class BufferNotRoundedUp(Permutation):
 
 
 @planted(
-    Expectation("EXCH-08", "permute-empty-slots", "run", "permute, call 0, wrote into routing.weights_TK of rank 0"),
+    Expectation(
+        "EXCH-08", "permute-empty-slots", "run", "permute, call 0, changed its input routing.weights_TK on rank 0"
+    ),
     layout=SINGLE,
 )
 class EmptySlotsClearedInPlace(Permutation):
@@ -306,7 +308,7 @@ class WeightZeroIsNoChoice(RoutingForms):
 
 
 @planted(
-    Expectation("ROUTE-21", "forms", "gradient", "the gradient of the weights is absent"),
+    Expectation("ROUTE-21", "forms", "gradient", "the gradient of the weights is None on rank"),
     layout=SINGLE,
 )
 class MapOfConstants(RoutingForms):

@@ -108,13 +108,13 @@ class TestExceptions:
     def test_a_rank_that_does_not_refuse_is_named(self, engine: Engine) -> None:
         """Refusing on some ranks only is no refusal."""
         outcome = run(engine, Call("refuse", ({"on": (1,)},) * 2, may_raise=True))
-        with pytest.raises(Unrefused, match="refuse answered a wish on rank 0, where every rank should refuse it"):
+        with pytest.raises(Unrefused, match="refuse accepted a wish on rank 0; expected: an error on every rank"):
             judge_refused(outcome, 0, Tally(), stage="run", asked="a wish")
 
     def test_values_of_a_refused_call_are_a_failure(self, engine: Engine) -> None:
         """Who needs the answer of a call that raised learns what it raised."""
         outcome = run(engine, Call("refuse", ({"on": (1,)},) * 2, may_raise=True))
-        with pytest.raises(Raised, match=r"refuse raised on rank 1: builtins\.ValueError: rank 1 refuses"):
+        with pytest.raises(Raised, match=r"refuse on rank 1 raised builtins\.ValueError: rank 1 refuses"):
             values(outcome, 0)
 
     def test_one_that_may_not_come_ends_the_run(self, engine: Engine) -> None:

@@ -142,7 +142,9 @@ class OutputNotCleared(AllToAllExchange):
 
 
 @planted(
-    Expectation("DROP-10", "dropping-half-even", "combine", "lost all its slots, and y is not its shared part"),
+    Expectation(
+        "DROP-10", "dropping-half-even", "combine", "had all slots dropped; y is not the output of its shared experts"
+    ),
 )
 class SharedPartOfTheRouted(Layer):
     """The shared part is added where a routed one has come back, and left out where none has."""
@@ -153,8 +155,18 @@ class SharedPartOfTheRouted(Layer):
 
 
 @planted(
-    Expectation("DROP-09", "dropping-half-even", "combine", "kept 1 of 2 slots, and y is not theirs"),
-    Expectation("DROP-09", "dropping-half-gate-even", "combine", "kept 1 of 2 slots, and y is not theirs"),
+    Expectation(
+        "DROP-09",
+        "dropping-half-even",
+        "combine",
+        "kept 1 of 2 slots; y is not the sum over these and the shared experts",
+    ),
+    Expectation(
+        "DROP-09",
+        "dropping-half-gate-even",
+        "combine",
+        "kept 1 of 2 slots; y is not the sum over these and the shared experts",
+    ),
 )
 class DividesAgainWhereItDrops(Layer):
     """The router is right, and the layer divides weights by the sum of the kept ones where there is a capacity."""

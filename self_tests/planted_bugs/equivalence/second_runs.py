@@ -70,7 +70,14 @@ class StridesSeenTooLate(AllToAllExchange):
 
 
 @planted(
-    Expectation("EXCH-17", "own-even-bfloat16", "combine", "with x transposed", "torch.float32, and was", "bfloat16"),
+    Expectation(
+        "EXCH-17",
+        "own-even-bfloat16",
+        "combine",
+        "with x transposed",
+        "torch.float32 instead of",
+        "bfloat16 in the original run",
+    ),
 )
 class WideOutputOfGaps(AllToAllExchange):
     """Tokens that are not contiguous go through a copy in float32, and come back in it."""
@@ -84,7 +91,11 @@ class WideOutputOfGaps(AllToAllExchange):
         return super().dispatch(x, routing)
 
 
-@planted(Expectation("EXCH-17", "even", "run", "with x columns", "x is overwritten on rank 0, and was left alone"))
+@planted(
+    Expectation(
+        "EXCH-17", "even", "run", "with x columns", "x is overwritten on rank 0; in the original run it is unchanged"
+    )
+)
 class GapsCleared(AllToAllExchange):
     """The memory from the first token to the last is freed of NaN, whoever owns what lies between them."""
 
@@ -94,7 +105,13 @@ class GapsCleared(AllToAllExchange):
 
 
 @planted(
-    Expectation("DET-02", "own-even-bfloat16", "finish", "with random seed 20000", "on rank 2 after finishing is not"),
+    Expectation(
+        "DET-02",
+        "own-even-bfloat16",
+        "finish",
+        "with random seed 20000",
+        "on rank 2 after finishing differs from the original run",
+    ),
     layout=EP2_EDP2,
 )
 class ReplicaRoundedAtRandom(GradientFinisher):

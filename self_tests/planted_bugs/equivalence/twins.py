@@ -70,7 +70,7 @@ class WeightsCutAtOne(AllToAllExchange):
 
 
 @planted(
-    Expectation("EXCH-17", "even", "dispatch", "with x transposed", "rows handed to rank 0 differ"),
+    Expectation("EXCH-17", "even", "dispatch", "with x transposed", "rows delivered to rank 0 differ"),
     Expectation("EXCH-17", "own-even-bfloat16", "experts", "with x transposed", "y of rank 0 token 0"),
     real="pytorch/torchtitan commit f713a0254 (#3771)",
     layout=EP2_ETP2,
@@ -143,7 +143,9 @@ class OneSlotWithoutPeers(AllToAllExchange):
 
 
 @planted(
-    Expectation("EXCH-15", "even", "combine", "the tokens of the next rank", "was 0 (rank 0 token 0"),
+    Expectation(
+        "EXCH-15", "even", "combine", "the tokens of the next rank", "instead of 0 in the original run (rank 0 token 0"
+    ),
     layout=EP2_ETP2,
 )
 class FirstTokenOfTheWorldIsMissing(AllToAllExchange):

@@ -292,7 +292,7 @@ class OneRoutingAtATime(AllToAllExchange):
         return super()._unpermute(rows_PD, replace(permuted, pairs=self.latest))
 
 
-@planted(Expectation("EXCH-11", "even", "run", "rank 0 left torch's random state otherwise than it was"))
+@planted(Expectation("EXCH-11", "even", "run", "rank 0 changed torch's random state, and left it so"))
 class Reseeds(AllToAllExchange):
     """Every dispatch seeds the global generator, so that dropout elsewhere in the model repeats itself."""
 
@@ -301,7 +301,7 @@ class Reseeds(AllToAllExchange):
         return super().dispatch(x, routing)
 
 
-@planted(Expectation("EXCH-11", "even", "run", "rank 0 left numpy's random state otherwise than it was"))
+@planted(Expectation("EXCH-11", "even", "run", "rank 0 changed numpy's random state, and left it so"))
 class TiesByNumpy(AllToAllExchange):
     """Every dispatch draws an order of the experts from numpy's global generator, by which loaders order the data."""
 
@@ -326,7 +326,12 @@ class LendsItsOutput(AllToAllExchange):
 
 
 @planted(
-    Expectation("EXCH-32", "in-flight-uneven", "combine", "a row handed over of microbatch 0 on rank 0 was overwritten")
+    Expectation(
+        "EXCH-32",
+        "in-flight-uneven",
+        "combine",
+        "a row delivered to an expert of microbatch 0 on rank 0 was overwritten",
+    )
 )
 class LendsItsRows(AllToAllExchange):
     """The rows of the next microbatch arrive in the memory of the last one's, which experts may still need."""

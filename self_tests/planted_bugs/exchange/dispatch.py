@@ -86,7 +86,7 @@ class NoExpertOffset(AllGatherExchange):
 
 
 @planted(
-    Expectation("EXCH-01", "even", "dispatch", "handed to rank 0 for expert 0", "which is not routed there"),
+    Expectation("EXCH-01", "even", "dispatch", "delivered to rank 0 for expert 0", "which is not routed there"),
     real="huggingface/transformers PR #40545",
 )
 class OthersToFirstExpert(AllGatherExchange):
@@ -100,7 +100,7 @@ class OthersToFirstExpert(AllGatherExchange):
 
 
 @planted(
-    Expectation("EXCH-02", "even", "dispatch", "handed to rank 0 for expert 0 is", "31 more of the same kind"),
+    Expectation("EXCH-02", "even", "dispatch", "delivered to rank 0 for expert 0 is", "31 more of the same kind"),
     real="deepspeedai/DeepSpeed commit 619e3199d (#8195)",
 )
 class HiddenSliced(AllToAllExchange):
@@ -169,7 +169,12 @@ class AlignedCounts(AllToAllExchange):
 
 
 @planted(
-    Expectation("EXCH-04", "even", "dispatch", "rank 0 made a malformed claim in forward:0: Malformed: counts [8, 8"),
+    Expectation(
+        "EXCH-04",
+        "even",
+        "dispatch",
+        "rank 0 reported inconsistent counts or shapes in forward:0: Malformed: counts [8, 8",
+    ),
     real="pytorch/torchtitan commit 60645bc78 (#1718)",
 )
 class CountsOverrun(AllToAllExchange):

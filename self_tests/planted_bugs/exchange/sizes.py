@@ -103,7 +103,9 @@ def _contiguous(x: Tensor) -> tuple[int, ...]:
 
 
 @planted(
-    Expectation("EXCH-17", "even", "dispatch", "tokens (S, B, D) that lie as (B, S, D)", "rows handed to rank 0 differ")
+    Expectation(
+        "EXCH-17", "even", "dispatch", "tokens (S, B, D) that lie as (B, S, D)", "rows delivered to rank 0 differ"
+    )
 )
 class BatchFirstReadAsSequenceFirst(AllToAllExchange):
     """Of tokens in three dimensions the memory is read through, whatever the strides of the first two."""
@@ -114,7 +116,8 @@ class BatchFirstReadAsSequenceFirst(AllToAllExchange):
 
 
 @planted(
-    Expectation("EXCH-17", "even", "dispatch", "run with x transposed", "rows handed to rank 0 differ"), layout=SINGLE
+    Expectation("EXCH-17", "even", "dispatch", "run with x transposed", "rows delivered to rank 0 differ"),
+    layout=SINGLE,
 )
 class OneRankReadsPointers(LocalExchange):
     """The path of one rank alone takes the pointer of the tokens and not their strides."""

@@ -222,7 +222,7 @@ class PeersInBfloat16(ExpertFinisher):
         return gradient + peers.bfloat16()
 
 
-@planted(Expectation("GRAD-06", "own-empty-expert-even", "finish", "gate of expert 1 on rank 0 is reached by no token"))
+@planted(Expectation("GRAD-06", "own-empty-expert-even", "finish", "gate of expert 1 on rank 0 received no token"))
 class Leftover(ExpertFinisher):
     """The gradient of an expert without tokens is memory that nobody cleared."""
 

@@ -153,7 +153,7 @@ class StagesAlone(Native):
 
 
 @planted(
-    Expectation("GROUP-03", "indivisible-experts", "run", "exchange answered a config of E = 3 experts over ep"),
+    Expectation("GROUP-03", "indivisible-experts", "run", "exchange accepted a config of E = 3 experts over ep"),
     layout=EP2,
 )
 class ExpertsLeftOver(AllToAllExchange):
@@ -165,7 +165,7 @@ class ExpertsLeftOver(AllToAllExchange):
 
 
 @planted(
-    Expectation("GROUP-03", "no-experts", "run", "exchange answered a config of E = 0 experts over ep = 2"),
+    Expectation("GROUP-03", "no-experts", "run", "exchange accepted a config of E = 0 experts over ep = 2"),
     layout=EP2,
 )
 class NoneDivide(AllToAllExchange):
@@ -176,7 +176,7 @@ class NoneDivide(AllToAllExchange):
 
 
 @planted(
-    Expectation("GROUP-03", "indivisible-width", "run", "experts answered a config of width F = 17 over etp"),
+    Expectation("GROUP-03", "indivisible-width", "run", "experts accepted a config of width F = 17 over etp"),
     layout=EP2_ETP2,
 )
 class ColumnsLeftOver(Experts):
@@ -252,7 +252,7 @@ class DenseFoldForExperts(GradientFinisher):
 
 
 @planted(
-    Expectation("GROUP-07", "proxy-even", "finish", "the gradient of block0/gate of expert", "x the allowed"),
+    Expectation("GROUP-07", "proxy-even", "finish", "the gradient of block0/gate of expert", "x the allowed error"),
     layout=EP2_EDP2,
 )
 class ReducesFloat64InFloat32(GradientFinisher):

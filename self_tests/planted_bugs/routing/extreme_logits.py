@@ -64,7 +64,7 @@ class NobodyIsTheBest(Router):
         return super()._weights(scores_TE, ids_TK.clamp_max(self.config.experts - 1))
 
 
-@planted(Expectation("ROUTE-15", "spoilt-nan-softmax-of-chosen", "route", "beside a spoilt token", "nan"))
+@planted(Expectation("ROUTE-15", "spoilt-nan-softmax-of-chosen", "route", "in a batch with a non-finite token", "nan"))
 class ShiftedByTheBatch(Router):
     """The largest logit of the whole batch is subtracted from all of them."""
 
@@ -82,7 +82,9 @@ class RefusesAll(Router):
         raise ValueError("there is no router here")
 
 
-@planted(Expectation("ROUTE-15", "spoilt-nan-softmax", "route", "beside a spoilt token or after it"))
+@planted(
+    Expectation("ROUTE-15", "spoilt-nan-softmax", "route", "in a batch with a non-finite token or in the next batch")
+)
 class RemembersTheLargest(Router):
     """The largest logit so far is kept from batch to batch and told apart from nothing, so that NaN stays."""
 
@@ -130,7 +132,9 @@ class ScaledByTheLargest(Router):
         return logits_TE
 
 
-@planted(Expectation("ROUTE-14", "extreme-softmax", "route", "rank 0 does not name the router"))
+@planted(
+    Expectation("ROUTE-14", "extreme-softmax", "route", "the weight of the router is not yielded by 'named' on rank 0")
+)
 class NamedUntilItRuns(Router):
     """From its first forward on the router has no name, so that nobody finds its gradient."""
 

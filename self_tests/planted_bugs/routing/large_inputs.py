@@ -96,7 +96,7 @@ class ExpertsInferredFromSize(Router):
         return super()._scores(logits_TE.reshape(len(logits_TE), -1))
 
 
-@planted(Expectation("ROUTE-09", "route-in-flight", "route", "rank 0 reports the load", "its tokens chose"))
+@planted(Expectation("ROUTE-09", "route-in-flight", "route", "rank 0 reports the load", "as its tokens selected"))
 class LoadNeverReset(Router):
     """The load is added up over microbatches where that of each was asked for."""
 

@@ -79,7 +79,7 @@ class ClosedGroupsAtZero(Router):
 
 
 @planted(
-    Expectation("ROUTE-09", "route-softmax", "route", "rank 0 reports the load", "its tokens chose"),
+    Expectation("ROUTE-09", "route-softmax", "route", "rank 0 reports the load", "as its tokens selected"),
     real="deepspeedai/DeepSpeed commit 5a2e705b8 (#5156)",
 )
 class LoadOfFirstChoices(Router):
@@ -91,7 +91,7 @@ class LoadOfFirstChoices(Router):
 
 
 @planted(
-    Expectation("ROUTE-09", "route-softmax", "route", "rank 0 reports the load", "its tokens chose"),
+    Expectation("ROUTE-09", "route-softmax", "route", "rank 0 reports the load", "as its tokens selected"),
     real="pytorch/torchtitan commit 2bfcdd8e1 (#1593)",
 )
 class LoadOfRecompute(Router):
@@ -251,7 +251,14 @@ class NotReducedOverTp(GradientFinisher):
         return super()._summed(gradient, tuple(name for name in replicas if name != "tp"))
 
 
-@planted(Expectation("ROUTE-08", "route-softmax", "finish", "only the tokens of its own rank are in it"))
+@planted(
+    Expectation(
+        "ROUTE-08",
+        "route-softmax",
+        "finish",
+        "only the tokens of its own rank are in it (it was not reduced over ranks)",
+    )
+)
 class RouterNotReduced(GradientFinisher):
     """The router is left out of the reduction."""
 

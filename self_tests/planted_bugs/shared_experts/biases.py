@@ -59,7 +59,7 @@ class BiasOnTokensOfOneRank(_WithBias):
         "SHARE-06",
         "shared-bias-alone",
         "combine",
-        "y of rank 0 is not the output bias of its shared expert exactly",
+        "y of rank 0 is not exactly the output bias of its shared expert",
     ),
     layout=TP2_EP2,
 )

@@ -174,7 +174,11 @@ class _SharedFinisher(GradientFinisher):
         return super()._summed(gradient, self.instead if replicas == self.groups else replicas)
 
 
-@planted(Expectation("SHARE-05", "shared-even", "finish", "only the tokens of its own rank are in it"))
+@planted(
+    Expectation(
+        "SHARE-05", "shared-even", "finish", "only the tokens of its own rank are in it (it was not reduced over ranks)"
+    )
+)
 class SharedTakenForExperts(_SharedFinisher):
     """Shared experts are reduced over the replicas of routed ones, of which there are none."""
 
@@ -301,7 +305,7 @@ def _read_and_cleared(gradient: Tensor) -> Tensor:
     return read
 
 
-@planted(Expectation("EXCH-11", "layer-even", "run", "left", "otherwise than it was before the step"))
+@planted(Expectation("EXCH-11", "layer-even", "run", "changed", ", and left it so after the step"))
 class DrawsForNothing(Layer):
     """A layer without dropout draws its mask all the same."""
 

@@ -198,7 +198,7 @@ class MaskNotPassedOn(Router):
 
 
 @planted(
-    Expectation("ROUTE-22", "masked-router-square", "route", "its tokens chose"),
+    Expectation("ROUTE-22", "masked-router-square", "route", "as its tokens selected"),
     real="NVIDIA/Megatron-LM#6111",
     layout=SINGLE,
 )
@@ -215,7 +215,7 @@ class MaskLaidOnExperts(Router):
 
 
 @planted(
-    Expectation("ROUTE-22", "masked-router", "route", "is no padding, and has empty slots"),
+    Expectation("ROUTE-22", "masked-router", "route", "is not padding, and has empty slots (id -1)"),
     layout=SINGLE,
 )
 class MaskReadAsTokens(Router):
@@ -254,8 +254,8 @@ class MaskedNotScaled(Router):
 
 
 @planted(
-    Expectation("ROUTE-22", "masked-router", "route", "of rank 0 is no padding, and has empty slots"),
-    Expectation("PACK-08", "masked-router", "route", "of rank 0 is no padding, and has empty slots"),
+    Expectation("ROUTE-22", "masked-router", "route", "of rank 0 is not padding, and has empty slots (id -1)"),
+    Expectation("PACK-08", "masked-router", "route", "of rank 0 is not padding, and has empty slots (id -1)"),
     layout=SINGLE,
 )
 class MaskOfTheFirstBatch(Router):
@@ -270,7 +270,9 @@ class MaskOfTheFirstBatch(Router):
         return super().forward(x, self.first)
 
 
-@planted(Expectation("ROUTE-22", "masked-router", "route", "its tokens chose", "padding is counted"), layout=SINGLE)
+@planted(
+    Expectation("ROUTE-22", "masked-router", "route", "as its tokens selected", "padding is counted"), layout=SINGLE
+)
 class OnlyPaddingTakenForTokens(Router):
     """A mask that leaves nothing is taken for none."""
 
@@ -293,8 +295,8 @@ class _PaddingAt(Router):
 
 
 @planted(
-    Expectation("ROUTE-22", "masked-router", "route", "padding row", "has the ids [8, 8]", "nor -1 in all slots"),
-    Expectation("PACK-08", "masked-router", "route", "padding row", "has the ids [8, 8]", "nor -1 in all slots"),
+    Expectation("ROUTE-22", "masked-router", "route", "padding token", "has the ids [8, 8]", "nor -1 in all slots"),
+    Expectation("PACK-08", "masked-router", "route", "padding token", "has the ids [8, 8]", "nor -1 in all slots"),
     layout=SINGLE,
 )
 class PaddingToTheExpertBehindTheLast(_PaddingAt):
@@ -305,7 +307,7 @@ class PaddingToTheExpertBehindTheLast(_PaddingAt):
 
 
 @planted(
-    Expectation("ROUTE-22", "masked-router", "route", "padding row", "has the ids [5, 5]", "neither 2 different"),
+    Expectation("ROUTE-22", "masked-router", "route", "padding token", "has the ids [5, 5]", "neither 2 different"),
     layout=SINGLE,
 )
 class PaddingToOneExpert(_PaddingAt):
@@ -315,7 +317,7 @@ class PaddingToOneExpert(_PaddingAt):
         return 5
 
 
-@planted(Expectation("ROUTE-22", "masked-router", "route", "counts [", ".75"), layout=SINGLE)
+@planted(Expectation("ROUTE-22", "masked-router", "route", "reports the load [", ".75"), layout=SINGLE)
 class LoadsAreNotWhole(Router):
     """The load is an average that has not been rounded."""
 

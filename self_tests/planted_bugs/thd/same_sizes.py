@@ -71,8 +71,8 @@ class LearnsNothingBesidePadding(Router):
 
 
 @planted(
-    Expectation("ROUTE-22", "masked-learns", "gradient", "dx of rank 0 beside padding is"),
-    Expectation("PACK-08", "masked-softmax-learns", "gradient", "dx of rank 0 beside padding is"),
+    Expectation("ROUTE-22", "masked-learns", "gradient", "dx of rank 0 at tokens that are not padding is"),
+    Expectation("PACK-08", "masked-softmax-learns", "gradient", "dx of rank 0 at tokens that are not padding is"),
     layout=SINGLE,
 )
 class LearnsTwiceBesidePadding(Router):
@@ -83,7 +83,7 @@ class LearnsTwiceBesidePadding(Router):
 
 
 @planted(
-    Expectation("PACK-08", "masked-softmax-learns", "gradient", "a row of padding has a gradient on rank 0"),
+    Expectation("PACK-08", "masked-softmax-learns", "gradient", "dx of rank 0 is not zero at a padding token"),
     layout=SINGLE,
 )
 class MaskIsAdded(Router):
@@ -103,7 +103,7 @@ class MaskIsAdded(Router):
 
 
 @planted(
-    Expectation("ROUTE-22", "masked-two-dims", "route", "is no padding, and has empty slots"),
+    Expectation("ROUTE-22", "masked-two-dims", "route", "is not padding, and has empty slots (id -1)"),
     layout=SINGLE,
 )
 class MaskReadAcross(Router):
