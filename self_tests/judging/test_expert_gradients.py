@@ -171,7 +171,7 @@ class TestWrongParameterGradients:
         ranks = (outcome.ranks[0], replace(outcome.ranks[1], grads_final=None), *outcome.ranks[2:])
         wrong = caught(judge, replace(outcome, ranks=ranks))
         assert isinstance(wrong, AbsentGradient)
-        assert "rank 1 finished no gradients while rank 0 did" in wrong.sentence
+        assert "rank 1 finished no gradients, while rank 0 did" in wrong.sentence
         assert ("finish", (1,)) == (wrong.stage, wrong.ranks)
 
     def test_microbatches_that_only_go_forward_are_in_no_gradient(self) -> None:

@@ -126,7 +126,7 @@ class TestForcedLogits:
             ),
         )
         assert (
-            "the forced logits of rank 0 are not (3, 16) or not finite"
+            "the forced logits of rank 0 are not (24, 16) or not finite"
             in convicted(WrongForm, judge_forced_groups, outcome).sentence
         )
 

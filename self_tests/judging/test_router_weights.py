@@ -185,7 +185,7 @@ class TestWrongGradients:
             (lambda rank, gradients: sum(gradients) - gradients[2], "the tokens of rank 2 are missing in it"),
             (
                 lambda rank, gradients: gradients[rank] / 2,
-                "own rank are in it, and it is 0.500 x the oracle: 1/dp or 1/tp",
+                "own rank are in it (it was not reduced over ranks), and it is 0.500 x the oracle: 1/dp or 1/tp",
             ),
         ],
     )
@@ -217,7 +217,7 @@ class TestWrongGradients:
     @pytest.mark.parametrize(
         ("final", "error", "words"),
         [
-            (None, AbsentGradient, "rank 1 finished no gradients while rank 0 did"),
+            (None, AbsentGradient, "rank 1 finished no gradients, while rank 0 did"),
             ({}, Uncovered, "the weight of the router is not yielded by 'named' on ranks [1] after finishing"),
         ],
         ids=["nothing", "not the router"],
@@ -265,7 +265,7 @@ class TestLoad:
         outcome = edit(run(), 1, lambda seen: replace(seen, counts_E=None))
         wrong = caught(judge_load, outcome)
         assert isinstance(wrong, WrongCount)
-        assert "rank 1 reports no load, though loads are reported elsewhere" in wrong.sentence
+        assert "rank 1 reports no load, while other ranks or microbatches have one" in wrong.sentence
         assert (1,) == wrong.ranks
         both = caught(judge_load, edit(outcome, 0, lambda seen: replace(seen, counts_E=2 * seen.counts_E)))
         assert "rank 0 reports the load" in both.sentence

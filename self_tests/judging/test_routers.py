@@ -143,7 +143,7 @@ class TestWrongSelection:
 
     @pytest.mark.parametrize(
         ("ids_K", "words"),
-        [([3, 3], "chose [3, 3], which is not 2 different experts of 8"), ([3, 8], "[3, 8]"), ([-1, 3], "[-1, 3]")],
+        [([3, 3], "selected [3, 3], which is not 2 different experts of 8"), ([3, 8], "[3, 8]"), ([-1, 3], "[-1, 3]")],
     )
     @pytest.mark.parametrize("judge", ALWAYS)
     def test_impossible_choices(self, judge: Callable[..., None], ids_K: list[int], words: str) -> None:
@@ -164,7 +164,7 @@ class TestWrongSelection:
         outcome = edit(run(), 0, lambda seen: replace(seen, routed_ids_TK=seen.routed_ids_TK.to(dtype)))
         wrong = caught(judge_selection, outcome)
         assert isinstance(wrong, WrongForm)
-        assert f"the ids of rank 0 are {dtype}, neither torch.int64 nor torch.int32" in wrong.sentence
+        assert f"the ids of rank 0 are {dtype}; expected torch.int64 or torch.int32" in wrong.sentence
 
     @pytest.mark.parametrize(
         ("formula", "words"),

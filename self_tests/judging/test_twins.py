@@ -176,13 +176,13 @@ class TestJudgement:
         """Where bits count, rows arrive in the same order too."""
         twin = laws.strided(WORK)[0]
         other = simulate(twin.workload, Simulation(rows=lambda rank, rows: rows.flip(0)))
-        with pytest.raises(WrongDelivery, match="handed to rank 0"):
+        with pytest.raises(WrongDelivery, match="delivered to rank 0"):
             judged(simulate(WORK), twin, other)
 
     def test_a_gradient_that_is_gone_is_told(self) -> None:
         """None is not the gradient that it was."""
         (twin,) = laws.scaled(WORK)
-        with pytest.raises(WrongGradient, match="dweights of rank 0 is None, and was there"):
+        with pytest.raises(WrongGradient, match="dweights of rank 0 is None instead of a tensor in the original run"):
             judged(simulate(WORK), twin, spoilt(simulate(twin.workload), 0, dweights_TK=Grad(None)))
 
     def test_nothing_is_decided_without_a_run(self) -> None:
@@ -294,7 +294,7 @@ class TestParameters:
         assert value is not None
         final[key] = replace(final[key], value=value + 1)
         ranks = (replace(outcome.ranks[0], grads_final=final), *outcome.ranks[1:])
-        with pytest.raises(Mismatch, match=f"the gradient of {key[0]} of expert {key[1]} is not what it was"):
+        with pytest.raises(Mismatch, match=f"the gradient of {key[0]} of expert {key[1]} differs from the original run"):
             judged(simulate_experts(own), twin, replace(outcome, ranks=ranks))
 
     def test_zeros_are_a_gradient_unless_there_was_room_for_it(self) -> None:
@@ -320,9 +320,9 @@ class TestParameters:
         original = simulate_experts(own)
         for value, buffered in ((None, False), (None, True), (torch.zeros(2), True)):
             assert judged(original, frozen, ended(value, buffered)).pairs
-        with pytest.raises(WrongGradient, match="has a gradient of zeros, and had none when it was frozen, after"):
+        with pytest.raises(WrongGradient, match="has a gradient of zeros instead of None, and had none when it was frozen, after"):
             judged(original, frozen, ended(torch.zeros(2), False))
-        with pytest.raises(WrongGradient, match="has a gradient after finishing"):
+        with pytest.raises(WrongGradient, match="has a gradient instead of None after finishing"):
             judged(original, frozen, ended(torch.ones(2), True))
 
     def test_every_step_is_compared(self) -> None:
