@@ -294,7 +294,8 @@ class TestParameters:
         assert value is not None
         final[key] = replace(final[key], value=value + 1)
         ranks = (replace(outcome.ranks[0], grads_final=final), *outcome.ranks[1:])
-        with pytest.raises(Mismatch, match=f"the gradient of {key[0]} of expert {key[1]} differs from the original run"):
+        words = f"the gradient of {key[0]} of expert {key[1]} differs from the original run"
+        with pytest.raises(Mismatch, match=words):
             judged(simulate_experts(own), twin, replace(outcome, ranks=ranks))
 
     def test_zeros_are_a_gradient_unless_there_was_room_for_it(self) -> None:
@@ -320,7 +321,8 @@ class TestParameters:
         original = simulate_experts(own)
         for value, buffered in ((None, False), (None, True), (torch.zeros(2), True)):
             assert judged(original, frozen, ended(value, buffered)).pairs
-        with pytest.raises(WrongGradient, match="has a gradient of zeros instead of None, and had none when it was frozen, after"):
+        words = "has a gradient of zeros instead of None, and had none when it was frozen, after"
+        with pytest.raises(WrongGradient, match=words):
             judged(original, frozen, ended(torch.zeros(2), False))
         with pytest.raises(WrongGradient, match="has a gradient instead of None after finishing"):
             judged(original, frozen, ended(torch.ones(2), True))

@@ -349,8 +349,8 @@ class NoiseOnItsOwn(ForcedRouter):
 
 
 @planted(
-    Expectation("FORCE-08", "forced-bias", "route", "have a variance of 0,", "noise of its own"),
-    Expectation("FORCE-08", "forced-kept-bias", "route", "have a variance of 0,", "noise of its own"),
+    Expectation("FORCE-08", "forced-bias", "route", "have a variance of 0;", "noise of its own"),
+    Expectation("FORCE-08", "forced-kept-bias", "route", "have a variance of 0;", "noise of its own"),
 )
 class OnlyTheBias(ForcedRouter):
     """Every token has the biases for logits and nothing else, so that all of a forward choose the same experts."""
@@ -382,7 +382,9 @@ class BiasOnItsOwn(ForcedRouter):
         return own_TE.div(spread.sqrt()).add(self._bias(own_TE))
 
 
-@planted(Expectation("FORCE-08", "forced-bias-alone", "route", "and others in forward 0", "one for all tokens"))
+@planted(
+    Expectation("FORCE-08", "forced-bias-alone", "route", "and others in forward 0", "one per expert for all tokens")
+)
 class BiasOfEveryToken(ForcedRouter):
     """Every token draws biases of its own."""
 

@@ -1,4 +1,4 @@
-"""What a twin's experts are handed, byte by byte beside what the original's were."""
+"""The rows delivered to the experts of an equivalent run, compared byte by byte with those of the original run."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from moe_conformance.workloads.corpus.equivalence.twins import Twin
 
 
 def judge_same_deliveries(original: Reading, twin: Twin, other: Reading, tally: Tally) -> None:
-    """Decide whether a twin's experts get the original's rows, in the same places, for the same experts.
+    """Decide whether the experts of an equivalent run receive the original's rows, in the same places and order.
 
-    Only rows for some expert are compared, and weights beside them only where the twin has the original's. Every
-    microbatch of the twin is fed one of the original, whole.
+    Only rows for some expert are compared, and their weights only where the equivalent run has the original's. Every
+    microbatch of the equivalent run is fed one of the original, whole.
 
     Raises:
         WrongDelivery: a row, its experts, its weights or a count differ.

@@ -23,7 +23,7 @@ def judge_differences(reading: Reading, nudges: list[Nudged], twins: RunTwins, t
     measured. Parameters of several pipeline stages move together, and so do the losses of the stages.
 
     Raises:
-        NotOffered: the backend finishes no gradients, or ran none of the twins; nothing else was found.
+        NotOffered: the backend finishes no gradients, or ran none of the equivalent runs; nothing else was found.
         AbsentGradient: there is no gradient to compare.
         WrongGradient: it is another's derivative, or the forward is too coarse to have one.
     """

@@ -1,4 +1,4 @@
-"""Twins of which something more is asked than to be alike: sums over microbatches, gradients at padding rows."""
+"""Equivalent runs of which more is required than equality: sums over microbatches, gradients at padding rows."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def judge_steps(reading: Reading, alone: Sequence[Ran], stepped: Ran, tally: Tal
 
 
 def _require_all(ran: Sequence[Ran]) -> None:
-    """Raise `NotOffered` if a twin was not run."""
+    """Raise `NotOffered` if an equivalent run was not run."""
     if any(each.outcome is None for each in ran):
         raise NotOffered("; ".join(each.why_not for each in ran if each.outcome is None))
 
 
 def judge_padding_gradients(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
-    """Decide whether a twin with other gradients at padding rows is alike, and count those rows.
+    """Decide whether an equivalent run with other gradients at padding rows is alike, and count those rows.
 
     Raises:
         NotOffered: no padding row was delivered to any expert.

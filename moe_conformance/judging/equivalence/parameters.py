@@ -1,4 +1,4 @@
-"""The finished gradients of a run's experts beside those of its twin, parameter by parameter, put together again."""
+"""The finished gradients of the experts of a run and of an equivalent run, compared whole, parameter by parameter."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ _Whole = dict[tuple[int, Key], Tensor]  # by pipeline stage and parameter
 
 
 def judge_same_parameters(original: Reading, twin: Twin, other: Reading, tally: Tally) -> None:
-    """Decide whether every expert ends with the gradient that it has in the original, in every step of the twin.
+    """Decide whether every expert has the gradient that it has in the original, in every step of the equivalent run.
 
-    To the bit where the twin says so, on every rank, before finishing too; else put together from their shards, within
+    To the bit where the equivalent run requires it, on every rank, before finishing too; else put together from their
+    shards, within
     the rounding errors of both. A backend that finishes no gradients has none of those.
 
     Raises:
         Uncovered: the ranks do not hold some gradient whole.
-        AbsentGradient: the twin finishes no gradients, and the original did.
+        AbsentGradient: the equivalent run finishes no gradients, and the original did.
         WrongGradient: an element differs; to the bit, also a gradient that is there in one run only.
     """
     if "parameters" in twin.workload.twist.unasked:
@@ -135,10 +136,10 @@ def far_off(
 
 
 def assembled_again(twin: Twin, other: Reading) -> _Whole:
-    """Return `assembled` of a twin, or of a step of it, whose original has such gradients.
+    """Return `assembled` of an equivalent run, or of a step of it, whose original has such gradients.
 
     Raises:
-        AbsentGradient: the twin finishes none.
+        AbsentGradient: the equivalent run finishes none.
     """
     try:
         return assembled(other)

@@ -21,7 +21,7 @@ def judge_settings(ran: Sequence[Ran], tally: Tally) -> None:
     for run in map(read_twin, those_that_ran(ran)):
         for rank in run.ranks:
             for name, (before, after) in rank.settings_changed.items():
-                sentence = f"{name} on rank {rank.rank} {_difference(before, after)}"
+                sentence = f"{name}, on rank {rank.rank} {_difference(before, after)}"
                 findings.append(Finding(name, sentence, (rank.rank,)))
             tally.add(elements=rank.settings_seen - len(rank.settings_changed), rank=rank.rank)
     if findings:
@@ -31,9 +31,9 @@ def judge_settings(ran: Sequence[Ran], tally: Tally) -> None:
 def _difference(before: str, after: str) -> str:
     """Say what differs; of several lines, which were added and which are gone."""
     if "\n" not in before + after:
-        return f"is {after!r} after the run instead of {before!r}"
+        return f"is {after!r} instead of {before!r}"
     old, new = Counter(before.splitlines()), Counter(after.splitlines())
     added, gone = list((new - old).elements()), list((old - new).elements())
     if not added and not gone:
-        return "has its lines in another order after the run"
-    return f"has after the run {added} more and {gone} less"
+        return "has its lines in another order"
+    return f"has {added} more and {gone} less"

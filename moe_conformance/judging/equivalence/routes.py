@@ -1,4 +1,4 @@
-"""What a router decides for a token, in a run and in a twin of it: the same experts, with the same weights."""
+"""The experts and weights that a router gives a token, compared between a run and an equivalent run."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Routes(NamedTuple):
 
 
 def judge_same_routes(reading: Reading, ran: Sequence[Ran], tally: Tally, *, to_the_bit: bool) -> None:
-    """Decide whether every token of a twin is routed as in the original, whatever the order of slots.
+    """Decide whether every token of an equivalent run is routed as in the original, whatever the order of slots.
 
     To the bit, ties included; or as rounding has it: where scores are nearer to each other than that, both choices are
     legal, and weights may differ by the errors of both runs.
 
     Raises:
-        NotOffered: none of the twins was run.
+        NotOffered: none of the equivalent runs was run.
         WrongForm, WrongSelection: other experts were selected.
         WrongWeight: they weigh something else.
     """
@@ -93,10 +93,10 @@ def _first_of(ran: Sequence[Ran]) -> tuple[Reading, list[Ran]]:
 
 
 def judge_same_choices(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
-    """Decide whether every token of a twin, at its place in the original, has the same experts, whatever their weights.
+    """Decide whether every token of an equivalent run has the same experts as in the original, whatever their weights.
 
     Raises:
-        NotOffered: none of the twins was run.
+        NotOffered: none of the equivalent runs was run.
         WrongForm, WrongSelection: other experts were selected.
     """
     before = expected_of(reading).ids

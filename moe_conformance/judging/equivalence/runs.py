@@ -34,7 +34,7 @@ from moe_conformance.workloads.corpus.equivalence.twins import Rows, Twin, picke
 
 @dataclass(frozen=True)
 class Ran:
-    """A twin and what its run brought back, or why there is nothing."""
+    """An equivalent run and what its run brought back, or why there is nothing."""
 
     twin: Twin
     outcome: Outcome | None
@@ -42,18 +42,18 @@ class Ran:
 
 
 class RunTwins(Protocol):
-    """What a check asks for its twins."""
+    """What a check asks for its equivalent runs."""
 
     @property
     def variants(self) -> Sequence[str]:
         """All variants of the backend."""
 
     def __call__(self, twins: Sequence[Twin]) -> list[Ran]:
-        """Run twins on the ranks that the original ran on, one after the other."""
+        """Run equivalent runs on the ranks that the original ran on, one after the other."""
 
 
 class Sides(NamedTuple):
-    """A run, a twin of it, and the twin's run."""
+    """A run, an equivalent run of it, and the equivalent run's run."""
 
     original: Reading
     twin: Twin
@@ -61,17 +61,18 @@ class Sides(NamedTuple):
 
 
 def judge_alike(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
-    """Decide whether every twin gives what the run gave: y, dx, dweights and the finished gradients of parameters.
+    """Decide whether every equivalent run gives the same y, dx, dweights and finished gradients of parameters.
 
-    Every byte where the twin says so; else every value with the suite's experts, whose answers are exact, and with
-    the backend's own every element within the rounding errors of the two runs together. What the run left alone, the
-    twin leaves alone: inputs and the state of the process, in the same order of microbatches outputs and gradients too.
+    Every byte where the equivalent run requires it; else every value with the suite's experts, which are exact, and
+    with the backend's own every element within the rounding errors of the two runs together. What the run left alone, the
+    equivalent run leaves alone: inputs and the state of the process, and in the same order of microbatches outputs and
+    gradients too.
 
     Raises:
-        NotOffered: the backend ran none of the twins.
+        NotOffered: the backend ran none of the equivalent runs.
         ChangedInput: something was written over that the run left alone.
         WrongForm, WrongDelivery, WrongOutput, AbsentGradient, WrongGradient: something differs.
-        Raised, Hung, Died, RunFailed: the twin did not finish, or was refused what the run was built with.
+        Raised, Hung, Died, RunFailed: the equivalent run did not finish, or was refused what the run was built with.
     """
     for each in those_that_ran(ran):
         sides = Sides(reading, each.twin, read_twin(each))
@@ -85,7 +86,7 @@ def judge_alike(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
 
 
 def judge_repeated(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
-    """Decide `judge_alike` of the first twin, and of all others held against the first in place of the original.
+    """Decide `judge_alike` of the first equivalent run, and of all others compared with the first, not the original.
 
     Raises:
         NotOffered: the first was not run, or none of the others.
@@ -100,9 +101,9 @@ def judge_same_answers(reading: Reading, ran: Sequence[Ran], tally: Tally) -> No
     """Decide whether y alone is to the bit, token by token, what it was.
 
     Raises:
-        NotOffered: the backend ran none of the twins.
+        NotOffered: the backend ran none of the equivalent runs.
         WrongForm, WrongOutput: an element differs.
-        Raised, Hung, Died, RunFailed: the twin did not finish, or was refused what the run was built with.
+        Raised, Hung, Died, RunFailed: the equivalent run did not finish, or was refused what the run was built with.
     """
     for each in those_that_ran(ran):
         _judge_tokens(Sides(reading, each.twin, read_twin(each)), _JUDGED[0], tally)
@@ -112,9 +113,9 @@ def judge_same_gradients(reading: Reading, ran: Sequence[Ran], tally: Tally) -> 
     """Decide whether dx and the finished gradients of parameters are, to the bit, what they were; y is not looked at.
 
     Raises:
-        NotOffered: the backend ran none of the twins.
+        NotOffered: the backend ran none of the equivalent runs.
         WrongForm, AbsentGradient, WrongGradient: something differs.
-        Raised, Hung, Died, RunFailed: the twin did not finish, or was refused what the run was built with.
+        Raised, Hung, Died, RunFailed: the equivalent run did not finish, or was refused what the run was built with.
     """
     for each in those_that_ran(ran):
         sides = Sides(reading, each.twin, read_twin(each))
@@ -123,7 +124,7 @@ def judge_same_gradients(reading: Reading, ran: Sequence[Ran], tally: Tally) -> 
 
 
 def those_that_ran(ran: Sequence[Ran]) -> list[Ran]:
-    """Return the twins that have an outcome.
+    """Return the equivalent runs that have an outcome.
 
     Raises:
         NotOffered: none has.
@@ -148,7 +149,7 @@ def judge_scaled(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
 
 
 def judge_across(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
-    """Decide `judge_alike` of twins through other exchanges, that apply weights on the same side of the experts.
+    """Decide `judge_alike` of equivalent runs through other exchanges that apply weights at the same place.
 
     Raises:
         NotOffered: there is no such exchange.
@@ -167,7 +168,7 @@ def judge_across(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
 
 
 def judge_strided(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
-    """Decide `judge_alike` of twins whose inputs lie otherwise in memory; to refuse them with an error is legal too.
+    """Decide `judge_alike` of equivalent runs whose inputs have other strides; to refuse them is legal too.
 
     An error counts as a refusal if every rank raised it in the first forward, before any collective of that forward.
     """
@@ -175,7 +176,7 @@ def judge_strided(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
 
 
 def read_twin(ran: Ran) -> Reading:
-    """Read a twin's outcome; a failure is told with how the twin differs."""
+    """Read an equivalent run's outcome; a failure is told with how the equivalent run differs."""
     assert ran.outcome is not None
     try:
         return read(ran.outcome)
@@ -186,7 +187,7 @@ def read_twin(ran: Ran) -> Reading:
 
 
 def _or_refused(ran: Ran) -> Ran:
-    """Return a twin that every rank refused with an error at once as one that was not run.
+    """Return an equivalent run that every rank refused with an error at once as one that was not run.
 
     Raises:
         Raised: some ranks did, and others had begun: they wait.
@@ -217,7 +218,7 @@ def _refused_at_once(rank: RankOutcome) -> bool:
 
 
 def _require_left_alone(sides: Sides) -> None:
-    """Raise if the twin changed what the original left alone everywhere.
+    """Raise if the equivalent run changed what the original left alone everywhere.
 
     What was handed out is looked at only in the same order of microbatches: behind others is where GRAD-07 looks.
     """
@@ -321,7 +322,7 @@ def _differences(sides: Sides, judged: _Judged, tally: Tally) -> Iterator[Findin
 
 
 def _expected(rows: Rows, known: Sequence[Sequence[Tensor | None]], name: str) -> Tensor | None:
-    """Return what the original's values say of a twin's rows; None if one of them is."""
+    """Return what the original's values say of an equivalent run's rows; None if one of them is."""
     values = [[value for value in ranks if value is not None] for ranks in known]
     if any(known[m][rank] is None for m, rank, _ in rows.source_T3.tolist()) or not any(values):
         return None

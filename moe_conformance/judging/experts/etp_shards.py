@@ -15,7 +15,7 @@ def judge_matching_parts(reading: Reading, tally: Tally) -> None:
     """Decide whether every rank holds the same part of F of an expert's gate, up and down. Counts experts.
 
     Raises:
-        Uncovered: a matrix is whole beside parts, is another part of as many, or is cut along another dimension.
+        Uncovered: a matrix is whole while others are sharded, is another shard, or is cut along another dimension.
     """
     findings = []
     for rank in reading.ranks:

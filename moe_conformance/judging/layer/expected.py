@@ -44,7 +44,7 @@ class LayerExpected(StageAnswers[LayerGradients]):
         )
 
     def ids(self, place: Place) -> Tensor:
-        """Whom every token of a place chooses, (T, K): clearly, as the workload is drawn that way."""
+        """Whom every token of a place selects, (T, K): clearly, as the workload is drawn that way."""
         (m, rank), config, parameters = place, self.workload.config, self.workload.parameters
         chosen = routes.route(
             self.workload.batches[m][rank].x_TD.double() @ parameters["router", None].double().T,
@@ -58,7 +58,7 @@ class LayerExpected(StageAnswers[LayerGradients]):
 
     @cached_property
     def kept(self) -> Mapping[Place, Tensor]:
-        """Which of the chosen every token of a place keeps, bool (T, K): all of them, where there is no capacity."""
+        """Which of the selected every token of a place keeps, bool (T, K): all of them, where there is no capacity."""
         return {place: self._stay(ids_TK) for place, ids_TK in self._chosen.items()}
 
     @property
@@ -81,7 +81,7 @@ class LayerExpected(StageAnswers[LayerGradients]):
     def _stay(self, ids_TK: Tensor) -> Tensor:
         """Say who stays: by position nothing but the choice decides, with the one capacity that is legal.
 
-        The choice is clear, and who is chosen weighs more than the margin of it, so that nobody counts as not chosen.
+        The selection is clear, and every selected weight exceeds its margin, so that none counts as not selected.
         """
         config = self.workload.config
         if config.capacity_factor is None:

@@ -1,4 +1,4 @@
-"""The proxy model, divided over ranks and pipeline stages, beside the same model on one device."""
+"""The proxy model, divided over ranks and pipeline stages, compared with the same model on one device."""
 
 from __future__ import annotations
 

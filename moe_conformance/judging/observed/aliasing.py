@@ -1,4 +1,4 @@
-"""What must stay as it is once it was handed out."""
+"""Outputs, gradients and process state that must keep their values after they were returned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients at the rows that were handed over, laid beside what they should be, exactly."""
+"""Gradients at the rows delivered to experts, compared exactly with the expected values."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def compare_out_gradients(reading: Reading) -> list[Compared]:
 
 
 def compare_rows_gradients(reading: Reading) -> list[Compared]:
-    """Compare the gradient at every row handed over, where there is one and the row is for delivered pairs alone."""
+    """Compare the gradient at every delivered row, where there is one and the row is for delivered pairs alone."""
     config = reading.outcome.workload.config
     block_ED = blocks(config.experts, config.hidden)
     by_row: dict[tuple[int, int, int, int], list[Match]] = defaultdict(list)

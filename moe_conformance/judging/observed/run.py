@@ -1,4 +1,4 @@
-"""An outcome, read once for all judges: what was handed over, decoded and matched with the routing."""
+"""An outcome, read once for all judges: what was delivered, decoded and matched with the routing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Applied = Literal["input", "expert", "combine"]
 
 
 class Entry(NamedTuple):
-    """One row handed over for one local expert, and what the row says of itself (see `tags.Decoded`)."""
+    """One row delivered for one local expert, and what its tag states (see `tags.Decoded`)."""
 
     rank: int  # whose experts
     microbatch: int  # that was in the experts
@@ -47,7 +47,7 @@ class Entry(NamedTuple):
     of_microbatch: int  # that the row is tagged with
     token: int
     scale: float
-    weight: float | None  # carried beside the row
+    weight: float | None  # delivered with the row
 
     @property
     def place(self) -> str:
@@ -165,7 +165,7 @@ class Reading:
         """Where every rank's weights are applied, [rank][microbatch].
 
         As the session claims, or the exchange after the microbatch's forward; but "after the expert" leaves two places,
-        and handing weights over is choosing one. Ones choose nothing: experts that take weights are given ones where
+        and handing weights over is choosing one. Ones select nothing: experts that take weights are given ones where
         combine weighs.
         """
         chosen: list[tuple[Applied, ...]] = []
@@ -187,7 +187,7 @@ class Reading:
 
     @cached_property
     def entries(self) -> tuple[Entry, ...]:
-        """Everything handed over for an expert, padding included; rows for no expert left out."""
+        """Everything delivered for an expert, padding included; rows for no expert left out."""
         return tuple(
             entry
             for rank in self.ranks

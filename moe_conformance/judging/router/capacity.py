@@ -23,7 +23,7 @@ from moe_conformance.reference.capacity.drops import Policy
 def judge_capacity(reading: Reading, tally: Tally) -> None:
     """Decide whether experts keep as many slots as the capacity of the rank has room for.
 
-    Counts the experts that more slots chose than find room; where there is none, all of them.
+    Counts the experts that more slots selected than find room; where there is none, all of them.
 
     Raises:
         WrongForm, WrongSelection: there is nothing to count, see `drops_of`.
@@ -104,7 +104,7 @@ def _other_capacities(drops: Drops, place: Place) -> Iterator[tuple[str, int]]:
 
 
 def judge_fit(reading: Reading, tally: Tally) -> None:
-    """Decide whether every expert keeps as many of the slots that chose it as find room, none that did not.
+    """Decide whether every expert keeps as many of the slots that selected it as find room, none that did not.
 
     Raises:
         WrongForm, WrongSelection, WrongCount: it does not.
@@ -116,7 +116,7 @@ def judge_fit(reading: Reading, tally: Tally) -> None:
 def judge_filled_load(reading: Reading, tally: Tally) -> None:
     """Decide whether the load that a router reports has none of the rows that fill experts up.
 
-    It is the number of slots that chose each expert of the rank's tokens, or the number of them that were kept.
+    It is the number of slots that selected each expert of the rank's tokens, or the number of them that were kept.
 
     Raises:
         NotOffered: the router reports no load on any rank.
@@ -301,7 +301,7 @@ def _repeated(drops: Drops) -> Iterator[tuple[Place, Place]]:
 
 
 def judge_drop_weights(reading: Reading, tally: Tally) -> None:
-    """Decide whether kept slots weigh what they weighed before the drop, within rounding.
+    """Decide whether kept slots have the weights that they had before the drop, within rounding.
 
     Raises:
         WrongForm, WrongSelection: see `drops_of`.
@@ -341,7 +341,7 @@ def _fail_weights(drops: Drops, actual: dict[Place, torch.Tensor], targets: dict
 
 
 def judge_drop_gradients(reading: Reading, tally: Tally) -> None:
-    """Decide whether the kept slots alone give gradients to tokens and router, through the sum of all chosen.
+    """Decide whether the kept slots alone give gradients to tokens and router, through the sum of all selected.
 
     Raises:
         NotOffered: the backend finishes no gradients.

@@ -41,7 +41,7 @@ class Weighing(TypedDict):
 
 
 class Limit(TypedDict):
-    """Which groups of experts a token may choose from, under the oracle's names."""
+    """Which groups of experts a token may select from, under the oracle's names."""
 
     groups: tuple[int, int] | None
     group_score: GroupScore
@@ -49,7 +49,7 @@ class Limit(TypedDict):
 
 @dataclass(frozen=True)
 class RouterExpected:
-    """The oracle's answer to a "route" workload, given what was chosen. All computed at first use and kept."""
+    """The oracle's answer to a "route" workload, given what was selected. All computed at first use and kept."""
 
     workload: Workload
     ids: Mapping[Place, Tensor]  # int64 (T, K), K different experts in every row
@@ -81,11 +81,11 @@ class RouterExpected:
         return self._x(place).double() @ self.router_ED.double().T
 
     def selection_scores(self, place: Place, bias_E: Tensor | None) -> Tensor:
-        """By what experts are chosen, with some bias or none, float64 (T, E)."""
+        """By what experts are selected, with some bias or none, float64 (T, E)."""
         return routes.selection_scores(self.logits(place), score=self.weighing["score"], bias_E=bias_E)
 
     def choice(self, place: Place) -> Tensor:
-        """What the oracle chooses, int64 (T, K)."""
+        """What the oracle selects, int64 (T, K)."""
         scores_TE = self.selection_scores(place, self.bias_E)
         return selection.select(scores_TE, top_k=self.workload.config.top_k, **self.limit)
 
@@ -106,7 +106,7 @@ class RouterExpected:
         return margin_T >= -self.doubt(place)
 
     def weights(self, place: Place) -> Target:
-        """The weights of what was chosen, (T, K)."""
+        """The weights of what was selected, (T, K)."""
         return Target(self.weigh(self.logits(place), self.ids[place]), self._allowed_weights[place])
 
     def dx(self, place: Place) -> Target:
@@ -134,7 +134,7 @@ class RouterExpected:
         return Target(self.solve(places)[1] / self.divisor, allowed_ED / self.divisor)
 
     def upstream(self, place: Place) -> Tensor:
-        """The gradient of the loss in the weights of what was chosen, (T, K)."""
+        """The gradient of the loss in the weights of what was selected, (T, K)."""
         m, rank = place
         return self.workload.batches[m][rank].upstream.gather(1, self.ids[place])
 

@@ -93,8 +93,8 @@ def judge_extreme_choice(reading: Reading, tally: Tally) -> None:
 def _best(workload: Workload, logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
     """Say whether scores that may be wrong by their rounding can make a choice the best, bool (T,).
 
-    Every chosen expert's score is taken for as high as it may be, and all others for as low. A group adds up scores of
-    both kinds, so that there the margin of the right scores has to do, and the largest error of a token's scores.
+    The score of every selected expert is taken as high as it may be, all others as low. A group adds up scores of both
+    kinds, so that there the margin of the right scores has to do, and the largest error of a token's scores.
     """
     config = workload.config
     scores_TE = _selection_scores(workload, logits_TE)
@@ -109,7 +109,7 @@ def _best(workload: Workload, logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
 
 
 def judge_extreme_weights(reading: Reading, tally: Tally) -> None:
-    """Decide whether the weights are the scores of what was chosen; free where a sum to divide by underflows.
+    """Decide whether the weights are the scores of what was selected; free where a sum to divide by underflows.
 
     Raises:
         WrongForm, WrongSelection: as `judge_extreme_choice`.
@@ -174,13 +174,13 @@ def _decided(workload: Workload, logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
 def judge_spoilt_routes(outcome: Outcome, tally: Tally) -> None:
     """Decide whether a logit that is no number leaves ids within range, and the routes of the other tokens as they are.
 
-    The others are alone in microbatch 0, beside the spoilt ones in microbatch 1, and alone again in microbatch 2. That
+    The others are alone in microbatch 0, with the non-finite ones in microbatch 1, alone again in microbatch 2. That
     every rank raises an error in microbatch 1 is as good.
 
     Raises:
         WrongForm: ids and weights are not (T, K).
         WrongSelection: an id that no expert has, or an expert twice in a token.
-        WrongWeight: another token has another route than in a batch without the spoilt ones.
+        WrongWeight: another token has another route than in a batch without the non-finite ones.
         Hung, Died, Raised: ranks end otherwise.
     """
     if all(rank.status == "raised" and rank.reached == "forward:1" for rank in outcome.ranks):
@@ -200,7 +200,8 @@ def judge_spoilt_routes(outcome: Outcome, tally: Tally) -> None:
             _, ids_GK, weights_GK = _routed(reading, alone, rank)
             without = Routed(ids_GK, weights_GK.double())
             left_T = bad_tokens.unmoved(logits_TE, ids_TK, weights_TK.double(), without, rounding=_ROUNDING)
-            _require(left_T, WrongWeight, rank, f"has, {when}, other weights than alone:", weights_TK, logits_TE)
+            verb, wrong = f"has, {when}, the weights", ", which differ from those without it"
+            _require(left_T, WrongWeight, rank, verb, weights_TK, logits_TE, wrong=wrong)
         tally.add(pairs=ids_TK.numel(), rank=rank)
 
 
@@ -226,7 +227,7 @@ def _routed(reading: Reading, m: int, rank: int) -> tuple[Tensor, Tensor, Tensor
     ids_TK, weights_TK = seen.routed_ids_TK, seen.routed_weights_TK
     shape = (len(x_TD), workload.config.top_k)
     if ids_TK is None or weights_TK is None or tuple(ids_TK.shape) != shape or tuple(weights_TK.shape) != shape:
-        raise WrongForm("route", f"ids and weights of rank {rank} are not {shape}", ranks=(rank,))
+        raise WrongForm("route", f"ids or weights of rank {rank} do not have the shape {shape}", ranks=(rank,))
     require_ids(ids_TK, rank)
     return x_TD.double() @ workload.parameters["router", None].double().T, ids_TK, weights_TK
 
@@ -240,11 +241,20 @@ def _among(workload: Workload, logits_TE: Tensor) -> Tensor | None:
     return selection.group_mask(scores_TE, config.groups, top_k=config.top_k, group_score=config.group_score)
 
 
-def _require(legal_T: Tensor, kind: type[Mismatch], rank: int, verb: str, what_TK: Tensor, logits_TE: Tensor) -> None:
+def _require(
+    legal_T: Tensor,
+    kind: type[Mismatch],
+    rank: int,
+    verb: str,
+    what_TK: Tensor,
+    logits_TE: Tensor,
+    *,
+    wrong: str = ", which is not legal",
+) -> None:
     """Fail with every token that is not legal, what it got and what its logits are."""
     findings = []
     for t in (~legal_T).nonzero().flatten().tolist():
-        sentence = f"rank {rank} token {t} {verb} {what_TK[t].tolist()}; {_told(logits_TE[t])}"
+        sentence = f"rank {rank} token {t} {verb} {what_TK[t].tolist()}{wrong}; {_told(logits_TE[t])}"
         findings.append(Finding(verb, sentence, (rank,)))
     if findings:
         fail(kind, "route", findings)

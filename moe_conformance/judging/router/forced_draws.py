@@ -32,7 +32,7 @@ _CHANCE = 1e-9  # that independent draws agree
 def judge_random(reading: Reading, tally: Tally) -> None:
     """Decide whether routes are as of standard normal logits, other ones for each forward and each rank's tokens.
 
-    Ranks that hold copies draw alike. What the router itself would choose has no part in it. What logits and weights
+    Ranks that hold copies draw alike. What the router itself would select has no part in it. What logits and weights
     have to do with each other is judged where logits are told.
 
     Raises:
@@ -70,7 +70,7 @@ def _uneven(own: RouterExpected, place: Place) -> list[Finding]:
 
 
 def _alike_in_turn(own: RouterExpected) -> list[Finding]:
-    """Tell the ranks whose forwards choose the same for the same tokens."""
+    """Tell the ranks whose forwards select the same for the same tokens."""
     findings = []
     for (m, rank), ids_TK in own.ids.items():
         before = m - 1, rank
@@ -109,7 +109,7 @@ def _same_tokens(own: RouterExpected, one: Place, other: Place) -> bool:
 
 
 def _agree(own: RouterExpected, one: Place, other: Place) -> bool:
-    """Whether two places choose alike, token for token, as they hardly can by chance."""
+    """Whether two places select alike, token for token, as they hardly can by chance."""
     first_TK, second_TK = own.ids[one], own.ids[other]
     tokens, config = min(len(first_TK), len(second_TK)), own.workload.config
     if chance_alike(tokens, config.top_k, config.experts) > _CHANCE:
@@ -141,7 +141,7 @@ def _outside(draws: list[Tensor], deviation: float) -> str:
 def judge_bias_draws(reading: Reading, tally: Tally) -> None:
     """Decide whether the forced bias is one number for each expert, of the deviation that was asked for.
 
-    Where it decides alone all tokens of a forward choose alike; elsewhere it shows in the logits, as does what is there
+    Where it decides alone all tokens of a forward select alike; elsewhere it shows in the logits, as does what is there
     besides: noise of variance 1, and nothing of the router's own logits.
 
     Raises:
@@ -200,7 +200,7 @@ def judge_bias_on_ranks(reading: Reading, tally: Tally) -> None:
     """Decide whether all ranks of a pipeline stage draw the same bias, which decides alone.
 
     Raises:
-        WrongForm, WrongSelection: ranks choose otherwise than others.
+        WrongForm, WrongSelection: ranks select otherwise than others.
     """
     own = expected_of(reading)
     findings = []
@@ -225,7 +225,7 @@ def judge_bias_in_turn(reading: Reading, tally: Tally) -> None:
     Rounds of a router without tokens show nothing.
 
     Raises:
-        WrongForm, WrongSelection: forwards choose alike that must not, or otherwise than others of a kept bias.
+        WrongForm, WrongSelection: forwards select alike that must not, or otherwise than others of a kept bias.
     """
     own = expected_of(reading)
     chosen = {place: ids_TK for place, ids_TK in own.ids.items() if len(ids_TK)}

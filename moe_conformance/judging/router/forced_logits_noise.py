@@ -60,7 +60,7 @@ def following(forced: RouterExpected, own: RouterExpected, rank: int) -> list[Fi
 
 
 def chosen_by_own(own: RouterExpected, place: Place) -> list[Finding]:
-    """Tell a rank whose random routes have more of what the router itself would choose, or less, than chance has it.
+    """Tell a rank whose random routes have more of what the router itself would select, or less, than chance has it.
 
     Rule: K^2 T / E pairs, off by no more than a load of T K choices of K in E: a token's experts are drawn without
     being put back, so that they lie no wider than so many independent ones (Hoeffding 1963, theorem 4).

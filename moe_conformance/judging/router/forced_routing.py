@@ -101,7 +101,7 @@ def _judge_limit(reading: Reading, tally: Tally) -> None:
 
 
 def _require_groups_forced(own: RouterExpected) -> None:
-    """Fail where random logits chose among the groups that the router's own logits open, token for token."""
+    """Fail where random logits selected among the groups that the router's own logits open, token for token."""
     config = own.workload.config
     assert config.groups is not None
     if config.forced[0][0] != "random":
@@ -130,7 +130,7 @@ def _within_own_groups(own: RouterExpected, place: Place) -> bool:
 
 
 def _require_forced(own: RouterExpected) -> None:
-    """Fail where all tokens of a rank chose what they would have without a strategy."""
+    """Fail where all tokens of a rank selected what they would have without a strategy."""
     config = own.workload.config
     findings = []
     for place in own.places:
@@ -185,7 +185,7 @@ def _unbalanced(own: RouterExpected, place: Place, loads_E: list[int]) -> Findin
 
 
 def judge_forced_weights(reading: Reading, tally: Tally) -> None:
-    """Decide whether the chosen weigh what the router's rule makes of the logits in force, with its gradients.
+    """Decide whether the selected experts have the weights and gradients of the logits in force, by its rule.
 
     To the parameters where the backend finishes their gradients.
 
@@ -206,7 +206,7 @@ def _judge_gradients(reading: Reading, tally: Tally, expected: RouterExpected) -
 
 
 def expect_forced_weights(reading: Reading, expected: RouterExpected, tally: Tally) -> None:
-    """Decide whether the chosen weigh what is expected, and tell of weights that are others'.
+    """Decide whether the selected experts have the expected weights, and name weights that are of others.
 
     Raises:
         WrongForm, WrongWeight: as `judge_router_weights`.
@@ -218,7 +218,7 @@ def expect_forced_weights(reading: Reading, expected: RouterExpected, tally: Tal
 
 
 def judge_masked_weights(reading: Reading, tally: Tally) -> None:
-    """Decide whether forced experts at -inf weigh nothing, the others what they score; and all a finite number.
+    """Decide whether forced experts at -inf have the weight 0, the others their score, and all a finite one.
 
     They have to be forced for that: masks are no exception to `judge_forced_loads`. Logits are entries of the tokens
     there, so that a weight errs by a few roundings of itself.
@@ -231,7 +231,8 @@ def judge_masked_weights(reading: Reading, tally: Tally) -> None:
     for place in own.places:
         ids_TK, weights_TK = own.ids[place], reading.seen(*place).routed_weights_TK
         if weights_TK is None or weights_TK.shape != ids_TK.shape:
-            raise WrongForm("route", f"the weights of rank {place[1]} are not {tuple(ids_TK.shape)}", ranks=(place[1],))
+            sentence = f"the weights of rank {place[1]} do not have the shape {tuple(ids_TK.shape)} of the ids"
+            raise WrongForm("route", sentence, ranks=(place[1],))
         logits_TE = own.logits(place)
         right_TK = forced_weights(logits_TE, ids_TK, **own.weighing)
         near_TK = (weights_TK.double() - right_TK).abs() <= _ROUNDING * right_TK
@@ -249,7 +250,7 @@ def judge_masked_weights(reading: Reading, tally: Tally) -> None:
 
 
 def _of_others(reading: Reading, expected: RouterExpected, place: Place) -> list[Finding]:
-    """Say that the weights are those of the experts that the router would have chosen, or of its own logits."""
+    """Say that the weights are those of the experts that the router would have selected, or of its own logits."""
     weights_TK = reading.seen(*place).routed_weights_TK
     target = expected.weights(place)
     if weights_TK is None or weights_TK.shape != target.expected.shape or compare(weights_TK, *target).holds:

@@ -66,7 +66,7 @@ def judge_masked_router(outcome: Outcome, tally: Tally) -> None:
 def _judge_form(outcome: Outcome, rank: int, routing: Mapping[str, Tensor], T: int) -> None:
     shape = T, outcome.workload.config.top_k
     if any(tuple(routing[name].shape) != shape for name in ("ids_TK", "weights_TK")):
-        raise WrongForm("route", f"ids and weights of rank {rank} are not {shape}", ranks=(rank,))
+        raise WrongForm("route", f"ids or weights of rank {rank} do not have the shape {shape}", ranks=(rank,))
     require_ids(routing["ids_TK"], rank)
 
 

@@ -1,4 +1,4 @@
-"""Routers: who is chosen, what the chosen weigh, and the gradients of both, within rounding."""
+"""Routers: the selected experts, their weights, and the gradients of both, within rounding."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def expected_of(reading: Reading) -> RouterExpected:
     """Return the oracle's answer to a reading, computed once.
 
     Raises:
-        WrongForm: what was chosen is missing, not (T, K), or no integers.
-        WrongSelection: a token's K experts are not different or not in 0..E-1, so that nothing can be weighed.
+        WrongForm: what was selected is missing, not (T, K), or no integers.
+        WrongSelection: a token's K experts are not different or not in 0..E-1, so that no weights can be computed.
     """
     return once(reading, _expect)
 
@@ -91,7 +91,7 @@ def _impossible(reading: Reading, place: Place, ids_TK: Tensor) -> list[Finding]
 
 
 def judge_selection(reading: Reading, tally: Tally, expected: RouterExpected | None = None) -> None:
-    """Decide whether every token chose K different experts with the highest selection scores.
+    """Decide whether every token selected K different experts with the highest selection scores.
 
     The slots may come in any order. Where scores are nearer to each other than their rounding errors, every choice
     among them is legal. As `expected` has it, if one is given.
@@ -149,7 +149,7 @@ def _judge_decisive(
 
 
 def judge_load(reading: Reading, tally: Tally) -> None:
-    """Decide whether the reported load is the number of tokens of the rank that chose each expert.
+    """Decide whether the reported load is the number of tokens of the rank that selected each expert.
 
     What balances counts in training: a forward without gradients may report none, or zeros.
 
@@ -187,14 +187,14 @@ def judge_load(reading: Reading, tally: Tally) -> None:
 
 
 def judge_router_weights(reading: Reading, tally: Tally, expected: RouterExpected | None = None) -> None:
-    """Decide whether the chosen experts weigh what the configured score, normalisation and scale say, within rounding.
+    """Decide whether the selected experts have the weights of the configured score, normalisation and scale.
 
     For the router's own selection: whether that is legal is judged by `judge_selection`. As `expected` has it, if
     one is given.
 
     Raises:
         WrongForm: the weights are missing or not (T, K).
-        WrongSelection: nothing was chosen that could be weighed.
+        WrongSelection: no experts were selected that could have weights.
         WrongWeight: a weight lies outside its bound.
     """
     expected = expected or expected_of(reading)

@@ -1,7 +1,7 @@
-"""What a router with a capacity kept, of what the same router chooses without one.
+"""What a router with a capacity kept, of what the same router selects without one.
 
-Both answers come from the backend. What is chosen is held against the oracle first, so that nothing is hidden by being
-wrong twice; then the kept slots are marked among the chosen, and the judges of `capacity` read the marks.
+Both answers come from the backend. The selection is judged by the oracle first, so that nothing is hidden by being wrong
+twice; then the kept slots are marked among the selected, and the judges of `capacity` read the marks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moe_conformance.reference.capacity import limits
 
 @dataclass(frozen=True)
 class Drops(RouterExpected):
-    """The oracle's answer to a "capacity" workload, given what was chosen and what of it was kept."""
+    """The oracle's answer to a "capacity" workload, given what was selected and what of it was kept."""
 
     kept: Mapping[Place, Tensor]  # bool (T, K), of `ids`, in falling order of selection score
 
@@ -45,7 +45,7 @@ class Drops(RouterExpected):
         return limits.capacities(*sizes, factor=config.capacity_factor, minimum=config.min_capacity)
 
     def loads(self, place: Place) -> list[int]:
-        """How many slots of a rank chose each expert."""
+        """How many slots of a rank selected each expert."""
         return limits.loads(self.ids[place], self.workload.config.experts).tolist()
 
     def fits(self, place: Place, room: int) -> list[int]:
@@ -63,7 +63,7 @@ def drops_of(reading: Reading) -> Drops:
 
     Raises:
         WrongForm: a selection is missing, or is no (T, K) table.
-        WrongSelection: what is chosen without a capacity is not legal, or with it a slot is kept that chose nothing.
+        WrongSelection: the selection without a capacity is not legal, or with it a slot is kept that was not selected.
     """
     return once(reading, _drops)
 
@@ -87,7 +87,7 @@ def _drops(reading: Reading) -> Drops:
 
 
 def _chosen(reading: Reading, place: Place) -> Tensor:
-    """Return what the router chooses without a capacity: K different experts for every token, each with a weight."""
+    """Return what the router selects without a capacity: K different experts for every token, each with a weight."""
     m, rank = place
     config, seen = reading.outcome.workload.config, reading.seen(m, rank)
     shape = (len(reading.batches[m][rank].x_TD), config.top_k)
@@ -111,7 +111,7 @@ def _of_shape(value: Tensor | None, shape: tuple[int, int], what: str, rank: int
 
 
 def _best_first(chosen: RouterExpected, place: Place) -> Tensor:
-    """Return the chosen experts in falling order of selection score."""
+    """Return the selected experts in falling order of selection score."""
     ids_TK = chosen.ids[place]
     scores_TK = chosen.selection_scores(place, chosen.bias_E).gather(1, ids_TK)
     order_TK = scores_TK.argsort(dim=1, descending=True, stable=True)
@@ -119,7 +119,7 @@ def _best_first(chosen: RouterExpected, place: Place) -> Tensor:
 
 
 def _kept(reading: Reading, place: Place, chosen_TK: Tensor) -> tuple[Tensor, list[Finding]]:
-    """Mark the chosen slots that came back, bool (T, K), and tell what came back that was not chosen.
+    """Mark the selected slots that came back, bool (T, K), and tell what came back that was not selected.
 
     A slot that was added to fill an expert up to its capacity weighs exactly zero and is not looked at further.
     """

@@ -48,7 +48,8 @@ def _by_expert(reading: Reading, place: Place) -> tuple[Tensor, Tensor]:
     ids_TK, order_TK = expected_of(reading).ids[place].sort(dim=1)
     weights_TK = reading.seen(*place).routed_weights_TK
     if weights_TK is None or weights_TK.shape != ids_TK.shape:
-        raise WrongForm("route", f"the weights of rank {place[1]} are not {tuple(ids_TK.shape)}", ranks=(place[1],))
+        sentence = f"the weights of rank {place[1]} do not have the shape {tuple(ids_TK.shape)} of the ids"
+        raise WrongForm("route", sentence, ranks=(place[1],))
     return ids_TK, weights_TK.gather(1, order_TK)
 
 

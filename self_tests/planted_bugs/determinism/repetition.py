@@ -78,7 +78,7 @@ class RouterGradientByProcess(Router):
         return logits_TE
 
 
-@planted(Expectation("DET-01", "forced-random", "route", "run in fresh processes, rank 0 token", " chose ["))
+@planted(Expectation("DET-01", "forced-random", "route", "run in fresh processes, rank 0 token", " selected ["))
 class NoiseByProcess(ForcedRouter):
     """What a strategy draws has the number of the process for a seed."""
 
@@ -87,7 +87,7 @@ class NoiseByProcess(ForcedRouter):
         self.noise = _of_process()
 
 
-@planted(Expectation("DET-03", "forced-random", "route", "behind draws of others, rank 0 token", " chose ["))
+@planted(Expectation("DET-03", "forced-random", "route", "behind draws of others, rank 0 token", " selected ["))
 class NoiseFollowsTheModels(ForcedRouter):
     """The generator of the noise is seeded by where the model's generator stands at the first forward."""
 
@@ -384,7 +384,9 @@ class GateGradientOfASigmoid(Experts):
 
 
 @planted(
-    Expectation("ROUTE-12", "route-near-ties", "route", "the tokens of rank 0 on every rank", "rank 1 token", "chose"),
+    Expectation(
+        "ROUTE-12", "route-near-ties", "route", "the tokens of rank 0 on every rank", "rank 1 token", "selected"
+    ),
 )
 class TiesBrokenByRank(Router):
     """Near ties are broken by noise, which every rank draws for itself."""

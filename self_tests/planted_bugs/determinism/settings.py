@@ -19,7 +19,7 @@ _OPEN = "from opening to closing, on rank 0 "
 
 
 @planted(
-    Expectation("DET-07", "own-even-bfloat16", "run", f"cuDNN's benchmarks, {_OPEN}was 'False' and is 'True'"),
+    Expectation("DET-07", "own-even-bfloat16", "run", f"cuDNN's benchmarks, {_OPEN}is 'True' instead of 'False'"),
     layout=EP2_EDP2,
 )
 class ExpertsTryKernelsOut(Experts):
@@ -31,7 +31,12 @@ class ExpertsTryKernelsOut(Experts):
 
 
 @planted(
-    Expectation("DET-07", "own-even-bfloat16", "run", f"the default dtype, {_OPEN}was 'torch.float32' and is 'torch.b"),
+    Expectation(
+        "DET-07",
+        "own-even-bfloat16",
+        "run",
+        f"the default dtype, {_OPEN}is 'torch.bfloat16' instead of 'torch.float32'",
+    ),
     layout=EP2_EDP2,
 )
 class DefaultDtypeBehindARefusal(AllToAllExchange):
@@ -45,7 +50,7 @@ class DefaultDtypeBehindARefusal(AllToAllExchange):
 
 @planted(
     Expectation(
-        *("DET-07", "own-even-bfloat16", "run", f"torch.backends.mkldnn.matmul, {_OPEN}was 'none' and is 'bf16'"),
+        *("DET-07", "own-even-bfloat16", "run", f"torch.backends.mkldnn.matmul, {_OPEN}is 'bf16' instead of 'none'"),
     ),
     layout=EP2_EDP2,
 )
@@ -58,7 +63,7 @@ class ProductsRoundedToBFloat16(Experts):
 
 
 @planted(
-    Expectation("DET-07", "own-even-bfloat16", "run", f"the number of threads, {_OPEN}was '1' and is '3'"),
+    Expectation("DET-07", "own-even-bfloat16", "run", f"the number of threads, {_OPEN}is '3' instead of '1'"),
     layout=EP2_EDP2,
 )
 class PermutationOnThreeThreads(Permutation):
@@ -90,7 +95,7 @@ class NativeThatResetsFilters(Native):
 @planted(
     Expectation(
         *("DET-07", "own-even-bfloat16", "run", "the environment variable MOE_CONFORMANCE_QUIET, by importing"),
-        "on rank 0 was 'not set' and is 'yes'",
+        "on rank 0 is 'yes' instead of 'not set'",
     ),
     layout=EP2_EDP2,
 )

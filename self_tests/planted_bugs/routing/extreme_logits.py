@@ -33,8 +33,8 @@ class SumOfNothingDivides(Router):
 
 
 @planted(
-    Expectation("ROUTE-14", "masked-softmax-of-chosen", "route", "chose", "-inf"),
-    Expectation("ROUTE-14", "masked-softmax", "route", "chose", "-inf"),
+    Expectation("ROUTE-14", "masked-softmax-of-chosen", "route", "selected [", "-inf"),
+    Expectation("ROUTE-14", "masked-softmax", "route", "selected [", "-inf"),
     real="vllm-project/vllm PR #13474",
 )
 class MaskedAtZero(Router):
@@ -52,7 +52,7 @@ class SlopeOfTheRoot(Router):
         return (-torch.nn.functional.logsigmoid(-logits_TE)).sqrt()
 
 
-@planted(Expectation("ROUTE-15", "spoilt-nan-softmax", "route", "rank 0 token 0 chose [8, 8]"))
+@planted(Expectation("ROUTE-15", "spoilt-nan-softmax", "route", "rank 0 token 0 selected [8, 8]"))
 class NobodyIsTheBest(Router):
     """The best expert is searched by comparing, which NaN never wins, and the search ends behind the last one."""
 
@@ -96,7 +96,7 @@ class RemembersTheLargest(Router):
         return weights_TK
 
 
-@planted(Expectation("ROUTE-01", "extreme-sqrtsoftplus", "route", "chose", "its logits are"))
+@planted(Expectation("ROUTE-01", "extreme-sqrtsoftplus", "route", "selected [", "its logits are"))
 class LogitsAreClipped(Router):
     """Logits are kept within 50 of zero, so that nothing overflows, and larger ones are all alike."""
 
@@ -104,7 +104,7 @@ class LogitsAreClipped(Router):
         return super()._logits(x_TD).clamp(-50.0, 50.0)
 
 
-@planted(Expectation("ROUTE-01", "extreme-softmax", "route", "chose", "its logits are"))
+@planted(Expectation("ROUTE-01", "extreme-softmax", "route", "selected [", "its logits are"))
 class UnderflowFlattens(Router):
     """Scores below 1e-6 count as zero in the choice, and lower ids win over better experts there."""
 

@@ -25,7 +25,9 @@ class BestPassedOver(Router):
         return super()._choose(scores_TE.scatter(1, scores_TE.argmax(1, keepdim=True), -torch.inf))
 
 
-@planted(Expectation("ROUTE-01", "route-softmax", "route", "rank 0 token 0 chose [", "is not 2 different experts of 8"))
+@planted(
+    Expectation("ROUTE-01", "route-softmax", "route", "rank 0 token 0 selected [", "is not 2 different experts of 8")
+)
 class BestTwice(Router):
     """The best expert is not masked out before the next is looked for."""
 

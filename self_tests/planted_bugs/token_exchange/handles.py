@@ -121,7 +121,7 @@ class RowsWidened(ReusableExchange):
         return super().combine(rows_RD.float(), handle, biases)
 
 
-@planted(Expectation("GRAD-03", "weighed", "gradient", "of weights_TK of what call 1 dispatched", "is None on rank 0"))
+@planted(Expectation("GRAD-03", "weighed", "gradient", "of weights_TK of what call 1 dispatched", "absent on rank 0"))
 class WeightsTravelDetached(ReusableExchange):
     """Weights travel as numbers beside the rows, past autograd."""
 
@@ -180,7 +180,7 @@ class SumKeptWide(ReusableExchange):
         return super().combine(rows_RD, handle, biases).double()
 
 
-@planted(Expectation("EXCH-31", "biases", "gradient", "biases.1 of call 3 is None on rank"))
+@planted(Expectation("EXCH-31", "biases", "gradient", "biases.1 of call 3 is absent"))
 class SecondBiasDetached(ReusableExchange):
     """Of several biases all but the first are added past autograd."""
 
