@@ -64,7 +64,7 @@ def judge_alike(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
     """Decide whether every equivalent run gives the same y, dx, dweights and finished gradients of parameters.
 
     Every byte where the equivalent run requires it; else every value with the suite's experts, which are exact, and
-    with the backend's own every element within the rounding errors of the two runs together. What the run left alone, the
+    with the backend's own every element within the rounding errors of both runs. What the run left alone, the
     equivalent run leaves alone: inputs and the state of the process, and in the same order of microbatches outputs and
     gradients too.
 

@@ -1,6 +1,6 @@
 """What a router with a capacity kept, of what the same router selects without one.
 
-Both answers come from the backend. The selection is judged by the oracle first, so that nothing is hidden by being wrong
+Both come from the backend. The selection is judged by the oracle first, so that nothing is hidden by being wrong
 twice; then the kept slots are marked among the selected, and the judges of `capacity` read the marks.
 """
 
