@@ -208,14 +208,13 @@ def _overtaken(drops: Drops, place: Place, policy: Policy) -> list[Finding]:
             continue
         if policy == "position":
             out, stays = min(dropped), max(kept)
-            wrong, told = out < stays, ""
+            wrong, told = out < stays, "; expected: by position, the first tokens are kept"
         else:
             out = max(dropped, key=lambda slot: float(weights_TK[slot]))
             stays = min(kept, key=lambda slot: float(weights_TK[slot]))
             apart = float(weights_TK[out] - weights_TK[stays])
             wrong = apart > float(errors_TK[out] + errors_TK[stays])
-            out_, stays_ = float(weights_TK[out]), float(weights_TK[stays])
-            told = f"; the dropped token has the weight {out_:.4g}, the kept one {stays_:.4g}"
+            told = f"; the dropped token has the weight {weights_TK[out]:.4g}, the kept one {weights_TK[stays]:.4g}"
         if wrong:
             of = f" of microbatch {m}" if m else ""
             sentence = f"rank {rank}{of} expert {e} keeps token {stays[0]} and drops token {out[0]}{told}"

@@ -142,7 +142,17 @@ class RankedWithBias(Router):
         return super()._keep(ids_TK, self.seen_TE.gather(1, ids_TK), room)
 
 
-@planted(Expectation("DROP-06", "capacity-mean-position", "route", "rank 0 expert", "keeps token", "drops token"))
+@planted(
+    Expectation(
+        "DROP-06",
+        "capacity-mean-position",
+        "route",
+        "rank 0 expert",
+        "keeps token",
+        "drops token",
+        "by position, the first tokens",
+    )
+)
 class AlwaysTheHeaviest(Router):
     """Whatever the policy, the heaviest slots are kept."""
 
@@ -151,7 +161,15 @@ class AlwaysTheHeaviest(Router):
 
 
 @planted(
-    Expectation("DROP-06", "capacity-mean-position", "route", "rank 0 expert", "keeps token", "drops token"),
+    Expectation(
+        "DROP-06",
+        "capacity-mean-position",
+        "route",
+        "rank 0 expert",
+        "keeps token",
+        "drops token",
+        "by position, the first tokens",
+    ),
     real="NVIDIA/Megatron-LM core_r0.16.0, docs/findings/megatron-core.md MC-15 (2026-11-21)",
 )
 class FirstOfATie(TableRouter):
