@@ -80,7 +80,7 @@ def dealt(scores_TE: Tensor, bias_E: Tensor, config: Config) -> Tensor:
     return round_robin(len(scores_TE), config.top_k, config.experts)
 
 
-def convicted(kind: type[Mismatch], judge: Callable[..., None], outcome: Outcome) -> Mismatch:
+def detected(kind: type[Mismatch], judge: Callable[..., None], outcome: Outcome) -> Mismatch:
     """Return what a judge complains of, which is of that kind."""
     error = caught(judge, outcome)
     assert isinstance(error, kind), error
@@ -107,13 +107,13 @@ class TestForcedLogits:
     def test_no_limit_is_found(self, tells: bool) -> None:
         """Experts of more groups than are opened."""
         wide = replace(RIGHT, choose=lambda scores_TE, _, config: scores_TE.topk(config.top_k, 1).indices)
-        error = convicted(WrongSelection, judge_forced_groups, forced(wide, tells=tells))
+        error = detected(WrongSelection, judge_forced_groups, forced(wide, tells=tells))
         assert "groups; expected at most 2; likely cause: logits were forced after the group limit" in error.sentence
 
     @pytest.mark.parametrize("tells", [True, False])
     def test_who_ignores_the_strategy_is_found(self, tells: bool) -> None:
         """The router's own choice is no forced one."""
-        error = convicted(WrongSelection, judge_forced_groups, forced(Formula(), tells=tells))
+        error = detected(WrongSelection, judge_forced_groups, forced(Formula(), tells=tells))
         assert "forced routing random was requested, accepted and ignored" in error.sentence
 
     def test_logits_that_are_no_numbers_are_refused(self) -> None:
@@ -127,7 +127,7 @@ class TestForcedLogits:
         )
         assert (
             "the forced logits of rank 0 are not (24, 16) or not finite"
-            in convicted(WrongForm, judge_forced_groups, outcome).sentence
+            in detected(WrongForm, judge_forced_groups, outcome).sentence
         )
 
     def test_weights_of_its_own_logits_are_found(self) -> None:
@@ -148,7 +148,7 @@ class TestForcedLogits:
                 microbatches=tuple(reweigh(seen, own[m][rank.rank]) for m, seen in enumerate(rank.microbatches)),
             ),
         )
-        error = convicted(WrongWeight, judge_forced_weights, outcome)
+        error = detected(WrongWeight, judge_forced_weights, outcome)
         assert "its experts by the router's own logits, not by the forced ones" in error.sentence
 
     def test_a_gradient_that_stops_is_found(self) -> None:
@@ -156,7 +156,7 @@ class TestForcedLogits:
         stopped = replace(
             RIGHT, scores=lambda logits_TE, config: simulated.scores(drawn(logits_TE) + 0 * logits_TE, config)
         )
-        error = convicted(WrongGradient, judge_straight_through, forced(stopped))
+        error = detected(WrongGradient, judge_straight_through, forced(stopped))
         assert "no gradient passes through the forced logits" in error.sentence
 
 
@@ -169,7 +169,7 @@ class TestForcedIds:
     def test_who_does_not_learn_is_found(self) -> None:
         """A router whose ids are forced gets the gradient of their weights, where gradients are finished."""
         stopped = replace(DEALING, finish=lambda _, gradients: torch.zeros_like(gradients[0]))
-        error = convicted(WrongGradient, judge_forced_weights, forced(stopped, DEALT))
+        error = detected(WrongGradient, judge_forced_weights, forced(stopped, DEALT))
         assert "router" in error.sentence
 
     def test_dealt_in_another_order_is_right_too(self) -> None:
@@ -179,7 +179,7 @@ class TestForcedIds:
 
     def test_who_ignores_the_strategy_is_found(self) -> None:
         """Loads of the router's own choice are not even."""
-        error = convicted(WrongSelection, judge_forced_groups, forced(Formula(), DEALT))
+        error = detected(WrongSelection, judge_forced_groups, forced(Formula(), DEALT))
         assert "forced routing round_robin was requested, accepted and ignored" in error.sentence
 
     def test_weights_of_others_are_found(self) -> None:
@@ -189,5 +189,5 @@ class TestForcedIds:
             bias_E = forced(DEALING, DEALT).workload.parameters["balance_bias", None]
             return simulated.weigh(scores_TE, simulated.choose(scores_TE, bias_E, config), config)
 
-        error = convicted(WrongWeight, judge_forced_weights, forced(replace(DEALING, weigh=weigh), DEALT))
+        error = detected(WrongWeight, judge_forced_weights, forced(replace(DEALING, weigh=weigh), DEALT))
         assert "the experts that the router would have selected without forcing" in error.sentence
