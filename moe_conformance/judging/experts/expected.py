@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
 
-import torch
 from torch import Tensor
 
 from moe_conformance import stored_values
 from moe_conformance.judging.compare import bounds
-from moe_conformance.judging.compare.bounded import Target, compare
+from moe_conformance.judging.compare.bounded import Target
 from moe_conformance.judging.observed.chunks import solve_in_chunks
-from moe_conformance.judging.observed.scopes import Place, Shard, backward_places_of
+from moe_conformance.judging.observed.scopes import Place, backward_places_of
 from moe_conformance.judging.observed.stage_expected import StageAnswers
-from moe_conformance.judging.verdict import Tally
 from moe_conformance.reference.exchange import layer
 from moe_conformance.reference.exchange.layer import Gradients, WeightsAt
 from moe_conformance.reference.experts import Expert, Parameters, swiglu_experts
@@ -25,39 +22,6 @@ from moe_conformance.reference.rounding.magnitudes import magnitudes
 from moe_conformance.workloads.records.workload import Workload
 
 Key = tuple[str, int]  # (name, global expert id)
-
-
-@dataclass(frozen=True)
-class Held:
-    """What one rank holds of one parameter's finished gradient, and what it should hold."""
-
-    rank: int
-    stage: int  # of the pipeline
-    key: Key
-    shard: Shard
-    actual: Tensor | None
-    target: Target
-    idle: bool  # no token of the stage reaches the expert, in microbatches that go backward
-
-    @property
-    def part(self) -> str:
-        """The parameter in words, with the part of it that is held."""
-        shard = f" (part {self.shard[1]} of {self.shard[2]})" if self.shard and self.shard[2] > 1 else ""
-        return f"{self.key[0]} of expert {self.key[1]}{shard}"
-
-    @property
-    def name(self) -> str:
-        """The parameter in words, and on which rank."""
-        return f"{self.part} on rank {self.rank}"
-
-    @property
-    def value(self) -> Tensor:
-        """The gradient; zeros where it is None, which is judged before values are."""
-        return torch.zeros_like(self.target.expected) if self.actual is None else self.actual
-
-    def holds(self, tally: Tally | None = None) -> bool:
-        """Whether every element is within its bound; if so, count them."""
-        return compare(self.value, *self.target, tally, self.rank).holds
 
 
 class OwnExpected(StageAnswers[Gradients]):

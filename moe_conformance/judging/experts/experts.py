@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from moe_conformance.judging.compare.bounded import Target, compare
-from moe_conformance.judging.experts.expected import Held, Key, OwnExpected
-from moe_conformance.judging.experts.guesses import explain_parameters, explain_tokens
+from moe_conformance.judging.experts.expected import OwnExpected
+from moe_conformance.judging.experts.mistakes import candidates_for, gradients_of
+from moe_conformance.judging.explain.bounded_gradients import Held, explain_gradients, stage_of
+from moe_conformance.judging.explain.bounded_tokens import explain_tokens
 from moe_conformance.judging.findings import Finding, fail
 from moe_conformance.judging.observed.cached import once
 from moe_conformance.judging.observed.finished_gradients import finals_of
@@ -119,7 +121,14 @@ def _judge_tokens(reading: Reading, tally: Tally, judged: _Judged) -> None:
     if all(each.holds for each in worst.values()):
         return
     targets = {place: judged.target(place) for place in actual}
-    findings, ratio = explain_tokens(expected, judged.name, actual, targets, reading.token_ratios)
+    findings, ratio = explain_tokens(
+        judged.name,
+        actual,
+        targets,
+        candidates_for(expected, judged.name),
+        names=reading.token_ratios,
+        dtype=expected.workload.config.dtype,
+    )
     fail(judged.error, judged.stage, findings, ratio=ratio)
 
 
@@ -162,9 +171,8 @@ def judge_expert_gradients(reading: Reading, tally: Tally, *, free: frozenset[in
         fail(AbsentGradient, "finish", absent)
     wrong = [each for each in held if not each.holds(tally)]
     if wrong:
-        expected = expected_of(reading)
-        findings, ratio = explain_parameters(expected, held, reading.expert_ratios)
-        fail(WrongGradient, _stage_of(reading, wrong), findings, ratio=ratio)
+        findings, ratio = explain_gradients(gradients_of(expected_of(reading)), held, reading.expert_ratios)
+        fail(WrongGradient, stage_of(reading, expected_of(reading), wrong), findings, ratio=ratio)
 
 
 def judge_idle_expert_gradients(reading: Reading, tally: Tally) -> None:
@@ -200,7 +208,7 @@ def judge_replicas(reading: Reading, tally: Tally) -> None:
         Uncovered, AbsentGradient: as `judge_expert_gradients`; not for a gradient that is None on all replicas.
         WrongGradient: two replicas differ.
     """
-    groups: dict[tuple[int, Key, Shard], list[Held]] = {}
+    groups: dict[tuple[int, ParameterKey, Shard], list[Held]] = {}
     for each in once(reading, _finished):
         groups.setdefault((each.stage, each.key, each.shard), []).append(each)
     if all(len(holders) == 1 for holders in groups.values()):
@@ -302,24 +310,3 @@ def _incomplete(parts: Counter[Shard], usual: int) -> str | None:
 
 def _absent(held: Held, what: str) -> Finding:
     return Finding("absent", f"{held.name} {what}", (held.rank,))
-
-
-def _stage_of(reading: Reading, wrong: list[Held]) -> Stage:
-    """Say where it went wrong: in "finish" if the gradients before it add up to what finishing should give.
-
-    A backend may keep them out of sight before finishing (they are None, and not zero afterwards): "finish" too.
-    """
-    expected = expected_of(reading)
-    for key, stage, shard in dict.fromkeys((each.key, each.stage, each.shard) for each in wrong):
-        finished = [each.value for each in wrong if (each.key, each.stage, each.shard) == (key, stage, shard)]
-        grads = [reading.ranks[rank].grads_local.get(key) for rank in expected.stages[stage]]
-        parts = [grad.value.double() for grad in grads if grad and grad.value is not None and grad.shard == shard]
-        if not parts:
-            if not any(bool(value.any()) for value in finished):
-                return "gradient"
-            continue
-        full = expected.parameter(stage, key)
-        target = (shard_of(each * expected.divisor, shard) for each in (full.expected, full.allowed))
-        if not compare(torch.stack(parts).sum(0), *Target(*target)).holds:
-            return "gradient"
-    return "finish"

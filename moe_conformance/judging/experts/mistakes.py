@@ -1,22 +1,53 @@
-"""Mistakes to explain a wrong result by: other runs of the oracle for the backend's own experts, each said in words."""
+"""Mistakes of the backend's own experts: other runs of the oracle, each with one mistake, in words."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from moe_conformance.judging.experts.expected import Key, OwnExpected, parameters_of, solve
+from moe_conformance.judging.explain.bounded import Candidate
+from moe_conformance.judging.explain.bounded_gradients import Gradients, Oracle
+from moe_conformance.judging.explain.bounded_tokens import Candidates
 from moe_conformance.judging.observed.scopes import Place, shard_of
-from moe_conformance.reference.exchange.layer import Gradients, WeightsAt
+from moe_conformance.reference.exchange import layer
+from moe_conformance.reference.exchange.layer import WeightsAt
 from moe_conformance.reference.experts import Expert, Parameters
 from moe_conformance.workloads.records.workload import Batch, Workload
 
-Run = tuple[str, Gradients]  # "gate and up were swapped", and what then comes out
+Run = tuple[str, layer.Gradients]  # "gate and up were swapped", and what then comes out
+
+
+def candidates_for(expected: OwnExpected, name: str) -> Candidates:
+    """Return what the mistakes give for "y", "dx" or "dweights"."""
+    field = {"y": "y_TD", "dx": "dx_TD", "dweights": "dweights_TK"}[name]
+
+    def candidates(places: Sequence[Place]) -> Iterator[Candidate]:
+        for words, run in other_runs(expected, places):
+            yield words, getattr(run, field)
+        K = expected.workload.config.top_k
+        for by in range(1, K) if name == "dweights" else ():
+            right_TK = solve(expected.workload, places, expected.weights_at).dweights_TK
+            yield f"slot k had the gradient of slot (k + {by}) modulo {K}", right_TK.roll(-by, 1)
+
+    return candidates
+
+
+def gradients_of(expected: OwnExpected) -> Oracle:
+    """Return what the gradients of parameters would be of some tokens, and with the mistakes."""
+    workload, at = expected.workload, expected.weights_at
+    return Oracle(
+        workload,
+        expected.divisor,
+        lambda places: cast(Gradients, solve(workload, places, at).parameters),
+        lambda places: ((words, cast(Gradients, run.parameters)) for words, run in other_runs(expected, places)),
+    )
 
 
 def other_runs(expected: OwnExpected, places: Sequence[Place]) -> Iterator[Run]:
@@ -25,7 +56,7 @@ def other_runs(expected: OwnExpected, places: Sequence[Place]) -> Iterator[Run]:
     other: WeightsAt = "output" if at == "input" else "input"
     yield f"the weights were applied at the experts' {other}", solve(workload, places, other)
     for name, activation in _ACTIVATIONS.items():
-        yield f"the gate were activated by {name}", solve(workload, places, at, build=_experts(activation))
+        yield f"the activation of the gate was {name}", solve(workload, places, at, build=_experts(activation))
     for words, build in _CUT.items():
         yield words, solve(workload, places, at, build=build)
     for words, roles in _other_roles(workload):
@@ -61,9 +92,9 @@ def _experts(
 
 # Experts with the right output, through which the gradient takes a wrong way.
 _CUT: Mapping[str, Callable[[Parameters], Expert]] = {
-    "nothing flowed back through the gate": _experts(lambda z: F.silu(z).detach()),
-    "nothing flowed back through the up projection": _experts(F.silu, torch.Tensor.detach),
-    "the activation passed the gradient on as it was": _experts(lambda z: z + (F.silu(z) - z).detach()),
+    "no gradient passed through the gate": _experts(lambda z: F.silu(z).detach()),
+    "no gradient passed through the up projection": _experts(F.silu, torch.Tensor.detach),
+    "the gradient of the activation was left out": _experts(lambda z: z + (F.silu(z) - z).detach()),
 }
 
 
@@ -91,7 +122,7 @@ def _other_shards(expected: OwnExpected, places: Sequence[Place]) -> Iterator[Ru
         return
     for i in range(etp):
         part = {key: _only_part(key[0], value, i, etp) for key, value in own.items()}
-        yield f"only the part of etp shard {i} was in it", solve(workload, places, at, part)
+        yield f"only the output of etp shard {i} was used", solve(workload, places, at, part)
     for by in range(1, etp):
 
         def shifted(values: Parameters, by: int) -> Parameters:
@@ -118,7 +149,7 @@ def _other_routings(workload: Workload) -> Iterator[tuple[str, Workload]]:
             words = f"slot k had the weight of slot (k + {by}) modulo {K}"
             yield words, _each(workload, weights=partial(torch.roll, shifts=-by, dims=1))
     for k in range(K) if K > 1 else ():
-        yield f"slot {k} were empty", _each(workload, ids=partial(_emptied, slots=[k]))
+        yield f"slot {k} was empty", _each(workload, ids=partial(_emptied, slots=[k]))
     for k in range(K) if K > 2 else ():
         others = [slot for slot in range(K) if slot != k]
         yield f"all slots but slot {k} were empty", _each(workload, ids=partial(_emptied, slots=others))

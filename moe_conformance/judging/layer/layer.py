@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_conformance.judging.compare.bounded import Target, compare
+from moe_conformance.judging.explain.bounded import Found
+from moe_conformance.judging.explain.bounded_gradients import Held, explain_gradients, part_name, stage_of
+from moe_conformance.judging.explain.bounded_tokens import explain_tokens
 from moe_conformance.judging.findings import Finding, fail
 from moe_conformance.judging.layer.expected import ROUTED, LayerExpected
-from moe_conformance.judging.layer.mistakes import explain_parameter, explain_tokens, part_name, times_of_shared
+from moe_conformance.judging.layer.mistakes import candidates_for, gradients_of, times_of_shared
 from moe_conformance.judging.observed.cached import once
 from moe_conformance.judging.observed.finished_gradients import finals_of
 from moe_conformance.judging.observed.run import Reading
@@ -26,7 +27,6 @@ from moe_conformance.judging.verdict import (
     WrongGradient,
     WrongOutput,
 )
-from moe_conformance.scenarios.outcome import Grad
 from moe_conformance.workloads.records.workload import FORWARD_ALONE, ParameterKey, Workload
 
 SHARED = ("shared_gate", "shared_up", "shared_down", "shared_bias", "shared_score")
@@ -62,10 +62,9 @@ def judge_layer_outputs(reading: Reading, tally: Tally) -> None:
             what = f"{seen.y_dtype} {seen.y_shape} instead of {workload.config.dtype} {shape}"
             raise WrongForm("combine", f"y of rank {rank} in microbatch {m} is {what}", ranks=(rank,))
         actual[place], targets[place] = seen.y, target
-    if not (wrong := _wrong_places(actual, targets, tally)):
-        return
-    findings, ratio = explain_tokens(expected, "y", lambda result: result.y_TD, wrong, targets, reading.token_ratios)
-    fail(WrongOutput, "combine", findings, ratio=ratio, note=_asked_without_gradients(workload, wrong))
+    if wrong := _wrong_microbatches(actual, targets, tally):
+        findings, ratio = _explain(reading, "y", actual, targets)
+        fail(WrongOutput, "combine", findings, ratio=ratio, note=_asked_without_gradients(workload, wrong))
 
 
 def judge_layer_dx(reading: Reading, tally: Tally) -> None:
@@ -86,10 +85,9 @@ def judge_layer_dx(reading: Reading, tally: Tally) -> None:
             continue
         whose = f"dx of rank {rank} in microbatch {m}"
         actual[place], targets[place] = _formed(value, target, whose, rank, "gradient"), target
-    if not (wrong := _wrong_places(actual, targets, tally)):
-        return
-    findings, ratio = explain_tokens(expected, "dx", lambda result: result.dx_TD, wrong, targets, reading.token_ratios)
-    fail(WrongGradient, "gradient", findings, ratio=ratio)
+    if _wrong_microbatches(actual, targets, tally):
+        findings, ratio = _explain(reading, "dx", actual, targets)
+        fail(WrongGradient, "gradient", findings, ratio=ratio)
 
 
 def judge_shared_unrouted(reading: Reading, tally: Tally) -> None:
@@ -132,19 +130,38 @@ def judge_lone_bias(reading: Reading, tally: Tally) -> None:
         fail(WrongOutput, "combine", findings)
 
 
-def _wrong_places(actual: Mapping[Place, Tensor], targets: Mapping[Place, Target], tally: Tally) -> dict[Place, Tensor]:
-    """Return what there is of every microbatch that is wrong somewhere: what explains it need not hold for others."""
+def _wrong_microbatches(actual: Mapping[Place, Tensor], targets: Mapping[Place, Target], tally: Tally) -> set[int]:
     holds = {place: compare(value, *targets[place], tally, place[1]).holds for place, value in actual.items()}
-    wrong = {m for (m, _), each in holds.items() if not each}
-    return {place: value for place, value in actual.items() if place[0] in wrong}
+    return {m for (m, _), each in holds.items() if not each}
 
 
-def _asked_without_gradients(workload: Workload, wrong: Mapping[Place, Tensor]) -> str:
+def _explain(reading: Reading, name: str, actual: Mapping[Place, Tensor], targets: Mapping[Place, Target]) -> Found:
+    expected = expected_of(reading)
+    return explain_tokens(
+        name,
+        actual,
+        targets,
+        candidates_for(expected, name),
+        names=reading.token_ratios,
+        dtype=expected.workload.config.dtype,
+        note=lambda place, token: _kept_words(expected.kept[place][token]),
+    )
+
+
+def _kept_words(kept_K: Tensor) -> str:
+    """Say what a token has lost; nothing where it kept everything."""
+    if bool(kept_K.all()):
+        return ""
+    if not bool(kept_K.any()):
+        return ", which had all slots dropped,"
+    return f", which kept {int(kept_K.sum())} of {len(kept_K)} slots,"
+
+
+def _asked_without_gradients(workload: Workload, wrong: set[int]) -> str:
     """Say so if all that is wrong was asked for without gradients, while something was not."""
     schedule = workload.schedule.split()
     without = {int(item[1:]) for item in schedule if item[0] in FORWARD_ALONE}
-    some = {m for m, _ in wrong}
-    return " (only in forwards without gradients)" if some <= without and "F" in workload.schedule else ""
+    return " (only in forwards without gradients)" if wrong <= without and "F" in workload.schedule else ""
 
 
 def _formed(value: Tensor | None, target: Target, whose: str, rank: int, stage: Stage) -> Tensor:
@@ -157,15 +174,6 @@ def _formed(value: Tensor | None, target: Target, whose: str, rank: int, stage: 
 
 
 # ---- parameters ----------------------------------------------------------------------------------------------
-
-
-class Held(NamedTuple):
-    """What one rank holds of one parameter's finished gradient."""
-
-    rank: int
-    stage: int  # of the pipeline
-    key: ParameterKey
-    grad: Grad
 
 
 def judge_layer_gradients(reading: Reading, tally: Tally, names: Sequence[str] = EVERY) -> None:
@@ -181,28 +189,13 @@ def judge_layer_gradients(reading: Reading, tally: Tally, names: Sequence[str] =
         WrongForm, WrongGradient: another shape than the part's; an element outside its bound.
     """
     expected = expected_of(reading)
-    wrong = []
-    for each in _held(reading, names):
-        target = _target(expected, each)
-        whose = f"the gradient of {part_name(each.key, each.grad.shard)} on rank {each.rank}"
-        if not compare(_formed(each.grad.value, target, whose, each.rank, "finish"), *target, tally, each.rank).holds:
-            wrong.append(each)
-    if not wrong:
-        return
-    names_of_ratios = reading.router_ratios
-    findings = []
-    for each in wrong[:_EXPLAINED]:
-        assert each.grad.value is not None
-        findings.append(
-            explain_parameter(expected, each.rank, each.key, each.grad.shard, each.grad.value, names_of_ratios)
-        )
-    for each in wrong[_EXPLAINED:]:
-        sentence = f"the gradient of {part_name(each.key, each.grad.shard)} on rank {each.rank} is wrong too"
-        findings.append(Finding("not explained", sentence, (each.rank,)))
-    fail(WrongGradient, _stage_of(reading, wrong), findings)
-
-
-_EXPLAINED = 8
+    held = _held(reading, names)
+    for each in held:
+        _formed(each.actual, each.target, f"the gradient of {each.name}", each.rank, "finish")
+    wrong = [each for each in held if not each.holds(tally)]
+    if wrong:
+        findings, ratio = explain_gradients(gradients_of(expected), held, reading.router_ratios)
+        fail(WrongGradient, stage_of(reading, expected, wrong), findings, ratio=ratio)
 
 
 def judge_layer_replicas(reading: Reading, tally: Tally, names: Sequence[str]) -> None:
@@ -217,16 +210,17 @@ def judge_layer_replicas(reading: Reading, tally: Tally, names: Sequence[str]) -
     """
     groups: dict[tuple[int, ParameterKey, Shard], list[Held]] = {}
     for each in _held(reading, names):
-        groups.setdefault((each.stage, each.key, each.grad.shard), []).append(each)
+        groups.setdefault((each.stage, each.key, each.shard), []).append(each)
     findings = []
     for first, *others in groups.values():
         for other in others:
-            one, another = (torch.zeros(()) if grad is None else grad for grad in (first.grad.value, other.grad.value))
+            one, another = (torch.zeros(()) if grad is None else grad for grad in (first.actual, other.actual))
             if torch.equal(one, another):
                 tally.add(elements=another.numel(), rank=other.rank)
                 continue
-            of = part_name(first.key, first.grad.shard)
-            sentence = f"the gradient of {of} on ranks {first.rank} and {other.rank} differs; expected equal bits"
+            sentence = (
+                f"the gradient of {first.part} on ranks {first.rank} and {other.rank} differs; expected equal bits"
+            )
             findings.append(Finding("replicas", sentence, (first.rank, other.rank)))
     if findings:
         fail(WrongGradient, "finish", findings)
@@ -238,31 +232,14 @@ def _held(reading: Reading, names: Sequence[str]) -> list[Held]:
     found = []
     for at, ranks in enumerate(expected.stages):
         for key in keys:
-            held = [Held(rank, at, key, finals[rank][key]) for rank in ranks if key in finals[rank]]
-            parts = Counter(each.grad.shard for each in held)
-            if not held or not whole(parts):
-                which = f"only the shards {sorted(map(str, parts))}" if held else "nothing"
+            grads = {rank: finals[rank][key] for rank in ranks if key in finals[rank]}
+            parts = {grad.shard for grad in grads.values()}
+            if not whole(parts):
+                which = f"only the shards {sorted(map(str, parts))}" if parts else "nothing"
                 sentence = f"'named' yields {which} of {part_name(key, None)} on ranks {list(ranks)}"
                 raise Uncovered("finish", sentence, ranks=ranks)
-            found += held
+            full, idle = expected.parameter(at, key), expected.idle(at, key)
+            for rank, grad in grads.items():
+                target = Target(*(shard_of(each, grad.shard) for each in full))
+                found.append(Held(rank, at, key, grad.shard, grad.value, target, idle))
     return found
-
-
-def _target(expected: LayerExpected, held: Held) -> Target:
-    full = expected.parameter(held.stage, held.key)
-    return Target(*(shard_of(each, held.grad.shard) for each in full))
-
-
-def _stage_of(reading: Reading, wrong: Sequence[Held]) -> Stage:
-    """Say where it went wrong: in "finish" if the gradients before it add up to what finishing should give."""
-    expected = expected_of(reading)
-    for stage, key, shard in dict.fromkeys((each.stage, each.key, each.grad.shard) for each in wrong):
-        local = [reading.ranks[rank].grads_local.get(key) for rank in expected.stages[stage]]
-        parts = [grad.value.double() for grad in local if grad and grad.value is not None and grad.shard == shard]
-        if not parts:
-            continue
-        full = expected.parameter(stage, key)
-        target = Target(*(shard_of(each * expected.divisor, shard) for each in full))
-        if not compare(torch.stack(parts).sum(0), *target).holds:
-            return "gradient"
-    return "finish"

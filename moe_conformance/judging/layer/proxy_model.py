@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from moe_conformance.judging.compare.bounded import compare, factor
+from moe_conformance.judging.explain.bounded_gradients import part_name
 from moe_conformance.judging.findings import Finding, fail, ratio_words
-from moe_conformance.judging.layer.mistakes import part_name
 from moe_conformance.judging.observed.cached import once
 from moe_conformance.judging.observed.finished_gradients import divisor_of
 from moe_conformance.judging.observed.run import Reading

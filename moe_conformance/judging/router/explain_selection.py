@@ -1,4 +1,4 @@
-"""Words for wrong selections: which token chose whom instead of whom, and the wrong rule by which all was chosen."""
+"""Words for wrong selections: which experts a token selected instead of which, and the wrong rule behind all of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_conformance.reference.routing import routes, selection
 
 
 def explain_selection(expected: RouterExpected, illegal: Mapping[Place, Sequence[int]]) -> list[Finding]:
-    """Say for every illegal choice who was chosen and who should have been; and by which rule all was chosen."""
+    """Say for every wrong selection which experts it should have been; or by which rule all were selected."""
     cause = next((words for words, legal in _other_choices(expected) if legal), None)
     findings = [
         Finding("choice", *_choice(expected, place, token)) for place, tokens in illegal.items() for token in tokens
@@ -25,7 +25,7 @@ def explain_selection(expected: RouterExpected, illegal: Mapping[Place, Sequence
     ranks = tuple(sorted({place[1] for place, tokens in illegal.items() if tokens}))
     example = max(findings, key=lambda finding: finding.size).sentence
     wrong = f"{len(findings)} of {sum(map(len, expected.ids.values()))} tokens are wrong"
-    return [Finding("cause", f"all experts are as if {cause}; {wrong}, for example {example}", ranks)]
+    return [Finding("cause", f"the selection is wrong; likely cause: {cause}; {wrong}; for example {example}", ranks)]
 
 
 def _choice(expected: RouterExpected, place: Place, token: int) -> tuple[str, tuple[int, ...], float]:
@@ -39,7 +39,7 @@ def _choice(expected: RouterExpected, place: Place, token: int) -> tuple[str, tu
     margin = float(selection.margins(scores_E[None], expected.ids[place][token][None], **expected.limit))
     doubt = float(expected.doubt(place)[token])
     sentence = (
-        f"rank {place[1]} token {token} chose {scored([e for e in chosen if e not in right] or chosen)} instead of "
+        f"rank {place[1]} token {token} selected {scored([e for e in chosen if e not in right] or chosen)} instead of "
         f"{scored([e for e in right if e not in chosen] or right)} (margin {margin:.3g}, rounding allows {-doubt:.2g})"
     )
     return sentence, (place[1],), min(-margin, 1e300)
@@ -52,22 +52,22 @@ def _other_choices(expected: RouterExpected) -> Iterator[tuple[str, bool]]:
         return all(bool(expected.legal(at, _other_scores(expected, at, by), limit).all()) for at in expected.places)
 
     if expected.bias_E is not None:
-        yield "chosen without the bias", legal("no bias")
-        yield "chosen with the bias added to the logits", legal("biased logits")
-        yield "chosen with the bias subtracted", legal("negative bias")
-    yield "chosen by the lowest scores", legal("lowest")
+        yield "the expert bias was left out", legal("no bias")
+        yield "the expert bias was added to the logits", legal("biased logits")
+        yield "the expert bias was subtracted", legal("negative bias")
+    yield "the lowest scores were selected", legal("lowest")
     groups = expected.limit["groups"]
     if groups is None:
         return
     everything: Limit = {"groups": None, "group_score": "max"}
-    yield "chosen from all groups", legal("right", everything)
-    yield "chosen with the experts of closed groups at 0 instead of -inf", legal("closed at 0", everything)
+    yield "the group limit was left out", legal("right", everything)
+    yield "experts of unselected groups had the score 0 instead of -inf", legal("closed at 0", everything)
     if expected.bias_E is not None:
-        yield "chosen from groups that were scored without the bias", legal("unbiased groups", everything)
+        yield "the groups were scored without the expert bias", legal("unbiased groups", everything)
     for other in get_args(routes.GroupScore):
         if other != expected.limit["group_score"] and _possible(expected, other):
             yield (
-                f"chosen from groups that were scored by {other}",
+                f"the groups were scored by {other}",
                 legal("right", {"groups": groups, "group_score": other}),
             )
 

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from moe_conformance.judging.compare.bounded import Target, compare
-from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.explain.bounded_gradients import Held, explain_gradients
+from moe_conformance.judging.findings import Finding, fail, ratio_names
 from moe_conformance.judging.observed.cached import once
 from moe_conformance.judging.observed.finished_gradients import divisor_of, finals_of
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.scopes import Place, places_of, shard_of, stages, whole
 from moe_conformance.judging.router.expected import Limit, RouterExpected
 from moe_conformance.judging.router.explain_selection import explain_selection
-from moe_conformance.judging.router.rules import explain_router_dx, explain_router_gradient, explain_weights
+from moe_conformance.judging.router.rules import explain_router_dx, explain_weights, gradients_of
 from moe_conformance.judging.verdict import (
     AbsentGradient,
     Mismatch,
@@ -250,33 +251,29 @@ def judge_router_gradient(reading: Reading, tally: Tally, expected: RouterExpect
     expected, finals = expected or expected_of(reading), finals_of(reading)
     for stage, ranks in enumerate(stages(expected.workload.layout)):
         target = expected.gradient(stage)
-        actual, targets = {}, {}
+        held = []
         for rank in ranks:
             if (grad := finals[rank].get(("router", None))) is not None:
-                targets[rank] = Target(*(shard_of(each, grad.shard) for each in target))
-                what = f"the router's gradient on rank {rank}"
-                actual[rank] = _formed(grad.value, targets[rank], what, rank, AbsentGradient, "finish")
+                cut = Target(*(shard_of(each, grad.shard) for each in target))
+                each = Held(rank, stage, ("router", None), grad.shard, grad.value, cut)
+                _formed(grad.value, cut, f"the gradient of {each.name}", rank, AbsentGradient, "finish")
+                held.append(each)
         _require_whole(ranks, [rank.grads_local for rank in reading.ranks], "route")
         _require_whole(ranks, finals, "finish")
-        worst = {rank: compare(actual[rank], *targets[rank], tally, rank) for rank in actual}
-        if not all(each.holds for each in worst.values()):
-            _fail_gradient(reading, expected, ranks, stage, actual, targets)
+        if [each for each in held if not each.holds(tally)]:
+            _fail_gradient(reading, expected, ranks, held)
 
 
 def _fail_gradient(
-    reading: Reading,
-    expected: RouterExpected,
-    ranks: tuple[int, ...],
-    stage: int,
-    actual: dict[int, Tensor],
-    targets: dict[int, Target],
+    reading: Reading, expected: RouterExpected, ranks: tuple[int, ...], held: Sequence[Held]
 ) -> NoReturn:
     grads = [reading.ranks[rank].grads_local.get(("router", None)) for rank in ranks]
     local = [grad.value.double() for grad in grads if grad and grad.value is not None and grad.shard is None]
-    full = expected.gradient(stage)
+    full = expected.gradient(held[0].stage)
     undivided = Target(full.expected * expected.divisor, full.allowed * expected.divisor)
     before = len(local) == len(ranks) and not compare(torch.stack(local).sum(0), *undivided).holds
-    findings, ratio = explain_router_gradient(expected, stage, actual, targets, reading.router_ratios)
+    names = ratio_names({"the scale": expected.workload.config.scale}) | reading.router_ratios
+    findings, ratio = explain_gradients(gradients_of(expected), held, names)
     fail(WrongGradient, "gradient" if before else "finish", findings, ratio=ratio)
 
 

@@ -1,0 +1,258 @@
+"""Why finished gradients of parameters are out of their bounds: all of a kind, of an expert, of a rank, or each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_conformance.judging.compare.bounded import Target, compare, factor
+from moe_conformance.judging.explain.bounded import Candidate, Cause, Found, cause_of
+from moe_conformance.judging.findings import Finding, likeliest, ratio_words
+from moe_conformance.judging.observed.cached import Kept
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.observed.scopes import Place, Shard, backward_places_of, other_sums, shard_of, stages
+from moe_conformance.judging.observed.stage_expected import StageAnswers
+from moe_conformance.judging.verdict import Stage, Tally
+from moe_conformance.workloads.records.workload import ParameterKey, Workload
+
+Gradients = Mapping[ParameterKey, Tensor]  # of whole parameters, summed over some tokens
+Run = tuple[str, Gradients]
+
+_EXPLAINED = 24  # wrong tensors told in words; hundreds of them say nothing new, and every one takes milliseconds
+
+
+def part_name(key: ParameterKey, shard: Shard) -> str:
+    """Name a parameter, or the part of it that is held, in words."""
+    name, number = key
+    part = f" (part {shard[1]} of {shard[2]})" if shard and shard[2] > 1 else ""
+    if number is None:
+        return f"{name}{part}"
+    whose = "shared expert" if name.startswith("shared_") else "expert"
+    return f"{name.removeprefix('shared_')} of {whose} {number}{part}"
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one rank holds of one parameter's finished gradient, and what it should hold."""
+
+    rank: int
+    stage: int  # of the pipeline
+    key: ParameterKey
+    shard: Shard
+    actual: Tensor | None
+    target: Target
+    idle: bool = False  # no token of the stage reaches the expert, in microbatches that go backward
+
+    @property
+    def part(self) -> str:
+        """The parameter in words, with the part of it that is held."""
+        return part_name(self.key, self.shard)
+
+    @property
+    def name(self) -> str:
+        """The parameter in words, and on which rank."""
+        return f"{self.part} on rank {self.rank}"
+
+    @property
+    def value(self) -> Tensor:
+        """The gradient; zeros where it is None, which is judged before values are."""
+        return torch.zeros_like(self.target.expected) if self.actual is None else self.actual
+
+    def holds(self, tally: Tally | None = None) -> bool:
+        """Whether every element is within its bound; if so, count them."""
+        return compare(self.value, *self.target, tally, self.rank).holds
+
+
+class Oracle(NamedTuple):
+    """What the gradients of a workload would be: of the tokens of some places only, or with one mistake."""
+
+    workload: Workload
+    divisor: int  # of finished gradients: 1 where they are summed, dp * cp where they are averaged
+    solve: Callable[[Sequence[Place]], Gradients]
+    mistakes: Callable[[Sequence[Place]], Iterator[Run]]
+
+
+def explain_gradients(oracle: Oracle, held: Sequence[Held], names: Mapping[str, float]) -> Found:
+    """Say why gradients of parameters are wrong: a factor of all, of an expert, of a rank; or each tensor by itself.
+
+    Args:
+        oracle: what else they might be.
+        held: all gradients that were judged, right and wrong.
+        names: factors that have a name (see `findings.ratio_words`).
+    """
+    explained = [
+        found
+        for group in (_kind, _owner, _rank, _role)
+        if (found := _by_group(held, group, names, alone=group is _kind))
+    ]
+    if explained:
+        causes = min(explained, key=len)
+        everything = len(causes) == 1 and len({_kind(each) for each in held}) == 1 and causes == explained[0]
+        return [finding for finding, _ in causes], causes[0][1] if everything else None
+    explainer, wrong = _Explainer(oracle, names), [each for each in held if not each.holds()]
+    findings = likeliest([explainer.explain(each) for each in wrong[:_EXPLAINED]])
+    for each in wrong[_EXPLAINED:]:
+        findings.append(Finding("not explained", f"the gradient of {each.name} is wrong too", (each.rank,)))
+    return findings, None
+
+
+def stage_of(reading: Reading, expected: StageAnswers[Any], wrong: Sequence[Held]) -> Stage:
+    """Say where it went wrong: in "finish" if the gradients before it add up to what finishing should give.
+
+    A backend may keep them out of sight before finishing (they are None, and not zero afterwards): "finish" too.
+    """
+    for stage, key, shard in dict.fromkeys((each.stage, each.key, each.shard) for each in wrong):
+        finished = [each.value for each in wrong if (each.stage, each.key, each.shard) == (stage, key, shard)]
+        grads = [reading.ranks[rank].grads_local.get(key) for rank in expected.stages[stage]]
+        parts = [grad.value.double() for grad in grads if grad and grad.value is not None and grad.shard == shard]
+        if not parts:
+            if not any(bool(value.any()) for value in finished):
+                return "gradient"
+            continue
+        full = expected.parameter(stage, key)
+        target = Target(*(shard_of(each * expected.divisor, shard) for each in full))
+        if not compare(torch.stack(parts).sum(0), *target).holds:
+            return "gradient"
+    return "finish"
+
+
+# ---- groups of tensors with one factor -----------------------------------------------------------------------------
+
+
+def _kind(held: Held) -> str:
+    name, number = held.key
+    if number is None:
+        return f"every element of the {name}'s gradient"
+    return f"every {'shared expert' if name.startswith('shared_') else 'expert'} gradient"
+
+
+def _owner(held: Held) -> str:
+    return f"every gradient of {held.part.split(' (')[0].split(' of ')[-1]}"
+
+
+def _rank(held: Held) -> str:
+    return f"{_kind(held)} on rank {held.rank}"
+
+
+def _role(held: Held) -> str:
+    return f"every gradient of {held.key[0]}"
+
+
+def _by_group(
+    held: Sequence[Held], group: Callable[[Held], str], names: Mapping[str, float], alone: bool
+) -> list[tuple[Finding, float]]:
+    """Find a factor for each group that holds something wrong; none at all if one of these has none.
+
+    A tensor that is `alone` in its group is explained by itself, unless it is all that there is of a kind.
+    """
+    groups: dict[str, list[Held]] = {}
+    for each in held:
+        groups.setdefault(group(each), []).append(each)
+    findings = []
+    for what, same in groups.items():
+        if all(each.holds() for each in same):
+            continue
+        ratio = _common(same, names) if alone or len(same) > 1 else None
+        if ratio is None:
+            return []
+        ranks = tuple(sorted({each.rank for each in same}))
+        sentence = f"{what} is {ratio_words(ratio, names)}"
+        findings.append((Finding(what if alone else "factor", sentence, ranks, abs(ratio - 1)), ratio))
+    return findings
+
+
+def _common(held: Sequence[Held], names: Mapping[str, float]) -> float | None:
+    actual = torch.cat([each.value.double().flatten() for each in held])
+    expected = torch.cat([each.target.expected.flatten() for each in held])
+    allowed = torch.cat([each.target.allowed.flatten() for each in held])
+    return factor(actual, expected, allowed, names)
+
+
+# ---- one tensor ----------------------------------------------------------------------------------------------------
+
+
+class _Explainer:
+    """Explains one tensor after the other; keeps what the oracle solved, which all of them ask for."""
+
+    def __init__(self, oracle: Oracle, names: Mapping[str, float]) -> None:
+        self.oracle, self.names = oracle, names
+        self.solved: dict[tuple[Place, ...], Gradients] = {}
+        self.mistakes: dict[int, Kept[Run]] = {}
+
+    def explain(self, held: Held) -> list[Finding]:
+        """Return the findings that may explain one wrong tensor, see `likeliest`; their kind is the cause."""
+        worst, who = compare(held.value, *held.target), f"the gradient of {held.name}"
+        if held.idle:
+            sentence = f"{who} is {worst}, and no token reached the expert"
+            return [Finding("leftover", sentence, (held.rank,), worst.size)]
+        causes = self._causes(held)
+        if causes and causes[0].ratio is not None:
+            first, *causes = causes
+            sentence = f"{who} is {first.words}: {worst}"
+            found = [Finding(f"factor {first.words}", sentence, (held.rank,), worst.size)]
+        else:
+            found = [] if causes else [Finding("outside", f"{who} is {worst}", (held.rank,), worst.size)]
+        told = [(cause.words, f"{who} is {worst}; likely cause: {cause.words}") for cause in causes]
+        return found + [Finding(words, sentence, (held.rank,), worst.size) for words, sentence in told]
+
+    def _causes(self, held: Held) -> list[Cause]:
+        dtype = self.oracle.workload.config.dtype
+        cause = cause_of(held.value, held.target, self._candidates(held), self.names, dtype)
+        if cause is None or bool(held.value.any()):
+            return [cause] if cause else []
+        # Zero, or the sum over tokens that have no gradient for this expert: what explains the other tensors.
+        return [cause, *(Cause(words) for words, value in self._partial_sums(held) if not bool(value.any()))]
+
+    def _candidates(self, held: Held) -> Iterator[Candidate]:
+        """Gradients that are right for something else, those of mistakes, and multiples of sums over other tokens."""
+        yield from self._partial_sums(held)
+        yield from self._of_others(held)
+        for words, run in self._mistakes(held.stage):
+            yield words, self._cut(held, run)
+        for words, value in self._partial_sums(held):
+            ratio = factor(held.value, value, held.target.allowed, self.names)
+            if ratio is not None:
+                named = ratio_words(ratio, self.names).partition(": ")[2]
+                times = f"{ratio:.3f}" + (f" ({named})" if named else "")
+                yield f"{words}, and it is multiplied by {times}", ratio * value
+
+    def _partial_sums(self, held: Held) -> Iterator[Candidate]:
+        for words, places in other_sums(self.oracle.workload, held.rank):
+            yield words, self._cut(held, self._solve(places))
+
+    def _of_others(self, held: Held) -> Iterator[Candidate]:
+        """The gradients of other parameters, of experts with the same local index, of other parts."""
+        workload, (name, number) = self.oracle.workload, held.key
+        right = self._solve(self._stage_places(held.stage))
+        for other, full in right.items():
+            if other != held.key and full.shape == right[held.key].shape:
+                yield f"it is the gradient of {part_name(other, None)}", self._cut(held, right, other)
+        if number is not None and not name.startswith("shared_"):
+            per_rank = workload.config.experts // workload.layout.ep
+            alike = range(number % per_rank, workload.config.experts, per_rank)
+            added = torch.stack([self._cut(held, right, (name, e)) for e in alike]).sum(0)
+            yield f"it is the sum over experts {list(alike)}, which have the same local index on their ranks", added
+        dim, index, of = held.shard or (0, 0, 1)
+        for i in range(of):
+            if i != index:
+                yield f"it is the gradient of part {i}", shard_of(right[held.key], (dim, i, of)) / self.oracle.divisor
+
+    def _mistakes(self, stage: int) -> Iterable[Run]:
+        if stage not in self.mistakes:
+            self.mistakes[stage] = Kept(self.oracle.mistakes(self._stage_places(stage)))
+        return self.mistakes[stage]
+
+    def _cut(self, held: Held, gradients: Gradients, key: ParameterKey | None = None) -> Tensor:
+        return shard_of(gradients[key or held.key], held.shard) / self.oracle.divisor
+
+    def _stage_places(self, stage: int) -> tuple[Place, ...]:
+        return backward_places_of(self.oracle.workload, stages(self.oracle.workload.layout)[stage])
+
+    def _solve(self, places: tuple[Place, ...]) -> Gradients:
+        if places not in self.solved:
+            self.solved[places] = self.oracle.solve(places)
+        return self.solved[places]
