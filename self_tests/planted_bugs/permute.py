@@ -48,7 +48,7 @@ class BufferNotRoundedUp(Permutation):
 
 @planted(
     Expectation(
-        "EXCH-08", "permute-empty-slots", "run", "permute, call 0, changed its input routing.weights_TK on rank 0"
+        "EXCH-08", "permute-empty-slots", "run", "permute, call 0, changed routing.weights_TK of rank 0 in place"
     ),
     layout=SINGLE,
 )

@@ -114,7 +114,7 @@ def judge_arguments(outcome: Outcome, tally: Tally) -> None:
     for number, call in enumerate(outcome.workload.calls):
         for rank, answer in enumerate(answers(outcome, number)):
             findings += [
-                Finding(name, f"{call.method}, call {number}, changed its input {name} on rank {rank}", (rank,))
+                Finding(name, f"{call.method}, call {number}, changed {name} of rank {rank} in place", (rank,))
                 for name in answer.changed
             ]
             tally.add(pairs=_tensors(tuple(call.given[rank].values())), rank=rank)

@@ -338,7 +338,13 @@ class AnswersAddedAsTheyCome(KnowsWhoCameLast):
 
 
 @planted(
-    Expectation("GRAD-15", "own-even-bfloat16", "finish", "that ask for no gradient, gate of expert", "zeros, and had"),
+    Expectation(
+        "GRAD-15",
+        "own-even-bfloat16",
+        "finish",
+        "that ask for no gradient, gate of expert",
+        "of zeros instead of None, and had none",
+    ),
     layout=EP2_EDP2,
 )
 class FrozenFilledWithZeros(GradientFinisher):

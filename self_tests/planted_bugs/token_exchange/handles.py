@@ -51,7 +51,7 @@ class OneOperationInFlight(TokenExchange):
         return self.kept
 
 
-@planted(Expectation("EXCH-08", "biases", "run", "wrote into the upstream gradient of rank 0"))
+@planted(Expectation("EXCH-08", "biases", "run", "changed the upstream gradient of rank 0 in place"))
 class UpstreamReused(ReusableExchange):
     """The memory of the upstream gradient is taken for that of the tokens' gradients."""
 
