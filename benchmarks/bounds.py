@@ -1,4 +1,4 @@
-"""How near honest arithmetic comes to its bounds, and what wrong arithmetic they see: `python -m benchmarks.bounds`.
+"""How near correct arithmetic comes to its bounds, and what wrong arithmetic they detect: `python -m benchmarks.bounds`.
 
 Honest: everything is stored in the dtype of the tokens, products are added up in float32; weights multiply first, last
 or inside the expert; sums are short (D = 32) and long (D = 256). At least 10^5 elements of each kind and dtype.
@@ -58,7 +58,7 @@ class Seen:
     found: int
 
 
-def honest(dtype: torch.dtype) -> list[Nearest]:
+def correct(dtype: torch.dtype) -> list[Nearest]:
     """Measure until every kind of result has had 10^5 elements."""
     found = []
     for chapter, compared in (("experts", _experts), ("routing", _routing)):
@@ -108,7 +108,7 @@ def main(tokens: int, markdown: bool) -> None:
     torch.set_num_threads(1)
     lines = ["| chapter | what | dtype | elements | largest observed / allowed |", "|---|---|---|---|---|"]
     for dtype in _DTYPES:
-        for each in honest(dtype):
+        for each in correct(dtype):
             name = str(dtype).removeprefix("torch.")
             lines.append(f"| {each.chapter} | {each.what} | {name} | {each.elements} | {each.ratio:.3f} |")
     lines += ["", "| one term of a token | seen in | cases | outside their bounds |", "|---|---|---|---|"]

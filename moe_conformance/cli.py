@@ -106,7 +106,9 @@ def _run_every(chosen: dict[str, str], pytest_arguments: tuple[str, ...]) -> int
         raise CannotRun(f"--backend {EVERY} is one run after the other: launch each of them under torchrun by itself")
     found = [entry.name for entry in catalogue.backends() if entry.problem is None]
     if not found:
-        raise CannotRun("no registered backend has its library here; `moe-conformance doctor` says what each lacks")
+        raise CannotRun(
+            "no registered backend has its library installed; `moe-conformance doctor` says what each lacks"
+        )
     click.echo(f"importable: {', '.join(found)}")
     worst = 0
     for name in found:
@@ -196,7 +198,7 @@ def explain_(ids: tuple[str, ...]) -> None:
 
 @main.command(name="doctor")
 @click.option("--ranks", metavar="N", help="the largest world that you mean to run (default: 4)")
-@click.option("--drill", is_flag=True, help="play every fault of a rank to the engine here (--ranks 2,4: twice)")
+@click.option("--drill", is_flag=True, help="cause every kind of rank failure in the engine (--ranks 2,4: twice)")
 @click.option("--times", metavar="N", type=click.IntRange(1), default=1, help="how often, with --drill (default: 1)")
 def doctor_(ranks: str | None, drill: bool, times: int) -> NoReturn:
     """Say what this machine can run, and why not the rest.
@@ -224,7 +226,7 @@ def _worlds(ranks: str) -> list[int]:
 
 @main.command(name="merge")
 @click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="DIR...")
-@click.option("--report", required=True, type=click.Path(path_type=Path), metavar="DIR", help="where result.json goes")
+@click.option("--report", required=True, type=click.Path(path_type=Path), metavar="DIR", help="folder for result.json")
 def merge_(folders: tuple[Path, ...], report: Path) -> NoReturn:
     """Put the reports of shards, or of a stopped run and its continuation, together. Exit status as of a run."""
     from moe_conformance import spec
@@ -248,7 +250,9 @@ def merge_(folders: tuple[Path, ...], report: Path) -> NoReturn:
 
 @main.command(name="table")
 @click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="DIR...")
-@click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="where it goes, instead of here")
+@click.option(
+    "--output", type=click.Path(path_type=Path), metavar="FILE", help="output file (default: standard output)"
+)
 def table_(folders: tuple[Path, ...], output: Path | None) -> None:
     """Make the table exchange x layout x (forward, backward, ...) of the reports of runs, profile by profile."""
     from moe_conformance.report import exchange_table, merge

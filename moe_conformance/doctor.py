@@ -38,7 +38,7 @@ def examine(ranks: int, say: Say) -> int:
 def drill(worlds: Sequence[int], times: int, say: Say) -> int:
     """Play every known fault of a rank to the engine; return 0 if all was right, 1 if not, 2 if ranks cannot start."""
     sizes = " and ".join(map(str, worlds))
-    say(f"{len(FAULTS)} faults, each {times} times in worlds of {sizes} ranks, which takes a while:")
+    say(f"{len(FAULTS)} kinds of rank failure, each {times} times with {sizes} ranks:")
     trials = []
     try:
         with Drill(worlds) as scene:
@@ -80,9 +80,9 @@ def _ranks(say: Say) -> int:
         return 2
     fault = next((rank.error for rank in result.ranks if rank.error), None)
     if fault is not None or [rank.value for rank in result.ranks] != [3, 3]:
-        say(f"two ranks: started, and could not talk over loopback: {fault or 'a wrong sum'}")
+        say(f"two ranks: started, but an all-reduce over loopback failed: {fault or 'a wrong sum'}")
         return 2
-    say("two ranks: started, and added up over gloo")
+    say("two ranks: started, all-reduce over gloo is correct")
     return 0
 
 

@@ -27,7 +27,7 @@ def parse(text: str, option: str = "--shard") -> Shard:
     """
     found = re.fullmatch(r"(\d+)/(\d+)", text)
     if found is None or not 1 <= int(found[1]) <= int(found[2]):
-        raise ValueError(f"{option} wants I/N with I from 1 to N, such as 2/3, not {text!r}")
+        raise ValueError(f"{option} needs I/N with I from 1 to N, such as 2/3, not {text!r}")
     return Shard(int(found[1]), int(found[2]))
 
 

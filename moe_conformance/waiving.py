@@ -224,7 +224,7 @@ def _problems(entry: Mapping[str, Any], names: Names, today: date) -> Iterator[s
     if not _is_case(entry, names):
         yield f"example: {entry['example']!r} is no test_name[variant-layout-workload] that the waiver matches"
     if entry["expires"] < today:
-        yield f"expired on {entry['expires']}; look again, then delete it or give it a new end"
+        yield f"expired on {entry['expires']}; check it, then delete it or set a new date"
     for wanted in entry["versions"]:
         yield from _version_problem(wanted, names.versions)
 
@@ -291,7 +291,7 @@ def _version_problem(wanted: str, versions: Mapping[str, str]) -> Iterator[str]:
     elif not requirement.specifier:
         yield f"versions: {wanted!r} sets no bounds"
     elif not requirement.specifier.contains(found, prereleases=True):
-        yield f"holds for {wanted}, and {found} is installed; look again, then change its versions or delete it"
+        yield f"holds for {wanted}, and {found} is installed; check it, then change its versions or delete it"
 
 
 def _any(patterns: Sequence[str], name: str) -> bool:

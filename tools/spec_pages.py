@@ -28,7 +28,7 @@ def pages(others: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     chapters: dict[str, list[Requirement]] = {}
     for each in spec.load().values():
         chapters.setdefault(each.chapter, []).append(each)
-    found = {f"{chapter}.md": _chapter(chapter, law) for chapter, law in chapters.items()}
+    found = {f"{chapter}.md": _chapter(chapter, listed) for chapter, listed in chapters.items()}
     return {"README.md": _index(chapters), "other_suites.md": _others(others, _checks()), **found}
 
 
@@ -51,13 +51,13 @@ def _index(chapters: Mapping[str, Sequence[Requirement]]) -> str:
     rows = [
         (
             f"[{chapter}]({chapter}.md)",
-            ", ".join(dict.fromkeys(each.id.split("-")[0] for each in law)),
-            len(law),
-            sum(each.id in checked() for each in law),
+            ", ".join(dict.fromkeys(each.id.split("-")[0] for each in listed)),
+            len(listed),
+            sum(each.id in checked() for each in listed),
         )
-        for chapter, law in chapters.items()
+        for chapter, listed in chapters.items()
     ]
-    every = [each for law in chapters.values() for each in law]
+    every = [each for listed in chapters.values() for each in listed]
     total = ("all", "", len(every), sum(each.id in checked() for each in every))
     return _page(
         "Requirements",
@@ -67,8 +67,8 @@ def _index(chapters: Mapping[str, Sequence[Requirement]]) -> str:
     )
 
 
-def _chapter(chapter: str, law: Sequence[Requirement]) -> str:
-    return _page(chapter.replace("_", " ").capitalize(), *(_entry(each) for each in law))
+def _chapter(chapter: str, requirements: Sequence[Requirement]) -> str:
+    return _page(chapter.replace("_", " ").capitalize(), *(_entry(each) for each in requirements))
 
 
 def _entry(each: Requirement) -> str:
@@ -109,13 +109,13 @@ def _decided(behaviour: Mapping[str, Any], checks: Mapping[str, Sequence[str]]) 
     """Return the requirements that a check decides, each with its functions, and why what else there is is not."""
     if not behaviour["requirements"]:
         return "", behaviour["reason"]
-    law = spec.load()
+    requirements = spec.load()
     undecided = [behaviour["undecided"]] if "undecided" in behaviour else []
     waiting: dict[str, list[str]] = {}
     decided = [each for each in behaviour["requirements"] if each in checks]
     for each in behaviour["requirements"]:
         if each not in checks:
-            waiting.setdefault(f"no check yet{_why(law[each])}", []).append(each)
+            waiting.setdefault(f"no check yet{_why(requirements[each])}", []).append(each)
     return (
         "; ".join(f"{each} {', '.join(f'`{name}`' for name in dict.fromkeys(checks[each]))}" for each in decided),
         "; ".join([*(f"{', '.join(ids)}: {reason}" for reason, ids in waiting.items()), *undecided]),

@@ -53,7 +53,7 @@ class Engine:
         if device not in ("cpu", "cuda"):
             raise EngineError(f"device must be 'cpu' or 'cuda', not {device!r}")
         if device == "cuda" and not torch.cuda.is_available():
-            raise EngineError("device is 'cuda', but torch finds no GPU here")
+            raise EngineError("device is 'cuda', but torch finds no GPU")
         self.device = device
         self._virtual = virtual
         self._preload = tuple(preload)

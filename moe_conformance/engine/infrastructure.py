@@ -35,11 +35,11 @@ _PHRASES = {
     "links between GPUs not ready": r"system not yet initialized|SYSTEM_NOT_READY|fabric manager is not running",
     "NCCL met a system error": r"\bncclSystemError\b|NCCL error.*unhandled system error",
     "NCCL did not start": r"Failed to initialize (NCCL|any NET plugin)|Bootstrap : no socket interface found",
-    "network not there": r"No route to host|Network is unreachable",
-    "host memory used up": r"\[Errno 12\]",
-    "no further process allowed": r"fork.*\[Errno 11\]",
+    "network unreachable": r"No route to host|Network is unreachable",
+    "host memory exhausted": r"\[Errno 12\]",
+    "limit of processes reached": r"fork.*\[Errno 11\]",
     "no space left on a disk": r"No space left on device",
-    "no further open file allowed": r"\[Errno 2[34]\]|too many open files",
+    "limit of open files reached": r"\[Errno 2[34]\]|too many open files",
 }
 
 # A peer that has gone makes NCCL report a system error too.

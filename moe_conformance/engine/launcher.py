@@ -286,7 +286,7 @@ class Launcher:
             how = describe_exit(self._process.wait(timeout=5))
         except subprocess.TimeoutExpired:
             how = "it closed its channel"
-        return LauncherLostError(f"the process that forks the ranks is gone ({how}); the next run starts another")
+        return LauncherLostError(f"the process that forks the ranks has ended ({how}); the next run starts another")
 
 
 def _pair(station: Station) -> tuple[socket.socket, socket.socket]:

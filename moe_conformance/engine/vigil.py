@@ -137,7 +137,7 @@ class Vigil:
             elif watch is None:
                 watch = DeadlockWatch(self._host, self._ranks)
             elif self._pending and watch.proves(self._pending.values()):
-                self._give_up("waits in a collective that can no longer complete")
+                self._give_up("waits in a collective that cannot complete")
 
     def _hear(self, process: RankProcess) -> bool:
         """Takes in a rank's answer; returns False once there is nothing more to hear from it."""
@@ -147,7 +147,7 @@ class Vigil:
         except (EOFError, OSError):
             return False
         except wire.GarbledError as error:
-            sentence = f"something else than its answer was written into this rank's channel to the driver: {error}"
+            sentence = f"unexpected bytes in this rank's channel to the driver: {error}"
             if process.rank in self._pending:
                 self._settle(Finding(RankResult(process.rank, "raised", error=sentence)))
             return False

@@ -138,7 +138,7 @@ class Channel:
         """
         mark = self._read(len(_MARK))
         if mark != _MARK:
-            raise GarbledError(f"{bytes(mark)!r} begins no message")
+            raise GarbledError(f"{bytes(mark)!r} is not the start of a message")
         (count,) = struct.unpack("<Q", self._read(8))
         lengths = struct.unpack(f"<{count}Q", self._read(8 * count))
         return [self._read(length) for length in lengths]

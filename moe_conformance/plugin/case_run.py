@@ -142,8 +142,8 @@ def _examine(trial: Trial, case: Case) -> None:
     if limit is not None and case.workload.kind != SESSION:  # there refusals are answers
         raise Mismatch(
             "run",
-            f"the backend declares a limit on {limit.on} that the library refuses to break ({limit.reason}), but "
-            "nothing refused",
+            f'the backend declares a limit on {limit.on} with proof="refused" ({limit.reason}), but the library raised '
+            "nothing",
         )
 
 

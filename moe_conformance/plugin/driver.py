@@ -171,7 +171,7 @@ class Driver:
         self.cases.require_ranks(trial, cell)
         allowed = [case for case in self.plan.of(kind, None) if case.cell is cell and not limit_of(case)]
         if not allowed:
-            trial.skip("limit", f"limit, unproved: every workload breaks a declared limit of {cell.variant}")
+            trial.skip("limit", f"limit, unproved: every workload is outside a declared limit of {cell.variant}")
         asked = allowed[:1] if kind == "probe" else allowed  # a router may refuse some configurations and not others
         refusals = list(takewhile(bool, (refusal_of(self.cases.step(trial, case.workload)) for case in asked)))
         if len(refusals) == len(asked) and refusals[0]:
@@ -189,7 +189,7 @@ class Driver:
         trial = trial_of(request.node)
         answers = self._answers(trial, tuple(Wish(layout) for layout in group_sizes.possible(request.param)))
         if raised := [f"{wish}: {told.error}" for wish, told in answers.items() if told.by == "raised"]:
-            raise RunFailed("groups", f"the backend was asked for its groups with {raised[0]}")
+            raise RunFailed("groups", f"groups() of the backend was called with {raised[0]}")
         lists = {wish.layout: told.lists for wish, told in answers.items() if told.lists is not None}
         if not lists:
             trial.skip("not adapted", f"not adapted: {next(iter(answers.values())).error}")
@@ -212,12 +212,12 @@ class Driver:
 
     def _answers(self, trial: Trial, wishes: tuple[Wish, ...]) -> dict[Wish, Told]:
         if not hasattr(self.run.backend, "groups"):
-            trial.skip("not adapted", "not adapted: the backend does not tell which groups it would build")
+            trial.skip("not adapted", "not adapted: the backend has no groups()")
         trial.runs += 1
         try:
             return dict(zip(wishes, self._outcomes.group_lists(wishes), strict=True))
         except CannotTell as error:
-            raise RunFailed("groups", f"the backend was asked for its groups: {error}") from error
+            raise RunFailed("groups", f"groups() of the backend raised {error}") from error
 
     # ---- how items end -----------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ def evidence(mismatch: Mismatch, outcome: Outcome | None) -> Iterator[str]:
         for rank in outcome.blamed:
             yield from _printed(rank)
     if outcome.disagreements:
-        yield "the ledgers of the ranks, at the first call that does not fit together:"
+        yield "the collectives of the ranks, from the first call that differs:"
         ledgers = {rank.rank: rank.ledger for rank in outcome.ranks}
         yield from (f"  {line}" for line in table(ledgers, outcome.disagreements[0]).splitlines())
 

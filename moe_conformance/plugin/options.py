@@ -35,7 +35,7 @@ class Option:
 OPTIONS = (
     Option("backend", "NAME|pkg.mod:Class", "the implementation under test (default: native)"),
     Option("ranks", "N", f"the largest world, 1 to {MOST_RANKS}; larger layouts are not applicable (default: 4)"),
-    Option("device", "cpu|cuda", "where the ranks' tensors live (default: cpu)", ("cpu", "cuda")),
+    Option("device", "cpu|cuda", "device of the ranks' tensors (default: cpu)", ("cpu", "cuda")),
     Option(
         "profile",
         "quick|full|virtual",
@@ -50,14 +50,14 @@ OPTIONS = (
     Option(
         "asynchrony",
         "plain|poisoned|watched",
-        "run every case with asynchronous collectives so; a few are poisoned and watched anyway (default: plain)",
+        "mode of asynchronous collectives in every case; some cases are always run poisoned and watched (default: plain)",
         ("plain", "poisoned", "watched"),
     ),
-    Option("only", "ID,ID", "judge these requirements only", lists=True),
-    Option("plant", "NAME", "judge native with a planted bug, which must be caught"),
+    Option("only", "ID,ID", "check these requirements only", lists=True),
+    Option("plant", "NAME", "run native with a planted bug, which must be detected"),
     Option("waivers", "FILE", "waivers of a backend that is given by dotted path"),
     Option("report", "DIR", "write result.json into this folder, and records.jsonl while the run lasts"),
-    Option("shard", "I/N", "judge the I-th of N parts only; `moe-conformance merge` puts the parts together"),
+    Option("shard", "I/N", "run the I-th of N parts only; `moe-conformance merge` puts the parts together"),
     Option("time-limit", "SECONDS", "stop in order before this time is up, the start included; exit status 124"),
 )
 
@@ -101,7 +101,7 @@ class Options:
         if self.plant and self.backend != "native":
             raise Unusable(f"bugs are planted in native, not in {self.backend}; leave --backend out")
         if not 0 <= self.time_limit < float("inf"):
-            raise Unusable(f"--time-limit wants seconds, not {self.time_limit}")
+            raise Unusable(f"--time-limit needs seconds, not {self.time_limit}")
         for name in ("shard", "rotation"):
             try:
                 self._part(name)
@@ -163,7 +163,7 @@ def from_mapping(given: dict[str, Any]) -> Options:
         try:
             values[name] = numbers[name](values[name])
         except ValueError as error:
-            raise Unusable(f"--{name.replace('_', '-')} wants a number, not {values[name]!r}") from error
+            raise Unusable(f"--{name.replace('_', '-')} needs a number, not {values[name]!r}") from error
     return Options(**values)
 
 

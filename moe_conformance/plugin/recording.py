@@ -24,7 +24,7 @@ def record_of(run: Run, item: pytest.Item, trial: Trial, ended: Ending) -> Recor
     if waiver is not None and ended.verdict in ("fail", "crash", "hang"):
         ended = replace(ended, verdict="waived", message=f"waived by {waiver}: {ended.message}")
     elif waiver is not None and ended.verdict == "pass":
-        message = f"{waiver} waives this check, and it passes: narrow the waiver or delete it"
+        message = f"{waiver} waives this check, but it passes: narrow the waiver or delete it"
         ended = Ending("unexpected pass", message, "UnexpectedPass")
     tally, outcome = trial.tally, trial.outcome
     return Record(

@@ -82,7 +82,7 @@ def compared(first: Ending, second: Ending) -> Ending:
     if first.verdict == second.verdict:
         return first
     message = (
-        f"unstable: {first.verdict} at first, and {second.verdict} when the same ran once more on new ranks\n"
+        f"unstable: {first.verdict} first, {second.verdict} in a repeat on new ranks\n"
         f"first: {first.message}\nthen: {second.message or 'everything that was compared holds'}"
     )
     return replace(first, verdict="unstable", message=message)

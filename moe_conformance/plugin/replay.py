@@ -41,7 +41,7 @@ def replay(path: Path, options: Options, tell: Callable[[str], None]) -> int:
     _require_runnable(workload, run.backend, options.device)
     outcome = _outcome(workload, run)
     if refusal := refusal_of(outcome):
-        raise Unusable(f"nothing was judged: {refusal[1]}")
+        raise Unusable(f"nothing was checked: {refusal[1]}")
     trial = Trial((), "replay")
     trial.judge = partial(judge_batch, tally=trial.tally)
     ended = drawn_again(trial, outcome)
@@ -55,7 +55,7 @@ def _require_runnable(workload: Workload, backend: Backend, device: str) -> None
     if variant not in backend.variants:
         raise Unusable(f"the example is for a variant {variant!r}; the backend has {', '.join(backend.variants)}")
     if limit := broken(backend.limits(variant), workload, device):
-        raise Unusable(f"the example breaks a declared limit on {limit.on}: {limit.reason}")
+        raise Unusable(f"the example is outside a declared limit on {limit.on}: {limit.reason}")
 
 
 def _outcome(workload: Workload, run: Run) -> Outcome:

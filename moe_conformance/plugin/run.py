@@ -57,7 +57,7 @@ def prepare(options: Options, site: Site | None = None) -> Run:
     backend, versions = open_backend(target)
     _require_device(options.device)
     if options.profile == "virtual" and getattr(backend, "process_per_rank", False):
-        raise Unusable(f"{target} keeps what is a rank's own in globals of its modules, which virtual ranks share")
+        raise Unusable(f"{target} keeps per-rank state in module globals, which virtual ranks share")
     names = waivers.Names(
         requirements=frozenset(spec.load()),
         variants=frozenset(backend.variants),
@@ -92,7 +92,7 @@ def open_backend(target: str) -> tuple[Backend, Mapping[str, str]]:
     except Unsupported as error:
         raise Unusable(f"backend {target} cannot run here: {error}") from error
     except Exception as error:
-        raise Unusable(f"backend {target} cannot be made: {type(error).__name__}: {error}") from error
+        raise Unusable(f"backend {target} cannot be created: {type(error).__name__}: {error}") from error
     if not backend.variants:
         raise Unusable(f"backend {target} has no variants; name at least one, such as 'default'")
     return backend, versions
@@ -132,7 +132,7 @@ def _require_device(device: str) -> None:
     import torch
 
     if not torch.cuda.is_available():
-        raise Unusable("--device cuda, but torch finds no GPU here; take --device cpu, or a machine with one")
+        raise Unusable("--device cuda, but torch finds no GPU; take --device cpu, or a machine with one")
 
 
 def _require_writable(folder: Path) -> None:

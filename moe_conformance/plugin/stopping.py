@@ -131,7 +131,7 @@ class Stopping:
         most = MOST_HANGS if record.verdict == "hang" else MOST_CRASHES
         if len(cases) >= most:
             done = "hung" if record.verdict == "hang" else "crashed"
-            self._stop(f"{most} cases have {done}, which is enough to see that something is wrong", 1)
+            self._stop(f"{most} cases have {done}, which is the limit", 1)
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
         """Keep why the session was interrupted."""

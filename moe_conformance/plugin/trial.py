@@ -93,14 +93,12 @@ def ending(trial: Trial, error: BaseException | None) -> Ending:
     """Return how the item ended, given the exception that ended it."""
     if error is None:
         if trial.tally.vacuous:
-            return Ending(
-                "vacuous", "vacuous: the check ended without a single comparison, so it shows nothing", "Vacuous"
-            )
+            return Ending("vacuous", "vacuous: the check compared nothing", "Vacuous")
         return Ending("pass")
     if isinstance(error, pytest.skip.Exception):
         return Ending(trial.settled or "not run", str(error))
     if isinstance(error, Unsatisfiable) and trial.settled:
-        return Ending(trial.settled, f"every workload that was drawn was refused: {trial.rejected}")
+        return Ending(trial.settled, f"every drawn workload was refused: {trial.rejected}")
     if isinstance(error, NotOffered):
         return Ending("not adapted", f"not adapted: {error}")
     parts = list(_parts(error))[::-1]  # Hypothesis tells the smallest last
@@ -132,7 +130,7 @@ def _not_the_backends(error: BaseException) -> Ending:
     """Return the ending by an exception that is no mismatch: the machine's fault or the suite's."""
     if isinstance(error, EngineError) and (machine := classify(str(error))):
         return Ending("infrastructure", f"infrastructure: {machine}", "Infrastructure", "run")
-    return Ending("error", f"the suite's own {type(error).__name__}: {error}", type(error).__name__)
+    return Ending("error", f"error in the suite: {type(error).__name__}: {error}", type(error).__name__)
 
 
 def _machines_fault(mismatch: Mismatch, outcome: Outcome | None) -> str | None:

@@ -20,7 +20,7 @@ from moe_conformance.workloads.selection import profiles
 
 @dataclass(frozen=True)
 class Column:
-    """The items of some chapters of the law, of all workloads or of those with a trait."""
+    """The items of some chapters of the spec, of all workloads or of those with a trait."""
 
     title: str
     chapters: tuple[str, ...]  # prefixes of ids
@@ -82,9 +82,9 @@ def _section(section: Section) -> Iterable[str]:
     yield f"## {head['backend']}, profile {head['profile']}"
     yield f"{versions}; {head['device']}, up to {head['ranks']} ranks; {matrix.totals(records)}."
     if missing := [*head["problems"], *([head["stopped"]] if head["stopped"] else [])]:
-        yield f"These runs failed beside their items, or are not the whole: {'; '.join(missing)}."
+        yield f"These runs failed outside of their items, or are incomplete: {'; '.join(missing)}."
     yield "\n".join(_rows(head, records))
-    yield "\n".join(_sentences(records)) or "Nothing was refused, and all was adapted."
+    yield "\n".join(_sentences(records)) or "Nothing was refused, everything was adapted."
     yield "The runs:"
     yield "\n".join(f"- `{part}`" for part in section.parts)
 

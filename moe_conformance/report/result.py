@@ -26,7 +26,7 @@ from moe_conformance.workloads.selection.profiles import Profile
 
 NAME = "result.json"
 SCHEMA = 2  # version of the format
-UNFINISHED = "it did not come to its end: it was killed, or it still runs"
+UNFINISHED = "the run did not end: it was killed, or is still running"
 
 # What every report says of itself, but for what may be null.
 _SAID: Mapping[str, type | tuple[type, ...]] = {

@@ -35,14 +35,14 @@ def tell(
     if head["stopped"]:
         terminal.write_line(f"STOPPED: {head['stopped']}", red=True)
     if lost := [record for record in records if record.verdict == "infrastructure"]:
-        terminal.write_line(f"INFRASTRUCTURE: {len(lost)} items show nothing, for the machine is at fault", red=True)
+        terminal.write_line(f"INFRASTRUCTURE: {len(lost)} items have no result, since the machine failed", red=True)
     for problem in head["problems"]:
         terminal.write_line(f"FAILS THE RUN: {problem}", red=True)
-    law = spec.load()
-    decidable = [each for each in law if each in checked()]
+    requirements = spec.load()
+    decidable = [each for each in requirements if each in checked()]
     wanted = head["only"] or decidable
     shown = matrix.matrix(
-        [law[each] for each in law if each in wanted],
+        [requirements[each] for each in requirements if each in wanted],
         layout_names(),
         records,
         width=width,
@@ -54,12 +54,12 @@ def tell(
         terminal.write_line(cost)
     if left_out := len(decidable) - len(set(wanted)):
         terminal.write_line(f"{left_out} requirements not run: left out by --only")
-    if waiting := len(law) - len(decidable):
-        terminal.write_line(f"{waiting} of {len(law)} requirements have no check yet; docs/spec says which")
+    if waiting := len(requirements) - len(decidable):
+        terminal.write_line(f"{waiting} of {len(requirements)} requirements have no check yet; docs/spec says which")
     if head["shard"]:
         other = head["left_out"]
         terminal.write_line(
-            f"shard {head['shard']}: {len(other['cells'])} cells with {other['cases']} cases are left to the others"
+            f"shard {head['shard']}: {len(other['cells'])} cells with {other['cases']} cases are in other shards"
         )
     versions = " ".join(f"{name} {version}" for name, version in head["versions"].items())
     backend = f"native with the planted bug {head['plant']}" if head["plant"] else head["backend"]

@@ -58,13 +58,13 @@ def table(layouts: Sequence[str], records: Iterable[Record], *, width: int, enco
         return ""
     variants = list(dict.fromkeys(variant for variant, _ in found))
     lines = Table(box=box.SIMPLE_HEAD if "utf" in encoding.lower() else box.ASCII2, pad_edge=False)
-    for title in ("rows, bytes / least possible; calls", *variants):
+    for title in ("rows, bytes / smallest possible; calls", *variants):
         lines.add_column(title)
     for layout in (each for each in layouts if any(at == each for _, at in found)):
         lines.add_row(layout, *(_cell(found.get((variant, layout))) for variant in variants))
     out = io.StringIO()
     Console(file=out, width=width, force_terminal=False).print(lines)
-    return "in forward, worst over workloads:\n" + out.getvalue().rstrip("\n")
+    return "in forward, largest over workloads:\n" + out.getvalue().rstrip("\n")
 
 
 def _cell(travelled: Worst | None) -> str:

@@ -245,7 +245,7 @@ PAIR = Layout(2, ep=2)
 
 
 class TestLiars:
-    """Each liar tells its one lie, where an outcome shows it; catching them is for the judges."""
+    """Each lying backend reports its one wrong value, where an outcome shows it; the judges detect them elsewhere."""
 
     def test_native_tells_none_of_the_lies(self, engine: Engine) -> None:
         """So whatever the tests below find comes from the liar."""
@@ -273,11 +273,11 @@ class TestLiars:
     def test_hides_parts(self, engine: Engine) -> None:
         """Two shards that answer in full make y twice what it is."""
         sharded = workload_like("even", Layout(2, etp=2))
-        for honest, liar in zip(
+        for correct, liar in zip(
             run(engine, Native, sharded).ranks, run(engine, lying.HidesParts, sharded).ranks, strict=True
         ):
             assert not liar.partial
-            assert torch.equal(2 * honest.microbatches[0].y, liar.microbatches[0].y)
+            assert torch.equal(2 * correct.microbatches[0].y, liar.microbatches[0].y)
 
     def test_changes_inputs(self, engine: Engine) -> None:
         """After the step x holds something else."""
@@ -294,8 +294,8 @@ class TestLiars:
     def test_keeps_handle(self, engine: Engine, name: str, right: bool) -> None:
         """One step at a time is right; of two in flight the first does not come back."""
         workload = workload_like(name, PAIR)
-        honest, liar = run(engine, Native, workload), run(engine, lying.KeepsHandle, workload)
-        for a, b in zip(honest.ranks, liar.ranks, strict=True):
+        correct, liar = run(engine, Native, workload), run(engine, lying.KeepsHandle, workload)
+        for a, b in zip(correct.ranks, liar.ranks, strict=True):
             same = b.status == "ok" and torch.equal(a.microbatches[0].y, b.microbatches[0].y)
             assert right == same
 

@@ -1,4 +1,4 @@
-"""Backends that do what few do and no law forbids, or not the one in question: they are to be acquitted."""
+"""Backends that do what few do and no requirement forbids, or not the one in question: they must pass."""
 
 # ruff: noqa: D102 - a class says what its methods do otherwise
 from __future__ import annotations

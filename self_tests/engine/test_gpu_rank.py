@@ -69,9 +69,7 @@ class TestPoisoned:
     def test_a_late_error_says_that_the_function_had_returned(self):
         """One line, whatever CUDA adds."""
         late = poisoned.LateError(RuntimeError("CUDA error: device-side assert triggered\nFor debugging consider"))
-        expected = (
-            "the function returned, but what it had left to the GPU failed: CUDA error: device-side assert triggered"
-        )
+        expected = "the function returned, but its GPU work failed: CUDA error: device-side assert triggered"
         assert expected == str(late)
 
     def test_the_cpu_has_nothing_to_wait_for(self):

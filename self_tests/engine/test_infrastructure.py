@@ -28,11 +28,11 @@ MACHINE = {
     "NCCL_DEBUG=INFO for details), NCCL version 2.27.3\nncclSystemError: System call failed or device error. \n"
     "Last error:\nError while creating shared memory segment /dev/shm/nccl-a1b2c3 (size 9637888)",
     "NCCL did not start": "NCCL WARN Bootstrap : no socket interface found",
-    "network not there": "Last error: socketStartConnect: Connect to 10.0.0.7<52822> failed : No route to host",
-    "host memory used up": "rank 3 could not be forked: OSError: [Errno 12] Cannot allocate memory",
-    "no further process allowed": "rank 3 could not be forked: BlockingIOError: [Errno 11] Try again",
+    "network unreachable": "Last error: socketStartConnect: Connect to 10.0.0.7<52822> failed : No route to host",
+    "host memory exhausted": "rank 3 could not be forked: OSError: [Errno 12] Cannot allocate memory",
+    "limit of processes reached": "rank 3 could not be forked: BlockingIOError: [Errno 11] Try again",
     "no space left on a disk": "Last error:\nError while attaching to /dev/shm/nccl-1 : No space left on device (28)",
-    "no further open file allowed": "OSError: [Errno 24] Too many open files: '/dev/shm/x'",
+    "limit of open files reached": "OSError: [Errno 24] Too many open files: '/dev/shm/x'",
 }
 
 CODE = [

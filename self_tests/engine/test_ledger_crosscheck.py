@@ -185,7 +185,7 @@ class TestSizes:
         assert "rank 0 sends 8 elements to rank 1, which expects 16 elements" in words
 
     def test_splits_that_do_not_sum_are_the_fault_of_their_rank(self):
-        """What contradicts itself needs no second witness."""
+        """What contradicts itself needs no second rank to show it."""
         bad = replace(exchange([2, 3], [2, 2]), shapes_in=((4, 8),))
         words, blamed = only(check([exchange([2, 2], [2, 3])], [bad]))
         assert ("on group (0, 1) call 1, all_to_all_single: rank 1 sends 4 rows in splits [2, 3]", (1,)) == (

@@ -63,7 +63,7 @@ class TestLines:
         assert ("output touched", 1, "broadcast", (0, 3)) == (hazard.kind, hazard.order, hazard.op, hazard.ranks)
         known = Hazard("output touched", 1, "broadcast", (0, 3), "here.py:7", "there.py:1 (aten.add)")
         expected = (
-            "the output of broadcast on group (0, 3), issued at here.py:7, was touched before the wait at "
+            "the output of broadcast on group (0, 3), issued at here.py:7, was read or written before wait() at "
             "there.py:1 (aten.add)"
         )
         assert expected == str(known)

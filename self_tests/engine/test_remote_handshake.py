@@ -91,7 +91,7 @@ class TestHandshake:
         """It is told nothing but the end of the connection, and the receiver knows why it sent it away."""
         ended = calling(dial(), known=b"guessed")
         assert {} == reception.wait([CONTROL], 0.3)
-        assert "a caller did not know the secret" == reception.refused
+        assert "a caller had the wrong secret" == reception.refused
         assert "closed the connection" in str(ended())
 
     def test_a_receiver_with_a_wrong_secret_is_refused(self, pair):

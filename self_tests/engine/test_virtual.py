@@ -151,7 +151,7 @@ class TestFaults:
         assert (2,) == result.blamed
         assert ("hung", True) == told(result)[3]
         assert "returned while rank 3 waited in a collective: on group (2, 3) call 1" in result.ranks[2].error
-        assert "waits in all_reduce (sum), call 0 on ranks 2, 3, for rank 2, and nobody can go on" == (
+        assert "waits in all_reduce (sum), call 0 on ranks 2, 3, for rank 2, and no rank can continue" == (
             result.ranks[3].error
         )
         assert "in leaves_one_out" in result.ranks[3].traceback

@@ -170,5 +170,5 @@ class TestChannel:
         """Whatever else was written into the other end is neither taken for a length nor for an answer."""
         left, right = ends
         left.socket.sendall(b"some text\n")
-        with pytest.raises(wire.GarbledError, match="b'some tex' begins no message"):
+        with pytest.raises(wire.GarbledError, match="b'some tex' is not the start of a message"):
             right.receive()

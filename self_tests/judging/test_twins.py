@@ -142,7 +142,7 @@ def judged(
 
 
 class TestJudgement:
-    def test_an_honest_twin_is_acquitted(self) -> None:
+    def test_a_correct_twin_passes(self) -> None:
         """What only lies elsewhere is counted as equal."""
         for twin in (*laws.reordered(WORK), *laws.scaled(WORK), *laws.strided(WORK), *laws.packed(WORK)):
             assert judged(simulate(WORK), twin, simulate(twin.workload)).elements

@@ -198,7 +198,7 @@ class TestByHand:
 
 
 class TestDegenerate:
-    """What the law says of the ends of each rule, asked of both oracles."""
+    """What the spec says of the ends of each rule, asked of both oracles."""
 
     def charged(self, logits_TE: Floats, ids_TK: NDArray[np.int64], kind: Score) -> list[float]:
         """Loss of both oracles with a coefficient of 1.7."""

@@ -225,7 +225,7 @@ class TestLaws:
         st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 10**5)), min_size=1, max_size=40), st.integers(1, 7)
     )
     def test_float32_keeps_within_what_is_allowed(self, loads: list[tuple[int, int]], ep: int) -> None:
-        """A mean of factors worked out in float32, one after another, is as near as the law asks."""
+        """A mean of factors worked out in float32, one after another, is as near as the spec asks."""
         world = [at(0, 0, [load], Fraction(slots, ep)) for load, slots in loads]
         total = np.float32(0)
         for load, slots in loads:

@@ -313,7 +313,7 @@ class TestLaws:
     @pairs_agree
     @given(lives(), st.integers(0, 10**6), st.integers(1, 7))
     def test_float32_keeps_within_the_interval(self, passes: list[Any], seed: int, ep: int) -> None:
-        """Running sums and a quotient in float32 are as near as the law asks."""
+        """Running sums and a quotient in float32 are as near as the spec asks."""
         random = np.random.default_rng(seed)
         pairs = {label: int(random.integers(0, 10**6)) for label in range(6)}
         balanced = {label: Fraction(int(random.integers(1, 10**6)), ep) for label in range(6)}

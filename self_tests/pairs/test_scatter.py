@@ -170,7 +170,7 @@ class TestLaws:
         ("dtype", "unit_roundoff"), [(torch.float32, 2**-24), (torch.bfloat16, 2**-8), (torch.float16, 2**-11)]
     )
     def test_sums_in_fewer_bits_keep_within_the_bound(self, dtype: torch.dtype, unit_roundoff: float) -> None:
-        """PyTorch's own addition, rounding every time, is as near as the law asks."""
+        """PyTorch's own addition, rounding every time, is as near as the spec asks."""
         case = make_case(3, 90, 5, 8)
         out, index, src = floats(case.out_ND).to(dtype), torch.from_numpy(case.index_J), floats(case.src_JD).to(dtype)
         error = (out.clone().index_add_(0, index, src).double() - first.scatter_add(out, index, src)).abs()

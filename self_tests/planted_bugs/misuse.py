@@ -20,8 +20,8 @@ from self_tests.planted_bugs.plant import TP2_EP2, Expectation, planted
 
 
 @planted(
-    Expectation("EXCH-44", "misuse-id-too-high", "run", "rank 0 hung", "can no longer complete"),
-    Expectation("EXCH-44", "misuse-weights-of-one-slot", "run", "rank 0 hung", "can no longer complete"),
+    Expectation("EXCH-44", "misuse-id-too-high", "run", "rank 0 hung", "cannot complete"),
+    Expectation("EXCH-44", "misuse-weights-of-one-slot", "run", "rank 0 hung", "cannot complete"),
 )
 class RefusedAlone(AllToAllExchange):
     """The rank with the wrong input raises before its first collective, and the others wait for it in theirs."""
@@ -118,7 +118,7 @@ class AnswersCutToFit(AllToAllExchange):
         return super().combine(F.pad(rows, (0, 0, 0, missing)), handle)
 
 
-@planted(Expectation("EXCH-45", "misuse-narrow-answers-on-a-rank", "run", "rank 0 hung", "can no longer complete"))
+@planted(Expectation("EXCH-45", "misuse-narrow-answers-on-a-rank", "run", "rank 0 hung", "cannot complete"))
 class MisfitRefusedAlone(AllToAllExchange):
     """Answers that do not fit raise before the first collective of combine, in which the others wait."""
 

@@ -69,7 +69,9 @@ class CountsTaken(Travelling):
 
 
 @planted(
-    Expectation("OVLP-01", WATCHED, "run", "the output of all_to_all_single on group (0, 1)", "was touched before the"),
+    Expectation(
+        "OVLP-01", WATCHED, "run", "the output of all_to_all_single on group (0, 1)", "was read or written before"
+    ),
     Expectation("EXCH-09", POISONED, "run", "rank"),
     real="EfficientMoE/MoE-Infinity PR #197",
 )
@@ -90,7 +92,7 @@ class CountsPeekedAt(Travelling):
         return super().wait()
 
 
-@planted(Expectation("OVLP-01", WATCHED, "run", "was touched before the wait", "overlap.py", "any"))
+@planted(Expectation("OVLP-01", WATCHED, "run", "was read or written before wait()", "overlap.py", "any"))
 class CountsLookedAt(AllToAllExchange):
     """The counts that other ranks send are looked at through a view before they have come; no value is wrong."""
 
@@ -107,7 +109,7 @@ class CountsOverwritten(Travelling):
         return super().wait()
 
 
-@planted(Expectation("OVLP-02", WATCHED, "run", "sends was changed before the wait"))
+@planted(Expectation("OVLP-02", WATCHED, "run", "sends was changed before wait()"))
 class SentBufferReused(AllToAllExchange):
     """The buffer of the counts is used again while they are being sent."""
 

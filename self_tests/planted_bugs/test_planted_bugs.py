@@ -41,8 +41,8 @@ def variant_for(plant: Plant, expected: Expectation) -> str:
 
 
 @dataclass(frozen=True)
-class Court:
-    """Runs backends on ranks and puts the outcomes before the checks."""
+class CheckedRuns:
+    """Runs backends on ranks and calls the checks on the outcomes."""
 
     runs: Runs
 
@@ -59,7 +59,7 @@ class Court:
         twins = Twins(registry.load(backend), "cpu", step, self.runs.renew)
         return [judge(check, outcome=outcome, twins=twins) for check in asked]
 
-    def acquits(self, backend: str, requirement: str, variant: str, layout: Layout, workload: str) -> None:
+    def check_passes(self, backend: str, requirement: str, variant: str, layout: Layout, workload: str) -> None:
         """Require that every check of a requirement holds of a run, that there is one, that it compared."""
         verdicts = self.verdicts(backend, requirement, variant, layout, workload)
         assert verdicts, f"no check of {requirement} reads {workload}"
@@ -127,20 +127,22 @@ def planned(item: pytest.Item) -> Run | None:
 
 
 @pytest.fixture(scope="module")
-def court(request: pytest.FixtureRequest) -> Iterator[Court]:
-    """The ranks for all trials."""
+def checked(request: pytest.FixtureRequest) -> Iterator[CheckedRuns]:
+    """The ranks for all planted bugs."""
     items = [item for item in request.session.items if item.path == request.path]
     runs = Runs((run for item in items if (run := planned(item))), faults())
-    yield Court(runs)
+    yield CheckedRuns(runs)
     runs.close()
 
 
-class TestConviction:
+class TestDetection:
     @pytest.mark.parametrize(("plant", "expected"), TRIALS, ids=[f"{p.name}-{e.requirement}" for p, e in TRIALS])
-    def test_a_planted_bug_is_found_and_named(self, court: Court, plant: Plant, expected: Expectation) -> None:
-        """The checks of the requirement refuse the run at the right stage, in words that name the cause."""
+    def test_a_planted_bug_is_detected_and_named(
+        self, checked: CheckedRuns, plant: Plant, expected: Expectation
+    ) -> None:
+        """The checks of the requirement fail at the right stage, in words that name the cause."""
         variant = variant_for(plant, expected)
-        verdicts = court.verdicts(plant.backend, expected.requirement, variant, plant.layout, expected.workload)
+        verdicts = checked.verdicts(plant.backend, expected.requirement, variant, plant.layout, expected.workload)
         (mismatch,) = [verdict for verdict in verdicts if isinstance(verdict, Mismatch)]
         assert expected.stage == mismatch.stage, mismatch.sentence
         missing = [words for words in expected.words if words not in mismatch.sentence]
@@ -151,117 +153,117 @@ class TestConviction:
         [(requirement, variant, layout, workload) for requirement, variant, _, layout, workload in PLACES],
         ids=[f"{requirement}-{variant}-{name}-{workload}" for requirement, variant, name, _, workload in PLACES],
     )
-    def test_native_is_acquitted_where_its_plants_are_convicted(
-        self, court: Court, requirement: str, variant: str, layout: Layout, workload: str
+    def test_native_passes_where_its_planted_bugs_are_detected(
+        self, checked: CheckedRuns, requirement: str, variant: str, layout: Layout, workload: str
     ) -> None:
         """The same checks on the same workload pass without the bug, and have compared something."""
-        court.acquits(NATIVE, requirement, variant, layout, workload)
+        checked.check_passes(NATIVE, requirement, variant, layout, workload)
 
     @pytest.mark.parametrize("workload", ["copies-even", "copies-rank-without-tokens", "copies-own-uneven"])
-    def test_parts_that_are_said_to_be_parts_are_added_up(self, court: Court, workload: str) -> None:
-        """A backend whose copies have parts of the gradients, and which says so, is acquitted."""
+    def test_parts_that_are_said_to_be_parts_are_added_up(self, checked: CheckedRuns, workload: str) -> None:
+        """A backend whose tp ranks have parts of the gradients, and which says so, passes."""
         backend = "self_tests.planted_bugs.tp_duplicated_tokens:Parts"
-        for verdict in court.verdicts(backend, "EXCH-36", "alltoall", TP2_EP2, workload):
+        for verdict in checked.verdicts(backend, "EXCH-36", "alltoall", TP2_EP2, workload):
             assert isinstance(verdict, Tally), verdict
 
-    def test_whole_maps_that_are_said_to_travel_may(self, court: Court) -> None:
-        """A backend that gathers whole maps, and says so, is acquitted."""
+    def test_whole_maps_that_are_said_to_be_sent_may_be(self, checked: CheckedRuns) -> None:
+        """A backend that gathers whole maps, and says so, passes."""
         for workload in ("even", "rank-without-tokens"):
-            court.acquits("self_tests.planted_bugs.cost:Maps", "COST-06", "allgather", EP2, workload)
+            checked.check_passes("self_tests.planted_bugs.cost:Maps", "COST-06", "allgather", EP2, workload)
 
-    def test_weights_may_be_handed_on_in_a_wider_dtype(self, court: Court) -> None:
+    def test_weights_may_have_a_wider_dtype(self, checked: CheckedRuns) -> None:
         """A router that computes in bfloat16, and ends in float32, may err as bfloat16 does."""
         backend = "self_tests.planted_bugs.routing.extreme_logits:Narrow"
         for requirement in ("ROUTE-02", "ROUTE-14"):
-            court.acquits(backend, requirement, "alltoall", EP2, "extreme-bfloat16")
+            checked.check_passes(backend, requirement, "alltoall", EP2, "extreme-bfloat16")
 
     @pytest.mark.parametrize("layout", [EP2, EP2_ETP2], ids=lambda layout: layout.name)
-    def test_budgets_count_what_fills_blocks(self, court: Court, layout: Layout) -> None:
-        """A backend that pads every expert's rows to a multiple, says so, and counts what that adds is acquitted."""
+    def test_budgets_count_what_fills_blocks(self, checked: CheckedRuns, layout: Layout) -> None:
+        """A backend that pads every expert's rows to a multiple, says so, and counts what that adds passes."""
         backend, judged = "self_tests.planted_bugs.capacity.row_blocks:Blocks", 0
         for workload in ("budget-exact-even", "budget-by-turns", "overfull-by-turns-even", "budget-filled-even"):
             for requirement in ("DROP-14", "DROP-15", "DROP-16", "EXCH-22", "EXCH-25"):
-                for verdict in court.verdicts(backend, requirement, "hybridep", layout, workload):
+                for verdict in checked.verdicts(backend, requirement, "hybridep", layout, workload):
                     assert isinstance(verdict, Tally), verdict
                     judged += 1
         assert 9 == judged
 
     @pytest.mark.parametrize("workload", ["even", "duplicates-even", "two-dims-even", "inference-even"])
-    def test_combine_may_write_into_answers(self, court: Court, workload: str) -> None:
-        """A backend that scales the experts' answers where they lie is acquitted; gradients are seen as they are."""
+    def test_combine_may_write_into_expert_outputs(self, checked: CheckedRuns, workload: str) -> None:
+        """A backend that scales the experts' outputs in place passes; its gradients are those that are checked."""
         for requirement in ("EXCH-05", "GRAD-01", "GRAD-02", "GRAD-03"):
             backend = "self_tests.correct_backends.unusual:InPlace"
-            court.acquits(backend, requirement, "alltoall", EP2, workload)
+            checked.check_passes(backend, requirement, "alltoall", EP2, workload)
 
     @pytest.mark.parametrize("requirement", ["EXCH-05", "EXCH-07", "GRAD-02"])
-    def test_an_output_is_lent_until_its_backward_has_ended(self, court: Court, requirement: str) -> None:
-        """A backend that uses the memory of an output again behind its backward is acquitted."""
+    def test_an_output_is_lent_until_its_backward_has_ended(self, checked: CheckedRuns, requirement: str) -> None:
+        """A backend that uses the memory of an output again after its backward passes."""
         backend = "self_tests.correct_backends.unusual:Lending"
-        court.acquits(backend, requirement, "alltoall", EP2, "one-by-one-uneven")
+        checked.check_passes(backend, requirement, "alltoall", EP2, "one-by-one-uneven")
 
     @pytest.mark.parametrize("requirement", ["EXCH-22", "EXCH-25"])
-    def test_a_buffer_need_not_hold_more_than_can_come(self, court: Court, requirement: str) -> None:
-        """A backend whose tokens travel once to a rank is acquitted with a row for each, whatever the factor."""
+    def test_a_buffer_need_not_hold_more_than_can_come(self, checked: CheckedRuns, requirement: str) -> None:
+        """A backend that sends a token once to a rank passes with one row for each token, whatever the factor."""
         backend = "self_tests.correct_backends.unusual:Buffered"
-        court.acquits(backend, requirement, "deepep", EP2, "budget-roomy-even")
+        checked.check_passes(backend, requirement, "deepep", EP2, "budget-roomy-even")
 
     @pytest.mark.parametrize("workload", ["budget-exact-even", "budget-one-short-even", "budget-in-flight-even"])
-    def test_a_budget_counts_the_rows_that_there_are(self, court: Court, workload: str) -> None:
-        """A backend that refuses more rows than its buffer has is acquitted, with a row for each token as well."""
+    def test_a_budget_counts_the_rows_that_there_are(self, checked: CheckedRuns, workload: str) -> None:
+        """A backend that refuses more rows than its buffer has passes, with one row for each token as well."""
         for requirement in ("DROP-14", "DROP-15"):
-            court.acquits("self_tests.correct_backends.unusual:Buffered", requirement, "deepep", EP2, workload)
+            checked.check_passes("self_tests.correct_backends.unusual:Buffered", requirement, "deepep", EP2, workload)
 
-    def test_first_choices_may_come_first(self, court: Court) -> None:
-        """A backend that keeps first choices before second ones, and says so, is acquitted."""
+    def test_first_slots_may_come_first(self, checked: CheckedRuns) -> None:
+        """A backend that keeps first slots before second ones, and says so, passes."""
         backend, workload = "self_tests.correct_backends.unusual:ByChoices", "capacity-tight-position"
-        court.acquits(backend, "DROP-06", "alltoall", EP2, workload)
+        checked.check_passes(backend, "DROP-06", "alltoall", EP2, workload)
 
     @pytest.mark.parametrize("requirement", ["DROP-08", "DROP-12"])
-    def test_a_lossless_capacity_may_divide_over_tp(self, court: Court, requirement: str) -> None:
-        """A backend that rounds it up for that is acquitted."""
+    def test_a_lossless_capacity_may_divide_over_tp(self, checked: CheckedRuns, requirement: str) -> None:
+        """A backend that rounds it up for that passes."""
         backend = "self_tests.correct_backends.unusual:RoundedUp"
-        court.acquits(backend, requirement, "alltoall", TP2_EP2, "lossless-one-expert")
+        checked.check_passes(backend, requirement, "alltoall", TP2_EP2, "lossless-one-expert")
 
-    def test_another_policy_is_no_matter_of_other_ranks(self, court: Court) -> None:
-        """A backend that keeps the last slots instead of the first is acquitted of looking at others' tokens."""
+    def test_another_policy_is_no_matter_of_other_ranks(self, checked: CheckedRuns) -> None:
+        """A backend that keeps the last slots instead of the first passes the check that it ignores other ranks' tokens."""
         backend, place = (
             "self_tests.correct_backends.unusual:FromBehind",
             ("alltoall", EP2, "capacity-of-own-tokens-position"),
         )
-        (first,) = court.verdicts(backend, "DROP-06", *place)
+        (first,) = checked.verdicts(backend, "DROP-06", *place)
         assert isinstance(first, Mismatch)
-        court.acquits(backend, "DROP-07", *place)
+        checked.check_passes(backend, "DROP-07", *place)
 
-    def test_what_fails_alone_takes_no_turns(self, court: Court) -> None:
+    def test_what_fails_alone_takes_no_turns(self, checked: CheckedRuns) -> None:
         """A backend that never multiplies float64 is not blamed for what it does between others."""
         backend = "self_tests.planted_bugs.equivalence.twins:WithoutDouble"
-        court.acquits(backend, "EXCH-40", "alltoall", EP2, "own-even-bfloat16")
+        checked.check_passes(backend, "EXCH-40", "alltoall", EP2, "own-even-bfloat16")
 
     @pytest.mark.parametrize(
         ("requirement", "workload"), [("DET-05", "own-even-bfloat16"), ("GRAD-11", "own-accumulated-even-bfloat16")]
     )
-    def test_sums_in_place_are_no_fault(self, court: Court, requirement: str, workload: str) -> None:
-        """Experts whose gradients of two steps that are not cleared are not twice those of one are acquitted."""
+    def test_sums_in_place_are_no_fault(self, checked: CheckedRuns, requirement: str, workload: str) -> None:
+        """Experts whose gradients of two steps that are not cleared are not twice those of one pass."""
         backend = "self_tests.planted_bugs.determinism.repetition:InPlace"
-        court.acquits(backend, requirement, "alltoall", EP2_EDP2, workload)
+        checked.check_passes(backend, requirement, "alltoall", EP2_EDP2, workload)
 
     @pytest.mark.parametrize("requirement", ["DET-01", "DET-06", "GRAD-15"])
-    def test_what_is_deterministic_if_asked_is_acquitted(self, court: Court, requirement: str) -> None:
-        """A backend that gives other bits in every run, but not with deterministic algorithms, is acquitted."""
+    def test_what_is_deterministic_if_asked_passes(self, checked: CheckedRuns, requirement: str) -> None:
+        """A backend that gives other bits in every run, but not with deterministic algorithms, passes."""
         backend = "self_tests.planted_bugs.determinism.repetition:DeterministicIfAsked"
-        court.acquits(backend, requirement, "alltoall", EP2_EDP2, "own-even-bfloat16")
+        checked.check_passes(backend, requirement, "alltoall", EP2_EDP2, "own-even-bfloat16")
 
     @pytest.mark.parametrize(
         ("liar", "requirement", "layout", "workload", "words"),
         LIARS,
         ids=lambda value: value.__name__ if isinstance(value, type) else None,
     )
-    def test_a_liar_is_found(
-        self, court: Court, liar: type, requirement: str, layout: Layout, workload: str, words: str
+    def test_a_liar_is_detected(
+        self, checked: CheckedRuns, liar: type, requirement: str, layout: Layout, workload: str, words: str
     ) -> None:
-        """What an adapter says wrongly of a sound computation is found as well."""
+        """What an adapter reports wrongly of a correct computation is detected as well."""
         backend = f"{liar.__module__}:{liar.__name__}"
-        verdicts = court.verdicts(backend, requirement, "alltoall", layout, workload)
+        verdicts = checked.verdicts(backend, requirement, "alltoall", layout, workload)
         (mismatch,) = [verdict for verdict in verdicts if isinstance(verdict, Mismatch)]
         assert words in mismatch.sentence
 
@@ -312,8 +314,8 @@ class TestCollection:
         """A plant that nobody looks for shows nothing."""
         assert [] == [plant.name for plant in plants() if not plant.expects]
 
-    def test_every_liar_is_on_trial(self) -> None:
-        """None of those that the suite ships is left out."""
+    def test_every_liar_is_tried(self) -> None:
+        """None of the lying backends is left out."""
         shipped = {each for each in vars(lying).values() if isinstance(each, type) and issubclass(each, lying.Liar)}
         assert shipped - {lying.Liar} == {liar for liar, *_ in LIARS}
 

@@ -22,7 +22,7 @@ TRIALS = [(plant, expected) for plant in plants_of_many_ranks() for expected in 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    """One engine for all trials."""
+    """One engine for all planted bugs."""
     with Engine(virtual=True, preload=("moe_conformance.scenarios.moe_step", "self_tests.planted_bugs")) as engine:
         yield engine
 
@@ -34,7 +34,7 @@ def run(engine: Engine, backend: str, layout: Layout, workload: str) -> Outcome:
 
 
 @cache
-def acquitted(engine: Engine, requirement: str, layout: Layout, workload: str) -> None:
+def check_native_passes(engine: Engine, requirement: str, layout: Layout, workload: str) -> None:
     """Require that native passes."""
     for verdict in verdicts(run(engine, "native", layout, workload), requirement):
         assert isinstance(verdict, Tally), verdict
@@ -46,21 +46,23 @@ def verdicts(outcome: Outcome, requirement: str) -> list[Mismatch | Tally]:
     return [judge(check, outcome=outcome) for check in checks()[requirement] if check.reads(outcome.workload)]
 
 
-class TestConviction:
+class TestDetection:
     @pytest.mark.parametrize(("plant", "expected"), TRIALS, ids=[f"{p.name}-{e.requirement}" for p, e in TRIALS])
-    def test_a_bug_of_many_ranks_is_found_and_named(self, engine: Engine, plant: Plant, expected: Expectation) -> None:
-        """Its own requirement refuses the run, in words that name the cause; native passes there."""
+    def test_a_bug_of_many_ranks_is_detected_and_named(
+        self, engine: Engine, plant: Plant, expected: Expectation
+    ) -> None:
+        """The check of its own requirement fails, in words that name the cause; native passes there."""
         outcome = run(engine, plant.backend, plant.layout, expected.workload)
         found = [v for v in verdicts(outcome, expected.requirement) if isinstance(v, Mismatch)]
         told = [(mismatch.stage, mismatch.sentence) for mismatch in found]
         assert any(
             expected.stage == stage and all(words in sentence for words in expected.words) for stage, sentence in told
         ), told
-        acquitted(engine, expected.requirement, plant.layout, expected.workload)
+        check_native_passes(engine, expected.requirement, plant.layout, expected.workload)
 
     @pytest.mark.parametrize("plant", plants_of_many_ranks(), ids=lambda plant: plant.name)
     def test_it_does_not_show_on_8_ranks(self, engine: Engine, plant: Plant) -> None:
-        """So nothing but the number of ranks convicts it."""
+        """So nothing but the number of ranks makes it detectable."""
         outcome = run(engine, plant.backend, EP8, "many-ranks-uneven")
         for requirement in ("EXCH-01", "EXCH-05", "GRAD-02"):
             assert all(isinstance(verdict, Tally) for verdict in verdicts(outcome, requirement))

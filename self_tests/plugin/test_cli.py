@@ -70,7 +70,7 @@ class TestDoctor:
     def test_what_runs_here_and_why_not_the_rest(self):
         """Two real ranks start; layouts of more ranks than asked for say so."""
         output = printed("doctor", "--ranks", "2")
-        assert "two ranks: started, and added up over gloo" in output
+        assert "two ranks: started, all-reduce over gloo is correct" in output
         assert "  ep2 (quick): 2 ranks" in output
         assert "  ep4 (quick): ep4 is a layout of 4 ranks, and --ranks is 2" in output
         assert "  native: torch " in output

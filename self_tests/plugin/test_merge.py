@@ -65,7 +65,7 @@ class TestShards:
     @pytest.mark.parametrize("text", ["0/2", "3/2", "2", "1/0", "a/b", "1/2/3", "-1/2"])
     def test_what_names_no_shard_is_refused(self, text):
         """With the form that is wanted."""
-        with pytest.raises(ValueError, match="wants I/N"):
+        with pytest.raises(ValueError, match="needs I/N"):
             shards.parse(text)
 
 

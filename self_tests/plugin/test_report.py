@@ -20,7 +20,7 @@ from moe_conformance.report.records import FAILING, PROPERTY, Record, all_of_rep
 from moe_conformance.topology import Layout
 from moe_conformance.waiving import Waiver
 
-LAW = spec.load()
+SPEC = spec.load()
 MOVED = {"rows": 3.0, "least_rows": 2.0, "bytes": 96.0, "least_bytes": 64.0, "calls": 2.0}
 
 
@@ -122,7 +122,7 @@ class TestWords:
 
     def test_only_the_first_kinds_are_told_in_full(self):
         """The others have one line each, so that nothing is left out."""
-        many = [record(each, "fail", message=f"told {each}") for each in list(LAW)[:9]]
+        many = [record(each, "fail", message=f"told {each}") for each in list(SPEC)[:9]]
         told = words.tell(words.groups(many), "again")
         assert words.IN_FULL + 1 == len(told)
         title, text = told[-1]
@@ -143,7 +143,7 @@ class TestMatrix:
         """Return the matrix of the records, plain."""
         asked = {"width": 80, "color": False, "encoding": "utf-8", **changes}
         return matrix.matrix(
-            [LAW["EXCH-01"], LAW["EXCH-02"], LAW["EXCH-03"]], ("ep2", "tp2", "ep4"), self.RECORDS, **asked
+            [SPEC["EXCH-01"], SPEC["EXCH-02"], SPEC["EXCH-03"]], ("ep2", "tp2", "ep4"), self.RECORDS, **asked
         )
 
     def test_a_cell_says_how_many_failed(self):
@@ -181,10 +181,10 @@ class TestResult:
             "toy", {"torch": "2"}, "cpu", 4, "quick", "", "pytest", "again", start, start.replace(second=8), 1, 16
         )
         records = [record("EXCH-01", "fail", worst=0.5), record("EXCH-02", "pass", worst=0.25)]
-        path = result.write(tmp_path, result.document(result.head(facts), list(LAW.values()), records))
+        path = result.write(tmp_path, result.document(result.head(facts), list(SPEC.values()), records))
         content = json.loads(path.read_text("utf-8"))
         verdicts = {entry["id"]: entry["verdict"] for entry in content["requirements"]}
-        assert {each: {"EXCH-01": "fail", "EXCH-02": "pass"}.get(each, "not run") for each in LAW} == verdicts
+        assert {each: {"EXCH-01": "fail", "EXCH-02": "pass"}.get(each, "not run") for each in SPEC} == verdicts
         assert (8.0, 16, 1) == (content["seconds"], content["cases"], content["exit"])
         assert 0.25 == next(entry["worst"] for entry in content["requirements"] if entry["id"] == "EXCH-02")
         assert [Path("result.json")] == [each.relative_to(tmp_path) for each in tmp_path.iterdir()]
@@ -197,7 +197,7 @@ class TestResult:
         )  # fmt: skip
         start = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
         facts = result.Facts("toy", {}, "cpu", 4, "quick", "", "pytest", "again", start, waivers=(waiver,))
-        content = result.document(result.head(facts), list(LAW.values()), TestFolding.RECORDS)
+        content = result.document(result.head(facts), list(SPEC.values()), TestFolding.RECORDS)
         written = json.loads(result.write(tmp_path, content).read_text("utf-8"))
         jsonschema.Draft202012Validator.check_schema(schema)
         jsonschema.validate(written, schema, jsonschema.Draft202012Validator)
@@ -216,7 +216,7 @@ class TestResult:
             record("EXCH-01", "not run", "ep8"),
         ]
         head = result.head(facts)
-        result.write(tmp_path, result.document(head, [LAW["EXCH-01"]], records))
+        result.write(tmp_path, result.document(head, [SPEC["EXCH-01"]], records))
         report = result.read(tmp_path)
         assert {**head, "drawn": {}, "travelled": []} == report.head
         assert [*records[:2], *not_run.folded(records[2:])] == list(report.records)
@@ -305,9 +305,9 @@ class TestNotRun:
     def test_every_requirement_says_why(self, requirement, changes, records, reason):
         """In one sentence; what waits for a check says for what."""
         head = {"only": [], "filtered": False, "shard": None, "stopped": None, "profile": "quick"} | changes
-        assert reason == not_run.reasons(LAW[requirement], head, records)
+        assert reason == not_run.reasons(SPEC[requirement], head, records)
         expected = "there is no check yet: needs a GPU to capture graphs on"
-        assert expected == not_run.reasons(LAW["GRAPH-01"], head, [])
+        assert expected == not_run.reasons(SPEC["GRAPH-01"], head, [])
 
 
 def compared(pairs: int) -> dict[str, object]:

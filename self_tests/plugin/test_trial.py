@@ -45,7 +45,7 @@ class TestSkips:
         refused = trial()
         refused.settled, refused.rejected = "refused", "no such dtype"
         ended = ending(refused, Unsatisfiable("no example"))
-        assert ("refused", "every workload that was drawn was refused: no such dtype") == (ended.verdict, ended.message)
+        assert ("refused", "every drawn workload was refused: no such dtype") == (ended.verdict, ended.message)
         assert "error" == ending(trial(), Unsatisfiable("no example")).verdict
 
     def test_what_is_not_offered_cannot_be_judged(self):

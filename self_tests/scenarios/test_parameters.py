@@ -27,7 +27,7 @@ class Holder:
         return self.windows(read(self.gate), read(self.router))
 
 
-def honest(gate: Tensor, router: Tensor) -> Iterator[Named]:
+def correct(gate: Tensor, router: Tensor) -> Iterator[Named]:
     """A window on everything."""
     yield from (Named("gate", 4 + n, gate[n]) for n in range(2))
     yield Named("router", None, router)
@@ -36,7 +36,7 @@ def honest(gate: Tensor, router: Tensor) -> Iterator[Named]:
 def copy(gate: Tensor, router: Tensor) -> Iterator[Named]:
     """One window is a copy."""
     yield Named("gate", 4, gate.clone()[0])
-    yield from honest(gate, router)
+    yield from correct(gate, router)
 
 
 def gap(gate: Tensor, router: Tensor) -> Iterator[Named]:
@@ -47,7 +47,7 @@ def gap(gate: Tensor, router: Tensor) -> Iterator[Named]:
 
 def overlap(gate: Tensor, router: Tensor) -> Iterator[Named]:
     """A row of the router is named again."""
-    yield from honest(gate, router)
+    yield from correct(gate, router)
     yield Named("router", None, router[1:])
 
 
@@ -61,7 +61,7 @@ VALUES = {
 class TestWrite:
     def test_values_land_in_the_parameters(self) -> None:
         """Writing through the windows fills the parameters themselves."""
-        holder = Holder(honest)
+        holder = Holder(correct)
         parameters.write(holder, VALUES)
         assert torch.equal(torch.arange(24.0).reshape(2, 3, 4), holder.gate.detach())
 
@@ -87,7 +87,7 @@ class TestWrite:
 class TestGradients:
     def test_absent_is_not_zero(self) -> None:
         """A parameter without a gradient reads as absent, one with zeros as zeros."""
-        holder = Holder(honest)
+        holder = Holder(correct)
         holder.gate.grad = torch.zeros_like(holder.gate)
         found = parameters.gradients([holder], "grad")
         assert found["router", None].value is None
@@ -95,7 +95,7 @@ class TestGradients:
 
     def test_gradients_are_read_under_another_name(self) -> None:
         """Libraries that keep gradients in an attribute of their own are read there."""
-        holder = Holder(honest)
+        holder = Holder(correct)
         holder.router.main_grad = torch.ones(2, 4)  # type: ignore[attr-defined]
         found = parameters.gradients([holder], "main_grad")
         assert torch.equal(torch.ones(2, 4), found["router", None].value)  # type: ignore[arg-type]
@@ -105,7 +105,7 @@ class TestClear:
     def test_leaves_lose_their_gradients(self) -> None:
         """What autograd gives a gradient to has none, or zeros where zeros are asked for."""
         for to_zero in (False, True):
-            holder = Holder(honest)
+            holder = Holder(correct)
             holder.gate.grad = torch.ones_like(holder.gate)
             parameters.clear([holder], "grad", to_zero=to_zero)
             assert (holder.gate.grad is not None) == to_zero
@@ -114,7 +114,7 @@ class TestClear:
 
     def test_buffers_are_filled_with_zeros(self) -> None:
         """Under another name a gradient stays where it is."""
-        holder, buffer = Holder(honest), torch.ones(2, 4)
+        holder, buffer = Holder(correct), torch.ones(2, 4)
         holder.router.main_grad = buffer  # type: ignore[attr-defined]
         parameters.clear([holder], "main_grad", to_zero=False)
         assert holder.router.main_grad is buffer  # type: ignore[attr-defined]
@@ -122,7 +122,7 @@ class TestClear:
 
     def test_parts_are_filled_with_zeros(self) -> None:
         """Through a tensor that stands for a part of a parameter, its gradient is zeroed where it lies."""
-        holder, whole = Holder(honest), torch.ones(3, 2, 3, 4)
+        holder, whole = Holder(correct), torch.ones(3, 2, 3, 4)
         holder.gate = holder.gate.detach()  # type: ignore[assignment]
         holder.gate.grad = whole[1]
         parameters.clear([holder], "grad", to_zero=False)
@@ -132,7 +132,7 @@ class TestClear:
 class TestCoverage:
     def test_an_honest_surface_has_no_complaints(self) -> None:
         """Views, disjoint and complete: nothing to say."""
-        assert () == parameters.coverage(Holder(honest))
+        assert () == parameters.coverage(Holder(correct))
 
     def test_transposed_views_are_views(self) -> None:
         """A window may be a transpose."""

@@ -143,8 +143,8 @@ class TestExchangeTable:
         for name, layout in (("one", "ep2"), ("two", "ep4")):
             (tmp_path / name).mkdir()
             head = result.head(replace(FACTS, command=f"moe-conformance run {name}"))
-            law = tuple(spec.load().values())
-            result.write(tmp_path / name, result.document(head, law, [record("GRAD-01", layout=layout)]))
+            requirements = tuple(spec.load().values())
+            result.write(tmp_path / name, result.document(head, requirements, [record("GRAD-01", layout=layout)]))
         folders = [str(tmp_path / name) for name in ("one", "two")]
         told = CliRunner().invoke(cli.main, ["table", *folders])
         assert 0 == told.exit_code, told.output

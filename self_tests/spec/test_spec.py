@@ -1,4 +1,4 @@
-"""The law is well formed, and no check cites what it does not have."""
+"""The spec is well formed, and no check cites what it does not have."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class TestPages:
         assert spec_pages.pages(spec_pages.read_others(PAGES)) == written
 
     def test_every_behaviour_of_another_suite_is_covered_or_has_a_reason(self) -> None:
-        """Rows count up without gaps; each names requirements of the law, or says why there is none."""
+        """Rows count up without gaps; each names requirements of the spec, or says why there is none."""
         rows = spec_pages.read_others(PAGES)
         assert list(range(1, len(rows) + 1)) == [row["number"] for row in rows]
         assert [] == [row["number"] for row in rows if bool(row["requirements"]) == bool(row.get("reason"))]
@@ -99,6 +99,6 @@ class TestPages:
 
 class TestRequirement:
     def test_unknown_ids_are_refused(self) -> None:
-        """A check cannot cite an id that the law does not have."""
+        """A check cannot cite an id that the spec does not have."""
         with pytest.raises(BadSpec, match="no requirement EXCH-99"):
             requirement("EXCH-01", "EXCH-99", kind="probe")

@@ -1,4 +1,4 @@
-"""The scan of our own tests convicts every assertion that cannot fail, and none that can."""
+"""The scan of our own tests detects every assertion that cannot fail, and none that can."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tools.assertion_scan import RULES, main, scan, scan_folders
 
 CHECKOUT = Path(__file__).parents[2]
 
-# rule -> bodies of a test that it must convict. Each body stands alone in one function.
-GUILTY = {
+# rule -> bodies of a test that it must detect. Each body stands alone in one function.
+BROKEN = {
     "conditional": [
         "assert a == b if c else True",
         "assert a == b if c else a == d",
@@ -58,8 +58,8 @@ GUILTY = {
     "judges-nothing": ["a()", "expected = a()\nprint(expected == b)"],
 }
 
-# The nearest innocent neighbours of the above: nothing at all may be found in them.
-INNOCENT = {
+# The nearest bodies that can fail of the above: nothing at all may be found in them.
+SOUND = {
     "conditional": ["assert a == (b if c else d)", "if c:\n    assert a == b"],
     "constant": [
         "assert a == (b, 'c')",
@@ -118,19 +118,19 @@ def every(bodies: dict[str, list[str]]) -> list[tuple[str, str]]:
 
 
 class TestRules:
-    @pytest.mark.parametrize(("rule", "body"), every(GUILTY))
-    def test_a_guilty_body_breaks_its_rule_and_no_other(self, rule, body):
-        """Every body that cannot fail is convicted by the rule that says why, and by that one alone."""
+    @pytest.mark.parametrize(("rule", "body"), every(BROKEN))
+    def test_a_broken_body_breaks_its_rule_and_no_other(self, rule, body):
+        """Every body that cannot fail is detected by the rule that says why, and by that one alone."""
         assert {rule} == rules_broken(as_test(body))
 
-    @pytest.mark.parametrize(("rule", "body"), every(INNOCENT))
-    def test_an_innocent_body_breaks_no_rule(self, rule, body):
-        """The nearest body that can fail is let go."""
+    @pytest.mark.parametrize(("rule", "body"), every(SOUND))
+    def test_a_sound_body_breaks_no_rule(self, rule, body):
+        """The nearest body that can fail has no finding."""
         assert set() == rules_broken(as_test(body))
 
     def test_every_rule_has_both_kinds_of_example(self):
-        """A new rule cannot come without a body that it convicts and one that it lets go."""
-        assert set(RULES) == set(GUILTY) == set(INNOCENT)
+        """A new rule cannot come without a body that it detects and one in which it finds nothing."""
+        assert set(RULES) == set(BROKEN) == set(SOUND)
 
 
 class TestHelpers:

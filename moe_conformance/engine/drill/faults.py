@@ -133,15 +133,15 @@ _COLLECTIVES = (
     ),
     _collective(
         "middle collective skipped", "skip_one_in_the_middle", "hang", "minority", ("hung",), ("hung",),
-        "can no longer complete", ("all_reduce", "all_gather"),
+        "cannot complete", ("all_reduce", "all_gather"),
     ),
     _collective(
         "collective of another kind", "take_another_kind", "hang", "minority", ("hung",), ("hung",),
-        "can no longer complete", ("all_gather", "all_reduce"),
+        "cannot complete", ("all_gather", "all_reduce"),
     ),
     _collective(
         "collective on another group", "take_another_group", "hang", "minority", ("hung",), ("hung",),
-        "can no longer complete", ("all_reduce", "all_reduce"),
+        "cannot complete", ("all_reduce", "all_reduce"),
     ),
     _collective(
         "collective of another size", "take_another_size", ("crash", "hang"), "minority", ("died", "ok", "hung"),
@@ -206,7 +206,7 @@ _REMAINS = (
     ),
     Fault(
         "channel written into", "remains:write_into_the_channel", ("crash",), "culprit", ("raised",), ("ok",),
-        r"something else than its answer .* b'drilled\\n' begins no message", stacks=False,
+        r"unexpected bytes in this rank's channel .* b'drilled\\n' is not the start of a message", stacks=False,
     ),
     _left("thread left behind", "leave_a_thread", "thread 'left-behind'"),
     _left("group left behind", "leave_a_group", "1 process group"),

@@ -15,7 +15,7 @@ class LateError(RuntimeError):
 
     def __init__(self, error: BaseException) -> None:
         first = str(error).partition("\n")[0]
-        super().__init__(f"the function returned, but what it had left to the GPU failed: {first}")
+        super().__init__(f"the function returned, but its GPU work failed: {first}")
 
 
 def check(device: torch.device) -> None:

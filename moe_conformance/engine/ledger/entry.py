@@ -101,9 +101,9 @@ class Hazard:
         by = f" at {self.where}" if self.where else ""
         return {
             "never waited": f"{call} was never waited for",
-            "sent data changed": f"data that {call} sends was changed before the wait{by}",
-            "output written": f"the output of {call} was written by something else before the wait{by}",
-            "output touched": f"the output of {call} was touched before the wait{by}",
+            "sent data changed": f"data that {call} sends was changed before wait(){by}",
+            "output written": f"the output of {call} was overwritten before wait(){by}",
+            "output touched": f"the output of {call} was read or written before wait(){by}",
         }[self.kind]
 
 

@@ -65,12 +65,12 @@ class Doorkeeper:
         self._heard += data
         known = min(len(self._heard), len(_MAGIC))
         if self._heard[:known] != _MAGIC[:known]:
-            raise HandshakeError("a caller spoke another protocol")
+            raise HandshakeError("a caller used another protocol")
         if self.wants > 0:
             return
         subject, nonce, mac = _split(self._heard[len(_MAGIC) :], SUBJECT, _NONCE)
         if not hmac.compare_digest(mac, _mac(self._secret, b"caller", subject, self._nonce, nonce)):
-            raise HandshakeError("a caller did not know the secret")
+            raise HandshakeError("a caller had the wrong secret")
         self.subject = subject
         self.proof = _mac(self._secret, b"receiver", subject, self._nonce, nonce)
 
@@ -93,17 +93,17 @@ def call(end: socket.socket, secret: bytes, subject: bytes, *, greeting_s: float
     first = read_exactly(end, _FIRST, within(greeting_s))
     magic, theirs = _split(first, len(_MAGIC))
     if magic != _MAGIC:
-        raise HandshakeError("what listens at the driver's address speaks another protocol")
+        raise HandshakeError("the process at the driver's address uses another protocol")
     left = within(limit_s)
     ours = os.urandom(_NONCE)
     end.settimeout(left())
     try:
         end.sendall(_MAGIC + subject + ours + _mac(secret, b"caller", subject, theirs, ours))
     except OSError as error:
-        raise HandshakeError(f"the other end is gone: {error}") from None
+        raise HandshakeError(f"the connection was lost: {error}") from None
     proof = read_exactly(end, _MAC, left)
     if not hmac.compare_digest(proof, _mac(secret, b"receiver", subject, theirs, ours)):
-        raise HandshakeError("what listens at the driver's address does not know the secret")
+        raise HandshakeError("the process at the driver's address has the wrong secret")
     end.settimeout(None)
 
 

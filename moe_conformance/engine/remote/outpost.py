@@ -53,7 +53,7 @@ def serve(launch: Launch, given: Given) -> int:
             return 0 if launch.node == "0" else status
         except (EOFError, OSError):
             return _LOST
-        except Exception as error:  # the process that forks the ranks is gone, say; here nobody would read it
+        except Exception as error:  # the process that forks the ranks has ended, say; here nobody would read it
             with contextlib.suppress(OSError):
                 channel.send(wire.dumps(messages.Failed(one_line(error))))
             return _LOST

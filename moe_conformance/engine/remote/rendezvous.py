@@ -170,7 +170,7 @@ def find(launch: Launch, given: Given) -> Driver:
         store.wait([_key(launch)], timedelta(seconds=FIND_LIMIT_S))
         where = json.loads(store.get(_key(launch)))
     except RuntimeError as error:  # torch's DistError
-        raise EngineError(f"the driver, RANK 0, is not there after {FIND_LIMIT_S:.0f} s: {error}") from None
+        raise EngineError(f"the driver, RANK 0, was not found after {FIND_LIMIT_S:.0f} s: {error}") from None
     if given.value is not None:
         return Driver(where["address"], where["port"], _checked(given))
     if where["secret"] is None:

@@ -91,7 +91,7 @@ class RemoteSite:
         self._outposts.sort(key=lambda outpost: outpost.rank)
         if missing := [str(rank) for subject, rank in subjects.items() if subject not in ends]:
             why = f" ({self._reception.refused})" if self._reception.refused else ""
-            raise EngineError(f"no word from RANK {', '.join(missing)} after {FIND_LIMIT_S:.0f} s{why}")
+            raise EngineError(f"no connection from RANK {', '.join(missing)} after {FIND_LIMIT_S:.0f} s{why}")
         for outpost in self._outposts:
             self._require_same_versions(outpost)
 

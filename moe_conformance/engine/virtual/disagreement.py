@@ -56,7 +56,7 @@ def different(titles: Sequence[str], ranks: Sequence[int]) -> Disagreement:
     for title in count:
         there = [rank for rank, each in zip(ranks, titles, strict=True) if each == title]
         said.append(f"{people(there)} {'is' if len(there) == 1 else 'are'} in {title}")
-    return Disagreement(f"ranks of one group meet in different calls: {', '.join(said)}", at_fault)
+    return Disagreement(f"ranks of one group are in different calls: {', '.join(said)}", at_fault)
 
 
 def people(ranks: Sequence[int]) -> str:

@@ -202,11 +202,11 @@ class _Ranks:
         stack = _stack(self._threads[rank])
         why = "" if deadline_s is None else f"no answer within {deadline_s:.1f} s: "
         if awaited is not None:
-            end = "" if deadline_s is not None else ", and nobody can go on"
+            end = "" if deadline_s is not None else ", and no rank can continue"
             return Stuck(f"{why}{awaited.sentence}{end}", stack, True)
         if rank == self._holder:
             return Stuck(f"{why}{_place(self._threads[rank])}", stack, False)
-        return Stuck(f"{why}could go on, but rank {self._holder} runs", stack, True)
+        return Stuck(f"{why}could continue, but rank {self._holder} is running", stack, True)
 
 
 def _do(home: _Home, work: _Work, own: Any) -> tuple[Answer, list[wire.Buffer]]:

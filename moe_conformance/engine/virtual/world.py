@@ -171,7 +171,9 @@ class VirtualWorld:
         return [
             Finding(RankResult(rank, "hung", error=f"{why}: {stacks.place(text)}", traceback=text or None))
             if rank == holder
-            else Finding(RankResult(rank, "hung", error=f"{why}: rank {holder} ran and let nobody else"), waits=True)
+            else Finding(
+                RankResult(rank, "hung", error=f"{why}: rank {holder} ran without yielding to the others"), waits=True
+            )
             for rank in range(self._size)
         ]
 

@@ -1,7 +1,7 @@
 """Drops by hand: which slots an expert may keep, and what a drop does to the weights and their gradients.
 
 A slot is one (token, slot) place with an id >= 0. Told from the expert: it lists the slots that chose it, and a
-drop is legal when some way of reading the law's freedoms (ties, weights of zero, rounding) explains what it kept.
+drop is legal when some way of reading the spec's freedoms (ties, weights of zero, rounding) explains what it kept.
 
     weights stay       w'_k = w_k                               dw_k = u_k, the upstream gradient
     over the kept      w'_k = s w_k / S, S = sum_kept w_j       dw_k = s (u_k - sum_kept u_j w_j / S) / S

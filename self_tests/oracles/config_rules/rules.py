@@ -1,4 +1,4 @@
-"""The rules of configurations by hand: one walk through each feature's preconditions, in the words of the law."""
+"""The rules of configurations by hand: one walk through each feature's preconditions, in the words of the spec."""
 
 from __future__ import annotations
 

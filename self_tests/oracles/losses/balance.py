@@ -33,7 +33,7 @@ from self_tests.oracles.routing.routes import (
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
-NOTHING = 1e-100  # a sum of scores below this is none; the law is free from 1e-12 on
+NOTHING = 1e-100  # a sum of scores below this is none; the spec is free from 1e-12 on
 
 
 class Tokens(NamedTuple):

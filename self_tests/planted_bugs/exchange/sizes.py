@@ -234,7 +234,7 @@ class BiasOfTensorRanks(ForcedRouter):
         self.biases.manual_seed(self.biases.initial_seed() + topology.ranks("tp").index(topology.rank))
 
 
-@planted(Expectation("EXCH-44", "misuse-id-too-high", "run", "rank 0 hung", "a collective that can no longer complete"))
+@planted(Expectation("EXCH-44", "misuse-id-too-high", "run", "rank 0 hung", "a collective that cannot complete"))
 class FirstRankRefusesAlone(AllToAllExchange):
     """The first rank of a group raises where it finds something wrong, and tells nobody."""
 
