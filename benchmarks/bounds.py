@@ -1,4 +1,4 @@
-"""How near correct arithmetic comes to its bounds, and what wrong arithmetic they detect: `python -m benchmarks.bounds`.
+"""How near correct arithmetic is to its bounds, and what wrong arithmetic they detect: `python -m benchmarks.bounds`.
 
 Honest: everything is stored in the dtype of the tokens, products are added up in float32; weights multiply first, last
 or inside the expert; sums are short (D = 32) and long (D = 256). At least 10^5 elements of each kind and dtype.

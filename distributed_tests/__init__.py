@@ -1,4 +1,4 @@
-"""The checks: one file per chapter of the spec, each check citing the requirement that it decides."""
+"""The checks: one file per chapter of the spec; each check names the requirement that it decides."""
 
 from __future__ import annotations
 

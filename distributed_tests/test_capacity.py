@@ -1,4 +1,4 @@
-"""DROP: how many slots an expert takes of a rank, which of them, and what becomes of the others."""
+"""DROP: token drop: how many slots of a rank an expert keeps, which ones, and the effect on outputs and gradients."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from moe_conformance.workloads.records.features import has_empty_slots, has_lost
 class TestRoom:
     @requirement("DROP-01", kind="capacity", when=lambda workload: not workload.config.min_capacity)
     def test_the_capacity_is_the_mean_load_times_the_factor(self, reading: Reading, tally: Tally) -> None:
-        """Of every expert a rank keeps as many slots as its capacity has room for."""
+        """For every expert a rank keeps as many slots as the capacity, or all where there are fewer."""
         judge_capacity(reading, tally)
 
     @requirement("DROP-02", kind="capacity", when=lambda workload: workload.config.min_capacity > 0)
@@ -56,7 +56,7 @@ class TestRoom:
 
     @requirement("DROP-03", kind="capacity")
     def test_experts_keep_as_many_as_fit(self, reading: Reading, tally: Tally) -> None:
-        """Whatever the policy, an expert is full before a slot that chose it is dropped."""
+        """With every drop policy, a slot is dropped only where its expert is at capacity."""
         judge_fit(reading, tally)
 
     @requirement("DROP-04", kind="capacity", when=fits_all)
@@ -68,78 +68,78 @@ class TestRoom:
 class TestChoice:
     @requirement("DROP-05", kind="capacity", when=lambda workload: workload.config.drop_policy == "weights")
     def test_the_heaviest_stay(self, reading: Reading, tally: Tally) -> None:
-        """By weight, no dropped slot weighs more than a kept one of the same expert."""
+        """With policy "probs", no dropped slot has a larger weight than a kept one of the same expert."""
         judge_policy(reading, tally)
 
     @requirement("DROP-06", kind="capacity", when=lambda workload: workload.config.drop_policy == "position")
     def test_the_first_stay(self, reading: Reading, tally: Tally) -> None:
-        """By position, no dropped slot comes before a kept one of the same expert."""
+        """With policy "position", no dropped slot comes before a kept one of the same expert."""
         judge_policy(reading, tally)
 
     @requirement("DROP-07", kind="capacity", when=others_change)
     def test_a_rank_drops_by_its_own_tokens(self, reading: Reading, tally: Tally) -> None:
-        """What a rank drops is the same whatever the tokens of the other ranks are."""
+        """The slots that a rank drops do not depend on the tokens of other ranks."""
         judge_own_tokens(reading, tally)
 
 
 class TestFilledUp:
     @requirement("DROP-08", kind="padded", when=lambda workload: workload.config.capacity_factor is None)
     def test_a_capacity_that_drops_nothing_is_the_largest_load(self, reading: Reading, tally: Tally) -> None:
-        """Experts get as many rows of each rank as any has for any, and the group reduces that number once at most."""
+        """Experts receive the largest load of the group from each rank; the group all-reduces (MAX) it at most once."""
         judge_lossless_capacity(reading, tally)
         judge_reduced_once(reading, tally)
 
     @requirement("DROP-12", kind="padded")
     def test_rows_that_fill_up_change_nothing(self, reading: Reading, tally: Tally) -> None:
-        """Every expert gets as many rows as its capacity, and outputs and gradients are those without them."""
+        """With pad_to_capacity every expert receives capacity rows; the padding changes no output and no gradient."""
         judge_filled(reading, tally)
 
     @requirement("DROP-12", kind="experts", when=lambda workload: workload.config.pad_to_capacity)
     def test_experts_do_not_learn_from_rows_that_fill_up(self, reading: Reading, tally: Tally) -> None:
-        """Behind the backend's own experts, outputs and all gradients are those without the rows that fill up."""
+        """With the backend's experts, padding to capacity changes no output and no gradient."""
         for judge in (judge_own_outputs, judge_own_dx, judge_own_dweights, judge_expert_gradients):
             judge(reading, tally)
 
     @requirement("DROP-12", kind="capacity", when=lambda workload: workload.config.pad_to_capacity)
     def test_rows_that_fill_up_are_no_load(self, reading: Reading, tally: Tally) -> None:
-        """The load that a router reports is that of the slots that chose or kept an expert."""
+        """The load that a router reports counts the selected slots, or the kept ones."""
         judge_filled_load(reading, tally)
 
     @requirement("DROP-13", kind="probe", when=somebody_gets_all)
     def test_the_worst_case_fits(self, reading: Reading, tally: Tally) -> None:
-        """A rank that all tokens choose, with all the slots that they can, gets all of them."""
+        """A rank whose experts are selected by as many slots of all tokens as possible receives every row."""
         judge_worst_case(reading, tally)
 
 
 class TestBudget:
     @requirement("DROP-14", kind="overflow", when=by_factor)
     def test_nothing_is_lost_without_a_word(self, reading: Reading, tally: Tally) -> None:
-        """Of a budget that is given as a factor, what did not arrive was refused or flagged."""
+        """With budget_factor, a row that was not delivered was refused or reported as dropped."""
         judge_reported(reading, tally)
 
     @requirement("DROP-14", kind="overflow", when=refuses)
     def test_an_exceeded_budget_is_reported_and_no_other(self, reading: Reading, tally: Tally) -> None:
-        """A budget is reported as exceeded if and only if more rows are wanted than it holds."""
+        """An overflow of the receive buffer is reported if and only if more rows are routed to it than it holds."""
         judge_overflow(reading, tally)
 
     @requirement("DROP-15", kind="overflow", when=refuses_some)
     def test_what_fits_is_exact_after_what_did_not(self, reading: Reading, tally: Tally) -> None:
-        """Too many rows are refused on all ranks, and the next microbatch is right again."""
+        """More rows than the receive buffer holds raise on all ranks, and the next microbatch is correct."""
         judge_after_overflow(reading, tally)
 
     @requirement("DROP-14", kind="overflow", when=drops)
     def test_a_full_buffer_is_flagged_and_no_other(self, reading: Reading, tally: Tally) -> None:
-        """Where rows are dropped, a rank flags its buffer if and only if more rows are wanted than it holds."""
+        """With over_budget="drop", a rank reports an overflow if and only if more rows are routed to it than fit."""
         judge_flags(reading, tally)
 
     @requirement("DROP-15", kind="overflow", when=drops)
     def test_dropped_rows_count_nowhere(self, reading: Reading, tally: Tally) -> None:
-        """What finds no room is missing on all shards, in outputs and gradients alike, and nothing else is."""
+        """A row over the receive buffer is dropped on all etp ranks, in outputs and gradients; no other row is."""
         judge_dropped_rows(reading, tally)
 
     @requirement("DROP-16", kind="overflow", when=drops)
     def test_a_full_buffer_is_full(self, reading: Reading, tally: Tally) -> None:
-        """No row is dropped that there was room for."""
+        """No row is dropped while the receive buffer has room for it."""
         judge_room_left(reading, tally)
 
 
@@ -151,32 +151,32 @@ class TestConsequences:
 
     @requirement("DROP-09", kind="dropping_layer", when=lambda workload: bool(workload.config.capacity_factor))
     def test_kept_slots_add_the_same_in_a_layer(self, reading: Reading, tally: Tally) -> None:
-        """Behind a whole layer every token has what its kept slots add, weighed as before the drop."""
+        """In a whole layer the output of a token is the sum of its kept slots, with the weights before the drop."""
         judge_kept_in_layer(reading, tally)
 
     @requirement("DROP-11", kind="capacity")
     def test_kept_slots_alone_give_gradients(self, reading: Reading, tally: Tally) -> None:
-        """A dropped slot gives its token and the router nothing but what went through the sum of weights."""
+        """A dropped slot gives its token and the router no gradient except through the normalisation of the weights."""
         judge_drop_gradients(reading, tally)
 
     @requirement("DROP-10", kind="probe", when=has_lost_tokens)
     def test_a_token_without_slots_has_no_output(self, reading: Reading, tally: Tally) -> None:
-        """What the experts add to a token that lost all its slots is exactly zero."""
+        """The experts' output for a token whose slots were all dropped is exactly zero."""
         judge_lost_tokens(reading, tally)
 
     @requirement("DROP-10", kind="dropping_layer")
     def test_a_token_without_slots_keeps_its_shared_part(self, reading: Reading, tally: Tally) -> None:
-        """Behind a whole layer a token that lost all its slots has what its shared experts add, and no more."""
+        """In a whole layer the output of a token whose slots were all dropped is that of its shared experts."""
         judge_lost_in_layer(reading, tally)
 
     @requirement("DROP-11", kind="dropping_layer")
     def test_a_layer_learns_from_kept_slots_alone(self, reading: Reading, tally: Tally) -> None:
-        """Behind a whole layer tokens and all parameters have the gradients of kept slots and of the shared part."""
+        """In a whole layer tokens and parameters have the gradients of the kept slots and of the shared experts."""
         judge_dropped_in_layer(reading, tally)
 
     @requirement("DROP-11", kind="probe", when=has_empty_slots)
     def test_a_dropped_slot_has_no_gradient(self, reading: Reading, tally: Tally) -> None:
-        """The gradient of a dropped slot's weight is zero, and its token gets nothing through it."""
+        """The gradient of a dropped slot's weight is zero, and its token receives no gradient through it."""
         judge_dropped_gradients(reading, tally)
 
     @requirement("DROP-11", kind="experts", when=has_empty_slots)

@@ -1,4 +1,4 @@
-"""EXCH, of exchanges whose experts' rows lie in a buffer of fixed size."""
+"""EXCH: exchanges that deliver rows into a receive buffer of fixed size."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from moe_conformance.workloads.records.workload import Workload
 
 
 def has_budget(workload: Workload) -> bool:
-    """Whether the buffer has a stated size."""
+    """Whether the receive buffer has a stated size."""
     return workload.config.budget_factor is not None
 
 
 class TestBudget:
     @requirement("EXCH-22", kind="probe", when=has_budget)
     def test_a_fixed_buffer_changes_nothing(self, reading: Reading, tally: Tally) -> None:
-        """A buffer keeps its size, and deliveries, outputs and gradients are those of exact buffers."""
+        """The receive buffer keeps its size; deliveries, outputs and gradients are those of a buffer of exact size."""
         judge_deliveries(reading, tally)
         judge_rows(reading, tally)
         judge_outputs(reading, tally)
@@ -36,7 +36,7 @@ class TestBudget:
 
     @requirement("EXCH-22", kind="experts", when=has_budget)
     def test_a_fixed_buffer_changes_nothing_for_experts(self, reading: Reading, tally: Tally) -> None:
-        """Behind the backend's own experts too, and rows of the buffer that are nobody's teach them nothing."""
+        """With the backend's experts too; rows of no token change no gradient of a parameter."""
         judge_own_outputs(reading, tally)
         judge_own_dx(reading, tally)
         judge_own_dweights(reading, tally)
@@ -44,6 +44,6 @@ class TestBudget:
 
     @requirement("EXCH-25", kind="probe", when=has_budget)
     def test_a_budget_holds_the_load_that_it_states(self, reading: Reading, tally: Tally) -> None:
-        """A buffer holds the stated multiple of the balanced load, and a load as large loses nothing."""
+        """The receive buffer holds the stated multiple of the balanced load; no row of such a load is dropped."""
         judge_deliveries(reading, tally)
         judge_budget(reading, tally)

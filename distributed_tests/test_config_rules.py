@@ -15,12 +15,12 @@ from moe_conformance.workloads.corpus import config_rules
 class TestPackedSequences:
     @requirement("RULE-25", kind="session", when=lambda workload: workload.name == config_rules.BUILT)
     def test_all_gathers_alone_may_refuse_them(self, outcome: Outcome, tally: Tally) -> None:
-        """An all-to-all and a fused exchange are built for packed sequences; others are, or are refused everywhere."""
+        """An all-to-all and a fused exchange build with packed sequences; others build or raise on every rank."""
         judge_packed(outcome, tally)
 
     @requirement("RULE-25", kind="packed")
     def test_who_takes_them_exchanges_them_right(self, reading: Reading, tally: Tally) -> None:
-        """What is built for packed sequences delivers each pair once, and answers right, whatever every rank's T."""
+        """With packed sequences each pair is delivered once and outputs are correct, with any T on each rank."""
         judge_deliveries(reading, tally)
         judge_form(reading, tally)
         judge_outputs(reading, tally)

@@ -1,4 +1,4 @@
-"""COST: what a step asks of the wire, in calls and bytes, by the ledgers of the ranks."""
+"""COST: collectives and bytes of a step, counted by the ledgers of the ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def counted(workload: Workload) -> bool:
 
 
 def unpadded(workload: Workload) -> bool:
-    """Whether nothing asks for rows beside those that are routed, and all is done as in training."""
+    """Whether there are no rows but routed ones, and all is done as in training."""
     return not workload.config.pad_to_capacity and not without_gradients(workload) and workload.asynchrony == "plain"
 
 
@@ -45,42 +45,42 @@ def by_turns(workload: Workload) -> bool:
 class TestExchange:
     @requirement("COST-01", kind="probe", when=alone)
     def test_one_rank_calls_nobody(self, reading: Reading, tally: Tally) -> None:
-        """A rank that holds all experts makes no collective in forward or backward."""
+        """A rank that holds all experts calls no collective in forward or backward."""
         judge_no_calls(reading, tally)
 
     @requirement("COST-02", kind="probe", when=by_turns)
     def test_calls_do_not_depend_on_tokens(self, reading: Reading, tally: Tally) -> None:
-        """Every microbatch takes as many collectives as any other, whatever its tokens and wherever they go."""
+        """Every microbatch calls the same number of collectives, whatever its tokens and routing."""
         judge_even_calls(reading, tally)
 
     @requirement("COST-03", kind="probe", when=counted)
     def test_no_row_travels_that_need_not(self, reading: Reading, tally: Tally) -> None:
-        """Dispatch and combine each move a row for every pair, or every token, as the backend says, and none beside."""
+        """Dispatch and combine each send a row for every pair, or every token, as the backend states, and no more."""
         judge_rows(reading, tally)
 
     @requirement("COST-04", kind="probe", when=counted)
     def test_a_token_travels_once_to_a_rank(self, reading: Reading, tally: Tally) -> None:
-        """Where the backend says so, a token goes once to each rank that needs it, and its answer comes back once."""
+        """Where the backend states so, a token is sent once to each rank of its experts, and one row is sent back."""
         judge_token_rows(reading, tally)
 
     @requirement("COST-05", kind="probe", when=counted)
     def test_backward_moves_no_more_than_forward(self, reading: Reading, tally: Tally) -> None:
-        """What came by dispatch goes back once, what went by combine comes once, and no count travels again."""
+        """The backward sends each row of dispatch back once and each row of combine once, and no counts."""
         judge_backward_rows(reading, tally)
 
     @requirement("COST-06", kind="probe", when=counted)
     def test_little_travels_beside_the_rows(self, reading: Reading, tally: Tally) -> None:
-        """Counts are a number per rank and expert, and a row brings a few numbers with it."""
+        """Counts take one number per rank and expert, and the metadata of a row a few numbers."""
         judge_beside_rows(reading, tally)
 
     @requirement("COST-10", kind="probe", when=unpadded)
     def test_experts_are_handed_what_is_for_them(self, reading: Reading, tally: Tally) -> None:
-        """No more rows than are routed to a rank reach its experts, whatever the worst case would be."""
+        """The experts of a rank receive the rows that are routed to it, not those of the worst case."""
         judge_handed(reading, tally)
 
     @requirement("COST-07", kind="probe", when=repeated)
     def test_a_step_costs_what_the_last_one_did(self, reading: Reading, tally: Tally) -> None:
-        """The same microbatch makes the same calls whenever it runs after the first, and leaves no process group."""
+        """A repeated microbatch makes the same calls as before, and creates no process group."""
         judge_repeated(reading, tally)
 
 

@@ -1,4 +1,4 @@
-"""DET: the same bits again, whatever came before, whoever is late and wherever random generators stand."""
+"""DET: repeated runs give the same bits, whatever ran before, whichever rank is late and whatever the random state."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TestRepetition:
 
     @requirement("DET-01", kind="forced draws")
     def test_fresh_processes_force_alike(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """What a strategy forces follows its seed: fresh processes draw and deal the same."""
+        """Forced routes follow their seed: they are the same in new processes."""
         judge_repeated_routes(twins(determinism.afresh(reading.outcome.workload)), tally)
 
     @requirement("DET-05", kind="experts", when=likened_once)
@@ -50,6 +50,6 @@ class TestSurroundings:
 
     @requirement("DET-06", kind="experts", when=likened_once)
     def test_late_ranks_do_not_matter(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """Whichever rank is late, all get the same bits, with deterministic algorithms."""
+        """Whichever rank is late, all ranks have the same bits, with deterministic algorithms."""
         workload = reading.outcome.workload
         judge_repeated(reading, twins([determinism.deterministic(workload), *determinism.delayed(workload)]), tally)

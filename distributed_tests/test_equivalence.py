@@ -1,4 +1,4 @@
-"""EXCH: laws of every exchange, seen in two runs that must give the same though they are fed or run otherwise."""
+"""EXCH: metamorphic checks: two runs with permuted, split or rescaled inputs must give the same."""
 
 from __future__ import annotations
 
@@ -13,61 +13,61 @@ from moe_conformance.workloads.records.workload import Workload
 
 
 def in_one_stage(workload: Workload) -> bool:
-    """Whether twins are held against it, and every rank has the same experts' parameters within reach."""
+    """Whether twins are compared with it, and every rank holds the parameters of the same experts."""
     return likened(workload) and workload.layout.pp == 1
 
 
 class TestNames:
     @requirement("EXCH-13", kind="probe", when=likened)
     def test_the_order_of_tokens_and_slots_means_nothing(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """Tokens and slots in another order have the results that they had."""
+        """Permuted tokens and slots have the same outputs and gradients."""
         judge_alike(reading, twins(laws.reordered(reading.outcome.workload)), tally)
 
     @requirement("EXCH-13", kind="experts", when=likened)
     def test_the_order_means_nothing_to_experts(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """Behind the backend's own experts too, and parameters get the gradients that they got."""
+        """With the backend's experts too; parameters have the same gradients."""
         judge_alike(reading, twins(laws.reordered(reading.outcome.workload)), tally)
 
     @requirement("EXCH-14", kind="probe", when=likened)
     def test_the_numbers_of_experts_mean_nothing(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """Experts under other numbers, and so on other ranks, give tokens the results that they had."""
+        """Permuted expert ids, and so experts on other ranks, give the same outputs and gradients."""
         judge_alike(reading, twins(laws.relabelled(reading.outcome.workload)), tally)
 
     @requirement("EXCH-14", kind="experts", when=likened)
     def test_the_numbers_mean_nothing_to_experts(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """The backend's own experts take their parameters along, and their gradients."""
+        """With the backend's experts too; parameters and their gradients are permuted alike."""
         judge_alike(reading, twins(laws.relabelled(reading.outcome.workload)), tally)
 
 
 class TestPlaces:
     @requirement("EXCH-15", kind="probe", when=in_one_stage)
     def test_where_tokens_lie_means_nothing(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """The same tokens on other ranks, on fewer and in other layouts have the results that they had."""
+        """The same tokens on other ranks, on fewer ranks and in other layouts have the same outputs and gradients."""
         judge_alike(reading, twins(laws.spread(reading.outcome.workload)), tally)
 
     @requirement("EXCH-15", kind="experts", when=in_one_stage)
     def test_where_tokens_lie_means_nothing_to_experts(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """The backend's own experts get the gradients that they got, whoever holds them."""
+        """With the backend's experts too; their gradients are the same on whichever rank they are."""
         judge_alike(reading, twins(laws.spread(reading.outcome.workload)), tally)
 
     @requirement("EXCH-43", kind="probe", when=likened)
     def test_exchanges_agree(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """All exchanges of a backend give the same for the same batch."""
+        """All variants of a backend give the same outputs and gradients for the same batch."""
         judge_across(reading, twins(laws.exchanged(reading.outcome.workload, twins.variants)), tally)
 
     @requirement("EXCH-43", kind="experts", when=likened)
     def test_exchanges_agree_behind_experts(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """Behind the backend's own experts too."""
+        """With the backend's experts too."""
         judge_across(reading, twins(laws.exchanged(reading.outcome.workload, twins.variants)), tally)
 
     @requirement("PACK-09", kind="probe", when=likened)
     def test_packs_mean_nothing(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """Sequences in another order and in several microbatches give every token what they gave."""
+        """Packed sequences in another order and in several microbatches give tokens the same output and gradient."""
         judge_alike(reading, twins(laws.packed(reading.outcome.workload)), tally)
 
     @requirement("PACK-09", kind="experts", when=likened)
     def test_packs_mean_nothing_to_experts(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """The backend's own experts get the gradients of all packs together."""
+        """With the backend's experts too; their gradients are the sum over all packs."""
         judge_alike(reading, twins(laws.packed(reading.outcome.workload)), tally)
 
 
@@ -86,7 +86,7 @@ class TestHistory:
 class TestInference:
     @requirement("EXCH-38", kind="experts", when=likened_once)
     def test_training_behind_inference(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """What the first forward of a process makes, in inference mode, is of use to training."""
+        """What the first forward of a process caches, in inference mode, can be used in training."""
         judge_alike(reading, twins(determinism.behind_inference(reading.outcome.workload)), tally)
 
 
@@ -98,22 +98,22 @@ class TestWeights:
 
     @requirement("EXCH-16", kind="experts", when=likened)
     def test_powers_of_two_pass_through_experts(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """Behind the backend's own experts too: a power of two changes exponents only."""
+        """With the backend's experts too: a power of two changes exponents only."""
         judge_scaled(reading, twins(laws.scaled(reading.outcome.workload)), tally)
 
 
 class TestMemory:
     @requirement("EXCH-17", kind="probe", when=likened)
     def test_strides_mean_nothing(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """Inputs with gaps between their elements give the bytes that they give without, or are refused at once."""
+        """Strided inputs give the same bytes as contiguous ones, or are refused."""
         judge_strided(reading, twins(laws.strided(reading.outcome.workload)), tally)
 
     @requirement("EXCH-17", kind="experts", when=likened)
     def test_strides_mean_nothing_to_experts(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """Behind the backend's own experts too."""
+        """With the backend's experts too."""
         judge_strided(reading, twins(laws.strided(reading.outcome.workload)), tally)
 
     @requirement("EXCH-17", kind="probe", when=all_alike)
     def test_what_is_there_once_counts_for_all(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """Ids, weights and upstream that are one row in memory, or one number, count for every token."""
+        """Expanded ids, weights and upstream gradients (one row in memory, stride 0) are used for every token."""
         judge_strided(reading, twins(laws.expanded(reading.outcome.workload)), tally)

@@ -1,4 +1,4 @@
-"""EXCH: dispatch, what the experts are handed, combine. The suite's probe stands where the experts would."""
+"""EXCH: dispatch, the rows that experts receive, and combine, with the suite's probe as the expert."""
 
 from __future__ import annotations
 
@@ -31,34 +31,34 @@ from moe_conformance.workloads.records.workload import Workload
 
 
 def several_ranks(workload: Workload) -> bool:
-    """Whether there is anybody to agree with."""
+    """Whether there is another rank."""
     return workload.layout.world > 1
 
 
 class TestDispatch:
     @requirement("EXCH-01", kind="probe")
     def test_every_pair_reaches_its_expert_once(self, reading: Reading, tally: Tally) -> None:
-        """Every routed pair is handed to each holder of its expert exactly once, and nothing else is."""
+        """Every routed pair is delivered exactly once to each rank that holds its expert, and nothing else is."""
         judge_deliveries(reading, tally)
 
     @requirement("EXCH-02", kind="probe")
     def test_rows_arrive_unchanged(self, reading: Reading, tally: Tally) -> None:
-        """Every row that an expert is handed is the hidden state of one token."""
+        """Every row that an expert receives is the hidden state of one token."""
         judge_rows(reading, tally)
 
     @requirement("EXCH-02", kind="every bit")
     def test_rows_arrive_with_every_bit(self, reading: Reading, tally: Tally) -> None:
-        """Hidden states that fill their type reach their experts unrounded."""
+        """Hidden states that use every bit of their dtype are delivered unrounded."""
         judge_every_bit_of_rows(reading, tally)
 
     @requirement("EXCH-03", kind="probe")
     def test_weights_stay_with_their_rows(self, reading: Reading, tally: Tally) -> None:
-        """A weight that travels with a row is that of the row's own token and slot."""
+        """A weight that is sent with a row is that of the row's own token and slot."""
         judge_weights(reading, tally)
 
     @requirement("EXCH-04", kind="probe")
     def test_claimed_counts_are_true(self, reading: Reading, tally: Tally) -> None:
-        """What a backend claims to hand to every expert is what it hands over."""
+        """The reported tokens per expert are the rows that are delivered."""
         judge_counts(reading, tally)
 
 
@@ -72,27 +72,27 @@ class TestCollectives:
 class TestCombine:
     @requirement("EXCH-05", kind="probe")
     def test_tokens_get_the_weighted_sum_of_their_experts(self, reading: Reading, tally: Tally) -> None:
-        """Every token gets its own experts' answers, each times its own weight."""
+        """The output of a token is the sum of its own experts' outputs, each times its own weight."""
         judge_outputs(reading, tally)
 
     @requirement("EXCH-05", kind="every bit")
     def test_answers_and_weights_arrive_with_every_bit(self, reading: Reading, tally: Tally) -> None:
-        """Tokens get answers that fill their type unrounded, and weights too."""
+        """Expert outputs and weights that use every bit of their dtype are combined unrounded."""
         judge_answered_outputs(reading, tally)
 
     @requirement("EXCH-05", kind="identity")
     def test_answers_may_lie_where_rows_were_handed_over(self, reading: Reading, tally: Tally) -> None:
-        """Tokens get the weighted sum also of answers that are the very tensor that was handed over."""
+        """The output is the weighted sum also where the experts return the tensor that they received."""
         judge_identity_outputs(reading, tally)
 
     @requirement("EXCH-08", kind="identity")
     def test_inputs_are_left_alone_where_rows_come_back(self, reading: Reading, tally: Tally) -> None:
-        """Inputs hold the same bytes after experts have answered with what they were handed."""
+        """Inputs hold the same bytes after experts returned the tensor that they received."""
         judge_identity_inputs(reading, tally)
 
     @requirement("EXCH-06", kind="probe", when=has_empty_slots)
     def test_empty_slots_add_nothing(self, reading: Reading, tally: Tally) -> None:
-        """An empty slot adds nothing to its token, gets no gradient and gives none."""
+        """An empty slot adds nothing to its token, receives no gradient and gives none."""
         judge_outputs(reading, tally)
         judge_dx(reading, tally)
         judge_dweights(reading, tally)
@@ -124,27 +124,27 @@ class TestBehaviour:
 
     @requirement("EXCH-32", kind="probe", when=outputs_meet_others)
     def test_outputs_outlive_other_microbatches(self, reading: Reading, tally: Tally) -> None:
-        """An output and the rows that were handed over hold their bytes until their own backward has ended."""
+        """An output and the delivered rows hold their bytes until their own backward has ended."""
         judge_kept_outputs(reading, tally)
 
     @requirement("EXCH-32", kind="padded", when=outputs_meet_others)
     def test_outputs_of_filled_experts_outlive_others(self, reading: Reading, tally: Tally) -> None:
-        """Nor is an output written over where experts are filled up to a capacity."""
+        """Nor is an output overwritten with pad_to_capacity."""
         judge_kept_outputs(reading, tally)
 
     @requirement("EXCH-32", kind="identity", when=outputs_meet_others)
     def test_outputs_of_the_same_tensor_outlive_others(self, reading: Reading, tally: Tally) -> None:
-        """Nor where experts answer with the tensor that they were handed."""
+        """Nor where experts return the tensor that they received."""
         judge_kept_outputs(reading, tally)
 
     @requirement("EXCH-32", kind="packed", when=outputs_meet_others)
     def test_outputs_of_packed_sequences_outlive_others(self, reading: Reading, tally: Tally) -> None:
-        """Nor in an exchange that is built for packed sequences."""
+        """Nor in an exchange for packed sequences."""
         judge_kept_outputs(reading, tally)
 
     @requirement("EXCH-32", kind="copies", when=outputs_meet_others)
     def test_outputs_of_copies_outlive_others(self, reading: Reading, tally: Tally) -> None:
-        """Nor where tensor ranks hold copies of tokens."""
+        """Nor where all tp ranks hold the same tokens."""
         judge_kept_outputs(reading, tally)
 
     @requirement("EXCH-38", kind="probe", when=without_gradients)
@@ -162,7 +162,7 @@ class TestBehaviour:
 
     @requirement("EXCH-39", kind="probe", when=has_filled_memory)
     def test_uninitialised_memory_reaches_nothing(self, reading: Reading, tally: Tally) -> None:
-        """Deliveries, outputs and gradients are right where memory that nobody has written yet is full of NaN."""
+        """Deliveries, outputs and gradients are right where uninitialised memory is full of NaN."""
         judge_deliveries(reading, tally)
         judge_rows(reading, tally)
         judge_outputs(reading, tally)

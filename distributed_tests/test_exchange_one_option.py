@@ -1,4 +1,4 @@
-"""Configurations that differ from the plain one in a single knob, each on every layout."""
+"""Configurations that differ from the plain one in one option, each on every layout."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from moe_conformance.spec import requirement
 class TestOneKnob:
     @requirement("EXCH-05", kind="knob")
     def test_outputs_do_not_depend_on_the_knob(self, reading: Reading, tally: Tally) -> None:
-        """Outputs are the weighted sums of the experts, whichever knob is turned."""
+        """Outputs are the weighted sums of the experts, with each option."""
         judge_outputs(reading, tally)
 
     @requirement("GRAD-02", kind="knob")
     def test_gradients_of_tokens_do_not_depend_on_the_knob(self, reading: Reading, tally: Tally) -> None:
-        """The gradient of a token is the sum over its slots, whichever knob is turned."""
+        """The gradient of a token is the sum over its slots, with each option."""
         judge_dx(reading, tally)
 
     @requirement("GRAD-03", kind="knob")
     def test_gradients_of_weights_do_not_depend_on_the_knob(self, reading: Reading, tally: Tally) -> None:
-        """The gradient of a weight is that of its own slot, whichever knob is turned."""
+        """The gradient of a weight is that of its own slot, with each option."""
         judge_dweights(reading, tally)

@@ -1,4 +1,4 @@
-"""EXPT: the backend's own experts behind its exchange."""
+"""EXPT: the backend's own experts with its exchange."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def says_where_weights_go(workload: Workload) -> bool:
 
 
 def cut_over_etp(workload: Workload) -> bool:
-    """Whether experts are cut over ranks, and these parts are not cut once more over replicas."""
+    """Whether experts are sharded over etp, and the shards not once more over replicas."""
     return workload.layout.etp > 1 and workload.layout.edp == 1
 
 
@@ -55,12 +55,12 @@ class TestOwnExperts:
 
     @requirement("EXCH-32", kind="experts", when=outputs_meet_others)
     def test_outputs_outlive_other_microbatches(self, reading: Reading, tally: Tally) -> None:
-        """What own experts answer holds its bytes too until its own backward has ended."""
+        """The output of own experts holds its bytes until its own backward has ended."""
         judge_kept_outputs(reading, tally)
 
     @requirement("EXCH-39", kind="experts", when=has_filled_memory)
     def test_uninitialised_memory_reaches_nothing(self, reading: Reading, tally: Tally) -> None:
-        """Outputs and gradients are right where memory that nobody has written yet is full of NaN."""
+        """Outputs and gradients are right where uninitialised memory is full of NaN."""
         judge_own_outputs(reading, tally)
         judge_own_dx(reading, tally)
         judge_own_dweights(reading, tally)
@@ -68,7 +68,7 @@ class TestOwnExperts:
 
     @requirement("EXPT-08", kind="experts", when=bare_answers)
     def test_an_answer_does_not_depend_on_other_rows(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """What an expert answers to a row has the same bits alone, among fewer others and in another order."""
+        """The output of an expert for a row has the same bits alone, among fewer rows and in another order."""
         judge_same_answers(reading, twins(laws.among_fewer(reading.outcome.workload)), tally)
 
     @requirement("EXPT-02", kind="experts")
@@ -78,11 +78,11 @@ class TestOwnExperts:
 
     @requirement("EXPT-05", kind="experts", when=cut_over_etp)
     def test_parts_of_an_expert_match(self, reading: Reading, tally: Tally) -> None:
-        """Ranks that share an expert hold the same part of its gate, up and down, and their answers add up to its."""
+        """The etp ranks of an expert hold the same part of gate, up and down; their outputs add up to its output."""
         judge_matching_parts(reading, tally)
         judge_own_outputs(reading, tally)
 
     @requirement("EXPT-03", kind="experts", when=says_where_weights_go)
     def test_weights_are_applied_where_asked(self, reading: Reading, tally: Tally) -> None:
-        """Weights asked for at the input act before the non-linearity, at the output behind it."""
+        """With weights_applied="input" weights are applied before the activation, with "output" after it."""
         judge_weight_place(reading, tally)

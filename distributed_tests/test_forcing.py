@@ -1,4 +1,4 @@
-"""FORCE: routers that a strategy forces, for benchmarks."""
+"""FORCE: routers with forced routing, for benchmarks."""
 
 from __future__ import annotations
 
@@ -35,34 +35,34 @@ from moe_conformance.workloads.corpus.forcing import (
 class TestRoutes:
     @requirement("FORCE-02", kind="forced")
     def test_the_reported_load_is_that_of_the_forced_ids(self, reading: Reading, tally: Tally) -> None:
-        """Forced tokens have K different experts, and the router reports how many chose each of them."""
+        """With forced routing tokens have K different experts, and the router reports the load of each."""
         judge_load(reading, tally)
 
     @requirement("FORCE-03", kind="forced", when=forces_ids)
     def test_round_robin_balances_every_rank(self, reading: Reading, tally: Tally) -> None:
-        """Experts that are dealt out in turn differ in their loads by at most one."""
+        """With round robin the loads of experts differ by at most one."""
         judge_forced_loads(reading, tally)
 
     @requirement("FORCE-03", kind="forced", when=forces_ids)
     def test_round_robin_draws_nothing(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """Experts are dealt out alike whatever the random state is."""
+        """Round robin gives the same routes whatever the random state."""
         judge_same_choices(reading, twins(determinism.seeded(reading.outcome.workload)), tally)
 
     @requirement("FORCE-03", kind="forced draws", when=forces_ids)
     def test_round_robin_balances_copies(self, reading: Reading, tally: Tally) -> None:
-        """Experts that are dealt out to copies differ in their loads by at most one on every rank."""
+        """With round robin the loads of tokens held by all tp ranks differ by at most one on every rank."""
         judge_forced_loads(reading, tally)
 
     @requirement("FORCE-18", kind="forced", when=lambda workload: workload.config.groups is not None)
     def test_groups_limit_forced_logits_and_no_forced_ids(self, reading: Reading, tally: Tally) -> None:
-        """Forced logits choose from the best groups by themselves, and forced ids are those of no limit at all."""
+        """Forced logits select within the best groups of their own; forced ids ignore the group limit."""
         judge_forced_groups(reading, tally)
 
 
 class TestDraws:
     @requirement("FORCE-06", kind="forced draws", when=draws_at_random)
     def test_random_logits_route_at_random(self, reading: Reading, tally: Tally) -> None:
-        """Random logits load experts evenly but for chance, and are other ones in each forward and for other tokens."""
+        """Random logits load experts evenly up to chance, and differ between forwards and between tokens."""
         judge_random(reading, tally)
 
     @requirement("DET-03", kind="forced", when=forces_logits)
@@ -72,7 +72,7 @@ class TestDraws:
 
     @requirement("DET-03", kind="forced draws")
     def test_draws_and_those_of_others_do_not_meet(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """So are they behind many draws, and what is drawn is the same wherever they stood."""
+        """So are they after many draws, and the draws do not depend on their state."""
         judge_state(reading, tally)
         judge_choices_behind_draws(twins(determinism.behind_draws(reading.outcome.workload)), tally)
 
@@ -100,10 +100,10 @@ class TestWeights:
 
     @requirement("FORCE-05", kind="forced", when=forces_ids)
     def test_forced_experts_weigh_their_own_scores(self, reading: Reading, tally: Tally) -> None:
-        """Forced experts weigh what the router scores them, normalised, scaled and differentiated as chosen ones."""
+        """The weights of forced experts are their scores, normalised, scaled and differentiated as usual."""
         judge_forced_weights(reading, tally)
 
     @requirement("FORCE-07", kind="forced", when=forces_logits)
     def test_gradients_go_straight_through_forced_logits(self, reading: Reading, tally: Tally) -> None:
-        """Tokens and parameters get the gradient of forced logits, as if these were the router's own."""
+        """Tokens and parameters receive the gradient of forced logits, as for the router's own logits."""
         judge_straight_through(reading, tally)

@@ -1,4 +1,4 @@
-"""GRAD: everything that comes back, through the suite's probe exactly and through the backend's experts bounded."""
+"""GRAD: all gradients: exact with the suite's probe, within bounds with the backend's experts."""
 
 from __future__ import annotations
 
@@ -38,57 +38,57 @@ from moe_conformance.workloads.records.workload import Workload
 
 
 def fills_up_or_likened(workload: Workload) -> bool:
-    """Whether experts are filled up to a capacity, or runs are held against it anyway."""
+    """Whether experts are padded to capacity, or runs are compared with it anyway."""
     return workload.config.pad_to_capacity or likened_once(workload)
 
 
 class TestExchange:
     @requirement("GRAD-01", kind="probe")
     def test_upstream_gradient_reaches_the_experts(self, reading: Reading, tally: Tally) -> None:
-        """The gradient at an expert's answer is its token's upstream gradient, weighted where combine weighs."""
+        """The gradient at an expert output is the token's upstream gradient, times the weight if combine applies it."""
         judge_out_gradients(reading, tally)
 
     @requirement("GRAD-02", kind="probe")
     def test_tokens_get_the_sum_over_their_slots(self, reading: Reading, tally: Tally) -> None:
-        """The gradient of a token is the sum of what left the experts for it."""
+        """The gradient of a token is the sum of the gradients of its rows at the experts' input."""
         judge_rows_gradients(reading, tally)
         judge_dx(reading, tally)
 
     @requirement("GRAD-03", kind="probe")
     def test_every_weight_gets_its_own_gradient(self, reading: Reading, tally: Tally) -> None:
-        """The gradient of a weight is its own expert's answer times its token's upstream gradient."""
+        """The gradient of a weight is the dot product of its own expert's output and its token's upstream gradient."""
         judge_dweights(reading, tally)
 
     @requirement("GRAD-02", kind="identity")
     def test_tokens_get_their_gradient_through_the_same_tensor(self, reading: Reading, tally: Tally) -> None:
-        """Tokens that are their own experts' answers get the weighted upstream gradient."""
+        """Where experts return their input, the gradient of a token is the weighted upstream gradient."""
         judge_identity_dx(reading, tally)
 
     @requirement("GRAD-03", kind="identity")
     def test_weights_get_their_gradient_of_the_same_tensor(self, reading: Reading, tally: Tally) -> None:
-        """Weights of answers that are the rows themselves get the product of row and upstream gradient."""
+        """Where experts return their input, the gradient of a weight is the dot product of row and upstream."""
         judge_identity_dweights(reading, tally)
 
     @requirement("GRAD-02", kind="every bit")
     def test_tokens_get_every_bit_of_their_gradient(self, reading: Reading, tally: Tally) -> None:
-        """Upstream gradients that fill their type come back to their tokens unrounded, and weights of theirs do."""
+        """Upstream gradients and weights that use every bit of their dtype come back to their tokens unrounded."""
         judge_answered_dx(reading, tally)
 
     @requirement("GRAD-03", kind="every bit")
     def test_weights_get_every_bit_of_their_gradient(self, reading: Reading, tally: Tally) -> None:
-        """A weight gets every bit of its gradient where that is one element of the answer or of the upstream."""
+        """The gradient of a weight is exact where it is one element of the expert output or of the upstream."""
         judge_answered_dweights(reading, tally)
 
     @requirement("GRAD-09", kind="padded")
     def test_gradients_of_padding_reach_nothing(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """Large gradients at rows that fill experts up to a capacity change no gradient of a token or a weight."""
+        """Large gradients at capacity padding change no gradient of a token or a weight."""
         judge_padding_gradients(reading, twins(laws.padding_gradients(reading.outcome.workload)), tally)
 
     @requirement("GRAD-09", kind="probe", when=likened)
     def test_gradients_of_what_is_left_over_reach_nothing(
         self, reading: Reading, twins: RunTwins, tally: Tally
     ) -> None:
-        """Nor do those at rows that the exchange pads with of itself, or leaves behind the last one."""
+        """Nor do those at rows that the exchange adds as padding, or has after the last row."""
         judge_padding_gradients(reading, twins(laws.padding_gradients(reading.outcome.workload)), tally)
 
     @requirement("GRAD-07", kind="probe", when=lambda workload: len(workload.batches) > 1)
@@ -100,7 +100,7 @@ class TestExchange:
 class TestOwnExperts:
     @requirement("GRAD-04", kind="experts")
     def test_tokens_and_weights_get_the_dense_gradients(self, reading: Reading, tally: Tally) -> None:
-        """Behind the backend's own experts, tokens and weights get the gradients of the dense formulation."""
+        """With the backend's experts, tokens and weights have the gradients of the dense formulation."""
         judge_own_dx(reading, tally)
         judge_own_dweights(reading, tally)
 
@@ -111,24 +111,24 @@ class TestOwnExperts:
 
     @requirement("GRAD-07", kind="experts", when=lambda workload: len(workload.batches) > 1)
     def test_gradients_outlive_the_next_microbatch_of_experts(self, reading: Reading, tally: Tally) -> None:
-        """Behind the backend's own experts too, a gradient keeps its bytes while other microbatches run."""
+        """With the backend's experts too, a gradient keeps its bytes while other microbatches run."""
         judge_kept_gradients(reading, tally)
 
     @requirement("GRAD-11", kind="experts", when=likened_sums)
     def test_microbatches_add_up(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """Experts end with the sum of what every microbatch gives them alone."""
+        """Experts end with the sum of the gradients that every microbatch gives alone."""
         judge_sum(reading, twins(laws.alone(reading.outcome.workload)), tally)
 
     @requirement("GRAD-11", kind="experts", when=likened_steps)
     def test_the_next_step_starts_from_zero(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """With gradients set to zero behind every microbatch experts end each time with what that one gives alone."""
+        """With gradients cleared after every microbatch, experts end with the gradients of that one alone."""
         workload = reading.outcome.workload
         *alone, stepped = twins([*laws.alone(workload), determinism.cleared(workload)])
         judge_steps(reading, alone, stepped, tally)
 
     @requirement("GRAD-15", kind="experts", when=likened_once)
     def test_what_asks_for_no_gradient_gets_none(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """Tokens, weights or experts that ask for no gradient get none, and all others have theirs, to the bit."""
+        """Tokens, weights or experts without requires_grad receive no gradient, all others the same bits."""
         workload = reading.outcome.workload
         judge_repeated(reading, twins([determinism.deterministic(workload), *laws.unasked(workload)]), tally)
 
@@ -139,7 +139,7 @@ class TestOwnExperts:
 
     @requirement("GRAD-10", kind="experts", when=differentiated)
     def test_gradients_are_derivatives_of_the_forward(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """Along random directions in tokens, weights and parameters the loss has the slope that gradients say."""
+        """Along random directions in tokens, weights and parameters the slope of the loss is that of the gradients."""
         judge_differences(reading, laws.nudged(reading.outcome.workload), twins, tally)
 
     @requirement("GRAD-06", kind="experts", when=has_idle_expert)

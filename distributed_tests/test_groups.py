@@ -1,4 +1,4 @@
-"""GROUP and EXPT: which ranks belong together, and which experts lie on which of them."""
+"""GROUP and EXPT: process groups, and which rank holds which experts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from moe_conformance.workloads.records.workload import Wish, Workload
 class TestFolding:
     @requirement("GROUP-01", kind="groups")
     def test_groups_fold_as_declared(self, group_lists: Mapping[Layout, Mapping[str, RankLists]], tally: Tally) -> None:
-        """For every valid layout of a world, the backend's groups are those of the declared folding."""
+        """For every valid layout of a world, the backend's dense and expert groups are those of the declared order."""
         for layout, built in group_lists.items():
             judge_groups(built, layout, tally)
 
@@ -35,12 +35,12 @@ class TestFolding:
     def test_sizes_are_taken_if_and_only_if_they_make_a_layout(
         self, size_answers: Mapping[Wish, Told], tally: Tally
     ) -> None:
-        """Every layout of a world gets groups, or a documented refusal, and sizes that make none are refused."""
+        """Every layout of a world has groups or a documented refusal, and invalid sizes are refused."""
         judge_sizes(size_answers, tally)
 
     @requirement("GROUP-04", kind="groups")
     def test_no_group_has_ranks_of_two_stages(self, group_answers: Mapping[Wish, Told], tally: Tally) -> None:
-        """In every order of axes, both folds put every rank into the same pipeline stage."""
+        """In every order of axes, dense groups and expert groups put every rank into the same pipeline stage."""
         judge_stages(group_answers, tally)
 
 
@@ -64,7 +64,7 @@ def at_size_with_replicas(workload: Workload) -> bool:
 class TestManyRanks:
     @requirement("GROUP-06", kind="probe", when=at_size)
     def test_exchanges_follow_their_groups(self, reading: Reading, tally: Tally) -> None:
-        """Every pair reaches its owners in its own exchange group and comes back, and ranks agree on their calls."""
+        """Every pair is delivered in its own exchange group and combined, and the collectives of the ranks match."""
         judge_own_group(reading, tally)
         judge_deliveries(reading, tally)
         judge_outputs(reading, tally)

@@ -1,4 +1,4 @@
-"""GROUP: a small model, divided over ranks and pipeline stages in every way, with the backend's MoE layers in it."""
+"""GROUP: a small model with the backend's MoE layers, in every division over ranks and pipeline stages."""
 
 from __future__ import annotations
 

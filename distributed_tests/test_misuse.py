@@ -1,4 +1,4 @@
-"""EXCH: wrong use, which is refused where it is seen and leaves no rank waiting."""
+"""EXCH: wrong input, which is refused where it is detected and leaves no rank waiting."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TestWrongUse:
 
     @requirement("EXCH-45", kind="exchange", when=wrong_answers)
     def test_answers_that_do_not_fit_are_refused(self, outcome: Outcome, tally: Tally) -> None:
-        """Answers under another's handle, or of another width, raise where they are, and no other rank waits."""
+        """A combine with another dispatch's handle, or another width, raises on its rank, and no other rank waits."""
         judge_wrong_answers(outcome, tally)
 
     @requirement("EXCH-08", kind="exchange")

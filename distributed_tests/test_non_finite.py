@@ -1,4 +1,4 @@
-"""EXCH: tokens that are not finite, which come through and harm no other."""
+"""EXCH: tokens that are not finite, which change no other token."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from moe_conformance.spec import requirement
 class TestTokensThatAreNotFinite:
     @requirement("EXCH-41", kind="spoilt")
     def test_they_harm_no_other_in_the_exchange(self, reading: Reading, tally: Tally) -> None:
-        """Other tokens have the outputs and gradients that they have beside finite ones, exactly."""
+        """Other tokens have the outputs and gradients that they have among finite tokens, exactly."""
         judge_other_outputs(reading, tally)
         judge_other_gradients(reading, tally)
         judge_delivered(reading, tally)
 
     @requirement("EXCH-41", kind="spoilt experts")
     def test_they_harm_no_other_in_the_experts(self, reading: Reading, tally: Tally) -> None:
-        """The same behind the backend's own experts, within rounding."""
+        """The same with the backend's experts, within rounding."""
         judge_other_outputs(reading, tally)
         judge_other_gradients(reading, tally)
         judge_delivered(reading, tally)

@@ -1,4 +1,4 @@
-"""OVLP: asynchronous collectives, on runs in which every touch of their data is watched."""
+"""OVLP: asynchronous collectives, in runs in which every read and write of their data is watched."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moe_conformance.workloads.records.workload import Workload
 
 
 def watched(workload: Workload) -> bool:
-    """Whether touches of data under way are written down."""
+    """Whether reads and writes of data in flight are recorded."""
     return workload.asynchrony == "watched"
 
 
@@ -51,15 +51,15 @@ class TestOwnExpertsAndFinish:
 class TestLayers:
     @requirement("OVLP-01", kind="layer", when=watched)
     def test_layers_touch_nothing_early(self, outcome: Outcome, tally: Tally) -> None:
-        """Nor by a whole layer whose shared experts run while its tokens travel."""
+        """Nor by a whole layer whose shared experts run during the exchange."""
         judge_hazards(outcome, tally, "output touched", "output written")
 
     @requirement("OVLP-02", kind="layer", when=watched)
     def test_layers_leave_alone_what_is_sent(self, outcome: Outcome, tally: Tally) -> None:
-        """Nor by a whole layer whose shared experts run while its tokens travel."""
+        """Nor by a whole layer whose shared experts run during the exchange."""
         judge_hazards(outcome, tally, "sent data changed")
 
     @requirement("OVLP-03", kind="layer", when=watched)
     def test_layers_wait_for_every_collective(self, outcome: Outcome, tally: Tally) -> None:
-        """Nor of those that run beside shared experts."""
+        """Nor of those that run during the shared experts."""
         judge_hazards(outcome, tally, "never waited")

@@ -27,22 +27,22 @@ class TestPermutation:
 
     @requirement("EXCH-02", kind="permutation", when=pads)
     def test_padding_rows_are_zero(self, outcome: Outcome, tally: Tally) -> None:
-        """What fills up the rows of an expert holds zeros alone."""
+        """Padding rows of an expert are zeros."""
         judge_padding_rows(outcome, tally)
 
     @requirement("EXCH-21", kind="permutation")
     def test_rows_of_an_expert_stand_in_order(self, outcome: Outcome, tally: Tally) -> None:
-        """The rows of an expert stand by token, then slot."""
+        """The rows of an expert are sorted by token, then slot."""
         judge_order(outcome, tally)
 
     @requirement("EXCH-05", kind="permutation")
     def test_tokens_get_the_weighted_sum_of_their_rows(self, outcome: Outcome, tally: Tally) -> None:
-        """The way back adds to every token the rows of its own pairs, each times its weight, and no padding row."""
+        """Unpermute adds to every token the rows of its own pairs, each times its weight, and no padding row."""
         judge_unpermuted(outcome, tally)
 
     @requirement("GRAD-02", "GRAD-03", kind="permutation")
     def test_gradients_are_those_of_the_sum(self, outcome: Outcome, tally: Tally) -> None:
-        """Gradients of tokens, rows and weights come back to where they belong."""
+        """Gradients of tokens, rows and weights are those of their own pairs."""
         judge_permutation_gradients(outcome, tally)
 
     @requirement("GRAD-09", kind="permutation", when=pads)
@@ -59,12 +59,12 @@ class TestPermutation:
 class TestRowIndex:
     @requirement("EXCH-08", kind="row_index")
     def test_arguments_are_left_alone(self, outcome: Outcome, tally: Tally) -> None:
-        """Neither way writes into what it is given."""
+        """Neither permute nor unpermute changes its inputs."""
         judge_arguments(outcome, tally)
 
     @requirement("EXCH-19", kind="row_index")
     def test_sentinels_give_and_add_nothing(self, outcome: Outcome, tally: Tally) -> None:
-        """A sentinel gives a row of zeros, and adds nothing, whatever stands beside it."""
+        """A sentinel (-1) gives a row of zeros, and adds nothing, whatever the other indices are."""
         judge_row_index(outcome, tally)
 
 
@@ -76,17 +76,17 @@ class TestReordering:
 
     @requirement("EXCH-20", kind="reordering")
     def test_rows_change_their_order_and_nothing_else(self, outcome: Outcome, tally: Tally) -> None:
-        """Source-major rows become expert-major ones, and come back."""
+        """Source-major rows are reordered to expert-major, and back."""
         judge_reordering(outcome, tally)
 
 
 class TestRoutingForms:
     @requirement("EXCH-08", kind="routing_forms")
     def test_arguments_are_left_alone(self, outcome: Outcome, tally: Tally) -> None:
-        """Neither form is changed by making the other of it."""
+        """Conversion to the other routing form does not change its input."""
         judge_arguments(outcome, tally)
 
     @requirement("ROUTE-21", kind="routing_forms")
     def test_both_forms_name_the_same_triples(self, outcome: Outcome, tally: Tally) -> None:
-        """Tokens, experts and weights survive the way to a dense map and back, with their gradients."""
+        """Routings converted to a dense map and back keep tokens, experts and weights, with their gradients."""
         judge_forms(outcome, tally)

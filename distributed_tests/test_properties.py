@@ -1,4 +1,4 @@
-"""Hypothesis batches: all judgements on one drawn workload, within what the backend allows.
+"""Hypothesis batches: all checks on one drawn workload, within what the backend allows.
 
 Each kind of fault has its own exception type, so shrinking follows one fault to its smallest batch.
 """
@@ -24,12 +24,12 @@ Drive = Callable[[SearchStrategy[Workload], Callable[[Outcome], None]], None]
 class TestAnyBatch:
     @requirement(*decided_by(PROBE), kind="drawn probe")
     def test_a_drawn_batch_passes_every_exact_judgement(self, cell: Cell, drive: Drive, tally: Tally) -> None:
-        """Whatever sizes, routing, drops, duplicates, weights, dtype and schedule are drawn, every rule holds."""
+        """Whatever sizes, routing, drops, duplicates, weights, dtype and schedule are drawn, no check fails."""
         workloads = probe_workloads(cell.variant, cell.layout, cell.limits, cell.device)
         drive(workloads, lambda outcome: judge_batch(outcome, tally))
 
     @requirement(*decided_by(ROUTE), kind="drawn route")
     def test_a_drawn_router_passes_every_judgement(self, cell: Cell, drive: Drive, tally: Tally) -> None:
-        """Whatever scores, groups, bias, sizes, logits, ties, dtype and schedule are drawn, every rule holds."""
+        """Whatever scores, groups, bias, sizes, logits, ties, dtype and schedule are drawn, no check fails."""
         workloads = route_workloads(cell.variant, cell.layout, cell.limits, cell.device)
         drive(workloads, lambda outcome: judge_batch(outcome, tally))

@@ -38,7 +38,7 @@ class TestSelection:
 
     @requirement("ROUTE-03", kind="route", when=lambda workload: workload.config.balance_bias)
     def test_a_bias_selects_and_does_not_weigh(self, reading: Reading, tally: Tally) -> None:
-        """A balancing bias changes who is chosen, and no weight of those who are."""
+        """The expert bias changes the selection, and no weight of a selected expert."""
         judge_bias(reading, tally)
 
     @requirement("ROUTE-04", kind="route", when=lambda workload: workload.config.groups is not None)
@@ -48,14 +48,14 @@ class TestSelection:
 
     @requirement("ROUTE-09", kind="route")
     def test_the_reported_load_is_true(self, reading: Reading, tally: Tally) -> None:
-        """The load that a router reports is the number of tokens that chose each expert."""
+        """The load that a router reports is the number of tokens that selected each expert."""
         judge_load(reading, tally)
 
 
 class TestTwins:
     @requirement("ROUTE-12", kind="route", when=likened)
     def test_copies_are_routed_alike(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """Ranks that hold the same tokens choose the same experts for them with the same weights, ties included."""
+        """Ranks that hold the same tokens select the same experts for them with the same weights, ties included."""
         judge_same_routes(reading, twins(laws.shared(reading.outcome.workload)), tally, to_the_bit=True)
 
     @requirement("ROUTE-13", kind="route", when=likened)
@@ -67,7 +67,7 @@ class TestTwins:
 class TestCopies:
     @requirement("ROUTE-12", kind="forced draws", when=holds_copies)
     def test_copies_are_forced_alike(self, reading: Reading, tally: Tally) -> None:
-        """Ranks that hold the same tokens route them alike under a strategy too, whether it forces logits or ids."""
+        """Ranks that hold the same tokens route them alike with forced routing too, of logits or of ids."""
         judge_copies(reading, tally)
 
 
@@ -84,17 +84,17 @@ class TestExtremes:
 
     @requirement("ROUTE-02", kind="extreme", when=lambda workload: len(workload.batches) == 1)
     def test_weights_are_the_scores_of_extreme_logits(self, reading: Reading, tally: Tally) -> None:
-        """Huge logits, equal ones and masks of -inf give every chosen expert the weight of its score."""
+        """Huge logits, equal ones and masks of -inf give every selected expert the weight of its score."""
         judge_extreme_weights(reading, tally)
 
     @requirement("ROUTE-07", kind="extreme", when=lambda workload: "B0" in workload.schedule)
     def test_tokens_beside_extreme_ones_keep_their_gradients(self, reading: Reading, tally: Tally) -> None:
-        """Every token gets the gradient of its weights, whatever the logits of the others are."""
+        """Every token receives the gradient of its weights, whatever the logits of the others are."""
         judge_extreme_dx(reading, tally)
 
     @requirement("ROUTE-15", kind="extreme", when=lambda workload: len(workload.batches) > 1)
     def test_a_spoilt_token_harms_no_other(self, outcome: Outcome, tally: Tally) -> None:
-        """A logit that is no number raises, or leaves ids within range and the other tokens their routes."""
+        """A NaN logit raises, or ids stay within range and the other tokens keep their routes."""
         judge_spoilt_routes(outcome, tally)
 
 
@@ -106,7 +106,7 @@ class TestWeights:
 
     @requirement("ROUTE-05", kind="route", when=lambda workload: workload.config.normalise)
     def test_normalised_weights_are_divided_by_their_sum(self, reading: Reading, tally: Tally) -> None:
-        """With normalisation the weights are divided by their sum over the chosen, bias left out."""
+        """With normalisation weights are divided by their sum over the selected experts, without the expert bias."""
         judge_router_weights(reading, tally)
 
     @requirement("ROUTE-06", kind="route", when=lambda workload: workload.config.scale != 1)

@@ -1,4 +1,4 @@
-"""SHARE: whole layers, with experts that every token sees beside its routed ones."""
+"""SHARE: whole layers with shared experts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def shares(workload: Workload) -> bool:
 
 
 def shares_and_scales(workload: Workload) -> bool:
-    """Whether there are shared experts beside routing weights that are scaled."""
+    """Whether there are shared experts and a routing scale."""
     return shares(workload) and workload.config.scale != 1
 
 
@@ -39,7 +39,7 @@ def gates(workload: Workload) -> bool:
 
 
 def cuts(workload: Workload) -> bool:
-    """Whether shared experts are cut over ranks."""
+    """Whether shared experts are sharded over tp."""
     return shares(workload) and workload.layout.tp > 1
 
 
@@ -49,7 +49,7 @@ def fuses(workload: Workload) -> bool:
 
 
 def overlaps(workload: Workload) -> bool:
-    """Whether shared experts run while the exchange is under way."""
+    """Whether shared experts run during the exchange (shared_overlap)."""
     return workload.config.shared_overlap
 
 
@@ -61,17 +61,17 @@ def several(workload: Workload) -> bool:
 class TestOutputs:
     @requirement("SHARE-01", kind="layer", when=shares)
     def test_shared_experts_are_added_once(self, reading: Reading, tally: Tally) -> None:
-        """Every token gets the output of every shared expert once, beside its routed part."""
+        """The output of every shared expert is added once to the routed output of every token."""
         judge_layer_outputs(reading, tally)
 
     @requirement("SHARE-02", kind="layer", when=shares_and_scales)
     def test_shared_experts_are_not_routed(self, reading: Reading, tally: Tally) -> None:
-        """No routing weight and no routing scale changes what shared experts add."""
+        """No routing weight and no routing scale multiplies the shared experts' output."""
         judge_shared_unrouted(reading, tally)
 
     @requirement("SHARE-03", kind="layer", when=gates)
     def test_a_gate_is_one_sigmoid_of_the_shared_part(self, reading: Reading, tally: Tally) -> None:
-        """The gate multiplies the shared part alone, forward and backward, and has its own gradient."""
+        """The gate multiplies the shared experts' output only, forward and backward, and has its own gradient."""
         judge_layer_outputs(reading, tally)
         judge_layer_dx(reading, tally)
         judge_layer_gradients(reading, tally, ("shared_score",))
@@ -80,12 +80,12 @@ class TestOutputs:
 class TestGradients:
     @requirement("SHARE-04", kind="layer", when=shares)
     def test_tokens_get_both_gradients(self, reading: Reading, tally: Tally) -> None:
-        """The gradient of a token is what comes back through routed and through shared experts."""
+        """The gradient of a token is the sum of those through routed and through shared experts."""
         judge_layer_dx(reading, tally)
 
     @requirement("SHARE-05", kind="layer", when=shares)
     def test_shared_parameters_get_the_gradient_of_all_tokens(self, reading: Reading, tally: Tally) -> None:
-        """Shared experts and their gate end with the gradient over the tokens of all ranks, alike on all holders."""
+        """Shared experts and their gate end with the gradient over all ranks' tokens, the same on all holders."""
         judge_layer_gradients(reading, tally, SHARED)
         judge_layer_replicas(reading, tally, SHARED)
 
@@ -122,21 +122,21 @@ class TestBehaviour:
 class TestOverlap:
     @requirement("SHARE-07", kind="layer", when=overlaps)
     def test_overlap_changes_nothing(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """Beside the exchange shared experts give what they give after it, and every collective is called once."""
+        """Shared experts give the same during the exchange as after it, and every collective is called once."""
         judge_overlap(reading, twins, tally)
 
 
 class TestParts:
     @requirement("SHARE-06", kind="layer", when=cuts)
     def test_shards_make_up_the_whole(self, reading: Reading, tally: Tally) -> None:
-        """A shared expert that is cut over tp gives the output and the gradients of the whole one."""
+        """A shared expert sharded over tp gives the output and the gradients of the whole one."""
         judge_layer_outputs(reading, tally)
         judge_layer_dx(reading, tally)
         judge_layer_gradients(reading, tally, SHARED)
 
     @requirement("SHARE-06", kind="layer", when=leaves_a_bias)
     def test_a_bias_is_added_as_it_is(self, reading: Reading, tally: Tally) -> None:
-        """Where every expert answers zero but for one output bias, the output is that bias, bit for bit."""
+        """Where every expert output is zero but for one output bias, the output is that bias, bit for bit."""
         judge_lone_bias(reading, tally)
 
     @requirement("SHARE-08", kind="layer", when=fuses)

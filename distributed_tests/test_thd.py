@@ -24,12 +24,12 @@ from moe_conformance.workloads.records.features import has_lost_tokens
 class TestSequences:
     @requirement("PACK-07", kind="packing", when=lambda workload: workload.name in LAID_OUT)
     def test_sums_are_those_of_lengths_and_of_their_multiples(self, outcome: Outcome, tally: Tally) -> None:
-        """Lengths stay as they are, and every padded one is a multiple of what parallelism divides it by."""
+        """Lengths are unchanged, and every padded length is a multiple of what parallelism divides it by."""
         judge_lengths(outcome, tally)
 
     @requirement("PACK-10", kind="packing", when=lambda workload: workload.name in WITHOUT_AND_WITH_EMPTY)
     def test_empty_sequences_change_nothing_else(self, outcome: Outcome, tally: Tally) -> None:
-        """Sequences of length zero stand in the lists as equal neighbours, and move no other."""
+        """Sequences of length zero are equal neighbours in cu_seqlens, and shift no other."""
         judge_empty_sequences(outcome, tally)
 
     @requirement("PACK-08", kind="packing", when=lambda workload: workload.name == "packed-tokens")
@@ -44,12 +44,12 @@ class TestSequences:
 
     @requirement("PACK-08", "ROUTE-22", kind="masked_router")
     def test_padding_changes_no_route_and_no_load(self, outcome: Outcome, tally: Tally) -> None:
-        """Tokens have the experts and weights that are theirs without the gaps, and gaps are not counted."""
+        """Tokens have the same experts and weights as without the gaps, and gaps are not counted."""
         judge_masked_router(outcome, tally)
 
     @requirement("PACK-08", kind="probe", when=has_lost_tokens)
     def test_gaps_are_routed_nowhere(self, reading: Reading, tally: Tally) -> None:
-        """No row of a gap is delivered; its output and its gradients are zero, and those of tokens their own."""
+        """No row of a gap is delivered; its output and gradients are zero, and those of tokens are unchanged."""
         judge_deliveries(reading, tally)
         judge_outputs(reading, tally)
         judge_dx(reading, tally)
@@ -57,7 +57,7 @@ class TestSequences:
 
     @requirement("PACK-08", kind="packed", when=has_lost_tokens)
     def test_gaps_of_packed_sequences_are_routed_nowhere(self, reading: Reading, tally: Tally) -> None:
-        """Behind an exchange that is built for packed sequences too, gaps yield zeros, and tokens what is theirs."""
+        """With an exchange for packed sequences too, gaps have zeros, and tokens their own outputs and gradients."""
         judge_deliveries(reading, tally)
         judge_outputs(reading, tally)
         judge_dx(reading, tally)
@@ -65,7 +65,7 @@ class TestSequences:
 
     @requirement("PACK-15", kind="probe", when=lambda workload: workload.layout.cp > 1 and has_lost_tokens(workload))
     def test_outputs_return_to_the_rank_of_their_share(self, reading: Reading, tally: Tally) -> None:
-        """Each rank of a context group gets the outputs of the rows that it holds, in their places."""
+        """Each rank of a cp group has the outputs of its own rows, in their places."""
         judge_deliveries(reading, tally)
         judge_outputs(reading, tally)
 
@@ -73,7 +73,7 @@ class TestSequences:
 class TestOwnExperts:
     @requirement("PACK-08", kind="experts", when=has_lost_tokens)
     def test_gaps_give_nothing_to_experts(self, reading: Reading, tally: Tally) -> None:
-        """Behind the backend's own experts, outputs and all gradients are those of the tokens alone."""
+        """With the backend's experts, outputs and all gradients are those of the tokens alone."""
         judge_own_outputs(reading, tally)
         judge_own_dx(reading, tally)
         judge_own_dweights(reading, tally)

@@ -1,4 +1,4 @@
-"""EXCH, of fused token exchanges: handles that are used again or are another's, and what combine adds."""
+"""EXCH: fused token exchanges: handles that are reused or of another dispatch, and the sum of combine."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def has_biases(workload: Workload) -> bool:
 
 
 def weighs(workload: Workload) -> bool:
-    """Whether experts weigh what they answer by weights that travelled."""
+    """Whether experts multiply their output by weights that were sent with the rows."""
     return workload.name.startswith("weighed")
 
 
 def within_limits(workload: Workload) -> bool:
-    """Whether no rank brings more tokens than were said to come."""
+    """Whether no rank has more tokens than the stated maximum."""
     return not breaks_limits(workload)
 
 
@@ -45,57 +45,57 @@ def breaks_limits(workload: Workload) -> bool:
 
 
 def rounds(workload: Workload) -> bool:
-    """Whether rows travel in eight bits."""
+    """Whether rows are sent in float8."""
     return workload.config.wire == "float8"
 
 
 def rounds_for_others(workload: Workload) -> bool:
-    """Whether rows that leave a rank do."""
+    """Whether rows that leave a rank are."""
     return rounds(workload) and exchanges(workload.layout)
 
 
 class TestHandles:
     @requirement("EXCH-27", kind="token_exchange", when=reuses)
     def test_a_handle_serves_further_dispatches(self, outcome: Outcome, tally: Tally) -> None:
-        """A dispatch by an earlier one's handle brings the new tokens to the old places; gradients go through both."""
+        """A dispatch with an earlier handle delivers the new tokens to the same places; gradients pass through both."""
         judge_reuse(outcome, tally)
 
     @requirement("EXCH-28", kind="token_exchange", when=takes_another)
     def test_the_handle_of_another_is_refused(self, outcome: Outcome, tally: Tally) -> None:
-        """Rows that are not as many as the handle's are an error on every rank, and the right handles still serve."""
+        """Another number of rows than the handle's is an error on every rank; the right handles can still be used."""
         judge_other_handle(outcome, tally)
 
 
 class TestCombine:
     @requirement("EXCH-31", kind="token_exchange", when=has_biases)
     def test_biases_are_added_once(self, outcome: Outcome, tally: Tally) -> None:
-        """Every token gets each bias once and unweighted, also one that went nowhere."""
+        """Every token has each bias added once and unweighted, also one that was sent nowhere."""
         judge_biases(outcome, tally)
 
 
 class TestWeights:
     @requirement("EXCH-05", "GRAD-02", "GRAD-03", kind="token_exchange", when=weighs)
     def test_weights_travel_both_ways(self, outcome: Outcome, tally: Tally) -> None:
-        """Tokens get the weighed sum of their experts' answers, and tokens and weights the gradients of it."""
+        """The output is the weighted sum of the expert outputs, and tokens and weights have its gradients."""
         judge_travelling_weights(outcome, tally)
 
 
 class TestPlaces:
     @requirement("EXCH-29", kind="places_exchange", when=within_limits)
     def test_the_first_places_are_filled(self, outcome: Outcome, tally: Tally) -> None:
-        """The first places of an expert hold its rows, by source where that is said; the others reach nothing."""
+        """The first places of an expert hold its rows, by source if so stated; no other place changes a result."""
         judge_places(outcome, tally)
 
     @requirement("EXCH-23", kind="places_exchange", when=breaks_limits)
     def test_more_tokens_than_fit_are_refused(self, outcome: Outcome, tally: Tally) -> None:
-        """One token more than was said to come, on one rank or on all, is an error on every rank; the limit is not."""
+        """One token more than the stated maximum, on one rank or all, is an error on every rank; the maximum is not."""
         judge_limit(outcome, tally)
 
 
 class TestWire:
     @requirement("EXCH-30", kind="token_exchange", when=rounds)
     def test_rows_are_rounded_under_their_own_scales(self, outcome: Outcome, tally: Tally) -> None:
-        """A row arrives within the format's rounding of itself, under scales that belong to its own blocks."""
+        """A row is received within the format's rounding error, with the scales of its own blocks."""
         judge_float8_rows(outcome, tally)
 
     @requirement("COST-09", kind="token_exchange", when=rounds_for_others)

@@ -1,4 +1,4 @@
-"""EXCH-26: where tokens go, counted before anything is sent."""
+"""EXCH-26: the dispatch layout: tokens for each rank and node, counted before anything is sent."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from moe_conformance.spec import requirement
 class TestDispatchLayout:
     @requirement("EXCH-26", kind="dispatch_layout")
     def test_tokens_are_counted_for_ranks_nodes_and_experts(self, outcome: Outcome, tally: Tally) -> None:
-        """A token counts once for each rank and node that it goes to, and for an expert once per slot."""
+        """A token counts once for each rank and node that it is sent to, and for an expert once per slot."""
         judge_dispatch_layout(outcome, tally)

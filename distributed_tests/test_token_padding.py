@@ -1,4 +1,4 @@
-"""PACK: token counts that differ from rank to rank, padded and cut back."""
+"""PACK: token counts that differ from rank to rank, padded to one and unpadded."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def padded_in_turn(workload: Workload) -> bool:
 
 
 def unpadded(workload: Workload) -> bool:
-    """Whether token counts are left as they are, in the plainest of steps."""
+    """Whether token counts are not padded, in a plain step."""
     return not padded(workload) and exchanges(workload.layout) and workload.schedule == "F0 B0"
 
 
@@ -73,20 +73,20 @@ class TestCount:
 
     @requirement("PACK-02", kind="token_padding")
     def test_there_is_one_alignment(self, outcome: Outcome, tally: Tally) -> None:
-        """The alignment that was asked for is the one that is stated, and every padded count is a multiple of it."""
+        """The stated alignment is the configured one, and every padded count is a multiple of it."""
         judge_alignment(outcome, tally)
 
     @requirement(
         "PACK-01", kind="probe", when=lambda workload: padded_to_largest(workload) and exchanges(workload.layout)
     )
     def test_the_exchange_group_is_asked(self, reading: Reading, tally: Tally) -> None:
-        """The ranks that share rows ask each other for the largest token count, nobody else, and dispatch as many."""
+        """The exchange group all-reduces (MAX) the token count, with no other rank, and dispatches that many tokens."""
         judge_dispatched_rows(reading, tally)
         judge_asked_group(reading, tally)
 
     @requirement("PACK-12", kind="exchange", when=bounded)
     def test_a_broken_bound_is_refused_by_all(self, outcome: Outcome, tally: Tally) -> None:
-        """Where one rank has more tokens than the bound, all ranks of its group raise, and none waits for another."""
+        """Where one rank has more tokens than token_bound, all ranks of its group raise, and none waits for another."""
         judge_broken_bound(outcome, tally)
 
 
@@ -101,19 +101,19 @@ class TestExchange:
 
     @requirement("PACK-04", kind="probe", when=padded)
     def test_output_is_cut_back_to_the_own_tokens(self, reading: Reading, tally: Tally) -> None:
-        """Every rank gets the answers of its own tokens, in their places and in the shape of the input."""
+        """Every rank has the outputs of its own tokens, in their places and in the shape of the input."""
         judge_form(reading, tally)
         judge_outputs(reading, tally)
 
     @requirement("PACK-05", kind="probe", when=padded)
     def test_gradients_are_those_without_padding(self, reading: Reading, tally: Tally) -> None:
-        """Tokens and weights get the gradients that they get unpadded."""
+        """Tokens and weights have the gradients that they have unpadded."""
         judge_dx(reading, tally)
         judge_dweights(reading, tally)
 
     @requirement("PACK-02", kind="probe", when=padded)
     def test_nothing_depends_on_the_alignment(self, reading: Reading, tally: Tally) -> None:
-        """Whatever the alignment, outputs and gradients are bit for bit those of the oracle; the exchange states it."""
+        """With any alignment, outputs and gradients equal the oracle's bit for bit; the exchange states it."""
         judge_stated_padding(reading, tally)
         judge_outputs(reading, tally)
         judge_dx(reading, tally)
@@ -121,7 +121,7 @@ class TestExchange:
 
     @requirement("PACK-06", kind="probe", when=padded_in_turn)
     def test_counts_belong_to_their_microbatch(self, reading: Reading, tally: Tally) -> None:
-        """Microbatches of other sizes, in flight together or one by one, are padded and cut back each for itself."""
+        """Microbatches of different sizes, in flight together or one by one, are padded and unpadded separately."""
         judge_deliveries(reading, tally)
         judge_form(reading, tally)
         judge_outputs(reading, tally)
@@ -130,7 +130,7 @@ class TestExchange:
 
     @requirement("PACK-11", kind="probe", when=bounded)
     def test_a_bound_needs_no_question(self, reading: Reading, tally: Tally) -> None:
-        """With a bound nobody is asked for token counts, and outputs and gradients are the same."""
+        """With token_bound no collective of token counts is called, and outputs and gradients are the same."""
         judge_nobody_asked(reading, tally)
         judge_dispatched_rows(reading, tally)
         judge_outputs(reading, tally)
@@ -139,7 +139,7 @@ class TestExchange:
 
     @requirement("PACK-13", kind="probe", when=unpadded)
     def test_switched_off_it_does_nothing(self, reading: Reading, tally: Tally) -> None:
-        """Without padding nobody is asked, and outputs and gradients are the oracle's bytes, as with it."""
+        """Without padding no such collective is called, and outputs and gradients equal the oracle's bit for bit."""
         judge_nobody_asked(reading, tally)
         judge_dispatched_rows(reading, tally)
         judge_outputs(reading, tally)
@@ -148,7 +148,7 @@ class TestExchange:
 
     @requirement("PACK-14", kind="probe", when=uneven)
     def test_uneven_counts_are_not_taken_for_equal(self, reading: Reading, tally: Tally) -> None:
-        """Ranks with more or fewer tokens than others, some with none, get their own answers and gradients."""
+        """Ranks with different numbers of tokens, some with none, have outputs and gradients of their own tokens."""
         judge_form(reading, tally)
         judge_outputs(reading, tally)
         judge_dx(reading, tally)
@@ -156,7 +156,7 @@ class TestExchange:
 
     @requirement("PACK-14", kind="packed")
     def test_packed_counts_are_not_taken_for_equal(self, reading: Reading, tally: Tally) -> None:
-        """What is built for packed sequences gives ranks of any T their own answers and gradients."""
+        """With packed sequences, ranks of any T have the outputs and gradients of their own tokens."""
         judge_form(reading, tally)
         judge_outputs(reading, tally)
         judge_dx(reading, tally)
@@ -166,13 +166,13 @@ class TestExchange:
 class TestOwnExperts:
     @requirement("PACK-04", kind="experts", when=padded)
     def test_output_is_cut_back_to_the_own_tokens(self, reading: Reading, tally: Tally) -> None:
-        """Behind the backend's own experts too, every rank gets the answers of its own tokens."""
+        """With the backend's experts too, every rank has the outputs of its own tokens."""
         judge_form(reading, tally)
         judge_own_outputs(reading, tally)
 
     @requirement("PACK-05", kind="experts", when=padded)
     def test_gradients_are_those_without_padding(self, reading: Reading, tally: Tally) -> None:
-        """Tokens, weights and experts get the gradients that they get unpadded."""
+        """Tokens, weights and experts have the gradients that they have unpadded."""
         judge_own_dx(reading, tally)
         judge_own_dweights(reading, tally)
         judge_expert_gradients(reading, tally)

@@ -1,4 +1,4 @@
-"""EXCH, where the ranks of a tp group hold the same tokens as copies."""
+"""EXCH: tokens held by all ranks of a tp group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moe_conformance.workloads.corpus.tp_duplicated_tokens import mismatched
 class TestCopies:
     @requirement("EXCH-35", kind="copies")
     def test_copies_are_delivered_once(self, reading: Reading, tally: Tally) -> None:
-        """A pair is handed to its expert once in each exchange group at most, however many ranks have a copy."""
+        """A pair is delivered at most once in each exchange group, however many tp ranks hold the token."""
         judge_copies_delivered(reading, tally)
 
     @requirement("EXCH-35", kind="copies experts")
@@ -31,37 +31,37 @@ class TestCopies:
 
     @requirement("EXCH-36", kind="copies")
     def test_every_copy_is_answered(self, reading: Reading, tally: Tally) -> None:
-        """The output is whole and of the same bytes on every copy, and gradients are whole, or parts as declared."""
+        """The output is complete and bitwise equal on every tp rank; gradients are complete, or parts as declared."""
         judge_copies_answered(reading, tally)
 
     @requirement("EXCH-36", kind="copies experts")
     def test_every_copy_is_answered_by_own_experts(self, reading: Reading, tally: Tally) -> None:
-        """Of the backend's own experts too."""
+        """With the backend's experts too."""
         judge_own_copies_answered(reading, tally)
 
     @requirement("EXCH-04", kind="copies")
     def test_counts_are_those_of_distinct_tokens(self, reading: Reading, tally: Tally) -> None:
-        """What a backend claims to hand to every expert counts no pair once per copy."""
+        """The reported tokens per expert count a pair once, not once per tp rank."""
         judge_copies_claimed(reading, tally)
 
     @requirement("EXCH-07", kind="copies")
     def test_every_copy_has_the_form_of_the_input(self, reading: Reading, tally: Tally) -> None:
-        """The output has the input's shape and dtype on every copy."""
+        """The output has the input's shape and dtype on every tp rank."""
         judge_form(reading, tally)
 
     @requirement("EXCH-07", kind="copies experts")
     def test_every_copy_of_own_experts_has_the_form_of_the_input(self, reading: Reading, tally: Tally) -> None:
-        """Behind the backend's own experts too."""
+        """With the backend's experts too."""
         judge_form(reading, tally)
 
     @requirement("EXCH-08", kind="copies")
     def test_inputs_of_every_copy_are_left_alone(self, reading: Reading, tally: Tally) -> None:
-        """Tokens, ids, weights and upstream gradients hold the same bytes on every copy after the step."""
+        """Tokens, ids, weights and upstream gradients hold the same bytes on every tp rank after the step."""
         judge_inputs(reading, tally)
 
 
 class TestMismatch:
     @requirement("EXCH-37", kind="exchange", when=mismatched)
     def test_copies_that_differ_are_refused(self, outcome: Outcome, tally: Tally) -> None:
-        """Where the copies of a token have different routings, every rank of the tp group raises."""
+        """Where tp ranks have different routings for the same token, every rank of the tp group raises."""
         judge_mismatch(outcome, tally)

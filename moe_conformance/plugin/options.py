@@ -50,7 +50,7 @@ OPTIONS = (
     Option(
         "asynchrony",
         "plain|poisoned|watched",
-        "mode of asynchronous collectives in every case; some cases are always run poisoned and watched (default: plain)",
+        "mode of asynchronous collectives in every case; some always run poisoned and watched (default: plain)",
         ("plain", "poisoned", "watched"),
     ),
     Option("only", "ID,ID", "check these requirements only", lists=True),

@@ -225,7 +225,7 @@ class TestDetection:
         checked.check_passes(backend, requirement, "alltoall", TP2_EP2, "lossless-one-expert")
 
     def test_another_policy_is_no_matter_of_other_ranks(self, checked: CheckedRuns) -> None:
-        """A backend that keeps the last slots instead of the first passes the check that it ignores other ranks' tokens."""
+        """A backend that keeps the last slots instead of the first passes: it ignores other ranks' tokens."""
         backend, place = (
             "self_tests.correct_backends.unusual:FromBehind",
             ("alltoall", EP2, "capacity-of-own-tokens-position"),
