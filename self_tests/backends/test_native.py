@@ -114,17 +114,17 @@ class TestRefusals:
         [
             ({"top_k": 9}, "top_k = 9 of 8 experts"),
             ({"groups": (3, 1)}, "8 experts do not divide into 3 groups"),
-            ({"groups": (4, 5)}, "5 groups chosen of 4"),
+            ({"groups": (4, 5)}, "5 groups selected of 4"),
             ({"groups": (4, 1), "top_k": 3}, "top_k = 3 from 1 groups of 2 experts"),
             ({"groups": (8, 2)}, "top2_sum adds up 2 scores of a group of 1"),
             ({"groups": (4, 2), "top_k": 1, "group_score": "topk_sum"}, "topk_sum adds up 0 scores"),
-            ({"forced": (("random", None), ("round_robin", None))}, "only one strategy .* random .* and round_robin"),
-            ({"forced": (("biased", 0.5), ("biased", 0.25))}, r"only one .* biased \(0.5\) and biased \(0.25\)"),
-            ({"forced": (("worst_rank", None),)}, "'worst_rank' is none of random, biased, round_robin"),
-            ({"forced": (("biased", None),)}, "wants the deviation of its bias, and there is none"),
+            ({"forced": (("random", None), ("round_robin", None))}, "one strategy can force the routes, not random .* and round_robin"),
+            ({"forced": (("biased", 0.5), ("biased", 0.25))}, r"one strategy can force .* biased \(0.5\) and biased \(0.25\)"),
+            ({"forced": (("worst_rank", None),)}, "'worst_rank' is not one of random, biased, round_robin"),
+            ({"forced": (("biased", None),)}, "the strategy biased needs the deviation of its bias; there is none"),
         ],
     )
-    def test_a_choice_that_cannot_be_made_is_refused(self, fields: dict[str, Any], sentence: str) -> None:
+    def test_a_selection_that_cannot_be_made_is_refused(self, fields: dict[str, Any], sentence: str) -> None:
         """K experts must be there, in groups that their score can be made of."""
         with pytest.raises(Unsupported, match=sentence) as refusal:
             session(Layout(1)).router(Config(**fields))
@@ -132,19 +132,19 @@ class TestRefusals:
 
     @pytest.mark.parametrize("fields", [{"weights_applied": "input"}, {"pad_to_capacity": True}])
     def test_fixed_places_take_neither_weights_nor_a_capacity(self, fields: dict[str, Any]) -> None:
-        """Weights come with combine, when the rows have been at the experts; places are never filled up."""
-        with pytest.raises(Unsupported, match="places take tokens before their weights") as refusal:
+        """Weights come with combine, after the experts; places are never padded to a capacity."""
+        with pytest.raises(Unsupported, match="fixed places: weights_applied = 'input' and pad_to_capacity are not supported") as refusal:
             session(Layout(1)).places_exchange(Config("lowlatency", **fields))
         assert "library" == refusal.value.by
 
-    def test_copies_are_not_filled_up_to_the_capacity_of_all_tokens(self) -> None:
+    def test_tokens_of_all_tp_ranks_are_not_padded_to_their_capacity(self) -> None:
         """A share may have more rows of an expert than its number of tokens gives room."""
         config = Config("alltoall", token_copies=True, pad_to_capacity=True, capacity_factor=1.0)
-        with pytest.raises(Unsupported, match="no share of the tokens has the capacity of all"):
+        with pytest.raises(Unsupported, match="the capacity of all tokens is not that of a tp rank's share"):
             session(Layout(2, tp=2)).exchange(config)
 
     def test_what_was_not_dropped_before_has_no_room(self) -> None:
-        """Experts that are filled up to a capacity take no slot beyond it."""
+        """Experts that are padded to a capacity take no slot beyond it."""
         exchange = session(Layout(1)).exchange(Config("local", top_k=1, pad_to_capacity=True, capacity_factor=1.0))
         slots = Routing(torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1), 8)
         with pytest.raises(ValueError, match="4 slots for expert 0, whose capacity is 1"):
@@ -153,7 +153,7 @@ class TestRefusals:
     def test_tokens_of_another_dtype_are_refused(self) -> None:
         """Their bytes would be read as other numbers where they arrive."""
         routing = Routing(torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2), 8)
-        with pytest.raises(ValueError, match=r"where 32 in torch\.float32 was configured"):
+        with pytest.raises(ValueError, match=r"instead of 32 in torch\.float32"):
             session(Layout(1)).exchange(Config("local")).dispatch(torch.zeros(1, 32, dtype=torch.float64), routing)
 
     def test_a_field_of_another_backend_is_not_adapted(self) -> None:

@@ -198,7 +198,7 @@ class TestWrongUse:
         """It says both numbers of rows; nothing hangs, and each combines with its own handle afterwards, once."""
         for first, second, own, other, released, again in values(on_ranks(engine, swap_handles, payload=variant)):
             for said in (first, second):
-                assert said.startswith("ValueError: combine got ")
+                assert said.startswith("ValueError: combine received ")
                 assert said.endswith("is it the handle of another microbatch?")
             assert ("nothing", "nothing") == (own, other)
             assert "[False, False, True, True]" == released
@@ -207,31 +207,31 @@ class TestWrongUse:
     def test_a_missing_row_is_an_error_of_the_exchange(self, engine: Engine) -> None:
         """Below the managers too."""
         for said in values(on_ranks(engine, combine_too_few)):
-            assert said.startswith("ValueError: combine got ")
+            assert said.startswith("ValueError: combine received ")
 
     @pytest.mark.parametrize(
         ("wrong", "sentence"),
         [
             ("id", "expert id 8 among 8 experts"),
             ("weights", "weights of shape (7, 2) for ids of shape (7, 3)"),
-            ("dtype", "weights are torch.float64 beside torch.float32 rows, not torch.float32"),
+            ("dtype", "weights are torch.float64 with torch.float32 rows instead of torch.float32"),
             ("tokens", "tokens of shape (6, 5) for the ids of 7"),
         ],
     )
     def test_wrong_input_on_one_rank_is_an_error_on_all(self, engine: Engine, wrong: str, sentence: str) -> None:
-        """The rank itself says what it is, the others say which rank; nobody waits for rows."""
+        """The rank itself says what it is, the others say which rank; no rank waits for rows."""
         said = values(on_ranks(engine, bad_input, payload=wrong))
         others = f"{DispatchRefused.__name__}: rank 2 of the group had wrong input to dispatch"
         assert [others, others, f"ValueError: {sentence}", others] == said
 
     @pytest.mark.parametrize("layout", [EP4, EP2_ETP2], ids=lambda layout: layout.name)
     def test_an_overflow_is_an_error_on_every_rank(self, engine: Engine, layout: Layout) -> None:
-        """Also on ranks that have room; the message holds the demand of the busiest and the budget."""
+        """Also on ranks that have room; the message has the rows of the largest load and of the buffer."""
         rows = 4 * 8 * K  # of all ranks, at the experts of the first ep coordinate
         budget = 8 * K * layout.etp
         for said, delivered in values(on_ranks(engine, overflow, layout, (1.0, 8, 2))):
-            expected = f"{Overflow.__name__}: the busiest rank of the exchange group needs {rows} rows, and the budget "
-            assert said.startswith(f"{expected}of each is {budget} (budget_factor = 1)")
+            expected = f"{Overflow.__name__}: a rank of the exchange group would receive {rows} rows; the receive "
+            assert said.startswith(f"{expected}buffer has {budget} (budget_factor = 1)")
             assert [] == delivered
 
     def test_balanced_load_fits_a_factor_of_one(self, engine: Engine) -> None:

@@ -147,7 +147,7 @@ class TestRendezvous:
     def test_a_driver_that_does_not_come_is_told(self, launch, monkeypatch):
         """The wait is limited."""
         monkeypatch.setattr(rendezvous, "FIND_LIMIT_S", 0.2)
-        with pytest.raises(EngineError, match="RANK 0, is not there"):
+        with pytest.raises(EngineError, match="RANK 0, was not found"):
             find(launch(RANK="1"), NOTHING)
 
     def test_an_address_of_another_machine_is_refused(self, launch):

@@ -57,10 +57,10 @@ class GroupsOfItsOwn(ForcedRouter):
 class ForcedIdsFiltered(ForcedRouter):
     """Forced ids in groups that are closed to a token give way to the best of the open ones."""
 
-    def _choose(self, scores_TE: Tensor) -> Tensor:
+    def _select(self, scores_TE: Tensor) -> Tensor:
         if self.strategy != "round_robin":
-            return super()._choose(scores_TE)
-        favour_TE = torch.zeros_like(scores_TE).scatter(1, super()._choose(scores_TE), 1e3)
+            return super()._select(scores_TE)
+        favour_TE = torch.zeros_like(scores_TE).scatter(1, super()._select(scores_TE), 1e3)
         favour_TE = (favour_TE + scores_TE.detach()).masked_fill(~self._open(scores_TE), -torch.inf)
         return favour_TE.topk(self.config.top_k).indices
 
@@ -92,8 +92,8 @@ class NothingForced(ForcedRouter):
     def _logits(self, x_TD: Tensor) -> Tensor:
         return Router._logits(self, x_TD)
 
-    def _choose(self, scores_TE: Tensor) -> Tensor:
-        return Router._choose(self, scores_TE)
+    def _select(self, scores_TE: Tensor) -> Tensor:
+        return Router._select(self, scores_TE)
 
 
 # ---- loads ---------------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ class LoadOfItsOwnChoice(ForcedRouter):
 
     def forward(self, x: Tensor, padding_mask_T: Tensor | None = None) -> Routed:
         own_TE = Router._logits(self, x.reshape(-1, x.shape[-1]))
-        counts_E = torch.bincount(Router._choose(self, self._scores(own_TE)).flatten(), minlength=self.config.experts)
+        counts_E = torch.bincount(Router._select(self, self._scores(own_TE)).flatten(), minlength=self.config.experts)
         return replace(super().forward(x, padding_mask_T), counts_E=counts_E)
 
 
@@ -142,7 +142,7 @@ class WeightsOfTheReplaced(ForcedRouter):
 
     def _weights(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
         if self.strategy == "round_robin":
-            ids_TK = Router._choose(self, scores_TE)
+            ids_TK = Router._select(self, scores_TE)
         return super()._weights(scores_TE, ids_TK)
 
 
@@ -200,10 +200,10 @@ class MaskedAreReplaced(ForcedRouter):
         self.masked_TE = super()._logits(x_TD) == -torch.inf
         return super()._logits(x_TD)
 
-    def _choose(self, scores_TE: Tensor) -> Tensor:
+    def _select(self, scores_TE: Tensor) -> Tensor:
         if self.strategy != "round_robin":
-            return super()._choose(scores_TE)
-        dealt_TK, best_TK = super()._choose(scores_TE), Router._choose(self, scores_TE)
+            return super()._select(scores_TE)
+        dealt_TK, best_TK = super()._select(scores_TE), Router._select(self, scores_TE)
         return torch.where(self.masked_TE.gather(1, dealt_TK).any(1, keepdim=True), best_TK, dealt_TK)
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_conformance.backends.native.exchange.collectives import Travelling
+from moe_conformance.backends.native.exchange.collectives import PendingAllToAll
 from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange
 from moe_conformance.backends.native.layer.gradients import GradientFinisher
 from moe_conformance.contract import Delivery, Routing
@@ -59,7 +59,7 @@ class LastRankSkips(AllToAllExchange):
 
 
 @dataclass(frozen=True)
-class CountsTaken(Travelling):
+class CountsTaken(PendingAllToAll):
     """Takes what is there already, and waits afterwards."""
 
     def wait(self) -> Tensor:
@@ -78,12 +78,12 @@ class CountsTaken(Travelling):
 class CountsNotAwaited(AllToAllExchange):
     """The counts that other ranks send are read when the call returns, and not when they have come."""
 
-    def _start(self, counts_CN: Tensor) -> Travelling:
+    def _start(self, counts_CN: Tensor) -> PendingAllToAll:
         return CountsTaken(**vars(super()._start(counts_CN)))
 
 
 @dataclass(frozen=True)
-class CountsPeekedAt(Travelling):
+class CountsPeekedAt(PendingAllToAll):
     """Looks whether something has come, in no way that changes the result."""
 
     def wait(self) -> Tensor:
@@ -96,12 +96,12 @@ class CountsPeekedAt(Travelling):
 class CountsLookedAt(AllToAllExchange):
     """The counts that other ranks send are looked at through a view before they have come; no value is wrong."""
 
-    def _start(self, counts_CN: Tensor) -> Travelling:
+    def _start(self, counts_CN: Tensor) -> PendingAllToAll:
         return CountsPeekedAt(**vars(super()._start(counts_CN)))
 
 
 @dataclass(frozen=True)
-class CountsOverwritten(Travelling):
+class CountsOverwritten(PendingAllToAll):
     """Uses the buffer that is being sent for something else."""
 
     def wait(self) -> Tensor:
@@ -113,7 +113,7 @@ class CountsOverwritten(Travelling):
 class SentBufferReused(AllToAllExchange):
     """The buffer of the counts is used again while they are being sent."""
 
-    def _start(self, counts_CN: Tensor) -> Travelling:
+    def _start(self, counts_CN: Tensor) -> PendingAllToAll:
         return CountsOverwritten(**vars(super()._start(counts_CN.clone())))
 
 

@@ -102,7 +102,7 @@ class TestUnion:
     def test_nothing_passed(self, report):
         """It is asked of the whole and not of the shards."""
         one, two = report("one", record("ep2", "refused"), shard="1/2"), report("two", shard="2/2")
-        assert "nothing passed" in merged(one, two).head["problems"][0]
+        assert "no check passed" in merged(one, two).head["problems"][0]
 
 
 class TestStopped:

@@ -96,7 +96,7 @@ class NativeSession(Session):
         """Build the padding of the exchange of `config`."""
         config.only(*_MAPPED)
         if not self._pads(config):
-            raise Unsupported(f"the exchange {config.variant!r} pads no token counts unless it is asked to")
+            raise Unsupported(f"the exchange {config.variant!r} pads token counts only with pad_tokens")
         with refusals(CannotBuild, match="."):
             self._exchange(config)  # where there is none, there is nothing to pad
             return self.use(TokenPadding)(config, self.topology, self.device)
@@ -135,7 +135,7 @@ class NativeSession(Session):
         return config.pad_tokens != "no" or bool(manager and manager.needs_equal_tokens)
 
     def experts(self, config: Config) -> Experts:
-        """Build this rank's experts, to which copies of tokens and buffers of fixed size are nothing special."""
+        """Build this rank's experts, the same with token_copies and with a receive buffer of fixed size."""
         config.only(*_MAPPED, *_BUDGET, "token_copies")
         with refusals(CannotBuild, match="."):
             return self.use(Experts)(config, self.topology, self.device)

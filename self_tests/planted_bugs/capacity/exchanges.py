@@ -218,9 +218,9 @@ class RecomputedWithoutDropping(_Undropping):
 class ExpertsLearnFromTheDropped(_Undropping):
     """The gradients of experts' weights are made of a buffer that still holds the rows that were dropped."""
 
-    def _answered(self, delivery: Delivery, handle: Any) -> Tensor:
-        y = super()._answered(delivery, handle)
-        learnt = super()._answered(*self.exchange.dispatch(*self.lost))
+    def _routed(self, delivery: Delivery, handle: Any) -> Tensor:
+        y = super()._routed(delivery, handle)
+        learnt = super()._routed(*self.exchange.dispatch(*self.lost))
         return y + (learnt - learnt.detach())
 
     def _dispatched(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:

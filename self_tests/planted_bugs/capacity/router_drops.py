@@ -134,9 +134,9 @@ class AlwaysTheFirst(Router):
 class RankedWithBias(Router):
     """Slots are ranked by the score that selects, balance bias included, before it is normalised."""
 
-    def _choose(self, scores_TE: Tensor) -> Tensor:
+    def _select(self, scores_TE: Tensor) -> Tensor:
         self.seen_TE = scores_TE.detach() + (0.0 if self.balance_bias is None else self.balance_bias)
-        return super()._choose(scores_TE)
+        return super()._select(scores_TE)
 
     def _keep(self, ids_TK: Tensor, weights_TK: Tensor, room: int) -> Tensor:
         return super()._keep(ids_TK, self.seen_TE.gather(1, ids_TK), room)

@@ -46,9 +46,9 @@ class RoundingSeededByTheProcess(AllToAllExchange):
 class TiesByProcess(Router):
     """Experts that score the same are told apart by chance, from a seed that is the number of the process."""
 
-    def _choose(self, scores_TE: Tensor) -> Tensor:
+    def _select(self, scores_TE: Tensor) -> Tensor:
         chance_TE = torch.rand(scores_TE.shape, generator=torch.Generator().manual_seed(os.getpid()))
-        return super()._choose(scores_TE.detach() * (1 + 1e-6 * chance_TE))
+        return super()._select(scores_TE.detach() * (1 + 1e-6 * chance_TE))
 
 
 def _of_process() -> torch.Generator:
@@ -61,8 +61,8 @@ def _of_process() -> torch.Generator:
 class SlotsByProcess(Router):
     """The experts of a token come in an order that is drawn from a seed: the number of the process."""
 
-    def _choose(self, scores_TE: Tensor) -> Tensor:
-        ids_TK = super()._choose(scores_TE)
+    def _select(self, scores_TE: Tensor) -> Tensor:
+        ids_TK = super()._select(scores_TE)
         order_TK = torch.rand(ids_TK.shape, generator=_of_process()).argsort(1)
         return ids_TK.gather(1, order_TK)
 
@@ -397,9 +397,9 @@ class GateGradientOfASigmoid(Experts):
 class TiesBrokenByRank(Router):
     """Near ties are broken by noise, which every rank draws for itself."""
 
-    def _choose(self, scores_TE: Tensor) -> Tensor:
+    def _select(self, scores_TE: Tensor) -> Tensor:
         noise = torch.Generator().manual_seed(dist.get_rank())
-        return super()._choose(scores_TE * (1 + 0.01 * torch.rand(scores_TE.shape, generator=noise)))
+        return super()._select(scores_TE * (1 + 0.01 * torch.rand(scores_TE.shape, generator=noise)))
 
 
 @planted(

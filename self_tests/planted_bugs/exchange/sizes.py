@@ -60,8 +60,8 @@ class WholeTilesOfColumns(AllToAllExchange):
 class RoutesInAByte(Router):
     """The router numbers experts in a byte."""
 
-    def _choose(self, scores_TE: Tensor) -> Tensor:
-        return super()._choose(scores_TE[:, :256])
+    def _select(self, scores_TE: Tensor) -> Tensor:
+        return super()._select(scores_TE[:, :256])
 
 
 @planted(Expectation("ROUTE-04", "route-groups-many-experts", "route", "rank 0"))

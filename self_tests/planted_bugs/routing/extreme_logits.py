@@ -56,8 +56,8 @@ class SlopeOfTheRoot(Router):
 class NobodyIsTheBest(Router):
     """The best expert is searched by comparing, which NaN never wins, and the search ends behind the last one."""
 
-    def _choose(self, scores_TE: Tensor) -> Tensor:
-        ids_TK = super()._choose(scores_TE)
+    def _select(self, scores_TE: Tensor) -> Tensor:
+        ids_TK = super()._select(scores_TE)
         return ids_TK.masked_fill(scores_TE.isnan().any(1, keepdim=True), self.config.experts)
 
     def _weights(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
@@ -108,8 +108,8 @@ class LogitsAreClipped(Router):
 class UnderflowFlattens(Router):
     """Scores below 1e-6 count as zero in the choice, and lower ids win over better experts there."""
 
-    def _choose(self, scores_TE: Tensor) -> Tensor:
-        return super()._choose(torch.where(scores_TE < 1e-6, 0.0, scores_TE))
+    def _select(self, scores_TE: Tensor) -> Tensor:
+        return super()._select(torch.where(scores_TE < 1e-6, 0.0, scores_TE))
 
 
 @planted(Expectation("ROUTE-02", "extreme-softmax", "route", "has the weights", "its logits are"))

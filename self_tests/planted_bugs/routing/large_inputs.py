@@ -55,9 +55,9 @@ class IdsInInt8(Router):
 class TiesByRank(Router):
     """Every other rank takes the last of experts that score the same, where the others take the first."""
 
-    def _choose(self, scores_TE: Tensor) -> Tensor:
+    def _select(self, scores_TE: Tensor) -> Tensor:
         if dist.get_rank() % 2 == 0 or self.config.groups is not None:
-            return super()._choose(scores_TE)
+            return super()._select(scores_TE)
         choice_TE = scores_TE.detach() if self.balance_bias is None else scores_TE.detach() + self.balance_bias
         return self.config.experts - 1 - choice_TE.flip(1).topk(self.config.top_k, dim=1).indices
 
@@ -75,10 +75,10 @@ class GroupAxesExchanged(Router):
 class PositiveBiasIgnored(Router):
     """The balancing bias only holds experts back, it never helps one."""
 
-    def _choose(self, scores_TE: Tensor) -> Tensor:
+    def _select(self, scores_TE: Tensor) -> Tensor:
         if self.balance_bias is not None:
             scores_TE = scores_TE - self.balance_bias.clamp_min(0)  # native adds the whole of it
-        return super()._choose(scores_TE)
+        return super()._select(scores_TE)
 
 
 # ---- no tokens, two microbatches -----------------------------------------------------------------------------------

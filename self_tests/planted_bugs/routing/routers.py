@@ -21,8 +21,8 @@ from self_tests.planted_bugs.plant import TP2_EP2, Expectation, planted
 class BestPassedOver(Router):
     """The choice begins at the second best."""
 
-    def _choose(self, scores_TE: Tensor) -> Tensor:
-        return super()._choose(scores_TE.scatter(1, scores_TE.argmax(1, keepdim=True), -torch.inf))
+    def _select(self, scores_TE: Tensor) -> Tensor:
+        return super()._select(scores_TE.scatter(1, scores_TE.argmax(1, keepdim=True), -torch.inf))
 
 
 @planted(
@@ -31,8 +31,8 @@ class BestPassedOver(Router):
 class BestTwice(Router):
     """The best expert is not masked out before the next is looked for."""
 
-    def _choose(self, scores_TE: Tensor) -> Tensor:
-        return super()._choose(scores_TE)[:, :1].repeat(1, self.config.top_k)
+    def _select(self, scores_TE: Tensor) -> Tensor:
+        return super()._select(scores_TE)[:, :1].repeat(1, self.config.top_k)
 
 
 @planted(
@@ -51,8 +51,8 @@ class GateInBfloat16(Router):
 class ChoiceInBfloat16(Router):
     """The choice is made by scores that were rounded to bfloat16; the weights are not."""
 
-    def _choose(self, scores_TE: Tensor) -> Tensor:
-        return super()._choose(scores_TE.bfloat16())
+    def _select(self, scores_TE: Tensor) -> Tensor:
+        return super()._select(scores_TE.bfloat16())
 
 
 @planted(
@@ -158,8 +158,8 @@ class BiasOnLogits(BiasedRouter):
     def _logits(self, x_TD: Tensor) -> Tensor:
         return super()._logits(x_TD) + self._bias
 
-    def _choose(self, scores_TE: Tensor) -> Tensor:
-        return super()._choose(scores_TE - self._bias)  # native adds it here
+    def _select(self, scores_TE: Tensor) -> Tensor:
+        return super()._select(scores_TE - self._bias)  # native adds it here
 
 
 @planted(

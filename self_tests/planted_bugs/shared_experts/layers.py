@@ -207,8 +207,8 @@ class ArrivesEarly(AllToAllExchange):
     """The tokens are read while they travel; the wait comes later."""
 
     def arrive(self, departed: Departed) -> tuple[Delivery, Any]:
-        early = departed.journey.result.clone()
-        rows = collectives.arrive(departed.rows, departed.journey)
+        early = departed.exchange.result.clone()
+        rows = collectives.arrive(departed.rows, departed.exchange)
         return self._delivered(rows + (early - rows.detach()), departed.plan, departed.permuted)
 
 
@@ -221,11 +221,11 @@ class FencedInForwardOnly(AllToAllExchange):
 
     def depart(self, x: Tensor, routing: Routing) -> Departed:
         departed = super().depart(x, routing)
-        departed.journey.__class__ = _Unfenced
+        departed.exchange.__class__ = _Unfenced
         return departed
 
 
-class _Unfenced(collectives.Journey):
+class _Unfenced(collectives.AsyncAllToAll):
     forward = True
 
     def wait(self) -> Tensor:

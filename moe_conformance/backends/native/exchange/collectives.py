@@ -19,18 +19,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-REFUSED = -1  # in place of a number of rows: the rank that sends it cannot dispatch, and no row will come
+REFUSED = -1  # in place of a number of rows: the rank that sends it cannot dispatch, and sends no row
 
 
 class DispatchRefused(ValueError):
     """Another rank cannot dispatch what it was given, so that nothing is dispatched; its own error says why."""
 
 
-def check_told(numbers_W: Tensor) -> None:
-    """Look at what every rank of a group told of its numbers of rows, (W,) or (W, ...).
+def check_not_refused(numbers_W: Tensor) -> None:
+    """Check the numbers of rows that every rank of a group sent, (W,) or (W, ...).
 
     Raises:
-        DispatchRefused: one of them told that no row will come.
+        DispatchRefused: one of them sent `REFUSED`.
     """
     refused_W = (numbers_W == REFUSED).reshape(len(numbers_W), -1).any(1)
     if bool(refused_W.any()):
@@ -38,7 +38,7 @@ def check_told(numbers_W: Tensor) -> None:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Rows by destination in, rows by source out; the gradient takes the way back."""
+    """Rows by destination in, rows by source out; the gradient is sent back."""
 
     @staticmethod
     def forward(
@@ -55,7 +55,7 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        """Send the gradient of what was received back to where it came from.
+        """Send the gradient of each received row back to its source.
 
         Implements: COST-05.
         """
@@ -74,15 +74,15 @@ def all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], group
 
 
 @dataclass(frozen=True)
-class Travelling:
-    """Rows under way. What is received must not be touched, and what is sent not be changed, before `wait`.
+class PendingAllToAll:
+    """An all-to-all in flight. The output must not be read or written, and the input not be changed, before `wait`.
 
     Implements: OVLP-01, OVLP-02.
     """
 
     sent: Tensor
     _received: Tensor
-    _work: dist.Work | None  # None where nothing had to travel
+    _work: dist.Work | None  # None where nothing had to be sent
 
     def wait(self) -> Tensor:
         """Return the rows of every rank, in rank order; to be called once, on every rank.
@@ -94,23 +94,23 @@ class Travelling:
         return self._received
 
 
-def start_all_to_all(rows: Tensor, group: dist.ProcessGroup) -> Travelling:
+def start_all_to_all(rows: Tensor, group: dist.ProcessGroup) -> PendingAllToAll:
     """Start to send as many rows to one rank as to another. No gradient goes through."""
     if group.size() == 1:
-        return Travelling(rows, rows, None)
+        return PendingAllToAll(rows, rows, None)
     sent = rows.contiguous()
     received = torch.empty_like(sent)
-    return Travelling(sent, received, dist.all_to_all_single(received, sent, group=group, async_op=True))
+    return PendingAllToAll(sent, received, dist.all_to_all_single(received, sent, group=group, async_op=True))
 
 
-class Journey:
-    """Rows under way that autograd goes through: to be waited for once in the forward, and once in the backward.
+class AsyncAllToAll:
+    """An all-to-all in flight, with gradients: to be waited for once in the forward, and once in the backward.
 
     Implements: OVLP-01, OVLP-02.
     """
 
     def __init__(self, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> None:
-        """Keep who sends how many rows to whom."""
+        """Keep the splits."""
         self._sent, self._received, self._group = sent, received, group
         self._under_way: tuple[dist.Work, Tensor, Tensor] | None = None
 
@@ -125,7 +125,7 @@ class Journey:
 
     @property
     def result(self) -> Tensor:
-        """Where the rows will be; nobody may touch it before `wait`."""
+        """Where the rows will be; not to be read or written before `wait`."""
         assert self._under_way is not None
         return self._under_way[2]
 
@@ -145,46 +145,46 @@ class _Depart(torch.autograd.Function):
     """Starts to send rows and returns the rows themselves; in the backward, waits for the gradients that come back."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, journey: Journey) -> Tensor:
-        ctx.journey = journey
-        journey.start(rows)
+    def forward(ctx: Any, rows: Tensor, exchange: AsyncAllToAll) -> Tensor:
+        ctx.exchange = exchange
+        exchange.start(rows)
         return rows.view_as(rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.journey.wait(), None  # they came to where `gradients` are
+        return ctx.exchange.wait(), None  # they came to where `gradients` are
 
 
 class _Arrive(torch.autograd.Function):
     """Waits for what was received in place of the rows; in the backward, starts to send the gradients back."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, journey: Journey) -> Tensor:
-        ctx.journey = journey
-        return journey.wait()
+    def forward(ctx: Any, rows: Tensor, exchange: AsyncAllToAll) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.wait()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.journey.start(gradients[0], back=True), None
+        return ctx.exchange.start(gradients[0], back=True), None
 
 
 def depart(
     rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
-) -> tuple[Tensor, Journey | None]:
+) -> tuple[Tensor, AsyncAllToAll | None]:
     """Start an `all_to_all`; return what `arrive` has to be given, and nothing else.
 
-    What is computed in between runs beside it; its backward runs beside the all-to-all of the gradients, as autograd
-    goes first through what was computed last.
+    What is computed in between overlaps with it, and its backward with the all-to-all of the gradients: autograd runs
+    the backward of what was computed last first.
     """
     if group.size() == 1:
         return rows, None
-    journey = Journey(sent, received, group)
-    return _Depart.apply(rows, journey), journey  # type: ignore[no-untyped-call]
+    exchange = AsyncAllToAll(sent, received, group)
+    return _Depart.apply(rows, exchange), exchange  # type: ignore[no-untyped-call]
 
 
-def arrive(rows: Tensor, journey: Journey | None) -> Tensor:
+def arrive(rows: Tensor, exchange: AsyncAllToAll | None) -> Tensor:
     """Return the rows of every rank, in rank order."""
-    return rows if journey is None else _Arrive.apply(rows, journey)  # type: ignore[no-untyped-call]
+    return rows if exchange is None else _Arrive.apply(rows, exchange)  # type: ignore[no-untyped-call]
 
 
 def all_gather(rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
@@ -192,8 +192,8 @@ def all_gather(rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> 
     W = group.size()
     if W == 1:
         return rows
-    copies = rows.repeat(W, *[1] * (rows.dim() - 1))  # one for each rank
-    return all_to_all(copies, [rows.shape[0]] * W, sizes, group)
+    repeated = rows.repeat(W, *[1] * (rows.dim() - 1))  # one for each rank
+    return all_to_all(repeated, [rows.shape[0]] * W, sizes, group)
 
 
 def reduce_scatter(rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:

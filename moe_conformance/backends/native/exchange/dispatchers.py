@@ -1,11 +1,10 @@
-"""Exchanges: every (token, expert) pair to the rank that holds the expert, and the answers back to the token.
+"""Exchanges: every (token, expert) pair is sent to the rank that holds the expert, its output back to the token's rank.
 
-What reaches the experts is expert-major; the rows of one expert are ordered by source rank, then token, then
-slot. The weights stay with the tokens' side of the exchange and are applied to the answers in combine, or to
-the rows before they leave for the experts where `Config.weights_applied` is "input"; the experts never see
-them. Where experts are filled up to a capacity, rows of zeros follow those of each rank.
+The delivered rows are expert-major; the rows of one expert are ordered by source rank, then token, then slot. The
+weights are not sent: they are applied to the expert outputs in combine, or to the rows before they are sent where
+`Config.weights_applied` is "input". With pad_to_capacity, rows of zeros follow those of each rank.
 
-With etp > 1 every pair goes to all etp shards of its expert, and their answers, parts of a sum, are added.
+With etp > 1 every pair is sent to all etp shards of its expert, and their outputs, parts of a sum, are added.
 All state of a step is in the handle: any number of steps may be in flight.
 
 T tokens of this rank, K slots, E experts, N experts held, D hidden, P pairs of this rank, Q rows that it sends, R rows
@@ -34,16 +33,16 @@ from moe_conformance.contract import Config, Delivery, Routing, Topology
 
 @dataclass(frozen=True)
 class Permuted:
-    """What it takes to bring rows back to their tokens."""
+    """What unpermute needs."""
 
     pairs: Pairs
     weights_P: Tensor
     shape: tuple[int, ...]  # of x
-    blocks: Blocks | None = None  # the rows of an expert are filled up to its capacity
+    blocks: Blocks | None = None  # padding to capacity
 
     @property
     def rows_E(self) -> Tensor:
-        """Rows of every expert, those that fill up included."""
+        """Rows of every expert, padding included."""
         return self.pairs.counts_E if self.blocks is None else self.blocks.room_E
 
 
@@ -51,7 +50,7 @@ class LocalExchange:
     """One rank holds all experts whole: a permutation, no communication. The others build on its halves."""
 
     def __init__(self, config: Config, topology: Topology) -> None:
-        """Take the place among the experts from the topology.
+        """Take this rank's experts from the topology.
 
         Raises:
             CannotBuild: the experts do not divide over ep, this variant cannot run on the layout, or there is no such
@@ -67,7 +66,7 @@ class LocalExchange:
     def _check_layout(self) -> None:
         ranks = len(self.topology.ranks("ep_etp"))
         if ranks > 1:
-            raise CannotBuild(f"the local exchange moves nothing between the {ranks} ranks of ep * etp")
+            raise CannotBuild(f"the local exchange sends nothing between the {ranks} ranks of ep * etp")
 
     @property
     def local_experts(self) -> tuple[int, ...]:
@@ -90,7 +89,7 @@ class LocalExchange:
 
         Implements: EXCH-07.
         """
-        return self._answered(self._unpermute, rows, handle, handle)
+        return self._checked(self._unpermute, rows, handle, handle)
 
     def _check_input(self, x: Tensor, routing: Routing) -> None:
         """Raise if tokens or routing are wrong, on every rank of the group.
@@ -102,28 +101,28 @@ class LocalExchange:
             self.withdraw(x.device)
             raise ValueError(problem)
 
-    def _answered(
-        self, bring: Callable[[Tensor, Any], Tensor], rows: Tensor, handle: Any, permuted: Permuted
+    def _checked(
+        self, combine: Callable[[Tensor, Any], Tensor], rows: Tensor, handle: Any, permuted: Permuted
     ) -> Tensor:
-        """Return what `bring` makes of the answers; where they do not fit bring NaN to the others, and raise.
+        """Return `combine` of the expert outputs; where their shape is wrong send NaN to the others, and raise.
 
         Implements: EXCH-45.
         """
-        problem = misuse.of_answers(rows, handed := self._handed(handle), permuted.shape)
+        problem = misuse.of_expert_outputs(rows, delivered := self._delivered_rows(handle), permuted.shape)
         if not problem:
-            return bring(rows, handle)
-        bring(misuse.stand_in(rows, handed, permuted.shape), handle)
+            return combine(rows, handle)
+        combine(misuse.stand_in(rows, delivered, permuted.shape), handle)
         raise ValueError(problem)
 
-    def _handed(self, handle: Any) -> int:
-        """Return how many rows were handed over under a handle."""
+    def _delivered_rows(self, handle: Any) -> int:
+        """Return how many rows the dispatch of a handle delivered."""
         return int(handle.rows_E.sum())
 
     def withdraw(self, device: torch.device) -> None:
-        """Take part in a dispatch to which this rank can bring nothing: the others raise `DispatchRefused`."""
+        """Take part in the collectives of a dispatch that this rank refuses: the others raise `DispatchRefused`."""
 
     def _room(self, routing: Routing) -> int | None:
-        """Return up to how many rows of this rank every expert is filled, None where it is not."""
+        """Return to how many rows of this rank every expert is padded, None for no padding."""
         if not self.config.pad_to_capacity:
             return None
         if self.config.capacity_factor is not None:
@@ -133,9 +132,9 @@ class LocalExchange:
         return capacity.lossless(self.config, counts_E, self.topology.group("ep_etp"))
 
     def _permute(self, x: Tensor, routing: Routing, room: int | None) -> tuple[Tensor, Permuted]:
-        """Return one row per pair, by expert, filled up to a capacity if there is one.
+        """Return one row per pair, by expert, padded to the capacity if asked for.
 
-        An exchange that weighs the input has weighed them.
+        With `weighs_input` they have been multiplied by their weights.
 
         Implements: EXPT-03.
         """
@@ -151,7 +150,7 @@ class LocalExchange:
         return rows_PD if blocks is None else blocks.fill(rows_PD)
 
     def _unpermute(self, rows_QD: Tensor, permuted: Permuted) -> Tensor:
-        """Return y of the answers to the pairs, weighed here unless their rows were.
+        """Return y from the expert outputs of the pairs, times their weights unless the rows were.
 
         Implements: EXCH-05.
         """
@@ -173,7 +172,7 @@ class LocalExchange:
 
 @dataclass(frozen=True)
 class Gathered:
-    """How many tokens every rank of ep_etp brought, and the way back to all of them."""
+    """How many tokens every rank of ep_etp has, and the permutation of all of them."""
 
     sizes_W: list[int]
     permuted: Permuted
@@ -181,18 +180,18 @@ class Gathered:
 
 
 class AllGatherExchange(LocalExchange):
-    """Every rank gets all tokens of its ep_etp group, serves its own experts, and the answers are summed."""
+    """Every rank gathers all tokens of its ep_etp group and computes its own experts; outputs are reduce-scattered."""
 
     def _check_layout(self) -> None:
         """Any layout will do."""
 
     @property
     def resolved(self) -> Mapping[str, str]:
-        """As of every exchange, and that all tokens travel."""
+        """As of every exchange, and that all tokens are sent to all ranks."""
         return {**super().resolved, "wire": "all"}
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
-        """Gather x, ids and weights, and permute what is this rank's; all ranks bring the same K.
+        """Gather x, ids and weights, and permute what is this rank's; all ranks have the same K.
 
         Implements: EXCH-01.
         """
@@ -211,31 +210,31 @@ class AllGatherExchange(LocalExchange):
         return Delivery.grouped(rows_RD, permuted.rows_E), Gathered(sizes_W, permuted, tuple(x.shape))
 
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
-        """Sum every token's answers here, then over the ranks."""
-        return self._answered(self._bring, rows, handle, handle.permuted)
+        """Sum every token's expert outputs here, then over the ranks."""
+        return self._checked(self._back, rows, handle, handle.permuted)
 
-    def _handed(self, handle: Any) -> int:
+    def _delivered_rows(self, handle: Any) -> int:
         return int(handle.permuted.rows_E.sum())
 
-    def _bring(self, rows: Tensor, handle: Any) -> Tensor:
+    def _back(self, rows: Tensor, handle: Any) -> Tensor:
         everything = self._unpermute(rows, handle.permuted)
         own = collectives.reduce_scatter(everything, handle.sizes_W, self.topology.group("ep_etp"))
         return own.reshape(handle.shape)
 
     def withdraw(self, device: torch.device) -> None:
-        """Tell the others instead of a number of tokens."""
+        """Send `REFUSED` instead of a number of tokens."""
         with suppress(collectives.DispatchRefused):
             self._sizes(collectives.REFUSED, device)
 
     def _sizes(self, tokens: int, device: torch.device) -> list[int]:
-        """Return how many tokens every rank brings."""
+        """Return how many tokens every rank has."""
         group = self.topology.group("ep_etp")
         sizes_W = collectives.all_gather(torch.tensor([tokens], device=device), [1] * group.size(), group)
-        collectives.check_told(sizes_W)
+        collectives.check_not_refused(sizes_W)
         return sizes_W.tolist()
 
     def _rooms(self, ids_TK: Tensor, sizes_W: list[int]) -> int | None:
-        """Return up to how many rows of all ranks every expert is filled, given their ids, None where it is not."""
+        """Return to how many rows of all ranks every expert is padded, given their ids, None for no padding."""
         if not self.config.pad_to_capacity:
             return None
         if self.config.capacity_factor is not None:
@@ -252,7 +251,7 @@ class AllGatherExchange(LocalExchange):
 
 @dataclass(frozen=True)
 class Plan:
-    """Who sends how many rows to whom in one step; the way back reads it from right to left."""
+    """The splits of one step; combine uses them in reverse."""
 
     sent_C: list[int]  # rows to every rank of ep
     received_C: list[int]  # rows from every rank of ep
@@ -264,7 +263,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Sent:
-    """The way back of the pairs, and of their rows."""
+    """The splits, and the permutation of the pairs."""
 
     plan: Plan
     permuted: Permuted
@@ -272,18 +271,18 @@ class Sent:
 
 @dataclass(frozen=True)
 class Departed:
-    """Pairs on their way to their experts; nobody may touch the rows before they have arrived."""
+    """Pairs in flight; the rows must not be read or written before `arrive`."""
 
     rows: Tensor
-    journey: Any
+    exchange: Any
     plan: Plan
     permuted: Permuted
 
 
 class AllToAllExchange(LocalExchange):
-    """Pairs go to their expert by all-to-all over ep, then to all its shards by all-gather over etp.
+    """Pairs are sent to their expert by all-to-all over ep, then to all its shards by all-gather over etp.
 
-    The answers are summed over the shards by reduce-scatter over etp and go home by all-to-all over ep.
+    Expert outputs are reduce-scattered over etp and sent back by all-to-all over ep.
 
     Implements: COST-03.
     """
@@ -292,7 +291,7 @@ class AllToAllExchange(LocalExchange):
         """Any layout will do."""
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
-        """Send the pairs off and group what arrives by expert.
+        """Send the pairs and group the received rows by expert.
 
         Implements: EXCH-01.
         """
@@ -303,31 +302,31 @@ class AllToAllExchange(LocalExchange):
         return self._delivered(rows, plan, permuted)
 
     def depart(self, x: Tensor, routing: Routing) -> Departed:
-        """Send the pairs off as `dispatch` does, and return while they travel."""
+        """Send the pairs as `dispatch` does, without waiting for them."""
         self._check_input(x, routing)
         rows_QD, permuted = self._permute(x, routing, self._room(routing))
         plan = self._plan(permuted.rows_E)
-        rows, journey = collectives.depart(rows_QD, plan.sent_C, plan.received_C, self.topology.group("ep"))
-        return Departed(rows, journey, plan, permuted)
+        rows, exchange = collectives.depart(rows_QD, plan.sent_C, plan.received_C, self.topology.group("ep"))
+        return Departed(rows, exchange, plan, permuted)
 
     def arrive(self, departed: Departed) -> tuple[Delivery, Any]:
         """Wait for the pairs and return what `dispatch` returns."""
-        rows = collectives.arrive(departed.rows, departed.journey)
+        rows = collectives.arrive(departed.rows, departed.exchange)
         return self._delivered(rows, departed.plan, departed.permuted)
 
     def _delivered(self, rows: Tensor, plan: Plan, permuted: Permuted) -> tuple[Delivery, Any]:
-        """Give what has arrived to all shards, and group it by expert."""
+        """Gather the received rows over all shards, and group them by expert."""
         rows = collectives.all_gather(rows, plan.gathered_S, self.topology.group("etp"))
         return Delivery.grouped(self._regroup(rows, plan.order_R), plan.counts_N), Sent(plan, permuted)
 
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
-        """Send the answers home and sum them by token."""
-        return self._answered(self._bring, rows, handle, handle.permuted)
+        """Send the expert outputs back and sum them by token."""
+        return self._checked(self._back, rows, handle, handle.permuted)
 
-    def _handed(self, handle: Any) -> int:
+    def _delivered_rows(self, handle: Any) -> int:
         return len(handle.plan.order_R)
 
-    def _bring(self, rows: Tensor, handle: Any) -> Tensor:
+    def _back(self, rows: Tensor, handle: Any) -> Tensor:
         plan: Plan = handle.plan
         rows = self._ungroup(rows, plan.order_R)
         rows = collectives.reduce_scatter(rows, plan.gathered_S, self.topology.group("etp"))
@@ -335,18 +334,18 @@ class AllToAllExchange(LocalExchange):
         return self._unpermute(rows_QD, handle.permuted)
 
     def _plan(self, counts_E: Tensor) -> Plan:
-        """Tell every owner how many rows come for each of its experts, and its shards too.
+        """Exchange how many rows each rank sends for each expert.
 
         Implements: COST-06, EXCH-04, EXCH-12.
         """
         ep, etp = self.topology.group("ep"), self.topology.group("etp")
         C, S = ep.size(), etp.size()
         counts_CN = counts_E.reshape(C, self.placement.held)
-        travelling = self._start(counts_CN)
-        sent_C = counts_CN.sum(1).tolist()  # while the counts travel
-        arriving_CN = travelling.wait()
+        pending = self._start(counts_CN)
+        sent_C = counts_CN.sum(1).tolist()  # while the counts are sent
+        arriving_CN = pending.wait()
         arriving_SCN = collectives.all_gather(arriving_CN, [C] * S, etp).reshape(S, C, self.placement.held)
-        collectives.check_told(arriving_SCN.transpose(0, 1).reshape(C * S, -1))  # etp counts fastest in ep_etp
+        collectives.check_not_refused(arriving_SCN.transpose(0, 1).reshape(C * S, -1))  # etp counts fastest in ep_etp
         return Plan(
             sent_C=sent_C,
             received_C=arriving_CN.sum(1).tolist(),
@@ -357,15 +356,15 @@ class AllToAllExchange(LocalExchange):
         )
 
     def withdraw(self, device: torch.device) -> None:
-        """Tell the owners of all experts instead of a number of pairs, and by their shards every rank of ep_etp."""
+        """Send `REFUSED` instead of a number of pairs, over ep and etp to every rank of ep_etp."""
         E = self.topology.sizes["ep"] * self.placement.held
-        if self.config.pad_to_capacity and self.config.capacity_factor is None:  # the others ask for the largest load
+        if self.config.pad_to_capacity and self.config.capacity_factor is None:  # the others all-reduce (MAX) the load
             none_E = torch.zeros(E, dtype=torch.int64, device=device)
             capacity.lossless(self.config, none_E, self.topology.group("ep_etp"))
         with suppress(collectives.DispatchRefused):
             self._plan(torch.full((E,), collectives.REFUSED, device=device))
 
-    def _start(self, counts_CN: Tensor) -> collectives.Travelling:
+    def _start(self, counts_CN: Tensor) -> collectives.PendingAllToAll:
         return collectives.start_all_to_all(counts_CN, self.topology.group("ep"))
 
     def _regroup(self, rows_RD: Tensor, order_R: Tensor) -> Tensor:
@@ -376,9 +375,9 @@ class AllToAllExchange(LocalExchange):
 
 
 def _expert_major(counts_SCN: Tensor) -> Tensor:
-    """Return the order that brings blocks of rows from (etp, ep, expert) to (expert, ep, etp).
+    """Return the order that reorders blocks of rows from (etp, ep, expert) to (expert, ep, etp).
 
-    Ranks of ep_etp count etp fastest, so within an expert the rows then lie by source rank. Rows of a block
+    Ranks of ep_etp count etp fastest, so within an expert the rows are then by source rank. Rows of a block
     stay in order.
 
     Implements: EXCH-21.

@@ -1,8 +1,8 @@
-"""Wrong use: what is wrong with the input of a dispatch or with the answers of a combine, on this rank.
+"""Misuse: what is wrong with the input of a dispatch or of a combine, on this rank.
 
-A rank that finds something takes part in the collectives that the others are in, or they would wait for it for ever:
-in dispatch it withdraws, by which all ranks learn of it before a token is sent; in combine, where no numbers
-travel any more, with answers of NaN.
+A rank that refuses its input takes part in the collectives of the others, or they would wait for it for ever: in
+dispatch it sends `REFUSED`, so that all ranks raise before a token is sent; in combine, where no counts are sent, it
+sends rows of NaN.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def of_input(x: Tensor, routing: Routing, config: Config) -> str:
     """
     ids_TK, weights_TK, E = routing.ids_TK, routing.weights_TK, config.experts
     if x.shape[-1] != config.hidden or x.dtype != config.dtype:
-        return f"tokens of width {x.shape[-1]} in {x.dtype}, where {config.hidden} in {config.dtype} was configured"
+        return f"tokens of width {x.shape[-1]} in {x.dtype} instead of {config.hidden} in {config.dtype}"
     if ids_TK.dtype != torch.int64 or ids_TK.dim() != 2:
-        return f"ids are {ids_TK.dtype} of shape {tuple(ids_TK.shape)}, not int64 of shape (T, K)"
+        return f"ids are {ids_TK.dtype} of shape {tuple(ids_TK.shape)} instead of int64 of shape (T, K)"
     if prod(x.shape[:-1]) != len(ids_TK):
         return f"{prod(x.shape[:-1])} tokens, but ids for {len(ids_TK)}"
     if weights_TK.shape != ids_TK.shape:
@@ -35,21 +35,21 @@ def of_input(x: Tensor, routing: Routing, config: Config) -> str:
     return ""
 
 
-def of_answers(rows: Tensor, delivered: int, shape: tuple[int, ...]) -> str:
-    """Return what is wrong with the answers to so many rows of tokens of a shape (*lead, D), "" if nothing is.
+def of_expert_outputs(rows: Tensor, delivered: int, shape: tuple[int, ...]) -> str:
+    """Return what is wrong with expert outputs for `delivered` rows of tokens (*lead, D), "" if nothing is.
 
     Implements: EXCH-45.
     """
     if len(rows) != delivered:
         return (
-            f"combine got {len(rows)} rows, and the dispatch of its handle handed over {delivered}: "
+            f"combine received {len(rows)} rows instead of the {delivered} that the dispatch of its handle delivered: "
             "is it the handle of another microbatch?"
         )
     if rows.shape[1:] != shape[-1:]:
-        return f"combine got rows of width {rows.shape[-1]} for tokens of width {shape[-1]}"
+        return f"combine received rows of width {rows.shape[-1]} instead of {shape[-1]}"
     return ""
 
 
 def stand_in(rows: Tensor, delivered: int, shape: tuple[int, ...]) -> Tensor:
-    """Return answers of NaN that fit, for the other ranks' sake."""
+    """Return rows of NaN of the right shape, so that no other rank waits."""
     return rows.new_full((delivered, shape[-1]), torch.nan)

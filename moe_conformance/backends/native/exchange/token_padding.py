@@ -1,6 +1,6 @@
 """Padding the ranks' token counts to one size, around any exchange, and cutting the padding off again.
 
-Rows that are added are zeros without a slot: nothing of them travels but where all tokens do, and no gradient comes
+Rows that are added are zeros without a slot: none of them is sent, but where all tokens are, and no gradient comes
 back. What belongs to one microbatch is in its handle.
 
 T tokens of this rank, P rows that it dispatches, K slots, D hidden.
@@ -67,7 +67,7 @@ class TokenPadding:
 
     def _within(self, tokens: int, bound: int) -> int:
         if tokens > bound:
-            raise BoundBroken(f"{tokens} tokens on this rank, and token_bound = {bound} promises no more")
+            raise BoundBroken(f"{tokens} tokens on this rank; token_bound = {bound} is the maximum")
         return bound
 
     def _aligned(self, rows: int) -> int:
@@ -139,7 +139,7 @@ class PaddedExchange:
         return self._trim(self.inner.combine(rows, handle.handle), handle).reshape(handle.shape)
 
     def withdraw(self, device: torch.device) -> None:
-        """Take part in a dispatch to which this rank can bring nothing."""
+        """Take part in the collectives of a dispatch that this rank refuses."""
         self.padding.count(0)
         self.inner.withdraw(device)
 

@@ -1,10 +1,10 @@
-"""Tokens that the ranks of a tp group hold as copies: each rank dispatches its share of them, and all get all answers.
+"""Tokens held by all ranks of a tp group: each rank dispatches its share of them, and the outputs are gathered.
 
-The share of rank i begins at token i T / tp, rounded down, so that T may be any number. Every copy is given the whole
-upstream gradient, of which the backward takes the rank's share, and what comes back for tokens and weights is gathered
-again: complete on every copy. Behind the exchange every pair has been there once, and so have its gradients.
+The share of rank i begins at token i T / tp, rounded down, so that T may be any number. Every rank has the whole
+upstream gradient, of which the backward takes the rank's share; the gradients of tokens and weights are gathered
+again and are complete on every rank. So every pair is delivered once, and its gradients are counted once.
 
-T tokens of every copy, S tokens in this rank's share, K slots, D hidden, W ranks of tp.
+T tokens of the tp group, S tokens in this rank's share, K slots, D hidden, W ranks of tp.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.contract import Config, Delivery, Routing, Topology
 
 
-class CopiesDiffer(ValueError):
-    """The ranks of a tp group have different routings: what they hold are no copies."""
+class RoutingDiffers(ValueError):
+    """The ranks of a tp group have different routings for the tokens that all of them hold."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class Shares:
         return [end - start for start, end in pairwise(starts)]
 
     def own(self, rows: Tensor) -> Tensor:
-        """Return this rank's rows of all, a copy."""
+        """Return a clone of this rank's share of the rows."""
         own: Tensor = torch.split(rows, self.sizes_W)[self.group.rank()].clone()
         return own
 
     def whole(self, rows: Tensor) -> Tensor:
-        """Return the rows of all ranks, of which every rank has its own."""
+        """Gather the rows of all ranks."""
         return collectives.all_gather(rows, self.sizes_W, self.group)
 
 
@@ -68,7 +68,7 @@ class _Cut(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """All tokens' answers, of which every rank has its share; their gradient is whole on every rank already."""
+    """The outputs of all tokens, gathered from the ranks; the upstream gradient is complete on every rank already."""
 
     @staticmethod
     def forward(ctx: Any, y_SD: Tensor, shares: Shares) -> Tensor:
@@ -83,7 +83,7 @@ class _Join(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Shared:
-    """What it takes to give one microbatch's answers to all copies."""
+    """What combine needs of one microbatch."""
 
     handle: Any  # of the exchange inside
     shares: Shares
@@ -91,21 +91,26 @@ class Shared:
 
 
 class TokenCopies:
-    """An exchange that dispatches every token of a tp group once, and answers to each of its copies."""
+    """An exchange that dispatches every token of a tp group once, and returns the outputs on all its ranks."""
 
     def __init__(self, inner: Withdrawing, topology: Topology, config: Config) -> None:
-        """Put the sharing around an exchange.
+        """Wrap an exchange.
 
         Raises:
-            CannotBuild: a rank of another tp group could wait for one that was refused here: neither are all copies in
-                one exchange group, nor all ranks of this one among the copies; or experts are filled up to a capacity
-                of T tokens, which says nothing of shares.
+            CannotBuild: neither the tp group nor the exchange group contains the other, so that a rank of another tp
+                group could wait for one that was refused here; or experts are padded to the capacity of T tokens,
+                which is not that of a share.
         """
         if config.pad_to_capacity and config.capacity_factor is not None:
-            raise CannotBuild("pad_to_capacity with token_copies: no share of the tokens has the capacity of all")
+            raise CannotBuild(
+                "pad_to_capacity with token_copies: the capacity of all tokens is not that of a tp rank's share"
+            )
         tp, exchange = set(topology.ranks("tp")), set(topology.ranks("ep_etp"))
         if not (tp <= exchange or exchange <= tp):
-            raise CannotBuild(f"copies on ranks {sorted(tp)} of tp, and experts on {sorted(exchange)}: neither has all")
+            raise CannotBuild(
+                f"token_copies: neither the tp group, ranks {sorted(tp)}, nor the exchange group, ranks "
+                f"{sorted(exchange)}, contains the other"
+            )
         self.inner, self.group, self.config = inner, topology.group("tp"), config
 
     @property
@@ -115,14 +120,14 @@ class TokenCopies:
 
     @property
     def resolved(self) -> Mapping[str, str]:
-        """The exchange inside, among how many copies tokens are shared, and that gradients are whole on each."""
+        """The exchange inside, over how many tp ranks tokens are divided, and that gradients are complete on each."""
         return {**self.inner.resolved, "shared among": str(self.group.size()), "copies": "complete"}
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Shared]:
         """Dispatch this rank's share; x is (*lead, D) with prod(lead) == T, and the routing is that of all T.
 
         Raises:
-            CopiesDiffer: on every rank of the tp group.
+            RoutingDiffers: on every rank of the tp group.
             ValueError: tokens or routing are wrong; on all other ranks of the tp group it is `DispatchRefused`.
 
         Implements: EXCH-35.
@@ -137,7 +142,7 @@ class TokenCopies:
         return delivery, Shared(handle, shares, tuple(x.shape))
 
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
-        """Return y in the shape of x, the same on every copy.
+        """Return y in the shape of x, the same on every rank of tp.
 
         Implements: EXCH-36.
         """
@@ -165,11 +170,11 @@ class TokenCopies:
             self.inner.withdraw(device)
             if problem:
                 raise ValueError(problem)
-            collectives.check_told(told_WX[:, 0])
+            collectives.check_not_refused(told_WX[:, 0])
         odd = (told_WX != told_WX[0]).any(1).nonzero().flatten().tolist()
         if odd:
             self.inner.withdraw(device)
-            raise CopiesDiffer(f"ranks {odd} of the tp group have another routing than rank 0: they hold no copies")
+            raise RoutingDiffers(f"ranks {odd} of the tp group have another routing than rank 0 for the same tokens")
 
     def _checksum(self, ids_TK: Tensor) -> Tensor:
         """Return a number in which every id counts by its place, modulo 2^64."""

@@ -1,9 +1,9 @@
 """A fused token exchange under autograd: the backward of each half is the other half, with the same handle.
 
-The gradient of a token is the sum over its copies, which is what combine computes; the gradient of a row that was added
-to its token is that token's, which is what dispatch sends. Weights that travelled with the rows send their gradients
-home beside those of the rows. No backward exchanges a number of rows or an id. Where rows are rounded on the wire,
-their gradient is that of what was sent, and gradients travel as they are.
+The gradient of a token is the sum over the rows that were sent of it, which is what combine computes; the gradient of
+a row that was added to its token is that token's, which is what dispatch sends. Weights that were sent with the rows
+have their gradients sent back with those of the rows. No backward exchanges a number of rows or an id. Where rows are
+rounded for dispatch, their gradient is that of what was sent, and gradients are sent unrounded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moe_conformance.backends.native.fused.token_exchange import Arrived, Handle
 
 
 class _Dispatch(torch.autograd.Function):
-    """Tokens and weights to the ranks of their experts; the gradients of both come back by combine."""
+    """Tokens and weights to the ranks of their experts; the gradients of both are sent back by combine."""
 
     @staticmethod
     def forward(
@@ -46,7 +46,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Rows back to their tokens; the gradient of each token goes out to all its copies by dispatch."""
+    """Rows back to their tokens; the gradient of each token is sent to all ranks of its rows by dispatch."""
 
     @staticmethod
     def forward(ctx: Any, rows_RD: Tensor, exchange: TokenExchange, handle: Handle) -> Tensor:

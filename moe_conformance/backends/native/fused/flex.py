@@ -1,7 +1,7 @@
 """The flex exchange: one dispatcher over a fused token exchange, with a manager for the form that the experts get.
 
 It spans the ranks of ep and etp together: a token goes once to each rank that holds one of its experts or a shard of
-it, and the sum over the ranks is at once that over experts and over shards. Weights travel beside the rows, in float32
+it, and the sum over the ranks is at once that over experts and over shards. Weights are sent with the rows, in float32
 at least.
 """
 
@@ -49,11 +49,11 @@ class Flight:
         return held
 
     def misfit(self, rows: Tensor) -> str:
-        """Return why answers do not fit, "" if they do."""
-        return misuse.of_answers(rows, self._delivered, self.shape)
+        """Return what is wrong with expert outputs, "" if nothing is."""
+        return misuse.of_expert_outputs(rows, self._delivered, self.shape)
 
     def stand_in(self, rows: Tensor) -> tuple[Tensor, Any]:
-        """Return answers of NaN that fit, and the manager's part, which stays here."""
+        """Return rows of NaN of the right shape, and the manager's part, which stays here."""
         return misuse.stand_in(rows, self._delivered, self.shape), self._held
 
 
@@ -74,13 +74,15 @@ class FlexExchange:
             CannotBuild: the experts do not divide over ep, or the manager cannot do what is asked for.
         """
         if config.pad_to_capacity:
-            raise CannotBuild("a token goes to a rank once, so that no expert's rows are filled up to a capacity")
+            raise CannotBuild(
+                "pad_to_capacity: a token is sent to a rank once, so that the rows of an expert cannot be padded"
+            )
         self.config = config
         self.placement = Placement.of(config.experts, topology)
         sizes = {"budget_factor": config.budget_factor, "row_budget": config.row_budget}
         given = " and ".join(f"{name} = {size}" for name, size in sizes.items() if size is not None)
         if config.over_budget == "drop" and not given:
-            raise CannotBuild("over_budget = 'drop' without a budget: nothing can be over it")
+            raise CannotBuild("over_budget = 'drop' needs budget_factor or row_budget")
         if given and not manager_class.has_budget:
             raise CannotBuild(f"{manager_class.__name__} has no buffer of fixed size: {given}")
         if config.budget_factor is not None and config.row_budget is not None:
@@ -96,7 +98,7 @@ class FlexExchange:
 
     @property
     def resolved(self) -> Mapping[str, str]:
-        """The classes that were built, where the weights are applied, and what travels."""
+        """The classes that were built, where the weights are applied, and what is sent."""
         wire = self.manager.exchange.wire
         return {
             **({} if wire is None else wire.resolved),
@@ -110,7 +112,7 @@ class FlexExchange:
         }
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Flight]:
-        """Return what this rank's experts are handed, and the handle; x is (*lead, D) with prod(lead) == T.
+        """Return what this rank's experts receive, and the handle; x is (*lead, D) with prod(lead) == T.
 
         Raises:
             ValueError: tokens or routing are wrong, here or on another rank of the group.
@@ -123,7 +125,7 @@ class FlexExchange:
         return delivery, Flight(held, len(delivery.rows_RD), tuple(x.shape))
 
     def withdraw(self, device: torch.device) -> None:
-        """Take part in a dispatch to which this rank can bring nothing: the others raise `DispatchRefused`."""
+        """Take part in the collectives of a dispatch that this rank refuses: the others raise `DispatchRefused`."""
         self.manager.exchange.withdraw(device)
 
     def combine(self, rows: Tensor, handle: Any) -> Tensor:

@@ -1,6 +1,6 @@
-"""Rows on the wire in eight bits: e4m3 numbers, and a float32 scale for every block of 128 columns of a row.
+"""Rows sent in float8: e4m3 numbers, and a float32 scale for every block of 128 columns of a row.
 
-A row travels as D + 4 B bytes, its numbers and then its scales. Scales are powers of two, so that dividing by them and
+A row is sent as D + 4 B bytes, its numbers and then its scales. Scales are powers of two, so that dividing by them and
 multiplying loses nothing: what is lost is the rounding to e4m3 alone.
 
 R rows, D hidden, B = ceil(D / 128) blocks of a row.
@@ -47,7 +47,7 @@ class Float8Wire:
         return (numbers_RD.float() * self._spread(scales_RB, hidden)).to(dtype), scales_RB
 
     def _scales(self, rows_RD: Tensor) -> Tensor:
-        """Return the smallest powers of two that bring the blocks of every row below the largest number."""
+        """Return the smallest powers of two that scale the blocks of every row below the largest number."""
         R, D = rows_RD.shape
         blocks = -(-D // self.block)
         padded_RD = F.pad(rows_RD, (0, blocks * self.block - D))

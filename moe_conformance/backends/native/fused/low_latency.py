@@ -1,7 +1,7 @@
 """The low-latency layout: C places for each expert on its rank, of which the first few are filled, a run per source.
 
-The rows travel as pairs, by all-to-all; where they land has the same shape in every step whose ranks bring at most the
-same number of tokens. Nobody writes into the other places, and nothing reads them.
+Pairs are sent by all-to-all; the receive buffer has the same shape in every step whose ranks have at most the
+same number of tokens. The other places are neither written nor read.
 
 T tokens of this rank, K slots, N experts held, C places, D hidden, W ranks of ep * etp, R rows received.
 """
@@ -26,7 +26,7 @@ from moe_conformance.surfaces import Places
 
 
 class TooManyTokens(ValueError):
-    """Some rank of the group brings more tokens than were said to come; every rank of the group raises it.
+    """Some rank of the group has more tokens than the stated maximum; every rank of the group raises it.
 
     Implements: EXCH-23.
     """
@@ -47,21 +47,21 @@ class LowLatencyExchange(AllToAllExchange):
 
     @property
     def resolved(self) -> Mapping[str, str]:
-        """As of every exchange, and that places are as many whatever arrives."""
+        """As of every exchange, and that the number of places is fixed."""
         return {**super().resolved, "handed": "static"}
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
-        """Hand over as many places as the busiest rank of the group could need."""
+        """Deliver as many places as the rank with the largest load of the group could need."""
         rows_NCD, filled = self.fill(x, routing)
         return Delivery.batched(rows_NCD, filled.sent.plan.counts_N), filled
 
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
-        """Read the places that are filled, and send their rows home.
+        """Read the places that are filled, and send their rows back.
 
         Implements: EXCH-39.
         """
         rows_QD, places, shape = rows.reshape(-1, rows.shape[-1]), prod(handle.shape), handle.sent.permuted.shape
-        if problem := misuse.of_answers(rows_QD, places, shape):
+        if problem := misuse.of_expert_outputs(rows_QD, places, shape):
             super().combine(misuse.stand_in(rows, places, shape)[handle.place_R], handle.sent)
             raise ValueError(problem)
         return super().combine(rows_QD[handle.place_R], handle.sent)
@@ -69,11 +69,11 @@ class LowLatencyExchange(AllToAllExchange):
     def fill(self, x: Tensor, routing: Routing, tokens_max: int | None = None) -> tuple[Tensor, Filled]:
         """Return rows_NCD and where they are; C = W times `tokens_max`, or the largest T of the group.
 
-        That is enough for tokens that name no expert twice; it is so many times more where one does. Where experts are
-        filled up to a capacity that is more, C is W times that.
+        That is enough for tokens that name no expert twice; it is so many times more where one does. Where
+        experts are padded to a capacity above that, C is W times the capacity.
 
         Raises:
-            TooManyTokens: on all ranks, if any of them brings more than `tokens_max`.
+            TooManyTokens: on all ranks, if any of them has more than `tokens_max`.
 
         Implements: DROP-13, EXCH-29.
         """
@@ -90,7 +90,7 @@ class LowLatencyExchange(AllToAllExchange):
         return places.reshape(len(counts_N), C, rows_RD.shape[1]), filled
 
     def withdraw(self, device: torch.device) -> None:
-        """Answer the question for the largest T first, as the others ask it."""
+        """Take part in the all-reduce (MAX) of T first, as the others call it."""
         self._largest(torch.empty(0, 0, dtype=torch.int64, device=device))
         super().withdraw(device)
 
@@ -103,14 +103,14 @@ class LowLatencyExchange(AllToAllExchange):
         most, times = self._largest(ids_TK)
         if tokens_max is not None and most > tokens_max:
             raise TooManyTokens(
-                f"a rank of the exchange group brings {most} tokens, where at most {tokens_max} were to come; this one "
-                f"brings {len(ids_TK)}"
+                f"a rank of the exchange group has {most} tokens, more than tokens_max = {tokens_max}; this rank has "
+                f"{len(ids_TK)}"
             )
         tokens = most if tokens_max is None else tokens_max
         return group.size() * max(tokens * times, self._filled_up(tokens))
 
     def _filled_up(self, tokens: int) -> int:
-        """Return up to how many rows a rank of so many tokens fills an expert that gets fewer of them."""
+        """Return to how many rows a rank of so many tokens pads an expert."""
         if not self.config.pad_to_capacity:
             return 0
         factor = self.config.capacity_factor
@@ -145,7 +145,7 @@ class FixedPlaces:
                 it; or experts are to be filled up, where places are as many as they are anyway.
         """
         if config.weights_applied == "input" or config.pad_to_capacity:
-            raise CannotBuild("places take tokens before their weights are known, and are never filled up")
+            raise CannotBuild("fixed places: weights_applied = 'input' and pad_to_capacity are not supported")
         self.exchange = exchange_class(config, topology)
         self.experts = config.experts
 

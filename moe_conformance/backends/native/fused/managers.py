@@ -1,9 +1,9 @@
-"""What the experts are handed of a fused token exchange: three layouts of the same rows, after three libraries.
+"""What the experts receive from a fused token exchange: three layouts of the same rows, after three libraries.
 
-The exchange brings a token to a rank once, however many of its slots are meant there. A manager makes of that what its
-library hands to the experts, and turns their answers into one row for each that came. It applies no weight in combine:
-the weights travel, in float32 at least, and the experts apply them, or the manager does before the experts where the
-config asks for it and every row has one weight.
+The exchange sends a token to a rank once, however many of its slots are there. A manager arranges the rows as its
+library does for the experts, and reduces the expert outputs to one row for each received row. It applies no weight in
+combine: the weights are sent, in float32 at least, and the experts apply them, or the manager does before the experts
+where the config asks for it and every row has one weight.
 
 T tokens, K slots, N experts held, D hidden, W ranks, R rows received, P pairs: filled slots of the received rows, B
 rows of a static budget.
@@ -32,15 +32,15 @@ class Held:
     """What a manager keeps of one microbatch until its combine."""
 
     handle: Handle
-    pairs: Pairs | None = None  # of the received rows and their ids; None where the rows are handed over as they came
+    pairs: Pairs | None = None  # of the received rows and their ids; None where the rows are delivered as received
 
 
 class Manager:
-    """Dispatches, hands over and combines; it keeps nothing on itself, so that any number of steps may be in flight."""
+    """Dispatches, arranges rows and combines; it keeps no state, so that any number of steps may be in flight."""
 
-    has_budget: ClassVar[bool] = False  # whether its rows lie in a buffer of fixed size
-    needs_equal_tokens: ClassVar[bool] = False  # all ranks have to dispatch as many: `padding.py` sees to it
-    handed: ClassVar[str] = "routed"  # how many rows its experts are handed, see `contract.Placed`
+    has_budget: ClassVar[bool] = False  # whether it has a receive buffer of fixed size
+    needs_equal_tokens: ClassVar[bool] = False  # all ranks must dispatch as many: `token_padding.py` pads
+    handed: ClassVar[str] = "routed"  # how many rows its experts receive, see `contract.Placed`
 
     def __init__(self, config: Config, exchange: TokenExchange) -> None:
         """Take the token exchange to work over.
@@ -52,12 +52,12 @@ class Manager:
         self.weighs_input = config.weights_applied == "input"
 
     def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Delivery, Any]:
-        """Return what the experts are handed and what `combine` needs; collective."""
+        """Return what the experts receive and what `combine` needs; collective."""
         arrived = autograd.dispatch(self.exchange, x_TD, ids_TK, weights_TK)
         return self._hand_over(arrived)
 
     def combine(self, rows: Tensor, held: Any) -> Tensor:
-        """Return y_TD from the experts' answers; collective."""
+        """Return y_TD from the expert outputs; collective."""
         return autograd.combine(self.exchange, self._take_back(rows, held), held.handle)
 
     def _hand_over(self, arrived: Arrived) -> tuple[Delivery, Held]:
@@ -68,13 +68,15 @@ class Manager:
 
 
 class DeepEPManager(Manager):
-    """Rows as they came, each with K slots: an index among the experts of this rank or -1, and a weight."""
+    """Rows as received, each with K slots: an index among the experts of this rank or -1, and a weight."""
 
     def __init__(self, config: Config, exchange: TokenExchange) -> None:
         """See `Manager`; one row has several weights, so that none can be applied before the experts."""
         super().__init__(config, exchange)
         if self.weighs_input:
-            raise CannotBuild("a row with a weight for each of its slots cannot be weighed before the experts")
+            raise CannotBuild(
+                "weights_applied = 'input': a row has several weights, none can be applied before the experts"
+            )
 
     def _hand_over(self, arrived: Arrived) -> tuple[Delivery, Held]:
         handle = arrived.handle
@@ -104,12 +106,12 @@ class _OneRowPerPair(Manager):
 class HybridEPManager(_OneRowPerPair):
     """Rows expert by expert in a buffer of B rows on every rank, whatever the load.
 
-    More than B on one rank is an error of all; or, with `Config.over_budget` "drop", each rank leaves out what it has
-    no room for, and says so of itself. Shards of an expert get the same rows in the same order, and keep the same.
+    More than B on one rank is an error of all; or, with `Config.over_budget` "drop", each rank drops the rows that
+    its buffer has no room for, and reports it. Shards of an expert receive and keep the same rows in the same order.
 
     All ranks dispatch the same number of tokens, empty ones among them. B is that number times K times the shards of an
-    expert times `Config.budget_factor`, rounded up, or `Config.row_budget`. The factor's default, ep, holds whatever
-    may come.
+    expert times `Config.budget_factor`, rounded up, or `Config.row_budget`. The factor's default, ep, holds any
+    load.
 
     Implements: DROP-13, EXCH-22, EXCH-25.
     """
@@ -157,7 +159,7 @@ class HybridEPManager(_OneRowPerPair):
         return replace(delivery, overflowed=overflowed), Held(arrived.handle, pairs)
 
     def _kept(self, pairs: Pairs, budget: int) -> Pairs:
-        """Return what the buffer holds; nothing of the others goes forward or backward.
+        """Return the pairs that the buffer holds; the others have no output and no gradient.
 
         Implements: DROP-15, DROP-16.
         """
@@ -182,8 +184,8 @@ class HybridEPManager(_OneRowPerPair):
         largest = collectives.largest(demand, self.exchange.group, device)  # the overflow flag, of all ranks
         if largest > budget:
             raise Overflow(
-                f"the busiest rank of the exchange group needs {largest} rows, and the budget of each is {budget} "
-                f"({self._said()}); this rank needs {demand}"
+                f"a rank of the exchange group would receive {largest} rows; the receive buffer has {budget} "
+                f"({self._said()}); this rank would receive {demand}"
             )
 
 
@@ -195,7 +197,7 @@ class Packed(Held):
 
 
 class NCCLEPManager(_OneRowPerPair):
-    """Rows packed by source rank, then expert, in a buffer of just their number; a table says where each run begins."""
+    """Rows packed by source rank, then expert, in a buffer of exactly that size; a table says where each run begins."""
 
     def _hand_over(self, arrived: Arrived) -> tuple[Delivery, Held]:
         handle, W, N = arrived.handle, self.exchange.group.size(), self.exchange.held

@@ -37,7 +37,7 @@ class ReusableExchange:
 
     @property
     def resolved(self) -> Mapping[str, str]:
-        """The class that was built, and what travels."""
+        """The class that was built, and what is sent."""
         told = {"token_exchange": type(self.exchange).__name__, "wire": "tokens"}
         wire = self.exchange.wire
         return told if wire is None else {**told, **wire.resolved}
@@ -57,7 +57,7 @@ class ReusableExchange:
         if x_TD.shape[-1] != self.hidden:
             if handle is None:
                 self.exchange.withdraw(x_TD.device)  # else the others wait for rows
-            raise ValueError(f"tokens of width {x_TD.shape[-1]}, where {self.hidden} was configured")
+            raise ValueError(f"tokens of width {x_TD.shape[-1]} instead of {self.hidden}")
         arrived = autograd.dispatch(self.exchange, x_TD, ids_TK, weights_TK, handle)
         known = arrived.handle
         weights_RK, scales_RB = arrived.weights_RK, arrived.scales_RB

@@ -1,7 +1,7 @@
 """The fused token exchange on torch.distributed: the contract of docs/token_exchange.md, portable and without kernels.
 
-A token goes once to every rank that holds one of its experts, with the experts meant there and their weights; the rows
-that come back are added. Nothing here knows of autograd: `mirrored.py` does. What it takes to put a library of kernels
+A token is sent once to every rank that holds one of its experts, with the ids and weights of these experts; the rows
+that are sent back are added. Gradients are in `autograd.py`. What it takes to put a library of kernels
 in this module's place is in docs/token_exchange.md.
 
 T tokens of this rank, K slots, E experts, N experts held, D hidden, W ranks, S shards of an expert, M rows sent by this
@@ -23,23 +23,23 @@ from moe_conformance.backends.native.groups import CannotBuild
 
 @dataclass(frozen=True)
 class DispatchLayout:
-    """Where the tokens of this rank go. Nothing has to be exchanged to know it."""
+    """Where the tokens of this rank are sent; computed without communication."""
 
-    tokens_W: Tensor  # int64, tokens to every rank; a token counts once there, however many of its slots are meant
+    tokens_W: Tensor  # int64, tokens to every rank; a token counts once, however many of its slots are there
     tokens_E: Tensor  # int64, slots for every expert of all ranks
-    in_rank_TW: Tensor  # bool, whether a token goes to a rank
+    in_rank_TW: Tensor  # bool, whether a token is sent to a rank
 
 
 @dataclass(frozen=True)
 class Handle:
-    """How the rows of one dispatch travelled. It serves any number of dispatches and combines of the same routing.
+    """The layout of one dispatch. It can be used for any number of dispatches and combines of the same routing.
 
     Implements: EXCH-27.
     """
 
-    token_M: Tensor  # whose copy every sent row is: by destination, then token
-    place_M: Tensor  # which copy of its token it is: 0 for the first destination
-    copies: int  # at most, of a token
+    token_M: Tensor  # of every sent row: by destination, then token
+    place_M: Tensor  # which of its token's destinations it has: 0 for the first
+    destinations: int  # at most, of a token
     sent_W: list[int]
     received_W: list[int]
     ids_RK: Tensor  # int64, index among the receiver's experts, -1 = empty slot or another rank's
@@ -54,25 +54,25 @@ class Handle:
 
 @dataclass(frozen=True)
 class Arrived:
-    """What one dispatch brought to this rank: by source rank, then token."""
+    """What this rank received in one dispatch: by source rank, then token."""
 
     rows_RD: Tensor
     weights_RK: Tensor | None  # 0 where the id is -1; None where none were sent
     handle: Handle
-    scales_RB: Tensor | None = None  # of the blocks of every row, where they travelled in eight bits
+    scales_RB: Tensor | None = None  # of the blocks of every row, where they were sent in float8
 
 
 class TokenExchange:
     """Dispatch and combine between the ranks of one group, which hold E experts in equal blocks of ids, in order.
 
-    With S shards the ranks count shards fastest, and each of the S ranks of a block gets the block's tokens. All ranks
-    of the group call each method, in the same order. A group of one rank starts no collective.
+    With S shards the ranks count shards fastest, and each of the S ranks of a block receives the block's tokens. All
+    ranks of the group call each method, in the same order. A group of one rank starts no collective.
 
     Implements: COST-04.
     """
 
     def __init__(self, group: dist.ProcessGroup, experts: int, shards: int = 1, wire: Float8Wire | None = None) -> None:
-        """Take the group, and how tokens travel in dispatch, as they are without a wire; no communication.
+        """Take the group, and the format of rows in dispatch (None: their own dtype); no communication.
 
         Raises:
             CannotBuild: the ranks do not divide into shards, or the experts into blocks.
@@ -88,7 +88,7 @@ class TokenExchange:
     # ---- the contract ----------------------------------------------------------------------------------------
 
     def get_dispatch_layout(self, ids_TK: Tensor) -> DispatchLayout:
-        """Return where tokens go; ids below 0 are empty slots.
+        """Return where tokens are sent; ids below 0 are empty slots.
 
         Raises:
             ValueError: an id is not below E, or the ids are no int64 table.
@@ -111,15 +111,15 @@ class TokenExchange:
         handle: Handle | None = None,
         plain: bool = False,
     ) -> Arrived:
-        """Send one copy of every token to each rank of its layout, with its weights if there are any.
+        """Send every token to each rank of its layout, with its weights if there are any.
 
         Give either the ids or the handle of an earlier dispatch: its layout is used again then, and nothing but rows
-        (and weights, if given) travels. Weights are float32, or float64 for float64 rows. With `plain` rows travel as
-        they are, whatever the wire: gradients do.
+        (and weights, if given) is sent. Weights are float32, or float64 for float64 rows. With `plain` rows are sent in
+        their own dtype, whatever the format: gradients are.
 
         Raises:
             ValueError: shapes, dtypes or ids are wrong on this rank.
-            DispatchRefused: they are wrong on another rank; only a dispatch with a handle cannot tell.
+            DispatchRefused: they are wrong on another rank; not raised by a dispatch with a handle.
 
         Implements: EXCH-01, EXCH-03.
         """
@@ -133,19 +133,20 @@ class TokenExchange:
     def combine(
         self, rows_RD: Tensor, handle: Handle, weights_RK: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Send every row back to its token and return the sums; no weight is applied. A token without a copy gets 0.
+        """Send every row back to its token and return the sums; no weight is applied. A token that was not sent gets 0.
 
-        Numbers that belong to the slots of the rows (gradients of weights) may come along and are added likewise; those
-        of slots whose id is -1 are left behind.
+        Numbers that belong to the slots of the rows (gradients of weights) may be sent too and are added likewise;
+        those of slots whose id is -1 are not.
 
         Raises:
-            ValueError: the handle belongs to a dispatch that brought another number of rows.
+            ValueError: the dispatch of the handle delivered another number of rows.
 
         Implements: EXCH-05.
         """
         if len(rows_RD) != handle.rows:
             raise ValueError(
-                f"combine got {len(rows_RD)} rows, and the dispatch of its handle brought {handle.rows}: "
+                f"combine received {len(rows_RD)} rows instead of the {handle.rows} that the dispatch of its handle "
+                "delivered: "
                 "is it the handle of another microbatch?"
             )
         y_TD = _add_up(self._send_back(rows_RD, handle), handle)
@@ -154,14 +155,14 @@ class TokenExchange:
         return y_TD, _add_up(self._send_back(self._own_slots(weights_RK, handle), handle), handle)
 
     def withdraw(self, device: torch.device) -> None:
-        """Take part in a dispatch to which this rank can bring nothing: the others raise `DispatchRefused`."""
+        """Take part in the collectives of a dispatch that this rank refuses: the others raise `DispatchRefused`."""
         refusals_W = torch.full((self.group.size(), 1), collectives.REFUSED, device=device)
-        collectives.start_all_to_all(refusals_W, self.group).wait()  # nobody waits for rows then
+        collectives.start_all_to_all(refusals_W, self.group).wait()  # no rank waits for rows then
 
     # ---- how -------------------------------------------------------------------------------------------------
 
     def _laid_out(self, x_TD: Tensor, ids_TK: Tensor | None, weights_TK: Tensor | None, known: Handle | None) -> Handle:
-        """Return the handle by which a dispatch goes: the one that is known, if it fits, or that of a new layout."""
+        """Return the handle of a dispatch: the given one, if its shapes fit, or that of a new layout."""
         if known is None:
             return self._lay_out(x_TD, ids_TK, weights_TK)
         if ids_TK is not None:
@@ -171,7 +172,7 @@ class TokenExchange:
         return known
 
     def _lay_out(self, x_TD: Tensor, ids_TK: Tensor | None, weights_TK: Tensor | None) -> Handle:
-        """Tell every rank how many rows will come, and send the ids ahead of them."""
+        """Exchange the numbers of rows, and send the ids before the rows."""
         try:
             if ids_TK is None:
                 raise ValueError("a dispatch needs ids or a handle")
@@ -181,11 +182,11 @@ class TokenExchange:
         except ValueError:
             self.withdraw(x_TD.device)
             raise
-        travelling = collectives.start_all_to_all(layout.tokens_W.unsqueeze(1), self.group)
+        pending = collectives.start_all_to_all(layout.tokens_W.unsqueeze(1), self.group)
         rank_M, token_M = layout.in_rank_TW.t().nonzero(as_tuple=True)
         place_TW = layout.in_rank_TW.cumsum(1) - 1
-        told_W = travelling.wait().flatten()
-        collectives.check_told(told_W)
+        told_W = pending.wait().flatten()
+        collectives.check_not_refused(told_W)
         received_W = told_W.tolist()
         sent_W = layout.tokens_W.tolist()
         ids_RK = collectives.all_to_all(ids_TK[token_M], sent_W, received_W, self.group)
@@ -193,7 +194,7 @@ class TokenExchange:
         return Handle(
             token_M=token_M,
             place_M=place_TW[token_M, rank_M],
-            copies=min(self.group.size(), ids_TK.shape[1] * self.shards),
+            destinations=min(self.group.size(), ids_TK.shape[1] * self.shards),
             sent_W=sent_W,
             received_W=received_W,
             ids_RK=ids_RK,
@@ -222,7 +223,7 @@ class TokenExchange:
 
     def _check_ids(self, ids_TK: Tensor) -> None:
         if ids_TK.dtype != torch.int64 or ids_TK.dim() != 2:
-            raise ValueError(f"ids are {ids_TK.dtype} of shape {tuple(ids_TK.shape)}, not int64 of shape (T, K)")
+            raise ValueError(f"ids are {ids_TK.dtype} of shape {tuple(ids_TK.shape)} instead of int64 of shape (T, K)")
         if ids_TK.numel() and int(ids_TK.max()) >= self.experts:
             raise ValueError(f"expert id {int(ids_TK.max())} among {self.experts} experts")
 
@@ -236,10 +237,12 @@ def _wrong_input(x_TD: Tensor, tokens: int, weights_TK: Tensor | None, slots: in
     if tuple(weights_TK.shape) != (tokens, slots):
         return f"weights of shape {tuple(weights_TK.shape)} for ids of shape {(tokens, slots)}"
     wide = torch.promote_types(x_TD.dtype, torch.float32)
-    return "" if weights_TK.dtype == wide else f"weights are {weights_TK.dtype} beside {x_TD.dtype} rows, not {wide}"
+    return (
+        "" if weights_TK.dtype == wide else f"weights are {weights_TK.dtype} with {x_TD.dtype} rows instead of {wide}"
+    )
 
 
 def _add_up(rows_M: Tensor, handle: Handle) -> Tensor:
-    """Return the sum over every token's copies, in the order of ranks and in one rounding; zeros without any."""
-    table = rows_M.new_zeros(handle.tokens, handle.copies, rows_M.shape[1])
+    """Return the sum over every token's rows, in the order of ranks and in one rounding; zeros without any."""
+    table = rows_M.new_zeros(handle.tokens, handle.destinations, rows_M.shape[1])
     return table.index_put((handle.token_M, handle.place_M), rows_M).sum(1)

@@ -21,6 +21,6 @@ class Transport(Offered):
         return {"transport": "domains of the members"}
 
     def is_local(self, members: Sequence[int], domain_of: Sequence[str], visible_devices: int) -> bool:
-        """Tell whether all members have one domain; how many devices this process sees is of no use."""
+        """Return whether all members have one domain; the number of devices of this process does not matter."""
         del visible_devices
         return len({domain_of[rank] for rank in members}) == 1

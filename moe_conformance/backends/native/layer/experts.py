@@ -1,7 +1,7 @@
 """SwiGLU experts in a loop over the experts of this rank: f(x) = down (silu(gate x) * up x).
 
 N experts held, D hidden, F expert hidden, R rows, J ids per row, P filled ids. With etp > 1 a rank holds F /
-etp of the hidden units of each of its experts, and its answer is that part of the sum.
+etp of the hidden units of each of its experts, and its output is that part of the sum.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ class Experts(Replicated):
 
 
 def in_blocks(rows_RD: Tensor, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> Tensor:
-    """Return `swiglu` of the rows, `BLOCK` at a time, zeros behind the last.
+    """Return `swiglu` of the rows, `BLOCK` at a time, zeros after the last.
 
     Kernels of matrix products choose the order of a sum by the sizes of the matrices. Where these never change, the
-    answer for a row has the same bits whatever other rows there are.
+    output for a row has the same bits whatever other rows there are.
 
     Implements: EXPT-08.
     """

@@ -1,4 +1,4 @@
-"""A whole layer: the router, an exchange with the experts behind it, and the shared experts beside them.
+"""A whole layer: the router, an exchange, the experts and the shared experts.
 
 With `shared_overlap` the shared experts run while the tokens are on their way to the routed ones, forward, and while
 the tokens' gradients are on their way back, backward. On CUDA a collective runs on a stream of its own, so that this
@@ -46,19 +46,19 @@ class Layer(nn.Module):
         self.router, self.exchange, self.experts = routed
         if not config.shared_ffn and (config.shared_gate or config.shared_overlap or config.shared_bias):
             settings = "shared_gate, shared_overlap and shared_bias"
-            raise CannotBuild(f"{settings} are of shared experts, and shared_ffn names none")
+            raise CannotBuild(f"{settings} need shared experts: shared_ffn is empty")
         in_places = isinstance(self.exchange, LowLatencyExchange)  # it does not depart and arrive in two steps
         if config.shared_overlap and (in_places or not isinstance(self.exchange, AllToAllExchange)):
-            raise CannotBuild(f"shared_overlap runs beside an all-to-all, not with {config.variant!r}")
+            raise CannotBuild(f"shared_overlap needs the variant alltoall, not {config.variant!r}")
         self.shared = shared_class(config, topology, device) if config.shared_ffn else None
         self.bias = OutputBias(config, device) if config.shared_bias else None
         self.score = Score(config, device) if config.shared_gate else None
 
     @property
     def resolved(self) -> Mapping[str, str]:
-        """What the parts tell, and the shared experts."""
+        """What the parts report, and the shared experts."""
         shared = "none" if self.shared is None else f"{type(self.shared).__name__} {self.config.shared_ffn}"
-        when = "beside dispatch" if self.config.shared_overlap else "after combine"
+        when = "during dispatch" if self.config.shared_overlap else "after combine"
         parts = (self.router, self.exchange, self.experts)
         return {key: value for part in parts for key, value in part.resolved.items()} | {
             "layer": type(self).__name__,
@@ -90,14 +90,14 @@ class Layer(nn.Module):
             departed = self.exchange.depart(x, routing)
             shared = self._shared_part(x)
             delivery, handle = self.exchange.arrive(departed)
-            return self._added(self._answered(delivery, handle), shared)
-        y = self._answered(*self._dispatched(x, routing))
+            return self._added(self._routed(delivery, handle), shared)
+        y = self._routed(*self._dispatched(x, routing))
         return self._added(y, self._shared_part(x))
 
     def _dispatched(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
         return self.exchange.dispatch(x, routing)
 
-    def _answered(self, delivery: Delivery, handle: Any) -> Tensor:
+    def _routed(self, delivery: Delivery, handle: Any) -> Tensor:
         return self.exchange.combine(self.experts(delivery), handle)
 
     def _shared_part(self, x: Tensor) -> Tensor | None:

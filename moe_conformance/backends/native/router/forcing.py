@@ -4,8 +4,8 @@ T tokens, E experts, K slots, D hidden. A strategy that forces logits replaces t
 that score, groups, choice and weights are the router's own; one that forces ids replaces the choice alone.
 
 Random numbers come from generators of the router's own. That of the noise is seeded by rank, or by the first of the
-ranks that hold copies, so that other tokens meet other numbers; that of the biases is not, so that all ranks draw the
-same.
+ranks that hold the same tokens, so that other tokens have other numbers; that of the biases is not, so that all
+ranks draw the same.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _RANKS = 1 << 20  # more than there are: keeps the seeds of ranks and of routers
 
 
 class ForcedRouter(Router):
-    """A router under one strategy: random or biased logits, or experts dealt out in turn.
+    """A router with forced routing: random or biased logits, or round robin.
 
     Implements: DET-03, FORCE-02, FORCE-18.
     """
 
     def __init__(self, config: Config, device: torch.device, topology: Topology, number: int) -> None:
-        """Build the router; `number` tells it from others of its session, the same on all ranks.
+        """Build the router; `number` distinguishes it from others of its session, the same on all ranks.
 
         Raises:
             CannotBuild: two strategies, one that there is not, or one without the parameter that it needs.
         """
         super().__init__(config, device)
         self.strategy, self.deviation = _one_strategy(config)
-        # Which of the sources this one is whose tokens meet at the experts; copies count as one.
+        # Which source of tokens of the exchange group this rank is; ranks that hold the same tokens count as one.
         self.source = topology.ranks("dp_cp" if config.token_copies else "ep_etp").index(topology.rank)
         holder = topology.ranks("tp")[0] if config.token_copies else topology.rank
         self.noise = torch.Generator(device).manual_seed(number * _RANKS + 1 + holder)
@@ -82,23 +82,23 @@ class ForcedRouter(Router):
             self.kept_E = drawn_E
         return drawn_E
 
-    def _choose(self, scores_TE: Tensor) -> Tensor:
+    def _select(self, scores_TE: Tensor) -> Tensor:
         if self.strategy != "round_robin":
-            return super()._choose(scores_TE)
+            return super()._select(scores_TE)
         return self._deal(len(scores_TE), scores_TE.device)
 
     def _deal(self, tokens: int, device: torch.device) -> Tensor:
-        """Deal the experts out in turn, beginning where a source of as many tokens before this one would end.
+        """Assign experts round robin, beginning where a source of as many tokens before this one would end.
 
         Implements: FORCE-03.
         """
         K = self.config.top_k
         first = self.source * tokens * K
-        dealt = torch.arange(first, first + tokens * K, device=device) % self.config.experts
-        return dealt.reshape(tokens, K)
+        ids = torch.arange(first, first + tokens * K, device=device) % self.config.experts
+        return ids.reshape(tokens, K)
 
     def _weights(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
-        """Weigh as ever; a token none of whose forced experts has a finite score weighs nothing, not 0 / 0.
+        """Return the usual weights; a token without a forced expert of finite score has weights 0, not 0 / 0.
 
         Implements: FORCE-05.
         """
@@ -122,10 +122,10 @@ def _one_strategy(config: Config) -> tuple[str, float]:
     """Return the strategy and its parameter, 0.0 where it has none."""
     if len(set(config.forced)) > 1:
         named = " and ".join(f"{name} ({parameter})" for name, parameter in config.forced)
-        raise CannotBuild(f"only one strategy can force a route, not {named}")
+        raise CannotBuild(f"one strategy can force the routes, not {named}")
     name, parameter = config.forced[0]
     if name not in ("random", "biased", "round_robin"):
-        raise CannotBuild(f"the strategy {name!r} is none of random, biased, round_robin")
+        raise CannotBuild(f"the strategy {name!r} is not one of random, biased, round_robin")
     if name == "biased" and parameter is None:
-        raise CannotBuild("a biased strategy wants the deviation of its bias, and there is none")
+        raise CannotBuild("the strategy biased needs the deviation of its bias; there is none")
     return name, parameter or 0.0

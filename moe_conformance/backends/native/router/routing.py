@@ -58,11 +58,11 @@ class Router(Replicated):
         """
         logits_TE = self._logits(x.reshape(-1, x.shape[-1]))
         scores_TE = self._scores(logits_TE)
-        ids_TK = self._choose(scores_TE)
+        ids_TK = self._select(scores_TE)
         weights_TK = self._weights(scores_TE, ids_TK)
         if padding_mask_T is not None:
             ids_TK, weights_TK = self._leave_out(ids_TK, weights_TK, padding_mask_T.reshape(-1, 1))
-        counts_E = torch.bincount(ids_TK[ids_TK >= 0], minlength=self.config.experts)  # of all that chose
+        counts_E = torch.bincount(ids_TK[ids_TK >= 0], minlength=self.config.experts)  # of all selected slots
         if self.config.capacity_factor is not None:
             ids_TK, weights_TK = self._drop(ids_TK, weights_TK)
         return Routed(Routing(ids_TK, weights_TK, self.config.experts), logits_TE, counts_E)
@@ -106,7 +106,7 @@ class Router(Replicated):
             return _sqrt_softplus(logits_TE)
         return logits_TE
 
-    def _choose(self, scores_TE: Tensor) -> Tensor:
+    def _select(self, scores_TE: Tensor) -> Tensor:
         """Return the K best experts of each token, best first, from the best groups if there are groups.
 
         Implements: ROUTE-01.
@@ -118,19 +118,19 @@ class Router(Replicated):
             choice_TE = self._mask_groups(choice_TE, *self.config.groups)
         return choice_TE.topk(self.config.top_k, dim=1).indices
 
-    def _mask_groups(self, choice_TE: Tensor, groups: int, chosen: int) -> Tensor:
-        """Put all but the `chosen` best groups out of reach: at -inf, as biased scores may be negative.
+    def _mask_groups(self, choice_TE: Tensor, groups: int, selected: int) -> Tensor:
+        """Mask all but the `selected` best groups with -inf, as biased scores may be negative.
 
         Implements: ROUTE-04.
         """
         choice_TGe = choice_TE.reshape(-1, groups, self.config.experts // groups)
-        worth_TG = choice_TGe.topk(_addends(self.config, chosen), dim=2).values.sum(2)
-        best_Tg = worth_TG.topk(chosen, dim=1).indices
+        worth_TG = choice_TGe.topk(_addends(self.config, selected), dim=2).values.sum(2)
+        best_Tg = worth_TG.topk(selected, dim=1).indices
         shut_TG = torch.ones_like(worth_TG, dtype=torch.bool).scatter(1, best_Tg, False)
         return choice_TGe.masked_fill(shut_TG.unsqueeze(2), -torch.inf).flatten(1)
 
     def _weights(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
-        """Return the scores of the chosen without the bias, normalised if asked, then scaled.
+        """Return the scores of the selected experts without the expert bias, normalised if asked, then scaled.
 
         Implements: ROUTE-02, ROUTE-03, ROUTE-05, ROUTE-06, ROUTE-07, ROUTE-14.
         """
@@ -138,7 +138,7 @@ class Router(Replicated):
         if self.config.score == "softmax_topk":
             weights_TK = weights_TK.softmax(1)
         if self.config.normalise:
-            sum_T1 = weights_TK.sum(1, keepdim=True)  # 0 where all the chosen scores underflow
+            sum_T1 = weights_TK.sum(1, keepdim=True)  # 0 where all selected scores underflow
             weights_TK = weights_TK / sum_T1.masked_fill(sum_T1 == 0, 1.0)
         return weights_TK * self.config.scale
 
@@ -146,7 +146,7 @@ class Router(Replicated):
 def _sqrt_softplus(logits_TE: Tensor) -> Tensor:
     """Return sqrt(log(1 + exp(l))).
 
-    `F.softplus` turns linear at 20, which float64 can tell. The clamp is for the gradient: where log(1 +
+    `F.softplus` turns linear at 20, which is visible in float64. The clamp is for the gradient: where log(1 +
     exp(l)) underflows, the slope of the square root is infinite, and infinity times zero is NaN.
 
     Implements: ROUTE-14.
@@ -155,9 +155,9 @@ def _sqrt_softplus(logits_TE: Tensor) -> Tensor:
     return softplus_TE.clamp_min(torch.finfo(softplus_TE.dtype).tiny).sqrt()
 
 
-def _addends(config: Config, chosen: int) -> int:
+def _addends(config: Config, selected: int) -> int:
     """Return how many of a group's best experts make up its worth."""
-    return {"top2_sum": 2, "topk_sum": config.top_k // chosen, "max": 1}[config.group_score]
+    return {"top2_sum": 2, "topk_sum": config.top_k // selected, "max": 1}[config.group_score]
 
 
 def _check(config: Config) -> None:
@@ -168,13 +168,13 @@ def _check(config: Config) -> None:
     capacity.check(config)
     if config.groups is None:
         return
-    groups, chosen = config.groups
+    groups, selected = config.groups
     if groups < 1 or E % groups:
         raise CannotBuild(f"{E} experts do not divide into {groups} groups")
-    if not 1 <= chosen <= groups:
-        raise CannotBuild(f"{chosen} groups chosen of {groups}")
-    if chosen * (E // groups) < K:
-        raise CannotBuild(f"top_k = {K} from {chosen} groups of {E // groups} experts")
-    if not 1 <= _addends(config, chosen) <= E // groups:
-        addends = _addends(config, chosen)
+    if not 1 <= selected <= groups:
+        raise CannotBuild(f"{selected} groups selected of {groups}")
+    if selected * (E // groups) < K:
+        raise CannotBuild(f"top_k = {K} from {selected} groups of {E // groups} experts")
+    if not 1 <= _addends(config, selected) <= E // groups:
+        addends = _addends(config, selected)
         raise CannotBuild(f"{config.group_score} adds up {addends} scores of a group of {E // groups} experts")

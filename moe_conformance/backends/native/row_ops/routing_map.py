@@ -26,7 +26,7 @@ class RoutingForms(Offered):
 
     @property
     def resolved(self) -> Mapping[str, str]:
-        """How empty slots are told."""
+        """How empty slots are marked."""
         return {"empty slots": "-1"}
 
     def to_dense(self, routing: Routing) -> Dense:
