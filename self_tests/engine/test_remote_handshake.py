@@ -102,7 +102,7 @@ class TestHandshake:
         theirs.recv(4096)
         theirs.sendall(b"x" * 32)
         assert isinstance(error := ended(), HandshakeError)
-        assert "does not know the secret" in str(error)
+        assert "has the wrong secret" in str(error)
 
     def test_a_reflected_proof_is_refused(self, pair):
         """A receiver that sends the caller's own proof back, and its own nonce, proves nothing."""

@@ -164,7 +164,7 @@ class TestFaults:
         assert {"hung"} == {rank.status for rank in result.ranks}
         assert "no answer within 1.0 s: in loops, from" in result.ranks[2].error
         assert "waits in barrier, call 1 on ranks 0..7, for ranks 2, 3, 4 and 3 more" in result.ranks[0].error
-        assert "could go on, but rank 2 runs" in result.ranks[7].error
+        assert "could continue, but rank 2 is running" in result.ranks[7].error
 
     def test_a_hang_that_holds_the_interpreter(self, engine: Engine) -> None:
         """It is blamed too, with its stack, though the process cannot answer."""

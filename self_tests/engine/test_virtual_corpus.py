@@ -141,7 +141,7 @@ class TestCommandLine:
     def test_a_library_with_global_state_is_refused(self) -> None:
         """Its ranks would take each other's groups for their own."""
         options = Options(backend=f"{__name__}:Global", profile="virtual", ranks=8)
-        with pytest.raises(Unusable, match="keeps what is a rank's own in globals"):
+        with pytest.raises(Unusable, match="keeps per-rank state in module globals"):
             prepare(options)
 
     def test_too_few_ranks_are_refused(self) -> None:

@@ -174,7 +174,7 @@ class TestExchangeTable:
         """A table of some shards, or of a run that was stopped, says so above its cells."""
         head = result.head(FACTS) | {"problems": ["shard 2/2 is missing"], "stopped": "killed"}
         text = exchange_table.page("table", [exchange_table.Section(head, [record("EXCH-01")], ["run"])])
-        assert "or are not the whole: shard 2/2 is missing; killed." in text
+        assert "or are incomplete: shard 2/2 is missing; killed." in text
         assert "are not the whole" not in page(FACTS, record("EXCH-01"))
 
 
