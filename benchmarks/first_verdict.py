@@ -30,7 +30,7 @@ def seconds() -> float:
         began = time.monotonic()
         _, output = call(_COMMAND, {plugin.VARIABLE: str(path)}, limit_s=120)
         if not path.exists():
-            raise ContenderError(f"the product judged nothing\n{output}")
+            raise ContenderError(f"the product checked nothing\n{output}")
         return float(path.read_text()) - began
 
 

@@ -1,4 +1,4 @@
-"""Waivers: known failures of a real backend that somebody answers for, each with evidence and an end.
+"""Waivers: known failures of a real backend, each with an owner, evidence and an end.
 
 One TOML file per backend, `waivers/<name>.toml`, with one `[[waiver]]` table per known fault:
 
@@ -53,7 +53,7 @@ class Unreadable(ValueError):
 
 @dataclass(frozen=True)
 class Item:
-    """What a waiver is held against: one check on one case. The workload is None where a check draws its own."""
+    """What a waiver is compared with: one check on one case. The workload is None where a check draws its own."""
 
     name: str  # test_name[alltoall-ep2-uneven]
     requirements: tuple[str, ...]

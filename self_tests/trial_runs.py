@@ -1,4 +1,4 @@
-"""What the trials of planted bugs run: the next one is on the ranks while the last is judged, and faults run elsewhere.
+"""What the tests of planted bugs run: the next one is on the ranks while the last is judged, and faults run elsewhere.
 
 A rank that hangs is waited for, and ranks that a fault has ended are replaced: nobody computes meanwhile. Runs of which
 a fault is expected have ranks of their own, so that the others go on.
@@ -27,7 +27,7 @@ PRELOAD = ("moe_conformance.scenarios.moe_step", "self_tests.planted_bugs")
 
 @dataclass(frozen=True)
 class Run:
-    """A workload through a variant of a backend; all trials that ask for it share its outcome."""
+    """A workload through a variant of a backend; all tests that ask for it share its outcome."""
 
     backend: str
     variant: str
@@ -52,7 +52,7 @@ def workloads(variant: str, layout: Layout) -> dict[str, Workload]:
 
 
 class Runs:
-    """Runs what trials ask for, in the order in which they will ask, and keeps an outcome until the last has asked."""
+    """Runs what tests ask for, in the order in which they will ask, and keeps an outcome until the last has asked."""
 
     def __init__(self, planned: Iterable[Run], faults: Iterable[Run]) -> None:
         """Begin with the faults. `planned`: what will be asked for, in order, each time; `faults` are some of them."""

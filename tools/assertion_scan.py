@@ -214,7 +214,7 @@ def discarded(tree: ast.AST) -> Iterator[Hit]:
     for node in loose_statements(tree):
         call = node.value
         if isinstance(call, ast.Call) and name_of(call.func) in COMPARISONS and not is_judge(call):
-            yield node, f"the answer of `{name_of(call.func)}` is discarded; assert it"
+            yield node, f"the result of `{name_of(call.func)}` is discarded; assert it"
 
 
 def swallowed(tree: ast.AST) -> Iterator[Hit]:

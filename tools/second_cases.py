@@ -26,7 +26,7 @@ from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
 from self_tests.checks import checks, judge
 from self_tests.planted_bugs import Plant
-from self_tests.workloads.second_cases import FILE, NOT_YET, Place, alone, declared, second, trials
+from self_tests.workloads.second_cases import FILE, NOT_YET, Place, alone, declared, expectations, second
 from tools.select_cases import open_cases, place_of
 
 _ELSEWHERE = 4  # other workloads to try on the layout of a bug before its own workload on other layouts
@@ -92,8 +92,8 @@ def look(trial: Trial, plan: Plan, requirement: str, own: Place) -> tuple[Place 
 
 
 def store(found: Mapping[str, Place], alone: Mapping[str, str]) -> None:
-    """Write the file that self_tests/workloads/second_cases.py reads, without trials that are gone."""
-    known = trials()
+    """Write the file that self_tests/workloads/second_cases.py reads, without expectations that are gone."""
+    known = expectations()
     lines = ["# A second case that detects each planted bug. Written by tools/second_cases.py.", "", "[second]"]
     lines += [f'"{name}" = {json.dumps(list(place))}' for name, place in sorted(found.items()) if name in known]
     lines += ["", "# Those that no other case is known to detect.", "[alone]"]
@@ -108,7 +108,7 @@ def main() -> None:
     without |= {name: NOT_YET for name in own if name not in found and name not in without}
     trial: Trial | None = None
     with Engine(preload=("moe_conformance.scenarios.moe_step", "self_tests.planted_bugs")) as engine:
-        for name, (plant, expected) in trials().items():
+        for name, (plant, expected) in expectations().items():
             if without.get(name) != NOT_YET:
                 continue
             if trial is None or trial.plant != plant:

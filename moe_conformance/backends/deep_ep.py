@@ -5,7 +5,7 @@ by this project: self_tests/backends/stand_in_deep_ep.py stands in their place t
 
 * rows are bfloat16 (combine knows no other type), of a multiple of 16 columns (TMA takes halves of 16 bytes);
 * a rank is asked for its layout first, and hands that over with its tokens; ids are `topk_idx_t`, weights float32, and
-  neither travels without the other, so that zeros go along where the suite hands over no weights;
+  neither is sent without the other, so that zeros are sent where the suite passes no weights;
 * ids come back as local ones, -1 for other ranks' slots; counts come as a list;
 * a dispatch with a handle takes neither ids nor weights and returns rows alone;
 * the backward of dispatch is a combine and the backward of combine a dispatch, with the same handle: the caller's part;

@@ -5,7 +5,7 @@ Letters as in the contract. What the library does, as read in its code and obser
 experts over the ranks that replicate them (its mesh axis `efsdp`, our edp) and sums their gradients without division,
 because the loss is divided by the token count of all ranks beforehand.
 
-The library's own default for collectives, `spmd_types`, uses the list form of all-to-all, for which gloo wants equal
+The library's own default for collectives, `spmd_types`, uses the list form of all-to-all, for which gloo needs equal
 sizes; `partial_dtensor`, another of its settings, uses all_to_all_single and is what runs here.
 """
 
@@ -110,7 +110,7 @@ class _Session(Session):
         return _Experts(config, first, held, self._topology, self._device)
 
     def router(self, config: Config) -> _Router:
-        """Build an MoE layer and cut its routed experts out: what they would be handed is the routing."""
+        """Build an MoE layer and replace its routed experts: what they would receive is the routing."""
         config.only(
             "variant", "experts", "top_k", "hidden", "ffn", "dtype", "score", "normalise", "scale", "groups",
             "group_score", "balance_bias", "forced",
@@ -180,7 +180,7 @@ def _require_rows(config: Config) -> None:
     """Refuse sizes that the experts' matrix product does not take."""
     for size in (config.hidden, config.ffn):
         if size % 8:
-            raise Unsupported(f"torch's grouped matmul wants rows of a multiple of 8 bfloat16, not {size}")
+            raise Unsupported(f"torch's grouped matmul needs rows of a multiple of 8 bfloat16, not {size}")
 
 
 def _placement(topology: Topology, config: Config) -> tuple[int, int]:
@@ -188,7 +188,7 @@ def _placement(topology: Topology, config: Config) -> tuple[int, int]:
     if topology.sizes["etp"] > 1:
         raise Unsupported(
             f"etp = {topology.sizes['etp']}: torchtitan shards experts over tensor ranks only without expert "
-            "parallelism, and then hands every tensor rank the same tokens"
+            "parallelism, and then every tp rank has the same tokens"
         )
     ep = topology.ranks("ep")
     if config.experts < 1 or config.experts % len(ep):
@@ -331,7 +331,7 @@ class _Experts:
 
 
 class _Tap(nn.Module):
-    """Stands where the routed experts stood and keeps what they would be handed."""
+    """Replaces the routed experts and keeps what they would receive."""
 
     def forward(self, x_BLD: Tensor, scores_BLK: Tensor, ids_BLK: Tensor, counts_E: Tensor) -> Tensor:
         self.handed = (scores_BLK, ids_BLK, counts_E)

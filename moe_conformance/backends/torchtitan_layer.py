@@ -77,7 +77,7 @@ class _Block(nn.Module):
 
 
 class _Decoder(nn.Module):
-    """What `apply_fsdp_to_decoder` wants to see of a model."""
+    """What `apply_fsdp_to_decoder` needs to see of a model."""
 
     enable_weight_tying = False
     tok_embeddings = norm = lm_head = None

@@ -33,7 +33,7 @@ class Permutation:
         return {"dispatcher": type(self._dispatcher).__qualname__}
 
     def permute(self, x_TD: Tensor, routing: Routing) -> Permuted:
-        """Return the rows as the experts would be handed them."""
+        """Return the rows as the experts would receive them."""
         counts_E = torch.bincount(routing.ids_TK.reshape(-1), minlength=routing.experts)
         rows_RD, counts_N, metadata = self._dispatcher.dispatch(x_TD, routing.weights_TK, routing.ids_TK, counts_E)
         return Permuted(rows_RD, counts_N, None, (metadata, x_TD))

@@ -1,6 +1,6 @@
 """In which dtype a router computes its scores, by the weights that it returned. For adapters of any library.
 
-A library may compute in float32 and hand over float64: then all weights are float32 numbers. Weights that it normalises
+A library may compute in float32 and pass float64: then all weights are float32 numbers. Weights that it normalises
 or scales afterwards, in float64, do not show that. A half-precision weight may be rounded from anything.
 """
 

@@ -85,7 +85,7 @@ class Engine:
         """Sends jobs for one world to their ranks in one message, which run them one after the other.
 
         The results are those of `start` for each of them: if a job of several has a fault or leaves something behind,
-        none of what these runs brought back is used, and each job runs again alone when its result is asked for. All of
+        none of what these runs returned is used, and each job runs again alone when its result is asked for. All of
         them together have the shortest of their deadlines; longer ones take them one by one too.
 
         Raises:

@@ -120,7 +120,7 @@ def followers(items: Sequence[pytest.Item], runs: Callable[[Case], bool], most: 
 
 
 def _need(item: pytest.Item, runs: Callable[[Case], bool]) -> object:
-    """Return what an item wants the ranks for: its case, something else (itself), or nothing (None)."""
+    """Return what an item needs the ranks for: its case, something else (itself), or nothing (None)."""
     names = getattr(item, "fixturenames", ())
     case = case_of(item)
     if case is not None:

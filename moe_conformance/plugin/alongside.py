@@ -1,4 +1,4 @@
-"""Running twins beside a case: those that the backend can run, and why not the others."""
+"""Running the twins of a case: those that the backend can run, and why not the others."""
 
 from __future__ import annotations
 

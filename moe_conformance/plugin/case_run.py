@@ -95,7 +95,7 @@ class CaseRun:
         return call, report
 
     def _ask(self, item: CaseItem, check: Check, trial: Trial) -> None:
-        """Call a check on what the case brought back; skip where nothing ran or the backend refused."""
+        """Call a check on what the case returned; skip where nothing ran or the backend refused."""
         case = item.case
         self.require_ranks(trial, case.cell)
         limit = limit_of(case)

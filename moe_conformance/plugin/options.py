@@ -92,7 +92,7 @@ class Options:
         for option in OPTIONS:
             value = getattr(self, option.field)
             if option.choices and value not in option.choices:
-                raise Unusable(f"unknown {option.name} {value!r}; choose {' or '.join(option.choices)}")
+                raise Unusable(f"unknown {option.name} {value!r}; give {' or '.join(option.choices)}")
         fewest, most = (FEWEST_VIRTUAL, MOST_VIRTUAL) if self.profile == "virtual" else (1, MOST_RANKS)
         if not fewest <= self.ranks <= most:
             raise Unusable(f"no layout fits {self.ranks} ranks; give --ranks {fewest} to {most}")

@@ -35,7 +35,7 @@ _USAGE_ERROR = int(pytest.ExitCode.USAGE_ERROR)
 
 @dataclass
 class Kept:
-    """What a case brought back, and its reading once somebody asked for it; all checks of the case share both."""
+    """What a case returned, and its reading once somebody asked for it; all checks of the case share both."""
 
     case: Case | None  # None: it was drawn
     outcome: Outcome
@@ -72,7 +72,7 @@ class Outcomes:
     """Runs cases on ranks of its own, which start with the first.
 
     Holds the latest case. Those after it run in batches: while the cases of one are judged the ranks run the next. The
-    first is small, so that its verdicts come early, and each has twice as many cases as the one before. Behind a case
+    first is small, so that its verdicts come early, and each has twice as many cases as the one before. After a case
     that failed they begin anew with one.
     """
 
@@ -88,7 +88,7 @@ class Outcomes:
         self._repeats = 0
 
     def open(self) -> None:
-        """Begin to start what forks the ranks, which imports for seconds; whoever wants the ranks first waits for it.
+        """Begin to start what forks the ranks, which imports for seconds; whoever needs the ranks first waits for it.
 
         Its fault is told then. A daemon thread does it: a session that ends before is not kept, and what it leaves
         half started ends with it.
@@ -104,7 +104,7 @@ class Outcomes:
 
     @_ends_with_its_site
     def of(self, case: Case, following: Sequence[Case]) -> Kept:
-        """Return what a case brought back; of those that follow it, in running order, some are begun."""
+        """Return what a case returned; of those that follow it, in running order, some are begun."""
         if self._kept is None or self._kept.case is not case:
             self._kept = self._repeated = None
             taken = self._take(case)
@@ -128,7 +128,7 @@ class Outcomes:
 
     @_ends_with_its_site
     def again(self, case: Case | None, workload: Workload) -> Kept | None:
-        """Return what a workload brings back from new ranks, once more; None if enough was repeated already.
+        """Return what a workload returns from new ranks, once more; None if enough was repeated already.
 
         All checks of a case share its repeat.
         """

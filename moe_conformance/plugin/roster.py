@@ -1,6 +1,6 @@
 """Every selected item by its name, so that one that never ends is shown as not run, or as lost with its worker.
 
-xdist's controller collects nothing itself: its first worker hands the roster over in a file.
+xdist's controller collects nothing itself: its first worker writes the roster to a file.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ def _union(parts: Sequence[Report], notes: list[str], conflicts: list[str]) -> l
                 worse = overall((known.verdict, record.verdict))
                 found[record.node] = known if known.verdict == worse else record
     if twice:
-        notes.append(f"{len(twice)} items were judged more than once: {', '.join(_first(twice))}")
+        notes.append(f"{len(twice)} items were checked more than once: {', '.join(_first(twice))}")
     conflicts += _first(differing)
     return [*found.values(), *_left(parts, found)]
 

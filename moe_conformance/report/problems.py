@@ -31,7 +31,7 @@ def of_whole(records: Sequence[Record], waivers: Waivers, *, filtered: bool, ful
 
 
 def item_of(record: Record) -> Item:
-    """Return what a waiver would be held against."""
+    """Return what a waiver would be compared with."""
     if record.variant is None or record.layout is None:
         return Item.of_groups(record.item, record.requirements)
     return Item(record.item, record.requirements, record.variant, record.layout, record.workload)

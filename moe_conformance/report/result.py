@@ -220,7 +220,7 @@ def _require_schema(folder: Path, head: Mapping[str, Any]) -> None:
     found = head.get("schema", 1 if "requirements" in head else None)
     if found is not None and found != SCHEMA:
         raise NoReport(
-            f"{folder} holds a report of format {found}, and this suite reads format {SCHEMA}: judge again, or read it "
+            f"{folder} holds a report of format {found}, and this suite reads format {SCHEMA}: run again, or read it "
             f"with moe-conformance {head.get('suite', 'of the version that wrote it')}"
         )
 

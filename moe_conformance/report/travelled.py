@@ -1,4 +1,4 @@
-"""What travelled between ranks, held against the least that has to: for every exchange and layout, the worst workload.
+"""What was sent between ranks, and the smallest possible: for every exchange and layout, the workload with the most.
 
 The least is every row once to each other rank that needs it, and its answer once back, and no byte beside.
 """

@@ -1,1 +1,1 @@
-"""What the ranks do: one run of a backend each, and the records that it brings back."""
+"""What the ranks do: one run of a backend each, and the records that it returns."""

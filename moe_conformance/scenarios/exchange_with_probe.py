@@ -48,7 +48,7 @@ class Halves(Whole):
         return Dispatched(*self._exchange.dispatch(x, routing))
 
     def combine(self, answers_of: Dispatched, handle_of: Dispatched, width: int | None = None) -> Tensor:
-        """Combine the experts' answers to one dispatch, or the first columns of them, under the handle of another."""
+        """Combine the expert outputs to one dispatch, or the first columns of them, under the handle of another."""
         return self._exchange.combine(self._probe(answers_of.delivery)[..., :width], handle_of.handle)
 
 

@@ -20,7 +20,7 @@ class Identity:
     """
 
     def __init__(self, shard: int = 0, shards: int = 1) -> None:
-        """Nothing has been handed over."""
+        """Nothing has been passed."""
         self.microbatch = 0
         self.rows = 0
         self._shard, self._shards = shard, shards
@@ -41,7 +41,7 @@ class Identity:
         return (rows_RD * total_R1).to(rows_RD.dtype).reshape(delivery.shape)
 
     def handed(self, microbatch: int) -> tuple[Handed, ...]:
-        """Everything handed over in a microbatch."""
+        """Everything delivered in a microbatch."""
         return tuple(handed for handed in self._handed if handed.microbatch == microbatch)
 
 

@@ -34,7 +34,7 @@ class Lifetime(TrainingStep):
     """Opens a session, takes the step, builds whatever else there is, is refused something, and closes."""
 
     def run(self, backend_name: str) -> RankOutcome:
-        """Return what the step brings back, and which settings differ."""
+        """Return what the step returns, and which settings differ."""
         closed(self.context)
         before = settings()
         outcome = super().run(backend_name)
@@ -60,7 +60,7 @@ class Lifetime(TrainingStep):
 
 
 def import_all(backend_name: str) -> tuple[dict[str, tuple[str, str]], int]:
-    """Import a backend and what it wants to be imported; return the settings that differ, and how many there are."""
+    """Import a backend and what it needs to be imported; return the settings that differ, and how many there are."""
     import_module("torch.fx.experimental.symbolic_shapes")  # it brings sympy and its filter, which are torch's
     before = settings()
     for module in getattr(load(backend_name), "preload", ()):

@@ -37,7 +37,7 @@ class Step:
     running: Running
 
     def outcome(self) -> Outcome:
-        """Wait for every rank and return what they brought back. Never raises for a rank's fault."""
+        """Wait for every rank and return what they returned. Never raises for a rank's fault."""
         result = self.running.result()
         deserted = any(rank.status == "hung" for rank in result.ranks)
         ranks = tuple(_rank_outcome(rank, deserted) for rank in result.ranks)
@@ -74,12 +74,12 @@ def _on(device: str, asynchrony: Asynchrony) -> Asynchrony | Literal["delayed_co
 
 
 def moe_step(engine: Engine, backend: str, workload: Workload, deadline_s: float = 60.0) -> Outcome:
-    """Run a workload through a backend and return what every rank brought back. Never raises for a rank's fault."""
+    """Run a workload through a backend and return what every rank returned. Never raises for a rank's fault."""
     return start(engine, backend, workload, deadline_s).outcome()
 
 
 def _rank_outcome(result: RankResult, deserted: bool) -> RankOutcome:
-    """Return what a rank brought back, with what the engine says of it; `deserted`: some rank waits for ever."""
+    """Return what a rank returned, with what the engine says of it; `deserted`: some rank waits for ever."""
     if result.status == "ok" and (result.error is None or result.secondary or not deserted):
         assert isinstance(result.value, RankOutcome)
         return replace(result.value, ledger=result.ledger, hazards=result.hazards)

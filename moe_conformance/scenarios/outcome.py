@@ -1,4 +1,4 @@
-"""What one run on the ranks brings back: CPU tensors, frozen, raw and not judged."""
+"""What one run on the ranks returns: CPU tensors, frozen, raw and not judged."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from moe_conformance.workloads.records.workload import ParameterKey, Workload
 
 @dataclass(frozen=True)
 class Handed:
-    """One call of the probe expert: what the backend handed over and which gradients passed by."""
+    """One call of the probe expert: what the backend delivered and which gradients passed it."""
 
     microbatch: int
     rows_RD: Tensor
     ids_RJ: Tensor  # int64 index into local_experts, -1 = nothing
     weights_RJ: Tensor | None
-    counts_N: Tensor | None  # as claimed
-    shape: tuple[int, ...]  # as claimed
+    counts_N: Tensor | None  # as reported
+    shape: tuple[int, ...]  # as reported
     out_grad_RD: Tensor | None  # gradient that reached the experts' output (judges combine's backward)
     rows_grad_RD: Tensor | None  # gradient that left the experts' input (judges dispatch's backward)
-    overflowed: bool | None = None  # as claimed
+    overflowed: bool | None = None  # as reported
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Microbatch:
     y_dtype: torch.dtype | None
     dx_TD: Grad  # as it was when the backward returned
     dweights_TK: Grad
-    routed_ids_TK: Tensor | None = None  # route: what the router chose
+    routed_ids_TK: Tensor | None = None  # route: what the router selected
     routed_weights_TK: Tensor | None = None
     logits_TE: Tensor | None = None
     counts_E: Tensor | None = None
@@ -66,7 +66,7 @@ class Microbatch:
     undropped_ids_TK: Tensor | None = None  # capacity: what the same router decides without one
     undropped_weights_TK: Tensor | None = None
     inputs_changed: tuple[str, ...] = ()  # of x, ids, weights, upstream: bytes that differ after the step
-    outputs_changed: tuple[str, ...] = ()  # of y, rows: bytes that differ behind its backward, or in the end
+    outputs_changed: tuple[str, ...] = ()  # of y, rows: bytes that differ after its backward, or in the end
     gradients_changed: tuple[str, ...] = ()  # of x, weights: bytes that differ from when their backward returned
     handed_back: int = 0  # identity: rows that the experts answered with themselves, of all microbatches until then
     padding_gradients: int = 0  # padding rows at which the twist put a gradient of its own
@@ -96,7 +96,7 @@ class Answer:
 
 @dataclass(frozen=True, repr=False)
 class RankOutcome:
-    """What one rank brings back; `reached` is the last phase that it entered (open, build, forward:0, finish, done)."""
+    """What one rank returns; `reached` is the last phase that it entered (open, build, forward:0, finish, done)."""
 
     rank: int
     status: Literal["ok", "raised", "refused", "malformed", "hung", "died"]

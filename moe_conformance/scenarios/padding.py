@@ -23,7 +23,7 @@ class PaddingGradients:
         self.rows = 0  # padding rows whose gradients were replaced
 
     def __call__(self, delivery: Delivery) -> Tensor:
-        """Return the experts' answer; what goes backward beside padding rows is as it was."""
+        """Return the expert output; the gradients of other rows than padding are unchanged."""
         padding_R = padding_of(delivery)
         rows_RD = _replaced(delivery.rows_RD, padding_R)
         weights_RJ = delivery.weights_RJ if delivery.weights_RJ is None else _replaced(delivery.weights_RJ, padding_R)
@@ -40,7 +40,7 @@ class PaddingGradients:
 def large_beside_pairs(rows_RD: Tensor, counts_E: Tensor | None, pairs_E: Sequence[int]) -> Tensor:
     """Return rows by expert with a large number, also for a gradient, in every row that is no pair's.
 
-    An expert's pairs are the first rows of its segment. Behind the last segment no row is a pair's. Without counts, or
+    An expert's pairs are the first rows of its segment. After the last segment no row is a pair's. Without counts, or
     with one that is below the pairs, nobody can say which rows these are: they come back as they are.
     """
     if counts_E is None or len(counts_E) != len(pairs_E):

@@ -1,7 +1,7 @@
 """The suite's expert: the one piece of ours that runs inside the backend's exchange.
 
-Expert e multiplies the columns of its own block by `gain(e)` and answers zero elsewhere, so what combine yields is
-exact in every dtype and order. It records what it was handed and which gradients passed it; it judges nothing.
+Expert e multiplies the columns of its own block by `gain(e)` and returns zero elsewhere, so what combine yields is
+exact in every dtype and order. It records what it received and which gradients passed it; it judges nothing.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Probe:
         return out_RD.reshape(delivery.shape)
 
     def handed(self, microbatch: int) -> tuple[Handed, ...]:
-        """Everything handed over in a microbatch, with the gradients seen so far."""
+        """Everything delivered in a microbatch, with the gradients seen so far."""
         return tuple(
             replace(call.handed, out_grad_RD=_total(call.out_grads), rows_grad_RD=_total(call.rows_grads))
             for call in self._calls
@@ -91,7 +91,7 @@ class Probe:
         )
 
     def overwritten(self, microbatch: int) -> bool:
-        """Whether rows that were handed over in a microbatch, for some expert, have other bytes by now."""
+        """Whether rows that were delivered in a microbatch, for some expert, have other bytes by now."""
         return any(
             not _same_rows(call.handed.rows_RD, call.rows_RD.cpu(), call.handed.ids_RJ)
             for call in self._calls
@@ -100,7 +100,7 @@ class Probe:
 
 
 def recorded(delivery: Delivery, microbatch: int) -> Handed:
-    """Return a copy of what is handed over, without gradients yet."""
+    """Return a copy of what is delivered, without gradients yet."""
     weights_RJ = delivery.weights_RJ
     return Handed(
         microbatch=microbatch,
@@ -124,7 +124,7 @@ def padding_of(delivery: Delivery) -> Tensor:
 
 
 def part_of(session: Session, topology: Topology) -> float:
-    """Return this rank's share of the experts' answers: its etp shard's, 1 where answers are whole."""
+    """Return this rank's share of the expert outputs: its etp shard's, 1 where outputs are whole."""
     if not session.expert_output_is_partial:
         return 1.0
     shards = topology.ranks("etp")

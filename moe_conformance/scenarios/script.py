@@ -1,4 +1,4 @@
-"""A script on one rank: build one surface of a backend, make the calls in order, bring the answers back as data."""
+"""A script on one rank: build one surface of a backend, make the calls in order, return the results as data."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PLAIN = (bool, int, float, str, torch.dtype, type(None))
 
 @dataclass(frozen=True)
 class _Leaf:
-    """A tensor that was handed over: as it was drawn, and as the surface has it."""
+    """A tensor that was passed: as it was drawn, and as the surface has it."""
 
     given: Tensor
     held: Tensor
@@ -45,7 +45,7 @@ class Script:
         self.context, self.workload = context, workload
         self.reached = "open"
         self.phases: list[tuple[str, int]] = []
-        self.late: list[tuple[Any, Mapping[str, Tensor], dict[str, _Leaf]]] = []  # backwards behind the last call
+        self.late: list[tuple[Any, Mapping[str, Tensor], dict[str, _Leaf]]] = []  # backwards after the last call
         self.returned: list[Any] = []  # by call, as it came: handles stay on the rank
         self.leaves: list[dict[str, _Leaf]] = []
         self.answers: list[Answer] = []

@@ -15,7 +15,7 @@ import torch
 
 @contextmanager
 def filled_memory() -> Iterator[None]:
-    """Fill new tensors that nobody has written yet with NaN, and integers with their largest number.
+    """Fill new tensors that are uninitialised with NaN, and integers with their largest number.
 
     torch does so only while it is asked for deterministic algorithms; one that has none is used all the same. Asked in
     this way it does not import a compiler, which takes each rank most of a second.

@@ -14,7 +14,7 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
 
 
 def to_cpu(tensor: Tensor | None, flat: int | None = None) -> Tensor | None:
-    """Return a copy that nobody else writes to, as rows of `flat` columns where that is given."""
+    """Return a copy that nothing else writes to, as rows of `flat` columns where that is given."""
     if tensor is None:
         return None
     copied = tensor.detach().cpu().clone()

@@ -31,13 +31,13 @@ class RefusedError(Exception):
 
 
 class BreaksWhileLoading:
-    """A payload that ends the culprit's process when it is loaded, and to others is like a lost connection."""
+    """A payload that ends the faulty rank's process when it is loaded, and to others is like a lost connection."""
 
-    def __init__(self, culprit: int) -> None:
-        self.culprit = culprit
+    def __init__(self, faulty: int) -> None:
+        self.faulty = faulty
 
     def __setstate__(self, state: dict[str, int]) -> None:
-        if dist.get_rank() == state["culprit"]:
+        if dist.get_rank() == state["faulty"]:
             os._exit(7)
         raise RuntimeError("Connection closed by peer")
 
@@ -115,24 +115,24 @@ def start_a_sleeper(context: RankContext, payload: Any) -> int:
     return context.kept["sleeper"].pid
 
 
-# ---- functions that do not; `culprit` is the rank to blame ----
+# ---- functions that do not; `faulty` is the rank to blame ----
 
 
 def _meet() -> None:
     dist.all_reduce(torch.ones(3))
 
 
-def one_raises(context: RankContext, culprit: int) -> None:
-    """The culprit raises; the others wait for it in a collective."""
+def one_raises(context: RankContext, faulty: int) -> None:
+    """The faulty rank raises; the others wait for it in a collective."""
     _meet()
-    if context.rank == culprit:
-        raise ValueError(f"rank {culprit} has\nhad enough")
+    if context.rank == faulty:
+        raise ValueError(f"rank {faulty} has\nhad enough")
     _meet()
 
 
-def one_raises_and_others_wrap(context: RankContext, culprit: int) -> None:
-    """The culprit raises; the others put what they then get into an exception of their own."""
-    if context.rank == culprit:
+def one_raises_and_others_wrap(context: RankContext, faulty: int) -> None:
+    """The faulty rank raises; the others put what they then get into an exception of their own."""
+    if context.rank == faulty:
         raise ValueError("the first fault")
     try:
         _meet()
@@ -140,9 +140,9 @@ def one_raises_and_others_wrap(context: RankContext, culprit: int) -> None:
         raise RefusedError("could not exchange") from error
 
 
-def one_raises_others_work(context: RankContext, culprit: int) -> str:
-    """The culprit raises; the others never wait for it."""
-    if context.rank == culprit:
+def one_raises_others_work(context: RankContext, faulty: int) -> str:
+    """The faulty rank raises; the others never wait for it."""
+    if context.rank == faulty:
         raise ValueError("alone")
     time.sleep(0.2)
     return "done"
@@ -153,23 +153,23 @@ def all_raise(context: RankContext, payload: Any) -> None:
     raise RefusedError(f"no such thing on rank {context.rank}")
 
 
-def leave(context: RankContext, culprit: int) -> None:
-    """The culprit calls sys.exit."""
-    if context.rank == culprit:
+def leave(context: RankContext, faulty: int) -> None:
+    """The faulty rank calls sys.exit."""
+    if context.rank == faulty:
         sys.exit(3)
 
 
-def exit_hard(context: RankContext, culprit: int) -> None:
-    """The culprit's process exits without a word."""
-    if context.rank == culprit:
+def exit_hard(context: RankContext, faulty: int) -> None:
+    """The faulty rank's process exits without a word."""
+    if context.rank == faulty:
         os._exit(7)
     _meet()
 
 
 def kill_oneself(context: RankContext, culprit_and_signal: tuple[int, int]) -> None:
-    """The culprit's process is killed by a signal."""
-    culprit, number = culprit_and_signal
-    if context.rank == culprit:
+    """The faulty rank's process is killed by a signal."""
+    faulty, number = culprit_and_signal
+    if context.rank == faulty:
         os.kill(os.getpid(), number)
     _meet()
 
@@ -180,38 +180,38 @@ def kill_the_parent(context: RankContext, payload: Any) -> None:
     time.sleep(600)
 
 
-def sleep_before_meeting(context: RankContext, culprit: int) -> None:
-    """The culprit sleeps; the others wait for it in a collective."""
-    if context.rank == culprit:
+def sleep_before_meeting(context: RankContext, faulty: int) -> None:
+    """The faulty rank sleeps; the others wait for it in a collective."""
+    if context.rank == faulty:
         time.sleep(600)
     _meet()
 
 
-def spin_before_meeting(context: RankContext, culprit: int) -> None:
-    """The culprit computes for ever, in Python; the others wait on the handle of an asynchronous collective."""
-    while context.rank == culprit:
+def spin_before_meeting(context: RankContext, faulty: int) -> None:
+    """The faulty rank computes for ever, in Python; the others wait on the handle of an asynchronous collective."""
+    while context.rank == faulty:
         pass
     dist.all_reduce(torch.ones(3), async_op=True).wait()
 
 
-def skip_meeting(context: RankContext, culprit: int) -> str:
-    """The culprit leaves a collective out."""
+def skip_meeting(context: RankContext, faulty: int) -> str:
+    """The faulty rank leaves a collective out."""
     _meet()
-    if context.rank != culprit:
+    if context.rank != faulty:
         _meet()
     return "returned"
 
 
-def reduce_otherwise(context: RankContext, culprit: int) -> str:
-    """The culprit takes the greatest where the others add up; the transport lets everybody return."""
-    dist.all_reduce(torch.ones(3), dist.ReduceOp.MAX if context.rank == culprit else dist.ReduceOp.SUM)
+def reduce_otherwise(context: RankContext, faulty: int) -> str:
+    """The faulty rank takes the greatest where the others add up; the transport lets everybody return."""
+    dist.all_reduce(torch.ones(3), dist.ReduceOp.MAX if context.rank == faulty else dist.ReduceOp.SUM)
     return "returned"
 
 
-def skip_meeting_in_backward(context: RankContext, culprit: int) -> None:
-    """The culprit leaves out a collective that is part of the backward pass."""
+def skip_meeting_in_backward(context: RankContext, faulty: int) -> None:
+    """The faulty rank leaves out a collective that is part of the backward pass."""
     x = torch.ones(3, requires_grad=True)
-    y = x * 2 if context.rank == culprit else _Met.apply(x)
+    y = x * 2 if context.rank == faulty else _Met.apply(x)
     y.sum().backward()
 
 
@@ -246,22 +246,22 @@ def sleep_on_a_thread(context: RankContext, payload: Any) -> None:
     _meet()
 
 
-def destroy_the_default_group(context: RankContext, culprit: int) -> None:
-    """The culprit destroys what belongs to the engine."""
-    if context.rank == culprit:
+def destroy_the_default_group(context: RankContext, faulty: int) -> None:
+    """The faulty rank destroys what belongs to the engine."""
+    if context.rank == faulty:
         dist.destroy_process_group()
 
 
-def stop_oneself(context: RankContext, culprit: int) -> None:
-    """The culprit is stopped by a signal and cannot even dump its stack."""
-    if context.rank == culprit:
+def stop_oneself(context: RankContext, faulty: int) -> None:
+    """The faulty rank is stopped by a signal and cannot even dump its stack."""
+    if context.rank == faulty:
         os.kill(os.getpid(), signal.SIGSTOP)
     _meet()
 
 
-def return_a_generator(context: RankContext, culprit: int) -> Any:
-    """The culprit returns what cannot be pickled."""
-    return (n for n in range(3)) if context.rank == culprit else "fine"
+def return_a_generator(context: RankContext, faulty: int) -> Any:
+    """The faulty rank returns what cannot be pickled."""
+    return (n for n in range(3)) if context.rank == faulty else "fine"
 
 
 # ---- functions that leave something behind, or print ----

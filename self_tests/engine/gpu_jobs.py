@@ -15,9 +15,9 @@ left_behind: list[torch.Tensor] = []
 
 
 def say_and_die(context: RankContext, culprit_and_sentence: tuple[int, str]) -> None:
-    """The culprit prints a sentence and its process ends; the others wait for it in a collective."""
-    culprit, sentence = culprit_and_sentence
-    if context.rank == culprit:
+    """The faulty rank prints a sentence and its process ends; the others wait for it in a collective."""
+    faulty, sentence = culprit_and_sentence
+    if context.rank == faulty:
         print(sentence, flush=True)
         os._exit(1)
     dist.all_reduce(torch.ones(3, device=context.device))

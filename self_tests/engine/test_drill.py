@@ -28,7 +28,7 @@ class TestFaults:
     @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
     def test_the_engine_says_and_leaves_what_it_must(self, drill, fault):
         """Verdict, blame, statuses, stacks, ledgers, the next case and what is left over, in a world of 2 and of 4."""
-        turn = FAULTS.index(fault)  # another culprit for each
+        turn = FAULTS.index(fault)  # another faulty rank for each
         wrong = {world: drill.play(Scene(fault, world, turn)).wrong for world in WORLDS}
         assert dict.fromkeys(WORLDS, ()) == wrong
 
@@ -51,15 +51,15 @@ class TestExpectations:
             ("exception on one rank", {"blamed": "everyone"}, "blamed (1,), not (0, 1)"),
             (
                 "exception on one rank",
-                {"culprit": ("died",)},
-                "rank 1 (culprit): raised, not died: ValueError: drilled",
+                {"faulty": ("died",)},
+                "rank 1 (faulty): raised, not died: ValueError: drilled",
             ),
             ("exception on one rank", {"peers": ("ok",)}, "rank 0 (partner): raised, not ok: "),
-            ("exception on one rank", {"says": "KeyError"}, "rank 1 (culprit): says 'ValueError: drilled' because of"),
+            ("exception on one rank", {"says": "KeyError"}, "rank 1 (faulty): says 'ValueError: drilled' because of"),
             ("exception on one rank", {"calls": ("", "all_reduce all_reduce")}, "made the calls 'all_reduce', not ''"),
             ("exception on one rank", {"disagrees": True}, "disagreements []"),
-            ("os._exit", {"stacks": True}, "rank 1 (culprit): died without a stack"),
-            ("thread left behind", {"says": "fork"}, "rank 1 (culprit): left (\"thread 'left-behind'\",), not 'fork'"),
+            ("os._exit", {"stacks": True}, "rank 1 (faulty): died without a stack"),
+            ("thread left behind", {"says": "fork"}, "rank 1 (faulty): left (\"thread 'left-behind'\",), not 'fork'"),
             ("one row more expected", {"disagrees": False}, "disagreements ['on group (0, 1) call 2"),
         ],
         ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -130,10 +130,10 @@ class TestExceptions:
         result = run("one_raises", 2, world=4)
         assert (False, (2,)) == (result.ok, result.blamed)
         assert [("raised", True), ("raised", True), ("raised", False), ("raised", True)] == statuses(result)
-        culprit = result.ranks[2]
-        assert ("ValueError: rank 2 has", "ValueError") == (culprit.error, culprit.error_type)
-        assert "raise ValueError" in culprit.traceback
-        assert "moe_conformance/engine" not in culprit.traceback
+        faulty = result.ranks[2]
+        assert ("ValueError: rank 2 has", "ValueError") == (faulty.error, faulty.error_type)
+        assert "raise ValueError" in faulty.traceback
+        assert "moe_conformance/engine" not in faulty.traceback
 
     def test_a_wrapped_lost_connection_is_secondary(self, run):
         """An exception raised because of a lost connection counts as one."""
@@ -143,8 +143,8 @@ class TestExceptions:
         assert f"{JOBS}.RefusedError" == result.ranks[1].error_type
 
     def test_peers_that_lose_the_culprit_before_their_function_is_called_are_secondary(self, run):
-        """The culprit may be gone while others still make groups: that is no misuse of the engine."""
-        result = run("echo", BreaksWhileLoading(culprit=1))
+        """The faulty rank may be gone while others still make groups: that is no misuse of the engine."""
+        result = run("echo", BreaksWhileLoading(faulty=1))
         assert [("raised", True), ("died", False)] == statuses(result)
 
     def test_peers_that_need_not_wait_finish(self, run):

@@ -125,8 +125,8 @@ class TestSequence:
     def test_the_minority_is_blamed_for_another_operator(self):
         """Three ranks call the same, the fourth something else."""
         others = [reduce(3, ranks=W4), reduce(3, ranks=W4)]
-        culprit = [reduce(3, ranks=W4), entry("barrier", W4)]
-        words, blamed = only(check(others, others, culprit, others))
+        faulty = [reduce(3, ranks=W4), entry("barrier", W4)]
+        words, blamed = only(check(others, others, faulty, others))
         assert "on group (0, 1, 2, 3) call 2: ranks 0, 1 and 3 call all_reduce; rank 2 calls barrier" == words
         assert (2,) == blamed
 

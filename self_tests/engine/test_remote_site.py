@@ -109,7 +109,7 @@ class TestRanks:
 
 
 class TestFaults:
-    @pytest.mark.parametrize("culprit", [0, 2])
+    @pytest.mark.parametrize("faulty", [0, 2])
     @pytest.mark.parametrize(
         ("function", "status", "words"),
         [
@@ -120,12 +120,12 @@ class TestFaults:
             ("stop_oneself", "hung", "stopped by a signal"),
         ],
     )
-    def test_a_fault_is_blamed_and_survived(self, engine, culprit, function, status, words):
-        """As in one process: the culprit is named, whichever process its rank is in, and the next job runs."""
-        result = engine.run(job(function, culprit, deadline_s=2.0 if status == "hung" else 30.0))
-        assert (culprit,) == result.blamed
-        assert status == result.ranks[culprit].status
-        assert words in result.ranks[culprit].error
+    def test_a_fault_is_blamed_and_survived(self, engine, faulty, function, status, words):
+        """As in one process: the faulty rank is named, whichever process its rank is in, and the next job runs."""
+        result = engine.run(job(function, faulty, deadline_s=2.0 if status == "hung" else 30.0))
+        assert (faulty,) == result.blamed
+        assert status == result.ranks[faulty].status
+        assert words in result.ranks[faulty].error
         assert engine.run(job("pid")).ok
 
     def test_a_crash_leaves_its_stack(self, engine):

@@ -77,8 +77,8 @@ class CheckedRuns:
         return [judge(check, group_lists=lists, group_answers=told, size_answers=told) for check in asked]
 
 
-TRIALS = [(plant, expected) for plant in plants() for expected in plant.expects]
-PLACES = sorted({(e.requirement, p.variant, p.layout.name, p.layout, e.workload) for p, e in TRIALS}, key=str)
+EXPECTED = [(plant, expected) for plant in plants() for expected in plant.expects]
+PLACES = sorted({(e.requirement, p.variant, p.layout.name, p.layout, e.workload) for p, e in EXPECTED}, key=str)
 
 LIARS = [
     (lying.WrongCounts, "EXCH-04", EP2, "even", "for expert 0 and hands over"),
@@ -108,9 +108,9 @@ def run_more(asked: list[Check]) -> bool:
 
 def faults() -> set[Run]:
     """Return the runs of plants that hang or end ranks, but for those whose twins follow on the same ranks."""
-    trials = [(e, Run(p.backend, variant_for(p, e), p.layout, e.workload)) for p, e in TRIALS if e.workload]
-    followed = {run for expected, run in trials if run_more(readers(expected.requirement, run))}
-    return {run for expected, run in trials if "run" == expected.stage} - followed
+    expectations = [(e, Run(p.backend, variant_for(p, e), p.layout, e.workload)) for p, e in EXPECTED if e.workload]
+    followed = {run for expected, run in expectations if run_more(readers(expected.requirement, run))}
+    return {run for expected, run in expectations if "run" == expected.stage} - followed
 
 
 def planned(item: pytest.Item) -> Run | None:
@@ -136,7 +136,7 @@ def checked(request: pytest.FixtureRequest) -> Iterator[CheckedRuns]:
 
 
 class TestDetection:
-    @pytest.mark.parametrize(("plant", "expected"), TRIALS, ids=[f"{p.name}-{e.requirement}" for p, e in TRIALS])
+    @pytest.mark.parametrize(("plant", "expected"), EXPECTED, ids=[f"{p.name}-{e.requirement}" for p, e in EXPECTED])
     def test_a_planted_bug_is_detected_and_named(
         self, checked: CheckedRuns, plant: Plant, expected: Expectation
     ) -> None:
@@ -307,7 +307,7 @@ class TestCollection:
         of_many_ranks = {each.requirement for plant in plants_of_many_ranks() for each in plant.expects}
         assert {name for name, profile in checked.items() if profile == "virtual"} <= of_many_ranks
         assert {name for name, profile in checked.items() if profile != "virtual"} == {
-            expected.requirement for _, expected in TRIALS
+            expected.requirement for _, expected in EXPECTED
         }
 
     def test_every_plant_expects_something(self) -> None:

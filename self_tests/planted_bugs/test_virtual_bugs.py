@@ -17,7 +17,7 @@ from self_tests.checks import checks, judge
 from self_tests.planted_bugs import Expectation, Plant, plants_of_many_ranks
 
 EP8 = Layout(8, ep=8)
-TRIALS = [(plant, expected) for plant in plants_of_many_ranks() for expected in plant.expects]
+EXPECTED = [(plant, expected) for plant in plants_of_many_ranks() for expected in plant.expects]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def verdicts(outcome: Outcome, requirement: str) -> list[Mismatch | Tally]:
 
 
 class TestDetection:
-    @pytest.mark.parametrize(("plant", "expected"), TRIALS, ids=[f"{p.name}-{e.requirement}" for p, e in TRIALS])
+    @pytest.mark.parametrize(("plant", "expected"), EXPECTED, ids=[f"{p.name}-{e.requirement}" for p, e in EXPECTED])
     def test_a_bug_of_many_ranks_is_detected_and_named(
         self, engine: Engine, plant: Plant, expected: Expectation
     ) -> None:

@@ -96,7 +96,7 @@ class TestUnion:
         two = report("two", record("ep2", "pass"), record("ep4", "fail"))
         whole = merged(one, two)
         assert ["pass", "fail"] == [each.verdict for each in whole.records]
-        assert whole.notes[0].startswith("2 items were judged more than once: ")
+        assert whole.notes[0].startswith("2 items were checked more than once: ")
         assert ["test_x[alltoall-ep4-even] is pass in one report and fail in " + str(two)] == whole.head["problems"]
 
     def test_nothing_passed(self, report):
@@ -197,7 +197,7 @@ class TestRefusals:
         if schema is None:
             del content["schema"]
         (folder / result.NAME).write_text(json.dumps(content))
-        with pytest.raises(merge.Unmergeable, match=f"of {said}, and this suite .*: judge again, .* 0.0.1"):
+        with pytest.raises(merge.Unmergeable, match=f"of {said}, and this suite .*: run again, .* 0.0.1"):
             merged(folder)
 
     def test_no_report(self, tmp_path):

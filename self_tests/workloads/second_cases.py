@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from self_tests.planted_bugs import Expectation, Plant
-from self_tests.planted_bugs.test_planted_bugs import TRIALS, variant_for
+from self_tests.planted_bugs.test_planted_bugs import EXPECTED, variant_for
 
 FILE = Path(__file__).with_suffix(".toml")
 NOT_YET = "not looked for yet"
@@ -19,27 +19,28 @@ NOT_YET = "not looked for yet"
 Place = tuple[str, str, str]  # variant, layout, workload
 
 
-def trials() -> dict[str, tuple[Plant, Expectation]]:
+def expectations() -> dict[str, tuple[Plant, Expectation]]:
     """Return every expectation for which something runs, by a name such as `swapped-sources EXCH-01 even`."""
-    ran = [(plant, each) for plant, each in TRIALS if each.workload]
+    ran = [(plant, each) for plant, each in EXPECTED if each.workload]
     return {f"{plant.name} {each.requirement} {each.workload}": (plant, each) for plant, each in ran}
 
 
 def declared() -> dict[str, Place]:
-    """Return the case that each trial names."""
+    """Return the case that each expectation names."""
     return {
-        name: (variant_for(plant, each), plant.layout.name, each.workload) for name, (plant, each) in trials().items()
+        name: (variant_for(plant, each), plant.layout.name, each.workload)
+        for name, (plant, each) in expectations().items()
     }
 
 
 def second() -> dict[str, Place]:
-    """Return each trial's second case; none of a trial that has none."""
+    """Return each expectation's second case; none of an expectation that has none."""
     found: dict[str, list[str]] = _stored()["second"]
     return {name: (variant, layout, workload) for name, (variant, layout, workload) in found.items()}
 
 
 def alone() -> dict[str, str]:
-    """Return the trials that no second case is known to detect, and how far it was looked for."""
+    """Return the expectations that no second case is known to detect, and how far it was looked for."""
     return dict(_stored()["alone"])
 
 

@@ -27,7 +27,7 @@ class TestPaddingGradients:
         assert experts.rows == 1
 
     def test_no_rows_are_answered_by_no_rows(self) -> None:
-        """A rank that is handed nothing answers with nothing, of the same width, and goes backward."""
+        """A rank that receives nothing returns nothing, of the same width, and goes backward."""
         rows_RD = torch.empty(0, 3, requires_grad=True)
         experts = PaddingGradients(doubled)
         answer_RD = experts(Delivery.grouped(rows_RD, torch.zeros(2, dtype=torch.int64)))

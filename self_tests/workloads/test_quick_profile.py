@@ -18,8 +18,8 @@ from moe_conformance.backends.native import Native
 from moe_conformance.plan import Case, Plan
 from moe_conformance.shards import Shard
 from moe_conformance.workloads.selection.stored import FOLDER, of, read
-from self_tests.planted_bugs.test_planted_bugs import TRIALS
-from self_tests.workloads.second_cases import alone, declared, second, trials
+from self_tests.planted_bugs.test_planted_bugs import EXPECTED
+from self_tests.workloads.second_cases import alone, declared, expectations, second
 from tools.select_cases import Demand, Place, choose, demands, place_of
 
 STORED = sorted(path.stem for path in FOLDER.glob("*.toml"))
@@ -81,18 +81,18 @@ class TestPlants:
         """Each workload that a plant names runs with its variant on its layout."""
         unseen = {name: place for name, place in declared().items() if place not in stored("native")}
         assert {} == unseen, AGAIN.format("native")
-        worlds = {plant.layout.world for plant, expected in TRIALS if not expected.workload}
+        worlds = {plant.layout.world for plant, expected in EXPECTED if not expected.workload}
         assert worlds <= {*plan_of("native").worlds}
 
     def test_every_plant_has_a_second_case(self) -> None:
         """It is another than its own, and selected; or the file says that none was found."""
-        assert set() == trials().keys() - second().keys() - alone().keys(), SECOND
+        assert set() == expectations().keys() - second().keys() - alone().keys(), SECOND
         assert {} == {name: place for name, place in second().items() if place not in stored("native")}, SECOND
         assert [] == [name for name, place in second().items() if place == declared().get(name)]
 
     def test_no_second_case_is_of_a_plant_that_is_gone(self) -> None:
-        """The file names trials that there are, each once."""
-        assert set() == (second().keys() | alone().keys()) - trials().keys(), SECOND
+        """The file names expectations that there are, each once."""
+        assert set() == (second().keys() | alone().keys()) - expectations().keys(), SECOND
         assert set() == second().keys() & alone().keys()
 
 

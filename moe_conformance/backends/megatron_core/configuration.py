@@ -69,7 +69,7 @@ def transformer_config(config: Config, sizes: Mapping[str, int]) -> Any:
                 "fp16": config.dtype == torch.float16,
                 "perform_initialization": False,  # the suite writes every parameter
                 "tensor_model_parallel_size": sizes["tp"],
-                "sequence_parallel": sizes["tp"] > 1,  # MoELayer wants it: the ranks of tp hold different tokens
+                "sequence_parallel": sizes["tp"] > 1,  # MoELayer needs it: the ranks of tp hold different tokens
                 "context_parallel_size": sizes["cp"],
                 "pipeline_model_parallel_size": sizes["pp"],
                 "pipeline_dtype": config.dtype,
@@ -115,10 +115,10 @@ def _routing(config: Config) -> dict[str, Any]:
 
 
 def _softmax_before_selection(config: Config) -> bool:
-    """Whether the softmax runs over all experts, or only over the chosen; refuses weights that Megatron-Core lacks.
+    """Whether the softmax is over all experts, or over the selected ones; refuses weights that Megatron-Core lacks.
 
     It has no switch for normalisation: sigmoid weights are divided by their sum if and only if K > 1, softmax weights
-    never. A softmax over all experts that is then normalised over the chosen is the softmax over the chosen.
+    never. A softmax over all experts that is then normalised over the selected experts is the softmax over these.
     """
     if config.score == "sqrtsoftplus":
         raise Unsupported("Megatron-Core 0.16 scores by softmax or sigmoid, not by sqrtsoftplus")
@@ -133,13 +133,13 @@ def _softmax_before_selection(config: Config) -> bool:
 
 
 def _check_group_score(config: Config) -> None:
-    """Refuse a group score other than the sum of the best K / groups chosen, the only one that there is."""
+    """Refuse a group score other than the sum of the best K / selected groups, the only one that there is."""
     assert config.groups is not None
     best, rest = divmod(config.top_k, config.groups[1])
     known_as = {"topk_sum": best, "top2_sum": 2, "max": 1}
     if rest or not best:
-        raise Unsupported(f"K = {config.top_k} is no multiple of the {config.groups[1]} groups chosen")
+        raise Unsupported(f"K = {config.top_k} is no multiple of the {config.groups[1]} selected groups")
     if known_as[config.group_score] != best:
         raise Unsupported(
-            f"Megatron-Core ranks a group by its best {best} (K / groups chosen) experts, not by {config.group_score}"
+            f"Megatron-Core ranks a group by its best {best} (K / selected groups) experts, not by {config.group_score}"
         )

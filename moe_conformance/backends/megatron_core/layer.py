@@ -34,7 +34,7 @@ class Layer:
 
     @property
     def resolved(self) -> Mapping[str, str]:
-        """The classes of the parts, whether shared experts run beside the dispatcher, and the scores' dtype as seen."""
+        """The classes of the parts, whether shared experts overlap with the dispatcher, and the dtype of scores."""
         return {
             "layer": type(self._layer).__qualname__,
             "dispatcher": type(self._layer.token_dispatcher).__qualname__,

@@ -44,7 +44,7 @@ class Packing:
     def tokens(self, cu_seqlens: Tensor, cu_seqlens_padded: Tensor) -> Tensor:
         """Refuse: the library asks its caller for a padding mask."""
         del cu_seqlens, cu_seqlens_padded
-        raise Unsupported("Megatron-Core 0.16 makes no mask of packed sequences: its caller brings one")
+        raise Unsupported("Megatron-Core 0.16 makes no mask of packed sequences: its caller passes one")
 
     def share(self, cu_seqlens_padded: Tensor, cp: int, cp_rank: int) -> Tensor:
         """Ask for a rank's part of a batch whose tokens are their own row numbers."""

@@ -1,4 +1,4 @@
-"""The rank lists that the library makes groups of, for sizes and an order of axes, behind its own checks of them."""
+"""The rank lists that the library makes groups of, for sizes and an order of axes, after its own checks of them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _made(sizes: Mapping[str, int], order: str) -> Mapping[str, Sequence[tuple[i
 
     def create_group(ranks: Sequence[int], *, group_desc: str, **_: Any) -> object:
         made[group_desc].append(tuple(ranks))
-        return object()  # stands for the group, which nobody asks for anything
+        return object()  # in place of the group, which is not used
 
     distributed = parallel_state.torch.distributed
     groups = {name: None for name, value in vars(parallel_state).items() if isinstance(value, ProcessGroup)}

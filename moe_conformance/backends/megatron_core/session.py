@@ -83,7 +83,7 @@ class MegatronSession(Session):
         return Packing()
 
     def token_padding(self, config: Config) -> TokenPadding:
-        """Refuse: ranks with other token counts are not brought to one."""
+        """Refuse: token counts are not padded to one."""
         del config
         raise Unsupported("Megatron-Core 0.16 pads no token counts: all its dispatchers, flex too, take T as it is")
 
@@ -116,7 +116,7 @@ class MegatronSession(Session):
     def finish_gradients(self, *built: Parametrised) -> None:
         """Reduce over replicas, sum what sequence parallelism left in parts, and update the balance bias."""
         if self._topology.sizes["pp"] > 1:
-            raise Unsupported("with pp > 1 finalize_model_grads wants the embeddings of a whole model")
+            raise Unsupported("with pp > 1 finalize_model_grads needs the embeddings of a whole model")
         library.finalize_model_grads([surface.chunk for surface in built])  # type: ignore[attr-defined]
 
     def close(self) -> None:

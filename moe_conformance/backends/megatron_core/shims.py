@@ -1,4 +1,4 @@
-"""What Megatron-Core asks of CUDA or of NCCL, answered on a machine that has neither; and one repair (MC-04).
+"""What Megatron-Core calls of CUDA or of NCCL, for a machine that has neither; and one repair (MC-04).
 
 Nothing of this is applied where CUDA is. Each shim is put into the library's own modules under the name that the
 library looks up: torch itself, and whatever else runs in the process, stay as they are.

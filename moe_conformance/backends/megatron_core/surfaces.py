@@ -86,7 +86,7 @@ class Experts:
 
     def __call__(self, delivery: Delivery) -> Tensor:
         """Return the weighted output, of every etp rank its part of the sum."""
-        assert delivery.weights_RJ is not None  # the dispatchers hand over both
+        assert delivery.weights_RJ is not None  # the dispatchers return both
         assert delivery.counts_N is not None
         out_RD: Tensor = self.chunk(delivery.rows_RD, delivery.counts_N, delivery.weights_RJ[:, 0])[0]
         return out_RD

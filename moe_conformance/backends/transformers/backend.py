@@ -81,7 +81,7 @@ class _Session(Session):
             "variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied", "token_copies", "packed",
         )  # fmt: skip
         if config.weights_applied == "input":
-            raise Unsupported("the library weighs what experts answer, not weights_applied='input'")
+            raise Unsupported("the library multiplies the expert output by the weights, not weights_applied='input'")
         implementation, _ = _implementations(config.variant)
         placement = Placement(config, self._topology, self._device)
         alone = self._topology.sizes["ep"] == 1

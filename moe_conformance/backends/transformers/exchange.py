@@ -13,7 +13,7 @@ from moe_conformance.contract import Delivery, ExpertFn, Routing, Unrouted, refu
 
 
 class _Given(nn.Module):
-    """Stands where the experts of a model stood: N of them, which answer by the function given for the call."""
+    """Replaces the experts of a model: N of them, which compute the function given for the call."""
 
     def __init__(self, held: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class SharedExchange:
 
     @property
     def resolved(self) -> Mapping[str, str]:
-        """The class of the implementation, where its last forward weighed, and what the adapter did to the tokens."""
+        """The class of the implementation, where its last forward applied weights, and what the adapter gathered."""
         sizes = self._placement.topology.sizes
         shared = {"tokens": f"gathered from {sizes['tp']} ranks by the adapter", "wire": "copies"}
         at = "expert" if self._reduces or self._class == "none" else "combine"
@@ -68,7 +68,7 @@ class SharedExchange:
         """Run the installed forward on this rank's tokens, or on those of all tensor ranks, gathered."""
         if self._chooses:  # AutoEP reduces where no gradient goes through the tokens, and exchanges where one does
             self._reduces = not (torch.is_grad_enabled() and x.requires_grad)
-        # The reduction hands experts the tokens of others too.
+        # With the reduction experts receive the tokens of other ranks too.
         self._given.expert, self._given.unrouted = expert, "zero" if self._reduces else "padding"
         x_TD = x.reshape(-1, x.shape[-1])
         if not self._gathers:

@@ -43,10 +43,10 @@ class ShardedExperts:
         self._model = model_with(module, "layers.0.mlp.experts", asked)
         shard(self._model, placement)
 
-    def _on_local_parameters(self, *handed: Tensor) -> Tensor:
+    def _on_local_parameters(self, *given: Tensor) -> Tensor:
         with self._style.context_around_forward(self._module, self._ep_mesh):
-            answer: Tensor = self._experts_forward(*handed)
-        return answer
+            out: Tensor = self._experts_forward(*given)
+        return out
 
     @property
     def resolved(self) -> Mapping[str, str]:

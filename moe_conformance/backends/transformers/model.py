@@ -21,8 +21,8 @@ class _Around(nn.Module):
         self._name = name
         self.add_module(name, inner)
 
-    def forward(self, *handed: Any) -> Any:
-        return getattr(self, self._name)(*handed)
+    def forward(self, *given: Any) -> Any:
+        return getattr(self, self._name)(*given)
 
 
 def model_with(module: nn.Module, path: str, config: Any) -> Any:

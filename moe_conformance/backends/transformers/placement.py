@@ -23,7 +23,7 @@ class Placement:
         self.batches = sizes["cp"] * sizes["dp"]  # the library's dp_size: tensor ranks share a batch
         self.distributed_config = _ask(sizes["tp"], self.batches, sizes["pp"], sizes["ep"])
         if sizes["etp"] > 1:
-            raise Unsupported(f"etp = {sizes['etp']}: transformers has no size for splitting experts beside ep")
+            raise Unsupported(f"etp = {sizes['etp']}: transformers has no size for splitting experts in addition to ep")
         if sizes["tp"] > 1 and sizes["ep"] == 1:
             raise Unsupported(f"tp = {sizes['tp']} with ep = 1 splits every expert over tensor ranks by a tp plan")
         if config.experts < 1 or config.experts % sizes["ep"]:

@@ -20,7 +20,7 @@ def model_of(config: Config) -> str:
     """Return the model whose router has the rule that is asked for, or refuse a rule that is adapted to none."""
     if config.score == "sigmoid" and (config.groups is None or config.group_score == "top2_sum"):
         if config.experts < 2 * (config.groups or (1,))[0]:
-            raise Unsupported(f"the router of deepseek_v3 wants two experts in a group: {config.experts} in all")
+            raise Unsupported(f"the router of deepseek_v3 needs two experts in a group: {config.experts} in all")
         return "deepseek_v3"
     if config.score == "sqrtsoftplus" and config.normalise and config.groups is None:
         return "deepseek_v4"
@@ -121,7 +121,7 @@ class ModelRouter:
         return {"router": type(router).__name__, "gate": str(router.weight.dtype)} | self._seen.resolved
 
     def __call__(self, x: Tensor) -> Routed:
-        """Return what the router hands to the experts; it counts no load."""
+        """Return what the router passes to the experts; it counts no load."""
         logits_TE, weights_TK, ids_TK = self._router(x.reshape(-1, x.shape[-1]))
         return Routed(Routing(ids_TK, weights_TK, logits_TE.shape[1]), logits_TE)
 

@@ -1,6 +1,6 @@
-"""One batch for all tensor ranks, as the library wants it, out of the tokens of every rank, as the suite has them.
+"""One batch for all tensor ranks, as the library needs it, out of the tokens of every rank, as the suite has them.
 
-The two steps stand before and behind a layer that wants whole activations, where these are split over tensor ranks: a
+The two steps are before and after a layer that needs whole activations, where these are split over tensor ranks: a
 gather, whose gradient is the rank's own part (the library gives the whole gradient to every rank), and its opposite.
 The batch begins with the tokens of the second rank: where all have as many, no rank computes its own.
 """

@@ -10,32 +10,32 @@ from .plot import BYSTANDER, Plot, meet
 
 
 def skip_the_last(context: RankContext, plot: Plot) -> str:
-    """The culprit leaves out the last collective and returns."""
+    """The faulty rank leaves out the last collective and returns."""
     if (group := plot.place(context)) is None:
         return BYSTANDER
     meet(group)
-    if context.rank != plot.culprit:
+    if context.rank != plot.faulty:
         meet(group)
     return "returned"
 
 
 def skip_one_in_the_middle(context: RankContext, plot: Plot) -> str:
-    """The culprit leaves out the second of three collectives."""
+    """The faulty rank leaves out the second of three collectives."""
     if (group := plot.place(context)) is None:
         return BYSTANDER
     meet(group)
-    if context.rank != plot.culprit:
+    if context.rank != plot.faulty:
         _gather(group)
     meet(group, size=5)
     return "returned"
 
 
 def take_another_kind(context: RankContext, plot: Plot) -> str:
-    """The culprit gathers where the others add up."""
+    """The faulty rank gathers where the others add up."""
     if (group := plot.place(context)) is None:
         return BYSTANDER
     meet(group)
-    if context.rank == plot.culprit:
+    if context.rank == plot.faulty:
         _gather(group)
     else:
         meet(group)
@@ -43,11 +43,11 @@ def take_another_kind(context: RankContext, plot: Plot) -> str:
 
 
 def take_another_group(context: RankContext, plot: Plot) -> str:
-    """The culprit adds up over another group than the others."""
+    """The faulty rank adds up over another group than the others."""
     if (group := plot.place(context)) is None:
         return BYSTANDER
     meet(group)
-    if context.rank == plot.culprit:
+    if context.rank == plot.faulty:
         meet(plot.elsewhere(context))
     else:
         meet(group)
@@ -55,88 +55,88 @@ def take_another_group(context: RankContext, plot: Plot) -> str:
 
 
 def take_another_size(context: RankContext, plot: Plot) -> str:
-    """The culprit adds up fewer elements than the others."""
+    """The faulty rank adds up fewer elements than the others."""
     if (group := plot.place(context)) is None:
         return BYSTANDER
     meet(group)
-    meet(group, size=2 if context.rank == plot.culprit else 7)
+    meet(group, size=2 if context.rank == plot.faulty else 7)
     return "returned"
 
 
 def take_another_root(context: RankContext, plot: Plot) -> str:
-    """The culprit takes itself for the one from which all get something; the others take its partner."""
+    """The faulty rank takes itself for the one from which all get something; the others take its partner."""
     if (group := plot.place(context)) is None:
         return BYSTANDER
     meet(group)
-    root = plot.culprit if context.rank == plot.culprit else plot.partner
+    root = plot.faulty if context.rank == plot.faulty else plot.partner
     dist.broadcast(torch.ones(3), src=root, group=group)
     return "returned"
 
 
 def receive_from_nobody(context: RankContext, plot: Plot) -> str:
-    """The culprit waits for a message that its partner does not send."""
+    """The faulty rank waits for a message that its partner does not send."""
     if (group := plot.place(context)) is None:
         return BYSTANDER
     meet(group)
-    if context.rank == plot.culprit:
+    if context.rank == plot.faulty:
         dist.recv(torch.empty(3), src=plot.partner, group=group)
     return "returned"
 
 
 def never_wait(context: RankContext, plot: Plot) -> str:
-    """All begin a collective together, and the culprit does not wait for it."""
+    """All begin a collective together, and the faulty rank does not wait for it."""
     if (group := plot.place(context)) is None:
         return BYSTANDER
     meet(group)
     handle = dist.all_reduce(torch.ones(3), group=group, async_op=True)
-    if context.rank != plot.culprit:
+    if context.rank != plot.faulty:
         handle.wait()
     return "returned"
 
 
 def begin_one_alone(context: RankContext, plot: Plot) -> str:
-    """The culprit begins a collective that is nobody else's, does not wait for it, and returns."""
+    """The faulty rank begins a collective that is nobody else's, does not wait for it, and returns."""
     if (group := plot.place(context)) is None:
         return BYSTANDER
     meet(group)
-    if context.rank == plot.culprit:
+    if context.rank == plot.faulty:
         dist.all_reduce(torch.ones(3), group=group, async_op=True)
     return "returned"
 
 
 def split_wrongly(context: RankContext, plot: Plot) -> str:
-    """The culprit's splits do not sum to the rows that it sends."""
+    """The faulty rank's splits do not sum to the rows that it sends."""
     if (group := plot.place(context)) is None:
         return BYSTANDER
     meet(group)
     sent, received = _rows(group)
     rows = sum(sent)
-    if context.rank == plot.culprit:
+    if context.rank == plot.faulty:
         rows += 1
     dist.all_to_all_single(torch.empty(sum(received), 2), torch.ones(rows, 2), received, sent, group=group)
     return "returned"
 
 
 def expect_fewer(context: RankContext, plot: Plot) -> str:
-    """The culprit expects one row less from its partner than that sends."""
+    """The faulty rank expects one row less from its partner than that sends."""
     return _expect(context, plot, -1)
 
 
 def expect_more(context: RankContext, plot: Plot) -> str:
-    """The culprit expects one row more from its partner than that sends."""
+    """The faulty rank expects one row more from its partner than that sends."""
     return _expect(context, plot, +1)
 
 
 def swap_splits(context: RankContext, plot: Plot) -> str:
-    """The culprit takes its partner's count for another rank's and the other way round: the totals are right."""
+    """The faulty rank takes its partner's count for another rank's and the other way round: the totals are right."""
     if (group := plot.place(context)) is None:
         return BYSTANDER
     meet(group)
     sent, received = _rows(group)
-    if context.rank == plot.culprit:
+    if context.rank == plot.faulty:
         members = dist.get_process_group_ranks(group)
-        others = [rank for rank in members if rank not in (plot.culprit, plot.partner)]
-        one, two = members.index(plot.partner), members.index((others or [plot.culprit])[0])
+        others = [rank for rank in members if rank not in (plot.faulty, plot.partner)]
+        one, two = members.index(plot.partner), members.index((others or [plot.faulty])[0])
         received[one], received[two] = received[two], received[one]
     return _exchange(group, sent, received)
 
@@ -146,7 +146,7 @@ def _expect(context: RankContext, plot: Plot, surplus: int) -> str:
         return BYSTANDER
     meet(group)
     sent, received = _rows(group)
-    if context.rank == plot.culprit:
+    if context.rank == plot.faulty:
         received[dist.get_process_group_ranks(group).index(plot.partner)] += surplus
     return _exchange(group, sent, received)
 

@@ -7,11 +7,11 @@ from typing import Literal
 
 Verdict = Literal["pass", "fail", "crash", "hang"]
 Status = Literal["ok", "raised", "hung", "died"]
-Role = Literal["culprit", "partner", "peer", "bystander"]
+Role = Literal["faulty", "partner", "peer", "bystander"]
 
-# Who must be blamed: where "minority", the culprit if the group has at least three ranks; of two that disagree nobody
-# can tell which is right, and both are blamed.
-Blame = Literal["nobody", "culprit", "pair", "minority", "everyone"]
+# Who must be blamed: where "minority", the faulty rank if the group has at least three ranks; of two that disagree none
+# is known to be right, and both are blamed.
+Blame = Literal["nobody", "faulty", "pair", "minority", "everyone"]
 
 _PACKAGE = __name__.rpartition(".")[0]
 _SHORT_S = 1.0  # for faults that nothing but the deadline ends
@@ -28,14 +28,14 @@ class Fault:
         verdict: Of the job: "hang" if a rank gave no answer, else "crash" if a blamed rank raised or died, else "fail"
             if somebody is blamed, else "pass". Several where it depends on the transport and the number of ranks.
         blamed: Who is blamed.
-        culprit: Which statuses the culprit may have; several for the same reason.
+        faulty: Which statuses the faulty rank may have; several for the same reason.
         peers: Which statuses the other ranks of the group may have.
         says: A regular expression for the sentence of every blamed rank, or the first disagreement of the ledgers; for
-            what the culprit left behind if nobody is blamed.
-        calls: Regular expressions for the calls in the ledgers of the culprit and of the other ranks of the group.
+            what the faulty rank left behind if nobody is blamed.
+        calls: Regular expressions for the calls in the ledgers of the faulty rank and of the other ranks of the group.
         disagrees: Whether the ledgers disagree.
         scope: "world", or "group" for a group of some of the ranks; those that are not in it must not be blamed.
-        stacks: Whether the culprit can leave a stack; a process that is killed or exits cannot.
+        stacks: Whether the faulty rank can leave a stack; a process that is killed or exits cannot.
         deadline_s: Of the job.
     """
 
@@ -43,7 +43,7 @@ class Fault:
     job: str
     verdict: tuple[Verdict, ...]
     blamed: Blame
-    culprit: tuple[Status, ...]
+    faulty: tuple[Status, ...]
     peers: tuple[Status, ...]
     says: str
     calls: tuple[str, str] = ("all_reduce", "all_reduce")
@@ -61,7 +61,7 @@ class Fault:
 def _end(name: str, job: str, status: Status, says: str, *, stacks: bool = True) -> Fault:
     """A rank that raises or dies while the others wait for it in their second collective."""
     calls = ("all_reduce", "all_reduce all_reduce")
-    return Fault(name, f"ends:{job}", ("crash",), "culprit", (status,), ("raised",), says, calls, stacks=stacks)
+    return Fault(name, f"ends:{job}", ("crash",), "faulty", (status,), ("raised",), says, calls, stacks=stacks)
 
 
 def _hang(name: str, job: str, says: str = "") -> Fault:
@@ -70,7 +70,7 @@ def _hang(name: str, job: str, says: str = "") -> Fault:
         name,
         f"ends:{job}",
         ("hang",),
-        "culprit",
+        "faulty",
         ("hung",),
         ("hung",),
         f"no answer within {_SHORT_S} s: {says}",
@@ -89,7 +89,7 @@ _ENDS = (
     _end("os._exit", "exit_hard", "died", "exited with code 7", stacks=False),
     _end("SIGKILL", "be_killed", "died", "killed by SIGKILL", stacks=False),
     Fault(
-        "SIGKILL in the midst of work", "ends:be_killed_while_meeting", ("crash",), "culprit", ("died",), ("raised",),
+        "SIGKILL in the midst of work", "ends:be_killed_while_meeting", ("crash",), "faulty", ("died",), ("raised",),
         "killed by SIGKILL", ("(all_reduce ?)+", "(all_reduce ?)+"), stacks=False,
     ),
     _end("segmentation fault", "touch_no_memory", "died", "killed by SIGSEGV"),
@@ -107,7 +107,7 @@ def _collective(
     job: str,
     verdict: Verdict | tuple[Verdict, ...],
     blamed: Blame,
-    culprit: tuple[Status, ...],
+    faulty: tuple[Status, ...],
     peers: tuple[Status, ...],
     says: str,
     calls: tuple[str, str],
@@ -116,9 +116,9 @@ def _collective(
 ) -> Fault:
     """A fault in what follows the first call on a group; `calls` are those that follow."""
     verdicts = (verdict,) if isinstance(verdict, str) else verdict
-    culprits, others = (f"all_reduce {call}".strip() for call in calls)
+    of_faulty, others = (f"all_reduce {call}".strip() for call in calls)
     return Fault(
-        name, f"collectives:{job}", verdicts, blamed, culprit, peers, says, (culprits, others), disagrees=disagrees
+        name, f"collectives:{job}", verdicts, blamed, faulty, peers, says, (of_faulty, others), disagrees=disagrees
     )
 
 
@@ -128,7 +128,7 @@ _EXCHANGE = ("all_to_all_single", "all_to_all_single")
 # sent more than it expects it aborts; where it is sent less it goes on with garbage.
 _COLLECTIVES = (
     _collective(
-        "last collective skipped", "skip_the_last", "hang", "culprit", ("ok",), ("hung",),
+        "last collective skipped", "skip_the_last", "hang", "faulty", ("ok",), ("hung",),
         "returned while .* waited .*makes no such call", ("", "all_reduce"),
     ),
     _collective(
@@ -160,11 +160,11 @@ _COLLECTIVES = (
         "make no such call|makes no such call", ("all_reduce", ""),
     ),
     _collective(
-        "handle never waited for", "never_wait", "fail", "culprit", ("ok",), ("ok",),
+        "handle never waited for", "never_wait", "fail", "faulty", ("ok",), ("ok",),
         "was never waited for", ("all_reduce", "all_reduce"), disagrees=False,
     ),
     _collective(
-        "splits that do not sum", "split_wrongly", "crash", "culprit", ("raised",), ("raised",),
+        "splits that do not sum", "split_wrongly", "crash", "faulty", ("raised",), ("raised",),
         r"sends \d+ rows in splits", _EXCHANGE,
     ),
     _collective(
@@ -176,7 +176,7 @@ _COLLECTIVES = (
         "rows? to rank ., which expects", _EXCHANGE,
     ),
     _collective(
-        "splits swapped, equal totals", "swap_splits", "crash", "culprit", ("died", "raised"), ("raised", "ok"),
+        "splits swapped, equal totals", "swap_splits", "crash", "faulty", ("died", "raised"), ("raised", "ok"),
         "rows? to rank ., which expects", _EXCHANGE,
     ),
 )  # fmt: skip
@@ -184,7 +184,7 @@ _COLLECTIVES = (
 
 def _bad_result(name: str, job: str, says: str, *, stacks: bool = True) -> Fault:
     """A function that returns what does not reach the driver."""
-    return Fault(name, f"remains:{job}", ("crash",), "culprit", ("raised",), ("ok",), says, stacks=stacks)
+    return Fault(name, f"remains:{job}", ("crash",), "faulty", ("raised",), ("ok",), says, stacks=stacks)
 
 
 def _left(name: str, job: str, says: str) -> Fault:
@@ -201,11 +201,11 @@ _REMAINS = (
     _bad_result("result too large", "return_too_much", r"takes 1024\.0 GiB, and more than .* are not sent"),
     _bad_result("default group destroyed", "destroy_the_default_group", "destroyed the default process group"),
     Fault(
-        "channel closed", "remains:close_the_channel", ("crash",), "culprit", ("died",), ("ok",), "before it answered",
+        "channel closed", "remains:close_the_channel", ("crash",), "faulty", ("died",), ("ok",), "before it answered",
         stacks=False,
     ),
     Fault(
-        "channel written into", "remains:write_into_the_channel", ("crash",), "culprit", ("raised",), ("ok",),
+        "channel written into", "remains:write_into_the_channel", ("crash",), "faulty", ("raised",), ("ok",),
         r"unexpected bytes in this rank's channel .* b'drilled\\n' is not the start of a message", stacks=False,
     ),
     _left("thread left behind", "leave_a_thread", "thread 'left-behind'"),
@@ -214,7 +214,7 @@ _REMAINS = (
     _left("dtype and grad mode left changed", "leave_a_default_dtype", "dtype.*grad mode"),
     _left("child processes left behind", "leave_children", "process '.*', process '.*'"),
     Fault(
-        "child processes of a rank that exits", "remains:leave_children_and_die", ("crash",), "culprit", ("died",),
+        "child processes of a rank that exits", "remains:leave_children_and_die", ("crash",), "faulty", ("died",),
         ("raised",), "exited with code 7", ("all_reduce", "all_reduce all_reduce"), stacks=False,
     ),
 )  # fmt: skip

@@ -17,13 +17,13 @@ class Plot:
     """One fault to be played.
 
     Attributes:
-        culprit: The rank that misbehaves.
+        faulty: The rank that misbehaves.
         partner: The rank that it does it to, where it takes two.
         group: The name of the group on which it happens; None is the world.
-        other: The name of another group that has the culprit in it; None is the world.
+        other: The name of another group that has the faulty rank in it; None is the world.
     """
 
-    culprit: int
+    faulty: int
     partner: int
     group: str | None
     other: str | None

@@ -29,27 +29,27 @@ class BreaksOnTheDriver:
 
 
 def return_what_cannot_be_sent(context: RankContext, plot: Plot) -> Any:
-    """The culprit returns a generator."""
+    """The faulty rank returns a generator."""
     meet()
-    return (n for n in range(3)) if context.rank == plot.culprit else "returned"
+    return (n for n in range(3)) if context.rank == plot.faulty else "returned"
 
 
 def return_what_cannot_be_loaded(context: RankContext, plot: Plot) -> Any:
-    """The culprit returns an object that raises when the driver loads it."""
+    """The faulty rank returns an object that raises when the driver loads it."""
     meet()
-    return BreaksOnTheDriver() if context.rank == plot.culprit else "returned"
+    return BreaksOnTheDriver() if context.rank == plot.faulty else "returned"
 
 
 def return_too_much(context: RankContext, plot: Plot) -> Any:
-    """The culprit returns a terabyte, of which only 4 bytes exist."""
+    """The faulty rank returns a terabyte, of which only 4 bytes exist."""
     meet()
-    return torch.ones(1).expand(1 << 38) if context.rank == plot.culprit else "returned"
+    return torch.ones(1).expand(1 << 38) if context.rank == plot.faulty else "returned"
 
 
 def leave_a_thread(context: RankContext, plot: Plot) -> str:
-    """The culprit leaves a thread behind."""
+    """The faulty rank leaves a thread behind."""
     meet()
-    if context.rank == plot.culprit:
+    if context.rank == plot.faulty:
         threading.Thread(target=threading.Event().wait, name="left-behind", daemon=True).start()
     return "returned"
 
@@ -62,63 +62,63 @@ def leave_a_group(context: RankContext, plot: Plot) -> str:
 
 
 def leave_variables(context: RankContext, plot: Plot) -> str:
-    """The culprit adds an environment variable and removes another."""
+    """The faulty rank adds an environment variable and removes another."""
     meet()
-    if context.rank == plot.culprit:
+    if context.rank == plot.faulty:
         os.environ[VARIABLE] = "1"
         del os.environ["OMP_NUM_THREADS"]
     return "returned"
 
 
 def leave_a_default_dtype(context: RankContext, plot: Plot) -> str:
-    """The culprit changes the default dtype and switches gradients off."""
+    """The faulty rank changes the default dtype and switches gradients off."""
     meet()
-    if context.rank == plot.culprit:
+    if context.rank == plot.faulty:
         torch.set_default_dtype(torch.float64)
         torch.set_grad_enabled(False)
     return "returned"
 
 
 def leave_children(context: RankContext, plot: Plot) -> str:
-    """The culprit starts processes that would outlive it; one has left its session."""
+    """The faulty rank starts processes that would outlive it; one has left its session."""
     meet()
-    if context.rank == plot.culprit:
+    if context.rank == plot.faulty:
         for own_session in (False, True):
             subprocess.Popen(["sleep", "600"], start_new_session=own_session)
     return "returned"
 
 
 def leave_children_and_die(context: RankContext, plot: Plot) -> str:
-    """The culprit starts processes as before, and then exits."""
+    """The faulty rank starts processes as before, and then exits."""
     leave_children(context, plot)
-    if context.rank == plot.culprit:
+    if context.rank == plot.faulty:
         os._exit(7)
     meet()
     return "returned"
 
 
 def close_the_channel(context: RankContext, plot: Plot) -> str:
-    """The culprit closes every local socket, and so the one through which it would answer."""
+    """The faulty rank closes every local socket, and so the one through which it would answer."""
     meet()
-    if context.rank == plot.culprit:
+    if context.rank == plot.faulty:
         for descriptor in _local_sockets():
             os.close(descriptor)
     return "returned"
 
 
 def write_into_the_channel(context: RankContext, plot: Plot) -> str:
-    """The culprit writes into every local socket, as one does that has the wrong descriptor."""
+    """The faulty rank writes into every local socket, as one does that has the wrong descriptor."""
     meet()
-    if context.rank == plot.culprit:
+    if context.rank == plot.faulty:
         for descriptor in _local_sockets():
             os.write(descriptor, b"drilled\n")
     return "returned"
 
 
 def destroy_the_default_group(context: RankContext, plot: Plot) -> str:
-    """The culprit destroys what belongs to the engine."""
+    """The faulty rank destroys what belongs to the engine."""
     meet()
-    if context.rank == plot.culprit:
+    if context.rank == plot.faulty:
         dist.destroy_process_group()
     return "returned"
 

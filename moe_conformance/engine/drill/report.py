@@ -38,7 +38,7 @@ def _row(name: str, world: int, played: Sequence[Trial]) -> tuple[str, ...]:
 
 
 def _blamed(played: Sequence[Trial]) -> str:
-    """Names the ranks of one playing, and the rule of many: each has another culprit."""
+    """Names the ranks of one playing, and the rule of many: each has another faulty rank."""
     if len(played) == 1:
         return " and ".join(map(str, played[0].blamed)) or "nobody"
     return played[0].fault.blamed

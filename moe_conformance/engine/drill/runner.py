@@ -84,7 +84,7 @@ class Drill:
         self._engine.close()
 
     def run(self, times: int = 1, faults: Sequence[Fault] = FAULTS) -> Iterator[Trial]:
-        """Plays every fault on every world, with another culprit each time."""
+        """Plays every fault on every world, with another faulty rank each time."""
         for turn, fault, world in itertools.product(range(times), faults, self._states):
             yield self.play(Scene(fault, world, turn))
 
@@ -174,7 +174,7 @@ def _wrong_result(scene: Scene, result: JobResult) -> Iterator[str]:
 
 def _wrong_rank(scene: Scene, rank: RankResult, cause: str) -> Iterator[str]:
     fault, role = scene.fault, scene.role(rank.rank)
-    allowed = ("ok",) if role == "bystander" else fault.culprit if role == "culprit" else fault.peers
+    allowed = ("ok",) if role == "bystander" else fault.faulty if role == "faulty" else fault.peers
     if rank.status not in allowed:
         yield f"{rank.status}, not {' or '.join(allowed)}: {rank.error}"
     returned = None if rank.status != "ok" else BYSTANDER if role == "bystander" else "returned"
@@ -182,9 +182,9 @@ def _wrong_rank(scene: Scene, rank: RankResult, cause: str) -> Iterator[str]:
         yield f"returned {rank.value!r}, not {returned!r}"
     if rank.rank in scene.blamed and not re.search(fault.says, f"{rank.error}; {cause}"):
         yield f"says {rank.error!r} because of {cause!r}, not {fault.says!r}"
-    if not scene.blamed and role == "culprit" and not re.search(fault.says, ", ".join(rank.left)):
+    if not scene.blamed and role == "faulty" and not re.search(fault.says, ", ".join(rank.left)):
         yield f"left {rank.left}, not {fault.says!r}"
-    if rank.status != "ok" and (role != "culprit" or fault.stacks) and not rank.traceback:
+    if rank.status != "ok" and (role != "faulty" or fault.stacks) and not rank.traceback:
         yield f"{rank.status} without a stack"
     if len(rank.output or "") > _LARGEST_OUTPUT:
         yield f"{len(rank.output or '')} characters of output"
@@ -194,6 +194,6 @@ def _wrong_rank(scene: Scene, rank: RankResult, cause: str) -> Iterator[str]:
 def _wrong_ledger(scene: Scene, rank: RankResult) -> Iterator[str]:
     calls = " ".join(entry.op for entry in rank.ledger)
     role = scene.role(rank.rank)
-    expected = "" if role == "bystander" else scene.fault.calls[0 if role == "culprit" else 1]
+    expected = "" if role == "bystander" else scene.fault.calls[0 if role == "faulty" else 1]
     if not re.fullmatch(expected, calls):
         yield f"made the calls {calls!r}, not {expected!r}"

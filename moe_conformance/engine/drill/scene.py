@@ -25,7 +25,7 @@ def groups(world: int) -> dict[str, Partition]:
 
 @dataclass(frozen=True)
 class Scene:
-    """One playing of a fault; each `turn` has another culprit."""
+    """One playing of a fault; each `turn` has another faulty rank."""
 
     fault: Fault
     world: int
@@ -40,9 +40,9 @@ class Scene:
     def plot(self) -> Plot:
         """What the ranks are told."""
         members = self.members
-        culprit, partner = (members[(self.turn + step) % len(members)] for step in (0, 1))
+        faulty, partner = (members[(self.turn + step) % len(members)] for step in (0, 1))
         here, elsewhere = (None, "halves") if self.fault.scope == "world" else ("most", None)
-        return Plot(culprit, partner, here, elsewhere)
+        return Plot(faulty, partner, here, elsewhere)
 
     @property
     def blamed(self) -> tuple[int, ...]:
@@ -54,15 +54,15 @@ class Scene:
             case "everyone":
                 return self.members
             case "pair":
-                return tuple(sorted((plot.culprit, plot.partner)))
+                return tuple(sorted((plot.faulty, plot.partner)))
             case "minority" if pair:
                 return self.members
-            case "culprit" | "minority":
-                return (plot.culprit,)
+            case "faulty" | "minority":
+                return (plot.faulty,)
 
     def role(self, rank: int) -> Role:
         """Returns what a rank does in it."""
         if rank not in self.members:
             return "bystander"
         plot = self.plot
-        return "culprit" if rank == plot.culprit else "partner" if rank == plot.partner else "peer"
+        return "faulty" if rank == plot.faulty else "partner" if rank == plot.partner else "peer"

@@ -12,7 +12,7 @@ On a rank:
 On the driver:
 
     entry.py         the records, and how to read the lines
-    crosscheck.py    the ledgers of all ranks held against each other; sizes.py and messages.py for each kind of call
+    crosscheck.py    the ledgers of all ranks compared with each other; sizes.py and messages.py for each kind of call
     disagreement.py  what differs, and who is to blame
     table.py         the ledgers side by side
     counts.py        calls and bytes

@@ -40,7 +40,7 @@ class _Caller:
 
 
 class Reception:
-    """Listens at one address and hands over connections that proved to know the secret.
+    """Listens at one address and passes on connections that proved to have the secret.
 
     Args:
         address: The address of one interface, never that of all.
@@ -76,7 +76,7 @@ class Reception:
         return {subject: self._here.pop(subject) for subject in subjects if subject in self._here}
 
     def close(self) -> None:
-        """Closes the listener and whatever nobody waited for; connections handed over stay."""
+        """Closes the listener and connections that were not waited for; those passed on stay."""
         for caller in list(self._callers):
             self._drop(caller)
         for end in self._here.values():

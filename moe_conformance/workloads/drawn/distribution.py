@@ -129,7 +129,7 @@ def _drops(name: str, has: Callable[[Tensor], bool]) -> Feature:
 PROBE = (
     *_SIZES,
     Feature("empty expert", _has_empty_expert),
-    Feature("rank that is handed nothing", _has_empty_handed_rank, lambda freedom: freedom.layout.ep > 1),
+    Feature("rank that receives nothing", _has_empty_handed_rank, lambda freedom: freedom.layout.ep > 1),
     Feature("one hot expert", _has_hot_expert),
     _drops("dropped slot", lambda empty_TK: bool(empty_TK.any())),
     _drops("token without slots", lambda empty_TK: bool(empty_TK.all(1).any())),
@@ -179,7 +179,7 @@ ROUTE = (
     Feature("token of zeros", _microbatches(lambda ranks: any(map(_has_blank_token, ranks)))),
     Feature("large logits", _microbatches(lambda ranks: any(map(_has_large_token, ranks)))),
     _config("softmax", lambda config: config.score == "softmax"),
-    _config("softmax over the chosen", lambda config: config.score == "softmax_topk"),
+    _config("softmax over the selected", lambda config: config.score == "softmax_topk"),
     _config("sigmoid", lambda config: config.score == "sigmoid"),
     _config("sqrtsoftplus", lambda config: config.score == "sqrtsoftplus"),
     _config("normalised", lambda config: config.normalise),

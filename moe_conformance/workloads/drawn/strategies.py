@@ -85,7 +85,7 @@ def token_counts(freedom: Freedom) -> st.SearchStrategy[list[int]]:
 def weighing_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which weights of tokens of a dtype may be multiplied: float64 knows no smaller than float32.
 
-    Routers commonly hand weights over in float32, whatever the tokens are.
+    Routers commonly return weights in float32, whatever the tokens are.
     """
     return torch.float32 if dtype == torch.float64 else dtype
 

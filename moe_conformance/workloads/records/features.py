@@ -72,7 +72,7 @@ def has_lost_tokens(workload: Workload) -> bool:
 
 
 def somebody_gets_all(workload: Workload) -> bool:
-    """Return whether all tokens of a group choose one ep coordinate's experts, with all the slots that they can.
+    """Return whether all tokens of a group select one ep coordinate's experts, with all the slots that they can.
 
     Experts are counted in equal runs, one for each coordinate.
     """
@@ -110,12 +110,12 @@ def repeated(workload: Workload) -> bool:
 
 
 def has_filled_memory(workload: Workload) -> bool:
-    """Return whether memory that nobody has written yet is filled."""
+    """Return whether uninitialised memory is filled."""
     return workload.memory == "filled"
 
 
 def likened(workload: Workload) -> bool:
-    """Return whether twins are held against runs of it."""
+    """Return whether twins are compared with runs of it."""
     return bool(workload.likened) and len(workload.batches) == 1 and workload.config.dtype != torch.float64
 
 
@@ -133,7 +133,7 @@ def likened_steps(workload: Workload) -> bool:
 
 
 def likened_once(workload: Workload) -> bool:
-    """Return whether twins are held against runs of it that cost more, or say little new from layout to layout.
+    """Return whether twins are compared with runs of it that cost more, or say little new from layout to layout.
 
     In the quick profile on the layout that has replicas, which every backend offers.
     """
@@ -141,7 +141,7 @@ def likened_once(workload: Workload) -> bool:
 
 
 def differentiated(workload: Workload) -> bool:
-    """Return whether its gradients are held against differences of the runs beside it, which takes double precision.
+    """Return whether its gradients are compared with differences between twin runs, which takes double precision.
 
     In the quick profile on the layout that has replicas.
     """
@@ -150,7 +150,7 @@ def differentiated(workload: Workload) -> bool:
 
 
 def bare_answers(workload: Workload) -> bool:
-    """Return whether every token's output is the answer of one expert to it, times 1."""
+    """Return whether every token's output is the output of one expert for it, times 1."""
     weights = [batch.weights_TK for ranks in workload.batches for batch in ranks]
     backward = len(workload.batches) == 1 and workload.goes_backward(0)
     return backward and all(w.shape[1] == 1 and bool((w == 1).all()) and len(w) > 1 for w in weights)
@@ -216,7 +216,7 @@ def _most_open(schedule: str, opens: str, closes: str, passing: str = "") -> int
     return most
 
 
-_EXCHANGED_BY_CALLS = ("token_exchange", "places_exchange")  # kinds of scripts that hand over bare tokens and ids
+_EXCHANGED_BY_CALLS = ("token_exchange", "places_exchange")  # kinds of scripts that pass bare tokens and ids
 
 
 def _calls(workload: Workload) -> tuple[Call, ...]:
@@ -231,7 +231,7 @@ def _sizes(workload: Workload) -> list[set[int]]:
 
 
 def _ids(workload: Workload) -> list[Tensor]:
-    """Return every table of ids, (T, K): of batches, and of routings and tables that a script hands over."""
+    """Return every table of ids, (T, K): of batches, and of routings and tables that a script passes."""
     handed = [value for call in workload.calls for given in call.given for value in given.values()]
     routings = [value.ids_TK for value in handed if isinstance(value, Routing)]
     tables = [given["ids_TK"] for call in _calls(workload) for given in call.given if "ids_TK" in given]

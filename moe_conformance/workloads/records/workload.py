@@ -89,7 +89,7 @@ class Padded:
 
 @dataclass(frozen=True)
 class Answered:
-    """Rows (R, D) as experts answer them, the sum over a row's slots: local expert n says n + 1 times it, weighed."""
+    """Rows (R, D) as experts return them, summed over its slots: local expert n returns n + 1 times it, weighted."""
 
     rows_RD: Ref
     ids_RK: Ref
@@ -111,7 +111,7 @@ class Call:
     differentiable: tuple[str, ...] = ()
     upstream: tuple[Mapping[str, Tensor], ...] = ()
     may_raise: bool = False
-    late: bool = False  # its upstream goes backward behind the last call
+    late: bool = False  # its upstream goes backward after the last call
 
 
 Stride = Literal["rows", "columns", "transposed", "packed", "expanded", "swapped"]
@@ -126,8 +126,8 @@ class Twist:
     second dimension before the first;
     what lies between them is NaN, of ids 2^40. The probe answers for expert e as for `probe_as[e]`. Of what `unasked`
     names, no gradients are wanted. `late[r]` are the seconds that rank r waits before every item of the schedule. With
-    `padding_gradients` a large number takes the place of every gradient that comes to the experts' answer to a padding
-    row, or leaves the experts for one. A `lifetime` begins before the backend is imported and ends behind its session.
+    `padding_gradients` a large number takes the place of every gradient at the expert output of a padding
+    row, or leaves the experts for one. A `lifetime` begins before the backend is imported and ends after its session.
     A `deterministic` run is asked for deterministic algorithms before its session is opened, and has no others. A
     `rehearsed` one has taken a step with other parameters, of which nothing but the parameters has changed since.
     """
@@ -146,7 +146,7 @@ class Twist:
 
 
 FORWARD_ALONE = "NIU"  # what a schedule calls forwards that no backward follows
-ANSWERED_BY_IDENTITY = ("identity", "every bit")  # kinds whose experts answer with the very tensor that they are handed
+ANSWERED_BY_IDENTITY = ("identity", "every bit")  # kinds whose experts return the very tensor that they receive
 
 
 @dataclass(frozen=True, repr=False)
@@ -154,7 +154,7 @@ class Workload:
     """One run: what is built, where, and what it is fed.
 
     `batches[m][r]` belongs to microbatch m on rank r. `parameters` are full tensors in canonical orientation, keyed by
-    (name, global expert id). `lead` says in which shape x is handed over, see `lead_of`.
+    (name, global expert id). `lead` says in which shape x is passed, see `lead_of`.
     `asynchrony` says what asynchronous collectives deliver before they are waited for: whatever they have, or poison;
     if they are watched, every touch of their data until then is written down. `memory` says what new tensors hold that
     nobody has written yet: whatever was there, or NaN (the largest number, of integers).
@@ -163,7 +163,7 @@ class Workload:
     name: str  # unique together with the variant and the layout
     # probe: the suite's expert; experts: the backend's own; route: its router alone; layer: a whole one. "spoilt" and
     # "spoilt experts" are the first two with tokens that are not finite, "copies" and "copies experts" with tokens that
-    # all ranks of a tp group hold; identity: experts that answer with the very tensor that they are handed; "every
+    # all ranks of a tp group hold; identity: experts that return the very tensor that they receive; "every
     # bit": the same, with parts that are all or nothing where experts are cut. With `calls`: a method of Session,
     # or session, where they are calls on the session itself.
     kind: str
@@ -181,7 +181,7 @@ class Workload:
     memory: Literal["plain", "filled"] = "plain"
     calls: tuple[Call, ...] = ()  # a script, in place of batches and a schedule: calls on the one surface `kind`
     twist: Twist = field(default_factory=Twist)
-    likened: Literal["", "quick", "full"] = ""  # the profile in which runs that must give the same are held against it
+    likened: Literal["", "quick", "full"] = ""  # the profile in which runs that must give the same are compared with it
     routers: int = 1  # that are built where a router runs alone: forward m goes through router m modulo their number
     golden: str = ""  # the chapter of the goldens whose values judge it; "" for the oracles of today
 

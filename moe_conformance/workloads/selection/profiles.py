@@ -66,7 +66,7 @@ _LIKENED = (Layout(1), Layout(2, ep=2), Layout(4, ep=2), Layout(4, ep=2, etp=2))
 
 
 def likened_layouts(profile: Profile) -> tuple[Layout, ...]:
-    """The layouts on which runs are held against each other: in the quick profile, one of each kind of exchange."""
+    """The layouts on which runs are compared with each other: in the quick profile, one of each kind of exchange."""
     return _LIKENED if profile == "quick" else full_layouts()
 
 

@@ -5,7 +5,7 @@ A file for each backend that has one. A table is a variant, a line of it a workl
     [alltoall]
     even = "single ep2 ep2-edp2"
 
-`python -m tools.select_cases` writes them; nobody edits them by hand. What a file never mentions is new, and runs
+`python -m tools.select_cases` writes them; they are not edited by hand. What a file never mentions is new, and runs
 wherever it can until the tool is run again.
 """
 
