@@ -106,7 +106,7 @@ class TestShards:
         done = run(tmp_path, RIGHT, str(PROJECT / "checks.py"), "--moe-shard", "2/2")
         assert 0 == done.status, done.output
         assert "shard 2/2: " in done.output
-        assert "are left to the others" in done.output
+        assert "are in other shards" in done.output
         assert "only 4 cells have cases" in run(tmp_path, RIGHT, "--moe-shard", "1/5").output
 
 

@@ -50,7 +50,7 @@ class TestPrepare:
 
         if torch.cuda.is_available():
             pytest.skip("there is a GPU here")
-        with pytest.raises(Unusable, match="no GPU here; take --device cpu"):
+        with pytest.raises(Unusable, match="no GPU; take --device cpu"):
             prepare(Options(device="cuda"))
 
     def test_what_is_usable_is_prepared(self):

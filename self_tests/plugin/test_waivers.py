@@ -253,6 +253,6 @@ class TestRun:
         expired, unused = report["problems"]
         assert "TOY-4: expired on 2020-01-01" in expired
         assert "TOY-3 is unused" in unused
-        assert "TOY-2 waives this check, and it passes" in done.output
+        assert "TOY-2 waives this check, but it passes" in done.output
         first = next(line for line in done.output.splitlines() if "::test_" in line)
         assert "checks.py::test_outputs[right-ep2-even]" in first
