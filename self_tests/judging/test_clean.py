@@ -66,7 +66,7 @@ class TestPerfect:
 
     def test_counts_that_nobody_claims_are_not_offered(self) -> None:
         """Where nothing is claimed, the judge of counts neither passes nor fails."""
-        with pytest.raises(NotOffered, match="claims no counts"):
+        with pytest.raises(NotOffered, match="reports no tokens per expert"):
             judged(judge_counts, simulate(workload(), Simulation("listed")))
 
     @pytest.mark.parametrize("weights_at", ["input", "expert", "combine"])

@@ -51,15 +51,18 @@ class TestHanded:
         longer = edit_handed(
             broken(), 1, lambda call: replace(call, rows_RD=call.rows_RD.new_zeros(len(call.rows_RD) + 5, 32))
         )
-        with pytest.raises(Costly, match=r"rank 1 hands .* rows to its experts in microbatch 0, of .* routed pairs"):
+        with pytest.raises(
+            Costly,
+            match=r"rank 1 delivers .* rows to its experts in microbatch 0 instead of at most .*, for .* routed pairs",
+        ):
             judge_handed(read(longer), Tally())
         judged(judge_handed, says(longer, multiple="16"))
 
     def test_what_the_backend_says_decides(self) -> None:
         """A static number is judged elsewhere, all tokens are few, and an unknown word is a fault."""
-        with pytest.raises(NotOffered, match="a static number of rows"):
+        with pytest.raises(NotOffered, match="a fixed number of delivered rows"):
             judge_handed(read(says(broken(), handed="static")), Tally())
-        with pytest.raises(WrongForm, match="hands over 'most', which is none of"):
+        with pytest.raises(WrongForm, match="'most', which is not one of"):
             judge_handed(read(says(broken(), handed="most")), Tally())
 
 
@@ -99,7 +102,7 @@ class TestWire:
         """Where the adapter first copied the tokens to tensor ranks, nothing is said of the rows on the wire."""
         outcome = broken()
         ranks = tuple(replace(rank, resolved={"wire": "copies"}) for rank in outcome.ranks)
-        with pytest.raises(NotOffered, match="the adapter copies tokens"):
+        with pytest.raises(NotOffered, match="the adapter gathers tokens over tp"):
             judge_rows(read(replace(outcome, ranks=ranks)), Tally())
 
 
@@ -139,7 +142,7 @@ class TestUnseen:
         outcome = says(broken(workload(tokens=20, microbatches=3)), wire="tokens")
         packed = calling(outcome, lambda rank, phase: [call("all_to_all_single", (40, 34))])
         for unseen in (calling(outcome, lambda rank, phase: []), packed):
-            with pytest.raises(NotOffered, match=r"the ledger sees 0 of at least .* rows of width D in dispatch:0"):
+            with pytest.raises(NotOffered, match=r"the ledger has 0 of at least .* rows of width D in dispatch:0"):
                 judge_of(judge, unseen)
 
     def test_messages_that_are_not_empty_are_one_exchange(self) -> None:
@@ -151,9 +154,9 @@ class TestUnseen:
             return [*([call("all_to_all_single", (2, 1))] if counts else []), *messages]
 
         assert {0, 1} == judged(judge_even_calls, calling(outcome, lambda r, phase: calls(r, phase, counts=True))).ranks
-        with pytest.raises(NotOffered, match="messages from rank to rank are not counted"):
+        with pytest.raises(NotOffered, match="point-to-point messages are not counted"):
             judge_of(judge_even_calls, calling(outcome, lambda r, phase: calls(r, phase, counts=False)))
-        with pytest.raises(Costly, match=r"forward takes other numbers of collectives .*\[1, 1\] in forward:1"):
+        with pytest.raises(Costly, match=r"forward takes different numbers of collectives .*\[1, 1\] in forward:1"):
             judge_of(
                 judge_even_calls,
                 calling(outcome, lambda r, phase: calls(r, phase, counts=True) * (2 if phase == "forward:0" else 1)),
@@ -186,7 +189,7 @@ class TestReductions:
 
     def test_replicas_that_do_nothing_together_are_not_judged(self) -> None:
         """Their gradients are added up where the ledger does not see it, or not at all."""
-        with pytest.raises(NotOffered, match=r"no call by which gradients of replicas .* rank 0 with group \(0, 2\)"):
+        with pytest.raises(NotOffered, match=r"no reduction of gradients over replicas: rank 0 with group \(0, 2\)"):
             judge_of(judge_reductions, self.outcome({}))
         assert {0, 1} == judged(judge_reductions, self.outcome({}, Layout(2, ep=2))).ranks
 
@@ -202,9 +205,11 @@ class TestReductions:
 
         own, all_ranks = [(0, 1), (0, 1), (2, 3), (2, 3)], [(0, 1, 2, 3)] * 4
         judged(judge_reductions, outcome(2, own))
-        with pytest.raises(Costly, match=r"rank 0 sends 2048 elements by reduce_scatter_tensor on group \(0, 1\) in"):
+        with pytest.raises(Costly, match=r"rank 0 reduces 2048 elements by reduce_scatter_tensor on group \(0, 1\) in"):
             judge_of(judge_reductions, outcome(64, own))
-        with pytest.raises(Costly, match=r"rank 0 sends 512 elements by .* in backward:0, where replicas are group"):
+        with pytest.raises(
+            Costly, match=r"rank 0 reduces 512 elements by .* in backward:0; the replicas of its experts are group"
+        ):
             judge_of(judge_reductions, outcome(16, all_ranks))
 
 

@@ -32,7 +32,7 @@ class TestDeliveries:
         """A row that reached nobody is told by token, slot, expert and rank."""
         fault = caught(judge_deliveries, broken(ROUTING, sent=lambda rank, sent: sent[:-1] if rank == 1 else sent))
         assert isinstance(fault, WrongDelivery)
-        assert "dispatch: rank 1 token 0 slot 1 was lost: it never reached expert 6 on rank 1" == str(fault)
+        assert "dispatch: rank 1 token 0 slot 1 was not delivered to expert 6 on rank 1" == str(fault)
         assert (1,) == fault.ranks
 
     def test_losses_are_counted(self) -> None:
@@ -44,7 +44,7 @@ class TestDeliveries:
         """A row too many is not a routing mistake if its pair is there already."""
         fault = caught(judge_deliveries, broken(ROUTING, sent=lambda rank, sent: [*sent[:1], *sent]))
         assert isinstance(fault, WrongDelivery)
-        assert "rank 0 token 0 was delivered twice to expert 0 on rank 0 (row 1 again)" in str(fault)
+        assert "rank 0 token 0 was delivered twice to expert 0 on rank 0 (again as row 1)" in str(fault)
         assert (0, 1) == fault.ranks
 
     def test_a_row_at_another_expert_is_named_with_both(self) -> None:
@@ -55,7 +55,7 @@ class TestDeliveries:
 
         fault = caught(judge_deliveries, broken(ROUTING, sent=other))
         assert isinstance(fault, WrongDelivery)
-        assert "rank 1 token 0 slot 0: expert 1 on rank 0 expected, went to expert 2 on rank 0" in str(fault)
+        assert "rank 1 token 0 slot 0 was delivered to expert 2 on rank 0 instead of expert 1 on rank 0" in str(fault)
         assert (0,) == fault.ranks
 
     def test_two_exchanged_rows_are_named_together(self) -> None:
@@ -63,14 +63,14 @@ class TestDeliveries:
         fault = caught(judge_deliveries, broken(ROUTING, rows=on(1, exchange(0, 3))))
         assert isinstance(fault, WrongDelivery)
         assert "rank 0 token 1 slot 0 and rank 1 token 0 slot 1 are exchanged" in str(fault)
-        assert "the first went to expert 6 on rank 1, the second to expert 4 on rank 1" in str(fault)
+        assert "the first was delivered to expert 6 on rank 1, the second to expert 4 on rank 1" in str(fault)
         assert "Also" not in str(fault)
 
     def test_a_row_never_asked_for_is_named(self) -> None:
         """A row of a token that is not routed there is neither lost nor double."""
         stray = Sent(source=1, token=0, slot=0, expert=3)
         fault = caught(judge_deliveries, broken(ROUTING, sent=lambda rank, sent: sent + [stray] * (rank == 0)))
-        assert "delivered to rank 0 for expert 3 is rank 1 token 0, which is not routed there" in str(fault)
+        assert "delivered to rank 0 for expert 3 is rank 1 token 0, which is not routed to this expert" in str(fault)
         assert (0,) == fault.ranks
 
     def test_a_row_of_another_microbatch_is_named(self) -> None:
@@ -81,7 +81,10 @@ class TestDeliveries:
             judge_deliveries,
             edit_handed(outcome, 1, lambda h: replace(h, rows_RD=put(0, lambda _: rows_RD[0])(h.rows_RD))),
         )
-        assert "of microbatch 1 where microbatch 0 was in the experts" in str(fault)
+        assert (
+            "of microbatch 1 instead of a token of microbatch 0; likely cause: rows of two microbatches were mixed"
+            in str(fault)
+        )
         assert (1,) == fault.ranks
 
     def test_a_row_beyond_the_counts_is_found(self) -> None:
@@ -94,8 +97,8 @@ class TestDeliveries:
                 lambda handed: replace(handed, ids_RJ=put(-1, lambda _: torch.tensor([-1]))(handed.ids_RJ)),
             ),
         )
-        assert "was lost" in str(fault)
-        assert "beyond the counts" in str(fault)
+        assert "was not delivered to expert" in str(fault)
+        assert "beyond the reported counts" in str(fault)
 
     def test_every_shard_needs_the_row(self) -> None:
         """With expert tensor parallelism a row that reaches one shard of its expert only is lost at the other."""
@@ -139,7 +142,7 @@ class TestRows:
     def test_a_corrupt_row_leaves_its_pair_lost(self) -> None:
         """The judge of deliveries misses the pair and hints at the corrupt row."""
         fault = caught(judge_deliveries, broken(ROUTING, rows=on(1, put(0, lambda rows: rows[0] + rows[1]))))
-        assert "was lost" in str(fault)
+        assert "was not delivered to expert" in str(fault)
         assert "1 row of no token" in str(fault)
 
     def test_a_scaled_row_is_named_with_its_scale(self) -> None:
@@ -154,7 +157,7 @@ class TestRows:
         outcome = edit_handed(broken(ROUTING), 1, lambda handed: replace(handed, rows_RD=handed.rows_RD.half()))
         fault = caught(judge_rows, outcome)
         assert isinstance(fault, WrongForm)
-        assert "rank 1 was handed rows of torch.float16 for tokens of torch.float32" in str(fault)
+        assert "rank 1 receives rows of torch.float16 instead of torch.float32, the dtype of the tokens" in str(fault)
 
 
 class TestCounts:
@@ -166,20 +169,20 @@ class TestCounts:
         )
         fault = caught(judge_counts, outcome)
         assert isinstance(fault, WrongCount)
-        assert "rank 1 claims 3 rows for expert 5 and hands over 2" in str(fault)
+        assert "rank 1 reports 3 rows for expert 5 and delivers 2" in str(fault)
         assert (1,) == fault.ranks
 
     def test_a_claim_of_other_rows_than_are_routed_is_told(self) -> None:
         """A claim that agrees with the rows can still disagree with the routing."""
         fault = caught(judge_counts, broken(ROUTING, sent=lambda rank, sent: sent[1:] if rank == 1 else sent))
-        assert "rank 1 claims 0 rows for expert 4 where 1 pair should reach it" in str(fault)
+        assert "rank 1 reports 0 rows for expert 4; expected: 1 routed pair" in str(fault)
 
     def test_a_rank_that_claims_nothing_is_told_where_others_claim(self) -> None:
         """Silence of one rank does not excuse it."""
         outcome = edit_handed(broken(ROUTING), 1, lambda handed: replace(handed, counts_N=None))
         fault = caught(judge_counts, outcome)
         assert isinstance(fault, WrongCount)
-        assert "rank 1 claims no counts, though counts are claimed elsewhere" in str(fault)
+        assert "rank 1 reports no tokens per expert, but other calls or ranks do" in str(fault)
         assert (1,) == fault.ranks
 
     def test_padding_may_be_counted(self) -> None:
@@ -191,17 +194,17 @@ class TestCounts:
     def test_rows_of_zeros_in_the_place_of_tokens_are_told(self) -> None:
         """A claim that agrees with the routing does not hold if a row came as zeros."""
         fault = caught(judge_counts, broken(ROUTING, rows=on(1, put(1, lambda rows: rows[1] * 0))))
-        assert "rank 1 claims 2 rows for expert 5, of which 1 holds only zeros, where 2 pairs should" in str(fault)
+        assert "rank 1 reports 2 rows for expert 5, of which 1 holds only zeros; expected: 2 routed pairs" in str(fault)
 
     def test_rows_of_garbage_may_not_be_counted(self) -> None:
         """Padding that is not zero is no padding."""
         outcome = broken(ROUTING, padding=1, rows=on(1, put(1, lambda rows: rows[0] * 0 + 3)))
-        assert "rank 1 claims 2 rows for expert 4 where 1 pair should reach it" in str(caught(judge_counts, outcome))
+        assert "rank 1 reports 2 rows for expert 4; expected: 1 routed pair" in str(caught(judge_counts, outcome))
 
     def test_a_claim_for_too_few_experts_is_told(self) -> None:
         """There is one number per local expert."""
         outcome = edit_handed(broken(ROUTING), 0, lambda handed: replace(handed, counts_N=torch.tensor([1, 1])))
-        assert "rank 0 claims counts for 2 experts and holds 4" in str(caught(judge_counts, outcome))
+        assert "rank 0 reports tokens per expert for 2 experts instead of 4" in str(caught(judge_counts, outcome))
 
 
 class TestWeights:
@@ -222,13 +225,17 @@ class TestWeights:
         weights_TK = torch.tensor([[1, 2], [3, 4], [5, 6]]) / 8
         work = replace(work, batches=((replace(batch, weights_TK=weights_TK), work.batches[0][1]),))
         fault = caught(judge_weights, broken(work, weights=on(1, exchange(0, 2))))
-        assert "rank 0 token 0 slot 0 at expert 4 on rank 1 carries 0.625, the weight of rank 0 token 2 slot 0" in str(
-            fault
+        assert (
+            "rank 0 token 0 slot 0 at expert 4 on rank 1 has the weight 0.625 instead of 0.125; likely cause: the weight of rank 0 token 2 slot 0"
+            in str(fault)
         )
 
     @pytest.mark.parametrize(
         ("change", "words"),
-        [(lambda w: w * 0 + 1, "as if unweighted"), (lambda w: put(0, lambda w: w[0] * 0)(w), "carries 0 ")],
+        [
+            (lambda w: w * 0 + 1, "instead of 0.1875; likely cause: the weight was not applied"),
+            (lambda w: put(0, lambda w: w[0] * 0)(w), "has the weight 0 instead of 0.875"),
+        ],
     )
     def test_missing_weights_are_told(self, change: object, words: str) -> None:
         """Ones and zeros in the place of weights have their own words."""
@@ -242,14 +249,14 @@ class TestWeights:
             batch = replace(work.batches[0][rank], weights_TK=torch.tensor(weights_TK) / 8)
             work = replace(work, batches=((*work.batches[0][:rank], batch, *work.batches[0][rank + 1 :]),))
         fault = caught(judge_weights, broken(work, weights=on(1, lambda weights: weights.roll(1, 0))))
-        assert "carries 0.5, the weight of rank 1 token 1 slot 1, instead of 0.125" in str(fault)
+        assert "has the weight 0.5 instead of 0.125; likely cause: the weight of rank 1 token 1 slot 1" in str(fault)
         assert "its own" not in str(fault)
 
     def test_one_factor_of_all_is_told_once(self) -> None:
         """Weights that are all ep times too large are one fault."""
         fault = caught(judge_weights, broken(workload(Layout(4, ep=2)), weights=lambda rank, weights: weights * 2))
         assert 2.0 == fault.ratio
-        assert "every weight that travels to the experts is 2.000 x the oracle: ep" in str(fault)
+        assert "every routing weight at the experts is 2.000 x the expected value: ep" in str(fault)
 
     def test_weights_at_the_input_are_the_scale_of_the_row(self) -> None:
         """A row scaled by another weight than its own is told, and is no corrupt row."""
@@ -264,13 +271,13 @@ class TestWeights:
         ranks = tuple(replace(rank, weights_at="combine") for rank in outcome.ranks)
         fault = caught(judge_weights, replace(outcome, ranks=ranks))
         assert isinstance(fault, WrongWeight)
-        assert "weights are said to be applied at combine" in str(fault)
+        assert "although weights are applied at combine" in str(fault)
 
     def test_weights_that_stay_away_against_the_claim_are_told(self) -> None:
         """Where the experts apply the weights, they must be handed over."""
         outcome = broken(ROUTING, weights_at="combine")
         ranks = tuple(replace(rank, weights_at="expert") for rank in outcome.ranks)
-        assert "carries no weight, and the experts are to apply it" in str(
+        assert "has no routing weight; expected one, since the experts apply it" in str(
             caught(judge_weights, replace(outcome, ranks=ranks))
         )
 
@@ -283,7 +290,7 @@ class TestWeights:
             ranks = tuple(replace(rank, weights_at="combine") for rank in outcome.ranks)
             outcomes.append(replace(outcome, ranks=ranks))
         assert 4 == judged(judge_weights, outcomes[0]).pairs
-        with pytest.raises(NotOffered, match="none travel"):
+        with pytest.raises(NotOffered, match="applied in combine and not sent"):
             judged(judge_weights, outcomes[1])
 
     def test_ones_beside_the_rows_choose_no_place(self) -> None:
@@ -305,9 +312,9 @@ class TestWeights:
         judged(judge_weights, replace(outcome, ranks=tuple(told)))
         half = [replace(rank, microbatches=_told(rank.microbatches, "expert", None)) for rank in ranks]
         words = str(caught(judge_weights, replace(outcome, ranks=tuple(half))))
-        assert "weights are said to be applied at combine" in words
+        assert "although weights are applied at combine" in words
 
     def test_weights_that_do_not_travel_are_not_counted(self) -> None:
         """Where combine applies the weights there is nothing to compare, and that is neither a pass nor a failure."""
-        with pytest.raises(NotOffered, match="weights are applied in combine: none travel"):
+        with pytest.raises(NotOffered, match="weights are applied in combine and not sent"):
             judged(judge_weights, broken(ROUTING, weights_at="combine"))

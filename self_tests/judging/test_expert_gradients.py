@@ -45,7 +45,11 @@ from self_tests.judging.simulated_experts import own_workload, simulate_experts
 class TestWrongParameterGradients:
     @pytest.mark.parametrize(
         ("factor", "words"),
-        [(2, "2.000 x the oracle: ep or edp"), (0.25, "0.250 x the oracle: 1/dp or 1/world"), (0, "zero")],
+        [
+            (2, "2.000 x the expected value: ep or edp"),
+            (0.25, "0.250 x the expected value: 1/dp or 1/world"),
+            (0, "zero"),
+        ],
     )
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
     def test_a_factor_of_all(self, factor: float, words: str, dtype: torch.dtype) -> None:
@@ -59,9 +63,13 @@ class TestWrongParameterGradients:
     @pytest.mark.parametrize(
         ("chosen", "words", "ranks"),
         [
-            (lambda rank, key: key[1] == 3, "every gradient of expert 3 is 2.000 x the oracle: ep", (0, 2)),
-            (lambda rank, key: rank == 1, "every expert gradient on rank 1 is 2.000 x the oracle: ep", (1,)),
-            (lambda rank, key: key[0] == "down", "every gradient of down is 2.000 x the oracle: ep", (0, 1, 2, 3)),
+            (lambda rank, key: key[1] == 3, "every gradient of expert 3 is 2.000 x the expected value: ep", (0, 2)),
+            (lambda rank, key: rank == 1, "every expert gradient on rank 1 is 2.000 x the expected value: ep", (1,)),
+            (
+                lambda rank, key: key[0] == "down",
+                "every gradient of down is 2.000 x the expected value: ep",
+                (0, 1, 2, 3),
+            ),
         ],
     )
     def test_a_factor_of_some(

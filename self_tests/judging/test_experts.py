@@ -88,7 +88,7 @@ class TestRight:
         assert not judged(judge_expert_gradients, outcome).vacuous
         lying = replace(outcome, ranks=tuple(replace(rank, loss_convention="sum") for rank in outcome.ranks))
         assert (
-            "every expert gradient is 0.250 x the oracle: 1/dp or 1/world"
+            "every expert gradient is 0.250 x the expected value: 1/dp or 1/world"
             in caught(judge_expert_gradients, lying).sentence
         )
 
@@ -143,10 +143,10 @@ class TestWrongOutputs:
     @pytest.mark.parametrize(
         ("change", "words"),
         [
-            (lambda y: 2 * y, "every element of y on rank 0 is 2.000 x the oracle: ep or K or dp or world"),
+            (lambda y: 2 * y, "every element of y on rank 0 is 2.000 x the expected value: ep or K or dp or world"),
             (lambda y: 0 * y, "every element of y on rank 0 is zero"),
             (lambda y: y / 0, "at [0] (not finite); 11 more of the same kind"),
-            (lambda y: y * torch.arange(12)[:, None], "y of rank 0 token 2 is 2.000 x the oracle"),
+            (lambda y: y * torch.arange(12)[:, None], "y of rank 0 token 2 is 2.000 x the expected value"),
         ],
     )
     def test_factors_of_a_rank_or_of_tokens(self, change: Callable[[Tensor], Tensor], words: str) -> None:
@@ -161,7 +161,7 @@ class TestWrongOutputs:
         for rank in range(4):
             outcome = edit(outcome, rank, lambda seen: replace(seen, y=4 * present(seen.y)))
         wrong = caught(judge_own_outputs, outcome)
-        assert "every element of y is 4.000 x the oracle: dp or world" in wrong.sentence
+        assert "every element of y is 4.000 x the expected value: dp or world" in wrong.sentence
         assert 4.0 == wrong.ratio
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

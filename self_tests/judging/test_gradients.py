@@ -47,7 +47,7 @@ class TestOutGradients:
         fault = caught(judge_out_gradients, outcome)
         assert isinstance(fault, WrongGradient)
         assert (
-            "combine's backward: every element of the gradients at the experts' output is 2.000 x the oracle: ep"
+            "backward of combine: every element of the gradients at the experts' output is 2.000 x the expected value: ep"
             in str(fault)
         )
         assert 2.0 == fault.ratio
@@ -61,7 +61,7 @@ class TestOutGradients:
 
         fault = caught(judge_out_gradients, edit_handed(broken(ROUTING), 1, swapped))  # type: ignore[arg-type]
         assert (
-            "at rank 0 token 1 slot 0 (expert 4 on rank 1, row 0) it is, in upstream gradients, rank 0 token 2"
+            "rank 0 token 1 slot 0 (expert 4 on rank 1, row 0), in terms of upstream gradients: rank 0 token 2"
             in str(fault)
         )
         assert "rank 0 token 1 expected" in str(fault)
@@ -72,13 +72,13 @@ class TestOutGradients:
         outcome = broken(ROUTING, weights_at="combine")
         ranks = tuple(replace(rank, weights_at="expert") for rank in outcome.ranks)
         judged(judge_out_gradients, outcome)
-        assert "in upstream gradients" in str(caught(judge_out_gradients, replace(outcome, ranks=ranks)))
+        assert "in terms of upstream gradients" in str(caught(judge_out_gradients, replace(outcome, ranks=ranks)))
 
     def test_no_gradient_is_not_a_gradient_of_zero(self) -> None:
         """Answers that combine detached have no gradient at all, and the ranks are named."""
         fault = caught(judge_out_gradients, broken(ROUTING, answers=on(1, torch.Tensor.detach)))
         assert isinstance(fault, AbsentGradient)
-        assert "on rank 1 reached the experts' output: combine detached it" in str(fault)
+        assert "on rank 1 reached the experts' output; likely cause: combine detached it" in str(fault)
         assert (1,) == fault.ranks
 
     def test_the_gradient_at_padding_is_free_but_finite(self) -> None:
@@ -105,14 +105,17 @@ class TestRowsGradients:
         """Rows without a way back to x have no gradient."""
         fault = caught(judge_rows_gradients, broken(ROUTING, rows=on(0, torch.Tensor.detach)))
         assert isinstance(fault, AbsentGradient)
-        assert "on rank 0 left the experts' input (the rows are detached from x)" in str(fault)
+        assert (
+            "on rank 0 reached the experts' input; first wrong: the delivered rows are detached from x (dispatch)"
+            in str(fault)
+        )
         assert (0,) == fault.ranks
 
     def test_what_combines_backward_broke_is_not_blamed_on_the_experts(self) -> None:
         """A gradient that came wrong to the experts leaves them wrong, and the place before them is named."""
         fault = caught(judge_rows_gradients, broken(ROUTING, answers=backward_times(0.0)))
-        assert "the gradients that left the experts is zero" in str(fault)
-        assert "already wrong when it reached the experts' output: combine's backward" in str(fault)
+        assert "the gradients at the experts' input is zero" in str(fault)
+        assert "first wrong: the gradient at the experts' output (backward of combine)" in str(fault)
         detached = caught(judge_rows_gradients, broken(ROUTING, answers=on(1, torch.Tensor.detach)))
         assert isinstance(detached, AbsentGradient)
         assert "no gradient had reached the experts' output: combine detached it" in str(detached)
@@ -125,13 +128,16 @@ class TestRowsGradients:
             return replace(handed, rows_grad_RD=2 * handed.rows_grad_RD)
 
         fault = caught(judge_rows_gradients, edit_handed(broken(ROUTING), 1, doubled))
-        assert "the gradient reached the experts' output right and left their input wrong" in str(fault)
+        assert (
+            "first wrong: the gradient at the experts' input, correct at their output (backward of the experts)"
+            in str(fault)
+        )
 
     def test_a_wrong_weight_shows_in_what_left_the_experts(self) -> None:
         """The gradient at the input holds the weight that the expert applied."""
         fault = caught(judge_rows_gradients, broken(ROUTING, weights=on(1, exchange(0, 3))))
         assert isinstance(fault, WrongGradient)
-        assert "the gradients that left the experts" in str(fault)
+        assert "the gradients at the experts' input" in str(fault)
 
     def test_etp_shards_give_their_parts(self) -> None:
         """With partial answers each shard's gradient is its part of the whole."""
@@ -144,19 +150,21 @@ class TestDx:
         outcome = broken(workload(Layout(4, ep=2)), rows=backward_times(0.5))
         fault = caught(judge_dx, outcome)
         assert isinstance(fault, WrongGradient)
-        assert "every element of dx is 0.500 x the oracle: 1/ep" in str(fault)
-        assert "the gradient left the experts right and reached x wrong: dispatch's backward" in str(fault)
+        assert "every element of dx is 0.500 x the expected value: 1/ep" in str(fault)
+        assert "first wrong: dL/dx, since the gradient at the experts' input is correct (backward of dispatch)" in str(
+            fault
+        )
         judged(judge_rows_gradients, outcome)
 
     def test_combines_backward_is_told_apart(self) -> None:
         """A gradient that reached the experts' output wrong is combine's backward."""
         fault = caught(judge_dx, broken(ROUTING, answers=backward_times(2.0)))
-        assert "already wrong when it reached the experts' output: combine's backward" in str(fault)
+        assert "first wrong: the gradient at the experts' output (backward of combine)" in str(fault)
 
     def test_wrong_rows_are_told_apart(self) -> None:
         """What was delivered wrong cannot have right gradients."""
         fault = caught(judge_dx, broken(ROUTING, sent=lambda rank, sent: sent[1:]))
-        assert "the rows were already wrong when they were handed to the experts" in str(fault)
+        assert "first wrong: the rows at the experts' input (dispatch)" in str(fault)
 
     def test_exchanged_gradients_are_named_by_each_other(self) -> None:
         """Dx of two tokens in each other's place."""
@@ -181,7 +189,10 @@ class TestDx:
         outcome = edit(broken(ROUTING), 0, lambda seen: replace(seen, dx_TD=Grad(None)))
         fault = caught(judge_dx, outcome)
         assert isinstance(fault, AbsentGradient)
-        assert "the gradient of x on rank 0 in microbatch 0 is None (the gradient left the experts right" in str(fault)
+        assert (
+            "the gradient of x on rank 0 in microbatch 0 is None; first wrong: dL/dx, since the gradient at the experts' input is correct"
+            in str(fault)
+        )
         assert (0,) == fault.ranks
         empty = broken(workload(ids=[[], [[2, 1]]]))
         judged(judge_dx, edit(empty, 0, lambda seen: replace(seen, dx_TD=Grad(None), dweights_TK=Grad(None))))
@@ -203,15 +214,18 @@ class TestDweights:
     @pytest.mark.parametrize(
         ("change", "words"),
         [
-            (lambda g: g.roll(1, 1), "rank 0 token 0 lies 1 slot further than it should"),
-            (lambda g: g * 0 + 1, "the gradient of every routing weight on rank 0 is 1, a constant"),
+            (lambda g: g.roll(1, 1), "likely cause: the gradients of the token are shifted by 1 slot"),
+            (lambda g: g * 0 + 1, "the gradient of every routing weight on rank 0 is 1; expected values that differ"),
             (lambda g: g * 0, "is zero"),
             (
                 lambda g: g * 2,
-                "is 2.000 x the oracle: ep or K or dp or world",
+                "is 2.000 x the expected value: ep or K or dp or world",
             ),
-            (exchange(0, 1), "at rank 0 token 0 is that of token 1"),
-            (put(2, lambda g: g[2] + torch.tensor([0.5, 0.0])), "rank 0 token 2 slot 0 is 0.5, and that slot is empty"),
+            (exchange(0, 1), "is 1 instead of 2; likely cause: it is the gradient of token 1"),
+            (
+                put(2, lambda g: g[2] + torch.tensor([0.5, 0.0])),
+                "rank 0 token 2 slot 0 is 0.5 instead of 0, since the slot is empty",
+            ),
             (put(0, lambda g: g[0] * torch.tensor([0.0, 1.0])), "rank 0 token 0 slot 0 (expert 0) is 0 instead of"),
             (put(0, lambda g: g[0] * torch.nan), "is nan instead of"),
         ],

@@ -52,8 +52,8 @@ class TestWrongGroups:
         groups = FOLDED.groups()
         wrong = complaint({"ep": groups["etp"], "etp": groups["ep"]})
         assert "the ep group of rank 0 would be [0, 1] instead of [0, 2] in tp2-ep2-etp2-edp2" in wrong.sentence
-        assert "what is returned as ep is tp or etp" in wrong.sentence
-        assert "what is returned as etp is ep" in wrong.sentence
+        assert "the tp or etp groups were returned as ep" in wrong.sentence
+        assert "the ep groups were returned as etp" in wrong.sentence
         assert ("groups", tuple(range(8))) == (wrong.stage, wrong.ranks)
 
     def test_only_wrong_ranks_are_blamed(self) -> None:
@@ -75,8 +75,11 @@ class TestWrongGroups:
 
     def test_ranks_beyond_the_world(self) -> None:
         """A rank that the world does not have is told."""
-        assert "hold ranks [8, 9]" in complaint({"tp": ((0, 1), (2, 3), (4, 5), (6, 7), (8, 9))}).sentence
+        assert (
+            "contain ranks [8, 9]; the world has 8"
+            in complaint({"tp": ((0, 1), (2, 3), (4, 5), (6, 7), (8, 9))}).sentence
+        )
 
     def test_unknown_names(self) -> None:
         """A misspelt axis is not passed over."""
-        assert "there is no axis 'expert'" in complaint({"expert": FOLDED.groups()["ep"]}).sentence
+        assert "unknown axis 'expert'; known: world" in complaint({"expert": FOLDED.groups()["ep"]}).sentence

@@ -100,7 +100,7 @@ class TestWords:
         for m in range(2):
             outcome = edit(outcome, 0, flipped_dweights, m)
         fault = caught(judge_dweights, outcome)
-        assert fault.sentence.startswith("the weight's gradient at rank 0 token")
+        assert fault.sentence.startswith("the gradient of the routing weight of rank 0 token")
         assert fault.sentence.endswith(f" ({TOGETHER})")
 
     def test_one_by_one_nothing_is_said_of_it(self) -> None:

@@ -124,7 +124,7 @@ class TestWrongAnswers:
         number = next(n for n, call in enumerate(outcome.workload.calls) if call.may_raise)
         error = caught(judge_wrong_answers, edit(outcome, number, 1, Answer(values={"": torch.zeros(8, 32)})))
         assert isinstance(error, Unrefused)
-        assert "on rank 1, which should refuse it" in str(error)
+        assert "on rank 1; expected: an error" in str(error)
 
     def test_a_slip_is_no_refusal(self) -> None:
         """Nor here is an attribute that is not there."""

@@ -111,7 +111,11 @@ class TestOutputs:
 
     @pytest.mark.parametrize(
         ("factor", "words"),
-        [(2.0, "every element of y is 2.000 x the oracle: ep"), (0.0, "every element of y is zero"), (0.5, "1/ep")],
+        [
+            (2.0, "every element of y is 2.000 x the expected value: ep"),
+            (0.0, "every element of y is zero"),
+            (0.5, "1/ep"),
+        ],
     )
     def test_one_factor_of_all_elements_is_told_once(self, factor: float, words: str) -> None:
         """A scale that all elements share is named by the size that it equals."""
@@ -130,7 +134,7 @@ class TestOutputs:
         """Etp shards answer unequal parts, so that one without the other is recognised."""
         work = workload(Layout(4, etp=4))
         fault = caught(judge_outputs, broken(work, answers=on(3, lambda rows: rows * 0)))
-        assert "every element of y is 2.000 x the oracle" in str(fault)
+        assert "every element of y is 2.000 x the expected value" in str(fault)
         assert "etp shard 3 missing" in str(fault)
 
     def test_another_slots_weight_is_named(self) -> None:
@@ -162,7 +166,7 @@ class TestOutputs:
         fault = caught(judge_outputs, broken(ROUTING, weights=lambda rank, weights: weights * 0 + 1))
         assert "the weight was not applied" in str(fault)
         assert "dispatch" == fault.stage
-        assert "the weights were already wrong when they were handed to the experts" in str(fault)
+        assert "first wrong: the weights at the experts' input (dispatch)" in str(fault)
 
     def test_an_answer_added_to_another_is_told(self) -> None:
         """Two answers in one place are the token's own plus another's."""
@@ -176,7 +180,7 @@ class TestOutputs:
         """A row that never reached its expert cannot be in y: the stage is dispatch."""
         fault = caught(judge_outputs, broken(ROUTING, sent=lambda rank, sent: sent[1:]))
         assert "dispatch" == fault.stage
-        assert "the rows were already wrong when they were handed to the experts" in str(fault)
+        assert "first wrong: the rows at the experts' input (dispatch)" in str(fault)
 
     def test_a_microbatch_is_named_where_there_are_several(self) -> None:
         """The output of the other microbatch in flight is recognised."""
@@ -190,9 +194,9 @@ class TestForm:
     @pytest.mark.parametrize(
         ("fields", "words"),
         [
-            ({"y_dtype": torch.float64}, "has the dtype torch.float64, x has torch.float32"),
-            ({"y_shape": (3, 1, 32)}, "has the shape (3, 1, 32), x has (3, 32)"),
-            ({"y": None}, "is missing"),
+            ({"y_dtype": torch.float64}, "has the dtype torch.float64 instead of torch.float32, the dtype of x"),
+            ({"y_shape": (3, 1, 32)}, "has the shape (3, 1, 32) instead of (3, 32), the shape of x"),
+            ({"y": None}, "is None"),
         ],
     )
     def test_another_shape_or_dtype_is_told(self, fields: dict[str, object], words: str) -> None:
@@ -206,7 +210,7 @@ class TestForm:
         """X in two leading dimensions means y in two leading dimensions."""
         work = workload(Layout(1), tokens=6)
         outcome = broken(replace(work, lead="two_dims"))
-        assert "has the shape (6, 32), x has (3, 2, 32)" in str(caught(judge_form, outcome))
+        assert "has the shape (6, 32) instead of (3, 2, 32), the shape of x" in str(caught(judge_form, outcome))
         judged(judge_form, edit(outcome, 0, lambda seen: replace(seen, y_shape=(3, 2, 32))))
 
     def test_not_a_number_is_told(self) -> None:
@@ -214,7 +218,7 @@ class TestForm:
         outcome = broken(ROUTING, outputs=on(1, lambda y: y * torch.nan))
         assert "y of rank 1 is not finite at 2 tokens" in str(caught(judge_form, outcome))
         only = broken(ROUTING, outputs=on(1, put(0, lambda y: y[0] * torch.nan)))
-        assert "y of rank 1 is not finite at 1 token, the first" in str(caught(judge_form, only))
+        assert "y of rank 1 is not finite at 1 token; the first" in str(caught(judge_form, only))
         fault = caught(judge_outputs, outcome)
         assert isinstance(fault, WrongOutput)
         assert "y of rank 1 token 0 is not finite" in str(fault)
@@ -228,8 +232,8 @@ class TestForm:
 
 class TestInputs:
     def test_a_changed_input_is_named(self) -> None:
-        """What the backend wrote into is told by name and rank."""
+        """What the backend changed its input is told by name and rank."""
         fault = caught(judge_inputs, edit(broken(ROUTING), 1, lambda seen: replace(seen, inputs_changed=("x",))))
         assert isinstance(fault, ChangedInput)
-        assert "the backend wrote into x of rank 1" in str(fault)
+        assert "the backend changed its input x on rank 1" in str(fault)
         assert (1,) == fault.ranks

@@ -36,9 +36,13 @@ class TestAddedRows:
     @pytest.mark.parametrize(
         ("zeros", "resolved", "words"),
         [
-            (1, {}, "rank 0 is handed 1 row of zeros for expert 0"),
-            (2, {"multiple": "4"}, "rank 0 is handed 1 row of zeros for expert 0"),
-            (2, {"multiple": "4"}, "beside those that fill up to multiples of 4: rows that were added are routed"),
+            (1, {}, "rank 0 receives 1 row of zeros for expert 0"),
+            (2, {"multiple": "4"}, "rank 0 receives 1 row of zeros for expert 0"),
+            (
+                2,
+                {"multiple": "4"},
+                "in addition to the padding to multiples of 4; likely cause: padding tokens were routed",
+            ),
         ],
     )
     def test_one_more_is_an_added_one(self, zeros: int, resolved: dict[str, str], words: str) -> None:
@@ -83,5 +87,5 @@ class TestCounts:
         answers = tuple(Answer({"": P}) for _ in asked.calls)
         told = RankOutcome(0, "ok", answers=answers, resolved={"alignment": str(asked.config.token_alignment)})
         for judge in (judge_padded_counts, judge_alignment):
-            with pytest.raises(WrongForm, match="which is no whole number"):
+            with pytest.raises(WrongForm, match="which is not an integer"):
                 judge(Outcome("simulated", asked, (told,), 0.0), Tally())

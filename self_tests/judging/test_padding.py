@@ -95,7 +95,10 @@ class TestReducedOnce:
         """An exchange with as many places on every rank may have two, and no third."""
         found = caught(judge_reduced_once, everywhere(largest, pair, largest, rows))
         assert isinstance(found, WrongCollectives)
-        assert "before the rows of forward:0 travel, rank 0 reduces numbers of one form 2 times" in found.sentence
+        assert (
+            "before the rows of forward:0 are sent, rank 0 all-reduces (MAX) numbers of one shape and dtype 2 times"
+            in found.sentence
+        )
         judged(judge_reduced_once, everywhere(largest, largest, rows, handed="static"))
         assert "3 times" in caught(judge_reduced_once, everywhere(*3 * [largest], rows, handed="static")).sentence
 
@@ -103,6 +106,6 @@ class TestReducedOnce:
         """A reduction over others is wrong unless there is one over the right group."""
         everyone = (0, 1, 2, 3)
         found = caught(judge_reduced_once, dispatching(*([largest(everyone), rows(group(r))] for r in range(4))))
-        assert "over group (0, 1, 2, 3), and exchanges rows with group (0, 1)" in found.sentence
+        assert "over group (0, 1, 2, 3) instead of group (0, 1), in which its rows are exchanged" in found.sentence
         both = ([largest(everyone, 2), largest(group(r)), rows(group(r))] for r in range(4))
         judged(judge_reduced_once, dispatching(*both))

@@ -111,7 +111,7 @@ class TestWrongWeights:
     def test_a_factor(self) -> None:
         """One factor of all weights is named."""
         wrong = caught(judge_router_weights, run(weighing(lambda s, ids, c: s.gather(1, ids) / 2)))
-        assert "every element of the weights is 0.500 x the oracle: 1/K" in wrong.sentence
+        assert "every element of the weights is 0.500 x the expected value: 1/K" in wrong.sentence
         assert 0.5 == wrong.ratio
 
     def test_a_narrower_dtype_is_recognised(self) -> None:
@@ -165,7 +165,7 @@ class TestWrongGradients:
         for rank in range(2):
             outcome = edit(outcome, rank, lambda seen: replace(seen, dx_TD=Grad(2 * present(seen.dx_TD.value))))
         assert (
-            "every element of dx is 2.000 x the oracle: K or ep or dp or world"
+            "every element of dx is 2.000 x the expected value: K or ep or dp or world"
             in caught(judge_router_dx, outcome).sentence
         )
 
@@ -180,12 +180,12 @@ class TestWrongGradients:
                 lambda rank, gradients: gradients[rank] + gradients[rank ^ 1],
                 "only the tokens of its own ep_etp or ep or tp group",
             ),
-            (lambda rank, gradients: sum(gradients) / 4, "0.250 x the oracle: 1/world"),
+            (lambda rank, gradients: sum(gradients) / 4, "0.250 x the expected value: 1/world"),
             (lambda rank, gradients: sum(gradients) * 0, "zero"),
             (lambda rank, gradients: sum(gradients) - gradients[2], "the tokens of rank 2 are missing in it"),
             (
                 lambda rank, gradients: gradients[rank] / 2,
-                "own rank are in it (it was not reduced over ranks), and it is 0.500 x the oracle: 1/dp or 1/tp",
+                "own rank are in it (it was not reduced over ranks), and it is 0.500 x the expected value: 1/dp or 1/tp",
             ),
         ],
     )
@@ -201,7 +201,7 @@ class TestWrongGradients:
         outcome = run(Formula(finish=lambda rank, gradients: sum(gradients) if rank else 3 * sum(gradients)))
         wrong = caught(judge_router_gradient, outcome)
         assert (0,) == wrong.ranks
-        assert "the gradient is 3.000 x the oracle" in wrong.sentence
+        assert "the gradient is 3.000 x the expected value" in wrong.sentence
 
     def test_not_offered_absent_or_unnamed(self) -> None:
         """No finishing is not judged; None is absent; a rank that does not name the router leaves it uncovered."""

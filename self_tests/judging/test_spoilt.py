@@ -128,7 +128,7 @@ class TestSpread:
         y_TD = value(outcome, 1, "y")
         y_TD[1] = 0.5
         error = caught(judge_delivered, edit(outcome, 1, y=y_TD))
-        assert "rank 1 token 1 is NaN, went to experts" in str(error)
+        assert "rank 1 token 1 is NaN and routed to experts" in str(error)
 
 
 def _finals(rank: object) -> list[Grad]:

@@ -52,21 +52,23 @@ class TestRatio:
 
     def test_a_factor_is_named_by_every_size_that_it_equals(self) -> None:
         """Sizes that coincide are all named."""
-        assert "4.000 x the oracle: ep or dp" == ratio_words(4.0, {"ep": 4.0, "dp": 4.0, "tp": 2.0})
+        assert "4.000 x the expected value: ep or dp" == ratio_words(4.0, {"ep": 4.0, "dp": 4.0, "tp": 2.0})
 
     def test_ranks_are_looked_at_one_by_one_where_they_differ(self) -> None:
         """A factor of one rank is found though the others are right or otherwise wrong."""
         one = torch.tensor([1.0, 2.0])
         findings, ratio = ratio_findings("y", {0: (one, one), 1: (3 * one, one), 2: (one.flip(0), one)}, {"ep": 3.0})
         assert ratio is None
-        assert ["every element of y on rank 1 is 3.000 x the oracle: ep"] == [found.sentence for found in findings]
+        assert ["every element of y on rank 1 is 3.000 x the expected value: ep"] == [
+            found.sentence for found in findings
+        ]
 
 
 class TestTelling:
     def test_first_and_worst_are_told_and_the_rest_counted(self) -> None:
         """Of one kind, the first and the largest have a sentence."""
         findings = [Finding("off", f"off by {size}", (0,), size) for size in (1, 5, 3, 2)]
-        assert "off by 1; the worst: off by 5; 2 more of the same kind" == tell(findings)
+        assert "off by 1; largest error: off by 5; 2 more of the same kind" == tell(findings)
 
     def test_all_ranks_are_blamed_once_and_in_order(self) -> None:
         """Blame is the union over findings."""

@@ -16,7 +16,7 @@ from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.contract import Config, Delivery, Routing, Topology
 from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, planted
 
-_REFUSES = "refuses packed sequences, of which it has to take any T, on rank"
+_REFUSES = "refuses packed sequences (T differs between ranks), which it must accept, on rank"
 
 
 @planted(
@@ -57,7 +57,7 @@ class RefusedBeyondTheFirst(AllGatherExchange):
 
 
 @planted(
-    Expectation("RULE-25", "packed-sequences-uneven", "dispatch", "rank 0 token 4", "it never reached expert"),
+    Expectation("RULE-25", "packed-sequences-uneven", "dispatch", "rank 0 token 4", "was not delivered to expert"),
 )
 class SizedByTheLastRank(AllGatherExchange):
     """An all-gather is built for packed sequences, and every rank brings as many rows as the last rank has tokens."""
@@ -79,7 +79,7 @@ def _resized(values: Tensor, rows: int, fill: int) -> Tensor:
 
 
 @planted(
-    Expectation("RULE-25", "packed-sequences-uneven", "dispatch", "rank 0 token 8", "it never reached expert"),
+    Expectation("RULE-25", "packed-sequences-uneven", "dispatch", "rank 0 token 8", "was not delivered to expert"),
     layout=EP2_ETP2,
 )
 class TailThatFillsNoBlock(DeepEPManager):

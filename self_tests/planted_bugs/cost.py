@@ -34,7 +34,9 @@ class CallsItself(AllToAllExchange):
         return super().dispatch(x, routing)
 
 
-@planted(Expectation("COST-02", "by-turns-uneven", "run", "forward takes other numbers of collectives", "in forward:1"))
+@planted(
+    Expectation("COST-02", "by-turns-uneven", "run", "forward takes different numbers of collectives", "in forward:1")
+)
 class ChunksByTokens(AllToAllExchange):
     """A group whose ranks have more than 16 tokens takes a round more, as one that sends them in chunks."""
 
@@ -73,7 +75,7 @@ class AsksWhereAllIsForOne(AllToAllExchange):
         return super().dispatch(x, routing)
 
 
-@planted(Expectation("COST-03", "even", "run", "dispatch:0 moves", "times the least", "should do"))
+@planted(Expectation("COST-03", "even", "run", "dispatch:0 moves", "times the smallest number", "; allowed: "))
 class GathersToo(AllToAllExchange):
     """All tokens go to all ranks before the pairs go to their experts, and nobody reads them."""
 
@@ -101,7 +103,9 @@ class CountsAgain(AllToAllExchange):
         dist.all_to_all_single(torch.empty_like(counts), counts, group=self.topology.group("ep"))
 
 
-@planted(Expectation("COST-05", "even", "gradient", "backward:0 moves", "bytes beside them", "weights in 0 bytes"))
+@planted(
+    Expectation("COST-05", "even", "gradient", "backward:0 moves", "other bytes; forward:0 moves", "weights in 0 bytes")
+)
 class CountsAgainAsNumbers(AllToAllExchange):
     """The backward of dispatch exchanges the counts once more, as floating numbers."""
 
@@ -115,7 +119,7 @@ class CountsAgainAsNumbers(AllToAllExchange):
         dist.all_to_all_single(torch.empty_like(counts), counts, group=self.topology.group("ep"))
 
 
-@planted(Expectation("COST-06", "even", "dispatch", "bytes beside", "rows in forward:0, over"))
+@planted(Expectation("COST-06", "even", "dispatch", "bytes in addition to", "rows in forward:0; allowed: "))
 class SquareOfExperts(AllToAllExchange):
     """What every rank learns of the loads grows with the square of the number of experts."""
 
@@ -155,7 +159,9 @@ class Maps(Native):
 
 
 @planted(
-    Expectation("COST-06", "even", "dispatch", "whole maps travel, and rank 0 gives the others no maps of weights")
+    Expectation(
+        "COST-06", "even", "dispatch", 'resolved["routing"] = maps, and rank 0 sends no maps of weights instead of 1'
+    )
 )
 class MapsInFloat64(GathersMaps):
     """Whole maps are gathered, as is declared, the weights in twice the bytes of a weight."""
@@ -166,7 +172,13 @@ class MapsInFloat64(GathersMaps):
 
 
 @planted(
-    Expectation("COST-06", "even", "dispatch", "no maps of marks and no maps of weights, 8 by 8, in forward:0", "uint8")
+    Expectation(
+        "COST-06",
+        "even",
+        "dispatch",
+        "no maps of marks and no maps of weights instead of 1 each, of shape (8, 8), in forward:0",
+        "uint8",
+    )
 )
 class SaysMaps(AllGatherExchange):
     """Whole maps are declared, and something else that is as large is gathered with ids and weights."""
@@ -182,7 +194,11 @@ class SaysMaps(AllGatherExchange):
         return super().dispatch(x, routing)
 
 
-@planted(Expectation("COST-06", "even", "dispatch", "rank 0 sends 536 bytes beside", "over 464, whole maps and counts"))
+@planted(
+    Expectation(
+        "COST-06", "even", "dispatch", "rank 0 sends 536 bytes in addition to", "allowed: 464, whole maps and counts"
+    )
+)
 class MapsAndIds(GathersMaps):
     """Whole maps are gathered, as is declared, and ids and weights of the slots too."""
 
@@ -192,7 +208,7 @@ class MapsAndIds(GathersMaps):
         return super().dispatch(x, routing)
 
 
-@planted(Expectation("COST-06", "even", "dispatch", "whole maps travel, and that its wire carries 'pairs'"))
+@planted(Expectation("COST-06", "even", "dispatch", 'resolved["routing"] = maps, and resolved["wire"] = \'pairs\''))
 class MapsOfPairs(AllToAllExchange):
     """Whole maps are declared by an exchange that brings no token to all ranks."""
 
@@ -201,7 +217,7 @@ class MapsOfPairs(AllToAllExchange):
         return {**super().resolved, "routing": "maps"}
 
 
-@planted(Expectation("COST-07", "repeated-even", "run", "does not repeat its calls in each forward", "of them"))
+@planted(Expectation("COST-07", "repeated-even", "run", "makes different calls in equal forward passes", "] calls"))
 class CallsMoreEachStep(AllToAllExchange):
     """A list of buffers that is never emptied is agreed upon, one by one, in each step."""
 
@@ -216,7 +232,7 @@ class CallsMoreEachStep(AllToAllExchange):
         return super().dispatch(x, routing)
 
 
-@planted(Expectation("COST-07", "repeated-even", "run", "rank 0 has more process groups, or fewer, after each step"))
+@planted(Expectation("COST-07", "repeated-even", "run", "rank 0 has another number of process groups after each step"))
 class GroupOfEachStep(AllToAllExchange):
     """Every dispatch makes a process group for itself, and nobody destroys it."""
 
@@ -226,7 +242,7 @@ class GroupOfEachStep(AllToAllExchange):
 
 
 @planted(
-    Expectation("COST-10", "even", "dispatch", "rank 0 hands 64 rows to its experts", "routed pairs"),
+    Expectation("COST-10", "even", "dispatch", "rank 0 delivers 64 rows to its experts", "routed pairs"),
     Expectation("COST-10", "rank-without-tokens", "dispatch", "rows to its experts in microbatch 0"),
 )
 class WorstCaseBuffer(AllToAllExchange):
@@ -246,7 +262,13 @@ class WorstCaseBuffer(AllToAllExchange):
 
 
 @planted(
-    Expectation("COST-08", "own-even", "finish", "elements by all_reduce on group (0, 1, 2, 3)", "where replicas are"),
+    Expectation(
+        "COST-08",
+        "own-even",
+        "finish",
+        "elements by all_reduce on group (0, 1, 2, 3)",
+        "the replicas of its experts are",
+    ),
     layout=EP2_EDP2,
 )
 class ReducesEverywhere(GradientFinisher):
@@ -258,7 +280,13 @@ class ReducesEverywhere(GradientFinisher):
 
 
 @planted(
-    Expectation("COST-08", "own-even", "finish", "elements by all_reduce on group (0, 1, 2, 3)", "where replicas are"),
+    Expectation(
+        "COST-08",
+        "own-even",
+        "finish",
+        "elements by all_reduce on group (0, 1, 2, 3)",
+        "the replicas of its experts are",
+    ),
     layout=EP2_EDP2,
 )
 class ReducesEverywhereRowByRow(GradientFinisher):
@@ -287,7 +315,7 @@ class _ReducesInBackward(Experts):
 
 @planted(
     Expectation(
-        "COST-08", "own-even", "finish", "elements by all_reduce on group (0, 1, 2, 3)", "in backward:0, where replicas"
+        "COST-08", "own-even", "finish", "elements by all_reduce on group (0, 1, 2, 3)", "in backward:0; the replicas"
     ),
     layout=EP2_EDP2,
 )
@@ -299,7 +327,7 @@ class ReducesEverywhereInBackward(_ReducesInBackward):
 
 @planted(
     Expectation(
-        "COST-08", "own-one-token-even", "finish", "elements by all_reduce on group (0, 1)", "in backward:0, where repl"
+        "COST-08", "own-one-token-even", "finish", "elements by all_reduce on group (0, 1)", "in backward:0; the repl"
     )
 )
 class ReducesOverOwnersInBackward(_ReducesInBackward):
@@ -308,7 +336,7 @@ class ReducesOverOwnersInBackward(_ReducesInBackward):
     over = "ep"
 
 
-@planted(Expectation("COST-03", "top-all-even", "run", "dispatch:0 moves", "should do"))
+@planted(Expectation("COST-03", "top-all-even", "run", "dispatch:0 moves", "; allowed: "))
 class SavesOnTheWayBack(AllToAllExchange):
     """Rows go out twice; that answers come back added up, fewer than pairs, does not make up for it."""
 

@@ -23,7 +23,7 @@ REPLICATED64 = Layout(64, ep=8)
 
 
 @planted(
-    Expectation("EXCH-01", "many-ranks-uneven", "dispatch", "expert 127 on rank 63 expected, went to", "155 more"),
+    Expectation("EXCH-01", "many-ranks-uneven", "dispatch", "instead of expert 127 on rank 63", "155 more"),
     layout=EP64,
 )
 class DestinationsInAWord(AllToAllExchange):
@@ -51,7 +51,9 @@ class NodesOfEight(AllToAllExchange):
 
 
 @planted(
-    Expectation("EXCH-01", "many-ranks-uneven", "dispatch", "are exchanged: the first went to expert", "on rank 230"),
+    Expectation(
+        "EXCH-01", "many-ranks-uneven", "dispatch", "are exchanged: the first was delivered to expert", "on rank 230"
+    ),
     layout=EP256,
 )
 class ExpertsInASignedByte(AllToAllExchange):
@@ -66,7 +68,7 @@ class ExpertsInASignedByte(AllToAllExchange):
 
 
 @planted(
-    Expectation("GROUP-06", "many-ranks-uneven", "dispatch", "expected, went to expert"),
+    Expectation("GROUP-06", "many-ranks-uneven", "dispatch", "was delivered to expert", "instead of expert"),
     layout=EP64,
 )
 class RanksInAlphabeticalOrder(AllToAllExchange):

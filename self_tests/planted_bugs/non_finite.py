@@ -16,8 +16,10 @@ from self_tests.planted_bugs.plant import Expectation, planted
 
 
 @planted(
-    Expectation("EXCH-41", "spoilt-tokens-even", "combine", "y of rank 1 token 0 is nan", "the token is finite itself"),
-    Expectation("EXCH-41", "own-spoilt-tokens-even", "combine", "y of rank 1 token 0 is nan", "is finite itself"),
+    Expectation("EXCH-41", "spoilt-tokens-even", "combine", "y of rank 1 token 0 is nan", "the token is finite, and"),
+    Expectation(
+        "EXCH-41", "own-spoilt-tokens-even", "combine", "y of rank 1 token 0 is nan", "the token is finite, and"
+    ),
 )
 class CombineByOneHotMatrix(AllToAllExchange):
     """Answers are added up by a product with a one-hot matrix, in which zero times NaN reaches every token."""
@@ -54,7 +56,11 @@ class _Copied(torch.autograd.Function):
         return ctx.one_hot_TP @ gradient, None, None
 
 
-@planted(Expectation("EXCH-41", "spoilt-tokens-even", "combine", "rank 1 token 1 is NaN", "and its y is finite"))
+@planted(
+    Expectation(
+        "EXCH-41", "spoilt-tokens-even", "combine", "rank 1 token 1 is NaN", "but its y is finite; expected: non-finite"
+    )
+)
 class TokensRepaired(AllToAllExchange):
     """Tokens that are no numbers become zero before they are sent, and a run that has diverged looks sound."""
 

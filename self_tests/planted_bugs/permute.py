@@ -21,7 +21,7 @@ from self_tests.planted_bugs.plant import SINGLE, Expectation, planted
 
 
 @planted(
-    Expectation("EXCH-18", "permute", "dispatch", "has 16 rows for", "and a multiple of 1"),
+    Expectation("EXCH-18", "permute", "dispatch", "has 16 rows for", "padded to a multiple of 1"),
     real="NVIDIA/Megatron-LM commit 567d4d4681 (#4038)",
     layout=SINGLE,
 )
@@ -34,7 +34,7 @@ class PadsUnasked(Permutation):
 
 
 @planted(
-    Expectation("EXCH-18", "permute-to-16", "dispatch", "counts add up to 112 of 106 rows"),
+    Expectation("EXCH-18", "permute-to-16", "dispatch", "counts_E add up to 112, but permute returned 106 rows"),
     real="pytorch/torchtitan commit 60645bc78 (#1718)",
     layout=SINGLE,
 )
@@ -61,7 +61,7 @@ class EmptySlotsClearedInPlace(Permutation):
 
 
 @planted(
-    Expectation("EXCH-18", "permute-to-3", "dispatch", "is no token's, and not yet padding"),
+    Expectation("EXCH-18", "permute-to-3", "dispatch", "is a row of no token before the padding"),
     layout=SINGLE,
 )
 class PaddingInFront(Permutation):
@@ -72,7 +72,7 @@ class PaddingInFront(Permutation):
 
 
 @planted(
-    Expectation("EXCH-18", "permute-to-16-full", "dispatch", "has 32 rows for 16 pairs and a multiple of 16"),
+    Expectation("EXCH-18", "permute-to-16-full", "dispatch", "has 32 rows for 16 pairs, padded to a multiple of 16"),
     layout=SINGLE,
 )
 class OneMultipleTooMany(Permutation):
@@ -84,7 +84,7 @@ class OneMultipleTooMany(Permutation):
 
 
 @planted(
-    Expectation("EXCH-18", "permute", "dispatch", "which goes to"),
+    Expectation("EXCH-18", "permute", "dispatch", "which is routed to"),
     layout=SINGLE,
 )
 class UncountedBackwards(Permutation):
@@ -96,7 +96,7 @@ class UncountedBackwards(Permutation):
 
 
 @planted(
-    Expectation("EXCH-18", "permute-to-3", "dispatch", "nothing counts the rows of padded segments"),
+    Expectation("EXCH-18", "permute-to-3", "dispatch", "counts_E is None although the segments are padded"),
     layout=SINGLE,
 )
 class PaddedUncounted(Permutation):
@@ -107,7 +107,7 @@ class PaddedUncounted(Permutation):
 
 
 @planted(
-    Expectation("EXCH-21", "permute", "dispatch", "which do not ascend"),
+    Expectation("EXCH-21", "permute", "dispatch", "which are not in ascending order"),
     layout=SINGLE,
 )
 class RowsBackwards(Permutation):

@@ -81,10 +81,10 @@ EXPECTED = [(plant, expected) for plant in plants() for expected in plant.expect
 PLACES = sorted({(e.requirement, p.variant, p.layout.name, p.layout, e.workload) for p, e in EXPECTED}, key=str)
 
 LIARS = [
-    (lying.WrongCounts, "EXCH-04", EP2, "even", "for expert 0 and hands over"),
-    (lying.WrongPlace, "EXCH-03", EP2, "even", "carries no weight"),
-    (lying.HidesParts, "EXCH-05", EP2_ETP2, "even", "2.000 x the oracle"),
-    (lying.ChangesInputs, "EXCH-08", EP2, "even", "wrote into x"),
+    (lying.WrongCounts, "EXCH-04", EP2, "even", "for expert 0 and delivers"),
+    (lying.WrongPlace, "EXCH-03", EP2, "even", "has no routing weight"),
+    (lying.HidesParts, "EXCH-05", EP2_ETP2, "even", "2.000 x the expected value"),
+    (lying.ChangesInputs, "EXCH-08", EP2, "even", "changed its input x"),
     (lying.WrongDtype, "EXCH-07", EP2, "even", "has the dtype torch.float64"),
     (lying.WrongDtype, "EXCH-07", EP2, "own-even", "has the dtype torch.float64"),
     (lying.KeepsHandle, "EXCH-10", EP2, "halves-in-flight-even", "in combine:0"),
@@ -270,7 +270,7 @@ class TestDetection:
 
 RUNS = {  # plant: requirement, workload, words
     "swapped-sources": ("EXCH-01", "even", "rank 0 token 0 slot 1 and rank 1 token 1 slot 1 are exchanged"),
-    "expert-gradients-times-ep": ("GRAD-05", "own-even", "every expert gradient is 2.000 x the oracle"),
+    "expert-gradients-times-ep": ("GRAD-05", "own-even", "every expert gradient is 2.000 x the expected value"),
     "early-return-without-tokens": ("EXCH-09", "rank-without-tokens", "rank 1 hung: returned while rank 0 waited"),
     "unweighted": ("EXCH-05", "even", "EXCH-05: fail in combine"),
 }

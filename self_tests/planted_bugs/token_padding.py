@@ -23,8 +23,14 @@ from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, planted
 
 
 @planted(
-    Expectation("PACK-01", "padded-counts-64", "dispatch", "as its ep group would need", "in its exchange group"),
-    Expectation("PACK-01", "padded-uneven", "dispatch", "its ep group, for the largest count of tokens in forward:0"),
+    Expectation(
+        "PACK-01",
+        "padded-counts-64",
+        "dispatch",
+        "likely cause: the maximum was taken over its ep group",
+        "in its exchange group",
+    ),
+    Expectation("PACK-01", "padded-uneven", "dispatch", "its ep group, for the largest token count in forward:0"),
     layout=EP2_ETP2,
     real="NVIDIA/Megatron-LM#4816, review",
 )
@@ -37,7 +43,7 @@ class LargestOfExpertRanks(TokenPadding):
 
 
 @planted(
-    Expectation("PACK-01", "padded-counts-16", "dispatch", "rank 1 pads 0 tokens to 0 rows", "take 80"),
+    Expectation("PACK-01", "padded-counts-16", "dispatch", "rank 1 pads 0 tokens to 0 rows instead of 80", "take 80"),
     layout=EP2_ETP2,
 )
 class OwnCountAligned(TokenPadding):
@@ -48,8 +54,8 @@ class OwnCountAligned(TokenPadding):
 
 
 @planted(
-    Expectation("PACK-02", "padded-counts-128", "dispatch", "which is no multiple of 128"),
-    Expectation("PACK-01", "padded-counts-16", "dispatch", "pads 5 tokens to 128 rows", "take 80"),
+    Expectation("PACK-02", "padded-counts-128", "dispatch", "not a multiple of the alignment 128"),
+    Expectation("PACK-01", "padded-counts-16", "dispatch", "pads 5 tokens to 128 rows instead of 80", "take 80"),
     layout=EP2_ETP2,
 )
 class AlignmentOfItsOwn(TokenPadding):
@@ -63,7 +69,9 @@ class AlignmentOfItsOwn(TokenPadding):
 
 
 @planted(
-    Expectation("PACK-03", "padded-uneven", "dispatch", "rows of zeros for expert 0", "that were added are routed"),
+    Expectation(
+        "PACK-03", "padded-uneven", "dispatch", "rows of zeros for expert 0", "likely cause: padding tokens were routed"
+    ),
     layout=EP2_ETP2,
 )
 class AddedRowsRouted(PaddedExchange):
@@ -120,7 +128,7 @@ class CountKeptOnTheExchange(PaddedExchange):
 
 
 @planted(
-    Expectation("PACK-11", "bounded-uneven", "dispatch", "for the largest of some numbers in forward:0"),
+    Expectation("PACK-11", "bounded-uneven", "dispatch", "for a largest number in forward:0"),
     layout=EP2_ETP2,
 )
 class AsksInSpiteOfTheBound(TokenPadding):
@@ -131,7 +139,7 @@ class AsksInSpiteOfTheBound(TokenPadding):
 
 
 @planted(
-    Expectation("PACK-11", "padded-counts-bound", "dispatch", "tokens to 23 rows", "take 24"),
+    Expectation("PACK-11", "padded-counts-bound", "dispatch", "tokens to 23 rows instead of 24", "take 24"),
     layout=EP2_ETP2,
 )
 class BoundNotAligned(TokenPadding):
@@ -154,7 +162,13 @@ class BreaksTheBoundAlone(PaddedExchange):
 
 
 @planted(
-    Expectation("PACK-12", "bound-broken", "dispatch", "rank 1 has 29 tokens and the bound is 23", "answered on rank"),
+    Expectation(
+        "PACK-12",
+        "bound-broken",
+        "dispatch",
+        "rank 1 has 29 tokens and the bound is 23",
+        "but the step returned on rank",
+    ),
     layout=EP2_ETP2,
 )
 class TokensBeyondTheBoundLost(PaddedExchange):
@@ -169,7 +183,7 @@ class TokensBeyondTheBoundLost(PaddedExchange):
 
 
 @planted(
-    Expectation("PACK-13", "uneven", "dispatch", "the largest of some numbers in forward:0, before any row travels"),
+    Expectation("PACK-13", "uneven", "dispatch", "a largest number in forward:0, before the rows are sent"),
     layout=EP2_ETP2,
 )
 class AsksThoughSwitchedOff(AllToAllExchange):
@@ -204,8 +218,10 @@ class _PadsItsOwnCount(PaddedExchange):
 
 
 @planted(
-    Expectation("PACK-01", "padded-uneven", "dispatch", "rank 1 dispatches 8 rows for 4 tokens in forward:0, where 16"),
-    Expectation("PACK-11", "bounded-uneven", "dispatch", "rank 1 dispatches 8 rows for 4 tokens in forward:0"),
+    Expectation(
+        "PACK-01", "padded-uneven", "dispatch", "rank 1 dispatches 8 rows instead of 16 for 4 tokens in forward:0"
+    ),
+    Expectation("PACK-11", "bounded-uneven", "dispatch", "rank 1 dispatches 8 rows instead of"),
     layout=EP2_ETP2,
     also=(_PadsItsOwnCount,),
 )
@@ -214,7 +230,7 @@ class PadsToItsOwnCount(AllGatherExchange):
 
 
 @planted(
-    Expectation("PACK-02", "padded-uneven", "dispatch", "states the alignment 64, asked for was 8"),
+    Expectation("PACK-02", "padded-uneven", "dispatch", "reports the alignment 64 instead of the configured 8"),
     layout=EP2_ETP2,
 )
 class StatesAnotherAlignment(PaddedExchange):
@@ -226,7 +242,7 @@ class StatesAnotherAlignment(PaddedExchange):
 
 
 @planted(
-    Expectation("PACK-03", "padded-uneven", "dispatch", "that were added are routed"),
+    Expectation("PACK-03", "padded-uneven", "dispatch", "likely cause: padding tokens were routed"),
     layout=EP2_ETP2,
 )
 class AddedRowsRoutedUncounted(PaddedExchange):
@@ -242,7 +258,7 @@ class AddedRowsRoutedUncounted(PaddedExchange):
 
 
 @planted(
-    Expectation("PACK-12", "bound-broken", "combine", "in step 4, and answers with another y"),
+    Expectation("PACK-12", "bound-broken", "combine", "accepts all tokens in step 4, and its y"),
     layout=EP2_ETP2,
 )
 class RefusalLeavesATrace(PaddedExchange):
@@ -262,8 +278,8 @@ class RefusalLeavesATrace(PaddedExchange):
 
 
 @planted(
-    Expectation("PACK-13", "uneven", "dispatch", "asks group (0, 1, 2, 3) 2 times"),
-    Expectation("PACK-11", "bounded-uneven", "dispatch", "asks group (0, 1, 2, 3) 2 times"),
+    Expectation("PACK-13", "uneven", "dispatch", "2 times instead of 1"),
+    Expectation("PACK-11", "bounded-uneven", "dispatch", "2 times instead of 1"),
     layout=EP2_ETP2,
 )
 class AsksTwice(LowLatencyExchange):
@@ -275,8 +291,8 @@ class AsksTwice(LowLatencyExchange):
 
 
 @planted(
-    Expectation("PACK-13", "uneven", "dispatch", "asks group (0, 1, 2, 3)"),
-    Expectation("PACK-11", "bounded-uneven", "dispatch", "asks group (0, 1, 2, 3)"),
+    Expectation("PACK-13", "uneven", "dispatch", "over group (0, 1, 2, 3) for a largest number"),
+    Expectation("PACK-11", "bounded-uneven", "dispatch", "over group (0, 1, 2, 3) for a largest number"),
     layout=EP2_ETP2,
 )
 class GathersCounts(AllToAllExchange):
@@ -290,7 +306,7 @@ class GathersCounts(AllToAllExchange):
 
 
 @planted(
-    Expectation("PACK-13", "uneven", "dispatch", "for the largest of some numbers in forward:0"),
+    Expectation("PACK-13", "uneven", "dispatch", "for a largest number in forward:0"),
     layout=EP2_ETP2,
 )
 class AsksInFloat(AllToAllExchange):
@@ -303,7 +319,7 @@ class AsksInFloat(AllToAllExchange):
 
 
 @planted(
-    Expectation("PACK-13", "uneven", "dispatch", "for the largest of some numbers in forward:0, before any row"),
+    Expectation("PACK-13", "uneven", "dispatch", "for a largest number in forward:0, before the rows are sent"),
     layout=EP2_ETP2,
 )
 class AsksByASum(AllToAllExchange):
@@ -318,7 +334,7 @@ class AsksByASum(AllToAllExchange):
 
 
 @planted(
-    Expectation("PACK-13", "uneven", "dispatch", "for the largest of some numbers in forward:0"),
+    Expectation("PACK-13", "uneven", "dispatch", "for a largest number in forward:0"),
     layout=EP2_ETP2,
 )
 class AsksBehindTheRows(AllToAllExchange):
@@ -331,7 +347,9 @@ class AsksBehindTheRows(AllToAllExchange):
 
 
 @planted(
-    Expectation("PACK-13", "uneven", "dispatch", "asks group (0, 1, 2, 3) for the largest", "before any row travels"),
+    Expectation(
+        "PACK-13", "uneven", "dispatch", "over group (0, 1, 2, 3) for a largest number", "before the rows are sent"
+    ),
     layout=EP2_ETP2,
 )
 class AsksThroughOneRank(AllToAllExchange):
@@ -346,8 +364,10 @@ class AsksThroughOneRank(AllToAllExchange):
 
 
 @planted(
-    Expectation("PACK-13", "uneven", "dispatch", "asks group (0, 1, 2, 3) for the largest", "before any row travels"),
-    Expectation("PACK-11", "bounded-uneven", "dispatch", "asks group (0, 1, 2, 3) for the largest of some numbers"),
+    Expectation(
+        "PACK-13", "uneven", "dispatch", "over group (0, 1, 2, 3) for a largest number", "before the rows are sent"
+    ),
+    Expectation("PACK-11", "bounded-uneven", "dispatch", "over group (0, 1, 2, 3) for a largest number"),
     layout=EP2_ETP2,
 )
 class GathersCountsTwice(AllGatherExchange):
@@ -362,7 +382,7 @@ class GathersCountsTwice(AllGatherExchange):
 
 
 @planted(
-    Expectation("PACK-13", "uneven", "dispatch", "rank 1 dispatches 9 rows for 4 tokens in forward:0, where 16 are"),
+    Expectation("PACK-13", "uneven", "dispatch", "rank 1 dispatches 9 rows instead of 16 for 4 tokens in forward:0"),
     layout=EP2_ETP2,
 )
 class AddsRowsUnasked(AllGatherExchange):

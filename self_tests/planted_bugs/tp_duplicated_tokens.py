@@ -20,7 +20,7 @@ from self_tests.planted_bugs.plant import TP2_EP2, Expectation, planted
 
 @planted(
     Expectation("EXCH-35", "copies-even", "dispatch", "was delivered twice to expert"),
-    Expectation("EXCH-35", "copies-own-even", "gradient", "is 2.000 x the oracle", "tp"),
+    Expectation("EXCH-35", "copies-own-even", "gradient", "is 2.000 x the expected value", "tp"),
     real="deepspeedai/DeepSpeed PRs #2074, #5626",
     layout=TP2_EP2,
 )
@@ -35,8 +35,14 @@ class EveryCopySends(TokenCopies):
 
 
 @planted(
-    Expectation("EXCH-35", "copies-odd-even", "dispatch", "rank 0 token 10 slot 0 was lost"),
-    Expectation("EXCH-36", "copies-odd-even", "dispatch", "y of rank 0 token 10 is zero", "rows were already wrong"),
+    Expectation("EXCH-35", "copies-odd-even", "dispatch", "rank 0 token 10 slot 0 was not delivered to expert"),
+    Expectation(
+        "EXCH-36",
+        "copies-odd-even",
+        "dispatch",
+        "y of rank 0 token 10 is zero",
+        "first wrong: the rows at the experts' input (dispatch)",
+    ),
     layout=TP2_EP2,
 )
 class RestOfADivision(TokenCopies):
@@ -64,8 +70,8 @@ class _SummedBack(torch.autograd.Function):
 
 
 @planted(
-    Expectation("EXCH-36", "copies-even", "gradient", "dx", "is 2.000 x the oracle", "tp"),
-    Expectation("EXCH-35", "copies-own-even", "gradient", "is 2.000 x the oracle", "tp"),
+    Expectation("EXCH-36", "copies-even", "gradient", "dx", "is 2.000 x the expected value", "tp"),
+    Expectation("EXCH-35", "copies-own-even", "gradient", "is 2.000 x the expected value", "tp"),
     layout=TP2_EP2,
 )
 class UpstreamSummed(TokenCopies):
@@ -113,7 +119,7 @@ class Parts(Native):
 
 
 @planted(
-    Expectation("EXCH-36", "copies-even", "gradient", "is zero: the gradient of expert", "dispatch's backward"),
+    Expectation("EXCH-36", "copies-even", "gradient", "is zero: the gradient of expert", "(backward of dispatch)"),
     real="pytorch/torchtitan commit ecae62f15 (#4054)",
     layout=TP2_EP2,
 )
@@ -126,7 +132,7 @@ class ShareTakenForWhole(PartsOfGradients):
 
 
 @planted(
-    Expectation("EXCH-36", "copies-even", "gradient", "dx", "is 2.000 x the oracle"),
+    Expectation("EXCH-36", "copies-even", "gradient", "dx", "is 2.000 x the expected value"),
     layout=TP2_EP2,
 )
 class WholeTakenForParts(TokenCopies):
@@ -138,8 +144,10 @@ class WholeTakenForParts(TokenCopies):
 
 
 @planted(
-    Expectation("EXCH-07", "copies-even-bfloat16", "combine", "has the dtype torch.float32, x has torch.bfloat16"),
-    Expectation("EXCH-07", "copies-own-even-bfloat16", "combine", "has the dtype torch.float32, x has torch.bfloat16"),
+    Expectation("EXCH-07", "copies-even-bfloat16", "combine", "has the dtype torch.float32 instead of torch.bfloat16"),
+    Expectation(
+        "EXCH-07", "copies-own-even-bfloat16", "combine", "has the dtype torch.float32 instead of torch.bfloat16"
+    ),
     layout=TP2_EP2,
 )
 class AnswersStayWide(TokenCopies):
@@ -150,7 +158,7 @@ class AnswersStayWide(TokenCopies):
 
 
 @planted(
-    Expectation("EXCH-08", "copies-even", "run", "the backend wrote into x of rank"),
+    Expectation("EXCH-08", "copies-even", "run", "the backend changed its input x on rank"),
     layout=TP2_EP2,
 )
 class OthersSharesCleared(TokenCopies):
@@ -166,7 +174,7 @@ class OthersSharesCleared(TokenCopies):
 
 
 @planted(
-    Expectation("EXCH-04", "copies-even", "dispatch", "claims", "rows for expert", "and hands over"),
+    Expectation("EXCH-04", "copies-even", "dispatch", "reports", "rows for expert", "and delivers"),
     layout=TP2_EP2,
 )
 class CountsOfAllCopies(TokenCopies):
@@ -192,7 +200,13 @@ class _OntoTheFirst(torch.autograd.Function):
 
 
 @planted(
-    Expectation("EXCH-36", "copies-even", "gradient", "the gradient of x in microbatch 0 is None on rank 1", "a part"),
+    Expectation(
+        "EXCH-36",
+        "copies-even",
+        "gradient",
+        "the gradient of x in microbatch 0 is None on rank 1",
+        "while other tp ranks have a part",
+    ),
     Expectation("EXCH-36", "copies-own-even", "gradient", "the gradient of x in microbatch 0 is None on rank 1"),
     layout=TP2_EP2,
 )
@@ -206,7 +220,9 @@ class NoPartOnTheOthers(PartsOfGradients):
 
 
 @planted(
-    Expectation("EXCH-36", "copies-own-even", "combine", "y of rank 1 differs from that of rank 0, a copy"),
+    Expectation(
+        "EXCH-36", "copies-own-even", "combine", "y of rank 1 differs from that of rank 0, which holds the same tokens"
+    ),
     layout=TP2_EP2,
 )
 class OthersAnswersRounded(TokenCopies):
@@ -221,7 +237,12 @@ class OthersAnswersRounded(TokenCopies):
 
 
 @planted(
-    Expectation("EXCH-36", "copies-inference-even", "combine", "y of rank 1 differs from that of rank 0, a copy"),
+    Expectation(
+        "EXCH-36",
+        "copies-inference-even",
+        "combine",
+        "y of rank 1 differs from that of rank 0, which holds the same tokens",
+    ),
     layout=TP2_EP2,
 )
 class SharesInInference(TokenCopies):
@@ -238,7 +259,7 @@ class SharesInInference(TokenCopies):
 
 @planted(
     *(
-        Expectation("EXCH-37", name, "dispatch", "step answered", "on rank 3 alone of its tp group", "rank 2, rank 3")
+        Expectation("EXCH-37", name, "dispatch", "step accepted", "(on rank 3 only of its tp group)", "rank 2, rank 3")
         for name in ("copies-differ-by-an-id-in-one-group", "copies-exchange-slots-in-one-group")
     ),
     layout=TP2_EP2,
@@ -262,7 +283,7 @@ class SumForAChecksum(TokenCopies):
 
 
 @planted(
-    Expectation("EXCH-37", "copies-differ-by-an-id", "dispatch", "step answered another id", "rank 0, rank 2"),
+    Expectation("EXCH-37", "copies-differ-by-an-id", "dispatch", "step accepted another id", "rank 0, rank 2"),
     layout=TP2_EP2,
 )
 class FirstCopyGoesOn(TokenCopies):
@@ -287,7 +308,7 @@ class FirstCopyGoesOn(TokenCopies):
 
 @planted(
     *(
-        Expectation("EXCH-37", name, "dispatch", "step answered", "alone of its tp group")
+        Expectation("EXCH-37", name, "dispatch", "step accepted", "only of its tp group)")
         for name in ("copies-differ-by-an-id", "copies-exchange-tokens-in-one-group")
     ),
     layout=TP2_EP2,

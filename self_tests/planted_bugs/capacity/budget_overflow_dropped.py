@@ -33,7 +33,7 @@ def last_of(pairs: Pairs, number: int) -> Pairs:
         "overfull-by-turns-even",
         "dispatch",
         "reports no overflow in microbatch 1 and drops",
-        "rows: it wants",
+        "rows: it would receive",
     )
 )
 class TruncatesSilently(HybridEPManager):
@@ -61,7 +61,7 @@ class FlagOfAFullBuffer(HybridEPManager):
         "overfull-by-turns-even",
         "dispatch",
         "reports an overflow in microbatch 2 and drops nothing",
-        "(microbatch 1 was over it)",
+        "the flag of microbatch 1, which overflowed, was kept",
     )
 )
 class FlagOfEarlierCalls(HybridEPManager):
@@ -84,8 +84,8 @@ class FlagOfEarlierCalls(HybridEPManager):
         "DROP-15",
         "overfull-by-turns-even",
         "dispatch",
-        "of microbatch 1 reached rank",
-        "which hold shards of one expert",
+        "of microbatch 1 was delivered to rank",
+        "although these hold shards of one expert",
     ),
     layout=EP2_ETP2,
 )
@@ -102,8 +102,8 @@ class ShardsDropOtherSlots(HybridEPManager):
         "DROP-15",
         "overfull-by-turns-even",
         "dispatch",
-        "of microbatch 2 is dropped, and rank",
-        "is not over its budget: it wants",
+        "of microbatch 2 is dropped, but the receive buffer of rank",
+        "is not exceeded: it would receive",
     )
 )
 class DropsAgain(HybridEPManager):
@@ -123,8 +123,8 @@ class DropsAgain(HybridEPManager):
         "DROP-15",
         "overfull-one-row-uneven",
         "dispatch",
-        "of microbatch 1 is dropped, and rank",
-        "is not over its budget: it wants",
+        "of microbatch 1 is dropped, but the receive buffer of rank",
+        "is not exceeded: it would receive",
     )
 )
 class AllDropForTheBusiest(HybridEPManager):
@@ -137,7 +137,10 @@ class AllDropForTheBusiest(HybridEPManager):
 
 @planted(
     Expectation(
-        "DROP-16", "overfull-by-turns-even", "dispatch", "of microbatch 1 is dropped, and would have fitted: rank"
+        "DROP-16",
+        "overfull-by-turns-even",
+        "dispatch",
+        "of microbatch 1 is dropped although it fits the receive buffer: rank",
     )
 )
 class ExpertsDropAll(HybridEPManager):
@@ -157,8 +160,8 @@ class ExpertsDropAll(HybridEPManager):
         "DROP-15",
         "overfull-by-turns-even",
         "gradient",
-        "the weight's gradient at rank",
-        "and that slot was dropped",
+        "the gradient of the routing weight of rank",
+        "instead of 0; the slot was dropped",
     )
 )
 class OthersDroppedInBackward(HybridEPManager):
@@ -186,7 +189,12 @@ class _Taken(HybridEPManager):
 
 @planted(
     Expectation(
-        "DROP-15", "overfull-filled-uneven", "combine", "y is not finite at rank", "which lost slot", "to a full buffer"
+        "DROP-15",
+        "overfull-filled-uneven",
+        "combine",
+        "y is not finite at rank",
+        "of which slot",
+        "was dropped at a full receive buffer",
     )
 )
 class GarbageForTheDropped(_Taken):
@@ -198,7 +206,7 @@ class GarbageForTheDropped(_Taken):
         return torch.where(self._lost(held).any(1, keepdim=True), garbage_RD, y_RD)
 
 
-@planted(Expectation("DROP-15", "overfull-of-none-even", "combine", "lost all its slots, and its output is"))
+@planted(Expectation("DROP-15", "overfull-of-none-even", "combine", "had all slots dropped; its output is"))
 class DroppedTokensPassOn(_Taken):
     """A row of which no slot found room goes home as it came."""
 

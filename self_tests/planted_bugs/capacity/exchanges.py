@@ -24,7 +24,7 @@ from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, planted
 # ---- filled up to a capacity ---------------------------------------------------------------------------------------
 
 
-@planted(Expectation("DROP-08", "lossless-uneven", "dispatch", "rank 0 is handed", "rows for expert", "of each rank"))
+@planted(Expectation("DROP-08", "lossless-uneven", "dispatch", "rank 0 receives", "rows for expert", "of each rank"))
 class LargestOfOwn(AllToAllExchange):
     """Every rank fills up to its own largest load, and no rank asks the others for theirs."""
 
@@ -36,7 +36,7 @@ class LargestOfOwn(AllToAllExchange):
 
 
 @planted(
-    Expectation("DROP-08", "lossless-one-expert", "dispatch", "rank 0 is handed 26 rows for expert 0 instead of 18"),
+    Expectation("DROP-08", "lossless-one-expert", "dispatch", "rank 0 receives 26 rows for expert 0 instead of 18"),
     layout=EP2_EDP2,
 )
 class LargestOfAll(AllToAllExchange):
@@ -52,8 +52,12 @@ class LargestOfAll(AllToAllExchange):
 
 
 @planted(
-    Expectation("DROP-08", "lossless-uneven", "dispatch", "rank 0 reduces numbers of one form 2 times with MAX"),
-    Expectation("DROP-08", "lossless-by-turns", "dispatch", "before the rows of forward:0 travel, rank 0 reduces"),
+    Expectation(
+        "DROP-08", "lossless-uneven", "dispatch", "rank 0 all-reduces (MAX) numbers of one shape and dtype 2 times"
+    ),
+    Expectation(
+        "DROP-08", "lossless-by-turns", "dispatch", "before the rows of forward:0 are sent, rank 0 all-reduces (MAX)"
+    ),
 )
 class LargestAskedAgain(AllToAllExchange):
     """The capacity is found once to fill rows up, and once more for the sizes that are told to the owners."""
@@ -65,7 +69,10 @@ class LargestAskedAgain(AllToAllExchange):
 
 @planted(
     Expectation(
-        "DROP-08", "lossless-even", "dispatch", "over group (0, 1, 2, 3), and exchanges rows with group (0, 1)"
+        "DROP-08",
+        "lossless-even",
+        "dispatch",
+        "over group (0, 1, 2, 3) instead of group (0, 1), in which its rows are exchanged",
     ),
     layout=EP2_EDP2,
 )
@@ -104,7 +111,7 @@ class TakenWithoutThePadding(AllToAllExchange):
         return super()._unpermute(rows_QD[: len(permuted.weights_P)], replace(permuted, blocks=None))
 
 
-@planted(Expectation("DROP-12", "to-capacity-even", "dispatch", "rank 0 is handed 6 rows for expert 0 instead of 4"))
+@planted(Expectation("DROP-12", "to-capacity-even", "dispatch", "rank 0 receives 6 rows for expert 0 instead of 4"))
 class OneRowMore(AllToAllExchange):
     """Experts are filled up to one row more than the capacity, as if it were an index."""
 
@@ -130,7 +137,12 @@ class PaddingAnswered(AllToAllExchange):
 
 
 @planted(
-    Expectation("DROP-10", "dropped-even", "combine", "rank 0 token 0 lost all its slots, and its output is 0.125 at 0")
+    Expectation(
+        "DROP-10",
+        "dropped-even",
+        "combine",
+        "rank 0 token 0 had all slots dropped; its output is 0.125 instead of 0 in column 0",
+    )
 )
 class OutputNotCleared(AllToAllExchange):
     """The output is written where rows come back, and not cleared before: other tokens keep what the buffer held."""
@@ -178,7 +190,15 @@ class DividesAgainWhereItDrops(Layer):
         return super()._dispatched(x, routing)
 
 
-@planted(Expectation("DROP-11", "dropped-even", "gradient", "the weight's gradient at rank 0", "that slot was dropped"))
+@planted(
+    Expectation(
+        "DROP-11",
+        "dropped-even",
+        "gradient",
+        "the gradient of the routing weight of rank 0",
+        "instead of 0; the slot was dropped",
+    )
+)
 class DroppedLearnLikeTheKept(AllToAllExchange):
     """What was dropped weighs nothing and learns all the same, by way of the slots that its token kept."""
 
@@ -243,7 +263,11 @@ class RoomForTheMean(HybridEPManager):
         self.factor = float(dict(config.extra).get("rank_capacity_factor", 1.0))
 
 
-@planted(Expectation("DROP-13", "one-rank-even", "dispatch", "rows did not reach rank 1, which all tokens chose"))
+@planted(
+    Expectation(
+        "DROP-13", "one-rank-even", "dispatch", "rows were not delivered to rank 1, to which all tokens are routed"
+    )
+)
 class RoomForOneSlot(AllToAllExchange):
     """The buffer of a source has a row per token, and what does not fit is cut off."""
 

@@ -148,7 +148,9 @@ class FactorUnchecked(HybridEPManager):
 
 
 @planted(
-    Expectation("DROP-14", "factor-overfull-even", "dispatch", "did not reach rank", "which reports no overflow"),
+    Expectation(
+        "DROP-14", "factor-overfull-even", "dispatch", "were not delivered to rank", "which reports no overflow"
+    ),
     layout=EP2_ETP2,
 )
 class FactorDropsUnsaid(HybridEPManager):
@@ -167,7 +169,7 @@ class _OwnCount(PaddedExchange):
 
 
 @planted(
-    Expectation("EXCH-25", "budget-filled-uneven", "dispatch", "the buffer of rank"),
+    Expectation("EXCH-25", "budget-filled-uneven", "dispatch", "the receive buffer of rank"),
     layout=EP2_ETP2,
     also=(_OwnCount,),
 )

@@ -153,7 +153,7 @@ class AnswersReadInTokenOrder(AllToAllExchange):
 
 @planted(
     Expectation("EXCH-06", "dropped-even", "dispatch", "expert 0, to which no slot is routed", "is not zero"),
-    Expectation("EXCH-01", "dropped-even", "dispatch", "for expert 0", "which is not routed there"),
+    Expectation("EXCH-01", "dropped-even", "dispatch", "for expert 0", "which is not routed to this expert"),
     real="huggingface/transformers PR #40545",
 )
 class EmptySlotsToExpert0(AllToAllExchange):
@@ -164,7 +164,13 @@ class EmptySlotsToExpert0(AllToAllExchange):
 
 
 @planted(
-    Expectation("EXCH-06", "dropped-even", "gradient", "the weight's gradient at rank 0 token", "that slot is empty"),
+    Expectation(
+        "EXCH-06",
+        "dropped-even",
+        "gradient",
+        "the gradient of the routing weight of rank 0 token",
+        "instead of 0, since the slot is empty",
+    ),
     real="huggingface/transformers issue #48687",
 )
 class EmptySlotsGetGradient(AllToAllExchange):
@@ -196,7 +202,7 @@ class UninitialisedOutputs(AllToAllExchange):
 
 
 @planted(
-    Expectation("EXCH-07", "even-bfloat16", "combine", "has the dtype torch.float32, x has torch.bfloat16"),
+    Expectation("EXCH-07", "even-bfloat16", "combine", "has the dtype torch.float32 instead of torch.bfloat16"),
     real="NVIDIA/Megatron-LM commit 20b395424d (!3774)",
 )
 class OutputUpcast(AllToAllExchange):
@@ -206,7 +212,7 @@ class OutputUpcast(AllToAllExchange):
         return rows_PD * weights_P.unsqueeze(1)
 
 
-@planted(Expectation("EXCH-07", "two-dims-even", "combine", "has the shape (8, 32), x has (4, 2, 32)"))
+@planted(Expectation("EXCH-07", "two-dims-even", "combine", "has the shape (8, 32) instead of (4, 2, 32)"))
 class OutputFlattened(AllToAllExchange):
     """The leading dimensions do not come back."""
 
@@ -215,7 +221,7 @@ class OutputFlattened(AllToAllExchange):
 
 
 @planted(
-    Expectation("EXCH-08", "even", "run", "the backend wrote into ids of rank 1"),
+    Expectation("EXCH-08", "even", "run", "the backend changed its input ids on rank 1"),
     real="vllm-project/vllm PR #52639",
 )
 class IdsOverwritten(AllToAllExchange):
@@ -227,7 +233,7 @@ class IdsOverwritten(AllToAllExchange):
         return rows_PD, permuted
 
 
-@planted(Expectation("EXCH-08", "even", "run", "the backend wrote into upstream of rank 0"))
+@planted(Expectation("EXCH-08", "even", "run", "the backend changed its input upstream on rank 0"))
 class UpstreamRecycled(AllToAllExchange):
     """The backward of combine uses the memory of the upstream gradient for itself."""
 
@@ -372,8 +378,16 @@ class HooksItsOutput(AllToAllExchange):
 
 
 @planted(
-    Expectation("EXCH-38", "inference-dropped-even", "dispatch", "for expert 0 is rank", "which is not routed there"),
-    Expectation("EXCH-38", "inference-gaps-padded-uneven", "dispatch", "for expert 0 is rank", "not routed there"),
+    Expectation(
+        "EXCH-38", "inference-dropped-even", "dispatch", "for expert 0 is rank", "which is not routed to this expert"
+    ),
+    Expectation(
+        "EXCH-38",
+        "inference-gaps-padded-uneven",
+        "dispatch",
+        "for expert 0 is rank",
+        "which is not routed to this expert",
+    ),
 )
 class EmptySlotsInInference(AllToAllExchange):
     """The path without gradients has a fixed shape, in which slots that are empty go to the first expert."""

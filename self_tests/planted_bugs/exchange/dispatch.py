@@ -34,8 +34,8 @@ class SwappedSources(AllToAllExchange):
 
 
 @planted(
-    Expectation("EXCH-01", "even", "dispatch", "was lost: it never reached expert 3 on rank 0", "beyond the counts"),
-    Expectation("EXCH-04", "even", "dispatch", "rank 0 claims", "for expert 3 where", "should reach it"),
+    Expectation("EXCH-01", "even", "dispatch", "was not delivered to expert 3 on rank 0", "beyond the reported counts"),
+    Expectation("EXCH-04", "even", "dispatch", "rank 0 reports", "for expert 3 where", "; expected: "),
 )
 class LastRowDropped(AllToAllExchange):
     """The groups of rows end one row early, and no expert computes the last."""
@@ -48,7 +48,7 @@ class LastRowDropped(AllToAllExchange):
 
 
 @planted(
-    Expectation("EXCH-01", "uneven", "dispatch", "rank 0 token 0 slot 1 was lost"),
+    Expectation("EXCH-01", "uneven", "dispatch", "rank 0 token 0 slot 1 was not delivered to expert"),
     real="NVIDIA/Megatron-LM commit a98c5ba19c",
     layout=SINGLE,
 )
@@ -63,7 +63,7 @@ class FirstSlotOnly(LocalExchange):
 
 @planted(
     Expectation("EXCH-01", "even", "dispatch", "was delivered twice to expert"),
-    Expectation("EXCH-05", "even", "dispatch", "every element of y is 2.000 x the oracle: ep or K or"),
+    Expectation("EXCH-05", "even", "dispatch", "every element of y is 2.000 x the expected value: ep or K or"),
     real="deepspeedai/DeepSpeed PRs #2074, #5626",
 )
 class DuplicatesKept(AllToAllExchange):
@@ -75,7 +75,9 @@ class DuplicatesKept(AllToAllExchange):
 
 
 @planted(
-    Expectation("EXCH-01", "even", "dispatch", "on rank 1", "which is not routed there", "was lost"),
+    Expectation(
+        "EXCH-01", "even", "dispatch", "on rank 1", "which is not routed to this expert", "was not delivered to expert"
+    ),
     real="flashinfer-ai/flashinfer issue #3547",
 )
 class NoExpertOffset(AllGatherExchange):
@@ -86,7 +88,7 @@ class NoExpertOffset(AllGatherExchange):
 
 
 @planted(
-    Expectation("EXCH-01", "even", "dispatch", "delivered to rank 0 for expert 0", "which is not routed there"),
+    Expectation("EXCH-01", "even", "dispatch", "delivered to rank 0 for expert 0", "which is not routed to this expert"),
     real="huggingface/transformers PR #40545",
 )
 class OthersToFirstExpert(AllGatherExchange):
@@ -113,9 +115,12 @@ class HiddenSliced(AllToAllExchange):
 
 @planted(
     Expectation("EXCH-02", "even", "dispatch", "is the sum of rank"),
-    Expectation("EXCH-01", "even", "dispatch", "was lost", "1 row of no token"),
+    Expectation("EXCH-01", "even", "dispatch", "was not delivered to expert", "1 row of no token"),
     Expectation(
-        "EXCH-04", "even", "dispatch", "claims 4 rows for expert 3, of which 1 holds only zeros, where 4 pairs"
+        "EXCH-04",
+        "even",
+        "dispatch",
+        "reports 4 rows for expert 3, of which 1 holds only zeros; expected: 4 routed pairs",
     ),
     real="microsoft/Tutel commit 2f5402a (#26)",
 )
@@ -141,7 +146,7 @@ class HalfARowLate(AllToAllExchange):
 
 
 @planted(
-    Expectation("EXCH-04", "one-by-one-uneven", "dispatch", "in microbatch 1", "and hands over"),
+    Expectation("EXCH-04", "one-by-one-uneven", "dispatch", "in microbatch 1", "and delivers"),
     real="pytorch/torchtitan issue #3336",
 )
 class CountsOfFirstStep(AllToAllExchange):
@@ -157,7 +162,7 @@ class CountsOfFirstStep(AllToAllExchange):
 
 
 @planted(
-    Expectation("EXCH-04", "even", "dispatch", "rank 0 claims 16 rows for expert 0 and hands over"),
+    Expectation("EXCH-04", "even", "dispatch", "rank 0 reports 16 rows for expert 0 and delivers"),
     real="NVIDIA/Megatron-LM commit 567d4d4681 (#4038)",
 )
 class AlignedCounts(AllToAllExchange):
@@ -189,7 +194,9 @@ class CountsOverrun(AllToAllExchange):
 
 
 @planted(
-    Expectation("EXCH-03", "input-weights-even", "dispatch", "slot 0", "carries", "the weight of slot 1, instead of"),
+    Expectation(
+        "EXCH-03", "input-weights-even", "dispatch", "slot 0", "has the weight", "likely cause: the weight of slot 1"
+    ),
     Expectation("EXCH-05", "even", "combine", "the weight of slot 0; the", "30 more of the same kind"),
 )
 class WeightsOneSlotOff(AllToAllExchange):
@@ -200,7 +207,7 @@ class WeightsOneSlotOff(AllToAllExchange):
 
 
 @planted(
-    Expectation("EXCH-03", "input-weights-even", "dispatch", "a weight of", "other tokens, instead of"),
+    Expectation("EXCH-03", "input-weights-even", "dispatch", "a weight of", "other tokens; "),
     real="huggingface/transformers PR #45473",
 )
 class WeightsUnsorted(AllToAllExchange):

@@ -19,7 +19,7 @@ from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, planted
 
 @planted(
     Expectation(
-        "EXCH-04", "many-tokens-one-expert", "dispatch", "rank 1 claims -96 rows for expert 6 and hands over 160"
+        "EXCH-04", "many-tokens-one-expert", "dispatch", "rank 1 reports -96 rows for expert 6 and delivers 160"
     )
 )
 class CountsInInt8(AllToAllExchange):
@@ -31,7 +31,13 @@ class CountsInInt8(AllToAllExchange):
 
 
 @planted(
-    Expectation("EXCH-01", "many-tokens-one-expert", "dispatch", "rank 2 token 44 slot 0 was lost", "255 more"),
+    Expectation(
+        "EXCH-01",
+        "many-tokens-one-expert",
+        "dispatch",
+        "rank 2 token 44 slot 0 was not delivered to expert",
+        "255 more",
+    ),
     layout=EP2_EDP2,
 )
 class PairsPerExpertInUint8(AllToAllExchange):
@@ -50,7 +56,13 @@ class PairsPerExpertInUint8(AllToAllExchange):
 
 
 @planted(
-    Expectation("EXCH-01", "zero-and-negative-weights-even", "dispatch", "rank 0 token 0 slot 0 was lost", "7 more"),
+    Expectation(
+        "EXCH-01",
+        "zero-and-negative-weights-even",
+        "dispatch",
+        "rank 0 token 0 slot 0 was not delivered to expert",
+        "7 more",
+    ),
     Expectation(
         "GRAD-03", "zero-and-negative-weights-even", "gradient", "at rank 0 token 0 slot 0", "is 0 instead of -1.25"
     ),

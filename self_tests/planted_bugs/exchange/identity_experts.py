@@ -34,7 +34,9 @@ class ClearsWhatItReceived(AllToAllExchange):
 
 
 @planted(
-    Expectation("EXCH-05", "identity-even", "combine", "y of rank 0 token 0 in column 0 is 0", "they were handed"),
+    Expectation(
+        "EXCH-05", "identity-even", "combine", "y of rank 0 token 0 in column 0 is 0", "the tensor that they received"
+    ),
     Expectation("GRAD-03", "identity-even", "gradient", "dweights of rank 0 token 0 in column 0 is 0"),
 )
 class ReceiveBufferCleared(ClearsWhatItReceived):
@@ -42,7 +44,13 @@ class ReceiveBufferCleared(ClearsWhatItReceived):
 
 
 @planted(
-    Expectation("EXCH-05", "identity-in-flight-even", "combine", "y of rank 0 token 0 of microbatch 2", "were handed"),
+    Expectation(
+        "EXCH-05",
+        "identity-in-flight-even",
+        "combine",
+        "y of rank 0 token 0 of microbatch 2",
+        "the tensor that they received",
+    ),
 )
 class ReceiveBufferClearedInInference(ClearsWhatItReceived):
     """The same where no gradients are wanted, and buffers are taken to be free as soon as experts have read them."""
@@ -66,7 +74,7 @@ class _WeighedInPlace(torch.autograd.Function):
 
 
 @planted(
-    Expectation("EXCH-08", "identity-one-expert-even", "run", "the backend wrote into x of rank 0"),
+    Expectation("EXCH-08", "identity-one-expert-even", "run", "the backend changed its input x on rank 0"),
     layout=SINGLE,
 )
 class TokensHandedOverInPlace(LocalExchange):

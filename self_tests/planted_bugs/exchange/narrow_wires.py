@@ -40,8 +40,14 @@ def _through(tensor: Tensor, there: torch.dtype, back: torch.dtype) -> Tensor:
 
 
 @planted(
-    Expectation("EXCH-02", "every-bit-even", "dispatch", "row 0 of microbatch 0 handed to rank 0 is rank", "e4m3fn"),
-    Expectation("EXCH-02", "every-bit-even-bfloat16", "dispatch", "handed to rank 0 is rank", "e4m3fn has"),
+    Expectation("EXCH-02", "every-bit-even", "dispatch", "row 0 of microbatch 0 delivered to rank 0 is rank", "e4m3fn"),
+    Expectation(
+        "EXCH-02",
+        "every-bit-even-bfloat16",
+        "dispatch",
+        "delivered to rank 0 is rank",
+        "with the precision of torch.float8_e4m3fn",
+    ),
     Expectation("EXCH-05", "every-bit-uneven", "combine", "y of rank 0 token 0 of microbatch 0 in column 0 is"),
     Expectation("GRAD-03", "every-bit-even", "gradient", "dweights of rank"),
 )
@@ -96,7 +102,7 @@ class WeightGradientsInBfloat16(AllToAllExchange):
 
 
 @planted(
-    Expectation("EXCH-02", "every-bit-even", "dispatch", "as torch.bfloat16 has it, and in torch.float32"),
+    Expectation("EXCH-02", "every-bit-even", "dispatch", "with the precision of torch.bfloat16, in torch.float32"),
     Expectation("EXCH-05", "every-bit-even", "combine", "of microbatch 0 in column 0 is"),
     layout=EP2_ETP2,
 )
@@ -108,7 +114,9 @@ class ShardsInBfloat16(AllToAllExchange):
 
 
 @planted(
-    Expectation("EXCH-38", "every-bit-inference-even", "dispatch", "row 0 of microbatch 0 handed to rank 0", "e4m3fn"),
+    Expectation(
+        "EXCH-38", "every-bit-inference-even", "dispatch", "row 0 of microbatch 0 delivered to rank 0", "e4m3fn"
+    ),
 )
 class EightBitsInInference(AllToAllExchange):
     """Where no gradients are wanted, tokens travel in eight bits."""
@@ -145,7 +153,11 @@ class SumsHalved(ReusableExchange):
         return super().combine(_through(rows_RD, torch.bfloat16, rows_RD.dtype), handle, biases)
 
 
-@planted(Expectation("EXCH-27", "reused-handle", "gradient", "the gradient of what call 3 dispatched and call 4"))
+@planted(
+    Expectation(
+        "EXCH-27", "reused-handle", "gradient", "the gradient of x_TD of dispatch (call 3) through combine (call 4)"
+    )
+)
 class GradientsHalved(ReusableExchange):
     """Gradients travel back from the tokens' sums in half the bits of the tokens."""
 
@@ -154,7 +166,7 @@ class GradientsHalved(ReusableExchange):
         return _through(y_TD, y_TD.dtype, torch.bfloat16)
 
 
-@planted(Expectation("EXCH-27", "reused-handle", "dispatch", "came to rank 0 for local experts and weights"))
+@planted(Expectation("EXCH-27", "reused-handle", "dispatch", "was delivered to rank 0 with local experts and weights"))
 class WeightsHalved(TokenExchange):
     """Weights travel in half their bits."""
 
@@ -162,7 +174,14 @@ class WeightsHalved(TokenExchange):
         return super()._own_slots(weights_RK.bfloat16().to(weights_RK.dtype), handle)
 
 
-@planted(Expectation("EXCH-30", "float8-rows", "combine", "y of call 2 has the dtype torch.bfloat16 on rank 0, x has"))
+@planted(
+    Expectation(
+        "EXCH-30",
+        "float8-rows",
+        "combine",
+        "y of call 2 has the dtype torch.bfloat16 instead of torch.float32 on rank 0",
+    )
+)
 class SumKeptNarrow(ReusableExchange):
     """The sums of rows that came in eight bits are returned in sixteen, whatever the tokens have."""
 
@@ -172,8 +191,8 @@ class SumKeptNarrow(ReusableExchange):
 
 
 @planted(
-    Expectation("EXCH-29", "places", "dispatch", "rank 0 has rows of torch.bfloat16 for tokens of torch.float32"),
-    Expectation("EXCH-23", "tokens-over-limit", "dispatch", "rank 0 has rows of torch.bfloat16 for tokens of"),
+    Expectation("EXCH-29", "places", "dispatch", "rank 0 receives rows of torch.bfloat16 instead of torch.float32"),
+    Expectation("EXCH-23", "tokens-over-limit", "dispatch", "rank 0 receives rows of torch.bfloat16 instead of"),
 )
 class PlacesInBfloat16(LowLatencyExchange):
     """Places hold bfloat16 whatever the tokens are, as in kernels that know nothing else."""
@@ -183,7 +202,11 @@ class PlacesInBfloat16(LowLatencyExchange):
         return rows_NCD.bfloat16(), filled
 
 
-@planted(Expectation("EXCH-29", "places", "combine", "y of call 2 has the dtype torch.bfloat16 on rank 0, x has"))
+@planted(
+    Expectation(
+        "EXCH-29", "places", "combine", "y of call 2 has the dtype torch.bfloat16 instead of torch.float32 on rank 0"
+    )
+)
 class PlacesAddedUpInBfloat16(LowLatencyExchange):
     """The sums are returned in bfloat16, as kernels make them."""
 

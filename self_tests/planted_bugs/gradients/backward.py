@@ -21,8 +21,12 @@ from self_tests.planted_bugs.plant import EP2_EDP2, EP2_ETP2, Expectation, plant
 
 
 @planted(
-    Expectation("GRAD-01", "even", "gradient", "combine's backward", "upstream gradients, rank 0 token 0; 0."),
-    Expectation("GRAD-02", "even", "gradient", "(the gradient was already wrong when it reached the experts' output"),
+    Expectation(
+        "GRAD-01", "even", "gradient", "backward of combine", "upstream gradients: rank 0 token 0; expected: 0."
+    ),
+    Expectation(
+        "GRAD-02", "even", "gradient", "first wrong: the gradient at the experts' output (backward of combine)"
+    ),
 )
 class UnweightedBackward(AllToAllExchange):
     """The backward of combine leaves the routing weights out."""
@@ -32,8 +36,10 @@ class UnweightedBackward(AllToAllExchange):
 
 
 @planted(
-    Expectation("GRAD-01", "even", "gradient", "reached the experts' output: combine detached it"),
-    Expectation("GRAD-02", "even", "gradient", "(no gradient had reached the experts' output: combine detached it)"),
+    Expectation("GRAD-01", "even", "gradient", "reached the experts' output; likely cause: combine detached it"),
+    Expectation(
+        "GRAD-02", "even", "gradient", "first wrong: the experts' output has no gradient (combine detached it)"
+    ),
 )
 class CombineDetached(AllToAllExchange):
     """The answers are detached from the experts."""
@@ -42,7 +48,7 @@ class CombineDetached(AllToAllExchange):
         return super().combine(rows.detach(), handle)
 
 
-@planted(Expectation("GRAD-02", "even", "gradient", "slot 1", "the gradient of expert", "dispatch's backward"))
+@planted(Expectation("GRAD-02", "even", "gradient", "slot 1", "the gradient of expert", "(backward of dispatch)"))
 class OneSlotsGradient(AllToAllExchange):
     """The backward of dispatch keeps the gradient of the first slot alone."""
 
@@ -52,7 +58,9 @@ class OneSlotsGradient(AllToAllExchange):
 
 
 @planted(
-    Expectation("GRAD-02", "even", "gradient", "every element of dx is 2.000 x", "shard 0 alone", "dispatch's"),
+    Expectation(
+        "GRAD-02", "even", "gradient", "every element of dx is 2.000 x", "shard 0 alone", "(backward of dispatch)"
+    ),
     real="pytorch/torchtitan commit 3ff755178 (#1878)",
     layout=EP2_ETP2,
 )
@@ -76,7 +84,7 @@ class WeightsDetached(AllToAllExchange):
 
 
 @planted(
-    Expectation("GRAD-03", "even", "gradient", "the weight's gradient at rank 0 token 0 lies 1 slot further than"),
+    Expectation("GRAD-03", "even", "gradient", "the gradients of the token are shifted by 1 slot"),
     Expectation("GRAD-04", "own-even", "gradient", "dweights"),
 )
 class WeightGradientsOneSlotOff(AllToAllExchange):
@@ -154,7 +162,7 @@ class ExpertFinisher(GradientFinisher):
 
 
 @planted(
-    Expectation("GRAD-05", "own-even", "finish", "every expert gradient is 2.000 x the oracle: ep or"),
+    Expectation("GRAD-05", "own-even", "finish", "every expert gradient is 2.000 x the expected value: ep or"),
     real="pytorch/torchtitan commits 59e57a4bb (#1551), f014f31c2 (#1793)",
 )
 class ExpertGradientsTimesEp(ExpertFinisher):
@@ -165,7 +173,7 @@ class ExpertGradientsTimesEp(ExpertFinisher):
 
 
 @planted(
-    Expectation("GRAD-05", "own-even", "finish", "is 0.500 x the oracle: 1/ep or 1/edp"),
+    Expectation("GRAD-05", "own-even", "finish", "is 0.500 x the expected value: 1/ep or 1/edp"),
     real="NVIDIA/Megatron-LM commit f8ec15e4a8 (#5956)",
     layout=EP2_EDP2,
 )
@@ -177,7 +185,7 @@ class MeanOverReplicas(ExpertFinisher):
 
 
 @planted(
-    Expectation("GRAD-05", "own-even", "finish", "every expert gradient is 0.250 x the oracle: 1/dp or"),
+    Expectation("GRAD-05", "own-even", "finish", "every expert gradient is 0.250 x the expected value: 1/dp or"),
     real="deepspeedai/DeepSpeed commit 9d2660d2a (#4957)",
     layout=EP2_EDP2,
 )

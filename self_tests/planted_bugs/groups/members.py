@@ -21,7 +21,13 @@ from self_tests.planted_bugs.plant import EP2, EP2_EDP2, EP2_ETP2, Expectation, 
 
 
 @planted(
-    Expectation("GROUP-01", "", "groups", "the ep group of rank 0 would be [0, 1] instead of [0, 2]", "ep is etp"),
+    Expectation(
+        "GROUP-01",
+        "",
+        "groups",
+        "the ep group of rank 0 would be [0, 1] instead of [0, 2]",
+        "likely cause: the etp groups were returned as ep",
+    ),
     layout=EP2_ETP2,
 )
 class ExpertAxesExchanged(Native):
@@ -59,7 +65,7 @@ class DenseShards(Native):
 
 
 @planted(
-    Expectation("GROUP-02", "", "groups", "cp = 3", "got groups, although", "3 does not divide the world of 4"),
+    Expectation("GROUP-02", "", "groups", "cp = 3", "was accepted, although", "3 does not divide the world of 4"),
     layout=EP2_EDP2,
 )
 class LeftOutRanks(Native):
@@ -87,7 +93,9 @@ class EpWithinDp(Native):
 
 
 @planted(
-    Expectation("GROUP-02", "", "groups", "is not refused, the code stumbles: ZeroDivisionError", "= 0"),
+    Expectation(
+        "GROUP-02", "", "groups", "raised an internal error instead of refusing the sizes: ZeroDivisionError", "= 0"
+    ),
     layout=EP2_EDP2,
 )
 class DividesBeforeItLooks(Native):
@@ -153,7 +161,9 @@ class StagesAlone(Native):
 
 
 @planted(
-    Expectation("GROUP-03", "indivisible-experts", "run", "exchange accepted a config of E = 3 experts over ep"),
+    Expectation(
+        "GROUP-03", "indivisible-experts", "run", "exchange accepted a configuration with E = 3 experts over ep"
+    ),
     layout=EP2,
 )
 class ExpertsLeftOver(AllToAllExchange):
@@ -165,7 +175,7 @@ class ExpertsLeftOver(AllToAllExchange):
 
 
 @planted(
-    Expectation("GROUP-03", "no-experts", "run", "exchange accepted a config of E = 0 experts over ep = 2"),
+    Expectation("GROUP-03", "no-experts", "run", "exchange accepted a configuration with E = 0 experts over ep = 2"),
     layout=EP2,
 )
 class NoneDivide(AllToAllExchange):
@@ -176,7 +186,7 @@ class NoneDivide(AllToAllExchange):
 
 
 @planted(
-    Expectation("GROUP-03", "indivisible-width", "run", "experts accepted a config of width F = 17 over etp"),
+    Expectation("GROUP-03", "indivisible-width", "run", "experts accepted a configuration with width F = 17 over etp"),
     layout=EP2_ETP2,
 )
 class ColumnsLeftOver(Experts):
@@ -188,7 +198,7 @@ class ColumnsLeftOver(Experts):
 
 
 @planted(
-    Expectation("GROUP-03", "indivisible-experts", "run", "without naming 3 and 2: 'wrong number of experts'"),
+    Expectation("GROUP-03", "indivisible-experts", "run", "does not name 3 and 2: 'wrong number of experts'"),
     layout=EP2,
 )
 class WordlessRefusal(AllToAllExchange):
@@ -202,7 +212,13 @@ class WordlessRefusal(AllToAllExchange):
 
 
 @planted(
-    Expectation("EXPT-04", "even", "groups", "expert 0 is on 2 places of an ep group, ranks [0, 1]", "4 is on none"),
+    Expectation(
+        "EXPT-04",
+        "even",
+        "groups",
+        "expert 0 is on 2 places of an ep group instead of one: ranks [0, 1]",
+        "4 is on none",
+    ),
     real="deepspeedai/DeepSpeed issue #6589",
     layout=EP2,
 )
@@ -215,7 +231,13 @@ class LocalNumbers(AllToAllExchange):
 
 
 @planted(
-    Expectation("EXPT-04", "even", "groups", "rank 1 holds experts", "and rank 0 of its etp group [0, 1, 2, 3]"),
+    Expectation(
+        "EXPT-04",
+        "even",
+        "groups",
+        "rank 1 holds experts",
+        "instead of [0, 1, 2, 3], which rank 0 of its etp group holds",
+    ),
     layout=EP2_ETP2,
 )
 class ShardsInAnotherOrder(AllToAllExchange):
@@ -227,7 +249,7 @@ class ShardsInAnotherOrder(AllToAllExchange):
 
 
 @planted(
-    Expectation("EXPT-04", "even", "groups", "expert 0 is on none", "rank 1 holds experts [8], and there are 8"),
+    Expectation("EXPT-04", "even", "groups", "expert 0 is on none", "rank 1 holds experts [8]; expected ids below 8"),
     real="vllm-project/vllm-ascend PR #4232",
     layout=EP2,
 )

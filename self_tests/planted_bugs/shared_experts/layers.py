@@ -288,7 +288,7 @@ class FusedInTwoOrders(SharedExperts):
 # ---- what a layer leaves as it was ---------------------------------------------------------------------------------
 
 
-@planted(Expectation("EXCH-08", "layer-even", "run", "the backend wrote into upstream of rank 0"))
+@planted(Expectation("EXCH-08", "layer-even", "run", "the backend changed its input upstream on rank 0"))
 class UpstreamCleared(Layer):
     """The memory of the upstream gradient is cleared as soon as it was read; all gradients are right."""
 

@@ -22,7 +22,7 @@ from self_tests.planted_bugs.plant import SINGLE, Expectation, planted
 
 
 @planted(
-    Expectation("PACK-07", "packed-lengths", "dispatch", "sequence 0 6 rows, which is no multiple of 4", "cp = 2"),
+    Expectation("PACK-07", "packed-lengths", "dispatch", "sequence 0 6 rows, which is not a multiple of 4", "cp = 2"),
     layout=SINGLE,
 )
 class OneChunkForEachRank(Packing):
@@ -33,7 +33,7 @@ class OneChunkForEachRank(Packing):
 
 
 @planted(
-    Expectation("PACK-07", "packed-lengths", "dispatch", "which is no multiple of 2", "sequence parallelism"),
+    Expectation("PACK-07", "packed-lengths", "dispatch", "which is not a multiple of 2", "sequence parallelism"),
     layout=SINGLE,
 )
 class SequenceParallelismForgotten(Packing):
@@ -94,7 +94,7 @@ class AlwaysPadded(Packing):
 
 
 @planted(
-    Expectation("PACK-10", "packed-empty", "dispatch", "cu_seqlens of 3 sequences is", "not 4 integers"),
+    Expectation("PACK-10", "packed-empty", "dispatch", "cu_seqlens of 3 sequences is", "expected 4 integers"),
     real="NVIDIA/Megatron-LM, core/datasets/data_schedule.py of 0.16.1 leaves them out",
     layout=SINGLE,
 )
@@ -119,7 +119,7 @@ class EmptySequencesGetRows(Packing):
 
 
 @planted(
-    Expectation("PACK-08", "packed-tokens", "dispatch", "is a gap, and is taken for a token"),
+    Expectation("PACK-08", "packed-tokens", "dispatch", "is padding, and is reported as a token"),
     layout=SINGLE,
     real="NVIDIA/Megatron-LM#5535",
 )
@@ -131,7 +131,7 @@ class GapsByRealSums(Packing):
 
 
 @planted(
-    Expectation("PACK-08", "gaps-uneven", "dispatch", "which is not routed there"),
+    Expectation("PACK-08", "gaps-uneven", "dispatch", "which is not routed to this expert"),
     real="NVIDIA/Megatron-LM#5535",
 )
 class GapsRoutedByTheirIds(AllToAllExchange):
@@ -146,7 +146,7 @@ class GapsRoutedByTheirIds(AllToAllExchange):
 
 
 @planted(
-    Expectation("PACK-15", "packed-shares", "dispatch", "cp rank 0 holds rows [0, 1, 2, 3", "expected [0, 1, 6, 7"),
+    Expectation("PACK-15", "packed-shares", "dispatch", "cp rank 0 holds rows [0, 1, 2, 3", "instead of [0, 1, 6, 7"),
     layout=SINGLE,
 )
 class SharesInARow(Packing):
@@ -157,7 +157,7 @@ class SharesInARow(Packing):
 
 
 @planted(
-    Expectation("PACK-15", "packed-shares", "dispatch", "are on no rank"),
+    Expectation("PACK-15", "packed-shares", "dispatch", "are on no cp rank"),
     layout=SINGLE,
 )
 class SharesOfTheWholePack(Packing):

@@ -31,7 +31,7 @@ class LaidOutByTheirSum(Packing):
         return self.known.setdefault(key, super().lay_out(lengths, cp, tp, sequence_parallel))
 
 
-@planted(Expectation("PACK-08", "packed-tokens", "dispatch", "and is taken for a"), layout=SINGLE)
+@planted(Expectation("PACK-08", "packed-tokens", "dispatch", "and is reported as"), layout=SINGLE)
 class TokensByTheirNumber(Packing):
     """Which rows are tokens is kept for all packs of as many rows."""
 

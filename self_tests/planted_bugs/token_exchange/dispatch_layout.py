@@ -16,7 +16,7 @@ from self_tests.planted_bugs.plant import SINGLE, Expectation, planted
 
 
 @planted(
-    Expectation("EXCH-26", "layout", "dispatch", "rank 0 of the tokens for every rank is"),
+    Expectation("EXCH-26", "layout", "dispatch", "rank 0 of the tokens per rank (per_rank) is"),
     layout=SINGLE,
 )
 class SlotsForTokens(DispatchLayout):
@@ -29,7 +29,7 @@ class SlotsForTokens(DispatchLayout):
 
 
 @planted(
-    Expectation("EXCH-26", "layout", "dispatch", "node 0 of the tokens for every node is"),
+    Expectation("EXCH-26", "layout", "dispatch", "node 0 of the tokens per node (per_node) is"),
     layout=SINGLE,
 )
 class NodesAddUpRanks(DispatchLayout):
@@ -42,7 +42,7 @@ class NodesAddUpRanks(DispatchLayout):
 
 
 @planted(
-    Expectation("EXCH-26", "layout-unequal-nodes", "dispatch", "of the tokens for every node is"),
+    Expectation("EXCH-26", "layout-unequal-nodes", "dispatch", "of the tokens per node (per_node) is"),
     layout=SINGLE,
 )
 class NodesByDivision(DispatchLayout):
@@ -53,7 +53,9 @@ class NodesByDivision(DispatchLayout):
 
 
 @planted(
-    Expectation("EXCH-26", "layout-empty-slots", "dispatch", "token", "of the ranks that a token goes to is"),
+    Expectation(
+        "EXCH-26", "layout-empty-slots", "dispatch", "token", "of the destination ranks of the tokens (in_rank) is"
+    ),
     real="huggingface/transformers PR #40545",
     layout=SINGLE,
 )
@@ -65,7 +67,7 @@ class EmptySlotsGoToTheFirst(DispatchLayout):
 
 
 @planted(
-    Expectation("EXCH-26", "layout-64-ranks", "dispatch", "of the ranks that a token goes to is"),
+    Expectation("EXCH-26", "layout-64-ranks", "dispatch", "of the destination ranks of the tokens (in_rank) is"),
     layout=SINGLE,
 )
 class RanksInAWord(DispatchLayout):
@@ -76,7 +78,7 @@ class RanksInAWord(DispatchLayout):
 
 
 @planted(
-    Expectation("EXCH-26", "layout-idle-ranks", "dispatch", "the tokens for every node has the shape (1,)"),
+    Expectation("EXCH-26", "layout-idle-ranks", "dispatch", "the tokens per node (per_node) has the shape (1,)"),
     layout=SINGLE,
 )
 class OneNodeForEightRanks(DispatchLayout):
@@ -90,8 +92,17 @@ class OneNodeForEightRanks(DispatchLayout):
 
 
 @planted(
-    Expectation("GROUP-05", "transport-two-hosts", "groups", "ranks [0, 8]", "are local", "domains are a, b"),
-    Expectation("GROUP-05", "transport-two-hosts", "groups", "each of which sees 1 devices, are not local"),
+    Expectation(
+        "GROUP-05",
+        "transport-two-hosts",
+        "groups",
+        "ranks [0, 8]",
+        "returned True instead of False",
+        "domains are a, b",
+    ),
+    Expectation(
+        "GROUP-05", "transport-two-hosts", "groups", "with 1 visible devices each, returned False instead of True"
+    ),
     real="NVIDIA/Megatron-LM PR #4816",
     layout=SINGLE,
 )
@@ -103,7 +114,7 @@ class NoMoreThanDevices(Transport):
 
 
 @planted(
-    Expectation("GROUP-05", "transport-unequal-hosts", "groups", "are not local, and their domains are b"),
+    Expectation("GROUP-05", "transport-unequal-hosts", "groups", "returned False instead of True: their domains are b"),
     layout=SINGLE,
 )
 class HostsByDivision(Transport):
@@ -115,7 +126,14 @@ class HostsByDivision(Transport):
 
 
 @planted(
-    Expectation("GROUP-05", "transport-scattered", "groups", "ranks [0, 1, 2]", "are local", "domains are a, b"),
+    Expectation(
+        "GROUP-05",
+        "transport-scattered",
+        "groups",
+        "ranks [0, 1, 2]",
+        "returned True instead of False",
+        "domains are a, b",
+    ),
     layout=SINGLE,
 )
 class EndsAlone(Transport):

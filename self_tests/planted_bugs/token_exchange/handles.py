@@ -22,7 +22,7 @@ from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, planted
 # ---- handles -------------------------------------------------------------------------------------------------------
 
 
-@planted(Expectation("EXCH-27", "reused-handle", "dispatch", "call 2: row 0 on rank 0 is rank 0 token 6, where"))
+@planted(Expectation("EXCH-27", "reused-handle", "dispatch", "call 2: row 0 on rank 0 is rank 0 token 6 instead of"))
 class SlotsByPosition(TokenExchange):
     """A cached dispatch takes tokens from the end of the batch for the places of those from its start."""
 
@@ -95,7 +95,11 @@ class HoldsNothing(ReusableExchange):
         return replace(super().dispatch(x_TD, nowhere_TK, weights_TK, handle), counts_N=None)
 
 
-@planted(Expectation("EXCH-27", "reused-handle", "dispatch", "came to rank 0 for local experts and weights [(-1, 1."))
+@planted(
+    Expectation(
+        "EXCH-27", "reused-handle", "dispatch", "was delivered to rank 0 with local experts and weights [(-1, 1."
+    )
+)
 class WeightsOfOthersStay(TokenExchange):
     """A row keeps the weights of slots that are meant for experts of other ranks."""
 
@@ -103,7 +107,9 @@ class WeightsOfOthersStay(TokenExchange):
         return weights_RK
 
 
-@planted(Expectation("EXCH-27", "reused-handle", "dispatch", "call 0: rows of torch.float64 on rank 0 for tokens of"))
+@planted(
+    Expectation("EXCH-27", "reused-handle", "dispatch", "call 0: rank 0 receives rows of torch.float64 instead of")
+)
 class RowsWidened(ReusableExchange):
     """Rows are handed over in the dtype in which they will be added up."""
 
@@ -121,7 +127,11 @@ class RowsWidened(ReusableExchange):
         return super().combine(rows_RD.float(), handle, biases)
 
 
-@planted(Expectation("GRAD-03", "weighed", "gradient", "of weights_TK of what call 1 dispatched", "absent on rank 0"))
+@planted(
+    Expectation(
+        "GRAD-03", "weighed", "gradient", "of weights_TK of dispatch (call 1) through combine", "is None on rank 0"
+    )
+)
 class WeightsTravelDetached(ReusableExchange):
     """Weights travel as numbers beside the rows, past autograd."""
 
@@ -135,7 +145,7 @@ class WeightsTravelDetached(ReusableExchange):
         return super().dispatch(x_TD, ids_TK, None if weights_TK is None else weights_TK.detach(), handle)
 
 
-@planted(Expectation("GRAD-03", "weighed", "gradient", "of weights_TK of what call 1 dispatched", "column"))
+@planted(Expectation("GRAD-03", "weighed", "gradient", "of weights_TK of dispatch (call 1) through combine", "column"))
 class WeightGradientsOfTheFirstRank(TokenExchange):
     """Gradients of weights come home from the first rank that has the token, where others have slots of it too."""
 
@@ -172,7 +182,7 @@ class BiasWithEveryCopy(ReusableExchange):
         return super().combine(rows_RD, handle, tuple(bias_TD * copies_T1 for bias_TD in biases))
 
 
-@planted(Expectation("EXCH-31", "biases", "combine", "y of call 1 has the dtype torch.float64 on rank 0, x has"))
+@planted(Expectation("EXCH-31", "biases", "combine", "y of call 1 has the dtype torch.float64 instead of"))
 class SumKeptWide(ReusableExchange):
     """What was added up is returned in the dtype of the sum."""
 
@@ -180,7 +190,7 @@ class SumKeptWide(ReusableExchange):
         return super().combine(rows_RD, handle, biases).double()
 
 
-@planted(Expectation("EXCH-31", "biases", "gradient", "biases.1 of call 3 is absent"))
+@planted(Expectation("EXCH-31", "biases", "gradient", "biases.1 of call 3 is None"))
 class SecondBiasDetached(ReusableExchange):
     """Of several biases all but the first are added past autograd."""
 
@@ -188,7 +198,7 @@ class SecondBiasDetached(ReusableExchange):
         return super().combine(rows_RD, handle, (*biases[:1], *(bias_TD.detach() for bias_TD in biases[1:])))
 
 
-@planted(Expectation("EXCH-31", "biases", "run", "combine of call 1 wrote into biases.0 on rank 0"))
+@planted(Expectation("EXCH-31", "biases", "run", "combine of call 1 changed its input biases.0 on rank 0"))
 class AddedUpInTheBias(ReusableExchange):
     """The first bias serves as the memory in which a token's rows are added up."""
 
@@ -211,7 +221,9 @@ class RunsOverlap(LowLatencyExchange):
 
 
 @planted(
-    Expectation("EXCH-29", "places", "dispatch", "experts have other places where at most", "tokens of a rank are to"),
+    Expectation(
+        "EXCH-29", "places", "dispatch", "the number of places per expert differs with one tokens_max =", " on rank "
+    ),
     layout=EP2_ETP2,
 )
 class PlacesOfTheLoad(LowLatencyExchange):
@@ -224,7 +236,7 @@ class PlacesOfTheLoad(LowLatencyExchange):
         return rows_NCD[:, :most], replace(filled, place_R=place_R, shape=(N, most))
 
 
-@planted(Expectation("EXCH-29", "places", "dispatch", "says that the runs (begin, length) of expert"), layout=EP2_ETP2)
+@planted(Expectation("EXCH-29", "places", "dispatch", "reports the runs (begin, length) ["), layout=EP2_ETP2)
 class RunsToldBackwards(LowLatencyExchange):
     """The table of runs counts sources from the last, and the rows lie from the first."""
 
@@ -233,7 +245,7 @@ class RunsToldBackwards(LowLatencyExchange):
         return rows_NCD, replace(filled, begin_NW=filled.begin_NW.flip(1))
 
 
-@planted(Expectation("EXCH-29", "places", "combine", "y of call 2 at rank", "column 0, is nan, expected"))
+@planted(Expectation("EXCH-29", "places", "combine", "y of call 2 at rank", "column 0, is nan instead of"))
 class PlacesTimesZero(LowLatencyExchange):
     """Places that are not filled are multiplied by zero and added; what nobody wrote may be NaN."""
 
@@ -243,7 +255,7 @@ class PlacesTimesZero(LowLatencyExchange):
         return super().combine(rows, handle) + 0 * (rows.reshape(-1, rows.shape[-1]) * unfilled).sum()
 
 
-@planted(Expectation("EXCH-29", "places", "combine", "y of call 2 at rank 0 token 0, column 0, is nan, expected"))
+@planted(Expectation("EXCH-29", "places", "combine", "y of call 2 at rank 0 token 0, column 0, is nan instead of"))
 class ClearedAndTrusted(LowLatencyExchange):
     """Places that are not filled are zeros in dispatch, and combine adds what experts made of them to some token."""
 
@@ -260,7 +272,7 @@ class ClearedAndTrusted(LowLatencyExchange):
         return unfilled
 
 
-@planted(Expectation("EXCH-23", "tokens-over-limit", "dispatch", "7 tokens of a rank", "6 were to come"))
+@planted(Expectation("EXCH-23", "tokens-over-limit", "dispatch", "7 tokens on a rank", "above tokens_max = 6"))
 class MoreIsWelcome(LowLatencyExchange):
     """The number of tokens that were said to come is the least size of the buffer, not its limit."""
 
@@ -279,7 +291,7 @@ class LimitItselfRefused(LowLatencyExchange):
 # ---- eight bits on the wire ----------------------------------------------------------------------------------------
 
 
-@planted(Expectation("EXCH-30", "float8-rows", "dispatch", "the scale of block", "not from"), layout=EP2_ETP2)
+@planted(Expectation("EXCH-30", "float8-rows", "dispatch", "the scale of block", "; expected "), layout=EP2_ETP2)
 class ScalesOfTheRowBefore(Float8Wire):
     """A row is packed with the scales of the row before it in the message; its numbers are its own."""
 
@@ -321,7 +333,7 @@ class OneScaleForARow(Float8Wire):
         return scales_RB.amax(1, keepdim=True).repeat(1, scales_RB.shape[1])
 
 
-@planted(Expectation("EXCH-30", "float8-rows", "dispatch", "came to rank 0 for local experts and weights"))
+@planted(Expectation("EXCH-30", "float8-rows", "dispatch", "was delivered to rank 0 with local experts and weights"))
 class WeightsOfOtherRows(TokenExchange):
     """Beside rows of eight bits the weights lie in the opposite order."""
 
@@ -340,7 +352,7 @@ class GradientOfRounding(TokenExchange):
         return (y_TD if weights_RK is None else y_TD * 448), weights_TK
 
 
-@planted(Expectation("COST-09", "float8-rows", "dispatch", "bytes leave rank 0 in dispatch for", "should do"))
+@planted(Expectation("COST-09", "float8-rows", "dispatch", "bytes in dispatch for", "; expected at most "))
 class RoundedAndSentWide(TokenExchange):
     """Rows are rounded as on the wire of eight bits, and travel in the dtype that they had."""
 
@@ -351,7 +363,7 @@ class RoundedAndSentWide(TokenExchange):
         return self._send(rounded_MD, handle), self._send(scales_MB, handle)
 
 
-@planted(Expectation("COST-09", "float8-rows", "dispatch", "17704 bytes leave rank 0 in dispatch for 6 rows"))
+@planted(Expectation("COST-09", "float8-rows", "dispatch", "17704 bytes in dispatch for 6 rows"))
 class SentWideInOneSize(TokenExchange):
     """Rows are rounded, and travel wide in messages of one size, with tokens or without."""
 

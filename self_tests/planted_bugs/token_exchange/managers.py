@@ -20,7 +20,7 @@ from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, planted
 
 @planted(
     Expectation("EXCH-01", "even", "dispatch", "was delivered twice to expert"),
-    Expectation("EXCH-05", "even", "dispatch", "every element of y is 2.000 x the oracle"),
+    Expectation("EXCH-05", "even", "dispatch", "every element of y is 2.000 x the expected value"),
     layout=EP2_ETP2,
 )
 class CopyPerSlot(DeepEPManager):
@@ -37,8 +37,8 @@ class CopyPerSlot(DeepEPManager):
 
 
 @planted(
-    Expectation("COST-03", "even", "run", "dispatch:0 moves", "times the least", "should do"),
-    Expectation("COST-04", "even", "run", "dispatch:0 moves", "combine:0 moves", "are needed"),
+    Expectation("COST-03", "even", "run", "dispatch:0 moves", "times the smallest number", "; allowed: "),
+    Expectation("COST-04", "even", "run", "dispatch:0 moves", "combine:0 moves", "; needed: "),
     layout=EP2_ETP2,
 )
 class SlotBySlot(DeepEPManager):
@@ -60,7 +60,7 @@ class SlotBySlot(DeepEPManager):
 
 
 @planted(
-    Expectation("EXCH-01", "even", "dispatch", "on rank 2", "was lost: it never reached expert 5 on rank 2"),
+    Expectation("EXCH-01", "even", "dispatch", "on rank 2", "was not delivered to expert 5 on rank 2"),
     layout=EP2_ETP2,
 )
 class LocalIdsNotShifted(TokenExchange):
@@ -70,7 +70,9 @@ class LocalIdsNotShifted(TokenExchange):
         return torch.where(ids_RK < self.held, ids_RK, -1)
 
 
-@planted(Expectation("EXCH-03", "even", "dispatch", "carries", "the weight of slot", "instead of"), layout=EP2_ETP2)
+@planted(
+    Expectation("EXCH-03", "even", "dispatch", "has the weight", "the weight of slot", "instead of"), layout=EP2_ETP2
+)
 class WeightsOfOthersSlots(TokenExchange):
     """A rank reads its weights from the first slots of a row, and some of those belong to other ranks."""
 
@@ -138,7 +140,7 @@ class AnswersFromTheTail(HybridEPManager):
         return super()._take_back(rows[len(rows) - len(held.pairs.token_P) :], held)
 
 
-@planted(Expectation("EXCH-04", "even", "dispatch", "rank 0 claims", "rows for expert 0"), layout=EP2_ETP2)
+@planted(Expectation("EXCH-04", "even", "dispatch", "rank 0 reports", "rows for expert 0"), layout=EP2_ETP2)
 class BudgetClaimed(HybridEPManager):
     """The whole static buffer is claimed for the last expert that has rows, unused rows included."""
 
@@ -151,7 +153,9 @@ class BudgetClaimed(HybridEPManager):
 
 
 @planted(
-    Expectation("EXCH-01", "even", "dispatch", "are exchanged", "expert 5 on rank 2 expected, went to expert 7"),
+    Expectation(
+        "EXCH-01", "even", "dispatch", "are exchanged", "was delivered to expert 7", "instead of expert 5 on rank 2"
+    ),
     layout=EP2_ETP2,
 )
 class RunsReadOneTooFar(NCCLEPManager):
@@ -168,7 +172,9 @@ class RunsReadOneTooFar(NCCLEPManager):
 
 
 @planted(
-    Expectation("EXCH-25", "budget-of-a-fraction-even", "dispatch", "has 229 rows, and 1.15 times", "are 230"),
+    Expectation(
+        "EXCH-25", "budget-of-a-fraction-even", "dispatch", "has 229 rows instead of at least 230: 1.15 times", "is 230"
+    ),
     layout=EP2_ETP2,
 )
 class BudgetRoundedDown(HybridEPManager):
@@ -179,7 +185,7 @@ class BudgetRoundedDown(HybridEPManager):
 
 
 @planted(
-    Expectation("EXCH-25", "budget-spare-even", "dispatch", "the buffer of rank 0 has 45 rows", "are 90"),
+    Expectation("EXCH-25", "budget-spare-even", "dispatch", "the receive buffer of rank 0 has 45 rows", "is 90"),
     layout=EP2_ETP2,
 )
 class BudgetWithoutShards(HybridEPManager):
