@@ -182,14 +182,14 @@ class TestWrongOutputs:
         }
         for words, outcome in others.items():
             for judge in (judge_own_outputs, judge_own_dx):
-                assert f"as if {words}" in caught(judge, outcome).sentence
+                assert f"likely cause: {words}; for example" in caught(judge, outcome).sentence
 
     def test_the_other_place_of_weights_is_guessed(self) -> None:
         """Weights applied at the input by a session that says output are recognised in all that they change."""
         outcome = simulate_experts(own_workload(), Arithmetic(place="input"))
         lying = replace(outcome, ranks=tuple(replace(rank, weights_at="combine") for rank in outcome.ranks))
         for judge in (judge_own_outputs, judge_weight_place, judge_own_dx, judge_own_dweights, judge_expert_gradients):
-            assert "as if the weights were applied at the experts' input" in caught(judge, lying).sentence
+            assert "likely cause: the weights were applied at the experts' input" in caught(judge, lying).sentence
 
     def test_a_narrower_dtype_is_recognised(self) -> None:
         """A float32 layer that was computed in bfloat16 is told so, in outputs and in gradients."""
@@ -208,7 +208,7 @@ class TestWrongOutputs:
         work = own_workload(Layout(2, etp=2))
         first = {key: cut(key, value) for key, value in work.parameters.items()}
         outcome = replace(simulate_experts(replace(work, parameters=first)), workload=work)
-        assert "as if only the part of etp shard 0 was in it" in caught(judge_own_outputs, outcome).sentence
+        assert "likely cause: only the output of etp shard 0 was used" in caught(judge_own_outputs, outcome).sentence
 
     @pytest.mark.parametrize(
         ("change", "words"),
@@ -225,9 +225,9 @@ class TestWrongOutputs:
 
 
 WAYS: Mapping[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
-    "nothing flowed back through the gate": lambda z, up: ((z * z.sigmoid()).detach(), up),
-    "nothing flowed back through the up projection": lambda z, up: (z * z.sigmoid(), up.detach()),
-    "the activation passed the gradient on as it was": lambda z, up: (z + (z * z.sigmoid() - z).detach(), up),
+    "no gradient passed through the gate": lambda z, up: ((z * z.sigmoid()).detach(), up),
+    "no gradient passed through the up projection": lambda z, up: (z * z.sigmoid(), up.detach()),
+    "the gradient of the activation was left out": lambda z, up: (z + (z * z.sigmoid() - z).detach(), up),
 }
 
 
@@ -248,7 +248,7 @@ class TestWrongTokenGradients:
         dx = solve(outcome.workload, [(0, 0), (0, 1)], "output", build=build).dx_TD.split([12, 11])
         for rank in range(2):
             outcome = edit(outcome, rank, partial(replace, dx_TD=Grad(dx[rank])))
-        assert f"dx is as if {words}; for example" in caught(judge_own_dx, outcome).sentence
+        assert f"dx is wrong; likely cause: {words}; for example" in caught(judge_own_dx, outcome).sentence
 
     @pytest.mark.parametrize("judge", [judge_own_dx, judge_own_dweights])
     def test_absent(self, judge: Callable[..., None]) -> None:

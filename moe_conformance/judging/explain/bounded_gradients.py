@@ -230,7 +230,9 @@ class _Explainer:
         right = self._solve(self._stage_places(held.stage))
         for other, full in right.items():
             if other != held.key and full.shape == right[held.key].shape:
-                yield f"it is the gradient of {part_name(other, None)}", self._cut(held, right, other)
+                whose = other[0] if other[1] == number else f"{'expert'} {other[1]}" if other[0] == name else None
+                words = f"it is the gradient of {whose or part_name(other, None)}"
+                yield words, self._cut(held, right, other)
         if number is not None and not name.startswith("shared_"):
             per_rank = workload.config.experts // workload.layout.ep
             alike = range(number % per_rank, workload.config.experts, per_rank)
