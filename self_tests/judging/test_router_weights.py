@@ -42,33 +42,33 @@ class TestWrongWeights:
     @pytest.mark.parametrize(
         ("fields", "formula", "words"),
         [
-            ({}, weighing(lambda s, ids, c: shares(s.gather(1, ids))), "they were normalised"),
-            ({"normalise": True}, weighing(lambda s, ids, c: s.gather(1, ids)), "they were not normalised"),
-            ({"scale": 2.5}, weighing(lambda s, ids, c: s.gather(1, ids)), "they were not scaled"),
-            ({"scale": 2.5}, weighing(lambda s, ids, c: 6.25 * s.gather(1, ids)), "they were scaled twice"),
+            ({}, weighing(lambda s, ids, c: shares(s.gather(1, ids))), "the weights were normalised"),
+            ({"normalise": True}, weighing(lambda s, ids, c: s.gather(1, ids)), "the weights were not normalised"),
+            ({"scale": 2.5}, weighing(lambda s, ids, c: s.gather(1, ids)), "the weights were not scaled"),
+            ({"scale": 2.5}, weighing(lambda s, ids, c: 6.25 * s.gather(1, ids)), "the weights were scaled twice"),
             (
                 {"scale": 2.5, "normalise": True},
                 weighing(lambda s, ids, c: s.gather(1, ids)),
-                "they were neither normalised nor scaled",
+                "the weights were neither normalised nor scaled",
             ),
             (
                 {"score": "sigmoid", "normalise": True},
                 weighing(lambda s, ids, c: shares(s).gather(1, ids)),
-                "they were divided by the sum over all experts",
+                "the weights were divided by the sum over all experts",
             ),
             (
                 {"score": "softmax_topk"},
                 weighing(lambda s, ids, c: s.softmax(1).gather(1, ids)),
-                "their scores were softmax over all experts",
+                "the scores were softmax over all experts",
             ),
-            ({}, Formula(scores=lambda logits, c: logits.sigmoid()), "their scores were sigmoid"),
-            ({}, Formula(scores=lambda logits, c: logits), "they were the raw logits"),
+            ({}, Formula(scores=lambda logits, c: logits.sigmoid()), "the scores were sigmoid"),
+            ({}, Formula(scores=lambda logits, c: logits), "the weights were the raw logits"),
             (
                 {},
                 Formula(scores=lambda logits, c: logits.softmax(1).softmax(1)),
-                "they were the softmax of the scores over all experts",
+                "the weights were the softmax of the scores over all experts",
             ),
-            ({}, weighing(lambda s, ids, c: 0 * s.gather(1, ids) + 1), "they all were 1"),
+            ({}, weighing(lambda s, ids, c: 0 * s.gather(1, ids) + 1), "all weights were 1"),
         ],
     )
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -76,14 +76,17 @@ class TestWrongWeights:
         """By which rule the chosen were weighed instead is said."""
         wrong = caught(judge_router_weights, run(formula, dtype=dtype, tokens=40, **fields))
         assert isinstance(wrong, WrongWeight)
-        assert f"the weights are as if {words}" in wrong.sentence
+        assert f"the weights are wrong; likely cause: {words}; for example" in wrong.sentence
         assert "route" == wrong.stage
 
     @pytest.mark.parametrize(
         ("leak", "words"),
         [
-            (lambda s, bias, ids: (s + bias).gather(1, ids), "the bias leaked into them"),
-            (lambda s, bias, ids: (s.logit() + bias).sigmoid().gather(1, ids), "the bias was added to the logits"),
+            (lambda s, bias, ids: (s + bias).gather(1, ids), "the weights included the expert bias"),
+            (
+                lambda s, bias, ids: (s.logit() + bias).sigmoid().gather(1, ids),
+                "the expert bias was added to the logits",
+            ),
         ],
     )
     def test_a_leaking_bias(self, leak: Callable[[Tensor, Tensor, Tensor], Tensor], words: str) -> None:
@@ -93,20 +96,26 @@ class TestWrongWeights:
         outcome = simulate_routers(work, weighing(lambda s, ids, c: leak(s, bias_E, ids)))
         assert not judged(judge_selection, outcome).vacuous
         for judge in (judge_router_weights, judge_bias):
-            assert f"the weights are as if {words}" in caught(judge, outcome).sentence
+            assert f"the weights are wrong; likely cause: {words}; for example" in caught(judge, outcome).sentence
 
     def test_a_leaking_bias_in_a_gradient(self) -> None:
-        """What is said of the weights in general is said in full where something else is as if."""
+        """The same mistake has the same words in the weights and in the gradient."""
         work = route_workload(**BIASED, normalise=True)
         bias_E = work.parameters["balance_bias", None].abs()  # so that no sum of weights is near zero
         work = replace(work, parameters={**work.parameters, ("balance_bias", None): bias_E})
         outcome = simulate_routers(work, weighing(lambda s, ids, c: shares((s + bias_E).gather(1, ids))))
-        assert "dx is as if the bias leaked into the weights" in caught(judge_router_dx, outcome).sentence
+        assert (
+            "dx is wrong; likely cause: the weights included the expert bias"
+            in caught(judge_router_dx, outcome).sentence
+        )
 
     def test_weights_at_other_slots(self) -> None:
         """Weights sorted otherwise than their experts are recognised."""
         turned = weighing(lambda s, ids, c: s.gather(1, ids).flip(1))
-        assert "lie at other slots than its experts" in caught(judge_router_weights, run(turned)).sentence
+        assert (
+            "likely cause: the weights of a token were in other slots than its experts"
+            in caught(judge_router_weights, run(turned)).sentence
+        )
 
     def test_a_factor(self) -> None:
         """One factor of all weights is named."""
@@ -127,7 +136,7 @@ class TestWrongWeights:
         changed[7, 1] = 0.125
         outcome = edit(run(), 0, lambda seen: replace(seen, routed_weights_TK=seen.routed_weights_TK + changed))
         wrong = caught(judge_router_weights, outcome)
-        assert "the weights of rank 0 token 7: " in wrong.sentence
+        assert "the weights of rank 0 token 7 are " in wrong.sentence
         assert "at [1]" in wrong.sentence
 
     def test_form(self) -> None:
@@ -156,7 +165,7 @@ class TestWrongGradients:
         assert not judged(judge_router_weights, outcome).vacuous
         for judge in (judge_router_dx, judge_router_gradient):
             wrong = caught(judge, outcome)
-            assert "no gradient went through the sum that the weights are divided by" in wrong.sentence
+            assert "the sum of the normalisation was treated as a constant" in wrong.sentence
             assert "gradient" == wrong.stage
 
     def test_a_factor(self) -> None:

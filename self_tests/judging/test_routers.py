@@ -92,7 +92,7 @@ class TestRight:
         if legal:
             assert 1 == judged(judge_selection, simulate_routers(tied, second)).pairs
         else:
-            assert "token 0 chose 0" in caught(judge_selection, simulate_routers(tied, second)).sentence
+            assert "token 0 selected 0" in caught(judge_selection, simulate_routers(tied, second)).sentence
 
     def test_bias_counts_only_tokens_that_it_decided(self) -> None:
         """Tokens whose choice is the same without the bias prove nothing and are not counted."""
@@ -136,7 +136,7 @@ class TestWrongSelection:
 
         wrong = caught(judge_selection, edit(run(), 1, change))
         assert isinstance(wrong, WrongSelection)
-        assert "rank 1 token 5 chose" in wrong.sentence
+        assert "rank 1 token 5 selected" in wrong.sentence
         assert "instead of" in wrong.sentence
         assert "rounding allows" in wrong.sentence
         assert ("route", (1,)) == (wrong.stage, wrong.ranks)
@@ -169,13 +169,13 @@ class TestWrongSelection:
     @pytest.mark.parametrize(
         ("formula", "words"),
         [
-            (choosing(lambda scores_TE, bias_E, config: scores_TE), "chosen without the bias"),
-            (choosing(lambda scores_TE, bias_E, config: scores_TE - bias_E), "chosen with the bias subtracted"),
+            (choosing(lambda scores_TE, bias_E, config: scores_TE), "the expert bias was left out"),
+            (choosing(lambda scores_TE, bias_E, config: scores_TE - bias_E), "the expert bias was subtracted"),
             (
                 choosing(lambda scores_TE, bias_E, config: scores_TE.logit() + bias_E),
-                "chosen with the bias added to the logits",
+                "the expert bias was added to the logits",
             ),
-            (choosing(lambda scores_TE, bias_E, config: -scores_TE - bias_E), "chosen by the lowest scores"),
+            (choosing(lambda scores_TE, bias_E, config: -scores_TE - bias_E), "the lowest scores were selected"),
         ],
     )
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -183,23 +183,23 @@ class TestWrongSelection:
         """How the bias was used instead is said."""
         outcome = run(formula, dtype=dtype, **BIASED)
         for judge in (judge_selection, judge_bias):
-            assert f"all experts are as if {words}" in caught(judge, outcome).sentence
+            assert f"the selection is wrong; likely cause: {words}" in caught(judge, outcome).sentence
 
     @pytest.mark.parametrize(
         ("formula", "words"),
         [
-            (choosing(lambda scores_TE, bias_E, config: scores_TE + bias_E), "chosen from all groups"),
+            (choosing(lambda scores_TE, bias_E, config: scores_TE + bias_E), "the group limit was left out"),
             (
                 choosing(lambda *given: zero_where_closed(*given)),
-                "chosen with the experts of closed groups at 0 instead of -inf",
+                "experts of unselected groups had the score 0 instead of -inf",
             ),
             (
                 Formula(choose=lambda s, b, config: simulated.choose(s, b, replace(config, group_score="max"))),
-                "chosen from groups that were scored by max",
+                "the groups were scored by max",
             ),
             (
                 choosing(lambda *given: groups_without_bias(*given)),
-                "chosen from groups that were scored without the bias",
+                "the groups were scored without the expert bias",
             ),
         ],
     )
@@ -209,7 +209,7 @@ class TestWrongSelection:
         low = {**work.parameters, ("balance_bias", None): work.parameters["balance_bias", None] - 0.7}
         outcome = simulate_routers(replace(work, parameters=low), formula)
         for judge in (judge_selection, judge_group_limit):
-            assert f"all experts are as if {words}" in caught(judge, outcome).sentence
+            assert f"the selection is wrong; likely cause: {words}" in caught(judge, outcome).sentence
 
 
 def zero_where_closed(scores_TE: Tensor, bias_E: Tensor, config: Config) -> Tensor:

@@ -16,7 +16,7 @@ from moe_conformance.contract import Config, Delivery, Named, Read, Topology
 from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, planted
 
 
-@planted(Expectation("EXPT-01", "own-even", "experts", "y is as if gate and up were swapped"))
+@planted(Expectation("EXPT-01", "own-even", "experts", "y is wrong; likely cause: gate and up were swapped"))
 class GateAndUpSwapped(Experts):
     """The two halves of the first projection are taken for each other."""
 
@@ -25,7 +25,7 @@ class GateAndUpSwapped(Experts):
         return (replace(window, name=other[window.name]) for window in super().named(read))
 
 
-@planted(Expectation("EXPT-01", "own-even", "experts", "as if the gate were activated by nothing"))
+@planted(Expectation("EXPT-01", "own-even", "experts", "likely cause: the activation of the gate was nothing"))
 class NoActivation(Experts):
     """The gate is not passed through its activation."""
 
@@ -117,7 +117,7 @@ class UpOfTheOtherShard(Experts):
 
 
 @planted(
-    Expectation("EXPT-05", "own-even", "experts", "y is as if gate and up were swapped"),
+    Expectation("EXPT-05", "own-even", "experts", "y is wrong; likely cause: gate and up were swapped"),
     layout=EP2_ETP2,
 )
 class GateAndUpExchanged(Experts):
@@ -132,7 +132,9 @@ class GateAndUpExchanged(Experts):
 
 
 @planted(
-    Expectation("EXPT-03", "own-input-weights-even", "experts", "as if the weights were applied at the experts' output")
+    Expectation(
+        "EXPT-03", "own-input-weights-even", "experts", "likely cause: the weights were applied at the experts' output"
+    )
 )
 class WeightsBehindTheExpert(AllToAllExchange):
     """Weights asked for at the experts' input are applied to their answers."""
@@ -142,7 +144,9 @@ class WeightsBehindTheExpert(AllToAllExchange):
 
 
 @planted(
-    Expectation("EXPT-03", "own-output-weights-even", "experts", "as if the weights were applied at the experts' input")
+    Expectation(
+        "EXPT-03", "own-output-weights-even", "experts", "likely cause: the weights were applied at the experts' input"
+    )
 )
 class WeightsBeforeTheExpert(AllToAllExchange):
     """Weights are applied to the rows before they leave, whatever was asked for."""

@@ -146,7 +146,9 @@ class WeightsOfTheReplaced(ForcedRouter):
         return super()._weights(scores_TE, ids_TK)
 
 
-@planted(Expectation("FORCE-05", "forced-round-robin-one-group", "route", "as if they were not normalised"))
+@planted(
+    Expectation("FORCE-05", "forced-round-robin-one-group", "route", "likely cause: the weights were not normalised")
+)
 class ForcedAreNotNormalised(ForcedRouter):
     """The weights of forced experts are left undivided, as they are not the best ones."""
 

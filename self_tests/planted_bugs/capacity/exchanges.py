@@ -218,8 +218,12 @@ class _Undropping(Layer):
 
 
 @planted(
-    Expectation("DROP-11", "dropping-half-even", "gradient", "dx is as if nothing had been dropped; for example dx of"),
-    Expectation("DROP-11", "dropping-all-even", "gradient", "dx is as if nothing had been dropped", "lost all its"),
+    Expectation(
+        "DROP-11", "dropping-half-even", "gradient", "dx is wrong; likely cause: no slot was dropped; for example dx of"
+    ),
+    Expectation(
+        "DROP-11", "dropping-all-even", "gradient", "dx is wrong; likely cause: no slot was dropped", "lost all its"
+    ),
 )
 class RecomputedWithoutDropping(_Undropping):
     """The backward recomputes the layer from its input, and the router that runs again has no capacity."""
@@ -232,7 +236,7 @@ class RecomputedWithoutDropping(_Undropping):
 
 
 @planted(
-    Expectation("DROP-11", "dropping-half-gate-even", "gradient", "on rank 0 is as if nothing had been dropped"),
+    Expectation("DROP-11", "dropping-half-gate-even", "gradient", "on rank 0", "likely cause: no slot was dropped"),
     Expectation("DROP-11", "dropping-all-even", "gradient", "and no token reached the expert"),
 )
 class ExpertsLearnFromTheDropped(_Undropping):

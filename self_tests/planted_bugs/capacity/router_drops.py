@@ -255,11 +255,15 @@ class DroppedOutOfTheSum(Router):
 
 @planted(
     Expectation(
-        *("DROP-11", "dropping-half-even", "gradient", "the weights of dropped slots still took gradients to the"),
+        *("DROP-11", "dropping-half-even", "gradient", "likely cause: dropped slots passed gradients to the router"),
         *("dx of rank 0 token", "which kept 1 of 2 slots, is"),
     ),
     Expectation(
-        "DROP-11", "dropping-all-even", "gradient", "the weights of dropped slots still", "which lost all its slots"
+        "DROP-11",
+        "dropping-all-even",
+        "gradient",
+        "likely cause: dropped slots passed gradients",
+        "which lost all its slots",
     ),
 )
 class ZeroedBehindAutograd(Router):

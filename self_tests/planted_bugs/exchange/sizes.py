@@ -206,7 +206,12 @@ class ReplicasOrShards(GradientFinisher):
         return super()._summed(gradient, ("etp",) if crossed else replicas)
 
 
-@planted(Expectation("SHARE-06", "shared-even", "combine", "as if the shared part were added 2 times"), layout=_CROSSED)
+@planted(
+    Expectation(
+        "SHARE-06", "shared-even", "combine", "likely cause: the output of the shared experts was added 2 times"
+    ),
+    layout=_CROSSED,
+)
 class SharedOverExperts(SharedExperts):
     """Shared experts are cut over the ranks of ep."""
 

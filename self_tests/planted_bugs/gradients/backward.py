@@ -112,7 +112,9 @@ class GradientRecycled(AllToAllExchange):
 
 
 @planted(
-    Expectation("GRAD-04", "own-even", "gradient", "dx is as if nothing flowed back through the gate; for example"),
+    Expectation(
+        "GRAD-04", "own-even", "gradient", "dx is wrong; likely cause: no gradient passed through the gate; for example"
+    ),
     Expectation("GRAD-05", "own-even", "gradient", "every gradient of gate is zero"),
 )
 class GateDetached(Experts):
@@ -132,7 +134,13 @@ class GateDetached(Experts):
         "GRAD-11", "own-accumulated-even-bfloat16", "finish", "is not the sum over the microbatches, each run alone"
     ),
     Expectation(
-        *("GRAD-05", "own-accumulated-even", "gradient", "only microbatch 1 is in it: gate of expert 0"),
+        *(
+            "GRAD-05",
+            "own-accumulated-even",
+            "gradient",
+            "gate of expert 0",
+            "likely cause: only microbatch 1 is in it",
+        ),
         "22 more of the same kind",
     ),
     real="NVIDIA/TransformerEngine PR #2142",
@@ -197,7 +205,7 @@ class DividedOnceMore(ExpertFinisher):
 
 
 @planted(
-    Expectation("GRAD-05", "own-even", "finish", "holds the sum over experts [0, 4]", "gate of expert 0"),
+    Expectation("GRAD-05", "own-even", "finish", "likely cause: it is the sum over experts [0, 4]", "gate of expert 0"),
     real="NVIDIA/Megatron-LM issue #1628",
     layout=EP2_EDP2,
 )

@@ -28,7 +28,9 @@ class MaximumNotSubtracted(Router):
         return exp_TE / exp_TE.sum(1, keepdim=True)
 
 
-@planted(Expectation("ROUTE-07", "route-large-logits-sqrtsoftplus", "gradient", "dx of rank 0 token 3: nan instead of"))
+@planted(
+    Expectation("ROUTE-07", "route-large-logits-sqrtsoftplus", "gradient", "dx of rank 0 token 3 is nan instead of")
+)
 class SlopeOfRootInfinite(Router):
     """The square root of a softplus that underflows to zero has no finite slope, and the gradient is NaN."""
 
@@ -62,7 +64,7 @@ class TiesByRank(Router):
         return self.config.experts - 1 - choice_TE.flip(1).topk(self.config.top_k, dim=1).indices
 
 
-@planted(Expectation("ROUTE-04", "route-groups-top2", "route", "rank 0 token 0 chose", "margin -inf"))
+@planted(Expectation("ROUTE-04", "route-groups-top2", "route", "rank 0 token 0 selected", "margin -inf"))
 class GroupAxesExchanged(Router):
     """Scores are shaped to (experts of a group, groups): as if members of a group were far apart."""
 
@@ -71,7 +73,7 @@ class GroupAxesExchanged(Router):
         return super()._mask_groups(choice_TE[:, apart_E], groups, chosen)[:, apart_E.argsort()]
 
 
-@planted(Expectation("ROUTE-03", "route-sigmoid-biased-upwards", "route", "as if chosen without the bias"))
+@planted(Expectation("ROUTE-03", "route-sigmoid-biased-upwards", "route", "likely cause: the expert bias was left out"))
 class PositiveBiasIgnored(Router):
     """The balancing bias only holds experts back, it never helps one."""
 

@@ -17,7 +17,7 @@ from self_tests.planted_bugs.plant import TP2_EP2, Expectation, planted
 # ---- selection -----------------------------------------------------------------------------------------------------
 
 
-@planted(Expectation("ROUTE-01", "route-softmax", "route", "rank 0 token 0 chose", "instead of", "margin -0."))
+@planted(Expectation("ROUTE-01", "route-softmax", "route", "rank 0 token 0 selected", "instead of", "margin -0."))
 class BestPassedOver(Router):
     """The choice begins at the second best."""
 
@@ -37,7 +37,7 @@ class BestTwice(Router):
 
 @planted(
     Expectation("ROUTE-01", "route-near-ties", "route", "rank 0 token", "margin -0.0"),
-    Expectation("ROUTE-02", "route-softmax", "route", "as if computed with the precision of bfloat16"),
+    Expectation("ROUTE-02", "route-softmax", "route", "likely cause: it was computed with the precision of bfloat16"),
     real="pytorch/torchtitan commit ab5ed59f8 (#2389)",
 )
 class GateInBfloat16(Router):
@@ -56,7 +56,7 @@ class ChoiceInBfloat16(Router):
 
 
 @planted(
-    Expectation("ROUTE-04", "route-groups-top2", "route", "as if chosen from groups that were scored by max"),
+    Expectation("ROUTE-04", "route-groups-top2", "route", "likely cause: the groups were scored by max"),
     real="vllm-project/vllm PR #13474",
 )
 class GroupsByTheirBest(Router):
@@ -69,7 +69,7 @@ class GroupsByTheirBest(Router):
 
 
 @planted(
-    Expectation("ROUTE-04", "route-groups-top2", "route", "as if chosen with the experts of closed groups at 0"),
+    Expectation("ROUTE-04", "route-groups-top2", "route", "likely cause: experts of unselected groups had the score 0"),
     real="vllm-project/vllm PR #13474",
 )
 class ClosedGroupsAtZero(Router):
@@ -108,7 +108,7 @@ class LoadOfRecompute(Router):
 
 
 @planted(
-    Expectation("ROUTE-02", "route-softmax", "route", "as if they were the raw logits"),
+    Expectation("ROUTE-02", "route-softmax", "route", "likely cause: the weights were the raw logits"),
     real="sgl-project/sglang PR #35160",
 )
 class RawLogits(Router):
@@ -138,7 +138,7 @@ class BiasedRouter(Router):
 
 
 @planted(
-    Expectation("ROUTE-03", "route-sigmoid-biased", "route", "as if the bias leaked into them"),
+    Expectation("ROUTE-03", "route-sigmoid-biased", "route", "likely cause: the weights included the expert bias"),
     real="NVIDIA/Megatron-LM commit 4ca43093f8, mended by eec34ff3ae (!3209)",
 )
 class BiasInWeights(BiasedRouter):
@@ -149,7 +149,7 @@ class BiasInWeights(BiasedRouter):
 
 
 @planted(
-    Expectation("ROUTE-03", "route-sigmoid-biased", "route", "as if chosen with the bias added to the logits"),
+    Expectation("ROUTE-03", "route-sigmoid-biased", "route", "likely cause: the expert bias was added to the logits"),
     real="NVIDIA/Megatron-LM commit 4ca43093f8, mended by eec34ff3ae (!3209)",
 )
 class BiasOnLogits(BiasedRouter):
@@ -163,7 +163,7 @@ class BiasOnLogits(BiasedRouter):
 
 
 @planted(
-    Expectation("ROUTE-05", "route-softmax-normalised", "route", "as if they were not normalised"),
+    Expectation("ROUTE-05", "route-softmax-normalised", "route", "likely cause: the weights were not normalised"),
     real="pytorch/torchtitan commit 93a236ccd (#1419)",
 )
 class NotNormalised(Router):
@@ -174,7 +174,7 @@ class NotNormalised(Router):
 
 
 @planted(
-    Expectation("ROUTE-02", "route-softmax", "route", "as if they were normalised"),
+    Expectation("ROUTE-02", "route-softmax", "route", "likely cause: the weights were normalised"),
     real="flashinfer-ai/flashinfer PR #2889",
 )
 class AlwaysNormalised(Router):
@@ -195,7 +195,7 @@ class NormalisedOverAll(Router):
 
 
 @planted(
-    Expectation("ROUTE-06", "route-softmax-scaled", "route", "as if they were scaled twice"),
+    Expectation("ROUTE-06", "route-softmax-scaled", "route", "likely cause: the weights were scaled twice"),
     real="vllm-project/vllm PRs #24119, #45037",
 )
 class ScaledTwice(Router):
@@ -206,7 +206,7 @@ class ScaledTwice(Router):
 
 
 @planted(
-    Expectation("ROUTE-06", "route-softmax-scaled", "route", "as if they were not scaled"),
+    Expectation("ROUTE-06", "route-softmax-scaled", "route", "likely cause: the weights were not scaled"),
     real="sgl-project/sglang-jax PR #1282",
 )
 class ScaledIfNormalised(Router):
@@ -220,7 +220,12 @@ class ScaledIfNormalised(Router):
 
 
 @planted(
-    Expectation("ROUTE-07", "route-softmax-normalised", "gradient", "as if no gradient went through the sum that"),
+    Expectation(
+        "ROUTE-07",
+        "route-softmax-normalised",
+        "gradient",
+        "likely cause: the sum of the normalisation was treated as a constant",
+    ),
 )
 class DenominatorDetached(Router):
     """No gradient flows through the sum that normalises."""

@@ -26,7 +26,10 @@ class _WithBias(Layer):
 
 @planted(
     Expectation(
-        "SHARE-06", "shared-bias-even", "combine", "as if the bias of the shared expert were added 2 times (tp or"
+        "SHARE-06",
+        "shared-bias-even",
+        "combine",
+        "likely cause: the bias of the shared expert was added 2 times (tp or",
     ),
     real="EleutherAI/gpt-neox issue #962",
     layout=TP2_EP2,
@@ -43,7 +46,7 @@ class BiasOnEveryPart(_WithBias):
         "SHARE-06",
         "shared-bias-even",
         "combine",
-        "y of ranks [1, 3] alone is as if the bias of the shared expert were left out",
+        "y of ranks [1, 3] only is wrong; likely cause: the bias of the shared expert was left out",
     ),
     layout=TP2_EP2,
 )
@@ -78,7 +81,7 @@ class BiasByTokens(_WithBias):
         "SHARE-08",
         "shared-bias-several-gate-uneven",
         "combine",
-        "y is as if only the bias of shared expert 0 were added",
+        "y is wrong; likely cause: only the bias of shared expert 0 was added",
     )
 )
 class BiasOfTheFirst(_WithBias):
@@ -88,7 +91,9 @@ class BiasOfTheFirst(_WithBias):
         return shared_TD + bias_SD[0] + 0 * bias_SD.sum(0)
 
 
-@planted(Expectation("SHARE-01", "shared-bias-even", "combine", "as if the bias of the shared expert were left out"))
+@planted(
+    Expectation("SHARE-01", "shared-bias-even", "combine", "likely cause: the bias of the shared expert was left out")
+)
 class BiasForgotten(_WithBias):
     """The projection hands its bias on for somebody else to add, and the shared experts drop what they are handed."""
 
@@ -101,7 +106,7 @@ class BiasForgotten(_WithBias):
         "SHARE-03",
         "shared-bias-gate-in-flight-uneven",
         "combine",
-        "y is as if the bias of the shared expert were added behind the gate",
+        "y is wrong; likely cause: the bias of the shared expert was added after the gate",
     )
 )
 class BiasBehindTheGate(Layer):
@@ -145,7 +150,8 @@ class _BiasFinisher(GradientFinisher):
         "SHARE-06",
         "shared-bias-even",
         "finish",
-        "the gradient of bias of shared expert 0 on rank 0: only the tokens of its own edp or dp_cp group are in it",
+        "the gradient of bias of shared expert 0 on rank 0 is",
+        "likely cause: only the tokens of its own edp or dp_cp group are in it",
     ),
     Expectation("SHARE-05", "shared-bias-several-gate-uneven", "finish", "its own edp or dp_cp group are in it"),
     layout=TP2_EP2,

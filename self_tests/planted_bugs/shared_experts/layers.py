@@ -23,7 +23,12 @@ from self_tests.planted_bugs.plant import TP2_EP2, Expectation, planted
 
 
 @planted(
-    Expectation("SHARE-01", "shared-even", "combine", "y is as if the shared experts were left out; for example y of"),
+    Expectation(
+        "SHARE-01",
+        "shared-even",
+        "combine",
+        "y is wrong; likely cause: the shared experts were left out; for example y of",
+    ),
     real="sgl-project/sglang PR #38963",
 )
 class SharedExpertsDropped(Layer):
@@ -33,7 +38,14 @@ class SharedExpertsDropped(Layer):
         return super()._added(y, None)
 
 
-@planted(Expectation("SHARE-01", "shared-even", "combine", "y is as if the shared part were added 2 times"))
+@planted(
+    Expectation(
+        "SHARE-01",
+        "shared-even",
+        "combine",
+        "y is wrong; likely cause: the output of the shared experts was added 2 times",
+    )
+)
 class AddedBeforeAndAfter(Layer):
     """The shared part is added to the output of combine, and once more by the caller of the layer."""
 
@@ -57,7 +69,7 @@ class SharedPartOfTheLast(Layer):
 
 @planted(
     Expectation(
-        *("SHARE-01", "shared-inference-even", "combine", "y is as if the shared experts were left out"),
+        *("SHARE-01", "shared-inference-even", "combine", "y is wrong; likely cause: the shared experts were left out"),
         "only in forwards without gradients",
     )
 )
@@ -69,7 +81,12 @@ class SharedInTrainingOnly(Layer):
 
 
 @planted(
-    Expectation("SHARE-02", "shared-scaled-even", "combine", "the shared part were divided by the routing scale 2.5"),
+    Expectation(
+        "SHARE-02",
+        "shared-scaled-even",
+        "combine",
+        "the output of the shared experts was divided by the routing scale 2.5",
+    ),
     real="sgl-project/sglang PR #28237",
 )
 class SharedDividedByScale(Layer):
@@ -99,12 +116,18 @@ class _GateLater(Layer):
             self.score = score
 
 
-@planted(Expectation("SHARE-03", "shared-gate-even", "combine", "y is as if the gate were left out; for example"))
+@planted(
+    Expectation(
+        "SHARE-03", "shared-gate-even", "combine", "y is wrong; likely cause: the gate was left out; for example"
+    )
+)
 class GateForgotten(_GateLater):
     """The gate is built and loaded, and a faster path of the forward does not ask for it."""
 
 
-@planted(Expectation("SHARE-03", "shared-gate-even", "combine", "the gate multiplied the routed part too"))
+@planted(
+    Expectation("SHARE-03", "shared-gate-even", "combine", "the gate multiplied the output of the routed experts too")
+)
 class GateOnEverything(_GateLater):
     """The gate is applied to the sum of both parts."""
 
@@ -113,7 +136,7 @@ class GateOnEverything(_GateLater):
         return y if self.score is None else (self.score(x) * y).to(y.dtype)
 
 
-@planted(Expectation("SHARE-03", "shared-gate-even", "gradient", "nothing flowed back through the gate"))
+@planted(Expectation("SHARE-03", "shared-gate-even", "gradient", "no gradient passed through the gate"))
 class ScoreDetached(Layer):
     """The gate's factor is computed without gradients."""
 
@@ -129,7 +152,12 @@ class ScoreDetached(Layer):
 
 
 @planted(
-    Expectation("SHARE-04", "shared-even", "gradient", "dx is as if nothing flowed back through the shared experts"),
+    Expectation(
+        "SHARE-04",
+        "shared-even",
+        "gradient",
+        "dx is wrong; likely cause: no gradient passed through the shared experts",
+    ),
 )
 class SharedInputDetached(Layer):
     """The shared experts run on a copy of the tokens that has no history."""
@@ -186,7 +214,13 @@ class SharedTakenForExperts(_SharedFinisher):
 
 
 @planted(
-    Expectation("SHARE-05", "shared-several-gate-uneven", "finish", "score on rank 0: only the tokens of its own"),
+    Expectation(
+        "SHARE-05",
+        "shared-several-gate-uneven",
+        "finish",
+        "score on rank 0",
+        "likely cause: only the tokens of its own",
+    ),
     layout=TP2_EP2,
 )
 class ScoreNotReducedOverTp(_SharedFinisher):
@@ -252,7 +286,12 @@ class TravelsTwice(AllToAllExchange):
 
 
 @planted(
-    Expectation("SHARE-06", "shared-even", "combine", "y is as if the shared part were added 2 times (tp or"),
+    Expectation(
+        "SHARE-06",
+        "shared-even",
+        "combine",
+        "y is wrong; likely cause: the output of the shared experts was added 2 times (tp or",
+    ),
     layout=TP2_EP2,
 )
 class AddedPerTpRank(SharedExperts):

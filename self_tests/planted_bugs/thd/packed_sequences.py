@@ -226,8 +226,12 @@ class MaskReadAsTokens(Router):
 
 
 @planted(
-    Expectation("ROUTE-22", "masked-router", "route", "all experts are as if chosen without the bias"),
-    Expectation("PACK-08", "masked-router", "route", "all experts are as if chosen without the bias"),
+    Expectation(
+        "ROUTE-22", "masked-router", "route", "the selection is wrong; likely cause: the expert bias was left out"
+    ),
+    Expectation(
+        "PACK-08", "masked-router", "route", "the selection is wrong; likely cause: the expert bias was left out"
+    ),
     layout=SINGLE,
 )
 class MaskedWithoutTheBias(Router):
