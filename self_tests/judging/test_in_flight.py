@@ -1,4 +1,4 @@
-"""Microbatches that are mixed up with each other: which were in flight together, and whose routing was used."""
+"""Microbatches that are mixed up with each other: which were in flight at the same time, and whose routing was used."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from self_tests.judging.simulated_exchange import workload
 
 WORK = workload(microbatches=2)
 ONE_BY_ONE = "F0 B0 F1 B1"
-TOGETHER = "microbatches 0 and 1 were in flight together"
+TOGETHER = "microbatches 0 and 1 were in flight at the same time"
 
 
 def mixed_up(change: Callable[[Batch, Batch], Batch], work: Workload = WORK) -> Outcome:
@@ -53,7 +53,7 @@ class TestAnothersRouting:
     def test_a_dispatch_by_anothers_routing_is_recognised(self) -> None:
         """Tokens that were delivered as another microbatch's ids say are told by that, not one by one."""
         fault = caught(judge_deliveries, mixed_up(rerouted))
-        assert f"{TOGETHER}, of which 1 came out right: " in fault.sentence
+        assert f"{TOGETHER}, of which 1 is correct: " in fault.sentence
         assert "microbatch 0 was dispatched by the routing of microbatch 1" in fault.sentence
         assert (0, 1) == fault.ranks
 
@@ -73,10 +73,10 @@ class TestAnothersRouting:
     ) -> None:
         """Outputs and gradients tell whose ids and whose weights were used."""
         outcome = mixed_up(change)
-        assert f"came out right: y of microbatch 0 is as if {words.format(noun='answer')}" in str(
+        assert f"is correct: y of microbatch 0 is wrong; likely cause: {words.format(noun='answer')}" in str(
             caught(judge_outputs, outcome)
         )
-        assert f"came out right: dx of microbatch 0 is as if {words.format(noun='gradient')}" in str(
+        assert f"is correct: dx of microbatch 0 is wrong; likely cause: {words.format(noun='gradient')}" in str(
             caught(judge_dx, outcome)
         )
 
@@ -84,7 +84,10 @@ class TestAnothersRouting:
         """A routing that is kept too long needs no other in flight."""
         fault = caught(judge_outputs, mixed_up(rerouted, replace(WORK, schedule=ONE_BY_ONE)))
         assert "combine" != fault.stage  # the rows were wrong before
-        assert "y of microbatch 0 is as if its tokens were routed as those of microbatch 1" in fault.sentence
+        assert (
+            "y of microbatch 0 is wrong; likely cause: its tokens were routed as those of microbatch 1"
+            in fault.sentence
+        )
         assert "in flight" not in fault.sentence
 
 
@@ -92,7 +95,7 @@ class TestWords:
     def test_microbatches_that_were_in_flight_with_a_right_one_are_named_first(self) -> None:
         """What is wrong in one of them only may be the other's doing."""
         outcome = edit(broken(WORK), 0, lambda seen: replace(seen, y=present(seen.y).flip(0)))
-        assert str(caught(judge_outputs, outcome)).startswith(f"combine: {TOGETHER}, of which 1 came out right: y of")
+        assert str(caught(judge_outputs, outcome)).startswith(f"combine: {TOGETHER}, of which 1 is correct: y of")
 
     def test_a_fault_of_all_of_them_is_told_before_the_remark(self) -> None:
         """What is wrong in every microbatch is more likely to be a fault of its own."""

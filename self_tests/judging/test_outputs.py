@@ -58,7 +58,7 @@ class TestOutputs:
         """An expert that is missing everywhere is named, not its tokens."""
         work = workload(ids=[[[4, 5], [4, 6], [4, 7]], []])
         fault = caught(judge_outputs, broken(work, answers=on(1, lambda rows: rows * (torch.arange(6) > 2)[:, None])))
-        assert "every answer of expert 4 (held by rank 1) in y is missing: its columns are zero" in str(fault)
+        assert "every answer of expert 4 (held by rank 1) in y is missing: its columns are all zero" in str(fault)
 
     def test_exchanged_answers_are_named_by_each_other(self) -> None:
         """Combine that puts two answers in each other's place is told by both tokens."""

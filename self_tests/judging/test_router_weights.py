@@ -194,7 +194,7 @@ class TestWrongGradients:
             (lambda rank, gradients: sum(gradients) - gradients[2], "the tokens of rank 2 are missing in it"),
             (
                 lambda rank, gradients: gradients[rank] / 2,
-                "own rank are in it (it was not reduced over ranks), and it is 0.500 x the expected value: 1/dp or 1/tp",
+                "own rank are in it (it was not reduced over ranks), and it is multiplied by 0.500 (1/dp or 1/tp",
             ),
         ],
     )
@@ -210,7 +210,7 @@ class TestWrongGradients:
         outcome = run(Formula(finish=lambda rank, gradients: sum(gradients) if rank else 3 * sum(gradients)))
         wrong = caught(judge_router_gradient, outcome)
         assert (0,) == wrong.ranks
-        assert "the gradient is 3.000 x the expected value" in wrong.sentence
+        assert "the gradient of router on rank 0 is 3.000 x the" in wrong.sentence
 
     def test_not_offered_absent_or_unnamed(self) -> None:
         """No finishing is not judged; None is absent; a rank that does not name the router leaves it uncovered."""

@@ -38,7 +38,7 @@ def explain(sheets: Sheets) -> tuple[list[Finding], float | None]:
         faults += explain_row(sheets, rows.pop(0))
     findings += likeliest(faults)
     for row in rows:
-        findings.append(Finding("not explained", f"{sheets.row_name(row)} differs too", (row.rank,)))
+        findings.append(Finding("not explained", f"{sheets.row_name(row)} is wrong too", (row.rank,)))
     return sorted(findings, key=lambda finding: finding.kind != PADDING), None  # which explains the others
 
 
@@ -50,7 +50,7 @@ def _ratios_of_experts(sheets: Sheets, rows: Sequence[WrongRow]) -> Iterator[tup
         ratio = common_ratio(*sheets.sides(ranks, sheets.columns(expert)))
         if ratio is None or len(blamed) == 1 or _of_one_weight(sheets, expert, ratio):
             continue
-        held = "is missing: its columns are zero" if ratio == 0 else f"is {_words(sheets, ratio)}"
+        held = "is missing: its columns are all zero" if ratio == 0 else f"is {_words(sheets, ratio)}"
         holders = [rank.rank for rank in sheets.reading.ranks if expert in rank.local_experts]
         holder = f"held by rank {some(holders)}"
         sentence = f"every {sheets.noun} of expert {expert} ({holder}) in {sheets.name} {held}"

@@ -139,7 +139,10 @@ def _rank(held: Held) -> str:
 
 
 def _role(held: Held) -> str:
-    return f"every gradient of {held.key[0]}"
+    name = held.key[0]
+    return f"every gradient of {name.removeprefix('shared_')}" + (
+        " of shared experts" if name.startswith("shared_") else ""
+    )
 
 
 def _by_group(

@@ -53,8 +53,7 @@ def explain_tokens(
 
     cause = explained(places, ())
     if cause:
-        sentence = cause.sentence(name, max(tokens, key=lambda each: each.size).sentence)
-        return [Finding("cause", sentence, ranks, _off(cause))], cause.ratio
+        return [Finding("cause", cause.sentence(name, tokens[0].sentence), ranks, _off(cause))], cause.ratio
     causes: dict[Cause, list[int]] = {}
     for rank in ranks:
         of = tuple(place for place in places if place[1] == rank)
@@ -66,7 +65,7 @@ def explain_tokens(
     for cause, alike in causes.items():
         whose = f"rank {alike[0]}" if len(alike) == 1 else f"ranks {alike}"
         who = f"{name} of {whose} only" if cause.ratio is None else f"{name} on {whose}"
-        example = max((each for each in tokens if each.ranks[0] in alike), key=lambda each: each.size).sentence
+        example = next(each.sentence for each in tokens if each.ranks[0] in alike)
         findings.append(Finding("cause of a rank", cause.sentence(who, example), tuple(alike), _off(cause)))
     return findings, None
 

@@ -1,4 +1,4 @@
-"""Saying that a microbatch was mixed up with another: which were in flight together, and whose routing was used."""
+"""Saying that a microbatch was mixed up with another: which were in flight at the same time, and whose routing was used."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def flight_words(reading: Reading, wrong: Collection[int]) -> tuple[str, str]:
     together = _together(reading.outcome.workload.schedule)
     if not set(wrong) & set(together):
         return "", ""
-    words = f"microbatches {' and '.join(map(str, sorted(together)))} were in flight together"
+    words = f"microbatches {' and '.join(map(str, sorted(together)))} were in flight at the same time"
     right = sorted(set(together) - set(wrong))
     if not right:
         return "", f" ({words})"
-    return f"{words}, of which {' and '.join(map(str, right))} came out right: ", ""
+    return f"{words}, of which {' and '.join(map(str, right))} {'are' if right[1:] else 'is'} correct: ", ""
 
 
 def _together(schedule: str) -> frozenset[int]:
@@ -67,7 +67,7 @@ def dispatched_by_another(reading: Reading) -> list[Finding]:
         sentence = f"microbatch {m} was dispatched by the routing of microbatch {used[0]}"
         ranks = tuple(sorted({pair.source for pair in lost} | {pair.destination for pair in lost}))
         findings.append(
-            Finding("another routing", f"{sentence}; {count(len(lost), 'pair')} of its own never arrived", ranks)
+            Finding("another routing", f"{sentence}; {count(len(lost), 'pair')} of its own were not delivered", ranks)
         )
     return findings
 
@@ -97,7 +97,9 @@ def _told(sheets: Sheets, m: int, wrong: Mapping[int, Sequence[int]], words: str
     words = words.replace("NOUN", sheets.noun).replace("UNIT", sheets.unit)
     rank, tokens = next(iter(wrong.items()))
     at = f"it is wrong at {count(sum(map(len, wrong.values())), 'token')}, the first is rank {rank} token {tokens[0]}"
-    return Finding("another routing", f"{sheets.name} of microbatch {m} is as if {words}; {at}", tuple(wrong))
+    return Finding(
+        "another routing", f"{sheets.name} of microbatch {m} is wrong; likely cause: {words}; {at}", tuple(wrong)
+    )
 
 
 def _fitting(sheets: Sheets, m: int, rank: int, other: int) -> list[str]:
@@ -151,7 +153,7 @@ def _ways(own: Batch, other: Batch) -> Mapping[str, _Pairs]:
         f"every NOUN went to the token that {there}, with the weight there": a._replace(
             to_P=b.to_P, weight_P=b.weight_P
         ),
-        f"every NOUN were made of the UNIT that {there}": a._replace(from_P=b.from_P),
+        f"every NOUN was made of the UNIT that {there}": a._replace(from_P=b.from_P),
         f"every NOUN had the weight that {there}": a._replace(weight_P=b.weight_P),
         "every NOUN had the weight of microbatch {other} for its slot": a._replace(weight_P=weight_aP),
         "its tokens were routed as those of microbatch {other}": b,

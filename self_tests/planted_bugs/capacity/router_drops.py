@@ -263,7 +263,7 @@ class DroppedOutOfTheSum(Router):
         "dropping-all-even",
         "gradient",
         "likely cause: dropped slots passed gradients",
-        "which lost all its slots",
+        "which had all slots dropped",
     ),
 )
 class ZeroedBehindAutograd(Router):

@@ -280,8 +280,14 @@ class NullPointerRefused(AllToAllExchange):
 
 @planted(
     Expectation(
-        *("EXCH-10", "halves-in-flight-even", "combine", "microbatches 0 and 1 were in flight together, of which 1"),
-        "y of microbatch 0 is as if every answer went to the token that the routing of microbatch 1 has in its place",
+        *(
+            "EXCH-10",
+            "halves-in-flight-even",
+            "combine",
+            "microbatches 0 and 1 were in flight at the same time, of which 1",
+        ),
+        "y of microbatch 0 is wrong; likely cause: every answer went to the token that",
+        "the token that the routing of microbatch 1 has in its place",
     ),
     real="deepseek-ai/DeepEP PR #580",
 )

@@ -154,8 +154,8 @@ class OutputsTakeTurns(TwoBuffers):
 
 @planted(
     Expectation(
-        *("EXCH-10", "three-in-flight-even", "gradient", "in flight together, of which 1 and 2 came out right"),
-        "as if every gradient had the weight that the routing of microbatch 2 has in its place",
+        *("EXCH-10", "three-in-flight-even", "gradient", "in flight at the same time, of which 1 and 2 are correct"),
+        "likely cause: every gradient had the weight that the routing of microbatch 2 has in its place",
     )
 )
 class WeightsTakeTurns(TwoBuffers):
