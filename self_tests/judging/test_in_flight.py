@@ -1,4 +1,4 @@
-"""Microbatches that are mixed up with each other: which were in flight at the same time, and whose routing was used."""
+"""Microbatches that are mixed up with each other: which were in flight together, and whose routing was used."""
 
 from __future__ import annotations
 

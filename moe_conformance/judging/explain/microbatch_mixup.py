@@ -1,4 +1,4 @@
-"""Saying that a microbatch was mixed up with another: which were in flight at the same time, and whose routing was used."""
+"""Saying that a microbatch was mixed up with another: which were in flight together, and whose routing was used."""
 
 from __future__ import annotations
 
