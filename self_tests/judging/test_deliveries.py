@@ -226,8 +226,8 @@ class TestWeights:
         work = replace(work, batches=((replace(batch, weights_TK=weights_TK), work.batches[0][1]),))
         fault = caught(judge_weights, broken(work, weights=on(1, exchange(0, 2))))
         assert (
-            "rank 0 token 0 slot 0 at expert 4 on rank 1 has the weight 0.625 instead of 0.125; likely cause: the weight of rank 0 token 2 slot 0"
-            in str(fault)
+            "rank 0 token 0 slot 0 at expert 4 on rank 1 has the weight 0.625 instead of 0.125; likely "
+            "cause: the weight of rank 0 token 2 slot 0" in str(fault)
         )
 
     @pytest.mark.parametrize(

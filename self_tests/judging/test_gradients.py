@@ -47,8 +47,8 @@ class TestOutGradients:
         fault = caught(judge_out_gradients, outcome)
         assert isinstance(fault, WrongGradient)
         assert (
-            "backward of combine: every element of the gradients at the experts' output is 2.000 x the expected value: ep"
-            in str(fault)
+            "backward of combine: every element of the gradients at the experts' output is 2.000 x the "
+            "expected value: ep" in str(fault)
         )
         assert 2.0 == fault.ratio
         assert (0, 1, 2, 3) == fault.ranks
@@ -190,8 +190,8 @@ class TestDx:
         fault = caught(judge_dx, outcome)
         assert isinstance(fault, AbsentGradient)
         assert (
-            "the gradient of x on rank 0 in microbatch 0 is None; first wrong: dL/dx, since the gradient at the experts' input is correct"
-            in str(fault)
+            "the gradient of x on rank 0 in microbatch 0 is None; first wrong: dL/dx, since the "
+            "gradient at the experts' input is correct" in str(fault)
         )
         assert (0,) == fault.ranks
         empty = broken(workload(ids=[[], [[2, 1]]]))

@@ -94,7 +94,7 @@ class TestStops:
     def test_the_first_failure_ends_the_case(self, tmp_path):
         """With -x the checks that come after it are not run, though their outcome is there."""
         done = judged(tmp_path, "-x", "-k", "wrong and single")
-        expected = {"test_outputs[wrong-single-even]": "fail", "test_finished[wrong-single-even]": "not run"}
+        expected = {"test_outputs[wrong-single-even]": "fail", "test_finished[wrong-single]": "not run"}
         assert (1, expected) == (done.status, verdicts(tmp_path))
 
 

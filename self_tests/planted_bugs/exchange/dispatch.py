@@ -88,7 +88,9 @@ class NoExpertOffset(AllGatherExchange):
 
 
 @planted(
-    Expectation("EXCH-01", "even", "dispatch", "delivered to rank 0 for expert 0", "which is not routed to this expert"),
+    Expectation(
+        "EXCH-01", "even", "dispatch", "delivered to rank 0 for expert 0", "which is not routed to this expert"
+    ),
     real="huggingface/transformers PR #40545",
 )
 class OthersToFirstExpert(AllGatherExchange):
