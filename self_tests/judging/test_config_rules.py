@@ -50,7 +50,8 @@ class TestRefusal:
         """What takes any T has no reason to."""
         with pytest.raises(
             Refused,
-            match=f"{words} refuses packed sequences .T differs between ranks., which it must accept, on rank 0, rank 1: 'packed=True'",
+            match=f"{words} refuses packed sequences .T differs between ranks., which it must accept, "
+            "on rank 0, rank 1: 'packed=True'",
         ):
             judge_packed(outcome((told(wire),) * 2, (REFUSED,) * 2), Tally())
 
