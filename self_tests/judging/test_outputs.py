@@ -44,7 +44,7 @@ class TestOutputs:
         fault = caught(judge_outputs, broken(ROUTING, answers=on(0, put(0, lambda rows: rows[0] * 0))))
         assert isinstance(fault, WrongOutput)
         assert "combine: y of rank 0 token 0, columns 0..3 (slot 0, expert 0), is zero" in str(fault)
-        assert "the answer of expert 0 was dropped" in str(fault)
+        assert "likely cause: the answer of expert 0 was left out" in str(fault)
         assert (0,) == fault.ranks
 
     def test_the_last_row_of_one_expert_dropped_is_one_fault(self) -> None:
@@ -63,14 +63,14 @@ class TestOutputs:
     def test_exchanged_answers_are_named_by_each_other(self) -> None:
         """Combine that puts two answers in each other's place is told by both tokens."""
         fault = caught(judge_outputs, broken(ROUTING, outputs=on(0, exchange(0, 1))))
-        assert "y of rank 0 token 0 is that of rank 0 token 1, which has this one's" in str(fault)
+        assert "y of rank 0 token 0 is that of rank 0 token 1, which has the value of this one" in str(fault)
         assert (0,) == fault.ranks
 
     def test_the_answer_to_a_padding_row_is_recognised(self) -> None:
         """Padding rows are answered with a large value, and that value in y is told for what it is."""
         fault = caught(judge_outputs, broken(ROUTING, padding=1, answers=on(1, exchange(0, 1))))
         assert "y of rank 0 token 1 holds" in str(fault)
-        assert "the answer to a padding row (16384) reached it" in str(fault)
+        assert "likely cause: it includes the expert output of a padding row (16384)" in str(fault)
 
     def test_the_answer_to_a_padding_row_is_told_before_what_it_pushed_out_of_place(self) -> None:
         """What else is wrong is likely to come of the same fault, and is told after it, of earlier tokens too."""
@@ -78,7 +78,9 @@ class TestOutputs:
         outcome = broken(ROUTING, padding=1, answers=lambda rank, rows: (padded if rank else dropped)(rows))
         fault = caught(judge_outputs, outcome)
         assert fault.sentence.startswith("y of rank 0 token 1 holds")
-        assert "reached it. Also: y of rank 0 token 0, columns 0..3 (slot 0, expert 0), is zero" in str(fault)
+        assert "a padding row (16384). Also: y of rank 0 token 0, columns 0..3 (slot 0, expert 0), is zero" in str(
+            fault
+        )
 
     def test_padding_is_found_behind_more_rows_than_are_explained(self) -> None:
         """However much else is wrong, it comes first."""
@@ -86,7 +88,8 @@ class TestOutputs:
         answer = put(-1, lambda y: y[-1] * 0 + 4096)
         work = workload(tokens=70)
         outcome = broken(work, outputs=lambda rank, y: answer(y) if rank else y + torch.randn(y.shape, generator=noise))
-        assert caught(judge_outputs, outcome).sentence.startswith("y of rank 1 token 68 holds 4096: the answer to a")
+        sentence = caught(judge_outputs, outcome).sentence
+        assert sentence.startswith("y of rank 1 token 68 holds 4096; likely cause: it includes the expert output of a")
 
     def test_a_token_without_slots_is_zero(self) -> None:
         """What appears at a token that is routed nowhere has no right to be there."""
@@ -99,9 +102,7 @@ class TestOutputs:
         """The token's own row through an expert that it is not routed to is recognised."""
         own = ROUTING.batches[0][1].x_TD[1]
         outcome = broken(ROUTING, outputs=on(1, put(1, lambda y: torch.cat([own[:4] * 0.5, y[1][4:]]))))
-        assert "is not zero: it holds 1 x what expert 0 makes of the token itself" in str(
-            caught(judge_outputs, outcome)
-        )
+        assert "is not zero: it holds 1 x the output of expert 0 for this token" in str(caught(judge_outputs, outcome))
 
     def test_columns_that_belong_to_no_expert_stay_zero(self) -> None:
         """Where the experts do not divide the hidden size, the rest is watched too."""
@@ -144,21 +145,21 @@ class TestOutputs:
         factor = second / first
         outcome = broken(work, outputs=on(0, put(0, lambda y: torch.cat([y[0][:20] * factor, y[0][20:]]))))
         fault = caught(judge_outputs, outcome)
-        assert f"is weighted by {second:g} instead of {first:g}" in str(fault)
+        assert f"is multiplied by {second:g} instead of {first:g}" in str(fault)
         assert "the weight of slot 1" in str(fault)
 
     def test_another_slots_weight_is_not_taken_for_a_factor(self) -> None:
         """A neighbour's weight that happens to be twice the own one is told as a weight if that explains more."""
         work = weighted([[0.25, 0.5], [0.375, 0.125]])
         fault = caught(judge_outputs, reweighted(work, lambda weights_TK: weights_TK.roll(1, 1)))
-        assert "is weighted by 0.5 instead of 0.25: the weight of slot 1" in str(fault)
+        assert "is multiplied by 0.5 instead of 0.25; likely cause: the weight of slot 1" in str(fault)
         assert "twice" not in str(fault)
 
     def test_a_weight_that_all_tokens_of_an_expert_share_is_not_a_factor_of_the_expert(self) -> None:
         """Weights applied twice are told as such, though one expert's answers are all off by one factor."""
         work = weighted([[0.25, 0.5], [0.25, 0.375]])
         fault = caught(judge_outputs, reweighted(work, torch.square))
-        assert "is weighted by 0.0625 instead of 0.25: the weight was applied twice" in str(fault)
+        assert "is multiplied by 0.0625 instead of 0.25; likely cause: the weight was applied twice" in str(fault)
         assert not any(words in str(fault) for words in ("every answer of expert", "the weight of slot"))
 
     def test_unapplied_weights_are_told(self) -> None:

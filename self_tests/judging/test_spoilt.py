@@ -82,7 +82,7 @@ class TestSpread:
 
         error = caught(judge_parameters_beside, edit_final(clean(name), spread))
         assert isinstance(error, WrongGradient)
-        assert "up of expert 1 on rank 0 has nan" in str(error)
+        assert "up of expert 1 on rank 0 is nan" in str(error)
 
     def test_an_expert_of_a_bad_token_without_a_slot_is_not_free(self) -> None:
         """Where the bad token has no slot all experts are judged, those of even ids too."""
@@ -91,7 +91,7 @@ class TestSpread:
             return gradient * torch.nan if key == ("down", REACHED) else gradient
 
         error = caught(judge_parameters_beside, edit_final(clean(DROPPED), spread))
-        assert "down of expert 0 on rank 0 has nan" in str(error)
+        assert "down of expert 0 on rank 0 is nan" in str(error)
 
     def test_an_output_of_another_token_is_told(self) -> None:
         """NaN in y of a finite token is told, with the tokens that are not finite."""

@@ -95,7 +95,7 @@ class TestLikeness:
             (torch.cat([KNOWN[0][:20], torch.ones(4)]), "a except in columns 20..23"),
             (torch.zeros(24), "zero"),
             (torch.full((24,), torch.inf), "not finite in columns 0..23 (uninitialised?)"),
-            (torch.arange(24.0), "no token's, no multiple and no mix of two"),
+            (torch.arange(24.0), "not the row of a token, nor a multiple or a sum of two"),
         ],
     )
     def test_rows_are_recognised(self, row: torch.Tensor, words: str) -> None:

@@ -126,7 +126,7 @@ class TestRecord:
     def test_a_failure_says_what_and_how_to_see_it_again(self, report):
         """Diagnosis, stage, blamed ranks, what was compared, and a command that selects the item."""
         failed = record(report, "test_outputs[wrong-ep2-even]")
-        assert "every element of y is 2.000 x the oracle" in failed.message
+        assert "every element of y is 2.000 x the expected value" in failed.message
         assert ("combine", "WrongOutput") == (failed.stage, failed.kind)
         assert ("wrong", "ep2", "even") == (failed.variant, failed.layout, failed.workload)
         assert failed.reproduce(report["again"]) == (
@@ -168,7 +168,7 @@ class TestTerminal:
 
     def test_no_python_traceback_of_the_judge(self, judged):
         """What is wrong stands there in words."""
-        assert "combine: every element of y is 2.000 x the oracle" in judged.output
+        assert "combine: every element of y is 2.000 x the expected value" in judged.output
         assert "judge_outputs" not in judged.output
 
     def test_the_matrix_has_a_column_per_layout(self, judged):

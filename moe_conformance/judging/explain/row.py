@@ -58,16 +58,16 @@ def explain_row(sheets: Sheets, row: WrongRow) -> list[list[Finding]]:
     whole = _Piece(sheets, row, slice(None))
     if padded(sheets, row):
         largest = float(whole.actual.abs().max())
-        words = f" holds {largest:g}: the answer to a padding row ({tags.PADDING_ANSWER:g}) reached it"
-        return [[whole.finding(PADDING, words)]]
+        cause = f"it includes the expert output of a padding row ({tags.PADDING_ANSWER:g})"
+        return [[whole.finding(PADDING, f" holds {largest:g}; likely cause: {cause}")]]
     if len(row.experts) > 1:
         if not bool(torch.isfinite(whole.actual).any()):
             return [[whole.finding("not finite", " is not finite")]]
         if not bool(whole.actual.any()):
-            return [[whole.finding("dropped", f" is zero: every {sheets.noun} was dropped")]]
+            return [[whole.finding("dropped", f" is zero; likely cause: every {sheets.noun} was left out")]]
         exchanged = _exchanged(whole)
         if exchanged is not None:
-            return [[whole.finding("exchanged", f" is that of {exchanged}, which has this one's")]]
+            return [[whole.finding("exchanged", f" is that of {exchanged}, which has the value of this one")]]
         other = _another_tokens(whole)
         if other is not None:
             return [[whole.finding("another token's", f" is {other}")]]
@@ -101,11 +101,11 @@ def _held(block: _Piece, slots: Sequence[int]) -> list[_Held]:
     if not bool(torch.isfinite(block.actual).all()):
         return [("not finite", "is not finite")]
     if not bool(block.actual.any()):
-        return [("dropped", f"is zero: the {noun} of expert {expert} was dropped")]
+        return [("dropped", f"is zero; likely cause: the {noun} of expert {expert} was left out")]
     held = []
     exchanged = _exchanged(block)
     if exchanged is not None:
-        held.append(("exchanged", f"is that of {exchanged}, which has this one's"))
+        held.append(("exchanged", f"is that of {exchanged}, which has the value of this one"))
     weighted, factor = _weighted(block, slots)
     held += weighted
     other = None if exchanged else _another_tokens(block)
@@ -134,17 +134,17 @@ def _weighted(block: _Piece, slots: Sequence[int]) -> tuple[list[_Held], _Held |
         return [], None
     weight = times / tags.gain(expert)
     if not slots:
-        words = f"is not zero: it holds {weight:g} x what expert {expert} makes of the token itself"
+        words = f"is not zero: it holds {weight:g} x the output of expert {expert} for this token"
         return [("not asked for", words)], None
     of_token = reading.weights[row.microbatch][row.rank][row.token]
     own = sum(of_token[slot] for slot in slots)
-    held, by = [], f"is weighted by {weight:g} instead of {own:g}"
+    held, by = [], f"is multiplied by {weight:g} instead of {own:g}"
     if weight in of_token:
-        held.append(("another slot's weight", f"{by}: the weight of slot {of_token.index(weight)}"))
+        held.append(("another slot's weight", f"{by}; likely cause: the weight of slot {of_token.index(weight)}"))
     if weight == 1:
-        held.append(("unweighted", f"{by}: the weight was not applied"))
+        held.append(("unweighted", f"{by}; likely cause: the weight was not applied"))
     if weight == own * own:
-        held.append(("weighted twice", f"{by}: the weight was applied twice"))
+        held.append(("weighted twice", f"{by}; likely cause: the weight was applied twice"))
     if weight == 2 * own:
         held.append(("twice", f"holds the {noun} twice"))
     factor = f": {ratio_words(weight / own, reading.token_ratios)}" if own else ""

@@ -28,7 +28,7 @@ def likeness(row_D: Tensor, rows_ND: Tensor, names: Sequence[str]) -> str:
     if not bool(row_D.any()):
         return "zero"
     if not len(rows_ND):
-        return "unlike anything: no token was fed"
+        return "of no token: the batch is empty"
     for attempt in (_multiple, _mix, _shift, _splice):
         said = attempt(row_D, rows_ND, names)
         if said is not None:
@@ -118,7 +118,7 @@ def _nearest(row_D: Tensor, rows_ND: Tensor, names: Sequence[str]) -> str:
     odd = differs_ND[best].nonzero().flatten().tolist()
     if len(odd) <= len(row_D) // 4:
         return f"{names[best]} except in {column_words(odd)}"
-    return "no token's, no multiple and no mix of two"
+    return "not the row of a token, nor a multiple or a sum of two"
 
 
 def _times(factor: float, name: str) -> str:

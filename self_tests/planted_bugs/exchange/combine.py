@@ -38,7 +38,12 @@ class CombineSkippedOnOneRank(AllToAllExchange):
 
 
 @planted(
-    Expectation("EXCH-05", "even", "combine", "(16384) reached it; 2 more of the same kind. Also: y of rank 0 token 0"),
+    Expectation(
+        "EXCH-05",
+        "even",
+        "combine",
+        "the expert output of a padding row (16384); 2 more of the same kind. Also: y of rank 0 token 0",
+    ),
     real="NVIDIA/TransformerEngine commit b7323b1ec (#2907)",
 )
 class PaddingTrimmedAtWrongEnd(AllToAllExchange):
@@ -112,7 +117,9 @@ class ShardsNotSummed(AllToAllExchange):
         return self._unpermute(rows_PD, handle.permuted)
 
 
-@planted(Expectation("EXCH-05", "even", "combine", "slot 0", "is zero: the answer of expert", "was dropped"))
+@planted(
+    Expectation("EXCH-05", "even", "combine", "slot 0", "is zero; likely cause: the answer of expert", "was left out")
+)
 class LastSlotWins(AllToAllExchange):
     """The answers of a token's slots overwrite each other in place of being added."""
 
@@ -124,7 +131,7 @@ class LastSlotWins(AllToAllExchange):
 
 
 @planted(
-    Expectation("EXCH-05", "even", "combine", "y of rank 0 token 4 is zero: every answer was dropped"),
+    Expectation("EXCH-05", "even", "combine", "y of rank 0 token 4 is zero; likely cause: every answer was left out"),
     real="pytorch/torchtitan commit 9233d8318 (#1586)",
     layout=TP2_EP2,
 )
@@ -361,8 +368,10 @@ class LendsItsRows(AllToAllExchange):
 
 
 @planted(
-    Expectation("EXCH-38", "inference-even", "combine", "y of rank 0 token 0", "microbatch 0", "weighted by 1"),
-    Expectation("EXCH-38", "inference-in-turn-even", "combine", "y of rank 0 token 0", "microbatch 0", "weighted by 1"),
+    Expectation("EXCH-38", "inference-even", "combine", "y of rank 0 token 0", "microbatch 0", "multiplied by 1"),
+    Expectation(
+        "EXCH-38", "inference-in-turn-even", "combine", "y of rank 0 token 0", "microbatch 0", "multiplied by 1"
+    ),
     Expectation("EXPT-01", "own-inference-in-turn-even", "experts", "y of rank 0 token 0 is"),
 )
 class UnweightedInference(AllToAllExchange):

@@ -199,7 +199,9 @@ class CountsOverrun(AllToAllExchange):
     Expectation(
         "EXCH-03", "input-weights-even", "dispatch", "slot 0", "has the weight", "likely cause: the weight of slot 1"
     ),
-    Expectation("EXCH-05", "even", "combine", "the weight of slot 0; the", "30 more of the same kind"),
+    Expectation(
+        "EXCH-05", "even", "combine", "likely cause: the weight of slot 0; largest error", "30 more of the same kind"
+    ),
 )
 class WeightsOneSlotOff(AllToAllExchange):
     """Every pair gets the weight of its token's next slot."""
@@ -220,7 +222,13 @@ class WeightsUnsorted(AllToAllExchange):
 
 
 @planted(
-    Expectation("EXCH-05", "even", "combine", "is weighted by 1 instead of", "the weight was not applied; 30 more"),
+    Expectation(
+        "EXCH-05",
+        "even",
+        "combine",
+        "is multiplied by 1 instead of",
+        "likely cause: the weight was not applied; 30 more",
+    ),
     Expectation("GRAD-03", "even", "gradient", "the gradient of the weights on rank 0 in microbatch 0 is None"),
 )
 class Unweighted(AllToAllExchange):

@@ -64,7 +64,7 @@ class PairsPerExpertInUint8(AllToAllExchange):
         "7 more",
     ),
     Expectation(
-        "GRAD-03", "zero-and-negative-weights-even", "gradient", "at rank 0 token 0 slot 0", "is 0 instead of -1.25"
+        "GRAD-03", "zero-and-negative-weights-even", "gradient", "of rank 0 token 0 slot 0", "is 0 instead of -1.25"
     ),
 )
 class MapOfNonzeroWeights(AllToAllExchange):
@@ -75,7 +75,11 @@ class MapOfNonzeroWeights(AllToAllExchange):
         return super()._permute(x, replace(routing, ids_TK=ids_TK), room)
 
 
-@planted(Expectation("EXCH-05", "zero-and-negative-weights-even", "combine", "slot 1", "is zero: the answer of expert"))
+@planted(
+    Expectation(
+        "EXCH-05", "zero-and-negative-weights-even", "combine", "slot 1", "is zero; likely cause: the answer of expert"
+    )
+)
 class NegativeWeightsAtZero(AllToAllExchange):
     """Weights are taken to be probabilities, and those below zero are cut off."""
 
@@ -84,7 +88,7 @@ class NegativeWeightsAtZero(AllToAllExchange):
 
 
 @planted(
-    Expectation("EXCH-05", "zero-and-negative-weights-even", "combine", "weighted by 0.4375 instead of -0.4375"),
+    Expectation("EXCH-05", "zero-and-negative-weights-even", "combine", "multiplied by 0.4375 instead of -0.4375"),
     Expectation("GRAD-03", "zero-and-negative-weights-even", "gradient", "is -1.5 instead of 1.5"),
 )
 class SignOfWeightsLost(AllToAllExchange):

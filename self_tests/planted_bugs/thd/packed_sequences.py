@@ -246,7 +246,7 @@ class MaskedWithoutTheBias(Router):
 
 
 @planted(
-    Expectation("ROUTE-22", "masked-router", "route", "every element of the weights is 2.667 x the oracle"),
+    Expectation("ROUTE-22", "masked-router", "route", "every element of the weights is 2.667 x the expected value"),
     Expectation("ROUTE-22", "masked-unbalanced", "route", "every element of the weights is"),
     layout=SINGLE,
 )

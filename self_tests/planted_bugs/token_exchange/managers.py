@@ -129,7 +129,7 @@ class IdsSentAgain(TokenExchange):
 
 
 @planted(
-    Expectation("EXCH-05", "even", "combine", "(16384) reached it"),
+    Expectation("EXCH-05", "even", "combine", "likely cause: it includes the expert output of a padding row (16384)"),
     layout=EP2_ETP2,
 )
 class AnswersFromTheTail(HybridEPManager):
