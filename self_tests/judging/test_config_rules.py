@@ -48,11 +48,8 @@ class TestRefusal:
     @pytest.mark.parametrize(("wire", "words"), [("pairs", "an all-to-all"), ("tokens", "a fused token exchange")])
     def test_no_other_may(self, wire: str, words: str) -> None:
         """What takes any T has no reason to."""
-        with pytest.raises(
-            Refused,
-            match=f"{words} refuses packed sequences .T differs between ranks., which it must accept, "
-            "on rank 0, rank 1: 'packed=True'",
-        ):
+        refused = f"{words} refuses packed sequences .T differs between ranks., which it must accept,"
+        with pytest.raises(Refused, match=f"{refused} on rank 0, rank 1: 'packed=True'"):
             judge_packed(outcome((told(wire),) * 2, (REFUSED,) * 2), Tally())
 
     def test_one_rank_alone_may_not(self) -> None:

@@ -214,7 +214,7 @@ class TestWeights:
         fault = caught(judge_weights, broken(work, weights=on(1, lambda weights: weights.roll(1))))
         first, second = work.batches[0][0].weights_TK[0].tolist()
         assert isinstance(fault, WrongWeight)
-        words = f"slot 0 at expert 4 on rank 1 carries {second:g}, the weight of slot 1, instead of {first:g}"
+        words = f"expert 4 on rank 1 has the weight {second:g} instead of {first:g}; likely cause: the weight of slot 1"
         assert words in str(fault)
         assert (1,) == fault.ranks
 
@@ -225,10 +225,8 @@ class TestWeights:
         weights_TK = torch.tensor([[1, 2], [3, 4], [5, 6]]) / 8
         work = replace(work, batches=((replace(batch, weights_TK=weights_TK), work.batches[0][1]),))
         fault = caught(judge_weights, broken(work, weights=on(1, exchange(0, 2))))
-        assert (
-            "rank 0 token 0 slot 0 at expert 4 on rank 1 has the weight 0.625 instead of 0.125; likely "
-            "cause: the weight of rank 0 token 2 slot 0" in str(fault)
-        )
+        sentence = "rank 0 token 0 slot 0 at expert 4 on rank 1 has the weight 0.625 instead of 0.125"
+        assert f"{sentence}; likely cause: the weight of rank 0 token 2 slot 0" in str(fault)
 
     @pytest.mark.parametrize(
         ("change", "words"),
@@ -262,7 +260,9 @@ class TestWeights:
         """A row scaled by another weight than its own is told, and is no corrupt row."""
         outcome = broken(ROUTING, weights_at="input", rows=on(0, put(0, lambda rows: rows[0] * 2)))
         own = float(ROUTING.batches[0][0].weights_TK[0, 0])
-        assert f"at expert 0 on rank 0 carries {2 * own:g}" in str(caught(judge_weights, outcome))
+        assert f"at expert 0 on rank 0 has the weight {2 * own:g} instead of {own:g}" in str(
+            caught(judge_weights, outcome)
+        )
         judged(judge_rows, outcome)
 
     def test_weights_that_travel_against_the_claim_are_told(self) -> None:

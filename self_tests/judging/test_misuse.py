@@ -99,7 +99,7 @@ class TestWrongInput:
         answer = Answer(error="ids must be integers", error_type="builtins.TypeError")
         judge_wrong_input(edit(run("misuse-ids-in-float"), 1, 1, answer), Tally())
 
-    @pytest.mark.parametrize(("number", "where"), [(0, "before"), (2, "behind")])
+    @pytest.mark.parametrize(("number", "where"), [(0, "before"), (2, "after")])
     def test_a_wrong_answer_beside_it_is_told(self, number: int, where: str) -> None:
         """The right steps before and behind the refusal are judged, exactly."""
         outcome = run("misuse-id-too-low")
@@ -107,7 +107,7 @@ class TestWrongInput:
         y_TD[3, 2] += 1
         error = caught(judge_wrong_input, edit(outcome, number, 1, Answer(values={"": y_TD})))
         assert isinstance(error, WrongOutput)
-        assert f"the right call {where} the wrong one has another y on rank 1 at token 3" in str(error)
+        assert f"y of rank 1 in the valid call {where} the invalid one is wrong at token 3" in str(error)
 
 
 class TestWrongAnswers:

@@ -233,7 +233,7 @@ class TestForm:
 
 class TestInputs:
     def test_a_changed_input_is_named(self) -> None:
-        """What the backend changed its input is told by name and rank."""
+        """An input that the backend changed is named, with the rank."""
         fault = caught(judge_inputs, edit(broken(ROUTING), 1, lambda seen: replace(seen, inputs_changed=("x",))))
         assert isinstance(fault, ChangedInput)
         assert "the backend changed its input x on rank 1" in str(fault)

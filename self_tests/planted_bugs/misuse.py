@@ -107,7 +107,7 @@ class NarrowedForAll(AllToAllExchange):
 @planted(
     Expectation(
         *("EXCH-45", "misuse-anothers-handle", "combine"),
-        "combine answered the handle of another microbatch on rank 0, 1, which should refuse it",
+        "combine accepted the handle of another microbatch on rank 0, 1; expected: an error",
     )
 )
 class AnswersCutToFit(AllToAllExchange):

@@ -43,7 +43,13 @@ class LargestOfExpertRanks(TokenPadding):
 
 
 @planted(
-    Expectation("PACK-01", "padded-counts-16", "dispatch", "rank 1 pads 0 tokens to 0 rows instead of 80", "take 80"),
+    Expectation(
+        "PACK-01",
+        "padded-counts-16",
+        "dispatch",
+        "rank 1 pads 0 tokens to 0 rows instead of 80",
+        "for 5, 0, 70, 3 tokens in its exchange group",
+    ),
     layout=EP2_ETP2,
 )
 class OwnCountAligned(TokenPadding):
@@ -55,7 +61,13 @@ class OwnCountAligned(TokenPadding):
 
 @planted(
     Expectation("PACK-02", "padded-counts-128", "dispatch", "not a multiple of the alignment 128"),
-    Expectation("PACK-01", "padded-counts-16", "dispatch", "pads 5 tokens to 128 rows instead of 80", "take 80"),
+    Expectation(
+        "PACK-01",
+        "padded-counts-16",
+        "dispatch",
+        "pads 5 tokens to 128 rows instead of 80",
+        "for 5, 0, 70, 3 tokens in its exchange group",
+    ),
     layout=EP2_ETP2,
 )
 class AlignmentOfItsOwn(TokenPadding):
@@ -139,7 +151,13 @@ class AsksInSpiteOfTheBound(TokenPadding):
 
 
 @planted(
-    Expectation("PACK-11", "padded-counts-bound", "dispatch", "tokens to 23 rows instead of 24", "take 24"),
+    Expectation(
+        "PACK-11",
+        "padded-counts-bound",
+        "dispatch",
+        "tokens to 23 rows instead of 24",
+        "for 5, 0, 23, 3 tokens in its exchange group",
+    ),
     layout=EP2_ETP2,
 )
 class BoundNotAligned(TokenPadding):

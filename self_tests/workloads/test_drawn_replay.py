@@ -48,7 +48,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> Judged:
 class TestReport:
     def test_the_smallest_batch_is_told_with_its_command(self, judged):
         """In the terminal, below what is wrong with it."""
-        assert "rank 1 token 0 slot 0 was lost: it never reached expert 0 on rank 0" in judged.output
+        assert "rank 1 token 0 slot 0 was not delivered to expert 0 on rank 0" in judged.output
         assert "drawn: E = 2, K = 1, D = 32, float32, schedule F0 B0" in judged.output
         assert f"replay: {judged.record.replay[0]}" in judged.output
 

@@ -98,10 +98,12 @@ _SAYS = (SaysBlocks,)
         "budget-exact-even",
         "dispatch",
         "reports no overflow in microbatch 0: rank",
-        "in multiples of 4), and the budget is",
+        "in multiples of 4); the receive buffer has",
     ),
     Expectation("DROP-14", "overfull-by-turns-even", "dispatch", "reports no overflow", "in multiples of 4)"),
-    Expectation("DROP-15", "overfull-by-turns-even", "dispatch", "is handed", "in multiples of 4) in microbatch"),
+    Expectation(
+        "DROP-15", "overfull-by-turns-even", "dispatch", "; its receive buffer has", "in multiples of 4) in microbatch"
+    ),
     also=_SAYS,
 )
 class RowsAgainstABudgetOfBlocks(InBlocks):
@@ -115,7 +117,9 @@ class RowsAgainstABudgetOfBlocks(InBlocks):
 
 
 @planted(
-    Expectation("DROP-16", "overfull-by-turns-even", "dispatch", "is dropped, and would have fitted: rank"),
+    Expectation(
+        "DROP-16", "overfull-by-turns-even", "dispatch", "is dropped although it fits the receive buffer: rank"
+    ),
     also=_SAYS,
     layout=EP2_ETP2,
 )
@@ -128,7 +132,9 @@ class OneBlockStaysEmpty(InBlocks):
 
 
 @planted(
-    Expectation("EXCH-25", "budget-spare-even", "dispatch", "the buffer of rank 0 has", "padded to multiples of 4"),
+    Expectation(
+        "EXCH-25", "budget-spare-even", "dispatch", "the receive buffer of rank 0 has", "padded to multiples of 4"
+    ),
     also=_SAYS,
 )
 class BudgetWithoutBlocks(InBlocks):

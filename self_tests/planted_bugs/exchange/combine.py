@@ -191,7 +191,7 @@ class EmptySlotsGetGradient(AllToAllExchange):
 
 
 @planted(
-    Expectation("EXCH-07", "dropped-even", "combine", "y of rank 0 is not finite at 1 token, the first is"),
+    Expectation("EXCH-07", "dropped-even", "combine", "y of rank 0 is not finite at 1 token; the first is"),
     Expectation("EXCH-06", "dropped-even", "combine", "y of rank 0 token 0 is not finite"),
     real="NVIDIA/TransformerEngine commit c988548f7 (#2547)",
 )

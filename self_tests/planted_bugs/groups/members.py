@@ -52,7 +52,13 @@ class ExpertsForRanks(Native):
 
 
 @planted(
-    Expectation("GROUP-01", "", "groups", "the etp group of rank 0 would be [0] instead of [0, 1]", "etp is"),
+    Expectation(
+        "GROUP-01",
+        "",
+        "groups",
+        "the etp group of rank 0 would be [0] instead of [0, 1]",
+        "groups were returned as etp",
+    ),
     real="NVIDIA/Megatron-LM issue #1628",
     layout=EP2_ETP2,
 )
