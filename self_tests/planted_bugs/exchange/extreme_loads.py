@@ -64,7 +64,11 @@ class PairsPerExpertInUint8(AllToAllExchange):
         "7 more",
     ),
     Expectation(
-        "GRAD-03", "zero-and-negative-weights-even", "gradient", "of rank 0 token 0 slot 0", "is 0 instead of -1.25"
+        "GRAD-03",
+        "zero-and-negative-weights-even",
+        "gradient",
+        "the gradient of the routing weight of rank 0 token 0 slot 0",
+        "is 0 instead of -1.25",
     ),
 )
 class MapOfNonzeroWeights(AllToAllExchange):
