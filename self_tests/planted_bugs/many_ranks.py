@@ -84,7 +84,7 @@ class RanksInAlphabeticalOrder(AllToAllExchange):
 
 @planted(
     Expectation(
-        *("GROUP-06", "many-ranks-uneven", "dispatch", "row 0 handed to rank 0 for expert 0 is rank 8 token"),
+        *("GROUP-06", "many-ranks-uneven", "dispatch", "row 0 delivered to rank 0 for expert 0 is rank 8 token"),
         "which is outside of that rank's exchange group (0, 1, 2 and 5 more)",
     ),
     layout=REPLICATED64,
