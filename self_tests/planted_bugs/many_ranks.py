@@ -115,7 +115,7 @@ class _SumsOfSome(GradientFinisher):
 
 
 @planted(
-    Expectation("GROUP-06", "own-many-ranks-uneven", "finish", "the gradient of gate of expert 0 on rank 0 has"),
+    Expectation("GROUP-06", "own-many-ranks-uneven", "finish", "the gradient of gate of expert 0 on rank 0 is"),
     layout=REPLICATED64,
 )
 class ReplicasInAWord(_SumsOfSome):

@@ -262,7 +262,7 @@ class ExpertsLearnFromTheDropped(_Undropping):
 # ---- room --------------------------------------------------------------------------------------------------------
 
 
-@planted(Expectation("DROP-13", "one-rank-even", "run", "raised in forward:0", "rows, and the budget of each is"))
+@planted(Expectation("DROP-13", "one-rank-even", "run", "raised in forward:0", "rows; the receive buffer has"))
 class RoomForTheMean(HybridEPManager):
     """The buffer is sized for tokens that spread evenly over the ranks."""
 
