@@ -50,7 +50,8 @@ class Trial:
         outcome = self.outcomes[case.id]
         if refusal_of(outcome) is not None:
             return False
-        twins = Twins(registry.load(self.plant.backend), "cpu", step, self.engine.renew)
+        backend = registry.load(self.plant.backend)
+        twins = Twins(backend, "cpu", lambda some: [step(each) for each in some], self.engine.renew)
         asked = [check for check in checks()[requirement] if check.reads(case.workload)]
         try:
             return any(isinstance(judge(check, outcome=outcome, twins=twins), Mismatch) for check in asked)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from moe_conformance.contract import Backend
@@ -20,8 +20,8 @@ class Twins:
 
     backend: Backend
     device: str
-    step: Callable[[Workload], Outcome]
-    renew: Callable[[], None]  # ends all ranks: the next step has new ones
+    run: Callable[[Sequence[Workload]], Sequence[Outcome]]  # of one world, one after the other on the same ranks
+    renew: Callable[[], None]  # ends all ranks: the next run has new ones
 
     @property
     def variants(self) -> tuple[str, ...]:
@@ -35,16 +35,26 @@ class Twins:
         a failure. One that does not finish beside something that does not finish alone, in processes that have run
         nothing before, says nothing of the two together.
         """
-        return [self._run(twin) for twin in twins]
+        return [ran for together in _together(twins) for ran in self._run_together(together)]
 
-    def _run(self, twin: Twin) -> Ran:
-        limits = self.backend.limits(twin.workload.config.variant)
-        for workload in (twin.workload, *twin.workload.twist.beside):
-            if limit := broken(limits, workload, self.device):
-                return Ran(twin, None, limit.reason)
-        if twin.fresh:
+    def _run_together(self, twins: Sequence[Twin]) -> list[Ran]:
+        limits = {id(twin): self._limit(twin) for twin in twins}
+        within = [twin for twin in twins if limits[id(twin)] is None]
+        if within and within[0].fresh:
             self.renew()
-        outcome = self.step(twin.workload)
+        outcomes = dict(zip(map(id, within), self.run([twin.workload for twin in within]), strict=True))
+        return [
+            Ran(twin, None, reason) if (reason := limits[id(twin)]) is not None else self._ran(twin, outcomes[id(twin)])
+            for twin in twins
+        ]
+
+    def _limit(self, twin: Twin) -> str | None:
+        """Return the reason of the first limit that a twin breaks, or what it takes turns with; None if none does."""
+        limits = self.backend.limits(twin.workload.config.variant)
+        workloads = (twin.workload, *twin.workload.twist.beside)
+        return next((limit.reason for each in workloads if (limit := broken(limits, each, self.device))), None)
+
+    def _ran(self, twin: Twin, outcome: Outcome) -> Ran:
         if twin.workload.twist.beside and not _finished(outcome) and (why := self._unfinished_alone(twin)):
             return Ran(twin, None, why)
         if twin.workload.twist.lifetime:  # what it leaves behind is no other run's
@@ -56,11 +66,27 @@ class Twins:
         """Say what of that which a twin takes turns with does not finish by itself; nothing if all of it does."""
         for other in twin.workload.twist.beside:
             self.renew()
-            outcome = self.step(other)
+            (outcome,) = self.run([other])
             if not _finished(outcome):
                 error = next((rank.error for rank in outcome.ranks if rank.status != "ok"), None)
                 return f"{other.name} does not finish alone: {error}"
         return ""
+
+
+def _together(twins: Sequence[Twin]) -> Iterator[list[Twin]]:
+    """Yield stretches of twins that can run on the same ranks: one that needs or leaves other processes is alone."""
+    together: list[Twin] = []
+    for twin in twins:
+        alone = twin.fresh or twin.workload.twist.lifetime or bool(twin.workload.twist.beside)
+        if together and (alone or twin.workload.layout.world != together[0].workload.layout.world):
+            yield together
+            together = []
+        together.append(twin)
+        if alone:
+            yield together
+            together = []
+    if together:
+        yield together
 
 
 def _finished(outcome: Outcome) -> bool:

@@ -66,6 +66,11 @@ class CaseRun:
         trial.runs += 1
         return self.outcomes.step(workload, deadline_s)
 
+    def run_counted(self, trial: Trial, workloads: Sequence[Workload]) -> list[Outcome]:
+        """Run workloads of one world now, and count them."""
+        trial.runs += len(workloads)
+        return self.outcomes.steps(workloads)
+
     def _judge(self, item: CaseItem, check: Check) -> tuple[pytest.CallInfo[None], pytest.TestReport]:
         """Return how a check ended, as pytest has it, with its record."""
         case = item.case
@@ -105,25 +110,27 @@ class CaseRun:
         kept = self.outcomes.of(case, self.followers.get(item.nodeid, ()))
         trial.outcome = kept.outcome
         _examine(trial, case)
-        check.asked.bound()(**self._arguments(check, trial, kept, partial(self.step, trial)))
+        check.asked.bound()(**self._arguments(check, trial, kept, partial(self.run_counted, trial)))
 
     def _ask_again(self, check: Check, case: Case, kept: Kept) -> Ending:
         """Return how a check ends on another outcome of its case, on ranks that are still those of that outcome."""
         trial = Trial((), check.name, case.cell, case.workload, outcome=kept.outcome)
         try:
             _examine(trial, case)
-            check.asked.bound()(**self._arguments(check, trial, kept, self.outcomes.step))
+            check.asked.bound()(**self._arguments(check, trial, kept, self.outcomes.steps))
         except (Exception, pytest.skip.Exception) as error:
             return ending(trial, error)
         return ending(trial, None)
 
-    def _arguments(self, check: Check, trial: Trial, kept: Kept, step: Callable[[Workload], Outcome]) -> dict[str, Any]:
+    def _arguments(
+        self, check: Check, trial: Trial, kept: Kept, steps: Callable[[Sequence[Workload]], list[Outcome]]
+    ) -> dict[str, Any]:
         """Return what a check asks for by the names of its arguments."""
         offered: dict[str, Callable[[], Any]] = {
             "outcome": lambda: kept.outcome,
             "reading": lambda: kept.reading,
             "tally": lambda: trial.tally,
-            "twins": lambda: Twins(self.run.backend, self.run.options.device, step, self.outcomes.renew),
+            "twins": lambda: Twins(self.run.backend, self.run.options.device, steps, self.outcomes.renew),
         }
         return {name: offered[name]() for name in check.asked.arguments}
 

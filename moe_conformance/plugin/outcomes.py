@@ -121,6 +121,13 @@ class Outcomes:
         return start(self._started, self._run.target, workload, deadline_s).outcome()
 
     @_ends_with_its_site
+    def steps(self, workloads: Sequence[Workload]) -> list[Outcome]:
+        """Run workloads of one world now, together."""
+        if not workloads:
+            return []
+        return [step.outcome() for step in start_many(self._started, self._run.target, workloads)]
+
+    @_ends_with_its_site
     def renew(self) -> None:
         """End all ranks, once what ran ahead is there: what comes next has new ones."""
         self._finish()

@@ -56,7 +56,7 @@ class CheckedRuns:
         asked = readers(requirement, run)
         outcome = self.runs.outcome(run, alone=run_more(asked))
         step = partial(moe_step, self.runs.engine, backend, deadline_s=DEADLINE_S)
-        twins = Twins(registry.load(backend), "cpu", step, self.runs.renew)
+        twins = Twins(registry.load(backend), "cpu", lambda some: [step(each) for each in some], self.runs.renew)
         return [judge(check, outcome=outcome, twins=twins) for check in asked]
 
     def check_passes(self, backend: str, requirement: str, variant: str, layout: Layout, workload: str) -> None:
