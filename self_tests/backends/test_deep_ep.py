@@ -116,7 +116,7 @@ class TestChecks:
         """The check of reused handles fails, and tells the row and the token."""
         status, output = checked(Stale, tmp_path, "EXCH-27")
         assert 1 == status
-        assert "where call 0 had put" in " ".join(output.split())
+        assert "instead of rank 0 token 1; call 0 had rank 0 token 1 there" in " ".join(output.split())
 
     def test_a_lost_bias_is_seen(self, tmp_path: Path) -> None:
         """The check of biases fails."""
@@ -128,7 +128,7 @@ class TestChecks:
         """The check of weights that travel fails."""
         status, output = checked(Turned, tmp_path, "GRAD-03")
         assert 1 == status
-        assert "of weights_TK of what call" in " ".join(output.split())
+        assert "the gradient of weights_TK of dispatch (call 1) through combine (call 2)" in " ".join(output.split())
 
 
 class TestRefusals:

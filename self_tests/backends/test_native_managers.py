@@ -95,7 +95,10 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("config", "sentence"),
         [
-            (Config("deepep", weights_applied="input"), "a weight for each of its slots"),
+            (
+                Config("deepep", weights_applied="input"),
+                "a row has several weights, none can be applied before the experts",
+            ),
             (Config("hybridep", budget_factor=0.0), "budget_factor = 0.0"),
             (Config("hybridep", budget_factor=float("inf")), "budget_factor = inf"),
             (Config("hybridep", row_budget=-1), "row_budget = -1"),
@@ -103,7 +106,7 @@ class TestRefusals:
             (Config("ncclep", row_budget=3), "NCCLEPManager has no buffer of fixed size: row_budget = 3"),
             (Config("hybridep", budget_factor=2.0, row_budget=3), "one size: budget_factor = 2.0 and row_budget = 3"),
             (Config("ncclep", row_budget=3, over_budget="drop"), "NCCLEPManager has no buffer of fixed size"),
-            (Config("hybridep", over_budget="drop"), "over_budget = 'drop' without a budget"),
+            (Config("hybridep", over_budget="drop"), "over_budget = 'drop' needs budget_factor or row_budget"),
             (Config("hybridep", experts=7), "7 experts do not divide over ep = 4"),
         ],
     )
