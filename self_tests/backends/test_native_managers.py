@@ -97,7 +97,7 @@ class TestRefusals:
         [
             (
                 Config("deepep", weights_applied="input"),
-                "a row has several weights, none can be applied before the experts",
+                "a row has several weights, none can be applied",
             ),
             (Config("hybridep", budget_factor=0.0), "budget_factor = 0.0"),
             (Config("hybridep", budget_factor=float("inf")), "budget_factor = inf"),
