@@ -1,7 +1,7 @@
 """Goldens of the layer with SwiGLU experts: output and every gradient, with weights at the output and at the input.
 
-Runs on ranks are judged by them too (workloads/corpus/exchange/golden.py): the sizes are those of the corpus, the tokens divide among
-1, 2, 3, 4, 6 or 8 ranks, and every input is a float32 number, so that it is the same to a backend.
+Runs on ranks are judged by them too (workloads/corpus/exchange/golden.py): the sizes are those of the corpus, the
+tokens divide among 1, 2, 3, 4, 6 or 8 ranks, and every input is a float32 number, so that it is the same to a backend.
 """
 
 from __future__ import annotations
