@@ -297,6 +297,18 @@ def _be_killed_first() -> None:
             adjustment.write(str(_OOM_SCORE))
 
 
+def _do_not_preempt() -> None:
+    """Has the kernel let a thread go on when another one wakes up, where ranks share processors.
+
+    A thread of gloo that sends wakes its receiver, which would take the processor from it while it holds the lock of
+    the connection; gloo's other thread then spins on that lock for its whole time slice. With four ranks on two cores
+    an all-to-all took 2 ms instead of 0.2.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # forbidden: ranks are slower, and no less right
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
 def _become_rank(nursery: int, station: rank.Station, channel: int, stacks: int, ledger: int) -> NoReturn:
     """Turns a fresh fork into a rank."""
     try:
@@ -304,6 +316,7 @@ def _become_rank(nursery: int, station: rank.Station, channel: int, stacks: int,
         os.setpgid(0, 0)
         _die_with_parent(nursery)
         _be_killed_first()
+        _do_not_preempt()
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # stacks tell more
         faulthandler.enable(file=stacks)
         faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
