@@ -25,8 +25,8 @@ from functools import cache
 from pathlib import Path
 
 from moe_conformance.backends import registry
-from moe_conformance.plan import Case, Plan
-from moe_conformance.report import journal
+from moe_conformance.plan import Case, Cell, Plan
+from moe_conformance.report import result
 from moe_conformance.workloads.records.features import broken, cell_limits, traits
 from moe_conformance.workloads.selection.stored import FOLDER, GENERAL, read
 from self_tests.checks import Check, checks
@@ -55,7 +55,7 @@ def place_of(case: Case) -> Place:
 
 def reported(folder: Path) -> Iterator[Ran]:
     """Yield what the report in a folder tells of cases that were run."""
-    for record in journal.read(folder):
+    for record in result.read(folder).records:
         if record.variant and record.layout and record.workload and record.verdict != "not run":
             yield Ran((record.variant, record.layout, record.workload), record.check, record.verdict, record.runs)
 
@@ -80,34 +80,49 @@ def readers() -> dict[tuple[str, str], tuple[str, ...]]:
     }
 
 
+@cache
+def repeating() -> frozenset[str]:
+    """Return the checks that run equivalent runs of what they read."""
+    return frozenset(check.function.__name__ for check in every_check() if "twins" in check.needs())
+
+
 def open_cases(plan: Plan) -> tuple[Case, ...]:
     """Return the cases among which there is a choice: of a cell that is refused whatever is asked, all run."""
     return tuple(case for case in plan.pool if not cell_limits(case.cell.limits, case.cell.layout))
+
+
+def scope(plan: Plan, check: str, cell: Cell) -> tuple[str, object]:
+    """Return what stands for the variant and for the layout of a cell where a check has to be met once in each."""
+    if cell.variant in getattr(plan.backend, "sampled", ()):
+        return "sampled", ""
+    return cell.variant, cell.layout.world if check.rpartition(".")[2] in repeating() else cell.layout.name
+
+
+def _layout(plan: Plan, cell: Cell) -> str:
+    return "" if cell.variant in getattr(plan.backend, "sampled", ()) else cell.layout.name
 
 
 def demands(plan: Plan) -> dict[Place, set[Demand]]:
     """Return what each case would meet of what a selection has to hold, whatever the verdicts.
 
     Every workload once. Every check that could read a case reads one with every variant on every layout, within the
-    declared limits and beyond them; of variants that are sampled, with one of them on one layout. Every check meets
+    declared limits and beyond them; of variants that are sampled, with one of them on one layout; a check that runs
+    equivalent runs, each as dear as a case, on one layout of each number of ranks. Every check meets
     every trait that it could meet; so does every variant on every layout, with every kind of workload. The plainest
     workload runs everywhere, where variants are sampled on one layout: what is seen there is the easiest to understand.
     """
-    sampled = getattr(plan.backend, "sampled", ())
     found: dict[Place, set[Demand]] = {}
     for case in open_cases(plan):
         variant, layout, name = place = place_of(case)
         within = broken(case.cell.limits, case.workload, case.cell.device) is None
-        where = "" if variant in sampled else layout
-        who = "sampled" if variant in sampled else variant
         found[place] = {("workload", name)}
         for check in readers()[layout, name]:
-            found[place].add(("check", check, who, where, within))
+            found[place].add(("check", check, *scope(plan, check, case.cell), within))
             found[place].update(("trait", check, trait, within) for trait in traits(case.workload))
         if name == _PLAINEST:
-            found[place].add(("plainest", variant, where))
+            found[place].add(("plainest", variant, _layout(plan, case.cell)))
         for trait in traits(case.workload):
-            found[place].add(("trait", case.workload.kind, variant, where, trait, within))
+            found[place].add(("trait", case.workload.kind, variant, _layout(plan, case.cell), trait, within))
     return found
 
 
@@ -190,9 +205,10 @@ def main() -> None:
     given = parser.parse_args()
     plan = Plan(registry.load(given.backend), "cpu", "quick")
     meets = demands(plan)
+    cells = {(cell.variant, cell.layout.name): cell for cell in plan.cells}
     ran = [each for folder in given.report for each in reported(folder) if each.place in meets]
     for each in ran:
-        meets[each.place].add(("verdict", each.check, *each.place[:2], each.verdict))
+        meets[each.place].add(("verdict", each.check, *scope(plan, each.check, cells[each.place[:2]]), each.verdict))
     stored = {} if given.anew else read(given.backend)
     kept = [(v, layout, name) for v, names in stored.items() for name, layouts in names.items() for layout in layouts]
     chosen = choose(meets, costs(plan, ran), required(given.backend), kept)

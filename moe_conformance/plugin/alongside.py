@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from moe_conformance.contract import Backend
 from moe_conformance.judging.equivalence.runs import Ran
@@ -22,6 +22,8 @@ class Twins:
     device: str
     run: Callable[[Sequence[Workload]], Sequence[Outcome]]  # of one world, one after the other on the same ranks
     renew: Callable[[], None]  # ends all ranks: the next run has new ones
+    taken: dict[str, Ran] = field(default_factory=dict)  # of this case, by how they differ: checks share their runs
+    imported: set[str] = field(default_factory=set)  # backends whose import was looked at
 
     @property
     def variants(self) -> tuple[str, ...]:
@@ -35,18 +37,29 @@ class Twins:
         a failure. One that does not finish beside something that does not finish alone, in processes that have run
         nothing before, says nothing of the two together.
         """
-        return [ran for together in _together(twins) for ran in self._run_together(together)]
+        if len({twin.how for twin in twins}) != len(twins):
+            raise ValueError(f"equivalent runs of one name: {sorted(twin.how for twin in twins)}")
+        for together in _together([twin for twin in twins if twin.how not in self.taken]):
+            self.taken.update((ran.twin.how, ran) for ran in self._run_together(together))
+        return [replace(self.taken[twin.how], twin=twin) for twin in twins]
 
     def _run_together(self, twins: Sequence[Twin]) -> list[Ran]:
         limits = {id(twin): self._limit(twin) for twin in twins}
         within = [twin for twin in twins if limits[id(twin)] is None]
         if within and within[0].fresh:
             self.renew()
-        outcomes = dict(zip(map(id, within), self.run([twin.workload for twin in within]), strict=True))
+        outcomes = dict(zip(map(id, within), self.run([self._once(twin.workload) for twin in within]), strict=True))
         return [
             Ran(twin, None, reason) if (reason := limits[id(twin)]) is not None else self._ran(twin, outcomes[id(twin)])
             for twin in twins
         ]
+
+    def _once(self, workload: Workload) -> Workload:
+        """Leave out the import of a backend that was looked at before: it takes seconds, and no case changes it."""
+        if workload.twist.lifetime != "process" or self.backend.name not in self.imported:
+            self.imported.update({self.backend.name} if workload.twist.lifetime else ())
+            return workload
+        return replace(workload, twist=replace(workload.twist, lifetime="session"))
 
     def _limit(self, twin: Twin) -> str | None:
         """Return the reason of the first limit that a twin breaks, or what it takes turns with; None if none does."""

@@ -33,6 +33,7 @@ class CaseRun:
     run: Run
     outcomes: Outcomes
     followers: Mapping[str, Sequence[Case]] = field(default_factory=dict)  # by node id of an item: what ranks begin
+    imported: set[str] = field(default_factory=set)  # backends whose import was looked at
 
     def __call__(self, item: CaseItem) -> None:
         """Let every check judge the case; one that fails keeps none of the others from its verdict."""
@@ -110,29 +111,33 @@ class CaseRun:
         kept = self.outcomes.of(case, self.followers.get(item.nodeid, ()))
         trial.outcome = kept.outcome
         _examine(trial, case)
-        check.asked.bound()(**self._arguments(check, trial, kept, partial(self.run_counted, trial)))
+        twins = partial(self._twins, kept, partial(self.run_counted, trial), self.imported)
+        check.asked.bound()(**_arguments(check, trial, kept, twins))
 
     def _ask_again(self, check: Check, case: Case, kept: Kept) -> Ending:
         """Return how a check ends on another outcome of its case, on ranks that are still those of that outcome."""
         trial = Trial((), check.name, case.cell, case.workload, outcome=kept.outcome)
         try:
             _examine(trial, case)
-            check.asked.bound()(**self._arguments(check, trial, kept, self.outcomes.steps))
+            check.asked.bound()(**_arguments(check, trial, kept, partial(self._twins, kept, self.outcomes.steps, set())))
         except (Exception, pytest.skip.Exception) as error:
             return ending(trial, error)
         return ending(trial, None)
 
-    def _arguments(
-        self, check: Check, trial: Trial, kept: Kept, steps: Callable[[Sequence[Workload]], list[Outcome]]
-    ) -> dict[str, Any]:
-        """Return what a check asks for by the names of its arguments."""
-        offered: dict[str, Callable[[], Any]] = {
-            "outcome": lambda: kept.outcome,
-            "reading": lambda: kept.reading,
-            "tally": lambda: trial.tally,
-            "twins": lambda: Twins(self.run.backend, self.run.options.device, steps, self.outcomes.renew),
-        }
-        return {name: offered[name]() for name in check.asked.arguments}
+    def _twins(self, kept: Kept, steps: Callable[[Sequence[Workload]], list[Outcome]], imported: set[str]) -> Twins:
+        renew = self.outcomes.renew
+        return Twins(self.run.backend, self.run.options.device, steps, renew, kept.alongside, imported)
+
+
+def _arguments(check: Check, trial: Trial, kept: Kept, twins: Callable[[], Twins]) -> dict[str, Any]:
+    """Return what a check asks for by the names of its arguments."""
+    offered: dict[str, Callable[[], Any]] = {
+        "outcome": lambda: kept.outcome,
+        "reading": lambda: kept.reading,
+        "tally": lambda: trial.tally,
+        "twins": twins,
+    }
+    return {name: offered[name]() for name in check.asked.arguments}
 
 
 def limit_of(case: Case) -> Limit | None:

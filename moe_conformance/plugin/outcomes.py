@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from threading import Thread
 from typing import ParamSpec, TypeVar
@@ -15,6 +15,7 @@ import torch
 
 from moe_conformance.engine import Engine, EngineError
 from moe_conformance.engine.host import SiteLostError
+from moe_conformance.judging.equivalence.runs import Ran
 from moe_conformance.judging.observed import run as judging
 from moe_conformance.plan import VIRTUAL, Case
 from moe_conformance.plugin.run import Run, engine_needs
@@ -39,6 +40,7 @@ class Kept:
 
     case: Case | None  # None: it was drawn
     outcome: Outcome
+    alongside: dict[str, Ran] = field(default_factory=dict)  # equivalent runs, by how they differ
 
     @cached_property
     def reading(self) -> judging.Reading:

@@ -181,7 +181,8 @@ class TrainingStep:
             "U": ("unasked", lambda m: self._infer(m, nullcontext())),
         }
         for item in self.workload.schedule.split():
-            time.sleep(self.workload.twist.late[self.context.rank] if self.workload.twist.late else 0)
+            if self.workload.twist.late:
+                time.sleep(self.workload.twist.late[self.context.rank])
             if item in ("S", "Z"):
                 self._reach("finish")
                 self._end_step()

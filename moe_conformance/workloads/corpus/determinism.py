@@ -62,7 +62,7 @@ def behind_inference(workload: Workload) -> list[Twin]:
 def lifetime(workload: Workload) -> list[Twin]:
     """Run it in new processes, from the import of the backend to the end of its session."""
     how = "from import to closing"
-    return [twin(workload, how, bits=True, fresh=True, twist=Twist(lifetime=True))]
+    return [twin(workload, how, bits=True, fresh=True, twist=Twist(lifetime="process"))]
 
 
 def twice(workload: Workload) -> list[Twin]:
@@ -111,7 +111,7 @@ def delayed(workload: Workload) -> list[Twin]:
     By far more than what a busy machine does to a rank by itself.
     """
     world = workload.layout.world
-    late = tuple(0.05 * rank for rank in range(world))
+    late = tuple(0.03 * rank for rank in range(world))
     return [
         twin(workload, f"with rank {last} late", bits=True, twist=Twist(late=each, deterministic=True))
         for last, each in ((world - 1, late), (0, late[::-1]))

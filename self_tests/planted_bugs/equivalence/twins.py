@@ -14,7 +14,7 @@ from moe_conformance.backends.native.exchange.dispatchers import AllGatherExchan
 from moe_conformance.backends.native.layer.experts import Experts, in_blocks
 from moe_conformance.backends.native.row_ops.permutation import Pairs
 from moe_conformance.contract import Config, Routing, Topology
-from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, planted
+from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, planted
 
 
 def _as_if_contiguous(values: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class WeightsCutAtOne(AllToAllExchange):
     Expectation("EXCH-17", "even", "dispatch", "with x transposed", "rows delivered to rank 0 differ"),
     Expectation("EXCH-17", "own-even-bfloat16", "experts", "with x transposed", "y of rank 0 token 0"),
     real="pytorch/torchtitan commit f713a0254 (#3771)",
-    layout=EP2_ETP2,
+    layout=EP2_EDP2,
 )
 class TokensReadAsIfContiguous(AllToAllExchange):
     """A kernel takes the pointer of the tokens and not their strides."""
@@ -146,7 +146,7 @@ class OneSlotWithoutPeers(AllToAllExchange):
     Expectation(
         "EXCH-15", "even", "combine", "the tokens of the next rank", "instead of 0 in the original run (rank 0 token 0"
     ),
-    layout=EP2_ETP2,
+    layout=EP2_EDP2,
 )
 class FirstTokenOfTheWorldIsMissing(AllToAllExchange):
     """The first token of the first rank is taken for one that begins a text, which no expert has to see."""
