@@ -48,7 +48,8 @@ def looked_again(
     """
     if ended.verdict not in ("fail", "crash", "hang") or trial.outcome is None or run.options.plant:
         return ended
-    if waiver_of(run, item, trial, ended.violated or trial.requirements):
+    waiver = waiver_of(run, item, trial, ended.violated or trial.requirements, ended)
+    if waiver is not None and waiver.excuses(ended.faults):
         return ended
     failed = next((mismatch.outcome for mismatch in ended.failed), None) or trial.outcome
     try:

@@ -10,13 +10,13 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import date, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
 
-from moe_conformance import shards
+from moe_conformance import shards, waiving
 from moe_conformance.plan import VIRTUAL
 from moe_conformance.report import drawn, folding, journal, not_run, travelled
 from moe_conformance.report.records import Record, overall
@@ -247,10 +247,9 @@ def waiver_of(entry: Mapping[str, Any]) -> Waiver:
     Raises:
         ValueError, TypeError, KeyError: it is none.
     """
-    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()}
-    return Waiver(**(values | {"expires": date.fromisoformat(entry["expires"])}))
+    return waiving.waiver_of({**entry, "expires": date.fromisoformat(entry["expires"])})
 
 
 def _plain(waiver: Waiver) -> dict[str, Any]:
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(waiver).items()}
-    return values | {"expires": waiver.expires.isoformat()}
+    return values | {"expires": waiver.expires.isoformat(), "failure": [asdict(each) for each in waiver.failure]}
