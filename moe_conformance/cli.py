@@ -1,4 +1,4 @@
-"""The command line: `moe-conformance run`, `merge`, `table`, `list`, `explain` and `doctor`.
+"""The command line: `moe-conformance run`, `merge`, `compare`, `floor`, `table`, `list`, `explain` and `doctor`.
 
 `run` is pytest on the installed checks, no more. What needs torch is imported by the command that needs it, so that
 `--help` does not wait for it.
@@ -7,12 +7,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -246,6 +248,56 @@ def merge_(folders: tuple[Path, ...], report: Path) -> NoReturn:
     for line in (*merged.notes, f"report: {written}"):
         terminal.write_line(line)
     sys.exit(merged.head["exit"])
+
+
+@main.command(name="compare")
+@click.argument("old", metavar="OLD", type=click.Path(path_type=Path))
+@click.argument("new", metavar="NEW", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="print JSON")
+def compare_(old: Path, new: Path, as_json: bool) -> NoReturn:
+    """Compare the reports in two folders: new failures, what is mended, no longer judged, errors that grew.
+
+    Exit status: 1 if something fails or is not judged in NEW that passed or was judged in OLD, 2 if there is no report.
+    """
+    from moe_conformance.report import comparison, result
+    from moe_conformance.report.standing import standings
+
+    try:
+        before, after = (result.read(folder) for folder in (old, new))
+    except result.NoReport as error:
+        raise CannotRun(str(error)) from error
+    whole = not (after.head["filtered"] or after.head["shard"]) and after.head["ranks"] >= before.head["ranks"]
+    found = comparison.compare(standings(before.records), standings(after.records), whole=whole)
+    click.echo(json.dumps(found.to_json(), indent=1) if as_json else "\n".join(found.lines()))
+    sys.exit(int(found.regressed))
+
+
+@main.command(name="floor")
+@click.option("--backend", required=True, metavar="NAME", help="a registered backend")
+@click.option(
+    "--report", type=click.Path(path_type=Path), metavar="DIR", help="of a whole quick run; without it, one is made"
+)
+def floor_(backend: str, report: Path | None) -> None:
+    """Write what a backend passes as its floor, below which no later run may fall. Review it before it is committed."""
+    _require_torch()
+    from moe_conformance.plan import layout_names
+    from moe_conformance.report import floor, result
+    from moe_conformance.report.standing import standings
+
+    with tempfile.TemporaryDirectory() as made:
+        if report is None:
+            _child([sys.executable, "-m", "moe_conformance.cli", "run", "--backend", backend, "--report", made])
+        try:
+            found = result.read(report or Path(made))
+        except result.NoReport as error:
+            raise CannotRun(str(error)) from error
+    head = found.head
+    whole = not (head["filtered"] or head["shard"] or head["interrupted"]) and head["profile"] == "quick"
+    if head["backend"] != backend or not whole or head["ranks"] != floor.RANKS:
+        raise CannotRun(f"a floor needs the whole quick profile of {backend} on {floor.RANKS} ranks")
+    path = floor.FOLDER / f"{backend}.toml"
+    path.write_text(floor.text(standings(found.records), layout_names()), encoding="utf-8")
+    click.echo(f"written: {path}; look at the difference before you commit it")
 
 
 @main.command(name="table")

@@ -56,6 +56,7 @@ OPTIONS = (
     Option("only", "ID,ID", "check these requirements only", lists=True),
     Option("plant", "NAME", "run native with a planted bug, which must be detected"),
     Option("waivers", "FILE", "waivers of a backend that is given by dotted path"),
+    Option("against", "DIR", "fail if less passes or is judged than in the report in this folder"),
     Option("report", "DIR", "write result.json into this folder, and records.jsonl while the run lasts"),
     Option("shard", "I/N", "run the I-th of N parts only; `moe-conformance merge` puts the parts together"),
     Option("time-limit", "SECONDS", "stop in order before this time is up, the start included; exit status 124"),
@@ -79,6 +80,7 @@ class Options:
     only: str = ""
     plant: str = ""
     waivers: str = ""
+    against: str = ""
     report: str = ""
     shard: str = ""
     time_limit: float = 0.0  # seconds; 0 is none
@@ -139,7 +141,7 @@ class Options:
     @property
     def again(self) -> str:
         """A pasteable command that repeats the run, without what chose a part of it."""
-        words = ["moe-conformance", "run", *self.arguments("--", ("only", "report", "shard", "time_limit"))]
+        words = ["moe-conformance", "run", *self.arguments("--", ("only", "against", "report", "shard", "time_limit"))]
         if self.backend == Options.backend and not self.plant:
             words[2:2] = ["--backend", self.backend]
         return shlex.join(words)
