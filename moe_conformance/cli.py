@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -64,9 +64,10 @@ def _require_torch() -> None:
 def _options(names: Collection[str]) -> Callable[[Command], Command]:
     def decorate(command: Command) -> Command:
         for option in reversed([option for option in options.OPTIONS if option.name in names]):
-            decorator = click.option(
-                f"--{option.name}", metavar=option.metavar, help=option.help, multiple=option.lists, callback=_joined
-            )
+            own: dict[str, Any] = {"metavar": option.metavar, "multiple": option.lists, "callback": _joined}
+            if option.flag:
+                own = {"is_flag": True, "default": None}
+            decorator = click.option(f"--{option.name}", help=option.help, **own)
             command = decorator(command)
         return command
 
@@ -81,7 +82,7 @@ def _joined(context: click.Context, parameter: click.Parameter, value: str | tup
 @main.command()
 @_options([option.name for option in options.OPTIONS])
 @click.argument("pytest_arguments", nargs=-1, type=click.UNPROCESSED)
-def run(pytest_arguments: tuple[str, ...], **given: str | None) -> NoReturn:
+def run(pytest_arguments: tuple[str, ...], **given: Any) -> NoReturn:
     """Judge a backend. What follows `--` is for pytest: `-- -n 2`, `-- -x`, `-- -k alltoall-ep2`.
 
     Exit status: 0 if every required check passed, 1 if not, 2 if the run could not start. `--backend every-importable`
@@ -95,9 +96,16 @@ def run(pytest_arguments: tuple[str, ...], **given: str | None) -> NoReturn:
         sys.exit(_run_every(chosen, pytest_arguments))
     sys.path.append(os.getcwd())  # an adapter by dotted path; last, so that nothing there hides what is installed
     os.environ.pop("PYTEST_ADDOPTS", None)  # meant for the caller's own tests
-    asked = [f"--moe-{name.replace('_', '-')}={value}" for name, value in chosen.items()]
+    asked = list(_arguments("--moe-", chosen))
     status = pytest.main([*_PYTEST, *asked, *pytest_arguments, str(collecting.FOLDER)])
     sys.exit(_STATUS.get(int(status), int(status)))
+
+
+def _arguments(prefix: str, chosen: Mapping[str, str | bool]) -> Iterator[str]:
+    """Yield what was chosen as arguments; a flag has no value."""
+    for name, value in chosen.items():
+        said = f"{prefix}{name.replace('_', '-')}"
+        yield said if value is True else f"{said}={value}"
 
 
 def _run_every(chosen: dict[str, str], pytest_arguments: tuple[str, ...]) -> int:
@@ -117,9 +125,9 @@ def _run_every(chosen: dict[str, str], pytest_arguments: tuple[str, ...]) -> int
         own = {**chosen, "backend": name}
         if "report" in chosen:
             own["report"] = str(Path(chosen["report"]) / name)
-        words = [word for option, value in own.items() for word in (f"--{option.replace('_', '-')}", value)]
         click.echo(f"\n{name}")
-        command = [sys.executable, "-m", "moe_conformance.cli", "run", *words, "--", *pytest_arguments]
+        run_ = [sys.executable, "-m", "moe_conformance.cli", "run"]
+        command = [*run_, *_arguments("--", own), "--", *pytest_arguments]
         worst = max(worst, _child(command))
         if worst > 128:  # ended by a signal: so are we
             break

@@ -24,6 +24,7 @@ class Option:
     metavar: str
     help: str
     choices: tuple[str, ...] | None = None
+    flag: bool = False  # it has no value
     lists: bool = False  # may be given several times, which is as if the values were given with commas between them
 
     @property
@@ -54,6 +55,7 @@ OPTIONS = (
         ("plain", "poisoned", "watched"),
     ),
     Option("only", "ID,ID", "check these requirements only", lists=True),
+    Option("strict", "", "fail also where a requirement of the level SHOULD is not kept", flag=True),
     Option("plant", "NAME", "run native with a planted bug, which must be detected"),
     Option("waivers", "FILE", "waivers of a backend that is given by dotted path"),
     Option("against", "DIR", "fail if less passes or is judged than in the report in this folder"),
@@ -78,6 +80,7 @@ class Options:
     rotation: str = ""
     asynchrony: str = "plain"
     only: str = ""
+    strict: bool = False
     plant: str = ""
     waivers: str = ""
     against: str = ""
@@ -136,7 +139,8 @@ class Options:
         for field in fields(self):
             value = getattr(self, field.name)
             if value != field.default and field.name not in leave_out:
-                yield from (f"{prefix}{field.name.replace('_', '-')}", str(value))
+                name = f"{prefix}{field.name.replace('_', '-')}"
+                yield from (name,) if value is True else (name, str(value))
 
     @property
     def again(self) -> str:

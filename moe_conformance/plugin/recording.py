@@ -12,7 +12,7 @@ from moe_conformance.plugin.run import Run
 from moe_conformance.plugin.trial import Ending, Trial
 from moe_conformance.report.records import FAILING, PROPERTY, Record
 from moe_conformance.report.words import failure
-from moe_conformance.waiving import Item, Waiver
+from moe_conformance.waiving import Item, Waiver, only_should
 from moe_conformance.workloads.records.features import traits
 
 
@@ -21,7 +21,9 @@ def record_of(run: Run, item: pytest.Item, trial: Trial, ended: Ending) -> Recor
     decided = tuple(sorted(trial.tally.decided)) if ended.verdict == "pass" else ()
     requirements = ended.violated or decided or trial.requirements
     waiver = waiver_of(run, item, trial, requirements, ended)
-    if waiver is not None and ended.verdict in ("fail", "crash", "hang"):
+    if advised(run, requirements, ended):
+        ended = replace(ended, verdict="not kept", message=f"SHOULD, not kept: {ended.message}")
+    elif waiver is not None and ended.verdict in ("fail", "crash", "hang"):
         ended = _excused(ended, waiver)
     elif waiver is not None and ended.verdict == "pass":
         message = f"{waiver.id} waives this check, but it passes: narrow the waiver or delete it"
@@ -62,8 +64,19 @@ def _excused(ended: Ending, waiver: Waiver) -> Ending:
     return replace(ended, detail="\n".join(filter(None, [note, ended.detail])))
 
 
+def advised(run: Run, requirements: tuple[str, ...], ended: Ending) -> bool:
+    """Whether an item that failed does not fail the run: all that it violates are SHOULD, and --strict is not given."""
+    strict = run.options.strict or run.options.plant  # a planted bug of a SHOULD is to be detected
+    return ended.verdict == "fail" and not strict and only_should(requirements)
+
+
 def waiver_of(run: Run, item: pytest.Item, trial: Trial, requirements: tuple[str, ...], ended: Ending) -> Waiver | None:
-    """Return the waiver that holds where the item is, if one does; of several the one that excuses how it ended."""
+    """Return the waiver that holds where the item is, if one does; of several the one that excuses how it ended.
+
+    Without --strict a SHOULD needs none.
+    """
+    if not run.options.strict and only_should(requirements):
+        return None
     if trial.cell is None:
         asked = Item.of_groups(item.name, requirements)
     else:

@@ -177,6 +177,7 @@ class Reporter:
             command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
             again=options.again,
             started=self._run.started,
+            strict=options.strict,
             filtered=self._filtered(),
             only=options.ids,
             shard=options.shard,
@@ -193,7 +194,9 @@ class Reporter:
             full, narrowed = options.profile == "full", self._filtered()
             alone = self._run.floor is not None or getattr(self._run.backend, "single_rank", False)
             spread = options.ranks > 1 and not alone
-            yield from problems.of_whole(self._records, held, filtered=narrowed, full=full, spread=spread)
+            yield from problems.of_whole(
+                self._records, held, filtered=narrowed, full=full, strict=options.strict, spread=spread
+            )
         if not interrupted:
             yield from self._regressions()
 

@@ -74,7 +74,7 @@ def compare(old: Mapping[Place, Standing], new: Mapping[Place, Standing], *, who
             found["new_failures"].append(change)
         elif was in JUDGED and now not in JUDGED:
             found["no_longer_judged"].append(change)
-        elif now == "pass" and was in (*FAILING, "waived"):
+        elif now == "pass" and was in (*FAILING, "waived", "not kept"):
             found["mended"].append(change)
         elif now in JUDGED and was not in JUDGED:
             found["newly_judged"].append(change)

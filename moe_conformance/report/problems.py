@@ -14,7 +14,7 @@ _DID_NOT_RUN = ("not applicable", "not run")
 
 
 def of_whole(
-    records: Sequence[Record], waivers: Waivers, *, filtered: bool, full: bool, spread: bool = False
+    records: Sequence[Record], waivers: Waivers, *, filtered: bool, full: bool, strict: bool, spread: bool = False
 ) -> Iterator[str]:
     """Yield what is wrong with a run that came to its end.
 
@@ -23,13 +23,14 @@ def of_whole(
         waivers: Those that hold.
         filtered: Less than everything was asked for, so that a waiver may well have had nothing to do.
         full: It was the full profile, so that a waiver without any item waives nothing at all.
+        strict: A SHOULD that is not kept fails, so that a waiver of it has something to do.
         spread: The run had several ranks, and no floor says what must pass on them.
     """
     if not filtered:
         ran = [item_of(record) for record in records if record.verdict not in _DID_NOT_RUN]
         used = [record.waiver for record in records if record.verdict in ("waived", "unexpected pass")]
         yield from waivers.misnamed(record.item for record in records)
-        yield from waivers.unused(ran, used, full)
+        yield from waivers.asked(strict).unused(ran, used, full)
     yield from drawn.problems(records)
     if not any(record.verdict == "pass" for record in records):
         if not any(record.verdict in FAILING for record in records):

@@ -25,7 +25,7 @@ from moe_conformance.waiving import Waiver
 from moe_conformance.workloads.selection.profiles import Profile
 
 NAME = "result.json"
-SCHEMA = 2  # version of the format
+SCHEMA = 3  # version of the format
 UNFINISHED = "the run did not end: it was killed, or is still running"
 
 # What every report says of itself, but for what may be null.
@@ -75,6 +75,7 @@ class Facts:
     problems: tuple[str, ...] = ()  # what fails the run beside its items
     interrupted: bool = True
     stopped: str = UNFINISHED  # why it was interrupted; "" if it was not
+    strict: bool = False  # a SHOULD that is not kept fails
     filtered: bool = False  # less than everything of this backend and profile was asked for, other shards aside
     only: tuple[str, ...] = ()  # the requirements that were asked for; all if empty
     shard: str = ""  # I/N
@@ -112,6 +113,7 @@ def head(facts: Facts) -> dict[str, Any]:
         "interrupted": facts.interrupted,
         "stopped": facts.stopped or None,
         "problems": list(facts.problems),
+        "strict": facts.strict,
         "filtered": facts.filtered,
         "only": list(facts.only),
         "shard": facts.shard or None,

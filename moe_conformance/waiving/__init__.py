@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from .file import FOLDER, Unreadable, load, path_for, waiver_of
 from .proposal import proposal
-from .records import DRAWN_WITH, Failure, Fault, Item, Names, Waiver, Waivers
+from .records import DRAWN_WITH, Failure, Fault, Item, Names, Waiver, Waivers, only_should
 
 __all__ = [
     "DRAWN_WITH",
@@ -22,6 +22,7 @@ __all__ = [
     "Waiver",
     "Waivers",
     "load",
+    "only_should",
     "path_for",
     "proposal",
     "waiver_of",

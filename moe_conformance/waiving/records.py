@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from moe_conformance import spec
 from moe_conformance.workloads.corpus.groups import sizes
 
 DRAWN_WITH = "drawn with "
@@ -131,6 +132,12 @@ class Waivers:
         matching = [waiver for waiver in self.held if waiver.matches(item)]
         return next((waiver for waiver in matching if waiver.excuses(faults)), matching[0] if matching else None)
 
+    def asked(self, strict: bool) -> Waivers:
+        """Return those that have something to do: without --strict a SHOULD fails nothing, and is not waived."""
+        if strict:
+            return self
+        return replace(self, held=tuple(waiver for waiver in self.held if not only_should(waiver.requirements)))
+
     @property
     def examples(self) -> frozenset[str]:
         """Names of the items that run first."""
@@ -171,6 +178,12 @@ class Waivers:
 def fits(patterns: Sequence[str], name: str) -> bool:
     """Whether a name fits one of some patterns."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def only_should(requirements: Iterable[str]) -> bool:
+    """Whether all of some requirements have the level SHOULD."""
+    levels = {spec.load()[each].level for each in requirements if each in spec.load()}
+    return levels == {"SHOULD"}
 
 
 def bracketed(name: str) -> str:
