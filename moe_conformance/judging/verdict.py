@@ -6,10 +6,13 @@ of one kind apart.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
 from moe_conformance.scenarios.outcome import Outcome
+
+_TIMES = re.compile(r"\(([\d.e+]+) x the allowed error")
 
 Stage = Literal["route", "dispatch", "experts", "combine", "gradient", "finish", "groups", "run"]
 
@@ -71,7 +74,8 @@ class Mismatch(AssertionError):
         self.sentence = sentence
         self.ranks = ranks
         self.ratio = ratio
-        self.size = size  # the largest observed/allowed error, or None
+        # The largest observed/allowed error. Most judges say it in the sentence alone, as `compare.Worst` writes it.
+        self.size = size if size is not None else max(map(float, _TIMES.findall(sentence)), default=None)
         self.requirement: str | None = None  # set by a check of several requirements: the one that is violated
         self.place = ""  # where in a rank's program, if a rank failed: tells two crashes apart
         self.outcome: Outcome | None = None  # set by a check that draws its own workloads: of the one that failed
