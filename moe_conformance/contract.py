@@ -29,7 +29,8 @@ from torch import Tensor
 class Unsupported(Exception):
     """This backend does not support what was asked for.
 
-    `by="library"`: the code under test itself raised (its exception is `__cause__`): a *proved* refusal.
+    `by="library"`: the code under test itself raised: a *proved* refusal. Its exception is `__cause__`, and was raised
+    in the library's frames, not in the adapter's module (see `Backend.library`); else it counts as the adapter's.
     `by="adapter"`: this adapter has no way to ask for it; reported as "not adapted", not as a property of the
     library. Raise it only while building: an exception from a running step is a failure.
     """
@@ -448,6 +449,9 @@ class Backend(Protocol):
     the library would build for sizes world, tp, cp, pp, ep, etp, under the names of `Topology.ranks` (and "expert_pp",
     if the expert groups have pipeline groups of their own); an exception if it refuses the sizes. With `orders:
     tuple[str, ...]`, further orders of axes by the library's names, it is also called as `groups(sizes, order)`.
+
+    Optional: `library: tuple[str, ...]`, modules of the code under test, where these are the adapter's own: a file that
+    holds both, say. `single_rank = True`: there is no expert parallelism, and no run has to judge any.
 
     Optional: `sampled: tuple[str, ...]`, variants that share most of what they do with others. The quick profile
     tries them on two layouts; the other profiles leave nothing out.
