@@ -82,7 +82,7 @@ def judge_reduced_once(reading: Reading, tally: Tally) -> None:
         WrongCollectives: two reductions of one form, or none of them over the group that exchanges rows.
     """
     groups, hidden, found = reading.outcome.workload.layout.groups(), reading.outcome.workload.config.hidden, []
-    allowed = 2 if reading.ranks[0].resolved.get("handed") == "static" else 1
+    allowed = 2 if reading.claims.handed == "static" else 1
     for rank in reading.ranks:
         own = next(group for group in groups["ep_etp"] if rank.rank in group)
         for phase, calls in dispatches(rank):
@@ -141,7 +141,7 @@ def _capacities(reading: Reading, m: int, group: tuple[int, ...]) -> tuple[list[
     ids = [reading.batches[m][rank].ids_TK for rank in group]
     if config.capacity_factor is None:
         room = limits.lossless_capacity(ids, config.experts, minimum=config.min_capacity)
-        if any(rank.resolved.get("capacity_over") == "tp" for rank in reading.ranks):  # places are cut among its ranks
+        if reading.claims.capacity_over == "tp":  # places are cut among its ranks
             tp = reading.outcome.workload.layout.tp
             room = -(-room // tp) * tp
         return [room] * len(group), [room] * len(group)

@@ -161,8 +161,8 @@ def judge_policy(reading: Reading, tally: Tally) -> None:
 
 
 def keeps_by_choices(reading: Reading) -> bool:
-    """Whether the backend says that by position first choices come before second ones: `resolved["drop_order"]`."""
-    return any(rank.resolved.get("drop_order") == "choices" for rank in reading.ranks)
+    """Whether the backend claims that by position first choices come before second ones."""
+    return reading.claims.drop_order == "choices"
 
 
 def _judge_kept(reading: Reading, tally: Tally, policy: Policy) -> None:
