@@ -17,7 +17,7 @@ from moe_conformance.backends.native import Native, NativeSession
 from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange
 from moe_conformance.backends.native.layer.experts import Experts
 from moe_conformance.backends.native.router.routing import Router
-from moe_conformance.contract import Config, Delivery, Named, Read, Routing, SplitExchange, Unsupported
+from moe_conformance.contract import Claims, Config, Delivery, Named, Read, Routing, SplitExchange, Unsupported
 from moe_conformance.topology import RankLists
 
 
@@ -53,6 +53,58 @@ class WrongPlace(Liar):
 
     name = "lying-wrong-place"
     session_class = _WeightsAtExpertSession
+
+
+class _SaysTokens(AllToAllExchange):
+    @property
+    def claims(self) -> Claims:
+        return replace(super().claims, wire="tokens")
+
+
+class WrongWire(Liar):
+    """Claims one row for each token and destination rank; a row for each routed pair is sent."""
+
+    name = "lying-wrong-wire"
+    session_class = NativeSession.building(_SaysTokens)
+
+
+class _NoSuchWire(AllToAllExchange):
+    @property
+    def claims(self) -> Claims:
+        return replace(super().claims, wire="token")  # type: ignore[arg-type]  # the lie
+
+
+class UnknownClaim(Liar):
+    """Claims a value that is none."""
+
+    name = "lying-unknown-claim"
+    session_class = NativeSession.building(_NoSuchWire)
+
+
+class _ClaimsInResolved(AllToAllExchange):
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        return {**super().resolved, "wire": "tokens"}
+
+
+class ClaimShown(Liar):
+    """Writes what it claims into `resolved`, where no check reads it."""
+
+    name = "lying-claim-shown"
+    session_class = NativeSession.building(_ClaimsInResolved)
+
+
+class _SaysAll(Router):
+    @property
+    def claims(self) -> Claims:
+        return replace(super().claims, wire="all")
+
+
+class ClaimsDisagree(Liar):
+    """The layer's router and its exchange claim two values of one field."""
+
+    name = "lying-claims-disagree"
+    session_class = NativeSession.building(_SaysAll, _SaysTokens)
 
 
 class _WholeSession(NativeSession):
