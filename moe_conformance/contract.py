@@ -1,4 +1,4 @@
-"""What a backend implements: the one file an adopter reads. It imports torch, and of the suite only `claims`.
+"""What a backend implements: the file an adopter reads, with `claims`. It imports torch, and of the suite only that.
 
 Terms, and the option of Megatron-Core, torchtitan, transformers and DeepSpeed for each field of `Config`, are in
 docs/glossary.md. Shapes by letter: T tokens on this rank, K top-k, E experts, N experts of this rank (replicas count),

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from moe_conformance.backends.native import Native, NativeSession
-from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange
+from moe_conformance.backends.native.exchange.dispatchers import AllGatherExchange, AllToAllExchange
+from moe_conformance.backends.native.exchange.token_padding import ClaimingExchange
 from moe_conformance.backends.native.layer.experts import Experts
 from moe_conformance.backends.native.router.routing import Router
 from moe_conformance.contract import Claims, Config, Delivery, Named, Read, Routing, SplitExchange, Unsupported
 from moe_conformance.topology import RankLists
+from self_tests.correct_backends.unusual import FirstChoicesFirst
 
 
 class Liar(Native):
@@ -105,6 +107,39 @@ class ClaimsDisagree(Liar):
 
     name = "lying-claims-disagree"
     session_class = NativeSession.building(_SaysAll, _SaysTokens)
+
+
+class _ChoicesUnsaid(FirstChoicesFirst):
+    @property
+    def claims(self) -> Claims:
+        return replace(super().claims, drop_order="tokens")
+
+
+class ChoicesUnsaid(Liar):
+    """Keeps the first choices of all tokens before any second choice, and does not claim it."""
+
+    name = "lying-choices-unsaid"
+    session_class = NativeSession.building(_ChoicesUnsaid)
+
+
+class _WireUnsaid(AllGatherExchange):
+    @property
+    def claims(self) -> Claims:
+        return replace(super().claims, wire="pairs")
+
+
+class _GathersSession(NativeSession):
+    replaced: ClassVar[Mapping[type, type]] = {AllGatherExchange: _WireUnsaid}
+
+    def exchange(self, config: Config) -> ClaimingExchange:
+        return super().exchange(replace(config, variant="allgather"))
+
+
+class WireUnsaid(Liar):
+    """Sends all tokens to all ranks, and does not claim it."""
+
+    name = "lying-wire-unsaid"
+    session_class = _GathersSession
 
 
 class _WholeSession(NativeSession):

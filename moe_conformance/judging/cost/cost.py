@@ -87,7 +87,9 @@ def judge_rows(reading: Reading, tally: Tally) -> None:
         if half.rows > allowed:
             times = cost.ratio(math.ceil(half.rows), smallest)
             least = f"{times:.3g} times the smallest number"
-            found.append(f"{half.name} moves {half.rows:g} rows, {least}; allowed: {allowed}")
+            to_all = half.rows == half.times * _all_tokens(reading, half.m)
+            design = "; a backend that sends all tokens to all ranks by design claims wire = 'all'" if to_all else ""
+            found.append(f"{half.name} moves {half.rows:g} rows, {least}; allowed: {allowed}{design}")
         else:
             tally.add(pairs=len(reading.ranks), worst=half.rows / allowed if allowed else 0.0)
     if found:
@@ -231,7 +233,10 @@ def judge_handed(reading: Reading, tally: Tally) -> None:
                 if rows > allowed:
                     some_of = f"{tokens} tokens" if handed == "tokens" else f"{sum(rows_N)} routed pairs"
                     told = f"rank {rank} delivers {rows} rows to its experts in microbatch {m}"
-                    found.append(f"{told} instead of at most {allowed}, for {some_of}")
+                    design = "; a backend that delivers all tokens by design claims handed = 'tokens'"
+                    found.append(
+                        f"{told} instead of at most {allowed}, for {some_of}{design if rows == tokens else ''}"
+                    )
                 tally.add(pairs=1, rank=rank)
     if found:
         raise Costly("dispatch", some(found))
@@ -334,6 +339,10 @@ def _needed(reading: Reading, m: int) -> int:
         return int(cost.pair_rows(*_routed(reading, m)).sum())
     if wire == "tokens":
         return _smallest(reading, m)
+    return _all_tokens(reading, m)
+
+
+def _all_tokens(reading: Reading, m: int) -> int:
     sizes = [len(batch.x_TD) for batch in reading.batches[m]]
     return int(cost.all_gather_rows(sizes, reading.outcome.workload.layout.groups()["ep_etp"]).sum())
 

@@ -75,7 +75,12 @@ class PositionsInBfloat16(Router):
 # ---- filling up ----------------------------------------------------------------------------------------------------
 
 
-@planted(Expectation("DROP-08", "lossless-one-expert", "dispatch", "rows for expert", "instead of"), layout=TP2_EP2)
+@planted(
+    Expectation(
+        "DROP-08", "lossless-one-expert", "dispatch", "rows for expert", "by design claims capacity_over = 'tp'"
+    ),
+    layout=TP2_EP2,
+)
 class RoundedUpUnsaid(RoundedUpOverTensorRanks):
     """A capacity that drops nothing is rounded up to what divides over tp, and nothing says why."""
 
