@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from moe_conformance import spec
 from moe_conformance.plan import layout_names
-from moe_conformance.report import floor
+from moe_conformance.report import floor, matrix
 from moe_conformance.report.comparison import compare
 from moe_conformance.report.problems import of_whole
 from moe_conformance.report.records import Record
@@ -214,3 +216,23 @@ class TestRuns:
         assert (0, "2 not kept") == (done.status, "2 not kept" if "2 not kept" in done.output else done.output)
         done = self.judged(tmp_path, TOY, "-k", "wrong or right", "--moe-strict", checks=str(tmp_path))
         assert 1 == done.status
+
+
+class TestTold:
+    def test_a_mixed_cell_says_its_share(self):
+        """Of its cases, those that were judged in percent; a whole one and a failing one say nothing of that."""
+        records = [record("pass"), *(record("refused", workload=f"w{n}") for n in range(3)), record("pass", "ep4")]
+        asked = [spec.load()["EXCH-01"]]
+        shown = matrix.matrix(asked, ["ep2", "ep4"], records, width=80, color=False, encoding="utf-8")
+        (row,) = [line for line in shown.splitlines() if "EXCH-01" in line]
+        assert ["EXCH-01", "✓", "25%", "✓"] == row.split()
+
+    def test_how_much_was_judged_and_waived(self):
+        """Of what was asked for and of all there is; of a requirement, the waived cases of those judged."""
+        waived = replace(record("waived", workload="odd"), waiver="W-1")
+        records = [record("pass"), waived, record("refused", "ep4")]
+        assert "judged 1 of 2 requirements asked for, of 336 in all" == matrix.judged(
+            records, ["EXCH-01", "EXCH-02"], 336
+        )
+        assert "waived, of the cases judged: EXCH-01 1 of 2 (W-1)" == matrix.waived(records)
+        assert "" == matrix.waived([record("pass")])
