@@ -1,7 +1,7 @@
 """What a backend is asked for: `Config` and its sections, and the limits that a backend declares.
 
-It imports torch only, and `contract` exports all of it. The option of Megatron-Core, torchtitan, transformers and DeepSpeed for each field is in
-docs/glossary.md. Letters are those of contract.py.
+It imports torch only, and `contract` exports all of it. The option of Megatron-Core, torchtitan, transformers and
+DeepSpeed for each field is in docs/glossary.md. Letters are those of contract.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Unsupported(Exception):
 
 
 @cache
-def _hints(kind: type) -> dict[str, Any]:
+def _hints(kind: type[Any]) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
@@ -61,10 +61,11 @@ def _allowed(hint: Any) -> str:
     return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint).replace("typing.", "")
 
 
-def _check(options: object, section: str = "", **least: int) -> None:
+def _check(options: Any, section: str = "", **least: int) -> None:
     """Raise ValueError for a value that its annotation does not allow, or for a number (of a tuple, any) below `least`.
 
-    `section` begins the name of the option, as in "capacity.factor". What single values cannot show, such as more selected experts than there are, a backend refuses.
+    `section` begins the name of the option, as in "capacity.factor". What single values cannot show, such as more
+    selected experts than there are, a backend refuses.
     """
     for name, hint in _hints(type(options)).items():
         value = getattr(options, name)
@@ -233,9 +234,8 @@ class Config:
         self._refuse_unknown(options)
         for name, value in options.items():
             section, _, option = name.partition(".")
-            whole[section] = value
-            if option:
-                whole[section] = replace(whole.get(section, getattr(self, section)), **{option: value})
+            before = whole.get(section, getattr(self, section))
+            whole[section] = replace(before, **{option: value}) if option else value
         return replace(self, **whole)
 
 

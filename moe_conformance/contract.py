@@ -3,9 +3,9 @@
 What a backend is asked for (`Config`, its sections, and `Limit`) is in config.py; import it from here. Terms, and the
 option of Megatron-Core, torchtitan, transformers and DeepSpeed for each field of `Config`, are in docs/glossary.md.
 Shapes by letter: T tokens on this rank, K top-k, E experts, N experts of this rank (replicas count), D hidden size,
-F intermediate size of an expert, R rows received, J slots per row, C capacity. One process is one rank; everything below
-is the part of that rank. Returned tensors are ready on the current stream: the adapter waits for events and asynchronous
-results first.
+F intermediate size of an expert, R rows received, J slots per row, C capacity. One process is one rank; everything
+below is the part of that rank. Returned tensors are ready on the current stream: the adapter waits for events and
+asynchronous results first.
 
 A backend is opened once per topology (`Backend.open`) and returns a `Session`; a session builds *surfaces* (exchange,
 experts, router; further ones are in `surfaces`) from a `Config`. An adapter does not cast, reshape, recount or repair
@@ -124,7 +124,9 @@ class Delivery:
     counts_N: Tensor | None  # tokens per local expert as the backend reports them; None if it reports none
     shape: tuple[int, ...]  # of the rows in the backend's layout; the expert output is returned in it
     unrouted: Unrouted = "padding"  # zero: the backend sums the expert outputs of several ranks
-    overflowed: bool | None = None  # reported with `over_budget="drop"`: rows were dropped at this rank's buffer
+    overflowed: bool | None = (
+        None  # reported with `receive_buffer.overflow="drop"`: rows were dropped at this rank's buffer
+    )
 
     @classmethod
     def grouped(cls, rows_RD: Tensor, counts_N: Counts, weights_R: Tensor | None = None) -> Delivery:

@@ -216,7 +216,7 @@ class TrainingStep:
         try:
             self._keep_output(m, whole(self.exchange)(inputs.x, inputs.routing, self._expert(m)))
         except Overflow as error:
-            if self.workload.kind != "overflow" or self.config.over_budget != "refuse":
+            if self.workload.kind != "overflow" or self.config.receive_buffer.overflow != "refuse":
                 raise
             self.overflows[m] = str(error)
 
@@ -374,13 +374,7 @@ class TrainingStep:
 
 def _without_capacity(config: Config) -> Config:
     plain = Config()
-    return replace(
-        config,
-        capacity_factor=plain.capacity_factor,
-        min_capacity=plain.min_capacity,
-        drop_policy=plain.drop_policy,
-        pad_to_capacity=plain.pad_to_capacity,
-    )
+    return config.changed({"capacity.factor": plain.capacity_factor, "capacity.minimum": plain.min_capacity, "capacity.drop_policy": plain.drop_policy, "capacity.padded": plain.pad_to_capacity})
 
 
 def _weights_at(session: Session, resolved: Mapping[str, str], applied: str) -> str:

@@ -26,7 +26,7 @@ class WantsEqualTokens(AllToAllExchange):
     """The assertion that is meant for the all-gather dispatcher stands in front of all of them."""
 
     def __init__(self, config: Config, topology: Topology) -> None:
-        if config.packed:
+        if config.padding.packed:
             raise CannotBuild("the dispatcher wants ranks of equal T, and packed=True leaves them uneven")
         super().__init__(config, topology)
 
@@ -39,7 +39,7 @@ class BufferOfFixedTokens(DeepEPManager):
     """The fused exchange is refused for packed sequences, as if its buffers were for one number of tokens."""
 
     def __init__(self, config: Config, exchange: TokenExchange) -> None:
-        if config.packed:
+        if config.padding.packed:
             raise CannotBuild("buffers hold a fixed number of tokens: not packed=True")
         super().__init__(config, exchange)
 
@@ -52,7 +52,7 @@ class RefusedBeyondTheFirst(AllGatherExchange):
 
     def __init__(self, config: Config, topology: Topology) -> None:
         super().__init__(config, topology)
-        if config.packed and topology.rank:
+        if config.padding.packed and topology.rank:
             raise CannotBuild("an all-gather wants equal T: not packed=True")
 
 
@@ -108,7 +108,7 @@ class EqualPartsOnTheWayBack(AllGatherExchange):
     """Gradients of packed tokens come back in equal parts, and ranks with more tokens have zeros behind theirs."""
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
-        if self.config.packed:
+        if self.config.padding.packed:
             sizes_W = self._sizes(len(x), x.device)
             x = _Back.apply(x, torch.arange(len(x)) >= sum(sizes_W) // len(sizes_W), 0.0)  # type: ignore[no-untyped-call]
         return super().dispatch(x, routing)
@@ -119,6 +119,6 @@ class GradientsInGaps(AllToAllExchange):
     """Memory that nobody wrote is returned as the gradient of the gaps between packed sequences."""
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
-        if self.config.packed:
+        if self.config.padding.packed:
             x = _Back.apply(x, (routing.ids_TK < 0).all(1), 7.0)  # type: ignore[no-untyped-call]
         return super().dispatch(x, routing)

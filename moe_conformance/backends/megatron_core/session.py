@@ -56,7 +56,7 @@ class MegatronSession(Session):
 
     def exchange(self, config: Config) -> Exchange:
         """Build a layer and return its token dispatcher."""
-        if config.pad_to_capacity and config.variant == "allgather":
+        if config.capacity.padded and config.variant == "allgather":
             raise Unsupported("the all-gather dispatcher pads nothing: it takes a map that the router has filled up")
         return Exchange(self._layer(config.only(*LAYER, *CAPACITY)))
 
@@ -100,7 +100,7 @@ class MegatronSession(Session):
     def _layer(self, config: Config) -> Any:
         parts = library.get_moe_module_spec(use_te=False, num_experts=config.experts, moe_grouped_gemm=False)
         built = transformer_config(config, self._topology.sizes)
-        if config.forced:
+        if config.routing.forced:
             self._seed()
         # Its assertion that ep divides the experts has no words.
         uneven = config.experts % self._topology.sizes["ep"]

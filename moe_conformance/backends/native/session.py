@@ -96,14 +96,14 @@ class NativeSession(Session):
         """Build the padding of the exchange of `config`."""
         config.only(*_MAPPED)
         if not self._pads(config):
-            raise Unsupported(f"the exchange {config.variant!r} pads token counts only with pad_tokens")
+            raise Unsupported(f"the exchange {config.variant!r} pads token counts only with padding.tokens")
         with refusals(CannotBuild, match="."):
             self._exchange(config)  # where there is none, there is nothing to pad
             return self.use(TokenPadding)(config, self.topology, self.device)
 
     def masked_router(self, config: Config) -> Router:
         """Build the router, which takes a mask."""
-        if config.capacity_factor is not None:
+        if config.capacity.factor is not None:
             raise Unsupported("native drops by capacity where no token is padding")
         return self.router(config)
 
@@ -132,7 +132,7 @@ class NativeSession(Session):
 
     def _pads(self, config: Config) -> bool:
         manager = self._managers.get(config.variant)
-        return config.pad_tokens != "no" or bool(manager and manager.needs_equal_tokens)
+        return config.padding.tokens != "no" or bool(manager and manager.needs_equal_tokens)
 
     def experts(self, config: Config) -> Experts:
         """Build this rank's experts, the same with token_copies and with a receive buffer of fixed size."""
@@ -142,9 +142,9 @@ class NativeSession(Session):
 
     def router(self, config: Config) -> Router:
         """Build the router."""
-        config.only(*_MAPPED, *(("token_copies",) if config.forced else ()))
+        config.only(*_MAPPED, *(("token_copies",) if config.routing.forced else ()))
         with refusals(CannotBuild, match="."):
-            if not config.forced:
+            if not config.routing.forced:
                 return self.use(Router)(config, self.device)
             self.forced_routers += 1
             return self.use(ForcedRouter)(config, self.device, self.topology, self.forced_routers)
@@ -158,7 +158,7 @@ class NativeSession(Session):
     def layer(self, config: Config) -> Layer:
         """Build a layer of the session's own router, exchange and experts, and its shared experts."""
         config.only(*_MAPPED, *_SHARED)
-        routed = replace(config, shared_ffn=(), shared_gate=False, shared_overlap=False, shared_bias=False)
+        routed = config.changed({"shared.ffn": (), "shared.gate": False, "shared.overlap": False, "shared.bias": False})
         parts = (self.router(routed), self.exchange(routed), self.experts(routed))
         with refusals(CannotBuild, match="."):
             return self.use(Layer)(config, self.topology, self.device, parts, self.use(SharedExperts))

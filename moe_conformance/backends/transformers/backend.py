@@ -78,7 +78,7 @@ class _Session(Session):
     def exchange(self, config: Config) -> SharedExchange:
         """Install the library's implementation on a module that asks the given experts; it takes any T, also packed."""
         config.only(
-            "variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied", "token_copies", "packed",
+            "variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied", "token_copies", "padding.packed",
         )  # fmt: skip
         if config.weights_applied == "input":
             raise Unsupported("the library multiplies the expert output by the weights, not weights_applied='input'")
@@ -98,8 +98,8 @@ class _Session(Session):
     def layer(self, config: Config) -> ModelLayer:
         """Build the block of the model that is what is asked for."""
         config.only(
-            "variant", "experts", "top_k", "hidden", "ffn", "dtype", "score", "normalise", "scale", "groups",
-            "group_score", "balance_bias", "shared_ffn", "shared_gate", "shared_bias",
+            "variant", "experts", "top_k", "hidden", "ffn", "dtype", "routing.score", "routing.normalise", "routing.scale", "routing.groups",
+            "routing.group_score", "routing.balance_bias", "shared.ffn", "shared.gate", "shared.bias",
         )  # fmt: skip
         if self._topology.sizes["ep"] == 1 and _implementations(config.variant)[0] == "all_reduce":
             raise Unsupported("with ep = 1 the library installs no implementation; see the variant alltoall")
@@ -109,8 +109,8 @@ class _Session(Session):
     def router(self, config: Config) -> ModelRouter:
         """Build the router of the model that routes as asked."""
         config.only(
-            "variant", "experts", "top_k", "hidden", "ffn", "dtype", "score", "normalise", "scale", "groups",
-            "group_score", "balance_bias",
+            "variant", "experts", "top_k", "hidden", "ffn", "dtype", "routing.score", "routing.normalise", "routing.scale", "routing.groups",
+            "routing.group_score", "routing.balance_bias",
         )  # fmt: skip
         return ModelRouter(config, model_of(config), self._device)
 

@@ -28,7 +28,7 @@ def judge_overflow(reading: Reading, tally: Tally) -> None:
         WrongCount: reported though all rows fit, or not reported.
         WrongForm: the stated multiple is invalid.
     """
-    budget = reading.outcome.workload.config.row_budget
+    budget = reading.outcome.workload.config.receive_buffer.rows
     assert budget is not None
     multiple = multiple_of(reading)
     findings, compared = [], Counter[int]()

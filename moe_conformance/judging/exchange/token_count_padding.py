@@ -66,7 +66,7 @@ def judge_alignment(outcome: Outcome, tally: Tally) -> None:
         WrongForm: the backend reports another alignment, or none, or a rank returns no integer.
         WrongCount: a count is not a multiple.
     """
-    A, found = outcome.workload.config.token_alignment, []
+    A, found = outcome.workload.config.padding.alignment, []
     for each in outcome.ranks:
         if (stated := each.resolved.get("alignment")) != str(A):
             raise WrongForm(
@@ -89,7 +89,7 @@ def judge_stated_padding(reading: Reading, tally: Tally) -> None:
     """
     config = reading.outcome.workload.config
     for rank in reading.ranks:
-        for name, asked in (("alignment", str(config.token_alignment)), ("padding", config.pad_tokens)):
+        for name, asked in (("alignment", str(config.padding.alignment)), ("padding", config.padding.tokens)):
             if (stated := rank.resolved.get(name)) != asked:
                 of = f"the exchange of rank {rank.rank} reports the {name} {stated} instead of the configured {asked}"
                 raise WrongForm("dispatch", of, ranks=(rank.rank,))
@@ -118,7 +118,7 @@ def judge_dispatched_rows(reading: Reading, tally: Tally) -> None:
             expected: Sequence[int] = tokens
             if unasked is not None:
                 expected = padding.padded_counts(tokens, groups, alignment=unasked)
-            elif workload.config.pad_tokens != "no":
+            elif workload.config.padding.tokens != "no":
                 expected = _expected(reading.outcome, tokens, groups)
             leaving = sum(rows_leaving(entry, rank.rank, hidden) for entry in calls if carries_rows(entry, hidden))
             if leaving != expected[rank.rank] * (W - 1):
@@ -197,7 +197,7 @@ def _judge_static(reading: Reading) -> None:
 def _pads_unasked(reading: Reading) -> bool:
     """Whether the exchange reports padding that is not configured, as it needs equal token counts."""
     stated = reading.ranks[0].resolved.get("padding", "no")
-    return reading.outcome.workload.config.pad_tokens == "no" and stated != "no"
+    return reading.outcome.workload.config.padding.tokens == "no" and stated != "no"
 
 
 def _alignment_unasked(reading: Reading) -> int:
@@ -251,14 +251,14 @@ def judge_broken_bound(outcome: Outcome, tally: Tally) -> None:
         WrongOutput: a rank that did not refuse has another y.
     """
     config, groups = outcome.workload.config, outcome.workload.layout.groups()["ep_etp"]
-    bound = config.token_bound
+    bound = config.padding.bound
     assert bound is not None
     expected = expect(outcome.workload, [1.0]).y
     for number, call in enumerate(outcome.workload.calls):
         tokens = [len(given["x"]) for given in call.given]
         found = answers(outcome, number)
         refused = [answer.raised for answer in found]
-        legal = bounds.legal_refusals(refused, tokens, groups, bound, alignment=config.token_alignment)
+        legal = bounds.legal_refusals(refused, tokens, groups, bound, alignment=config.padding.alignment)
         for group, well in zip(groups, legal, strict=True):
             if not well:
                 _tell_refusals(group, tokens, refused, [answer.error for answer in found], bound)
@@ -318,10 +318,10 @@ def _tokens(outcome: Outcome) -> list[list[int]]:
 
 def _expected(outcome: Outcome, tokens: Sequence[int], groups: Sequence[Sequence[int]]) -> Sequence[int]:
     config = outcome.workload.config
-    if config.pad_tokens == "bound":
-        assert config.token_bound is not None
-        return [bounds.bounded_count(config.token_bound, alignment=config.token_alignment)] * len(tokens)
-    return padding.padded_counts(tokens, groups, alignment=config.token_alignment)
+    if config.padding.tokens == "bound":
+        assert config.padding.bound is not None
+        return [bounds.bounded_count(config.padding.bound, alignment=config.padding.alignment)] * len(tokens)
+    return padding.padded_counts(tokens, groups, alignment=config.padding.alignment)
 
 
 def _asked(reading: Reading, rank: RankOutcome) -> Iterator[tuple[str, Entry]]:

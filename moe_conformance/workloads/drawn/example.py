@@ -47,7 +47,7 @@ def to_json(workload: Workload) -> dict[str, Any]:
         "format": FORMAT,
         "kind": workload.kind,
         "layout": {field.name: getattr(layout, field.name) for field in fields(layout)},
-        "config": asked | {"dtype": _name(config.dtype), "groups": config.groups and list(config.groups)},
+        "config": asked | {"dtype": _name(config.dtype), "groups": config.routing.groups and list(config.routing.groups)},
         "schedule": workload.schedule,
         "lead": workload.lead,
         "asynchrony": workload.asynchrony,
@@ -61,11 +61,11 @@ def describe(workload: Workload) -> list[str]:
     config = workload.config
     asked = [f"E = {config.experts}", f"K = {config.top_k}", f"D = {config.hidden}", _name(config.dtype)]
     if workload.kind == "route":
-        asked += [config.score, *(["normalised"] if config.normalise else [])]
-        asked += [f"scale {config.scale}"] if config.scale != 1 else []
-        asked += ["balancing bias"] if config.balance_bias else []
-        if config.groups:
-            asked.append(f"{config.groups[1]} of {config.groups[0]} groups by {config.group_score}")
+        asked += [config.routing.score, *(["normalised"] if config.routing.normalise else [])]
+        asked += [f"scale {config.routing.scale}"] if config.routing.scale != 1 else []
+        asked += ["balancing bias"] if config.routing.balance_bias else []
+        if config.routing.groups:
+            asked.append(f"{config.routing.groups[1]} of {config.routing.groups[0]} groups by {config.routing.group_score}")
     lines = [f"drawn: {', '.join(asked)}, schedule {workload.schedule}"]
     for m, ranks in enumerate(workload.batches):
         for rank, batch in enumerate(ranks):

@@ -104,16 +104,16 @@ def _config(data: object, kind: str, layout: Layout) -> Config:
         _one_of(given[name], f"config.{name}", (False, True))
     for name in ("weights_applied", "score", "group_score"):
         _one_of(given[name], f"config.{name}", get_args(get_type_hints(Config)[name]))
-    given["scale"] = _number(given["scale"], "config.scale")
+    given["scale"] = _number(given["scale"], "config.routing.scale")
     given["dtype"] = _dtype(given["dtype"], "config.dtype")
     if given["groups"] is not None:
-        given["groups"] = tuple(_whole(n, "config.groups", 1, 512) for n in _list(given["groups"], "config.groups", 2))
-    config = Config(**given)
+        given["groups"] = tuple(_whole(n, "config.routing.groups", 1, 512) for n in _list(given["groups"], "config.routing.groups", 2))
+    config = Config().changed(given)
     if kind == "probe" and config.experts % layout.ep:
         raise BadExample(f"config: {config.experts} experts cannot be divided among ep = {layout.ep}")
     try:  # the oracle knows which groups there can be
         selection.select(
-            torch.zeros(1, config.experts), top_k=config.top_k, groups=config.groups, group_score=config.group_score
+            torch.zeros(1, config.experts), top_k=config.top_k, groups=config.routing.groups, group_score=config.routing.group_score
         )
     except ValueError as error:
         raise BadExample(f"config: {error}") from error
@@ -139,7 +139,7 @@ def _schedule(data: object, microbatches: int) -> str:
 def _parameters(data: object, kind: str, config: Config) -> dict[ParameterKey, Tensor]:
     E, D = config.experts, config.hidden
     forms = {"router": ((E, D), config.dtype), "balance_bias": ((E,), torch.float32)}
-    names = [] if kind == "probe" else ["router", *(["balance_bias"] if config.balance_bias else [])]
+    names = [] if kind == "probe" else ["router", *(["balance_bias"] if config.routing.balance_bias else [])]
     given = _object(data, "parameters", names)
     return {(name, None): _tensor(given[name], f"parameters.{name}", *forms[name]) for name in names}
 

@@ -38,13 +38,13 @@ class TokenPadding:
             CannotBuild: the alignment is below 1, or a bound is missing, negative, or given where none is used.
         """
         self.group, self.device = topology.group("ep_etp"), device
-        self.alignment, self.bound = config.token_alignment, config.token_bound
+        self.alignment, self.bound = config.padding.alignment, config.padding.bound
         if self.alignment < 1:
-            raise CannotBuild(f"token_alignment = {self.alignment}: it must be 1 or more")
-        if (config.pad_tokens == "bound") is (self.bound is None):
-            raise CannotBuild(f"token_bound = {self.bound} with pad_tokens = {config.pad_tokens!r}")
+            raise CannotBuild(f"padding.alignment = {self.alignment}: it must be 1 or more")
+        if (config.padding.tokens == "bound") is (self.bound is None):
+            raise CannotBuild(f"padding.bound = {self.bound} with padding.tokens = {config.padding.tokens!r}")
         if self.bound is not None and self.bound < 0:
-            raise CannotBuild(f"token_bound = {self.bound}: there is no such number of tokens")
+            raise CannotBuild(f"padding.bound = {self.bound}: there is no such number of tokens")
 
     @property
     def resolved(self) -> Mapping[str, str]:
@@ -67,7 +67,7 @@ class TokenPadding:
 
     def _within(self, tokens: int, bound: int) -> int:
         if tokens > bound:
-            raise BoundBroken(f"{tokens} tokens on this rank; token_bound = {bound} is the maximum")
+            raise BoundBroken(f"{tokens} tokens on this rank; padding.bound = {bound} is the maximum")
         return bound
 
     def _aligned(self, rows: int) -> int:

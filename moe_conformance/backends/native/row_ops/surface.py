@@ -40,9 +40,9 @@ class Permutation(Offered):
         Raises:
             CannotBuild: it is below 1.
         """
-        if config.row_multiple < 1:
-            raise CannotBuild(f"rows cannot be padded to a multiple of {config.row_multiple}; need 1 or more")
-        self.multiple = config.row_multiple
+        if config.padding.row_multiple < 1:
+            raise CannotBuild(f"rows cannot be padded to a multiple of {config.padding.row_multiple}; need 1 or more")
+        self.multiple = config.padding.row_multiple
 
     @property
     def resolved(self) -> Mapping[str, str]:
