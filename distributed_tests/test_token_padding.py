@@ -86,7 +86,7 @@ class TestCount:
 
     @requirement("PACK-12", kind="exchange", when=bounded)
     def test_a_broken_bound_is_refused_by_all(self, outcome: Outcome, tally: Tally) -> None:
-        """Where one rank has more tokens than padding.bound, all ranks of its group raise, and none waits for another."""
+        """Where a rank has more tokens than padding.bound, all ranks of its group raise, and none waits for another."""
         judge_broken_bound(outcome, tally)
 
 

@@ -67,7 +67,7 @@ def _check(options: Any, section: str = "", **least: int) -> None:
     `section` begins the name of the option, as in "capacity.factor". What single values cannot show, such as more
     selected experts than there are, a backend refuses.
     """
-    for name, hint in _hints(type(options)).items():
+    for name, hint in _hints(type(options)).items():  # type: ignore[arg-type]  # it takes __hash__ of instances for it
         value = getattr(options, name)
         if not _fits(value, hint):
             raise ValueError(f"{section}{name} = {value!r}; allowed: {_allowed(hint)}")
@@ -228,12 +228,15 @@ class Config:
         Capacity(factor=1.5, minimum=0, drop_policy='weights', padded=False)
 
         Raises:
-            ValueError: a name is no option and no section, or a value is not allowed.
+            ValueError: a name is no option and no section, a section is given as well as an option of it, or a value is
+                not allowed.
         """
         whole: dict[str, Any] = {}
         self._refuse_unknown(options)
         for name, value in options.items():
             section, _, option = name.partition(".")
+            if option and section in options:
+                raise ValueError(f"{section} and {name} are both given")
             before = whole.get(section, getattr(self, section))
             whole[section] = replace(before, **{option: value}) if option else value
         return replace(self, **whole)

@@ -111,19 +111,24 @@ class _Session(Session):
 
     def router(self, config: Config) -> _Router:
         """Build an MoE layer and replace its routed experts: what they would receive is the routing."""
-        config.only(
-            "variant", "experts", "top_k", "hidden", "ffn", "dtype", "routing.score", "routing.normalise", "routing.scale", "routing.groups",
-            "routing.group_score", "routing.balance_bias", "routing.forced",
-        )  # fmt: skip
+        config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype", "routing")
         _require_routed(config)
         return _Router(config, self._device)
 
     def layer(self, config: Config) -> Layer:
         """Build an MoE module with a dispatcher on this rank's ep group; FSDP2 shards it where it is replicated."""
         config.only(
-            "variant", "experts", "top_k", "hidden", "ffn", "dtype", "routing.score", "routing.normalise", "routing.scale", "routing.groups",
-            "routing.group_score", "routing.balance_bias", "routing.forced", "shared.ffn", "shared.gate", "shared.bias",
-        )  # fmt: skip
+            "variant",
+            "experts",
+            "top_k",
+            "hidden",
+            "ffn",
+            "dtype",
+            "routing",
+            "shared.ffn",
+            "shared.gate",
+            "shared.bias",
+        )
         _require_routed(config)
         _require_rows(config)
         first, held = _placement(self._topology, config)

@@ -23,7 +23,9 @@ class Permutation:
         if config.padding.row_multiple == 1:
             self._dispatcher = token_dispatcher.LocalTokenDispatcher.Config(**sizes).build()
         else:
-            built = token_dispatcher.TorchAOTokenDispatcher.Config(**sizes, pad_multiple=config.padding.row_multiple).build()
+            built = token_dispatcher.TorchAOTokenDispatcher.Config(
+                **sizes, pad_multiple=config.padding.row_multiple
+            ).build()
             built.wire_meshes(ep_mesh=None)
             self._dispatcher = built
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_conformance.contract import (
+    Capacity,
     Config,
     Delivery,
     Exchange,
@@ -373,8 +374,7 @@ class TrainingStep:
 
 
 def _without_capacity(config: Config) -> Config:
-    plain = Config()
-    return config.changed({"capacity.factor": plain.capacity_factor, "capacity.minimum": plain.min_capacity, "capacity.drop_policy": plain.drop_policy, "capacity.padded": plain.pad_to_capacity})
+    return replace(config, capacity=Capacity())
 
 
 def _weights_at(session: Session, resolved: Mapping[str, str], applied: str) -> str:

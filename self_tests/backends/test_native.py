@@ -142,7 +142,7 @@ class TestRefusals:
     @pytest.mark.parametrize("fields", [{"weights_applied": "input"}, {"capacity.padded": True}])
     def test_fixed_places_take_neither_weights_nor_a_capacity(self, fields: dict[str, Any]) -> None:
         """Weights come with combine, after the experts; places are never padded to a capacity."""
-        with pytest.raises(Unsupported, match="'input' and capacity.padded are not supported") as refusal:
+        with pytest.raises(Unsupported, match=r"'input' and capacity\.padded are not supported") as refusal:
             session(Layout(1)).places_exchange(Config("lowlatency").changed(fields))
         assert "library" == refusal.value.by
 

@@ -12,13 +12,16 @@ import torch.nn.functional
 from moe_conformance.backends.megatron_core import library
 from moe_conformance.contract import Config, Unsupported, refusals
 
-# Fields of Config that shape any surface; functions that stand alone know no fields of TransformerConfig.
-FUNCTION = ("variant", "experts", "top_k", "hidden", "ffn", "dtype", "packed")
+# Options and sections of Config that shape any surface; functions that stand alone know no fields of TransformerConfig.
+FUNCTION = ("variant", "experts", "top_k", "hidden", "ffn", "dtype", "padding.packed")
 LAYER = (*FUNCTION, "extra")
-ROUTER = ("score", "normalise", "scale", "groups", "group_score", "balance_bias")  # and the router's own
-FORCED = ("forced",)  # of a router that runs on random logits
-SHARED = ("shared_ffn", "shared_gate", "shared_overlap", "shared_bias")  # of a whole layer
-CAPACITY = ("capacity_factor", "drop_policy", "pad_to_capacity")  # of router and dispatcher; there is no minimum
+ROUTER = ("routing",)  # of a router; forced: on random logits
+SHARED = ("shared",)  # of a whole layer
+CAPACITY = (
+    "capacity.factor",
+    "capacity.drop_policy",
+    "capacity.padded",
+)  # of router and dispatcher; there is no minimum
 
 # What TransformerConfig says where it refuses what can be asked of it here.
 _REFUSED = "|".join(
@@ -126,8 +129,8 @@ def _softmax_before_selection(config: Config) -> bool:
         raise Unsupported("normalised softmax with groups: Megatron-Core would then rank the groups by logits")
     if config.routing.score == "sigmoid" and config.routing.normalise != (config.top_k > 1):
         raise Unsupported(
-            f"Megatron-Core normalises sigmoid weights if and only if K > 1: not normalise={config.routing.normalise} with "
-            f"K = {config.top_k}"
+            f"Megatron-Core normalises sigmoid weights if and only if K > 1: "
+            f"not normalise={config.routing.normalise} with K = {config.top_k}"
         )
     return config.routing.score == "softmax" and not config.routing.normalise
 
@@ -141,5 +144,6 @@ def _check_group_score(config: Config) -> None:
         raise Unsupported(f"K = {config.top_k} is no multiple of the {config.routing.groups[1]} selected groups")
     if known_as[config.routing.group_score] != best:
         raise Unsupported(
-            f"Megatron-Core ranks a group by its best {best} (K / selected groups) experts, not by {config.routing.group_score}"
+            f"Megatron-Core ranks a group by its best {best} (K / selected groups) experts, "
+            f"not by {config.routing.group_score}"
         )

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from moe_conformance.backends.megatron_core import library
 from moe_conformance.backends.megatron_core.configuration import (
     CAPACITY,
-    FORCED,
     FUNCTION,
     LAYER,
     ROUTER,
@@ -67,15 +66,15 @@ class MegatronSession(Session):
 
     def router(self, config: Config) -> Router:
         """Build a layer and return its router, wrapped for the reduction of its gradients."""
-        return Router(self._layer(config.only(*LAYER, *ROUTER, *CAPACITY, *FORCED)))
+        return Router(self._layer(config.only(*LAYER, *ROUTER, *CAPACITY)))
 
     def layer(self, config: Config) -> Layer:
         """Build a whole layer, wrapped for the reduction of its gradients."""
-        return Layer(self._layer(config.only(*LAYER, *ROUTER, *SHARED, *FORCED)), config, self._topology)
+        return Layer(self._layer(config.only(*LAYER, *ROUTER, *SHARED)), config, self._topology)
 
     def masked_router(self, config: Config) -> Router:
         """Build a layer and return its router, which takes a padding mask."""
-        return Router(self._layer(config.only(*LAYER, *ROUTER, *FORCED)))
+        return Router(self._layer(config.only(*LAYER, *ROUTER)))
 
     def packing(self, config: Config) -> Packing:
         """Return the library's functions."""

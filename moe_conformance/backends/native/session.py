@@ -30,13 +30,9 @@ from moe_conformance.surfaces import Session
 
 # Each of them by some surface: one config serves all surfaces.
 _MAPPED = (
-    "variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied",
-    "score", "normalise", "scale", "groups", "group_score", "balance_bias", "forced",
-    "capacity_factor", "min_capacity", "drop_policy", "pad_to_capacity",
-    "pad_tokens", "token_alignment", "token_bound", "packed",
+    "variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied", "routing", "capacity",
+    "padding.tokens", "padding.alignment", "padding.bound", "padding.packed",  # not the multiple of rows
 )  # fmt: skip
-_BUDGET = ("budget_factor", "row_budget", "over_budget")
-_SHARED = ("shared_ffn", "shared_gate", "shared_overlap", "shared_bias")
 
 
 Built = TypeVar("Built")
@@ -117,7 +113,7 @@ class NativeSession(Session):
         if config.variant in classes:
             return classes[config.variant](config.only(*_MAPPED), self.topology)
         if manager := self._managers.get(config.variant):
-            config.only(*_MAPPED, *_BUDGET, "wire")
+            config.only(*_MAPPED, "receive_buffer", "wire")
             return FlexExchange(config, self.topology, manager, self.use(TokenExchange), self.use(Float8Wire))
         known = ", ".join((*classes, *self._managers))
         raise Unsupported(f"native has no variant {config.variant!r}; it has {known}")
@@ -136,7 +132,7 @@ class NativeSession(Session):
 
     def experts(self, config: Config) -> Experts:
         """Build this rank's experts, the same with token_copies and with a receive buffer of fixed size."""
-        config.only(*_MAPPED, *_BUDGET, "token_copies")
+        config.only(*_MAPPED, "receive_buffer", "token_copies")
         with refusals(CannotBuild, match="."):
             return self.use(Experts)(config, self.topology, self.device)
 
@@ -157,8 +153,8 @@ class NativeSession(Session):
 
     def layer(self, config: Config) -> Layer:
         """Build a layer of the session's own router, exchange and experts, and its shared experts."""
-        config.only(*_MAPPED, *_SHARED)
-        routed = config.changed({"shared.ffn": (), "shared.gate": False, "shared.overlap": False, "shared.bias": False})
+        config.only(*_MAPPED, "shared")
+        routed = replace(config, shared=Config.shared)  # without shared experts
         parts = (self.router(routed), self.exchange(routed), self.experts(routed))
         with refusals(CannotBuild, match="."):
             return self.use(Layer)(config, self.topology, self.device, parts, self.use(SharedExperts))

@@ -39,7 +39,7 @@ def block_of(config: Config) -> str:
     model = _block_of(config)
     if config.shared.bias:
         if model != "deepseek_v2":
-            raise Unsupported(f"the shared experts of {model} have no biases: not shared_bias=True")
+            raise Unsupported(f"the shared experts of {model} have no biases: not shared.bias=True")
         require_one_bias(config.shared.ffn)
     return model
 
@@ -48,7 +48,7 @@ def _block_of(config: Config) -> str:
     router = model_of(config)
     if not config.shared.ffn or config.shared.gate:
         if router != "qwen3_moe" or bool(config.shared.ffn) != config.shared.gate:
-            raise Unsupported(f"no block is adapted to the router of {router} with shared_gate={config.shared.gate}")
+            raise Unsupported(f"no block is adapted to the router of {router} with shared.gate={config.shared.gate}")
         return "qwen2_moe" if config.shared.ffn else "qwen3_moe"
     model = "deepseek_v2" if router == "qwen3_moe" and not config.routing.normalise else router
     if model not in ("deepseek_v2", "deepseek_v3"):

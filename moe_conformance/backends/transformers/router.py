@@ -18,21 +18,22 @@ ONE_HEAD: Mapping[str, Any] = {"num_attention_heads": 1, "num_key_value_heads": 
 
 def model_of(config: Config) -> str:
     """Return the model whose router has the rule that is asked for, or refuse a rule that is adapted to none."""
-    if config.routing.score == "sigmoid" and (config.routing.groups is None or config.routing.group_score == "top2_sum"):
-        if config.experts < 2 * (config.routing.groups or (1,))[0]:
+    routing = config.routing
+    if routing.score == "sigmoid" and (routing.groups is None or routing.group_score == "top2_sum"):
+        if config.experts < 2 * (routing.groups or (1,))[0]:
             raise Unsupported(f"the router of deepseek_v3 needs two experts in a group: {config.experts} in all")
         return "deepseek_v3"
-    if config.routing.score == "sqrtsoftplus" and config.routing.normalise and config.routing.groups is None:
+    if routing.score == "sqrtsoftplus" and routing.normalise and routing.groups is None:
         return "deepseek_v4"
-    plain = not (config.routing.normalise or config.routing.balance_bias)
-    if config.routing.score == "softmax_topk" and plain and config.routing.groups is None and config.routing.scale == 1:
+    plain = not (routing.normalise or routing.balance_bias)
+    if routing.score == "softmax_topk" and plain and routing.groups is None and routing.scale == 1:
         return "gpt_oss"
-    if config.routing.score == "softmax" and plain and (config.routing.groups is None or config.routing.group_score == "max"):
-        return "deepseek_v2" if config.routing.groups or config.routing.scale != 1 else "qwen3_moe"
-    if config.routing.score == "softmax" and not config.routing.balance_bias and config.routing.groups is None and config.routing.scale == 1:
+    if routing.score == "softmax" and plain and (routing.groups is None or routing.group_score == "max"):
+        return "deepseek_v2" if routing.groups or routing.scale != 1 else "qwen3_moe"
+    if routing.score == "softmax" and not routing.balance_bias and routing.groups is None and routing.scale == 1:
         return "qwen3_moe"
-    asked = {name: getattr(config, name) for name in ("score", "normalise", "scale", "groups", "balance_bias")}
-    asked |= {"group_score": config.routing.group_score} if config.routing.groups else {}
+    asked = {name: getattr(routing, name) for name in ("score", "normalise", "scale", "groups", "balance_bias")}
+    asked |= {"group_score": routing.group_score} if routing.groups else {}
     raise Unsupported("no router is adapted to " + ", ".join(f"{name}={value!r}" for name, value in asked.items()))
 
 

@@ -88,7 +88,9 @@ def _other_scores(expected: RouterExpected, place: Place, by: str) -> Tensor:
         scored_TE = plain_TE if by == "unbiased groups" else right_TE
         config = expected.workload.config
         assert config.routing.groups is not None
-        open_TE = selection.group_mask(scored_TE, config.routing.groups, top_k=config.top_k, group_score=config.routing.group_score)
+        open_TE = selection.group_mask(
+            scored_TE, config.routing.groups, top_k=config.top_k, group_score=config.routing.group_score
+        )
         return torch.where(open_TE, right_TE, 0.0 if by == "closed at 0" else -torch.inf)
     if by == "biased logits":
         assert expected.bias_E is not None

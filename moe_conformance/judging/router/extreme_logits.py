@@ -102,7 +102,9 @@ def _best(workload: Workload, logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
     finite_TE = torch.where(scores_TE.isfinite(), scores_TE, 0.0)
     error_TE = _rounding(workload) * (finite_TE.abs() + bias_E.double().abs()) + _LEAST
     if config.routing.groups is not None:
-        margin_T = selection.margins(scores_TE, ids_TK, groups=config.routing.groups, group_score=config.routing.group_score)
+        margin_T = selection.margins(
+            scores_TE, ids_TK, groups=config.routing.groups, group_score=config.routing.group_score
+        )
         return margin_T >= -2 * error_TE.max(1).values
     favoured_TE = (scores_TE - error_TE).scatter(1, ids_TK, (scores_TE + error_TE).gather(1, ids_TK))
     return selection.margins(favoured_TE, ids_TK) >= 0
@@ -120,7 +122,13 @@ def judge_extreme_weights(reading: Reading, tally: Tally) -> None:
     config = workload.config
     for place in places_of(workload, range(workload.layout.world)):
         logits_TE, ids_TK, weights_TK = _routed(reading, *place)
-        right_TK = routes.weights(logits_TE, ids_TK, score=config.routing.score, normalise=config.routing.normalise, scale=config.routing.scale)
+        right_TK = routes.weights(
+            logits_TE,
+            ids_TK,
+            score=config.routing.score,
+            normalise=config.routing.normalise,
+            scale=config.routing.scale,
+        )
         decided_T = _decided(workload, logits_TE, ids_TK)
         allowed_TK = _rounding(workload) * right_TK + config.routing.scale * _LEAST / _UNDERFLOW
         right_T = ((weights_TK.double() - right_TK).abs() <= allowed_TK).all(1)
@@ -147,7 +155,9 @@ def judge_extreme_dx(reading: Reading, tally: Tally) -> None:
         upstream_TK = workload.batches[m][rank].upstream.double().gather(1, ids_TK)
         slack_T1 = 4 * _rounding(workload) * config.routing.scale * upstream_TK.abs().sum(1, keepdim=True)
         leaf_TE = logits_TE.detach().requires_grad_()
-        weights_TK = routes.weights(leaf_TE, ids_TK, score=config.routing.score, normalise=config.routing.normalise, scale=config.routing.scale)
+        weights_TK = routes.weights(
+            leaf_TE, ids_TK, score=config.routing.score, normalise=config.routing.normalise, scale=config.routing.scale
+        )
         (dlogits_TE,) = torch.autograd.grad(weights_TK, leaf_TE, upstream_TK)
         right_TD = dlogits_TE @ workload.parameters["router", None].double()
         dx_TD = reading.seen(m, rank).dx_TD.value
@@ -238,7 +248,9 @@ def _among(workload: Workload, logits_TE: Tensor) -> Tensor | None:
     if config.routing.groups is None:
         return None
     scores_TE = _selection_scores(workload, logits_TE)
-    return selection.group_mask(scores_TE, config.routing.groups, top_k=config.top_k, group_score=config.routing.group_score)
+    return selection.group_mask(
+        scores_TE, config.routing.groups, top_k=config.top_k, group_score=config.routing.group_score
+    )
 
 
 def _require(

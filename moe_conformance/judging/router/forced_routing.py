@@ -125,7 +125,9 @@ def _within_own_groups(own: RouterExpected, place: Place) -> bool:
     if config.routing.groups is None:
         return False
     scores_TE = own.selection_scores(place, own.bias_E)
-    open_TE = selection.group_mask(scores_TE, config.routing.groups, top_k=config.top_k, group_score=config.routing.group_score)
+    open_TE = selection.group_mask(
+        scores_TE, config.routing.groups, top_k=config.top_k, group_score=config.routing.group_score
+    )
     return bool(open_TE.gather(1, own.ids[place]).all())
 
 

@@ -92,7 +92,9 @@ _PERMUTE = (
     _Permute("permute-to-16-full", _in_turn, tokens=64, config={"padding.row_multiple": 16}),
     _Permute("permute-to-16-no-tokens", tokens=0, config={"padding.row_multiple": 16}),
     _Permute("permute-to-32-bf16", tokens=70, config={"padding.row_multiple": 32, **_BF16}),
-    _Permute("permute-to-128-empty-slots", _empty_slots, tokens=300, config={"padding.row_multiple": 128, "experts": 4}),
+    _Permute(
+        "permute-to-128-empty-slots", _empty_slots, tokens=300, config={"padding.row_multiple": 128, "experts": 4}
+    ),
     _Permute("permute-to-3", tokens=29, config={"padding.row_multiple": 3}),
 )
 

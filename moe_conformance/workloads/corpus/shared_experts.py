@@ -99,7 +99,9 @@ LAYERS = (
     LayerRecipe("shared-beside-even-bfloat16", {**_BESIDE, **_BFLOAT16}),
     LayerRecipe("shared-beside-two-dims-even", _BESIDE, lead="two_dims"),
     LayerRecipe("shared-rehearsed-even", _GATED, rehearsed=True),
-    LayerRecipe("layer-groups-biased-even", {**_SCALED, "experts": 12, "routing.balance_bias": True, "routing.groups": (3, 1)}),
+    LayerRecipe(
+        "layer-groups-biased-even", {**_SCALED, "experts": 12, "routing.balance_bias": True, "routing.groups": (3, 1)}
+    ),
     LayerRecipe("shared-bias-even", _BIASED),
     LayerRecipe("shared-bias-alone", _BIASED, tokens=UNEVEN, silent=True),
     LayerRecipe("shared-bias-rank-without-tokens", _BIASED_WIDER, tokens=ONE_WITHOUT),

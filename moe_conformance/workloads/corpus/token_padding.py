@@ -6,7 +6,6 @@ T tokens of a rank, P rows that it is padded to, A the alignment, B the bound. L
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, Literal
@@ -64,8 +63,8 @@ def token_counts(variant: str, layout: Layout, profile: Profile) -> Iterator[Wor
         yield _counts(f"padded-counts-{A}", config, layout, _COUNTED)
     bounded = Config(variant, experts=E, padding=Padding(tokens="bound", alignment=8, bound=BOUND))
     yield _counts("padded-counts-bound", bounded, layout, _BOUNDED)
-    yield _counts("padded-counts-aligned-bound", replace(bounded, token_bound=24), layout, _BOUNDED)
-    yield _counts("padded-counts-bare-bound", replace(bounded, token_alignment=1), layout, _BOUNDED)
+    yield _counts("padded-counts-aligned-bound", bounded.changed({"padding.bound": 24}), layout, _BOUNDED)
+    yield _counts("padded-counts-bare-bound", bounded.changed({"padding.alignment": 1}), layout, _BOUNDED)
     yield _breaches(bounded, layout)
 
 

@@ -91,7 +91,8 @@ def _configs(draw_from: st.DrawFn) -> Config:
     group_score = draw_from(st.sampled_from(["top2_sum", "topk_sum", "max"]))
     fewest = chosen if group_score == "topk_sum" else 1  # it adds up K / chosen scores
     K = draw_from(st.integers(fewest, chosen * size))
-    return replace(plain, experts=G * size, top_k=K, groups=(G, chosen), group_score=group_score)  # type: ignore[arg-type]
+    limit = {"routing.groups": (G, chosen), "routing.group_score": group_score}
+    return plain.changed({"experts": G * size, "top_k": K, **limit})
 
 
 def _batch(m: int, rank: int, tokens: int, config: Config, manner: _Manner) -> Batch:

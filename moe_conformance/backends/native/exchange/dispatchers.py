@@ -53,10 +53,8 @@ class LocalExchange:
         """Take this rank's experts from the topology.
 
         Raises:
-            CannotBuild: the experts do not divide over ep, this variant cannot run on the layout, or there is no such
-                capacity.
+            CannotBuild: the experts do not divide over ep, or this variant cannot run on the layout.
         """
-        capacity.check(config)
         self.config = config
         self.topology = topology
         self.placement = Placement.of(config.experts, topology)

@@ -75,12 +75,12 @@ class FlexExchange:
         """
         if config.capacity.padded:
             raise CannotBuild(
-                "pad_to_capacity: a token is sent to a rank once, so that the rows of an expert cannot be padded"
+                "capacity.padded: a token is sent to a rank once, so that the rows of an expert cannot be padded"
             )
         self.config = config
         self.placement = Placement.of(config.experts, topology)
-        sizes = {"budget_factor": config.receive_buffer.factor, "row_budget": config.receive_buffer.rows}
-        given = " and ".join(f"{name} = {size}" for name, size in sizes.items() if size is not None)
+        sizes = {"factor": config.receive_buffer.factor, "rows": config.receive_buffer.rows}
+        given = " and ".join(f"receive_buffer.{name} = {size}" for name, size in sizes.items() if size is not None)
         if config.receive_buffer.overflow == "drop" and not given:
             raise CannotBuild("receive_buffer.overflow = 'drop' needs receive_buffer.factor or receive_buffer.rows")
         if given and not manager_class.has_budget:

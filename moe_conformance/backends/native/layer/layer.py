@@ -45,7 +45,7 @@ class Layer(nn.Module):
         self.config = config
         self.router, self.exchange, self.experts = routed
         if not config.shared.ffn and (config.shared.gate or config.shared.overlap or config.shared.bias):
-            settings = "shared_gate, shared.overlap and shared_bias"
+            settings = "shared.gate, shared.overlap and shared.bias"
             raise CannotBuild(f"{settings} need shared experts: shared.ffn is empty")
         in_places = isinstance(self.exchange, LowLatencyExchange)  # it does not depart and arrive in two steps
         if config.shared.overlap and (in_places or not isinstance(self.exchange, AllToAllExchange)):

@@ -14,17 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.contract import Config
-
-
-def check(config: Config) -> None:
-    """Raise `CannotBuild` where there is no such capacity."""
-    factor = config.capacity.factor
-    if factor is not None and not 0 <= factor < math.inf:
-        raise CannotBuild(f"capacity.factor = {factor}: it must be a finite number of at least 0")
-    if config.capacity.minimum < 0:
-        raise CannotBuild(f"min_capacity = {config.capacity.minimum}: it must be at least 0")
 
 
 def of_rank(config: Config, tokens: int) -> int:

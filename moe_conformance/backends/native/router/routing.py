@@ -165,7 +165,6 @@ def _check(config: Config) -> None:
     E, K = config.experts, config.top_k
     if not 1 <= K <= E:
         raise CannotBuild(f"top_k = {K} of {E} experts")
-    capacity.check(config)
     if config.routing.groups is None:
         return
     groups, selected = config.routing.groups

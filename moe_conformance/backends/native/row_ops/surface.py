@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.backends.native.offered import Offered
 from moe_conformance.backends.native.row_ops.permutation import Pairs, permute, sort_pairs, unpermute, weigh
 from moe_conformance.contract import Config, Routing
@@ -32,16 +31,10 @@ class Permutation(Offered):
     """Sorts pairs by expert, then token, then slot. An expert without a pair gets no row."""
 
     surface = "permutation"
-    maps = ("row_multiple",)
+    maps = ("padding.row_multiple",)
 
     def __init__(self, config: Config) -> None:
-        """Take the multiple.
-
-        Raises:
-            CannotBuild: it is below 1.
-        """
-        if config.padding.row_multiple < 1:
-            raise CannotBuild(f"rows cannot be padded to a multiple of {config.padding.row_multiple}; need 1 or more")
+        """Take the multiple."""
         self.multiple = config.padding.row_multiple
 
     @property

@@ -55,7 +55,7 @@ PROBE = (
     Recipe("to-capacity-uneven", fitting, config=_filled(1.0), tokens=UNEVEN),
     Recipe("to-capacity-one-expert-even", crowded, config=_filled(1.0, top_k=1)),
     Recipe("to-capacity-rank-without-tokens", fitting, config=_filled(1.0), tokens=ONE_WITHOUT),
-    Recipe("to-capacity-minimum", fitting, config=_filled(0.5, min_capacity=3), tokens=ONE_WITHOUT),
+    Recipe("to-capacity-minimum", fitting, config={**_filled(0.5), "capacity.minimum": 3}, tokens=ONE_WITHOUT),
     Recipe("to-capacity-in-flight", fitting, config=_filled(1.0), tokens=UNEVEN, schedule="F0 F1 B1 B0"),
     Recipe("to-capacity-weighed-at-input-even", fitting, config=_filled(1.0, weights_applied="input")),
     Recipe("to-capacity-filled-even", fitting, config=_filled(2.0), memory="filled"),

@@ -47,7 +47,9 @@ BUDGETS = (
     # 1.15 * 100 is a little less than 115 in binary, and a budget of 114 is too small.
     Recipe("budget-of-a-fraction-even", filling, tokens=(50,), config={"receive_buffer.factor": 1.15}, needs_ep=True),
     Recipe("budget-filled-uneven", filling, tokens=UNEVEN, config={"receive_buffer.factor": 1.5}, needs_ep=True),
-    Recipe("budget-roomy-even", dropped, config={"receive_buffer.factor": 8.0}, schedule="F0 B0 F1 B1", memory="filled"),
+    Recipe(
+        "budget-roomy-even", dropped, config={"receive_buffer.factor": 8.0}, schedule="F0 B0 F1 B1", memory="filled"
+    ),
     # Next to nothing is sent: of a buffer that is too small nobody would know.
     Recipe("budget-spare-even", first_alone, tokens=(15,), config={"receive_buffer.factor": 1.5}, needs_ep=True),
     # Nothing arrives at a rank, in one microbatch and in the next: its buffer is as large, and all of it padding.
@@ -61,7 +63,13 @@ BUDGETS = (
         needs_ep=True,
     ),
     # A factor is one of the tokens that there are: as many in both microbatches, which go to other experts.
-    Recipe("budget-roomy-uneven", dropped, turns=(UNEVEN,) * 2, config={"receive_buffer.factor": 8.0}, schedule="F0 F1 B1 B0"),
+    Recipe(
+        "budget-roomy-uneven",
+        dropped,
+        turns=(UNEVEN,) * 2,
+        config={"receive_buffer.factor": 8.0},
+        schedule="F0 F1 B1 B0",
+    ),
 )
 
 OWN = (

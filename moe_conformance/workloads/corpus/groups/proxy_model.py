@@ -89,7 +89,9 @@ def solved(workload: Workload) -> ModelGradients:
         }
         for b in range(BLOCKS)
     ]
-    return proxy_model.gradients(xs, dys, blocks, config.top_k, Weighing(config.routing.score, config.routing.normalise, config.routing.scale))
+    return proxy_model.gradients(
+        xs, dys, blocks, config.top_k, Weighing(config.routing.score, config.routing.normalise, config.routing.scale)
+    )
 
 
 def sequences(workload: Workload) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:

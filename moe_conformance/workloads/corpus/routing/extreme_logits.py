@@ -37,7 +37,13 @@ class ExtremeRecipe:
 _SIGMOID = {"routing.score": "sigmoid", "routing.normalise": True, "routing.scale": 2.5}
 _ROOT = {"routing.score": "sqrtsoftplus", "routing.normalise": True}
 _CHOSEN = {"routing.score": "softmax_topk"}
-_GROUPS = {"routing.score": "sigmoid", "routing.normalise": True, "routing.balance_bias": True, "routing.groups": (4, 2), "top_k": 2}
+_GROUPS = {
+    "routing.score": "sigmoid",
+    "routing.normalise": True,
+    "routing.balance_bias": True,
+    "routing.groups": (4, 2),
+    "top_k": 2,
+}
 
 EXTREMES = (
     ExtremeRecipe("extreme-softmax", {"routing.normalise": True}),

@@ -37,7 +37,11 @@ class RouterRecipe:
 _SIGMOID = {"routing.score": "sigmoid"}
 _BIASED = {"routing.score": "sigmoid", "routing.balance_bias": True}
 _NORMAL = {"routing.normalise": True}
-_GROUPS = {"experts": 24, "top_k": 4, "routing.groups": (4, 2)}  # enough slots for the limit to bind; more experts than groups
+_GROUPS = {
+    "experts": 24,
+    "top_k": 4,
+    "routing.groups": (4, 2),
+}  # enough slots for the limit to bind; more experts than groups
 
 ROUTERS = (
     RouterRecipe("route-softmax"),
@@ -52,19 +56,26 @@ ROUTERS = (
     RouterRecipe("route-sigmoid-biased-normalised-scaled", {**_BIASED, **_NORMAL, "routing.scale": 2.5}),
     RouterRecipe("route-sigmoid-biased-upwards", _BIASED, bias=0.3),
     RouterRecipe("route-sqrtsoftplus", {"routing.score": "sqrtsoftplus"}),
-    RouterRecipe("route-sqrtsoftplus-biased-normalised", {"routing.score": "sqrtsoftplus", "routing.balance_bias": True, **_NORMAL}),
+    RouterRecipe(
+        "route-sqrtsoftplus-biased-normalised",
+        {"routing.score": "sqrtsoftplus", "routing.balance_bias": True, **_NORMAL},
+    ),
     RouterRecipe("route-groups-top2", {**_BIASED, **_NORMAL, **_GROUPS}, likened=True),
     RouterRecipe("route-groups-top2-softmax", _GROUPS),
     RouterRecipe("route-groups-topk", {**_BIASED, **_NORMAL, **_GROUPS, "top_k": 6, "routing.group_score": "topk_sum"}),
     RouterRecipe("route-groups-topk-softmax", {**_GROUPS, "top_k": 6, "routing.group_score": "topk_sum"}),
-    RouterRecipe("route-groups-max", {"experts": 24, "top_k": 3, "routing.groups": (4, 1), "routing.group_score": "max"}),
+    RouterRecipe(
+        "route-groups-max", {"experts": 24, "top_k": 3, "routing.groups": (4, 1), "routing.group_score": "max"}
+    ),
     RouterRecipe("route-top-1", {"top_k": 1}),
     RouterRecipe("route-top-1-normalised", {"top_k": 1, **_SIGMOID, **_NORMAL}),
     RouterRecipe("route-top-all", {"top_k": 8}),
     RouterRecipe("route-odd-experts", {"experts": 6, "top_k": 3, "hidden": 40}),
     RouterRecipe("route-many-experts", {"experts": 256, "top_k": 8}),
     RouterRecipe("route-hundreds-of-experts", {"experts": 384, "top_k": 10}),
-    RouterRecipe("route-groups-many-experts", {**_BIASED, **_NORMAL, "experts": 256, "top_k": 8, "routing.groups": (8, 4)}),
+    RouterRecipe(
+        "route-groups-many-experts", {**_BIASED, **_NORMAL, "experts": 256, "top_k": 8, "routing.groups": (8, 4)}
+    ),
     RouterRecipe("route-near-ties", {"top_k": 3}, twins=True, likened=True),  # an odd K, which parts twins
     RouterRecipe("route-ties", {"top_k": 3}, tied=True, likened=True),
     RouterRecipe("route-large-logits", magnitude=64.0),
