@@ -129,7 +129,7 @@ class TestBudget:
 
     @requirement("DROP-14", kind="overflow", when=drops)
     def test_a_full_buffer_is_flagged_and_no_other(self, reading: Reading, tally: Tally) -> None:
-        """With receive_buffer.overflow="drop", a rank reports an overflow exactly if more rows are routed to it than fit."""
+        """With receive_buffer.overflow="drop", a rank reports an overflow if and only if rows do not fit."""
         judge_flags(reading, tally)
 
     @requirement("DROP-15", kind="overflow", when=drops)

@@ -333,7 +333,7 @@ class Session:
     loss_convention: Literal["sum", "mean_over_dp"] = "sum"  # finish_gradients: sum or mean over dp * cp
 
     def exchange(self, config: Config) -> Exchange | SplitExchange:
-        """Build an exchange; collective."""
+        """Build an exchange; collective. It reads the sections capacity, padding and receive_buffer."""
         raise Unsupported("this backend offers no exchange")
 
     def experts(self, config: Config) -> Experts:
@@ -341,7 +341,7 @@ class Session:
         raise Unsupported("this backend offers no experts")
 
     def router(self, config: Config) -> Router:
-        """Build a router; collective."""
+        """Build a router; collective. It reads the sections routing and capacity."""
         raise Unsupported("this backend offers no router")
 
     def finish_gradients(self, *built: Parametrised) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_conformance.backends.native import Native, NativeSession
 from moe_conformance.backends.native.row_ops.permutation import permute, sort_pairs, unpermute, weigh
-from moe_conformance.contract import Capacity, Config, Routing, Unsupported
+from moe_conformance.contract import Capacity, Config, Routing, RoutingOptions, Unsupported
 from moe_conformance.engine import Engine, Job, RankContext
 from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
@@ -183,7 +183,7 @@ class TestRouter:
     def test_a_token_that_likes_no_expert_gets_weights_of_zero(self) -> None:
         """Sigmoid underflows at -200 in float32, and 0 / 0 must not become NaN in either direction."""
         x_TD = torch.full((1, 4), -200.0, requires_grad=True)
-        _, weights_TK = self.routed(x_TD, score="sigmoid", normalise=True)
+        _, weights_TK = self.routed(x_TD, routing=RoutingOptions(score="sigmoid", normalise=True))
         weights_TK.sum().backward()
         assert [[0.0, 0.0]] == weights_TK.tolist()
         assert [[0.0] * 4] == x_TD.grad.tolist()
@@ -191,7 +191,7 @@ class TestRouter:
     def test_the_slope_of_an_underflowing_root_is_zero(self) -> None:
         """Where log(1 + exp(l)) is 0 in float32 the gradient is 0, not NaN."""
         x_TD = torch.tensor([[-200.0, -150.0, 1.0]], requires_grad=True)
-        _, weights_TK = self.routed(x_TD, score="sqrtsoftplus", top_k=3)
+        _, weights_TK = self.routed(x_TD, routing=RoutingOptions(score="sqrtsoftplus"), top_k=3)
         weights_TK.sum().backward()
         assert [0.0, 0.0] == x_TD.grad[0, :2].tolist()
         assert x_TD.grad[0, 2] > 0.1

@@ -101,9 +101,6 @@ class TestRefusals:
                 Config("deepep", weights_applied="input"),
                 "a row has several weights, none can be applied",
             ),
-            (Config("hybridep", receive_buffer=ReceiveBuffer(factor=0.0)), "receive_buffer.factor = 0.0"),
-            (Config("hybridep", receive_buffer=ReceiveBuffer(factor=float("inf"))), "receive_buffer.factor = inf"),
-            (Config("hybridep", receive_buffer=ReceiveBuffer(rows=-1)), "receive_buffer.rows = -1"),
             (Config("ncclep", receive_buffer=ReceiveBuffer(factor=1.0)), "NCCLEPManager has no buffer of fixed size"),
             (
                 Config("ncclep", receive_buffer=ReceiveBuffer(rows=3)),

@@ -249,7 +249,7 @@ class TestRefusals:
             (EP2, "exchange", {"variant": "deepep"}, "variant 'deepep' is not one of"),
             (EP2, "exchange", {"variant": "alltoall", "experts": 5}, "5 on ep = 2"),
             (EP2, "exchange", {"variant": "alltoall", "weights_applied": "input"}, "after the experts only"),
-            (EP2, "exchange", {"variant": "alltoall", "routing.scale": 2.0}, "does not map scale=2.0"),
+            (EP2, "exchange", {"variant": "alltoall", "routing.scale": 2.0}, "does not map routing.scale=2.0"),
             (Layout(2, etp=2), "exchange", {"variant": "alltoall"}, "etp = 2"),
             (EP2, "experts", {"hidden": 36}, "multiple of 8 bfloat16, not 36"),
             (EP2_EDP2, "experts", {"dtype": torch.float64}, "in float32 what FSDP2 shards"),

@@ -27,7 +27,7 @@ class WantsEqualTokens(AllToAllExchange):
 
     def __init__(self, config: Config, topology: Topology) -> None:
         if config.padding.packed:
-            raise CannotBuild("the dispatcher wants ranks of equal T, and packed=True leaves them uneven")
+            raise CannotBuild("the dispatcher wants ranks of equal T, and padding.packed=True leaves them uneven")
         super().__init__(config, topology)
 
 
@@ -40,12 +40,12 @@ class BufferOfFixedTokens(DeepEPManager):
 
     def __init__(self, config: Config, exchange: TokenExchange) -> None:
         if config.padding.packed:
-            raise CannotBuild("buffers hold a fixed number of tokens: not packed=True")
+            raise CannotBuild("buffers hold a fixed number of tokens: not padding.packed=True")
         super().__init__(config, exchange)
 
 
 @planted(
-    Expectation("RULE-25", "packed-built", "run", "built on rank 0 and refused on rank 1", "packed=True"),
+    Expectation("RULE-25", "packed-built", "run", "built on rank 0 and refused on rank 1", "padding.packed=True"),
 )
 class RefusedBeyondTheFirst(AllGatherExchange):
     """The configuration of an all-gather is checked where the first rank reads it, and there too late."""
@@ -53,7 +53,7 @@ class RefusedBeyondTheFirst(AllGatherExchange):
     def __init__(self, config: Config, topology: Topology) -> None:
         super().__init__(config, topology)
         if config.padding.packed and topology.rank:
-            raise CannotBuild("an all-gather wants equal T: not packed=True")
+            raise CannotBuild("an all-gather wants equal T: not padding.packed=True")
 
 
 @planted(

@@ -212,7 +212,7 @@ class TestRouting:
     @pytest.mark.parametrize("field", ["balance_bias", "groups"])
     def test_bias_and_groups_change_some_choice(self, field: str) -> None:
         """In every workload with a bias or a group limit, some token chooses otherwise than without it."""
-        judged = [w for w in routing_corpus("any", EP2) if getattr(w.config, field)]
+        judged = [w for w in routing_corpus("any", EP2) if getattr(w.config.routing, field)]
         assert len(judged) >= 4
         for workload in judged:
             bias_E = workload.parameters.get(("balance_bias", None))
