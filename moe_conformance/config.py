@@ -260,7 +260,7 @@ class Limit:
     `deterministic`: runs under `torch.use_deterministic_algorithms`, set before the session is opened. `wrong_use`:
     invalid input on one rank, for which the other ranks may wait for ever; input that violates the config (more tokens
     than `padding.bound`, or `token_copies` that differ) is not covered by it. `uneven_tokens` does not cover
-    `Config.packed`: an exchange that needs equal T has to refuse that while it is built.
+    `Config.padding.packed`: an exchange that needs equal T has to refuse that while it is built.
 
     `proof="refused"`: outside of it the library raises; the suite tries it and checks that it raises.
     `proof="undefined"`: outside of it the library may hang or corrupt the device; not run, reported as unproved.
