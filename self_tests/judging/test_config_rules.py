@@ -14,8 +14,8 @@ from moe_conformance.workloads.records.features import broken
 
 EP2 = Layout(2, ep=2)
 BUILT, *FED = config_rules.draw("alltoall", EP2, "quick")
-REFUSED = Answer(error="padding.packed=True", error_type="moe_conformance.contract.Unsupported", error_by="library")
-NOT_ADAPTED = Answer(error="no packed", error_type="moe_conformance.contract.Unsupported", error_by="adapter")
+REFUSED = Answer(error="padding.packed=True", error_type="moe_conformance.config.Unsupported", error_by="library")
+NOT_ADAPTED = Answer(error="no packed", error_type="moe_conformance.config.Unsupported", error_by="adapter")
 STUMBLED = Answer(error="no such name", error_type="builtins.NameError")
 
 
