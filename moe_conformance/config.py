@@ -7,7 +7,7 @@ DeepSpeed for each field is in docs/glossary.md. Letters are those of contract.p
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from types import UnionType
@@ -192,20 +192,19 @@ class Config:
 
     def options(self) -> dict[str, Any]:
         """Return the value of every option by its name, in the order of the fields; sections are not among them."""
-        return dict(self._options())
+        found: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if is_dataclass(value):
+                found |= {f"{field.name}.{each.name}": getattr(value, each.name) for each in fields(value)}
+            else:
+                found[field.name] = value
+        return found
 
     def _refuse_unknown(self, names: Iterable[str]) -> None:
         known = {*_default_options(), *(field.name for field in fields(self))}
         if unknown := [name for name in names if name not in known]:
             raise ValueError(f"Config has no option {', '.join(map(repr, unknown))}")
-
-    def _options(self) -> Iterator[tuple[str, Any]]:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if is_dataclass(value):
-                yield from ((f"{field.name}.{each.name}", getattr(value, each.name)) for each in fields(value))
-            else:
-                yield field.name, value
 
     def only(self, *mapped: str) -> Config:
         """Return the config itself, or raise `Unsupported` if an option outside `mapped` differs from its default.
@@ -213,12 +212,12 @@ class Config:
         Raises:
             ValueError: a name in `mapped` is no option and no section.
         """
-        default = _default_options()
         self._refuse_unknown(mapped)
-        changed = {name: value for name, value in self._options() if value != default[name]}
-        named = {name for name in changed if name in mapped or name.partition(".")[0] in mapped}
-        if odd := [f"{name}={value!r}" for name, value in changed.items() if name not in named]:
-            raise Unsupported(f"this adapter does not map {', '.join(odd)}")
+        default = _default_options()
+        changed = {name: value for name, value in self.options().items() if value != default[name]}
+        odd = [name for name in changed if not {name, name.partition(".")[0]} & {*mapped}]
+        if odd:
+            raise Unsupported(f"this adapter does not map {', '.join(f'{name}={changed[name]!r}' for name in odd)}")
         return self
 
     def changed(self, options: Mapping[str, Any]) -> Config:
