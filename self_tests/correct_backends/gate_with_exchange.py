@@ -3,7 +3,7 @@
 The adapter offers a layer and nothing else, since the exchange cannot be given a routing.
 """
 
-# ruff: noqa: D102, I001 - what a method does is in contract.py or in its class; imports in two lines
+# ruff: noqa: D102 - what a method does is in contract.py or in its class
 from __future__ import annotations
 
 import math
