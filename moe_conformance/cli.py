@@ -1,4 +1,4 @@
-"""The command line: `moe-conformance run`, `merge`, `table`, `list`, `explain` and `doctor`.
+"""The command line: `moe-conformance run`, `merge`, `compare`, `floor`, `table`, `list`, `explain` and `doctor`.
 
 `run` is pytest on the installed checks, no more. What needs torch is imported by the command that needs it, so that
 `--help` does not wait for it.
@@ -7,13 +7,15 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Collection
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -62,9 +64,10 @@ def _require_torch() -> None:
 def _options(names: Collection[str]) -> Callable[[Command], Command]:
     def decorate(command: Command) -> Command:
         for option in reversed([option for option in options.OPTIONS if option.name in names]):
-            decorator = click.option(
-                f"--{option.name}", metavar=option.metavar, help=option.help, multiple=option.lists, callback=_joined
-            )
+            own: dict[str, Any] = {"metavar": option.metavar, "multiple": option.lists, "callback": _joined}
+            if option.flag:
+                own = {"is_flag": True, "default": None}
+            decorator = click.option(f"--{option.name}", help=option.help, **own)
             command = decorator(command)
         return command
 
@@ -79,7 +82,7 @@ def _joined(context: click.Context, parameter: click.Parameter, value: str | tup
 @main.command()
 @_options([option.name for option in options.OPTIONS])
 @click.argument("pytest_arguments", nargs=-1, type=click.UNPROCESSED)
-def run(pytest_arguments: tuple[str, ...], **given: str | None) -> NoReturn:
+def run(pytest_arguments: tuple[str, ...], **given: Any) -> NoReturn:
     """Judge a backend. What follows `--` is for pytest: `-- -n 2`, `-- -x`, `-- -k alltoall-ep2`.
 
     Exit status: 0 if every required check passed, 1 if not, 2 if the run could not start. `--backend every-importable`
@@ -93,9 +96,16 @@ def run(pytest_arguments: tuple[str, ...], **given: str | None) -> NoReturn:
         sys.exit(_run_every(chosen, pytest_arguments))
     sys.path.append(os.getcwd())  # an adapter by dotted path; last, so that nothing there hides what is installed
     os.environ.pop("PYTEST_ADDOPTS", None)  # meant for the caller's own tests
-    asked = [f"--moe-{name.replace('_', '-')}={value}" for name, value in chosen.items()]
+    asked = list(_arguments("--moe-", chosen))
     status = pytest.main([*_PYTEST, *asked, *pytest_arguments, str(collecting.FOLDER)])
     sys.exit(_STATUS.get(int(status), int(status)))
+
+
+def _arguments(prefix: str, chosen: Mapping[str, str | bool]) -> Iterator[str]:
+    """Yield what was chosen as arguments; a flag has no value."""
+    for name, value in chosen.items():
+        said = f"{prefix}{name.replace('_', '-')}"
+        yield said if value is True else f"{said}={value}"
 
 
 def _run_every(chosen: dict[str, str], pytest_arguments: tuple[str, ...]) -> int:
@@ -115,9 +125,9 @@ def _run_every(chosen: dict[str, str], pytest_arguments: tuple[str, ...]) -> int
         own = {**chosen, "backend": name}
         if "report" in chosen:
             own["report"] = str(Path(chosen["report"]) / name)
-        words = [word for option, value in own.items() for word in (f"--{option.replace('_', '-')}", value)]
         click.echo(f"\n{name}")
-        command = [sys.executable, "-m", "moe_conformance.cli", "run", *words, "--", *pytest_arguments]
+        run_ = [sys.executable, "-m", "moe_conformance.cli", "run"]
+        command = [*run_, *_arguments("--", own), "--", *pytest_arguments]
         worst = max(worst, _child(command))
         if worst > 128:  # ended by a signal: so are we
             break
@@ -246,6 +256,56 @@ def merge_(folders: tuple[Path, ...], report: Path) -> NoReturn:
     for line in (*merged.notes, f"report: {written}"):
         terminal.write_line(line)
     sys.exit(merged.head["exit"])
+
+
+@main.command(name="compare")
+@click.argument("old", metavar="OLD", type=click.Path(path_type=Path))
+@click.argument("new", metavar="NEW", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="print JSON")
+def compare_(old: Path, new: Path, as_json: bool) -> NoReturn:
+    """Compare the reports in two folders: new failures, what is mended, no longer judged, errors that grew.
+
+    Exit status: 1 if something fails or is not judged in NEW that passed or was judged in OLD, 2 if there is no report.
+    """
+    from moe_conformance.report import comparison, result
+    from moe_conformance.report.standing import standings
+
+    try:
+        before, after = (result.read(folder) for folder in (old, new))
+    except result.NoReport as error:
+        raise CannotRun(str(error)) from error
+    whole = not (after.head["filtered"] or after.head["shard"]) and after.head["ranks"] >= before.head["ranks"]
+    found = comparison.compare(standings(before.records), standings(after.records), whole=whole)
+    click.echo(json.dumps(found.to_json(), indent=1) if as_json else "\n".join(found.lines()))
+    sys.exit(int(found.regressed))
+
+
+@main.command(name="floor")
+@click.option("--backend", required=True, metavar="NAME", help="a registered backend")
+@click.option(
+    "--report", type=click.Path(path_type=Path), metavar="DIR", help="of a whole quick run; without it, one is made"
+)
+def floor_(backend: str, report: Path | None) -> None:
+    """Write what a backend passes as its floor, below which no later run may fall. Review it before it is committed."""
+    _require_torch()
+    from moe_conformance.plan import layout_names
+    from moe_conformance.report import floor, result
+    from moe_conformance.report.standing import standings
+
+    with tempfile.TemporaryDirectory() as made:
+        if report is None:
+            _child([sys.executable, "-m", "moe_conformance.cli", "run", "--backend", backend, "--report", made])
+        try:
+            found = result.read(report or Path(made))
+        except result.NoReport as error:
+            raise CannotRun(str(error)) from error
+    head = found.head
+    whole = not (head["filtered"] or head["shard"] or head["interrupted"]) and head["profile"] == "quick"
+    if head["backend"] != backend or not whole or head["ranks"] != floor.RANKS:
+        raise CannotRun(f"a floor needs the whole quick profile of {backend} on {floor.RANKS} ranks")
+    path = floor.FOLDER / f"{backend}.toml"
+    path.write_text(floor.text(standings(found.records), layout_names()), encoding="utf-8")
+    click.echo(f"written: {path}; look at the difference before you commit it")
 
 
 @main.command(name="table")

@@ -73,7 +73,8 @@ def fail(
 ) -> NoReturn:
     """Raise the mismatch that the findings amount to, blaming all their ranks. Around them go `start` and `note`."""
     ranks = tuple(sorted({rank for finding in findings for rank in finding.ranks}))
-    raise error(stage, start + tell(findings) + note, ranks=ranks, ratio=ratio)
+    size = max((finding.size for finding in findings), default=0.0) or None
+    raise error(stage, start + tell(findings) + note, ranks=ranks, ratio=ratio, size=size)
 
 
 def common_ratio(actual: Tensor, expected: Tensor, tolerance: float = 0.0) -> float | None:

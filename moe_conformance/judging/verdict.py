@@ -6,10 +6,13 @@ of one kind apart.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
 from moe_conformance.scenarios.outcome import Outcome
+
+_TIMES = re.compile(r"\(([\d.e+]+) x the allowed error")
 
 Stage = Literal["route", "dispatch", "experts", "combine", "gradient", "finish", "groups", "run"]
 
@@ -56,13 +59,23 @@ class NotOffered(Exception):
 class Mismatch(AssertionError):
     """The backend did something else than the requirement says. The message is the diagnosis."""
 
-    def __init__(self, stage: Stage, sentence: str, *, ranks: tuple[int, ...] = (), ratio: float | None = None) -> None:
-        """Keep the stage, the ranks to blame and the one factor by which all elements differ, if there is one."""
+    def __init__(
+        self,
+        stage: Stage,
+        sentence: str,
+        *,
+        ranks: tuple[int, ...] = (),
+        ratio: float | None = None,
+        size: float | None = None,
+    ) -> None:
+        """Keep the stage, the ranks to blame, the one factor by which all elements differ, and how far off they are."""
         super().__init__(f"{stage}: {sentence}")
         self.stage: Stage = stage
         self.sentence = sentence
         self.ranks = ranks
         self.ratio = ratio
+        # The largest observed/allowed error. Most judges say it in the sentence alone, as `compare.Worst` writes it.
+        self.size = size if size is not None else max(map(float, _TIMES.findall(sentence)), default=None)
         self.requirement: str | None = None  # set by a check of several requirements: the one that is violated
         self.place = ""  # where in a rank's program, if a rank failed: tells two crashes apart
         self.outcome: Outcome | None = None  # set by a check that draws its own workloads: of the one that failed

@@ -44,9 +44,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--moe-NAME` for every option of a run."""
     group = parser.getgroup("moe-conformance", "conformance of Mixture-of-Experts parallelism")
     for option in options.OPTIONS:
+        dest = f"moe_{option.field}"
+        if option.flag:
+            group.addoption(f"--moe-{option.name}", dest=dest, help=option.help, action="store_true", default=None)
+            continue
         group.addoption(
             f"--moe-{option.name}",
-            dest=f"moe_{option.field}",
+            dest=dest,
             metavar=option.metavar,
             help=option.help,
             action="append" if option.lists else "store",

@@ -119,7 +119,9 @@ class CaseRun:
         trial = Trial((), check.name, case.cell, case.workload, outcome=kept.outcome)
         try:
             _examine(trial, case)
-            check.asked.bound()(**_arguments(check, trial, kept, partial(self._twins, kept, self.outcomes.steps, set())))
+            check.asked.bound()(
+                **_arguments(check, trial, kept, partial(self._twins, kept, self.outcomes.steps, set()))
+            )
         except (Exception, pytest.skip.Exception) as error:
             return ending(trial, error)
         return ending(trial, None)

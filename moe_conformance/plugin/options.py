@@ -24,6 +24,7 @@ class Option:
     metavar: str
     help: str
     choices: tuple[str, ...] | None = None
+    flag: bool = False  # it has no value
     lists: bool = False  # may be given several times, which is as if the values were given with commas between them
 
     @property
@@ -54,8 +55,10 @@ OPTIONS = (
         ("plain", "poisoned", "watched"),
     ),
     Option("only", "ID,ID", "check these requirements only", lists=True),
+    Option("strict", "", "fail also where a requirement of the level SHOULD is not kept", flag=True),
     Option("plant", "NAME", "run native with a planted bug, which must be detected"),
     Option("waivers", "FILE", "waivers of a backend that is given by dotted path"),
+    Option("against", "DIR", "fail if less passes or is judged than in the report in this folder"),
     Option("report", "DIR", "write result.json into this folder, and records.jsonl while the run lasts"),
     Option("shard", "I/N", "run the I-th of N parts only; `moe-conformance merge` puts the parts together"),
     Option("time-limit", "SECONDS", "stop in order before this time is up, the start included; exit status 124"),
@@ -77,8 +80,10 @@ class Options:
     rotation: str = ""
     asynchrony: str = "plain"
     only: str = ""
+    strict: bool = False
     plant: str = ""
     waivers: str = ""
+    against: str = ""
     report: str = ""
     shard: str = ""
     time_limit: float = 0.0  # seconds; 0 is none
@@ -134,12 +139,13 @@ class Options:
         for field in fields(self):
             value = getattr(self, field.name)
             if value != field.default and field.name not in leave_out:
-                yield from (f"{prefix}{field.name.replace('_', '-')}", str(value))
+                name = f"{prefix}{field.name.replace('_', '-')}"
+                yield from (name,) if value is True else (name, str(value))
 
     @property
     def again(self) -> str:
         """A pasteable command that repeats the run, without what chose a part of it."""
-        words = ["moe-conformance", "run", *self.arguments("--", ("only", "report", "shard", "time_limit"))]
+        words = ["moe-conformance", "run", *self.arguments("--", ("only", "against", "report", "shard", "time_limit"))]
         if self.backend == Options.backend and not self.plant:
             words[2:2] = ["--backend", self.backend]
         return shlex.join(words)

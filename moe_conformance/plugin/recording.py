@@ -12,7 +12,7 @@ from moe_conformance.plugin.run import Run
 from moe_conformance.plugin.trial import Ending, Trial
 from moe_conformance.report.records import FAILING, PROPERTY, Record
 from moe_conformance.report.words import failure
-from moe_conformance.waiving import Item
+from moe_conformance.waiving import Item, Waiver, only_should
 from moe_conformance.workloads.records.features import traits
 
 
@@ -20,11 +20,13 @@ def record_of(run: Run, item: pytest.Item, trial: Trial, ended: Ending) -> Recor
     """Return the record of an item that ended; a waiver turns a failure, and a pass too."""
     decided = tuple(sorted(trial.tally.decided)) if ended.verdict == "pass" else ()
     requirements = ended.violated or decided or trial.requirements
-    waiver = waiver_of(run, item, trial, requirements)
-    if waiver is not None and ended.verdict in ("fail", "crash", "hang"):
-        ended = replace(ended, verdict="waived", message=f"waived by {waiver}: {ended.message}")
+    waiver = waiver_of(run, item, trial, requirements, ended)
+    if advised(run, requirements, ended):
+        ended = replace(ended, verdict="not kept", message=f"SHOULD, not kept: {ended.message}")
+    elif waiver is not None and ended.verdict in ("fail", "crash", "hang"):
+        ended = _excused(ended, waiver)
     elif waiver is not None and ended.verdict == "pass":
-        message = f"{waiver} waives this check, but it passes: narrow the waiver or delete it"
+        message = f"{waiver.id} waives this check, but it passes: narrow the waiver or delete it"
         ended = Ending("unexpected pass", message, "UnexpectedPass")
     tally, outcome = trial.tally, trial.outcome
     return Record(
@@ -42,25 +44,45 @@ def record_of(run: Run, item: pytest.Item, trial: Trial, ended: Ending) -> Recor
         traits=traits(trial.workload) if trial.workload else (),
         compared={"elements": tally.elements, "pairs": tally.pairs, "ranks": sorted(tally.ranks)},
         travelled=tally.travelled,
-        worst=min(tally.worst, sys.float_info.max),  # JSON has no infinity
+        worst=min(max(tally.worst, *(fault.size or 0.0 for fault in ended.faults), 0.0), sys.float_info.max),  # no inf
         resolved=dict(outcome.ranks[0].resolved) if outcome else {},
         detail=ended.detail,
-        waiver=waiver,
+        waiver=None if waiver is None else waiver.id,
         runs=trial.runs,
         drawn=trial.drawn,
         replay=examples.keep(run, trial, ended),
     )
 
 
-def waiver_of(run: Run, item: pytest.Item, trial: Trial, requirements: tuple[str, ...]) -> str | None:
-    """Return the id of the waiver that answers for the item, if one does."""
+def _excused(ended: Ending, waiver: Waiver) -> Ending:
+    """Return a failure as waived, if it is the one that the waiver names; else say that it is another."""
+    if waiver.excuses(ended.faults):
+        return replace(ended, verdict="waived", message=f"waived by {waiver.id}: {ended.message}")
+    fault = next(fault for fault in ended.faults if not waiver.excuses([fault]))
+    size = "" if fault.size is None else f", {fault.size:.3g} x the allowed error"
+    note = f"{waiver.id} waives another failure here; this is {fault.kind} in {fault.stage}{size}"
+    return replace(ended, detail="\n".join(filter(None, [note, ended.detail])))
+
+
+def advised(run: Run, requirements: tuple[str, ...], ended: Ending) -> bool:
+    """Whether an item that failed does not fail the run: all that it violates are SHOULD, and --strict is not given."""
+    strict = run.options.strict or run.options.plant  # a planted bug of a SHOULD is to be detected
+    return ended.verdict == "fail" and not strict and only_should(requirements)
+
+
+def waiver_of(run: Run, item: pytest.Item, trial: Trial, requirements: tuple[str, ...], ended: Ending) -> Waiver | None:
+    """Return the waiver that holds where the item is, if one does; of several the one that excuses how it ended.
+
+    Without --strict a SHOULD needs none.
+    """
+    if not run.options.strict and only_should(requirements):
+        return None
     if trial.cell is None:
         asked = Item.of_groups(item.name, requirements)
     else:
         workload = trial.workload.name if trial.workload else None
         asked = Item(item.name, requirements, trial.cell.variant, trial.cell.layout.name, workload)
-    waiver = run.waivers.match(asked)
-    return None if waiver is None else waiver.id
+    return run.waivers.match(asked, ended.faults)
 
 
 def attach(report: pytest.TestReport, record: Record, config: pytest.Config) -> None:

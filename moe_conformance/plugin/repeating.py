@@ -14,7 +14,7 @@ from moe_conformance.engine import EngineError
 from moe_conformance.judging.verdict import Mismatch
 from moe_conformance.plan import Case
 from moe_conformance.plugin.outcomes import Kept, Outcomes
-from moe_conformance.plugin.recording import waiver_of
+from moe_conformance.plugin.recording import advised, waiver_of
 from moe_conformance.plugin.run import Run
 from moe_conformance.plugin.trial import Ending, Trial, ending
 from moe_conformance.scenarios.outcome import Outcome
@@ -35,7 +35,7 @@ def looked_again(
 ) -> Ending:
     """Return how a failed check ended in the light of a repeat on new ranks.
 
-    What a waiver or a plant foretells is not repeated.
+    What a waiver or a plant foretells, or does not fail the run, is not repeated.
 
     Args:
         run: What is judged.
@@ -48,7 +48,11 @@ def looked_again(
     """
     if ended.verdict not in ("fail", "crash", "hang") or trial.outcome is None or run.options.plant:
         return ended
-    if waiver_of(run, item, trial, ended.violated or trial.requirements):
+    requirements = ended.violated or trial.requirements
+    waiver = waiver_of(run, item, trial, requirements, ended)
+    if advised(run, requirements, ended):
+        return ended
+    if waiver is not None and waiver.excuses(ended.faults):
         return ended
     failed = next((mismatch.outcome for mismatch in ended.failed), None) or trial.outcome
     try:

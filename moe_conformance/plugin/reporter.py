@@ -19,9 +19,12 @@ from moe_conformance.plugin.case_items import each_check
 from moe_conformance.plugin.driver import Driver
 from moe_conformance.plugin.stopping import Stopping
 from moe_conformance.report import not_run, problems, result, summary
+from moe_conformance.report.comparison import compare
+from moe_conformance.report.floor import sentence
 from moe_conformance.report.journal import Journal
 from moe_conformance.report.progress import Progress
 from moe_conformance.report.records import FAILING, PROPERTY, Record, all_of_report, of_report
+from moe_conformance.report.standing import Place, places, standings
 
 _LETTERLESS = ""  # the progress line stands for pytest's letters
 _CATEGORIES = {"pass": "passed", "error": "suite error"}  # pytest tells its own "error" a second time
@@ -36,6 +39,7 @@ class Reporter:
         self._driver, self._run, self._stopping, self._config = driver, driver.run, stopping, config
         self._collected = False
         self._roster: roster.Roster = {}
+        self._in_part: set[Place] = set()  # places of which some items were not selected
         self._records: list[Record] = []
         self._head: dict[str, Any] | None = None
         self._written: Path | None = None
@@ -173,6 +177,7 @@ class Reporter:
             command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
             again=options.again,
             started=self._run.started,
+            strict=options.strict,
             filtered=self._filtered(),
             only=options.ids,
             shard=options.shard,
@@ -186,8 +191,35 @@ class Reporter:
         held, options = self._run.waivers, self._run.options
         yield from held.problems
         if not interrupted and not options.shard:
-            full = options.profile == "full"
-            yield from problems.of_whole(self._records, held, filtered=self._filtered(), full=full)
+            full, narrowed = options.profile == "full", self._filtered()
+            alone = self._run.floor is not None or getattr(self._run.backend, "single_rank", False)
+            spread = options.ranks > 1 and not alone
+            yield from problems.of_whole(
+                self._records, held, filtered=narrowed, full=full, strict=options.strict, spread=spread
+            )
+        if not interrupted:
+            yield from self._regressions()
+
+    def _regressions(self) -> Iterator[str]:
+        """Yield what passed by the floor, or in the run to compare with, and does so no more."""
+        options, narrowed = self._run.options, self._filtered() or bool(self._run.options.shard)
+        run = places([*self._roster.values(), *self._records]) - self._in_part
+        if self._run.floor is not None and options.profile in ("quick", "full") and not options.rotation:
+            wanted = run if narrowed else self._run.floor.places
+            if fallen := sentence(self._run.floor.fallen(self._records, wanted)):
+                yield fallen
+        if self._run.against is not None:
+            old = standings(self._run.against.records)
+            new = {place: stands for place, stands in standings(self._records).items() if place in run}
+            found = compare(old, new, whole=not narrowed and options.ranks >= self._run.against.head["ranks"])
+            if found.regressed:
+                lost = [*found.new_failures, *found.no_longer_judged]
+                more = f"; {len(lost) - 5} more" if len(lost) > 5 else ""
+                yield f"worse than {options.against} in {len(lost)} places: {'; '.join(map(str, lost[:5]))}{more}"
+
+    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
+        """Keep in mind of which places the run has a part only."""
+        self._in_part |= places(roster.roster(items).values())
 
     def _filtered(self) -> bool:
         """Whether anything but the whole selection was asked for, the shard aside."""

@@ -18,6 +18,7 @@ from moe_conformance.engine.host import Site
 from moe_conformance.plan import layout_names, workload_names
 from moe_conformance.plugin import gpus
 from moe_conformance.plugin.options import Options, Unusable
+from moe_conformance.report import floor, result
 from moe_conformance.spec.places import checked
 from moe_conformance.workloads.corpus.exchange import golden
 
@@ -38,6 +39,8 @@ class Run:
     waivers: waivers.Waivers
     started: datetime
     site: Site | None = None
+    floor: floor.Floor | None = None
+    against: result.Report | None = None
 
 
 def prepare(options: Options, site: Site | None = None) -> Run:
@@ -75,7 +78,13 @@ def prepare(options: Options, site: Site | None = None) -> Run:
         raise Unusable(f"the goldens cannot be used: {error}") from error
     if options.report:
         _require_writable(Path(options.report))
-    return Run(options, target, backend, versions, held, datetime.now(UTC), site)
+    try:
+        path = None if options.plant or options.device != "cpu" else floor.path_for(target)
+        lowest = None if path is None else floor.read(path)
+        against = result.read(Path(options.against)) if options.against else None
+    except (floor.Unreadable, result.NoReport) as error:
+        raise Unusable(str(error)) from error
+    return Run(options, target, backend, versions, held, datetime.now(UTC), site, lowest, against)
 
 
 def open_backend(target: str) -> tuple[Backend, Mapping[str, str]]:

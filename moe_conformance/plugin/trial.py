@@ -15,6 +15,7 @@ from moe_conformance.plan import Cell
 from moe_conformance.plugin.evidence import evidence
 from moe_conformance.report.records import Verdict
 from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.waiving import Fault
 from moe_conformance.workloads.drawn.example import describe
 from moe_conformance.workloads.records.workload import Workload
 
@@ -74,6 +75,7 @@ class Ending:
     detail: str = ""
     violated: tuple[str, ...] = ()  # which of several requirements, where the mismatch says so
     failed: tuple[Mismatch, ...] = ()  # of drawn workloads, each with the outcome of its smallest
+    faults: tuple[Fault, ...] = ()  # what a waiver is compared with
 
 
 def refusal_of(outcome: Outcome) -> tuple[Verdict, str] | None:
@@ -123,6 +125,7 @@ def ending(trial: Trial, error: BaseException | None) -> Ending:
         detail="\n".join([*_drawn(first), *evidence(first, outcome)]),
         violated=_violated(mismatches),
         failed=tuple(mismatch for mismatch in mismatches if mismatch.outcome is not None),
+        faults=tuple(Fault(type(each).__name__, each.stage, str(each), each.size) for each in mismatches),
     )
 
 

@@ -26,6 +26,7 @@ SIGNS: Mapping[Verdict, tuple[str, str, str]] = {
     "unexpected pass": ("U", "U", "bold red"),
     "infrastructure": ("I", "I", "bold magenta"),
     "waived": ("W", "W", "yellow"),
+    "not kept": ("s", "s", "yellow"),
     "refused": ("r", "r", "cyan"),
     "not adapted": ("a", "a", "cyan"),
     "limit": ("L", "L", "cyan"),

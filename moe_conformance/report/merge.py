@@ -16,7 +16,7 @@ from moe_conformance.report.result import Report
 from moe_conformance.waiving import Waivers
 
 # What two reports must have in common to be of one run.
-_SAME = ("suite", "backend", "versions", "torch", "device", "ranks", "profile", "plant", "only")
+_SAME = ("suite", "backend", "versions", "torch", "device", "ranks", "profile", "plant", "strict", "only")
 
 _SOME = 5  # duplicates and contradictions that are told one by one
 
@@ -79,7 +79,8 @@ def merge(parts: Sequence[Report], command: str) -> Merged:
         first = parts[0].head
         held = Waivers(None, tuple(result.waiver_of(entry) for entry in first["waivers"]))
         filtered = any(part.head["filtered"] for part in parts)
-        problems += of_whole(records, held, filtered=filtered, full=first["profile"] == "full")
+        full, strict = first["profile"] == "full", first["strict"]
+        problems += of_whole(records, held, filtered=filtered, full=full, strict=strict)
     fails = bool(problems or open_parts) or any(record.verdict in FAILING for record in records)
     finished = [part.head["finished"] for part in parts if part.head["finished"]]
     head = {

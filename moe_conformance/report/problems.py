@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
 from moe_conformance.report import drawn
-from moe_conformance.report.records import Record
+from moe_conformance.report.records import FAILING, Record
+from moe_conformance.report.standing import JUDGED
 from moe_conformance.waiving import Item, Waivers
 
 _DID_NOT_RUN = ("not applicable", "not run")
 
 
-def of_whole(records: Sequence[Record], waivers: Waivers, *, filtered: bool, full: bool) -> Iterator[str]:
+def of_whole(
+    records: Sequence[Record], waivers: Waivers, *, filtered: bool, full: bool, strict: bool, spread: bool = False
+) -> Iterator[str]:
     """Yield what is wrong with a run that came to its end.
 
     Args:
@@ -19,15 +23,28 @@ def of_whole(records: Sequence[Record], waivers: Waivers, *, filtered: bool, ful
         waivers: Those that hold.
         filtered: Less than everything was asked for, so that a waiver may well have had nothing to do.
         full: It was the full profile, so that a waiver without any item waives nothing at all.
+        strict: A SHOULD that is not kept fails, so that a waiver of it has something to do.
+        spread: The run had several ranks, and no floor says what must pass on them.
     """
     if not filtered:
         ran = [item_of(record) for record in records if record.verdict not in _DID_NOT_RUN]
         used = [record.waiver for record in records if record.verdict in ("waived", "unexpected pass")]
         yield from waivers.misnamed(record.item for record in records)
-        yield from waivers.unused(ran, used, full)
+        yield from waivers.asked(strict).unused(ran, used, full)
     yield from drawn.problems(records)
     if not any(record.verdict == "pass" for record in records):
-        yield "no check passed"
+        if not any(record.verdict in FAILING for record in records):
+            yield "no check passed"
+    elif spread and not filtered and not any(_spread(record) for record in records):
+        yield (
+            "nothing was judged on a layout with ep > 1, though there were several ranks: such a run says nothing of "
+            "expert parallelism; an adapter that has none says so with `single_rank = True`"
+        )
+
+
+def _spread(record: Record) -> bool:
+    """Whether it was judged where experts are spread over ranks."""
+    return record.verdict in JUDGED and re.search(r"(^|-)ep\d", record.layout or "") is not None
 
 
 def item_of(record: Record) -> Item:

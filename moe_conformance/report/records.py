@@ -9,9 +9,10 @@ from typing import Any, Literal, get_args
 
 Verdict = Literal[
     "pass", "fail", "crash", "hang", "unstable", "error", "vacuous", "unexpected pass", "infrastructure",
-    "waived", "refused", "not adapted", "limit", "not applicable", "not run",
+    "waived", "not kept", "refused", "not adapted", "limit", "not applicable", "not run",
 ]  # fmt: skip
 
+# "not kept": a SHOULD that was judged and does not hold, which fails under --strict alone (docs/decisions/0012).
 # The machine's fault is last: it says nothing of the backend, and a run that met it shows less than it should.
 FAILING: tuple[Verdict, ...] = (
     "fail", "crash", "hang", "unstable", "error", "vacuous", "unexpected pass", "infrastructure",
@@ -19,7 +20,7 @@ FAILING: tuple[Verdict, ...] = (
 
 # What a group of items comes to: the first of these that one of them has.
 _PRECEDENCE: tuple[Verdict, ...] = (
-    *FAILING, "waived", "pass", "refused", "not adapted", "limit", "not applicable", "not run",
+    *FAILING, "waived", "not kept", "pass", "refused", "not adapted", "limit", "not applicable", "not run",
 )  # fmt: skip
 
 PROPERTY = "moe-conformance"
@@ -111,7 +112,8 @@ def of_report(properties: Iterable[tuple[str, Any]]) -> Record | None:
 def overall(verdicts: Iterable[Verdict]) -> Verdict:
     """Return what a group of items comes to: failing if one fails, pass if at least one passes and none fails.
 
-    A waived item is a failure that somebody answers for, so it shows over a pass. Without items: not run.
+    A waived item is a failure that somebody answers for, and a SHOULD that is not kept is told, so both show over a
+    pass. Without items: not run.
     """
     seen = set(verdicts)
     return next((verdict for verdict in _PRECEDENCE if verdict in seen), "not run")

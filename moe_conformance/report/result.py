@@ -10,13 +10,13 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import date, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
 
-from moe_conformance import shards
+from moe_conformance import shards, waiving
 from moe_conformance.plan import VIRTUAL
 from moe_conformance.report import drawn, folding, journal, not_run, travelled
 from moe_conformance.report.records import Record, overall
@@ -25,7 +25,7 @@ from moe_conformance.waiving import Waiver
 from moe_conformance.workloads.selection.profiles import Profile
 
 NAME = "result.json"
-SCHEMA = 2  # version of the format
+SCHEMA = 3  # version of the format
 UNFINISHED = "the run did not end: it was killed, or is still running"
 
 # What every report says of itself, but for what may be null.
@@ -75,6 +75,7 @@ class Facts:
     problems: tuple[str, ...] = ()  # what fails the run beside its items
     interrupted: bool = True
     stopped: str = UNFINISHED  # why it was interrupted; "" if it was not
+    strict: bool = False  # a SHOULD that is not kept fails
     filtered: bool = False  # less than everything of this backend and profile was asked for, other shards aside
     only: tuple[str, ...] = ()  # the requirements that were asked for; all if empty
     shard: str = ""  # I/N
@@ -112,6 +113,7 @@ def head(facts: Facts) -> dict[str, Any]:
         "interrupted": facts.interrupted,
         "stopped": facts.stopped or None,
         "problems": list(facts.problems),
+        "strict": facts.strict,
         "filtered": facts.filtered,
         "only": list(facts.only),
         "shard": facts.shard or None,
@@ -247,10 +249,9 @@ def waiver_of(entry: Mapping[str, Any]) -> Waiver:
     Raises:
         ValueError, TypeError, KeyError: it is none.
     """
-    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()}
-    return Waiver(**(values | {"expires": date.fromisoformat(entry["expires"])}))
+    return waiving.waiver_of({**entry, "expires": date.fromisoformat(entry["expires"])})
 
 
 def _plain(waiver: Waiver) -> dict[str, Any]:
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(waiver).items()}
-    return values | {"expires": waiver.expires.isoformat()}
+    return values | {"expires": waiver.expires.isoformat(), "failure": [asdict(each) for each in waiver.failure]}

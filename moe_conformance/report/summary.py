@@ -11,7 +11,7 @@ from moe_conformance.report import drawn, matrix, travelled, words
 from moe_conformance.report.problems import item_of
 from moe_conformance.report.records import Record
 from moe_conformance.spec.places import checked
-from moe_conformance.waiving import proposal
+from moe_conformance.waiving import Fault, proposal
 
 
 class Terminal(Protocol):
@@ -83,5 +83,6 @@ def _propose_waivers(terminal: Terminal, found: Sequence[words.Group], head: Map
         if group.first.verdict in ("fail", "crash", "hang"):
             terminal.write_sep("-", "a waiver for this would read")
             ids = sorted({each for record in group.records for each in record.requirements})
-            reason = group.first.message.splitlines()[0]
-            terminal.write_line(proposal(ids, items, reason, head["versions"], head["backend"]))
+            first, size = group.first, max(record.worst for record in group.records)
+            fault = Fault(first.kind or "", first.stage or "run", first.message, size if size > 1 else None)
+            terminal.write_line(proposal(ids, items, fault, head["versions"], head["backend"]))

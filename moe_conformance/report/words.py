@@ -48,12 +48,16 @@ def failure(record: Record, again: str) -> str:
 
 
 def groups(records: Iterable[Record]) -> list[Group]:
-    """Group the failing records by what went wrong, in order of first appearance."""
+    """Group failing records by what went wrong: crashes, then hangs, then the rest; of each the most cases first."""
     found: dict[tuple[str, ...], list[Record]] = {}
     for record in records:
         if record.verdict in FAILING:
             found.setdefault(_kind(record), []).append(record)
-    return [Group(tuple(group)) for group in found.values()]
+    grouped = [Group(tuple(group)) for group in found.values()]
+    return sorted(grouped, key=lambda group: (_RANK.get(group.first.verdict, len(_RANK)), -len(group.records)))
+
+
+_RANK: dict[str, int] = {"crash": 0, "hang": 1}
 
 
 def _kind(record: Record) -> tuple[str, ...]:

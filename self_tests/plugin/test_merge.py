@@ -15,7 +15,7 @@ from moe_conformance import cli, shards, spec
 from moe_conformance.report import merge, result
 from moe_conformance.report.journal import Journal
 from moe_conformance.report.records import Record
-from moe_conformance.waiving import Waiver
+from moe_conformance.waiving import Failure, Waiver
 
 ENTRY = {"check": 0, "requirements": ["EXCH-01"], "verdict": "pass", "workloads": [0]}
 START = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
@@ -152,7 +152,7 @@ class TestStopped:
 class TestWaivers:
     WAIVER = Waiver(
         "T-01", ("EXCH-01",), ("alltoall",), ("ep*",), ("even",), "it drops", "there", "me", date(2030, 1, 1),
-        ("toylib>=2",), "test_x[alltoall-ep2-even]",
+        ("toylib>=2",), "test_x[alltoall-ep2-even]", (Failure("WrongOutput", "combine", ("instead of",)),),
     )  # fmt: skip
 
     def test_a_waiver_used_in_one_shard_is_used(self, report):

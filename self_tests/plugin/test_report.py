@@ -18,7 +18,7 @@ from moe_conformance.report.journal import NAME, Journal, read
 from moe_conformance.report.progress import Progress
 from moe_conformance.report.records import FAILING, PROPERTY, Record, all_of_report, of_report, overall
 from moe_conformance.topology import Layout
-from moe_conformance.waiving import Waiver
+from moe_conformance.waiving import Failure, Waiver
 
 SPEC = spec.load()
 MOVED = {"rows": 3.0, "least_rows": 2.0, "bytes": 96.0, "least_bytes": 64.0, "calls": 2.0}
@@ -193,7 +193,8 @@ class TestResult:
         """What is written is what `result.schema.json` describes, and the schema's version is the writer's."""
         schema = json.loads(files("moe_conformance.report").joinpath("result.schema.json").read_text("utf-8"))
         waiver = Waiver(
-            "T-01", ("EXCH-01",), ("*",), ("*",), ("*",), "it drops", "there", "me", date(2030, 1, 1), ("toy>=2",), "x"
+            "T-01", ("EXCH-01",), ("*",), ("*",), ("*",), "it drops", "there", "me", date(2030, 1, 1), ("toy>=2",), "x",
+            (Failure("WrongOutput", "combine", ("instead of",), 3.0), Failure("Died", "run", ("SIGSEGV",))),
         )  # fmt: skip
         start = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
         facts = result.Facts("toy", {}, "cpu", 4, "quick", "", "pytest", "again", start, waivers=(waiver,))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from dataclasses import replace
-from datetime import date
+from datetime import date, timedelta
 from pathlib import Path
 
 import pytest
 
-from moe_conformance.waiving import Item, Names, Unreadable, Waivers, load, path_for, proposal
+from moe_conformance.waiving import Fault, Item, Names, Unreadable, Waivers, load, path_for, proposal
 from self_tests.plugin import plugin_runs
 from self_tests.plugin.plugin_runs import PROJECT, TOY
 
@@ -34,7 +35,14 @@ owner = "a person"
 expires = 2026-12-31
 versions = ["some_library>=1.4,<2"]
 example = "test_outputs[alltoall-ep2-even]"
+
+[[waiver.failure]]
+kind = "WrongOutput"
+stage = "combine"
+words = ["instead of", "y of rank"]
+at_most = 100
 """
+FAULT = Fault("WrongOutput", "combine", "combine: y of rank 0 token 1 is 2 instead of 1", 40.0)
 ITEM = Item("test_outputs[alltoall-ep2-even]", ("EXCH-05",), "alltoall", "ep2", "even")
 
 
@@ -93,6 +101,37 @@ class TestMatch:
         assert "is no test_name" in problem
 
 
+class TestFailures:
+    @pytest.mark.parametrize(
+        "other",
+        [
+            replace(FAULT, kind="Died"),
+            replace(FAULT, stage="experts"),
+            replace(FAULT, message="combine: y of rank 0 token 1 is wrong"),
+            replace(FAULT, size=101.0),
+        ],
+        ids=["kind", "stage", "words", "size"],
+    )
+    def test_another_failure_is_not_excused(self, tmp_path, other):
+        """Kind, stage and all words must be those of the waiver, and the error no larger; beside it nothing fails."""
+        (waiver,) = loaded(tmp_path, GOOD).held
+        assert (True, True) == (waiver.excuses([FAULT]), waiver.excuses([replace(FAULT, size=100.0)]))
+        assert (False, False, False) == (waiver.excuses([other]), waiver.excuses([FAULT, other]), waiver.excuses([]))
+
+    def test_a_bounded_failure_needs_a_largest_size(self, tmp_path):
+        """Without one the waiver excuses what has no size, and nothing that was bounded."""
+        (waiver,) = loaded(tmp_path, GOOD.replace("at_most = 100", "")).held
+        assert (False, True) == (waiver.excuses([FAULT]), waiver.excuses([replace(FAULT, size=None)]))
+
+    def test_the_waiver_of_the_failure_answers(self, tmp_path):
+        """Of several for one item, the one that names what happened; where none does, the first."""
+        other = GOOD.replace("W-1", "W-2").replace("WrongOutput", "Died")
+        waivers = loaded(tmp_path, GOOD + other)
+        died, lost = replace(FAULT, kind="Died"), replace(FAULT, kind="WrongForm")
+        found = [waivers.match(ITEM, [fault]) for fault in (FAULT, died, lost)]
+        assert ["W-1", "W-2", "W-1"] == [waiver.id for waiver in found if waiver is not None]
+
+
 class TestDrawn:
     WITHOUT = GOOD.replace('["even"]', '["even", "drawn with ties"]')
 
@@ -129,6 +168,19 @@ class TestProblems:
             ('["even"]', '["evn"]', "'evn' names none of"),
             ("2026-12-31", "2026-04-30", "expired on 2026-04-30"),
             ("2026-12-31", '"soon"', "expires is a date"),
+            ("2026-12-31", "2027-12-31", "more than 400 days ahead"),
+            ('"line 7"', '"?"', "line 9, W-1: evidence is '?', which says nothing; say where the failure can be seen"),
+            ('"a person"', '"TODO"', "line 10, W-1: owner is 'TODO', which says nothing; name who answers for it"),
+            (
+                '"WrongOutput"',
+                '"WrongOutputs"',
+                "line 15, W-1: failure: kind 'WrongOutputs' is none of AbandonedCollective",
+            ),
+            ('"combine"', '"combining"', "stage 'combining' is none of route, dispatch"),
+            ('["instead of", "y of rank"]', '["?"]', "words is a list of pieces of the message"),
+            ('["instead of", "y of rank"]', "[]", "words is a list of pieces of the message"),
+            ("at_most = 100", "at_most = 0.5", "at_most is a number of allowed errors, 1 or more"),
+            ("at_most = 100", "most = 100", "most is missing or unknown"),
             (">=1.4,<2", ">=1.5,<2", "holds for some_library>=1.5,<2, and 1.4.2 is installed"),
             (">=1.4,<2", "", "sets no bounds"),
             (">=1.4,<2", "=?4", "is not of the form"),
@@ -143,13 +195,14 @@ class TestProblems:
         assert () == waivers.held
         problem = waivers.problems[0]
         assert sentence in problem
-        assert problem.startswith("some.toml, W-1: ")
+        assert re.match(r"some\.toml, line \d+, W-1: ", problem)
 
     def test_an_id_occurs_once(self, tmp_path):
         """The second waiver of the same id does not hold."""
         waivers = loaded(tmp_path, GOOD + GOOD)
         assert 1 == len(waivers.held)
-        assert ("some.toml, W-1: its id occurs twice",) == waivers.problems
+        second = len(GOOD.splitlines()) + 3
+        assert (f"some.toml, line {second}, W-1: its id occurs twice",) == waivers.problems
 
     @pytest.mark.parametrize("text", ["not toml", "waiver = 3", 'title = "x"\n'])
     def test_a_file_that_is_no_waivers_is_refused(self, tmp_path, text):
@@ -191,17 +244,28 @@ class TestPath:
 
 class TestProposal:
     def test_a_person_completes_it(self, tmp_path):
-        """With id, evidence, owner and end filled in, the proposal holds and matches the failures it was made of."""
+        """With id, evidence, owner, end and words filled in, the proposal holds and excuses what it was made of."""
         items = [ITEM, Item("test_outputs[alltoall-ep4-even]", ("EXCH-05",), "alltoall", "ep4", "even")]
-        text = proposal(["EXCH-05"], items, 'it said "no"', NAMES.versions, "some-library")
+        fault = Fault("WrongOutput", "combine", 'it said "no"', 12.0)
+        text = proposal(["EXCH-05"], items, fault, NAMES.versions, "some-library")
         with pytest.raises(tomllib.TOMLDecodeError):
             tomllib.loads(text)
-        waivers = loaded(tmp_path, text.replace("expires = ?", "expires = 2026-12-31"))
+        ended = text.replace("expires = ?", "expires = 2026-12-31")
+        assert 4 == len(loaded(tmp_path, ended).problems)
+        waivers = loaded(tmp_path, ended.replace('words = ["?"]', 'words = ["it said"]').replace('"?"', '"me"'))
         assert () == waivers.problems
-        assert all(waivers.match(item) for item in items)
+        matched = [waivers.match(item, [fault]) for item in items]
+        assert [True, True] == [waiver is not None and waiver.excuses([fault]) for waiver in matched]
+        larger = replace(fault, size=1000.0)
+        assert [False, False] == [waiver is None or waiver.excuses([larger]) for waiver in matched]
 
 
-def toy_waiver(number: int, variant: str, layout: str, requirement: str, expires: str = "2999-01-01") -> str:
+NEXT_YEAR = (date.today() + timedelta(days=300)).isoformat()
+
+
+def toy_waiver(
+    number: int, variant: str, layout: str, requirement: str, expires: str = NEXT_YEAR, kind: str = "WrongOutput"
+) -> str:
     """Return a waiver for the toy backend."""
     return f"""
 [[waiver]]
@@ -216,6 +280,12 @@ owner = "self_tests"
 expires = {expires}
 versions = ["torch>=2"]
 example = "test_outputs[{variant}-{layout.replace("*", "ep2")}-even]"
+
+[[waiver.failure]]
+kind = "{kind}"
+stage = "combine"
+words = ["every element of y is 2.000 x the expected value"]
+at_most = 1
 """
 
 
@@ -234,6 +304,14 @@ class TestRun:
         verdicts = plugin_runs.verdicts(plugin_runs.result(tmp_path))
         assert "waived" == verdicts["test_outputs[wrong-ep2-even]"] == verdicts["test_outputs[wrong-single-even]"]
         assert "pass" == verdicts["test_finished[wrong-ep2-even]"]
+
+    def test_a_crash_is_not_excused_by_a_waiver_of_wrong_outputs(self, tmp_path):
+        """Under the cell of a waiver an item that fails in another way fails, and the run says which failure it is."""
+        done = self.judged(tmp_path, toy_waiver(1, "raises", "*", "EXCH-05"), "-k", "(raises or right) and outputs")
+        assert 1 == done.status
+        verdicts = plugin_runs.verdicts(plugin_runs.result(tmp_path))
+        assert "crash" == verdicts["test_outputs[raises-ep2-even]"] == verdicts["test_outputs[raises-single-even]"]
+        assert "TOY-1 waives another failure here; this is Raised in run" in done.output
 
     def test_a_wrong_waiver_fails_the_run(self, tmp_path):
         """One matches a pass, one is unused, one expired: each is told, and the run fails."""

@@ -127,8 +127,8 @@ class Twist:
     what lies between them is NaN, of ids 2^40. The probe answers for expert e as for `probe_as[e]`. Of what `unasked`
     names, no gradients are wanted. `late[r]` are the seconds that rank r waits before every item of the schedule. With
     `padding_gradients` a large number takes the place of every gradient at the expert output of a padding
-    row, or leaves the experts for one. A `lifetime` begins before the backend is imported ("process"), or as its session
-    is opened ("session"), and ends when that is closed.
+    row, or leaves the experts for one. A `lifetime` begins before the backend is imported ("process"), or as its
+    session is opened ("session"), and ends when that is closed.
     A `deterministic` run is asked for deterministic algorithms before its session is opened, and has no others. A
     `rehearsed` one has taken a step with other parameters, of which nothing but the parameters has changed since.
     """

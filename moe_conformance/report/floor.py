@@ -1,0 +1,102 @@
+"""The floor of a backend: what must pass, by requirement, variant and layout. A run that falls below it fails.
+
+One TOML file per backend, `floors/<name>.toml`: a table for each variant, in it a line for each requirement with the
+layouts on which it passes in the quick profile on 4 ranks.
+
+    [alltoall]
+    EXCH-01 = "single ep2 ep4"
+
+`moe-conformance floor --backend NAME` writes it from a run; a person reviews the difference. Without it a backend could
+refuse all that it once did, and every run would be green.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_conformance.report.records import FAILING, Record
+from moe_conformance.report.standing import Place, Standing, in_words, standings
+
+FOLDER = Path(__file__).parents[1] / "floors"
+RANKS = 4  # of the run that a floor is written from
+
+_HEAD = "# What must pass in the quick profile on 4 ranks. Written by `moe-conformance floor`, reviewed by a person."
+
+
+class Unreadable(ValueError):
+    """The file is no floor, or names what there is not."""
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The places that must pass."""
+
+    path: Path
+    places: frozenset[Place]
+
+    def fallen(self, records: Iterable[Record], run: Collection[Place]) -> Iterator[tuple[Place, str]]:
+        """Yield each place that does not pass any more, with what it is now; failures are told elsewhere.
+
+        Args:
+            records: Of the run.
+            run: The places of which the run had all cases; the others are not looked at.
+        """
+        found = standings(records)
+        for place in sorted(self.places & set(run)):
+            stands = found.get(place)
+            verdict = "not run" if stands is None else stands.verdict
+            if verdict not in ("pass", "not applicable", *FAILING):
+                yield place, verdict
+
+
+def path_for(target: str) -> Path | None:
+    """Return the installed floor of a backend, None if it has none."""
+    path = FOLDER / f"{target}.toml"
+    return path if ":" not in target and path.is_file() else None
+
+
+def read(path: Path) -> Floor:
+    """Return the floor in a file.
+
+    Raises:
+        Unreadable: it cannot be read or is none.
+    """
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise Unreadable(f"the floor {path} cannot be read: {error}") from error
+    places = set()
+    for variant, requirements in tables.items():
+        if not isinstance(requirements, dict) or not all(isinstance(each, str) for each in requirements.values()):
+            raise Unreadable(f'the floor {path} is a table for each variant, of lines such as EXCH-01 = "ep2 ep4"')
+        places |= {(each, variant, layout) for each, layouts in requirements.items() for layout in layouts.split()}
+    return Floor(path, frozenset(places))
+
+
+def text(standing: Mapping[Place, Standing], layouts: Iterable[str]) -> str:
+    """Return the floor of a run as TOML: what passes, layouts in the given order."""
+    order = {layout: number for number, layout in enumerate((*layouts, "any"))}
+    by_variant: dict[str, dict[str, list[str]]] = {}
+    for (requirement, variant, layout), stands in standing.items():
+        if stands.verdict == "pass":
+            by_variant.setdefault(variant, {}).setdefault(requirement, []).append(layout)
+    lines = [_HEAD]
+    for variant, requirements in by_variant.items():
+        lines += ["", f'["{variant}"]']
+        lines += [
+            f'{each} = "{" ".join(sorted(found, key=order.__getitem__))}"'
+            for each, found in sorted(requirements.items())
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def sentence(fallen: Iterable[tuple[Place, str]]) -> str:
+    """Return what fell below the floor, the first few in words; empty if nothing did."""
+    found = [f"{in_words(place)}: {verdict} instead of pass" for place, verdict in fallen]
+    if not found:
+        return ""
+    more = f"; {len(found) - 5} more" if len(found) > 5 else ""
+    return f"below the floor in {len(found)} places: {'; '.join(found[:5])}{more}"

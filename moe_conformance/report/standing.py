@@ -1,0 +1,66 @@
+"""How each requirement stands with each variant on each layout: what floors hold and two runs are compared by."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from moe_conformance.report.records import FAILING, Record, Verdict, overall
+
+Place = tuple[str, str, str]  # requirement, variant, layout; "any" twice for a check for which nothing runs
+
+JUDGED: frozenset[Verdict] = frozenset({"pass", "waived", "not kept", *FAILING}) - {"infrastructure", "error"}
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What all cases of one place come to.
+
+    Attributes:
+        verdict: Over all of them, see `records.overall`.
+        judged: How many were judged.
+        cases: How many there are.
+        worst: The largest observed/allowed error of those that passed.
+    """
+
+    verdict: Verdict
+    judged: int
+    cases: int
+    worst: float
+
+
+def standings(records: Iterable[Record]) -> dict[Place, Standing]:
+    """Return how each place stands, in the order of the records."""
+    found: dict[Place, list[Record]] = {}
+    for record in records:
+        for requirement in record.requirements:
+            found.setdefault((requirement, record.variant or "any", record.layout or "any"), []).append(record)
+    return {place: _standing(own) for place, own in found.items()}
+
+
+def _standing(records: Iterable[Record]) -> Standing:
+    count: Counter[Verdict] = Counter()
+    worst = 0.0
+    for record in records:
+        count[record.verdict] += record.cases
+        if record.verdict == "pass":
+            worst = max(worst, record.worst)
+    return Standing(overall(count), sum(count[verdict] for verdict in JUDGED), count.total(), worst)
+
+
+def in_words(place: Place) -> str:
+    """Return a place in words.
+
+    >>> in_words(("EXCH-01", "alltoall", "ep2")), in_words(("GROUP-01", "any", "any"))
+    ('EXCH-01, alltoall on ep2', 'GROUP-01')
+    """
+    requirement, variant, layout = place
+    return requirement if variant == layout == "any" else f"{requirement}, {variant} on {layout}"
+
+
+def places(records: Iterable[Record]) -> set[Place]:
+    """Return the places that records are of."""
+    return {
+        (each, record.variant or "any", record.layout or "any") for record in records for each in record.requirements
+    }

@@ -1,0 +1,257 @@
+"""Waivers: known failures of a real backend, each with an owner, evidence and an end.
+
+One TOML file per backend, `waivers/<name>.toml`, with one `[[waiver]]` table per known fault:
+
+    id = "TT-01"
+    requirements = ["EXCH-06"]
+    variants = ["alltoall"]                  # exact names or patterns with * and ?
+    layouts = ["*"]
+    workloads = ["dropped-*"]
+    reason = "what the backend does instead"
+    evidence = "where that can be seen"
+    owner = "who answers for it"
+    expires = 2026-12-31
+    versions = ["torchtitan>=0.3,<0.4"]      # of the packages that the backend reports
+    example = "test_empty_slots_add_nothing[alltoall-ep2-dropped-even]"   # runs first
+
+    [[waiver.failure]]
+    kind = "WrongOutput"                     # and stage, as result.json has them
+    stage = "combine"
+    words = ["as if an empty slot"]          # all of them are in the message
+    at_most = 100                            # times the allowed error; needed where the failure was bounded
+
+An item that fails in one of these ways, and in no other, is shown as waived and does not fail the run. A crash or a
+hang is a kind of its own ("Raised", "Died", "Hung"). A waiver fails the run if it is expired, incomplete, misspelt,
+unused or outside its versions, or if an item that it matches passes.
+
+Checks that draw their batches have the workload "drawn". Where `workloads` names "drawn with float64", or with another
+feature of drawn batches, none with it is drawn, so that the search goes on beside the known fault.
+
+Checks of groups, for which nothing runs, have the variant and the layout "any" and the workload "groups"; an example is
+called `test_groups_fold_as_declared[world-2]`. Of one that looks at several kinds of sizes each kind has a workload of
+its own: `test_sizes_are_taken_if_and_only_if_they_make_a_layout[world-2-below-one]` is of "groups-below-one".
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
+from datetime import date, timedelta
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+
+from moe_conformance.judging import verdict
+from moe_conformance.waiving.records import (
+    ANY,
+    OF_GROUPS,
+    Failure,
+    Names,
+    Waiver,
+    Waivers,
+    bracketed,
+    fits,
+    group_workload,
+)
+
+FOLDER = Path(__file__).parents[1] / "waivers"  # a link in a checkout, a folder where a wheel is installed
+LONGEST = timedelta(days=400)  # from today to the day on which somebody looks at it again
+_PLACEHOLDERS = frozenset({"?", "todo", "tbd", "xxx", "none", "nobody", "unknown"})
+
+
+class Unreadable(ValueError):
+    """There is no such file, or it is not TOML with [[waiver]] tables."""
+
+
+def path_for(target: str, given: str) -> Path | None:
+    """Return the file of a backend: the one given, the installed one of that name, or None if there is none."""
+    if given:
+        return Path(given)
+    path = FOLDER / f"{target}.toml"
+    return path if ":" not in target and path.is_file() else None
+
+
+def load(path: Path | None, names: Names, today: date) -> Waivers:
+    """Read a file and sort its waivers into those that hold and problems.
+
+    Raises:
+        Unreadable: the file cannot be read, or is not TOML with [[waiver]] tables.
+    """
+    if path is None:
+        return Waivers(None)
+    try:
+        text = path.read_text(encoding="utf-8")
+        tables = tomllib.loads(text)
+    except OSError as error:
+        raise Unreadable(f"the waivers {path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise Unreadable(f"the waivers {path} are not TOML: {error}") from error
+    entries = tables.get("waiver", [])
+    if set(tables) - {"waiver"} or not isinstance(entries, list):
+        raise Unreadable(f"the waivers {path} hold something else than [[waiver]] tables")
+    held: list[Waiver] = []
+    problems: list[str] = []
+    for position, entry in enumerate(entries):
+        found = list(_problems(entry, names, today))
+        if entry.get("id") in [waiver.id for waiver in held]:
+            found.append(Problem("id", "its id occurs twice"))
+        name = entry.get("id", f"waiver {position + 1}")
+        problems += [f"{path.name}, line {_line(text, position, field)}, {name}: {what}" for field, what in found]
+        if not found:
+            held.append(waiver_of(entry))
+    return Waivers(path, tuple(held), tuple(problems))
+
+
+def waiver_of(entry: Mapping[str, Any]) -> Waiver:
+    """Return the waiver that a table holds.
+
+    Raises:
+        TypeError: fields are missing or unknown.
+    """
+    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()}
+    failures = tuple(Failure(**(table | {"words": tuple(table["words"])})) for table in entry["failure"])
+    return Waiver(**(values | {"failure": failures}))
+
+
+class Problem(NamedTuple):
+    """What is wrong with a waiver, and the field that says it."""
+
+    field: str
+    sentence: str
+
+
+def _line(text: str, position: int, field: str) -> int:
+    """Return the line, counted from 1, of a field of the waiver at a position; its first line if there is no field."""
+    lines = text.splitlines()
+    starts = [number for number, line in enumerate(lines) if line.strip().startswith("[[waiver]]")]
+    start, *others = starts[position:] or [0]
+    for number in range(start, others[0] if others else len(lines)):
+        if re.match(rf"\s*(\[\[waiver\.)?{re.escape(field)}\b", lines[number]):
+            return number + 1
+    return start + 1
+
+
+def _problems(entry: Mapping[str, Any], names: Names, today: date) -> Iterator[Problem]:
+    """Yield what is wrong with one table; the names are looked at only if its form is right."""
+    shape = list(_misshapen(entry))
+    if shape:
+        yield from shape
+        return
+    for field, known in (
+        ("requirements", names.requirements),
+        ("variants", names.variants | {ANY}),
+        ("layouts", names.layouts | {ANY}),
+        ("workloads", names.workloads | {"drawn"} | OF_GROUPS),
+    ):
+        for pattern in entry[field]:
+            if not any(fnmatchcase(name, pattern) for name in known):
+                yield Problem(field, f"{field}: {pattern!r} names none of {_some(known - {ANY} - OF_GROUPS)}")
+    if not _is_case(entry, names):
+        what = f"example: {entry['example']!r} is no test_name[variant-layout-workload] that the waiver matches"
+        yield Problem("example", what)
+    if entry["expires"] < today:
+        yield Problem("expires", f"expired on {entry['expires']}; check it, then delete it or set a new date")
+    if entry["expires"] > today + LONGEST:
+        what = f"expires on {entry['expires']}, more than {LONGEST.days} days ahead; set the day of its next review"
+        yield Problem("expires", what)
+    for wanted in entry["versions"]:
+        yield from (Problem("versions", what) for what in _version_problem(wanted, names.versions))
+
+
+def _is_case(entry: Mapping[str, Any], names: Names) -> bool:
+    """Whether the example lies on a case that the waiver's own patterns match; `drawn` has no name in an item's."""
+    if workload := group_workload(bracketed(entry["example"])):
+        return all(fits(entry[field], name) for field, name in zip(_PLACE, (ANY, ANY, workload), strict=True))
+    return bracketed(entry["example"]) in {
+        "-".join((variant, layout, workload)).partition("-drawn")[0]
+        for variant in names.variants
+        for layout in names.layouts
+        for workload in names.workloads | {"drawn"}
+        if fits(entry["variants"], variant) and fits(entry["layouts"], layout) and fits(entry["workloads"], workload)
+    }
+
+
+_PLACE = ("variants", "layouts", "workloads")
+
+
+def _misshapen(entry: Mapping[str, Any]) -> Iterator[Problem]:
+    kinds = {field.name: str(field.type) for field in fields(Waiver)}
+    if unknown := sorted(set(entry) - set(kinds)):
+        yield Problem(unknown[0], f"unknown fields {', '.join(unknown)}; known: {', '.join(kinds)}")
+    for name, kind in kinds.items():
+        value = entry.get(name)
+        if name not in entry:
+            yield Problem(name, _MISSING_FAILURE if name == "failure" else f"{name} is missing")
+        elif name == "failure":
+            yield from (Problem(name, what) for what in _wrong_failures(value))
+        elif kind == "date" and type(value) is not date:
+            yield Problem(name, f"{name} is a date such as 2026-12-31, not {value!r}")
+        elif kind == "str" and not (isinstance(value, str) and value.strip()):
+            yield Problem(name, f"{name} is a sentence, not {value!r}")
+        elif kind == "str" and str(value).strip().lower() in _PLACEHOLDERS:
+            yield Problem(name, f"{name} is {value!r}, which says nothing; {_ASKED.get(name, 'fill it in')}")
+        elif kind.startswith("tuple") and not _texts(value):
+            yield Problem(name, f"{name} is a list of strings, not {value!r}")
+
+
+_MISSING_FAILURE = "[[waiver.failure]] is missing: the kind, stage and words of the failure, as result.json has them"
+_ASKED = {"evidence": "say where the failure can be seen", "owner": "name who answers for it"}
+
+
+def _wrong_failures(tables: Any) -> Iterator[str]:
+    """Yield what is wrong with the failures that a waiver names."""
+    if not (isinstance(tables, list) and tables and all(isinstance(table, dict) for table in tables)):
+        yield "failure is a list of [[waiver.failure]] tables"
+        return
+    for table in tables:
+        if odd := sorted((set(table) - {"at_most"}) ^ {"kind", "stage", "words"}):
+            yield f"failure: it has kind, stage, words and at_most; {', '.join(odd)} is missing or unknown"
+            continue
+        if table["kind"] not in _kinds():
+            yield f"failure: kind {table['kind']!r} is none of {', '.join(sorted(_kinds()))}"
+        if table["stage"] not in get_args(verdict.Stage):
+            yield f"failure: stage {table['stage']!r} is none of {', '.join(get_args(verdict.Stage))}"
+        if not _texts(table["words"]) or _PLACEHOLDERS & {word.strip().lower() for word in table["words"]}:
+            yield f"failure: words is a list of pieces of the message, not {table['words']!r}"
+        if not (isinstance(table.get("at_most", 1.0), int | float) and table.get("at_most", 1.0) >= 1):
+            yield f"failure: at_most is a number of allowed errors, 1 or more, not {table['at_most']!r}"
+
+
+def _kinds() -> set[str]:
+    """Return the names of all kinds of mismatches."""
+    found, new = set[type[verdict.Mismatch]](), {verdict.Mismatch}
+    while new:
+        found |= new
+        new = {kind for each in new for kind in each.__subclasses__()} - found
+    return {kind.__name__ for kind in found - {verdict.Mismatch}}
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(part, str) and part for part in value)
+
+
+def _version_problem(wanted: str, versions: Mapping[str, str]) -> Iterator[str]:
+    """Yield why the installed versions are not those that the waiver was written for."""
+    try:
+        requirement = Requirement(wanted)
+    except InvalidRequirement as error:
+        yield f"versions: {wanted!r} is not of the form 'package>=1,<2' ({str(error).splitlines()[0]})"
+        return
+    installed = {canonicalize_name(name): version for name, version in versions.items()}
+    found = installed.get(canonicalize_name(requirement.name))
+    if found is None:
+        yield f"versions: the backend reports no {requirement.name}, only {', '.join(sorted(versions))}"
+    elif not requirement.specifier:
+        yield f"versions: {wanted!r} sets no bounds"
+    elif not requirement.specifier.contains(found, prereleases=True):
+        yield f"holds for {wanted}, and {found} is installed; check it, then change its versions or delete it"
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = sorted(names)
+    return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")
