@@ -1,4 +1,4 @@
-"""What a backend implements: the one file an adopter reads. It imports torch and nothing of the suite.
+"""What a backend implements: the file an adopter reads, with `claims`. It imports torch, and of the suite only that.
 
 Terms, and the option of Megatron-Core, torchtitan, transformers and DeepSpeed for each field of `Config`, are in
 docs/glossary.md. Shapes by letter: T tokens on this rank, K top-k, E experts, N experts of this rank (replicas count),
@@ -23,6 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_conformance.claims import Claims as Claims
+from moe_conformance.claims import Malformed as Malformed
+
 # ---- refusals ------------------------------------------------------------------------------------------------
 
 
@@ -44,10 +47,6 @@ class Overflow(RuntimeError):
 
     The dispatch leaves no state behind: the next one works as if it had not been called.
     """
-
-
-class Malformed(Exception):
-    """What the backend reports is inconsistent, such as counts that exceed the number of rows: a failure."""
 
 
 @contextmanager
@@ -259,32 +258,23 @@ ExpertFn = Callable[[Delivery], Tensor]
 
 @runtime_checkable
 class Resolved(Protocol):
-    """What every built surface reports of itself."""
+    """What every built surface reports of itself, for display: no check reads it."""
 
     @property
     def resolved(self) -> Mapping[str, str]:
         """What was built, read from the built object (class, path, fused or not), so that a silent fallback shows."""
 
 
-WIRES = ("pairs", "tokens", "all", "copies")
-HANDED = ("routed", "tokens", "static")
-ROUTINGS = ("slots", "maps")
+class Claiming(Resolved, Protocol):
+    """A surface that differs from the default in what the checks follow. Optional: all others claim `Claims()`."""
+
+    @property
+    def claims(self) -> Claims:
+        """What the surface claims, read from the built object after the run, `weights_at` after every forward."""
 
 
 class Placed(Resolved, Protocol):
-    """What every exchange reports: the experts of this rank, and in `resolved` how it exchanges rows.
-
-    `resolved["wire"]`: what dispatch sends to other ranks. "pairs" (default): one row for each routed pair; "tokens":
-    one row for each token and destination rank; "all": every token to every rank; "copies": the adapter first gathered
-    the tokens over tp, since the library expects the same tokens on all tp ranks; that traffic is not counted.
-    `resolved["routing"]`: with "all", "slots" (default) if ids and weights (T, K) are sent, "maps" if a boolean map
-    (T, E) and a map of weights (T, E), at most float32, are sent.
-    `resolved["handed"]`: how many rows the experts receive. "routed" (default): those routed to them; "tokens": every
-    token of the exchange group; "static": a fixed number.
-    `resolved["multiple"]`: the multiple to which the rows of an expert are padded; receive buffers include the padding.
-    `resolved["copies"]`: with `token_copies`, "complete" (default) if dL/dx and dL/dw are complete on every tp rank,
-    "parts" if their sum over tp is.
-    """
+    """What every exchange reports: the experts of this rank. How it exchanges rows is in its `claims`."""
 
     @property
     def local_experts(self) -> tuple[int, ...]:
@@ -294,8 +284,7 @@ class Placed(Resolved, Protocol):
 class Exchange(Placed, Protocol):
     """Dispatch, the given experts, combine. x: (*lead, D) -> y: (*lead, D) with prod(lead) == T.
 
-    ep = 1 is a local permute. Backward is the library's; if the adapter implements it, it sets
-    `resolved["autograd"] = "adapter"`.
+    ep = 1 is a local permute. Backward is the library's; if the adapter implements it, it claims `autograd` "adapter".
     """
 
     def __call__(self, x: Tensor, routing: Routing, expert: ExpertFn) -> Tensor:
@@ -376,7 +365,7 @@ class Routed:
 class Router(Parametrised, Resolved, Protocol):
     """Scores, selection and weights for the tokens of this rank. x: (*lead, D), prod(lead) == T.
 
-    `resolved["dtype"]` is the dtype in which it computes, if that is not the dtype of x.
+    It claims the `dtype` in which it computes, if that is not the dtype of x.
     """
 
     def __call__(self, x: Tensor) -> Routed:
@@ -411,8 +400,8 @@ class Session:
     as "not adapted". Class attributes describe the backend; the suite checks them by observation.
     """
 
-    # Where routing weights are applied by default. An exchange that differs sets `resolved["weights_at"]`, which is
-    # read after every forward.
+    # Where routing weights are applied by default. An exchange that differs claims `weights_at`, which is read after
+    # every forward.
     weights_at: Literal["input", "expert", "combine"] = "combine"
     expert_output_is_partial: bool = False  # etp > 1: combine adds up the partial sums
     grad_attr: str = "grad"  # attribute of a parameter with its gradient after finish_gradients ("main_grad")

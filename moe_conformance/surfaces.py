@@ -134,8 +134,8 @@ class TokenExchange(Placed, Protocol):
     The group is ep_etp. All of its ranks call each method in the same order, also without tokens. Both methods are
     linear, and the backward of each is the other with the same handle.
 
-    With `Config.wire` "float8" dispatch quantises rows; `resolved` has "wire_format", "e4m3" or "e5m2", and
-    "wire_block", the number of columns that share a scale. Gradients are those without quantisation.
+    With `Config.wire` "float8" dispatch quantises rows; it claims `wire_format` and `wire_block`, the number of columns
+    that share a scale. Gradients are those without quantisation.
     """
 
     def dispatch(
@@ -188,8 +188,7 @@ class Transport(Resolved, Protocol):
 class TokenPadding(Resolved, Protocol):
     """The padded number of tokens of each rank of an exchange (`Config.pad_tokens`), as the exchange computes it.
 
-    `resolved["alignment"]` is the multiple, `resolved["padding"]` is "group_max" or "bound"; an exchange that pads
-    reports the same.
+    It claims `alignment` and `padding`, and so does an exchange that pads.
     """
 
     def count(self, tokens: int) -> int:
@@ -235,8 +234,8 @@ class PackedSequences:
 class Packing(Resolved, Protocol):
     """Packed sequences (THD), each padded to the multiple that context and sequence parallelism need.
 
-    R is the last value of cu_seqlens_padded. `resolved["context_order"]` names the order of chunks over cp, if it is
-    not the load-balanced one (chunk c and chunk 2 cp - 1 - c).
+    R is the last value of cu_seqlens_padded. It claims `context_order` "other" if the order of chunks over cp is not
+    the load-balanced one (chunk c and chunk 2 cp - 1 - c).
     """
 
     def lay_out(self, lengths: Sequence[int], cp: int, tp: int, sequence_parallel: bool) -> PackedSequences:

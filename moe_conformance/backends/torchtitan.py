@@ -25,6 +25,7 @@ from torch.distributed.tensor.placement_types import Shard
 from moe_conformance.backends.torchtitan_layer import ROUND_ROBIN, Layer, expert_windows, moe_config, require_placed
 from moe_conformance.backends.torchtitan_rows import Permutation, Reordering
 from moe_conformance.contract import (
+    Claims,
     Config,
     Delivery,
     Limit,
@@ -239,8 +240,11 @@ class _Exchange:
         return {
             "dispatcher": type(self._dispatcher).__qualname__,
             "path": "local" if mesh is None else f"all_to_all over {mesh.size()} ranks",
-            "multiple": str(getattr(self._dispatcher, "pad_multiple", 1)),
         }
+
+    @property
+    def claims(self) -> Claims:
+        return Claims(multiple=getattr(self._dispatcher, "pad_multiple", 1))
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
         x_TD = x.reshape(-1, x.shape[-1])

@@ -29,6 +29,6 @@ class WeightsSeen:
             self._dtype = torch.float32 if narrow and self._dtype != torch.float64 else torch.float64
 
     @property
-    def resolved(self) -> dict[str, str]:
-        """The dtype as an entry of `resolved`; nothing where nothing was seen that shows it."""
-        return {} if self._dtype is None else {"dtype": str(self._dtype)}
+    def dtype(self) -> torch.dtype | None:
+        """The dtype as far as it was seen; None where nothing was seen that shows it."""
+        return self._dtype

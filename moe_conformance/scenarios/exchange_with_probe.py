@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_conformance.contract import Config, Delivery, Exchange, Routing, Session, SplitExchange, whole
+from moe_conformance.contract import Claims, Config, Delivery, Exchange, Routing, Session, SplitExchange, whole
 from moe_conformance.scenarios.probe import Probe, part_of
+from moe_conformance.scenarios.reported import claims_of
 from moe_conformance.topology import Topology
 
 
@@ -27,8 +28,18 @@ class Whole:
     def __init__(self, exchange: Exchange | SplitExchange, probe: Probe) -> None:
         """Take both."""
         self._whole, self._probe = whole(exchange), probe
+        self._placed = exchange
         self.local_experts = tuple(exchange.local_experts)
-        self.resolved: Mapping[str, str] = exchange.resolved
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        """What the exchange shows of itself by now."""
+        return self._placed.resolved
+
+    @property
+    def claims(self) -> Claims:
+        """What the exchange claims by now."""
+        return claims_of(self._placed)
 
     def step(self, x: Tensor, routing: Routing) -> Tensor:
         """Return y."""

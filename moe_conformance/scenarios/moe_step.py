@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from moe_conformance.contract import Unsupported
+from moe_conformance.contract import Malformed, Unsupported
 from moe_conformance.engine import Engine, Job, RankContext, RankResult, Running
 from moe_conformance.scenarios.lifetime import Lifetime
 from moe_conformance.scenarios.outcome import Outcome, RankOutcome
@@ -83,7 +83,7 @@ def _rank_outcome(result: RankResult, deserted: bool) -> RankOutcome:
     if result.status == "ok" and (result.error is None or result.secondary or not deserted):
         assert isinstance(result.value, RankOutcome)
         return replace(result.value, ledger=result.ledger, hazards=result.hazards)
-    malformed = result.error_type == "moe_conformance.contract.Malformed"
+    malformed = result.error_type == f"{Malformed.__module__}.{Malformed.__qualname__}"
     reached = str(result.error_attributes.get("reached", ""))
     collectives = result.error_attributes.get("collectives")
     return RankOutcome(

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from moe_conformance.contract import Claims
 from moe_conformance.engine.ledger.disagreement import Disagreement
 from moe_conformance.engine.ledger.entry import Entry, Hazard
 from moe_conformance.topology import RankLists
@@ -81,7 +82,7 @@ class Answer:
 
     values: Mapping[str, Any] = field(default_factory=dict)  # what it returned, by field, "" if it has none; data only
     gradients: Mapping[str, Tensor | None] = field(default_factory=dict)  # of its arguments, when the script had ended
-    resolved: Mapping[str, str] = field(default_factory=dict)  # what a surface that it built tells of itself
+    claims: Claims = field(default_factory=Claims)  # of a surface that it built
     memory: Mapping[str, Memory] = field(default_factory=dict)  # of the tensor it returned, by tensor argument
     changed: tuple[str, ...] = ()  # arguments and upstream gradients whose bytes had changed when the script had ended
     error: str = ""  # the exception's message, where it raised
@@ -118,7 +119,8 @@ class RankOutcome:
     settings_changed: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     settings_seen: int = 0
     uncovered: tuple[str, ...] = ()  # parameters or elements that no window of named() covers, and copies
-    resolved: Mapping[str, str] = field(default_factory=dict)
+    resolved: Mapping[str, str] = field(default_factory=dict)  # for display; with what is claimed
+    claims: Claims = field(default_factory=Claims)  # of all surfaces
     weights_at: str = "combine"
     partial: bool = False  # Session.expert_output_is_partial
     loss_convention: str = "sum"

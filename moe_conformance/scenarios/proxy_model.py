@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_conformance.contract import Parametrised, Resolved, Session, Unsupported, whole
+from moe_conformance.contract import Parametrised, Session, Unsupported, whole
 from moe_conformance.engine import RankContext
 from moe_conformance.scenarios import parameters
 from moe_conformance.scenarios.outcome import Grad, Microbatch, RankOutcome
+from moe_conformance.scenarios.reported import claims_of_all, shown_of
 from moe_conformance.scenarios.sessions import build, opened
 from moe_conformance.scenarios.tensors import to_cpu
 from moe_conformance.topology import Topology
@@ -125,7 +126,8 @@ class ProxyModel:
         for block in self.blocks:
             final |= block.gradients(None if refusal else session.grad_attr, session.loss_convention)
         self.reached = "done"
-        built = [part for block in self.blocks for part in block.parts if isinstance(part, Resolved)]
+        built = [part for block in self.blocks for part in block.parts]
+        claims = claims_of_all(built)
         return RankOutcome(
             rank=self.context.rank,
             status="ok",
@@ -143,7 +145,8 @@ class ProxyModel:
             ),
             grads_final=final,
             finish_refusal=refusal,
-            resolved={key: str(value) for each in built for key, value in each.resolved.items()},
+            resolved=shown_of(built, claims),
+            claims=claims,
             loss_convention=session.loss_convention,
         )
 

@@ -18,6 +18,7 @@ from moe_conformance.scenarios import parameters, state
 from moe_conformance.scenarios.exchange_with_probe import exchange_with_probe
 from moe_conformance.scenarios.outcome import Answer, Memory, RankOutcome
 from moe_conformance.scenarios.padding import large_beside_pairs
+from moe_conformance.scenarios.reported import claims_of, shown_of
 from moe_conformance.scenarios.sessions import Opened, build, opened
 from moe_conformance.scenarios.tensors import same_bytes, to_cpu
 from moe_conformance.scenarios.unfilled import spoil_unfilled
@@ -59,13 +60,15 @@ class Script:
             surface = self._built(kept)
             self._follow(surface, kept.topology.group("world"))
         self._reach("done")
+        claims = claims_of(surface)
         return RankOutcome(
             rank=self.context.rank,
             status="ok",
             reached=self.reached,
             answers=tuple(self._finished(number) for number in range(len(self.answers))),
             local_experts=tuple(getattr(surface, "local_experts", ())),
-            resolved=_resolved(surface),
+            resolved=shown_of([surface], claims),
+            claims=claims,
             phases=tuple(self.phases),
         )
 
@@ -110,7 +113,7 @@ class Script:
                     self.late.append(backward)
                 else:
                     self._backward(*backward)
-            told = _resolved(returned)
+            claims = claims_of(returned)
         except Exception as error:
             if not call.may_raise or _is_ours(error):
                 raise
@@ -119,7 +122,7 @@ class Script:
             kind = f"{type(error).__module__}.{type(error).__qualname__}"
             return Answer(error=str(error), error_type=kind, error_by=by)
         self.returned.append(returned)
-        return Answer(values=_by_field(returned), resolved=told, memory=_memory(returned, leaves))
+        return Answer(values=_by_field(returned), claims=claims, memory=_memory(returned, leaves))
 
     def _argument(self, name: str, value: Any, call: Call, leaves: dict[str, _Leaf]) -> Any:
         if isinstance(value, Ref):
@@ -175,11 +178,6 @@ def _memory(returned: Any, leaves: Mapping[str, _Leaf]) -> dict[str, Memory]:
         else "apart"
         for name, leaf in leaves.items()
     }
-
-
-def _resolved(built: Any) -> dict[str, str]:
-    """Return what a surface tells of itself; nothing else tells anything."""
-    return {key: str(value) for key, value in dict(getattr(built, "resolved", {})).items()}
 
 
 def _answered(rows_RD: Tensor, ids_RK: Tensor, weights_RK: Tensor | None) -> Tensor:

@@ -7,7 +7,7 @@ router alone, or a whole layer; a router with a capacity is asked without it as 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_conformance.contract import (
+    Claims,
     Config,
     Delivery,
     Exchange,
     ExpertFn,
     Overflow,
     Parametrised,
-    Resolved,
     Router,
     Routing,
     Session,
@@ -38,6 +38,7 @@ from moe_conformance.scenarios.inputs import Inputs
 from moe_conformance.scenarios.outcome import Finish, Grad, Microbatch, RankOutcome
 from moe_conformance.scenarios.padding import PaddingGradients
 from moe_conformance.scenarios.probe import Probe, part_of
+from moe_conformance.scenarios.reported import claims_of, claims_of_all, shown_of
 from moe_conformance.scenarios.sessions import Opened, build, opened
 from moe_conformance.scenarios.tensors import same_bytes, to_cpu
 from moe_conformance.surfaces import Layer
@@ -261,9 +262,8 @@ class TrainingStep:
 
     def _keep_output(self, m: int, output: Tensor) -> None:
         self.outputs[m], self.returned[m] = output, output.detach().clone()
-        told = self.exchange.resolved if isinstance(self.exchange, Resolved) else {}
-        if "weights_at" in told:
-            self.weights_at[m] = told["weights_at"]
+        if self.exchange is not None and (place := claims_of(self.exchange).weights_at) is not None:
+            self.weights_at[m] = place
 
     def _expert(self, m: int) -> ExpertFn:
         """Return the experts, which note where dispatch ends and combine begins."""
@@ -324,8 +324,8 @@ class TrainingStep:
         self._end_step()
         self._reach("done")
         *earlier, last = self.ended
-        built_of = [surface.resolved for surface in (self.exchange, *built) if isinstance(surface, Resolved)]
-        resolved = {key: str(value) for each in built_of for key, value in each.items()}
+        surfaces = [surface for surface in (self.exchange, *built) if surface is not None]
+        claims = claims_of_all(surfaces)
         return RankOutcome(
             rank=self.context.rank,
             status="ok",
@@ -339,8 +339,9 @@ class TrainingStep:
             finish_refusal=last.refusal,
             state_changed=self.state_changed,
             uncovered=uncovered,
-            resolved=resolved,
-            weights_at=_weights_at(session, resolved, self.config.weights_applied),
+            resolved=shown_of(surfaces, claims),
+            claims=claims,
+            weights_at=_weights_at(session, claims, self.config.weights_applied),
             partial=session.expert_output_is_partial,
             loss_convention=session.loss_convention,
             phases=tuple(self.phases),
@@ -383,5 +384,5 @@ def _without_capacity(config: Config) -> Config:
     )
 
 
-def _weights_at(session: Session, resolved: Mapping[str, str], applied: str) -> str:
-    return {"native": resolved.get("weights_at", session.weights_at), "input": "input", "output": "combine"}[applied]
+def _weights_at(session: Session, claims: Claims, applied: str) -> str:
+    return {"native": claims.weights_at or session.weights_at, "input": "input", "output": "combine"}[applied]

@@ -234,7 +234,7 @@ class TestRouter:
     def test_it_says_in_what_it_was_seen_to_compute(self, engine: Engine) -> None:
         """Weights in float64 that are all float32 numbers: MC-03."""
         outcome = run(engine, routed(EP2, "route-float64"))
-        assert ["torch.float32"] * 2 == [rank.resolved["dtype"] for rank in outcome.ranks]
+        assert [torch.float32] * 2 == [rank.claims.dtype for rank in outcome.ranks]
 
 
 def refused(engine: Engine, workload: Workload) -> tuple[str | None, str]:

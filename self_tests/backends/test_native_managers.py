@@ -160,9 +160,10 @@ def test_what_was_built_is_told(engine: Engine, variant: str) -> None:
         assert {"deepep": "DeepEPManager", "hybridep": "HybridEPManager", "ncclep": "NCCLEPManager"}[variant] == told[
             "manager"
         ]
-        assert ("TokenExchange", "tokens", "expert") == (told["token_exchange"], told["wire"], told["weights"])
+        assert ("TokenExchange", "tokens", "expert") == (told["token_exchange"], told["sends"], told["weights"])
 
 
 def tell(scene: Scene) -> dict[str, str]:
     """What the built exchange says of itself."""
-    return dict(scene.flex(scene.payload).resolved)
+    exchange = scene.flex(scene.payload)
+    return {**exchange.resolved, "sends": exchange.claims.wire}

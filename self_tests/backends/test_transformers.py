@@ -245,12 +245,12 @@ class TestRouter:
         assert model == model_of(workload.config)
         assert_routed_alike(outcome, 1e-6)
 
-    @pytest.mark.parametrize(("score", "told"), [("softmax", "torch.float32"), ("softmax_topk", "torch.float64")])
-    def test_it_says_in_what_it_was_seen_to_compute(self, engine: Engine, score: Any, told: str) -> None:
+    @pytest.mark.parametrize(("score", "told"), [("softmax", torch.float32), ("softmax_topk", torch.float64)])
+    def test_it_says_in_what_it_was_seen_to_compute(self, engine: Engine, score: Any, told: torch.dtype) -> None:
         """Qwen's router casts scores of float32 back to its tokens' float64, GPT-OSS's computes in float64."""
         workload = next(w for w in routers.routing_corpus("alltoall", Layout(2)) if w.name == "route-float64")
         outcome = run(engine, replace(workload, config=replace(workload.config, score=score)))
-        assert [told, told] == [rank.resolved["dtype"] for rank in outcome.ranks]
+        assert [told, told] == [rank.claims.dtype for rank in outcome.ranks]
 
 
 class TestLayer:

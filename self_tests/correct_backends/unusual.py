@@ -3,7 +3,6 @@
 # ruff: noqa: D102 - a class says what its methods do otherwise
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,7 @@ from moe_conformance.backends.native.fused.token_exchange import TokenExchange
 from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.backends.native.router import capacity
 from moe_conformance.backends.native.router.routing import Router
-from moe_conformance.contract import Config, Delivery, Overflow, Routing
+from moe_conformance.contract import Claims, Config, Delivery, Overflow, Routing
 
 
 class WritesIntoAnswers(AllToAllExchange):
@@ -71,8 +70,8 @@ class FirstChoicesFirst(Router):
     """By position the first choices of all tokens come before any second choice, and the router says so."""
 
     @property
-    def resolved(self) -> Mapping[str, str]:
-        return {**super().resolved, "drop_order": "choices"}
+    def claims(self) -> Claims:
+        return replace(super().claims, drop_order="choices")
 
     def _keep(self, ids_TK: Tensor, weights_TK: Tensor, room: int) -> Tensor:
         T, K = ids_TK.shape
@@ -85,8 +84,8 @@ class RoundedUpOverTensorRanks(AllToAllExchange):
     """A capacity that drops nothing is rounded up to what divides over tp, as if places were cut there; it says so."""
 
     @property
-    def resolved(self) -> Mapping[str, str]:
-        return {**super().resolved, "capacity_over": "tp"}
+    def claims(self) -> Claims:
+        return replace(super().claims, capacity_over="tp")
 
     def _room(self, routing: Routing) -> int | None:
         room, tp = super()._room(routing), self.topology.sizes["tp"]

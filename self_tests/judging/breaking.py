@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_conformance.contract import Claims
 from moe_conformance.judging.observed.run import Reading, read
 from moe_conformance.judging.verdict import Mismatch, Tally
 from moe_conformance.scenarios.outcome import Handed, Microbatch, Outcome
@@ -35,6 +36,11 @@ def caught(judge: Judge, outcome: Outcome) -> Mismatch:
 def broken(layout_workload: Any = None, **simulation: Any) -> Outcome:
     """Run a simulation with something broken."""
     return simulate(layout_workload or workload(), Simulation(**simulation))
+
+
+def claiming(outcome: Outcome, claims: Claims) -> Outcome:
+    """Let all ranks claim something."""
+    return replace(outcome, ranks=tuple(replace(rank, claims=claims) for rank in outcome.ranks))
 
 
 def on(rank: int, change: Callable[[Tensor], Tensor]) -> Change:

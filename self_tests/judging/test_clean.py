@@ -132,7 +132,7 @@ class TestUnfinished:
         """Claims that contradict each other are told as such, not as a crash."""
         outcome = failed(RankOutcome(0, "malformed", "forward:0", "counts [9] for 3 rows"), RankOutcome(1, "ok"))
         with pytest.raises(
-            WrongCount, match=r"rank 0 reported inconsistent counts or shapes in forward:0: counts \[9\]"
+            WrongCount, match=r"rank 0 reported inconsistent counts, shapes or claims in forward:0: counts \[9\]"
         ) as error:
             require_finished(outcome)
         assert (0,) == error.value.ranks

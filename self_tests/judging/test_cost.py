@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe_conformance.contract import Claims
 from moe_conformance.engine import Engine
 from moe_conformance.engine.ledger.entry import Entry
 from moe_conformance.judging.cost.cost import (
@@ -23,12 +24,12 @@ from moe_conformance.judging.cost.cost import (
 )
 from moe_conformance.judging.cost.reductions import judge_reductions
 from moe_conformance.judging.observed.run import read
-from moe_conformance.judging.verdict import Costly, NotOffered, Tally, WrongForm
+from moe_conformance.judging.verdict import Costly, NotOffered, Tally
 from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.recipes import corpus
-from self_tests.judging.breaking import Judge, broken, edit_handed, judged
+from self_tests.judging.breaking import Judge, broken, claiming, edit_handed, judged
 from self_tests.judging.simulated_exchange import workload
 
 EP2_EDP2 = Layout(4, ep=2)
@@ -56,19 +57,12 @@ class TestHanded:
             match=r"rank 1 delivers .* rows to its experts in microbatch 0 instead of at most .*, for .* routed pairs",
         ):
             judge_handed(read(longer), Tally())
-        judged(judge_handed, says(longer, multiple="16"))
+        judged(judge_handed, claiming(longer, Claims(multiple=16)))
 
-    def test_what_the_backend_says_decides(self) -> None:
-        """A static number is judged elsewhere, all tokens are few, and an unknown word is a fault."""
+    def test_what_the_backend_claims_decides(self) -> None:
+        """A static number is judged elsewhere."""
         with pytest.raises(NotOffered, match="a fixed number of delivered rows"):
-            judge_handed(read(says(broken(), handed="static")), Tally())
-        with pytest.raises(WrongForm, match="'most', which is not one of"):
-            judge_handed(read(says(broken(), handed="most")), Tally())
-
-
-def says(outcome: Outcome, **resolved: str) -> Outcome:
-    """Let all ranks say something of the exchange."""
-    return replace(outcome, ranks=tuple(replace(rank, resolved=resolved) for rank in outcome.ranks))
+            judge_handed(read(claiming(broken(), Claims(handed="static"))), Tally())
 
 
 class TestTravelled:
@@ -100,10 +94,8 @@ class TestTravelled:
 class TestWire:
     def test_rows_among_which_are_copies_of_the_adapter_are_not_counted(self) -> None:
         """Where the adapter first copied the tokens to tensor ranks, nothing is said of the rows on the wire."""
-        outcome = broken()
-        ranks = tuple(replace(rank, resolved={"wire": "copies"}) for rank in outcome.ranks)
         with pytest.raises(NotOffered, match="the adapter gathers tokens over tp"):
-            judge_rows(read(replace(outcome, ranks=ranks)), Tally())
+            judge_rows(read(claiming(broken(), Claims(wire="copies"))), Tally())
 
 
 def call(op: str, *shapes_in: tuple[int, ...], ranks: tuple[int, ...] = (0, 1), **fields: Any) -> Entry:
@@ -139,7 +131,7 @@ class TestUnseen:
     )
     def test_what_travels_past_the_ledger_is_not_judged(self, judge: Judge) -> None:
         """A transport without collectives, or rows that are packed with their weights, is neither right nor wrong."""
-        outcome = says(broken(workload(tokens=20, microbatches=3)), wire="tokens")
+        outcome = claiming(broken(workload(tokens=20, microbatches=3)), Claims(wire="tokens"))
         packed = calling(outcome, lambda rank, phase: [call("all_to_all_single", (40, 34))])
         for unseen in (calling(outcome, lambda rank, phase: []), packed):
             with pytest.raises(NotOffered, match=r"the ledger has 0 of at least .* rows of width D in dispatch:0"):

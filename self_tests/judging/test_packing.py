@@ -8,46 +8,46 @@ from typing import Any
 import pytest
 import torch
 
+from moe_conformance.contract import Claims
 from moe_conformance.judging.exchange.token_count_padding import judge_added_rows, judge_alignment, judge_padded_counts
 from moe_conformance.judging.verdict import Tally, WrongDelivery, WrongForm
 from moe_conformance.scenarios.outcome import Answer, Handed, Outcome, RankOutcome
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus import token_padding
-from self_tests.judging.breaking import broken, caught, edit_handed, judged
+from self_tests.judging.breaking import broken, caught, claiming, edit_handed, judged
 from self_tests.judging.simulated_exchange import workload
 
 # Of 8 experts on two ranks each gets three rows of twelve tokens.
 IN_TURN = torch.arange(24).remainder(8).reshape(2, 6, 2).tolist()
 
 
-def filled_up(zeros: int, **resolved: str) -> Outcome:
-    """Hand over so many rows of zeros behind the three of every expert, and say something of the exchange."""
-    outcome = broken(workload(ids=IN_TURN), padding=zeros)
-    return replace(outcome, ranks=tuple(replace(rank, resolved=resolved) for rank in outcome.ranks))
+def filled_up(zeros: int, multiple: int = 1) -> Outcome:
+    """Hand over so many rows of zeros behind the three of every expert, and claim a multiple."""
+    return claiming(broken(workload(ids=IN_TURN), padding=zeros), Claims(multiple=multiple))
 
 
 class TestAddedRows:
     def test_rows_that_fill_up_are_not_added_ones(self) -> None:
-        """Three rows are filled up to four, or to eight, where the backend says so."""
+        """Three rows are filled up to four, or to eight, where the backend claims so."""
         assert {0, 1} == judged(judge_added_rows, filled_up(0)).ranks
-        assert {0, 1} == judged(judge_added_rows, filled_up(1, multiple="4")).ranks
-        assert {0, 1} == judged(judge_added_rows, filled_up(5, multiple="8")).ranks
+        assert {0, 1} == judged(judge_added_rows, filled_up(1, multiple=4)).ranks
+        assert {0, 1} == judged(judge_added_rows, filled_up(5, multiple=8)).ranks
 
     @pytest.mark.parametrize(
-        ("zeros", "resolved", "words"),
+        ("zeros", "multiple", "words"),
         [
-            (1, {}, "rank 0 receives 1 row of zeros for expert 0"),
-            (2, {"multiple": "4"}, "rank 0 receives 1 row of zeros for expert 0"),
+            (1, 1, "rank 0 receives 1 row of zeros for expert 0"),
+            (2, 4, "rank 0 receives 1 row of zeros for expert 0"),
             (
                 2,
-                {"multiple": "4"},
+                4,
                 "in addition to the padding to multiples of 4; likely cause: padding tokens were routed",
             ),
         ],
     )
-    def test_one_more_is_an_added_one(self, zeros: int, resolved: dict[str, str], words: str) -> None:
+    def test_one_more_is_an_added_one(self, zeros: int, multiple: int, words: str) -> None:
         """What nothing explains was routed."""
-        found = caught(judge_added_rows, filled_up(zeros, **resolved))
+        found = caught(judge_added_rows, filled_up(zeros, multiple))
         assert isinstance(found, WrongDelivery)
         assert words in found.sentence
 
@@ -55,8 +55,7 @@ class TestAddedRows:
         """And no row more."""
 
         def lone(zeros: int) -> Outcome:
-            outcome = broken(workload(ids=[[[-1, -1]] * 6] * 2), padding=zeros)
-            return replace(outcome, ranks=tuple(replace(rank, resolved={"multiple": "4"}) for rank in outcome.ranks))
+            return claiming(broken(workload(ids=[[[-1, -1]] * 6] * 2), padding=zeros), Claims(multiple=4))
 
         assert {0, 1} == judged(judge_added_rows, lone(4)).ranks
         assert "1 row of zeros for expert 0" in caught(judge_added_rows, lone(5)).sentence
@@ -73,11 +72,6 @@ class TestAddedRows:
             outcome = edit_handed(outcome, rank, all_places)
         assert {0, 1} == judged(judge_added_rows, outcome).ranks
 
-    def test_a_multiple_is_a_number(self) -> None:
-        """Above zero."""
-        for word in ("0", "none", "-4"):
-            assert isinstance(caught(judge_added_rows, filled_up(1, multiple=word)), WrongForm)
-
 
 class TestCounts:
     @pytest.mark.parametrize("P", [None, 64.0, torch.tensor([64, 64])], ids=["none", "float", "tensor"])
@@ -85,7 +79,7 @@ class TestCounts:
         """Anything else is told, and compared with nothing."""
         asked = next(token_padding.token_counts("alltoall", Layout(1), "quick"))
         answers = tuple(Answer({"": P}) for _ in asked.calls)
-        told = RankOutcome(0, "ok", answers=answers, resolved={"alignment": str(asked.config.token_alignment)})
+        told = RankOutcome(0, "ok", answers=answers, claims=Claims(alignment=asked.config.token_alignment))
         for judge in (judge_padded_counts, judge_alignment):
             with pytest.raises(WrongForm, match="which is not an integer"):
                 judge(Outcome("simulated", asked, (told,), 0.0), Tally())

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from moe_conformance.contract import Claims
 from moe_conformance.engine.ledger.entry import Entry
 from moe_conformance.judging.exchange.capacity_padding import judge_reduced_once
 from moe_conformance.judging.verdict import WrongCollectives
@@ -36,6 +37,9 @@ def group(rank: int) -> tuple[int, ...]:
     return (0, 1) if rank < 2 else (2, 3)
 
 
+DEFAULT = Claims()
+
+
 def largest(ranks: tuple[int, ...], *shape: int, **fields: Any) -> Entry:
     """Ask some ranks for the largest of some numbers."""
     return call("all_reduce", ranks, *(shape or (1,)), **fields)
@@ -46,24 +50,24 @@ def rows(ranks: tuple[int, ...]) -> Entry:
     return call("all_to_all_single", ranks, 6, 32, dtype="float32", reduce=None)
 
 
-def dispatching(*ledgers: Sequence[Entry], **resolved: str) -> Outcome:
-    """Let every rank call this in its dispatch, and say something of the exchange."""
+def dispatching(*ledgers: Sequence[Entry], claims: Claims = DEFAULT) -> Outcome:
+    """Let every rank call this in its dispatch, and claim something of the exchange."""
     outcome = broken(workload(LAYOUT))
     ranks = [
         replace(
             rank,
             ledger=tuple(ledger),
             phases=(("forward:0", 0), ("answered:0", len(ledger)), ("done", len(ledger))),
-            resolved=resolved,
+            claims=claims,
         )
         for rank, ledger in zip(outcome.ranks, ledgers, strict=True)
     ]
     return replace(outcome, ranks=tuple(ranks))
 
 
-def everywhere(*kinds: Any, **resolved: str) -> Outcome:
+def everywhere(*kinds: Any, claims: Claims = DEFAULT) -> Outcome:
     """Let every rank make these calls among the ranks that it exchanges rows with."""
-    return dispatching(*([kind(group(rank)) for kind in kinds] for rank in range(4)), **resolved)
+    return dispatching(*([kind(group(rank)) for kind in kinds] for rank in range(4)), claims=claims)
 
 
 def pair(ranks: tuple[int, ...]) -> Entry:
@@ -99,8 +103,11 @@ class TestReducedOnce:
             "before the rows of forward:0 are sent, rank 0 all-reduces (MAX) numbers of one shape and dtype 2 times"
             in found.sentence
         )
-        judged(judge_reduced_once, everywhere(largest, largest, rows, handed="static"))
-        assert "3 times" in caught(judge_reduced_once, everywhere(*3 * [largest], rows, handed="static")).sentence
+        judged(judge_reduced_once, everywhere(largest, largest, rows, claims=Claims(handed="static")))
+        assert (
+            "3 times"
+            in caught(judge_reduced_once, everywhere(*3 * [largest], rows, claims=Claims(handed="static"))).sentence
+        )
 
     def test_the_group_of_the_rows_is_asked(self) -> None:
         """A reduction over others is wrong unless there is one over the right group."""

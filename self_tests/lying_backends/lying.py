@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from moe_conformance.backends.native import Native, NativeSession
-from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange
+from moe_conformance.backends.native.exchange.dispatchers import AllGatherExchange, AllToAllExchange
+from moe_conformance.backends.native.exchange.token_padding import ClaimingExchange
 from moe_conformance.backends.native.layer.experts import Experts
 from moe_conformance.backends.native.router.routing import Router
-from moe_conformance.contract import Config, Delivery, Named, Read, Routing, SplitExchange, Unsupported
+from moe_conformance.contract import Claims, Config, Delivery, Named, Read, Routing, SplitExchange, Unsupported
 from moe_conformance.topology import RankLists
+from self_tests.correct_backends.unusual import FirstChoicesFirst
 
 
 class Liar(Native):
@@ -53,6 +55,91 @@ class WrongPlace(Liar):
 
     name = "lying-wrong-place"
     session_class = _WeightsAtExpertSession
+
+
+class _SaysTokens(AllToAllExchange):
+    @property
+    def claims(self) -> Claims:
+        return replace(super().claims, wire="tokens")
+
+
+class WrongWire(Liar):
+    """Claims one row for each token and destination rank; a row for each routed pair is sent."""
+
+    name = "lying-wrong-wire"
+    session_class = NativeSession.building(_SaysTokens)
+
+
+class _NoSuchWire(AllToAllExchange):
+    @property
+    def claims(self) -> Claims:
+        return replace(super().claims, wire="token")  # type: ignore[arg-type]  # the lie
+
+
+class UnknownClaim(Liar):
+    """Claims a value that is none."""
+
+    name = "lying-unknown-claim"
+    session_class = NativeSession.building(_NoSuchWire)
+
+
+class _ClaimsInResolved(AllToAllExchange):
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        return {**super().resolved, "wire": "tokens"}
+
+
+class ClaimShown(Liar):
+    """Writes what it claims into `resolved`, where no check reads it."""
+
+    name = "lying-claim-shown"
+    session_class = NativeSession.building(_ClaimsInResolved)
+
+
+class _SaysAll(Router):
+    @property
+    def claims(self) -> Claims:
+        return replace(super().claims, wire="all")
+
+
+class ClaimsDisagree(Liar):
+    """The layer's router and its exchange claim two values of one field."""
+
+    name = "lying-claims-disagree"
+    session_class = NativeSession.building(_SaysAll, _SaysTokens)
+
+
+class _ChoicesUnsaid(FirstChoicesFirst):
+    @property
+    def claims(self) -> Claims:
+        return replace(super().claims, drop_order="tokens")
+
+
+class ChoicesUnsaid(Liar):
+    """Keeps the first choices of all tokens before any second choice, and does not claim it."""
+
+    name = "lying-choices-unsaid"
+    session_class = NativeSession.building(_ChoicesUnsaid)
+
+
+class _WireUnsaid(AllGatherExchange):
+    @property
+    def claims(self) -> Claims:
+        return replace(super().claims, wire="pairs")
+
+
+class _GathersSession(NativeSession):
+    replaced: ClassVar[Mapping[type, type]] = {AllGatherExchange: _WireUnsaid}
+
+    def exchange(self, config: Config) -> ClaimingExchange:
+        return super().exchange(replace(config, variant="allgather"))
+
+
+class WireUnsaid(Liar):
+    """Sends all tokens to all ranks, and does not claim it."""
+
+    name = "lying-wire-unsaid"
+    session_class = _GathersSession
 
 
 class _WholeSession(NativeSession):

@@ -3,7 +3,6 @@
 # ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -17,7 +16,7 @@ from moe_conformance.backends.native.exchange import collectives
 from moe_conformance.backends.native.exchange.dispatchers import AllGatherExchange, AllToAllExchange, Gathered
 from moe_conformance.backends.native.layer.experts import Experts
 from moe_conformance.backends.native.layer.gradients import GradientFinisher
-from moe_conformance.contract import Config, Delivery, Routing, Topology
+from moe_conformance.contract import Claims, Config, Delivery, Routing, Topology
 from self_tests.planted_bugs.plant import EP2_EDP2, SINGLE, Expectation, planted
 
 
@@ -133,8 +132,8 @@ class GathersMaps(AllGatherExchange):
     """Whole maps are gathered, and that is said: no bug, see `Maps`."""
 
     @property
-    def resolved(self) -> Mapping[str, str]:
-        return {**super().resolved, "routing": "maps"}
+    def claims(self) -> Claims:
+        return replace(super().claims, routing="maps")
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
         weights_TE, map_TE = routing.dense()
@@ -160,7 +159,7 @@ class Maps(Native):
 
 @planted(
     Expectation(
-        "COST-06", "even", "dispatch", 'resolved["routing"] = maps, and rank 0 sends no maps of weights instead of 1'
+        "COST-06", "even", "dispatch", "claims routing = 'maps', and rank 0 sends no maps of weights instead of 1"
     )
 )
 class MapsInFloat64(GathersMaps):
@@ -184,8 +183,8 @@ class SaysMaps(AllGatherExchange):
     """Whole maps are declared, and something else that is as large is gathered with ids and weights."""
 
     @property
-    def resolved(self) -> Mapping[str, str]:
-        return {**super().resolved, "routing": "maps"}
+    def claims(self) -> Claims:
+        return replace(super().claims, routing="maps")
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
         T = len(routing.ids_TK)
@@ -208,13 +207,15 @@ class MapsAndIds(GathersMaps):
         return super().dispatch(x, routing)
 
 
-@planted(Expectation("COST-06", "even", "dispatch", 'resolved["routing"] = maps, and resolved["wire"] = \'pairs\''))
+@planted(
+    Expectation("COST-06", "even", "dispatch", "claims routing = 'maps', and wire = 'pairs'; expected wire = 'all'")
+)
 class MapsOfPairs(AllToAllExchange):
     """Whole maps are declared by an exchange that brings no token to all ranks."""
 
     @property
-    def resolved(self) -> Mapping[str, str]:
-        return {**super().resolved, "routing": "maps"}
+    def claims(self) -> Claims:
+        return replace(super().claims, routing="maps")
 
 
 @planted(Expectation("COST-07", "repeated-even", "run", "makes different calls in equal forward passes", "] calls"))

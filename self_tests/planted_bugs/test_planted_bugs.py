@@ -83,6 +83,12 @@ PLACES = sorted({(e.requirement, p.variant, p.layout.name, p.layout, e.workload)
 LIARS = [
     (lying.WrongCounts, "EXCH-04", EP2, "even", "for expert 0 and delivers"),
     (lying.WrongPlace, "EXCH-03", EP2, "even", "has no routing weight"),
+    (lying.WrongWire, "COST-04", EP2, "even", "rows; needed: "),
+    (lying.ChoicesUnsaid, "DROP-06", EP2, "capacity-tight-position", "by design claims drop_order = 'choices'"),
+    (lying.WireUnsaid, "COST-03", EP2, "top-1-even", "sends all tokens to all ranks by design claims wire = 'all'"),
+    (lying.UnknownClaim, "EXCH-01", EP2, "even", "Malformed: Claims.wire is 'token'; allowed: 'pairs', 'tokens'"),
+    (lying.ClaimShown, "EXCH-01", EP2, "even", "no check reads resolved; use claims = Claims(wire=...)"),
+    (lying.ClaimsDisagree, "SHARE-01", EP2, "shared-even", "two surfaces claim wire = 'all' and 'tokens'"),
     (lying.HidesParts, "EXCH-05", EP2_ETP2, "even", "2.000 x the expected value"),
     (lying.ChangesInputs, "EXCH-08", EP2, "even", "changed its input x"),
     (lying.WrongDtype, "EXCH-07", EP2, "even", "has the dtype torch.float64"),

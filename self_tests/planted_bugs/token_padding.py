@@ -3,7 +3,6 @@
 # ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,7 @@ from moe_conformance.backends.native.exchange import collectives
 from moe_conformance.backends.native.exchange.dispatchers import AllGatherExchange, AllToAllExchange
 from moe_conformance.backends.native.exchange.token_padding import PaddedExchange, TokenPadding, Untrimmed
 from moe_conformance.backends.native.fused.low_latency import LowLatencyExchange
-from moe_conformance.contract import Config, Delivery, Routing, Topology
+from moe_conformance.contract import Claims, Config, Delivery, Routing, Topology
 from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, planted
 
 # ---- the count -----------------------------------------------------------------------------------------------------
@@ -248,15 +247,15 @@ class PadsToItsOwnCount(AllGatherExchange):
 
 
 @planted(
-    Expectation("PACK-02", "padded-uneven", "dispatch", "reports the alignment 64 instead of the configured 8"),
+    Expectation("PACK-02", "padded-uneven", "dispatch", "claims alignment = 64 instead of the configured 8"),
     layout=EP2_ETP2,
 )
 class StatesAnotherAlignment(PaddedExchange):
     """The exchange states the alignment of a kernel, and what pads states another."""
 
     @property
-    def resolved(self) -> Mapping[str, str]:
-        return {**super().resolved, "alignment": "64"}
+    def claims(self) -> Claims:
+        return replace(super().claims, alignment=64)
 
 
 @planted(
@@ -407,8 +406,8 @@ class AddsRowsUnasked(AllGatherExchange):
     """It says that it cannot do without padding, and adds as many rows to few tokens as to many."""
 
     @property
-    def resolved(self) -> Mapping[str, str]:
-        return {**super().resolved, "padding": "group_max", "alignment": "8"}
+    def claims(self) -> Claims:
+        return replace(super().claims, padding="group_max", alignment=8)
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
         below = (0, 0, 0, 5)

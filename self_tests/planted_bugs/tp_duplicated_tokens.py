@@ -3,7 +3,6 @@
 # ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from moe_conformance.backends.native import Native, NativeSession
 from moe_conformance.backends.native.exchange import collectives
 from moe_conformance.backends.native.exchange.tp_duplicated_tokens import Shares, TokenCopies
-from moe_conformance.contract import Delivery, Routing
+from moe_conformance.contract import Claims, Delivery, Routing
 from self_tests.planted_bugs.plant import TP2_EP2, Expectation, planted
 
 
@@ -103,8 +102,8 @@ class PartsOfGradients(TokenCopies):
     """Copies have the gradients of their own share, and say so: no bug, see `Parts`."""
 
     @property
-    def resolved(self) -> Mapping[str, str]:
-        return {**super().resolved, "copies": "parts"}
+    def claims(self) -> Claims:
+        return replace(super().claims, copies="parts")
 
     def _cut(self, x_TD: Tensor, weights_TK: Tensor, shares: Shares) -> tuple[Tensor, Tensor]:
         x_TD = _OwnShareBack.apply(x_TD, shares)  # type: ignore[no-untyped-call]
@@ -129,8 +128,8 @@ class ShareTakenForWhole(PartsOfGradients):
     """Every copy has the gradient of its own share, and nobody adds them up: a layout says that they are whole."""
 
     @property
-    def resolved(self) -> Mapping[str, str]:
-        return {**super().resolved, "copies": "complete"}
+    def claims(self) -> Claims:
+        return replace(super().claims, copies="complete")
 
 
 @planted(
@@ -141,8 +140,8 @@ class WholeTakenForParts(TokenCopies):
     """Gradients are whole on every copy and are said to be parts, so that the trainer adds them up."""
 
     @property
-    def resolved(self) -> Mapping[str, str]:
-        return {**super().resolved, "copies": "parts"}
+    def claims(self) -> Claims:
+        return replace(super().claims, copies="parts")
 
 
 @planted(

@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_conformance.backends.megatron_core import library
 from moe_conformance.backends.megatron_core.surfaces import WEIGHTS, wrapped
 from moe_conformance.backends.weights_seen import WeightsSeen
-from moe_conformance.contract import Config, Named, Read, Topology, Unsupported
+from moe_conformance.contract import Claims, Config, Named, Read, Topology, Unsupported
 
 
 class Layer:
@@ -42,7 +42,12 @@ class Layer:
             "shared experts": type(self._layer.shared_experts).__qualname__,
             "shared overlap": str(self._layer.shared_expert_overlap),
             "shims": "; ".join(library.SHIMS) or "none",
-        } | self._seen.resolved
+        }
+
+    @property
+    def claims(self) -> Claims:
+        """The dtype of scores, as far as it was seen."""
+        return Claims(dtype=self._seen.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the layer's output; it takes [sequence, batch, D], and rows without a batch are a batch of one."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_conformance.backends.megatron_core import library
 from moe_conformance.backends.weights_seen import WeightsSeen
-from moe_conformance.contract import Delivery, Named, Read, Routed, Routing
+from moe_conformance.contract import Claims, Delivery, Named, Read, Routed, Routing
 
 WEIGHTS = 0  # of what a router returns: weights, map
 _SHIMS = {"shims": "; ".join(library.SHIMS) or "none"}
@@ -40,14 +40,18 @@ class Exchange:
     def resolved(self) -> Mapping[str, str]:
         """The dispatcher, its permutation and the sizes of its groups."""
         dispatcher = self._dispatcher
-        gathers = isinstance(dispatcher, library.token_dispatcher.MoEAllGatherTokenDispatcher)
         return {
             "dispatcher": type(dispatcher).__qualname__,
             "permute": "fused" if dispatcher.config.moe_permute_fusion else "unfused",
             "ep ranks": str(dispatcher.ep_size),
             "etp ranks": str(dispatcher.tp_size),
-            **({"wire": "all", "routing": "maps"} if gathers else {"wire": "pairs"}),
         } | _SHIMS
+
+    @property
+    def claims(self) -> Claims:
+        """What the all-gather dispatcher sends: all tokens, with dense maps."""
+        gathers = isinstance(self._dispatcher, library.token_dispatcher.MoEAllGatherTokenDispatcher)
+        return Claims(wire="all", routing="maps") if gathers else Claims()
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, None]:
         """Run the three steps up to the experts; x goes in as it comes, (T, D) or [sequence, batch, D]."""
@@ -127,8 +131,12 @@ class Router:
             "fused": str(router.config.moe_router_fusion),
             "gate": str(router.weight.dtype),
             "logits": str(None if self._logits is None else self._logits.dtype),
-            **self._seen.resolved,
         } | _SHIMS
+
+    @property
+    def claims(self) -> Claims:
+        """The dtype of scores, as far as it was seen."""
+        return Claims(dtype=self._seen.dtype)
 
     def __call__(self, x: Tensor, padding_mask_T: Tensor | None = None) -> Routed:
         """Return the routing; the library makes a dense map and dense weights. Padding is where the mask is True."""

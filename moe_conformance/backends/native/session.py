@@ -9,7 +9,12 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 import torch
 
 from moe_conformance.backends.native.exchange.dispatchers import AllGatherExchange, AllToAllExchange, LocalExchange
-from moe_conformance.backends.native.exchange.token_padding import PaddedExchange, TokenPadding, Withdrawing
+from moe_conformance.backends.native.exchange.token_padding import (
+    ClaimingExchange,
+    PaddedExchange,
+    TokenPadding,
+    Withdrawing,
+)
 from moe_conformance.backends.native.exchange.tp_duplicated_tokens import TokenCopies
 from moe_conformance.backends.native.fused.flex import FlexExchange
 from moe_conformance.backends.native.fused.fp8_wire import Float8Wire
@@ -25,7 +30,7 @@ from moe_conformance.backends.native.layer.shared_experts import SharedExperts
 from moe_conformance.backends.native.offered import Offered, offered
 from moe_conformance.backends.native.router.forcing import ForcedRouter
 from moe_conformance.backends.native.router.routing import Router
-from moe_conformance.contract import Config, Parametrised, SplitExchange, Topology, Unsupported, refusals
+from moe_conformance.contract import Config, Parametrised, Topology, Unsupported, refusals
 from moe_conformance.surfaces import Session
 
 # Each of them by some surface: one config serves all surfaces.
@@ -78,7 +83,7 @@ class NativeSession(Session):
         """Return what is built in place of a native class: the class itself, unless it is replaced."""
         return self.replaced.get(native, native)
 
-    def exchange(self, config: Config) -> SplitExchange:
+    def exchange(self, config: Config) -> ClaimingExchange:
         """Build the exchange of `config.variant`.
 
         Implements: PACK-13, PACK-14, RULE-25.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from moe_conformance.backends.transformers.placement import Placement
 from moe_conformance.backends.transformers.shared_batch import SharedBatch
-from moe_conformance.contract import Delivery, ExpertFn, Routing, Unrouted, refusals
+from moe_conformance.contract import Claims, Delivery, ExpertFn, Routing, Unrouted, refusals
 
 
 class _Given(nn.Module):
@@ -57,12 +57,19 @@ class SharedExchange:
 
     @property
     def resolved(self) -> Mapping[str, str]:
-        """The class of the implementation, where its last forward applied weights, and what the adapter gathered."""
+        """The class of the implementation, and what the adapter gathered."""
         sizes = self._placement.topology.sizes
-        shared = {"tokens": f"gathered from {sizes['tp']} ranks by the adapter", "wire": "copies"}
-        at = "expert" if self._reduces or self._class == "none" else "combine"
-        told = {"implementation": self._class, "ep ranks": str(sizes["ep"]), "weights_at": at}
-        return told | ({"handed": "tokens"} if self._hands_all else {}) | (shared if self._gathers else {})
+        told = {"implementation": self._class, "ep ranks": str(sizes["ep"])}
+        return told | ({"tokens": f"gathered from {sizes['tp']} ranks by the adapter"} if self._gathers else {})
+
+    @property
+    def claims(self) -> Claims:
+        """Where its last forward applied weights, what the experts receive, and what the adapter gathered."""
+        return Claims(
+            wire="copies" if self._gathers else "pairs",
+            handed="tokens" if self._hands_all else "routed",
+            weights_at="expert" if self._reduces or self._class == "none" else "combine",
+        )
 
     def __call__(self, x: Tensor, routing: Routing, expert: ExpertFn) -> Tensor:
         """Run the installed forward on this rank's tokens, or on those of all tensor ranks, gathered."""

@@ -16,7 +16,7 @@ from moe_conformance.backends.transformers.placement import Placement
 from moe_conformance.backends.transformers.router import WEIGHTS, model_config, model_of
 from moe_conformance.backends.transformers.shared_batch import SharedBatch
 from moe_conformance.backends.weights_seen import WeightsSeen
-from moe_conformance.contract import Config, Named, Read, Unsupported, refusals
+from moe_conformance.contract import Claims, Config, Named, Read, Unsupported, refusals
 
 
 class _Block(NamedTuple):
@@ -111,7 +111,12 @@ class ModelLayer:
             "shared experts": shared,
             "shards": str(weight.placements) if isinstance(weight, DTensor) else "none",
             "reduction": reduction_of(self._model),
-        } | self._seen.resolved
+        }
+
+    @property
+    def claims(self) -> Claims:
+        """The dtype of scores, as far as it was seen."""
+        return Claims(dtype=self._seen.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return y; the block takes [batch, sequence, D], and tensor ranks share a batch."""

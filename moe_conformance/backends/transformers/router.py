@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_conformance.backends.weights_seen import WeightsSeen
-from moe_conformance.contract import Config, Named, Read, Routed, Routing, Unsupported
+from moe_conformance.contract import Claims, Config, Named, Read, Routed, Routing, Unsupported
 
 WEIGHTS = 1  # of what every router returns: logits, weights, ids
 ONE_HEAD: Mapping[str, Any] = {"num_attention_heads": 1, "num_key_value_heads": 1}  # which divides every hidden size
@@ -118,7 +118,12 @@ class ModelRouter:
     def resolved(self) -> Mapping[str, str]:
         """The class that was built, the dtype of its scores as far as it was seen, and that of its weight."""
         router = self._router
-        return {"router": type(router).__name__, "gate": str(router.weight.dtype)} | self._seen.resolved
+        return {"router": type(router).__name__, "gate": str(router.weight.dtype)}
+
+    @property
+    def claims(self) -> Claims:
+        """The dtype of scores, as far as it was seen."""
+        return Claims(dtype=self._seen.dtype)
 
     def __call__(self, x: Tensor) -> Routed:
         """Return what the router passes to the experts; it counts no load."""

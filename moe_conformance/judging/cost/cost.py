@@ -9,11 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from moe_conformance.contract import HANDED, ROUTINGS, WIRES
 from moe_conformance.engine.ledger.entry import Entry, group_words
 from moe_conformance.judging.cost.routing_maps import Map, require_maps
 from moe_conformance.judging.findings import some
-from moe_conformance.judging.observed.row_multiple import multiple_of
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.traffic import by_phase, bytes_leaving, carries_rows, rows_leaving
 from moe_conformance.judging.verdict import Costly, NotOffered, Tally, WrongForm
@@ -69,19 +67,18 @@ def judge_even_calls(reading: Reading, tally: Tally) -> None:
 
 
 def judge_rows(reading: Reading, tally: Tally) -> None:
-    """Decide whether dispatch and combine each move no more rows than the reported resolved["wire"] needs.
+    """Decide whether dispatch and combine each move no more rows than the claimed wire needs.
 
     In a forward that calls the experts several times, they are judged together. The tally has the rows that are sent
     and the smallest possible number, whatever the verdict.
 
     Raises:
         Costly: one moves more.
-        WrongForm: the backend reports an unknown wire.
         NotOffered: the ledger has fewer rows than must be sent, so that they are sent in another form; or the rows of
             the adapter's own gather are among them.
     """
     found = []
-    if _wire(reading) == "copies":
+    if reading.claims.wire == "copies":
         raise NotOffered("the adapter gathers tokens over tp, and its rows would be counted")
     tally.travelled = _travelled(reading)
     _require_rows(reading)
@@ -90,7 +87,9 @@ def judge_rows(reading: Reading, tally: Tally) -> None:
         if half.rows > allowed:
             times = cost.ratio(math.ceil(half.rows), smallest)
             least = f"{times:.3g} times the smallest number"
-            found.append(f"{half.name} moves {half.rows:g} rows, {least}; allowed: {allowed}")
+            to_all = half.rows == half.times * _all_tokens(reading, half.m)
+            design = "; a backend that sends all tokens to all ranks by design claims wire = 'all'" if to_all else ""
+            found.append(f"{half.name} moves {half.rows:g} rows, {least}; allowed: {allowed}{design}")
         else:
             tally.add(pairs=len(reading.ranks), worst=half.rows / allowed if allowed else 0.0)
     if found:
@@ -98,14 +97,14 @@ def judge_rows(reading: Reading, tally: Tally) -> None:
 
 
 def judge_token_rows(reading: Reading, tally: Tally) -> None:
-    """Decide whether a token is sent once to each other rank that needs it, and one row back, if that is reported.
+    """Decide whether a token is sent once to each other rank that needs it, and one row back, if that is claimed.
 
     Raises:
         Costly: more rows are sent.
-        NotOffered: the backend reports another wire, or the ledger has fewer rows than must be sent.
+        NotOffered: the backend claims another wire, or the ledger has fewer rows than must be sent.
     """
-    if (wire := _wire(reading)) != "tokens":
-        raise NotOffered(f'the backend reports resolved["wire"] = {wire}, not tokens')
+    if (wire := reading.claims.wire) != "tokens":
+        raise NotOffered(f"the backend claims wire = {wire!r}, not 'tokens'")
     _require_rows(reading)
     found = []
     for half in _halves(reading):
@@ -138,7 +137,7 @@ def judge_backward_rows(reading: Reading, tally: Tally) -> None:
             tally.add(pairs=1, rank=rank)
         floats = {rank: [entry for entry in calls if "float" in entry.dtype] for rank, calls in forward.items()}
         there, here, weights = _moved(reading, forward), _moved(reading, back), _moved(reading, floats).beside
-        if _wire(reading) == "copies":  # tp ranks with the same tokens sum their gradients: forward has no such call
+        if reading.claims.wire == "copies":  # tp ranks with the same tokens sum gradients: forward has no such call
             weights = here.beside
         if not found and not cost_calls.legal_backward(there, here, weight_bytes=weights):
             found.append(
@@ -213,21 +212,16 @@ def judge_repeated(reading: Reading, tally: Tally) -> None:
 def judge_handed(reading: Reading, tally: Tally) -> None:
     """Decide whether the experts of a rank receive no more rows than are routed to them, and padding to the multiple.
 
-    Where all tokens are delivered, as the backend has to report, no more than these.
+    Where all tokens are delivered, as the backend has to claim, no more than these.
 
     Raises:
         Costly: they receive more.
-        NotOffered: the backend reports a fixed number of rows.
-        WrongForm: it reports an unknown value.
+        NotOffered: the backend claims a fixed number of rows.
     """
     workload, found = reading.outcome.workload, []
-    handed = reading.ranks[0].resolved.get("handed", "routed")
-    if handed not in HANDED:
-        sentence = f'the backend reports resolved["handed"] = {handed!r}, which is not one of {HANDED}'
-        raise WrongForm("dispatch", sentence)
-    multiple = multiple_of(reading)
+    handed, multiple = reading.claims.handed, reading.claims.multiple
     if handed == "static":
-        raise NotOffered("the backend states a fixed number of delivered rows")
+        raise NotOffered("the backend claims handed = 'static', a fixed number of delivered rows")
     for m, pairs in enumerate(reading.pairs):
         routed = Counter((pair.destination, pair.expert) for pair in pairs)
         for group in workload.layout.groups()["ep_etp"]:
@@ -239,7 +233,10 @@ def judge_handed(reading: Reading, tally: Tally) -> None:
                 if rows > allowed:
                     some_of = f"{tokens} tokens" if handed == "tokens" else f"{sum(rows_N)} routed pairs"
                     told = f"rank {rank} delivers {rows} rows to its experts in microbatch {m}"
-                    found.append(f"{told} instead of at most {allowed}, for {some_of}")
+                    design = "; a backend that delivers all tokens by design claims handed = 'tokens'"
+                    found.append(
+                        f"{told} instead of at most {allowed}, for {some_of}{design if rows == tokens else ''}"
+                    )
                 tally.add(pairs=1, rank=rank)
     if found:
         raise Costly("dispatch", some(found))
@@ -336,33 +333,27 @@ def _travelled(reading: Reading) -> dict[str, float]:
 
 
 def _needed(reading: Reading, m: int) -> int:
-    """Count the rows that a dispatch may move, by the reported resolved["wire"]."""
-    wire = _wire(reading)
+    """Count the rows that a dispatch may move, by the claimed wire."""
+    wire = reading.claims.wire
     if wire == "pairs":
         return int(cost.pair_rows(*_routed(reading, m)).sum())
     if wire == "tokens":
         return _smallest(reading, m)
+    return _all_tokens(reading, m)
+
+
+def _all_tokens(reading: Reading, m: int) -> int:
     sizes = [len(batch.x_TD) for batch in reading.batches[m]]
     return int(cost.all_gather_rows(sizes, reading.outcome.workload.layout.groups()["ep_etp"]).sum())
 
 
-def _wire(reading: Reading) -> str:
-    wire = reading.ranks[0].resolved.get("wire", "pairs")
-    if wire not in WIRES:
-        raise WrongForm("run", f'the backend reports resolved["wire"] = {wire!r}, which is not one of {WIRES}')
-    return wire
-
-
 def _gathers_maps(reading: Reading) -> bool:
-    """Whether the backend reports that whole routing maps are sent; they can with all tokens only."""
-    routing = reading.ranks[0].resolved.get("routing", "slots")
-    if routing not in ROUTINGS:
-        sentence = f'the backend reports resolved["routing"] = {routing!r}, which is not one of {ROUTINGS}'
+    """Whether the backend claims that whole routing maps are sent; they can with all tokens only."""
+    claims = reading.claims
+    if claims.routing == "maps" and claims.wire != "all":
+        sentence = f"the backend claims routing = 'maps', and wire = {claims.wire!r}; expected wire = 'all'"
         raise WrongForm("dispatch", sentence)
-    if routing == "maps" and (wire := _wire(reading)) != "all":
-        sentence = f'the backend reports resolved["routing"] = maps, and resolved["wire"] = {wire!r}; expected all'
-        raise WrongForm("dispatch", sentence)
-    return routing == "maps"
+    return claims.routing == "maps"
 
 
 def _smallest(reading: Reading, m: int) -> int:

@@ -44,7 +44,7 @@ def require_maps(calls: Sequence[Entry], rank: int, whole: Map, hidden: int, pha
     wrong = [f"{len(found) or 'no'} maps of {name}" for name, found in wanted if len(found) != 1]
     if whole.T and wrong:
         sent = f"rank {rank} sends {' and '.join(wrong)} instead of 1 each"
-        sentence = f'the backend reports resolved["routing"] = maps, and {sent}'
+        sentence = f"the backend claims routing = 'maps', and {sent}"
         gave = some([f"{entry.dtype} {entry.shapes_in} by {entry.op}" for entry in calls])
         raise WrongForm("dispatch", f"{sentence}, of shape ({whole.T}, {whole.E}), in {phase}: {gave}", ranks=(rank,))
     return _MARK_BYTES + told * _WEIGHT_BYTES

@@ -14,7 +14,7 @@ from moe_conformance.judging.exchange.capacity_padding import judge_dropped_grad
 from moe_conformance.judging.exchange.deliveries import judge_deliveries, judge_rows
 from moe_conformance.judging.exchange.outputs import judge_outputs
 from moe_conformance.judging.findings import Finding, count, fail, some
-from moe_conformance.judging.observed.row_multiple import multiple_of, told_rows
+from moe_conformance.judging.observed.row_multiple import told_rows
 from moe_conformance.judging.observed.run import Reading, read
 from moe_conformance.judging.verdict import Tally, WrongCount, WrongDelivery, WrongGradient, WrongOutput
 from moe_conformance.reference.capacity import receive_budget
@@ -25,11 +25,10 @@ from moe_conformance.workloads.records import tags
 def judge_flags(reading: Reading, tally: Tally) -> None:
     """Decide whether every rank reports an overflow if and only if its receive buffer was too small. Counts the ranks.
 
-    A rank without a flag reports no overflow. Padding of experts to the stated multiple takes space too.
+    A rank without a flag reports no overflow. Padding of experts to the claimed multiple takes space too.
 
     Raises:
         WrongCount: a flag although all rows fit, or no flag although some did not.
-        WrongForm: the stated multiple is invalid.
     """
     findings = []
     lost = Counter((each.microbatch, each.pair.destination) for each in reading.matching.lost)
@@ -66,7 +65,7 @@ def judge_dropped_rows(reading: Reading, tally: Tally) -> None:
     rest = _of_the_kept(reading)
     judge_deliveries(rest, Tally())
     for m in range(len(reading.batches)):
-        delivered, budgets, multiple = _delivered(reading, m), _budgets(reading), multiple_of(reading)
+        delivered, budgets, multiple = _delivered(reading, m), _budgets(reading), reading.claims.multiple
         legal = receive_budget.legal_deliveries(delivered, reading.pairs[m], budgets, alignment=multiple)
         if not all(legal):  # whatever the findings above do not cover
             rank = legal.index(False)
@@ -91,7 +90,7 @@ def judge_room_left(reading: Reading, tally: Tally) -> None:
         delivered, wanted = _delivered(reading, m), reading.pairs[m]
         rows = Counter(pair.destination for pair in delivered)
         owners = _owners(wanted)
-        budgets, multiple = _budgets(reading), multiple_of(reading)
+        budgets, multiple = _budgets(reading), reading.claims.multiple
         for source, token, slot in receive_budget.fitting_slots(delivered, wanted, budgets, alignment=multiple):
             ranks = owners[source, token, slot]
             sentence = (
@@ -189,11 +188,11 @@ def _budgets(reading: Reading) -> list[int]:
 
 def _over(reading: Reading, rows_N: Sequence[int]) -> bool:
     """Return whether the rows of a rank's experts, padded, are more than its receive buffer has."""
-    return receive_budget.over_budget(rows_N, _budget(reading), alignment=multiple_of(reading))
+    return receive_budget.over_budget(rows_N, _budget(reading), alignment=reading.claims.multiple)
 
 
 def _told(reading: Reading, rows_N: Sequence[int]) -> str:
-    return told_rows(rows_N, multiple_of(reading))
+    return told_rows(rows_N, reading.claims.multiple)
 
 
 def _earlier_overflow(reading: Reading, microbatch: int, rank: int) -> str:

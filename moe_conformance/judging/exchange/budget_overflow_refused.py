@@ -10,7 +10,7 @@ import torch
 from moe_conformance.judging.exchange.gradients import judge_dweights, judge_dx
 from moe_conformance.judging.exchange.outputs import judge_outputs
 from moe_conformance.judging.findings import Finding, fail
-from moe_conformance.judging.observed.row_multiple import multiple_of, padded_rows, told_rows
+from moe_conformance.judging.observed.row_multiple import padded_rows, told_rows
 from moe_conformance.judging.observed.run import Reading, read
 from moe_conformance.judging.verdict import Tally, WrongCount
 from moe_conformance.reference.capacity import receive_budget
@@ -21,16 +21,15 @@ from moe_conformance.workloads.records.workload import Batch
 def judge_overflow(reading: Reading, tally: Tally) -> None:
     """Decide whether an overflow is reported if and only if a rank would receive more rows than its buffer has.
 
-    Padding of experts to the stated multiple takes space too. All ranks of a group report the overflow of one of them.
+    Padding of experts to the claimed multiple takes space too. All ranks of a group report the overflow of one of them.
     Counts the ranks and microbatches.
 
     Raises:
         WrongCount: reported though all rows fit, or not reported.
-        WrongForm: the stated multiple is invalid.
     """
     budget = reading.outcome.workload.config.row_budget
     assert budget is not None
-    multiple = multiple_of(reading)
+    multiple = reading.claims.multiple
     findings, compared = [], Counter[int]()
     for m in range(len(reading.batches)):
         wanted = rows_wanted(reading, m)

@@ -6,10 +6,12 @@ And slots that are empty because they were dropped: the results of a token of wh
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
 
+from moe_conformance.contract import Claims
 from moe_conformance.engine.ledger.entry import group_words
 from moe_conformance.judging.exchange.gradients import judge_dweights, judge_dx
 from moe_conformance.judging.exchange.outputs import judge_outputs
@@ -40,9 +42,9 @@ def judge_filled(reading: Reading, tally: Tally) -> None:
         WrongCount: an expert receives another number of rows, or of tokens of one rank.
         WrongForm, WrongOutput, AbsentGradient, WrongGradient: a padding row changed something.
     """
-    findings, rows = _wrong_rows(reading)
+    findings, rows = _wrong_rows(reading, reading.claims)
     if findings:
-        fail(WrongCount, "dispatch", findings)
+        fail(WrongCount, "dispatch", findings, note=_by_design(reading))
     for judge in (judge_outputs, judge_dx, judge_dweights):
         judge(reading, tally)
     for rank, number in rows.items():
@@ -56,9 +58,9 @@ def judge_lossless_capacity(reading: Reading, tally: Tally) -> None:
         WrongCount: an expert receives another number of rows.
         WrongDelivery: a pair was not delivered.
     """
-    findings, rows = _wrong_rows(reading)
+    findings, rows = _wrong_rows(reading, reading.claims)
     if findings:
-        fail(WrongCount, "dispatch", findings)
+        fail(WrongCount, "dispatch", findings, note=_by_design(reading))
     lost = []
     for _, pair in reading.matching.lost:
         to = f"expert {pair.expert} on rank {pair.destination}"
@@ -82,7 +84,7 @@ def judge_reduced_once(reading: Reading, tally: Tally) -> None:
         WrongCollectives: two reductions of one form, or none of them over the group that exchanges rows.
     """
     groups, hidden, found = reading.outcome.workload.layout.groups(), reading.outcome.workload.config.hidden, []
-    allowed = 2 if reading.ranks[0].resolved.get("handed") == "static" else 1
+    allowed = 2 if reading.claims.handed == "static" else 1
     for rank in reading.ranks:
         own = next(group for group in groups["ep_etp"] if rank.rank in group)
         for phase, calls in dispatches(rank):
@@ -101,14 +103,23 @@ def judge_reduced_once(reading: Reading, tally: Tally) -> None:
         raise WrongCollectives("dispatch", some(found))
 
 
-def _wrong_rows(reading: Reading) -> tuple[list[Finding], Counter[int]]:
+def _by_design(reading: Reading) -> str:
+    """Name the claim under which the rows are right, if there is one."""
+    tp, claims = reading.outcome.workload.layout.tp, reading.claims
+    rounded = replace(claims, capacity_over="tp")
+    if rounded == claims or _wrong_rows(reading, rounded)[0]:
+        return ""
+    return f"; a backend that rounds the capacity up to a multiple of tp = {tp} by design claims capacity_over = 'tp'"
+
+
+def _wrong_rows(reading: Reading, claims: Claims) -> tuple[list[Finding], Counter[int]]:
     """Hold the rows of every expert against the capacities; also count the rows of every rank."""
     handed = Counter((entry.microbatch, entry.rank, entry.expert) for entry in reading.entries)
     tagged = Counter((e.microbatch, e.rank, e.expert, e.source) for e in reading.entries if e.kind == tags.TAG)
     findings, rows = list[Finding](), Counter[int]()
     for m in range(len(reading.batches)):
         for group in reading.outcome.workload.layout.groups()["ep_etp"]:
-            fewest, most = _capacities(reading, m, group)
+            fewest, most = _capacities(reading, m, group, claims)
             for rank in group:
                 for expert in reading.ranks[rank].local_experts:
                     got = handed[m, rank, expert]
@@ -132,7 +143,7 @@ def _told(m: int, rank: int, expert: int, got: int, fewest: list[int], most: lis
     return Finding("rows", sentence, (rank,), abs(got - sum(most)))
 
 
-def _capacities(reading: Reading, m: int, group: tuple[int, ...]) -> tuple[list[int], list[int]]:
+def _capacities(reading: Reading, m: int, group: tuple[int, ...], claims: Claims) -> tuple[list[int], list[int]]:
     """Return the smallest and the largest legal number of rows of every rank of a group for one expert.
 
     Where experts are padded with tokens that are not routed to them, there are no more rows than tokens.
@@ -141,7 +152,7 @@ def _capacities(reading: Reading, m: int, group: tuple[int, ...]) -> tuple[list[
     ids = [reading.batches[m][rank].ids_TK for rank in group]
     if config.capacity_factor is None:
         room = limits.lossless_capacity(ids, config.experts, minimum=config.min_capacity)
-        if any(rank.resolved.get("capacity_over") == "tp" for rank in reading.ranks):  # places are cut among its ranks
+        if claims.capacity_over == "tp":  # places are cut among its ranks
             tp = reading.outcome.workload.layout.tp
             room = -(-room // tp) * tp
         return [room] * len(group), [room] * len(group)

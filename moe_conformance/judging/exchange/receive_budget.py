@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from moe_conformance.judging.findings import Finding, fail
-from moe_conformance.judging.observed.row_multiple import multiple_of
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import NotOffered, Tally, WrongForm
 from moe_conformance.reference.capacity.receive_budget import worst_case_rows
@@ -38,13 +37,13 @@ def judge_budget(reading: Reading, tally: Tally) -> None:
     most rows that any routing can send.
 
     Raises:
-        WrongForm: one is smaller, or the stated multiple is invalid.
+        WrongForm: one is smaller.
         NotOffered: the experts are called more than once, so that the buffer is not visible.
     """
     work = reading.outcome.workload
     config, layout = work.config, work.layout
     assert config.budget_factor is not None
-    multiple = multiple_of(reading)
+    multiple = reading.claims.multiple
     group_of = {rank: group for group in layout.groups()["ep_etp"] for rank in group}
     findings = []
     for rank, m, rows in _sizes(reading):

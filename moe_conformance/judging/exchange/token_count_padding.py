@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_conformance.engine.ledger.entry import Entry, group_words
 from moe_conformance.judging.findings import count, some, unequal
 from moe_conformance.judging.observed.probe_expected import expect
-from moe_conformance.judging.observed.row_multiple import multiple_of, padded_rows
+from moe_conformance.judging.observed.row_multiple import padded_rows
 from moe_conformance.judging.observed.run import Entry as Row
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.script import answers, values
@@ -60,18 +60,17 @@ def judge_padded_counts(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_alignment(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether every padded count is a multiple of the configured alignment, which is reported too.
+    """Decide whether every padded count is a multiple of the configured alignment, which is claimed too.
 
     Raises:
-        WrongForm: the backend reports another alignment, or none, or a rank returns no integer.
+        WrongForm: the backend claims another alignment, or none, or a rank returns no integer.
         WrongCount: a count is not a multiple.
     """
     A, found = outcome.workload.config.token_alignment, []
     for each in outcome.ranks:
-        if (stated := each.resolved.get("alignment")) != str(A):
-            raise WrongForm(
-                "dispatch", f"rank {each.rank} reports the alignment {stated} instead of the configured {A}"
-            )
+        if (claimed := each.claims.alignment) != A:
+            sentence = f"rank {each.rank} claims alignment = {claimed} instead of the configured {A}"
+            raise WrongForm("dispatch", sentence, ranks=(each.rank,))
     for number, tokens in enumerate(_tokens(outcome)):
         for rank, P in enumerate(_counts(outcome, number)):
             if padding.aligned(P, alignment=A) != P:
@@ -82,16 +81,20 @@ def judge_alignment(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_stated_padding(reading: Reading, tally: Tally) -> None:
-    """Decide whether the exchange reports the configured padding and alignment.
+    """Decide whether the exchange claims the configured padding and alignment.
 
     Raises:
-        WrongForm: it reports another alignment or way of padding, or none.
+        WrongForm: it claims another alignment or way of padding, or none.
     """
     config = reading.outcome.workload.config
     for rank in reading.ranks:
-        for name, asked in (("alignment", str(config.token_alignment)), ("padding", config.pad_tokens)):
-            if (stated := rank.resolved.get(name)) != asked:
-                of = f"the exchange of rank {rank.rank} reports the {name} {stated} instead of the configured {asked}"
+        claims = rank.claims
+        for name, claimed, asked in (
+            ("alignment", claims.alignment, config.token_alignment),
+            ("padding", claims.padding, config.pad_tokens),
+        ):
+            if claimed != asked:
+                of = f"the exchange of rank {rank.rank} claims {name} = {claimed!r} instead of the configured {asked!r}"
                 raise WrongForm("dispatch", of, ranks=(rank.rank,))
         tally.add(pairs=1, rank=rank.rank)
 
@@ -99,17 +102,17 @@ def judge_stated_padding(reading: Reading, tally: Tally) -> None:
 def judge_dispatched_rows(reading: Reading, tally: Tally) -> None:
     """Decide whether the exchange dispatches P rows, T where none are to be added, if all rows go to all ranks.
 
-    An exchange that reports padding which is not configured is held to the largest count and the alignment that it
-    reports. Where routed rows alone are sent, no call shows how many rows were added: nothing is compared then.
+    An exchange that claims padding which is not configured is held to the largest count and the alignment that it
+    claims. Where routed rows alone are sent, no call shows how many rows were added: nothing is compared then.
 
     Raises:
         WrongCount: a rank dispatches another number of rows.
-        WrongForm: it reports padding that is not configured, and no alignment.
+        WrongForm: it claims padding that is not configured, and no alignment.
     """
     workload, found = reading.outcome.workload, []
     groups, hidden = workload.layout.groups()["ep_etp"], workload.config.hidden
     W = len(groups[0])
-    if reading.ranks[0].resolved.get("wire") != "all" or W == 1:
+    if reading.claims.wire != "all" or W == 1:
         return
     unasked = _alignment_unasked(reading) if _pads_unasked(reading) else None
     for rank in reading.ranks:
@@ -161,9 +164,9 @@ def judge_nobody_asked(reading: Reading, tally: Tally) -> None:
 
     Raises:
         WrongCollectives: it has one, or more than are allowed.
-        WrongCount: it reports a fixed number of rows, and the ranks receive different numbers.
+        WrongCount: it claims a fixed number of rows, and the ranks receive different numbers.
     """
-    found, static = [], reading.ranks[0].resolved.get("handed") == "static"
+    found, static = [], reading.claims.handed == "static"
     if static:
         _judge_static(reading)
     free = 1 if static or _pads_unasked(reading) else 0
@@ -190,22 +193,21 @@ def _judge_static(reading: Reading) -> None:
             rows = [sum(len(call.rows_RD) for call in reading.seen(m, rank).handed) for rank in group]
             if len(set(rows)) > 1:
                 told = f"the ranks of {group_words(tuple(group))} receive {rows} rows in microbatch {m}; expected equal"
-                why = 'the backend reports resolved["handed"] = static'
+                why = "the backend claims handed = 'static'"
                 raise WrongCount("dispatch", f"{told} numbers, since {why}", ranks=tuple(group))
 
 
 def _pads_unasked(reading: Reading) -> bool:
-    """Whether the exchange reports padding that is not configured, as it needs equal token counts."""
-    stated = reading.ranks[0].resolved.get("padding", "no")
-    return reading.outcome.workload.config.pad_tokens == "no" and stated != "no"
+    """Whether the exchange claims padding that is not configured, as it needs equal token counts."""
+    return reading.outcome.workload.config.pad_tokens == "no" and reading.claims.padding != "no"
 
 
 def _alignment_unasked(reading: Reading) -> int:
-    stated = reading.ranks[0].resolved.get("alignment", "")
-    if not stated.isdecimal() or not int(stated):
-        sentence = f"the backend reports padding that is not configured, with the alignment {stated!r}"
+    claims = reading.claims
+    if claims.alignment is None:
+        sentence = f"the backend claims padding = {claims.padding!r}, which is not configured, and no alignment"
         raise WrongForm("dispatch", f"{sentence}; expected a positive integer")
-    return int(stated)
+    return claims.alignment
 
 
 def judge_added_rows(reading: Reading, tally: Tally) -> None:
@@ -216,9 +218,8 @@ def judge_added_rows(reading: Reading, tally: Tally) -> None:
 
     Raises:
         WrongDelivery: an expert receives one.
-        WrongForm: the reported multiple is invalid.
     """
-    multiple, found = multiple_of(reading), Counter[tuple[int, int]]()
+    multiple, found = reading.claims.multiple, Counter[tuple[int, int]]()
     rows = Counter(_whose(entry) for entry in reading.entries if entry.kind != tags.PADDING)
     zeros = Counter(_whose(entry) for entry in reading.entries if entry.kind == tags.PADDING)
     for whose, number in zeros.items():
@@ -338,7 +339,7 @@ def _questions(reading: Reading, calls: Sequence[Entry], *, behind: bool = False
     broadcast, counts too. An exchange that gathers all tokens on all ranks gathers once how many of them there are,
     before they are sent, and so may an adapter that does.
     """
-    free = not behind and reading.ranks[0].resolved.get("wire", "pairs") not in ("pairs", "tokens")
+    free = not behind and reading.claims.wire not in ("pairs", "tokens")
     hidden = reading.outcome.workload.config.hidden
     for entry in calls:
         reduced = entry.op.startswith(("all_reduce", "reduce")) and not entry.op.startswith("reduce_scatter")

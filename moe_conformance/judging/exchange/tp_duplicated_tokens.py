@@ -30,7 +30,6 @@ from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.script import answers, judge_no_slip
 from moe_conformance.judging.verdict import (
     AbsentGradient,
-    MalformedClaim,
     Mismatch,
     Tally,
     Unrefused,
@@ -136,7 +135,7 @@ def judge_copies_answered(reading: Reading, tally: Tally) -> None:
 
     Raises:
         WrongForm, WrongOutput, WrongGradient, AbsentGradient: as the judges of one rank; y differs between tp ranks.
-        MalformedClaim: gradients are neither "complete" nor "parts".
+        MalformedClaim: ranks claim different `copies`.
     """
     _judge_bytes(reading, tally)
     _judge_every_copy(reading, tally, (judge_outputs, judge_dx, judge_dweights))
@@ -231,17 +230,12 @@ def _taken(reading: Reading, m: int, copies: tuple[int, ...], copy: int) -> Micr
 
 
 def _gradient(reading: Reading, copies: tuple[int, ...], copy: int, name: str, by_copy: list[Grad]) -> Grad:
-    """Return a tp rank's gradient, or the sum over the tp ranks where the backend reports that they are parts.
+    """Return a tp rank's gradient, or the sum over the tp ranks where the backend claims that they are parts.
 
     A part is zero, and not None, where a tp rank has none: the sum needs all of them.
     """
-    claims = {reading.ranks[rank].resolved.get("copies", "complete") for rank in copies}
-    if claims == {"complete"}:
+    if reading.claims.copies == "complete":
         return by_copy[copy]
-    if claims != {"parts"}:
-        said = " and ".join(sorted(claims))
-        sentence = f'the backend reports resolved["copies"] = {said}; expected: complete, or parts, on all tp ranks'
-        raise MalformedClaim("gradient", sentence)
     values = [grad.value for grad in by_copy if grad.value is not None]
     absent = [rank for rank, grad in zip(copies, by_copy, strict=True) if grad.value is None]
     if absent and any(value.numel() for value in values):

@@ -11,7 +11,7 @@ from moe_conformance.reference.config_rules.outcomes import outcomes
 from moe_conformance.reference.config_rules.rules import Settings
 from moe_conformance.scenarios.outcome import Answer, Outcome
 
-# By the reported resolved["wire"]. Where an adapter gathers all tokens on all ranks, an all-gather is what is run.
+# By the claimed wire. Where an adapter gathers all tokens on all ranks, an all-gather is what is run.
 _DISPATCHERS: dict[str, Literal["alltoall", "fused", "allgather"]] = {
     "pairs": "alltoall",
     "tokens": "fused",
@@ -25,12 +25,12 @@ _PLAIN, _PACKED = 0, 1  # the calls
 def judge_packed(outcome: Outcome, tally: Tally) -> None:
     """Decide whether an exchange is built for packed sequences on all ranks, or refused on all where that is allowed.
 
-    Its kind is what it reports when it is built without them.
+    Its kind is what it claims when it is built without them.
 
     Raises:
         NotOffered: it is not built without them either, or the adapter cannot configure them.
         Refused: all ranks refuse what must be built, or some ranks do.
-        WrongForm: it reports an unknown wire, or not the same on all ranks.
+        WrongForm: it does not claim the same wire on all ranks.
         Raised: building raised an internal error; see `judge_no_slip`.
     """
     plain, packed = answers(outcome, _PLAIN), answers(outcome, _PACKED)
@@ -57,8 +57,7 @@ def judge_packed(outcome: Outcome, tally: Tally) -> None:
 
 
 def _dispatcher(built: tuple[Answer, ...]) -> Literal["alltoall", "fused", "allgather"]:
-    wires = {answer.resolved.get("wire", "pairs") for answer in built}
-    if len(wires) > 1 or not wires <= _DISPATCHERS.keys():
-        known = f"one of {', '.join(_DISPATCHERS)} on all ranks"
-        raise WrongForm("run", f'the backend reports resolved["wire"] = {", ".join(sorted(wires))}; expected {known}')
+    wires = {answer.claims.wire for answer in built}
+    if len(wires) > 1:
+        raise WrongForm("run", f"the ranks claim wire = {', '.join(sorted(wires))}; expected the same on all ranks")
     return _DISPATCHERS[wires.pop()]

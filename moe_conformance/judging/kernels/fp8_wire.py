@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moe_conformance.judging.findings import Finding, fail
 from moe_conformance.judging.kernels.token_exchange import Script, Token, require_dtype
+from moe_conformance.judging.observed.claims import claims_of
 from moe_conformance.judging.observed.script import answers, values
 from moe_conformance.judging.observed.traffic import by_phase, bytes_leaving
 from moe_conformance.judging.verdict import (
@@ -97,16 +98,13 @@ class Rounded:
 
     @cached_property
     def fmt(self) -> Format:
-        """The format that the backend reports, e4m3 if none."""
-        return {"e4m3": E4M3, "e5m2": E5M2}[self._told("wire_format", "e4m3")]
+        """The format that the backend claims."""
+        return {"e4m3": E4M3, "e5m2": E5M2}[claims_of(self.outcome.ranks).wire_format]
 
     @cached_property
     def block(self) -> int:
-        """The columns that share a scale, all of them if the backend reports none."""
-        return int(self._told("wire_block", str(self.outcome.workload.config.hidden)))
-
-    def _told(self, name: str, default: str) -> str:
-        return self.outcome.ranks[0].resolved.get(name, default)
+        """The columns that share a scale, all of them if the backend claims no number."""
+        return claims_of(self.outcome.ranks).wire_block or self.outcome.workload.config.hidden
 
     @cached_property
     def sent(self) -> dict[Token, Tensor]:

@@ -104,7 +104,7 @@ def judge_tokens(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_shares(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether the ranks of a cp group hold every row once, in the order of chunks unless another is stated.
+    """Decide whether the ranks of a cp group hold every row once, in the order of chunks unless another is claimed.
 
     Raises:
         WrongForm: the result is not a list of integers.
@@ -126,7 +126,7 @@ def judge_shares(outcome: Outcome, tally: Tally) -> None:
         for rank, shares in by_rank.items():
             if len(shares) < cp:  # the others were refused
                 continue
-            stated = outcome.ranks[rank].resolved.get("context_order", "mirrored")
+            stated = outcome.ranks[rank].claims.context_order
             found += _wrong_shares(cp, sums, [shares[c] for c in range(cp)], stated)
             tally.add(elements=sums[-1], pairs=cp, rank=rank)
     if found:

@@ -22,7 +22,7 @@ WIDE, NARROW = 2.0**-40, 2.0**-16
 """Of the largest element of a tensor, what every element may be off by. The model is too deep for a derived bound.
 
 It is asked for in float64, where sums of some thousand addends err by 2^-43. A backend that says that its routers
-compute in another dtype (`resolved["dtype"]`), as some do whatever the tokens are, is held to float32: it errs by 2^-20
+compute in another dtype (`Claims.dtype`), as some do whatever the tokens are, is held to float32: it errs by 2^-20
 in logits of 16, and in every weight by as much. One token less in any expert is 2^-15 in the pinned models, and usually
 more."""
 
@@ -42,8 +42,7 @@ def expected_of(reading: Reading) -> Expected:
 
 def _expect(reading: Reading) -> Expected:
     workload = reading.outcome.workload
-    asked = str(workload.config.dtype)
-    wide = all(rank.resolved.get("dtype", asked) == asked for rank in reading.ranks)
+    wide = all(rank.claims.dtype in (None, workload.config.dtype) for rank in reading.ranks)
     divisor = divisor_of(workload, reading.ranks[0].loss_convention)
     return Expected(solved(workload), divisor, WIDE if wide else NARROW)
 

@@ -1,25 +1,10 @@
-"""To multiples of what an expert's rows are padded, as the backend says, and how many rows that makes."""
+"""How many rows the experts of a rank take, with the padding of each to the multiple that the backend claims."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from moe_conformance.judging.findings import count
-from moe_conformance.judging.observed.run import Reading
-from moe_conformance.judging.verdict import WrongForm
-
-
-def multiple_of(reading: Reading) -> int:
-    """Return the multiple that the exchange says it pads every expert's rows to, 1 where it says none.
-
-    Raises:
-        WrongForm: what it says is no whole number above 0.
-    """
-    stated = reading.ranks[0].resolved.get("multiple", "1")
-    if not stated.isdecimal() or not int(stated):
-        padded = f"the backend reports that the rows of each expert are padded to multiples of {stated!r}"
-        raise WrongForm("dispatch", f"{padded}; expected a positive integer")
-    return int(stated)
 
 
 def padded_rows(rows_N: Sequence[int], multiple: int) -> int:

@@ -12,8 +12,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from moe_conformance.contract import Claims
 from moe_conformance.judging.findings import ratio_names, some
 from moe_conformance.judging.observed import probe_expected as expected
+from moe_conformance.judging.observed.claims import claims_of
 from moe_conformance.judging.verdict import (
     Died,
     Hung,
@@ -114,6 +116,11 @@ class Reading:
     def goes_backward(self, microbatch: int) -> bool:
         """Whether the schedule asks for this microbatch's gradients."""
         return self.outcome.workload.goes_backward(microbatch)
+
+    @cached_property
+    def claims(self) -> Claims:
+        """What the backend claims; see `claims_of`."""
+        return claims_of(self.ranks)
 
     @cached_property
     def parts(self) -> tuple[float, ...]:
@@ -291,7 +298,7 @@ _LINE = re.compile(r'^ *File "(.+)", line (\d+)', re.MULTILINE)
 
 def _ending(rank: RankOutcome) -> str:
     """Say how a rank ended and where."""
-    verb = "reported inconsistent counts or shapes" if rank.status == "malformed" else rank.status
+    verb = "reported inconsistent counts, shapes or claims" if rank.status == "malformed" else rank.status
     return f"rank {rank.rank} {verb}" + (f" in {rank.reached}" if rank.reached else "")
 
 

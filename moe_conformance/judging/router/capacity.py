@@ -161,8 +161,8 @@ def judge_policy(reading: Reading, tally: Tally) -> None:
 
 
 def keeps_by_choices(reading: Reading) -> bool:
-    """Whether the backend says that by position first choices come before second ones: `resolved["drop_order"]`."""
-    return any(rank.resolved.get("drop_order") == "choices" for rank in reading.ranks)
+    """Whether the backend claims that by position first choices come before second ones."""
+    return reading.claims.drop_order == "choices"
 
 
 def _judge_kept(reading: Reading, tally: Tally, policy: Policy) -> None:
@@ -173,7 +173,9 @@ def _judge_kept(reading: Reading, tally: Tally, policy: Policy) -> None:
         if not _legal(drops, place, policy):
             findings += _overtaken(drops, place, policy) or likeliest(_wrong_counts(drops, place))
     if findings:
-        fail(WrongSelection, "route", findings)
+        by_choices = policy == "position" and all(_legal(drops, place, "choice") for place in drops.places)
+        design = "; a backend that keeps first choices first by design claims drop_order = 'choices'"
+        fail(WrongSelection, "route", findings, note=design if by_choices else "")
     for place in drops.places:
         loads, (room, *_) = drops.loads(place), drops.capacities(place)
         tally.add(pairs=sum(n for n in loads if n > room) or sum(loads), rank=place[1])

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from moe_conformance.contract import Config, Delivery, ExpertFn, Limit, Routing, Session, Topology, Unsupported
+from moe_conformance.contract import Claims, Config, Delivery, ExpertFn, Limit, Routing, Session, Topology, Unsupported
 
 
 def gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -56,7 +56,8 @@ class GatherExchange:
         self.group = topology.group("ep")
         held = experts // self.group.size()
         self.local_experts = tuple(range(self.group.rank() * held, (self.group.rank() + 1) * held))
-        self.resolved = {"path": f"all_gather over {self.group.size()} ranks", "wire": "all", "routing": "maps"}
+        self.resolved = {"path": f"all_gather over {self.group.size()} ranks"}
+        self.claims = Claims(wire="all", routing="maps")
 
     def __call__(self, x: Tensor, routing: Routing, expert: ExpertFn) -> Tensor:
         """Pick each local expert's rows out of all tokens, have them answered, weigh and add up."""

@@ -3,7 +3,6 @@
 # ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,7 @@ from moe_conformance.backends.native.fused.managers import Held, HybridEPManager
 from moe_conformance.backends.native.router import capacity
 from moe_conformance.backends.native.router.capacity import Blocks
 from moe_conformance.backends.native.router.routing import Router
-from moe_conformance.contract import Config, Delivery, Overflow, Routed, Routing
+from moe_conformance.contract import Claims, Config, Delivery, Overflow, Routed, Routing
 from self_tests.correct_backends.unusual import RoundedUpOverTensorRanks
 from self_tests.planted_bugs.plant import EP2_ETP2, TP2_EP2, Expectation, planted
 
@@ -76,13 +75,18 @@ class PositionsInBfloat16(Router):
 # ---- filling up ----------------------------------------------------------------------------------------------------
 
 
-@planted(Expectation("DROP-08", "lossless-one-expert", "dispatch", "rows for expert", "instead of"), layout=TP2_EP2)
+@planted(
+    Expectation(
+        "DROP-08", "lossless-one-expert", "dispatch", "rows for expert", "by design claims capacity_over = 'tp'"
+    ),
+    layout=TP2_EP2,
+)
 class RoundedUpUnsaid(RoundedUpOverTensorRanks):
     """A capacity that drops nothing is rounded up to what divides over tp, and nothing says why."""
 
     @property
-    def resolved(self) -> Mapping[str, str]:
-        return {key: value for key, value in super().resolved.items() if key != "capacity_over"}
+    def claims(self) -> Claims:
+        return replace(super().claims, capacity_over=None)
 
 
 @planted(Expectation("DROP-12", "to-capacity-two-dims-even", "run", "raised in forward:0: ValueError"))

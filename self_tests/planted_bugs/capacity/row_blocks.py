@@ -6,7 +6,6 @@ T tokens, K slots, N experts held, D hidden, P pairs, B rows of the buffer.
 # ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from moe_conformance.backends.native.exchange.token_padding import PaddedExchang
 from moe_conformance.backends.native.fused import autograd
 from moe_conformance.backends.native.fused.managers import Held, HybridEPManager
 from moe_conformance.backends.native.row_ops.permutation import Pairs, sort_pairs
-from moe_conformance.contract import Delivery
+from moe_conformance.contract import Claims, Delivery
 from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, planted
 
 BLOCK = 4
@@ -28,8 +27,8 @@ class SaysBlocks(PaddedExchange):
     """The padding around the exchange, which passes on that rows come in blocks."""
 
     @property
-    def resolved(self) -> Mapping[str, str]:
-        return {**super().resolved, "multiple": str(BLOCK)}
+    def claims(self) -> Claims:
+        return replace(super().claims, multiple=BLOCK)
 
 
 class InBlocks(HybridEPManager):

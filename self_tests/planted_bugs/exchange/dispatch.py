@@ -180,7 +180,7 @@ class AlignedCounts(AllToAllExchange):
         "EXCH-04",
         "even",
         "dispatch",
-        "rank 0 reported inconsistent counts or shapes in forward:0: Malformed: counts [8, 8",
+        "rank 0 reported inconsistent counts, shapes or claims in forward:0: Malformed: counts [8, 8",
     ),
     real="pytorch/torchtitan commit 60645bc78 (#1718)",
 )

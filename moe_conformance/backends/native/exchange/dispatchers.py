@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from moe_conformance.backends.native.groups import CannotBuild, Placement
 from moe_conformance.backends.native.router import capacity
 from moe_conformance.backends.native.router.capacity import Blocks
 from moe_conformance.backends.native.row_ops.permutation import Pairs, permute, sort_pairs, unpermute, weigh
-from moe_conformance.contract import Config, Delivery, Routing, Topology
+from moe_conformance.contract import Claims, Config, Delivery, Routing, Topology
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,11 @@ class LocalExchange:
     def resolved(self) -> Mapping[str, str]:
         """The class that was built and where it applies the weights."""
         return {"exchange": type(self).__name__, "weights": "input" if self.weighs_input else "combine"}
+
+    @property
+    def claims(self) -> Claims:
+        """One row for each routed pair, weights where the session says."""
+        return Claims()
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
         """Return the rows of this rank's experts and the handle; x is (*lead, D) with prod(lead) == T."""
@@ -186,9 +191,9 @@ class AllGatherExchange(LocalExchange):
         """Any layout will do."""
 
     @property
-    def resolved(self) -> Mapping[str, str]:
+    def claims(self) -> Claims:
         """As of every exchange, and that all tokens are sent to all ranks."""
-        return {**super().resolved, "wire": "all"}
+        return replace(super().claims, wire="all")
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
         """Gather x, ids and weights, and permute what is this rank's; all ranks have the same K.

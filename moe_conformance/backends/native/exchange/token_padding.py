@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from moe_conformance.backends.native.exchange import collectives
 from moe_conformance.backends.native.groups import CannotBuild
-from moe_conformance.contract import Config, Delivery, Routing, SplitExchange, Topology
+from moe_conformance.contract import Claiming, Claims, Config, Delivery, Routing, SplitExchange, Topology
 
 
 class BoundBroken(ValueError):
@@ -48,8 +48,13 @@ class TokenPadding:
 
     @property
     def resolved(self) -> Mapping[str, str]:
+        """The class that was built."""
+        return {"token padding": type(self).__name__}
+
+    @property
+    def claims(self) -> Claims:
         """Where the number comes from, and what it is a multiple of."""
-        return {"padding": "group_max" if self.bound is None else "bound", "alignment": str(self.alignment)}
+        return Claims(padding="group_max" if self.bound is None else "bound", alignment=self.alignment)
 
     def count(self, tokens: int) -> int:
         """Return P; it takes all ranks of the group to know the largest T, and nobody to know the bound.
@@ -74,7 +79,11 @@ class TokenPadding:
         return -(-rows // self.alignment) * self.alignment
 
 
-class Withdrawing(SplitExchange, Protocol):
+class ClaimingExchange(SplitExchange, Claiming, Protocol):
+    """What all exchanges of native are: two halves and what they claim."""
+
+
+class Withdrawing(ClaimingExchange, Protocol):
     """An exchange of which a rank can stay away without leaving the others waiting."""
 
     def withdraw(self, device: torch.device) -> None:
@@ -112,6 +121,11 @@ class PaddedExchange:
     def resolved(self) -> Mapping[str, str]:
         """The exchange inside, and how it is padded."""
         return {**self.inner.resolved, **self.padding.resolved}
+
+    @property
+    def claims(self) -> Claims:
+        """Those of the exchange inside, and the padding."""
+        return self.inner.claims.joined(self.padding.claims)
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Untrimmed]:
         """Dispatch the tokens and the rows that are added; x is (*lead, D) with prod(lead) == T.

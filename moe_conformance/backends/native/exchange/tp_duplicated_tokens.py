@@ -10,7 +10,7 @@ T tokens of the tp group, S tokens in this rank's share, K slots, D hidden, W ra
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from moe_conformance.backends.native.exchange import collectives, misuse
 from moe_conformance.backends.native.exchange.token_padding import Withdrawing
 from moe_conformance.backends.native.groups import CannotBuild
-from moe_conformance.contract import Config, Delivery, Routing, Topology
+from moe_conformance.contract import Claims, Config, Delivery, Routing, Topology
 
 
 class RoutingDiffers(ValueError):
@@ -120,8 +120,13 @@ class TokenCopies:
 
     @property
     def resolved(self) -> Mapping[str, str]:
-        """The exchange inside, over how many tp ranks tokens are divided, and that gradients are complete on each."""
-        return {**self.inner.resolved, "shared among": str(self.group.size()), "copies": "complete"}
+        """The exchange inside, and over how many tp ranks tokens are divided."""
+        return {**self.inner.resolved, "shared among": str(self.group.size())}
+
+    @property
+    def claims(self) -> Claims:
+        """Those of the exchange inside, and that gradients are complete on each tp rank."""
+        return replace(self.inner.claims, copies="complete")
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Shared]:
         """Dispatch this rank's share; x is (*lead, D) with prod(lead) == T, and the routing is that of all T.

@@ -19,7 +19,7 @@ from moe_conformance.backends.native.fused.fp8_wire import Float8Wire
 from moe_conformance.backends.native.fused.managers import Manager
 from moe_conformance.backends.native.fused.token_exchange import TokenExchange
 from moe_conformance.backends.native.groups import CannotBuild, Placement
-from moe_conformance.contract import Config, Delivery, Routing, Topology
+from moe_conformance.contract import Claims, Config, Delivery, Routing, Topology
 
 
 class Flight:
@@ -98,18 +98,19 @@ class FlexExchange:
 
     @property
     def resolved(self) -> Mapping[str, str]:
-        """The classes that were built, where the weights are applied, and what is sent."""
-        wire = self.manager.exchange.wire
+        """The classes that were built, and where the weights are applied."""
         return {
-            **({} if wire is None else wire.resolved),
             "exchange": type(self).__name__,
             "manager": type(self.manager).__name__,
             "token_exchange": type(self.manager.exchange).__name__,
             "weights": "input" if self.manager.weighs_input else "expert",
-            "weights_at": "expert",
-            "wire": "tokens",
-            "handed": self.manager.handed,
         }
+
+    @property
+    def claims(self) -> Claims:
+        """That a token is sent once to a rank and in which format, what the experts receive and who applies weights."""
+        wire, own = self.manager.exchange.wire, Claims(wire="tokens", handed=self.manager.handed, weights_at="expert")
+        return own if wire is None else own.joined(wire.claims)
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Flight]:
         """Return what this rank's experts receive, and the handle; x is (*lead, D) with prod(lead) == T.

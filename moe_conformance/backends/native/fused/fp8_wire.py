@@ -8,11 +8,11 @@ R rows, D hidden, B = ceil(D / 128) blocks of a row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from moe_conformance.contract import Claims
 
 LARGEST = 448.0  # of e4m3
 FLOOR = 1e-4  # of the largest element of a block
@@ -27,9 +27,9 @@ class Float8Wire:
     block = 128
 
     @property
-    def resolved(self) -> Mapping[str, str]:
+    def claims(self) -> Claims:
         """The format, and how many columns share a scale."""
-        return {"wire_format": "e4m3", "wire_block": str(self.block)}
+        return Claims(wire_format="e4m3", wire_block=self.block)
 
     def pack(self, rows_RD: Tensor) -> Tensor:
         """Return the bytes of every row, uint8 (R, D + 4 B)."""

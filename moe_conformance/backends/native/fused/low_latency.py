@@ -21,7 +21,7 @@ from moe_conformance.backends.native.exchange import misuse
 from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange, Sent
 from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.backends.native.router import capacity
-from moe_conformance.contract import Config, Delivery, Routing, Topology
+from moe_conformance.contract import Claims, Config, Delivery, Routing, Topology
 from moe_conformance.surfaces import Places
 
 
@@ -46,9 +46,9 @@ class LowLatencyExchange(AllToAllExchange):
     """Dispatch into fixed places and combine from them; weights are applied as in the all-to-all exchange."""
 
     @property
-    def resolved(self) -> Mapping[str, str]:
+    def claims(self) -> Claims:
         """As of every exchange, and that the number of places is fixed."""
-        return {**super().resolved, "handed": "static"}
+        return replace(super().claims, handed="static")
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
         """Deliver as many places as the rank with the largest load of the group could need."""
@@ -158,6 +158,11 @@ class FixedPlaces:
     def resolved(self) -> Mapping[str, str]:
         """The class that was built."""
         return self.exchange.resolved
+
+    @property
+    def claims(self) -> Claims:
+        """Those of the exchange."""
+        return self.exchange.claims
 
     def dispatch(self, x_TD: Tensor, ids_TK: Tensor, tokens_max: int) -> Places:
         """Fill W times `tokens_max` places of each expert; see `LowLatencyExchange.fill`."""

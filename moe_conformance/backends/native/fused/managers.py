@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class Manager:
 
     has_budget: ClassVar[bool] = False  # whether it has a receive buffer of fixed size
     needs_equal_tokens: ClassVar[bool] = False  # all ranks must dispatch as many: `token_padding.py` pads
-    handed: ClassVar[str] = "routed"  # how many rows its experts receive, see `contract.Placed`
+    handed: ClassVar[Literal["routed", "static"]] = "routed"  # how many rows its experts receive, see `Claims`
 
     def __init__(self, config: Config, exchange: TokenExchange) -> None:
         """Take the token exchange to work over.

@@ -10,7 +10,7 @@ from moe_conformance.backends.native.fused import autograd
 from moe_conformance.backends.native.fused.fp8_wire import Float8Wire
 from moe_conformance.backends.native.fused.token_exchange import Handle, TokenExchange
 from moe_conformance.backends.native.groups import Placement
-from moe_conformance.contract import Config, Topology
+from moe_conformance.contract import Claims, Config, Topology
 from moe_conformance.surfaces import Received
 
 
@@ -37,10 +37,14 @@ class ReusableExchange:
 
     @property
     def resolved(self) -> Mapping[str, str]:
-        """The class that was built, and what is sent."""
-        told = {"token_exchange": type(self.exchange).__name__, "wire": "tokens"}
-        wire = self.exchange.wire
-        return told if wire is None else {**told, **wire.resolved}
+        """The class that was built."""
+        return {"token_exchange": type(self.exchange).__name__}
+
+    @property
+    def claims(self) -> Claims:
+        """That a token is sent once to a rank, and in which format."""
+        wire, tokens = self.exchange.wire, Claims(wire="tokens")
+        return tokens if wire is None else tokens.joined(wire.claims)
 
     def dispatch(
         self,

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange
+from moe_conformance.backends.native.exchange.token_padding import ClaimingExchange
 from moe_conformance.backends.native.fused.low_latency import LowLatencyExchange
 from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.backends.native.layer.experts import Experts
 from moe_conformance.backends.native.layer.gradients import Replicated
 from moe_conformance.backends.native.layer.shared_experts import OutputBias, Score, SharedExperts
 from moe_conformance.backends.native.router.routing import Router
-from moe_conformance.contract import Config, Delivery, Named, Read, Routing, SplitExchange, Topology
+from moe_conformance.contract import Claims, Config, Delivery, Named, Read, Routing, Topology
 
 
 class Layer(nn.Module):
@@ -32,7 +33,7 @@ class Layer(nn.Module):
         config: Config,
         topology: Topology,
         device: torch.device,
-        routed: tuple[Router, SplitExchange, Experts],
+        routed: tuple[Router, ClaimingExchange, Experts],
         shared_class: type[SharedExperts],
     ) -> None:
         """Put the routed parts together, and make the shared ones that are asked for.
@@ -65,6 +66,11 @@ class Layer(nn.Module):
             "shared experts": shared,
             "shared experts run": when,
         }
+
+    @property
+    def claims(self) -> Claims:
+        """Those of the router and of the exchange."""
+        return self.router.claims.joined(self.exchange.claims)
 
     @property
     def parts(self) -> tuple[Replicated, ...]:

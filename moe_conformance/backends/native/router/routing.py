@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.backends.native.layer.gradients import Replicated
 from moe_conformance.backends.native.router import capacity
-from moe_conformance.contract import Config, Named, Read, Routed, Routing
+from moe_conformance.contract import Claims, Config, Named, Read, Routed, Routing
 
 
 class Router(Replicated):
@@ -42,8 +42,13 @@ class Router(Replicated):
 
     @property
     def resolved(self) -> Mapping[str, str]:
-        """The class that was built, its score and the dtype it computes in."""
-        return {"router": type(self).__name__, "score": self.config.score, "dtype": str(self.wide)}
+        """The class that was built, and its score."""
+        return {"router": type(self).__name__, "score": self.config.score}
+
+    @property
+    def claims(self) -> Claims:
+        """The dtype it computes in."""
+        return Claims(dtype=self.wide)
 
     def named(self, read: Read) -> Iterator[Named]:
         """Yield the router (E, D), and the balance bias (E,) if there is one."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.backends.native.offered import Offered
 from moe_conformance.backends.native.row_ops.permutation import Pairs, permute, sort_pairs, unpermute, weigh
-from moe_conformance.contract import Config, Routing
+from moe_conformance.contract import Claims, Config, Routing
 from moe_conformance.surfaces import Permuted
 
 
@@ -46,8 +46,13 @@ class Permutation(Offered):
 
     @property
     def resolved(self) -> Mapping[str, str]:
+        """How rows are ordered."""
+        return {"permutation": "stable sort"}
+
+    @property
+    def claims(self) -> Claims:
         """To what rows are padded."""
-        return {"permutation": "stable sort", "multiple": str(self.multiple)}
+        return Claims(multiple=self.multiple)
 
     def permute(self, x_TD: Tensor, routing: Routing) -> Permuted:
         """Return the rows, zeros where they are padding."""

@@ -1,0 +1,117 @@
+"""What a backend says of itself where correct implementations differ. It imports torch and nothing of the suite."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import torch
+
+
+class Malformed(Exception):
+    """What the backend reports is inconsistent, such as counts that exceed the number of rows: a failure."""
+
+
+@dataclass(frozen=True)
+class Claims:
+    """How a built surface differs from the default, each field with the requirements that verify it.
+
+    The checks follow it: rows are counted against the claimed `wire`, and so on. A built surface that differs from the
+    default has a property `claims`; it is read from the built object after the run, and `weights_at` after each
+    forward. All surfaces of a run have to agree, and all ranks. Integers are at least 1.
+
+    Raises:
+        Malformed: a value is none of those that the annotation of its field allows.
+    """
+
+    # What dispatch sends to other ranks (COST-03, COST-04). pairs: one row for each routed pair; tokens: one row for
+    # each token and destination rank; all: every token to every rank; copies: the adapter first gathered the tokens
+    # over tp, since the library expects the same tokens on all tp ranks, and that traffic is not counted.
+    wire: Literal["pairs", "tokens", "all", "copies"] = "pairs"
+    # With "all" (COST-06). slots: ids and weights (T, K) are sent; maps: a boolean map (T, E) and a map of weights
+    # (T, E), at most float32.
+    routing: Literal["slots", "maps"] = "slots"
+    # How many rows the experts receive (COST-10). routed: those routed to them; tokens: every token of the exchange
+    # group; static: a fixed number, equal on all ranks (PACK-13).
+    handed: Literal["routed", "tokens", "static"] = "routed"
+    # The rows of each expert are padded to a multiple of it; receive buffers include the padding (COST-10).
+    multiple: int = 1
+    # With `Config.token_copies` (EXCH-36). complete: dL/dx and dL/dw are complete on every tp rank; parts: their sum
+    # over tp is.
+    copies: Literal["complete", "parts"] = "complete"
+    # Where this exchange applies routing weights (EXCH-05). None: as `Session.weights_at` says.
+    weights_at: Literal["input", "expert", "combine"] | None = None
+    # `drop_policy` "position" (DROP-06). tokens: slots are kept in the order of tokens; choices: the first choices of
+    # all tokens before any second choice.
+    drop_order: Literal["tokens", "choices"] = "tokens"
+    # A capacity that drops nothing is rounded up to a multiple of tp, whose ranks share the rows (DROP-08).
+    capacity_over: Literal["tp"] | None = None
+    # Token counts are padded to a common number, as `Config.pad_tokens`; also where it is not configured, if the
+    # exchange cannot work otherwise (PACK-02, PACK-13).
+    padding: Literal["no", "group_max", "bound"] = "no"
+    # The padded number of tokens is a multiple of it; needed with `padding` (PACK-02).
+    alignment: int | None = None
+    # The dtype in which a router computes, if that is not the dtype of its tokens (GROUP-07).
+    dtype: torch.dtype | None = None
+    # Chunks of packed sequences over cp (PACK-15). mirrored: rank c holds chunks c and 2 cp - 1 - c; other: any order.
+    context_order: Literal["mirrored", "other"] = "mirrored"
+    # With `Config.wire` "float8" (EXCH-30, COST-09): the format of the numbers, and how many columns share a scale.
+    wire_format: Literal["e4m3", "e5m2"] = "e4m3"
+    wire_block: int | None = None  # None: all columns
+    # Who implements backward; the report shows it, and no check depends on it.
+    autograd: Literal["library", "adapter"] = "library"
+
+    def __post_init__(self) -> None:
+        """Refuse values that the annotations do not allow."""
+        for name, allowed in _allowed().items():
+            value = getattr(self, name)
+            if not any(_is(value, each) for each in allowed):
+                raise Malformed(f"Claims.{name} is {value!r}; allowed: {', '.join(map(_words, allowed))}")
+
+    @property
+    def changed(self) -> Mapping[str, Any]:
+        """The fields that differ from their default."""
+        return {each.name: value for each in fields(self) if (value := getattr(self, each.name)) != each.default}
+
+    def joined(self, other: Claims) -> Claims:
+        """Return what two surfaces claim together.
+
+        Raises:
+            Malformed: they claim different values of one field, neither of which is the default.
+        """
+        mine, others = self.changed, other.changed
+        for name in mine.keys() & others.keys():
+            if mine[name] != others[name]:
+                raise Malformed(f"two surfaces claim {name} = {mine[name]!r} and {others[name]!r}; expected one value")
+        return Claims(**{**mine, **others})
+
+
+@cache
+def _allowed() -> Mapping[str, tuple[Any, ...]]:
+    """Return what every field may be: values, and types of values."""
+    return {name: tuple(_parts(hint)) for name, hint in get_type_hints(Claims).items()}
+
+
+def _parts(hint: Any) -> list[Any]:
+    if get_origin(hint) is Literal:
+        return list(get_args(hint))
+    if get_origin(hint) in (Union, UnionType):
+        return [part for each in get_args(hint) for part in _parts(each)]
+    return [None if hint is type(None) else hint]
+
+
+def _words(allowed: Any) -> str:
+    if allowed is int:
+        return "an integer of at least 1"
+    return f"a {allowed.__module__}.{allowed.__qualname__}" if isinstance(allowed, type) else repr(allowed)
+
+
+def _is(value: Any, allowed: Any) -> bool:
+    if allowed is int:
+        return type(value) is int and value >= 1
+    if isinstance(allowed, type):
+        return isinstance(value, allowed)
+    return type(value) is type(allowed) and bool(value == allowed)

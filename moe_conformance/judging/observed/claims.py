@@ -1,0 +1,28 @@
+"""What a backend claims of itself, which has to be the same on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+from moe_conformance.contract import Claims
+from moe_conformance.judging.verdict import MalformedClaim
+from moe_conformance.scenarios.outcome import RankOutcome
+
+_OF_A_RANK = ("weights_at", "dtype")  # seen by the adapter in the tokens of its rank, which may have none
+
+
+def claims_of(ranks: Sequence[RankOutcome]) -> Claims:
+    """Return what all ranks claim; `weights_at` and `dtype` are those of the first rank, and others may differ.
+
+    Raises:
+        MalformedClaim: two ranks claim different values of another field.
+    """
+    first = ranks[0]
+    names = [each.name for each in fields(Claims) if each.name not in _OF_A_RANK]
+    for rank in ranks[1:]:
+        for name in names:
+            if (other := getattr(rank.claims, name)) != (value := getattr(first.claims, name)):
+                sentence = f"rank {rank.rank} claims {name} = {other!r} and rank {first.rank} claims {value!r}"
+                raise MalformedClaim("run", f"{sentence}; expected the same", ranks=(rank.rank,))
+    return first.claims
