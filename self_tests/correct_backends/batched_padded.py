@@ -13,7 +13,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn import functional as F
 
 from moe_conformance import surfaces
-from moe_conformance.contract import Config, Delivery, Limit, Named, Parametrised, Read
+from moe_conformance.contract import Claims, Config, Delivery, Limit, Named, Parametrised, Read
 from moe_conformance.contract import Routed, Routing, Topology, Unsupported
 
 # ---- the library -----------------------------------------------------------------------------------------------------
@@ -148,7 +148,8 @@ class AdaptedExchange:
     def __init__(self, exchange: PaddedExchange) -> None:
         self.inner = exchange
         self.local_experts = tuple(range(exchange.first, exchange.first + exchange.held))
-        self.resolved = {"exchange": type(exchange).__name__, "ranks": str(exchange.ranks), "handed": "static"}
+        self.resolved = {"exchange": type(exchange).__name__, "ranks": str(exchange.ranks)}
+        self.claims = Claims(handed="batched")
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, tuple[Tensor, Plan, torch.Size]]:
         batch_NCD, counts_N, plan = self.inner.dispatch(x.flatten(0, -2), routing.ids_TK)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_conformance import surfaces
-from moe_conformance.contract import Config, Delivery, Limit, Named, Parametrised, Read
+from moe_conformance.contract import Claims, Config, Delivery, Limit, Named, Parametrised, Read
 from moe_conformance.contract import Routed, Routing, Topology, Unsupported
 
 # ---- the library -----------------------------------------------------------------------------------------------------
@@ -159,7 +159,8 @@ class AdaptedExchange:
     def __init__(self, dispatcher: Dispatcher) -> None:
         self.inner, first = dispatcher, dispatcher.group.rank() * dispatcher.held
         self.local_experts = tuple(range(first, first + dispatcher.held))
-        self.resolved = {"exchange": "einsum with one-hot places", "handed": "static", "drop_order": "choices"}
+        self.resolved = {"exchange": f"{type(dispatcher).__name__} on {dispatcher.ranks} ranks"}
+        self.claims = Claims(wire="capacity", handed="static", drop_order="choices", non_finite="all")
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, tuple[Tensor, Tensor, torch.Size]]:
         rows_NPD, at_KTEC = self.inner.dispatch(x.reshape(-1, x.shape[-1]), routing.ids_TK)
@@ -175,7 +176,7 @@ class Adapted:
 
     def __init__(self, module: nn.Module, config: Config, first: int = 0) -> None:
         self.module, self.config, self.first = module, config, first
-        self.resolved = {"module": type(module).__name__, "drop_order": "choices"}
+        self.resolved, self.claims = {"module": type(module).__name__}, Claims(drop_order="choices")
 
     def named(self, read: Read) -> Iterator[Named]:
         for path, parameter in self.module.named_parameters():
