@@ -1,9 +1,9 @@
 """Gate and exchange in one module: it is called with tokens only, and every expert takes its C heaviest of each rank.
 
-The adapter offers a layer and nothing else, since the exchange cannot be given a routing.
+The adapter offers the router, with its drops, and the layer; the exchange cannot be given a routing.
 """
 
-# ruff: noqa: D102 - what a method does is in contract.py or in its class
+# ruff: noqa: D102, I001 - what a method does is in contract.py or in its class; imports in two lines
 from __future__ import annotations
 
 import math
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_conformance import surfaces
-from moe_conformance.contract import Config, Limit, Named, Parametrised, Read, Topology, Unsupported
+from moe_conformance.contract import Config, Limit, Named, Parametrised, Read
+from moe_conformance.contract import Routed, Routing, Topology, Unsupported
 
 # ---- the library -----------------------------------------------------------------------------------------------------
 
@@ -89,32 +90,35 @@ class CapacityMoE(nn.Module):
             y_TD = y_TD + shared_TD
         return y_TD.view_as(x)
 
-    def weigh(self, x_TD: Tensor) -> Tensor:
-        """Return the weight of each expert for each token (T, E), 0 where it was not selected."""
-        wide = torch.promote_types(x_TD.dtype, torch.float32)
-        scores_TE = F.linear(x_TD.to(wide), self.router.weight.to(wide)).softmax(dim=-1)
-        weights_TK, ids_TK = scores_TE.topk(self.K, dim=-1)
+    def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the C tokens that each expert takes and their weights (E, C), and logits (T, E).
+
+        Where an expert was selected by fewer, others fill its places: with weight -1 here, 0 for the output.
+        """
+        wide, T = torch.promote_types(x_TD.dtype, torch.float32), len(x_TD)
+        logits_TE = F.linear(x_TD.to(wide), self.router.weight.to(wide))
+        weights_TK, ids_TK = logits_TE.softmax(dim=-1).topk(self.K, dim=-1)
         if self.normalise:
             weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
-        return torch.zeros_like(scores_TE).scatter(1, ids_TK, weights_TK)
-
-    def capacity(self, weights_TE: Tensor) -> tuple[int, int]:
-        """Return the tokens that this rank may send to an expert, and the places that all ranks send."""
-        T = len(weights_TE)
+        weights_TE = torch.full_like(logits_TE, -1).scatter(1, ids_TK, weights_TK)
         if self.factor is None:
-            own = int((weights_TE > 0).sum(dim=0).max())
+            C = int(torch.bincount(ids_TK.flatten(), minlength=self.E).max())
         else:
-            own = min(T, math.ceil(self.factor * self.K * T / self.E))  # topk takes no more than there are
+            C = min(T, math.ceil(self.factor * self.K * T / self.E))  # topk takes no more than there are
+        heaviest_EC, token_EC = weights_TE.t().topk(C, dim=1)
+        return token_EC, heaviest_EC, logits_TE
+
+    def places(self, own: int) -> int:
+        """Return the places of an expert for one rank, equal on all ranks."""
         places = torch.tensor(own)
         if self.group.size() > 1:
             dist.all_reduce(places, dist.ReduceOp.MAX, self.group)
-        return own, int(places)
+        return int(places)
 
     def routed(self, x_TD: Tensor) -> Tensor:
         """Return the weighted outputs of the experts."""
-        weights_TE = self.weigh(x_TD)
-        own, places = self.capacity(weights_TE)
-        heaviest_EC, token_EC = weights_TE.t().topk(own, dim=1)  # light ones may have weight 0: then they fill places
+        token_EC, heaviest_EC, _ = self.route(x_TD)
+        own, places = token_EC.shape[1], self.places(token_EC.shape[1])
         rows_ECD = F.pad(x_TD[token_EC], (0, 0, 0, places - own))
         W, D = self.group.size(), x_TD.shape[1]
         if W > 1:
@@ -124,7 +128,7 @@ class CapacityMoE(nn.Module):
         out_ECD = out_WNCD.flatten(0, 1)
         if W > 1:
             out_ECD = Swap.apply(out_ECD, self.group)
-        weighted_ECD = out_ECD[:, :own] * heaviest_EC[..., None]
+        weighted_ECD = out_ECD[:, :own] * heaviest_EC.clamp_min(0)[..., None]
         y_TD = weighted_ECD.new_zeros(x_TD.shape).index_add(0, token_EC.flatten(), weighted_ECD.flatten(0, 1))
         return y_TD.to(x_TD.dtype)
 
@@ -162,27 +166,37 @@ class Layer:
                     yield Named(name, None, read(parameter))
 
 
+class Router(Layer):
+    """The module's choice alone, as ids with -1 for slots that no expert took."""
+
+    def __call__(self, x: Tensor) -> Routed:
+        token_EC, heaviest_EC, logits_TE = self.module.route(x.reshape(-1, x.shape[-1]))
+        weights_TE = torch.full_like(logits_TE, -1).scatter(0, token_EC.t(), heaviest_EC.t())
+        weights_TK, ids_TK = weights_TE.topk(self.module.K, dim=1)
+        ids_TK = torch.where(weights_TK < 0, -1, ids_TK)
+        return Routed(Routing(ids_TK, weights_TK, self.module.E), logits_TE)
+
+    def named(self, read: Read) -> Iterator[Named]:
+        yield Named("router", None, read(self.module.router.weight))
+
+
 class Session(surfaces.Session):
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
 
-    def layer(self, config: Config) -> Layer:
+    def module(self, config: Config) -> CapacityMoE:
         config.only("experts", "top_k", "hidden", "ffn", "dtype", "normalise", "capacity_factor", "pad_to_capacity",
                     "shared_ffn", "shared_gate", "packed")  # fmt: skip
-        return Layer(
-            CapacityMoE(
-                config.hidden,
-                config.ffn,
-                config.experts,
-                config.top_k,
-                self.topology.group("ep"),
-                normalise=config.normalise,
-                capacity_factor=config.capacity_factor,
-                shared=config.shared_ffn,
-                shared_gate=config.shared_gate,
-                dtype=config.dtype,
-            )
-        )
+        sizes = config.hidden, config.ffn, config.experts, config.top_k
+        options = {"normalise": config.normalise, "capacity_factor": config.capacity_factor, "dtype": config.dtype}
+        shared = {"shared": config.shared_ffn, "shared_gate": config.shared_gate}
+        return CapacityMoE(*sizes, self.topology.group("ep"), **options, **shared)
+
+    def layer(self, config: Config) -> Layer:
+        return Layer(self.module(config))
+
+    def router(self, config: Config) -> Router:
+        return Router(self.module(config))
 
     def finish_gradients(self, *built: Parametrised) -> None:
         for surface in built:
