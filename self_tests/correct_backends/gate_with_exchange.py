@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from moe_conformance import surfaces
 from moe_conformance.contract import Config, Limit, Named, Parametrised, Read
-from moe_conformance.contract import Routed, Routing, Topology, Unsupported
+from moe_conformance.contract import Routed, Routing, Topology, Unsupported, refusals
 
 # ---- the library -----------------------------------------------------------------------------------------------------
 
@@ -190,7 +190,8 @@ class Session(surfaces.Session):
         sizes = config.hidden, config.ffn, config.experts, config.top_k
         options = {"normalise": config.normalise, "capacity_factor": config.capacity_factor, "dtype": config.dtype}
         shared = {"shared": config.shared_ffn, "shared_gate": config.shared_gate}
-        return CapacityMoE(*sizes, self.topology.group("ep"), **options, **shared)
+        with refusals(ValueError, match="cannot be divided among"):
+            return CapacityMoE(*sizes, self.topology.group("ep"), **options, **shared)
 
     def layer(self, config: Config) -> Layer:
         return Layer(self.module(config))
