@@ -82,7 +82,7 @@ def _experts(dtype: torch.dtype, series: str) -> Iterator[bounds_compared.Compar
 
 
 def _routing(dtype: torch.dtype, series: str) -> Iterator[bounds_compared.Compared]:
-    fields = {"experts": 32, "top_k": 4, "hidden": 64, "score": "sigmoid", "normalise": True}
+    fields = {"experts": 32, "top_k": 4, "hidden": 64, "routing.score": "sigmoid", "routing.normalise": True}
     work = route_workload(_FOUR, tokens=400, microbatches=2, series=series, dtype=dtype, **fields)
     yield from bounds_compared.router_compared(simulate_routers(work, Formula(wide=False)))
 

@@ -44,12 +44,12 @@ from moe_conformance.workloads.records.features import has_empty_slots, has_lost
 
 
 class TestRoom:
-    @requirement("DROP-01", kind="capacity", when=lambda workload: not workload.config.min_capacity)
+    @requirement("DROP-01", kind="capacity", when=lambda workload: not workload.config.capacity.minimum)
     def test_the_capacity_is_the_mean_load_times_the_factor(self, reading: Reading, tally: Tally) -> None:
         """For every expert a rank keeps as many slots as the capacity, or all where there are fewer."""
         judge_capacity(reading, tally)
 
-    @requirement("DROP-02", kind="capacity", when=lambda workload: workload.config.min_capacity > 0)
+    @requirement("DROP-02", kind="capacity", when=lambda workload: workload.config.capacity.minimum > 0)
     def test_the_minimum_is_the_least_capacity(self, reading: Reading, tally: Tally) -> None:
         """Where the formula gives less, the configured minimum is the capacity."""
         judge_minimum(reading, tally)
@@ -66,12 +66,12 @@ class TestRoom:
 
 
 class TestChoice:
-    @requirement("DROP-05", kind="capacity", when=lambda workload: workload.config.drop_policy == "weights")
+    @requirement("DROP-05", kind="capacity", when=lambda workload: workload.config.capacity.drop_policy == "weights")
     def test_the_heaviest_stay(self, reading: Reading, tally: Tally) -> None:
         """With policy "probs", no dropped slot has a larger weight than a kept one of the same expert."""
         judge_policy(reading, tally)
 
-    @requirement("DROP-06", kind="capacity", when=lambda workload: workload.config.drop_policy == "position")
+    @requirement("DROP-06", kind="capacity", when=lambda workload: workload.config.capacity.drop_policy == "position")
     def test_the_first_stay(self, reading: Reading, tally: Tally) -> None:
         """With policy "position", no dropped slot comes before a kept one of the same expert."""
         judge_policy(reading, tally)
@@ -83,7 +83,7 @@ class TestChoice:
 
 
 class TestFilledUp:
-    @requirement("DROP-08", kind="padded", when=lambda workload: workload.config.capacity_factor is None)
+    @requirement("DROP-08", kind="padded", when=lambda workload: workload.config.capacity.factor is None)
     def test_a_capacity_that_drops_nothing_is_the_largest_load(self, reading: Reading, tally: Tally) -> None:
         """Experts receive the largest load of the group from each rank; the group all-reduces (MAX) it at most once."""
         judge_lossless_capacity(reading, tally)
@@ -91,16 +91,16 @@ class TestFilledUp:
 
     @requirement("DROP-12", kind="padded")
     def test_rows_that_fill_up_change_nothing(self, reading: Reading, tally: Tally) -> None:
-        """With pad_to_capacity every expert receives capacity rows; the padding changes no output and no gradient."""
+        """With capacity.padded every expert receives capacity rows; the padding changes no output and no gradient."""
         judge_filled(reading, tally)
 
-    @requirement("DROP-12", kind="experts", when=lambda workload: workload.config.pad_to_capacity)
+    @requirement("DROP-12", kind="experts", when=lambda workload: workload.config.capacity.padded)
     def test_experts_do_not_learn_from_rows_that_fill_up(self, reading: Reading, tally: Tally) -> None:
         """With the backend's experts, padding to capacity changes no output and no gradient."""
         for judge in (judge_own_outputs, judge_own_dx, judge_own_dweights, judge_expert_gradients):
             judge(reading, tally)
 
-    @requirement("DROP-12", kind="capacity", when=lambda workload: workload.config.pad_to_capacity)
+    @requirement("DROP-12", kind="capacity", when=lambda workload: workload.config.capacity.padded)
     def test_rows_that_fill_up_are_no_load(self, reading: Reading, tally: Tally) -> None:
         """The load that a router reports counts the selected slots, or the kept ones."""
         judge_filled_load(reading, tally)
@@ -114,7 +114,7 @@ class TestFilledUp:
 class TestBudget:
     @requirement("DROP-14", kind="overflow", when=by_factor)
     def test_nothing_is_lost_without_a_word(self, reading: Reading, tally: Tally) -> None:
-        """With budget_factor, a row that was not delivered was refused or reported as dropped."""
+        """With receive_buffer.factor, a row that was not delivered was refused or reported as dropped."""
         judge_reported(reading, tally)
 
     @requirement("DROP-14", kind="overflow", when=refuses)
@@ -129,7 +129,7 @@ class TestBudget:
 
     @requirement("DROP-14", kind="overflow", when=drops)
     def test_a_full_buffer_is_flagged_and_no_other(self, reading: Reading, tally: Tally) -> None:
-        """With over_budget="drop", a rank reports an overflow if and only if more rows are routed to it than fit."""
+        """With receive_buffer.overflow="drop", a rank reports an overflow if and only if rows do not fit."""
         judge_flags(reading, tally)
 
     @requirement("DROP-15", kind="overflow", when=drops)
@@ -149,7 +149,7 @@ class TestConsequences:
         """The weights of kept slots are those before the drop."""
         judge_drop_weights(reading, tally)
 
-    @requirement("DROP-09", kind="dropping_layer", when=lambda workload: bool(workload.config.capacity_factor))
+    @requirement("DROP-09", kind="dropping_layer", when=lambda workload: bool(workload.config.capacity.factor))
     def test_kept_slots_add_the_same_in_a_layer(self, reading: Reading, tally: Tally) -> None:
         """In a whole layer the output of a token is the sum of its kept slots, with the weights before the drop."""
         judge_kept_in_layer(reading, tally)

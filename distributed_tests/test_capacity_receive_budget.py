@@ -20,7 +20,7 @@ from moe_conformance.workloads.records.workload import Workload
 
 def has_budget(workload: Workload) -> bool:
     """Whether the receive buffer has a stated size."""
-    return workload.config.budget_factor is not None
+    return workload.config.receive_buffer.factor is not None
 
 
 class TestBudget:

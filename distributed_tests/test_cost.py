@@ -28,13 +28,13 @@ def alone(workload: Workload) -> bool:
 def counted(workload: Workload) -> bool:
     """Whether rows leave ranks, in the dtype that every backend has, one step after the other, and none is added."""
     plain = workload.asynchrony == "plain" and workload.schedule.startswith("F0 B0")
-    plain = plain and workload.config.pad_tokens == "no"
+    plain = plain and workload.config.padding.tokens == "no"
     return exchanges(workload.layout) and plain and workload.config.dtype.itemsize == 4
 
 
 def unpadded(workload: Workload) -> bool:
     """Whether there are no rows but routed ones, and all is done as in training."""
-    return not workload.config.pad_to_capacity and not without_gradients(workload) and workload.asynchrony == "plain"
+    return not workload.config.capacity.padded and not without_gradients(workload) and workload.asynchrony == "plain"
 
 
 def by_turns(workload: Workload) -> bool:

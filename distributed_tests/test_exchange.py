@@ -129,7 +129,7 @@ class TestBehaviour:
 
     @requirement("EXCH-32", kind="padded", when=outputs_meet_others)
     def test_outputs_of_filled_experts_outlive_others(self, reading: Reading, tally: Tally) -> None:
-        """Nor is an output overwritten with pad_to_capacity."""
+        """Nor is an output overwritten with capacity.padded."""
         judge_kept_outputs(reading, tally)
 
     @requirement("EXCH-32", kind="identity", when=outputs_meet_others)

@@ -53,7 +53,7 @@ class TestRoutes:
         """With round robin the loads of tokens held by all tp ranks differ by at most one on every rank."""
         judge_forced_loads(reading, tally)
 
-    @requirement("FORCE-18", kind="forced", when=lambda workload: workload.config.groups is not None)
+    @requirement("FORCE-18", kind="forced", when=lambda workload: workload.config.routing.groups is not None)
     def test_groups_limit_forced_logits_and_no_forced_ids(self, reading: Reading, tally: Tally) -> None:
         """Forced logits select within the best groups of their own; forced ids ignore the group limit."""
         judge_forced_groups(reading, tally)

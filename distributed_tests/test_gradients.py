@@ -39,7 +39,7 @@ from moe_conformance.workloads.records.workload import Workload
 
 def fills_up_or_likened(workload: Workload) -> bool:
     """Whether experts are padded to capacity, or runs are compared with it anyway."""
-    return workload.config.pad_to_capacity or likened_once(workload)
+    return workload.config.capacity.padded or likened_once(workload)
 
 
 class TestExchange:

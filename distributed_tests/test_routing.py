@@ -36,12 +36,12 @@ class TestSelection:
         """Every token gets K different experts with the highest selection scores."""
         judge_selection(reading, tally)
 
-    @requirement("ROUTE-03", kind="route", when=lambda workload: workload.config.balance_bias)
+    @requirement("ROUTE-03", kind="route", when=lambda workload: workload.config.routing.balance_bias)
     def test_a_bias_selects_and_does_not_weigh(self, reading: Reading, tally: Tally) -> None:
         """The expert bias changes the selection, and no weight of a selected expert."""
         judge_bias(reading, tally)
 
-    @requirement("ROUTE-04", kind="route", when=lambda workload: workload.config.groups is not None)
+    @requirement("ROUTE-04", kind="route", when=lambda workload: workload.config.routing.groups is not None)
     def test_groups_limit_the_choice(self, reading: Reading, tally: Tally) -> None:
         """Experts come from the best groups only."""
         judge_group_limit(reading, tally)
@@ -104,12 +104,12 @@ class TestWeights:
         """Every weight is the configured score of its expert."""
         judge_router_weights(reading, tally)
 
-    @requirement("ROUTE-05", kind="route", when=lambda workload: workload.config.normalise)
+    @requirement("ROUTE-05", kind="route", when=lambda workload: workload.config.routing.normalise)
     def test_normalised_weights_are_divided_by_their_sum(self, reading: Reading, tally: Tally) -> None:
         """With normalisation weights are divided by their sum over the selected experts, without the expert bias."""
         judge_router_weights(reading, tally)
 
-    @requirement("ROUTE-06", kind="route", when=lambda workload: workload.config.scale != 1)
+    @requirement("ROUTE-06", kind="route", when=lambda workload: workload.config.routing.scale != 1)
     def test_the_scale_multiplies_once(self, reading: Reading, tally: Tally) -> None:
         """The routing scale multiplies every weight once, normalised or not."""
         judge_router_weights(reading, tally)

@@ -25,17 +25,17 @@ from moe_conformance.workloads.records.workload import Workload
 
 def shares(workload: Workload) -> bool:
     """Whether there are shared experts."""
-    return bool(workload.config.shared_ffn)
+    return bool(workload.config.shared.ffn)
 
 
 def shares_and_scales(workload: Workload) -> bool:
     """Whether there are shared experts and a routing scale."""
-    return shares(workload) and workload.config.scale != 1
+    return shares(workload) and workload.config.routing.scale != 1
 
 
 def gates(workload: Workload) -> bool:
     """Whether the shared experts have a gate."""
-    return workload.config.shared_gate
+    return workload.config.shared.gate
 
 
 def cuts(workload: Workload) -> bool:
@@ -45,12 +45,12 @@ def cuts(workload: Workload) -> bool:
 
 def fuses(workload: Workload) -> bool:
     """Whether there are several shared experts."""
-    return len(workload.config.shared_ffn) > 1
+    return len(workload.config.shared.ffn) > 1
 
 
 def overlaps(workload: Workload) -> bool:
-    """Whether shared experts run during the exchange (shared_overlap)."""
-    return workload.config.shared_overlap
+    """Whether shared experts run during the exchange (shared.overlap)."""
+    return workload.config.shared.overlap
 
 
 def several(workload: Workload) -> bool:

@@ -32,17 +32,17 @@ from moe_conformance.workloads.records.workload import Workload
 
 def padded(workload: Workload) -> bool:
     """Whether token counts are padded to a common size."""
-    return workload.config.pad_tokens != "no"
+    return workload.config.padding.tokens != "no"
 
 
 def padded_to_largest(workload: Workload) -> bool:
     """Whether that size is the largest count of the group."""
-    return workload.config.pad_tokens == "group_max"
+    return workload.config.padding.tokens == "group_max"
 
 
 def bounded(workload: Workload) -> bool:
     """Whether that size is a configured bound."""
-    return workload.config.pad_tokens == "bound"
+    return workload.config.padding.tokens == "bound"
 
 
 def padded_in_turn(workload: Workload) -> bool:
@@ -86,7 +86,7 @@ class TestCount:
 
     @requirement("PACK-12", kind="exchange", when=bounded)
     def test_a_broken_bound_is_refused_by_all(self, outcome: Outcome, tally: Tally) -> None:
-        """Where one rank has more tokens than token_bound, all ranks of its group raise, and none waits for another."""
+        """Where a rank has more tokens than padding.bound, all ranks of its group raise, and none waits for another."""
         judge_broken_bound(outcome, tally)
 
 
@@ -130,7 +130,7 @@ class TestExchange:
 
     @requirement("PACK-11", kind="probe", when=bounded)
     def test_a_bound_needs_no_question(self, reading: Reading, tally: Tally) -> None:
-        """With token_bound no collective of token counts is called, and outputs and gradients are the same."""
+        """With padding.bound no collective of token counts is called, and outputs and gradients are the same."""
         judge_nobody_asked(reading, tally)
         judge_dispatched_rows(reading, tally)
         judge_outputs(reading, tally)

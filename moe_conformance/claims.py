@@ -56,7 +56,7 @@ class Claims:
     drop_order: Literal["tokens", "choices"] = "tokens"
     # A capacity that drops nothing is rounded up to a multiple of tp, whose ranks share the rows (DROP-08).
     capacity_over: Literal["tp"] | None = None
-    # Token counts are padded to a common number, as `Config.pad_tokens`; also where it is not configured, if the
+    # Token counts are padded to a common number, as `Config.padding.tokens`; also where it is not configured, if the
     # exchange cannot work otherwise (PACK-02, PACK-13).
     padding: Literal["no", "group_max", "bound"] = "no"
     # The padded number of tokens is a multiple of it; needed with `padding` (PACK-02).

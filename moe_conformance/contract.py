@@ -1,10 +1,11 @@
-"""What a backend implements: the file an adopter reads, with `claims`. It imports torch, and of the suite only that.
+"""What a backend implements: the file an adopter reads first. It imports torch, and of the suite `config` and `claims`.
 
-Terms, and the option of Megatron-Core, torchtitan, transformers and DeepSpeed for each field of `Config`, are in
-docs/glossary.md. Shapes by letter: T tokens on this rank, K top-k, E experts, N experts of this rank (replicas count),
-D hidden size, F intermediate size of an expert, R rows received, J slots per row, C capacity. One process is one rank;
-everything below is the part of that rank. Returned tensors are ready on the current stream: the adapter waits for
-events and asynchronous results first.
+What a backend is asked for (`Config`, its sections, and `Limit`) is in config.py; import it from here. Terms, and the
+option of Megatron-Core, torchtitan, transformers and DeepSpeed for each field of `Config`, are in docs/glossary.md.
+Shapes by letter: T tokens on this rank, K top-k, E experts, N experts of this rank (replicas count), D hidden size,
+F intermediate size of an expert, R rows received, J slots per row, C capacity. One process is one rank; everything
+below is the part of that rank. Returned tensors are ready on the current stream: the adapter waits for events and
+asynchronous results first.
 
 A backend is opened once per topology (`Backend.open`) and returns a `Session`; a session builds *surfaces* (exchange,
 experts, router; further ones are in `surfaces`) from a `Config`. An adapter does not cast, reshape, recount or repair
@@ -16,7 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -25,21 +26,17 @@ from torch import Tensor
 
 from moe_conformance.claims import Claims as Claims
 from moe_conformance.claims import Malformed as Malformed
+from moe_conformance.config import Capacity as Capacity
+from moe_conformance.config import Config as Config
+from moe_conformance.config import Limit as Limit
+from moe_conformance.config import Padding as Padding
+from moe_conformance.config import ReceiveBuffer as ReceiveBuffer
+from moe_conformance.config import RoutingOptions as RoutingOptions
+from moe_conformance.config import SharedExperts as SharedExperts
+from moe_conformance.config import Strategy as Strategy
+from moe_conformance.config import Unsupported as Unsupported
 
 # ---- refusals ------------------------------------------------------------------------------------------------
-
-
-class Unsupported(Exception):
-    """This backend does not support what was asked for.
-
-    `by="library"`: the code under test itself raised (its exception is `__cause__`): a *proved* refusal.
-    `by="adapter"`: this adapter has no way to ask for it; reported as "not adapted", not as a property of the
-    library. Raise it only while building: an exception from a running step is a failure.
-    """
-
-    def __init__(self, reason: str, by: Literal["library", "adapter"] = "adapter") -> None:
-        super().__init__(reason)  # one sentence that names the value asked for
-        self.by = by
 
 
 class Overflow(RuntimeError):
@@ -61,92 +58,6 @@ def refusals(*types: type[Exception], match: str) -> Iterator[None]:
         if not re.search(match, str(error)):
             raise
         raise Unsupported(str(error), by="library") from error
-
-
-# ---- what is asked for ---------------------------------------------------------------------------------------
-
-
-Strategy = Literal["random", "biased", "round_robin", "worst_rank", "one_expert", "one_node", "alternating", "ratio"]
-
-
-@dataclass(frozen=True)
-class Config:
-    """One configuration, the same for every backend.
-
-    Every builder of an adapter starts with `config.only(...)`, which refuses fields that it does not map: with an
-    ignored field the report would state something that was not tested.
-    """
-
-    variant: str = "default"  # one of `Backend.variants`: "alltoall", "allgather", "local", ...
-    experts: int = 8  # E
-    top_k: int = 2  # K
-    hidden: int = 32  # D
-    ffn: int = 16  # F
-    dtype: torch.dtype = torch.float32
-    weights_applied: Literal["native", "input", "output"] = "native"  # routing weights; native: as the backend does
-    score: Literal["softmax", "softmax_topk", "sigmoid", "sqrtsoftplus"] = "softmax"  # *_topk: over the selected K only
-    normalise: bool = False  # the K weights of a token are divided by their sum
-    scale: float = 1.0  # multiplies the weights, after normalisation
-    groups: tuple[int, int] | None = None  # group-limited routing: (number of expert groups, groups selected)
-    group_score: Literal["top2_sum", "topk_sum", "max"] = "top2_sum"  # topk_sum: of the best K / groups selected
-    balance_bias: bool = False  # expert bias: added to the scores for the selection only, not for the weights
-    # Forced routing: strategies in place of the router's scores, each with its parameter; two are refused. Random and
-    # biased (parameter: standard deviation; negative: one bias is kept) replace the logits, all others the expert ids.
-    forced: tuple[tuple[Strategy, float | None], ...] = ()
-    shared_ffn: tuple[int, ...] = ()  # intermediate size of each shared expert; several may be fused into one
-    shared_gate: bool = False  # the output of the shared experts is multiplied by one sigmoid per token
-    shared_bias: bool = False  # every shared expert has an output bias, added before the gate
-    shared_overlap: bool = False  # shared experts run during the collectives of the exchange
-    capacity_factor: float | None = None  # capacity C = ceil(factor K T / E) per expert and rank; None: no token drop
-    min_capacity: int = 0  # lower bound of C
-    drop_policy: Literal["weights", "position"] = "weights"  # kept: the slots of highest weight, or of the first tokens
-    pad_to_capacity: bool = False  # each rank sends C rows to each expert; without a factor C is the group's top load
-    row_multiple: int = 1  # the rows of each expert are padded to a multiple of it
-    # All ranks of the exchange group dispatch equally many tokens, padded by rows with empty slots: the largest T of
-    # the group, or a fixed bound that no T may exceed; "no": only if the exchange itself cannot work otherwise.
-    pad_tokens: Literal["no", "group_max", "bound"] = "no"
-    token_alignment: int = 1  # the padded number of tokens is a multiple of it
-    token_bound: int | None = None
-    packed: bool = False  # packed sequences (THD): T differs between ranks; an exchange that needs equal T refuses it
-    budget_factor: float | None = None  # receive buffer of fixed size: a multiple of the balanced load of a rank
-    row_budget: int | None = None  # the same as a number of rows; not both
-    over_budget: Literal["refuse", "drop"] = "refuse"  # rows beyond the receive buffer: raise `Overflow`, or drop them
-    token_copies: bool = False  # tp > 1 without sequence parallelism: the tp ranks hold the same tokens, counted once
-    wire: Literal["plain", "float8"] = "plain"  # float8: fp8 dispatch, hidden states are sent in eight bits with scales
-    extra: tuple[tuple[str, Any], ...] = ()  # options of one backend, under the library's own names
-
-    def only(self, *mapped: str) -> Config:
-        """Return the config itself, or raise `Unsupported` if a field outside `mapped` differs from its default."""
-        changed = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
-        if odd := [f"{name}={getattr(self, name)!r}" for name in changed if name not in mapped]:
-            raise Unsupported(f"this adapter does not map {', '.join(odd)}")
-        return self
-
-
-@dataclass(frozen=True)
-class Limit:
-    """A declared limit of a backend: outside `allowed` it is not run, and the report says why.
-
-    `spread_experts`: whether ep > 1. `sharded_experts`: whether etp > 1. `in_flight`: number of microbatches between
-    forward and backward. `halves_in_flight`: number of microbatches between dispatch and combine. `steps`: how often
-    the gradients of the same modules are finished; between two steps the suite sets them to None, or to zero in place.
-    `deterministic`: runs under `torch.use_deterministic_algorithms`, set before the session is opened. `wrong_use`:
-    invalid input on one rank, for which the other ranks may wait for ever; input that violates the config (more tokens
-    than `token_bound`, or `token_copies` that differ) is not covered by it. `uneven_tokens` does not cover
-    `Config.packed`: an exchange that needs equal T has to refuse that while it is built.
-
-    `proof="refused"`: outside of it the library raises; the suite tries it and checks that it raises.
-    `proof="undefined"`: outside of it the library may hang or corrupt the device; not run, reported as unproved.
-    """
-
-    on: Literal[
-        "dtype", "device", "spread_experts", "sharded_experts", "uneven_tokens", "zero_tokens", "token_dims",
-        "uneven_tp_tokens", "duplicate_experts", "dropped_slots", "in_flight", "halves_in_flight",
-        "steps", "deterministic", "wrong_use",
-    ]  # fmt: skip
-    allowed: tuple[Any, ...]  # values of the case that may run, e.g. (torch.float32,) or (False,)
-    reason: str  # quoted or derived from the library's own documentation or code
-    proof: Literal["refused", "undefined"] = "refused"
 
 
 # ---- what is routed ------------------------------------------------------------------------------------------
@@ -211,7 +122,9 @@ class Delivery:
     counts_N: Tensor | None  # tokens per local expert as the backend reports them; None if it reports none
     shape: tuple[int, ...]  # of the rows in the backend's layout; the expert output is returned in it
     unrouted: Unrouted = "padding"  # zero: the backend sums the expert outputs of several ranks
-    overflowed: bool | None = None  # reported with `over_budget="drop"`: rows were dropped at this rank's buffer
+    overflowed: bool | None = (
+        None  # reported with `receive_buffer.overflow="drop"`: rows were dropped at this rank's buffer
+    )
 
     @classmethod
     def grouped(cls, rows_RD: Tensor, counts_N: Counts, weights_R: Tensor | None = None) -> Delivery:
@@ -408,7 +321,7 @@ class Session:
     loss_convention: Literal["sum", "mean_over_dp"] = "sum"  # finish_gradients: sum or mean over dp * cp
 
     def exchange(self, config: Config) -> Exchange | SplitExchange:
-        """Build an exchange; collective."""
+        """Build an exchange; collective. It reads the sections capacity, padding and receive_buffer."""
         raise Unsupported("this backend offers no exchange")
 
     def experts(self, config: Config) -> Experts:
@@ -416,7 +329,7 @@ class Session:
         raise Unsupported("this backend offers no experts")
 
     def router(self, config: Config) -> Router:
-        """Build a router; collective."""
+        """Build a router; collective. It reads the sections routing and capacity."""
         raise Unsupported("this backend offers no router")
 
     def finish_gradients(self, *built: Parametrised) -> None:
@@ -437,6 +350,9 @@ class Backend(Protocol):
     the library would build for sizes world, tp, cp, pp, ep, etp, under the names of `Topology.ranks` (and "expert_pp",
     if the expert groups have pipeline groups of their own); an exception if it refuses the sizes. With `orders:
     tuple[str, ...]`, further orders of axes by the library's names, it is also called as `groups(sizes, order)`.
+
+    Optional: `library: tuple[str, ...]`, modules of the code under test, where these are the adapter's own: a file that
+    holds both, say. `single_rank = True`: there is no expert parallelism, and no run has to judge any.
 
     Optional: `sampled: tuple[str, ...]`, variants that share most of what they do with others. The quick profile
     tries them on two layouts; the other profiles leave nothing out.

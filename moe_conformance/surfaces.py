@@ -19,8 +19,8 @@ class Layer(Parametrised, Resolved, Protocol):
     """A whole MoE layer: router, dispatch, experts, combine and shared experts.
 
     y_t = sum_k w_tk f_{e_tk}(x_t) + a_t sum_j h_j(x_t): every shared expert is a SwiGLU of its own intermediate size
-    (`Config.shared_ffn`), with an output bias if `Config.shared_bias`; a_t = sigmoid(<v, x_t>) with
-    `Config.shared_gate`, else 1.
+    (`Config.shared.ffn`), with an output bias if `Config.shared.bias`; a_t = sigmoid(<v, x_t>) with
+    `Config.shared.gate`, else 1.
 
     `named` yields views of the parameters of router, experts and shared experts: "shared_gate" and "shared_up" (F, D),
     "shared_down" (D, F) and "shared_bias" (D,) with the number j of the shared expert in place of an expert id, and
@@ -44,7 +44,7 @@ class Permuted:
 class Permutation(Resolved, Protocol):
     """Permute the tokens of one rank by expert and unpermute them, without an exchange.
 
-    Every segment is padded to `Config.row_multiple`. An empty slot has no row.
+    Every segment is padded to `Config.padding.row_multiple`. An empty slot has no row.
     """
 
     def permute(self, x_TD: Tensor, routing: Routing) -> Permuted:
@@ -186,7 +186,7 @@ class Transport(Resolved, Protocol):
 
 
 class TokenPadding(Resolved, Protocol):
-    """The padded number of tokens of each rank of an exchange (`Config.pad_tokens`), as the exchange computes it.
+    """The padded number of tokens of each rank of an exchange (`Config.padding.tokens`), as the exchange computes it.
 
     It claims `alignment` and `padding`, and so does an exchange that pads.
     """

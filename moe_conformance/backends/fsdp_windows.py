@@ -36,7 +36,7 @@ def require_parts(widths: Sequence[int], ranks: int) -> None:
 def require_one_bias(widths: Sequence[int]) -> None:
     """Raise `Unsupported` for shared experts of several widths: fused into one they have one bias for all."""
     if len(widths) != 1:
-        raise Unsupported(f"shared_bias: {len(widths)} shared experts of widths {widths} are one, and it has one bias")
+        raise Unsupported(f"shared.bias: {len(widths)} shared experts of widths {widths} are one, and it has one bias")
 
 
 def whole_window(name: str, parameter: Tensor, read: Read) -> Iterator[Named]:

@@ -95,7 +95,7 @@ class _Session(Session):
 
     def exchange(self, config: Config) -> _Exchange:
         """Build a dispatcher and wire it to this rank's ep group; it takes any T, also packed."""
-        config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied", "packed")
+        config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied", "padding.packed")
         if config.weights_applied == "input":
             raise Unsupported("torchtitan 0.3 applies the scores after the experts only, not weights_applied='input'")
         first, held = _placement(self._topology, config)
@@ -112,19 +112,24 @@ class _Session(Session):
 
     def router(self, config: Config) -> _Router:
         """Build an MoE layer and replace its routed experts: what they would receive is the routing."""
-        config.only(
-            "variant", "experts", "top_k", "hidden", "ffn", "dtype", "score", "normalise", "scale", "groups",
-            "group_score", "balance_bias", "forced",
-        )  # fmt: skip
+        config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype", "routing")
         _require_routed(config)
         return _Router(config, self._device)
 
     def layer(self, config: Config) -> Layer:
         """Build an MoE module with a dispatcher on this rank's ep group; FSDP2 shards it where it is replicated."""
         config.only(
-            "variant", "experts", "top_k", "hidden", "ffn", "dtype", "score", "normalise", "scale", "groups",
-            "group_score", "balance_bias", "forced", "shared_ffn", "shared_gate", "shared_bias",
-        )  # fmt: skip
+            "variant",
+            "experts",
+            "top_k",
+            "hidden",
+            "ffn",
+            "dtype",
+            "routing",
+            "shared.ffn",
+            "shared.gate",
+            "shared.bias",
+        )
         _require_routed(config)
         _require_rows(config)
         first, held = _placement(self._topology, config)
@@ -134,8 +139,8 @@ class _Session(Session):
 
     def permutation(self, config: Config) -> Permutation:
         """Build a dispatcher that sends nothing; torchao's pads."""
-        config.only("variant", "experts", "top_k", "hidden", "dtype", "row_multiple")
-        if config.row_multiple > 1 and find_spec("torchao") is None:
+        config.only("variant", "experts", "top_k", "hidden", "dtype", "padding.row_multiple")
+        if config.padding.row_multiple > 1 and find_spec("torchao") is None:
             raise Unsupported(f"rows are padded by torchao: {_INSTALL}")
         return Permutation(config)
 
@@ -169,12 +174,12 @@ class _Session(Session):
 
 def _require_routed(config: Config) -> None:
     """Refuse rules of routing that the router does not have."""
-    if config.score not in ("softmax", "sigmoid"):
-        raise Unsupported(f"torchtitan's router scores by softmax or sigmoid, not {config.score}")
-    if config.group_score != "top2_sum":
-        raise Unsupported(f"torchtitan ranks groups by their two best experts, not by {config.group_score}")
-    if config.forced not in ((), ROUND_ROBIN):
-        raise Unsupported(f"torchtitan's router forces round robin, and nothing else: not {config.forced}")
+    if config.routing.score not in ("softmax", "sigmoid"):
+        raise Unsupported(f"torchtitan's router scores by softmax or sigmoid, not {config.routing.score}")
+    if config.routing.group_score != "top2_sum":
+        raise Unsupported(f"torchtitan ranks groups by their two best experts, not by {config.routing.group_score}")
+    if config.routing.forced not in ((), ROUND_ROBIN):
+        raise Unsupported(f"torchtitan's router forces round robin, and nothing else: not {config.routing.forced}")
 
 
 def _require_rows(config: Config) -> None:

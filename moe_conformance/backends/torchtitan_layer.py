@@ -27,7 +27,7 @@ def moe_config(config: Config, held: int, dispatcher: Any) -> Any:
     from torchtitan.models.common.linear import Linear
 
     E, K = config.experts, config.top_k
-    groups, chosen = config.groups or (None, None)
+    groups, chosen = config.routing.groups or (None, None)
     return titan.MoE.Config(
         num_experts=E,
         routed_experts=titan.RoutedExperts.Config(
@@ -40,13 +40,13 @@ def moe_config(config: Config, held: int, dispatcher: Any) -> Any:
             num_expert_groups=groups,
             num_limited_groups=chosen,
             top_k=K,
-            score_func=config.score,
-            route_norm=config.normalise,
-            route_scale=config.scale,
-            _debug_force_load_balance=config.forced == ROUND_ROBIN,
+            score_func=config.routing.score,
+            route_norm=config.routing.normalise,
+            route_scale=config.routing.scale,
+            _debug_force_load_balance=config.routing.forced == ROUND_ROBIN,
         ),
-        load_balance_coeff=1e-3 if config.balance_bias else None,
-        shared_experts=_shared_config(config) if config.shared_ffn else None,
+        load_balance_coeff=1e-3 if config.routing.balance_bias else None,
+        shared_experts=_shared_config(config) if config.shared.ffn else None,
     )
 
 
@@ -54,10 +54,10 @@ def _shared_config(config: Config) -> Any:
     from torchtitan.models.common.feed_forward import FeedForward, SigmoidGatedFeedForward
     from torchtitan.models.common.linear import Linear
 
-    D, F = config.hidden, sum(config.shared_ffn)
+    D, F = config.hidden, sum(config.shared.ffn)
     up = Linear.Config(in_features=D, out_features=F)
-    down = Linear.Config(in_features=F, out_features=D, bias=config.shared_bias)
-    if not config.shared_gate:
+    down = Linear.Config(in_features=F, out_features=D, bias=config.shared.bias)
+    if not config.shared.gate:
         return FeedForward.Config(w1=up, w2=down, w3=up)
     return SigmoidGatedFeedForward.Config(w1=up, w2=down, w3=up, gate=Linear.Config(in_features=D, out_features=1))
 
@@ -96,11 +96,11 @@ def require_placed(config: Config, topology: Topology) -> None:
     sizes = topology.sizes
     if sizes["tp"] > 1:
         raise Unsupported(f"tp = {sizes['tp']}: torchtitan places the module by sharding configs, not adapted")
-    if config.shared_gate and not config.shared_ffn:
+    if config.shared.gate and not config.shared.ffn:
         raise Unsupported("torchtitan's gate is one of shared experts, and there are none")
-    if config.shared_bias:
-        require_one_bias(config.shared_ffn)
-    require_parts(config.shared_ffn, sizes["dp"] * sizes["cp"])
+    if config.shared.bias:
+        require_one_bias(config.shared.ffn)
+    require_parts(config.shared.ffn, sizes["dp"] * sizes["cp"])
     if sizes["dp"] * sizes["cp"] > 1 and config.dtype == torch.float64:
         raise Unsupported("torchtitan keeps and reduces in float32 what FSDP2 shards, not in torch.float64")
 
@@ -172,8 +172,8 @@ class Layer:
         if shared is None:
             return
         gate_up_FD = (shared.w1.weight, shared.w3.weight)
-        yield from shared_windows(gate_up_FD, shared.w2, self._config.shared_ffn, read)
-        if self._config.shared_gate:
+        yield from shared_windows(gate_up_FD, shared.w2, self._config.shared.ffn, read)
+        if self._config.shared.gate:
             yield from whole_window("shared_score", shared.gate.weight, read)
 
 

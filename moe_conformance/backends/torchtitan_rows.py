@@ -20,10 +20,12 @@ class Permutation:
         from torchtitan.models.common import token_dispatcher
 
         sizes: dict[str, Any] = {"num_experts": config.experts, "top_k": config.top_k}
-        if config.row_multiple == 1:
+        if config.padding.row_multiple == 1:
             self._dispatcher = token_dispatcher.LocalTokenDispatcher.Config(**sizes).build()
         else:
-            built = token_dispatcher.TorchAOTokenDispatcher.Config(**sizes, pad_multiple=config.row_multiple).build()
+            built = token_dispatcher.TorchAOTokenDispatcher.Config(
+                **sizes, pad_multiple=config.padding.row_multiple
+            ).build()
             built.wire_meshes(ep_mesh=None)
             self._dispatcher = built
 

@@ -83,10 +83,10 @@ PROBE = (
     Judgement("EXCH-32", judge_kept_outputs),
 )
 
-_GROUPS = Special("ROUTE-04", lambda config: config.groups is not None, judge_group_limit)
-_BIAS = Special("ROUTE-03", lambda config: config.balance_bias, judge_bias)
-_SCALE = Special("ROUTE-06", lambda config: config.scale != 1, judge_router_weights)
-_NORMALISED = Special("ROUTE-05", lambda config: config.normalise, judge_router_weights)
+_GROUPS = Special("ROUTE-04", lambda config: config.routing.groups is not None, judge_group_limit)
+_BIAS = Special("ROUTE-03", lambda config: config.routing.balance_bias, judge_bias)
+_SCALE = Special("ROUTE-06", lambda config: config.routing.scale != 1, judge_router_weights)
+_NORMALISED = Special("ROUTE-05", lambda config: config.routing.normalise, judge_router_weights)
 
 ROUTE = (
     Judgement("ROUTE-01", judge_selection, (_GROUPS, _BIAS)),

@@ -73,9 +73,9 @@ def advised(run: Run, requirements: tuple[str, ...], ended: Ending) -> bool:
 def waiver_of(run: Run, item: pytest.Item, trial: Trial, requirements: tuple[str, ...], ended: Ending) -> Waiver | None:
     """Return the waiver that holds where the item is, if one does; of several the one that excuses how it ended.
 
-    Without --strict a SHOULD needs none.
+    Without --strict a SHOULD that is not kept needs none; a crash or a hang always does.
     """
-    if not run.options.strict and only_should(requirements):
+    if not run.options.strict and only_should(requirements) and ended.verdict not in ("crash", "hang"):
         return None
     if trial.cell is None:
         asked = Item.of_groups(item.name, requirements)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from rich import box
 from rich.console import Console
@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_conformance.report.records import FAILING, Record, Verdict, overall
+from moe_conformance.report.standing import JUDGED
 from moe_conformance.spec import Requirement
 
 # sign, sign where the terminal knows ASCII only, colour
@@ -46,7 +47,8 @@ def matrix(
 ) -> str:
     """Return the matrix as lines for a terminal; a failing cell says how many of its items failed.
 
-    Layouts come in the order given, those without a record left out; what has no layout stands under `any`.
+    Layouts come in the order given, those without a record left out; what has no layout stands under `any`. Where a
+    part of a cell's cases was judged, it says how many percent.
     """
     column = 1 if "utf" not in encoding.lower() else 0
     cells: dict[tuple[str, str], Counter[Verdict]] = {}
@@ -74,7 +76,31 @@ def _cell(count: Counter[Verdict], column: int) -> Text:
     sign = Text(SIGNS[verdict][column], style=SIGNS[verdict][2])
     if failing := sum(count[each] for each in FAILING):
         sign.append(str(failing))
+    elif (judged := sum(count[each] for each in JUDGED)) and judged < count.total():
+        sign.append(f" {max(1, 100 * judged // count.total())}%", style="dim")
     return sign
+
+
+def judged(records: Iterable[Record], asked: Collection[str], requirements: int) -> str:
+    """Return how many requirements were judged, of those that were asked for and of all."""
+    found = {each for record in records if record.verdict in JUDGED for each in record.requirements}
+    return f"judged {len(found & set(asked))} of {len(asked)} requirements asked for, of {requirements} in all"
+
+
+def waived(records: Iterable[Record]) -> str:
+    """Return which share of each requirement's cases is waived, such as `EXPT-01 62 of 186 (TT-01)`; "" if none is."""
+    cases: Counter[str] = Counter()
+    excused: Counter[str] = Counter()
+    ids: dict[str, dict[str, None]] = {}
+    for record in records:
+        for each in record.requirements:
+            if record.verdict in JUDGED:
+                cases[each] += record.cases
+            if record.verdict == "waived":
+                excused[each] += record.cases
+                ids.setdefault(each, {})[record.waiver or "?"] = None
+    told = [f"{each} {excused[each]} of {cases[each]} ({', '.join(ids[each])})" for each in sorted(excused)]
+    return f"waived, of the cases judged: {'; '.join(told)}" if told else ""
 
 
 def _explained(verdict: Verdict, column: int) -> Text:

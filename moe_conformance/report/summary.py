@@ -65,6 +65,9 @@ def tell(
     backend = f"native with the planted bug {head['plant']}" if head["plant"] else head["backend"]
     terminal.write_line(f"{backend} ({versions}) on {head['ranks']} ranks, {head['device']}")
     terminal.write_line(matrix.totals(records))
+    if excused := matrix.waived(records):
+        terminal.write_line(excused)
+    terminal.write_line(matrix.judged(records, wanted, len(requirements)))
     if distribution := drawn.line(records):
         terminal.write_line(distribution)
     rate = head["cases"] / head["seconds"] if head["seconds"] else 0.0

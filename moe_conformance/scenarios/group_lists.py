@@ -8,6 +8,7 @@ from moe_conformance.backends.registry import load
 from moe_conformance.contract import Unsupported
 from moe_conformance.engine import Engine, Job, RankContext
 from moe_conformance.scenarios.outcome import Told
+from moe_conformance.scenarios.proof import refused_by
 from moe_conformance.workloads.records.workload import SIZES, Wish
 
 
@@ -50,6 +51,6 @@ def _told(backend: object, wish: Wish) -> Told:
     try:
         return Told(dict(backend.groups(sizes, *order)))  # type: ignore[attr-defined]  # optional; the driver looked
     except Unsupported as error:
-        return Told(None, str(error), error.by)
+        return Told(None, str(error), refused_by(error, backend))
     except Exception as error:
         return Told(None, f"{type(error).__name__}: {error}", "raised")

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from moe_conformance.backends.registry import load
 from moe_conformance.contract import Malformed, Unsupported
 from moe_conformance.engine import Engine, Job, RankContext, RankResult, Running
 from moe_conformance.scenarios.lifetime import Lifetime
 from moe_conformance.scenarios.outcome import Outcome, RankOutcome
 from moe_conformance.scenarios.parts import common, joined, part
+from moe_conformance.scenarios.proof import refused_by
 from moe_conformance.scenarios.proxy_model import ProxyModel
 from moe_conformance.scenarios.script import Script
 from moe_conformance.scenarios.step import TrainingStep
@@ -111,7 +113,8 @@ def run(context: RankContext, assignment: Assignment) -> RankOutcome:
         if step.reached not in ("open", "build"):
             _mark(error, step)
             raise
-        return RankOutcome(context.rank, "refused", step.reached, error=str(error), error_by=error.by)
+        by = refused_by(error, load(assignment.backend))
+        return RankOutcome(context.rank, "refused", step.reached, error=str(error), error_by=by)
     except Exception as error:
         _mark(error, step)
         raise

@@ -165,7 +165,7 @@ class _Block:
         }
         self.parts: list[Any]
         self.moe: Callable[[Tensor], Tensor]
-        if config.shared_ffn:
+        if config.shared.ffn:
             self.moe = build(session, "layer", config)
             self.parts = [self.moe]
         else:

@@ -18,6 +18,7 @@ from moe_conformance.scenarios import parameters, state
 from moe_conformance.scenarios.exchange_with_probe import exchange_with_probe
 from moe_conformance.scenarios.outcome import Answer, Memory, RankOutcome
 from moe_conformance.scenarios.padding import large_beside_pairs
+from moe_conformance.scenarios.proof import refused_by
 from moe_conformance.scenarios.reported import claims_of, shown_of
 from moe_conformance.scenarios.sessions import Opened, build, opened
 from moe_conformance.scenarios.tensors import same_bytes, to_cpu
@@ -54,6 +55,7 @@ class Script:
     def run(self, backend_name: str) -> RankOutcome:
         """Do it all and return what this rank saw."""
         kept = opened(self.context, backend_name, self.workload.layout)
+        self.backend = kept.backend
         self.reached = "build"
         # Building is where buffers of a size that is known by then are made.
         with state.filled_memory() if self.workload.memory == "filled" else nullcontext():
@@ -118,7 +120,7 @@ class Script:
             if not call.may_raise or _is_ours(error):
                 raise
             self.returned.append(None)
-            by = error.by if isinstance(error, Unsupported) else ""
+            by = refused_by(error, self.backend) if isinstance(error, Unsupported) else ""
             kind = f"{type(error).__module__}.{type(error).__qualname__}"
             return Answer(error=str(error), error_type=kind, error_by=by)
         self.returned.append(returned)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_conformance.contract import (
+    Capacity,
     Claims,
     Config,
     Delivery,
@@ -217,7 +218,7 @@ class TrainingStep:
         try:
             self._keep_output(m, whole(self.exchange)(inputs.x, inputs.routing, self._expert(m)))
         except Overflow as error:
-            if self.workload.kind != "overflow" or self.config.over_budget != "refuse":
+            if self.workload.kind != "overflow" or self.config.receive_buffer.overflow != "refuse":
                 raise
             self.overflows[m] = str(error)
 
@@ -374,14 +375,7 @@ class TrainingStep:
 
 
 def _without_capacity(config: Config) -> Config:
-    plain = Config()
-    return replace(
-        config,
-        capacity_factor=plain.capacity_factor,
-        min_capacity=plain.min_capacity,
-        drop_policy=plain.drop_policy,
-        pad_to_capacity=plain.pad_to_capacity,
-    )
+    return replace(config, capacity=Capacity())
 
 
 def _weights_at(session: Session, claims: Claims, applied: str) -> str:

@@ -51,12 +51,12 @@ def assert_routed_alike(outcome: Outcome, allowed: float, router_ED: Tensor | No
         expected = route(
             batch.x_TD.double() @ router_ED.T,
             top_k=config.top_k,
-            score=config.score,
+            score=config.routing.score,
             bias_E=workload.parameters.get(("balance_bias", None)),
-            groups=config.groups,
-            group_score=config.group_score,
-            normalise=config.normalise,
-            scale=config.scale,
+            groups=config.routing.groups,
+            group_score=config.routing.group_score,
+            normalise=config.routing.normalise,
+            scale=config.routing.scale,
         )
         order, sorted_ids = expected.ids_TK.argsort(1), found.routed_ids_TK.argsort(1)
         assert torch.equal(expected.ids_TK.gather(1, order), found.routed_ids_TK.gather(1, sorted_ids))
@@ -71,8 +71,8 @@ def assert_layer_alike(outcome: Outcome, *, divisor: int, allowed: float) -> Non
     config, (batches,), parameters = outcome.workload.config, outcome.workload.batches, outcome.workload.parameters
     x_TD, dy_TD = torch.cat([batch.x_TD for batch in batches]), torch.cat([batch.upstream for batch in batches])
     logits_TE = x_TD.double() @ parameters["router", None].double().T
-    ids_TK = route(logits_TE, top_k=config.top_k, score=config.score).ids_TK
-    weighing = whole_layer.Weighing(config.score, config.normalise, config.scale)
+    ids_TK = route(logits_TE, top_k=config.top_k, score=config.routing.score).ids_TK
+    weighing = whole_layer.Weighing(config.routing.score, config.routing.normalise, config.routing.scale)
     expected = whole_layer.gradients(x_TD, ids_TK, dy_TD, parameters, weighing)
     outputs = [rank.microbatches[0].y for rank in outcome.ranks]
     assert worst(torch.cat([y_TD for y_TD in outputs if y_TD is not None]), expected.y_TD) < allowed

@@ -55,7 +55,7 @@ class Scene:
         return (
             Native()
             .open(self.topology, self.context.device)
-            .exchange(Config(variant, experts=E, hidden=D, top_k=K, **config))
+            .exchange(Config(variant, experts=E, hidden=D, top_k=K).changed(config))
         )
 
     def batch(self, seed: int = 0, tokens: int | None = None) -> tuple[Tensor, Tensor, Tensor]:

@@ -143,7 +143,7 @@ class TestRefusals:
     )
     def test_what_it_cannot_ask_for_is_refused(self, layout: Layout, fields: dict[str, Any], reason: str) -> None:
         """The adapter says what was asked, in its own name."""
-        config = Config(**{"variant": "normal", "dtype": torch.bfloat16, **fields})
+        config = Config().changed({"variant": "normal", "dtype": torch.bfloat16, **fields})
         with pytest.raises(Unsupported, match=reason) as refusal:
             session(layout).token_exchange(config)
         assert "adapter" == refusal.value.by

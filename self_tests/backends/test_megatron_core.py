@@ -48,7 +48,7 @@ def engine() -> Iterator[Engine]:
 def pinned(variant: str, layout: Layout, name: str, /, **config: Any) -> Workload:
     """The pinned workload of that name, with fields of its config changed."""
     found = next(w for w in recipes.corpus(variant, layout, "full") if w.name == name)
-    return replace(found, config=replace(found.config, **config))
+    return replace(found, config=found.config.changed(config))
 
 
 def routed(layout: Layout, name: str) -> Workload:
@@ -220,7 +220,7 @@ class TestRouter:
         routes = assert_routed_alike(outcome, 1e-6, router)
         for rank, batch, expected in zip(outcome.ranks, workload.batches[0], routes, strict=True):
             expected.weights_TK.backward(batch.upstream.double().gather(1, expected.ids_TK))
-            if config.balance_bias:
+            if config.routing.balance_bias:
                 counts_E = rank.microbatches[0].counts_E
                 assert counts_E is not None
                 assert torch.equal(torch.bincount(expected.ids_TK.flatten(), minlength=config.experts), counts_E.long())
@@ -282,21 +282,21 @@ class TestRefusals:
     def test_a_strategy_that_it_cannot_ask_for(self, engine: Engine, forced: Any) -> None:
         """The library forces random logits, and no ids; and one strategy at a time."""
         workload = routed(EP2, "route-softmax")
-        by, said = refused(engine, replace(workload, config=replace(workload.config, forced=forced)))
+        by, said = refused(engine, replace(workload, config=workload.config.changed({"routing.forced": forced})))
         assert ("adapter", True) == (by, "forces random logits, and nothing else" in said), said
 
     @pytest.mark.parametrize(
         ("name", "fields", "reason"),
         [
-            ("route-top-1", {"score": "softmax_topk"}, "pre-softmax when topk is 1"),
-            ("route-softmax", {"balance_bias": True}, "only supports sigmoid"),
+            ("route-top-1", {"routing.score": "softmax_topk"}, "pre-softmax when topk is 1"),
+            ("route-softmax", {"routing.balance_bias": True}, "only supports sigmoid"),
             ("route-groups-top2", {"experts": 6}, "should be divisible by"),
         ],
     )
     def test_what_the_library_refuses(self, engine: Engine, name: str, fields: dict[str, Any], reason: str) -> None:
         """A refusal of TransformerConfig is the library's."""
         workload = routed(EP2, name)
-        by, said = refused(engine, replace(workload, config=replace(workload.config, **fields)))
+        by, said = refused(engine, replace(workload, config=workload.config.changed(fields)))
         assert ("library", True) == (by, reason in said), said
 
     def test_a_message_that_only_sounds_like_a_refusal_is_none(self, engine: Engine) -> None:
@@ -313,7 +313,7 @@ class TestRefusals:
     ) -> None:
         """Of its one switch for biases shared experts want nothing, and experts over etp neither."""
         by, said = refused(
-            engine, next(w for w in shared_experts.layers("alltoall", layout, "quick") if w.config.shared_bias)
+            engine, next(w for w in shared_experts.layers("alltoall", layout, "quick") if w.config.shared.bias)
         )
         assert ("library", True) == (by, reason in said), said
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_conformance.backends.native import Native, NativeSession
 from moe_conformance.backends.native.row_ops.permutation import permute, sort_pairs, unpermute, weigh
-from moe_conformance.contract import Config, Routing, Unsupported
+from moe_conformance.contract import Capacity, Config, Routing, RoutingOptions, Unsupported
 from moe_conformance.engine import Engine, Job, RankContext
 from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
@@ -40,7 +40,7 @@ def run(engine: Engine, backend: type[Native], workload: Workload) -> Outcome:
 def workload_like(name: str, layout: Layout, **config: Any) -> Workload:
     """The pinned workload of that name, with fields of its config changed."""
     found = next(w for w in recipes.corpus("alltoall", layout, "full") if w.name == name)
-    return replace(found, config=replace(found.config, **config))
+    return replace(found, config=found.config.changed(config))
 
 
 def session(layout: Layout, rank: int = 0) -> NativeSession:
@@ -113,39 +113,48 @@ class TestRefusals:
         ("fields", "sentence"),
         [
             ({"top_k": 9}, "top_k = 9 of 8 experts"),
-            ({"groups": (3, 1)}, "8 experts do not divide into 3 groups"),
-            ({"groups": (4, 5)}, "5 groups selected of 4"),
-            ({"groups": (4, 1), "top_k": 3}, "top_k = 3 from 1 groups of 2 experts"),
-            ({"groups": (8, 2)}, "top2_sum adds up 2 scores of a group of 1"),
-            ({"groups": (4, 2), "top_k": 1, "group_score": "topk_sum"}, "topk_sum adds up 0 scores"),
-            ({"forced": (("random", None), ("round_robin", None))}, "one strategy .* not random .* and round_robin"),
-            ({"forced": (("biased", 0.5), ("biased", 0.25))}, r"one strategy .* biased \(0.5\) and biased \(0.25\)"),
-            ({"forced": (("worst_rank", None),)}, "'worst_rank' is not one of random, biased, round_robin"),
-            ({"forced": (("biased", None),)}, "the strategy biased needs the deviation of its bias; there is none"),
+            ({"routing.groups": (3, 1)}, "8 experts do not divide into 3 groups"),
+            ({"routing.groups": (4, 5)}, "5 groups selected of 4"),
+            ({"routing.groups": (4, 1), "top_k": 3}, "top_k = 3 from 1 groups of 2 experts"),
+            ({"routing.groups": (8, 2)}, "top2_sum adds up 2 scores of a group of 1"),
+            ({"routing.groups": (4, 2), "top_k": 1, "routing.group_score": "topk_sum"}, "topk_sum adds up 0 scores"),
+            (
+                {"routing.forced": (("random", None), ("round_robin", None))},
+                "one strategy .* not random .* and round_robin",
+            ),
+            (
+                {"routing.forced": (("biased", 0.5), ("biased", 0.25))},
+                r"one strategy .* biased \(0.5\) and biased \(0.25\)",
+            ),
+            ({"routing.forced": (("worst_rank", None),)}, "'worst_rank' is not one of random, biased, round_robin"),
+            (
+                {"routing.forced": (("biased", None),)},
+                "the strategy biased needs the deviation of its bias; there is none",
+            ),
         ],
     )
     def test_a_selection_that_cannot_be_made_is_refused(self, fields: dict[str, Any], sentence: str) -> None:
         """K experts must be there, in groups that their score can be made of."""
         with pytest.raises(Unsupported, match=sentence) as refusal:
-            session(Layout(1)).router(Config(**fields))
+            session(Layout(1)).router(Config().changed(fields))
         assert "library" == refusal.value.by
 
-    @pytest.mark.parametrize("fields", [{"weights_applied": "input"}, {"pad_to_capacity": True}])
+    @pytest.mark.parametrize("fields", [{"weights_applied": "input"}, {"capacity.padded": True}])
     def test_fixed_places_take_neither_weights_nor_a_capacity(self, fields: dict[str, Any]) -> None:
         """Weights come with combine, after the experts; places are never padded to a capacity."""
-        with pytest.raises(Unsupported, match="'input' and pad_to_capacity are not supported") as refusal:
-            session(Layout(1)).places_exchange(Config("lowlatency", **fields))
+        with pytest.raises(Unsupported, match=r"'input' and capacity\.padded are not supported") as refusal:
+            session(Layout(1)).places_exchange(Config("lowlatency").changed(fields))
         assert "library" == refusal.value.by
 
     def test_tokens_of_all_tp_ranks_are_not_padded_to_their_capacity(self) -> None:
         """A share may have more rows of an expert than its number of tokens gives room."""
-        config = Config("alltoall", token_copies=True, pad_to_capacity=True, capacity_factor=1.0)
+        config = Config("alltoall", token_copies=True, capacity=Capacity(padded=True, factor=1.0))
         with pytest.raises(Unsupported, match="the capacity of all tokens is not that of a tp rank's share"):
             session(Layout(2, tp=2)).exchange(config)
 
     def test_what_was_not_dropped_before_has_no_room(self) -> None:
         """Experts that are padded to a capacity take no slot beyond it."""
-        exchange = session(Layout(1)).exchange(Config("local", top_k=1, pad_to_capacity=True, capacity_factor=1.0))
+        exchange = session(Layout(1)).exchange(Config("local", top_k=1, capacity=Capacity(padded=True, factor=1.0)))
         slots = Routing(torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1), 8)
         with pytest.raises(ValueError, match="4 slots for expert 0, whose capacity is 1"):
             exchange.dispatch(torch.zeros(4, 32), slots)
@@ -166,7 +175,7 @@ class TestRefusals:
 class TestRouter:
     def routed(self, x_TD: Tensor, **fields: Any) -> tuple[Tensor, Tensor]:
         """Route x by an identity router: the logits are x."""
-        router = session(Layout(1)).router(Config(experts=x_TD.shape[1], hidden=x_TD.shape[1], **fields))
+        router = session(Layout(1)).router(Config(experts=x_TD.shape[1], hidden=x_TD.shape[1]).changed(fields))
         next(iter(router.named(lambda p: p.detach()))).view.copy_(torch.eye(x_TD.shape[1]))
         routing = router(x_TD).routing
         return routing.ids_TK, routing.weights_TK
@@ -174,7 +183,7 @@ class TestRouter:
     def test_a_token_that_likes_no_expert_gets_weights_of_zero(self) -> None:
         """Sigmoid underflows at -200 in float32, and 0 / 0 must not become NaN in either direction."""
         x_TD = torch.full((1, 4), -200.0, requires_grad=True)
-        _, weights_TK = self.routed(x_TD, score="sigmoid", normalise=True)
+        _, weights_TK = self.routed(x_TD, routing=RoutingOptions(score="sigmoid", normalise=True))
         weights_TK.sum().backward()
         assert [[0.0, 0.0]] == weights_TK.tolist()
         assert [[0.0] * 4] == x_TD.grad.tolist()
@@ -182,7 +191,7 @@ class TestRouter:
     def test_the_slope_of_an_underflowing_root_is_zero(self) -> None:
         """Where log(1 + exp(l)) is 0 in float32 the gradient is 0, not NaN."""
         x_TD = torch.tensor([[-200.0, -150.0, 1.0]], requires_grad=True)
-        _, weights_TK = self.routed(x_TD, score="sqrtsoftplus", top_k=3)
+        _, weights_TK = self.routed(x_TD, routing=RoutingOptions(score="sqrtsoftplus"), top_k=3)
         weights_TK.sum().backward()
         assert [0.0, 0.0] == x_TD.grad[0, :2].tolist()
         assert x_TD.grad[0, 2] > 0.1

@@ -10,7 +10,7 @@ import torch
 
 from moe_conformance.backends.native.exchange.collectives import DispatchRefused
 from moe_conformance.backends.native.fused import autograd
-from moe_conformance.contract import Overflow, Routing
+from moe_conformance.contract import Overflow, ReceiveBuffer, Routing
 from moe_conformance.engine import Engine
 from moe_conformance.topology import Layout
 from self_tests.backends.flex_scene import EP2_ETP2, EP4, D, E, K, Scene, caught, on_ranks, rows_calls, values
@@ -185,7 +185,7 @@ def bad_input(scene: Scene) -> str:
 def overflow(scene: Scene) -> tuple[str, Any]:
     """Send all pairs to the experts of the first ranks under a budget; return the error, or the deliveries' rows."""
     factor, tokens, hot = scene.payload
-    flex = scene.flex("hybridep", budget_factor=factor)
+    flex = scene.flex("hybridep", receive_buffer=ReceiveBuffer(factor=factor))
     ids_TK = torch.arange(tokens * K).reshape(tokens, K) % (hot or E)
     routing = Routing(ids_TK, torch.rand(tokens, K), E)
     rows: list[int] = []
@@ -231,7 +231,7 @@ class TestWrongUse:
         budget = 8 * K * layout.etp
         for said, delivered in values(on_ranks(engine, overflow, layout, (1.0, 8, 2))):
             expected = f"{Overflow.__name__}: a rank of the exchange group would receive {rows} rows; the receive "
-            assert said.startswith(f"{expected}buffer has {budget} (budget_factor = 1)")
+            assert said.startswith(f"{expected}buffer has {budget} (receive_buffer.factor = 1)")
             assert [] == delivered
 
     def test_balanced_load_fits_a_factor_of_one(self, engine: Engine) -> None:

@@ -11,7 +11,7 @@ import torch
 from moe_conformance.backends.native import Native
 from moe_conformance.backends.native.fused.flex import FlexExchange
 from moe_conformance.backends.native.fused.token_exchange import Arrived
-from moe_conformance.contract import Config, Delivery, Routing, Unsupported
+from moe_conformance.contract import Config, Delivery, ReceiveBuffer, Routing, Unsupported
 from moe_conformance.engine import Engine
 from moe_conformance.plan import Plan
 from moe_conformance.topology import Layout
@@ -40,7 +40,9 @@ def deliver(scene: Scene) -> tuple[Delivery, Any, Arrived]:
 def deliver_what_fits(scene: Scene) -> list[Delivery]:
     """Dispatch with room for all, with room for some, and again."""
     x_TD, ids_TK, weights_TK = scene.batch()
-    roomy, tight = (scene.flex("hybridep", row_budget=rows, over_budget="drop") for rows in (99, scene.payload))
+    roomy, tight = (
+        scene.flex("hybridep", receive_buffer=ReceiveBuffer(rows=rows, overflow="drop")) for rows in (99, scene.payload)
+    )
     routing = Routing(ids_TK, weights_TK, E)
     one = Routing(ids_TK[:1], weights_TK[:1], E)
     return [roomy.dispatch(x_TD, routing)[0], tight.dispatch(x_TD, routing)[0], tight.dispatch(x_TD[:1], one)[0]]
@@ -99,14 +101,23 @@ class TestRefusals:
                 Config("deepep", weights_applied="input"),
                 "a row has several weights, none can be applied",
             ),
-            (Config("hybridep", budget_factor=0.0), "budget_factor = 0.0"),
-            (Config("hybridep", budget_factor=float("inf")), "budget_factor = inf"),
-            (Config("hybridep", row_budget=-1), "row_budget = -1"),
-            (Config("ncclep", budget_factor=1.0), "NCCLEPManager has no buffer of fixed size"),
-            (Config("ncclep", row_budget=3), "NCCLEPManager has no buffer of fixed size: row_budget = 3"),
-            (Config("hybridep", budget_factor=2.0, row_budget=3), "one size: budget_factor = 2.0 and row_budget = 3"),
-            (Config("ncclep", row_budget=3, over_budget="drop"), "NCCLEPManager has no buffer of fixed size"),
-            (Config("hybridep", over_budget="drop"), "over_budget = 'drop' needs budget_factor or row_budget"),
+            (Config("ncclep", receive_buffer=ReceiveBuffer(factor=1.0)), "NCCLEPManager has no buffer of fixed size"),
+            (
+                Config("ncclep", receive_buffer=ReceiveBuffer(rows=3)),
+                "NCCLEPManager has no buffer of fixed size: receive_buffer.rows = 3",
+            ),
+            (
+                Config("hybridep", receive_buffer=ReceiveBuffer(factor=2.0, rows=3)),
+                "one size: receive_buffer.factor = 2.0 and receive_buffer.rows = 3",
+            ),
+            (
+                Config("ncclep", receive_buffer=ReceiveBuffer(rows=3, overflow="drop")),
+                "NCCLEPManager has no buffer of fixed size",
+            ),
+            (
+                Config("hybridep", receive_buffer=ReceiveBuffer(overflow="drop")),
+                "receive_buffer.overflow = 'drop' needs receive_buffer.factor or receive_buffer.rows",
+            ),
             (Config("hybridep", experts=7), "7 experts do not divide over ep = 4"),
         ],
     )

@@ -73,9 +73,9 @@ def _status(case: Case) -> set[str]:
     refusals = (
         config.variant == "local" and layout.ep * layout.etp > 1 and case.workload.kind != "session",
         config.variant == "deepep" and config.weights_applied == "input",
-        config.variant != "hybridep" and (config.budget_factor or config.row_budget) is not None,
-        config.variant != "alltoall" and config.shared_overlap,
-        config.variant in ("deepep", "hybridep", "ncclep") and config.pad_to_capacity,
+        config.variant != "hybridep" and (config.receive_buffer.factor or config.receive_buffer.rows) is not None,
+        config.variant != "alltoall" and config.shared.overlap,
+        config.variant in ("deepep", "hybridep", "ncclep") and config.capacity.padded,
         bool(config.extra),  # a knob of some other library
     )
     return {"refused" if any(refusals) else "ok"}

@@ -249,17 +249,17 @@ class TestRefusals:
             (EP2, "exchange", {"variant": "deepep"}, "variant 'deepep' is not one of"),
             (EP2, "exchange", {"variant": "alltoall", "experts": 5}, "5 on ep = 2"),
             (EP2, "exchange", {"variant": "alltoall", "weights_applied": "input"}, "after the experts only"),
-            (EP2, "exchange", {"variant": "alltoall", "scale": 2.0}, "does not map scale=2.0"),
+            (EP2, "exchange", {"variant": "alltoall", "routing.scale": 2.0}, "does not map routing.scale=2.0"),
             (Layout(2, etp=2), "exchange", {"variant": "alltoall"}, "etp = 2"),
             (EP2, "experts", {"hidden": 36}, "multiple of 8 bfloat16, not 36"),
             (EP2_EDP2, "experts", {"dtype": torch.float64}, "in float32 what FSDP2 shards"),
             (Layout(4, tp=2, ep=2), "layer", {"variant": "alltoall"}, "places the module by sharding configs"),
-            (EP2, "layer", {"variant": "alltoall", "shared_gate": True}, "and there are none"),
-            (EP2, "layer", {"variant": "alltoall", "shared_ffn": (8, 16), "shared_bias": True}, "it has one bias"),
+            (EP2, "layer", {"variant": "alltoall", "shared.gate": True}, "and there are none"),
+            (EP2, "layer", {"variant": "alltoall", "shared.ffn": (8, 16), "shared.bias": True}, "it has one bias"),
             (EP2, "layer", {"variant": "alltoall", "dtype": torch.float64}, "in float32 what FSDP2 shards"),
-            (EP2, "router", {"score": "sqrtsoftplus"}, "softmax or sigmoid, not sqrtsoftplus"),
-            (EP2, "router", {"groups": (4, 2), "group_score": "max"}, "two best experts, not by max"),
-            (EP2, "router", {"forced": (("random", None),)}, "forces round robin, and nothing else"),
+            (EP2, "router", {"routing.score": "sqrtsoftplus"}, "softmax or sigmoid, not sqrtsoftplus"),
+            (EP2, "router", {"routing.groups": (4, 2), "routing.group_score": "max"}, "two best experts, not by max"),
+            (EP2, "router", {"routing.forced": (("random", None),)}, "forces round robin, and nothing else"),
         ],
     )
     def test_what_it_cannot_ask_for_is_refused(
@@ -268,7 +268,7 @@ class TestRefusals:
         """The adapter says what was asked and refuses in its own name, not in the library's."""
         opened = session(layout)
         with pytest.raises(Unsupported, match=reason) as refusal:
-            getattr(opened, surface)(Config(**fields))
+            getattr(opened, surface)(Config().changed(fields))
         assert "adapter" == refusal.value.by
         opened.close()
 

@@ -249,7 +249,7 @@ class TestRouter:
     def test_it_says_in_what_it_was_seen_to_compute(self, engine: Engine, score: Any, told: torch.dtype) -> None:
         """Qwen's router casts scores of float32 back to its tokens' float64, GPT-OSS's computes in float64."""
         workload = next(w for w in routers.routing_corpus("alltoall", Layout(2)) if w.name == "route-float64")
-        outcome = run(engine, replace(workload, config=replace(workload.config, score=score)))
+        outcome = run(engine, replace(workload, config=workload.config.changed({"routing.score": score})))
         assert [told, told] == [rank.claims.dtype for rank in outcome.ranks]
 
 
@@ -287,9 +287,14 @@ class TestRefusals:
             (Layout(2, etp=2), "exchange", {"variant": "alltoall"}, "etp = 2"),
             (Layout(2, tp=2), "experts", {"variant": "alltoall"}, "tp = 2 with ep = 1"),
             (Layout(1), "exchange", {"variant": "allreduce"}, "installs no implementation"),
-            (EP2, "router", {"score": "sqrtsoftplus"}, "no router is adapted to score='sqrtsoftplus', normalise=False"),
-            (EP2, "router", {"groups": (4, 2), "group_score": "topk_sum"}, "group_score='topk_sum'"),
-            (EP2, "router", {"score": "sigmoid", "experts": 1, "top_k": 1}, "two experts in a group: 1 in all"),
+            (
+                EP2,
+                "router",
+                {"routing.score": "sqrtsoftplus"},
+                "no router is adapted to score='sqrtsoftplus', normalise=False",
+            ),
+            (EP2, "router", {"routing.groups": (4, 2), "routing.group_score": "topk_sum"}, "group_score='topk_sum'"),
+            (EP2, "router", {"routing.score": "sigmoid", "experts": 1, "top_k": 1}, "two experts in a group: 1 in all"),
         ],
     )
     def test_what_it_cannot_ask_for_is_refused(
@@ -297,26 +302,26 @@ class TestRefusals:
     ) -> None:
         """The adapter says what was asked and refuses in its own name, not in the library's."""
         with pytest.raises(Unsupported, match=reason) as refusal:
-            getattr(session(layout), surface)(Config(**fields))
+            getattr(session(layout), surface)(Config().changed(fields))
         assert "adapter" == refusal.value.by
 
     @pytest.mark.parametrize(
         ("layout", "fields", "reason"),
         [
-            (EP2, {"shared_ffn": (24,)}, "shared experts of the routed ones' width 16"),
-            (EP2, {"shared_ffn": (16,), "normalise": True}, "shared experts that have no gate"),
-            (EP2, {"shared_ffn": (16,), "shared_overlap": True}, "does not map shared_overlap"),
-            (EP2, {"shared_ffn": (16,), "shared_gate": True, "shared_bias": True}, "qwen2_moe have no biases"),
-            (EP2, {"shared_ffn": (16, 16), "shared_bias": True}, "it has one bias"),
-            (EP2, {"score": "sigmoid"}, "no block is adapted to the router of deepseek_v3"),
-            (TP2_EP2, {"shared_ffn": (16,)}, "splits the shared experts of deepseek_v2"),
-            (Layout(4, ep=4), {"shared_ffn": (16, 24), "shared_gate": True}, "no equal part of block 0"),
+            (EP2, {"shared.ffn": (24,)}, "shared experts of the routed ones' width 16"),
+            (EP2, {"shared.ffn": (16,), "routing.normalise": True}, "shared experts that have no gate"),
+            (EP2, {"shared.ffn": (16,), "shared.overlap": True}, "does not map shared.overlap"),
+            (EP2, {"shared.ffn": (16,), "shared.gate": True, "shared.bias": True}, "qwen2_moe have no biases"),
+            (EP2, {"shared.ffn": (16, 16), "shared.bias": True}, "it has one bias"),
+            (EP2, {"routing.score": "sigmoid"}, "no block is adapted to the router of deepseek_v3"),
+            (TP2_EP2, {"shared.ffn": (16,)}, "splits the shared experts of deepseek_v2"),
+            (Layout(4, ep=4), {"shared.ffn": (16, 24), "shared.gate": True}, "no equal part of block 0"),
         ],
     )
     def test_blocks_that_no_model_has_are_refused(self, layout: Layout, fields: dict[str, Any], reason: str) -> None:
         """And so are those whose parameters lie on ranks in parts that no window is on."""
         with pytest.raises(Unsupported, match=reason) as refusal:
-            session(layout).layer(Config(variant="alltoall", **fields))
+            session(layout).layer(Config(variant="alltoall").changed(fields))
         assert "adapter" == refusal.value.by
 
     @pytest.mark.parametrize(

@@ -47,9 +47,9 @@ class RowPerToken(DeepEPManager):
 
     def __init__(self, config: Config, exchange: TokenExchange) -> None:
         super().__init__(config, exchange)
-        if config.over_budget == "drop":
+        if config.receive_buffer.overflow == "drop":
             raise CannotBuild("no row is dropped")
-        self.rows = config.row_budget
+        self.rows = config.receive_buffer.rows
 
     def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Delivery, Any]:
         delivery, held = super().dispatch(x_TD, ids_TK, weights_TK)
@@ -76,7 +76,7 @@ class FirstChoicesFirst(Router):
     def _keep(self, ids_TK: Tensor, weights_TK: Tensor, room: int) -> Tensor:
         T, K = ids_TK.shape
         order_TK = torch.arange(K) * T + torch.arange(T)[:, None]
-        by_place = self.config.drop_policy == "position"
+        by_place = self.config.capacity.drop_policy == "position"
         return capacity.keep(ids_TK, self.config.experts, room, -order_TK.double() if by_place else weights_TK)
 
 
@@ -89,7 +89,7 @@ class RoundedUpOverTensorRanks(AllToAllExchange):
 
     def _room(self, routing: Routing) -> int | None:
         room, tp = super()._room(routing), self.topology.sizes["tp"]
-        return room if room is None or self.config.capacity_factor is not None else -(-room // tp) * tp
+        return room if room is None or self.config.capacity.factor is not None else -(-room // tp) * tp
 
 
 class KeepsTheLast(Router):

@@ -65,7 +65,7 @@ def workload(
     With `drop`, some slots of every rank are empty; `ids` gives the routing of every rank instead of drawing it.
     The other fields are those of the config.
     """
-    layout, config, batches = layout or Layout(2, ep=2), Config(**fields), []
+    layout, config, batches = layout or Layout(2, ep=2), Config().changed(fields), []
     for m in range(microbatches):
         ranks = []
         for rank in range(layout.world):

@@ -36,7 +36,7 @@ def own_workload(
     layout: Layout | None = None, tokens: int = 12, microbatches: int = 1, series: str = "own", **fields: Any
 ) -> Workload:
     """Draw a workload for real experts, on two ranks if nothing else is said; T differs between ranks."""
-    layout, config = layout or Layout(2, ep=2), Config(**fields)
+    layout, config = layout or Layout(2, ep=2), Config().changed(fields)
     batches = []
     for m in range(microbatches):
         ranks = []

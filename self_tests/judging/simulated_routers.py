@@ -28,7 +28,7 @@ def route_workload(
     layout: Layout | None = None, tokens: int = 24, microbatches: int = 1, series: str = "route", **fields: Any
 ) -> Workload:
     """Draw a workload for routers, on two ranks if nothing else is said; T differs between ranks."""
-    layout, config = layout or Layout(2, ep=2), Config(**fields)
+    layout, config = layout or Layout(2, ep=2), Config().changed(fields)
     batches = tuple(
         tuple(
             draw.route_batch(tokens - rank - m, config, draw.generator(series, layout.name, m, rank), 1.0)
@@ -44,19 +44,19 @@ def route_workload(
 
 def scores(logits_TE: Tensor, config: Config) -> Tensor:
     """Score every expert; for softmax_topk by the logit."""
-    if config.score == "softmax":
+    if config.routing.score == "softmax":
         return logits_TE.softmax(1)
-    if config.score == "sigmoid":
+    if config.routing.score == "sigmoid":
         return logits_TE.sigmoid()
-    return F.softplus(logits_TE).sqrt() if config.score == "sqrtsoftplus" else logits_TE
+    return F.softplus(logits_TE).sqrt() if config.routing.score == "sqrtsoftplus" else logits_TE
 
 
 def choose(scores_TE: Tensor, bias_E: Tensor, config: Config) -> Tensor:
     """Take the K highest scores plus bias, from the best groups if there are groups."""
     choice_TE = scores_TE.detach() + bias_E.to(scores_TE.dtype)
-    if config.groups is not None:
-        G, chosen = config.groups
-        addends = {"max": 1, "top2_sum": 2, "topk_sum": config.top_k // chosen}[config.group_score]
+    if config.routing.groups is not None:
+        G, chosen = config.routing.groups
+        addends = {"max": 1, "top2_sum": 2, "topk_sum": config.top_k // chosen}[config.routing.group_score]
         choice_TGe = choice_TE.unflatten(1, (G, -1))
         best_Tg = choice_TGe.topk(addends, 2).values.sum(2).topk(chosen, 1).indices
         open_TG = torch.zeros(len(choice_TE), G, dtype=torch.bool).scatter(1, best_Tg, True)
@@ -67,11 +67,11 @@ def choose(scores_TE: Tensor, bias_E: Tensor, config: Config) -> Tensor:
 def weigh(scores_TE: Tensor, ids_TK: Tensor, config: Config) -> Tensor:
     """Weigh the chosen by their scores."""
     weights_TK = scores_TE.gather(1, ids_TK)
-    if config.score == "softmax_topk":
+    if config.routing.score == "softmax_topk":
         weights_TK = weights_TK.softmax(1)
-    if config.normalise:
+    if config.routing.normalise:
         weights_TK = weights_TK / weights_TK.sum(1, keepdim=True)
-    return weights_TK * config.scale
+    return weights_TK * config.routing.scale
 
 
 def summed(rank: int, gradients: list[Tensor]) -> Tensor:

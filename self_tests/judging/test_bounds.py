@@ -157,10 +157,10 @@ HONEST = {
 }
 ROUTERS = {
     "softmax": {},
-    "softmax-normalised-scaled": {"normalise": True, "scale": 2.5},
-    "softmax-topk": {"score": "softmax_topk", "scale": 2.5},
-    "sigmoid-normalised": {"score": "sigmoid", "normalise": True},
-    "sqrtsoftplus-normalised": {"score": "sqrtsoftplus", "normalise": True, "top_k": 4},
+    "softmax-normalised-scaled": {"routing.normalise": True, "routing.scale": 2.5},
+    "softmax-topk": {"routing.score": "softmax_topk", "routing.scale": 2.5},
+    "sigmoid-normalised": {"routing.score": "sigmoid", "routing.normalise": True},
+    "sqrtsoftplus-normalised": {"routing.score": "sqrtsoftplus", "routing.normalise": True, "top_k": 4},
 }
 
 

@@ -18,8 +18,8 @@ Wire = Literal["pairs", "tokens", "all", "copies"]
 
 EP2 = Layout(2, ep=2)
 BUILT, *FED = config_rules.draw("alltoall", EP2, "quick")
-REFUSED = Answer(error="packed=True", error_type="moe_conformance.contract.Unsupported", error_by="library")
-NOT_ADAPTED = Answer(error="no packed", error_type="moe_conformance.contract.Unsupported", error_by="adapter")
+REFUSED = Answer(error="padding.packed=True", error_type="moe_conformance.config.Unsupported", error_by="library")
+NOT_ADAPTED = Answer(error="no packed", error_type="moe_conformance.config.Unsupported", error_by="adapter")
 STUMBLED = Answer(error="no such name", error_type="builtins.NameError")
 
 
@@ -53,7 +53,7 @@ class TestRefusal:
     def test_no_other_may(self, wire: Wire, words: str) -> None:
         """What takes any T has no reason to."""
         refused = f"{words} refuses packed sequences .T differs between ranks., which it must accept,"
-        with pytest.raises(Refused, match=f"{refused} on rank 0, rank 1: 'packed=True'"):
+        with pytest.raises(Refused, match=f"{refused} on rank 0, rank 1: 'padding.packed=True'"):
             judge_packed(outcome((told(wire),) * 2, (REFUSED,) * 2), Tally())
 
     def test_one_rank_alone_may_not(self) -> None:
@@ -75,7 +75,7 @@ class TestRefusal:
 class TestKind:
     def test_without_an_exchange_nothing_is_decided(self) -> None:
         """Where it is not built without packed sequences either, the refusal is not of them."""
-        with pytest.raises(NotOffered, match="packed=True"):
+        with pytest.raises(NotOffered, match=r"padding\.packed=True"):
             judge_packed(outcome((REFUSED,) * 2, (REFUSED,) * 2), Tally())
 
     def test_an_adapter_may_not_know_of_them(self) -> None:

@@ -63,7 +63,7 @@ def forced_scores(logits_TE: Tensor, config: Config) -> Tensor:
 
 def forced(formula: Formula, strategy: Any = RANDOM, tells: bool = True, **fields: Any) -> Outcome:
     """Run routers under a strategy on two ranks, which tell the logits in force or none."""
-    work = route_workload(Layout(2, ep=2), microbatches=2, **{**GROUPED, "forced": strategy, **fields})
+    work = route_workload(Layout(2, ep=2), microbatches=2, **{**GROUPED, "routing.forced": strategy, **fields})
     outcome = simulate_routers(replace(work, kind="forced"), formula)
 
     def tell(seen: Microbatch) -> Microbatch:
@@ -91,7 +91,9 @@ RIGHT, DEALING = Formula(scores=forced_scores), Formula(choose=dealt)
 
 
 class TestForcedLogits:
-    @pytest.mark.parametrize("fields", [{}, {"groups": (4, 4), "group_score": "max"}], ids=["limited", "all groups"])
+    @pytest.mark.parametrize(
+        "fields", [{}, {"routing.groups": (4, 4), "routing.group_score": "max"}], ids=["limited", "all groups"]
+    )
     @pytest.mark.parametrize("judge", [judge_forced_groups, judge_forced_weights, judge_straight_through])
     def test_what_is_right_passes(self, judge: Callable[..., None], fields: dict[str, Any]) -> None:
         """Every judge compares on both ranks, where groups limit and where all are open."""

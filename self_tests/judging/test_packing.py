@@ -79,7 +79,7 @@ class TestCounts:
         """Anything else is told, and compared with nothing."""
         asked = next(token_padding.token_counts("alltoall", Layout(1), "quick"))
         answers = tuple(Answer({"": P}) for _ in asked.calls)
-        told = RankOutcome(0, "ok", answers=answers, claims=Claims(alignment=asked.config.token_alignment))
+        told = RankOutcome(0, "ok", answers=answers, claims=Claims(alignment=asked.config.padding.alignment))
         for judge in (judge_padded_counts, judge_alignment):
             with pytest.raises(WrongForm, match="which is not an integer"):
                 judge(Outcome("simulated", asked, (told,), 0.0), Tally())

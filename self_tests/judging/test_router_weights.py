@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_conformance.contract import RoutingOptions
 from moe_conformance.judging.observed.run import read
 from moe_conformance.judging.router.routers import (
     judge_bias,
@@ -43,21 +44,29 @@ class TestWrongWeights:
         ("fields", "formula", "words"),
         [
             ({}, weighing(lambda s, ids, c: shares(s.gather(1, ids))), "the weights were normalised"),
-            ({"normalise": True}, weighing(lambda s, ids, c: s.gather(1, ids)), "the weights were not normalised"),
-            ({"scale": 2.5}, weighing(lambda s, ids, c: s.gather(1, ids)), "the weights were not scaled"),
-            ({"scale": 2.5}, weighing(lambda s, ids, c: 6.25 * s.gather(1, ids)), "the weights were scaled twice"),
             (
-                {"scale": 2.5, "normalise": True},
+                {"routing.normalise": True},
+                weighing(lambda s, ids, c: s.gather(1, ids)),
+                "the weights were not normalised",
+            ),
+            ({"routing.scale": 2.5}, weighing(lambda s, ids, c: s.gather(1, ids)), "the weights were not scaled"),
+            (
+                {"routing.scale": 2.5},
+                weighing(lambda s, ids, c: 6.25 * s.gather(1, ids)),
+                "the weights were scaled twice",
+            ),
+            (
+                {"routing.scale": 2.5, "routing.normalise": True},
                 weighing(lambda s, ids, c: s.gather(1, ids)),
                 "the weights were neither normalised nor scaled",
             ),
             (
-                {"score": "sigmoid", "normalise": True},
+                {"routing.score": "sigmoid", "routing.normalise": True},
                 weighing(lambda s, ids, c: shares(s).gather(1, ids)),
                 "the weights were divided by the sum over all experts",
             ),
             (
-                {"score": "softmax_topk"},
+                {"routing.score": "softmax_topk"},
                 weighing(lambda s, ids, c: s.softmax(1).gather(1, ids)),
                 "the scores were softmax over all experts",
             ),
@@ -100,7 +109,7 @@ class TestWrongWeights:
 
     def test_a_leaking_bias_in_a_gradient(self) -> None:
         """The same mistake has the same words in the weights and in the gradient."""
-        work = route_workload(**BIASED, normalise=True)
+        work = route_workload(**{**BIASED, "routing.normalise": True})
         bias_E = work.parameters["balance_bias", None].abs()  # so that no sum of weights is near zero
         work = replace(work, parameters={**work.parameters, ("balance_bias", None): bias_E})
         outcome = simulate_routers(work, weighing(lambda s, ids, c: shares((s + bias_E).gather(1, ids))))
@@ -161,7 +170,7 @@ class TestWrongGradients:
     def test_a_sum_without_gradient(self) -> None:
         """Normalising by a detached sum leaves the weights right and is recognised by what comes back."""
         detached = weighing(lambda s, ids, c: s.gather(1, ids) / s.gather(1, ids).detach().sum(1, keepdim=True))
-        outcome = run(detached, normalise=True)
+        outcome = run(detached, routing=RoutingOptions(normalise=True))
         assert not judged(judge_router_weights, outcome).vacuous
         for judge in (judge_router_dx, judge_router_gradient):
             wrong = caught(judge, outcome)

@@ -33,15 +33,15 @@ from self_tests.judging.simulated_routers import Formula, route_workload, simula
 ALWAYS = (judge_selection, judge_load, judge_router_weights, judge_router_dx, judge_router_gradient)
 KINDS: dict[str, dict[str, Any]] = {
     "softmax": {},
-    "softmax-normalised-scaled": {"normalise": True, "scale": 2.5},
-    "softmax-topk": {"score": "softmax_topk", "scale": 2.5},
+    "softmax-normalised-scaled": {"routing.normalise": True, "routing.scale": 2.5},
+    "softmax-topk": {"routing.score": "softmax_topk", "routing.scale": 2.5},
     "sigmoid-biased": BIASED,
-    "sqrtsoftplus-biased": {**BIASED, "score": "sqrtsoftplus", "normalise": True},
+    "sqrtsoftplus-biased": {**BIASED, "routing.score": "sqrtsoftplus", "routing.normalise": True},
     "groups-top2": GROUPED,
-    "groups-topk": {**GROUPED, "top_k": 6, "group_score": "topk_sum"},
-    "groups-max": {**GROUPED, "group_score": "max"},
+    "groups-topk": {**GROUPED, "top_k": 6, "routing.group_score": "topk_sum"},
+    "groups-max": {**GROUPED, "routing.group_score": "max"},
     "top-all": {"top_k": 8},
-    "top-1": {"top_k": 1, "score": "sigmoid", "normalise": True},
+    "top-1": {"top_k": 1, "routing.score": "sigmoid", "routing.normalise": True},
 }
 
 
@@ -108,7 +108,7 @@ class TestRight:
         """Tokens whose best experts lie in the best groups anyway are not counted."""
         outcome = run(**GROUPED)
         assert 0 < judged(judge_group_limit, outcome).pairs < judged(judge_selection, outcome).pairs
-        assert judged(judge_group_limit, run(**{**GROUPED, "groups": (4, 4)})).vacuous
+        assert judged(judge_group_limit, run(**{**GROUPED, "routing.groups": (4, 4)})).vacuous
 
     def test_averages_are_judged_as_averages(self) -> None:
         """A session that averages over dp * cp is held against the mean."""
@@ -194,7 +194,9 @@ class TestWrongSelection:
                 "experts of unselected groups had the score 0 instead of -inf",
             ),
             (
-                Formula(choose=lambda s, b, config: simulated.choose(s, b, replace(config, group_score="max"))),
+                Formula(
+                    choose=lambda s, b, config: simulated.choose(s, b, config.changed({"routing.group_score": "max"}))
+                ),
                 "the groups were scored by max",
             ),
             (

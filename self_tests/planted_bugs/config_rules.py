@@ -26,8 +26,8 @@ class WantsEqualTokens(AllToAllExchange):
     """The assertion that is meant for the all-gather dispatcher stands in front of all of them."""
 
     def __init__(self, config: Config, topology: Topology) -> None:
-        if config.packed:
-            raise CannotBuild("the dispatcher wants ranks of equal T, and packed=True leaves them uneven")
+        if config.padding.packed:
+            raise CannotBuild("the dispatcher wants ranks of equal T, and padding.packed=True leaves them uneven")
         super().__init__(config, topology)
 
 
@@ -39,21 +39,21 @@ class BufferOfFixedTokens(DeepEPManager):
     """The fused exchange is refused for packed sequences, as if its buffers were for one number of tokens."""
 
     def __init__(self, config: Config, exchange: TokenExchange) -> None:
-        if config.packed:
-            raise CannotBuild("buffers hold a fixed number of tokens: not packed=True")
+        if config.padding.packed:
+            raise CannotBuild("buffers hold a fixed number of tokens: not padding.packed=True")
         super().__init__(config, exchange)
 
 
 @planted(
-    Expectation("RULE-25", "packed-built", "run", "built on rank 0 and refused on rank 1", "packed=True"),
+    Expectation("RULE-25", "packed-built", "run", "built on rank 0 and refused on rank 1", "padding.packed=True"),
 )
 class RefusedBeyondTheFirst(AllGatherExchange):
     """The configuration of an all-gather is checked where the first rank reads it, and there too late."""
 
     def __init__(self, config: Config, topology: Topology) -> None:
         super().__init__(config, topology)
-        if config.packed and topology.rank:
-            raise CannotBuild("an all-gather wants equal T: not packed=True")
+        if config.padding.packed and topology.rank:
+            raise CannotBuild("an all-gather wants equal T: not padding.packed=True")
 
 
 @planted(
@@ -108,7 +108,7 @@ class EqualPartsOnTheWayBack(AllGatherExchange):
     """Gradients of packed tokens come back in equal parts, and ranks with more tokens have zeros behind theirs."""
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
-        if self.config.packed:
+        if self.config.padding.packed:
             sizes_W = self._sizes(len(x), x.device)
             x = _Back.apply(x, torch.arange(len(x)) >= sum(sizes_W) // len(sizes_W), 0.0)  # type: ignore[no-untyped-call]
         return super().dispatch(x, routing)
@@ -119,6 +119,6 @@ class GradientsInGaps(AllToAllExchange):
     """Memory that nobody wrote is returned as the gradient of the gaps between packed sequences."""
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
-        if self.config.packed:
+        if self.config.padding.packed:
             x = _Back.apply(x, (routing.ids_TK < 0).all(1), 7.0)  # type: ignore[no-untyped-call]
         return super().dispatch(x, routing)

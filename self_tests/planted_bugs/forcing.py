@@ -65,8 +65,8 @@ class ForcedIdsFiltered(ForcedRouter):
         return favour_TE.topk(self.config.top_k).indices
 
     def _open(self, scores_TE: Tensor) -> Tensor:
-        assert self.config.groups is not None
-        return self._mask_groups(scores_TE.detach(), *self.config.groups) > -torch.inf
+        assert self.config.routing.groups is not None
+        return self._mask_groups(scores_TE.detach(), *self.config.routing.groups) > -torch.inf
 
 
 @planted(
@@ -153,7 +153,7 @@ class ForcedAreNotNormalised(ForcedRouter):
     """The weights of forced experts are left undivided, as they are not the best ones."""
 
     def _weights(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
-        return scores_TE.gather(1, ids_TK) * self.config.scale
+        return scores_TE.gather(1, ids_TK) * self.config.routing.scale
 
 
 @planted(

@@ -59,7 +59,7 @@ class FilledUpBeforeItIsLookedAt(AllToAllExchange):
     """Ids are counted for the room of every expert before anybody looks at them."""
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
-        if self.config.pad_to_capacity and routing.ids_TK.numel():
+        if self.config.capacity.padded and routing.ids_TK.numel():
             torch.bincount(routing.ids_TK.clamp(min=0).flatten())
         return super().dispatch(x, routing)
 

@@ -189,7 +189,7 @@ class TestRefusals:
         with pytest.raises(merge.Unmergeable, match=r"suite .* and 0\.0\.1"):
             merged(report("one", record("ep4", "pass")), folder)
 
-    @pytest.mark.parametrize(("schema", "said"), [(None, "format 1"), (3, "format 3")])
+    @pytest.mark.parametrize(("schema", "said"), [(None, "format 1"), (2, "format 2"), (4, "format 4")])
     def test_another_format(self, report, schema, said):
         """The first had no number. What to do is said, with the version that can read it."""
         folder = report("one", record("ep2", "pass"))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_conformance.backends.native import Native, NativeSession
 from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange, LocalExchange
-from moe_conformance.contract import Config, Delivery, Routing, Unsupported
+from moe_conformance.contract import Config, Delivery, Routing, refusals
 from self_tests.planted_bugs import find
 
 
@@ -59,10 +59,15 @@ class _DyingSession(NativeSession):
         return Dies(config, self.topology)
 
 
+def _refuse(dtype: torch.dtype) -> None:
+    if dtype == torch.float16:
+        raise ValueError("no float16")
+
+
 class _RefusingSession(NativeSession):
     def exchange(self, config: Config) -> LocalExchange:
-        if config.dtype == torch.float16:
-            raise Unsupported("no float16", by="library")
+        with refusals(ValueError, match="no float16"):
+            _refuse(config.dtype)
         return super().exchange(config)
 
 
@@ -76,6 +81,7 @@ class Refusing(Native):
     """Native that builds nothing in float16."""
 
     session_class = _RefusingSession
+    library = (__name__,)
 
 
 OutputAndCrash = _with(RaisesAtOneToken, _bug("answers-read-in-token-order"))

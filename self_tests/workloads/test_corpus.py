@@ -98,7 +98,7 @@ class TestCorpus:
             assert {torch.float32, torch.float64} <= {each["dtype"] for each in asked}
             assert {True, False} == {each["uneven_tokens"] for each in asked} == {each["zero_tokens"] for each in asked}
             assert 2 == max(each["in_flight"] for each in asked)
-            assert {"no", "group_max"} <= {workload.config.pad_tokens for workload in workloads}
+            assert {"no", "group_max"} <= {workload.config.padding.tokens for workload in workloads}
             if kind == "probe":
                 assert {torch.bfloat16, torch.float16} <= {each["dtype"] for each in asked}
                 assert 2 == max(each["halves_in_flight"] for each in asked)
@@ -212,14 +212,14 @@ class TestRouting:
     @pytest.mark.parametrize("field", ["balance_bias", "groups"])
     def test_bias_and_groups_change_some_choice(self, field: str) -> None:
         """In every workload with a bias or a group limit, some token chooses otherwise than without it."""
-        judged = [w for w in routing_corpus("any", EP2) if getattr(w.config, field)]
+        judged = [w for w in routing_corpus("any", EP2) if getattr(w.config.routing, field)]
         assert len(judged) >= 4
         for workload in judged:
             bias_E = workload.parameters.get(("balance_bias", None))
-            with_it = chosen(workload, workload.config.groups, bias_E)
+            with_it = chosen(workload, workload.config.routing.groups, bias_E)
             without = chosen(
                 workload,
-                workload.config.groups if field == "balance_bias" else None,
+                workload.config.routing.groups if field == "balance_bias" else None,
                 None if field == "balance_bias" else bias_E,
             )
             assert with_it != without, workload.name
@@ -245,7 +245,7 @@ class TestDropping:
             kept = LayerExpected.told(workload, "output", "sum").kept
             assert set(kept) == {(m, rank) for m in range(len(workload.batches)) for rank in range(layout.world)}
             for kept_TK in kept.values():
-                left = {0, 1, 2} if workload.config.capacity_factor else {0}
+                left = {0, 1, 2} if workload.config.capacity.factor else {0}
                 assert set(kept_TK.sum(1).tolist()) == (left if len(kept_TK) else set()), workload.name
 
 
@@ -257,10 +257,10 @@ def chosen(workload: Workload, groups: tuple[int, int] | None, bias_E: torch.Ten
     routed = moe_conformance.reference.routing.routes.route(
         logits_TE,
         top_k=config.top_k,
-        score=config.score,
+        score=config.routing.score,
         bias_E=bias_E,
         groups=groups,
-        group_score=config.group_score,
+        group_score=config.routing.group_score,
     )
     return routed.ids_TK.sort(1).values.tolist()
 

@@ -12,13 +12,16 @@ import torch.nn.functional
 from moe_conformance.backends.megatron_core import library
 from moe_conformance.contract import Config, Unsupported, refusals
 
-# Fields of Config that shape any surface; functions that stand alone know no fields of TransformerConfig.
-FUNCTION = ("variant", "experts", "top_k", "hidden", "ffn", "dtype", "packed")
+# Options and sections of Config that shape any surface; functions that stand alone know no fields of TransformerConfig.
+FUNCTION = ("variant", "experts", "top_k", "hidden", "ffn", "dtype", "padding.packed")
 LAYER = (*FUNCTION, "extra")
-ROUTER = ("score", "normalise", "scale", "groups", "group_score", "balance_bias")  # and the router's own
-FORCED = ("forced",)  # of a router that runs on random logits
-SHARED = ("shared_ffn", "shared_gate", "shared_overlap", "shared_bias")  # of a whole layer
-CAPACITY = ("capacity_factor", "drop_policy", "pad_to_capacity")  # of router and dispatcher; there is no minimum
+ROUTER = ("routing",)  # of a router; forced: on random logits
+SHARED = ("shared",)  # of a whole layer
+CAPACITY = (
+    "capacity.factor",
+    "capacity.drop_policy",
+    "capacity.padded",
+)  # of router and dispatcher; there is no minimum
 
 # What TransformerConfig says where it refuses what can be asked of it here.
 _REFUSED = "|".join(
@@ -60,7 +63,7 @@ def transformer_config(config: Config, sizes: Mapping[str, int]) -> Any:
                 "num_moe_experts": config.experts,
                 "moe_router_topk": config.top_k,
                 "moe_token_dispatcher_type": config.variant,
-                "variable_seq_lengths": config.packed,
+                "variable_seq_lengths": config.padding.packed,
                 "gated_linear_unit": True,
                 "activation_func": torch.nn.functional.silu,
                 "add_bias_linear": False,
@@ -84,32 +87,32 @@ def transformer_config(config: Config, sizes: Mapping[str, int]) -> Any:
 
 def _shared(config: Config) -> dict[str, Any]:
     """Return the fields of shared experts: several are one of their total width."""
-    if not config.shared_ffn:
+    if not config.shared.ffn:
         return {}
     return {
-        "moe_shared_expert_intermediate_size": sum(config.shared_ffn),
-        "moe_shared_expert_gate": config.shared_gate,
-        "moe_shared_expert_overlap": config.shared_overlap,
-        "add_bias_linear": config.shared_bias,  # the only switch for biases; shared experts refuse it
+        "moe_shared_expert_intermediate_size": sum(config.shared.ffn),
+        "moe_shared_expert_gate": config.shared.gate,
+        "moe_shared_expert_overlap": config.shared.overlap,
+        "add_bias_linear": config.shared.bias,  # the only switch for biases; shared experts refuse it
     }
 
 
 def _routing(config: Config) -> dict[str, Any]:
     """Return the router's fields."""
     asked: dict[str, Any] = {
-        "moe_router_score_function": "sigmoid" if config.score == "sigmoid" else "softmax",
+        "moe_router_score_function": "sigmoid" if config.routing.score == "sigmoid" else "softmax",
         "moe_router_pre_softmax": _softmax_before_selection(config),
-        "moe_router_topk_scaling_factor": config.scale,
-        "moe_router_enable_expert_bias": config.balance_bias,
-        "moe_expert_capacity_factor": config.capacity_factor,
-        "moe_token_drop_policy": {"weights": "probs", "position": "position"}[config.drop_policy],
-        "moe_pad_expert_input_to_capacity": config.pad_to_capacity,
-        "moe_router_force_load_balancing": bool(config.forced),
+        "moe_router_topk_scaling_factor": config.routing.scale,
+        "moe_router_enable_expert_bias": config.routing.balance_bias,
+        "moe_expert_capacity_factor": config.capacity.factor,
+        "moe_token_drop_policy": {"weights": "probs", "position": "position"}[config.capacity.drop_policy],
+        "moe_pad_expert_input_to_capacity": config.capacity.padded,
+        "moe_router_force_load_balancing": bool(config.routing.forced),
     }
-    if config.forced not in ((), (("random", None),)):
-        raise Unsupported(f"Megatron-Core 0.16 forces random logits, and nothing else: not {config.forced}")
-    if config.groups is not None:
-        asked["moe_router_num_groups"], asked["moe_router_group_topk"] = config.groups
+    if config.routing.forced not in ((), (("random", None),)):
+        raise Unsupported(f"Megatron-Core 0.16 forces random logits, and nothing else: not {config.routing.forced}")
+    if config.routing.groups is not None:
+        asked["moe_router_num_groups"], asked["moe_router_group_topk"] = config.routing.groups
         _check_group_score(config)
     return asked
 
@@ -120,26 +123,27 @@ def _softmax_before_selection(config: Config) -> bool:
     It has no switch for normalisation: sigmoid weights are divided by their sum if and only if K > 1, softmax weights
     never. A softmax over all experts that is then normalised over the selected experts is the softmax over these.
     """
-    if config.score == "sqrtsoftplus":
+    if config.routing.score == "sqrtsoftplus":
         raise Unsupported("Megatron-Core 0.16 scores by softmax or sigmoid, not by sqrtsoftplus")
-    if config.score == "softmax" and config.normalise and config.groups:
+    if config.routing.score == "softmax" and config.routing.normalise and config.routing.groups:
         raise Unsupported("normalised softmax with groups: Megatron-Core would then rank the groups by logits")
-    if config.score == "sigmoid" and config.normalise != (config.top_k > 1):
+    if config.routing.score == "sigmoid" and config.routing.normalise != (config.top_k > 1):
         raise Unsupported(
-            f"Megatron-Core normalises sigmoid weights if and only if K > 1: not normalise={config.normalise} with "
-            f"K = {config.top_k}"
+            f"Megatron-Core normalises sigmoid weights if and only if K > 1: "
+            f"not normalise={config.routing.normalise} with K = {config.top_k}"
         )
-    return config.score == "softmax" and not config.normalise
+    return config.routing.score == "softmax" and not config.routing.normalise
 
 
 def _check_group_score(config: Config) -> None:
     """Refuse a group score other than the sum of the best K / selected groups, the only one that there is."""
-    assert config.groups is not None
-    best, rest = divmod(config.top_k, config.groups[1])
+    assert config.routing.groups is not None
+    best, rest = divmod(config.top_k, config.routing.groups[1])
     known_as = {"topk_sum": best, "top2_sum": 2, "max": 1}
     if rest or not best:
-        raise Unsupported(f"K = {config.top_k} is no multiple of the {config.groups[1]} selected groups")
-    if known_as[config.group_score] != best:
+        raise Unsupported(f"K = {config.top_k} is no multiple of the {config.routing.groups[1]} selected groups")
+    if known_as[config.routing.group_score] != best:
         raise Unsupported(
-            f"Megatron-Core ranks a group by its best {best} (K / selected groups) experts, not by {config.group_score}"
+            f"Megatron-Core ranks a group by its best {best} (K / selected groups) experts, "
+            f"not by {config.routing.group_score}"
         )

@@ -27,7 +27,7 @@ class Layer:
         """
         self._layer, self._config = layer, config
         self._etp, self._tp = _place(topology, "etp"), _place(topology, "tp")
-        if odd := [width for width in config.shared_ffn if width % self._tp[1]]:
+        if odd := [width for width in config.shared.ffn if width % self._tp[1]]:
             raise Unsupported(f"a shared expert of width {odd[0]} has no equal parts on tp = {self._tp[1]}")
         self._seen = WeightsSeen(layer.router, WEIGHTS)
         self.chunk = wrapped(layer, layer.config)
@@ -70,7 +70,7 @@ class Layer:
     def _shared(self, shared: Any, read: Read) -> Iterator[Named]:
         gate_FD, up_FD = read(shared.linear_fc1.weight).chunk(2, 0)
         down_DF, start = read(shared.linear_fc2.weight), 0
-        for j, width in enumerate(self._config.shared_ffn):
+        for j, width in enumerate(self._config.shared.ffn):
             units = slice(start, start + width // self._tp[1])
             yield Named("shared_gate", j, gate_FD[units], (0, *self._tp))
             yield Named("shared_up", j, up_FD[units], (0, *self._tp))

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from moe_conformance.backends.megatron_core import library
 from moe_conformance.backends.megatron_core.configuration import (
     CAPACITY,
-    FORCED,
     FUNCTION,
     LAYER,
     ROUTER,
@@ -56,7 +55,7 @@ class MegatronSession(Session):
 
     def exchange(self, config: Config) -> Exchange:
         """Build a layer and return its token dispatcher."""
-        if config.pad_to_capacity and config.variant == "allgather":
+        if config.capacity.padded and config.variant == "allgather":
             raise Unsupported("the all-gather dispatcher pads nothing: it takes a map that the router has filled up")
         return Exchange(self._layer(config.only(*LAYER, *CAPACITY)))
 
@@ -67,15 +66,15 @@ class MegatronSession(Session):
 
     def router(self, config: Config) -> Router:
         """Build a layer and return its router, wrapped for the reduction of its gradients."""
-        return Router(self._layer(config.only(*LAYER, *ROUTER, *CAPACITY, *FORCED)))
+        return Router(self._layer(config.only(*LAYER, *ROUTER, *CAPACITY)))
 
     def layer(self, config: Config) -> Layer:
         """Build a whole layer, wrapped for the reduction of its gradients."""
-        return Layer(self._layer(config.only(*LAYER, *ROUTER, *SHARED, *FORCED)), config, self._topology)
+        return Layer(self._layer(config.only(*LAYER, *ROUTER, *SHARED)), config, self._topology)
 
     def masked_router(self, config: Config) -> Router:
         """Build a layer and return its router, which takes a padding mask."""
-        return Router(self._layer(config.only(*LAYER, *ROUTER, *FORCED)))
+        return Router(self._layer(config.only(*LAYER, *ROUTER)))
 
     def packing(self, config: Config) -> Packing:
         """Return the library's functions."""
@@ -100,7 +99,7 @@ class MegatronSession(Session):
     def _layer(self, config: Config) -> Any:
         parts = library.get_moe_module_spec(use_te=False, num_experts=config.experts, moe_grouped_gemm=False)
         built = transformer_config(config, self._topology.sizes)
-        if config.forced:
+        if config.routing.forced:
             self._seed()
         # Its assertion that ep divides the experts has no words.
         uneven = config.experts % self._topology.sizes["ep"]

@@ -15,7 +15,8 @@ from moe_conformance.contract import Config
 class Offered:
     """A surface without process groups.
 
-    `surface` is the method of `surfaces.Session` that returns it; `maps` are the fields of Config that it reads.
+    `surface` is the method of `surfaces.Session` that returns it; `maps` names the options and sections of Config that
+    it reads beside those of every surface.
     """
 
     surface: ClassVar[str]

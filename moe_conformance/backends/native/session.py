@@ -35,13 +35,9 @@ from moe_conformance.surfaces import Session
 
 # Each of them by some surface: one config serves all surfaces.
 _MAPPED = (
-    "variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied",
-    "score", "normalise", "scale", "groups", "group_score", "balance_bias", "forced",
-    "capacity_factor", "min_capacity", "drop_policy", "pad_to_capacity",
-    "pad_tokens", "token_alignment", "token_bound", "packed",
+    "variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied", "routing", "capacity",
+    "padding.tokens", "padding.alignment", "padding.bound", "padding.packed",  # not the multiple of rows
 )  # fmt: skip
-_BUDGET = ("budget_factor", "row_budget", "over_budget")
-_SHARED = ("shared_ffn", "shared_gate", "shared_overlap", "shared_bias")
 
 
 Built = TypeVar("Built")
@@ -101,14 +97,14 @@ class NativeSession(Session):
         """Build the padding of the exchange of `config`."""
         config.only(*_MAPPED)
         if not self._pads(config):
-            raise Unsupported(f"the exchange {config.variant!r} pads token counts only with pad_tokens")
+            raise Unsupported(f"the exchange {config.variant!r} pads token counts only with padding.tokens")
         with refusals(CannotBuild, match="."):
             self._exchange(config)  # where there is none, there is nothing to pad
             return self.use(TokenPadding)(config, self.topology, self.device)
 
     def masked_router(self, config: Config) -> Router:
         """Build the router, which takes a mask."""
-        if config.capacity_factor is not None:
+        if config.capacity.factor is not None:
             raise Unsupported("native drops by capacity where no token is padding")
         return self.router(config)
 
@@ -122,7 +118,7 @@ class NativeSession(Session):
         if config.variant in classes:
             return classes[config.variant](config.only(*_MAPPED), self.topology)
         if manager := self._managers.get(config.variant):
-            config.only(*_MAPPED, *_BUDGET, "wire")
+            config.only(*_MAPPED, "receive_buffer", "wire")
             return FlexExchange(config, self.topology, manager, self.use(TokenExchange), self.use(Float8Wire))
         known = ", ".join((*classes, *self._managers))
         raise Unsupported(f"native has no variant {config.variant!r}; it has {known}")
@@ -137,19 +133,19 @@ class NativeSession(Session):
 
     def _pads(self, config: Config) -> bool:
         manager = self._managers.get(config.variant)
-        return config.pad_tokens != "no" or bool(manager and manager.needs_equal_tokens)
+        return config.padding.tokens != "no" or bool(manager and manager.needs_equal_tokens)
 
     def experts(self, config: Config) -> Experts:
         """Build this rank's experts, the same with token_copies and with a receive buffer of fixed size."""
-        config.only(*_MAPPED, *_BUDGET, "token_copies")
+        config.only(*_MAPPED, "receive_buffer", "token_copies")
         with refusals(CannotBuild, match="."):
             return self.use(Experts)(config, self.topology, self.device)
 
     def router(self, config: Config) -> Router:
         """Build the router."""
-        config.only(*_MAPPED, *(("token_copies",) if config.forced else ()))
+        config.only(*_MAPPED, *(("token_copies",) if config.routing.forced else ()))
         with refusals(CannotBuild, match="."):
-            if not config.forced:
+            if not config.routing.forced:
                 return self.use(Router)(config, self.device)
             self.forced_routers += 1
             return self.use(ForcedRouter)(config, self.device, self.topology, self.forced_routers)
@@ -162,8 +158,8 @@ class NativeSession(Session):
 
     def layer(self, config: Config) -> Layer:
         """Build a layer of the session's own router, exchange and experts, and its shared experts."""
-        config.only(*_MAPPED, *_SHARED)
-        routed = replace(config, shared_ffn=(), shared_gate=False, shared_overlap=False, shared_bias=False)
+        config.only(*_MAPPED, "shared")
+        routed = replace(config, shared=Config.shared)  # without shared experts
         parts = (self.router(routed), self.exchange(routed), self.experts(routed))
         with refusals(CannotBuild, match="."):
             return self.use(Layer)(config, self.topology, self.device, parts, self.use(SharedExperts))

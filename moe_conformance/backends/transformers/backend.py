@@ -30,6 +30,13 @@ _VARIANTS = {
     "allreduce_grouped_mm": ("all_reduce", "grouped_mm"),
 }
 
+# Options of Config: those that every surface reads, and those of a router; none is forced.
+_SHAPE = ("variant", "experts", "top_k", "hidden", "ffn", "dtype")
+_ROUTING = (
+    "routing.score", "routing.normalise", "routing.scale", "routing.groups", "routing.group_score",
+    "routing.balance_bias",
+)  # fmt: skip
+
 
 class Transformers:
     """The published transformers; on CPU ranks over gloo or on GPUs."""
@@ -77,9 +84,7 @@ class _Session(Session):
 
     def exchange(self, config: Config) -> SharedExchange:
         """Install the library's implementation on a module that asks the given experts; it takes any T, also packed."""
-        config.only(
-            "variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied", "token_copies", "packed",
-        )  # fmt: skip
+        config.only(*_SHAPE, "weights_applied", "token_copies", "padding.packed")
         if config.weights_applied == "input":
             raise Unsupported("the library multiplies the expert output by the weights, not weights_applied='input'")
         implementation, _ = _implementations(config.variant)
@@ -91,16 +96,13 @@ class _Session(Session):
 
     def experts(self, config: Config) -> ShardedExperts:
         """Build Qwen3-MoE's experts, shard them over ep, and by FSDP2 over edp."""
-        config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied", "token_copies")
+        config.only(*_SHAPE, "weights_applied", "token_copies")
         _, implementation = _implementations(config.variant)
         return ShardedExperts(config, Placement(config, self._topology, self._device), implementation)
 
     def layer(self, config: Config) -> ModelLayer:
         """Build the block of the model that is what is asked for."""
-        config.only(
-            "variant", "experts", "top_k", "hidden", "ffn", "dtype", "score", "normalise", "scale", "groups",
-            "group_score", "balance_bias", "shared_ffn", "shared_gate", "shared_bias",
-        )  # fmt: skip
+        config.only(*_SHAPE, *_ROUTING, "shared.ffn", "shared.gate", "shared.bias")
         if self._topology.sizes["ep"] == 1 and _implementations(config.variant)[0] == "all_reduce":
             raise Unsupported("with ep = 1 the library installs no implementation; see the variant alltoall")
         placement = Placement(config, self._topology, self._device)
@@ -108,10 +110,7 @@ class _Session(Session):
 
     def router(self, config: Config) -> ModelRouter:
         """Build the router of the model that routes as asked."""
-        config.only(
-            "variant", "experts", "top_k", "hidden", "ffn", "dtype", "score", "normalise", "scale", "groups",
-            "group_score", "balance_bias",
-        )  # fmt: skip
+        config.only(*_SHAPE, *_ROUTING)
         return ModelRouter(config, model_of(config), self._device)
 
     def packing(self, config: Config) -> Packing:

@@ -37,24 +37,24 @@ _BLOCKS: Mapping[str, _Block] = {
 def block_of(config: Config) -> str:
     """Return the model whose block is what is asked for, or refuse what is adapted to none."""
     model = _block_of(config)
-    if config.shared_bias:
+    if config.shared.bias:
         if model != "deepseek_v2":
-            raise Unsupported(f"the shared experts of {model} have no biases: not shared_bias=True")
-        require_one_bias(config.shared_ffn)
+            raise Unsupported(f"the shared experts of {model} have no biases: not shared.bias=True")
+        require_one_bias(config.shared.ffn)
     return model
 
 
 def _block_of(config: Config) -> str:
     router = model_of(config)
-    if not config.shared_ffn or config.shared_gate:
-        if router != "qwen3_moe" or bool(config.shared_ffn) != config.shared_gate:
-            raise Unsupported(f"no block is adapted to the router of {router} with shared_gate={config.shared_gate}")
-        return "qwen2_moe" if config.shared_ffn else "qwen3_moe"
-    model = "deepseek_v2" if router == "qwen3_moe" and not config.normalise else router
+    if not config.shared.ffn or config.shared.gate:
+        if router != "qwen3_moe" or bool(config.shared.ffn) != config.shared.gate:
+            raise Unsupported(f"no block is adapted to the router of {router} with shared.gate={config.shared.gate}")
+        return "qwen2_moe" if config.shared.ffn else "qwen3_moe"
+    model = "deepseek_v2" if router == "qwen3_moe" and not config.routing.normalise else router
     if model not in ("deepseek_v2", "deepseek_v3"):
         raise Unsupported(f"no block is adapted to the router of {router} with shared experts that have no gate")
-    if sum(config.shared_ffn) % config.ffn:
-        raise Unsupported(f"{model} has shared experts of the routed ones' width {config.ffn}, not {config.shared_ffn}")
+    if sum(config.shared.ffn) % config.ffn:
+        raise Unsupported(f"{model} has shared experts of the routed ones' width {config.ffn}, not {config.shared.ffn}")
     return model
 
 
@@ -80,7 +80,7 @@ class ModelLayer:
         for module in block.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 setattr(module, name, nn.Parameter(parameter.detach().to(config.dtype)))
-        if config.shared_bias:
+        if config.shared.bias:
             for projection in (block.shared_experts.gate_proj, block.shared_experts.up_proj):
                 nn.init.zeros_(projection.bias)  # one switch gives biases to all three projections
         self._block, self._model = block, model_with(block, "layers.0.mlp", asked)
@@ -88,7 +88,7 @@ class ModelLayer:
         sizes = placement.topology.sizes
         if sizes["tp"] > 1 and any("shared_experts" in name for name in asked.base_model_tp_plan):
             raise Unsupported(f"tp = {sizes['tp']} splits the shared experts of {model}: not adapted")
-        require_parts(config.shared_ffn, placement.batches)
+        require_parts(config.shared.ffn, placement.batches)
         if sizes["ep"] > 1:
             self._install(ep_implementation)
         shard(self._model, placement)
@@ -132,13 +132,13 @@ class ModelLayer:
         """Yield the router, the experts of this rank's shard, and of the shared ones the rows that it holds."""
         block = self._block
         yield from whole_window("router", block.gate.weight, read)
-        if self._config.balance_bias:
+        if self._config.routing.balance_bias:
             yield Named("balance_bias", None, read(block.gate.e_score_correction_bias))
         yield from expert_windows(block.experts, self._placement, read)
         if self._names.shared is None:
             return
         shared = getattr(block, self._names.shared)
         gate_up_FD = (shared.gate_proj.weight, shared.up_proj.weight)
-        yield from shared_windows(gate_up_FD, shared.down_proj, self._config.shared_ffn, read)
-        if self._config.shared_gate:
+        yield from shared_windows(gate_up_FD, shared.down_proj, self._config.shared.ffn, read)
+        if self._config.shared.gate:
             yield from whole_window("shared_score", block.shared_expert_gate.weight, read)

@@ -18,21 +18,22 @@ ONE_HEAD: Mapping[str, Any] = {"num_attention_heads": 1, "num_key_value_heads": 
 
 def model_of(config: Config) -> str:
     """Return the model whose router has the rule that is asked for, or refuse a rule that is adapted to none."""
-    if config.score == "sigmoid" and (config.groups is None or config.group_score == "top2_sum"):
-        if config.experts < 2 * (config.groups or (1,))[0]:
+    routing = config.routing
+    if routing.score == "sigmoid" and (routing.groups is None or routing.group_score == "top2_sum"):
+        if config.experts < 2 * (routing.groups or (1,))[0]:
             raise Unsupported(f"the router of deepseek_v3 needs two experts in a group: {config.experts} in all")
         return "deepseek_v3"
-    if config.score == "sqrtsoftplus" and config.normalise and config.groups is None:
+    if routing.score == "sqrtsoftplus" and routing.normalise and routing.groups is None:
         return "deepseek_v4"
-    plain = not (config.normalise or config.balance_bias)
-    if config.score == "softmax_topk" and plain and config.groups is None and config.scale == 1:
+    plain = not (routing.normalise or routing.balance_bias)
+    if routing.score == "softmax_topk" and plain and routing.groups is None and routing.scale == 1:
         return "gpt_oss"
-    if config.score == "softmax" and plain and (config.groups is None or config.group_score == "max"):
-        return "deepseek_v2" if config.groups or config.scale != 1 else "qwen3_moe"
-    if config.score == "softmax" and not config.balance_bias and config.groups is None and config.scale == 1:
+    if routing.score == "softmax" and plain and (routing.groups is None or routing.group_score == "max"):
+        return "deepseek_v2" if routing.groups or routing.scale != 1 else "qwen3_moe"
+    if routing.score == "softmax" and not routing.balance_bias and routing.groups is None and routing.scale == 1:
         return "qwen3_moe"
-    asked = {name: getattr(config, name) for name in ("score", "normalise", "scale", "groups", "balance_bias")}
-    asked |= {"group_score": config.group_score} if config.groups else {}
+    asked = {name: getattr(routing, name) for name in ("score", "normalise", "scale", "groups", "balance_bias")}
+    asked |= {"group_score": routing.group_score} if routing.groups else {}
     raise Unsupported("no router is adapted to " + ", ".join(f"{name}={value!r}" for name, value in asked.items()))
 
 
@@ -44,10 +45,10 @@ _MODELS: Mapping[str, tuple[str, str, _Fields]] = {
         "DeepseekV2Config",
         lambda config: {
             "n_routed_experts": config.experts,
-            "routed_scaling_factor": config.scale,
-            "topk_method": "group_limited_greedy" if config.groups else "greedy",
-            "n_group": config.groups[0] if config.groups else None,
-            "topk_group": config.groups[1] if config.groups else None,
+            "routed_scaling_factor": config.routing.scale,
+            "topk_method": "group_limited_greedy" if config.routing.groups else "greedy",
+            "n_group": config.routing.groups[0] if config.routing.groups else None,
+            "topk_group": config.routing.groups[1] if config.routing.groups else None,
         },
     ),
     "deepseek_v3": (
@@ -55,10 +56,10 @@ _MODELS: Mapping[str, tuple[str, str, _Fields]] = {
         "DeepseekV3Config",
         lambda config: {
             "n_routed_experts": config.experts,
-            "norm_topk_prob": config.normalise,
-            "routed_scaling_factor": config.scale,
-            "n_group": config.groups[0] if config.groups else 1,
-            "topk_group": config.groups[1] if config.groups else 1,
+            "norm_topk_prob": config.routing.normalise,
+            "routed_scaling_factor": config.routing.scale,
+            "n_group": config.routing.groups[0] if config.routing.groups else 1,
+            "topk_group": config.routing.groups[1] if config.routing.groups else 1,
         },
     ),
     "deepseek_v4": (
@@ -66,7 +67,7 @@ _MODELS: Mapping[str, tuple[str, str, _Fields]] = {
         "DeepseekV4Config",
         lambda config: {
             "n_routed_experts": config.experts,
-            "routed_scaling_factor": config.scale,
+            "routed_scaling_factor": config.routing.scale,
             "scoring_func": "sqrtsoftplus",
         },
     ),
@@ -74,22 +75,22 @@ _MODELS: Mapping[str, tuple[str, str, _Fields]] = {
     "qwen2_moe": (
         "Qwen2MoeTopKRouter",
         "Qwen2MoeConfig",
-        lambda config: {"num_experts": config.experts, "norm_topk_prob": config.normalise},
+        lambda config: {"num_experts": config.experts, "norm_topk_prob": config.routing.normalise},
     ),
     "qwen3_moe": (
         "Qwen3MoeTopKRouter",
         "Qwen3MoeConfig",
-        lambda config: {"num_experts": config.experts, "norm_topk_prob": config.normalise},
+        lambda config: {"num_experts": config.experts, "norm_topk_prob": config.routing.normalise},
     ),
 }
 
 _SHARED: Mapping[str, _Fields] = {
     "deepseek_v2": lambda config: {
-        "n_shared_experts": sum(config.shared_ffn) // config.ffn,
-        "mlp_bias": config.shared_bias,
+        "n_shared_experts": sum(config.shared.ffn) // config.ffn,
+        "mlp_bias": config.shared.bias,
     },
-    "deepseek_v3": lambda config: {"n_shared_experts": sum(config.shared_ffn) // config.ffn},
-    "qwen2_moe": lambda config: {"shared_expert_intermediate_size": sum(config.shared_ffn)},
+    "deepseek_v3": lambda config: {"n_shared_experts": sum(config.shared.ffn) // config.ffn},
+    "qwen2_moe": lambda config: {"shared_expert_intermediate_size": sum(config.shared.ffn)},
 }
 
 
@@ -111,7 +112,7 @@ class ModelRouter:
         router: Any = getattr(modelling, _MODELS[model][0])(model_config(model, config)).to(device)
         for name, parameter in list(router.named_parameters()):
             setattr(router, name, nn.Parameter(parameter.detach().to(config.dtype)))
-        self._router, self._biased = router, config.balance_bias
+        self._router, self._biased = router, config.routing.balance_bias
         self._seen = WeightsSeen(router, WEIGHTS)
 
     @property

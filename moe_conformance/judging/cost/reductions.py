@@ -74,7 +74,7 @@ def _most_of_tokens(workload: Workload, m: int, W: int) -> int:
     """
     config = workload.config
     most = max(len(batch.x_TD) for batch in workload.batches[m])
-    T = max(-(-most // config.token_alignment) * config.token_alignment, config.token_bound or 0)
+    T = max(-(-most // config.padding.alignment) * config.padding.alignment, config.padding.bound or 0)
     return 4 * W * T * (config.top_k * config.hidden + config.experts)
 
 

@@ -53,7 +53,7 @@ def judge_overlap(reading: Reading, twins: RunTwins, tally: Tally) -> None:
 
 def without_overlap(workload: Workload) -> Twin:
     """Return the same run of a layer whose shared experts do not run beside its exchange."""
-    config = replace(workload.config, shared_overlap=False)
+    config = workload.config.changed({"shared.overlap": False})
     plain = replace(workload, name=f"{workload.name}, without overlap", config=config)
     return Twin("without overlap", plain, the_same(workload), torch.arange(config.experts))
 

@@ -177,7 +177,7 @@ def _owners(pairs: list[Pair] | tuple[Pair, ...]) -> defaultdict[tuple[int, int,
 
 
 def _budget(reading: Reading) -> int:
-    budget = reading.outcome.workload.config.row_budget
+    budget = reading.outcome.workload.config.receive_buffer.rows
     assert budget is not None
     return budget
 

@@ -27,7 +27,7 @@ def judge_overflow(reading: Reading, tally: Tally) -> None:
     Raises:
         WrongCount: reported though all rows fit, or not reported.
     """
-    budget = reading.outcome.workload.config.row_budget
+    budget = reading.outcome.workload.config.receive_buffer.rows
     assert budget is not None
     multiple = reading.claims.multiple
     findings, compared = [], Counter[int]()

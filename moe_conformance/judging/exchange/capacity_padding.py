@@ -150,13 +150,13 @@ def _capacities(reading: Reading, m: int, group: tuple[int, ...], claims: Claims
     """
     config = reading.outcome.workload.config
     ids = [reading.batches[m][rank].ids_TK for rank in group]
-    if config.capacity_factor is None:
-        room = limits.lossless_capacity(ids, config.experts, minimum=config.min_capacity)
+    if config.capacity.factor is None:
+        room = limits.lossless_capacity(ids, config.experts, minimum=config.capacity.minimum)
         if claims.capacity_over == "tp":  # places are cut among its ranks
             tp = reading.outcome.workload.layout.tp
             room = -(-room // tp) * tp
         return [room] * len(group), [room] * len(group)
-    legal_of = partial(limits.capacities, factor=config.capacity_factor, minimum=config.min_capacity)
+    legal_of = partial(limits.capacities, factor=config.capacity.factor, minimum=config.capacity.minimum)
     legal = [legal_of(len(ids_TK), config.top_k, config.experts) for ids_TK in ids]
     fewest = [limits.padded_rows(len(ids_TK), rooms[0])[0] for rooms, ids_TK in zip(legal, ids, strict=True)]
     most = [limits.padded_rows(len(ids_TK), rooms[-1])[-1] for rooms, ids_TK in zip(legal, ids, strict=True)]

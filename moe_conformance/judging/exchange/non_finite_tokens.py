@@ -41,7 +41,7 @@ def spoilt_without_slot(workload: Workload) -> bool:
 
 def unfilled(workload: Workload) -> bool:
     """Whether no expert is filled up to a capacity, as it may be with unchosen tokens of weight 0 (DROP-12)."""
-    return not workload.config.pad_to_capacity
+    return not workload.config.capacity.padded
 
 
 def judge_other_outputs(reading: Reading, tally: Tally) -> None:

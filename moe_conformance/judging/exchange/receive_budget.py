@@ -42,7 +42,7 @@ def judge_budget(reading: Reading, tally: Tally) -> None:
     """
     work = reading.outcome.workload
     config, layout = work.config, work.layout
-    assert config.budget_factor is not None
+    assert config.receive_buffer.factor is not None
     multiple = reading.claims.multiple
     group_of = {rank: group for group in layout.groups()["ep_etp"] for rank in group}
     findings = []
@@ -50,11 +50,11 @@ def judge_budget(reading: Reading, tally: Tally) -> None:
         tokens = [len(reading.batches[m][each].x_TD) for each in group_of[rank]]
         held = len(reading.ranks[rank].local_experts)
         sizes = {"ep": layout.ep, "etp": layout.etp, "held": held, "multiple": multiple}
-        least = least_budget(tokens, config.top_k, factor=config.budget_factor, **sizes)
+        least = least_budget(tokens, config.top_k, factor=config.receive_buffer.factor, **sizes)
         most = _most_rows(reading, rank, m, tokens, multiple)
         if rows < min(least, most):
             padded = f" with experts padded to multiples of {multiple}" if multiple > 1 else ""
-            words = f"{config.budget_factor:g} times its balanced load is {least}{padded}"
+            words = f"{config.receive_buffer.factor:g} times its balanced load is {least}{padded}"
             if most < least:
                 words += f", and no routing sends more rows than {most}"
             told = f"the receive buffer of rank {rank} has {rows} rows instead of at least {min(least, most)}: {words}"

@@ -66,7 +66,7 @@ def judge_alignment(outcome: Outcome, tally: Tally) -> None:
         WrongForm: the backend claims another alignment, or none, or a rank returns no integer.
         WrongCount: a count is not a multiple.
     """
-    A, found = outcome.workload.config.token_alignment, []
+    A, found = outcome.workload.config.padding.alignment, []
     for each in outcome.ranks:
         if (claimed := each.claims.alignment) != A:
             sentence = f"rank {each.rank} claims alignment = {claimed} instead of the configured {A}"
@@ -90,8 +90,8 @@ def judge_stated_padding(reading: Reading, tally: Tally) -> None:
     for rank in reading.ranks:
         claims = rank.claims
         for name, claimed, asked in (
-            ("alignment", claims.alignment, config.token_alignment),
-            ("padding", claims.padding, config.pad_tokens),
+            ("alignment", claims.alignment, config.padding.alignment),
+            ("padding", claims.padding, config.padding.tokens),
         ):
             if claimed != asked:
                 of = f"the exchange of rank {rank.rank} claims {name} = {claimed!r} instead of the configured {asked!r}"
@@ -121,7 +121,7 @@ def judge_dispatched_rows(reading: Reading, tally: Tally) -> None:
             expected: Sequence[int] = tokens
             if unasked is not None:
                 expected = padding.padded_counts(tokens, groups, alignment=unasked)
-            elif workload.config.pad_tokens != "no":
+            elif workload.config.padding.tokens != "no":
                 expected = _expected(reading.outcome, tokens, groups)
             leaving = sum(rows_leaving(entry, rank.rank, hidden) for entry in calls if carries_rows(entry, hidden))
             if leaving != expected[rank.rank] * (W - 1):
@@ -199,7 +199,7 @@ def _judge_static(reading: Reading) -> None:
 
 def _pads_unasked(reading: Reading) -> bool:
     """Whether the exchange claims padding that is not configured, as it needs equal token counts."""
-    return reading.outcome.workload.config.pad_tokens == "no" and reading.claims.padding != "no"
+    return reading.outcome.workload.config.padding.tokens == "no" and reading.claims.padding != "no"
 
 
 def _alignment_unasked(reading: Reading) -> int:
@@ -252,14 +252,14 @@ def judge_broken_bound(outcome: Outcome, tally: Tally) -> None:
         WrongOutput: a rank that did not refuse has another y.
     """
     config, groups = outcome.workload.config, outcome.workload.layout.groups()["ep_etp"]
-    bound = config.token_bound
+    bound = config.padding.bound
     assert bound is not None
     expected = expect(outcome.workload, [1.0]).y
     for number, call in enumerate(outcome.workload.calls):
         tokens = [len(given["x"]) for given in call.given]
         found = answers(outcome, number)
         refused = [answer.raised for answer in found]
-        legal = bounds.legal_refusals(refused, tokens, groups, bound, alignment=config.token_alignment)
+        legal = bounds.legal_refusals(refused, tokens, groups, bound, alignment=config.padding.alignment)
         for group, well in zip(groups, legal, strict=True):
             if not well:
                 _tell_refusals(group, tokens, refused, [answer.error for answer in found], bound)
@@ -319,10 +319,10 @@ def _tokens(outcome: Outcome) -> list[list[int]]:
 
 def _expected(outcome: Outcome, tokens: Sequence[int], groups: Sequence[Sequence[int]]) -> Sequence[int]:
     config = outcome.workload.config
-    if config.pad_tokens == "bound":
-        assert config.token_bound is not None
-        return [bounds.bounded_count(config.token_bound, alignment=config.token_alignment)] * len(tokens)
-    return padding.padded_counts(tokens, groups, alignment=config.token_alignment)
+    if config.padding.tokens == "bound":
+        assert config.padding.bound is not None
+        return [bounds.bounded_count(config.padding.bound, alignment=config.padding.alignment)] * len(tokens)
+    return padding.padded_counts(tokens, groups, alignment=config.padding.alignment)
 
 
 def _asked(reading: Reading, rank: RankOutcome) -> Iterator[tuple[str, Entry]]:

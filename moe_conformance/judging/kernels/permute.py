@@ -160,7 +160,7 @@ def _calls(outcome: Outcome) -> list[tuple[int, int]]:
 
 def _asked(outcome: Outcome, call: int) -> _Asked:
     given = outcome.workload.calls[call].given[0]
-    return _Asked(given["x_TD"], given["routing"], outcome.workload.config.row_multiple)
+    return _Asked(given["x_TD"], given["routing"], outcome.workload.config.padding.row_multiple)
 
 
 def _weights(asked: _Asked) -> Tensor:

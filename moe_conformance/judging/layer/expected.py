@@ -49,10 +49,10 @@ class LayerExpected(StageAnswers[LayerGradients]):
         chosen = routes.route(
             self.workload.batches[m][rank].x_TD.double() @ parameters["router", None].double().T,
             top_k=config.top_k,
-            score=config.score,
+            score=config.routing.score,
             bias_E=parameters.get(("balance_bias", None)),
-            groups=config.groups,
-            group_score=config.group_score,
+            groups=config.routing.groups,
+            group_score=config.routing.group_score,
         )
         return chosen.ids_TK
 
@@ -64,7 +64,7 @@ class LayerExpected(StageAnswers[LayerGradients]):
     @property
     def _weighing(self) -> Weighing:
         config = self.workload.config
-        return Weighing(config.score, config.normalise, config.scale)
+        return Weighing(config.routing.score, config.routing.normalise, config.routing.scale)
 
     def _batch(self, places: Sequence[Place]) -> tuple[Tensor, Tensor, Tensor]:
         batches = [self.workload.batches[m][rank] for m, rank in places]
@@ -84,11 +84,11 @@ class LayerExpected(StageAnswers[LayerGradients]):
         The selection is clear, and every selected weight exceeds its margin, so that none counts as not selected.
         """
         config = self.workload.config
-        if config.capacity_factor is None:
+        if config.capacity.factor is None:
             return torch.ones_like(ids_TK, dtype=torch.bool)
-        assert config.drop_policy == "position"
+        assert config.capacity.drop_policy == "position"
         sizes = (len(ids_TK), config.top_k, config.experts)
-        (room,) = limits.capacities(*sizes, factor=config.capacity_factor, minimum=config.min_capacity)
+        (room,) = limits.capacities(*sizes, factor=config.capacity.factor, minimum=config.capacity.minimum)
         return drops.keep(ids_TK, config.experts, capacity=room, policy="position")
 
     def _kept(self, places: Sequence[Place]) -> Tensor:

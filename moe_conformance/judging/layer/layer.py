@@ -99,7 +99,7 @@ def judge_shared_unrouted(reading: Reading, tally: Tally) -> None:
         WrongForm, WrongOutput: as `judge_layer_outputs`.
     """
     judge_layer_outputs(reading, Tally())
-    expected, scale = expected_of(reading), reading.outcome.workload.config.scale
+    expected, scale = expected_of(reading), reading.outcome.workload.config.routing.scale
     for times in (scale, 1 / scale):
         for place in expected.places:
             target = expected.y(place)

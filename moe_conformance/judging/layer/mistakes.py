@@ -55,13 +55,13 @@ def _other_runs(
 def mixes(expected: LayerExpected) -> Iterator[tuple[str, Mix]]:
     """List the mistakes that there are in putting a layer's parts together, each in words."""
     workload = expected.workload
-    if not workload.config.shared_ffn:
+    if not workload.config.shared.ffn:
         return
-    if workload.config.shared_bias:
+    if workload.config.shared.bias:
         yield from _of_biases(expected)
     yield "the shared experts were left out", lambda r, h, a, b: r
     yield "the routed experts were left out", lambda r, h, a, b: a * h
-    if workload.config.shared_gate:
+    if workload.config.shared.gate:
         yield "the gate was left out", lambda r, h, a, b: r + h
         yield "the gate multiplied the output of the routed experts too", lambda r, h, a, b: a * (r + h)
         yield (
@@ -76,9 +76,9 @@ def mixes(expected: LayerExpected) -> Iterator[tuple[str, Mix]]:
 
 def detached(expected: LayerExpected) -> Iterator[tuple[str, Mix]]:
     """List what a backward may leave out, each in words."""
-    if not expected.workload.config.shared_ffn:
+    if not expected.workload.config.shared.ffn:
         return
-    if expected.workload.config.shared_gate:
+    if expected.workload.config.shared.gate:
         yield "no gradient passed through the gate", lambda r, h, a, b: r + a.detach() * h
     yield "no gradient passed through the shared experts", lambda r, h, a, b: r + (a * h).detach()
     yield "no gradient passed through the routed experts", lambda r, h, a, b: r.detach() + a * h
@@ -86,7 +86,7 @@ def detached(expected: LayerExpected) -> Iterator[tuple[str, Mix]]:
 
 def undropped(expected: LayerExpected) -> Iterator[tuple[str, Drop]]:
     """List what a backward may make of slots that the forward dropped, each in words."""
-    if expected.workload.config.capacity_factor is None:
+    if expected.workload.config.capacity.factor is None:
         return
     yield "no slot was dropped", lambda ids, w, kept: Routed(ids, w)
     yield (
@@ -103,13 +103,13 @@ def times_of_shared(times: float) -> Mix:
 def _of_biases(expected: LayerExpected) -> Iterator[tuple[str, Mix]]:
     """List the mistakes with the output biases of shared experts."""
     config = expected.workload.config
-    several = len(config.shared_ffn) > 1
+    several = len(config.shared.ffn) > 1
     of = "the biases of the shared experts" if several else "the bias of the shared expert"
     whose = f"{of} {'were' if several else 'was'}"
     yield f"{whose} left out", lambda r, h, a, b: r + a * (h - b.sum(0))
-    for j in range(len(config.shared_ffn)) if several else ():
+    for j in range(len(config.shared.ffn)) if several else ():
         yield f"only the bias of shared expert {j} was added", _only_bias(j)
-    if config.shared_gate:
+    if config.shared.gate:
         yield f"{whose} added after the gate", lambda r, h, a, b: r + a * (h - b.sum(0)) + b.sum(0)
         yield f"the gate multiplied {of} alone", lambda r, h, a, b: r + h - (1 - a) * b.sum(0)
         yield f"the gate multiplied {of} twice", lambda r, h, a, b: r + a * (h - (1 - a) * b.sum(0))
@@ -137,6 +137,6 @@ def _factors(expected: LayerExpected) -> Iterator[tuple[str, float]]:
         yield f"added {times:g} times ({' or '.join(names)})", times
     for times, names in sizes.items():
         yield f"divided by {times:g} ({' or '.join(names)})", 1 / times
-    if config.scale != 1:
-        yield f"multiplied by the routing scale {config.scale:g}", config.scale
-        yield f"divided by the routing scale {config.scale:g}", 1 / config.scale
+    if config.routing.scale != 1:
+        yield f"multiplied by the routing scale {config.routing.scale:g}", config.routing.scale
+        yield f"divided by the routing scale {config.routing.scale:g}", 1 / config.routing.scale

@@ -140,7 +140,7 @@ class StageAnswers(ABC, Generic[S]):
 
     def _allowed(self, error: Tensor, tokens: int = 0) -> Tensor:
         config = self.workload.config
-        longest = max(bounds.longest_sum(config), *config.shared_ffn, 0)
+        longest = max(bounds.longest_sum(config), *config.shared.ffn, 0)
         return bounds.allowed(error, config.dtype, addends=longest + tokens)
 
 

@@ -49,7 +49,7 @@ def judge_minimum(reading: Reading, tally: Tally) -> None:
     judge_capacity(reading, Tally())
     drops = drops_of(reading)
     for place in drops.places:
-        if drops.capacities(place) == (drops.workload.config.min_capacity,):
+        if drops.capacities(place) == (drops.workload.config.capacity.minimum,):
             tally.add(pairs=drops.workload.config.experts, rank=place[1])
 
 
@@ -61,9 +61,9 @@ def _wrong_counts(drops: Drops, place: Place) -> list[list[Finding]]:
     m, rank = place
     config = drops.workload.config
     T = len(drops.ids[place])
-    at_least = f", at least {config.min_capacity}" if config.min_capacity else ""
+    at_least = f", at least {config.capacity.minimum}" if config.capacity.minimum else ""
     right = (
-        f"{' or '.join(map(str, legal))} (ceil({config.capacity_factor:g} x {config.top_k} x {T} / {config.experts})"
+        f"{' or '.join(map(str, legal))} (ceil({config.capacity.factor:g} x {config.top_k} x {T} / {config.experts})"
         f"{at_least})"
     )
     of = f" of microbatch {m}" if m else ""
@@ -84,16 +84,16 @@ def _wrong_counts(drops: Drops, place: Place) -> list[list[Finding]]:
 def _other_capacities(drops: Drops, place: Place) -> Iterator[tuple[str, int]]:
     """List wrong capacities in words."""
     config, layout = drops.workload.config, drops.workload.layout
-    assert config.capacity_factor is not None
+    assert config.capacity.factor is not None
     m, rank = place
     tokens = [len(drops.ids[m, other]) for other in range(layout.world)]
-    per_token = config.capacity_factor / config.experts
+    per_token = config.capacity.factor / config.experts
     mean = per_token * config.top_k * tokens[rank]
-    yield "the capacity was rounded down", max(config.min_capacity, int(mean))
+    yield "the capacity was rounded down", max(config.capacity.minimum, int(mean))
     yield "the last slot within the capacity was dropped (off by one)", drops.capacities(place)[0] - 1
-    if config.min_capacity:
+    if config.capacity.minimum:
         yield "computed without the minimum capacity", -int(-mean // 1)
-    yield "computed for top-k = 1", max(config.min_capacity, -int(-per_token * tokens[rank] // 1))
+    yield "computed for top-k = 1", max(config.capacity.minimum, -int(-per_token * tokens[rank] // 1))
     for words, T in (
         ("computed from the tokens of all ranks", sum(tokens)),
         ("computed from the largest number of tokens of a rank", max(tokens)),
@@ -156,7 +156,7 @@ def judge_policy(reading: Reading, tally: Tally) -> None:
         WrongForm, WrongSelection, WrongCount: others are.
     """
     policies: dict[str, Policy] = {"weights": "weight", "position": "position"}
-    policy = policies[reading.outcome.workload.config.drop_policy]
+    policy = policies[reading.outcome.workload.config.capacity.drop_policy]
     _judge_kept(reading, tally, "choice" if policy == "position" and keeps_by_choices(reading) else policy)
 
 
@@ -183,14 +183,14 @@ def _judge_kept(reading: Reading, tally: Tally, policy: Policy) -> None:
 
 def _legal(drops: Drops, place: Place, policy: Policy) -> bool:
     config, (weights_TK, errors_TK) = drops.workload.config, drops.weights(place)
-    assert config.capacity_factor is not None
+    assert config.capacity.factor is not None
     (legal,) = capacity_drops.legal_drops_by_rank(
         [drops.kept[place]],
         [drops.ids[place]],
         config.experts,
-        factor=config.capacity_factor,
+        factor=config.capacity.factor,
         policy=policy,
-        minimum=config.min_capacity,
+        minimum=config.capacity.minimum,
         weights_by_rank=[weights_TK],
         errors_by_rank=[errors_TK],
     )
@@ -327,7 +327,7 @@ def _fail_weights(drops: Drops, actual: dict[Place, torch.Tensor], targets: dict
     for place, kept_TK in drops.kept.items():
         w_TK = targets[place].expected * kept_TK
         sum_T1 = w_TK.sum(1, keepdim=True)
-        again_TK = w_TK / torch.where(sum_T1 == 0, 1.0, sum_T1) * drops.workload.config.scale
+        again_TK = w_TK / torch.where(sum_T1 == 0, 1.0, sum_T1) * drops.workload.config.routing.scale
         renormalised[place] = torch.where(kept_TK, again_TK, targets[place].expected)
     filled = {place: target.allowed for place, target in targets.items() if target.allowed.numel()}
     allowed = {place: torch.full_like(each, 4 * float(each.max())) for place, each in filled.items()}

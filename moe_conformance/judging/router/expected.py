@@ -59,12 +59,12 @@ class RouterExpected:
     def weighing(self) -> Weighing:
         """How scores become weights."""
         config = self.workload.config
-        return {"score": config.score, "normalise": config.normalise, "scale": config.scale}
+        return {"score": config.routing.score, "normalise": config.routing.normalise, "scale": config.routing.scale}
 
     @property
     def limit(self) -> Limit:
         """Which groups are open."""
-        return {"groups": self.workload.config.groups, "group_score": self.workload.config.group_score}
+        return {"groups": self.workload.config.routing.groups, "group_score": self.workload.config.routing.group_score}
 
     @property
     def router_ED(self) -> Tensor:

@@ -75,9 +75,9 @@ def _other_choices(expected: RouterExpected) -> Iterator[tuple[str, bool]]:
 def _possible(expected: RouterExpected, group_score: routes.GroupScore) -> bool:
     """Whether groups are large enough to be scored that way."""
     config = expected.workload.config
-    assert config.groups is not None  # asked only where there are groups
-    addends = {"max": 1, "top2_sum": 2, "topk_sum": config.top_k // config.groups[1]}[group_score]
-    return 1 <= addends <= config.experts // config.groups[0]
+    assert config.routing.groups is not None  # asked only where there are groups
+    addends = {"max": 1, "top2_sum": 2, "topk_sum": config.top_k // config.routing.groups[1]}[group_score]
+    return 1 <= addends <= config.experts // config.routing.groups[0]
 
 
 def _other_scores(expected: RouterExpected, place: Place, by: str) -> Tensor:
@@ -87,8 +87,10 @@ def _other_scores(expected: RouterExpected, place: Place, by: str) -> Tensor:
     if by in ("closed at 0", "unbiased groups"):
         scored_TE = plain_TE if by == "unbiased groups" else right_TE
         config = expected.workload.config
-        assert config.groups is not None
-        open_TE = selection.group_mask(scored_TE, config.groups, top_k=config.top_k, group_score=config.group_score)
+        assert config.routing.groups is not None
+        open_TE = selection.group_mask(
+            scored_TE, config.routing.groups, top_k=config.top_k, group_score=config.routing.group_score
+        )
         return torch.where(open_TE, right_TE, 0.0 if by == "closed at 0" else -torch.inf)
     if by == "biased logits":
         assert expected.bias_E is not None

@@ -44,16 +44,16 @@ def judge_extreme(reading: Reading, tally: Tally) -> None:
         logits_TE, ids_TK, weights_TK = _routed(reading, *place)
         bias_E = workload.parameters.get(("balance_bias", None))
         chosen_T = extreme_logits.legal_ids(
-            logits_TE, ids_TK, score=config.score, bias_E=bias_E, among_TE=_among(workload, logits_TE)
+            logits_TE, ids_TK, score=config.routing.score, bias_E=bias_E, among_TE=_among(workload, logits_TE)
         )
         _require(chosen_T, WrongSelection, place[1], "selected", ids_TK, logits_TE)
         weighed_T = extreme_logits.legal_weights(
             logits_TE,
             ids_TK,
             weights_TK.double(),
-            score=config.score,
-            normalise=config.normalise,
-            scale=config.scale,
+            score=config.routing.score,
+            normalise=config.routing.normalise,
+            scale=config.routing.scale,
             rounding=2.0**-20 if config.dtype.itemsize >= 4 else 2.0**-6,  # in whatever dtype they are handed on
         )
         _require(weighed_T, WrongWeight, place[1], "has the weights", weights_TK, logits_TE)
@@ -101,8 +101,10 @@ def _best(workload: Workload, logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
     bias_E = workload.parameters.get(("balance_bias", None), torch.zeros(config.experts))
     finite_TE = torch.where(scores_TE.isfinite(), scores_TE, 0.0)
     error_TE = _rounding(workload) * (finite_TE.abs() + bias_E.double().abs()) + _LEAST
-    if config.groups is not None:
-        margin_T = selection.margins(scores_TE, ids_TK, groups=config.groups, group_score=config.group_score)
+    if config.routing.groups is not None:
+        margin_T = selection.margins(
+            scores_TE, ids_TK, groups=config.routing.groups, group_score=config.routing.group_score
+        )
         return margin_T >= -2 * error_TE.max(1).values
     favoured_TE = (scores_TE - error_TE).scatter(1, ids_TK, (scores_TE + error_TE).gather(1, ids_TK))
     return selection.margins(favoured_TE, ids_TK) >= 0
@@ -120,9 +122,15 @@ def judge_extreme_weights(reading: Reading, tally: Tally) -> None:
     config = workload.config
     for place in places_of(workload, range(workload.layout.world)):
         logits_TE, ids_TK, weights_TK = _routed(reading, *place)
-        right_TK = routes.weights(logits_TE, ids_TK, score=config.score, normalise=config.normalise, scale=config.scale)
+        right_TK = routes.weights(
+            logits_TE,
+            ids_TK,
+            score=config.routing.score,
+            normalise=config.routing.normalise,
+            scale=config.routing.scale,
+        )
         decided_T = _decided(workload, logits_TE, ids_TK)
-        allowed_TK = _rounding(workload) * right_TK + config.scale * _LEAST / _UNDERFLOW
+        allowed_TK = _rounding(workload) * right_TK + config.routing.scale * _LEAST / _UNDERFLOW
         right_T = ((weights_TK.double() - right_TK).abs() <= allowed_TK).all(1)
         _require(right_T | ~decided_T, WrongWeight, place[1], "has the weights", weights_TK, logits_TE)
         tally.add(pairs=int(decided_T.sum()) * config.top_k, rank=place[1])
@@ -145,9 +153,11 @@ def judge_extreme_dx(reading: Reading, tally: Tally) -> None:
     for m, rank in places_of(workload, range(workload.layout.world)):
         logits_TE, ids_TK, _ = _routed(reading, m, rank)
         upstream_TK = workload.batches[m][rank].upstream.double().gather(1, ids_TK)
-        slack_T1 = 4 * _rounding(workload) * config.scale * upstream_TK.abs().sum(1, keepdim=True)
+        slack_T1 = 4 * _rounding(workload) * config.routing.scale * upstream_TK.abs().sum(1, keepdim=True)
         leaf_TE = logits_TE.detach().requires_grad_()
-        weights_TK = routes.weights(leaf_TE, ids_TK, score=config.score, normalise=config.normalise, scale=config.scale)
+        weights_TK = routes.weights(
+            leaf_TE, ids_TK, score=config.routing.score, normalise=config.routing.normalise, scale=config.routing.scale
+        )
         (dlogits_TE,) = torch.autograd.grad(weights_TK, leaf_TE, upstream_TK)
         right_TD = dlogits_TE @ workload.parameters["router", None].double()
         dx_TD = reading.seen(m, rank).dx_TD.value
@@ -167,8 +177,8 @@ def judge_extreme_dx(reading: Reading, tally: Tally) -> None:
 
 def _decided(workload: Workload, logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
     """Say of which tokens no sum of scores that is divided by underflows, bool (T,)."""
-    scores_TK = routes.weights(logits_TE, ids_TK, score=workload.config.score)
-    return (scores_TK.sum(1) > _UNDERFLOW) | (not workload.config.normalise)
+    scores_TK = routes.weights(logits_TE, ids_TK, score=workload.config.routing.score)
+    return (scores_TK.sum(1) > _UNDERFLOW) | (not workload.config.routing.normalise)
 
 
 def judge_spoilt_routes(outcome: Outcome, tally: Tally) -> None:
@@ -217,7 +227,7 @@ def _rounding(workload: Workload) -> float:
 
 def _selection_scores(workload: Workload, logits_TE: Tensor) -> Tensor:
     bias_E = workload.parameters.get(("balance_bias", None))
-    return selection_scores(logits_TE, score=workload.config.score, bias_E=bias_E)
+    return selection_scores(logits_TE, score=workload.config.routing.score, bias_E=bias_E)
 
 
 def _routed(reading: Reading, m: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -235,10 +245,12 @@ def _routed(reading: Reading, m: int, rank: int) -> tuple[Tensor, Tensor, Tensor
 def _among(workload: Workload, logits_TE: Tensor) -> Tensor | None:
     """Return the experts of the groups that are open to each token; None without groups."""
     config = workload.config
-    if config.groups is None:
+    if config.routing.groups is None:
         return None
     scores_TE = _selection_scores(workload, logits_TE)
-    return selection.group_mask(scores_TE, config.groups, top_k=config.top_k, group_score=config.group_score)
+    return selection.group_mask(
+        scores_TE, config.routing.groups, top_k=config.top_k, group_score=config.routing.group_score
+    )
 
 
 def _require(

@@ -181,7 +181,7 @@ def _wrong_deviation(reading: Reading) -> list[Finding]:
     expected = forced_expected_of(reading)
     if expected is None:
         raise NotOffered("the router does not report the forced logits")
-    deviation = expected.workload.config.forced[0][1]
+    deviation = expected.workload.config.routing.forced[0][1]
     assert deviation is not None
     findings = []
     for rank in _ranks(expected):
@@ -243,7 +243,7 @@ def judge_bias_in_turn(reading: Reading, tally: Tally) -> None:
 def _wrong_turn(own: RouterExpected, one: Place, other: Place) -> str:
     """Say what is wrong with the choices of two forwards on a rank; "" if nothing is."""
     config, routers = own.workload.config, own.workload.routers
-    keeps, same_layer = (config.forced[0][1] or 0.0) < 0, one[0] % routers == other[0] % routers
+    keeps, same_layer = (config.routing.forced[0][1] or 0.0) < 0, one[0] % routers == other[0] % routers
     alike = one_choice([own.ids[one], own.ids[other]])
     said = f"rank {one[1]} in forwards {one[0]} and {other[0]} of {'one layer' if same_layer else 'two layers'}"
     if keeps and same_layer:

@@ -80,8 +80,8 @@ def _judge_limit(reading: Reading, tally: Tally) -> None:
     own, forced = expected_of(reading), forced_expected_of(reading)
     _require_forced(own)
     config = own.workload.config
-    assert config.groups is not None  # asked only where there are groups
-    groups, chosen = config.groups
+    assert config.routing.groups is not None  # asked only where there are groups
+    groups, chosen = config.routing.groups
     findings = []
     for m, rank in own.places:
         used_T = groups_used(own.ids[m, rank], config.experts, groups)
@@ -103,13 +103,13 @@ def _judge_limit(reading: Reading, tally: Tally) -> None:
 def _require_groups_forced(own: RouterExpected) -> None:
     """Fail where random logits selected among the groups that the router's own logits open, token for token."""
     config = own.workload.config
-    assert config.groups is not None
-    if config.forced[0][0] != "random":
+    assert config.routing.groups is not None
+    if config.routing.forced[0][0] != "random":
         return  # a bias may open the same groups for all tokens, and these by chance
     findings = []
     for place in own.places:
         tokens = len(own.ids[place])
-        if comb(*config.groups) ** -tokens < _CHANCE and _within_own_groups(own, place):
+        if comb(*config.routing.groups) ** -tokens < _CHANCE and _within_own_groups(own, place):
             sentence = (
                 f"all {tokens} tokens of rank {place[1]} select experts of the groups that the router's own logits "
                 "select, not the forced ones; likely cause: logits were forced after the group limit"
@@ -122,10 +122,12 @@ def _require_groups_forced(own: RouterExpected) -> None:
 def _within_own_groups(own: RouterExpected, place: Place) -> bool:
     """Whether every token's experts are of groups that are open to it by its own scores."""
     config = own.workload.config
-    if config.groups is None:
+    if config.routing.groups is None:
         return False
     scores_TE = own.selection_scores(place, own.bias_E)
-    open_TE = selection.group_mask(scores_TE, config.groups, top_k=config.top_k, group_score=config.group_score)
+    open_TE = selection.group_mask(
+        scores_TE, config.routing.groups, top_k=config.top_k, group_score=config.routing.group_score
+    )
     return bool(open_TE.gather(1, own.ids[place]).all())
 
 
@@ -139,7 +141,7 @@ def _require_forced(own: RouterExpected) -> None:
         if chance < _CHANCE and bool(own.legal(place).all()):
             sentence = (
                 f"all {tokens} tokens of rank {place[1]} are routed by the router's own logits; likely cause: "
-                f"forced routing {config.forced[0][0]} was requested, accepted and ignored"
+                f"forced routing {config.routing.forced[0][0]} was requested, accepted and ignored"
             )
             findings.append(Finding("ignored", sentence, (place[1],)))
     if findings:
@@ -168,7 +170,7 @@ def judge_forced_loads(reading: Reading, tally: Tally) -> None:
 
 
 def _unbalanced(own: RouterExpected, place: Place, loads_E: list[int]) -> Finding:
-    name, rank = own.workload.config.forced[0][0], place[1]
+    name, rank = own.workload.config.routing.forced[0][0], place[1]
     cause = ""
     if bool(own.legal(place).all()):
         cause = (

@@ -102,7 +102,7 @@ def _judge_load(outcome: Outcome, rank: int, ids_TK: Tensor, mask_T: Tensor, cou
         return limits.loads(chosen, config.experts).tolist()
 
     if not isinstance(counts_E, Tensor):
-        if config.balance_bias:
+        if config.routing.balance_bias:
             raise WrongForm("route", f"the router of rank {rank} has an expert bias and reports no load", ranks=(rank,))
         return
     expected, counted = load(ids_TK[~mask_T]), counts_E.tolist()

@@ -272,7 +272,7 @@ def _fail_gradient(
     full = expected.gradient(held[0].stage)
     undivided = Target(full.expected * expected.divisor, full.allowed * expected.divisor)
     before = len(local) == len(ranks) and not compare(torch.stack(local).sum(0), *undivided).holds
-    names = ratio_names({"the scale": expected.workload.config.scale}) | reading.router_ratios
+    names = ratio_names({"the scale": expected.workload.config.routing.scale}) | reading.router_ratios
     findings, ratio = explain_gradients(gradients_of(expected), held, names)
     fail(WrongGradient, "gradient" if before else "finish", findings, ratio=ratio)
 

@@ -151,4 +151,4 @@ def _differentiable(expected: RouterExpected) -> Iterator[tuple[str, Weigh]]:
 
 def _names(expected: RouterExpected) -> dict[str, float]:
     config = expected.workload.config
-    return ratio_names({"the scale": config.scale, "K": config.top_k})
+    return ratio_names({"the scale": config.routing.scale, "K": config.top_k})

@@ -40,9 +40,9 @@ class Drops(RouterExpected):
     def capacities_of(self, tokens: int) -> tuple[int, ...]:
         """The legal capacities of a rank with that many tokens."""
         config = self.workload.config
-        assert config.capacity_factor is not None
+        assert config.capacity.factor is not None
         sizes = (tokens, config.top_k, config.experts)
-        return limits.capacities(*sizes, factor=config.capacity_factor, minimum=config.min_capacity)
+        return limits.capacities(*sizes, factor=config.capacity.factor, minimum=config.capacity.minimum)
 
     def loads(self, place: Place) -> list[int]:
         """How many slots of a rank selected each expert."""
@@ -124,7 +124,7 @@ def _kept(reading: Reading, place: Place, chosen_TK: Tensor) -> tuple[Tensor, li
     A slot that was added to fill an expert up to its capacity weighs exactly zero and is not looked at further.
     """
     m, rank = place
-    seen, padded = reading.seen(m, rank), reading.outcome.workload.config.pad_to_capacity
+    seen, padded = reading.seen(m, rank), reading.outcome.workload.config.capacity.padded
     ids, weights = seen.routed_ids_TK, seen.routed_weights_TK
     if ids is None or weights is None or ids.dim() != 2 or ids.shape != weights.shape or len(ids) != len(chosen_TK):
         shapes = " and ".join("missing" if each is None else str(tuple(each.shape)) for each in (ids, weights))

@@ -15,7 +15,7 @@ from moe_conformance.workloads.records.workload import Call, Workload
 from moe_conformance.workloads.selection.profiles import Profile
 
 BUILT = "packed-built"
-_PACKED: dict[str, Any] = {"packed": True}
+_PACKED: dict[str, Any] = {"padding.packed": True}
 
 PROBE = (
     Recipe("packed-sequences-even", config=_PACKED),
@@ -33,9 +33,9 @@ def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
         return
     fed = [exchange_workload(recipe, "probe", variant, layout) for recipe in PROBE]
     config = fed[0].config
-    asked = (replace(config, packed=False), config)
+    asked = (config.changed({"padding.packed": False}), config)
     calls = tuple(Call("exchange", ({"config": each},) * layout.world, may_raise=True) for each in asked)
-    yield Workload(BUILT, "session", replace(config, packed=False), layout, (), calls=calls)
+    yield Workload(BUILT, "session", config.changed({"padding.packed": False}), layout, (), calls=calls)
     yield from (replace(workload, kind="packed") for workload in fed)
 
 

@@ -41,16 +41,16 @@ class ForcingRecipe:
     routers: int = 1  # that take turns, as if of several layers
 
 
-_SOFTMAX = {"experts": 24, "top_k": 4, "groups": (4, 2), "scale": 2.5}
-_SIGMOID = {**_SOFTMAX, "score": "sigmoid", "normalise": True}
-_BIASED = {**_SIGMOID, "balance_bias": True}
-_ONE = {**_BIASED, "groups": (4, 1), "group_score": "top2_sum"}
-_FINE = {**_SOFTMAX, "groups": (8, 2)}
+_SOFTMAX = {"experts": 24, "top_k": 4, "routing.groups": (4, 2), "routing.scale": 2.5}
+_SIGMOID = {**_SOFTMAX, "routing.score": "sigmoid", "routing.normalise": True}
+_BIASED = {**_SIGMOID, "routing.balance_bias": True}
+_ONE = {**_BIASED, "routing.groups": (4, 1), "routing.group_score": "top2_sum"}
+_FINE = {**_SOFTMAX, "routing.groups": (8, 2)}
 _ONE_WITHOUT = (14, 0, 18, 9)
-_MASKED = {"experts": 8, "top_k": 4, "normalise": True}
+_MASKED = {"experts": 8, "top_k": 4, "routing.normalise": True}
 _MANY = {"experts": 256, "top_k": 8}
-_ALONE = {**_MANY, "score": "softmax_topk"}  # a logit of a million weighs all there is
-_ALL = {**_SIGMOID, "groups": (4, 4), "group_score": "max"}
+_ALONE = {**_MANY, "routing.score": "softmax_topk"}  # a logit of a million weighs all there is
+_ALL = {**_SIGMOID, "routing.groups": (4, 4), "routing.group_score": "max"}
 
 FORCINGS = (
     ForcingRecipe("forced-random-groups", "random", config=_SIGMOID),
@@ -83,8 +83,8 @@ MASKED = tuple(
     ForcingRecipe(f"forced-masked-{name}", "round_robin", None, {**_MASKED, **config}, (10, 7), "F0", "forced masked")
     for name, config in {
         "softmax": {},
-        "softmax-of-chosen": {"score": "softmax_topk", "normalise": False},
-        "sigmoid": {"score": "sigmoid", "scale": 2.5},
+        "softmax-of-chosen": {"routing.score": "softmax_topk", "routing.normalise": False},
+        "sigmoid": {"routing.score": "sigmoid", "routing.scale": 2.5},
     }.items()
 )
 _NOBODY = (0, 1, 2, 3, 5)  # experts whose logits are -inf: all that some tokens are forced to, and one of others
@@ -108,8 +108,8 @@ def copies(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]
 
 def _workload(recipe: ForcingRecipe, variant: str, layout: Layout) -> Workload:
     forced = ((recipe.strategy, recipe.parameter),)
-    how = {"variant": variant, "forced": forced, "token_copies": recipe.copies, **recipe.config}
-    config = Config(**how)
+    how = {"variant": variant, "routing.forced": forced, "token_copies": recipe.copies, **recipe.config}
+    config = Config().changed(how)
     microbatches = len({item[1:] for item in recipe.schedule.split()})
     tensor = {rank: ranks[0] for ranks in layout.groups()["tp"] for rank in ranks}
     batches = tuple(
@@ -129,12 +129,12 @@ def _workload(recipe: ForcingRecipe, variant: str, layout: Layout) -> Workload:
 
 def liked_groups(config: Config) -> tuple[int, ...]:
     """Return the groups that all tokens like best, as many as are chosen; none without groups."""
-    return () if config.groups is None else tuple(range(1, 1 + config.groups[1]))
+    return () if config.routing.groups is None else tuple(range(1, 1 + config.routing.groups[1]))
 
 
 def forces_logits(workload: Workload) -> bool:
     """Whether the strategy in force replaces logits, and not ids."""
-    return workload.config.forced[0][0] in FORCING_LOGITS
+    return workload.config.routing.forced[0][0] in FORCING_LOGITS
 
 
 def forces_ids(workload: Workload) -> bool:
@@ -149,25 +149,25 @@ def holds_copies(workload: Workload) -> bool:
 
 def draws_at_random(workload: Workload) -> bool:
     """Whether logits are drawn without a bias."""
-    return workload.config.forced[0][0] == "random"
+    return workload.config.routing.forced[0][0] == "random"
 
 
 def biased(workload: Workload) -> bool:
     """Whether a bias of each expert is drawn."""
-    return workload.config.forced[0][0] == "biased"
+    return workload.config.routing.forced[0][0] == "biased"
 
 
 def bias_decides_alone(workload: Workload) -> bool:
     """Whether a bias is so large that nothing else decides."""
-    return biased(workload) and abs(workload.config.forced[0][1] or 0.0) >= ALONE
+    return biased(workload) and abs(workload.config.routing.forced[0][1] or 0.0) >= ALONE
 
 
 def _parameters(config: Config, generator: Any) -> dict[ParameterKey, Tensor]:
     """Return a router by which an entry of one in every token decides among groups."""
     made = draw.router_parameters(config, generator, bias=0.3, twins=False)
-    if config.groups is None:
+    if config.routing.groups is None:
         return made
-    groups, chosen = config.groups
+    groups, chosen = config.routing.groups
     if groups == chosen:
         return made
     size = config.experts // groups

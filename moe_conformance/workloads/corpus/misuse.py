@@ -63,8 +63,8 @@ INPUTS: dict[str, tuple[str, Spoil]] = {
 
 
 SETTINGS: dict[str, Mapping[str, Any]] = {
-    "padded": {"pad_tokens": "group_max"},
-    "filled": {"capacity_factor": 2.0, "pad_to_capacity": True},
+    "padded": {"padding.tokens": "group_max"},
+    "filled": {"capacity.factor": 2.0, "capacity.padded": True},
     "copies": {"token_copies": True},
 }
 IN_SETTINGS = ("ids-in-float", "more-tokens-than-ids", "narrow-tokens")  # one of a type, of a number, of a shape
@@ -143,7 +143,7 @@ def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     yield from _answers(blank)
     first = {rank: ranks[0] for ranks in layout.groups()["tp"] for rank in ranks}
     for name, fields in SETTINGS.items():
-        changed = replace(blank, config=replace(config, **fields))
+        changed = replace(blank, config=config.changed(fields))
         if name == "copies":
             copied = tuple(tuple(ranks[first[rank]] for rank in range(layout.world)) for ranks in batches)
             changed = replace(changed, batches=copied)

@@ -5,8 +5,9 @@ Rank 0 has none of them where there are other ranks: whatever reaches it came th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -29,27 +30,31 @@ class _Spoilt:
 
 
 def _spoilt(
-    where: Where, name: str, route: routes.Route, tokens: tuple[int, ...], **config: Any
+    where: Where,
+    name: str,
+    route: routes.Route,
+    tokens: tuple[int, ...],
+    config: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[_Spoilt, _Spoilt]:
     """Return the workload with the suite's experts, and with the backend's own."""
     return (
-        _Spoilt(Recipe(f"spoilt-{name}", route, tokens, config), where),
+        _Spoilt(Recipe(f"spoilt-{name}", route, tokens, dict(config)), where),
         # In bfloat16: some libraries' experts compute in it whatever the tokens are.
         _Spoilt(Recipe(f"own-spoilt-{name}", route, tokens, {"dtype": torch.bfloat16, **config}), where),
     )
 
 
+_TO_CAPACITY = {"capacity.padded": True}
+_PADDED = {"padding.tokens": "group_max", "padding.alignment": 8}
 _PAIRS = (
     _spoilt("tokens", "tokens-even", routes.anywhere, recipes.EVEN),
     _spoilt("tokens", "tokens-uneven", routes.anywhere, recipes.UNEVEN),
     _spoilt("upstream", "upstream-even", routes.anywhere, recipes.EVEN),
     _spoilt("dropped", "dropped-even", routes.dropped, recipes.EVEN),
     # Where rows have places of their own, a product with a map of ones and zeros may take them there.
-    _spoilt("tokens", "tokens-to-capacity-even", routes.anywhere, recipes.EVEN, pad_to_capacity=True),
-    _spoilt("upstream", "upstream-to-capacity-even", routes.anywhere, recipes.EVEN, pad_to_capacity=True),
-    _spoilt(
-        "tokens", "tokens-padded-uneven", routes.anywhere, recipes.UNEVEN, pad_tokens="group_max", token_alignment=8
-    ),
+    _spoilt("tokens", "tokens-to-capacity-even", routes.anywhere, recipes.EVEN, _TO_CAPACITY),
+    _spoilt("upstream", "upstream-to-capacity-even", routes.anywhere, recipes.EVEN, _TO_CAPACITY),
+    _spoilt("tokens", "tokens-padded-uneven", routes.anywhere, recipes.UNEVEN, _PADDED),
 )
 _ALL = tuple(each for pair in _PAIRS for each in pair)
 NAMES = tuple(each.recipe.name for each in _ALL)

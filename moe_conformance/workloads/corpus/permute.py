@@ -87,13 +87,15 @@ _PERMUTE = (
     _Permute("permute-many-rows", tokens=300, config={"experts": 3}),
     _Permute("permute-strided", strided=True),
     _Permute("permute-bf16", config=_BF16),
-    _Permute("permute-to-16", config={"row_multiple": 16}),
-    _Permute("permute-to-16-idle-experts", _few, config={"row_multiple": 16}),
-    _Permute("permute-to-16-full", _in_turn, tokens=64, config={"row_multiple": 16}),
-    _Permute("permute-to-16-no-tokens", tokens=0, config={"row_multiple": 16}),
-    _Permute("permute-to-32-bf16", tokens=70, config={"row_multiple": 32, **_BF16}),
-    _Permute("permute-to-128-empty-slots", _empty_slots, tokens=300, config={"row_multiple": 128, "experts": 4}),
-    _Permute("permute-to-3", tokens=29, config={"row_multiple": 3}),
+    _Permute("permute-to-16", config={"padding.row_multiple": 16}),
+    _Permute("permute-to-16-idle-experts", _few, config={"padding.row_multiple": 16}),
+    _Permute("permute-to-16-full", _in_turn, tokens=64, config={"padding.row_multiple": 16}),
+    _Permute("permute-to-16-no-tokens", tokens=0, config={"padding.row_multiple": 16}),
+    _Permute("permute-to-32-bf16", tokens=70, config={"padding.row_multiple": 32, **_BF16}),
+    _Permute(
+        "permute-to-128-empty-slots", _empty_slots, tokens=300, config={"padding.row_multiple": 128, "experts": 4}
+    ),
+    _Permute("permute-to-3", tokens=29, config={"padding.row_multiple": 3}),
 )
 
 _FORMS: tuple[tuple[str, Ids, int, dict[str, Any]], ...] = (
@@ -157,9 +159,9 @@ def corpus(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]
     for recipe in _PERMUTE:
         yield _permutation(recipe, variant, layout)
     for name, ids, tokens, more in _FORMS:
-        yield _forms(name, ids, tokens, Config(variant=variant, **more), layout)
+        yield _forms(name, ids, tokens, Config(variant=variant).changed(more), layout)
     for name, counts, more in _COUNTS:
-        yield _reordering(name, torch.tensor(counts), Config(variant=variant, hidden=_D, **more), layout)
+        yield _reordering(name, torch.tensor(counts), Config(variant=variant, hidden=_D).changed(more), layout)
     for each in _INDEX:
         yield _row_index(each, Config(variant=variant, hidden=_D, dtype=each.dtype), layout)
 
@@ -175,7 +177,7 @@ def _permutation(recipe: _Permute, variant: str, layout: Layout) -> Workload:
     Rows of their own tell slots of a token apart, which its own rows, all alike, cannot. Where rows are padded they
     cannot be counted; what came is unpermuted once more then, with large numbers and gradients in the padding.
     """
-    config = Config(variant=variant, hidden=_D, **recipe.config)
+    config = Config(variant=variant, hidden=_D).changed(recipe.config)
     g = draw.generator(recipe.name)
     T = recipe.tokens
     ids_TK = recipe.ids(T, config, g)
@@ -189,12 +191,12 @@ def _permutation(recipe: _Permute, variant: str, layout: Layout) -> Workload:
         Call("permute", ({"x_TD": x_TD, "routing": routing},), asks),
         Call("unpermute", ({"rows_RD": Ref(0, "rows_RD"), "handle": Ref(0, "handle")},), (), (upstream,)),
     ]
-    if config.row_multiple == 1 and recipe.ids is not _twice:
+    if config.padding.row_multiple == 1 and recipe.ids is not _twice:
         rows_RD = _numbers((int((ids_TK >= 0).sum()), _D), config.dtype, g)
         back = {"rows_RD": rows_RD, "handle": Ref(2, "handle")}
         # Where it padded what it was not asked to, these rows do not fit; that is for the judge of its own to say.
         calls += [calls[0], Call("unpermute", (back,), ("rows_RD",), (other_upstream,), may_raise=True)]
-    if config.row_multiple > 1:
+    if config.padding.row_multiple > 1:
         padded = Padded(Ref(2, "rows_RD"), Ref(2, "counts_E"), tuple(_pairs(ids_TK, config.experts)))
         back = {"rows_RD": padded, "handle": Ref(2, "handle")}
         calls += [calls[0], Call("unpermute", (back,), (), (other_upstream,))]
@@ -203,7 +205,7 @@ def _permutation(recipe: _Permute, variant: str, layout: Layout) -> Workload:
 
 def pads(workload: Workload) -> bool:
     """Whether a permutation has to pad the rows of some expert that has any."""
-    routing, M = workload.calls[0].given[0]["routing"], workload.config.row_multiple
+    routing, M = workload.calls[0].given[0]["routing"], workload.config.padding.row_multiple
     return any(pairs % M for pairs in _pairs(routing.ids_TK, routing.experts))
 
 

@@ -78,10 +78,10 @@ class Recipe:
 
 _INPUT = {"weights_applied": "input"}
 _OUTPUT = {"weights_applied": "output"}
-_TO_LARGEST = {"pad_tokens": "group_max"}
-_TO_8 = {"pad_tokens": "group_max", "token_alignment": 8}
-_TO_64 = {"pad_tokens": "group_max", "token_alignment": 64}
-_TO_BOUND = {"pad_tokens": "bound", "token_alignment": 8, "token_bound": 13}  # the largest of UNEVEN
+_TO_LARGEST = {"padding.tokens": "group_max"}
+_TO_8 = {"padding.tokens": "group_max", "padding.alignment": 8}
+_TO_64 = {"padding.tokens": "group_max", "padding.alignment": 64}
+_TO_BOUND = {"padding.tokens": "bound", "padding.alignment": 8, "padding.bound": 13}  # the largest of UNEVEN
 
 # A few, nobody, one each, many, and an odd number: nothing of them may change what is called.
 SIZES = ((8,), (0,), (1,), (64,), (9,))
@@ -166,7 +166,7 @@ PROBE = (
     Recipe("padded-filled-uneven", tokens=ONE_WITHOUT, config=_TO_8, memory="filled", profile="full"),
     Recipe("gaps-uneven", gaps, tokens=GAPPED, schedule="F0 F1 B0 B1", wide=True),
     Recipe("bounded-uneven", tokens=UNEVEN, config=_TO_BOUND, wide=True),
-    Recipe("bounded-aligned-uneven", tokens=UNEVEN, config={**_TO_BOUND, "token_bound": 16}),
+    Recipe("bounded-aligned-uneven", tokens=UNEVEN, config={**_TO_BOUND, "padding.bound": 16}),
     Recipe("bounded-in-flight-uneven", tokens=ONE_WITHOUT, config=_TO_BOUND, schedule="F0 F1 B0 B1", profile="full"),
     Recipe("input-weights-even", config=_INPUT, wide=True),
     Recipe("output-weights-even", config=_OUTPUT),
@@ -284,7 +284,7 @@ def _likened(recipe: Recipe, kind: Literal["probe", "experts"], layout: Layout, 
 
 def exchange_workload(recipe: Recipe, kind: Literal["probe", "experts"], variant: str, layout: Layout) -> Workload:
     """Draw the workload of a recipe for a variant on a layout."""
-    config = replace(Config(variant=variant), **recipe.config)
+    config = Config(variant=variant).changed(recipe.config)
     few = "experts" not in recipe.config and config.experts < 2 * layout.ep  # for two slots on one rank
     if recipe.experts_per_ep or config.experts % layout.ep or few:
         E = (recipe.experts_per_ep or 3) * layout.ep

@@ -44,16 +44,16 @@ class LayerRecipe:
     profile: Profile = "quick"
 
 
-_ONE = {"shared_ffn": (24,)}
-_GATED = {**_ONE, "shared_gate": True}
-_SEVERAL = {"shared_ffn": (16, 24)}
-_LIKE_ROUTED = {"shared_ffn": (16,)}  # of their width, as some models have it
-_BESIDE = {**_GATED, "shared_overlap": True}
-_BIASED = {**_LIKE_ROUTED, "shared_bias": True}
-_BIASED_WIDER = {**_ONE, "shared_bias": True}
-_BIASED_GATED = {**_GATED, "shared_bias": True}
-_BIASED_SEVERAL = {**_SEVERAL, "shared_bias": True}
-_SCALED = {"score": "sigmoid", "normalise": True, "scale": 2.5}
+_ONE = {"shared.ffn": (24,)}
+_GATED = {**_ONE, "shared.gate": True}
+_SEVERAL = {"shared.ffn": (16, 24)}
+_LIKE_ROUTED = {"shared.ffn": (16,)}  # of their width, as some models have it
+_BESIDE = {**_GATED, "shared.overlap": True}
+_BIASED = {**_LIKE_ROUTED, "shared.bias": True}
+_BIASED_WIDER = {**_ONE, "shared.bias": True}
+_BIASED_GATED = {**_GATED, "shared.bias": True}
+_BIASED_SEVERAL = {**_SEVERAL, "shared.bias": True}
+_SCALED = {"routing.score": "sigmoid", "routing.normalise": True, "routing.scale": 2.5}
 _BFLOAT16 = {"dtype": torch.bfloat16}
 
 LAYERS = (
@@ -80,16 +80,16 @@ LAYERS = (
     LayerRecipe("shared-gate-in-flight-uneven", _GATED, tokens=UNEVEN, schedule="F0 F1 B0 B1"),
     LayerRecipe("shared-gate-even-bfloat16", {**_GATED, **_BFLOAT16}),
     LayerRecipe("shared-several-even", _SEVERAL),
-    LayerRecipe("shared-several-gate-uneven", {**_SEVERAL, "shared_gate": True}, tokens=UNEVEN),
+    LayerRecipe("shared-several-gate-uneven", {**_SEVERAL, "shared.gate": True}, tokens=UNEVEN),
     LayerRecipe("shared-as-routed-uneven", _LIKE_ROUTED, tokens=UNEVEN),
-    LayerRecipe("shared-as-routed-several-scaled-even", {"shared_ffn": (16, 16), **_SCALED}),
+    LayerRecipe("shared-as-routed-several-scaled-even", {"shared.ffn": (16, 16), **_SCALED}),
     LayerRecipe(
         "shared-as-routed-in-flight-uneven-bfloat16",
-        {"shared_ffn": (16, 16), **_SCALED, **_BFLOAT16},
+        {"shared.ffn": (16, 16), **_SCALED, **_BFLOAT16},
         tokens=UNEVEN,
         schedule="F0 F1 B1 B0",
     ),
-    LayerRecipe("shared-beside-even", {**_ONE, "shared_overlap": True}),
+    LayerRecipe("shared-beside-even", {**_ONE, "shared.overlap": True}),
     LayerRecipe("shared-beside-rank-without-tokens", _BESIDE, tokens=ONE_WITHOUT),
     LayerRecipe("shared-beside-in-flight-even", _BESIDE, schedule="F0 F1 B0 B1", profile="full"),
     LayerRecipe("shared-beside-in-flight-uneven", _BESIDE, tokens=UNEVEN, schedule="F0 F1 B1 B0"),
@@ -99,27 +99,29 @@ LAYERS = (
     LayerRecipe("shared-beside-even-bfloat16", {**_BESIDE, **_BFLOAT16}),
     LayerRecipe("shared-beside-two-dims-even", _BESIDE, lead="two_dims"),
     LayerRecipe("shared-rehearsed-even", _GATED, rehearsed=True),
-    LayerRecipe("layer-groups-biased-even", {**_SCALED, "experts": 12, "balance_bias": True, "groups": (3, 1)}),
+    LayerRecipe(
+        "layer-groups-biased-even", {**_SCALED, "experts": 12, "routing.balance_bias": True, "routing.groups": (3, 1)}
+    ),
     LayerRecipe("shared-bias-even", _BIASED),
     LayerRecipe("shared-bias-alone", _BIASED, tokens=UNEVEN, silent=True),
     LayerRecipe("shared-bias-rank-without-tokens", _BIASED_WIDER, tokens=ONE_WITHOUT),
     LayerRecipe("shared-bias-gate-in-flight-uneven", _BIASED_GATED, tokens=UNEVEN, schedule="F0 F1 B1 B0"),
-    LayerRecipe("shared-bias-several-gate-uneven", {**_BIASED_SEVERAL, "shared_gate": True}, tokens=UNEVEN),
+    LayerRecipe("shared-bias-several-gate-uneven", {**_BIASED_SEVERAL, "shared.gate": True}, tokens=UNEVEN),
     LayerRecipe("shared-bias-several-even-bfloat16", {**_BIASED_SEVERAL, **_BFLOAT16}, profile="full"),
     LayerRecipe("shared-bias-gate-even-bfloat16", {**_BIASED_GATED, **_BFLOAT16}, profile="full"),
-    LayerRecipe("shared-bias-beside-even", {**_BIASED_SEVERAL, "shared_overlap": True}, profile="full"),
+    LayerRecipe("shared-bias-beside-even", {**_BIASED_SEVERAL, "shared.overlap": True}, profile="full"),
 )
 
-_TIGHT = {"shared_ffn": (24,), "capacity_factor": 0.5, "drop_policy": "position"}
+_TIGHT = {"shared.ffn": (24,), "capacity.factor": 0.5, "capacity.drop_policy": "position"}
 
 # Their tokens lose slots, so that they are no `LAYERS`: see `dropping_layers.py`.
 DROPPING = (
     LayerRecipe("dropping-half-even", _TIGHT, tokens=(24,)),
     LayerRecipe("dropping-half-inference-even", _TIGHT, tokens=(24,), schedule="N0 F1 I2 B1"),
     LayerRecipe("dropping-half-two-dims-even", _TIGHT, tokens=(24,), lead="two_dims"),
-    LayerRecipe("dropping-half-gate-even", {**_TIGHT, "shared_gate": True}, tokens=(24,)),
-    LayerRecipe("dropping-all-even", {**_TIGHT, "capacity_factor": 0.0}),
-    LayerRecipe("dropping-all-rank-without-tokens", {**_TIGHT, "capacity_factor": 0.0}, tokens=ONE_WITHOUT),
+    LayerRecipe("dropping-half-gate-even", {**_TIGHT, "shared.gate": True}, tokens=(24,)),
+    LayerRecipe("dropping-all-even", {**_TIGHT, "capacity.factor": 0.0}),
+    LayerRecipe("dropping-all-rank-without-tokens", {**_TIGHT, "capacity.factor": 0.0}, tokens=ONE_WITHOUT),
 )
 
 
@@ -142,7 +144,7 @@ def layer_workload(recipe: LayerRecipe, variant: str, layout: Layout) -> Workloa
 @cache
 def _workload(name: str, layout: Layout) -> Workload:
     recipe = next(each for each in (*LAYERS, *DROPPING) if each.name == name)
-    config = replace(Config(), **recipe.config)
+    config = Config().changed(recipe.config)
     if config.experts % layout.ep or config.experts < 2 * layout.ep:
         E = 3 * layout.ep
         config = replace(config, experts=E, top_k=E if config.top_k == config.experts else config.top_k)
@@ -176,13 +178,13 @@ def layer_parameters(config: Config, generator: torch.Generator) -> dict[Paramet
     parameters = draw.router_parameters(config, generator, bias=0.0, twins=False)
     parameters["router", None] = parameters["router", None] * 2
     parameters |= draw.expert_parameters(config, generator)
-    for j, width in enumerate(config.shared_ffn):
+    for j, width in enumerate(config.shared.ffn):
         own = draw.expert_parameters(replace(config, ffn=width, experts=1), generator)
         parameters |= {(f"shared_{name}", j): value for (name, _), value in own.items()}
-        if config.shared_bias:
+        if config.shared.bias:
             bias_D = torch.randn(config.hidden, generator=generator, dtype=torch.float64)
             parameters["shared_bias", j] = bias_D.to(config.dtype)
-    if config.shared_gate:
+    if config.shared.gate:
         score_1D = torch.randn(1, config.hidden, generator=generator, dtype=torch.float64) * config.hidden**-0.5
         parameters["shared_score", None] = score_1D.to(config.dtype)
     return parameters
@@ -194,7 +196,7 @@ def leaves_a_bias(workload: Workload) -> bool:
     A gate would multiply it.
     """
     config = workload.config
-    if not config.shared_bias or config.shared_gate or len(config.shared_ffn) > 1:
+    if not config.shared.bias or config.shared.gate or len(config.shared.ffn) > 1:
         return False
     return not any(bool(value.any()) for (name, _), value in workload.parameters.items() if name in _SILENCED)
 
@@ -227,10 +229,10 @@ def margins(x_TD: Tensor, config: Config, parameters: dict[ParameterKey, Tensor]
     return routes.margins(
         logits_TE,
         top_k=config.top_k,
-        score=config.score,
+        score=config.routing.score,
         bias_E=parameters.get(("balance_bias", None)),
-        groups=config.groups,
-        group_score=config.group_score,
+        groups=config.routing.groups,
+        group_score=config.routing.group_score,
     )
 
 

@@ -6,7 +6,6 @@ T tokens of a rank, P rows that it is padded to, A the alignment, B the bound. L
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, Literal
@@ -14,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from moe_conformance.contract import Config, Routing
+from moe_conformance.contract import Config, Padding, Routing, RoutingOptions
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.chapter import EP2, EP2_ETP2, SINGLE, TP2_EP2, Chapter
 from moe_conformance.workloads.records import draw
@@ -60,12 +59,12 @@ def token_counts(variant: str, layout: Layout, profile: Profile) -> Iterator[Wor
     """Yield the scripts of `TOKEN_COUNTS`."""
     E = Config.experts if Config.experts % layout.ep == 0 else 3 * layout.ep
     for A in ALIGNMENTS:
-        config = Config(variant, experts=E, pad_tokens="group_max", token_alignment=A)
+        config = Config(variant, experts=E, padding=Padding(tokens="group_max", alignment=A))
         yield _counts(f"padded-counts-{A}", config, layout, _COUNTED)
-    bounded = Config(variant, experts=E, pad_tokens="bound", token_alignment=8, token_bound=BOUND)
+    bounded = Config(variant, experts=E, padding=Padding(tokens="bound", alignment=8, bound=BOUND))
     yield _counts("padded-counts-bound", bounded, layout, _BOUNDED)
-    yield _counts("padded-counts-aligned-bound", replace(bounded, token_bound=24), layout, _BOUNDED)
-    yield _counts("padded-counts-bare-bound", replace(bounded, token_alignment=1), layout, _BOUNDED)
+    yield _counts("padded-counts-aligned-bound", bounded.changed({"padding.bound": 24}), layout, _BOUNDED)
+    yield _counts("padded-counts-bare-bound", bounded.changed({"padding.alignment": 1}), layout, _BOUNDED)
     yield _breaches(bounded, layout)
 
 
@@ -140,7 +139,7 @@ def _masked(
     gaps: of sequences of some lengths, of others, then nothing but gaps, and none. Where it learns, the weights of
     tokens have upstream gradients.
     """
-    config = Config(variant, score=score, normalise=True, balance_bias=balance)
+    config = Config(variant, routing=RoutingOptions(score=score, normalise=True, balance_bias=balance))
     generator = draw.generator(name, layout.name)
 
     def given(lengths: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:

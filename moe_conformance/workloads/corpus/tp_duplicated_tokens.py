@@ -42,7 +42,7 @@ PROBE = (
     Recipe("copies-halves-in-flight-even", tokens=(7,), schedule="D0 D1 C1 C0 B0 B1"),
     Recipe("copies-inference-even", tokens=(9,), schedule="N0 F1 I2 B1"),
     Recipe("copies-input-weights-even", config={"weights_applied": "input"}, profile="full"),
-    Recipe("copies-padded-uneven", tokens=_UNEVEN, config={"pad_tokens": "group_max", "token_alignment": 8}),
+    Recipe("copies-padded-uneven", tokens=_UNEVEN, config={"padding.tokens": "group_max", "padding.alignment": 8}),
     Recipe("copies-filled-uneven", tokens=_WITHOUT, memory="filled"),
     Recipe("copies-even-bfloat16", tokens=(9,), config=_BFLOAT16),
 )

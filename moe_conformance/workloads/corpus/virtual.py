@@ -26,7 +26,7 @@ WORLDS = (8, 64, 256, 512)
 # Tokens of rank r: the entry r modulo the length, which is odd so that ranks differ that are powers of two apart.
 _UNEVEN, _FEW = (2, 1, 3, 2, 4), (1, 2, 1, 1, 3)
 _SOME_WITHOUT = (2, 0, 1, 0, 0, 3, 0)
-_PADDED = {"pad_tokens": "group_max", "token_alignment": 4}
+_PADDED = {"padding.tokens": "group_max", "padding.alignment": 4}
 _FEWEST = (1, 0, 1, 0, 0, 2, 0)
 _WIDEST_ALL_GATHER = 64  # ranks of ep * etp
 _WIDEST_OF_ALL = 256  # ranks of a world
@@ -122,7 +122,7 @@ def sparse_recipes(layout: Layout) -> tuple[tuple[Recipe, ...], tuple[Recipe, ..
     return (
         (
             Recipe("few-tokens-of-many-ranks-in-flight", anywhere, _FEWEST, probe, schedule="F0 F1 B1 B0"),
-            Recipe("few-tokens-of-many-ranks-padded", anywhere, _FEWEST, {**probe, **_PADDED, "token_alignment": 2}),
+            Recipe("few-tokens-of-many-ranks-padded", anywhere, _FEWEST, {**probe, **_PADDED, "padding.alignment": 2}),
         ),
         (Recipe("own-few-tokens-of-many-ranks", anywhere, _FEWEST, own),),
     )

@@ -14,12 +14,12 @@ from torch import Tensor
 from moe_conformance.contract import Unsupported
 from moe_conformance.workloads.records.workload import Batch, Workload
 
-FORMAT = 1
+FORMAT = 2
 
-# What a drawn workload asks for; all other fields of its config are at their defaults.
+# What a drawn workload asks for; all other options of its config are at their defaults.
 ASKED = (
-    "variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied", "score", "normalise", "scale", "groups",
-    "group_score", "balance_bias",
+    "variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied", "routing.score", "routing.normalise",
+    "routing.scale", "routing.groups", "routing.group_score", "routing.balance_bias",
 )  # fmt: skip
 
 DTYPES = {
@@ -42,12 +42,14 @@ def to_json(workload: Workload) -> dict[str, Any]:
         config.only(*ASKED)
     except Unsupported as error:
         raise ValueError("only what is drawn can be written down") from error
-    asked = {name: getattr(config, name) for name in ASKED}
+    options = config.options()
+    asked = {name: options[name] for name in ASKED}
+    asked |= {"dtype": _name(config.dtype), "routing.groups": config.routing.groups and list(config.routing.groups)}
     return {
         "format": FORMAT,
         "kind": workload.kind,
         "layout": {field.name: getattr(layout, field.name) for field in fields(layout)},
-        "config": asked | {"dtype": _name(config.dtype), "groups": config.groups and list(config.groups)},
+        "config": asked,
         "schedule": workload.schedule,
         "lead": workload.lead,
         "asynchrony": workload.asynchrony,
@@ -61,11 +63,13 @@ def describe(workload: Workload) -> list[str]:
     config = workload.config
     asked = [f"E = {config.experts}", f"K = {config.top_k}", f"D = {config.hidden}", _name(config.dtype)]
     if workload.kind == "route":
-        asked += [config.score, *(["normalised"] if config.normalise else [])]
-        asked += [f"scale {config.scale}"] if config.scale != 1 else []
-        asked += ["balancing bias"] if config.balance_bias else []
-        if config.groups:
-            asked.append(f"{config.groups[1]} of {config.groups[0]} groups by {config.group_score}")
+        asked += [config.routing.score, *(["normalised"] if config.routing.normalise else [])]
+        asked += [f"scale {config.routing.scale}"] if config.routing.scale != 1 else []
+        asked += ["balancing bias"] if config.routing.balance_bias else []
+        if config.routing.groups:
+            asked.append(
+                f"{config.routing.groups[1]} of {config.routing.groups[0]} groups by {config.routing.group_score}"
+            )
     lines = [f"drawn: {', '.join(asked)}, schedule {workload.schedule}"]
     for m, ranks in enumerate(workload.batches):
         for rank, batch in enumerate(ranks):

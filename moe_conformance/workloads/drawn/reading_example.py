@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 import torch
 from torch import Tensor
 
-from moe_conformance.contract import Config
+from moe_conformance.contract import Config, RoutingOptions
 from moe_conformance.reference.routing import selection
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.drawn.example import ASKED, DTYPES, FORMAT
@@ -100,21 +100,24 @@ def _config(data: object, kind: str, layout: Layout) -> Config:
         raise BadExample("config.variant is not a string")
     for name in ("experts", "top_k", "hidden", "ffn"):
         _whole(given[name], f"config.{name}", 1, _LARGEST[name])
-    for name in ("normalise", "balance_bias"):
+    for name in ("routing.normalise", "routing.balance_bias"):
         _one_of(given[name], f"config.{name}", (False, True))
-    for name in ("weights_applied", "score", "group_score"):
-        _one_of(given[name], f"config.{name}", get_args(get_type_hints(Config)[name]))
-    given["scale"] = _number(given["scale"], "config.scale")
+    choices = get_type_hints(Config) | {
+        f"routing.{name}": hint for name, hint in get_type_hints(RoutingOptions).items()
+    }
+    for name in ("weights_applied", "routing.score", "routing.group_score"):
+        _one_of(given[name], f"config.{name}", get_args(choices[name]))
+    given["routing.scale"] = _number(given["routing.scale"], "config.routing.scale")
     given["dtype"] = _dtype(given["dtype"], "config.dtype")
-    if given["groups"] is not None:
-        given["groups"] = tuple(_whole(n, "config.groups", 1, 512) for n in _list(given["groups"], "config.groups", 2))
-    config = Config(**given)
+    if given["routing.groups"] is not None:
+        groups = _list(given["routing.groups"], "config.routing.groups", 2)
+        given["routing.groups"] = tuple(_whole(n, "config.routing.groups", 1, 512) for n in groups)
+    config = Config().changed(given)
     if kind == "probe" and config.experts % layout.ep:
         raise BadExample(f"config: {config.experts} experts cannot be divided among ep = {layout.ep}")
     try:  # the oracle knows which groups there can be
-        selection.select(
-            torch.zeros(1, config.experts), top_k=config.top_k, groups=config.groups, group_score=config.group_score
-        )
+        limit: Any = {"groups": config.routing.groups, "group_score": config.routing.group_score}
+        selection.select(torch.zeros(1, config.experts), top_k=config.top_k, **limit)
     except ValueError as error:
         raise BadExample(f"config: {error}") from error
     return config
@@ -139,7 +142,7 @@ def _schedule(data: object, microbatches: int) -> str:
 def _parameters(data: object, kind: str, config: Config) -> dict[ParameterKey, Tensor]:
     E, D = config.experts, config.hidden
     forms = {"router": ((E, D), config.dtype), "balance_bias": ((E,), torch.float32)}
-    names = [] if kind == "probe" else ["router", *(["balance_bias"] if config.balance_bias else [])]
+    names = [] if kind == "probe" else ["router", *(["balance_bias"] if config.routing.balance_bias else [])]
     given = _object(data, "parameters", names)
     return {(name, None): _tensor(given[name], f"parameters.{name}", *forms[name]) for name in names}
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from hypothesis import strategies as st
 
-from moe_conformance.contract import Config, Limit
+from moe_conformance.contract import Config, Limit, RoutingOptions
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.drawn.freedom import Freedom
 from moe_conformance.workloads.drawn.strategies import microbatches, require_allowed, schedules, token_counts
@@ -40,7 +40,7 @@ def _manners(config: Config) -> st.SearchStrategy[_Manner]:
     """Return tokens and routers; what a score without bounds below weighs at large logits is lost in underflow."""
     return st.builds(
         _Manner,
-        magnitude=st.sampled_from([1.0, LARGE] if config.score in _SOFTMAXES else [1.0]),
+        magnitude=st.sampled_from([1.0, LARGE] if config.routing.score in _SOFTMAXES else [1.0]),
         bias=st.sampled_from(_BIASES),
         twins=st.booleans(),
         blanks=st.booleans(),
@@ -76,10 +76,12 @@ def _configs(draw_from: st.DrawFn) -> Config:
     score = draw_from(st.sampled_from(["softmax", "sigmoid", "softmax_topk", "sqrtsoftplus"]))
     plain = Config(
         hidden=draw_from(st.sampled_from([32, 40])),
-        score=score,  # type: ignore[arg-type]  # the strategy gives str
-        normalise=score != "softmax_topk" and draw_from(st.booleans()),  # there they add up to one already
-        scale=draw_from(st.sampled_from([1.0, 2.5])),
-        balance_bias=score not in _SOFTMAXES and draw_from(st.booleans()),
+        routing=RoutingOptions(
+            score=score,  # type: ignore[arg-type]  # the strategy gives str
+            normalise=score != "softmax_topk" and draw_from(st.booleans()),  # there they add up to one already
+            scale=draw_from(st.sampled_from([1.0, 2.5])),
+            balance_bias=score not in _SOFTMAXES and draw_from(st.booleans()),
+        ),
     )
     if not draw_from(st.booleans()):
         E = draw_from(st.integers(1, 8))
@@ -89,7 +91,8 @@ def _configs(draw_from: st.DrawFn) -> Config:
     group_score = draw_from(st.sampled_from(["top2_sum", "topk_sum", "max"]))
     fewest = chosen if group_score == "topk_sum" else 1  # it adds up K / chosen scores
     K = draw_from(st.integers(fewest, chosen * size))
-    return replace(plain, experts=G * size, top_k=K, groups=(G, chosen), group_score=group_score)  # type: ignore[arg-type]
+    limit = {"routing.groups": (G, chosen), "routing.group_score": group_score}
+    return plain.changed({"experts": G * size, "top_k": K, **limit})
 
 
 def _batch(m: int, rank: int, tokens: int, config: Config, manner: _Manner) -> Batch:

@@ -142,7 +142,7 @@ def router_parameters(config: Config, draw: torch.Generator, *, bias: float, twi
     if twins:
         weight_ED[1::2] = weight_ED[::2] * (1 + 2**-9)
     made: dict[ParameterKey, Tensor] = {("router", None): (weight_ED * config.hidden**-0.5).to(config.dtype)}
-    if config.balance_bias:
+    if config.routing.balance_bias:
         bias_E = (torch.rand(config.experts, generator=draw, dtype=torch.float64) - 0.5) * 0.6 + bias
         made["balance_bias", None] = bias_E.to(torch.float32)
     return made

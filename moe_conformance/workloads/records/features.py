@@ -23,8 +23,8 @@ def features(workload: Workload, device: str) -> dict[str, Any]:
         "spread_experts": workload.layout.ep > 1,
         "sharded_experts": workload.layout.etp > 1,
         # Of a config that is packed building decides: see `contract.Limit`.
-        "uneven_tokens": not workload.config.packed and any(len(tokens) > 1 for tokens in sizes),
-        "uneven_tp_tokens": bool(workload.config.shared_ffn) and _uneven_in_tp(workload),
+        "uneven_tokens": not workload.config.padding.packed and any(len(tokens) > 1 for tokens in sizes),
+        "uneven_tp_tokens": bool(workload.config.shared.ffn) and _uneven_in_tp(workload),
         "zero_tokens": any(0 in tokens for tokens in sizes),
         "token_dims": len(workload.lead_of(0)),
         "duplicate_experts": any(_duplicates(ids_TK) for ids_TK in _ids(workload)),

@@ -29,10 +29,10 @@ class LargestOfOwn(AllToAllExchange):
     """Every rank fills up to its own largest load, and no rank asks the others for theirs."""
 
     def _room(self, routing: Routing) -> int | None:
-        if self.config.capacity_factor is not None:
+        if self.config.capacity.factor is not None:
             return super()._room(routing)
         counts_E = torch.bincount(routing.ids_TK[routing.ids_TK >= 0], minlength=routing.experts)
-        return max(self.config.min_capacity, int(counts_E.max()))
+        return max(self.config.capacity.minimum, int(counts_E.max()))
 
 
 @planted(
@@ -43,7 +43,7 @@ class LargestOfAll(AllToAllExchange):
     """The largest load is taken over all ranks, those that exchange nothing with this one included."""
 
     def _room(self, routing: Routing) -> int | None:
-        if not self.config.pad_to_capacity or self.config.capacity_factor is not None:
+        if not self.config.capacity.padded or self.config.capacity.factor is not None:
             return super()._room(routing)
         counts_E = torch.bincount(routing.ids_TK[routing.ids_TK >= 0], minlength=routing.experts)
         largest = counts_E.max().reshape(1)
@@ -80,13 +80,13 @@ class LargestThroughAll(AllToAllExchange):
     """Every rank tells its largest load to all ranks, and takes the largest of its group: the number is right."""
 
     def _room(self, routing: Routing) -> int | None:
-        if not self.config.pad_to_capacity or self.config.capacity_factor is not None:
+        if not self.config.capacity.padded or self.config.capacity.factor is not None:
             return super()._room(routing)
         counts_E = torch.bincount(routing.ids_TK[routing.ids_TK >= 0], minlength=routing.experts)
         largest_W = torch.zeros(dist.get_world_size(), dtype=torch.int64)
         largest_W[dist.get_rank()] = counts_E.max()
         dist.all_reduce(largest_W, dist.ReduceOp.MAX)
-        return max(self.config.min_capacity, int(largest_W[list(self.topology.ranks("ep_etp"))].max()))
+        return max(self.config.capacity.minimum, int(largest_W[list(self.topology.ranks("ep_etp"))].max()))
 
 
 @planted(
@@ -184,7 +184,7 @@ class DividesAgainWhereItDrops(Layer):
     """The router is right, and the layer divides weights by the sum of the kept ones where there is a capacity."""
 
     def _dispatched(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
-        if self.config.capacity_factor is not None:
+        if self.config.capacity.factor is not None:
             kept_TK = routing.weights_TK * (routing.ids_TK >= 0)
             routing = replace(routing, weights_TK=kept_TK / kept_TK.sum(1, keepdim=True).clamp_min(1e-20))
         return super()._dispatched(x, routing)
@@ -212,7 +212,7 @@ class _Undropping(Layer):
 
     @contextmanager
     def _without_capacity(self) -> Iterator[None]:
-        config, self.router.config = self.router.config, replace(self.config, capacity_factor=None)
+        config, self.router.config = self.router.config, self.config.changed({"capacity.factor": None})
         yield
         self.router.config = config
 

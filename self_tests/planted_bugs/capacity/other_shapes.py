@@ -65,7 +65,7 @@ class PositionsInBfloat16(Router):
     """Who comes before whom is counted in bfloat16, which cannot count beyond 256."""
 
     def _keep(self, ids_TK: Tensor, weights_TK: Tensor, room: int) -> Tensor:
-        if self.config.drop_policy == "weights":
+        if self.config.capacity.drop_policy == "weights":
             return super()._keep(ids_TK, weights_TK, room)
         chosen_TE = torch.zeros(len(ids_TK), self.config.experts).scatter(1, ids_TK, 1.0)
         place_TE = chosen_TE.cumsum(0).to(torch.bfloat16) - 1
@@ -100,7 +100,7 @@ class RoomOfTheLength(AllToAllExchange):
         return super().dispatch(x, routing)
 
     def _room(self, routing: Routing) -> int | None:
-        if self.config.pad_to_capacity and self.config.capacity_factor is not None:
+        if self.config.capacity.padded and self.config.capacity.factor is not None:
             return capacity.of_rank(self.config, self.length)
         return super()._room(routing)
 

@@ -24,8 +24,8 @@ class RoundedDown(Router):
     """The mean load times the factor is cut to a whole number."""
 
     def _capacity(self, tokens: int) -> int:
-        mean = (self.config.capacity_factor or 0.0) * self.config.top_k * tokens / self.config.experts
-        return max(self.config.min_capacity, int(mean))
+        mean = (self.config.capacity.factor or 0.0) * self.config.top_k * tokens / self.config.experts
+        return max(self.config.capacity.minimum, int(mean))
 
 
 @planted(
@@ -49,8 +49,8 @@ class TokensForSlots(Router):
 
     def _capacity(self, tokens: int) -> int:
         return max(
-            self.config.min_capacity,
-            math.ceil((self.config.capacity_factor or 0.0) * tokens / self.config.experts),
+            self.config.capacity.minimum,
+            math.ceil((self.config.capacity.factor or 0.0) * tokens / self.config.experts),
         )
 
 
@@ -59,7 +59,7 @@ class NoMinimum(Router):
     """The configured minimum is never looked at."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        super().__init__(replace(config, min_capacity=0), device)
+        super().__init__(config.changed({"capacity.minimum": 0}), device)
 
 
 class TableRouter(Router):
@@ -117,7 +117,7 @@ class AlwaysTheFirst(Router):
     """Whatever the policy, slots are kept as they come."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        super().__init__(replace(config, drop_policy="position"), device)
+        super().__init__(config.changed({"capacity.drop_policy": "position"}), device)
 
 
 @planted(
@@ -157,7 +157,7 @@ class AlwaysTheHeaviest(Router):
     """Whatever the policy, the heaviest slots are kept."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        super().__init__(replace(config, drop_policy="weights"), device)
+        super().__init__(config.changed({"capacity.drop_policy": "weights"}), device)
 
 
 @planted(
@@ -176,7 +176,7 @@ class FirstOfATie(TableRouter):
     """The first are the best C of a column of ones and zeros, and nothing says which of equals come first."""
 
     def _keep(self, ids_TK: Tensor, weights_TK: Tensor, room: int) -> Tensor:
-        if self.config.drop_policy == "weights":
+        if self.config.capacity.drop_policy == "weights":
             return super()._keep(ids_TK, weights_TK, room)
         map_TE = torch.zeros_like(self.seen_TE, dtype=torch.int32).scatter(1, ids_TK, 1)
         return self._best_of_table(map_TE, ids_TK, min(room, len(ids_TK)))
@@ -219,7 +219,7 @@ class LoadOfFilledExperts(Router):
 
     def forward(self, x: Tensor, padding_mask_T: Tensor | None = None) -> Routed:
         routed = super().forward(x, padding_mask_T)
-        if not self.config.pad_to_capacity or routed.counts_E is None:
+        if not self.config.capacity.padded or routed.counts_E is None:
             return routed
         room = self._capacity(len(routed.routing.ids_TK))
         return replace(routed, counts_E=torch.full_like(routed.counts_E, room))
@@ -235,7 +235,7 @@ class DividedAgain(Router):
     def _drop(self, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
         ids_TK, weights_TK = super()._drop(ids_TK, weights_TK)
         sum_T1 = weights_TK.sum(1, keepdim=True)
-        return ids_TK, weights_TK / sum_T1.masked_fill(sum_T1 == 0, 1.0) * self.config.scale
+        return ids_TK, weights_TK / sum_T1.masked_fill(sum_T1 == 0, 1.0) * self.config.routing.scale
 
 
 @planted(Expectation("DROP-11", "capacity-normalised", "gradient", "dx of rank 0 token"))
@@ -249,8 +249,8 @@ class DroppedOutOfTheSum(Router):
     def _drop(self, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
         kept_ids_TK, _ = super()._drop(ids_TK, weights_TK)
         scores_TK = torch.where(kept_ids_TK >= 0, self.scores_TK, self.scores_TK.detach())
-        weights_TK = scores_TK / scores_TK.sum(1, keepdim=True) if self.config.normalise else scores_TK
-        return kept_ids_TK, torch.where(kept_ids_TK >= 0, weights_TK * self.config.scale, 0.0)
+        weights_TK = scores_TK / scores_TK.sum(1, keepdim=True) if self.config.routing.normalise else scores_TK
+        return kept_ids_TK, torch.where(kept_ids_TK >= 0, weights_TK * self.config.routing.scale, 0.0)
 
 
 @planted(

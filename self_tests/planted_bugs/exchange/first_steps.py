@@ -107,7 +107,7 @@ class NoScaleInInference(Router):
 
     def _weights(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
         weights_TK = super()._weights(scores_TE, ids_TK)
-        return weights_TK if torch.is_grad_enabled() else weights_TK / self.config.scale
+        return weights_TK if torch.is_grad_enabled() else weights_TK / self.config.routing.scale
 
 
 @planted(Expectation("SHARE-01", "shared-beside-inference-even", "combine", "left out", "only in forwards without"))
@@ -115,7 +115,7 @@ class NothingSharedInInference(Layer):
     """Without gradients the shared part that runs beside the exchange is left out."""
 
     def _added(self, y: Tensor, shared: Tensor | None) -> Tensor:
-        return super()._added(y, None if self.config.shared_overlap and not torch.is_grad_enabled() else shared)
+        return super()._added(y, None if self.config.shared.overlap and not torch.is_grad_enabled() else shared)
 
 
 @planted(

@@ -81,8 +81,8 @@ class NormalisedOrScaled(Router):
 
     def _weights(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
         weights_TK = super()._weights(scores_TE, ids_TK)
-        both = self.config.score == "softmax" and self.config.normalise
-        return weights_TK / self.config.scale if both else weights_TK
+        both = self.config.routing.score == "softmax" and self.config.routing.normalise
+        return weights_TK / self.config.routing.scale if both else weights_TK
 
 
 # ---- shapes --------------------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ class BesideInFloat32(Layer):
     """What runs beside the exchange comes back in float32."""
 
     def _added(self, y: Tensor, shared: Tensor | None) -> Tensor:
-        return super()._added(y, shared.float() if self.config.shared_overlap and shared is not None else shared)
+        return super()._added(y, shared.float() if self.config.shared.overlap and shared is not None else shared)
 
 
 @planted(Expectation("SHARE-01", "shared-beside-two-dims-even", "combine", "y of rank 0 token"))
@@ -143,7 +143,7 @@ class BesideTransposed(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
-        return y.transpose(0, 1).reshape(y.shape) if self.config.shared_overlap and x.dim() > 2 else y
+        return y.transpose(0, 1).reshape(y.shape) if self.config.shared.overlap and x.dim() > 2 else y
 
 
 @planted(Expectation("SHARE-01", "shared-beside-rank-without-tokens", "run", "nothing to overlap with"))
@@ -151,7 +151,7 @@ class NothingToOverlapWith(Layer):
     """Beside an exchange of no tokens nothing may run."""
 
     def _shared_part(self, x: Tensor) -> Tensor | None:
-        if self.config.shared_overlap and not len(x):
+        if self.config.shared.overlap and not len(x):
             raise RuntimeError("nothing to overlap with")
         return super()._shared_part(x)
 
@@ -162,7 +162,7 @@ class GroupsLostInLayers(Layer):
 
     def __init__(self, config: Config, *parts: Any) -> None:
         super().__init__(config, *parts)
-        self.router.config = replace(config, groups=None)
+        self.router.config = config.changed({"routing.groups": None})
 
 
 class _OnAStack(torch.autograd.Function):

@@ -15,7 +15,7 @@ from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchang
 from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.backends.native.layer.experts import Experts
 from moe_conformance.backends.native.layer.gradients import GradientFinisher
-from moe_conformance.contract import Config, Topology, Unsupported
+from moe_conformance.contract import Config, Topology, refusals
 from moe_conformance.topology import Layout, RankLists
 from self_tests.planted_bugs.plant import EP2, EP2_EDP2, EP2_ETP2, Expectation, planted
 
@@ -112,6 +112,12 @@ class DividesBeforeItLooks(Native):
         return super().groups(sizes) if replicas else super().groups({**sizes, "tp": -1})
 
 
+def _require(held: bool, otherwise: str) -> None:
+    """Refuse as the library."""
+    if not held:
+        raise ValueError(otherwise)
+
+
 @planted(
     Expectation("GROUP-02", "", "groups", "cp = 1", "was refused: 6 ranks are no power of two"),
     layout=Layout(6),
@@ -119,9 +125,11 @@ class DividesBeforeItLooks(Native):
 class PowersOfTwo(Native):
     """Worlds are powers of two, as those that it was tried on were."""
 
+    library = (__name__,)
+
     def groups(self, sizes: Mapping[str, int]) -> Mapping[str, RankLists]:
-        if sizes["world"] & (sizes["world"] - 1):
-            raise Unsupported(f"{sizes['world']} ranks are no power of two", by="library")
+        with refusals(ValueError, match="no power of two"):
+            _require(sizes["world"] & (sizes["world"] - 1) == 0, f"{sizes['world']} ranks are no power of two")
         return super().groups(sizes)
 
 
@@ -149,9 +157,11 @@ class StagesBeforeReplicas(Native):
 class NothingWithoutEp(Native):
     """Without expert parallelism no groups are made at all."""
 
+    library = (__name__,)
+
     def groups(self, sizes: Mapping[str, int]) -> Mapping[str, RankLists]:
-        if sizes["ep"] == 1:
-            raise Unsupported("no ep means no experts", by="library")
+        with refusals(ValueError, match="no experts"):
+            _require(sizes["ep"] > 1, "no ep means no experts")
         return super().groups(sizes)
 
 

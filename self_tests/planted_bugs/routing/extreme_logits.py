@@ -29,7 +29,7 @@ class SumOfNothingDivides(Router):
 
     def _weights(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
         weights_TK = scores_TE.gather(1, ids_TK)
-        return weights_TK / weights_TK.sum(1, keepdim=True) * self.config.scale
+        return weights_TK / weights_TK.sum(1, keepdim=True) * self.config.routing.scale
 
 
 @planted(

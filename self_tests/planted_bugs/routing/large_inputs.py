@@ -22,7 +22,7 @@ class MaximumNotSubtracted(Router):
     """The softmax divides exponentials as they are, and those of large logits are infinite."""
 
     def _scores(self, logits_TE: Tensor) -> Tensor:
-        if self.config.score != "softmax":
+        if self.config.routing.score != "softmax":
             return super()._scores(logits_TE)
         exp_TE = logits_TE.exp()
         return exp_TE / exp_TE.sum(1, keepdim=True)
@@ -35,7 +35,7 @@ class SlopeOfRootInfinite(Router):
     """The square root of a softplus that underflows to zero has no finite slope, and the gradient is NaN."""
 
     def _scores(self, logits_TE: Tensor) -> Tensor:
-        if self.config.score != "sqrtsoftplus":
+        if self.config.routing.score != "sqrtsoftplus":
             return super()._scores(logits_TE)
         return F.softplus(logits_TE).sqrt()
 
@@ -58,7 +58,7 @@ class TiesByRank(Router):
     """Every other rank takes the last of experts that score the same, where the others take the first."""
 
     def _select(self, scores_TE: Tensor) -> Tensor:
-        if dist.get_rank() % 2 == 0 or self.config.groups is not None:
+        if dist.get_rank() % 2 == 0 or self.config.routing.groups is not None:
             return super()._select(scores_TE)
         choice_TE = scores_TE.detach() if self.balance_bias is None else scores_TE.detach() + self.balance_bias
         return self.config.experts - 1 - choice_TE.flip(1).topk(self.config.top_k, dim=1).indices

@@ -115,7 +115,7 @@ class RawLogits(Router):
     """The softmax is taken on the way to normalised weights only; without, logits are returned as weights."""
 
     def _scores(self, logits_TE: Tensor) -> Tensor:
-        return super()._scores(logits_TE) if self.config.normalise else logits_TE
+        return super()._scores(logits_TE) if self.config.routing.normalise else logits_TE
 
 
 @planted(
@@ -126,7 +126,7 @@ class SoftmaxBeforeTheChoice(Router):
     """A softmax that was asked for over the chosen experts is taken over all of them."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        super().__init__(replace(config, score=config.score.removesuffix("_topk")), device)
+        super().__init__(config.changed({"routing.score": config.routing.score.removesuffix("_topk")}), device)
 
 
 class BiasedRouter(Router):
@@ -170,7 +170,7 @@ class NotNormalised(Router):
     """Scores are returned without division by their sum."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        super().__init__(replace(config, normalise=False), device)
+        super().__init__(config.changed({"routing.normalise": False}), device)
 
 
 @planted(
@@ -181,7 +181,7 @@ class AlwaysNormalised(Router):
     """The flag that asks for normalisation is dropped on the way and always true."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        super().__init__(replace(config, normalise=True), device)
+        super().__init__(config.changed({"routing.normalise": True}), device)
 
 
 @planted(Expectation("ROUTE-05", "route-sigmoid-normalised-scaled", "route", "divided by the sum over all experts"))
@@ -189,9 +189,9 @@ class NormalisedOverAll(Router):
     """Scores are divided by their sum over all experts, not over the chosen."""
 
     def _weights(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
-        if not self.config.normalise:
+        if not self.config.routing.normalise:
             return super()._weights(scores_TE, ids_TK)
-        return (scores_TE / scores_TE.sum(1, keepdim=True)).gather(1, ids_TK) * self.config.scale
+        return (scores_TE / scores_TE.sum(1, keepdim=True)).gather(1, ids_TK) * self.config.routing.scale
 
 
 @planted(
@@ -202,7 +202,7 @@ class ScaledTwice(Router):
     """The scaling factor is folded into the weights, and multiplied once more."""
 
     def _weights(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
-        return super()._weights(scores_TE, ids_TK) * self.config.scale
+        return super()._weights(scores_TE, ids_TK) * self.config.routing.scale
 
 
 @planted(
@@ -213,7 +213,7 @@ class ScaledIfNormalised(Router):
     """The multiplication stands in the branch that normalises."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        super().__init__(config if config.normalise else replace(config, scale=1.0), device)
+        super().__init__(config if config.routing.normalise else config.changed({"routing.scale": 1.0}), device)
 
 
 # ---- gradients -----------------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ class DenominatorDetached(Router):
 
     def _weights(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
         weights_TK = super()._weights(scores_TE, ids_TK)
-        if not self.config.normalise:
+        if not self.config.routing.normalise:
             return weights_TK
         sum_T1 = scores_TE.gather(1, ids_TK).sum(1, keepdim=True)
         return weights_TK * sum_T1 / sum_T1.detach()

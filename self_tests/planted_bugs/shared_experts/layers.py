@@ -93,7 +93,7 @@ class SharedDividedByScale(Layer):
     """The shared part is divided by the routing scale to make up for a later factor, which is not there any more."""
 
     def _added(self, y: Tensor, shared: Tensor | None) -> Tensor:
-        return super()._added(y, None if shared is None else shared / self.config.scale)
+        return super()._added(y, None if shared is None else shared / self.config.routing.scale)
 
 
 @planted(Expectation("SHARE-02", "shared-scaled-even", "combine", "multiplied by the routing scale 2.5"))
@@ -101,7 +101,7 @@ class SumIsScaled(Layer):
     """The routing scale multiplies the sum of both parts, and the weights have been freed of it only for the routed."""
 
     def _added(self, y: Tensor, shared: Tensor | None) -> Tensor:
-        return super()._added(y, None if shared is None else shared * self.config.scale)
+        return super()._added(y, None if shared is None else shared * self.config.routing.scale)
 
 
 # ---- the gate ------------------------------------------------------------------------------------------------------

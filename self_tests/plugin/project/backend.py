@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_conformance.backends.native import Native, NativeSession
 from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange, LocalExchange
-from moe_conformance.contract import Config, Delivery, Limit, Routing, Unsupported
+from moe_conformance.contract import Config, Delivery, Limit, Routing, Unsupported, refusals
 
 
 class Doubled(AllToAllExchange):
@@ -70,13 +70,21 @@ UNPROVED = Limit("dtype", (torch.float64,), "float64 only, or the device hangs",
 PROVED = Limit("dtype", (torch.float64,), "float64 only", proof="refused")
 
 
+def _like(variant: str) -> None:
+    """Refuse, as the toy's library."""
+    if variant in REFUSALS:
+        raise ValueError("the toy does not like it")
+
+
 class ToySession(NativeSession):
     """Builds what the variant says."""
 
     def exchange(self, config: Config) -> LocalExchange:
         """Build, or refuse."""
-        if config.variant in REFUSALS:
-            raise Unsupported("the toy does not like it", by=REFUSALS[config.variant])
+        if REFUSALS.get(config.variant) == "adapter":
+            raise Unsupported("the toy does not like it")
+        with refusals(ValueError, match="does not like"):
+            _like(config.variant)
         return EXCHANGES.get(config.variant, AllToAllExchange)(replace(config, variant="alltoall"), self.topology)
 
 
@@ -86,6 +94,7 @@ class Toy(Native):
     name = "toy"
     variants = ("right", "wrong", "raises", "waits", "refuses", "unadapted", "limited", "proves", "boasts")
     session_class = ToySession
+    library = (__name__,)
 
     def limits(self, variant: str) -> Sequence[Limit]:
         """Return what the variants declare; one of them boasts."""

@@ -2,7 +2,7 @@
 
 The delivered rows are expert-major; the rows of one expert are ordered by source rank, then token, then slot. The
 weights are not sent: they are applied to the expert outputs in combine, or to the rows before they are sent where
-`Config.weights_applied` is "input". With pad_to_capacity, rows of zeros follow those of each rank.
+`Config.weights_applied` is "input". With capacity.padded, rows of zeros follow those of each rank.
 
 With etp > 1 every pair is sent to all etp shards of its expert, and their outputs, parts of a sum, are added.
 All state of a step is in the handle: any number of steps may be in flight.
@@ -53,10 +53,8 @@ class LocalExchange:
         """Take this rank's experts from the topology.
 
         Raises:
-            CannotBuild: the experts do not divide over ep, this variant cannot run on the layout, or there is no such
-                capacity.
+            CannotBuild: the experts do not divide over ep, or this variant cannot run on the layout.
         """
-        capacity.check(config)
         self.config = config
         self.topology = topology
         self.placement = Placement.of(config.experts, topology)
@@ -128,9 +126,9 @@ class LocalExchange:
 
     def _room(self, routing: Routing) -> int | None:
         """Return to how many rows of this rank every expert is padded, None for no padding."""
-        if not self.config.pad_to_capacity:
+        if not self.config.capacity.padded:
             return None
-        if self.config.capacity_factor is not None:
+        if self.config.capacity.factor is not None:
             return capacity.of_rank(self.config, len(routing.ids_TK))
         ids_P = routing.ids_TK[routing.ids_TK >= 0]
         counts_E = torch.bincount(ids_P, minlength=routing.experts)
@@ -240,12 +238,12 @@ class AllGatherExchange(LocalExchange):
 
     def _rooms(self, ids_TK: Tensor, sizes_W: list[int]) -> int | None:
         """Return to how many rows of all ranks every expert is padded, given their ids, None for no padding."""
-        if not self.config.pad_to_capacity:
+        if not self.config.capacity.padded:
             return None
-        if self.config.capacity_factor is not None:
+        if self.config.capacity.factor is not None:
             return sum(capacity.of_rank(self.config, tokens) for tokens in sizes_W)
         largest = capacity.largest_load(ids_TK, self.config.experts, sizes_W)
-        return max(self.config.min_capacity, largest) * len(sizes_W)
+        return max(self.config.capacity.minimum, largest) * len(sizes_W)
 
     def _local_ids(self, ids_TK: Tensor) -> Tensor:
         """Return the index among this rank's experts, -1 for an expert held elsewhere or an empty slot."""
@@ -363,7 +361,7 @@ class AllToAllExchange(LocalExchange):
     def withdraw(self, device: torch.device) -> None:
         """Send `REFUSED` instead of a number of pairs, over ep and etp to every rank of ep_etp."""
         E = self.topology.sizes["ep"] * self.placement.held
-        if self.config.pad_to_capacity and self.config.capacity_factor is None:  # the others all-reduce (MAX) the load
+        if self.config.capacity.padded and self.config.capacity.factor is None:  # the others all-reduce (MAX) the load
             none_E = torch.zeros(E, dtype=torch.int64, device=device)
             capacity.lossless(self.config, none_E, self.topology.group("ep_etp"))
         with suppress(collectives.DispatchRefused):

@@ -35,16 +35,12 @@ class TokenPadding:
         """Take what is asked for; "no" counts as "group_max", for an exchange that cannot do without.
 
         Raises:
-            CannotBuild: the alignment is below 1, or a bound is missing, negative, or given where none is used.
+            CannotBuild: a bound is missing, or given where none is used.
         """
         self.group, self.device = topology.group("ep_etp"), device
-        self.alignment, self.bound = config.token_alignment, config.token_bound
-        if self.alignment < 1:
-            raise CannotBuild(f"token_alignment = {self.alignment}: it must be 1 or more")
-        if (config.pad_tokens == "bound") is (self.bound is None):
-            raise CannotBuild(f"token_bound = {self.bound} with pad_tokens = {config.pad_tokens!r}")
-        if self.bound is not None and self.bound < 0:
-            raise CannotBuild(f"token_bound = {self.bound}: there is no such number of tokens")
+        self.alignment, self.bound = config.padding.alignment, config.padding.bound
+        if (config.padding.tokens == "bound") is (self.bound is None):
+            raise CannotBuild(f"padding.bound = {self.bound} with padding.tokens = {config.padding.tokens!r}")
 
     @property
     def resolved(self) -> Mapping[str, str]:
@@ -72,7 +68,7 @@ class TokenPadding:
 
     def _within(self, tokens: int, bound: int) -> int:
         if tokens > bound:
-            raise BoundBroken(f"{tokens} tokens on this rank; token_bound = {bound} is the maximum")
+            raise BoundBroken(f"{tokens} tokens on this rank; padding.bound = {bound} is the maximum")
         return bound
 
     def _aligned(self, rows: int) -> int:

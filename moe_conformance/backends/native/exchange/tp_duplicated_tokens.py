@@ -101,9 +101,9 @@ class TokenCopies:
                 group could wait for one that was refused here; or experts are padded to the capacity of T tokens,
                 which is not that of a share.
         """
-        if config.pad_to_capacity and config.capacity_factor is not None:
+        if config.capacity.padded and config.capacity.factor is not None:
             raise CannotBuild(
-                "pad_to_capacity with token_copies: the capacity of all tokens is not that of a tp rank's share"
+                "capacity.padded with token_copies: the capacity of all tokens is not that of a tp rank's share"
             )
         tp, exchange = set(topology.ranks("tp")), set(topology.ranks("ep_etp"))
         if not (tp <= exchange or exchange <= tp):

@@ -73,19 +73,19 @@ class FlexExchange:
         Raises:
             CannotBuild: the experts do not divide over ep, or the manager cannot do what is asked for.
         """
-        if config.pad_to_capacity:
+        if config.capacity.padded:
             raise CannotBuild(
-                "pad_to_capacity: a token is sent to a rank once, so that the rows of an expert cannot be padded"
+                "capacity.padded: a token is sent to a rank once, so that the rows of an expert cannot be padded"
             )
         self.config = config
         self.placement = Placement.of(config.experts, topology)
-        sizes = {"budget_factor": config.budget_factor, "row_budget": config.row_budget}
-        given = " and ".join(f"{name} = {size}" for name, size in sizes.items() if size is not None)
-        if config.over_budget == "drop" and not given:
-            raise CannotBuild("over_budget = 'drop' needs budget_factor or row_budget")
+        sizes = {"factor": config.receive_buffer.factor, "rows": config.receive_buffer.rows}
+        given = " and ".join(f"receive_buffer.{name} = {size}" for name, size in sizes.items() if size is not None)
+        if config.receive_buffer.overflow == "drop" and not given:
+            raise CannotBuild("receive_buffer.overflow = 'drop' needs receive_buffer.factor or receive_buffer.rows")
         if given and not manager_class.has_budget:
             raise CannotBuild(f"{manager_class.__name__} has no buffer of fixed size: {given}")
-        if config.budget_factor is not None and config.row_budget is not None:
+        if config.receive_buffer.factor is not None and config.receive_buffer.rows is not None:
             raise CannotBuild(f"a buffer has one size: {given}")
         group = topology.group("ep_etp")
         wire = float8_class() if config.wire == "float8" else None

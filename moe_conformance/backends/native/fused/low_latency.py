@@ -111,10 +111,10 @@ class LowLatencyExchange(AllToAllExchange):
 
     def _filled_up(self, tokens: int) -> int:
         """Return to how many rows a rank of so many tokens pads an expert."""
-        if not self.config.pad_to_capacity:
+        if not self.config.capacity.padded:
             return 0
-        factor = self.config.capacity_factor
-        return self.config.min_capacity if factor is None else capacity.of_rank(self.config, tokens)
+        factor = self.config.capacity.factor
+        return self.config.capacity.minimum if factor is None else capacity.of_rank(self.config, tokens)
 
     def _largest(self, ids_TK: Tensor) -> tuple[int, int]:
         """Return the largest T of the group, and how often one of its tokens names an expert."""
@@ -144,8 +144,8 @@ class FixedPlaces:
             CannotBuild: the experts do not divide over ep; weights, which come with combine, are to be applied before
                 it; or experts are to be filled up, where places are as many as they are anyway.
         """
-        if config.weights_applied == "input" or config.pad_to_capacity:
-            raise CannotBuild("fixed places: weights_applied = 'input' and pad_to_capacity are not supported")
+        if config.weights_applied == "input" or config.capacity.padded:
+            raise CannotBuild("fixed places: weights_applied = 'input' and capacity.padded are not supported")
         self.exchange = exchange_class(config, topology)
         self.experts = config.experts
 

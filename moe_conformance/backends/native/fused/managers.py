@@ -106,12 +106,13 @@ class _OneRowPerPair(Manager):
 class HybridEPManager(_OneRowPerPair):
     """Rows expert by expert in a buffer of B rows on every rank, whatever the load.
 
-    More than B on one rank is an error of all; or, with `Config.over_budget` "drop", each rank drops the rows that
-    its buffer has no room for, and reports it. Shards of an expert receive and keep the same rows in the same order.
+    More than B on one rank is an error of all; or, with `Config.receive_buffer.overflow` "drop", each rank drops the
+    rows that its buffer has no room for, and reports it. Shards of an expert receive and keep the same rows in the same
+    order.
 
     All ranks dispatch the same number of tokens, empty ones among them. B is that number times K times the shards of an
-    expert times `Config.budget_factor`, rounded up, or `Config.row_budget`. The factor's default, ep, holds any
-    load.
+    expert times `Config.receive_buffer.factor`, rounded up, or `Config.receive_buffer.rows`. The factor's default, ep,
+    holds any load.
 
     Implements: DROP-13, EXCH-22, EXCH-25.
     """
@@ -121,19 +122,11 @@ class HybridEPManager(_OneRowPerPair):
     needs_equal_tokens = True
 
     def __init__(self, config: Config, exchange: TokenExchange) -> None:
-        """See `Manager`.
-
-        Raises:
-            CannotBuild: the factor is not a finite number above 0, or the number of rows is below 0.
-        """
+        """See `Manager`."""
         super().__init__(config, exchange)
-        self.row_budget = config.row_budget
-        self.drops = config.over_budget == "drop"
-        self.factor = float(exchange.blocks if config.budget_factor is None else config.budget_factor)
-        if not 0 < self.factor < math.inf:
-            raise CannotBuild(f"budget_factor = {self.factor}: it must be a finite number above 0")
-        if self.row_budget is not None and self.row_budget < 0:
-            raise CannotBuild(f"row_budget = {self.row_budget}: it must be at least 0")
+        self.row_budget = config.receive_buffer.rows
+        self.drops = config.receive_buffer.overflow == "drop"
+        self.factor = float(exchange.blocks if config.receive_buffer.factor is None else config.receive_buffer.factor)
 
     def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Delivery, Held]:
         """Return rows_BD by expert, see `Manager.dispatch`.
@@ -174,7 +167,11 @@ class HybridEPManager(_OneRowPerPair):
         return math.ceil(self.factor * tokens * slots * self.exchange.shards)
 
     def _said(self) -> str:
-        return f"budget_factor = {self.factor:g}" if self.row_budget is None else f"row_budget = {self.row_budget}"
+        return (
+            f"receive_buffer.factor = {self.factor:g}"
+            if self.row_budget is None
+            else f"receive_buffer.rows = {self.row_budget}"
+        )
 
     def _size(self, budget: int, demand: int) -> int:
         """Return B."""

@@ -1,6 +1,6 @@
 """A whole layer: the router, an exchange, the experts and the shared experts.
 
-With `shared_overlap` the shared experts run while the tokens are on their way to the routed ones, forward, and while
+With `shared.overlap` the shared experts run while the tokens are on their way to the routed ones, forward, and while
 the tokens' gradients are on their way back, backward. On CUDA a collective runs on a stream of its own, so that this
 takes no further one.
 """
@@ -45,21 +45,21 @@ class Layer(nn.Module):
         super().__init__()
         self.config = config
         self.router, self.exchange, self.experts = routed
-        if not config.shared_ffn and (config.shared_gate or config.shared_overlap or config.shared_bias):
-            settings = "shared_gate, shared_overlap and shared_bias"
-            raise CannotBuild(f"{settings} need shared experts: shared_ffn is empty")
+        if not config.shared.ffn and (config.shared.gate or config.shared.overlap or config.shared.bias):
+            settings = "shared.gate, shared.overlap and shared.bias"
+            raise CannotBuild(f"{settings} need shared experts: shared.ffn is empty")
         in_places = isinstance(self.exchange, LowLatencyExchange)  # it does not depart and arrive in two steps
-        if config.shared_overlap and (in_places or not isinstance(self.exchange, AllToAllExchange)):
-            raise CannotBuild(f"shared_overlap needs the variant alltoall, not {config.variant!r}")
-        self.shared = shared_class(config, topology, device) if config.shared_ffn else None
-        self.bias = OutputBias(config, device) if config.shared_bias else None
-        self.score = Score(config, device) if config.shared_gate else None
+        if config.shared.overlap and (in_places or not isinstance(self.exchange, AllToAllExchange)):
+            raise CannotBuild(f"shared.overlap needs the variant alltoall, not {config.variant!r}")
+        self.shared = shared_class(config, topology, device) if config.shared.ffn else None
+        self.bias = OutputBias(config, device) if config.shared.bias else None
+        self.score = Score(config, device) if config.shared.gate else None
 
     @property
     def resolved(self) -> Mapping[str, str]:
         """What the parts report, and the shared experts."""
-        shared = "none" if self.shared is None else f"{type(self.shared).__name__} {self.config.shared_ffn}"
-        when = "during dispatch" if self.config.shared_overlap else "after combine"
+        shared = "none" if self.shared is None else f"{type(self.shared).__name__} {self.config.shared.ffn}"
+        when = "during dispatch" if self.config.shared.overlap else "after combine"
         parts = (self.router, self.exchange, self.experts)
         return {key: value for part in parts for key, value in part.resolved.items()} | {
             "layer": type(self).__name__,
@@ -91,7 +91,7 @@ class Layer(nn.Module):
         Implements: GRAD-18, SHARE-02, SHARE-07.
         """
         routing = self.router(x).routing
-        if self.config.shared_overlap:
+        if self.config.shared.overlap:
             assert isinstance(self.exchange, AllToAllExchange)
             departed = self.exchange.depart(x, routing)
             shared = self._shared_part(x)

@@ -52,7 +52,7 @@ class OutputBias(Replicated):
     def __init__(self, config: Config, device: torch.device) -> None:
         """Make the parameter, NaN until someone writes it."""
         super().__init__()
-        size = len(config.shared_ffn), config.hidden
+        size = len(config.shared.ffn), config.hidden
         self.bias_SD = nn.Parameter(torch.full(size, torch.nan, dtype=config.dtype, device=device))
 
     def named(self, read: Read) -> Iterator[Named]:
@@ -82,9 +82,9 @@ class SharedExperts(Replicated):
         super().__init__()
         ranks = topology.ranks("tp")
         self.group, self.part = topology.group("tp"), (ranks.index(topology.rank), len(ranks))
-        if odd := [width for width in config.shared_ffn if width % len(ranks)]:
-            raise CannotBuild(f"shared_ffn = {odd[0]} does not divide over tp = {len(ranks)} ranks")
-        self.units = [width // len(ranks) for width in config.shared_ffn]
+        if odd := [width for width in config.shared.ffn if width % len(ranks)]:
+            raise CannotBuild(f"shared.ffn = {odd[0]} does not divide over tp = {len(ranks)} ranks")
+        self.units = [width // len(ranks) for width in config.shared.ffn]
         nan = torch.full((sum(self.units), config.hidden), torch.nan, dtype=config.dtype, device=device)
         self.gate_FD, self.up_FD = nn.Parameter(nan.clone()), nn.Parameter(nan.clone())
         self.down_DF = nn.Parameter(nan.T.clone(memory_format=torch.contiguous_format))

@@ -14,17 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.contract import Config
-
-
-def check(config: Config) -> None:
-    """Raise `CannotBuild` where there is no such capacity."""
-    factor = config.capacity_factor
-    if factor is not None and not 0 <= factor < math.inf:
-        raise CannotBuild(f"capacity_factor = {factor}: it must be a finite number of at least 0")
-    if config.min_capacity < 0:
-        raise CannotBuild(f"min_capacity = {config.min_capacity}: it must be at least 0")
 
 
 def of_rank(config: Config, tokens: int) -> int:
@@ -32,9 +22,9 @@ def of_rank(config: Config, tokens: int) -> int:
 
     Implements: DROP-01, DROP-02.
     """
-    assert config.capacity_factor is not None  # asked only where there is one
-    mean = Fraction(config.capacity_factor) * config.top_k * tokens / config.experts
-    return max(config.min_capacity, math.ceil(mean))
+    assert config.capacity.factor is not None  # asked only where there is one
+    mean = Fraction(config.capacity.factor) * config.top_k * tokens / config.experts
+    return max(config.capacity.minimum, math.ceil(mean))
 
 
 def keep(ids_TK: Tensor, experts: int, room: int, worth_TK: Tensor | None) -> Tensor:
@@ -59,7 +49,7 @@ def keep(ids_TK: Tensor, experts: int, room: int, worth_TK: Tensor | None) -> Te
 
 def overfull(ids_TK: Tensor, config: Config) -> str:
     """Return which expert has more slots than room up to which its rows are filled, "" if none has."""
-    if not config.pad_to_capacity or config.capacity_factor is None:
+    if not config.capacity.padded or config.capacity.factor is None:
         return ""
     room = of_rank(config, len(ids_TK))
     counts_E = torch.bincount(ids_TK[ids_TK >= 0], minlength=config.experts)
@@ -80,7 +70,7 @@ def lossless(config: Config, counts_E: Tensor, group: dist.ProcessGroup) -> int:
     largest = counts_E.max().reshape(1)
     if group.size() > 1:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    return max(config.min_capacity, int(largest))
+    return max(config.capacity.minimum, int(largest))
 
 
 @dataclass(frozen=True)

@@ -120,10 +120,10 @@ class _StraightThrough(torch.autograd.Function):
 
 def _one_strategy(config: Config) -> tuple[str, float]:
     """Return the strategy and its parameter, 0.0 where it has none."""
-    if len(set(config.forced)) > 1:
-        named = " and ".join(f"{name} ({parameter})" for name, parameter in config.forced)
+    if len(set(config.routing.forced)) > 1:
+        named = " and ".join(f"{name} ({parameter})" for name, parameter in config.routing.forced)
         raise CannotBuild(f"one strategy can force the routes, not {named}")
-    name, parameter = config.forced[0]
+    name, parameter = config.routing.forced[0]
     if name not in ("random", "biased", "round_robin"):
         raise CannotBuild(f"the strategy {name!r} is not one of random, biased, round_robin")
     if name == "biased" and parameter is None:

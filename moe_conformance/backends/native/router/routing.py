@@ -37,13 +37,13 @@ class Router(Replicated):
         self.router_ED = nn.Parameter(
             torch.full((config.experts, config.hidden), torch.nan, dtype=config.dtype, device=device)
         )
-        bias_E = torch.zeros(config.experts, dtype=self.wide, device=device) if config.balance_bias else None
+        bias_E = torch.zeros(config.experts, dtype=self.wide, device=device) if config.routing.balance_bias else None
         self.register_buffer("balance_bias", bias_E)
 
     @property
     def resolved(self) -> Mapping[str, str]:
         """The class that was built, and its score."""
-        return {"router": type(self).__name__, "score": self.config.score}
+        return {"router": type(self).__name__, "score": self.config.routing.score}
 
     @property
     def claims(self) -> Claims:
@@ -68,7 +68,7 @@ class Router(Replicated):
         if padding_mask_T is not None:
             ids_TK, weights_TK = self._leave_out(ids_TK, weights_TK, padding_mask_T.reshape(-1, 1))
         counts_E = torch.bincount(ids_TK[ids_TK >= 0], minlength=self.config.experts)  # of all selected slots
-        if self.config.capacity_factor is not None:
+        if self.config.capacity.factor is not None:
             ids_TK, weights_TK = self._drop(ids_TK, weights_TK)
         return Routed(Routing(ids_TK, weights_TK, self.config.experts), logits_TE, counts_E)
 
@@ -92,7 +92,7 @@ class Router(Replicated):
 
     def _keep(self, ids_TK: Tensor, weights_TK: Tensor, room: int) -> Tensor:
         """Say which slots stay, bool (T, K), where every expert has `room` for as many."""
-        worth_TK = weights_TK if self.config.drop_policy == "weights" else None
+        worth_TK = weights_TK if self.config.capacity.drop_policy == "weights" else None
         return capacity.keep(ids_TK, self.config.experts, room, worth_TK)
 
     def _logits(self, x_TD: Tensor) -> Tensor:
@@ -103,11 +103,11 @@ class Router(Replicated):
 
         Implements: ROUTE-02.
         """
-        if self.config.score == "softmax":
+        if self.config.routing.score == "softmax":
             return logits_TE.softmax(1)
-        if self.config.score == "sigmoid":
+        if self.config.routing.score == "sigmoid":
             return logits_TE.sigmoid()
-        if self.config.score == "sqrtsoftplus":
+        if self.config.routing.score == "sqrtsoftplus":
             return _sqrt_softplus(logits_TE)
         return logits_TE
 
@@ -119,8 +119,8 @@ class Router(Replicated):
         choice_TE = scores_TE.detach()
         if self.balance_bias is not None:
             choice_TE = choice_TE + self.balance_bias
-        if self.config.groups is not None:
-            choice_TE = self._mask_groups(choice_TE, *self.config.groups)
+        if self.config.routing.groups is not None:
+            choice_TE = self._mask_groups(choice_TE, *self.config.routing.groups)
         return choice_TE.topk(self.config.top_k, dim=1).indices
 
     def _mask_groups(self, choice_TE: Tensor, groups: int, selected: int) -> Tensor:
@@ -140,12 +140,12 @@ class Router(Replicated):
         Implements: ROUTE-02, ROUTE-03, ROUTE-05, ROUTE-06, ROUTE-07, ROUTE-14.
         """
         weights_TK = scores_TE.gather(1, ids_TK)
-        if self.config.score == "softmax_topk":
+        if self.config.routing.score == "softmax_topk":
             weights_TK = weights_TK.softmax(1)
-        if self.config.normalise:
+        if self.config.routing.normalise:
             sum_T1 = weights_TK.sum(1, keepdim=True)  # 0 where all selected scores underflow
             weights_TK = weights_TK / sum_T1.masked_fill(sum_T1 == 0, 1.0)
-        return weights_TK * self.config.scale
+        return weights_TK * self.config.routing.scale
 
 
 def _sqrt_softplus(logits_TE: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ def _sqrt_softplus(logits_TE: Tensor) -> Tensor:
 
 def _addends(config: Config, selected: int) -> int:
     """Return how many of a group's best experts make up its worth."""
-    return {"top2_sum": 2, "topk_sum": config.top_k // selected, "max": 1}[config.group_score]
+    return {"top2_sum": 2, "topk_sum": config.top_k // selected, "max": 1}[config.routing.group_score]
 
 
 def _check(config: Config) -> None:
@@ -170,10 +170,9 @@ def _check(config: Config) -> None:
     E, K = config.experts, config.top_k
     if not 1 <= K <= E:
         raise CannotBuild(f"top_k = {K} of {E} experts")
-    capacity.check(config)
-    if config.groups is None:
+    if config.routing.groups is None:
         return
-    groups, selected = config.groups
+    groups, selected = config.routing.groups
     if groups < 1 or E % groups:
         raise CannotBuild(f"{E} experts do not divide into {groups} groups")
     if not 1 <= selected <= groups:
@@ -182,4 +181,4 @@ def _check(config: Config) -> None:
         raise CannotBuild(f"top_k = {K} from {selected} groups of {E // groups} experts")
     if not 1 <= _addends(config, selected) <= E // groups:
         addends = _addends(config, selected)
-        raise CannotBuild(f"{config.group_score} adds up {addends} scores of a group of {E // groups} experts")
+        raise CannotBuild(f"{config.routing.group_score} adds up {addends} scores of a group of {E // groups} experts")

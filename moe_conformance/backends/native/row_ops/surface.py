@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.backends.native.offered import Offered
 from moe_conformance.backends.native.row_ops.permutation import Pairs, permute, sort_pairs, unpermute, weigh
 from moe_conformance.contract import Claims, Config, Routing
@@ -32,17 +31,11 @@ class Permutation(Offered):
     """Sorts pairs by expert, then token, then slot. An expert without a pair gets no row."""
 
     surface = "permutation"
-    maps = ("row_multiple",)
+    maps = ("padding.row_multiple",)
 
     def __init__(self, config: Config) -> None:
-        """Take the multiple.
-
-        Raises:
-            CannotBuild: it is below 1.
-        """
-        if config.row_multiple < 1:
-            raise CannotBuild(f"rows cannot be padded to a multiple of {config.row_multiple}; need 1 or more")
-        self.multiple = config.row_multiple
+        """Take the multiple."""
+        self.multiple = config.padding.row_multiple
 
     @property
     def resolved(self) -> Mapping[str, str]:

@@ -60,36 +60,36 @@ def overflows(variant: str, layout: Layout, profile: Profile) -> Iterator[Worklo
         schedule = asked.schedule or " ".join(f"F{m} B{m}" for m in range(len(asked.tokens)))
         recipe = Recipe(name, turns=asked.tokens, schedule=schedule, memory=asked.memory)
         if asked.factor is not None:
-            recipe = replace(recipe, route=one_rank, needs_ep=True, config={"budget_factor": asked.factor})
+            recipe = replace(recipe, route=one_rank, needs_ep=True, config={"receive_buffer.factor": asked.factor})
         if recipe.needs_ep and layout.ep == 1:
             continue
         workload = replace(exchange_workload(recipe, "probe", variant, layout), kind="overflow")
-        workload = replace(workload, config=replace(workload.config, over_budget=asked.over))
+        workload = replace(workload, config=workload.config.changed({"receive_buffer.overflow": asked.over}))
         if asked.factor is not None:
             yield workload
             continue
         room = max(0, busiest(workload.config, layout, workload.batches[asked.of]) + asked.spare)
-        yield replace(workload, config=replace(workload.config, row_budget=room))
+        yield replace(workload, config=workload.config.changed({"receive_buffer.rows": room}))
 
 
 def by_factor(workload: Workload) -> bool:
     """Whether the budget is a multiple of the balanced load, which may be larger than asked for."""
-    return workload.config.budget_factor is not None
+    return workload.config.receive_buffer.factor is not None
 
 
 def refuses(workload: Workload) -> bool:
     """Whether rows beyond a budget of so many rows are to be refused."""
-    return workload.config.over_budget == "refuse" and not by_factor(workload)
+    return workload.config.receive_buffer.overflow == "refuse" and not by_factor(workload)
 
 
 def refuses_some(workload: Workload) -> bool:
     """Whether rows beyond the budget are to be refused, and others fit."""
-    return refuses(workload) and bool(workload.config.row_budget)
+    return refuses(workload) and bool(workload.config.receive_buffer.rows)
 
 
 def drops(workload: Workload) -> bool:
     """Whether rows beyond a budget of so many rows are to be dropped."""
-    return workload.config.over_budget == "drop" and not by_factor(workload)
+    return workload.config.receive_buffer.overflow == "drop" and not by_factor(workload)
 
 
 def busiest(config: Config, layout: Layout, ranks: tuple[Batch, ...]) -> int:

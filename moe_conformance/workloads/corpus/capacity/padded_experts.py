@@ -34,18 +34,18 @@ def crowded(T: int, config: Config, layout: Layout, generator: torch.Generator) 
 
 
 def _dropped(ids_TK: Tensor, config: Config) -> Tensor:
-    assert config.capacity_factor is not None
+    assert config.capacity.factor is not None
     sizes = (len(ids_TK), config.top_k, config.experts)
-    room = limits.capacities(*sizes, factor=config.capacity_factor, minimum=config.min_capacity)[0]
+    room = limits.capacities(*sizes, factor=config.capacity.factor, minimum=config.capacity.minimum)[0]
     kept_TK = drops.keep(ids_TK, config.experts, capacity=room, policy="position")
     return torch.where(kept_TK, ids_TK, -1)
 
 
 def _filled(factor: float, **others: Any) -> dict[str, Any]:
-    return {"pad_to_capacity": True, "capacity_factor": factor, **others}
+    return {"capacity.padded": True, "capacity.factor": factor, **others}
 
 
-_LOSSLESS: dict[str, Any] = {"pad_to_capacity": True}
+_LOSSLESS: dict[str, Any] = {"capacity.padded": True}
 
 PROBE = (
     Recipe("to-capacity-even", fitting, config=_filled(1.0)),
@@ -55,7 +55,7 @@ PROBE = (
     Recipe("to-capacity-uneven", fitting, config=_filled(1.0), tokens=UNEVEN),
     Recipe("to-capacity-one-expert-even", crowded, config=_filled(1.0, top_k=1)),
     Recipe("to-capacity-rank-without-tokens", fitting, config=_filled(1.0), tokens=ONE_WITHOUT),
-    Recipe("to-capacity-minimum", fitting, config=_filled(0.5, min_capacity=3), tokens=ONE_WITHOUT),
+    Recipe("to-capacity-minimum", fitting, config={**_filled(0.5), "capacity.minimum": 3}, tokens=ONE_WITHOUT),
     Recipe("to-capacity-in-flight", fitting, config=_filled(1.0), tokens=UNEVEN, schedule="F0 F1 B1 B0"),
     Recipe("to-capacity-weighed-at-input-even", fitting, config=_filled(1.0, weights_applied="input")),
     Recipe("to-capacity-filled-even", fitting, config=_filled(2.0), memory="filled"),
@@ -69,7 +69,7 @@ PROBE = (
     Recipe("lossless-uneven", config=_LOSSLESS, tokens=UNEVEN),
     Recipe("lossless-top-3-uneven", config={**_LOSSLESS, "top_k": 3}, tokens=UNEVEN),
     Recipe("lossless-one-expert", one_expert, config={**_LOSSLESS, "top_k": 1}, tokens=UNEVEN),
-    Recipe("lossless-minimum", config={**_LOSSLESS, "min_capacity": 9}, tokens=ONE_WITHOUT),
+    Recipe("lossless-minimum", config={**_LOSSLESS, "capacity.minimum": 9}, tokens=ONE_WITHOUT),
     Recipe("lossless-by-turns", config=_LOSSLESS, tokens=BY_TURNS, schedule="F0 B0 F1 B1 F2 B2"),
 )
 

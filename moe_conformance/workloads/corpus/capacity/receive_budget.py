@@ -23,9 +23,9 @@ def filling(T: int, config: Config, layout: Layout, generator: torch.Generator) 
 
     It gets floor(factor T K / ep) of a rank's pairs: times the ranks, that is at most factor times its balanced load.
     """
-    assert config.budget_factor is not None
+    assert config.receive_buffer.factor is not None
     K, held = config.top_k, config.experts // layout.ep
-    due = int(config.budget_factor * T * K / layout.ep + 1e-9)
+    due = int(config.receive_buffer.factor * T * K / layout.ep + 1e-9)
     rows = []
     for t in range(T):
         here = due // T + (t < due % T)
@@ -43,34 +43,42 @@ def first_alone(T: int, config: Config, layout: Layout, generator: torch.Generat
 
 
 BUDGETS = (
-    Recipe("budget-filled-even", filling, config={"budget_factor": 1.5}, schedule="F0 F1 B0 B1", needs_ep=True),
+    Recipe("budget-filled-even", filling, config={"receive_buffer.factor": 1.5}, schedule="F0 F1 B0 B1", needs_ep=True),
     # 1.15 * 100 is a little less than 115 in binary, and a budget of 114 is too small.
-    Recipe("budget-of-a-fraction-even", filling, tokens=(50,), config={"budget_factor": 1.15}, needs_ep=True),
-    Recipe("budget-filled-uneven", filling, tokens=UNEVEN, config={"budget_factor": 1.5}, needs_ep=True),
-    Recipe("budget-roomy-even", dropped, config={"budget_factor": 8.0}, schedule="F0 B0 F1 B1", memory="filled"),
+    Recipe("budget-of-a-fraction-even", filling, tokens=(50,), config={"receive_buffer.factor": 1.15}, needs_ep=True),
+    Recipe("budget-filled-uneven", filling, tokens=UNEVEN, config={"receive_buffer.factor": 1.5}, needs_ep=True),
+    Recipe(
+        "budget-roomy-even", dropped, config={"receive_buffer.factor": 8.0}, schedule="F0 B0 F1 B1", memory="filled"
+    ),
     # Next to nothing is sent: of a buffer that is too small nobody would know.
-    Recipe("budget-spare-even", first_alone, tokens=(15,), config={"budget_factor": 1.5}, needs_ep=True),
+    Recipe("budget-spare-even", first_alone, tokens=(15,), config={"receive_buffer.factor": 1.5}, needs_ep=True),
     # Nothing arrives at a rank, in one microbatch and in the next: its buffer is as large, and all of it padding.
     Recipe(
         "budget-roomy-idle-rank",
         idle_rank,
         turns=(UNEVEN,) * 2,
-        config={"budget_factor": 8.0},
+        config={"receive_buffer.factor": 8.0},
         schedule="F0 F1 B0 B1",
         memory="filled",
         needs_ep=True,
     ),
     # A factor is one of the tokens that there are: as many in both microbatches, which go to other experts.
-    Recipe("budget-roomy-uneven", dropped, turns=(UNEVEN,) * 2, config={"budget_factor": 8.0}, schedule="F0 F1 B1 B0"),
+    Recipe(
+        "budget-roomy-uneven",
+        dropped,
+        turns=(UNEVEN,) * 2,
+        config={"receive_buffer.factor": 8.0},
+        schedule="F0 F1 B1 B0",
+    ),
 )
 
 OWN = (
-    Recipe("own-budget-filled-even", filling, config={"budget_factor": 1.5}, needs_ep=True),
+    Recipe("own-budget-filled-even", filling, config={"receive_buffer.factor": 1.5}, needs_ep=True),
     Recipe(
         "own-budget-roomy-uneven",
         dropped,
         turns=(UNEVEN,) * 2,
-        config={"budget_factor": 8.0},
+        config={"receive_buffer.factor": 8.0},
         schedule="F0 F1 B1 B0",
         memory="filled",
     ),

@@ -35,55 +35,55 @@ class CapacityRecipe:
     same: bool = False  # ranks of even number are fed the same in every microbatch, the others not
 
 
-_SOFT = {"score": "softmax_topk"}
-_BIASED = {"score": "sigmoid", "balance_bias": True, "normalise": True, "scale": 2.5}
-_BY_PLACE = {"drop_policy": "position"}
+_SOFT = {"routing.score": "softmax_topk"}
+_BIASED = {"routing.score": "sigmoid", "routing.balance_bias": True, "routing.normalise": True, "routing.scale": 2.5}
+_BY_PLACE = {"capacity.drop_policy": "position"}
 
 CAPACITIES = (
-    CapacityRecipe("capacity-tight", {"capacity_factor": 0.5}),
-    CapacityRecipe("capacity-tight-position", {"capacity_factor": 0.5, "top_k": 3, **_BY_PLACE}),
-    CapacityRecipe("capacity-mean", {"capacity_factor": 1.0, **_SOFT}),
-    CapacityRecipe("capacity-mean-position", {"capacity_factor": 1.0, **_BY_PLACE}, tokens=(40, 24, 33, 29)),
-    CapacityRecipe("capacity-fraction", {"capacity_factor": 1.3, "experts": 6, "top_k": 3, "hidden": 40}),
-    CapacityRecipe("capacity-normalised", {"capacity_factor": 0.75, "normalise": True, "top_k": 3}),
-    CapacityRecipe("capacity-biased", {"capacity_factor": 1.0, **_BIASED}),
-    CapacityRecipe("capacity-biased-position", {"capacity_factor": 1.0, **_BIASED, **_BY_PLACE}),
-    CapacityRecipe("capacity-of-one", {"capacity_factor": 0.01, **_SOFT}),
-    CapacityRecipe("capacity-of-none", {"capacity_factor": 0.0}),
-    CapacityRecipe("capacity-minimum", {"capacity_factor": 0.5, "min_capacity": 4}),
-    CapacityRecipe("capacity-minimum-position", {"capacity_factor": 0.25, "min_capacity": 3, **_BY_PLACE}),
-    CapacityRecipe("capacity-minimum-beyond", {"capacity_factor": 0.5, "min_capacity": 64}),
-    CapacityRecipe("capacity-of-all", {"capacity_factor": 4.0}),  # E / K: C = T
-    CapacityRecipe("capacity-beyond", {"capacity_factor": 10.0, **_SOFT}),
-    CapacityRecipe("capacity-beyond-position", {"capacity_factor": 10.0, **_BY_PLACE}),
-    CapacityRecipe("capacity-ties", {"capacity_factor": 0.6, **_SOFT}, alike=3),
-    CapacityRecipe("capacity-equal-weights", {"capacity_factor": 0.5, "top_k": 1, **_SOFT}),
-    CapacityRecipe("capacity-negative-logits", {"capacity_factor": 1.0, **_SOFT}, shift=-24.0),
-    CapacityRecipe("capacity-hot-expert", {"capacity_factor": 1.25, **_SOFT}, hot=True),
-    CapacityRecipe("capacity-hot-expert-position", {"capacity_factor": 1.25, **_BY_PLACE}, hot=True),
-    CapacityRecipe("capacity-one-token", {"capacity_factor": 1.0, **_SOFT}, tokens=(1,)),
-    CapacityRecipe("capacity-rank-without-tokens", {"capacity_factor": 0.75, **_SOFT}, tokens=ONE_WITHOUT),
-    CapacityRecipe("capacity-of-own-tokens", {"capacity_factor": 1.0, **_SOFT}, schedule="F0 B0 F1 B1", same=True),
+    CapacityRecipe("capacity-tight", {"capacity.factor": 0.5}),
+    CapacityRecipe("capacity-tight-position", {"capacity.factor": 0.5, "top_k": 3, **_BY_PLACE}),
+    CapacityRecipe("capacity-mean", {"capacity.factor": 1.0, **_SOFT}),
+    CapacityRecipe("capacity-mean-position", {"capacity.factor": 1.0, **_BY_PLACE}, tokens=(40, 24, 33, 29)),
+    CapacityRecipe("capacity-fraction", {"capacity.factor": 1.3, "experts": 6, "top_k": 3, "hidden": 40}),
+    CapacityRecipe("capacity-normalised", {"capacity.factor": 0.75, "routing.normalise": True, "top_k": 3}),
+    CapacityRecipe("capacity-biased", {"capacity.factor": 1.0, **_BIASED}),
+    CapacityRecipe("capacity-biased-position", {"capacity.factor": 1.0, **_BIASED, **_BY_PLACE}),
+    CapacityRecipe("capacity-of-one", {"capacity.factor": 0.01, **_SOFT}),
+    CapacityRecipe("capacity-of-none", {"capacity.factor": 0.0}),
+    CapacityRecipe("capacity-minimum", {"capacity.factor": 0.5, "capacity.minimum": 4}),
+    CapacityRecipe("capacity-minimum-position", {"capacity.factor": 0.25, "capacity.minimum": 3, **_BY_PLACE}),
+    CapacityRecipe("capacity-minimum-beyond", {"capacity.factor": 0.5, "capacity.minimum": 64}),
+    CapacityRecipe("capacity-of-all", {"capacity.factor": 4.0}),  # E / K: C = T
+    CapacityRecipe("capacity-beyond", {"capacity.factor": 10.0, **_SOFT}),
+    CapacityRecipe("capacity-beyond-position", {"capacity.factor": 10.0, **_BY_PLACE}),
+    CapacityRecipe("capacity-ties", {"capacity.factor": 0.6, **_SOFT}, alike=3),
+    CapacityRecipe("capacity-equal-weights", {"capacity.factor": 0.5, "top_k": 1, **_SOFT}),
+    CapacityRecipe("capacity-negative-logits", {"capacity.factor": 1.0, **_SOFT}, shift=-24.0),
+    CapacityRecipe("capacity-hot-expert", {"capacity.factor": 1.25, **_SOFT}, hot=True),
+    CapacityRecipe("capacity-hot-expert-position", {"capacity.factor": 1.25, **_BY_PLACE}, hot=True),
+    CapacityRecipe("capacity-one-token", {"capacity.factor": 1.0, **_SOFT}, tokens=(1,)),
+    CapacityRecipe("capacity-rank-without-tokens", {"capacity.factor": 0.75, **_SOFT}, tokens=ONE_WITHOUT),
+    CapacityRecipe("capacity-of-own-tokens", {"capacity.factor": 1.0, **_SOFT}, schedule="F0 B0 F1 B1", same=True),
     CapacityRecipe(
         "capacity-of-own-tokens-position",
-        {"capacity_factor": 1.0, **_BY_PLACE},
+        {"capacity.factor": 1.0, **_BY_PLACE},
         schedule="F0 B0 F1 B1",
         same=True,
     ),
-    CapacityRecipe("capacity-filled-up", {"capacity_factor": 1.0, "pad_to_capacity": True, **_SOFT}),
-    CapacityRecipe("capacity-in-flight", {"capacity_factor": 0.75, **_SOFT}, schedule="F0 F1 B0 B1"),
-    CapacityRecipe("capacity-two-dims", {"capacity_factor": 0.75}, lead="two_dims"),
-    CapacityRecipe("capacity-two-dims-position", {"capacity_factor": 0.75, **_BY_PLACE}, lead="two_dims"),
-    CapacityRecipe("capacity-many-tokens-position", {"capacity_factor": 2.0, **_BY_PLACE}, tokens=(600,), hot=True),
-    CapacityRecipe("capacity-bfloat16", {"capacity_factor": 0.75, "dtype": torch.bfloat16}),
-    CapacityRecipe("capacity-float64", {"capacity_factor": 0.75, "dtype": torch.float64}),
+    CapacityRecipe("capacity-filled-up", {"capacity.factor": 1.0, "capacity.padded": True, **_SOFT}),
+    CapacityRecipe("capacity-in-flight", {"capacity.factor": 0.75, **_SOFT}, schedule="F0 F1 B0 B1"),
+    CapacityRecipe("capacity-two-dims", {"capacity.factor": 0.75}, lead="two_dims"),
+    CapacityRecipe("capacity-two-dims-position", {"capacity.factor": 0.75, **_BY_PLACE}, lead="two_dims"),
+    CapacityRecipe("capacity-many-tokens-position", {"capacity.factor": 2.0, **_BY_PLACE}, tokens=(600,), hot=True),
+    CapacityRecipe("capacity-bfloat16", {"capacity.factor": 0.75, "dtype": torch.bfloat16}),
+    CapacityRecipe("capacity-float64", {"capacity.factor": 0.75, "dtype": torch.float64}),
 )
 
 
 def capacities(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     """Yield the workloads of routers with a capacity; the variant only has to be one that the backend knows."""
     for recipe in CAPACITIES:
-        config = replace(Config(variant=variant), **recipe.config)
+        config = Config(variant=variant).changed(recipe.config)
         parameters = _parameters(recipe, config, layout)
         microbatches = len({item[1:] for item in recipe.schedule.split()})
         batches = tuple(
@@ -127,8 +127,8 @@ def _batch(
 def fits_all(workload: Workload) -> bool:
     """Whether the capacity of every rank is at least its number of tokens."""
     config = workload.config
-    assert config.capacity_factor is not None
-    return config.capacity_factor * config.top_k >= config.experts or config.min_capacity >= max(TOKENS)
+    assert config.capacity.factor is not None
+    return config.capacity.factor * config.top_k >= config.experts or config.capacity.minimum >= max(TOKENS)
 
 
 def others_change(workload: Workload) -> bool:

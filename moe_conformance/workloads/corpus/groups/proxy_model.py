@@ -45,7 +45,7 @@ class ProxyRecipe:
 PROXIES = (
     ProxyRecipe("proxy-even"),
     ProxyRecipe("proxy-uneven", even=False),
-    ProxyRecipe("proxy-shared-even", {"shared_ffn": (24,), "shared_gate": True}, microbatches=1),
+    ProxyRecipe("proxy-shared-even", {"shared.ffn": (24,), "shared.gate": True}, microbatches=1),
 )
 NAMES = tuple(recipe.name for recipe in PROXIES)
 
@@ -66,7 +66,7 @@ def proxy_workload(recipe: ProxyRecipe, variant: str, layout: Layout) -> Workloa
 def _clear(name: str, layout: Layout) -> Workload:
     recipe = next(each for each in PROXIES if each.name == name)
     config = Config(experts=max(4, 2 * layout.ep), dtype=torch.float64, hidden=16, ffn=12)
-    config = replace(config, **recipe.config)
+    config = config.changed(recipe.config)
     for seed in count():
         workload = _drawn(recipe, config, layout, draw.generator(recipe.name, layout.name, seed))
         if solved(workload).margin > MARGIN:
@@ -89,7 +89,9 @@ def solved(workload: Workload) -> ModelGradients:
         }
         for b in range(BLOCKS)
     ]
-    return proxy_model.gradients(xs, dys, blocks, config.top_k, Weighing(config.score, config.normalise, config.scale))
+    return proxy_model.gradients(
+        xs, dys, blocks, config.top_k, Weighing(config.routing.score, config.routing.normalise, config.routing.scale)
+    )
 
 
 def sequences(workload: Workload) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:

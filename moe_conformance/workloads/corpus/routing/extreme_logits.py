@@ -34,28 +34,34 @@ class ExtremeRecipe:
     spoilt: float | None = None  # what an entry of every spoilt token is
 
 
-_SIGMOID = {"score": "sigmoid", "normalise": True, "scale": 2.5}
-_ROOT = {"score": "sqrtsoftplus", "normalise": True}
-_CHOSEN = {"score": "softmax_topk"}
-_GROUPS = {"score": "sigmoid", "normalise": True, "balance_bias": True, "groups": (4, 2), "top_k": 2}
+_SIGMOID = {"routing.score": "sigmoid", "routing.normalise": True, "routing.scale": 2.5}
+_ROOT = {"routing.score": "sqrtsoftplus", "routing.normalise": True}
+_CHOSEN = {"routing.score": "softmax_topk"}
+_GROUPS = {
+    "routing.score": "sigmoid",
+    "routing.normalise": True,
+    "routing.balance_bias": True,
+    "routing.groups": (4, 2),
+    "top_k": 2,
+}
 
 EXTREMES = (
-    ExtremeRecipe("extreme-softmax", {"normalise": True}),
+    ExtremeRecipe("extreme-softmax", {"routing.normalise": True}),
     ExtremeRecipe("extreme-softmax-of-chosen", _CHOSEN),
     ExtremeRecipe("extreme-sigmoid", _SIGMOID),
     ExtremeRecipe("extreme-sqrtsoftplus", _ROOT),
     ExtremeRecipe("extreme-groups", _GROUPS),
-    ExtremeRecipe("extreme-top-all", {"top_k": 8, "normalise": True}, (1, 5)),
+    ExtremeRecipe("extreme-top-all", {"top_k": 8, "routing.normalise": True}, (1, 5)),
     ExtremeRecipe("extreme-bfloat16", {**_SIGMOID, "dtype": torch.bfloat16}),
-    ExtremeRecipe("masked-softmax", {"normalise": True}, masked=(0, 5)),
+    ExtremeRecipe("masked-softmax", {"routing.normalise": True}, masked=(0, 5)),
     ExtremeRecipe("masked-softmax-of-chosen", _CHOSEN, masked=(0, 5)),
     ExtremeRecipe("masked-sigmoid", _SIGMOID, masked=(0, 5)),
     ExtremeRecipe("masked-all-but-one", {**_SIGMOID, "top_k": 3}, masked=(0, 1, 2, 3, 4, 6, 7)),
-    ExtremeRecipe("spoilt-nan-softmax", {"normalise": True}, spoilt=torch.nan),
+    ExtremeRecipe("spoilt-nan-softmax", {"routing.normalise": True}, spoilt=torch.nan),
     ExtremeRecipe("spoilt-nan-softmax-of-chosen", _CHOSEN, spoilt=torch.nan),
     ExtremeRecipe("spoilt-nan-sigmoid", _SIGMOID, spoilt=torch.nan),
     ExtremeRecipe("spoilt-nan-groups", _GROUPS, spoilt=torch.nan),
-    ExtremeRecipe("spoilt-inf-softmax", {"normalise": True}, spoilt=torch.inf),
+    ExtremeRecipe("spoilt-inf-softmax", {"routing.normalise": True}, spoilt=torch.inf),
     ExtremeRecipe("spoilt-inf-sigmoid", _SIGMOID, spoilt=torch.inf),
 )
 
@@ -73,7 +79,7 @@ def extremes(variant: str, layout: Layout, profile: Profile) -> Iterator[Workloa
     router.
     """
     for recipe in EXTREMES:
-        config = Config(variant=variant, **recipe.config)
+        config = Config(variant=variant).changed(recipe.config)
         ranks = range(layout.world)
         given = tuple(_batch(recipe, config, layout, rank) for rank in ranks)
         batches: tuple[tuple[Batch, ...], ...] = (given,)

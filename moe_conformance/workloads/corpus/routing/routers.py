@@ -34,44 +34,55 @@ class RouterRecipe:
     rehearsed: bool = False  # behind a step with other parameters
 
 
-_SIGMOID = {"score": "sigmoid"}
-_BIASED = {"score": "sigmoid", "balance_bias": True}
-_NORMAL = {"normalise": True}
-_GROUPS = {"experts": 24, "top_k": 4, "groups": (4, 2)}  # enough slots for the limit to bind; more experts than groups
+_SIGMOID = {"routing.score": "sigmoid"}
+_BIASED = {"routing.score": "sigmoid", "routing.balance_bias": True}
+_NORMAL = {"routing.normalise": True}
+_GROUPS = {
+    "experts": 24,
+    "top_k": 4,
+    "routing.groups": (4, 2),
+}  # enough slots for the limit to bind; more experts than groups
 
 ROUTERS = (
     RouterRecipe("route-softmax"),
     RouterRecipe("route-softmax-normalised", _NORMAL, likened=True),
-    RouterRecipe("route-softmax-scaled", {"scale": 2.5}),
-    RouterRecipe("route-softmax-normalised-scaled", {**_NORMAL, "scale": 2.5}),
-    RouterRecipe("route-softmax-topk", {"score": "softmax_topk"}),
-    RouterRecipe("route-softmax-topk-scaled", {"score": "softmax_topk", "scale": 2.5}),
+    RouterRecipe("route-softmax-scaled", {"routing.scale": 2.5}),
+    RouterRecipe("route-softmax-normalised-scaled", {**_NORMAL, "routing.scale": 2.5}),
+    RouterRecipe("route-softmax-topk", {"routing.score": "softmax_topk"}),
+    RouterRecipe("route-softmax-topk-scaled", {"routing.score": "softmax_topk", "routing.scale": 2.5}),
     RouterRecipe("route-sigmoid", _SIGMOID),
-    RouterRecipe("route-sigmoid-normalised-scaled", {**_SIGMOID, **_NORMAL, "scale": 2.5}),
+    RouterRecipe("route-sigmoid-normalised-scaled", {**_SIGMOID, **_NORMAL, "routing.scale": 2.5}),
     RouterRecipe("route-sigmoid-biased", _BIASED),
-    RouterRecipe("route-sigmoid-biased-normalised-scaled", {**_BIASED, **_NORMAL, "scale": 2.5}),
+    RouterRecipe("route-sigmoid-biased-normalised-scaled", {**_BIASED, **_NORMAL, "routing.scale": 2.5}),
     RouterRecipe("route-sigmoid-biased-upwards", _BIASED, bias=0.3),
-    RouterRecipe("route-sqrtsoftplus", {"score": "sqrtsoftplus"}),
-    RouterRecipe("route-sqrtsoftplus-biased-normalised", {"score": "sqrtsoftplus", "balance_bias": True, **_NORMAL}),
+    RouterRecipe("route-sqrtsoftplus", {"routing.score": "sqrtsoftplus"}),
+    RouterRecipe(
+        "route-sqrtsoftplus-biased-normalised",
+        {"routing.score": "sqrtsoftplus", "routing.balance_bias": True, **_NORMAL},
+    ),
     RouterRecipe("route-groups-top2", {**_BIASED, **_NORMAL, **_GROUPS}, likened=True),
     RouterRecipe("route-groups-top2-softmax", _GROUPS),
-    RouterRecipe("route-groups-topk", {**_BIASED, **_NORMAL, **_GROUPS, "top_k": 6, "group_score": "topk_sum"}),
-    RouterRecipe("route-groups-topk-softmax", {**_GROUPS, "top_k": 6, "group_score": "topk_sum"}),
-    RouterRecipe("route-groups-max", {"experts": 24, "top_k": 3, "groups": (4, 1), "group_score": "max"}),
+    RouterRecipe("route-groups-topk", {**_BIASED, **_NORMAL, **_GROUPS, "top_k": 6, "routing.group_score": "topk_sum"}),
+    RouterRecipe("route-groups-topk-softmax", {**_GROUPS, "top_k": 6, "routing.group_score": "topk_sum"}),
+    RouterRecipe(
+        "route-groups-max", {"experts": 24, "top_k": 3, "routing.groups": (4, 1), "routing.group_score": "max"}
+    ),
     RouterRecipe("route-top-1", {"top_k": 1}),
     RouterRecipe("route-top-1-normalised", {"top_k": 1, **_SIGMOID, **_NORMAL}),
     RouterRecipe("route-top-all", {"top_k": 8}),
     RouterRecipe("route-odd-experts", {"experts": 6, "top_k": 3, "hidden": 40}),
     RouterRecipe("route-many-experts", {"experts": 256, "top_k": 8}),
     RouterRecipe("route-hundreds-of-experts", {"experts": 384, "top_k": 10}),
-    RouterRecipe("route-groups-many-experts", {**_BIASED, **_NORMAL, "experts": 256, "top_k": 8, "groups": (8, 4)}),
+    RouterRecipe(
+        "route-groups-many-experts", {**_BIASED, **_NORMAL, "experts": 256, "top_k": 8, "routing.groups": (8, 4)}
+    ),
     RouterRecipe("route-near-ties", {"top_k": 3}, twins=True, likened=True),  # an odd K, which parts twins
     RouterRecipe("route-ties", {"top_k": 3}, tied=True, likened=True),
     RouterRecipe("route-large-logits", magnitude=64.0),
-    RouterRecipe("route-large-logits-sqrtsoftplus", {"score": "sqrtsoftplus"}, magnitude=64.0),
+    RouterRecipe("route-large-logits-sqrtsoftplus", {"routing.score": "sqrtsoftplus"}, magnitude=64.0),
     RouterRecipe("route-rank-without-tokens", tokens=ONE_WITHOUT),
     RouterRecipe("route-in-flight", schedule="F0 F1 B0 B1"),
-    RouterRecipe("route-inference", {**_BIASED, **_NORMAL, **_GROUPS, "scale": 2.5}, schedule="N0 F1 I2 B1"),
+    RouterRecipe("route-inference", {**_BIASED, **_NORMAL, **_GROUPS, "routing.scale": 2.5}, schedule="N0 F1 I2 B1"),
     RouterRecipe("route-rehearsed", {**_BIASED, **_NORMAL}, rehearsed=True),
     RouterRecipe("route-bfloat16", {"dtype": torch.bfloat16}, likened=True),
     RouterRecipe("route-float64", {"dtype": torch.float64}),
@@ -81,7 +92,7 @@ ROUTERS = (
 def routing_corpus(variant: str, layout: Layout) -> Iterator[Workload]:
     """Yield the router workloads; the variant only has to be one that the backend knows."""
     for recipe in ROUTERS:
-        config = Config(variant=variant, **recipe.config)
+        config = Config(variant=variant).changed(recipe.config)
         microbatches = len({item[1:] for item in recipe.schedule.split()})
         batches = tuple(
             tuple(_batch(recipe, config, layout, microbatch, rank) for rank in range(layout.world))

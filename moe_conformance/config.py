@@ -1,0 +1,276 @@
+"""What a backend is asked for: `Config` and its sections, and the limits that a backend declares.
+
+It imports torch only, and `contract` exports all of it. The option of Megatron-Core, torchtitan, transformers and
+DeepSpeed for each field is in docs/glossary.md. Letters are those of contract.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import torch
+
+
+class Unsupported(Exception):
+    """This backend does not support what was asked for.
+
+    `by="library"`: the code under test itself raised: a *proved* refusal. Its exception is `__cause__`, and was raised
+    in the library's frames, not in the adapter's module (see `Backend.library`); else it counts as the adapter's.
+    `by="adapter"`: this adapter has no way to ask for it; reported as "not adapted", not as a property of the
+    library. Raise it only while building: an exception from a running step is a failure.
+    """
+
+    def __init__(self, reason: str, by: Literal["library", "adapter"] = "adapter") -> None:
+        super().__init__(reason)  # one sentence that names the value asked for
+        self.by = by
+
+
+# ---- valid values --------------------------------------------------------------------------------------------
+
+
+@cache
+def _hints(kind: type[Any]) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _fits(value: object, hint: Any) -> bool:
+    """Whether a value is of an annotation: a class, `Literal`, union or tuple of these. A float has to be finite."""
+    choices = get_args(hint)
+    if get_origin(hint) is Literal:
+        return isinstance(value, str) and value in choices
+    if get_origin(hint) is UnionType:
+        return any(_fits(value, each) for each in choices)
+    if get_origin(hint) is tuple:
+        if not isinstance(value, tuple):
+            return False
+        each_hint = choices[:1] * len(value) if choices[1:] == (...,) else choices
+        return len(value) == len(each_hint) and all(map(_fits, value, each_hint))
+    if hint is int or hint is float:
+        kinds = (int, float) if hint is float else int
+        return isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
+    return hint is Any or isinstance(value, hint)
+
+
+def _allowed(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(map(repr, get_args(hint)))}"
+    return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint).replace("typing.", "")
+
+
+def _check(options: Any, section: str = "", **least: int) -> None:
+    """Raise ValueError for a value that its annotation does not allow, or for a number (of a tuple, any) below `least`.
+
+    `section` begins the name of the option, as in "capacity.factor". What single values cannot show, such as more
+    selected experts than there are, a backend refuses.
+    """
+    for name, hint in _hints(type(options)).items():  # type: ignore[arg-type]  # it takes __hash__ of instances for it
+        value = getattr(options, name)
+        if not _fits(value, hint):
+            raise ValueError(f"{section}{name} = {value!r}; allowed: {_allowed(hint)}")
+        numbers = value if isinstance(value, tuple) else () if value is None else (value,)
+        if name in least and any(number < least[name] for number in numbers):
+            raise ValueError(f"{section}{name} = {value!r}; allowed: {least[name]} or more")
+
+
+# ---- sections ------------------------------------------------------------------------------------------------
+
+
+Strategy = Literal["random", "biased", "round_robin", "worst_rank", "one_expert", "one_node", "alternating", "ratio"]
+
+
+@dataclass(frozen=True)
+class RoutingOptions:
+    """`Config.routing`: scores, selection and weights. Read by routers and layers."""
+
+    score: Literal["softmax", "softmax_topk", "sigmoid", "sqrtsoftplus"] = "softmax"  # *_topk: over the selected K only
+    normalise: bool = False  # the K weights of a token are divided by their sum
+    scale: float = 1.0  # multiplies the weights, after normalisation
+    groups: tuple[int, int] | None = None  # group-limited routing: (number of expert groups, groups selected)
+    group_score: Literal["top2_sum", "topk_sum", "max"] = "top2_sum"  # topk_sum: of the best K / groups selected
+    balance_bias: bool = False  # expert bias: added to the scores for the selection only, not for the weights
+    # Forced routing: strategies in place of the router's scores, each with its parameter; two are refused. Random and
+    # biased (parameter: standard deviation; negative: one bias is kept) replace the logits, all others the expert ids.
+    forced: tuple[tuple[Strategy, float | None], ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a value that is not allowed."""
+        _check(self, "routing.")
+
+
+@dataclass(frozen=True)
+class SharedExperts:
+    """`Config.shared`: the shared experts of a layer; none by default."""
+
+    ffn: tuple[int, ...] = ()  # intermediate size of each shared expert; several may be fused into one
+    gate: bool = False  # the output of the shared experts is multiplied by one sigmoid per token
+    bias: bool = False  # every shared expert has an output bias, added before the gate
+    overlap: bool = False  # shared experts run during the collectives of the exchange
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a value that is not allowed."""
+        _check(self, "shared.", ffn=1)
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """`Config.capacity`: the token drop of a router, and the padding of an exchange to the capacity."""
+
+    factor: float | None = None  # capacity C = ceil(factor K T / E) per expert and rank; None: no token drop
+    minimum: int = 0  # lower bound of C
+    drop_policy: Literal["weights", "position"] = "weights"  # kept: the slots of highest weight, or of the first tokens
+    padded: bool = False  # each rank sends C rows to each expert; without a factor C is the group's top load
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a value that is not allowed."""
+        _check(self, "capacity.", factor=0, minimum=0)
+
+
+@dataclass(frozen=True)
+class Padding:
+    """`Config.padding`: token counts of the ranks of an exchange, and row counts of the experts."""
+
+    # All ranks of the exchange group dispatch equally many tokens, padded by rows with empty slots: the largest T of
+    # the group, or a fixed bound that no T may exceed; "no": only if the exchange itself cannot work otherwise.
+    tokens: Literal["no", "group_max", "bound"] = "no"
+    alignment: int = 1  # the padded number of tokens is a multiple of it
+    bound: int | None = None
+    packed: bool = False  # packed sequences (THD): T differs between ranks; an exchange that needs equal T refuses it
+    row_multiple: int = 1  # the rows of each expert are padded to a multiple of it
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a value that is not allowed."""
+        _check(self, "padding.", alignment=1, bound=0, row_multiple=1)
+
+
+@dataclass(frozen=True)
+class ReceiveBuffer:
+    """`Config.receive_buffer`: of fixed size, where the factor or the number of rows is given; not both."""
+
+    factor: float | None = None  # a multiple of the balanced load of a rank
+    rows: int | None = None  # the same as a number of rows
+    overflow: Literal["refuse", "drop"] = "refuse"  # rows beyond the receive buffer: raise `Overflow`, or drop them
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a value that is not allowed."""
+        _check(self, "receive_buffer.", rows=0)
+        if self.factor is not None and self.factor <= 0:
+            raise ValueError(f"receive_buffer.factor = {self.factor!r}; allowed: more than 0")
+
+
+@dataclass(frozen=True)
+class Config:
+    """One configuration, the same for every backend. A value that its annotation does not allow raises ValueError.
+
+    Every builder of an adapter starts with `config.only(...)`, which refuses options that it does not map: with an
+    ignored option the report would state something that was not tested. Options have names: "top_k", "capacity.factor"
+    of a section, and "capacity" for all of it.
+    """
+
+    variant: str = "default"  # one of `Backend.variants`: "alltoall", "allgather", "local", ...
+    experts: int = 8  # E; 0 is refused by the backend
+    top_k: int = 2  # K
+    hidden: int = 32  # D
+    ffn: int = 16  # F
+    dtype: torch.dtype = torch.float32
+    weights_applied: Literal["native", "input", "output"] = "native"  # routing weights; native: as the backend does
+    routing: RoutingOptions = RoutingOptions()
+    shared: SharedExperts = SharedExperts()
+    capacity: Capacity = Capacity()
+    padding: Padding = Padding()
+    receive_buffer: ReceiveBuffer = ReceiveBuffer()
+    token_copies: bool = False  # tp > 1 without sequence parallelism: the tp ranks hold the same tokens, counted once
+    wire: Literal["plain", "float8"] = "plain"  # float8: fp8 dispatch, hidden states are sent in eight bits with scales
+    extra: tuple[tuple[str, Any], ...] = ()  # options of one backend, under the library's own names
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a value that is not allowed."""
+        _check(self, experts=0, top_k=1, hidden=1, ffn=1)
+
+    def options(self) -> dict[str, Any]:
+        """Return the value of every option by its name, in the order of the fields; sections are not among them."""
+        found: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if is_dataclass(value):
+                found |= {f"{field.name}.{each.name}": getattr(value, each.name) for each in fields(value)}
+            else:
+                found[field.name] = value
+        return found
+
+    def _refuse_unknown(self, names: Iterable[str]) -> None:
+        known = {*_default_options(), *(field.name for field in fields(self))}
+        if unknown := [name for name in names if name not in known]:
+            raise ValueError(f"Config has no option {', '.join(map(repr, unknown))}")
+
+    def only(self, *mapped: str) -> Config:
+        """Return the config itself, or raise `Unsupported` if an option outside `mapped` differs from its default.
+
+        Raises:
+            ValueError: a name in `mapped` is no option and no section.
+        """
+        self._refuse_unknown(mapped)
+        default = _default_options()
+        changed = {name: value for name, value in self.options().items() if value != default[name]}
+        odd = [name for name in changed if not {name, name.partition(".")[0]} & {*mapped}]
+        if odd:
+            raise Unsupported(f"this adapter does not map {', '.join(f'{name}={changed[name]!r}' for name in odd)}")
+        return self
+
+    def changed(self, options: Mapping[str, Any]) -> Config:
+        """Return the config with other values of some options or sections, by name.
+
+        >>> Config().changed({"top_k": 1, "capacity.factor": 1.5}).capacity
+        Capacity(factor=1.5, minimum=0, drop_policy='weights', padded=False)
+
+        Raises:
+            ValueError: a name is no option and no section, a section is given as well as an option of it, or a value is
+                not allowed.
+        """
+        whole: dict[str, Any] = {}
+        self._refuse_unknown(options)
+        for name, value in options.items():
+            section, _, option = name.partition(".")
+            if option and section in options:
+                raise ValueError(f"{section} and {name} are both given")
+            before = whole.get(section, getattr(self, section))
+            whole[section] = replace(before, **{option: value}) if option else value
+        return replace(self, **whole)
+
+
+@cache
+def _default_options() -> dict[str, Any]:
+    return Config().options()
+
+
+# ---- limits --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A declared limit of a backend: outside `allowed` it is not run, and the report says why.
+
+    `spread_experts`: whether ep > 1. `sharded_experts`: whether etp > 1. `in_flight`: number of microbatches between
+    forward and backward. `halves_in_flight`: number of microbatches between dispatch and combine. `steps`: how often
+    the gradients of the same modules are finished; between two steps the suite sets them to None, or to zero in place.
+    `deterministic`: runs under `torch.use_deterministic_algorithms`, set before the session is opened. `wrong_use`:
+    invalid input on one rank, for which the other ranks may wait for ever; input that violates the config (more tokens
+    than `padding.bound`, or `token_copies` that differ) is not covered by it. `uneven_tokens` does not cover
+    `Config.padding.packed`: an exchange that needs equal T has to refuse that while it is built.
+
+    `proof="refused"`: outside of it the library raises; the suite tries it and checks that it raises.
+    `proof="undefined"`: outside of it the library may hang or corrupt the device; not run, reported as unproved.
+    """
+
+    on: Literal[
+        "dtype", "device", "spread_experts", "sharded_experts", "uneven_tokens", "zero_tokens", "token_dims",
+        "uneven_tp_tokens", "duplicate_experts", "dropped_slots", "in_flight", "halves_in_flight",
+        "steps", "deterministic", "wrong_use",
+    ]  # fmt: skip
+    allowed: tuple[Any, ...]  # values of the case that may run, e.g. (torch.float32,) or (False,)
+    reason: str  # quoted or derived from the library's own documentation or code
+    proof: Literal["refused", "undefined"] = "refused"
