@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -102,8 +103,7 @@ class Dispatcher:
 
     def combine(self, rows_NPD: Tensor, weights_TK: Tensor, at_KTEC: Tensor) -> Tensor:
         """Return the weighted sums of the experts' outputs, computed at least in the dtype of the weights."""
-        rows_NWCD = rows_NPD.unflatten(1, (self.ranks, at_KTEC.shape[3]))
-        rows_ECD = rows_NWCD.transpose(0, 1).flatten(0, 1)
+        rows_ECD = rows_NPD.unflatten(1, (self.ranks, at_KTEC.shape[3])).transpose(0, 1).flatten(0, 1)
         if self.ranks > 1:
             rows_ECD = AllToAll.apply(rows_ECD, self.group)
         wide = torch.promote_types(rows_ECD.dtype, weights_TK.dtype)
@@ -143,11 +143,9 @@ class MoE(nn.Module):
 def sum_gradients(module: nn.Module, *groups: dist.ProcessGroup) -> None:
     """Add up the gradients over the ranks with the same parameters; one that no token has used is zero."""
     for parameter in (p for p in module.parameters() if p.requires_grad):
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        for group in groups:
-            if group.size() > 1:
-                dist.all_reduce(parameter.grad, group=group)
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for group in (group for group in groups if group.size() > 1):
+            dist.all_reduce(parameter.grad, group=group)
 
 
 # ---- the adapter -----------------------------------------------------------------------------------------------------
@@ -172,20 +170,23 @@ class AdaptedExchange:
 
 
 class Adapted:
-    """A module of the library and views of its parameters."""
+    """A module of the library, as it is called in a layer, and views of its parameters."""
 
     def __init__(self, module: nn.Module, config: Config, first: int = 0) -> None:
         self.module, self.config, self.first = module, config, first
         self.resolved, self.claims = {"module": type(module).__name__}, Claims(drop_order="choices")
+
+    def __call__(self, x: Tensor) -> Any:
+        return self.module(x)
 
     def named(self, read: Read) -> Iterator[Named]:
         for path, parameter in self.module.named_parameters():
             name = path.rpartition(".")[2]
             if name == "weight":
                 yield Named("router", None, read(parameter))
-                continue
-            for n, part in enumerate(read(parameter)):
-                yield Named(name.split("_")[0], self.first + n, part.t())
+            else:
+                for n, part in enumerate(read(parameter)):
+                    yield Named(name.split("_")[0], self.first + n, part.t())
 
 
 class AdaptedRouter(Adapted):
@@ -201,11 +202,6 @@ class AdaptedRouter(Adapted):
 class AdaptedExperts(Adapted):
     def __call__(self, delivery: Delivery) -> Tensor:
         return self.module(delivery.rows_RD.view(delivery.shape))
-
-
-class AdaptedLayer(Adapted):
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.module(x)
 
 
 class Session(surfaces.Session):
@@ -224,17 +220,16 @@ class Session(surfaces.Session):
         return AdaptedExchange(Dispatcher(config.experts, factor, least, self.topology.group("ep")))
 
     def experts(self, config: Config) -> AdaptedExperts:
-        inner = self.exchange(config).inner
-        experts = Experts(inner.held, config.hidden, config.ffn, config.dtype)
-        return AdaptedExperts(experts, config, inner.group.rank() * inner.held)
+        mine = self.exchange(config).local_experts
+        return AdaptedExperts(Experts(len(mine), config.hidden, config.ffn, config.dtype), config, mine[0])
 
     def router(self, config: Config) -> AdaptedRouter:
-        self._only(config)
-        return AdaptedRouter(Gate(config.hidden, config.experts, config.top_k, config.normalise, config.dtype), config)
+        sizes = self._only(config).hidden, config.experts, config.top_k
+        return AdaptedRouter(Gate(*sizes, config.normalise, config.dtype), config)
 
-    def layer(self, config: Config) -> AdaptedLayer:
+    def layer(self, config: Config) -> Adapted:
         gate, dispatcher, experts = self.router(config), self.exchange(config), self.experts(config)
-        return AdaptedLayer(MoE(gate.module, dispatcher.inner, experts.module), config, experts.first)
+        return Adapted(MoE(gate.module, dispatcher.inner, experts.module), config, experts.first)
 
     def finish_gradients(self, *built: Parametrised) -> None:
         for part in (part for surface in built for part in surface.module.modules()):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -135,11 +136,9 @@ class MoE(nn.Module):
 def sum_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Add up the gradients of the ranks that hold the same parameters; a parameter that was not used counts as zero."""
     for parameter in module.parameters():
-        if not parameter.requires_grad:
-            continue
-        if parameter.grad is None:
+        if parameter.requires_grad and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        if group.size() > 1:
+        if parameter.requires_grad and group.size() > 1:
             dist.all_reduce(parameter.grad, group=group)
 
 
@@ -165,18 +164,20 @@ class Exchange:
 
 
 class Adapted:
-    """A module of the library, and the views of its parameters."""
+    """A module of the library, as it is called in a layer, and views of its parameters."""
 
     def __init__(self, module: nn.Module, first: int) -> None:
         self.module, self.first = module, first
         self.resolved = {"module": type(module).__name__}
 
+    def __call__(self, x: Tensor) -> Any:
+        return self.module(x)
+
     def named(self, read: Read) -> Iterator[Named]:
         for name, parameter in self.module.named_parameters():
             parts = name.split(".")  # "weight", "gate.weight", "each.0.up.weight" or "experts.each.0.up.weight"
             if "each" in parts:
-                expert = self.first + int(parts[parts.index("each") + 1])
-                yield Named(parts[-2], expert, read(parameter))
+                yield Named(parts[-2], self.first + int(parts[-3]), read(parameter))
             else:
                 yield Named("router", None, read(parameter))
 
@@ -190,11 +191,6 @@ class Router(Adapted):
 class Experts(Adapted):
     def __call__(self, delivery: Delivery) -> Tensor:
         return self.module(delivery.rows_RD, delivery.ids_RJ[:, 0])
-
-
-class Layer(Adapted):
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.module(x)
 
 
 class Session(surfaces.Session):
@@ -221,10 +217,10 @@ class Session(surfaces.Session):
     def router(self, config: Config) -> Router:
         return Router(self._gate(config.only("experts", "top_k", "hidden", "dtype", "normalise", "scale")), 0)
 
-    def layer(self, config: Config) -> Layer:
+    def layer(self, config: Config) -> Adapted:
         config.only("experts", "top_k", "hidden", "ffn", "dtype", "normalise", "scale", "packed")
         experts, first = self._experts(config)
-        return Layer(MoE(self._gate(config), self._exchange(config), experts), first)
+        return Adapted(MoE(self._gate(config), self._exchange(config), experts), first)
 
     def finish_gradients(self, *built: Parametrised) -> None:
         for surface in built:
@@ -246,8 +242,7 @@ class Backend:
         return {"torch": torch.__version__}
 
     def limits(self, variant: str) -> Sequence[Limit]:
-        unchecked = "ids and shapes are not looked at, and the other ranks would wait for ever"
-        return (Limit("wrong_use", (False,), unchecked, proof="undefined"),)
+        return (Limit("wrong_use", (False,), "ids and shapes are not looked at", proof="undefined"),)
 
     def open(self, topology: Topology, device: torch.device) -> Session:
         if topology.sizes["etp"] > 1:
