@@ -199,21 +199,21 @@ class Session(surfaces.Session):
         self.topology = topology
 
     def exchange(self, config: Config) -> AdaptedExchange:
-        config.only("experts", "top_k", "hidden", "dtype", "packed")
+        config.only("experts", "top_k", "hidden", "dtype", "padding.packed")
         return AdaptedExchange(PaddedExchange(config.experts, self.topology.group("ep")))
 
     def experts(self, config: Config) -> AdaptedExperts:
-        config.only("experts", "top_k", "hidden", "ffn", "dtype", "packed")
+        config.only("experts", "top_k", "hidden", "ffn", "dtype", "padding.packed")
         exchange = PaddedExchange(config.experts, self.topology.group("ep"))
         experts = BatchedExperts(exchange.held, config.hidden, config.ffn, config.dtype)
         return AdaptedExperts(experts, exchange.first)
 
     def router(self, config: Config) -> AdaptedRouter:
-        config.only("experts", "top_k", "hidden", "dtype", "score", "normalise", "packed")
-        if config.score not in ("softmax", "sigmoid"):
-            raise Unsupported(f"score {config.score} does not exist here")
+        config.only("experts", "top_k", "hidden", "dtype", "routing.score", "routing.normalise", "padding.packed")
+        if config.routing.score not in ("softmax", "sigmoid"):
+            raise Unsupported(f"score {config.routing.score} does not exist here")
         sizes = config.hidden, config.experts, config.top_k
-        return AdaptedRouter(Router(*sizes, config.score, config.normalise, config.dtype))
+        return AdaptedRouter(Router(*sizes, config.routing.score, config.routing.normalise, config.dtype))
 
     def layer(self, config: Config) -> AdaptedLayer:
         router, experts, exchange = self.router(config), self.experts(config), self.exchange(config)

@@ -185,11 +185,15 @@ class Session(surfaces.Session):
         self.topology = topology
 
     def module(self, config: Config) -> CapacityMoE:
-        config.only("experts", "top_k", "hidden", "ffn", "dtype", "normalise", "capacity_factor", "pad_to_capacity",
-                    "shared_ffn", "shared_gate", "packed")  # fmt: skip
+        config.only("experts", "top_k", "hidden", "ffn", "dtype", "routing.normalise", "capacity.factor",
+                    "capacity.padded", "shared.ffn", "shared.gate", "padding.packed")  # fmt: skip
         sizes = config.hidden, config.ffn, config.experts, config.top_k
-        options = {"normalise": config.normalise, "capacity_factor": config.capacity_factor, "dtype": config.dtype}
-        shared = {"shared": config.shared_ffn, "shared_gate": config.shared_gate}
+        options = {
+            "normalise": config.routing.normalise,
+            "capacity_factor": config.capacity.factor,
+            "dtype": config.dtype,
+        }
+        shared = {"shared": config.shared.ffn, "shared_gate": config.shared.gate}
         with refusals(ValueError, match="cannot be divided among"):
             return CapacityMoE(*sizes, self.topology.group("ep"), **options, **shared)
 

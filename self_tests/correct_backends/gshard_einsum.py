@@ -193,8 +193,8 @@ class AdaptedRouter(Adapted):
     def __call__(self, x: Tensor) -> Routed:
         ids_TK, weights_TK, logits_TE = self.module(x.reshape(-1, x.shape[-1]))
         config, E = self.config, self.config.experts
-        if config.capacity_factor is not None:
-            places = capacity(*ids_TK.shape, E, config.capacity_factor, config.min_capacity)
+        if config.capacity.factor is not None:
+            places = capacity(*ids_TK.shape, E, config.capacity.factor, config.capacity.minimum)
             ids_TK = torch.where(place(ids_TK, E, places)[1], ids_TK, -1)
         return Routed(Routing(ids_TK, weights_TK, E), logits_TE)
 
@@ -209,14 +209,14 @@ class Session(surfaces.Session):
         self.topology = topology
 
     def _only(self, config: Config) -> Config:
-        config.only("experts", "top_k", "hidden", "ffn", "dtype", "normalise", "packed", "capacity_factor",
-                    "min_capacity", "drop_policy", "pad_to_capacity")  # fmt: skip
-        if config.capacity_factor is not None and config.drop_policy != "position":
+        config.only("experts", "top_k", "hidden", "ffn", "dtype", "routing.normalise", "padding.packed",
+                    "capacity.factor", "capacity.minimum", "capacity.drop_policy", "capacity.padded")  # fmt: skip
+        if config.capacity.factor is not None and config.capacity.drop_policy != "position":
             raise Unsupported("slots are dropped by position only")
         return config
 
     def exchange(self, config: Config) -> AdaptedExchange:
-        factor, least = self._only(config).capacity_factor, config.min_capacity
+        factor, least = self._only(config).capacity.factor, config.capacity.minimum
         return AdaptedExchange(Dispatcher(config.experts, factor, least, self.topology.group("ep")))
 
     def experts(self, config: Config) -> AdaptedExperts:
@@ -225,7 +225,7 @@ class Session(surfaces.Session):
 
     def router(self, config: Config) -> AdaptedRouter:
         sizes = self._only(config).hidden, config.experts, config.top_k
-        return AdaptedRouter(Gate(*sizes, config.normalise, config.dtype), config)
+        return AdaptedRouter(Gate(*sizes, config.routing.normalise, config.dtype), config)
 
     def layer(self, config: Config) -> Adapted:
         gate, dispatcher, experts = self.router(config), self.exchange(config), self.experts(config)

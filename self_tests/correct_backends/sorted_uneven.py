@@ -201,7 +201,8 @@ class Session(surfaces.Session):
         return SortedExchange(config.experts, self.topology.group("ep"))
 
     def _gate(self, config: Config) -> TopKGate:
-        return TopKGate(config.hidden, config.experts, config.top_k, config.normalise, config.scale, config.dtype)
+        sizes, routing = (config.hidden, config.experts, config.top_k), config.routing
+        return TopKGate(*sizes, routing.normalise, routing.scale, config.dtype)
 
     def _experts(self, config: Config) -> tuple[ExpertLoop, int]:
         exchange = self._exchange(config)
@@ -209,16 +210,19 @@ class Session(surfaces.Session):
         return ExpertLoop(exchange.held, config.hidden, config.ffn, config.dtype), first
 
     def exchange(self, config: Config) -> Exchange:
-        return Exchange(self._exchange(config.only("experts", "top_k", "hidden", "dtype", "packed")))
+        return Exchange(self._exchange(config.only("experts", "top_k", "hidden", "dtype", "padding.packed")))
 
     def experts(self, config: Config) -> Experts:
         return Experts(*self._experts(config.only("experts", "top_k", "hidden", "ffn", "dtype")))
 
     def router(self, config: Config) -> Router:
-        return Router(self._gate(config.only("experts", "top_k", "hidden", "dtype", "normalise", "scale")), 0)
+        config.only("experts", "top_k", "hidden", "dtype", "routing.normalise", "routing.scale")
+        return Router(self._gate(config), 0)
 
     def layer(self, config: Config) -> Adapted:
-        config.only("experts", "top_k", "hidden", "ffn", "dtype", "normalise", "scale", "packed")
+        config.only(
+            "experts", "top_k", "hidden", "ffn", "dtype", "routing.normalise", "routing.scale", "padding.packed"
+        )
         experts, first = self._experts(config)
         return Adapted(MoE(self._gate(config), self._exchange(config), experts), first)
 

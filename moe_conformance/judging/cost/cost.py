@@ -363,11 +363,11 @@ def _all_places(reading: Reading, m: int) -> int:
     for group in groups:
         most = 0
         for ids_TK in (reading.batches[m][rank].ids_TK for rank in group):
-            if config.capacity_factor is None:
+            if config.capacity.factor is None:
                 most = max(most, int(loads(ids_TK, config.experts).max()))
             else:
-                sizes, factor = (len(ids_TK), config.top_k, config.experts), config.capacity_factor
-                most = max(most, capacities(*sizes, factor=factor, minimum=config.min_capacity)[-1])
+                sizes, factor = (len(ids_TK), config.top_k, config.experts), config.capacity.factor
+                most = max(most, capacities(*sizes, factor=factor, minimum=config.capacity.minimum)[-1])
         for rank in group:
             places[rank] = most
     return int(cost.place_rows(places, groups, [len(rank.local_experts) for rank in reading.ranks]).sum())
