@@ -1,7 +1,4 @@
-"""GShard: dense one-hot tensors (T, E, C) for dispatch and combine, einsum, one all-to-all of (E, C, D) each way.
-
-Every expert has C places for each rank, on every rank the same C; first choices get theirs before second ones.
-"""
+"""GShard: one-hot dispatch and combine tensors (T, E, C), einsum, all-to-all of (E, C, D); first choices come first."""
 
 # ruff: noqa: D102, I001 - what a method does is in contract.py or in its class; imports in two lines
 from __future__ import annotations
@@ -51,8 +48,7 @@ def place(ids_TK: Tensor, experts: int, places: int) -> tuple[Tensor, Tensor]:
     K, T, E = choice_KTE.shape
     before_KTE = (choice_KTE.reshape(K * T, E).cumsum(dim=0) - choice_KTE.reshape(K * T, E)).view(K, T, E)
     fits_KTE = choice_KTE.bool() & (before_KTE < places)
-    at_KTEC = torch.arange(places) == before_KTE[..., None]
-    return at_KTEC & fits_KTE[..., None], fits_KTE.any(dim=2).t()
+    return (torch.arange(places) == before_KTE[..., None]) & fits_KTE[..., None], fits_KTE.any(dim=2).t()
 
 
 class AllToAll(torch.autograd.Function):
@@ -98,8 +94,7 @@ class Dispatcher:
         rows_ECD = torch.einsum("tec,td->ecd", at_KTEC.sum(dim=0).to(x_TD.dtype), x_TD)
         if self.ranks > 1:
             rows_ECD = AllToAll.apply(rows_ECD, self.group)
-        rows_WNCD = rows_ECD.view(self.ranks, self.held, most, x_TD.shape[1])
-        return rows_WNCD.transpose(0, 1).flatten(1, 2), at_KTEC
+        return rows_ECD.unflatten(0, (self.ranks, self.held)).transpose(0, 1).flatten(1, 2), at_KTEC
 
     def combine(self, rows_NPD: Tensor, weights_TK: Tensor, at_KTEC: Tensor) -> Tensor:
         """Return the weighted sums of the experts' outputs, computed at least in the dtype of the weights."""
@@ -242,8 +237,7 @@ class Session(surfaces.Session):
 class Backend:
     """GShard with einsum."""
 
-    name: str = "gshard-einsum"
-    variants: tuple[str, ...] = ("default",)
+    name, variants = "gshard-einsum", ("default",)
 
     def versions(self) -> Mapping[str, str]:
         return {"torch": torch.__version__}

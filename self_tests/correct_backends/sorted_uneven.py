@@ -81,8 +81,7 @@ class AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        received, sent = ctx.splits
-        return AllToAll.apply(grad, sent, received, ctx.group), None, None, None
+        return AllToAll.apply(grad, *reversed(ctx.splits), ctx.group), None, None, None
 
 
 class SortedExchange:
@@ -149,8 +148,7 @@ class Exchange:
     """Dispatch and combine of the library."""
 
     def __init__(self, exchange: SortedExchange) -> None:
-        self.inner = exchange
-        first = exchange.group.rank() * exchange.held
+        self.inner, first = exchange, exchange.group.rank() * exchange.held
         self.local_experts = tuple(range(first, first + exchange.held))
         self.resolved = {"exchange": f"{type(exchange).__name__} over {exchange.ranks} ranks"}
 
@@ -201,8 +199,8 @@ class Session(surfaces.Session):
         return SortedExchange(config.experts, self.topology.group("ep"))
 
     def _gate(self, config: Config) -> TopKGate:
-        sizes, routing = (config.hidden, config.experts, config.top_k), config.routing
-        return TopKGate(*sizes, routing.normalise, routing.scale, config.dtype)
+        options = config.routing.normalise, config.routing.scale, config.dtype
+        return TopKGate(config.hidden, config.experts, config.top_k, *options)
 
     def _experts(self, config: Config) -> tuple[ExpertLoop, int]:
         exchange = self._exchange(config)
@@ -227,20 +225,18 @@ class Session(surfaces.Session):
         return Adapted(MoE(self._gate(config), self._exchange(config), experts), first)
 
     def finish_gradients(self, *built: Parametrised) -> None:
-        for surface in built:
-            for part in surface.module.modules():
-                if isinstance(part, ExpertLoop):
-                    sum_gradients(part, self.topology.group("edp"))
-                elif isinstance(part, TopKGate):
-                    sum_gradients(part, self.topology.group("tp"))
-                    sum_gradients(part, self.topology.group("dp_cp"))
+        for part in (part for surface in built for part in surface.module.modules()):
+            if isinstance(part, ExpertLoop):
+                sum_gradients(part, self.topology.group("edp"))
+            elif isinstance(part, TopKGate):
+                sum_gradients(part, self.topology.group("tp"))
+                sum_gradients(part, self.topology.group("dp_cp"))
 
 
 class Backend:
     """Sort and all_to_all_single with plain nn.Linear experts."""
 
-    name: str = "sorted-uneven"
-    variants: tuple[str, ...] = ("default",)
+    name, variants = "sorted-uneven", ("default",)
 
     def versions(self) -> Mapping[str, str]:
         return {"torch": torch.__version__}
