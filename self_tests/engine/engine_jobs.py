@@ -88,7 +88,8 @@ def count_jobs(context: RankContext, payload: Any) -> int:
 def settings(context: RankContext, payload: Any) -> Any:
     """Returns what the engine promises of a rank's process."""
     with open("/proc/self/oom_score_adj", encoding="ascii") as oom:
-        return torch.get_num_threads(), signal.getsignal(signal.SIGINT) is signal.SIG_IGN, sys.path, int(oom.read())
+        ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        return torch.get_num_threads(), ignored, sys.path, int(oom.read()), os.sched_getscheduler(0)
 
 
 def variable(context: RankContext, payload: str) -> str | None:
