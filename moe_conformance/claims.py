@@ -29,19 +29,26 @@ class Claims:
 
     # What dispatch sends to other ranks (COST-03, COST-04). pairs: one row for each routed pair; tokens: one row for
     # each token and destination rank; all: every token to every rank; copies: the adapter first gathered the tokens
-    # over tp, since the library expects the same tokens on all tp ranks, and that traffic is not counted.
-    wire: Literal["pairs", "tokens", "all", "copies"] = "pairs"
+    # over tp, since the library expects the same tokens on all tp ranks, and that traffic is not counted; capacity: C
+    # rows from every rank to every expert, filled or not, C being the largest capacity of any rank of the group, or the
+    # largest load of an expert on any rank where no capacity is configured.
+    wire: Literal["pairs", "tokens", "all", "copies", "capacity"] = "pairs"
     # With "all" (COST-06). slots: ids and weights (T, K) are sent; maps: a boolean map (T, E) and a map of weights
     # (T, E), at most float32.
     routing: Literal["slots", "maps"] = "slots"
     # How many rows the experts receive (COST-10). routed: those routed to them; tokens: every token of the exchange
-    # group; static: a fixed number, equal on all ranks (PACK-13).
-    handed: Literal["routed", "tokens", "static"] = "routed"
+    # group; static: a fixed number, equal on all ranks (PACK-13); batched: as many for each expert of this rank as for
+    # the one of them with the largest load.
+    handed: Literal["routed", "tokens", "static", "batched"] = "routed"
     # The rows of each expert are padded to a multiple of it; receive buffers include the padding (COST-10).
     multiple: int = 1
     # With `Config.token_copies` (EXCH-36). complete: dL/dx and dL/dw are complete on every tp rank; parts: their sum
     # over tp is.
     copies: Literal["complete", "parts"] = "complete"
+    # What a value that is not finite reaches (EXCH-41, EXCH-42). own: its own token and experts; all: any token and
+    # expert of the exchange group, as in a product with one-hot tensors, which multiplies it by 0. With "all" these two
+    # are reported as not adapted.
+    non_finite: Literal["own", "all"] = "own"
     # Where this exchange applies routing weights (EXCH-05). None: as `Session.weights_at` says.
     weights_at: Literal["input", "expert", "combine"] | None = None
     # `drop_policy` "position" (DROP-06). tokens: slots are kept in the order of tokens; choices: the first choices of

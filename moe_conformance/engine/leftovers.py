@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from . import offspring
 
-_TORCHS = ("TORCHINDUCTOR_CACHE_DIR",)  # set when its compiler is imported, as the first functional collective does
+TORCHS = ("TORCHINDUCTOR_CACHE_DIR",)  # set when its compiler is imported, as the first functional collective does
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,7 @@ def difference(before: Surroundings, after: Surroundings) -> tuple[str, ...]:
     """Says what is otherwise than before, one item each; a thread, process or group that has ended is no difference."""
     started = sorted(thread.name for thread in after.threads - before.threads)
     names = sorted(before.variables.keys() | after.variables.keys())
-    changed = [
-        name for name in names if before.variables.get(name) != after.variables.get(name) and name not in _TORCHS
-    ]
+    changed = [name for name in names if before.variables.get(name) != after.variables.get(name) and name not in TORCHS]
     groups = after.groups - before.groups
     return (
         *(f"thread {name!r}" for name in started),

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_conformance.engine.leftovers import TORCHS
+
 _FLAGS: dict[str, Callable[[], Any]] = {
     "the default dtype": torch.get_default_dtype,
     "the default device": torch.get_default_device,
@@ -41,12 +43,17 @@ _PRECISIONS = (
 
 
 def settings() -> dict[str, str]:
-    """Return every setting by name, and every variable of the environment; a filter of warnings is a line."""
+    """Return every setting by name, and every variable of the environment; a filter of warnings is a line.
+
+    Variables that torch itself sets are left out: a library that uses a functional collective does not set them.
+    """
     told = {name: _told(flag) for name, flag in _FLAGS.items()}
     told |= {f"the float32 precision of torch.backends.{at}".rstrip("."): _precision(at) for at in _PRECISIONS}
     told["the default process group"] = _default_group()
     told["the warning filters"] = "\n".join(map(str, warnings.filters))
-    return told | {f"the environment variable {name}": value for name, value in os.environ.items()}
+    return told | {
+        f"the environment variable {name}": value for name, value in os.environ.items() if name not in TORCHS
+    }
 
 
 def _told(flag: Callable[[], Any]) -> str:

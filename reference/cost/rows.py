@@ -76,6 +76,28 @@ def all_gather_rows(tokens_by_rank: Sequence[int], exchange_groups: Sequence[Seq
     return rows_WW
 
 
+def place_rows(
+    places_by_rank: Sequence[int], exchange_groups: Sequence[Sequence[int]], held_by_rank: Sequence[int]
+) -> Tensor:
+    """Count the rows where every rank sends a fixed number to each expert of its group, int64 (W, W), [from, to].
+
+    Args: the places C that a rank sends to one expert, the groups, and the number of experts N of each rank.
+
+    Rule: C N to every other rank. Degenerate: C = 0 sends nothing; filled or not, a place is a row.
+
+    Decides: COST-03. Source: GShard, section 2.2 (dispatch of (E, C, D) by an all-to-all).
+
+    >>> place_rows([2, 2, 5], [[0, 1], [2]], [3, 3, 6]).tolist()
+    [[0, 6, 0], [6, 0, 0], [0, 0, 0]]
+    """
+    rows_WW = no_rows(len(places_by_rank))  # (W, W)
+    for group in exchange_groups:
+        for source in group:
+            for rank in group:
+                rows_WW[source, rank] = places_by_rank[source] * held_by_rank[rank] if source != rank else 0
+    return rows_WW
+
+
 def ratio(moved: int, smallest: int) -> float:
     """Divide the rows that were moved by the smallest number, the sum of `least_rows`.
 

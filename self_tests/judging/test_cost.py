@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -59,6 +60,21 @@ class TestHanded:
             judge_handed(read(longer), Tally())
         judged(judge_handed, claiming(longer, Claims(multiple=16)))
 
+    def test_experts_padded_to_the_largest_load_are_claimed(self) -> None:
+        """As many rows for each expert as for the busiest one of the rank: allowed if claimed, and named if not."""
+
+        def padded(rank: int, more: int) -> Outcome:
+            outcome = broken(workload(tokens=20))
+            loads = Counter(p.expert for p in read(outcome).pairs[0] if p.destination == rank)
+            rows = len(outcome.ranks[rank].local_experts) * max(loads.values()) + more
+            return edit_handed(outcome, rank, lambda call: replace(call, rows_RD=call.rows_RD.new_zeros(rows, 32)))
+
+        assert {0, 1} <= judged(judge_handed, claiming(padded(1, 0), Claims(handed="batched"))).ranks
+        with pytest.raises(Costly, match="pads its experts to the largest load claims handed = 'batched'"):
+            judge_handed(read(padded(1, 0)), Tally())
+        with pytest.raises(Costly, match=r"for 4 experts with at most \d+ routed pairs"):
+            judge_handed(read(claiming(padded(1, 5), Claims(handed="batched"))), Tally())
+
     def test_what_the_backend_claims_decides(self) -> None:
         """A static number is judged elsewhere."""
         with pytest.raises(NotOffered, match="a fixed number of delivered rows"):
@@ -96,6 +112,23 @@ class TestWire:
         """Where the adapter first copied the tokens to tensor ranks, nothing is said of the rows on the wire."""
         with pytest.raises(NotOffered, match="the adapter gathers tokens over tp"):
             judge_rows(read(claiming(broken(), Claims(wire="copies"))), Tally())
+
+    def test_places_of_every_expert_are_claimed(self) -> None:
+        """C rows to each expert of the other rank, C the largest load: allowed if claimed, and named if not."""
+        outcome = broken(workload(tokens=20))
+        loads = [torch.bincount(batch.ids_TK[batch.ids_TK >= 0]).max() for batch in outcome.workload.batches[0]]
+        E, C = outcome.workload.config.experts, int(max(loads))
+
+        def sending(places: int) -> Outcome:
+            rows = call("all_to_all_single", (E * places, 32))
+            return calling(outcome, lambda rank, phase: [] if phase in ("finish", "done") else [rows])
+
+        claims = Claims(wire="capacity")
+        assert 4 == judged(judge_rows, claiming(sending(C), claims)).pairs  # two halves on two ranks
+        with pytest.raises(Costly, match="claims wire = 'capacity'"):
+            judge_rows(read(sending(C)), Tally())
+        with pytest.raises(Costly, match=f"dispatch:0 moves {E * (C + 1)} rows, .*; allowed: {E * C}"):
+            judge_rows(read(claiming(sending(C + 1), claims)), Tally())
 
 
 def call(op: str, *shapes_in: tuple[int, ...], ranks: tuple[int, ...] = (0, 1), **fields: Any) -> Entry:

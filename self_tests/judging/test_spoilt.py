@@ -8,18 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_conformance.contract import Claims
 from moe_conformance.judging.exchange.non_finite_tokens import (
     judge_delivered,
     judge_other_gradients,
     judge_other_outputs,
     judge_parameters_beside,
 )
-from moe_conformance.judging.verdict import WrongGradient, WrongOutput
+from moe_conformance.judging.observed.run import read
+from moe_conformance.judging.verdict import NotOffered, Tally, WrongGradient, WrongOutput
 from moe_conformance.scenarios.outcome import Grad, Microbatch, Outcome
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus import non_finite
 from moe_conformance.workloads.records.workload import ParameterKey, Workload
-from self_tests.judging.breaking import caught, judged
+from self_tests.judging.breaking import caught, claiming, judged
 from self_tests.judging.breaking_experts import edit_final
 from self_tests.judging.simulated_experts import simulate_experts
 
@@ -70,6 +72,16 @@ class TestRight:
         outcome = clean(TOKENS)
         assert any(not bool(grad.value.isfinite().all()) for rank in outcome.ranks for grad in _finals(rank))
         judged(judge_parameters_beside, outcome)
+
+
+class TestClaimed:
+    def test_values_that_are_claimed_to_spread_are_not_judged(self) -> None:
+        """One-hot products multiply them by zero; that they are delivered is judged all the same."""
+        outcome = claiming(clean(TOKENS), Claims(non_finite="all"))
+        for judge in (judge_other_outputs, judge_other_gradients, judge_parameters_beside):
+            with pytest.raises(NotOffered, match="claims non_finite = 'all'"):
+                judge(read(outcome), Tally())
+        judged(judge_delivered, outcome)
 
 
 class TestSpread:

@@ -86,6 +86,9 @@ class TestRows:
         assert matrix(gathered) == assert_agree(
             first.all_gather_rows, second.all_gather_rows, [3, 1, 0, 2], [[2, 0, 3, 1]]
         )
+        places = [[0, 4, 2, 0], [2, 0, 2, 0], [2, 4, 0, 0], [0, 0, 0, 0]]
+        question = [2, 2, 2, 5], [[0, 1, 2], [3]], [1, 2, 1, 4]
+        assert matrix(places) == assert_agree(first.place_rows, second.place_rows, *question)
         moved, smallest = sum(map(sum, pairs)), sum(map(sum, least))
         assert 12 / 9 == assert_agree(first.ratio, second.ratio, moved, smallest)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
+from hypothesis.errors import NoSuchExample
 
 from moe_conformance.contract import Limit
 from moe_conformance.topology import Layout
@@ -23,6 +24,7 @@ LIMITS = {
     "kept": (Limit("dropped_slots", (False,), "-"), Limit("duplicate_experts", (False,), "-")),
     "one at a time": (Limit("in_flight", (1,), "-"), Limit("dtype", (torch.bfloat16,), "-")),
 }
+FEW = settings(max_examples=200, phases=[Phase.generate], database=None, suppress_health_check=list(HealthCheck))
 PLAIN = settings(max_examples=2000, phases=[Phase.generate], database=None, suppress_health_check=list(HealthCheck))
 
 
@@ -68,7 +70,9 @@ class TestFeatures:
         assert {
             "dropped slot", "token without slots", "rank that sends nothing", "expert twice in a token"
         } == names["none"] - names["kept"]  # fmt: skip
-        assert {"two in flight", "float32", "float64", "float16"} == names["none"] - names["one at a time"]
+        assert {"two in flight", "float32", "float64", "float16", "subnormal weight"} == (
+            names["none"] - names["one at a time"]
+        )
 
     def test_gpus_may_flush_subnormals(self):
         """Their kernels commonly do, and no fault of routing is in it."""
@@ -77,3 +81,11 @@ class TestFeatures:
             for device in ("cpu", "cuda")
         }
         assert {"subnormal weight"} == on["cpu"] - on["cuda"]
+
+    def test_products_in_bfloat16_may_flush_subnormals(self):
+        """On CPUs with instructions for them they do: no weight is subnormal, and none is required to be."""
+        only = (Limit("dtype", (torch.bfloat16,), "-"),)
+        assert "subnormal weight" not in {f.name for f in required("probe", Freedom.under(only, LAYOUTS[1], "cpu"))}
+        (subnormal,) = (f for f in required("probe", Freedom.under((), LAYOUTS[1], "cpu")) if f.name[:3] == "sub")
+        with pytest.raises(NoSuchExample):
+            find(STRATEGIES["probe"]("default", LAYOUTS[1], only, "cpu"), subnormal.has, settings=FEW)

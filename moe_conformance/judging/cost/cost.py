@@ -15,6 +15,7 @@ from moe_conformance.judging.findings import some
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.traffic import by_phase, bytes_leaving, carries_rows, rows_leaving
 from moe_conformance.judging.verdict import Costly, NotOffered, Tally, WrongForm
+from moe_conformance.reference.capacity.limits import capacities, loads
 from moe_conformance.reference.cost import calls as cost_calls
 from moe_conformance.reference.cost import rows as cost
 from moe_conformance.reference.cost import wire_bytes
@@ -89,6 +90,8 @@ def judge_rows(reading: Reading, tally: Tally) -> None:
             least = f"{times:.3g} times the smallest number"
             to_all = half.rows == half.times * _all_tokens(reading, half.m)
             design = "; a backend that sends all tokens to all ranks by design claims wire = 'all'" if to_all else ""
+            if half.rows == half.times * _all_places(reading, half.m):
+                design = "; a backend that sends every rank's capacity to every expert claims wire = 'capacity'"
             found.append(f"{half.name} moves {half.rows:g} rows, {least}; allowed: {allowed}{design}")
         else:
             tally.add(pairs=len(reading.ranks), worst=half.rows / allowed if allowed else 0.0)
@@ -229,14 +232,20 @@ def judge_handed(reading: Reading, tally: Tally) -> None:
             for rank in group:
                 rows_N = [routed[rank, expert] for expert in reading.ranks[rank].local_experts]
                 rows = sum(len(call.rows_RD) for call in reading.ranks[rank].microbatches[m].handed)
+                if handed == "batched":
+                    rows_N = [max(rows_N)] * len(rows_N)
                 allowed = tokens if handed == "tokens" else wire_bytes.most_rows(rows_N, multiple)
                 if rows > allowed:
                     some_of = f"{tokens} tokens" if handed == "tokens" else f"{sum(rows_N)} routed pairs"
+                    if handed == "batched":
+                        some_of = f"{len(rows_N)} experts with at most {rows_N[0]} routed pairs"
                     told = f"rank {rank} delivers {rows} rows to its experts in microbatch {m}"
                     design = "; a backend that delivers all tokens by design claims handed = 'tokens'"
-                    found.append(
-                        f"{told} instead of at most {allowed}, for {some_of}{design if rows == tokens else ''}"
-                    )
+                    if rows == len(rows_N) * max(rows_N):
+                        design = "; a backend that pads its experts to the largest load claims handed = 'batched'"
+                    elif rows != tokens:
+                        design = ""
+                    found.append(f"{told} instead of at most {allowed}, for {some_of}{design}")
                 tally.add(pairs=1, rank=rank)
     if found:
         raise Costly("dispatch", some(found))
@@ -339,12 +348,29 @@ def _needed(reading: Reading, m: int) -> int:
         return int(cost.pair_rows(*_routed(reading, m)).sum())
     if wire == "tokens":
         return _smallest(reading, m)
-    return _all_tokens(reading, m)
+    return _all_places(reading, m) if wire == "capacity" else _all_tokens(reading, m)
 
 
 def _all_tokens(reading: Reading, m: int) -> int:
     sizes = [len(batch.x_TD) for batch in reading.batches[m]]
     return int(cost.all_gather_rows(sizes, reading.outcome.workload.layout.groups()["ep_etp"]).sum())
+
+
+def _all_places(reading: Reading, m: int) -> int:
+    """Count the rows where every rank sends as many to every expert as the rank with the largest capacity."""
+    workload = reading.outcome.workload
+    config, groups, places = workload.config, workload.layout.groups()["ep_etp"], [0] * len(reading.ranks)
+    for group in groups:
+        most = 0
+        for ids_TK in (reading.batches[m][rank].ids_TK for rank in group):
+            if config.capacity.factor is None:
+                most = max(most, int(loads(ids_TK, config.experts).max()))
+            else:
+                sizes, factor = (len(ids_TK), config.top_k, config.experts), config.capacity.factor
+                most = max(most, capacities(*sizes, factor=factor, minimum=config.capacity.minimum)[-1])
+        for rank in group:
+            places[rank] = most
+    return int(cost.place_rows(places, groups, [len(rank.local_experts) for rank in reading.ranks]).sum())
 
 
 def _gathers_maps(reading: Reading) -> bool:

@@ -20,6 +20,7 @@ from moe_conformance.judging.observed.scopes import Place, places_of
 from moe_conformance.judging.verdict import (
     AbsentGradient,
     Mismatch,
+    NotOffered,
     Stage,
     Tally,
     WrongForm,
@@ -47,9 +48,11 @@ def judge_other_outputs(reading: Reading, tally: Tally) -> None:
     """Decide whether y of every other token is that of a batch of finite tokens, and zero where a token has no slot.
 
     Raises:
+        NotOffered: the backend claims that values which are not finite reach other tokens.
         WrongForm: y is missing or not (T, D).
         WrongOutput: an element differs: with the suite's experts at all, with others beyond its rounding.
     """
+    _require_contained(reading)
     targets = _targets(reading)["y"]
     _judge(reading, tally, "y", lambda seen: seen.y, targets, _bad_x, WrongOutput, "combine")
 
@@ -60,9 +63,11 @@ def judge_other_gradients(reading: Reading, tally: Tally) -> None:
     A gradient of a token is free where the token or its upstream gradient is not finite, unless it has no slot.
 
     Raises:
+        NotOffered: the backend claims that values which are not finite reach other tokens.
         AbsentGradient, WrongForm: a gradient is None, or of another shape.
         WrongGradient: an element differs.
     """
+    _require_contained(reading)
     targets = _targets(reading)
 
     def bad(batch: Batch) -> Tensor:
@@ -99,13 +104,20 @@ def judge_parameters_beside(reading: Reading, tally: Tally) -> None:
     Those are all experts where non-finite tokens have no slot.
 
     Raises:
+        NotOffered: the backend claims that values which are not finite reach other experts.
         NotOffered, Uncovered, AbsentGradient, WrongForm, WrongGradient: as `experts.judge_expert_gradients`.
     """
+    _require_contained(reading)
     outcome = replace(reading.outcome, workload=_cleaned(reading.outcome.workload))
     experts.judge_expert_gradients(Reading(outcome, reading.ranks), tally, free=_reached(reading.outcome.workload))
 
 
 # ---- how -----------------------------------------------------------------------------------------------------
+
+
+def _require_contained(reading: Reading) -> None:
+    if reading.claims.non_finite == "all":
+        raise NotOffered("the backend claims non_finite = 'all': values that are not finite reach other tokens")
 
 
 def _judge(

@@ -17,6 +17,7 @@ _DISPATCHERS: dict[str, Literal["alltoall", "fused", "allgather"]] = {
     "tokens": "fused",
     "all": "allgather",
     "copies": "allgather",
+    "capacity": "alltoall",
 }
 _KINDS = {"alltoall": "an all-to-all", "fused": "a fused token exchange", "allgather": "an all-gather"}
 _PLAIN, _PACKED = 0, 1  # the calls

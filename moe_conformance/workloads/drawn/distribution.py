@@ -151,7 +151,7 @@ PROBE = (
     Feature(
         "subnormal weight",
         _weights(lambda weights, dtype: (weights != 0) & (weights.abs() < torch.finfo(weighing_dtype(dtype)).tiny)),
-        lambda freedom: freedom.subnormal,
+        lambda freedom: any(map(freedom.subnormal_in, freedom.dtypes)),
     ),
 )
 

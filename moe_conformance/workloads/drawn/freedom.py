@@ -27,6 +27,15 @@ class Freedom:
     dtypes: tuple[torch.dtype, ...]
     subnormal: bool  # on CPU only: kernels on GPUs are commonly compiled to flush subnormals to zero
 
+    def subnormal_in(self, dtype: torch.dtype) -> bool:
+        """Whether products in a dtype keep subnormal numbers.
+
+        Products in bfloat16 flush them on CPUs too: VDPBF16PS and TDPBF16PS take subnormal inputs and outputs as zero,
+        whatever MXCSR says (Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2), and the product
+        with a one-hot matrix that dispatches tokens is one of these.
+        """
+        return self.subnormal and dtype != torch.bfloat16
+
     @classmethod
     def under(cls, limits: Sequence[Limit], layout: Layout, device: str) -> Freedom:
         """Read the limits."""

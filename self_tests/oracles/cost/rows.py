@@ -60,6 +60,16 @@ def all_gather_rows(tokens_by_rank: Sequence[int], exchange_groups: Lists) -> In
     return rows_WW
 
 
+def place_rows(places_by_rank: Sequence[int], exchange_groups: Lists, held_by_rank: Sequence[int]) -> Ints:
+    """For each expert of every other rank of a group, the places that the source has for it."""
+    rows_WW = np.zeros((len(places_by_rank), len(places_by_rank)), dtype=np.int64)
+    for source, places in enumerate(places_by_rank):
+        others = {rank for group in exchange_groups if source in group for rank in group} - {source}
+        for destination in others:
+            rows_WW[source, destination] = sum(places for _ in range(held_by_rank[destination]))
+    return rows_WW
+
+
 def ratio(moved: int, smallest: int) -> float:
     """How many times the smallest number of rows was moved; 1 where none had to be."""
     if not 0 <= smallest <= moved:
