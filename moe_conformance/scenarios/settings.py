@@ -39,6 +39,9 @@ _PRECISIONS = (
     *("mkldnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn"),
 )
 
+# Set by torch when its compiler is imported, as the first functional collective does: no backend's doing.
+_TORCHS = ("TORCHINDUCTOR_CACHE_DIR",)
+
 
 def settings() -> dict[str, str]:
     """Return every setting by name, and every variable of the environment; a filter of warnings is a line."""
@@ -46,7 +49,8 @@ def settings() -> dict[str, str]:
     told |= {f"the float32 precision of torch.backends.{at}".rstrip("."): _precision(at) for at in _PRECISIONS}
     told["the default process group"] = _default_group()
     told["the warning filters"] = "\n".join(map(str, warnings.filters))
-    return told | {f"the environment variable {name}": value for name, value in os.environ.items()}
+    variables = {name: value for name, value in os.environ.items() if name not in _TORCHS}
+    return told | {f"the environment variable {name}": value for name, value in variables.items()}
 
 
 def _told(flag: Callable[[], Any]) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn import functional as F
 
-from moe_conformance.contract import (
+from moe_conformance.contract import (  # isort: skip
     Config, Delivery, Limit, Named, Parametrised, Read, Routing, Topology, Unsupported,
 )  # fmt: skip
 from moe_conformance.surfaces import Permuted, Session
@@ -213,7 +213,7 @@ class BlockSparseSession(Session):
     def finish_gradients(self, *built: Parametrised) -> None:
         for part in built:
             if isinstance(part, AdaptedExperts):
-                for parameter in part.mlp.parameters():
+                for parameter in (each for each in part.mlp.parameters() if each.grad is not None):
                     dist.all_reduce(parameter.grad, group=self.topology.group("edp"))
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moe_conformance.contract import (
+from moe_conformance.contract import (  # isort: skip
     Config, Delivery, ExpertFn, Limit, Named, Parametrised, Read, Routed, Routing, Session, Topology, Unsupported,
 )  # fmt: skip
 
@@ -213,9 +213,7 @@ class GatheredSession(Session):
             elif isinstance(part, AdaptedRouter):
                 parameters, groups = list(part.gate.parameters()), ("dp_cp", "tp")
             for parameter in parameters:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                for name in groups:
+                for name in groups if parameter.grad is not None else ():  # None: it is frozen
                     dist.all_reduce(parameter.grad, group=self.topology.group(name))
 
 

@@ -1,8 +1,8 @@
 """A correct MoE over an all-to-all of lists of tensors, one for each rank, with a backward written by hand.
 
 The first half is the library, as somebody writes it for training; the second half is the adapter. Gloo's
-`dist.all_to_all` takes tensors of one size only, so each tensor is a message of its own; routing weights travel with the
-rows to the experts.
+`dist.all_to_all` takes tensors of one size only, so each tensor is a message of its own; routing weights travel with
+the rows to the experts.
 """
 
 # ruff: noqa: D102 - contract.py says what the methods of the adapter do
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moe_conformance.contract import (
+from moe_conformance.contract import (  # isort: skip
     Config, Delivery, Limit, Named, Parametrised, Read, Routed, Router, Routing, Topology, Unsupported,
 )  # fmt: skip
 from moe_conformance.surfaces import Session
@@ -236,7 +236,7 @@ class ListSession(Session):
         for part in built:
             if not isinstance(part, AdaptedExperts | AdaptedRouter):
                 continue
-            for parameter in part.module.parameters():
+            for parameter in (each for each in part.module.parameters() if each.grad is not None):
                 for name in ("edp",) if isinstance(part, AdaptedExperts) else ("dp_cp", "tp"):
                     dist.all_reduce(parameter.grad, group=self.topology.group(name))
 

@@ -157,6 +157,8 @@ class PlainSession(Session):
             if not isinstance(part, AdaptedLayer):
                 continue
             for name, parameter in part.moe.named_parameters():
+                if parameter.grad is None:  # it is frozen
+                    continue
                 for group in ("edp",) if name in ("gate_up", "down") else ("dp_cp", "tp"):
                     dist.all_reduce(parameter.grad, group=self.topology.group(group))
 
