@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn import functional as F
 
+from moe_conformance.claims import Claims
+
 from moe_conformance.contract import (  # isort: skip
     Config, Delivery, Limit, Named, Parametrised, Read, Routing, Topology, Unsupported,
 )  # fmt: skip
@@ -137,7 +139,7 @@ class AdaptedExchange:
     def __init__(self, library: DroplessRouter) -> None:
         self.library = library
         self.local_experts = tuple(library.expert_ids)
-        self.resolved = {"class": type(library).__name__, "wire": "pairs", "multiple": str(BLOCK)}
+        self.resolved, self.claims = {"class": type(library).__name__}, Claims(multiple=BLOCK)
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, tuple[Plan, torch.Size]]:
         rows, plan = self.library.permute(x.reshape(-1, x.shape[-1]), routing.ids_TK, routing.weights_TK)

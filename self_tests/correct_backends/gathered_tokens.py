@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moe_conformance.claims import Claims
+
 from moe_conformance.contract import (  # isort: skip
     Config, Delivery, ExpertFn, Limit, Named, Parametrised, Read, Routed, Routing, Session, Topology, Unsupported,
 )  # fmt: skip
@@ -131,8 +133,8 @@ class AdaptedExchange:
     def __init__(self, moe: GatheredMoE) -> None:
         self.moe = moe
         self.local_experts = tuple(moe.expert_ids)
-        padding = {"padding": "group_max", "alignment": "1"}  # all_gather of equal blocks needs it
-        self.resolved = {"class": type(moe).__name__, "wire": "all", "routing": "slots", **padding}
+        self.resolved = {"class": type(moe).__name__}
+        self.claims = Claims(wire="all", padding="group_max", alignment=1)  # all_gather takes equal blocks
 
     def __call__(self, x: Tensor, routing: Routing, expert: ExpertFn) -> Tensor:
         def of(n: int) -> Callable[[Tensor], Tensor]:
@@ -172,7 +174,8 @@ class AdaptedRouter:
     def __init__(self, config: Config) -> None:
         self.experts = config.experts
         self.gate = TopKGate(config.hidden, config.experts, config.top_k, config.normalise, config.dtype)
-        self.resolved = {"class": "TopKGate", "dtype": str(torch.float32)}
+        self.resolved = {"class": "TopKGate"}
+        self.claims = Claims(dtype=torch.float32)
 
     def __call__(self, x: Tensor) -> Routed:
         ids, weights, logits = self.gate(x.reshape(-1, x.shape[-1]))
