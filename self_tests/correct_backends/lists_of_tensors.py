@@ -247,7 +247,6 @@ class Lists:
     name: str = "lists-of-tensors"
     variants: tuple[str, ...] = ("default",)
     judged: Mapping[int, int] = {1: 51, 2: 62, 4: 71}
-    false_failures: tuple[str, ...] = ("EXPT-08",)
 
     def versions(self) -> Mapping[str, str]:
         return {"torch": torch.__version__}
