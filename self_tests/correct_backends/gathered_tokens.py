@@ -226,7 +226,6 @@ class Gathered:
     name: str = "gathered-tokens"
     variants: tuple[str, ...] = ("default",)
     judged: Mapping[int, int] = {1: 50, 2: 62, 4: 70}
-    false_failures: tuple[str, ...] = ("COST-01",)  # a collective of one rank with itself moves nothing
 
     def versions(self) -> Mapping[str, str]:
         return {"torch": torch.__version__}
