@@ -335,7 +335,7 @@ class Session:
     def finish_gradients(self, *built: Parametrised) -> None:
         """Do what the backend's trainer does to gradients between the last backward and the optimizer step.
 
-        In Megatron-Core this is `finalize_model_grads`.
+        In Megatron-Core this is `finalize_model_grads`. Not called for a step without a backward.
         """
         raise Unsupported("this backend offers no gradient reduction")
 

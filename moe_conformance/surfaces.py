@@ -24,7 +24,7 @@ class Layer(Parametrised, Resolved, Protocol):
 
     `named` yields views of the parameters of router, experts and shared experts: "shared_gate" and "shared_up" (F, D),
     "shared_down" (D, F) and "shared_bias" (D,) with the number j of the shared expert in place of an expert id, and
-    "shared_score" (1, D), which is v. `Named.shard` states how tp shards a parameter, also within a fused one.
+    "shared_score" (1, D), which is v, with None. `Named.shard` states how tp shards a parameter, also in a fused one.
     """
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -58,6 +58,7 @@ class TrainingStep:
         self.reached = "open"
         self.phases: list[tuple[str, int]] = []
         self.ended: list[Finish] = []  # steps, in order
+        self.went_back = False  # whether a backward ran in the step at hand
         self.live_groups: list[int] = []  # after each backward
         self.beside: list[TrainingStep] = []  # of other exchanges, which take turns with this one
         self.inputs: dict[int, Inputs] = {}
@@ -284,6 +285,7 @@ class TrainingStep:
         return answer
 
     def _backward(self, m: int) -> None:
+        self.went_back = True  # here also if this rank's forward overflowed: finishing is collective
         if m in self.overflows:
             return
         output, upstream = self.outputs[m], self.inputs[m].upstream
@@ -308,13 +310,16 @@ class TrainingStep:
         built, attribute = self.built, self.session.grad_attr
         local = parameters.gradients(built, attribute)
         final, refusal = None, None
-        if built:
+        if built and not self.went_back:
+            refusal = "no backward ran, so that there is no gradient to finish"  # a trainer would not ask for it
+        elif built:
             try:
                 self.session.finish_gradients(*built)
                 final = parameters.gradients(built, attribute)
             except Unsupported as error:
                 refusal = str(error)
         self.ended.append(Finish(local, final, refusal))
+        self.went_back = False
 
     def _bring_back(self) -> RankOutcome:
         self._reach("finish")

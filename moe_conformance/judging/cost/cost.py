@@ -19,6 +19,7 @@ from moe_conformance.reference.capacity.limits import capacities, loads
 from moe_conformance.reference.cost import calls as cost_calls
 from moe_conformance.reference.cost import rows as cost
 from moe_conformance.reference.cost import wire_bytes
+from moe_conformance.reference.token_padding import padding
 from moe_conformance.scenarios.outcome import RankOutcome
 
 
@@ -353,7 +354,10 @@ def _needed(reading: Reading, m: int) -> int:
 
 def _all_tokens(reading: Reading, m: int) -> int:
     sizes = [len(batch.x_TD) for batch in reading.batches[m]]
-    return int(cost.all_gather_rows(sizes, reading.outcome.workload.layout.groups()["ep_etp"]).sum())
+    groups, claims = reading.outcome.workload.layout.groups()["ep_etp"], reading.claims
+    if claims.padding == "group_max" and claims.alignment is not None:  # PACK-13 holds rows to both
+        sizes = list(padding.padded_counts(sizes, groups, alignment=claims.alignment))
+    return int(cost.all_gather_rows(sizes, groups).sum())
 
 
 def _all_places(reading: Reading, m: int) -> int:

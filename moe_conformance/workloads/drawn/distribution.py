@@ -177,7 +177,9 @@ ROUTE = (
     *_SIZES,
     Feature("tied logits", _has_tied_logits),
     Feature("token of zeros", _microbatches(lambda ranks: any(map(_has_blank_token, ranks)))),
-    Feature("large logits", _microbatches(lambda ranks: any(map(_has_large_token, ranks)))),
+    Feature(  # with softmax scores alone, which a router may refuse
+        "large logits", _microbatches(lambda ranks: any(map(_has_large_token, ranks))), refusable=True
+    ),
     _config("softmax", lambda config: config.routing.score == "softmax"),
     _config("softmax over the selected", lambda config: config.routing.score == "softmax_topk"),
     _config("sigmoid", lambda config: config.routing.score == "sigmoid"),
