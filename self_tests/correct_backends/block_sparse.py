@@ -175,7 +175,7 @@ class AdaptedPermutation:
     """The permutation of one rank, in blocks of any size."""
 
     def __init__(self, config: Config) -> None:
-        self.experts, self.block = config.experts, config.row_multiple
+        self.experts, self.block = config.experts, config.padding.row_multiple
         self.resolved = {"function": "padded_gather"}
 
     def permute(self, x_TD: Tensor, routing: Routing) -> Permuted:
@@ -210,7 +210,7 @@ class BlockSparseSession(Session):
         )
 
     def permutation(self, config: Config) -> AdaptedPermutation:
-        return AdaptedPermutation(config.only("experts", "top_k", "hidden", "dtype", "row_multiple"))
+        return AdaptedPermutation(config.only("experts", "top_k", "hidden", "dtype", "padding.row_multiple"))
 
     def finish_gradients(self, *built: Parametrised) -> None:
         for part in built:

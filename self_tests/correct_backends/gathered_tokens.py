@@ -173,7 +173,7 @@ class AdaptedRouter:
 
     def __init__(self, config: Config) -> None:
         self.experts = config.experts
-        self.gate = TopKGate(config.hidden, config.experts, config.top_k, config.normalise, config.dtype)
+        self.gate = TopKGate(config.hidden, config.experts, config.top_k, config.routing.normalise, config.dtype)
         self.resolved = {"class": "TopKGate"}
         self.claims = Claims(dtype=torch.float32)
 
@@ -204,7 +204,7 @@ class GatheredSession(Session):
         return AdaptedExperts(config, ids)
 
     def router(self, config: Config) -> AdaptedRouter:
-        config.only("experts", "top_k", "hidden", "dtype", "normalise")
+        config.only("experts", "top_k", "hidden", "dtype", "routing.normalise")
         if config.dtype == torch.float64:
             raise Unsupported("scores are computed in float32 whatever the tokens are: dtype = torch.float64")
         return AdaptedRouter(config)

@@ -192,7 +192,7 @@ class AdaptedRouter:
     """The gate."""
 
     def __init__(self, config: Config) -> None:
-        self.module = SigmoidGate(config.hidden, config.experts, config.top_k, config.scale, config.dtype)
+        self.module = SigmoidGate(config.hidden, config.experts, config.top_k, config.routing.scale, config.dtype)
         self.config, self.resolved = config, {"class": type(self.module).__name__}
 
     def __call__(self, x: Tensor) -> Routed:
@@ -201,7 +201,7 @@ class AdaptedRouter:
 
     def named(self, read: Read) -> Iterator[Named]:
         yield Named("router", None, read(self.module.weight))
-        if self.config.balance_bias:
+        if self.config.routing.balance_bias:
             yield Named("balance_bias", None, read(self.module.bias))
 
 
@@ -227,9 +227,10 @@ class ListSession(Session):
         )
 
     def router(self, config: Config) -> Router:
-        config.only("experts", "top_k", "hidden", "dtype", "score", "normalise", "scale", "balance_bias")
-        if config.score != "sigmoid" or not config.normalise:
-            raise Unsupported(f"the scores are normalised sigmoids, not {config.score}, normalise={config.normalise}")
+        config.only("experts", "top_k", "hidden", "dtype", "routing")
+        asked = config.routing
+        if asked.score != "sigmoid" or not asked.normalise or asked.groups is not None or asked.forced:
+            raise Unsupported(f"the scores are normalised sigmoids, without groups and not forced, and not {asked}")
         return AdaptedRouter(config)
 
     def finish_gradients(self, *built: Parametrised) -> None:

@@ -133,20 +133,20 @@ class PlainSession(Session):
         self.topology = topology
 
     def layer(self, config: Config) -> AdaptedLayer:
-        config.only("experts", "top_k", "hidden", "ffn", "dtype", "normalise", "shared_ffn", "shared_gate")
+        config.only("experts", "top_k", "hidden", "ffn", "dtype", "routing.normalise", "shared.ffn", "shared.gate")
         if self.topology.sizes["etp"] > 1:
             raise Unsupported("experts are not sharded: etp > 1")
-        if len(config.shared_ffn) > 1:
-            raise Unsupported(f"one shared expert at most, not {len(config.shared_ffn)}")
+        if len(config.shared.ffn) > 1:
+            raise Unsupported(f"one shared expert at most, not {len(config.shared.ffn)}")
         return AdaptedLayer(
             MoE(
                 config.hidden,
                 config.ffn,
                 config.experts,
                 config.top_k,
-                norm_topk=config.normalise,
-                shared_ffn=sum(config.shared_ffn),
-                shared_gate=config.shared_gate,
+                norm_topk=config.routing.normalise,
+                shared_ffn=sum(config.shared.ffn),
+                shared_gate=config.shared.gate,
                 group=self.topology.group("ep"),
                 dtype=config.dtype,
             )
