@@ -49,9 +49,13 @@ def unask(surface: Parametrised) -> None:
         Unsupported: the surface shows parts of its parameters (of sharded ones, say), and not what asks.
     """
 
+    asked: list[Tensor] = []  # the experts of a stacked tensor read it once each
+
     def read(parameter: Tensor) -> Tensor:
-        if not parameter.requires_grad:
-            raise Unsupported("the windows show parts of parameters, and not the tensors that ask for gradients")
+        if not any(parameter is each for each in asked):
+            if not parameter.requires_grad:
+                raise Unsupported("the windows show parts of parameters, and not the tensors that ask for gradients")
+            asked.append(parameter)
         return parameter.requires_grad_(False).detach()
 
     for _ in surface.named(read):

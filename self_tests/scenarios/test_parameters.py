@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe_conformance.contract import Named, Read
+from moe_conformance.contract import Named, Read, Unsupported
 from moe_conformance.scenarios import parameters
 
 Windows = Callable[[Tensor, Tensor], Iterator[Named]]
@@ -154,3 +154,24 @@ class TestCoverage:
     def test_what_is_no_window_is_told(self, windows: Windows, words: str) -> None:
         """Copies, gaps and overlaps are each named."""
         assert words in "; ".join(parameters.coverage(Holder(windows)))
+
+
+class TestUnask:
+    def test_a_stacked_tensor_is_read_for_every_expert(self):
+        """Parameters that several windows are cut out of ask for no gradient any more, however often they are read."""
+
+        class Stacked(Holder):
+            def named(self, read: Read) -> Iterator[Named]:
+                yield from (Named("gate", 4 + n, read(self.gate)[n]) for n in range(2))
+                yield Named("router", None, read(self.router))
+
+        stacked = Stacked(correct)
+        parameters.unask(stacked)
+        assert (False, False) == (stacked.gate.requires_grad, stacked.router.requires_grad)
+
+    def test_what_asks_for_nothing_shows_parts(self):
+        """A tensor that asked for no gradient before is no parameter: it is refused."""
+        held = Holder(correct)
+        held.gate.requires_grad_(False)
+        with pytest.raises(Unsupported, match="show parts of parameters"):
+            parameters.unask(held)
