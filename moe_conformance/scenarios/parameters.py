@@ -48,7 +48,6 @@ def unask(surface: Parametrised) -> None:
     Raises:
         Unsupported: the surface shows parts of its parameters (of sharded ones, say), and not what asks.
     """
-
     asked: list[Tensor] = []  # the experts of a stacked tensor read it once each
 
     def read(parameter: Tensor) -> Tensor:
