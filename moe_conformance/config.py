@@ -20,7 +20,7 @@ class Unsupported(Exception):
     """This backend does not support what was asked for.
 
     `by="library"`: the code under test itself raised: a *proved* refusal. Its exception is `__cause__`, and was raised
-    in the library's frames, not in the adapter's module (see `Backend.library`); else it counts as the adapter's.
+    in the library's frames, not in the adapter's module (see `Backend.library_modules`); else it is the adapter's.
     `by="adapter"`: this adapter has no way to ask for it; reported as "not adapted", not as a property of the
     library. Raise it only while building: an exception from a running step is a failure.
     """

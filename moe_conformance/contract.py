@@ -351,8 +351,8 @@ class Backend(Protocol):
     if the expert groups have pipeline groups of their own); an exception if it refuses the sizes. With `orders:
     tuple[str, ...]`, further orders of axes by the library's names, it is also called as `groups(sizes, order)`.
 
-    Optional: `library: tuple[str, ...]`, modules of the code under test, where these are the adapter's own: a file that
-    holds both, say. `single_rank = True`: there is no expert parallelism, and no run has to judge any.
+    Optional: `library_modules: tuple[str, ...]`, modules of the code under test, where these are the adapter's own: a
+    file that holds both, say. `single_rank = True`: there is no expert parallelism, and no run has to judge any.
 
     Optional: `sampled: tuple[str, ...]`, variants that share most of what they do with others. The quick profile
     tries them on two layouts; the other profiles leave nothing out.

@@ -204,6 +204,8 @@ class Reporter:
         """Yield what passed by the floor, or in the run to compare with, and does so no more."""
         options, narrowed = self._run.options, self._filtered() or bool(self._run.options.shard)
         run = places([*self._roster.values(), *self._records]) - self._in_part
+        if options.ids:  # a check that decides others too does not decide them alone
+            run = {place for place in run if place[0] in options.ids}
         if self._run.floor is not None and options.profile in ("quick", "full") and not options.rotation:
             wanted = run if narrowed else self._run.floor.places
             if fallen := sentence(self._run.floor.fallen(self._records, wanted)):

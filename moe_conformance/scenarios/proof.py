@@ -16,8 +16,8 @@ def refused_by(error: Unsupported, backend: object) -> Literal["library", "adapt
     """Return "library" if the refusal is proved, else "adapter".
 
     Proved is what was raised from an exception (its `__cause__`) that the library itself raised: the innermost frame
-    is not the adapter's, or is where it calls something that is not written in Python. `Backend.library` names the
-    modules of the library where these are the adapter's own, as in a file that holds both.
+    is not the adapter's, or is where it calls something that is not written in Python. `Backend.library_modules` names
+    the modules of the library where these are the adapter's own, as in a file that holds both.
     """
     if error.by != "library" or error.__cause__ is None:
         return "adapter"
@@ -26,7 +26,7 @@ def refused_by(error: Unsupported, backend: object) -> Literal["library", "adapt
         return "adapter"
     frame, at = last
     module = str(frame.f_globals.get("__name__", ""))
-    if any(_within(module, name) for name in getattr(backend, "library", ())):
+    if any(_within(module, name) for name in getattr(backend, "library_modules", ())):
         return "library"
     if not _within(module, _adapter(backend)):
         return "adapter" if _within(module, "moe_conformance") and not module.startswith(_OURS) else "library"

@@ -15,6 +15,7 @@ from moe_conformance.scenarios.outcome import RankOutcome
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.recipes import Recipe, exchange_workload
 from moe_conformance.workloads.records.features import traits
+from moe_conformance.workloads.records.workload import Workload
 
 WHOLE = (Layout(1), Layout(2, ep=2))  # the layouts on which every case is run; on the others one of every cell
 
@@ -87,16 +88,17 @@ def _statuses(engine: Engine, case: Case) -> set[str]:
     statuses = {rank.status for rank in ranks}
     if case.workload.calls:
         return statuses
-    return statuses | {words for rank in ranks for words in _unsaid(case.workload.kind, rank)}
+    return statuses | {words for rank in ranks for words in _unsaid(case.workload, rank)}
 
 
-def _unsaid(kind: str, rank: RankOutcome) -> Iterator[str]:
+def _unsaid(workload: Workload, rank: RankOutcome) -> Iterator[str]:
     if rank.status != "ok":
         return
-    if rank.grads_local and rank.grads_final is None:
+    went_back = any(workload.goes_backward(m) for m in range(len(workload.batches)))
+    if went_back and rank.grads_local and rank.grads_final is None:
         yield f"refused to finish gradients: {rank.finish_refusal}"
     for microbatch in rank.microbatches:
-        if kind == "route" and microbatch.counts_E is None:
+        if workload.kind == "route" and microbatch.counts_E is None:
             yield "reported no load"
         if any(handed.counts_N is None for handed in microbatch.handed):
             yield "claimed no counts"

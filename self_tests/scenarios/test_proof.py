@@ -20,7 +20,7 @@ class Adapter:
 class OneFile:
     """An adapter in the file of its library."""
 
-    library: ClassVar[tuple[str, ...]] = (__name__,)
+    library_modules: ClassVar[tuple[str, ...]] = (__name__,)
 
 
 def by_the_library() -> None:

@@ -81,7 +81,7 @@ class Refusing(Native):
     """Native that builds nothing in float16."""
 
     session_class = _RefusingSession
-    library = (__name__,)
+    library_modules = (__name__,)
 
 
 OutputAndCrash = _with(RaisesAtOneToken, _bug("answers-read-in-token-order"))

@@ -45,7 +45,7 @@ class Native:
     sampled: tuple[str, ...] = ("deepep", "hybridep", "ncclep", "lowlatency")
     preload: ClassVar[tuple[str, ...]] = ("moe_conformance.backends.native",)  # new ranks come often
     session_class: type[NativeSession] = NativeSession
-    library: ClassVar[tuple[str, ...]] = ("moe_conformance.backends.native",)  # adapter and library are one
+    library_modules: ClassVar[tuple[str, ...]] = ("moe_conformance.backends.native",)  # adapter and library are one
 
     def versions(self) -> Mapping[str, str]:
         """Return the version of torch, the only library in use."""

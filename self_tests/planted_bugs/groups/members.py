@@ -125,7 +125,7 @@ def _require(held: bool, otherwise: str) -> None:
 class PowersOfTwo(Native):
     """Worlds are powers of two, as those that it was tried on were."""
 
-    library = (__name__,)
+    library_modules = (__name__,)
 
     def groups(self, sizes: Mapping[str, int]) -> Mapping[str, RankLists]:
         with refusals(ValueError, match="no power of two"):
@@ -157,7 +157,7 @@ class StagesBeforeReplicas(Native):
 class NothingWithoutEp(Native):
     """Without expert parallelism no groups are made at all."""
 
-    library = (__name__,)
+    library_modules = (__name__,)
 
     def groups(self, sizes: Mapping[str, int]) -> Mapping[str, RankLists]:
         with refusals(ValueError, match="no experts"):

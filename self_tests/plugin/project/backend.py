@@ -94,7 +94,7 @@ class Toy(Native):
     name = "toy"
     variants = ("right", "wrong", "raises", "waits", "refuses", "unadapted", "limited", "proves", "boasts")
     session_class = ToySession
-    library = (__name__,)
+    library_modules = (__name__,)
 
     def limits(self, variant: str) -> Sequence[Limit]:
         """Return what the variants declare; one of them boasts."""
