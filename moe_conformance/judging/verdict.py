@@ -75,10 +75,23 @@ class Mismatch(AssertionError):
         self.ranks = ranks
         self.ratio = ratio
         # The largest observed/allowed error. Most judges say it in the sentence alone, as `compare.Worst` writes it.
-        self.size = size if size is not None else max(map(float, _TIMES.findall(sentence)), default=None)
+        self.size = size if size is not None else _size_said(sentence)
         self.requirement: str | None = None  # set by a check of several requirements: the one that is violated
         self.place = ""  # where in a rank's program, if a rank failed: tells two crashes apart
         self.outcome: Outcome | None = None  # set by a check that draws its own workloads: of the one that failed
+
+
+def _size_said(sentence: str) -> float | None:
+    """Return the largest error that a sentence states, in allowed errors; None if it states none.
+
+    >>> _size_said("1.5 instead of 1 at [0] (12.1 x the allowed error 0.041)"), _size_said("a row is missing")
+    (12.1, None)
+    >>> _size_said("nan instead of 1 at [0] (not finite)")
+    1e+300
+    """
+    if "(not finite)" in sentence:
+        return 1e300  # as `compare.Worst.size` has it: more than any waiver of a finite error allows
+    return max(map(float, _TIMES.findall(sentence)), default=None)
 
 
 class WrongDelivery(Mismatch):

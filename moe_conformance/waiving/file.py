@@ -18,7 +18,7 @@ One TOML file per backend, `waivers/<name>.toml`, with one `[[waiver]]` table pe
     kind = "WrongOutput"                     # and stage, as result.json has them
     stage = "combine"
     words = ["as if an empty slot"]          # all of them are in the message
-    at_most = 100                            # times the allowed error; needed where the failure was bounded
+    at_most = 100                            # times the allowed error, where it was bounded; 1e300 for NaN too
 
 An item that fails in one of these ways, and in no other, is shown as waived and does not fail the run. A crash or a
 hang is a kind of its own ("Raised", "Died", "Hung"). A waiver fails the run if it is expired, incomplete, misspelt,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_conformance.judging.verdict import WrongOutput
 from moe_conformance.waiving import Fault, Item, Names, Unreadable, Waivers, load, path_for, proposal
 from self_tests.plugin import plugin_runs
 from self_tests.plugin.plugin_runs import PROJECT, TOY
@@ -122,6 +123,21 @@ class TestFailures:
         """Without one the waiver excuses what has no size, and nothing that was bounded."""
         (waiver,) = loaded(tmp_path, GOOD.replace("at_most = 100", "")).held
         assert (False, True) == (waiver.excuses([FAULT]), waiver.excuses([replace(FAULT, size=None)]))
+
+    @pytest.mark.parametrize(
+        ("sentence", "excused"),
+        [
+            ("y of rank 0 is 2 instead of 1 at [0] (40 x the allowed error 0.1)", True),
+            ("y of rank 0 is 2 instead of 1 at [0] (4e+05 x the allowed error 0.1)", False),
+            ("y of rank 0 is nan instead of 1 at [0] (not finite)", False),
+        ],
+    )
+    def test_the_size_is_that_of_the_sentence(self, tmp_path, sentence, excused):
+        """Where a judge states the error in its sentence alone; what is not finite is off by more than any error."""
+        (waiver,) = loaded(tmp_path, GOOD).held
+        mismatch = WrongOutput("combine", sentence)
+        fault = Fault("WrongOutput", mismatch.stage, str(mismatch), mismatch.size)
+        assert excused == waiver.excuses([fault])
 
     def test_the_waiver_of_the_failure_answers(self, tmp_path):
         """Of several for one item, the one that names what happened; where none does, the first."""

@@ -10,16 +10,15 @@ from typing import NamedTuple
 import torch
 
 from moe_conformance.engine.ledger.entry import Entry, group_words
+from moe_conformance.judging.cost.claimed_wires import all_places, all_tokens
 from moe_conformance.judging.cost.routing_maps import Map, require_maps
 from moe_conformance.judging.findings import some
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.traffic import by_phase, bytes_leaving, carries_rows, rows_leaving
 from moe_conformance.judging.verdict import Costly, NotOffered, Tally, WrongForm
-from moe_conformance.reference.capacity.limits import capacities, loads
 from moe_conformance.reference.cost import calls as cost_calls
 from moe_conformance.reference.cost import rows as cost
 from moe_conformance.reference.cost import wire_bytes
-from moe_conformance.reference.token_padding import padding
 from moe_conformance.scenarios.outcome import RankOutcome
 
 
@@ -89,9 +88,9 @@ def judge_rows(reading: Reading, tally: Tally) -> None:
         if half.rows > allowed:
             times = cost.ratio(math.ceil(half.rows), smallest)
             least = f"{times:.3g} times the smallest number"
-            to_all = half.rows == half.times * _all_tokens(reading, half.m)
+            to_all = half.rows == half.times * all_tokens(reading, half.m)
             design = "; a backend that sends all tokens to all ranks by design claims wire = 'all'" if to_all else ""
-            if half.rows == half.times * _all_places(reading, half.m):
+            if half.rows == half.times * all_places(reading, half.m):
                 design = "; a backend that sends every rank's capacity to every expert claims wire = 'capacity'"
             found.append(f"{half.name} moves {half.rows:g} rows, {least}; allowed: {allowed}{design}")
         else:
@@ -349,32 +348,7 @@ def _needed(reading: Reading, m: int) -> int:
         return int(cost.pair_rows(*_routed(reading, m)).sum())
     if wire == "tokens":
         return _smallest(reading, m)
-    return _all_places(reading, m) if wire == "capacity" else _all_tokens(reading, m)
-
-
-def _all_tokens(reading: Reading, m: int) -> int:
-    sizes = [len(batch.x_TD) for batch in reading.batches[m]]
-    groups, claims = reading.outcome.workload.layout.groups()["ep_etp"], reading.claims
-    if claims.padding == "group_max" and claims.alignment is not None:  # PACK-13 holds rows to both
-        sizes = list(padding.padded_counts(sizes, groups, alignment=claims.alignment))
-    return int(cost.all_gather_rows(sizes, groups).sum())
-
-
-def _all_places(reading: Reading, m: int) -> int:
-    """Count the rows where every rank sends as many to every expert as the rank with the largest capacity."""
-    workload = reading.outcome.workload
-    config, groups, places = workload.config, workload.layout.groups()["ep_etp"], [0] * len(reading.ranks)
-    for group in groups:
-        most = 0
-        for ids_TK in (reading.batches[m][rank].ids_TK for rank in group):
-            if config.capacity.factor is None:
-                most = max(most, int(loads(ids_TK, config.experts).max()))
-            else:
-                sizes, factor = (len(ids_TK), config.top_k, config.experts), config.capacity.factor
-                most = max(most, capacities(*sizes, factor=factor, minimum=config.capacity.minimum)[-1])
-        for rank in group:
-            places[rank] = most
-    return int(cost.place_rows(places, groups, [len(rank.local_experts) for rank in reading.ranks]).sum())
+    return all_places(reading, m) if wire == "capacity" else all_tokens(reading, m)
 
 
 def _gathers_maps(reading: Reading) -> bool:

@@ -1,0 +1,34 @@
+"""How many rows a dispatch sends on a wire that does not follow the routes."""
+
+from __future__ import annotations
+
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.reference.capacity.limits import capacities, loads
+from moe_conformance.reference.cost import rows as cost
+from moe_conformance.reference.token_padding import padding
+
+
+def all_tokens(reading: Reading, m: int) -> int:
+    """Count the rows where every token of microbatch m goes to every other rank of its group."""
+    sizes = [len(batch.x_TD) for batch in reading.batches[m]]
+    groups, claims = reading.outcome.workload.layout.groups()["ep_etp"], reading.claims
+    if claims.padding == "group_max" and claims.alignment is not None:  # PACK-13 holds rows to both
+        sizes = list(padding.padded_counts(sizes, groups, alignment=claims.alignment))
+    return int(cost.all_gather_rows(sizes, groups).sum())
+
+
+def all_places(reading: Reading, m: int) -> int:
+    """Count the rows where every rank sends as many to every expert as the rank with the largest capacity."""
+    workload = reading.outcome.workload
+    config, groups, places = workload.config, workload.layout.groups()["ep_etp"], [0] * len(reading.ranks)
+    for group in groups:
+        most = 0
+        for ids_TK in (reading.batches[m][rank].ids_TK for rank in group):
+            if config.capacity.factor is None:
+                most = max(most, int(loads(ids_TK, config.experts).max()))
+            else:
+                sizes, factor = (len(ids_TK), config.top_k, config.experts), config.capacity.factor
+                most = max(most, capacities(*sizes, factor=factor, minimum=config.capacity.minimum)[-1])
+        for rank in group:
+            places[rank] = most
+    return int(cost.place_rows(places, groups, [len(rank.local_experts) for rank in reading.ranks]).sum())
