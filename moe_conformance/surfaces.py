@@ -92,6 +92,18 @@ class ScatterAdd(Resolved, Protocol):
         """Write y into out, no other argument, and return out."""
 
 
+class CombineAdd(Resolved, Protocol):
+    """Routed rows added to the output of a shared expert, in its memory where nobody can tell and else in new memory.
+
+    out_ND is what a shared expert made of x_ND: it may be x itself, a view of it, or lie in its memory in any other
+    way. No byte of x changes, nor of index and src; out may be written if none of x lies in it and no gradient is
+    recorded.
+    """
+
+    def add(self, out_ND: Tensor, index_J: Tensor, src_JD: Tensor, x_ND: Tensor) -> Tensor:
+        """Return y (N, D), y_i = out_i + the sum of src_j over all j with index_j = i, as `ScatterAdd` does."""
+
+
 @dataclass(frozen=True)
 class Dense:
     """A dense routing map: `weights_TE` has the routing weight where `map_TE` is True, and 0 elsewhere."""
@@ -285,6 +297,10 @@ class Session(contract.Session):
     def row_index(self, config: Config) -> RowIndex:
         """Build gather and scatter by an index with sentinels."""
         raise Unsupported("this backend offers no index of rows")
+
+    def combine_add(self, config: Config) -> CombineAdd:
+        """Build what adds routed rows to the output of a shared expert."""
+        raise Unsupported("this backend offers no sum of routed rows and a shared expert's output")
 
     def scatter_add(self, config: Config) -> ScatterAdd:
         """Build what adds rows back into an output by an index."""

@@ -85,6 +85,8 @@ class Answer:
     claims: Claims = field(default_factory=Claims)  # of a surface that it built
     memory: Mapping[str, Memory] = field(default_factory=dict)  # of the tensor it returned, by tensor argument
     changed: tuple[str, ...] = ()  # arguments and upstream gradients whose bytes had changed when the script had ended
+    differentiable: bool = False  # whether the tensor that it returned asks for a gradient
+    deterministic: tuple[bool, bool] = (False, False)  # behind it: deterministic algorithms, and these only by warning
     error: str = ""  # the exception's message, where it raised
     error_type: str = ""  # and its type, with the module
     error_by: str = ""  # of `Unsupported`: "library" or "adapter"

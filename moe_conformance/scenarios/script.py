@@ -15,15 +15,17 @@ from torch import Tensor
 from moe_conformance.contract import Malformed, Unsupported
 from moe_conformance.engine import RankContext
 from moe_conformance.scenarios import parameters, state
+from moe_conformance.scenarios.calling import call_through, deterministic_setting, form_of, memory_of, under
 from moe_conformance.scenarios.exchange_with_probe import exchange_with_probe
-from moe_conformance.scenarios.outcome import Answer, Memory, RankOutcome
+from moe_conformance.scenarios.outcome import Answer, RankOutcome
 from moe_conformance.scenarios.padding import large_beside_pairs
 from moe_conformance.scenarios.proof import refused_by
 from moe_conformance.scenarios.reported import claims_of, shown_of
 from moe_conformance.scenarios.sessions import Opened, build, opened
 from moe_conformance.scenarios.tensors import same_bytes, to_cpu
 from moe_conformance.scenarios.unfilled import spoil_unfilled
-from moe_conformance.workloads.records.workload import Answered, Call, Filled, Padded, Ref, Workload
+from moe_conformance.workloads.records.memory import Laid, lay
+from moe_conformance.workloads.records.workload import Answered, Call, Filled, Padded, Ref, Root, Workload
 
 EXCHANGE = "exchange"  # a kind whose calls are steps, or their halves, with the suite's experts between them
 SESSION = "session"  # a kind of script whose calls are those of the session: they build surfaces
@@ -51,6 +53,7 @@ class Script:
         self.returned: list[Any] = []  # by call, as it came: handles stay on the rank
         self.leaves: list[dict[str, _Leaf]] = []
         self.answers: list[Answer] = []
+        self.laid: dict[int, tuple[Tensor, Tensor]] = {}  # of the call that is being made, by the memory that was drawn
 
     def run(self, backend_name: str) -> RankOutcome:
         """Do it all and return what this rank saw."""
@@ -106,9 +109,15 @@ class Script:
         leaves: dict[str, _Leaf] = {}
         self.leaves.append(leaves)
         given = call.given[self.context.rank]
+        self.laid.clear()
         arguments = {name: self._argument(name, value, call, leaves) for name, value in given.items()}
+        setting = deterministic_setting()
         try:
-            returned = getattr(surface, call.method)(**arguments)
+            with under(call.modes):
+                try:
+                    returned = call_through(call.through, getattr(surface, call.method), arguments)
+                finally:
+                    setting = deterministic_setting()
             if call.upstream:
                 backward = (returned, call.upstream[self.context.rank], leaves)
                 if call.late:
@@ -122,9 +131,17 @@ class Script:
             self.returned.append(None)
             by = refused_by(error, self.backend) if isinstance(error, Unsupported) else ""
             kind = f"{type(error).__module__}.{type(error).__qualname__}"
-            return Answer(error=str(error), error_type=kind, error_by=by)
+            return Answer(error=str(error), error_type=kind, error_by=by, deterministic=setting)
         self.returned.append(returned)
-        return Answer(values=_by_field(returned), claims=claims, memory=_memory(returned, leaves))
+        return Answer(
+            values=form_of(returned, call.through, self.context.device)
+            if call.through in ("fake", "meta")
+            else _by_field(returned),
+            claims=claims,
+            memory={} if call.through else memory_of(returned, {name: leaf.held for name, leaf in leaves.items()}),
+            differentiable=isinstance(returned, Tensor) and returned.requires_grad,
+            deterministic=setting,
+        )
 
     def _argument(self, name: str, value: Any, call: Call, leaves: dict[str, _Leaf]) -> Any:
         if isinstance(value, Ref):
@@ -142,12 +159,26 @@ class Script:
             held = value.to(self.context.device, copy=True).requires_grad_(name in call.differentiable)
             leaves[name] = _Leaf(value, held)
             return held
+        if isinstance(value, Root):
+            return self._argument(name, value.leaf, call, leaves).sqrt()
+        if isinstance(value, Laid):
+            return self._laid(name, value, leaves)
         if is_dataclass(value) and not isinstance(value, type):
             parts = {f.name: getattr(value, f.name) for f in fields(value)}
             return replace(value, **{k: self._argument(f"{name}.{k}", v, call, leaves) for k, v in parts.items()})
         if isinstance(value, tuple):
             return tuple(self._argument(f"{name}.{i}", each, call, leaves) for i, each in enumerate(value))
         return value
+
+    def _laid(self, name: str, value: Laid, leaves: dict[str, _Leaf]) -> Tensor:
+        """Return one of two tensors in a memory, which is there once for all arguments of a call."""
+        pair = self.laid.get(id(value.memory_M))
+        if pair is None:
+            memory_M = value.memory_M.to(self.context.device, copy=True)
+            pair = self.laid[id(value.memory_M)] = lay(value.relation, memory_M, value.shape)
+        number = ("out", "x").index(value.which)
+        leaves[name] = _Leaf(lay(value.relation, value.memory_M, value.shape)[number], pair[number])
+        return pair[number]
 
     def _backward(self, returned: Any, upstream: Mapping[str, Tensor], leaves: dict[str, _Leaf]) -> None:
         handed = {name: each.to(self.context.device, copy=True) for name, each in upstream.items()}
@@ -165,21 +196,6 @@ class Script:
                 name for name, leaf in leaves.items() if not same_bytes(leaf.held.detach().cpu(), leaf.given)
             ),
         )
-
-
-def _memory(returned: Any, leaves: Mapping[str, _Leaf]) -> dict[str, Memory]:
-    """Return how a returned tensor lies to each tensor argument; without bytes it lies apart."""
-    if not isinstance(returned, Tensor):
-        return {}
-    storage = returned.untyped_storage()
-    return {
-        name: "same tensor"
-        if returned is leaf.held
-        else "shared"
-        if storage.nbytes() and storage.data_ptr() == leaf.held.untyped_storage().data_ptr()
-        else "apart"
-        for name, leaf in leaves.items()
-    }
 
 
 def _answered(rows_RD: Tensor, ids_RK: Tensor, weights_RK: Tensor | None) -> Tensor:

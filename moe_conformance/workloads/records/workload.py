@@ -97,13 +97,26 @@ class Answered:
 
 
 @dataclass(frozen=True)
+class Root:
+    """The square roots of a tensor that asks for a gradient: an output that autograd saves for its own backward."""
+
+    leaf: Tensor  # greater than 0
+
+
+Mode = Literal["no_grad", "enable_grad", "inference_mode", "deterministic", "deterministic, warn only"]
+Through = Literal["", "fake", "meta", "export", "compile"]
+
+
+@dataclass(frozen=True)
 class Call:
     """One call of a method of a surface, on every rank.
 
     `given[r]` holds rank r's arguments by name: data, records of data (`contract.Routing`), or a `Ref`. An argument, or
     a field of one ("routing.weights_TK"), that `differentiable` names asks for a gradient. `upstream[r]` has, by field
     of the answer, the gradient that goes backward right after the call; nothing does where it is empty. With
-    `may_raise` an exception is an answer, and the script goes on.
+    `may_raise` an exception is an answer, and the script goes on. It is made inside `modes`, outermost first, and of
+    what it leaves of them the answer tells. `through` says what becomes of the call: its tensors have no data, or the
+    method is exported or compiled as one graph, and the program is run.
     """
 
     method: str  # "__call__" for the surface itself
@@ -112,6 +125,8 @@ class Call:
     upstream: tuple[Mapping[str, Tensor], ...] = ()
     may_raise: bool = False
     late: bool = False  # its upstream goes backward after the last call
+    modes: tuple[Mode, ...] = ()
+    through: Through = ""
 
 
 Stride = Literal["rows", "columns", "transposed", "packed", "expanded", "swapped"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +14,10 @@ from moe_conformance.backends.native.offered import Offered
 class ScatterAdd(Offered):
     """Puts the source rows of every output row side by side and adds them in one sum, in the order of the index.
 
-    No atomic addition is involved: the bits depend on the inputs alone, on every device.
+    No atomic addition is involved: the bits depend on the inputs alone, on every device, and no setting of the process
+    is touched. It is a registered operator, so that programs with it can be exported and compiled.
 
-    Implements: ALIAS-01, ALIAS-02, ALIAS-03.
+    Implements: ALIAS-01, ALIAS-02, ALIAS-03, ALIAS-06, ALIAS-08, ALIAS-09, ALIAS-10.
     """
 
     surface = "scatter_add"
@@ -27,22 +29,47 @@ class ScatterAdd(Offered):
 
     def add(self, out_ND: Tensor, index_J: Tensor, src_JD: Tensor) -> Tensor:
         """Return out with the source rows added, as a new tensor."""
-        N, D = out_ND.shape
-        count_N = torch.bincount(index_J, minlength=N)
-        most = int(count_N.max()) if N else 0
-        table_NMD = src_JD.new_zeros(N, 1 + most, D)
-        table_NMD[:, 0] = out_ND
-        table_NMD[index_J, 1 + self._place(index_J, count_N)] = src_JD
-        return torch.where(count_N[:, None] > 0, table_NMD.sum(1), out_ND)  # -0 + 0 would lose the sign
+        y_ND: Tensor = ordered_add(out_ND, index_J, src_JD)
+        return y_ND
 
     def add_(self, out_ND: Tensor, index_J: Tensor, src_JD: Tensor) -> Tensor:
         """Add the source rows to out in place, and return it."""
         return out_ND.copy_(self.add(out_ND, index_J, src_JD))
 
-    def _place(self, index_J: Tensor, count_N: Tensor) -> Tensor:
-        """Return how many earlier source rows name the same output row, (J,)."""
-        order_J = index_J.argsort(stable=True)
-        first_N = count_N.cumsum(0) - count_N
-        place_J = torch.empty_like(index_J)
-        place_J[order_J] = torch.arange(len(index_J), device=index_J.device) - first_N[index_J[order_J]]
-        return place_J
+
+@torch.library.custom_op("moe_conformance_native::ordered_add", mutates_args=())
+def ordered_add(out_ND: Tensor, index_J: Tensor, src_JD: Tensor) -> Tensor:
+    """Return out with the source rows added, as a new tensor."""
+    N, D = out_ND.shape
+    count_N = torch.bincount(index_J, minlength=N)
+    most = int(count_N.max()) if N else 0
+    table_NMD = src_JD.new_zeros(N, 1 + most, D)
+    table_NMD[:, 0] = out_ND
+    table_NMD[index_J, 1 + _place(index_J, count_N)] = src_JD
+    return torch.where(count_N[:, None] > 0, table_NMD.sum(1), out_ND)  # -0 + 0 would lose the sign
+
+
+@ordered_add.register_fake
+def _(out_ND: Tensor, index_J: Tensor, src_JD: Tensor) -> Tensor:
+    return torch.empty(out_ND.shape, dtype=out_ND.dtype, device=out_ND.device)
+
+
+def _setup(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
+def _backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, Tensor]:
+    (index_J,) = ctx.saved_tensors
+    return grad_ND, None, grad_ND[index_J]
+
+
+ordered_add.register_autograd(_backward, setup_context=_setup)
+
+
+def _place(index_J: Tensor, count_N: Tensor) -> Tensor:
+    """Return how many earlier source rows name the same output row, (J,)."""
+    order_J = index_J.argsort(stable=True)
+    first_N = count_N.cumsum(0) - count_N
+    place_J = torch.empty_like(index_J)
+    place_J[order_J] = torch.arange(len(index_J), device=index_J.device) - first_N[index_J[order_J]]
+    return place_J

@@ -1,0 +1,115 @@
+"""How a script makes one call: under grad modes and settings, on tensors without data, exported or compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_conformance.scenarios.outcome import Memory
+from moe_conformance.workloads.records.workload import Mode, Through
+
+
+@contextmanager
+def under(modes: Sequence[Mode]) -> Iterator[None]:
+    """Enter modes, outermost first, and put the deterministic setting back as it was."""
+    before = deterministic_setting()
+    with ExitStack() as stack:
+        for mode in modes:
+            if mode.startswith("deterministic"):
+                torch.use_deterministic_algorithms(True, warn_only="warn" in mode)
+            else:
+                stack.enter_context(getattr(torch, mode)())
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def deterministic_setting() -> tuple[bool, bool]:
+    """Return whether deterministic algorithms are asked for, and whether others are only warned of."""
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+class _Method(nn.Module):
+    """A method of a surface as a module, which is what can be exported."""
+
+    def __init__(self, method: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.method = method
+
+    def forward(self, *arguments: Tensor) -> Tensor:
+        return self.method(*arguments)
+
+
+def call_through(through: Through, method: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Make a call whose arguments are tensors, by name in the order of the method's own.
+
+    On tensors without data (fake, meta) the result has none. An export and a compilation as one graph may fail: what
+    they raise is raised.
+    """
+    given = tuple(arguments.values())
+    if through == "":
+        return method(**arguments)
+    if through == "meta":
+        return method(*(each.to("meta") for each in given))
+    if through == "fake":
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        with FakeTensorMode() as fake:
+            return method(*(fake.from_tensor(each) for each in given))
+    if through == "export":
+        program = torch.export.export(_Method(method), given)
+        return program.module()(*given)
+    compiled = torch.compile(_Method(method), fullgraph=True, backend="aot_eager")
+    return compiled(*given)
+
+
+def form_of(returned: Any, through: Through, device: torch.device) -> dict[str, Any]:
+    """Return what a tensor without data tells, and the kind of device on which the arguments were."""
+    return {
+        "shape": tuple(returned.shape),
+        "dtype": returned.dtype,
+        "device": returned.device.type,
+        "device given": "meta" if through == "meta" else torch.device(device).type,
+    }
+
+
+def memory_of(returned: Any, arguments: Mapping[str, Tensor]) -> dict[str, Memory]:
+    """Return how a returned tensor lies to each tensor argument: "shared" where they have a byte in common."""
+    if not isinstance(returned, Tensor):
+        return {}
+    return {
+        name: "same tensor" if returned is held else "shared" if _share_bytes(returned, held) else "apart"
+        for name, held in arguments.items()
+    }
+
+
+def _share_bytes(a: Tensor, b: Tensor) -> bool:
+    """Count the bytes of two tensors, unless their first and last say enough: two storages may lie over one memory."""
+    (first_a, last_a), (first_b, last_b) = _extent(a), _extent(b)
+    if first_a > last_b or first_b > last_a:
+        return False
+    return (a.is_contiguous() and b.is_contiguous()) or bool(torch.isin(_bytes(a), _bytes(b)).any())
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Return the addresses of the first and the last byte of a strided tensor; of an empty one, of none."""
+    if not tensor.numel():
+        return 1, 0
+    steps = (
+        (size - 1) * stride * tensor.element_size() for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return tensor.data_ptr(), tensor.data_ptr() + sum(steps) + tensor.element_size() - 1
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return the address of every byte of a strided tensor, as often as an element lies on it."""
+    step = tensor.element_size()
+    at = torch.tensor([tensor.data_ptr()])
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        at = (at[:, None] + torch.arange(size) * stride * step).flatten()
+    return (at[:, None] + torch.arange(step)).flatten()
