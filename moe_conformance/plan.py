@@ -6,7 +6,6 @@ of a case come together. Workloads are drawn when a check of their kind asks for
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -26,7 +25,7 @@ from moe_conformance.workloads.corpus.routing import routers as routing
 from moe_conformance.workloads.drawn import distribution
 from moe_conformance.workloads.records.features import cell_limits, traits
 from moe_conformance.workloads.records.workload import Asynchrony, Workload
-from moe_conformance.workloads.selection import profiles, stored
+from moe_conformance.workloads.selection import profiles, stored, turns
 
 VIRTUAL = "virtual"  # the profile of hundreds of ranks that are threads of one process
 
@@ -74,7 +73,9 @@ class _Source:
 class Plan:
     """All cells and cases of a backend on a device in a profile, applicable on this machine or not.
 
-    The quick profile runs the cases of its pool that are stored (`workloads.selection.stored`); the others run all.
+    The quick profile runs the cases of its pool that are stored (`workloads.selection.stored`). The full profile runs
+    these and, of every variant, every workload on one layout of each number of ranks (`workloads.selection.turns`).
+    The virtual profile runs all.
     """
 
     backend: Backend
@@ -82,8 +83,8 @@ class Plan:
     profile: str
     virtual_ranks: int = virtual.WORLDS[-1]  # of the virtual profile: drawing workloads for larger worlds takes long
     asynchrony: Asynchrony = "plain"  # of all cases that do not name another
-    rotation: Shard | None = None  # run this part of what the quick profile leaves out, and nothing else
-    kept: frozenset[str] = frozenset()  # ids of cases that run in the quick profile, stored or not
+    rotation: Shard | None = None  # run this part of what the profile leaves out, and nothing else
+    kept: frozenset[str] = frozenset()  # ids of cases that run, stored or not
 
     @property
     def virtual(self) -> bool:
@@ -109,16 +110,16 @@ class Plan:
         """Whether a variant is tried on a layout.
 
         A backend may name variants that share most of what they do with others (`Backend.sampled`). In the quick
-        profile they are tried on two ranks, and where experts are spread over ranks and cut over ranks as well, and
-        Hypothesis draws no workloads for them.
+        profile they are tried on two ranks, and where experts are spread over ranks and cut over ranks as well; in the
+        full one they take turns with each other. Hypothesis draws no workloads for them.
         """
-        if variant in self._sampled:
+        if variant in self._sampled and self.profile == "quick":
             return layout in profiles.sampled_layouts()
         return not self.virtual or virtual.suits(layout, variant == self.backend.variants[0])
 
     @cached_property
     def _sampled(self) -> tuple[str, ...]:
-        return () if self.profile != "quick" else tuple(getattr(self.backend, "sampled", ()))
+        return () if self.virtual else tuple(getattr(self.backend, "sampled", ()))
 
     @cached_property
     def cases(self) -> tuple[Case, ...]:
@@ -128,7 +129,7 @@ class Plan:
 
     @cached_property
     def pool(self) -> tuple[Case, ...]:
-        """Every workload in every cell, in running order: what the quick profile selects from."""
+        """Every workload in every cell, in running order: what a profile selects from."""
         numbers = range(len(self._sources))
         return tuple(case for cell in self.cells for number in numbers for case in self._pool_of(number, cell))
 
@@ -137,27 +138,41 @@ class Plan:
         return stored.of(self.backend.name, self.backend.variants)
 
     def selected(self, case: Case) -> bool:
-        """Whether the quick profile runs a case of the pool.
+        """Whether the profile runs a case of the pool.
 
         Of a cell that is refused whatever is asked the pool has no more than what proves it, and all of it runs. What
-        native runs in bfloat16 is little, and many kernels take nothing else: with native's selection all of that runs.
+        native runs in bfloat16 is little, and many kernels take nothing else: with native's selection all of that runs
+        on the layouts of the quick profile.
         """
-        cell = case.cell
-        if case.id in self.kept or cell_limits(cell.limits, cell.layout):
+        cell, name = case.cell, case.workload.name
+        if self.virtual or case.id in self.kept or cell_limits(cell.limits, cell.layout):
             return True
-        if self._selection.borrowed and case.workload.config.dtype == torch.bfloat16:
+        bfloat16 = case.workload.config.dtype == torch.bfloat16 and cell.layout in profiles.quick_layouts()
+        if (self._selection.borrowed and bfloat16) or self._selection.holds(cell.variant, cell.layout.name, name):
             return True
-        return self._selection.has(cell.variant, cell.layout.name, case.workload.name)
+        if self.profile == "full":
+            return name in self._in_turn(case.place[0], cell)
+        return name not in self._selection.known
+
+    def _in_turn(self, number: int, cell: Cell) -> frozenset[str]:
+        """Return the names of the workloads of a source whose turn it is in a cell.
+
+        Cells of one variant and equally many ranks take turns; so do those of all variants that are sampled.
+        """
+        if (number, cell.number) not in self._turns:
+            variants = self._sampled if cell.variant in self._sampled else (cell.variant,)
+            alike = [each for each in self.cells if each.variant in variants and each.layout.world == cell.layout.world]
+            alike = [each for each in alike if not cell_limits(each.limits, each.layout)]
+            names = [[case.workload.name for case in self._pool_of(number, each)] for each in alike]
+            found = turns.taken(names, self.backend.variants.index(variants[0]))
+            self._turns.update({(number, each.number): some for each, some in zip(alike, found, strict=True)})
+        return self._turns[number, cell.number]
 
     def _runs_now(self, case: Case) -> bool:
-        """Whether a case of the pool is run: always, but in the quick profile."""
-        if self.profile != "quick":
-            return True
+        """Whether a case of the pool is run."""
         if self.rotation is None:
             return self.selected(case)
-        # By its id, as if by lot: a new workload moves no other to another part.
-        part = zlib.crc32(case.id.encode()) % self.rotation.count + 1
-        return part == self.rotation.index and not self.selected(case)
+        return turns.lot(case.id, self.rotation.count) == self.rotation.index and not self.selected(case)
 
     @cached_property
     def _sources(self) -> tuple[_Source, ...]:
@@ -198,6 +213,10 @@ class Plan:
         """Whether a workload runs on a layout in some cell."""
         names = self._beside.get(layout)
         return names is None or name in names
+
+    @cached_property
+    def _turns(self) -> dict[tuple[int, int], frozenset[str]]:
+        return {}
 
     @cached_property
     def _pools(self) -> dict[tuple[int, int], tuple[Case, ...]]:
@@ -259,7 +278,7 @@ class Plan:
         Not those of worlds larger than the usual, nor those that are refused whatever the workload, nor those that run
         a few workloads only. See `cases` for routers.
         """
-        if self.rotation is not None:  # they draw in the quick profile itself
+        if self.rotation is not None:  # they draw in the profile itself
             return ()
         most = virtual.WORLDS[0] if self.virtual else profiles.USUAL_RANKS
         cells = tuple(

@@ -46,7 +46,7 @@ OPTIONS = (
     Option(
         "rotation",
         "I/N",
-        "run the I-th of N parts of what the quick profile leaves out, and nothing else; 1/1 is all of it",
+        "run the I-th of N parts of what the profile leaves out, and nothing else; 1/1 is all of it",
     ),
     Option(
         "asynchrony",
@@ -112,8 +112,8 @@ class Options:
                 self._part(name)
             except ValueError as error:
                 raise Unusable(str(error)) from None
-        if self.rotation and self.profile != "quick":
-            raise Unusable(f"--rotation is of the quick profile; the profile {self.profile} leaves nothing out")
+        if self.rotation and self.profile == "virtual":
+            raise Unusable("the profile virtual leaves nothing out; leave --rotation out")
 
     @property
     def part(self) -> Shard | None:
@@ -122,7 +122,7 @@ class Options:
 
     @property
     def rotated(self) -> Shard | None:
-        """The part of what the quick profile leaves out that was asked for."""
+        """The part of what the profile leaves out that was asked for."""
         return self._part("rotation")
 
     def _part(self, name: str) -> Shard | None:

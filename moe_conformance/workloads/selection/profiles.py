@@ -1,4 +1,4 @@
-"""What a profile runs: its layouts, and of the quick one, which workloads run on which of them."""
+"""What a profile runs: its layouts, and those of which it runs a few workloads only."""
 
 from __future__ import annotations
 

@@ -32,9 +32,9 @@ class Selection:
     known: frozenset[str]  # workloads of which it was decided
     borrowed: bool = False  # from native, for a backend that has none and is not like it
 
-    def has(self, variant: str, layout: str, workload: str) -> bool:
-        """Whether a case runs: it is stored, or nobody has decided about its workload yet."""
-        return workload not in self.known or layout in self.layouts.get(variant, {}).get(workload, ())
+    def holds(self, variant: str, layout: str, workload: str) -> bool:
+        """Whether a case is stored; one of a workload that is not known is not."""
+        return layout in self.layouts.get(variant, {}).get(workload, ())
 
 
 def of(backend: str, variants: Sequence[str]) -> Selection:
