@@ -163,8 +163,11 @@ class Plan:
             variants = self._sampled if cell.variant in self._sampled else (cell.variant,)
             alike = [each for each in self.cells if each.variant in variants and each.layout.world == cell.layout.world]
             alike = [each for each in alike if not cell_limits(each.limits, each.layout)]
-            names = [[case.workload.name for case in self._pool_of(number, each)] for each in alike]
-            found = turns.taken(names, self.backend.variants.index(variants[0]))
+            shown = [
+                {case.workload.name: frozenset(_told_apart(case.workload)) for case in self._pool_of(number, each)}
+                for each in alike
+            ]
+            found = turns.taken(shown, self.backend.variants.index(variants[0]))
             self._turns.update({(number, each.number): some for each, some in zip(alike, found, strict=True)})
         return self._turns[number, cell.number]
 

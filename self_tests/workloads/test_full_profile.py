@@ -54,11 +54,22 @@ class TestFullProfile:
 class TestTurns:
     def test_a_workload_runs_in_one_of_the_cells_that_have_it(self) -> None:
         """In the next of these with the next variant, and nowhere else."""
-        names = [["a", "b"], ["a"], ["a", "b"]]
-        runs = [turns.taken(names, variant) for variant in range(3)]
+        none: turns.Marks = frozenset()
+        cells = [{"a": none, "b": none}, {"a": none}, {"a": none, "b": none}]
+        runs = [turns.taken(cells, variant) for variant in range(3)]
         assert all(sum("a" in cell for cell in each) == 1 for each in runs)
         assert [True] * 3 == [any("a" in each[cell] for each in runs) for cell in range(3)]
         assert {0, 2} == {index for each in runs for index, cell in enumerate(each) if "b" in cell}
+
+    def test_a_workload_goes_where_it_shows_something_new(self) -> None:
+        """Also where more runs than elsewhere."""
+        cells = [{"a": frozenset("x"), "b": frozenset("y"), "c": frozenset("x")}, {"c": frozenset("z")}]
+        assert [{"a", "b"}, {"c"}] == turns.taken(cells, 0)
+
+    def test_every_cell_shows_each_mark_that_it_can(self) -> None:
+        """A workload that shows it runs in two cells then."""
+        cells = [{"a": frozenset("x")}, {"a": frozenset("x")}]
+        assert [{"a"}, {"a"}] == turns.taken(cells, 0)
 
     def test_a_lot_is_one_of_the_parts(self) -> None:
         """Each part gets some."""

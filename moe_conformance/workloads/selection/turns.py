@@ -7,24 +7,41 @@ in the layout alone. So layouts of equally many ranks take turns: each variant r
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
-def taken(names: Sequence[Sequence[str]], variant: int) -> list[frozenset[str]]:
+Marks = frozenset[object]  # what a workload shows wherever it runs
+
+
+def taken(cells: Sequence[Mapping[str, Marks]], variant: int) -> list[frozenset[str]]:
     """Return which of its workloads each cell runs, of cells that take turns.
 
-    names: of the workloads that there are in each of the cells, which have one variant and equally many ranks. A
-    workload runs in one of the cells that have it, picked by its name, and with the next variant in the next of these:
-    variants meet a workload on different layouts.
+    cells: of each, the marks of its workloads by name; the cells have one variant and equally many ranks. A workload
+    runs in one of the cells that have it: where most of its marks have not been seen yet, else where least runs, else
+    in the next cell for the next variant, so that variants meet it on different layouts. Then every cell gets what it
+    still lacks, so that it shows each mark that it can.
 
-    >>> taken([["even"], ["even"]], 0) == taken([["even"], ["even"]], 1)[::-1]
-    True
+    >>> cells = [{"even": frozenset("x"), "odd": frozenset("x")}] * 2
+    >>> [sorted(cell) for cell in taken(cells, 0)], [sorted(cell) for cell in taken(cells, 1)]
+    ([['even'], ['odd']], [['odd'], ['even']])
     """
-    found: list[set[str]] = [set() for _ in names]
-    for name in {name for some in names for name in some}:
-        having = [index for index, some in enumerate(names) if name in some]
-        found[having[(zlib.crc32(name.encode()) + variant) % len(having)]].add(name)
-    return [frozenset(some) for some in found]
+    runs: list[set[str]] = [set() for _ in cells]
+    seen: list[set[object]] = [set() for _ in cells]
+    for name in dict.fromkeys(name for cell in cells for name in cell):
+        worth = {
+            index: (-len(cell[name] - seen[index]), len(runs[index]), (index - variant) % len(cells))
+            for index, cell in enumerate(cells)
+            if name in cell
+        }
+        best = min(worth, key=lambda index: worth[index])
+        runs[best].add(name)
+        seen[best] |= cells[best][name]
+    for index, cell in enumerate(cells):
+        for name, marks in cell.items():
+            if marks - seen[index]:
+                runs[index].add(name)
+                seen[index] |= marks
+    return [frozenset(each) for each in runs]
 
 
 def lot(case: str, parts: int) -> int:
