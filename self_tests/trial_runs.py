@@ -19,7 +19,6 @@ from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus import recipes, scripts
 from moe_conformance.workloads.corpus.routing import routers
 from moe_conformance.workloads.records.workload import Workload
-from moe_conformance.workloads.selection import profiles
 
 DEADLINE_S = 20.0
 PRELOAD = ("moe_conformance.scenarios.moe_step", "self_tests.planted_bugs")
@@ -41,12 +40,11 @@ class Run:
 
 @cache
 def workloads(variant: str, layout: Layout) -> dict[str, Workload]:
-    """Return the quick corpus of a variant on a layout, by name; on a layout that quick runs a few of, all."""
-    profile: profiles.Profile = "full" if layout in profiles.beside("quick") else "quick"
+    """Return the quick corpus of a variant on a layout, by name, and all scripts of the full profile."""
     drawn = (
         *recipes.corpus(variant, layout, "quick"),
         *routers.routing_corpus(variant, layout),
-        *(workload for _, workload in scripts.scripts(variant, layout, profile)),
+        *(workload for _, workload in scripts.scripts(variant, layout, "full")),
     )
     return {workload.name: workload for workload in drawn}
 

@@ -33,7 +33,7 @@ def scatter_add(out_ND: Tensor, index_J: Tensor, src_JD: Tensor) -> Tensor:
     Degenerate: a row that no index names is out_i as it is, whatever stands in other rows; no index gives out
     itself, as a copy, and src an empty gradient. A negative index is an error: implementations differ on it.
 
-    Decides: ALIAS-01. Source: definition of index_add.
+    Decides: ALIAS-01, ALIAS-05, ALIAS-06. Source: definition of index_add.
 
     >>> out, src = torch.zeros(4, 2), torch.tensor([[1.0, 2.0], [10.0, 20.0], [100.0, 200.0]])
     >>> scatter_add(out, torch.tensor([2, 0, 2]), src).tolist()
@@ -88,6 +88,8 @@ def add_routed(base_TD: Tensor, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
 
     Degenerate: no routed slot at all gives base; T = 0 gives (0, D).
 
+    Decides: ALIAS-04. Source: arithmetic.
+
     >>> x = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
     >>> ids, w = torch.tensor([[1], [-1]]), torch.tensor([[0.5], [9.0]])
     >>> add_routed(x, x, ids, w, lambda rows, e: rows * 10**e).tolist()
@@ -103,6 +105,8 @@ def records_gradient(modes: Sequence[str], requires_grad: Sequence[bool]) -> boo
 
     Rule: the innermost of "enable_grad" and "no_grad" decides, on if there is neither; inside any
     "inference_mode" nothing is recorded; and some input must require grad.
+
+    Decides: ALIAS-07. Source: PyTorch documentation of autograd mechanics (grad modes).
 
     >>> records_gradient(["no_grad", "enable_grad"], [False, True]), records_gradient(["no_grad"], [True])
     (True, False)

@@ -112,6 +112,8 @@ def in_place_is_lawful(out: View, x: View) -> bool:
     Rule: they share no byte and `out` does not overlap itself. Then either choice is allowed, else only the
     out-of-place one.
 
+    Decides: ALIAS-05. Source: arithmetic of strides.
+
     >>> x = View(0, (2, 3), (3, 1), 4)
     >>> in_place_is_lawful(x, x), in_place_is_lawful(View(24, (2, 3), (3, 1), 4), x)
     (False, True)

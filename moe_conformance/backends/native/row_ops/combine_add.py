@@ -45,10 +45,10 @@ class CombineAdd(Offered):
             return False
         if out_ND.is_inference() and not torch.is_inference_mode_enabled():
             return False
-        return out_ND.is_contiguous() and not any(_may_overlap(out_ND, each) for each in kept)
+        return out_ND.is_contiguous() and not any(may_overlap(out_ND, each) for each in kept)
 
 
-def _may_overlap(out_ND: Tensor, other: Tensor) -> bool:
+def may_overlap(out_ND: Tensor, other: Tensor) -> bool:
     """Compare the addresses between which two tensors lie: views of two storages may lie over one memory.
 
     Rows between which others lie count as overlapping.
