@@ -9,7 +9,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 
-
 Marks = frozenset[object]  # what a workload shows wherever it runs
 
 
