@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
 from moe_conformance.backends.torchtitan_layer import ROUND_ROBIN, Layer, expert_windows, moe_config, require_placed
-from moe_conformance.backends.torchtitan_rows import Permutation, Reordering
+from moe_conformance.backends.torchtitan_rows import CombineAdd, Permutation, Reordering, ScatterAdd
 from moe_conformance.contract import (
     Claims,
     Config,
@@ -143,6 +143,16 @@ class _Session(Session):
         if config.padding.row_multiple > 1 and find_spec("torchao") is None:
             raise Unsupported(f"rows are padded by torchao: {_INSTALL}")
         return Permutation(config)
+
+    def scatter_add(self, config: Config) -> ScatterAdd:
+        """Return the operator that adds rows back."""
+        config.only("variant", "hidden", "dtype")
+        return ScatterAdd()
+
+    def combine_add(self, config: Config) -> CombineAdd:
+        """Return the operator that adds rows back, for the output of shared experts."""
+        config.only("variant", "hidden", "dtype")
+        return CombineAdd()
 
     def reordering(self, config: Config) -> Reordering:
         """Build the all-to-all dispatcher."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_conformance.contract import Config, Routing
+from moe_conformance.contract import Config, Routing, Unsupported
 from moe_conformance.surfaces import Permuted
 
 
@@ -74,3 +74,38 @@ class Reordering:
     def _permute(self, rows_RD: Tensor, counts_WN: Tensor) -> Any:
         self._dispatcher.ep_mesh = SimpleNamespace(size=lambda: counts_WN.shape[0])
         return self._dispatcher._permute(rows_RD, counts_WN.reshape(-1))
+
+
+class ScatterAdd:
+    """The operator with which dispatchers put routed rows back, which takes an index of every element."""
+
+    def __init__(self) -> None:
+        from torchtitan.ops.scatter_add import deterministic_scatter_add
+
+        self._add: Any = deterministic_scatter_add
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        """The operator."""
+        return {"scatter add": self._add._qualname}
+
+    def add(self, out_ND: Tensor, index_J: Tensor, src_JD: Tensor) -> Tensor:
+        """Return the sums in new memory."""
+        y_ND: Tensor = self._add(out_ND, index_J.reshape(-1, 1).expand(-1, src_JD.shape[-1]), src_JD)
+        return y_ND
+
+    def add_(self, out_ND: Tensor, index_J: Tensor, src_JD: Tensor) -> Tensor:
+        """Refuse: there is no operator in place."""
+        raise Unsupported("torchtitan adds rows out of place only")
+
+
+class CombineAdd:
+    """The same operator, as it adds to what shared experts returned."""
+
+    def __init__(self) -> None:
+        self._sums = ScatterAdd()
+        self.resolved = self._sums.resolved
+
+    def add(self, out_ND: Tensor, index_J: Tensor, src_JD: Tensor, x_ND: Tensor) -> Tensor:
+        """Return the sums in new memory, so that tokens stay as they are."""
+        return self._sums.add(out_ND, index_J, src_JD)

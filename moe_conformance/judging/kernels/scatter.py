@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
+from moe_conformance.contract import Unsupported
 from moe_conformance.judging.compare.bounded import Target, compare, too_narrow, within
 from moe_conformance.judging.compare.bounds import unit_roundoff
 from moe_conformance.judging.findings import Finding, fail
@@ -12,8 +15,18 @@ from moe_conformance.judging.observed.script import answers, values
 from moe_conformance.judging.verdict import ChangedInput, Tally, WrongForm, WrongOutput
 from moe_conformance.reference.scatter.addition import scatter_add, scatter_add_bound
 from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.workloads.records.workload import Call
 
 IN_PLACE = "add_"
+_UNSUPPORTED = f"{Unsupported.__module__}.{Unsupported.__qualname__}"
+
+
+def offered(outcome: Outcome) -> Iterator[tuple[int, Call]]:
+    """Yield the calls of a script by number, but for those in place that every rank says it has not."""
+    for number, call in enumerate(outcome.workload.calls):
+        kinds = {answer.error_type for answer in answers(outcome, number)}
+        if call.method != IN_PLACE or kinds != {_UNSUPPORTED}:
+            yield number, call
 
 
 def judge_sums(outcome: Outcome, tally: Tally) -> None:
@@ -26,7 +39,7 @@ def judge_sums(outcome: Outcome, tally: Tally) -> None:
         WrongOutput: a sum beyond its bound, or other bits in a row that no index names.
     """
     findings = []
-    for number, call in enumerate(outcome.workload.calls):
+    for number, call in offered(outcome):
         for rank, y_ND in enumerate(values(outcome, number)):
             given = call.given[rank]
             out_ND, index_J, src_JD = given["out_ND"], given["index_J"], given["src_JD"]
@@ -58,7 +71,7 @@ def judge_bits(outcome: Outcome, tally: Tally) -> None:
     """
     findings = []
     first = values(outcome, 0)[0]
-    for number, call in enumerate(outcome.workload.calls):
+    for number, call in offered(outcome):
         for rank, y_ND in enumerate(values(outcome, number)):
             if (row := _other_bits(y_ND, first)) is not None:
                 said = f"call {number}, {call.method}, gives other bits in row {row} than call 0 of rank 0"
@@ -78,7 +91,7 @@ def judge_memory(outcome: Outcome, tally: Tally) -> None:
             is another tensor than its output.
     """
     findings = []
-    for number, call in enumerate(outcome.workload.calls):
+    for number, call in offered(outcome):
         writes = {"out_ND"} if call.method == IN_PLACE else set()
         for rank, answer in enumerate(answers(outcome, number)):
             findings += [

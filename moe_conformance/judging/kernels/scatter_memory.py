@@ -11,6 +11,7 @@ from torch import Tensor
 from moe_conformance.judging.compare.bounded import Target, compare
 from moe_conformance.judging.compare.bounds import unit_roundoff
 from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.kernels.scatter import offered
 from moe_conformance.judging.observed.script import answers, judge_no_slip, values
 from moe_conformance.judging.verdict import ChangedInput, ChangedState, Tally, WrongForm, WrongGradient, WrongOutput
 from moe_conformance.reference.scatter.addition import add_routed, records_gradient, scatter_add, scatter_add_bound
@@ -18,8 +19,6 @@ from moe_conformance.reference.scatter.memory import in_place_is_lawful, share_b
 from moe_conformance.scenarios.outcome import Answer, Outcome
 from moe_conformance.workloads.records.memory import Laid, lay
 from moe_conformance.workloads.records.workload import Call, Root
-
-IN_PLACE = "add_"
 
 
 def held(given: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -211,15 +210,15 @@ def judge_programs(outcome: Outcome, tally: Tally) -> None:
         Raised: it stumbled in place of refusing.
     """
     findings = []
-    pairs = list(zip(outcome.workload.calls[::2], outcome.workload.calls[1::2], strict=True))
-    for number, (_, call) in enumerate(pairs):
+    for number, call in offered(outcome):
+        if not call.through:
+            values(outcome, number)
+            continue
         if call.may_raise:
-            judge_no_slip(outcome, 2 * number + 1)
+            judge_no_slip(outcome, number)
         else:
-            values(outcome, 2 * number + 1)
-        for rank, (eager, other) in enumerate(
-            zip(answers(outcome, 2 * number), answers(outcome, 2 * number + 1), strict=True)
-        ):
+            values(outcome, number)
+        for rank, (eager, other) in enumerate(zip(answers(outcome, number - 1), answers(outcome, number), strict=True)):
             tally.add(pairs=1, rank=rank)
             if not other.raised:
                 findings += [
