@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 def run(rank: int, store: str, tp: int, etp: int, reduced: torch.Tensor) -> None:
     """Write the reduced gradient of expert 0 into the rank's row."""
-    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.current_device, torch.cuda.current_stream = lambda: torch.device("cpu"), lambda: None
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)  # MC-04
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, expert_tensor_parallel_size=etp)
@@ -33,7 +33,9 @@ def run(rank: int, store: str, tp: int, etp: int, reduced: torch.Tensor) -> None
         perform_initialization=False,
     )  # fmt: skip
     parts = get_moe_module_spec(use_te=False, num_experts=2, moe_grouped_gemm=False)
-    layer = MoELayer(config, parts.submodules, layer_number=1)
+    # In newer versions it is what builds the layer.
+    old = hasattr(parts, "submodules")
+    layer = MoELayer(config, parts.submodules, 1) if old else parts(config=config, layer_number=1)
     torch.manual_seed(0 if etp == 1 else rank)  # the halves of an expert differ
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)

@@ -24,7 +24,7 @@ parallel_state.initialize_model_parallel()
 config = TransformerConfig(
     num_layers=1, num_attention_heads=1, hidden_size=4, num_moe_experts=8, moe_router_topk=2,
     moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True,
-    moe_token_dispatcher_type="alltoall", perform_initialization=False,
+    moe_token_dispatcher_type="alltoall", add_bias_linear=False, perform_initialization=False,
 )  # fmt: skip
 router = TopKRouter(config, pg_collection=ProcessGroupCollection.use_mpu_process_groups())
 router.weight = torch.nn.Parameter(torch.eye(8, 4) + torch.eye(8, 4).roll(4, 0) * 0.5)  # token d: experts d and d + 4

@@ -1,6 +1,7 @@
-"""MC-41: invalid input on one rank leaves the others waiting.
+"""MC-41: invalid input on one rank leaves the others waiting, or ends a process.
 
-Two ranks and an all-to-all: correct input first, then rank 1 has nine tokens and a map of eight rows. Exits 1 while the finding is there.
+Two ranks and an all-to-all: correct input first, then rank 1 has nine tokens and a map of eight rows, or tokens of half
+the hidden size. Exits 1 while the finding is there.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-def run(rank: int, store: str, answers: Any) -> None:
-    """Answer with how the dispatch ends; gloo waits for three seconds."""
+def run(rank: int, store: str, T: int, D: int, answers: Any) -> None:
+    """Answer with how a dispatch of (T, D) on rank 1 ends; gloo waits for three seconds."""
     torch.cuda.current_device, torch.cuda.Stream = lambda: torch.device("cpu"), lambda: None
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=3)
@@ -39,7 +40,7 @@ def run(rank: int, store: str, answers: Any) -> None:
     chosen = F.one_hot(torch.arange(8) % 4, 4).bool()
     dispatch(dispatcher, torch.randn(8, 4), chosen)
     try:
-        dispatch(dispatcher, torch.randn(8 + rank, 4), chosen)
+        dispatch(dispatcher, torch.randn(T, D) if rank == 1 else torch.randn(8, 4), chosen)
         answers.put((rank, "returns"))
     except RuntimeError as error:
         answers.put((rank, "waits" if "Timed out" in str(error) else f"raises: {error}"))
@@ -58,12 +59,20 @@ def copied(dispatcher: Any, counts: torch.Tensor) -> torch.Tensor:
     return counts
 
 
-if __name__ == "__main__":
+def endings(T: int, D: int) -> list[str]:
+    """Return how both ranks end."""
     answers = multiprocessing.get_context("fork").SimpleQueue()
-    ranks = mp.start_processes(run, (tempfile.mktemp(), answers), nprocs=2, join=False, start_method="fork")
+    ranks = mp.start_processes(run, (tempfile.mktemp(), T, D, answers), nprocs=2, join=False, start_method="fork")
     for process in ranks.processes:
         process.join()
     found = dict(answers.get() for _ in range(2) if not answers.empty())
-    print(f"observed: rank 1 {found.get(1)}; rank 0 {found.get(0)}")
-    print("expected: both ranks raise, or both return")
-    sys.exit(int(found.get(0) == "waits"))
+    return [found.get(rank, "ends") for rank in range(2)]
+
+
+if __name__ == "__main__":
+    tokens, hidden = endings(9, 4), endings(8, 2)
+    waits, ends = tokens[0] == "waits", "ends" in hidden
+    print(f"observed: nine tokens: rank 1 {tokens[1]}; rank 0 {tokens[0]}")
+    print("observed: half the hidden size:", "a process ends" if ends else "no process ends")
+    print("expected: both ranks raise, and no process ends")
+    sys.exit(int(waits or ends))

@@ -19,7 +19,8 @@ def gradient(implementation: str, dtype: torch.dtype) -> torch.Tensor:
     config._experts_implementation = implementation
     experts = Qwen3MoeExperts(config)
     for parameter in experts.parameters():
-        torch.nn.init.normal_(parameter).data = parameter.bfloat16().to(dtype)
+        torch.nn.init.normal_(parameter)
+        parameter.data = parameter.data.bfloat16().to(dtype)
     x, upstream = torch.randn(300, 8).bfloat16().to(dtype), torch.randn(300, 8).bfloat16().to(dtype)
     experts(x, torch.zeros(300, 1, dtype=torch.int64), torch.ones(300, 1, dtype=dtype)).backward(upstream)
     return experts.down_proj.grad[0].double()
