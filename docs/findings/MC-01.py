@@ -43,6 +43,7 @@ def run(rank: int, store: str, tp: int, etp: int, reduced: torch.Tensor) -> None
     ddp(torch.full((3, 1, 4), 1.0 + rank))[0].sum().backward()
     finalize_model_grads([ddp])
     reduced[rank].copy_(layer.experts.local_experts[0].linear_fc2.weight.main_grad)
+    dist.barrier()
 
 
 def same(tp: int, etp: int) -> bool:

@@ -27,6 +27,7 @@ def run(rank: int, store: str, changed: torch.Tensor) -> None:
     before = first.grad.clone()
     gather_from_sequence_parallel_region(second, group=dist.group.WORLD, use_global_buffer=True)
     changed[rank] = not torch.equal(before, first.grad)
+    dist.barrier()
 
 
 if __name__ == "__main__":

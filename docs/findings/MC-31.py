@@ -34,6 +34,7 @@ def run(rank: int, store: str, answers: Any) -> None:
         answers.put("no error")
     except (AssertionError, ValueError) as error:
         answers.put(f"{type(error).__name__}: {str(error) or 'no message'}")
+    dist.barrier()
 
 
 if __name__ == "__main__":

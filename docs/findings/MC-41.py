@@ -9,7 +9,6 @@ from __future__ import annotations
 import multiprocessing
 import sys
 import tempfile
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -23,7 +22,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-def run(rank: int, store: str, T: int, D: int, answers: Any) -> None:
+def run(rank: int, store: str, T: int, D: int, answers: Any, end: Any) -> None:
     """Answer with how a dispatch of (T, D) on rank 1 ends; gloo waits for three seconds."""
     torch.cuda.current_device, torch.cuda.Stream = lambda: torch.device("cpu"), lambda: None
     dist.init_process_group(
@@ -44,7 +43,7 @@ def run(rank: int, store: str, T: int, D: int, answers: Any) -> None:
         answers.put((rank, "returns"))
     except RuntimeError as error:
         answers.put((rank, "waits" if "Timed out" in str(error) else f"raises: {error}"))
-    time.sleep(4 * rank)  # a rank that ended at once would end the others' waiting
+    end.wait(6)  # a rank that ended at once would end the other's waiting
 
 
 def dispatch(dispatcher: Any, x: torch.Tensor, chosen: torch.Tensor) -> None:
@@ -61,8 +60,9 @@ def copied(dispatcher: Any, counts: torch.Tensor) -> torch.Tensor:
 
 def endings(T: int, D: int) -> list[str]:
     """Return how both ranks end."""
-    answers = multiprocessing.get_context("fork").SimpleQueue()
-    ranks = mp.start_processes(run, (tempfile.mktemp(), T, D, answers), nprocs=2, join=False, start_method="fork")
+    context = multiprocessing.get_context("fork")
+    answers, end = context.SimpleQueue(), context.Barrier(2)
+    ranks = mp.start_processes(run, (tempfile.mktemp(), T, D, answers, end), nprocs=2, join=False, start_method="fork")
     for process in ranks.processes:
         process.join()
     found = dict(answers.get() for _ in range(2) if not answers.empty())

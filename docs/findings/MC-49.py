@@ -25,6 +25,7 @@ def run(rank: int, store: str, drawn: torch.Tensor) -> None:
     parallel_state.initialize_model_parallel()
     random.model_parallel_cuda_manual_seed(1234)
     drawn[rank] = apply_random_logits(torch.zeros(4, 8))
+    dist.barrier()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """TF-03: expert gradients in float16 and float64 are divided twice when no replica shards them: torch's FSDP2.
 
-transformers sets FSDP2's divide factor for experts to the number of batches and, where one rank alone holds them, leaves
-the division to FSDP2. Exits 1 while the finding is there.
+transformers sets FSDP2's divide factor for experts to the number of batches and, where one rank alone holds them,
+leaves the division to FSDP2. Exits 1 while the finding is there.
 """
 
 from __future__ import annotations

@@ -42,6 +42,7 @@ def run(rank: int, store: str, answers: Any) -> None:
         if rank == 0:
             answers.put(experts.weight)
     answers.put(all(right))
+    dist.barrier()
 
 
 if __name__ == "__main__":
@@ -50,6 +51,6 @@ if __name__ == "__main__":
     found = [answers.get() for _ in range(4)]
     inference, training = [each for each in found if not isinstance(each, bool)]
     right = all(each for each in found if isinstance(each, bool))
-    print(f"observed: the experts get the weight {inference} in inference, {training} in training; outputs right: {right}")
-    print("expected: the experts get the same weight in inference and in training; outputs right: True")
+    print(f"observed: experts get the weight {inference} in inference, {training} in training; outputs right: {right}")
+    print("expected: experts get the same weight in inference and in training; outputs right: True")
     sys.exit(int(inference != training or not right))

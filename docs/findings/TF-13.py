@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.fsdp import fully_shard
 from transformers.models.qwen2_moe.configuration_qwen2_moe import Qwen2MoeConfig
-from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeExperts, Qwen2MoeSparseMoeBlock
 
 
 def run(rank: int, store: str, implementation: str, done: Any) -> None:
@@ -47,6 +47,11 @@ def both_return(implementation: str) -> bool:
 
 if __name__ == "__main__":
     eager, grouped = both_return("eager"), both_return("grouped_mm")
+    config = Qwen2MoeConfig(hidden_size=32, moe_intermediate_size=16, num_experts=4)
+    config._experts_implementation = "eager"
+    none = Qwen2MoeExperts(config)(torch.empty(0, 32), torch.empty(0, 2, dtype=torch.int64), torch.empty(0, 2))
+    print(f"observed: the output of eager experts of no tokens requires grad: {none.requires_grad}")
     print(f"observed: the backward returns on both ranks with eager experts: {eager}, with grouped_mm: {grouped}")
+    print("expected: the output of eager experts of no tokens requires grad: True")
     print("expected: the backward returns on both ranks with eager experts: True, with grouped_mm: True")
-    sys.exit(int(not eager or not grouped))
+    sys.exit(int(not (eager and grouped and none.requires_grad)))

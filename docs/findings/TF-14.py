@@ -1,7 +1,7 @@
 """TF-14: tensor parallel ranks with different batches are accepted.
 
-Two ranks, two experts on each. Rank 0 routes both tokens to expert 0, rank 1 both to expert 2. Exits 1 while the finding
-is there.
+Two ranks, two experts on each. Rank 0 routes both tokens to expert 0, rank 1 both to expert 2. Exits 1 while the
+finding is there.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def run(rank: int, store: str, answers: Any) -> None:
             answers.put((exchange.__name__, rank, exchange(Experts(), mesh, mesh)(x, ids, weights).flatten().tolist()))
         except (RuntimeError, ValueError):
             answers.put((exchange.__name__, rank, "refused"))
+    dist.barrier()
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ def run(rank: int, store: str, answers: Any) -> None:
         answers.put((rank, "works"))
     except RuntimeError as error:
         answers.put((rank, f"raises: {str(error).splitlines()[0]}"))
+    dist.barrier()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 import multiprocessing
 import sys
 import tempfile
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +18,7 @@ from torchtitan.distributed import utils
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
 
-def run(rank: int, store: str, answers: Any) -> None:
+def run(rank: int, store: str, answers: Any, end: Any) -> None:
     """Answer with how the second dispatch ends; gloo waits for three seconds."""
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=3)
@@ -38,12 +37,13 @@ def run(rank: int, store: str, answers: Any) -> None:
         answers.put((rank, "returns"))
     except RuntimeError as error:
         answers.put((rank, "waits" if "Timed out" in str(error) else f"raises: {str(error).splitlines()[0]}"))
-    time.sleep(4 * rank)  # a rank that ended at once would end the others' waiting
+    end.wait(6)  # a rank that ended at once would end the other's waiting
 
 
 if __name__ == "__main__":
-    answers = multiprocessing.get_context("fork").SimpleQueue()
-    ranks = mp.start_processes(run, (tempfile.mktemp(), answers), nprocs=2, join=False, start_method="fork")
+    context = multiprocessing.get_context("fork")
+    answers, end = context.SimpleQueue(), context.Barrier(2)
+    ranks = mp.start_processes(run, (tempfile.mktemp(), answers, end), nprocs=2, join=False, start_method="fork")
     for process in ranks.processes:
         process.join()
     found = dict(answers.get() for _ in range(2) if not answers.empty())

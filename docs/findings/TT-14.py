@@ -34,12 +34,14 @@ def run(rank: int, store: str, answers: Any) -> None:
             answers.put((rank, without_gradients.__name__, "works"))
         except RuntimeError as error:
             answers.put((rank, without_gradients.__name__, f"raises: {str(error).split('. ')[0]}"))
+    dist.barrier()
 
 
 if __name__ == "__main__":
     answers = multiprocessing.get_context("fork").SimpleQueue()
     mp.start_processes(run, (tempfile.mktemp(), answers), nprocs=2, start_method="fork")
     found = {(rank, mode): text for rank, mode, text in (answers.get() for _ in range(4))}
-    print(f"observed: after no_grad training {found[0, 'no_grad']}; after inference mode it {found[0, 'inference_mode']}")
+    no_grad, inference = found[0, "no_grad"], found[0, "inference_mode"]
+    print(f"observed: after no_grad training {no_grad}; after inference mode it {inference}")
     print("expected: after no_grad training works; after inference mode it works")
     sys.exit(int(set(found.values()) != {"works"}))
