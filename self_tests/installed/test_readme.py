@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from moe_conformance.report import result
 
 ROOT = Path(__file__).parents[2]
@@ -22,10 +20,9 @@ class TestReadme:
         blocks = (ROOT / "README.md").read_text().split("```python\n")[1:]
         assert [text] == [block.partition("```")[0] for block in blocks]
 
-    @pytest.mark.parametrize(("ranks", "judged"), [(1, 30), (2, 40)])
-    def test_its_adapter_passes(self, ranks: int, judged: int, tmp_path: Path) -> None:
-        """A run of it, as README starts it, ends with exit code 0, and many requirements have passed."""
-        command = ["-m", "moe_conformance.cli", "run", "--backend", "my_adapter:Backend", "--ranks", str(ranks)]
+    def test_its_adapter_passes(self, tmp_path: Path) -> None:
+        """A run of it on two ranks ends with exit code 0, and forty requirements and more have passed."""
+        command = ["-m", "moe_conformance.cli", "run", "--backend", "my_adapter:Backend", "--ranks", "2"]
         own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
         done = subprocess.run(
             [sys.executable, *command, "--report", str(tmp_path)],
@@ -38,4 +35,4 @@ class TestReadme:
         )
         assert 0 == done.returncode, done.stdout + done.stderr
         passed = [each for each in result.read(tmp_path).requirements if each["verdict"] == "pass"]
-        assert judged <= len(passed), done.stdout
+        assert 40 <= len(passed), done.stdout
