@@ -20,9 +20,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 
 def run(rank: int, store: str, answers: Any, end: Any) -> None:
-    """Answer with how the second forward ends; gloo waits for three seconds."""
+    """Answer with how the second forward ends; gloo waits for five seconds."""
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=3)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=5)
     )
     mesh = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "tp"))
     config = Qwen3MoeConfig(hidden_size=32, moe_intermediate_size=16, num_experts=2)
@@ -37,7 +37,7 @@ def run(rank: int, store: str, answers: Any, end: Any) -> None:
             answers.put((rank, "returns"))
         except RuntimeError as error:
             answers.put((rank, "waits" if "Timed out" in str(error) else f"raises: {error}"))
-    end.wait(6)  # a rank that ended at once would end the other's waiting
+    end.wait(10)  # a rank that ended at once would end the other's waiting
 
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
 
 def run(rank: int, store: str, answers: Any, end: Any) -> None:
-    """Answer with how the second dispatch ends; gloo waits for three seconds."""
+    """Answer with how the second dispatch ends; gloo waits for five seconds."""
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=3)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=5)
     )
     utils.set_spmd_backend("partial_dtensor")  # TT-05
     dispatcher = AllToAllTokenDispatcher.Config(num_experts=4, top_k=2).build()
@@ -37,7 +37,7 @@ def run(rank: int, store: str, answers: Any, end: Any) -> None:
         answers.put((rank, "returns"))
     except RuntimeError as error:
         answers.put((rank, "waits" if "Timed out" in str(error) else f"raises: {str(error).splitlines()[0]}"))
-    end.wait(6)  # a rank that ended at once would end the other's waiting
+    end.wait(10)  # a rank that ended at once would end the other's waiting
 
 
 if __name__ == "__main__":
