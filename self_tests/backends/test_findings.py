@@ -1,0 +1,167 @@
+"""Every finding in a real library has a script that shows it, and its page states what the script prints.
+
+The scripts of a library run in its tox environment; elsewhere only pages, waivers and the form of scripts are held.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FINDINGS = ROOT / "docs" / "findings"
+EFFECTS = ("wrong result", "hang", "error", "precision", "not refused", "message", "none")
+LABELS = ("bug", "fixed upstream", "limit", "freedom")
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library with findings: the prefix of their ids, and what scripts share the import of."""
+
+    name: str
+    prefix: str
+    package: str
+    preload: tuple[str, ...]
+
+    @property
+    def page(self) -> str:
+        """The text of its page."""
+        return (FINDINGS / f"{self.name}.md").read_text()
+
+    @property
+    def scripts(self) -> list[Path]:
+        """Its scripts, by id."""
+        return sorted(FINDINGS.glob(f"{self.prefix}-*.py"))
+
+    @property
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Id, label and effect of every row of the page's table."""
+        return re.findall(r"^\| \[(\S+)\]\(\1\.py\) \| ([^|]+) \| ([^|]+) \|", self.page, re.MULTILINE)
+
+    def printed(self, id: str) -> str:
+        """Return what the page says that the script prints: the block of its section."""
+        section = re.search(rf"^## {id} .*?^```\n(.*?)^```$", self.page, re.MULTILINE | re.DOTALL)
+        assert section is not None, f"{self.name}.md has no section of {id} with what its script prints"
+        return section[1]
+
+
+LIBRARIES = (
+    Library(
+        "megatron-core",
+        "MC",
+        "megatron.core",
+        (
+            "megatron.core.distributed",
+            "megatron.core.models.gpt.moe_module_specs",
+            "megatron.core.models.multimodal.context_parallel",
+        ),
+    ),
+    Library(
+        "torchtitan",
+        "TT",
+        "torchtitan",
+        ("torch.distributed.fsdp", "torchtitan.distributed.fsdp", "torchtitan.models.common.moe"),
+    ),
+    Library(
+        "transformers",
+        "TF",
+        "transformers",
+        (
+            "torch.distributed.fsdp",
+            "transformers.distributed.expert_parallel",
+            "transformers.models.deepseek_v3.modeling_deepseek_v3",
+            "transformers.models.gpt_oss.modeling_gpt_oss",
+            "transformers.models.qwen2_moe.modeling_qwen2_moe",
+            "transformers.models.qwen3_moe.modeling_qwen3_moe",
+        ),
+    ),
+)
+
+
+def installed(package: str) -> bool:
+    """Return whether a library can be imported here."""
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # of its parent
+        return False
+
+
+HERE = [library for library in LIBRARIES if installed(library.package)]
+
+
+@functools.cache
+def ran(library: Library) -> dict[str, tuple[int, str, str]]:
+    """Run all scripts of a library, two at a time; return exit status, output and errors of each, by id."""
+    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    environment = os.environ | ({"GLOO_SOCKET_IFNAME": loopback[0]} if loopback else {})
+    runner = Path(__file__).with_name("run_scripts.py")
+    # Those that wait for gloo's timeout need no processor meanwhile.
+    waiting_first = sorted(library.scripts, key=lambda path: "end.wait" not in path.read_text())
+    with TemporaryDirectory() as folder:
+        command = [sys.executable, str(runner), ",".join(library.preload), folder, *map(str, waiting_first)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        assert 0 == done.returncode, done.stderr
+        read = {path.name: path.read_text() for path in Path(folder).iterdir()}
+        statuses = json.loads(done.stdout.splitlines()[-1])
+        return {id: (status, read[f"{id}.out"], read[f"{id}.err"]) for id, status in statuses.items()}
+
+
+class TestScripts:
+    @pytest.mark.parametrize(
+        ("library", "id"), [pytest.param(each, path.stem, id=path.stem) for each in HERE for path in each.scripts]
+    )
+    def test_it_shows_what_its_page_says(self, library: Library, id: str) -> None:
+        """The script exits 1, since the finding is there, and prints what stands in its page."""
+        status, out, errors = ran(library)[id]
+        assert (1, library.printed(id)) == (status, out), errors[-4000:]
+
+
+@pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.name)
+class TestPages:
+    def test_every_finding_has_a_script_a_row_and_a_section(self, library: Library) -> None:
+        """Scripts, rows of the table and sections have the same ids; the sections stand in the order of the table."""
+        ids = [id for id, _, _ in library.rows]
+        sections = re.findall(rf"^## ({library.prefix}-\d+) .* · (.+)$", library.page, re.MULTILINE)
+        assert [path.stem for path in library.scripts] == sorted(ids)
+        assert [(id, label) for id, label, _ in library.rows] == sections
+
+    def test_the_table_is_sorted_by_severity(self, library: Library) -> None:
+        """Effects stand from the most severe on, and within an effect bugs before limits before freedoms."""
+        ranks = [
+            (EFFECTS.index(effect), LABELS.index(re.sub(r" in \d+\.\d+\.\d+$", "", label)))
+            for _, label, effect in library.rows
+        ]
+        assert sorted(ranks) == ranks
+
+    def test_every_waiver_names_a_finding_of_the_page(self, library: Library) -> None:
+        """The id of a waiver begins with that of a finding, and its evidence with the page and this id."""
+        waivers = tomllib.loads((ROOT / "waivers" / f"{library.name}.toml").read_text())["waiver"]
+        ids = {path.stem for path in library.scripts}
+        expected = [(each["id"][:5] in ids, f"docs/findings/{library.name}.md, {each['id'][:5]}") for each in waivers]
+        found = [(True, ":".join(each["evidence"].split(":")[:1])) for each in waivers]
+        assert expected == found
+
+
+@pytest.mark.parametrize("path", [path for each in LIBRARIES for path in each.scripts], ids=lambda path: path.stem)
+class TestForm:
+    def test_it_can_be_pasted(self, path: Path) -> None:
+        """A script says which finding it shows, and imports Python's own, torch and a library under test alone."""
+        tree = ast.parse(path.read_text())
+        names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        others = {name.split(".")[0] for name in names} - sys.stdlib_module_names
+        assert str(ast.get_docstring(tree)).startswith(f"{path.stem}: ")
+        assert set() == others - {"torch", *(each.package.split(".")[0] for each in LIBRARIES)}
