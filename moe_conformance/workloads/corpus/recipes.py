@@ -89,6 +89,8 @@ SIZES = ((8,), (0,), (1,), (64,), (9,))
 # Alone above an alignment of 64, just on it, nobody, one token alone.
 AROUND_64 = ((70, 3), (64, 0), (0,), (1, 0, 0, 0, 0, 0, 0, 0))
 
+SIX_IN_FLIGHT = "F0 F1 F2 F3 F4 F5 B0 B5 B1 B4 B2 B3"  # backwards in neither order of the forwards nor its reverse
+
 PROBE = (
     Recipe("uneven", tokens=UNEVEN, wide=True, likened="full"),
     Recipe("even", wide=True, likened="quick"),
@@ -123,6 +125,7 @@ PROBE = (
     Recipe("in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B1 B0", wide=True),
     Recipe("three-in-flight-even", schedule="F0 F1 F2 B0 B1 B2"),
     Recipe("three-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B0 F2 B1 B2"),
+    Recipe("six-in-flight-even", config={"top_k": 3}, schedule=SIX_IN_FLIGHT),
     Recipe("halves-in-flight-even", schedule="D0 D1 C0 C1 B0 B1"),
     Recipe("halves-in-flight-uneven", tokens=UNEVEN, schedule="D0 D1 C1 C0 B1 B0", wide=True),
     Recipe("one-by-one-uneven", tokens=UNEVEN, schedule="F0 B0 F1 B1"),
@@ -231,6 +234,7 @@ EXPERTS = (
         "own-idle-by-turns-even", idle_if_odd, turns=((8,), (7,), (8,)), schedule="F0 B0 F1 B1 F2 B2", needs_ep=True
     ),
     Recipe("own-three-in-flight-even", schedule="F0 F1 F2 B0 B1 B2"),
+    Recipe("own-six-in-flight-even", config={"top_k": 3}, schedule=SIX_IN_FLIGHT),
     Recipe("own-odd-experts-even", experts_per_ep=3, config={"hidden": 40, "ffn": 24, "top_k": 3}),
     # In bfloat16 too: some libraries' experts compute in it whatever the tokens are, and are judged there.
     *(in_bfloat16(own) for own in _OWN),

@@ -18,7 +18,7 @@ from moe_conformance.contract import Config
 from moe_conformance.reference.routing import routes
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.chapter import EP2, EP2_ETP2, SINGLE, TP2_EP2, Chapter
-from moe_conformance.workloads.corpus.recipes import EVEN, ONE_WITHOUT, UNEVEN
+from moe_conformance.workloads.corpus.recipes import EVEN, ONE_WITHOUT, SIX_IN_FLIGHT, UNEVEN
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.workload import Asynchrony, Batch, Drawn, Lead, ParameterKey, Twist, Workload
 from moe_conformance.workloads.selection.profiles import USUAL_RANKS, Profile
@@ -62,6 +62,7 @@ LAYERS = (
     LayerRecipe("layer-sigmoid-scaled-even", _SCALED, profile="full"),
     LayerRecipe("layer-rank-without-tokens", tokens=ONE_WITHOUT, profile="full"),
     LayerRecipe("layer-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B0 B1"),
+    LayerRecipe("layer-six-in-flight-even", {**_SCALED, "top_k": 3}, schedule=SIX_IN_FLIGHT),
     LayerRecipe("layer-even-bfloat16", _BFLOAT16),
     LayerRecipe("shared-even", _ONE),
     LayerRecipe("shared-uneven", _ONE, tokens=UNEVEN, profile="full"),
