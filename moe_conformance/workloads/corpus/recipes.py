@@ -43,6 +43,7 @@ BY_TURNS = (24, 0, 1, 7)
 THREES = (9, 3, 15, 0, 21)
 GAPPED = (24, 8, 32, 0, 16)  # whole sequences with their gaps
 MANY = (160, 0, 300, 129)  # more than a byte, signed or not, counts
+THOUSANDS = (4100, 3, 0, 5)  # more than 4,096 on a rank, and more than 8,192 pairs
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ PROBE = (
     Recipe("many-tokens-even", tokens=(140,), profile="full"),
     Recipe("many-tokens-one-expert", one_expert, tokens=MANY, config={"top_k": 1}),
     Recipe("many-experts-even", tokens=(24,), config={"experts": 64, "top_k": 10, "hidden": 256}, profile="full"),
+    Recipe("thousands-of-tokens", tokens=THOUSANDS),
     Recipe("all-dropped-on-a-rank", all_dropped, tokens=UNEVEN, needs_ep=True),
     Recipe("zero-and-negative-weights-even", weights="odd"),
     Recipe("dropped-even", dropped, wide=True, likened="full"),
@@ -126,6 +128,9 @@ PROBE = (
     Recipe("three-in-flight-even", schedule="F0 F1 F2 B0 B1 B2"),
     Recipe("three-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B0 F2 B1 B2"),
     Recipe("six-in-flight-even", config={"top_k": 3}, schedule=SIX_IN_FLIGHT),
+    Recipe("one-expert-a-rank-in-flight-even", experts_per_ep=1, schedule="F0 F1 F2 B1 B0 B2"),
+    Recipe("top-5-uneven", experts_per_ep=12, tokens=UNEVEN, config={"top_k": 5, "hidden": 136}),
+    Recipe("top-6-of-160-even-float16", config={"experts": 160, "top_k": 6, "hidden": 200, "dtype": torch.float16}),
     Recipe("halves-in-flight-even", schedule="D0 D1 C0 C1 B0 B1"),
     Recipe("halves-in-flight-uneven", tokens=UNEVEN, schedule="D0 D1 C1 C0 B1 B0", wide=True),
     Recipe("one-by-one-uneven", tokens=UNEVEN, schedule="F0 B0 F1 B1"),
@@ -178,7 +183,10 @@ PROBE = (
     Recipe("uneven-bfloat16", tokens=UNEVEN, config={"dtype": torch.bfloat16}),
     Recipe("even-float64", config={"dtype": torch.float64}, wide=True),
     Recipe("uneven-float64", tokens=UNEVEN, config={"dtype": torch.float64}, profile="full"),
-    Recipe("even-float16", config={"dtype": torch.float16}, profile="full", wide=True),
+    Recipe("even-float16", config={"dtype": torch.float16}, wide=True),
+    Recipe("uneven-float16", tokens=UNEVEN, config={"dtype": torch.float16}, profile="full"),
+    Recipe("padded-uneven-float16", tokens=UNEVEN, config={**_TO_8, "dtype": torch.float16}, profile="full"),
+    Recipe("top-all-even-float16", config={"top_k": 8, "dtype": torch.float16}, profile="full"),
     Recipe("top-all-even-bfloat16", config={"top_k": 8, "dtype": torch.bfloat16}, profile="full"),
 )
 
@@ -207,6 +215,8 @@ _OWN = (
     Recipe("own-bounded-uneven", tokens=UNEVEN, config=_TO_BOUND),
     Recipe("own-input-weights-even", config=_INPUT),
     Recipe("own-output-weights-even", config=_OUTPUT),
+    # Beyond a tile of 128 columns, and no multiple of one; 8 divides both, as products of half precision ask.
+    Recipe("own-wide-even", experts_per_ep=3, config={"hidden": 200, "ffn": 136, "top_k": 3}),
 )
 
 
@@ -215,6 +225,14 @@ def in_bfloat16(recipe: Recipe) -> Recipe:
     config = {**recipe.config, "dtype": torch.bfloat16}
     likened: Profile | None = "quick" if recipe.likened and "uneven" not in recipe.name else recipe.likened
     return replace(recipe, name=f"{recipe.name}-bfloat16", config=config, likened=likened)
+
+
+def in_float16(recipe: Recipe) -> Recipe:
+    """Return a recipe in float16: one is in the quick profile, and of the twins none."""
+    profile: Profile = "quick" if recipe.name == "own-wide-even" else "full"
+    config = {**recipe.config, "dtype": torch.float16}
+    likened: Profile | None = "full" if recipe.likened else None
+    return replace(recipe, name=f"{recipe.name}-float16", config=config, likened=likened, profile=profile)
 
 
 EXPERTS = (
@@ -235,9 +253,11 @@ EXPERTS = (
     ),
     Recipe("own-three-in-flight-even", schedule="F0 F1 F2 B0 B1 B2"),
     Recipe("own-six-in-flight-even", config={"top_k": 3}, schedule=SIX_IN_FLIGHT),
+    Recipe("own-dozen-experts-uneven", experts_per_ep=12, tokens=UNEVEN, config={"top_k": 5}),
     Recipe("own-odd-experts-even", experts_per_ep=3, config={"hidden": 40, "ffn": 24, "top_k": 3}),
     # In bfloat16 too: some libraries' experts compute in it whatever the tokens are, and are judged there.
     *(in_bfloat16(own) for own in _OWN),
+    *(in_float16(own) for own in _OWN),
     Recipe("own-uneven-float64", tokens=UNEVEN, config={"dtype": torch.float64}, wide=True),
     Recipe(
         name="own-unweighted-even-float64",
