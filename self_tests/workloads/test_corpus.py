@@ -73,7 +73,7 @@ class TestCorpus:
     def test_layouts_are_valid_and_names_unique(self, layout: Layout) -> None:
         """Every layout can be built, and no two workloads on it share a name."""
         assert layout.problem is None
-        steps = (*corpus("any", layout, "full"), *routing_corpus("any", layout))
+        steps = (*corpus("any", layout, "full"), *routing_corpus("any", layout, "full"))
         every = (*steps, *(workload for _, workload in scripts("any", layout, "full")))
         names = [w.name for w in every]
         assert len(names) == len(set(names))
@@ -212,7 +212,7 @@ class TestRouting:
     @pytest.mark.parametrize("field", ["balance_bias", "groups"])
     def test_bias_and_groups_change_some_choice(self, field: str) -> None:
         """In every workload with a bias or a group limit, some token chooses otherwise than without it."""
-        judged = [w for w in routing_corpus("any", EP2) if getattr(w.config.routing, field)]
+        judged = [w for w in routing_corpus("any", EP2, "full") if getattr(w.config.routing, field)]
         assert len(judged) >= 4
         for workload in judged:
             bias_E = workload.parameters.get(("balance_bias", None))

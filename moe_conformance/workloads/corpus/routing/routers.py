@@ -10,9 +10,10 @@ import torch
 
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
+from moe_conformance.workloads.corpus.routing import model_sizes
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.workload import Batch, Twist, Workload
-from moe_conformance.workloads.selection.profiles import likened_layouts
+from moe_conformance.workloads.selection.profiles import Profile, likened_layouts
 
 TOKENS = (18, 8, 26, 12, 22, 10, 14, 20)  # of rank r: the entry r modulo the length
 ONE_WITHOUT = (14, 0, 18, 8)
@@ -32,6 +33,7 @@ class RouterRecipe:
     tied: bool = False  # experts in pairs whose logits are the same
     likened: bool = False  # runs that must route alike are held against it
     rehearsed: bool = False  # behind a step with other parameters
+    profile: Profile = "quick"
 
 
 _SIGMOID = {"routing.score": "sigmoid"}
@@ -85,13 +87,18 @@ ROUTERS = (
     RouterRecipe("route-inference", {**_BIASED, **_NORMAL, **_GROUPS, "routing.scale": 2.5}, schedule="N0 F1 I2 B1"),
     RouterRecipe("route-rehearsed", {**_BIASED, **_NORMAL}, rehearsed=True),
     RouterRecipe("route-bfloat16", {"dtype": torch.bfloat16}, likened=True),
+    RouterRecipe("route-float16", {"dtype": torch.float16}),
     RouterRecipe("route-float64", {"dtype": torch.float64}),
+    *(RouterRecipe(name, options) for name, options in model_sizes.QUICK.items()),
+    *(RouterRecipe(name, options, profile="full") for name, options in model_sizes.FULL.items()),
 )
 
 
-def routing_corpus(variant: str, layout: Layout) -> Iterator[Workload]:
+def routing_corpus(variant: str, layout: Layout, profile: Profile = "quick") -> Iterator[Workload]:
     """Yield the router workloads; the variant only has to be one that the backend knows."""
     for recipe in ROUTERS:
+        if profile == "quick" and recipe.profile == "full":
+            continue
         config = Config(variant=variant).changed(recipe.config)
         microbatches = len({item[1:] for item in recipe.schedule.split()})
         batches = tuple(
