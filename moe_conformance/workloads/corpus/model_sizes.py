@@ -29,9 +29,11 @@ MANY = MODELS["deepseek-v3"]
 
 
 def groups_of(experts: int, top_k: int) -> tuple[int, int]:
-    """Return into how many groups the experts are cut, and how many of these are selected: a divisor of K, two at most.
+    """Return into how many groups the experts are cut, and how many of these are selected: 2, if K is a larger multiple.
 
-    >>> groups_of(256, 8), groups_of(60, 4), groups_of(16, 1)
-    ((8, 2), (4, 2), (4, 1))
+    As many groups as slots would bar no expert where a group counts by its best one.
+
+    >>> groups_of(256, 8), groups_of(60, 4), groups_of(8, 2), groups_of(16, 1)
+    ((8, 2), (4, 2), (4, 1), (4, 1))
     """
-    return 8 if experts >= 64 else 4, 1 if top_k % 2 else 2
+    return 8 if experts >= 64 else 4, 2 if top_k > 2 and top_k % 2 == 0 else 1
