@@ -174,6 +174,24 @@ class TrainingStep:
         return Probe(self.config, answers, part)
 
     def _follow_schedule(self) -> None:
+        interleaved = self.workload.twist.interleaved
+        for item in self.workload.schedule.split():
+            if self.workload.twist.late:
+                time.sleep(self.workload.twist.late[self.context.rank])
+            for other in self.beside if item[0] in "FD" and not interleaved else ():
+                other._once_more()
+            self._follow(item)
+            for other in self.beside if interleaved else ():
+                self._reach(f"beside {item[0]}:{item[1:]}")  # its collectives are none of those of a phase of this one
+                other._follow(item)
+
+    def _follow(self, item: str) -> None:
+        """Do one item of the schedule."""
+        if item in ("S", "Z"):
+            self._reach("finish")
+            self._end_step()
+            parameters.clear(self.built, self.session.grad_attr, to_zero=item == "Z")
+            return
         phases: dict[str, tuple[str, Callable[[int], None]]] = {
             "F": ("forward", self._forward),
             "D": ("dispatch", self._dispatch),
@@ -183,25 +201,15 @@ class TrainingStep:
             "I": ("inference", lambda m: self._infer(m, torch.inference_mode())),
             "U": ("unasked", lambda m: self._infer(m, nullcontext())),
         }
-        for item in self.workload.schedule.split():
-            if self.workload.twist.late:
-                time.sleep(self.workload.twist.late[self.context.rank])
-            if item in ("S", "Z"):
-                self._reach("finish")
-                self._end_step()
-                parameters.clear(self.built, self.session.grad_attr, to_zero=item == "Z")
-                continue
-            phase, act = phases[item[0]]
-            m = int(item[1:])
-            for other in self.beside if item[0] in "FD" else ():
-                other._once_more()
-            self._reach(f"{phase}:{m}")
-            if m not in self.inputs:
-                batch = self.workload.batches[m][self.context.rank]
-                self.inputs[m] = Inputs(self.workload, batch, self.context.device)
-            act(m)
-            if item[0] == "B":
-                self.live_groups.append(len(dist.distributed_c10d._world.pg_map))
+        phase, act = phases[item[0]]
+        m = int(item[1:])
+        self._reach(f"{phase}:{m}")
+        if m not in self.inputs:
+            batch = self.workload.batches[m][self.context.rank]
+            self.inputs[m] = Inputs(self.workload, batch, self.context.device)
+        act(m)
+        if item[0] == "B":
+            self.live_groups.append(len(dist.distributed_c10d._world.pg_map))
 
     def _reach(self, phase: str) -> None:
         self.reached = phase

@@ -68,6 +68,7 @@ class Recipe:
     alike: bool = False  # all tokens have one row of weights and one number for upstream
     turns: tuple[tuple[int, ...], ...] = ()  # in place of tokens: those of every microbatch
     rehearsed: bool = False  # behind a step with other parameters
+    interleaved: bool = False  # with another of the same sizes, whose forwards and backwards lie between its own
 
     def tokens_of(self, rank: int, microbatch: int) -> int:
         """Return T."""
@@ -129,6 +130,7 @@ PROBE = (
     Recipe("three-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B0 F2 B1 B2"),
     Recipe("six-in-flight-even", config={"top_k": 3}, schedule=SIX_IN_FLIGHT),
     Recipe("one-expert-a-rank-in-flight-even", experts_per_ep=1, schedule="F0 F1 F2 B1 B0 B2"),
+    Recipe("two-alive-even", schedule="F0 F1 B0 B1", interleaved=True),
     Recipe("top-5-uneven", experts_per_ep=12, tokens=UNEVEN, config={"top_k": 5, "hidden": 136}),
     Recipe("top-6-of-160-even-float16", config={"experts": 160, "top_k": 6, "hidden": 200, "dtype": torch.float16}),
     Recipe("halves-in-flight-even", schedule="D0 D1 C0 C1 B0 B1"),
@@ -251,6 +253,7 @@ EXPERTS = (
     Recipe(
         "own-idle-by-turns-even", idle_if_odd, turns=((8,), (7,), (8,)), schedule="F0 B0 F1 B1 F2 B2", needs_ep=True
     ),
+    Recipe("own-two-alive-uneven", tokens=UNEVEN, schedule="F0 F1 B0 B1", interleaved=True),
     Recipe("own-three-in-flight-even", schedule="F0 F1 F2 B0 B1 B2"),
     Recipe("own-six-in-flight-even", config={"top_k": 3}, schedule=SIX_IN_FLIGHT),
     Recipe("own-dozen-experts-uneven", experts_per_ep=12, tokens=UNEVEN, config={"top_k": 5}),
@@ -308,6 +311,10 @@ def _likened(recipe: Recipe, kind: Literal["probe", "experts"], layout: Layout, 
 
 def exchange_workload(recipe: Recipe, kind: Literal["probe", "experts"], variant: str, layout: Layout) -> Workload:
     """Draw the workload of a recipe for a variant on a layout."""
+    beside: tuple[Workload, ...] = ()
+    if recipe.interleaved:
+        other = replace(recipe, name=f"{recipe.name}, the other", interleaved=False)
+        beside = (exchange_workload(other, kind, variant, layout),)
     config = Config(variant=variant).changed(recipe.config)
     few = "experts" not in recipe.config and config.experts < 2 * layout.ep  # for two slots on one rank
     if recipe.experts_per_ep or config.experts % layout.ep or few:
@@ -343,5 +350,5 @@ def exchange_workload(recipe: Recipe, kind: Literal["probe", "experts"], variant
         recipe.lead,
         recipe.asynchrony,
         recipe.memory,
-        twist=Twist(rehearsed=recipe.rehearsed),
+        twist=Twist(rehearsed=recipe.rehearsed, beside=beside, interleaved=recipe.interleaved),
     )

@@ -136,6 +136,7 @@ class Twist:
     strides: Mapping[str, Stride] = field(default_factory=dict)
     probe_as: tuple[int, ...] = ()  # empty: as for itself
     beside: tuple[Workload, ...] = ()  # built too; each takes its own steps before every forward of this one
+    interleaved: bool = False  # of what is `beside`, each item of its schedule comes right behind this one's own
     unasked: tuple[Literal["x", "weights", "parameters"], ...] = ()
     late: tuple[float, ...] = ()
     seed: int | None = None  # of all random generators before the schedule, another on every rank
@@ -216,7 +217,8 @@ class Workload:
             replace(call, given=tuple({name: named(value) for name, value in given.items()} for given in call.given))
             for call in self.calls
         )
-        return replace(self, config=named(self.config), calls=calls)
+        twist = replace(self.twist, beside=tuple(each.through(variant) for each in self.twist.beside))
+        return replace(self, config=named(self.config), calls=calls, twist=twist)
 
     def __repr__(self) -> str:
         """Name it in a line: pytest shows arguments, and tensors would fill pages."""
