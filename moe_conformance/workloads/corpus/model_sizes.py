@@ -29,7 +29,7 @@ MANY = MODELS["deepseek-v3"]
 
 
 def groups_of(experts: int, top_k: int) -> tuple[int, int]:
-    """Return into how many groups the experts are cut, and how many of these are selected: 2, if K is a larger multiple.
+    """Return the number of groups of experts, and how many of them are selected: 2 if K is a larger multiple of 2.
 
     As many groups as slots would bar no expert where a group counts by its best one.
 

@@ -10,7 +10,7 @@ Row = Mapping[str, Any]
 
 
 def pairwise(axes: Mapping[str, Sequence[Any]], allowed: Callable[[Row], bool] = lambda row: True) -> list[Row]:
-    """Return rows, a value of each axis, such that every two values of two axes meet in one, if any allowed row has both.
+    """Return rows, a value of each axis, such that every two values meet in a row if there is an allowed one of both.
 
     Greedy: each row begins with the first pair that is left and takes, axis by axis, the value that meets most others
     that are left, the earlier one if several do. The same axes give the same rows.
@@ -38,9 +38,9 @@ def pairwise(axes: Mapping[str, Sequence[Any]], allowed: Callable[[Row], bool] =
 def _completed(
     row: dict[str, Any], axes: Mapping[str, Sequence[Any]], left: Mapping[Any, None], allowed: Callable[[Row], bool]
 ) -> dict[str, Any] | None:
-    """Return the row with values of the axes that it lacks, those first that meet most of what is left; None if none is.
+    """Return the row with values of the axes that it lacks, those first that meet most of what is left.
 
-    `allowed` is asked of whole rows.
+    None if no such row is allowed.
     """
     name = next((name for name in axes if name not in row), None)
     if name is None:

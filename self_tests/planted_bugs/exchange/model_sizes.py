@@ -1,14 +1,17 @@
-"""EXCH, GRAD: sizes of real models at which what is right of small ones is wrong."""
+"""EXCH, EXPT, GRAD: sizes of real models at which what is right of small ones is wrong."""
 
 # ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange
+from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange, Permuted
+from moe_conformance.backends.native.layer.experts import Experts, in_blocks
+from moe_conformance.contract import Delivery, Routing
 from self_tests.planted_bugs.plant import Expectation, planted
 
 # ---- in flight -----------------------------------------------------------------------------------------------------
@@ -50,3 +53,101 @@ class RingOfFive(AllToAllExchange):
         self.number = number + 1
         weighed: Tensor = _InARing.apply(rows_PD, weights_P, ring, number % _PLACES)  # type: ignore[no-untyped-call]
         return weighed
+
+
+@planted(Expectation("GRAD-01", "one-expert-a-rank-in-flight-even", "gradient", "of microbatch 0"))
+class OneExpertOneBuffer(AllToAllExchange):
+    """Where a rank holds one expert there is nothing to sort, and one buffer for the weights of a combine."""
+
+    def _weigh(self, rows_PD: Tensor, weights_P: Tensor) -> Tensor:
+        if self.placement.held > 1:
+            return super()._weigh(rows_PD, weights_P)
+        buffer = self.__dict__.setdefault("buffer", {})
+        weighed: Tensor = _InARing.apply(rows_PD, weights_P, buffer, 0)  # type: ignore[no-untyped-call]
+        return weighed
+
+
+@planted(
+    Expectation("GRAD-01", "two-alive-even", "gradient", "of microbatch 0"),
+    Expectation("GRAD-18", "layer-two-alive-uneven", "gradient", "rank"),
+)
+class RingOfTheClass(AllToAllExchange):
+    """What combines keep for their backwards lies in a dictionary of the class, under the number of the combine.
+
+    Each exchange counts its own.
+    """
+
+    ring: ClassVar[dict[int, Any]] = {}
+
+    def _weigh(self, rows_PD: Tensor, weights_P: Tensor) -> Tensor:
+        number = self.__dict__.get("number", 0)
+        self.number = number + 1
+        weighed: Tensor = _InARing.apply(rows_PD, weights_P, self.ring, number)  # type: ignore[no-untyped-call]
+        return weighed
+
+
+# ---- tokens, slots and dtypes --------------------------------------------------------------------------------------
+
+
+@planted(Expectation("EXCH-01", "thousands-of-tokens", "dispatch", "token"))
+class TableOfTokens(AllToAllExchange):
+    """The table of tokens has 4,096 places; who comes later is routed nowhere."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        late_T1 = (torch.arange(len(routing.ids_TK)) >= 4096).unsqueeze(1)
+        return super().dispatch(x, replace(routing, ids_TK=routing.ids_TK.masked_fill(late_T1, -1)))
+
+
+@planted(Expectation("EXCH-01", "thousands-of-tokens", "dispatch", "token"))
+class OffsetsOfSixteenBits(AllToAllExchange):
+    """Where a row begins, in elements, is a number of 16 bits."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        x_TD = x.reshape(-1, x.shape[-1])
+        begin_T = torch.arange(len(x_TD)) * x_TD.shape[1] % 2**16
+        return super().dispatch(x_TD[begin_T // x_TD.shape[1]].reshape(x.shape), routing)
+
+
+@planted(Expectation("EXCH-05", "top-5-uneven", "combine", "y of rank"))
+class SlotsInFours(AllToAllExchange):
+    """Beyond four slots a token's expert outputs are summed four at a time, and what is left over is not."""
+
+    def _unpermute(self, rows_QD: Tensor, permuted: Permuted) -> Tensor:
+        K = permuted.pairs.shape[1]
+        summed_P = permuted.pairs.slot_P < (K if K <= 4 else K // 4 * 4)
+        return super()._unpermute(torch.where(summed_P.unsqueeze(1), rows_QD, 0), permuted)
+
+
+@planted(Expectation("EXCH-05", "even-float16", "combine", "y of rank"))
+class ScaledBeyondFloat16(AllToAllExchange):
+    """Expert outputs are scaled by 2^16 and back, for which float16 has no room."""
+
+    def _weigh(self, rows_PD: Tensor, weights_P: Tensor) -> Tensor:
+        return super()._weigh(rows_PD * 2.0**16, weights_P) * 2.0**-16
+
+
+# ---- experts -------------------------------------------------------------------------------------------------------
+
+
+@planted(Expectation("EXPT-01", "own-dozen-experts-uneven", "experts", "y of rank"))
+class EightExpertsOfARank(Experts):
+    """A grouped product has room for eight experts."""
+
+    def _loop(self, rows_PD: Tensor, counts_N: list[int]) -> Tensor:
+        return torch.where(
+            (torch.arange(len(rows_PD)) < sum(counts_N[:8]))[:, None], super()._loop(rows_PD, counts_N), 0
+        )
+
+
+@planted(
+    Expectation("EXPT-01", "own-wide-even", "experts", "y of rank"),
+    Expectation("EXPT-01", "own-wide-even-float16", "experts", "y of rank"),
+)
+class WholeTilesOfUnits(Experts):
+    """Of more than a tile of 128 hidden units whole tiles are multiplied by down."""
+
+    def _loop(self, rows_PD: Tensor, counts_N: list[int]) -> Tensor:
+        units = self.down_NDF.shape[2]
+        kept_F = torch.arange(units) < max(units // 128 * 128, min(units, 128))
+        weights = zip(self.gate_NFD.unbind(), self.up_NFD.unbind(), (self.down_NDF * kept_F).unbind(), strict=True)
+        return torch.cat([in_blocks(rows, *w) for rows, w in zip(rows_PD.split(counts_N), weights, strict=True)])
