@@ -234,6 +234,16 @@ class TestRouting:
         assert bool((margin_T > 2**-10).all())
         assert bool((margin_T < 2**-8).all())
 
+    @pytest.mark.parametrize("name", ["bfloat16", "float16"])
+    def test_near_biases_are_ties_in_half_precision(self, name: str) -> None:
+        """All scores are equal; of the rounded biases several share the last place of a choice."""
+        workload = next(w for w in routing_corpus("any", EP2) if w.name == f"route-near-biases-{name}")
+        assert not any(bool(batch.x_TD.any()) for batch in workload.batches[0])
+        bias_E, K = workload.parameters["balance_bias", None], workload.config.top_k
+        assert len(bias_E) == len(bias_E.unique())
+        ranked_E = bias_E.to(workload.config.dtype).sort(descending=True).values
+        assert ranked_E[K - 1] == ranked_E[K]
+
 
 class TestDropping:
     @pytest.mark.parametrize(

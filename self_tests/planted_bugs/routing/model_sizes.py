@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.backends.native.router.routing import Router
-from self_tests.planted_bugs.plant import Expectation, planted
+from self_tests.planted_bugs.plant import SINGLE, Expectation, planted
 
 
 @planted(Expectation("ROUTE-01", "route-top-10-of-512-sigmoid-groups-topk-sum-bfloat16", "route", "rank 0"))
@@ -31,3 +31,16 @@ class BestOfAGroupWithoutBias(Router):
             return masked_TE
         bare_TE = super()._mask_groups(choice_TE - self.balance_bias, groups, selected)
         return choice_TE.masked_fill(bare_TE == -torch.inf, -torch.inf)
+
+
+@planted(
+    Expectation("ROUTE-03", "route-near-biases-bfloat16", "route", "the expert bias was rounded to torch.bfloat16"),
+    layout=SINGLE,
+)
+class BiasOfTheTokens(Router):
+    """The expert bias is added in the dtype of the tokens."""
+
+    def _select(self, scores_TE: Tensor) -> Tensor:
+        if self.balance_bias is not None:
+            self.balance_bias.copy_(self.balance_bias.to(self.config.dtype))
+        return super()._select(scores_TE)
