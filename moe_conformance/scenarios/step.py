@@ -131,6 +131,7 @@ class TrainingStep:
             self.experts = self._experts(session, kept.topology, built)
         for surface in built:
             parameters.write(surface, self.workload.parameters)
+        self.hooked = [parameters.hook(surface) for surface in built] if self.workload.twist.hooked else []
         self.buffered: frozenset[ParameterKey] = frozenset()
         if "parameters" in self.workload.twist.unasked:
             made = parameters.gradients(built, session.grad_attr)
@@ -350,6 +351,7 @@ class TrainingStep:
             grads_final=last.final,
             earlier=tuple(earlier),
             buffered=self.buffered,
+            grads_hooked=self._passed_to_hooks(),
             finish_refusal=last.refusal,
             state_changed=self.state_changed,
             uncovered=uncovered,
@@ -361,6 +363,13 @@ class TrainingStep:
             phases=tuple(self.phases),
             live_groups=tuple(self.live_groups),
         )
+
+    def _passed_to_hooks(self) -> dict[ParameterKey, Grad] | None:
+        """Return what autograd passed to hooks; None where that is not where the session's gradients come from."""
+        if not self.hooked or self.session.grad_attr != "grad":
+            return None
+        pairs = zip(self.built, self.hooked, strict=True)
+        return {key: grad for each in pairs for key, grad in parameters.passed_to_hooks(*each).items()}
 
     def _microbatch(self, m: int) -> Microbatch:
         if m in self.overflows:

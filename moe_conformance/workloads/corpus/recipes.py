@@ -68,6 +68,7 @@ class Recipe:
     alike: bool = False  # all tokens have one row of weights and one number for upstream
     turns: tuple[tuple[int, ...], ...] = ()  # in place of tokens: those of every microbatch
     rehearsed: bool = False  # behind a step with other parameters
+    hooked: bool = False  # parameters have hooks
     interleaved: bool = False  # with another of the same sizes, whose forwards and backwards lie between its own
 
     def tokens_of(self, rank: int, microbatch: int) -> int:
@@ -201,6 +202,7 @@ _OWN = (
     Recipe("own-empty-expert-even", empty_expert),
     Recipe("own-many-tokens-one-expert", one_expert, tokens=MANY, config={"top_k": 1}),
     Recipe("own-rehearsed-even", rehearsed=True),
+    Recipe("own-hooked-even", schedule="F0 F1 B0 B1", hooked=True),
     Recipe("own-unweighted-even", tokens=(24,), experts_per_ep=2, config={"top_k": 1}, weights="ones"),
     Recipe("own-idle-rank-even", idle_rank, needs_ep=True),
     Recipe("own-one-token-even", tokens=(1,), config={"top_k": 1}, needs_ep=True),
@@ -350,5 +352,5 @@ def exchange_workload(recipe: Recipe, kind: Literal["probe", "experts"], variant
         recipe.lead,
         recipe.asynchrony,
         recipe.memory,
-        twist=Twist(rehearsed=recipe.rehearsed, beside=beside, interleaved=recipe.interleaved),
+        twist=Twist(rehearsed=recipe.rehearsed, beside=beside, interleaved=recipe.interleaved, hooked=recipe.hooked),
     )

@@ -130,7 +130,8 @@ class Twist:
     row, or leaves the experts for one. A `lifetime` begins before the backend is imported ("process"), or as its
     session is opened ("session"), and ends when that is closed.
     A `deterministic` run is asked for deterministic algorithms before its session is opened, and has no others. A
-    `rehearsed` one has taken a step with other parameters, of which nothing but the parameters has changed since.
+    `rehearsed` one has taken a step with other parameters, of which nothing but the parameters has changed since. In a
+    `hooked` one every parameter has a hook, which keeps the gradients that autograd passes to it.
     """
 
     strides: Mapping[str, Stride] = field(default_factory=dict)
@@ -145,6 +146,7 @@ class Twist:
     lifetime: Literal["", "process", "session"] = ""
     deterministic: bool = False
     rehearsed: bool = False
+    hooked: bool = False
 
 
 FORWARD_ALONE = "NIU"  # what a schedule calls forwards that no backward follows
