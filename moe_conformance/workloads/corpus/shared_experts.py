@@ -18,6 +18,7 @@ from moe_conformance.contract import Config
 from moe_conformance.reference.routing import routes
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.chapter import EP2, EP2_ETP2, SINGLE, TP2_EP2, Chapter
+from moe_conformance.workloads.corpus.half_precision import in_float16
 from moe_conformance.workloads.corpus.recipes import EVEN, ONE_WITHOUT, SIX_IN_FLIGHT, UNEVEN
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.workload import Asynchrony, Batch, Drawn, Lead, ParameterKey, Twist, Workload
@@ -63,7 +64,7 @@ _DOZEN = {"experts": 12}
 _BFLOAT16 = {"dtype": torch.bfloat16}
 _FLOAT16 = {"dtype": torch.float16}
 
-LAYERS = (
+_LAYERS = (
     LayerRecipe("layer-even"),
     LayerRecipe("layer-uneven", tokens=UNEVEN, profile="full"),
     LayerRecipe("layer-sigmoid-scaled-even", _SCALED, profile="full"),
@@ -124,6 +125,8 @@ LAYERS = (
     LayerRecipe("shared-bias-gate-even-bfloat16", {**_BIASED_GATED, **_BFLOAT16}, profile="full"),
     LayerRecipe("shared-bias-beside-even", {**_BIASED_SEVERAL, "shared.overlap": True}, profile="full"),
 )
+
+LAYERS = (*_LAYERS, *in_float16(_LAYERS))
 
 _TIGHT_BARE = {"capacity.factor": 0.5, "capacity.drop_policy": "position"}
 _TIGHT = {"shared.ffn": (24,), **_TIGHT_BARE}
