@@ -16,7 +16,9 @@ from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.exchange.golden import NAME as GOLDEN
 from moe_conformance.workloads.corpus.exchange.golden import golden_workload
+from moe_conformance.workloads.corpus.model_sizes import SIZES as SIZES_OF_MODELS
 from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.covering import pairwise
 from moe_conformance.workloads.records.routes import (
     Route,
     all_dropped,
@@ -93,6 +95,27 @@ SIZES = ((8,), (0,), (1,), (64,), (9,))
 AROUND_64 = ((70, 3), (64, 0), (0,), (1, 0, 0, 0, 0, 0, 0, 0))
 
 SIX_IN_FLIGHT = "F0 F1 F2 F3 F4 F5 B0 B5 B1 B4 B2 B3"  # backwards in neither order of the forwards nor its reverse
+
+
+def _of_models() -> tuple[Recipe, ...]:
+    """Return exchanges of the sizes of published models, each once, in which every two other options meet."""
+    options = {
+        "dtype": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
+        "tokens": (EVEN, UNEVEN, ONE_WITHOUT),
+        "schedule": ("F0 B0", "F0 F1 B1 B0", SIX_IN_FLIGHT),
+        "weights_applied": ("native", "input", "output"),
+    }
+    rows, found = pairwise(options), []
+    for n, (E, K) in enumerate(SIZES_OF_MODELS):
+        row = rows[n % len(rows)]
+        kind = {EVEN: "even", UNEVEN: "uneven", ONE_WITHOUT: "rank-without-tokens"}[row["tokens"]]
+        dtype = str(row["dtype"]).removeprefix("torch.")
+        config = {"experts": E, "top_k": K, "hidden": E + 40, "dtype": row["dtype"]}
+        config["weights_applied"] = row["weights_applied"]
+        name = f"top-{K}-of-{E}-{kind}-{dtype}"
+        found.append(Recipe(name, tokens=row["tokens"], config=config, schedule=row["schedule"], profile="full"))
+    return tuple(found)
+
 
 PROBE = (
     Recipe("uneven", tokens=UNEVEN, wide=True, likened="full"),
@@ -190,6 +213,7 @@ PROBE = (
     Recipe("uneven-float16", tokens=UNEVEN, config={"dtype": torch.float16}, profile="full"),
     Recipe("padded-uneven-float16", tokens=UNEVEN, config={**_TO_8, "dtype": torch.float16}, profile="full"),
     Recipe("top-all-even-float16", config={"top_k": 8, "dtype": torch.float16}, profile="full"),
+    *_of_models(),
     Recipe("top-all-even-bfloat16", config={"top_k": 8, "dtype": torch.bfloat16}, profile="full"),
 )
 
@@ -232,11 +256,14 @@ def in_bfloat16(recipe: Recipe) -> Recipe:
 
 
 def in_float16(recipe: Recipe) -> Recipe:
-    """Return a recipe in float16: one is in the quick profile, and of the twins none."""
+    """Return a recipe in float16, one of them for the quick profile.
+
+    No equivalent runs are compared: products below 2^-14 lose bits in float16, so that a weight times a power of two
+    gives other bits.
+    """
     profile: Profile = "quick" if recipe.name == "own-wide-even" else "full"
     config = {**recipe.config, "dtype": torch.float16}
-    likened: Profile | None = "full" if recipe.likened else None
-    return replace(recipe, name=f"{recipe.name}-float16", config=config, likened=likened, profile=profile)
+    return replace(recipe, name=f"{recipe.name}-float16", config=config, likened=None, profile=profile)
 
 
 EXPERTS = (

@@ -21,6 +21,7 @@ from moe_conformance.workloads.corpus.chapter import EP2, EP2_ETP2, SINGLE, TP2_
 from moe_conformance.workloads.corpus.half_precision import in_float16
 from moe_conformance.workloads.corpus.recipes import EVEN, ONE_WITHOUT, SIX_IN_FLIGHT, UNEVEN
 from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.covering import pairwise
 from moe_conformance.workloads.records.workload import Asynchrony, Batch, Drawn, Lead, ParameterKey, Twist, Workload
 from moe_conformance.workloads.selection.profiles import USUAL_RANKS, Profile
 
@@ -126,7 +127,40 @@ _LAYERS = (
     LayerRecipe("shared-bias-beside-even", {**_BIASED_SEVERAL, "shared.overlap": True}, profile="full"),
 )
 
-LAYERS = (*_LAYERS, *in_float16(_LAYERS))
+
+def _crossed() -> tuple[LayerRecipe, ...]:
+    """Return layers of 12 experts in which every two of K, weighing, tokens, dtype and shared experts meet.
+
+    The softmax of 12 logits leaves no clear choice of more than three.
+    """
+    options = {
+        "top_k": (1, 3, 5, 6, 10),
+        "weighing": ("softmax", "softmax-normalised", "softmax-topk", "sigmoid", "sigmoid-normalised", "sqrtsoftplus"),
+        "tokens": (EVEN, UNEVEN, ONE_WITHOUT),
+        "dtype": (torch.float32, torch.bfloat16, torch.float16),
+        "shared": ((), (24,)),
+    }
+    rows = pairwise(options, lambda row: row["top_k"] <= 3 or row["weighing"] not in ("softmax", "softmax-normalised"))
+    found = []
+    for row in rows:
+        score, normalised, _ = row["weighing"].partition("-normalised")
+        kind = {EVEN: "even", UNEVEN: "uneven", ONE_WITHOUT: "rank-without-tokens"}[row["tokens"]]
+        beside = "shared" if row["shared"] else "layer"
+        dtype = str(row["dtype"]).removeprefix("torch.")
+        name = f"{beside}-top-{row['top_k']}-of-12-{row['weighing']}-{kind}-{dtype}"
+        config = {
+            "experts": 12,
+            "top_k": row["top_k"],
+            "dtype": row["dtype"],
+            "shared.ffn": row["shared"],
+            "routing.score": score.replace("-", "_"),
+            "routing.normalise": bool(normalised),
+        }
+        found.append(LayerRecipe(name, config, row["tokens"], profile="full"))
+    return tuple(found)
+
+
+LAYERS = (*_LAYERS, *in_float16(_LAYERS), *_crossed())
 
 _TIGHT_BARE = {"capacity.factor": 0.5, "capacity.drop_policy": "position"}
 _TIGHT = {"shared.ffn": (24,), **_TIGHT_BARE}
