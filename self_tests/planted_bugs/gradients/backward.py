@@ -279,7 +279,10 @@ class _PastAutograd(torch.autograd.Function):
         return None, None
 
 
-@planted(Expectation("GRAD-11", "own-hooked-even", "gradient", "the hook of down of expert", "was passed no gradient"))
+@planted(
+    Expectation("GRAD-11", "own-hooked-even", "gradient", "the hook of down of expert", "was passed no gradient"),
+    layout=EP2_EDP2,
+)
 class GradientsPastAutograd(Experts):
     """The backward of the last product adds to `grad` itself, and hands hooks of the parameter nothing."""
 
