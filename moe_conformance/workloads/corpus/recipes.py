@@ -16,9 +16,9 @@ from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.exchange.golden import NAME as GOLDEN
 from moe_conformance.workloads.corpus.exchange.golden import golden_workload
-from moe_conformance.workloads.corpus.model_sizes import SIZES as SIZES_OF_MODELS
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.covering import pairwise
+from moe_conformance.workloads.records.model_sizes import SIZES as SIZES_OF_MODELS
 from moe_conformance.workloads.records.routes import (
     Route,
     all_dropped,

@@ -18,10 +18,10 @@ from moe_conformance.contract import Config
 from moe_conformance.reference.routing import routes
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.chapter import EP2, EP2_ETP2, SINGLE, TP2_EP2, Chapter
-from moe_conformance.workloads.corpus.half_precision import in_float16
 from moe_conformance.workloads.corpus.recipes import EVEN, ONE_WITHOUT, SIX_IN_FLIGHT, UNEVEN
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.covering import pairwise
+from moe_conformance.workloads.records.half_precision import in_float16
 from moe_conformance.workloads.records.workload import Asynchrony, Batch, Drawn, Lead, ParameterKey, Twist, Workload
 from moe_conformance.workloads.selection.profiles import USUAL_RANKS, Profile
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from moe_conformance.contract import Config, Routing
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.chapter import TP2_EP2, Chapter
-from moe_conformance.workloads.corpus.half_precision import drawn_in, in_float16
 from moe_conformance.workloads.corpus.recipes import Recipe, exchange_workload
 from moe_conformance.workloads.records import routes
+from moe_conformance.workloads.records.half_precision import drawn_in, in_float16
 from moe_conformance.workloads.records.workload import Batch, Call, Workload
 from moe_conformance.workloads.selection.profiles import Profile
 

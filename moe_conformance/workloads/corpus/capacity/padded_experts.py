@@ -17,8 +17,8 @@ from moe_conformance.contract import Config
 from moe_conformance.reference.capacity import drops, limits
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.chapter import EP2, EP2_EDP2, EP2_ETP2, TP2_EP2, Chapter
-from moe_conformance.workloads.corpus.half_precision import drawn_in, in_float16
 from moe_conformance.workloads.corpus.recipes import BY_TURNS, ONE_WITHOUT, UNEVEN, Recipe, exchange_workload
+from moe_conformance.workloads.records.half_precision import drawn_in, in_float16
 from moe_conformance.workloads.records.routes import anywhere, one_expert
 from moe_conformance.workloads.records.workload import Workload
 from moe_conformance.workloads.selection.profiles import Profile

@@ -14,9 +14,9 @@ import torch
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.chapter import EP2, SINGLE, TP2_EP2, Chapter
-from moe_conformance.workloads.corpus.half_precision import drawn_in
 from moe_conformance.workloads.corpus.routing.routers import ONE_WITHOUT, TOKENS
 from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.half_precision import drawn_in
 from moe_conformance.workloads.records.workload import Batch, Lead, ParameterKey, Workload
 from moe_conformance.workloads.selection.profiles import Profile
 

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.chapter import EP2, EP2_ETP2, SINGLE, TP2_EP2, Chapter
-from moe_conformance.workloads.corpus.half_precision import drawn_in, in_float16
 from moe_conformance.workloads.corpus.recipes import UNEVEN, Recipe, exchange_workload
 from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.half_precision import drawn_in, in_float16
 from moe_conformance.workloads.records.workload import Batch, Workload
 from moe_conformance.workloads.selection.profiles import Profile
 

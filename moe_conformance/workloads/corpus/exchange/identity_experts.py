@@ -9,8 +9,8 @@ import torch
 
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.chapter import EP2, EP2_EDP2, SINGLE, Chapter
-from moe_conformance.workloads.corpus.half_precision import drawn_in, in_float16
 from moe_conformance.workloads.corpus.recipes import UNEVEN, Recipe, exchange_workload
+from moe_conformance.workloads.records.half_precision import drawn_in, in_float16
 from moe_conformance.workloads.records.routes import dropped, one_expert
 from moe_conformance.workloads.records.workload import Workload
 from moe_conformance.workloads.selection.profiles import Profile

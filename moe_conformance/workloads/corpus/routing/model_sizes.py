@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from moe_conformance.workloads.corpus.model_sizes import MANY, SIZES, groups_of
 from moe_conformance.workloads.records.covering import Row, pairwise
+from moe_conformance.workloads.records.model_sizes import MANY, SIZES, groups_of
 
 _OPTIONS: dict[str, tuple[Any, ...]] = {
     "score": ("softmax", "softmax_topk", "sigmoid", "sqrtsoftplus"),
