@@ -126,6 +126,29 @@ class ScaledBeyondFloat16(AllToAllExchange):
         return super()._weigh(rows_PD * 2.0**16, weights_P) * 2.0**-16
 
 
+@planted(Expectation("EXCH-04", "to-capacity-even", "dispatch", "reports 1 row for expert 0"))
+class CountsOfOneRank(AllToAllExchange):
+    """Where experts are padded to capacity, the reported tokens per expert are those of one rank."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        delivery, handle = super().dispatch(x, routing)
+        if self.config.capacity.padded and delivery.counts_N is not None:
+            ranks = len(self.topology.ranks("ep_etp"))
+            delivery = replace(delivery, counts_N=delivery.counts_N // ranks // 2)
+        return delivery, handle
+
+
+@planted(Expectation("EXCH-04", "packed-sequences-uneven", "dispatch", "reports"))
+class CountsOfPackedTokens(AllToAllExchange):
+    """With packed sequences the reported tokens per expert include the first row of a gap."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        delivery, handle = super().dispatch(x, routing)
+        if self.config.padding.packed and delivery.counts_N is not None:
+            delivery = replace(delivery, counts_N=delivery.counts_N + 1)
+        return delivery, handle
+
+
 # ---- experts -------------------------------------------------------------------------------------------------------
 
 
