@@ -61,6 +61,16 @@ class TestDispatch:
         """The reported tokens per expert are the rows that are delivered."""
         judge_counts(reading, tally)
 
+    @requirement("EXCH-04", kind="padded")
+    def test_claimed_counts_of_padded_experts_are_true(self, reading: Reading, tally: Tally) -> None:
+        """Where experts are padded to capacity, the reported tokens per expert are the rows that are delivered."""
+        judge_counts(reading, tally)
+
+    @requirement("EXCH-04", kind="packed")
+    def test_claimed_counts_of_packed_sequences_are_true(self, reading: Reading, tally: Tally) -> None:
+        """The reported tokens per expert are the rows of packed sequences that are delivered, and of no gap."""
+        judge_counts(reading, tally)
+
 
 class TestCollectives:
     @requirement("EXCH-12", kind="probe", when=several_ranks)

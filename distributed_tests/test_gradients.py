@@ -20,6 +20,7 @@ from moe_conformance.judging.experts.experts import (
     judge_own_dx,
     judge_replicas,
 )
+from moe_conformance.judging.experts.hooked import judge_hooked
 from moe_conformance.judging.observed.aliasing import judge_kept_gradients
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import Tally
@@ -118,6 +119,11 @@ class TestOwnExperts:
     def test_microbatches_add_up(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """Experts end with the sum of the gradients that every microbatch gives alone."""
         judge_sum(reading, twins(laws.alone(reading.outcome.workload)), tally)
+
+    @requirement("GRAD-11", kind="experts", when=lambda workload: workload.twist.hooked)
+    def test_hooks_see_what_is_accumulated(self, reading: Reading, tally: Tally) -> None:
+        """What autograd passes to hooks of a parameter in every backward adds up to its gradient, bit for bit."""
+        judge_hooked(reading, tally)
 
     @requirement("GRAD-11", kind="experts", when=likened_steps)
     def test_the_next_step_starts_from_zero(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:

@@ -12,6 +12,7 @@ from moe_conformance.judging.router.extreme_logits import (
     judge_extreme_weights,
     judge_spoilt_routes,
 )
+from moe_conformance.judging.router.near_biases import judge_near_biases
 from moe_conformance.judging.router.routers import (
     judge_bias,
     judge_group_limit,
@@ -28,6 +29,18 @@ from moe_conformance.spec import requirement
 from moe_conformance.workloads.corpus.equivalence import laws
 from moe_conformance.workloads.corpus.forcing import holds_copies
 from moe_conformance.workloads.records.features import likened
+from moe_conformance.workloads.records.workload import Workload
+
+
+def is_biased(workload: Workload) -> bool:
+    """Whether there are an expert bias and scores that differ."""
+    return workload.config.routing.balance_bias and not is_biased_alone(workload)
+
+
+def is_biased_alone(workload: Workload) -> bool:
+    """Whether there is an expert bias, and every score is equal, as all tokens are zero."""
+    batches = [batch for ranks in workload.batches for batch in ranks]
+    return workload.config.routing.balance_bias and not any(bool(batch.x_TD.any()) for batch in batches)
 
 
 class TestSelection:
@@ -36,10 +49,15 @@ class TestSelection:
         """Every token gets K different experts with the highest selection scores."""
         judge_selection(reading, tally)
 
-    @requirement("ROUTE-03", kind="route", when=lambda workload: workload.config.routing.balance_bias)
+    @requirement("ROUTE-03", kind="route", when=is_biased)
     def test_a_bias_selects_and_does_not_weigh(self, reading: Reading, tally: Tally) -> None:
         """The expert bias changes the selection, and no weight of a selected expert."""
         judge_bias(reading, tally)
+
+    @requirement("ROUTE-03", kind="route", when=is_biased_alone)
+    def test_a_bias_is_not_rounded(self, reading: Reading, tally: Tally) -> None:
+        """Biases that differ by less than a step of the tokens' dtype decide between equal scores."""
+        judge_near_biases(reading, tally)
 
     @requirement("ROUTE-04", kind="route", when=lambda workload: workload.config.routing.groups is not None)
     def test_groups_limit_the_choice(self, reading: Reading, tally: Tally) -> None:

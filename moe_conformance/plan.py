@@ -191,7 +191,7 @@ class Plan:
 
         def routes(layout: Layout) -> Sequence[Workload]:
             asked = layout.world <= profiles.USUAL_RANKS
-            return self._named(layout, routing.routing_corpus(variant, layout)) if asked else []
+            return self._named(layout, routing.routing_corpus(variant, layout, profile)) if asked else []
 
         def of(chapter: Chapter) -> _Source:
             def draw(layout: Layout) -> Sequence[Workload]:

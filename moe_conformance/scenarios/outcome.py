@@ -112,6 +112,7 @@ class RankOutcome:
     answers: tuple[Answer, ...] = ()  # of a script, by call
     local_experts: tuple[int, ...] = ()
     grads_local: Mapping[ParameterKey, Grad] = field(default_factory=dict)  # after all backwards
+    grads_hooked: Mapping[ParameterKey, Grad] | None = None  # passed to hooks; None: nobody asked, or not in `grad`
     grads_final: Mapping[ParameterKey, Grad] | None = None  # after finish_gradients; None where none is offered
     earlier: tuple[Finish, ...] = ()  # of the steps before the last
     buffered: frozenset[ParameterKey] = frozenset()  # had room for their gradients before they were frozen

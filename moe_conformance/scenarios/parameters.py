@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_conformance.contract import Named, Parametrised, Unsupported
 from moe_conformance.scenarios.outcome import Grad
 from moe_conformance.workloads.records.workload import ParameterKey
+
+Hooked = list[tuple[Tensor, list[Tensor]]]  # parameters, each with the sum of what its hook was passed, if it was
 
 
 def _data(parameter: Tensor) -> Tensor:
@@ -59,6 +61,52 @@ def unask(surface: Parametrised) -> None:
 
     for _ in surface.named(read):
         pass
+
+
+def hook(surface: Parametrised) -> Hooked:
+    """Have the gradients that autograd passes to hooks of every parameter be kept, as the sum over all backwards.
+
+    Raises:
+        Unsupported: the surface shows parts of its parameters, or tensors of a class whose hooks are its own (sharded
+            ones), and not the tensors to which autograd passes gradients.
+    """
+    hooked: Hooked = []
+
+    def read(parameter: Tensor) -> Tensor:
+        if any(parameter is each for each, _ in hooked) or (type(parameter) is Tensor and not parameter.requires_grad):
+            return parameter.detach()  # read before, or a buffer
+        if type(parameter) not in (Tensor, nn.Parameter) or not (parameter.is_leaf and parameter.requires_grad):
+            raise Unsupported("the windows do not show the tensors to which autograd passes gradients")
+        kept: list[Tensor] = []
+
+        def keep(gradient: Tensor | None) -> None:
+            if gradient is not None:  # it is where a backward hands nothing on
+                kept[:] = [kept[0] + gradient if kept else gradient.detach().clone()]
+
+        parameter.register_hook(keep)
+        hooked.append((parameter, kept))
+        return parameter.detach()
+
+    for _ in surface.named(read):
+        pass
+    return hooked
+
+
+def passed_to_hooks(surface: Parametrised, hooked: Hooked) -> dict[ParameterKey, Grad]:
+    """Return what hooks were passed, of every window; `Grad(None)` of a parameter whose hook was passed none."""
+    found: dict[ParameterKey, Grad] = {}
+    silent: list[Tensor] = []
+
+    def read(parameter: Tensor) -> Tensor:
+        kept = next((kept for each, kept in hooked if each is parameter), [])
+        if not kept:
+            silent.append(torch.zeros_like(parameter))
+        return kept[0] if kept else silent[-1]
+
+    for window in surface.named(read):
+        absent = any(_inside(window.view, zeros) for zeros in silent)
+        found[window.name, window.expert] = Grad(None if absent else window.view.detach().cpu().clone(), window.shard)
+    return found
 
 
 def gradients(surfaces: Iterable[Parametrised], attribute: str) -> dict[ParameterKey, Grad]:

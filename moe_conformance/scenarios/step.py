@@ -131,6 +131,7 @@ class TrainingStep:
             self.experts = self._experts(session, kept.topology, built)
         for surface in built:
             parameters.write(surface, self.workload.parameters)
+        self.hooked = [parameters.hook(surface) for surface in built] if self.workload.twist.hooked else []
         self.buffered: frozenset[ParameterKey] = frozenset()
         if "parameters" in self.workload.twist.unasked:
             made = parameters.gradients(built, session.grad_attr)
@@ -174,6 +175,24 @@ class TrainingStep:
         return Probe(self.config, answers, part)
 
     def _follow_schedule(self) -> None:
+        interleaved = self.workload.twist.interleaved
+        for item in self.workload.schedule.split():
+            if self.workload.twist.late:
+                time.sleep(self.workload.twist.late[self.context.rank])
+            for other in self.beside if item[0] in "FD" and not interleaved else ():
+                other._once_more()
+            self._follow(item)
+            for other in self.beside if interleaved else ():
+                self._reach(f"beside {item[0]}:{item[1:]}")  # its collectives are none of those of a phase of this one
+                other._follow(item)
+
+    def _follow(self, item: str) -> None:
+        """Do one item of the schedule."""
+        if item in ("S", "Z"):
+            self._reach("finish")
+            self._end_step()
+            parameters.clear(self.built, self.session.grad_attr, to_zero=item == "Z")
+            return
         phases: dict[str, tuple[str, Callable[[int], None]]] = {
             "F": ("forward", self._forward),
             "D": ("dispatch", self._dispatch),
@@ -183,25 +202,15 @@ class TrainingStep:
             "I": ("inference", lambda m: self._infer(m, torch.inference_mode())),
             "U": ("unasked", lambda m: self._infer(m, nullcontext())),
         }
-        for item in self.workload.schedule.split():
-            if self.workload.twist.late:
-                time.sleep(self.workload.twist.late[self.context.rank])
-            if item in ("S", "Z"):
-                self._reach("finish")
-                self._end_step()
-                parameters.clear(self.built, self.session.grad_attr, to_zero=item == "Z")
-                continue
-            phase, act = phases[item[0]]
-            m = int(item[1:])
-            for other in self.beside if item[0] in "FD" else ():
-                other._once_more()
-            self._reach(f"{phase}:{m}")
-            if m not in self.inputs:
-                batch = self.workload.batches[m][self.context.rank]
-                self.inputs[m] = Inputs(self.workload, batch, self.context.device)
-            act(m)
-            if item[0] == "B":
-                self.live_groups.append(len(dist.distributed_c10d._world.pg_map))
+        phase, act = phases[item[0]]
+        m = int(item[1:])
+        self._reach(f"{phase}:{m}")
+        if m not in self.inputs:
+            batch = self.workload.batches[m][self.context.rank]
+            self.inputs[m] = Inputs(self.workload, batch, self.context.device)
+        act(m)
+        if item[0] == "B":
+            self.live_groups.append(len(dist.distributed_c10d._world.pg_map))
 
     def _reach(self, phase: str) -> None:
         self.reached = phase
@@ -342,6 +351,7 @@ class TrainingStep:
             grads_final=last.final,
             earlier=tuple(earlier),
             buffered=self.buffered,
+            grads_hooked=self._passed_to_hooks(),
             finish_refusal=last.refusal,
             state_changed=self.state_changed,
             uncovered=uncovered,
@@ -353,6 +363,13 @@ class TrainingStep:
             phases=tuple(self.phases),
             live_groups=tuple(self.live_groups),
         )
+
+    def _passed_to_hooks(self) -> dict[ParameterKey, Grad] | None:
+        """Return what autograd passed to hooks; None where that is not where the session's gradients come from."""
+        if not self.hooked or self.session.grad_attr != "grad":
+            return None
+        pairs = zip(self.built, self.hooked, strict=True)
+        return {key: grad for each in pairs for key, grad in parameters.passed_to_hooks(*each).items()}
 
     def _microbatch(self, m: int) -> Microbatch:
         if m in self.overflows:

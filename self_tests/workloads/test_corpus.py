@@ -73,7 +73,7 @@ class TestCorpus:
     def test_layouts_are_valid_and_names_unique(self, layout: Layout) -> None:
         """Every layout can be built, and no two workloads on it share a name."""
         assert layout.problem is None
-        steps = (*corpus("any", layout, "full"), *routing_corpus("any", layout))
+        steps = (*corpus("any", layout, "full"), *routing_corpus("any", layout, "full"))
         every = (*steps, *(workload for _, workload in scripts("any", layout, "full")))
         names = [w.name for w in every]
         assert len(names) == len(set(names))
@@ -212,7 +212,7 @@ class TestRouting:
     @pytest.mark.parametrize("field", ["balance_bias", "groups"])
     def test_bias_and_groups_change_some_choice(self, field: str) -> None:
         """In every workload with a bias or a group limit, some token chooses otherwise than without it."""
-        judged = [w for w in routing_corpus("any", EP2) if getattr(w.config.routing, field)]
+        judged = [w for w in routing_corpus("any", EP2, "full") if getattr(w.config.routing, field)]
         assert len(judged) >= 4
         for workload in judged:
             bias_E = workload.parameters.get(("balance_bias", None))
@@ -233,6 +233,16 @@ class TestRouting:
         margin_T = (ranked_TE[:, 2] - ranked_TE[:, 3]).abs() / ranked_TE[:, 2].abs()
         assert bool((margin_T > 2**-10).all())
         assert bool((margin_T < 2**-8).all())
+
+    @pytest.mark.parametrize("name", ["bfloat16", "float16"])
+    def test_near_biases_are_ties_in_half_precision(self, name: str) -> None:
+        """All scores are equal; of the rounded biases several share the last place of a choice."""
+        workload = next(w for w in routing_corpus("any", EP2) if w.name == f"route-near-biases-{name}")
+        assert not any(bool(batch.x_TD.any()) for batch in workload.batches[0])
+        bias_E, K = workload.parameters["balance_bias", None], workload.config.top_k
+        assert len(bias_E) == len(bias_E.unique())
+        ranked_E = bias_E.to(workload.config.dtype).sort(descending=True).values
+        assert ranked_E[K - 1] == ranked_E[K]
 
 
 class TestDropping:

@@ -52,7 +52,9 @@ def example(kind: str) -> dict[str, Any]:
 def plain(workload: Workload) -> bool:
     """Whether a pinned workload asks for no more than one that is drawn."""
     options = workload.config.options()
-    return workload.kind != "experts" and workload.config == Config().changed({name: options[name] for name in ASKED})
+    few = all(T <= 1024 for tokens in workload.tokens for T in tokens) and not workload.twist.beside
+    asked = Config().changed({name: options[name] for name in ASKED})
+    return few and workload.kind != "experts" and workload.config == asked
 
 
 class TestWayBack:

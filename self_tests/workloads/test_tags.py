@@ -28,13 +28,24 @@ class TestEncode:
         assert expected == list(found)
         assert [tags.TAG] * 40 == decoded.kind_R.tolist()
 
+    @pytest.mark.parametrize("tokens", [1024, 1025, 8192])
+    def test_thousands_of_tokens_have_tags(self, tokens: int) -> None:
+        """Few ranks may have thousands of tokens each; all rows differ, and say who they are."""
+        rows = torch.cat([tags.encode(rank, 7, tokens, 32, torch.float32) for rank in (0, 63)])
+        decoded = tags.decode(rows)
+        assert [0] * tokens + [63] * tokens == decoded.rank_R.tolist()
+        assert [*range(tokens), *range(tokens)] == decoded.token_R.tolist()
+        assert {7} == set(decoded.microbatch_R.tolist())
+        assert 2 * tokens == len(rows.unique(dim=0))
+
     @pytest.mark.parametrize(
         ("rank", "microbatch", "tokens", "hidden", "words"),
         [
             (0, 0, 1, 31, "at least 32, got 31"),
             (512, 0, 1, 32, "rank, 512"),
             (0, 8, 1, 32, "microbatch, 8"),
-            (0, 0, 1025, 32, "tokens, 1024"),
+            (0, 0, 8193, 32, "tokens, 8192"),
+            (64, 0, 1025, 32, "rank, 64"),
         ],
     )
     def test_what_does_not_fit_is_refused(

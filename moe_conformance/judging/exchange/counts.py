@@ -16,7 +16,8 @@ def judge_counts(reading: Reading, tally: Tally) -> None:
     """Decide whether the reported counts are those of the delivered rows, and those of the routing.
 
     Per rank, microbatch and local expert, summed over calls: the count lies between the number of token rows and
-    that number plus the all-zero rows for that expert (padding), and without its padding it is the routed pairs.
+    that number plus the all-zero rows for that expert (padding), and without its padding it is the routed pairs. With
+    padding to capacity, whose rows may hold any token, it lies between the routed pairs and the rows.
 
     Raises:
         NotOffered: no rank reports counts.
@@ -26,6 +27,7 @@ def judge_counts(reading: Reading, tally: Tally) -> None:
     if not any(call.counts_N is not None for rank in reading.ranks for m in rank.microbatches for call in m.handed):
         raise NotOffered("the backend reports no tokens per expert")
     findings: list[Finding] = []
+    wrong_count = _wrong_with_capacity if reading.outcome.workload.config.capacity.padded else _wrong
     routed = [Counter((pair.destination, pair.expert) for pair in pairs) for pairs in reading.pairs]
     handed = Counter((e.microbatch, e.rank, e.expert, e.kind == tags.PADDING) for e in reading.entries)
     for rank in reading.ranks:
@@ -35,7 +37,7 @@ def judge_counts(reading: Reading, tally: Tally) -> None:
                 continue
             for expert, claim in zip(rank.local_experts, claimed, strict=True):
                 rows, padding = handed[m, rank.rank, expert, False], handed[m, rank.rank, expert, True]
-                wrong = _wrong(claim, rows, padding, routed[m][rank.rank, expert])
+                wrong = wrong_count(claim, rows, padding, routed[m][rank.rank, expert])
                 if wrong:
                     sentence = f"rank {rank.rank} reports {count(claim, 'row')} for expert {expert}{_of(m)}{wrong}"
                     findings.append(Finding("count", sentence, (rank.rank,)))
@@ -71,6 +73,12 @@ def _wrong(claim: int, rows: int, padding: int, routed: int) -> str | None:
         zeros = f", of which {claim - rows} {'holds' if claim - rows == 1 else 'hold'} only zeros"
         return f"{zeros if claim > rows else ''}; expected: {count(routed, 'routed pair')}"
     return None
+
+
+def _wrong_with_capacity(claim: int, rows: int, padding: int, routed: int) -> str | None:
+    if routed <= claim <= rows + padding:
+        return None
+    return f"; expected: from {count(routed, 'routed pair')} to {count(rows + padding, 'delivered row')}"
 
 
 def _of(microbatch: int) -> str:

@@ -114,5 +114,5 @@ def delayed(workload: Workload) -> list[Twin]:
     late = tuple(0.03 * rank for rank in range(world))
     return [
         twin(workload, f"with rank {last} late", bits=True, twist=Twist(late=each, deterministic=True))
-        for last, each in ((world - 1, late), (0, late[::-1]))
+        for last, each in {world - 1: late, 0: late[::-1]}.items()  # of one rank, once
     ]

@@ -35,12 +35,15 @@ def _spoilt(
     route: routes.Route,
     tokens: tuple[int, ...],
     config: Mapping[str, Any] = MappingProxyType({}),
-) -> tuple[_Spoilt, _Spoilt]:
-    """Return the workload with the suite's experts, and with the backend's own."""
+) -> tuple[_Spoilt, ...]:
+    """Return the workload with the suite's experts, and with the backend's own; in float16 in the full profile."""
+    # In bfloat16: some libraries' experts compute in it whatever the tokens are.
+    own = Recipe(f"own-spoilt-{name}", route, tokens, {"dtype": torch.bfloat16, **config})
+    float16 = replace(own, name=f"{own.name}-float16", config={**own.config, "dtype": torch.float16}, profile="full")
     return (
         _Spoilt(Recipe(f"spoilt-{name}", route, tokens, dict(config)), where),
-        # In bfloat16: some libraries' experts compute in it whatever the tokens are.
-        _Spoilt(Recipe(f"own-spoilt-{name}", route, tokens, {"dtype": torch.bfloat16, **config}), where),
+        _Spoilt(own, where),
+        _Spoilt(float16, where),
     )
 
 
@@ -63,6 +66,8 @@ NAMES = tuple(each.recipe.name for each in _ALL)
 def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     """Yield them all."""
     for spoilt in _ALL:
+        if profile == "quick" and spoilt.recipe.profile == "full":
+            continue
         own = spoilt.recipe.name.startswith("own-")
         workload = recipes.exchange_workload(spoilt.recipe, "experts" if own else "probe", variant, layout)
         E = workload.config.experts

@@ -17,6 +17,8 @@ from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.exchange.golden import NAME as GOLDEN
 from moe_conformance.workloads.corpus.exchange.golden import golden_workload
 from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.covering import pairwise
+from moe_conformance.workloads.records.model_sizes import SIZES as SIZES_OF_MODELS
 from moe_conformance.workloads.records.routes import (
     Route,
     all_dropped,
@@ -43,6 +45,7 @@ BY_TURNS = (24, 0, 1, 7)
 THREES = (9, 3, 15, 0, 21)
 GAPPED = (24, 8, 32, 0, 16)  # whole sequences with their gaps
 MANY = (160, 0, 300, 129)  # more than a byte, signed or not, counts
+THOUSANDS = (4100, 3, 0, 5)  # more than 4,096 on a rank
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class Recipe:
     alike: bool = False  # all tokens have one row of weights and one number for upstream
     turns: tuple[tuple[int, ...], ...] = ()  # in place of tokens: those of every microbatch
     rehearsed: bool = False  # behind a step with other parameters
+    interleaved: bool = False  # with another of the same sizes, whose forwards and backwards lie between its own
 
     def tokens_of(self, rank: int, microbatch: int) -> int:
         """Return T."""
@@ -89,6 +93,29 @@ SIZES = ((8,), (0,), (1,), (64,), (9,))
 # Alone above an alignment of 64, just on it, nobody, one token alone.
 AROUND_64 = ((70, 3), (64, 0), (0,), (1, 0, 0, 0, 0, 0, 0, 0))
 
+SIX_IN_FLIGHT = "F0 F1 F2 F3 F4 F5 B0 B5 B1 B4 B2 B3"  # backwards in neither order of the forwards nor its reverse
+
+
+def _of_models() -> tuple[Recipe, ...]:
+    """Return exchanges of the sizes of published models, each once, in which every two other options meet."""
+    options = {
+        "dtype": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
+        "tokens": (EVEN, UNEVEN, ONE_WITHOUT),
+        "schedule": ("F0 B0", "F0 F1 B1 B0", SIX_IN_FLIGHT),
+        "weights_applied": ("native", "input", "output"),
+    }
+    rows, found = pairwise(options), []
+    for n, (E, K) in enumerate(SIZES_OF_MODELS):
+        row = rows[n % len(rows)]
+        kind = {EVEN: "even", UNEVEN: "uneven", ONE_WITHOUT: "rank-without-tokens"}[row["tokens"]]
+        dtype = str(row["dtype"]).removeprefix("torch.")
+        config = {"experts": E, "top_k": K, "hidden": E + 40, "dtype": row["dtype"]}
+        config["weights_applied"] = row["weights_applied"]
+        name = f"top-{K}-of-{E}-{kind}-{dtype}"
+        found.append(Recipe(name, tokens=row["tokens"], config=config, schedule=row["schedule"], profile="full"))
+    return tuple(found)
+
+
 PROBE = (
     Recipe("uneven", tokens=UNEVEN, wide=True, likened="full"),
     Recipe("even", wide=True, likened="quick"),
@@ -110,6 +137,7 @@ PROBE = (
     Recipe("many-tokens-even", tokens=(140,), profile="full"),
     Recipe("many-tokens-one-expert", one_expert, tokens=MANY, config={"top_k": 1}),
     Recipe("many-experts-even", tokens=(24,), config={"experts": 64, "top_k": 10, "hidden": 256}, profile="full"),
+    Recipe("thousands-of-tokens", tokens=THOUSANDS, config={"top_k": 1}),
     Recipe("all-dropped-on-a-rank", all_dropped, tokens=UNEVEN, needs_ep=True),
     Recipe("zero-and-negative-weights-even", weights="odd"),
     Recipe("dropped-even", dropped, wide=True, likened="full"),
@@ -123,6 +151,11 @@ PROBE = (
     Recipe("in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B1 B0", wide=True),
     Recipe("three-in-flight-even", schedule="F0 F1 F2 B0 B1 B2"),
     Recipe("three-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B0 F2 B1 B2"),
+    Recipe("six-in-flight-even", config={"top_k": 3}, schedule=SIX_IN_FLIGHT),
+    Recipe("one-expert-a-rank-in-flight-even", experts_per_ep=1, schedule="F0 F1 F2 B1 B0 B2"),
+    Recipe("two-alive-even", schedule="F0 F1 B0 B1", interleaved=True),
+    Recipe("top-5-uneven", experts_per_ep=12, tokens=UNEVEN, config={"top_k": 5, "hidden": 136}),
+    Recipe("top-6-of-160-even-float16", config={"experts": 160, "top_k": 6, "hidden": 200, "dtype": torch.float16}),
     Recipe("halves-in-flight-even", schedule="D0 D1 C0 C1 B0 B1"),
     Recipe("halves-in-flight-uneven", tokens=UNEVEN, schedule="D0 D1 C1 C0 B1 B0", wide=True),
     Recipe("one-by-one-uneven", tokens=UNEVEN, schedule="F0 B0 F1 B1"),
@@ -175,7 +208,11 @@ PROBE = (
     Recipe("uneven-bfloat16", tokens=UNEVEN, config={"dtype": torch.bfloat16}),
     Recipe("even-float64", config={"dtype": torch.float64}, wide=True),
     Recipe("uneven-float64", tokens=UNEVEN, config={"dtype": torch.float64}, profile="full"),
-    Recipe("even-float16", config={"dtype": torch.float16}, profile="full", wide=True),
+    Recipe("even-float16", config={"dtype": torch.float16}, wide=True),
+    Recipe("uneven-float16", tokens=UNEVEN, config={"dtype": torch.float16}, profile="full"),
+    Recipe("padded-uneven-float16", tokens=UNEVEN, config={**_TO_8, "dtype": torch.float16}, profile="full"),
+    Recipe("top-all-even-float16", config={"top_k": 8, "dtype": torch.float16}, profile="full"),
+    *_of_models(),
     Recipe("top-all-even-bfloat16", config={"top_k": 8, "dtype": torch.bfloat16}, profile="full"),
 )
 
@@ -204,6 +241,8 @@ _OWN = (
     Recipe("own-bounded-uneven", tokens=UNEVEN, config=_TO_BOUND),
     Recipe("own-input-weights-even", config=_INPUT),
     Recipe("own-output-weights-even", config=_OUTPUT),
+    # Beyond a tile of 128 columns, and no multiple of one; 8 divides both, as products of half precision ask.
+    Recipe("own-wide-even", experts_per_ep=3, config={"hidden": 200, "ffn": 136, "top_k": 3}),
 )
 
 
@@ -212,6 +251,17 @@ def in_bfloat16(recipe: Recipe) -> Recipe:
     config = {**recipe.config, "dtype": torch.bfloat16}
     likened: Profile | None = "quick" if recipe.likened and "uneven" not in recipe.name else recipe.likened
     return replace(recipe, name=f"{recipe.name}-bfloat16", config=config, likened=likened)
+
+
+def in_float16(recipe: Recipe) -> Recipe:
+    """Return a recipe in float16, one of them for the quick profile.
+
+    No equivalent runs are compared: products below 2^-14 lose bits in float16, so that a weight times a power of two
+    gives other bits.
+    """
+    profile: Profile = "quick" if recipe.name == "own-wide-even" else "full"
+    config = {**recipe.config, "dtype": torch.float16}
+    return replace(recipe, name=f"{recipe.name}-float16", config=config, likened=None, profile=profile)
 
 
 EXPERTS = (
@@ -230,10 +280,16 @@ EXPERTS = (
     Recipe(
         "own-idle-by-turns-even", idle_if_odd, turns=((8,), (7,), (8,)), schedule="F0 B0 F1 B1 F2 B2", needs_ep=True
     ),
+    Recipe("own-two-alive-uneven", tokens=UNEVEN, schedule="F0 F1 B0 B1", interleaved=True),
     Recipe("own-three-in-flight-even", schedule="F0 F1 F2 B0 B1 B2"),
+    Recipe("own-six-in-flight-even", config={"top_k": 3}, schedule=SIX_IN_FLIGHT),
+    # In float32, beside those in bfloat16, where rounding hides what float32 shows.
+    Recipe("own-twins-even", config={"top_k": 3}, likened="quick"),
+    Recipe("own-dozen-experts-uneven", experts_per_ep=12, tokens=UNEVEN, config={"top_k": 5}),
     Recipe("own-odd-experts-even", experts_per_ep=3, config={"hidden": 40, "ffn": 24, "top_k": 3}),
     # In bfloat16 too: some libraries' experts compute in it whatever the tokens are, and are judged there.
     *(in_bfloat16(own) for own in _OWN),
+    *(in_float16(own) for own in _OWN),
     Recipe("own-uneven-float64", tokens=UNEVEN, config={"dtype": torch.float64}, wide=True),
     Recipe(
         name="own-unweighted-even-float64",
@@ -284,6 +340,10 @@ def _likened(recipe: Recipe, kind: Literal["probe", "experts"], layout: Layout, 
 
 def exchange_workload(recipe: Recipe, kind: Literal["probe", "experts"], variant: str, layout: Layout) -> Workload:
     """Draw the workload of a recipe for a variant on a layout."""
+    beside: tuple[Workload, ...] = ()
+    if recipe.interleaved:
+        other = replace(recipe, name=f"{recipe.name}, the other", interleaved=False)
+        beside = (exchange_workload(other, kind, variant, layout),)
     config = Config(variant=variant).changed(recipe.config)
     few = "experts" not in recipe.config and config.experts < 2 * layout.ep  # for two slots on one rank
     if recipe.experts_per_ep or config.experts % layout.ep or few:
@@ -319,5 +379,5 @@ def exchange_workload(recipe: Recipe, kind: Literal["probe", "experts"], variant
         recipe.lead,
         recipe.asynchrony,
         recipe.memory,
-        twist=Twist(rehearsed=recipe.rehearsed),
+        twist=Twist(rehearsed=recipe.rehearsed, beside=beside, interleaved=recipe.interleaved),
     )

@@ -18,8 +18,10 @@ from moe_conformance.contract import Config
 from moe_conformance.reference.routing import routes
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.chapter import EP2, EP2_ETP2, SINGLE, TP2_EP2, Chapter
-from moe_conformance.workloads.corpus.recipes import EVEN, ONE_WITHOUT, UNEVEN
+from moe_conformance.workloads.corpus.recipes import EVEN, ONE_WITHOUT, SIX_IN_FLIGHT, UNEVEN
 from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.covering import pairwise
+from moe_conformance.workloads.records.half_precision import in_float16
 from moe_conformance.workloads.records.workload import Asynchrony, Batch, Drawn, Lead, ParameterKey, Twist, Workload
 from moe_conformance.workloads.selection.profiles import USUAL_RANKS, Profile
 
@@ -41,6 +43,8 @@ class LayerRecipe:
     asynchrony: Asynchrony = "plain"
     silent: bool = False  # routed experts are zero, and so is down of shared ones: output biases are all that is left
     rehearsed: bool = False  # behind a step with other parameters
+    interleaved: bool = False  # with another of the same sizes, whose forwards and backwards lie between its own
+    margin: float = MARGIN  # by which every token's choice is clear
     profile: Profile = "quick"
 
 
@@ -54,14 +58,25 @@ _BIASED_WIDER = {**_ONE, "shared.bias": True}
 _BIASED_GATED = {**_GATED, "shared.bias": True}
 _BIASED_SEVERAL = {**_SEVERAL, "shared.bias": True}
 _SCALED = {"routing.score": "sigmoid", "routing.normalise": True, "routing.scale": 2.5}
+_NORMAL = {"routing.normalise": True}
+_CHOSEN = {"routing.score": "softmax_topk"}
+_ROOT = {"routing.score": "sqrtsoftplus", "routing.normalise": True, "routing.balance_bias": True}
+_DOZEN = {"experts": 12}
 _BFLOAT16 = {"dtype": torch.bfloat16}
+_FLOAT16 = {"dtype": torch.float16}
 
-LAYERS = (
+_LAYERS = (
     LayerRecipe("layer-even"),
     LayerRecipe("layer-uneven", tokens=UNEVEN, profile="full"),
     LayerRecipe("layer-sigmoid-scaled-even", _SCALED, profile="full"),
     LayerRecipe("layer-rank-without-tokens", tokens=ONE_WITHOUT, profile="full"),
     LayerRecipe("layer-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B0 B1"),
+    LayerRecipe("layer-six-in-flight-even", {**_SCALED, "top_k": 3}, schedule=SIX_IN_FLIGHT),
+    LayerRecipe("layer-two-alive-uneven", tokens=UNEVEN, schedule="F0 F1 B0 B1", interleaved=True),
+    LayerRecipe("layer-top-1-uneven", {"top_k": 1}, tokens=UNEVEN),
+    LayerRecipe("layer-top-3-normalised-uneven-float16", {**_NORMAL, **_FLOAT16, "top_k": 3}, tokens=UNEVEN),
+    LayerRecipe("layer-top-5-softmax-topk-uneven", {**_DOZEN, **_CHOSEN, "top_k": 5}, tokens=UNEVEN),
+    LayerRecipe("layer-top-6-sqrtsoftplus-uneven", {**_DOZEN, **_ROOT, "top_k": 6}, tokens=UNEVEN),
     LayerRecipe("layer-even-bfloat16", _BFLOAT16),
     LayerRecipe("shared-even", _ONE),
     LayerRecipe("shared-uneven", _ONE, tokens=UNEVEN, profile="full"),
@@ -112,7 +127,43 @@ LAYERS = (
     LayerRecipe("shared-bias-beside-even", {**_BIASED_SEVERAL, "shared.overlap": True}, profile="full"),
 )
 
-_TIGHT = {"shared.ffn": (24,), "capacity.factor": 0.5, "capacity.drop_policy": "position"}
+
+def _crossed() -> tuple[LayerRecipe, ...]:
+    """Return layers of 12 experts in which every two of K, weighing, tokens, dtype and shared experts meet.
+
+    The softmax of 12 logits leaves no clear choice of more than three.
+    """
+    options = {
+        "top_k": (1, 3, 5, 6, 10),
+        "weighing": ("softmax", "softmax-normalised", "softmax-topk", "sigmoid", "sigmoid-normalised", "sqrtsoftplus"),
+        "tokens": (EVEN, UNEVEN, ONE_WITHOUT),
+        "dtype": (torch.float32, torch.bfloat16, torch.float16),
+        "shared": ((), (24,)),
+    }
+    rows = pairwise(options, lambda row: row["top_k"] <= 3 or row["weighing"] not in ("softmax", "softmax-normalised"))
+    found = []
+    for row in rows:
+        score, normalised, _ = row["weighing"].partition("-normalised")
+        kind = {EVEN: "even", UNEVEN: "uneven", ONE_WITHOUT: "rank-without-tokens"}[row["tokens"]]
+        beside = "shared" if row["shared"] else "layer"
+        dtype = str(row["dtype"]).removeprefix("torch.")
+        name = f"{beside}-top-{row['top_k']}-of-12-{row['weighing']}-{kind}-{dtype}"
+        config = {
+            "experts": 12,
+            "top_k": row["top_k"],
+            "dtype": row["dtype"],
+            "shared.ffn": row["shared"],
+            "routing.score": score.replace("-", "_"),
+            "routing.normalise": bool(normalised),
+        }
+        found.append(LayerRecipe(name, config, row["tokens"], profile="full"))
+    return tuple(found)
+
+
+LAYERS = (*_LAYERS, *in_float16(_LAYERS), *_crossed())
+
+_TIGHT_BARE = {"capacity.factor": 0.5, "capacity.drop_policy": "position"}
+_TIGHT = {"shared.ffn": (24,), **_TIGHT_BARE}
 
 # Their tokens lose slots, so that they are no `LAYERS`: see `dropping_layers.py`.
 DROPPING = (
@@ -120,6 +171,7 @@ DROPPING = (
     LayerRecipe("dropping-half-inference-even", _TIGHT, tokens=(24,), schedule="N0 F1 I2 B1"),
     LayerRecipe("dropping-half-two-dims-even", _TIGHT, tokens=(24,), lead="two_dims"),
     LayerRecipe("dropping-half-gate-even", {**_TIGHT, "shared.gate": True}, tokens=(24,)),
+    LayerRecipe("dropping-bare-uneven", _TIGHT_BARE, tokens=(24, 30, 17, 21)),
     LayerRecipe("dropping-all-even", {**_TIGHT, "capacity.factor": 0.0}),
     LayerRecipe("dropping-all-rank-without-tokens", {**_TIGHT, "capacity.factor": 0.0}, tokens=ONE_WITHOUT),
 )
@@ -137,13 +189,20 @@ def layers(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]
 
 def layer_workload(recipe: LayerRecipe, variant: str, layout: Layout) -> Workload:
     """Draw the workload of a recipe for a variant on a layout; variants get the same one."""
-    workload = _workload(recipe.name, layout)
-    return replace(workload, config=replace(workload.config, variant=variant))
+    return _workload(recipe.name, layout).through(variant)
 
 
 @cache
 def _workload(name: str, layout: Layout) -> Workload:
     recipe = next(each for each in (*LAYERS, *DROPPING) if each.name == name)
+    workload = _drawn(recipe, layout)
+    if not recipe.interleaved:
+        return workload
+    other = _drawn(replace(recipe, name=f"{recipe.name}, the other"), layout)
+    return replace(workload, twist=replace(workload.twist, beside=(other,), interleaved=True))
+
+
+def _drawn(recipe: LayerRecipe, layout: Layout) -> Workload:
     config = Config().changed(recipe.config)
     if config.experts % layout.ep or config.experts < 2 * layout.ep:
         E = 3 * layout.ep
@@ -157,7 +216,7 @@ def _workload(name: str, layout: Layout) -> Workload:
 
     def batch(microbatch: int, rank: int) -> Batch:
         generator = draw.generator(recipe.name, layout.name, microbatch, rank)
-        return layer_batch(tokens[microbatch][rank], config, parameters, generator)
+        return layer_batch(tokens[microbatch][rank], config, parameters, generator, recipe.margin)
 
     return Workload(
         recipe.name,
@@ -201,7 +260,13 @@ def leaves_a_bias(workload: Workload) -> bool:
     return not any(bool(value.any()) for (name, _), value in workload.parameters.items() if name in _SILENCED)
 
 
-def layer_batch(T: int, config: Config, parameters: dict[ParameterKey, Tensor], generator: torch.Generator) -> Batch:
+def layer_batch(
+    T: int,
+    config: Config,
+    parameters: dict[ParameterKey, Tensor],
+    generator: torch.Generator,
+    margin: float = MARGIN,
+) -> Batch:
     """Return normal tokens whose choice of experts is clear, and an upstream gradient (T, D).
 
     Raises:
@@ -216,7 +281,7 @@ def layer_batch(T: int, config: Config, parameters: dict[ParameterKey, Tensor], 
         if len(clear_TD) >= T:
             break
         pool_TD = normal(_CANDIDATES * T)
-        clear_TD = torch.cat([clear_TD, pool_TD[margins(pool_TD, config, parameters) > MARGIN]])
+        clear_TD = torch.cat([clear_TD, pool_TD[margins(pool_TD, config, parameters) > margin]])
     if len(clear_TD) < T:
         raise ValueError(f"{len(clear_TD)} of the tokens that were drawn have a clear choice; {T} are wanted")
     none = torch.empty(T, 0)

@@ -18,7 +18,7 @@ from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.chapter import EP2, EP2_ETP2, SINGLE, TP2_EP2, Chapter
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.workload import Batch, Call, Workload
-from moe_conformance.workloads.selection.profiles import Profile
+from moe_conformance.workloads.selection.profiles import USUAL_RANKS, Profile
 
 ALIGNMENTS = (1, 16, 64, 128)
 BOUND = 23
@@ -136,8 +136,9 @@ def _masked(
     """Draw a router with padding in gaps: calls in pairs, of which the second differs in what stands there.
 
     One sequence has as many rows as there are experts: a mask laid on the experts is no error then. Each pair has other
-    gaps: of sequences of some lengths, of others, then nothing but gaps, and none. Where it learns, the weights of
-    tokens have upstream gradients.
+    gaps: of sequences of some lengths, of others, then nothing but gaps, and none; on several ranks also nothing but
+    gaps on every second one. No two of up to seven ranks have the same mask where there are tokens and gaps. Where it
+    learns, the weights of tokens have upstream gradients.
     """
     config = Config(variant, routing=RoutingOptions(score=score, normalise=True, balance_bias=balance))
     generator = draw.generator(name, layout.name)
@@ -150,8 +151,8 @@ def _masked(
             x_TD, other_TD = (each.reshape(-1, columns, each.shape[1]) for each in (x_TD, other_TD))
         return {"x": x_TD, "padding_mask_T": mask_T}, {"x": other_TD, "padding_mask_T": mask_T}
 
-    def both(lengths: Tensor) -> Iterator[Call]:
-        ranks = [given(lengths.roll(rank)) for rank in range(layout.world)]
+    def both(lengths: Sequence[Tensor]) -> Iterator[Call]:
+        ranks = [given(each) for each in lengths]
         upstream = tuple({"routing.weights_TK": upstream_of(first["padding_mask_T"])} for first, _ in ranks)
         for each in zip(*ranks, strict=True):
             yield Call("__call__", each, ("x",), upstream) if learns else Call("__call__", each)
@@ -160,11 +161,17 @@ def _masked(
         drawn_TK = torch.randn(len(padding_T), config.top_k, generator=generator)
         return drawn_TK.masked_fill(padding_T[:, None], 0.0)
 
+    def apart(lengths: Tensor) -> list[Tensor]:
+        return [(lengths - 1 + rank) % 7 + 1 for rank in range(layout.world)]
+
     some_S = torch.randint(1, 8, (sequences,), generator=generator)
-    first = tuple(both(some_S))
+    first = tuple(both(apart(some_S)))
     parameters = draw.router_parameters(config, generator, bias=-0.9, twins=False)
     others_S = (some_S + torch.randint(0, 6, (sequences,), generator=generator)) % 7 + 1
-    lengths_of_others = (others_S, torch.zeros_like(some_S), torch.full_like(some_S, 8))
+    gaps_S, full_S = torch.zeros_like(some_S), torch.full_like(some_S, 8)
+    lengths_of_others = [apart(others_S), [gaps_S] * layout.world, [full_S] * layout.world]
+    if layout.world > 1:
+        lengths_of_others.append([(full_S, gaps_S)[rank % 2] for rank in range(layout.world)])
     calls = first + tuple(call for lengths in lengths_of_others for call in both(lengths))
     return Workload(name, "masked_router", config, layout, (), parameters=parameters, calls=calls)
 
@@ -180,9 +187,10 @@ SEQUENCES = (
 
 
 def sequences(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield the scripts of `SEQUENCES`, on one rank: nothing in them is exchanged."""
+    """Yield the scripts of `SEQUENCES`: those of packs on one rank, as nothing in them is exchanged."""
     if layout.world == 1:
         yield from _packs(layout, variant)
+    if layout.world <= USUAL_RANKS:
         yield _masked(layout, variant, "masked-router", sequences=3)
         yield _masked(layout, variant, "masked-router-square", sequences=1)
         yield _masked(layout, variant, "masked-unbalanced", sequences=3, balance=False)

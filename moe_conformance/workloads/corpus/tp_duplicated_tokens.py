@@ -18,6 +18,7 @@ from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.chapter import TP2_EP2, Chapter
 from moe_conformance.workloads.corpus.recipes import Recipe, exchange_workload
 from moe_conformance.workloads.records import routes
+from moe_conformance.workloads.records.half_precision import drawn_in, in_float16
 from moe_conformance.workloads.records.workload import Batch, Call, Workload
 from moe_conformance.workloads.selection.profiles import Profile
 
@@ -28,7 +29,7 @@ _WITHOUT = (7, 7, 0, 0, 5, 5, 1, 1)
 _FEW = (1, 1, 3, 3, 2, 2, 0, 0)  # fewer than ranks
 _BFLOAT16 = {"dtype": torch.bfloat16}
 
-PROBE = (
+_PROBE = (
     Recipe("copies-even"),
     Recipe("copies-odd-even", tokens=(11,), config={"top_k": 3}),
     Recipe("copies-uneven", tokens=_UNEVEN),
@@ -46,7 +47,7 @@ PROBE = (
     Recipe("copies-filled-uneven", tokens=_WITHOUT, memory="filled"),
     Recipe("copies-even-bfloat16", tokens=(9,), config=_BFLOAT16),
 )
-EXPERTS = (
+_EXPERTS = (
     Recipe("copies-own-even"),
     Recipe("copies-own-uneven", tokens=_UNEVEN),
     Recipe("copies-own-rank-without-tokens", tokens=_WITHOUT),
@@ -54,6 +55,9 @@ EXPERTS = (
     Recipe("copies-own-inference-even", tokens=(9,), schedule="N0 F1 I2 B1"),
     Recipe("copies-own-even-bfloat16", tokens=(9,), config=_BFLOAT16),
 )
+
+PROBE = (*_PROBE, *in_float16(_PROBE))
+EXPERTS = (*_EXPERTS, *in_float16(_EXPERTS))
 
 
 def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
@@ -65,8 +69,8 @@ def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
         ("experts", "copies experts", EXPERTS),
     )
     for like, kind, recipes in kinds:
-        for recipe in recipes:
-            if (profile == "quick" and recipe.profile == "full") or (recipe.needs_ep and layout.ep == 1):
+        for recipe in drawn_in(profile, recipes):
+            if recipe.needs_ep and layout.ep == 1:
                 continue
             yield _copied(replace(exchange_workload(recipe, like, variant, layout), kind=kind))
     yield from _mismatched(variant, layout)

@@ -23,7 +23,9 @@ PADDING_ANSWER = 2.0**14  # finite in fp16 too; larger than anything that a prob
 _PARTS = {1: (1.0,), 2: (2.0, -1.0), 4: (2.0, -2.0, 2.0, -1.0), 8: (1.0, -1.0, 1.0, -1.0, 1.0, -1.0, 2.0, -1.0)}
 
 _WORD = (1 << WORD_BITS) - 1
-_CHECK = 0b1011001110  # the check of every word before mixing
+# What a word says of rank and token, in bits, and its check before mixing, which tells the forms apart: of many ranks
+# with up to 1,024 tokens each, and of few with up to 8,192.
+_FORMS = ((RANK_BITS, TOKEN_BITS, 0b1011001110), (RANK_BITS - 3, TOKEN_BITS + 3, 0b0100110001))
 _MIX, _UNMIX = 0x9E3779B1, pow(0x9E3779B1, -1, 1 << WORD_BITS)
 
 
@@ -52,20 +54,21 @@ def encode(rank: int, microbatch: int, tokens: int, hidden: int, dtype: torch.dt
     """Return the tagged rows x_TD of one rank: entries +1 and -1.
 
     Raises:
-        ValueError: hidden < 32, or a number does not fit its bits.
+        ValueError: hidden < 32, or a number does not fit its bits: of 512 ranks, or of 64 with more than 1,024 tokens.
     """
     if hidden < WORD_BITS:
         raise ValueError(f"tags need a hidden size of at least {WORD_BITS}, got {hidden}")
+    rank_bits, token_bits, check = _FORMS[tokens > 1 << TOKEN_BITS]
     for name, value, bits in (
-        ("rank", rank, RANK_BITS),
+        ("rank", rank, rank_bits),
         ("microbatch", microbatch, MICROBATCH_BITS),
-        ("tokens", max(tokens - 1, 0), TOKEN_BITS),
+        ("tokens", max(tokens - 1, 0), token_bits),
     ):
         if not 0 <= value < 1 << bits:
             raise ValueError(f"tags have {bits} bits for {name}, {value} does not fit")
     token_T = torch.arange(tokens)
-    data_T = (rank << (MICROBATCH_BITS + TOKEN_BITS)) | (microbatch << TOKEN_BITS) | token_T
-    word_T = _mix((data_T << CHECK_BITS) | _CHECK)
+    data_T = (rank << (MICROBATCH_BITS + token_bits)) | (microbatch << token_bits) | token_T
+    word_T = _mix((data_T << CHECK_BITS) | check)
     column_D = torch.arange(hidden)
     bit_TD = (word_T[:, None] >> (column_D % WORD_BITS)) & 1
     bit_TD = bit_TD ^ ((column_D // WORD_BITS) & 1)
@@ -98,21 +101,22 @@ def decode(rows_RD: Tensor) -> Decoded:
     data_R = plain_R >> CHECK_BITS
     scale_R = rows_RD.abs().amax(1) if D else rows_RD.new_zeros(R)
     flat_R = (rows_RD.abs() == scale_R[:, None]).all(1) & torch.isfinite(scale_R)
-    fits_R = (again_RD == bit_RD).all(1) & (plain_R & ((1 << CHECK_BITS) - 1) == _CHECK)
+    check_R = plain_R & ((1 << CHECK_BITS) - 1)
+    known_R = torch.isin(check_R, torch.tensor([check for *_, check in _FORMS]))
+    fits_R = (again_RD == bit_RD).all(1) & known_R
     kind_R = torch.where(flat_R & fits_R & (scale_R > 0), TAG, CORRUPT)
     kind_R = torch.where((rows_RD == 0).all(1), PADDING, kind_R)
     tag_R = kind_R == TAG
-
-    def field(shift: int, bits: int) -> Tensor:
-        return torch.where(tag_R, (data_R >> shift) & ((1 << bits) - 1), -1)
-
-    return Decoded(
-        kind_R,
-        field(MICROBATCH_BITS + TOKEN_BITS, RANK_BITS),
-        field(TOKEN_BITS, MICROBATCH_BITS),
-        field(0, TOKEN_BITS),
-        torch.where(tag_R, scale_R, 0.0),
-    )
+    rank_R, microbatch_R, token_R = (torch.full_like(data_R, -1) for _ in range(3))
+    for rank_bits, token_bits, check in _FORMS:
+        fields = (
+            (rank_R, MICROBATCH_BITS + token_bits, rank_bits),
+            (microbatch_R, token_bits, MICROBATCH_BITS),
+            (token_R, 0, token_bits),
+        )
+        for field_R, shift, bits in fields:
+            field_R[tag_R & (check_R == check)] = ((data_R >> shift) & ((1 << bits) - 1))[tag_R & (check_R == check)]
+    return Decoded(kind_R, rank_R, microbatch_R, token_R, torch.where(tag_R, scale_R, 0.0))
 
 
 def gain(expert: int) -> float:

@@ -145,12 +145,14 @@ class Twist:
     row, or leaves the experts for one. A `lifetime` begins before the backend is imported ("process"), or as its
     session is opened ("session"), and ends when that is closed.
     A `deterministic` run is asked for deterministic algorithms before its session is opened, and has no others. A
-    `rehearsed` one has taken a step with other parameters, of which nothing but the parameters has changed since.
+    `rehearsed` one has taken a step with other parameters, of which nothing but the parameters has changed since. In a
+    `hooked` one every parameter has a hook, which keeps the gradients that autograd passes to it.
     """
 
     strides: Mapping[str, Stride] = field(default_factory=dict)
     probe_as: tuple[int, ...] = ()  # empty: as for itself
     beside: tuple[Workload, ...] = ()  # built too; each takes its own steps before every forward of this one
+    interleaved: bool = False  # of what is `beside`, each item of its schedule comes right behind this one's own
     unasked: tuple[Literal["x", "weights", "parameters"], ...] = ()
     late: tuple[float, ...] = ()
     seed: int | None = None  # of all random generators before the schedule, another on every rank
@@ -159,6 +161,7 @@ class Twist:
     lifetime: Literal["", "process", "session"] = ""
     deterministic: bool = False
     rehearsed: bool = False
+    hooked: bool = False
 
 
 FORWARD_ALONE = "NIU"  # what a schedule calls forwards that no backward follows
@@ -231,7 +234,8 @@ class Workload:
             replace(call, given=tuple({name: named(value) for name, value in given.items()} for given in call.given))
             for call in self.calls
         )
-        return replace(self, config=named(self.config), calls=calls)
+        twist = replace(self.twist, beside=tuple(each.through(variant) for each in self.twist.beside))
+        return replace(self, config=named(self.config), calls=calls, twist=twist)
 
     def __repr__(self) -> str:
         """Name it in a line: pytest shows arguments, and tensors would fill pages."""

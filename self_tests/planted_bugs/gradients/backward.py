@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange, Permuted
-from moe_conformance.backends.native.layer.experts import Experts
+from moe_conformance.backends.native.layer.experts import Experts, in_blocks
 from moe_conformance.backends.native.layer.gradients import GradientFinisher, Replicated
 from moe_conformance.backends.native.row_ops.permutation import Pairs
 from moe_conformance.contract import Delivery, Routing
@@ -262,3 +262,32 @@ class IdleExpertsSkipped(Experts):
 
     def _loop(self, rows_PD: Tensor, counts_N: list[int]) -> Tensor:
         return super()._loop(rows_PD, counts_N) if len(rows_PD) else rows_PD
+
+
+class _PastAutograd(torch.autograd.Function):
+    """A parameter as it is, whose backward adds to its `grad` and tells autograd nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, asked: Tensor, parameter: Tensor) -> Tensor:
+        ctx.parameter = parameter
+        return parameter.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+        before = ctx.parameter.grad
+        ctx.parameter.grad = gradients[0].clone() if before is None else before + gradients[0]
+        return None, None
+
+
+@planted(
+    Expectation("GRAD-11", "own-hooked-even", "gradient", "the hook of down of expert", "was passed no gradient"),
+    layout=EP2_EDP2,
+)
+class GradientsPastAutograd(Experts):
+    """The backward of the last product adds to `grad` itself, and hands hooks of the parameter nothing."""
+
+    def _loop(self, rows_PD: Tensor, counts_N: list[int]) -> Tensor:
+        asked = torch.zeros((), requires_grad=True)
+        down_NDF: Tensor = _PastAutograd.apply(asked, self.down_NDF)  # type: ignore[no-untyped-call]
+        weights = zip(self.gate_NFD.unbind(), self.up_NFD.unbind(), down_NDF.unbind(), strict=True)
+        return torch.cat([in_blocks(rows, *w) for rows, w in zip(rows_PD.split(counts_N), weights, strict=True)])

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange
@@ -283,6 +284,17 @@ class OnlyPaddingTakenForTokens(Router):
     def forward(self, x: Tensor, padding_mask_T: Tensor | None = None) -> Routed:
         assert padding_mask_T is not None
         return super().forward(x, None if bool(padding_mask_T.all()) else padding_mask_T)
+
+
+@planted(Expectation("ROUTE-22", "masked-router", "route", "is not padding, and has empty slots (id -1)"))
+class MaskOfTheFirstRank(Router):
+    """The mask of the first rank is sent to all others."""
+
+    def forward(self, x: Tensor, padding_mask_T: Tensor | None = None) -> Routed:
+        assert padding_mask_T is not None
+        first_T = padding_mask_T.int()
+        dist.broadcast(first_T, 0)
+        return super().forward(x, first_T.bool())
 
 
 class _PaddingAt(Router):

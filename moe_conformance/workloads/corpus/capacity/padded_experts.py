@@ -18,6 +18,7 @@ from moe_conformance.reference.capacity import drops, limits
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.chapter import EP2, EP2_EDP2, EP2_ETP2, TP2_EP2, Chapter
 from moe_conformance.workloads.corpus.recipes import BY_TURNS, ONE_WITHOUT, UNEVEN, Recipe, exchange_workload
+from moe_conformance.workloads.records.half_precision import drawn_in, in_float16
 from moe_conformance.workloads.records.routes import anywhere, one_expert
 from moe_conformance.workloads.records.workload import Workload
 from moe_conformance.workloads.selection.profiles import Profile
@@ -47,7 +48,7 @@ def _filled(factor: float, **others: Any) -> dict[str, Any]:
 
 _LOSSLESS: dict[str, Any] = {"capacity.padded": True}
 
-PROBE = (
+_PROBE = (
     Recipe("to-capacity-even", fitting, config=_filled(1.0)),
     Recipe("to-capacity-loose-even", fitting, config=_filled(1.5, top_k=3), tokens=(11,)),
     Recipe("to-capacity-of-all-even", fitting, config=_filled(4.0)),
@@ -73,6 +74,7 @@ PROBE = (
     Recipe("lossless-by-turns", config=_LOSSLESS, tokens=BY_TURNS, schedule="F0 B0 F1 B1 F2 B2"),
 )
 
+PROBE = (*_PROBE, *in_float16(_PROBE))
 EXPERTS = (
     Recipe("own-to-capacity-even", fitting, config=_filled(1.0)),
     Recipe("own-to-capacity-loose-even", fitting, config=_filled(2.0)),
@@ -82,7 +84,7 @@ EXPERTS = (
 
 def padded(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     """Yield the workloads of a variant on a layout."""
-    for recipe in PROBE:
+    for recipe in drawn_in(profile, PROBE):
         yield replace(exchange_workload(recipe, "probe", variant, layout), kind="padded")
     for recipe in EXPERTS:
         yield exchange_workload(recipe, "experts", variant, layout)

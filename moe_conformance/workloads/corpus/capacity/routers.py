@@ -16,6 +16,7 @@ from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.chapter import EP2, SINGLE, TP2_EP2, Chapter
 from moe_conformance.workloads.corpus.routing.routers import ONE_WITHOUT, TOKENS
 from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.half_precision import drawn_in
 from moe_conformance.workloads.records.workload import Batch, Lead, ParameterKey, Workload
 from moe_conformance.workloads.selection.profiles import Profile
 
@@ -33,6 +34,7 @@ class CapacityRecipe:
     hot: bool = False  # one expert is the first choice of every token
     lead: Lead = "flat"
     same: bool = False  # ranks of even number are fed the same in every microbatch, the others not
+    profile: Profile = "quick"
 
 
 _SOFT = {"routing.score": "softmax_topk"}
@@ -76,13 +78,14 @@ CAPACITIES = (
     CapacityRecipe("capacity-two-dims-position", {"capacity.factor": 0.75, **_BY_PLACE}, lead="two_dims"),
     CapacityRecipe("capacity-many-tokens-position", {"capacity.factor": 2.0, **_BY_PLACE}, tokens=(600,), hot=True),
     CapacityRecipe("capacity-bfloat16", {"capacity.factor": 0.75, "dtype": torch.bfloat16}),
+    CapacityRecipe("capacity-float16", {"capacity.factor": 0.75, "dtype": torch.float16}, profile="full"),
     CapacityRecipe("capacity-float64", {"capacity.factor": 0.75, "dtype": torch.float64}),
 )
 
 
 def capacities(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     """Yield the workloads of routers with a capacity; the variant only has to be one that the backend knows."""
-    for recipe in CAPACITIES:
+    for recipe in drawn_in(profile, CAPACITIES):
         config = Config(variant=variant).changed(recipe.config)
         parameters = _parameters(recipe, config, layout)
         microbatches = len({item[1:] for item in recipe.schedule.split()})

@@ -16,6 +16,7 @@ from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.chapter import EP2, EP2_ETP2, SINGLE, TP2_EP2, Chapter
 from moe_conformance.workloads.corpus.recipes import UNEVEN, Recipe, exchange_workload
 from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.half_precision import drawn_in, in_float16
 from moe_conformance.workloads.records.workload import Batch, Workload
 from moe_conformance.workloads.selection.profiles import Profile
 
@@ -23,7 +24,7 @@ KIND = "every bit"
 IN_TURN = 3  # microbatch m has all bits in tokens (m = 0, 3, ..), in upstream gradients (1, ..) or in weights (2, ..)
 
 _TRAINED = "F0 B0 F1 B1 F2 B2"
-_RECIPES = (
+_BASE = (
     Recipe("every-bit-even", schedule=_TRAINED, config={"top_k": 1}),
     Recipe("every-bit-uneven", tokens=UNEVEN, schedule=_TRAINED, config={"top_k": 1}),
     Recipe("every-bit-even-bfloat16", schedule=_TRAINED, config={"top_k": 1, "dtype": torch.bfloat16}),
@@ -31,12 +32,13 @@ _RECIPES = (
     Recipe("every-bit-input-weights-even", schedule=_TRAINED, config={"top_k": 1, "weights_applied": "input"}),
     Recipe("every-bit-inference-even", schedule="N0 F1 B1 I2 I3", config={"top_k": 1}),
 )
+_RECIPES = (*_BASE, *in_float16(_BASE))
 NAMES = tuple(recipe.name for recipe in _RECIPES)
 
 
 def draw_all(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     """Yield the workloads of a variant on a layout."""
-    for recipe in _RECIPES:
+    for recipe in drawn_in(profile, _RECIPES):
         workload = exchange_workload(recipe, "probe", variant, layout)
         batches = tuple(
             tuple(_batch(recipe.name, layout, m, rank, batch, workload) for rank, batch in enumerate(ranks))

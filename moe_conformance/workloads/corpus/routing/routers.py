@@ -10,9 +10,10 @@ import torch
 
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
+from moe_conformance.workloads.corpus.routing import model_sizes
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.workload import Batch, Twist, Workload
-from moe_conformance.workloads.selection.profiles import likened_layouts
+from moe_conformance.workloads.selection.profiles import Profile, likened_layouts
 
 TOKENS = (18, 8, 26, 12, 22, 10, 14, 20)  # of rank r: the entry r modulo the length
 ONE_WITHOUT = (14, 0, 18, 8)
@@ -30,8 +31,10 @@ class RouterRecipe:
     bias: float = -0.9  # around which balance biases lie
     twins: bool = False  # experts in pairs whose logits are closer than bfloat16 can tell
     tied: bool = False  # experts in pairs whose logits are the same
+    near: bool = False  # biases of steps of 2^-13: at 0.9, less than those of bfloat16 and float16
     likened: bool = False  # runs that must route alike are held against it
     rehearsed: bool = False  # behind a step with other parameters
+    profile: Profile = "quick"
 
 
 _SIGMOID = {"routing.score": "sigmoid"}
@@ -80,18 +83,28 @@ ROUTERS = (
     RouterRecipe("route-ties", {"top_k": 3}, tied=True, likened=True),
     RouterRecipe("route-large-logits", magnitude=64.0),
     RouterRecipe("route-large-logits-sqrtsoftplus", {"routing.score": "sqrtsoftplus"}, magnitude=64.0),
+    # Tokens of zeros: all scores are equal.
+    *(
+        RouterRecipe(f"route-near-biases-{name}", {**_BIASED, "top_k": 3, "dtype": dtype}, magnitude=0.0, near=True)
+        for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16))
+    ),
     RouterRecipe("route-rank-without-tokens", tokens=ONE_WITHOUT),
     RouterRecipe("route-in-flight", schedule="F0 F1 B0 B1"),
     RouterRecipe("route-inference", {**_BIASED, **_NORMAL, **_GROUPS, "routing.scale": 2.5}, schedule="N0 F1 I2 B1"),
     RouterRecipe("route-rehearsed", {**_BIASED, **_NORMAL}, rehearsed=True),
     RouterRecipe("route-bfloat16", {"dtype": torch.bfloat16}, likened=True),
+    RouterRecipe("route-float16", {"dtype": torch.float16}),
     RouterRecipe("route-float64", {"dtype": torch.float64}),
+    *(RouterRecipe(name, options) for name, options in model_sizes.QUICK.items()),
+    *(RouterRecipe(name, options, profile="full") for name, options in model_sizes.FULL.items()),
 )
 
 
-def routing_corpus(variant: str, layout: Layout) -> Iterator[Workload]:
+def routing_corpus(variant: str, layout: Layout, profile: Profile = "quick") -> Iterator[Workload]:
     """Yield the router workloads; the variant only has to be one that the backend knows."""
     for recipe in ROUTERS:
+        if profile == "quick" and recipe.profile == "full":
+            continue
         config = Config(variant=variant).changed(recipe.config)
         microbatches = len({item[1:] for item in recipe.schedule.split()})
         batches = tuple(
@@ -103,6 +116,9 @@ def routing_corpus(variant: str, layout: Layout) -> Iterator[Workload]:
         if recipe.tied:
             weight_ED = parameters["router", None]
             weight_ED[1::2] = weight_ED[::2]
+        if recipe.near:
+            steps_E = torch.randperm(config.experts, generator=generator)
+            parameters["balance_bias", None] = recipe.bias + 2.0**-13 * steps_E.float()
         likened: Literal["", "quick"] = "quick" if recipe.likened and layout in likened_layouts("quick") else ""
         twist = Twist(rehearsed=recipe.rehearsed)
         run = (recipe.name, "route", config, layout, batches, recipe.schedule, parameters)

@@ -68,9 +68,9 @@ class Drawing:
         self.memory: Literal["plain", "filled"] = "plain"
         self.config = Config(variant, experts=experts, top_k=min(3, experts), hidden=40)
 
-    def for_kernels(self) -> Drawing:
+    def for_kernels(self, dtype: torch.dtype = torch.bfloat16) -> Drawing:
         """Draw what fused kernels take."""
-        self.config = replace(self.config, hidden=48, dtype=torch.bfloat16)
+        self.config = replace(self.config, hidden=48, dtype=dtype)
         return self
 
     def tokens(
@@ -225,11 +225,18 @@ SCRIPTS: dict[str, Callable[[Drawing], Workload]] = {
     "biases-bfloat16": lambda drawing: biases(drawing.for_kernels(), recipes.UNEVEN),
 }
 
+# In the full profile.
+IN_FLOAT16: dict[str, Callable[[Drawing], Workload]] = {
+    "reused-handle-float16": lambda drawing: reused(drawing.for_kernels(torch.float16), recipes.UNEVEN, (5, 12, 3)),
+    "weighed-float16": lambda drawing: weighed(drawing.for_kernels(torch.float16), recipes.UNEVEN),
+    "biases-float16": lambda drawing: biases(drawing.for_kernels(torch.float16), recipes.UNEVEN),
+}
+
 
 def scripts(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     """Yield the scripts of a variant on a layout."""
-    for name, write in SCRIPTS.items():
+    for name, write in {**SCRIPTS, **(IN_FLOAT16 if profile == "full" else {})}.items():
         yield write(Drawing(name, variant, layout))
 
 
-CHAPTERS = (Chapter(("token_exchange",), tuple(SCRIPTS), scripts, quick=SMALL),)
+CHAPTERS = (Chapter(("token_exchange",), (*SCRIPTS, *IN_FLOAT16), scripts, quick=SMALL),)

@@ -1,0 +1,50 @@
+"""Gradients as hooks of parameters see them, beside those that lie in `grad` after the backwards."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.verdict import NotOffered, Tally, WrongGradient
+from moe_conformance.workloads.records.workload import ParameterKey
+
+
+def judge_hooked(reading: Reading, tally: Tally) -> None:
+    """Decide whether what autograd passed to the hooks of a parameter adds up to its gradient, to the bit.
+
+    Before gradients are finished, on every rank: what shards or reduces gradients while they are made hangs on hooks.
+
+    Raises:
+        NotOffered: the session has its gradients elsewhere than in `grad`, or autograd passes none to any hook of its
+            parameters, as where FSDP keeps shards of them.
+        WrongGradient: the hook of a parameter that has a gradient was passed none, or another one.
+    """
+    passed = [rank.grads_hooked or {} for rank in reading.ranks]
+    if not any(grad.value is not None for each in passed for grad in each.values()):
+        raise NotOffered("autograd passes gradients to no hook of any parameter: something else puts them into grad")
+    findings = []
+    for rank, seen in zip(reading.ranks, passed, strict=True):
+        for key, grad in rank.grads_local.items():
+            if grad.value is None:
+                continue
+            wrong = _wrong(key, grad.value, seen[key].value if key in seen else None)
+            if wrong:
+                findings.append(Finding("hook", f"rank {rank.rank}: {wrong}", (rank.rank,)))
+            tally.add(elements=grad.value.numel(), rank=rank.rank)
+    if findings:
+        fail(WrongGradient, "gradient", findings)
+
+
+def _wrong(key: ParameterKey, expected: Tensor, seen: Tensor | None) -> str:
+    """Return what is wrong with what a hook was passed, nothing if all is well."""
+    whose = key[0] if key[1] is None else f"{key[0]} of expert {key[1]}"
+    if seen is None:
+        cause = "likely cause: the backward writes to grad itself"
+        return f"the hook of {whose} was passed no gradient; expected its own in every backward; {cause}"
+    if torch.equal(seen, expected):
+        return ""
+    at = int((seen.double() - expected.double()).abs().argmax())
+    values = f"{float(seen.flatten()[at]):.6g}; expected {float(expected.flatten()[at]):.6g}"
+    return f"the hook of {whose} was passed {values}, as it lies in grad after the backwards"
