@@ -15,12 +15,11 @@ from moe_conformance.judging.findings import Finding, fail
 from moe_conformance.judging.layer.layer import EVERY, expected_of, judge_layer_dx, judge_layer_gradients
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.scopes import Place
-from moe_conformance.judging.router.capacity import keeps_by_choices
-from moe_conformance.judging.verdict import NotOffered, Tally, WrongForm, WrongOutput
+from moe_conformance.judging.verdict import Tally, WrongForm, WrongOutput
 
 
 def judge_lost_in_layer(reading: Reading, tally: Tally) -> None:
-    """Decide whether y of tokens that lost all their slots is their shared part alone, within rounding.
+    """Decide whether y of tokens that lost all their slots is their shared part alone, or zero, within rounding.
 
     Counts the elements of such tokens.
 
@@ -28,15 +27,13 @@ def judge_lost_in_layer(reading: Reading, tally: Tally) -> None:
         WrongForm: y is missing, or not (T, D).
         WrongOutput: an element lies outside its bound.
     """
-    _require_token_order(reading)
     findings = []
     for (_, rank), t, kept, worst in _outputs(reading):
         if kept:
             continue
         if not worst.holds:
-            sentence = (
-                f"rank {rank} token {t} had all slots dropped; y is not the output of its shared experts: {worst}"
-            )
+            wrong = f"y is not {_shared_words(reading)}: {worst}"
+            sentence = f"rank {rank} token {t} had all slots dropped; {wrong}"
             findings.append(Finding("lost", sentence, (rank,), worst.size))
         tally.add(elements=reading.outcome.workload.config.hidden, rank=rank, worst=worst.ratio)
     if findings:
@@ -52,14 +49,14 @@ def judge_kept_in_layer(reading: Reading, tally: Tally) -> None:
         WrongForm: y is missing, or not (T, D).
         WrongOutput: an element lies outside its bound.
     """
-    _require_token_order(reading)
     findings, config = [], reading.outcome.workload.config
     for (m, rank), t, kept, worst in _outputs(reading):
         if not kept:
             continue
         if not worst.holds:
             slots = f"kept {kept} of {config.top_k} slots"
-            wrong = f"y is not the sum over these and the shared experts: {worst}"
+            also = " and the shared experts" if config.shared.ffn else ""
+            wrong = f"y is not the sum over these{also}: {worst}"
             sentence = f"rank {rank} token {t} of microbatch {m} {slots}; {wrong}"
             findings.append(Finding("kept", sentence, (rank,), worst.size))
         tally.add(elements=config.hidden, rank=rank, worst=worst.ratio)
@@ -80,15 +77,12 @@ def judge_dropped_in_layer(reading: Reading, tally: Tally) -> None:
         AbsentGradient: a gradient is None.
         WrongForm, WrongGradient: another shape; an element outside its bound.
     """
-    _require_token_order(reading)
     judge_layer_dx(reading, tally)
     judge_layer_gradients(reading, tally, EVERY)
 
 
-def _require_token_order(reading: Reading) -> None:
-    """Raise `NotOffered` where first choices come before second ones: who stays is not computed so for layers."""
-    if keeps_by_choices(reading):
-        raise NotOffered("the layer keeps first before second choices, which is computed for routers only")
+def _shared_words(reading: Reading) -> str:
+    return "the output of its shared experts" if reading.outcome.workload.config.shared.ffn else "zero"
 
 
 def _outputs(reading: Reading) -> Iterator[tuple[Place, int, int, Worst]]:

@@ -6,6 +6,7 @@ clear margin between the experts that it chooses and the others.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.contract import Config
+from moe_conformance.reference.capacity import limits
 from moe_conformance.reference.routing import routes
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.chapter import EP2, EP2_ETP2, SINGLE, TP2_EP2, Chapter
@@ -24,6 +26,7 @@ from moe_conformance.workloads.records.workload import Asynchrony, Batch, Drawn,
 from moe_conformance.workloads.selection.profiles import USUAL_RANKS, Profile
 
 MARGIN = 1 / 16  # in selection scores: more than rounding to bfloat16 can move them
+DROP_MARGIN = 1 / 64  # in routing weights, between the last slot that an expert keeps and the first that it drops
 _CANDIDATES = 8  # drawn at once for each token that is wanted
 _ROUNDS = 20
 _SILENCED = ("gate", "up", "down", "shared_down")
@@ -114,8 +117,12 @@ LAYERS = (
 
 _TIGHT = {"shared.ffn": (24,), "capacity.factor": 0.5, "capacity.drop_policy": "position"}
 
+_ALONE = {"capacity.factor": 0.5}  # without shared experts, which not every layer has
+
 # Their tokens lose slots, so that they are no `LAYERS`: see `dropping_layers.py`.
 DROPPING = (
+    LayerRecipe("layer-dropped-even", _ALONE, tokens=(24,)),
+    LayerRecipe("layer-dropped-position-even", {**_ALONE, "capacity.drop_policy": "position"}, tokens=(24,)),
     LayerRecipe("dropping-half-even", _TIGHT, tokens=(24,)),
     LayerRecipe("dropping-half-inference-even", _TIGHT, tokens=(24,), schedule="N0 F1 I2 B1"),
     LayerRecipe("dropping-half-two-dims-even", _TIGHT, tokens=(24,), lead="two_dims"),
@@ -157,7 +164,11 @@ def _workload(name: str, layout: Layout) -> Workload:
 
     def batch(microbatch: int, rank: int) -> Batch:
         generator = draw.generator(recipe.name, layout.name, microbatch, rank)
-        return layer_batch(tokens[microbatch][rank], config, parameters, generator)
+        for _ in range(_ROUNDS):
+            drawn = layer_batch(tokens[microbatch][rank], config, parameters, generator)
+            if drop_margin(drawn.x_TD, config, parameters) > DROP_MARGIN:
+                break
+        return drawn
 
     return Workload(
         recipe.name,
@@ -234,6 +245,34 @@ def margins(x_TD: Tensor, config: Config, parameters: dict[ParameterKey, Tensor]
         groups=config.routing.groups,
         group_score=config.routing.group_score,
     )
+
+
+def drop_margin(x_TD: Tensor, config: Config, parameters: dict[ParameterKey, Tensor]) -> float:
+    """Return by how much the lightest kept slot of an expert outweighs its heaviest dropped one, the least of all.
+
+    Infinite where nothing is dropped, or not by weight.
+    """
+    if config.capacity.factor is None or config.capacity.drop_policy != "weights":
+        return math.inf
+    sizes = (len(x_TD), config.top_k, config.experts)
+    room = min(limits.capacities(*sizes, factor=config.capacity.factor, minimum=config.capacity.minimum))
+    routing = config.routing
+    routed = routes.route(
+        x_TD.double() @ parameters["router", None].double().T,
+        top_k=config.top_k,
+        score=routing.score,
+        normalise=routing.normalise,
+        scale=routing.scale,
+        bias_E=parameters.get(("balance_bias", None)),
+        groups=routing.groups,
+        group_score=routing.group_score,
+    )
+    least = math.inf
+    for e in range(config.experts):
+        heaviest = routed.weights_TK[routed.ids_TK == e].sort(descending=True).values
+        if 0 < room < len(heaviest):
+            least = min(least, float(heaviest[room - 1] - heaviest[room]))
+    return least
 
 
 CHAPTERS = (
