@@ -110,6 +110,7 @@ class CaseItem(pytest.Item):
         super().__init__(**node)
         self.case = case
         self.checks: list[Check] = []
+        self.crashes: set[str] = set()  # the messages of those that were reported under EXCH-09
         self._run = run
         self._telling: Check | None = None
 
