@@ -54,6 +54,14 @@ class Claims:
     # `drop_policy` "position" (DROP-06). tokens: slots are kept in the order of tokens; choices: the first choices of
     # all tokens before any second choice.
     drop_order: Literal["tokens", "choices"] = "tokens"
+    # `drop_policy` "weights" (DROP-05): the slots that are kept are those of the highest routing weights; or scores: of
+    # the highest scores of the router, without expert bias, normalisation and scale.
+    drop_by: Literal["weights", "scores"] = "weights"
+    # A capacity that is no whole number is rounded up, or down (DROP-01).
+    capacity_rounding: Literal["up", "down"] = "up"
+    # With a capacity and `routing.normalise` (DROP-09, DROP-11). selected: weights are divided by the sum over all
+    # slots that a token selected; kept: by the sum over those of them that were kept.
+    normalised_over: Literal["selected", "kept"] = "selected"
     # A capacity that drops nothing is rounded up to a multiple of tp, whose ranks share the rows (DROP-08).
     capacity_over: Literal["tp"] | None = None
     # Token counts are padded to a common number, as `Config.padding.tokens`; also where it is not configured, if the

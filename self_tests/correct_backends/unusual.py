@@ -3,7 +3,9 @@
 # ruff: noqa: D102 - a class says what its methods do otherwise
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -133,3 +135,64 @@ class RoundedUp(Native):
     """Native, whose exchange rounds capacities up."""
 
     session_class = NativeSession.building(RoundedUpOverTensorRanks)
+
+
+class RanksByScore(Router):
+    """By weight the slots of the highest scores stay, whatever the weights are divided by; it says so."""
+
+    @property
+    def claims(self) -> Claims:
+        return replace(super().claims, drop_by="scores")
+
+    def _weights(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        self.scores_TK = scores_TE.detach().gather(1, ids_TK)
+        return super()._weights(scores_TE, ids_TK)
+
+    def _keep(self, ids_TK: Tensor, weights_TK: Tensor, room: int) -> Tensor:
+        return super()._keep(ids_TK, self.scores_TK, room)
+
+
+class RoundsCapacitiesDown(Router):
+    """A capacity that is no whole number is rounded down; it says so."""
+
+    @property
+    def claims(self) -> Claims:
+        return replace(super().claims, capacity_rounding="down")
+
+    def _capacity(self, tokens: int) -> int:
+        assert self.config.capacity.factor is not None
+        mean = Fraction(self.config.capacity.factor) * self.config.top_k * tokens / self.config.experts
+        return max(self.config.capacity.minimum, math.floor(mean))
+
+
+class NormalisesOverTheKept(Router):
+    """Weights are divided by the sum of those that were kept, as in DeepSpeed; it says so."""
+
+    @property
+    def claims(self) -> Claims:
+        return replace(super().claims, normalised_over="kept")
+
+    def _drop(self, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+        ids_TK, weights_TK = super()._drop(ids_TK, weights_TK)
+        if not self.config.routing.normalise:
+            return ids_TK, weights_TK
+        sum_T1 = weights_TK.sum(1, keepdim=True)
+        return ids_TK, weights_TK / sum_T1.masked_fill(sum_T1 == 0, 1.0) * self.config.routing.scale
+
+
+class ByScores(Native):
+    """Native, whose router ranks by score."""
+
+    session_class = NativeSession.building(RanksByScore)
+
+
+class RoundedDown(Native):
+    """Native, whose router rounds capacities down."""
+
+    session_class = NativeSession.building(RoundsCapacitiesDown)
+
+
+class OverTheKept(Native):
+    """Native, whose router normalises over the kept."""
+
+    session_class = NativeSession.building(NormalisesOverTheKept)

@@ -20,7 +20,12 @@ from moe_conformance.backends.native.layer.experts import Experts
 from moe_conformance.backends.native.router.routing import Router
 from moe_conformance.contract import Claims, Config, Delivery, Named, Read, Routing, SplitExchange, Unsupported
 from moe_conformance.topology import RankLists
-from self_tests.correct_backends.unusual import FirstChoicesFirst
+from self_tests.correct_backends.unusual import (
+    FirstChoicesFirst,
+    NormalisesOverTheKept,
+    RanksByScore,
+    RoundsCapacitiesDown,
+)
 
 
 class Liar(Native):
@@ -151,6 +156,100 @@ class HidesParts(Liar):
 
     name = "lying-hides-parts"
     session_class = _WholeSession
+
+
+# ---- about what is dropped, and what it weighs ------------------------------------------------------------------
+
+
+class _ScoresUnsaid(RanksByScore):
+    @property
+    def claims(self) -> Claims:
+        return replace(super().claims, drop_by="weights")
+
+
+class ScoresUnsaid(Liar):
+    """Keeps the slots of the highest scores, and does not claim it."""
+
+    name = "lying-scores-unsaid"
+    session_class = NativeSession.building(_ScoresUnsaid)
+
+
+class _SaysScores(Router):
+    @property
+    def claims(self) -> Claims:
+        return replace(super().claims, drop_by="scores")
+
+
+class SaysScores(Liar):
+    """Claims that it keeps the slots of the highest scores; those of the highest weights are kept."""
+
+    name = "lying-says-scores"
+    session_class = NativeSession.building(_SaysScores)
+
+
+class _DownUnsaid(RoundsCapacitiesDown):
+    @property
+    def claims(self) -> Claims:
+        return replace(super().claims, capacity_rounding="up")
+
+
+class DownUnsaid(Liar):
+    """Rounds capacities down, and does not claim it."""
+
+    name = "lying-down-unsaid"
+    session_class = NativeSession.building(_DownUnsaid)
+
+
+class _SaysDown(Router):
+    @property
+    def claims(self) -> Claims:
+        return replace(super().claims, capacity_rounding="down")
+
+
+class SaysDown(Liar):
+    """Claims that capacities are rounded down; they are rounded up."""
+
+    name = "lying-says-down"
+    session_class = NativeSession.building(_SaysDown)
+
+
+class _KeptUnsaid(NormalisesOverTheKept):
+    @property
+    def claims(self) -> Claims:
+        return replace(super().claims, normalised_over="selected")
+
+
+class KeptUnsaid(Liar):
+    """Normalises weights over the kept slots, and does not claim it."""
+
+    name = "lying-kept-unsaid"
+    session_class = NativeSession.building(_KeptUnsaid)
+
+
+class _SaysKept(Router):
+    @property
+    def claims(self) -> Claims:
+        return replace(super().claims, normalised_over="kept")
+
+
+class SaysKept(Liar):
+    """Claims that weights are normalised over the kept slots; they are over the selected ones."""
+
+    name = "lying-says-kept"
+    session_class = NativeSession.building(_SaysKept)
+
+
+class _SaysChoices(Router):
+    @property
+    def claims(self) -> Claims:
+        return replace(super().claims, drop_order="choices")
+
+
+class SaysChoices(Liar):
+    """Claims that first choices stay first; the slots of the first tokens do."""
+
+    name = "lying-says-choices"
+    session_class = NativeSession.building(_SaysChoices)
 
 
 # ---- about the inputs and the output -----------------------------------------------------------------------

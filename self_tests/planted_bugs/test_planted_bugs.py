@@ -85,6 +85,17 @@ LIARS = [
     (lying.WrongPlace, "EXCH-03", EP2, "even", "has no routing weight"),
     (lying.WrongWire, "COST-04", EP2, "even", "rows; needed: "),
     (lying.ChoicesUnsaid, "DROP-06", EP2, "capacity-tight-position", "by design claims drop_order = 'choices'"),
+    (lying.SaysChoices, "DROP-06", EP2, "capacity-tight-position", "does not claim drop_order = 'choices'"),
+    (lying.ScoresUnsaid, "DROP-05", EP2, "capacity-biased", "by design claims drop_by = 'scores'"),
+    (lying.SaysScores, "DROP-05", EP2, "capacity-biased", "by design does not claim drop_by = 'scores'"),
+    (lying.DownUnsaid, "DROP-01", EP2, "capacity-fraction", "by design claims capacity_rounding = 'down'"),
+    (lying.SaysDown, "DROP-01", EP2, "capacity-fraction", "by design does not claim capacity_rounding = 'down'"),
+    (lying.KeptUnsaid, "DROP-09", EP2, "capacity-normalised", "by design claims normalised_over = 'kept'"),
+    (lying.SaysKept, "DROP-09", EP2, "capacity-normalised", "does not claim normalised_over = 'kept'"),
+    (lying.ScoresUnsaid, "DROP-09", EP2, "layer-dropped-normalised-even", "by design claims drop_by = 'scores'"),
+    (lying.DownUnsaid, "DROP-09", EP2, "layer-dropped-even", "by design claims capacity_rounding = 'down'"),
+    (lying.KeptUnsaid, "DROP-09", EP2, "layer-dropped-normalised-even", "claims normalised_over = 'kept'"),
+    (lying.SaysChoices, "DROP-09", EP2, "layer-dropped-position-even", "does not claim drop_order = 'choices'"),
     (lying.WireUnsaid, "COST-03", EP2, "top-1-even", "sends all tokens to all ranks by design claims wire = 'all'"),
     (lying.UnknownClaim, "EXCH-01", EP2, "even", "Malformed: Claims.wire is 'token'; allowed: 'pairs', 'tokens'"),
     (lying.ClaimShown, "EXCH-01", EP2, "even", "no check reads resolved; use claims = Claims(wire=...)"),
@@ -223,6 +234,26 @@ class TestDetection:
         """A backend that keeps first slots before second ones, and says so, passes."""
         backend, workload = "self_tests.correct_backends.unusual:ByChoices", "capacity-tight-position"
         checked.check_passes(backend, "DROP-06", "alltoall", EP2, workload)
+
+    @pytest.mark.parametrize(
+        ("backend", "workload"),
+        [
+            ("ByScores", "capacity-biased"),
+            ("ByScores", "layer-dropped-normalised-even"),
+            ("RoundedDown", "capacity-fraction"),
+            ("RoundedDown", "layer-dropped-even"),
+            ("OverTheKept", "capacity-normalised"),
+            ("OverTheKept", "layer-dropped-normalised-even"),
+            ("ByChoices", "layer-dropped-position-even"),
+        ],
+    )
+    def test_what_is_dropped_may_be_claimed(self, checked: CheckedRuns, backend: str, workload: str) -> None:
+        """A backend with another rule of dropping that it claims passes in its router and in its layer."""
+        in_layer = ("DROP-09", "DROP-10", "DROP-11")
+        of_router = ("DROP-01", "DROP-03", "DROP-05", "DROP-09", "DROP-11")
+        for requirement in in_layer if workload.startswith("layer") else of_router:
+            path = f"self_tests.correct_backends.unusual:{backend}"
+            checked.check_passes(path, requirement, "alltoall", EP2, workload)
 
     @pytest.mark.parametrize("requirement", ["DROP-08", "DROP-12"])
     def test_a_lossless_capacity_may_divide_over_tp(self, checked: CheckedRuns, requirement: str) -> None:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from moe_conformance.judging.compare import bounds
+from moe_conformance.judging.observed.drop_rule import DropRule
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.scopes import Place, backward_places_of
 from moe_conformance.judging.observed.stage_expected import StageAnswers
-from moe_conformance.reference.capacity import drops, limits
-from moe_conformance.reference.capacity.after_drops import after_drop
+from moe_conformance.reference.capacity import drops
 from moe_conformance.reference.rounding import whole_layer_magnitudes
 from moe_conformance.reference.rounding.whole_layer_magnitudes import Shares
 from moe_conformance.reference.routing import routes
@@ -30,21 +29,24 @@ ROUTED = ("gate", "up", "down")
 class LayerExpected(StageAnswers[LayerGradients]):
     """The oracle's answer to a "layer" workload, or to one of layers that drop."""
 
-    drop_order: Literal["tokens", "choices"] = "tokens"  # as claimed
+    rule: DropRule = field(default_factory=DropRule)  # as claimed
 
     @classmethod
     def of(cls, reading: Reading, workload: Workload | None = None) -> LayerExpected:
-        """Make it of a reading, with the drop order that the backend claims."""
-        order = reading.claims.drop_order
-        expected = super().of(reading, workload)
-        return expected if order == expected.drop_order else replace(expected, drop_order=order)
+        """Make it of a reading, with the rule of dropping that the backend claims."""
+        return super().of(reading, workload).by(DropRule.of(reading.claims))
+
+    def by(self, rule: DropRule) -> LayerExpected:
+        """Return the answer by a rule of dropping."""
+        drops_none = self.workload.config.capacity.factor is None
+        return self if drops_none or rule == self.rule else replace(self, rule=rule)
 
     def idle(self, stage: int, key: ParameterKey) -> bool:
         """Whether a parameter is a routed expert's that no kept slot of the stage reaches on its way backward."""
         name, expert = key
         return name in ROUTED and expert not in self._reached[stage]
 
-    def solve(self, places: Sequence[Place], mix: Mix = mixed, drop: Drop = after_drop) -> LayerGradients:
+    def solve(self, places: Sequence[Place], mix: Mix = mixed, drop: Drop | None = None) -> LayerGradients:
         """Ask the oracle about the tokens of some places; with another mix or drop, what a mistake would yield."""
         return whole_layer.gradients(
             *self._batch(places),
@@ -53,7 +55,7 @@ class LayerExpected(StageAnswers[LayerGradients]):
             weights_at=self.weights_at,
             kept_TK=self._kept(places),
             mix=mix,
-            drop=drop,
+            drop=drop or self.rule.after_drop(self.workload.config),
         )
 
     def ids(self, place: Place) -> Tensor:
@@ -104,13 +106,15 @@ class LayerExpected(StageAnswers[LayerGradients]):
         config, ids_TK = self.workload.config, self._chosen[place]
         if config.capacity.factor is None:
             return torch.ones_like(ids_TK, dtype=torch.bool)
-        sizes = (len(ids_TK), config.top_k, config.experts)
-        (room,) = limits.capacities(*sizes, factor=config.capacity.factor, minimum=config.capacity.minimum)
-        if config.capacity.drop_policy == "position":
-            policy: drops.Policy = "choice" if self.drop_order == "choices" else "position"
-            return drops.keep(ids_TK, config.experts, capacity=room, policy=policy)
-        weights_TK = routes.weights(self._logits(place), ids_TK, **vars(self._weighing))
-        return drops.keep(ids_TK, config.experts, capacity=room, policy="weight", weights_TK=weights_TK)
+        (room,), policy = self.rule.capacities(config, len(ids_TK)), self.rule.policy(config)
+        return drops.keep(ids_TK, config.experts, capacity=room, policy=policy, weights_TK=self._ranked(place))
+
+    def _ranked(self, place: Place) -> Tensor:
+        """Return what the policy by weights compares, (T, K)."""
+        logits_TE, ids_TK = self._logits(place), self._chosen[place]
+        if self.rule.drop_by == "scores":
+            return routes.scores(logits_TE, self.workload.config.routing.score).gather(1, ids_TK)
+        return routes.weights(logits_TE, ids_TK, **vars(self._weighing))
 
     def _kept(self, places: Sequence[Place]) -> Tensor:
         return torch.cat([self.kept[place] for place in places])
@@ -140,5 +144,6 @@ class LayerExpected(StageAnswers[LayerGradients]):
             ),
             weights_at=self.weights_at,
             kept_TK=self._kept(places),
+            renormalise=self.rule.renormalises(self.workload.config),
         )
         return self.solve(places), measured.errors

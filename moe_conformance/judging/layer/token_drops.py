@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe_conformance.judging.compare.bounded import Worst, compare
 from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.layer.expected import LayerExpected
 from moe_conformance.judging.layer.layer import EVERY, expected_of, judge_layer_dx, judge_layer_gradients
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.scopes import Place
@@ -27,8 +28,8 @@ def judge_lost_in_layer(reading: Reading, tally: Tally) -> None:
         WrongForm: y is missing, or not (T, D).
         WrongOutput: an element lies outside its bound.
     """
-    findings = []
-    for (_, rank), t, kept, worst in _outputs(reading):
+    findings, expected = [], expected_of(reading)
+    for (_, rank), t, kept, worst in _outputs(reading, expected):
         if kept:
             continue
         if not worst.holds:
@@ -37,20 +38,20 @@ def judge_lost_in_layer(reading: Reading, tally: Tally) -> None:
             findings.append(Finding("lost", sentence, (rank,), worst.size))
         tally.add(elements=reading.outcome.workload.config.hidden, rank=rank, worst=worst.ratio)
     if findings:
-        fail(WrongOutput, "combine", findings)
+        fail(WrongOutput, "combine", findings, note=_by_design(reading, expected))
 
 
 def judge_kept_in_layer(reading: Reading, tally: Tally) -> None:
     """Decide whether y of tokens that kept a slot is what the kept ones and the shared part add, within rounding.
 
-    Weights are those before the drop. Counts the elements of such tokens.
+    Weights are those before the drop, unless the backend claims another rule. Counts the elements of such tokens.
 
     Raises:
         WrongForm: y is missing, or not (T, D).
         WrongOutput: an element lies outside its bound.
     """
-    findings, config = [], reading.outcome.workload.config
-    for (m, rank), t, kept, worst in _outputs(reading):
+    findings, config, expected = [], reading.outcome.workload.config, expected_of(reading)
+    for (m, rank), t, kept, worst in _outputs(reading, expected):
         if not kept:
             continue
         if not worst.holds:
@@ -61,7 +62,7 @@ def judge_kept_in_layer(reading: Reading, tally: Tally) -> None:
             findings.append(Finding("kept", sentence, (rank,), worst.size))
         tally.add(elements=config.hidden, rank=rank, worst=worst.ratio)
     if findings:
-        fail(WrongOutput, "combine", findings)
+        fail(WrongOutput, "combine", findings, note=_by_design(reading, expected))
 
 
 def judge_dropped_in_layer(reading: Reading, tally: Tally) -> None:
@@ -85,13 +86,20 @@ def _shared_words(reading: Reading) -> str:
     return "the output of its shared experts" if reading.outcome.workload.config.shared.ffn else "zero"
 
 
-def _outputs(reading: Reading) -> Iterator[tuple[Place, int, int, Worst]]:
+def _by_design(reading: Reading, expected: LayerExpected) -> str:
+    """Name the claim under which all outputs would be right, if there is one."""
+    for rule, note in expected.rule.others():
+        if all(worst.holds for *_, worst in _outputs(reading, expected.by(rule))):
+            return note
+    return ""
+
+
+def _outputs(reading: Reading, expected: LayerExpected) -> Iterator[tuple[Place, int, int, Worst]]:
     """Hold y of every token against its bound: place, token, how many slots it keeps, and its worst element.
 
     Raises:
         WrongForm: y is missing, or has another shape.
     """
-    expected = expected_of(reading)
     for place in expected.places:
         y_TD, (wanted_TD, allowed_TD) = _output(reading, place), expected.y(place)
         for t, kept in enumerate(expected.kept[place].sum(1).tolist()):

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from moe_conformance.workloads.records.workload import Asynchrony, Batch, Drawn,
 from moe_conformance.workloads.selection.profiles import USUAL_RANKS, Profile
 
 MARGIN = 1 / 16  # in selection scores: more than rounding to bfloat16 can move them
-DROP_MARGIN = 1 / 64  # in routing weights, between the last slot that an expert keeps and the first that it drops
+DROP_MARGIN = 1 / 512  # in weights and in scores, between the last slot that an expert keeps and the first it drops
 _CANDIDATES = 8  # drawn at once for each token that is wanted
 _ROUNDS = 20
 _SILENCED = ("gate", "up", "down", "shared_down")
@@ -121,8 +122,9 @@ _ALONE = {"capacity.factor": 0.5}  # without shared experts, which not every lay
 
 # Their tokens lose slots, so that they are no `LAYERS`: see `dropping_layers.py`.
 DROPPING = (
-    LayerRecipe("layer-dropped-even", _ALONE, tokens=(24,)),
-    LayerRecipe("layer-dropped-position-even", {**_ALONE, "capacity.drop_policy": "position"}, tokens=(24,)),
+    LayerRecipe("layer-dropped-even", _ALONE, tokens=(22,)),  # 22 K / 2 E is no whole number for 8 experts
+    LayerRecipe("layer-dropped-normalised-even", {**_ALONE, "routing.normalise": True}, tokens=(22,)),
+    LayerRecipe("layer-dropped-position-even", {**_ALONE, "capacity.drop_policy": "position"}, tokens=(22,)),
     LayerRecipe("dropping-half-even", _TIGHT, tokens=(24,)),
     LayerRecipe("dropping-half-inference-even", _TIGHT, tokens=(24,), schedule="N0 F1 I2 B1"),
     LayerRecipe("dropping-half-two-dims-even", _TIGHT, tokens=(24,), lead="two_dims"),
@@ -167,8 +169,8 @@ def _workload(name: str, layout: Layout) -> Workload:
         for _ in range(_ROUNDS):
             drawn = layer_batch(tokens[microbatch][rank], config, parameters, generator)
             if drop_margin(drawn.x_TD, config, parameters) > DROP_MARGIN:
-                break
-        return drawn
+                return drawn
+        raise ValueError(f"{recipe.name}: in none of {_ROUNDS} draws it is clear which slots are kept")
 
     return Workload(
         recipe.name,
@@ -250,15 +252,20 @@ def margins(x_TD: Tensor, config: Config, parameters: dict[ParameterKey, Tensor]
 def drop_margin(x_TD: Tensor, config: Config, parameters: dict[ParameterKey, Tensor]) -> float:
     """Return by how much the lightest kept slot of an expert outweighs its heaviest dropped one, the least of all.
 
-    Infinite where nothing is dropped, or not by weight.
+    By weights or by scores (`Claims.drop_by`), with the capacity rounded up or down. Infinite where nothing is dropped,
+    or not by weight.
     """
     if config.capacity.factor is None or config.capacity.drop_policy != "weights":
         return math.inf
     sizes = (len(x_TD), config.top_k, config.experts)
-    room = min(limits.capacities(*sizes, factor=config.capacity.factor, minimum=config.capacity.minimum))
-    routing = config.routing
+    minimum, routing = config.capacity.minimum, config.routing
+    up, down = (
+        min(limits.capacities(*sizes, factor=config.capacity.factor, minimum=minimum, rounding=rounding))
+        for rounding in ("up", "down")
+    )
+    logits_TE = x_TD.double() @ parameters["router", None].double().T
     routed = routes.route(
-        x_TD.double() @ parameters["router", None].double().T,
+        logits_TE,
         top_k=config.top_k,
         score=routing.score,
         normalise=routing.normalise,
@@ -267,9 +274,10 @@ def drop_margin(x_TD: Tensor, config: Config, parameters: dict[ParameterKey, Ten
         groups=routing.groups,
         group_score=routing.group_score,
     )
+    scores_TK = routes.scores(logits_TE, routing.score).gather(1, routed.ids_TK)
     least = math.inf
-    for e in range(config.experts):
-        heaviest = routed.weights_TK[routed.ids_TK == e].sort(descending=True).values
+    for ranked_TK, e, room in product((routed.weights_TK, scores_TK), range(config.experts), {up, down}):
+        heaviest = ranked_TK[routed.ids_TK == e].sort(descending=True).values
         if 0 < room < len(heaviest):
             least = min(least, float(heaviest[room - 1] - heaviest[room]))
     return least
