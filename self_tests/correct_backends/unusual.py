@@ -94,6 +94,30 @@ class RoundedUpOverTensorRanks(AllToAllExchange):
         return room if room is None or self.config.capacity.factor is not None else -(-room // tp) * tp
 
 
+class CapacityOnTheWire(AllToAllExchange):
+    """Sends as many rows to every expert as any is sent from any rank; the experts receive the filled ones alone."""
+
+    @property
+    def claims(self) -> Claims:
+        return replace(super().claims, wire="capacity")
+
+    def _room(self, routing: Routing) -> int | None:
+        counts_E = torch.bincount(routing.ids_TK[routing.ids_TK >= 0], minlength=routing.experts)
+        return capacity.lossless(self.config, counts_E, self.topology.group("ep_etp"))
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        delivery, sent = super().dispatch(x, routing)
+        filled_R = (delivery.rows_RD != 0).any(1)  # zeros fill up
+        assert delivery.counts_N is not None
+        counts_N = torch.stack([part.sum() for part in filled_R.split(delivery.counts_N.tolist())])
+        return Delivery.grouped(delivery.rows_RD[filled_R], counts_N), (sent, filled_R)
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        sent, filled_R = handle
+        whole_RD = rows.new_zeros(len(filled_R), rows.shape[1]).index_put(filled_R.nonzero(as_tuple=True), rows)
+        return super().combine(whole_RD, sent)
+
+
 class KeepsTheLast(Router):
     """By position the last slots of an expert stay: against DROP-06, and no matter of other ranks' tokens."""
 
@@ -129,6 +153,12 @@ class ByChoices(Native):
     """Native, whose router lets first choices stay first."""
 
     session_class = NativeSession.building(FirstChoicesFirst)
+
+
+class FullWire(Native):
+    """Native, whose exchange sends its capacity."""
+
+    session_class = NativeSession.building(CapacityOnTheWire)
 
 
 class RoundedUp(Native):

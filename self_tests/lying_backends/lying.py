@@ -21,6 +21,7 @@ from moe_conformance.backends.native.router.routing import Router
 from moe_conformance.contract import Claims, Config, Delivery, Named, Read, Routing, SplitExchange, Unsupported
 from moe_conformance.topology import RankLists
 from self_tests.correct_backends.unusual import (
+    CapacityOnTheWire,
     FirstChoicesFirst,
     NormalisesOverTheKept,
     RanksByScore,
@@ -125,6 +126,32 @@ class ChoicesUnsaid(Liar):
 
     name = "lying-choices-unsaid"
     session_class = NativeSession.building(_ChoicesUnsaid)
+
+
+class _CapacityUnsaid(CapacityOnTheWire):
+    @property
+    def claims(self) -> Claims:
+        return replace(super().claims, wire="pairs")
+
+
+class CapacityUnsaid(Liar):
+    """Sends its capacity to every expert, and does not claim it."""
+
+    name = "lying-capacity-unsaid"
+    session_class = NativeSession.building(_CapacityUnsaid)
+
+
+class _AsksTwice(CapacityOnTheWire):
+    def _room(self, routing: Routing) -> int | None:
+        super()._room(routing)
+        return super()._room(routing)
+
+
+class AsksTwice(Liar):
+    """Claims that it sends its capacity, and reduces another number beside it."""
+
+    name = "lying-asks-twice"
+    session_class = NativeSession.building(_AsksTwice)
 
 
 class _WireUnsaid(AllGatherExchange):

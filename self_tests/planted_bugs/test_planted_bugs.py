@@ -85,6 +85,9 @@ LIARS = [
     (lying.WrongPlace, "EXCH-03", EP2, "even", "has no routing weight"),
     (lying.WrongWire, "COST-04", EP2, "even", "rows; needed: "),
     (lying.ChoicesUnsaid, "DROP-06", EP2, "capacity-tight-position", "by design claims drop_order = 'choices'"),
+    (lying.CapacityUnsaid, "PACK-13", EP2, "uneven", "to every expert by design claims wire = 'capacity'"),
+    (lying.CapacityUnsaid, "COST-03", EP2, "uneven", "sends every rank's capacity to every expert"),
+    (lying.AsksTwice, "PACK-13", EP2, "uneven", "2 times instead of 1"),
     (lying.SaysChoices, "DROP-06", EP2, "capacity-tight-position", "does not claim drop_order = 'choices'"),
     (lying.ScoresUnsaid, "DROP-05", EP2, "capacity-biased", "by design claims drop_by = 'scores'"),
     (lying.SaysScores, "DROP-05", EP2, "capacity-biased", "by design does not claim drop_by = 'scores'"),
@@ -260,6 +263,12 @@ class TestDetection:
         """A backend that rounds it up for that passes."""
         backend = "self_tests.correct_backends.unusual:RoundedUp"
         checked.check_passes(backend, requirement, "alltoall", TP2_EP2, "lossless-one-expert")
+
+    @pytest.mark.parametrize("requirement", ["COST-03", "EXCH-05", "PACK-13"])
+    def test_a_capacity_is_no_token_count(self, checked: CheckedRuns, requirement: str) -> None:
+        """A backend that reduces the capacity that it sends, and says that it sends it, reduces no token count."""
+        backend = "self_tests.correct_backends.unusual:FullWire"
+        checked.check_passes(backend, requirement, "alltoall", EP2, "uneven")
 
     def test_another_policy_is_no_matter_of_other_ranks(self, checked: CheckedRuns) -> None:
         """A backend that keeps the last slots instead of the first passes: it ignores other ranks' tokens."""
