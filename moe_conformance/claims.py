@@ -47,7 +47,7 @@ class Claims:
     copies: Literal["complete", "parts"] = "complete"
     # What a value that is not finite reaches (EXCH-41, EXCH-42). own: its own token and experts; all: any token and
     # expert of the exchange group, as in a product with one-hot tensors, which multiplies it by 0. With "all" these two
-    # are reported as not adapted.
+    # are reported as not adapted where something else is not finite; what is finite is judged all the same.
     non_finite: Literal["own", "all"] = "own"
     # Where this exchange applies routing weights (EXCH-05). None: as `Session.weights_at` says.
     weights_at: Literal["input", "expert", "combine"] | None = None
@@ -69,15 +69,14 @@ class Claims:
     padding: Literal["no", "group_max", "bound"] = "no"
     # The padded number of tokens is a multiple of it; needed with `padding` (PACK-02).
     alignment: int | None = None
-    # The dtype in which a router computes, if that is not the dtype of its tokens (GROUP-07).
+    # The dtype in which a router computes, if that is not the dtype of its tokens. A router of float32 on tokens of
+    # float64 is held to float32 in GROUP-07, which fails if it computes in float64; no other check follows it.
     dtype: torch.dtype | None = None
     # Chunks of packed sequences over cp (PACK-15). mirrored: rank c holds chunks c and 2 cp - 1 - c; other: any order.
     context_order: Literal["mirrored", "other"] = "mirrored"
     # With `Config.wire` "float8" (EXCH-30, COST-09): the format of the numbers, and how many columns share a scale.
     wire_format: Literal["e4m3", "e5m2"] = "e4m3"
     wire_block: int | None = None  # None: all columns
-    # Who implements backward; the report shows it, and no check depends on it.
-    autograd: Literal["library", "adapter"] = "library"
 
     def __post_init__(self) -> None:
         """Refuse values that the annotations do not allow."""

@@ -253,6 +253,37 @@ class KeptUnsaid(Liar):
     session_class = NativeSession.building(_KeptUnsaid)
 
 
+class _SaysFloat32(Router):
+    @property
+    def claims(self) -> Claims:
+        return replace(super().claims, dtype=torch.float32)
+
+
+class SaysFloat32(Liar):
+    """Claims that its routers compute in float32 whatever the tokens are; they compute in float64 where tokens do."""
+
+    name = "lying-says-float32"
+    session_class = NativeSession.building(_SaysFloat32)
+
+
+class _SaysSpread(AllToAllExchange):
+    @property
+    def claims(self) -> Claims:
+        return replace(super().claims, non_finite="all")
+
+    def _back(self, rows: Tensor, handle: Any) -> Tensor:
+        y = super()._back(rows, handle)
+        shift = 0.5 * (~y.detach().isfinite()).any()
+        return y + shift
+
+
+class SaysSpread(Liar):
+    """Claims that a value that is not finite reaches other tokens, and moves them by a finite number."""
+
+    name = "lying-says-spread"
+    session_class = NativeSession.building(_SaysSpread)
+
+
 class _SaysKept(Router):
     @property
     def claims(self) -> Claims:

@@ -88,6 +88,8 @@ LIARS = [
     (lying.CapacityUnsaid, "PACK-13", EP2, "uneven", "to every expert by design claims wire = 'capacity'"),
     (lying.CapacityUnsaid, "COST-03", EP2, "uneven", "sends every rank's capacity to every expert"),
     (lying.AsksTwice, "PACK-13", EP2, "uneven", "2 times instead of 1"),
+    (lying.SaysFloat32, "GROUP-07", EP2_EDP2, "proxy-even", "routers claim dtype = torch.float32, and all outputs"),
+    (lying.SaysSpread, "EXCH-41", EP2, "spoilt-tokens-even", "the token is finite, and rank"),
     (lying.SaysChoices, "DROP-06", EP2, "capacity-tight-position", "does not claim drop_order = 'choices'"),
     (lying.ScoresUnsaid, "DROP-05", EP2, "capacity-biased", "by design claims drop_by = 'scores'"),
     (lying.SaysScores, "DROP-05", EP2, "capacity-biased", "by design does not claim drop_by = 'scores'"),
