@@ -7,6 +7,7 @@ from y.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -91,6 +92,21 @@ def _by_design(reading: Reading, expected: LayerExpected) -> str:
     for rule, note in expected.rule.others():
         if all(worst.holds for *_, worst in _outputs(reading, expected.by(rule))):
             return note
+    return _cause(reading, expected)
+
+
+def _cause(reading: Reading, expected: LayerExpected) -> str:
+    """Name the option that the layer ignores, if that explains all outputs."""
+    config = expected.workload.config
+    other = "position" if config.capacity.drop_policy == "weights" else "weights"
+    ignored: dict[str, dict[str, object]] = {
+        "no slot was dropped": {"capacity.factor": None},
+        f"slots are kept as by {other}": {"capacity.drop_policy": other},
+    }
+    for words, options in ignored.items():
+        workload = replace(expected.workload, config=config.changed(options))
+        if all(worst.holds for *_, worst in _outputs(reading, replace(expected, workload=workload))):
+            return f"; likely cause: {words}"
     return ""
 
 

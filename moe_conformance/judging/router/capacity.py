@@ -181,10 +181,20 @@ def _judge_kept(reading: Reading, tally: Tally, policy: Policy | None = None) ->
             findings += _overtaken(drops, place, policy) or likeliest(_wrong_counts(drops, place))
     if findings:
         design = _by_design(drops, lambda other, place: _legal(other, place, policy))
-        fail(WrongSelection, "route", findings, note=design)
+        fail(WrongSelection, "route", findings, note=design or _by_another_policy(drops, policy))
     for place in drops.places:
         loads, (room, *_) = drops.loads(place), drops.capacities(place)
         tally.add(pairs=sum(n for n in loads if n > room) or sum(loads), rank=place[1])
+
+
+def _by_another_policy(drops: Drops, policy: Policy | None) -> str:
+    """Say so if everything is as by the policy that was not configured."""
+    asked, others = policy or drops.rule.policy(drops.workload.config), dict[Policy, str]()
+    others |= {"weight": "weights", "position": "position", "choice": "position, first choices first"}
+    for other, words in others.items():
+        if asked not in (other, "any") and all(_legal(drops, place, other) for place in drops.places):
+            return f"; likely cause: slots are kept as by {words}"
+    return ""
 
 
 def _legal(drops: Drops, place: Place, policy: Policy | None) -> bool:

@@ -208,7 +208,7 @@ class DroppedLearnLikeTheKept(AllToAllExchange):
 
 
 @planted(
-    Expectation("DROP-10", "layer-dropped-even", "combine", "had all slots dropped; y is not zero"),
+    Expectation("DROP-10", "layer-dropped-even", "combine", "y is not zero", "likely cause: no slot was dropped"),
     Expectation("DROP-09", "layer-dropped-even", "combine", "kept 1 of 2 slots; y is not the sum over these: "),
     Expectation("DROP-10", "layer-dropped-position-even", "combine", "had all slots dropped; y is not zero"),
 )
@@ -221,7 +221,7 @@ class LayerIgnoresItsCapacity(Layer):
 
 
 @planted(
-    Expectation("DROP-09", "layer-dropped-even", "combine", "slots; y is not the sum over these: "),
+    Expectation("DROP-09", "layer-dropped-even", "combine", "is not the sum over these", "are kept as by position"),
 )
 class LayerDropsByPosition(Layer):
     """The layer hands its router no drop policy, which is by position then."""
