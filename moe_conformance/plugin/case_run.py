@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from moe_conformance.plan import Case, Cell, too_large
 from moe_conformance.plugin import repeating
 from moe_conformance.plugin.alongside import Twins
 from moe_conformance.plugin.case_items import CaseItem, Check
+from moe_conformance.plugin.factors import Factors
 from moe_conformance.plugin.outcomes import Kept, Outcomes
 from moe_conformance.plugin.recording import as_of_a_crash, attach, record_of, translate
 from moe_conformance.plugin.run import Run
@@ -35,6 +36,10 @@ class CaseRun:
     outcomes: Outcomes
     followers: Mapping[str, Sequence[Case]] = field(default_factory=dict)  # by node id of an item: what ranks begin
     imported: set[str] = field(default_factory=set)  # backends whose import was looked at
+
+    @cached_property
+    def _factors(self) -> Factors:
+        return Factors(self.run, self.outcomes)
 
     def __call__(self, item: CaseItem) -> None:
         """Let every check judge the case; one that fails keeps none of the others from its verdict."""
@@ -88,6 +93,10 @@ class CaseRun:
             self.run, self.outcomes, check, trial, ended, case, partial(self._ask_again, check, case)
         )
         record = record_of(self.run, check, trial, ended)
+        if record.verdict == "fail":
+            when = check.asked.mark.kwargs.get("when")
+            told_apart = self._factors.told(ended, case, when, partial(self._ask_again, check))
+            record = replace(record, message=told_apart.message)
         if ended.crashed and record.requirements == EVERY_RANK_FINISHES:
             item.crashes.add(told)
         report = pytest.TestReport(

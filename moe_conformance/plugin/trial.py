@@ -76,6 +76,7 @@ class Ending:
     violated: tuple[str, ...] = ()  # which of several requirements, where the mismatch says so
     failed: tuple[Mismatch, ...] = ()  # of drawn workloads, each with the outcome of its smallest
     faults: tuple[Fault, ...] = ()  # what a waiver is compared with
+    ratio: float | None = None  # the one factor by which all elements are off
     crashed: bool = False  # a rank of the case did not finish: no check of it has anything to judge
 
 
@@ -127,6 +128,7 @@ def ending(trial: Trial, error: BaseException | None) -> Ending:
         violated=_violated(mismatches),
         failed=tuple(mismatch for mismatch in mismatches if mismatch.outcome is not None),
         faults=tuple(Fault(type(each).__name__, each.stage, str(each), each.size) for each in mismatches),
+        ratio=first.ratio,
         crashed=isinstance(first, RunFailed) and not _finished(outcome),
     )
 

@@ -134,6 +134,12 @@ class TestRecord:
             f"moe-conformance run --backend {TOY} --ranks 2 --only EXCH-05 -- -k 'test_outputs[wrong-ep2-even]'"
         )
 
+    def test_sizes_of_one_value_are_told_apart_by_another_layout(self, report):
+        """A factor of two on two ranks may be ep, the world or K; on a single rank it is K or none of these."""
+        failed = record(report, "test_outputs[wrong-ep2-even]")
+        further = "on single, where world = 1, dp = 1, ep = 1, K = 2, it is 2.000 x: K"
+        assert further == failed.message.rpartition("; ")[2]
+
     def test_a_pass_says_what_it_compared(self, report):
         """Elements and ranks are counted, and the backend says what it resolved to."""
         passed = record(report, "test_outputs[right-ep2-even]")
