@@ -17,7 +17,7 @@ from self_tests.planted_bugs.plant import Expectation, planted
     Expectation("EXPT-01", "own-even", "experts", "likely cause: only this rank's part is in it"),
     Expectation("GRAD-18", "layer-even", "combine", "likely cause: only this rank's part is in it"),
 )
-class OwnPartAlone(AllGatherExchange):
+class SumOverRanksLeftOut(AllGatherExchange):
     """Every rank takes its own tokens out of its own outputs, and the sum over ranks is left out."""
 
     def _back(self, rows: Tensor, handle: Any) -> Tensor:
