@@ -62,6 +62,9 @@ class Claims:
     # With a capacity and `routing.normalise` (DROP-09, DROP-11). selected: weights are divided by the sum over all
     # slots that a token selected; kept: by the sum over those of them that were kept.
     normalised_over: Literal["selected", "kept"] = "selected"
+    # A router adds noise while it trains (ROUTE-01, ROUTE-02). training: the built surface has a method `train(mode)`,
+    # as `nn.Module` has, and the suite calls `train(False)` before it runs anything: without noise all checks hold.
+    noise: Literal["no", "training"] = "no"
     # A capacity that drops nothing is rounded up to a multiple of tp, whose ranks share the rows (DROP-08).
     capacity_over: Literal["tp"] | None = None
     # Token counts are padded to a common number, as `Config.padding.tokens`; also where it is not configured, if the

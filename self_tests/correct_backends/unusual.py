@@ -167,6 +167,24 @@ class RoundedUp(Native):
     session_class = NativeSession.building(RoundedUpOverTensorRanks)
 
 
+class NoisyInTraining(Router):
+    """Adds noise to its logits while it trains, and says so."""
+
+    @property
+    def claims(self) -> Claims:
+        return replace(super().claims, noise="training")
+
+    def _logits(self, x_TD: Tensor) -> Tensor:
+        logits_TE = super()._logits(x_TD)
+        return logits_TE + torch.randn_like(logits_TE) if self.training else logits_TE
+
+
+class Noisy(Native):
+    """Native, whose router is noisy."""
+
+    session_class = NativeSession.building(NoisyInTraining)
+
+
 class RanksByScore(Router):
     """By weight the slots of the highest scores stay, whatever the weights are divided by; it says so."""
 

@@ -23,6 +23,7 @@ from moe_conformance.topology import RankLists
 from self_tests.correct_backends.unusual import (
     CapacityOnTheWire,
     FirstChoicesFirst,
+    NoisyInTraining,
     NormalisesOverTheKept,
     RanksByScore,
     RoundsCapacitiesDown,
@@ -251,6 +252,31 @@ class KeptUnsaid(Liar):
 
     name = "lying-kept-unsaid"
     session_class = NativeSession.building(_KeptUnsaid)
+
+
+class _NoiseUnsaid(NoisyInTraining):
+    @property
+    def claims(self) -> Claims:
+        return replace(super().claims, noise="no")
+
+
+class NoiseUnsaid(Liar):
+    """Adds noise to its logits, and does not claim it."""
+
+    name = "lying-noise-unsaid"
+    session_class = NativeSession.building(_NoiseUnsaid)
+
+
+class _AlwaysNoisy(NoisyInTraining):
+    def train(self, mode: bool = True) -> _AlwaysNoisy:
+        return self
+
+
+class AlwaysNoisy(Liar):
+    """Claims that it adds noise in training only, and adds it in evaluation too."""
+
+    name = "lying-always-noisy"
+    session_class = NativeSession.building(_AlwaysNoisy)
 
 
 class _SaysFloat32(Router):

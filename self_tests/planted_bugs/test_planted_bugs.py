@@ -88,6 +88,9 @@ LIARS = [
     (lying.CapacityUnsaid, "PACK-13", EP2, "uneven", "to every expert by design claims wire = 'capacity'"),
     (lying.CapacityUnsaid, "COST-03", EP2, "uneven", "sends every rank's capacity to every expert"),
     (lying.AsksTwice, "PACK-13", EP2, "uneven", "2 times instead of 1"),
+    (lying.NoiseUnsaid, "ROUTE-01", EP2, "route-softmax", "adds noise in training by design claims noise = 'training'"),
+    (lying.AlwaysNoisy, "ROUTE-01", EP2, "route-softmax", "is there in evaluation mode too"),
+    (lying.AlwaysNoisy, "GRAD-18", EP2, "layer-even", "y of rank 0 token"),
     (lying.SaysFloat32, "GROUP-07", EP2_EDP2, "proxy-even", "routers claim dtype = torch.float32, and all outputs"),
     (lying.SaysSpread, "EXCH-41", EP2, "spoilt-tokens-even", "the token is finite, and rank"),
     (lying.SaysChoices, "DROP-06", EP2, "capacity-tight-position", "does not claim drop_order = 'choices'"),
@@ -239,6 +242,15 @@ class TestDetection:
         """A backend that keeps first slots before second ones, and says so, passes."""
         backend, workload = "self_tests.correct_backends.unusual:ByChoices", "capacity-tight-position"
         checked.check_passes(backend, "DROP-06", "alltoall", EP2, workload)
+
+    @pytest.mark.parametrize(
+        ("requirement", "workload"),
+        [("ROUTE-01", "route-softmax"), ("ROUTE-02", "route-softmax"), ("GRAD-18", "layer-even")],
+    )
+    def test_noise_in_training_may_be_claimed(self, checked: CheckedRuns, requirement: str, workload: str) -> None:
+        """A router that is noisy in training, and says so, is judged in evaluation mode and passes."""
+        backend = "self_tests.correct_backends.unusual:Noisy"
+        checked.check_passes(backend, requirement, "alltoall", EP2, workload)
 
     @pytest.mark.parametrize(
         ("backend", "workload"),
