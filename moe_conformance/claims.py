@@ -47,13 +47,24 @@ class Claims:
     copies: Literal["complete", "parts"] = "complete"
     # What a value that is not finite reaches (EXCH-41, EXCH-42). own: its own token and experts; all: any token and
     # expert of the exchange group, as in a product with one-hot tensors, which multiplies it by 0. With "all" these two
-    # are reported as not adapted.
+    # are reported as not adapted where something else is not finite; what is finite is judged all the same.
     non_finite: Literal["own", "all"] = "own"
     # Where this exchange applies routing weights (EXCH-05). None: as `Session.weights_at` says.
     weights_at: Literal["input", "expert", "combine"] | None = None
     # `drop_policy` "position" (DROP-06). tokens: slots are kept in the order of tokens; choices: the first choices of
     # all tokens before any second choice.
     drop_order: Literal["tokens", "choices"] = "tokens"
+    # `drop_policy` "weights" (DROP-05): the slots that are kept are those of the highest routing weights; or scores: of
+    # the highest scores of the router, without expert bias, normalisation and scale.
+    drop_by: Literal["weights", "scores"] = "weights"
+    # A capacity that is no whole number is rounded up, or down (DROP-01).
+    capacity_rounding: Literal["up", "down"] = "up"
+    # With a capacity and `routing.normalise` (DROP-09, DROP-11). selected: weights are divided by the sum over all
+    # slots that a token selected; kept: by the sum over those of them that were kept.
+    normalised_over: Literal["selected", "kept"] = "selected"
+    # A router adds noise while it trains (ROUTE-01, ROUTE-02). training: the built surface has a method `train(mode)`,
+    # as `nn.Module` has, and the suite calls `train(False)` before it runs anything: without noise all checks hold.
+    noise: Literal["no", "training"] = "no"
     # A capacity that drops nothing is rounded up to a multiple of tp, whose ranks share the rows (DROP-08).
     capacity_over: Literal["tp"] | None = None
     # Token counts are padded to a common number, as `Config.padding.tokens`; also where it is not configured, if the
@@ -61,15 +72,14 @@ class Claims:
     padding: Literal["no", "group_max", "bound"] = "no"
     # The padded number of tokens is a multiple of it; needed with `padding` (PACK-02).
     alignment: int | None = None
-    # The dtype in which a router computes, if that is not the dtype of its tokens (GROUP-07).
+    # The dtype in which a router computes, if that is not the dtype of its tokens. A router of float32 on tokens of
+    # float64 is held to float32 in GROUP-07, which fails if it computes in float64; no other check follows it.
     dtype: torch.dtype | None = None
     # Chunks of packed sequences over cp (PACK-15). mirrored: rank c holds chunks c and 2 cp - 1 - c; other: any order.
     context_order: Literal["mirrored", "other"] = "mirrored"
     # With `Config.wire` "float8" (EXCH-30, COST-09): the format of the numbers, and how many columns share a scale.
     wire_format: Literal["e4m3", "e5m2"] = "e4m3"
     wire_block: int | None = None  # None: all columns
-    # Who implements backward; the report shows it, and no check depends on it.
-    autograd: Literal["library", "adapter"] = "library"
 
     def __post_init__(self) -> None:
         """Refuse values that the annotations do not allow."""

@@ -258,7 +258,8 @@ class Limit:
     forward and backward. `halves_in_flight`: number of microbatches between dispatch and combine. `steps`: how often
     the gradients of the same modules are finished; between two steps the suite sets them to None, or to zero in place.
     `deterministic`: runs under `torch.use_deterministic_algorithms`, set before the session is opened. `wrong_use`:
-    invalid input on one rank, for which the other ranks may wait for ever; input that violates the config (more tokens
+    invalid input on one rank, for which the other ranks may wait for ever, and answers that do not fit the handle of a
+    combine, on any rank; input that violates the config (more tokens
     than `padding.bound`, or `token_copies` that differ) is not covered by it. `uneven_tokens` does not cover
     `Config.padding.packed`: an exchange that needs equal T has to refuse that while it is built.
 

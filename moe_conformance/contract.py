@@ -197,7 +197,7 @@ class Placed(Resolved, Protocol):
 class Exchange(Placed, Protocol):
     """Dispatch, the given experts, combine. x: (*lead, D) -> y: (*lead, D) with prod(lead) == T.
 
-    ep = 1 is a local permute. Backward is the library's; if the adapter implements it, it claims `autograd` "adapter".
+    ep = 1 is a local permute. Backward is the library's; if the adapter implements it, `resolved` shows so.
     """
 
     def __call__(self, x: Tensor, routing: Routing, expert: ExpertFn) -> Tensor:

@@ -275,6 +275,13 @@ class Plan:
             for number in numbers:
                 yield from (case for case in self._cases(number, cell) if case.workload.kind == kind)
 
+    def of_cell(self, case: Case, cell: Cell) -> list[Case]:
+        """Return what has the name and the kind of a case in another cell of this plan, selected or not."""
+        numbers = [number for number, source in enumerate(self._sources) if case.workload.kind in source.kinds]
+        pool = (other for number in numbers for other in self._pool_of(number, cell))
+        asked = (case.workload.kind, case.workload.name)
+        return [other for other in pool if (other.workload.kind, other.workload.name) == asked]
+
     def drawing(self, kind: str) -> tuple[Cell, ...]:
         """Return the cells for which Hypothesis draws workloads of a kind.
 

@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from moe_conformance.contract import Claims, Config, Limit, Topology, Unsupported, refusals
+from moe_conformance.contract import Config, Limit, Topology, Unsupported, refusals
 from moe_conformance.surfaces import Received, Session
 
 _INSTALL = "it is built on a machine with GPUs, from github.com/deepseek-ai/DeepEP; see docs/token_exchange.md"
@@ -112,8 +112,8 @@ class TokenExchange:
         """Take the buffer of the group."""
         self._buffer, self._experts = buffer, experts
         self.local_experts = local_experts
-        self.resolved: Mapping[str, str] = {"token_exchange": f"{type(buffer).__module__}.{type(buffer).__name__}"}
-        self.claims = Claims(autograd="adapter")
+        built = f"{type(buffer).__module__}.{type(buffer).__name__}"
+        self.resolved: Mapping[str, str] = {"token_exchange": built, "backward": "the adapter's"}
 
     def dispatch(
         self,

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from moe_conformance.plan import Case
+from moe_conformance.waiving import only_should
 
 ARGUMENTS = frozenset({"outcome", "reading", "tally", "twins"})  # what a check of cases may ask for
 _OF_A_CASE = ARGUMENTS - {"tally"}  # what only a case has
@@ -110,6 +111,7 @@ class CaseItem(pytest.Item):
         super().__init__(**node)
         self.case = case
         self.checks: list[Check] = []
+        self.crashes: set[str] = set()  # the messages of those that were reported under EXCH-09
         self._run = run
         self._telling: Check | None = None
 
@@ -158,7 +160,10 @@ def checks_of(collector: pytest.Collector, asked: CaseFunction, cases: Sequence[
 
 
 def by_case(items: Iterable[pytest.Item], run: Callable[[CaseItem], None]) -> Iterator[pytest.Item]:
-    """Yield one item per case, where the first of its checks was, and all other items where they were."""
+    """Yield one item per case, where the first of its checks was, and all other items where they were.
+
+    Of the checks of a case those of a SHOULD come last.
+    """
     found: dict[str, CaseItem] = {}
     grouped: list[pytest.Item] = []
     for item in items:
@@ -172,6 +177,8 @@ def by_case(items: Iterable[pytest.Item], run: Callable[[CaseItem], None]) -> It
             found[item.case.id] = made
             grouped.append(made)
         found[item.case.id].checks.append(item)
+    for made in found.values():  # -x ends a case with its first failure
+        made.checks.sort(key=lambda check: only_should(check.asked.requirements))
     yield from grouped
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import pytest
@@ -16,10 +16,12 @@ from moe_conformance.plan import Case, Cell, too_large
 from moe_conformance.plugin import repeating
 from moe_conformance.plugin.alongside import Twins
 from moe_conformance.plugin.case_items import CaseItem, Check
+from moe_conformance.plugin.factors import Factors
 from moe_conformance.plugin.outcomes import Kept, Outcomes
-from moe_conformance.plugin.recording import attach, record_of, translate
+from moe_conformance.plugin.recording import as_of_a_crash, attach, record_of, translate
 from moe_conformance.plugin.run import Run
 from moe_conformance.plugin.trial import Ending, Trial, ending, refusal_of
+from moe_conformance.report.records import EVERY_RANK_FINISHES
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.scenarios.script import SESSION
 from moe_conformance.workloads.records.features import broken
@@ -34,6 +36,10 @@ class CaseRun:
     outcomes: Outcomes
     followers: Mapping[str, Sequence[Case]] = field(default_factory=dict)  # by node id of an item: what ranks begin
     imported: set[str] = field(default_factory=set)  # backends whose import was looked at
+
+    @cached_property
+    def _factors(self) -> Factors:
+        return Factors(self.run, self.outcomes)
 
     def __call__(self, item: CaseItem) -> None:
         """Let every check judge the case; one that fails keeps none of the others from its verdict."""
@@ -79,12 +85,20 @@ class CaseRun:
         stops = (pytest.exit.Exception, KeyboardInterrupt)
         call = pytest.CallInfo.from_call(partial(self._ask, item, check, trial), when="call", reraise=stops)
         ended = ending(trial, call.excinfo.value if call.excinfo else None)
+        ended = as_of_a_crash(ended, item.crashes, elsewhere=_finishing(item) not in (None, check))
+        told = ended.message
         if ended.verdict == "error":
             ended = replace(ended, detail=_python_traceback(check, call))
         ended = repeating.looked_again(
             self.run, self.outcomes, check, trial, ended, case, partial(self._ask_again, check, case)
         )
         record = record_of(self.run, check, trial, ended)
+        if record.verdict == "fail":
+            when = check.asked.mark.kwargs.get("when")
+            told_apart = self._factors.told(ended, case, when, partial(self._ask_again, check))
+            record = replace(record, message=told_apart.message)
+        if ended.crashed and record.requirements == EVERY_RANK_FINISHES:
+            item.crashes.add(told)
         report = pytest.TestReport(
             nodeid=check.nodeid,
             location=check.location,
@@ -140,6 +154,11 @@ def _arguments(check: Check, trial: Trial, kept: Kept, twins: Callable[[], Twins
         "twins": twins,
     }
     return {name: offered[name]() for name in check.asked.arguments}
+
+
+def _finishing(item: CaseItem) -> Check | None:
+    """Return the check of a case that every rank finishes, under which a crash is reported; None if it has none."""
+    return next((each for each in item.checks if each.asked.requirements == EVERY_RANK_FINISHES), None)
 
 
 def limit_of(case: Case) -> Limit | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from moe_conformance.plugin import examples
 from moe_conformance.plugin.run import Run
 from moe_conformance.plugin.trial import Ending, Trial
-from moe_conformance.report.records import FAILING, PROPERTY, Record
+from moe_conformance.report.records import CASE_CRASHED, EVERY_RANK_FINISHES, FAILING, PROPERTY, Record
 from moe_conformance.report.words import failure
 from moe_conformance.waiving import Item, Waiver, only_should
 from moe_conformance.workloads.records.features import traits
@@ -21,6 +22,8 @@ def record_of(run: Run, item: pytest.Item, trial: Trial, ended: Ending) -> Recor
     decided = tuple(sorted(trial.tally.decided)) if ended.verdict == "pass" else ()
     requirements = ended.violated or decided or trial.requirements
     waiver = waiver_of(run, item, trial, requirements, ended)
+    if ended.crashed and not _known(waiver, requirements, ended):
+        requirements = EVERY_RANK_FINISHES
     if advised(run, requirements, ended):
         ended = replace(ended, verdict="not kept", message=f"SHOULD, not kept: {ended.message}")
     elif waiver is not None and ended.verdict in ("fail", "crash", "hang"):
@@ -54,6 +57,25 @@ def record_of(run: Run, item: pytest.Item, trial: Trial, ended: Ending) -> Recor
     )
 
 
+def as_of_a_crash(ended: Ending, told: Collection[str], elsewhere: bool) -> Ending:
+    """Return how a check ended; as not run, if what it met is the crash of its case and another check reports that.
+
+    Args:
+        ended: How it ended.
+        told: The messages of the case's crashes that checks of it have reported under EXCH-09.
+        elsewhere: Another check of the case is of EXCH-09.
+    """
+    if not ended.crashed or not (elsewhere or ended.message in told):
+        return ended
+    why = f"not run: the case crashed, which is reported under {EVERY_RANK_FINISHES[0]}"
+    return Ending("not run", why, CASE_CRASHED)
+
+
+def _known(waiver: Waiver | None, requirements: tuple[str, ...], ended: Ending) -> bool:
+    """Whether a waiver of some requirements names how an item ended."""
+    return waiver is not None and set(requirements) <= set(waiver.requirements) and waiver.excuses(ended.faults)
+
+
 def _excused(ended: Ending, waiver: Waiver) -> Ending:
     """Return a failure as waived, if it is the one that the waiver names; else say that it is another."""
     if waiver.excuses(ended.faults):
@@ -73,16 +95,19 @@ def advised(run: Run, requirements: tuple[str, ...], ended: Ending) -> bool:
 def waiver_of(run: Run, item: pytest.Item, trial: Trial, requirements: tuple[str, ...], ended: Ending) -> Waiver | None:
     """Return the waiver that holds where the item is, if one does; of several the one that excuses how it ended.
 
-    Without --strict a SHOULD that is not kept needs none; a crash or a hang always does.
+    Without --strict a SHOULD that is not kept needs none; a crash or a hang always does. A crash is looked for under
+    the check's own requirements, and under that of a run that ends.
     """
     if not run.options.strict and only_should(requirements) and ended.verdict not in ("crash", "hang"):
         return None
     if trial.cell is None:
-        asked = Item.of_groups(item.name, requirements)
-    else:
-        workload = trial.workload.name if trial.workload else None
-        asked = Item(item.name, requirements, trial.cell.variant, trial.cell.layout.name, workload)
-    return run.waivers.match(asked, ended.faults)
+        return run.waivers.match(Item.of_groups(item.name, requirements), ended.faults)
+    workload = trial.workload.name if trial.workload else None
+    asked = Item(item.name, requirements, trial.cell.variant, trial.cell.layout.name, workload)
+    waiver = run.waivers.match(asked, ended.faults)
+    if not ended.crashed or _known(waiver, requirements, ended):
+        return waiver
+    return run.waivers.match(replace(asked, requirements=EVERY_RANK_FINISHES), ended.faults) or waiver
 
 
 def attach(report: pytest.TestReport, record: Record, config: pytest.Config) -> None:

@@ -76,6 +76,8 @@ class Ending:
     violated: tuple[str, ...] = ()  # which of several requirements, where the mismatch says so
     failed: tuple[Mismatch, ...] = ()  # of drawn workloads, each with the outcome of its smallest
     faults: tuple[Fault, ...] = ()  # what a waiver is compared with
+    ratio: float | None = None  # the one factor by which all elements are off
+    crashed: bool = False  # a rank of the case did not finish: no check of it has anything to judge
 
 
 def refusal_of(outcome: Outcome) -> tuple[Verdict, str] | None:
@@ -126,6 +128,8 @@ def ending(trial: Trial, error: BaseException | None) -> Ending:
         violated=_violated(mismatches),
         failed=tuple(mismatch for mismatch in mismatches if mismatch.outcome is not None),
         faults=tuple(Fault(type(each).__name__, each.stage, str(each), each.size) for each in mismatches),
+        ratio=first.ratio,
+        crashed=isinstance(first, RunFailed) and not _finished(outcome),
     )
 
 
@@ -172,6 +176,10 @@ def _violated(mismatches: list[Mismatch]) -> tuple[str, ...]:
     """
     named = [getattr(mismatch, "requirement", None) for mismatch in mismatches]
     return tuple(sorted({each for each in named if each})) if all(named) else ()
+
+
+def _finished(outcome: Outcome | None) -> bool:
+    return outcome is None or all(rank.status in ("ok", "refused") for rank in outcome.ranks)
 
 
 def _run_verdict(outcome: Outcome | None) -> Verdict:

@@ -17,8 +17,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_conformance.report.records import FAILING, Record
-from moe_conformance.report.standing import Place, Standing, in_words, standings
+from moe_conformance.report.records import CASE_CRASHED, FAILING, Record
+from moe_conformance.report.standing import Place, Standing, in_words, places, standings
 
 FOLDER = Path(__file__).parents[1] / "floors"
 RANKS = 4  # of the run that a floor is written from
@@ -38,16 +38,22 @@ class Floor:
     places: frozenset[Place]
 
     def fallen(self, records: Iterable[Record], run: Collection[Place]) -> Iterator[tuple[Place, str]]:
-        """Yield each place that does not pass any more, with what it is now; failures are told elsewhere.
+        """Yield each place that does not pass any more, with what it is now.
+
+        Failures are told elsewhere, and so are crashes, for which other checks were not run.
 
         Args:
             records: Of the run.
             run: The places of which the run had all cases; the others are not looked at.
         """
+        records = list(records)
         found = standings(records)
+        crashed = places(record for record in records if record.kind == CASE_CRASHED)
         for place in sorted(self.places & set(run)):
             stands = found.get(place)
             verdict = "not run" if stands is None else stands.verdict
+            if verdict == "not run" and place in crashed:
+                continue
             if verdict not in ("pass", "not applicable", *FAILING):
                 yield place, verdict
 

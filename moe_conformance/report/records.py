@@ -25,6 +25,9 @@ _PRECEDENCE: tuple[Verdict, ...] = (
 
 PROPERTY = "moe-conformance"
 
+EVERY_RANK_FINISHES = ("EXCH-09",)  # what a case violates of which a rank raised, died or hung
+CASE_CRASHED = "CaseCrashed"  # the kind of what was not run since a rank of its case crashed or hung
+
 
 def nothing_compared() -> dict[str, Any]:
     """Return what a check has compared before it began."""
@@ -73,7 +76,9 @@ class Record:
 
     def reproduce(self, again: str) -> str:
         """Return the command that judges this alone, given the one that repeats the run, as a report's head has it."""
-        return f"{again} --only {','.join(self.requirements)} -- -k {shlex.quote(self.item)}"
+        # The check that met a crash may be one of another requirement than the one that is violated.
+        only = "" if self.verdict in ("crash", "hang") else f" --only {','.join(self.requirements)}"
+        return f"{again}{only} -- -k {shlex.quote(self.item)}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as lists, dicts, strings and numbers, without what is at its default."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from moe_conformance.report.records import FAILING, Record
+from moe_conformance.waiving import only_should
 
 IN_FULL = 5  # distinct failures that the terminal tells in full
 
@@ -48,13 +49,17 @@ def failure(record: Record, again: str) -> str:
 
 
 def groups(records: Iterable[Record]) -> list[Group]:
-    """Group failing records by what went wrong: crashes, then hangs, then the rest; of each the most cases first."""
+    """Group failing records by what went wrong: crashes, hangs, MUST, SHOULD; of each the most cases first."""
     found: dict[tuple[str, ...], list[Record]] = {}
     for record in records:
         if record.verdict in FAILING:
             found.setdefault(_kind(record), []).append(record)
     grouped = [Group(tuple(group)) for group in found.values()]
-    return sorted(grouped, key=lambda group: (_RANK.get(group.first.verdict, len(_RANK)), -len(group.records)))
+    return sorted(grouped, key=lambda group: (*_rank(group.first), -len(group.records)))
+
+
+def _rank(record: Record) -> tuple[int, bool]:
+    return _RANK.get(record.verdict, len(_RANK)), only_should(record.requirements)
 
 
 _RANK: dict[str, int] = {"crash": 0, "hang": 1}

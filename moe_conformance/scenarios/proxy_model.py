@@ -18,7 +18,7 @@ from moe_conformance.contract import Parametrised, Session, Unsupported, whole
 from moe_conformance.engine import RankContext
 from moe_conformance.scenarios import parameters
 from moe_conformance.scenarios.outcome import Grad, Microbatch, RankOutcome
-from moe_conformance.scenarios.reported import claims_of_all, shown_of
+from moe_conformance.scenarios.reported import claims_of_all, shown_of, without_noise
 from moe_conformance.scenarios.sessions import build, opened
 from moe_conformance.scenarios.tensors import to_cpu
 from moe_conformance.topology import Topology
@@ -175,6 +175,7 @@ class _Block:
         self.built: list[Parametrised] = [part for part in self.parts if hasattr(part, "named")]
         for surface in self.built:
             parameters.write(surface, values)
+            without_noise(surface)
         ranks = model.topology.ranks("tp")
         self.shards = {name: (dim, ranks.index(model.context.rank), len(ranks)) for name, dim in _MIX}
         self.mix = {

@@ -15,12 +15,7 @@ def claims_of(surface: object) -> Claims:
     Raises:
         Malformed: it is no `Claims`; or `resolved`, which is for display, shows another value of one of its fields.
     """
-    # An AttributeError inside the property must not read as its absence.
-    has_claims = hasattr(surface, "claims") or hasattr(type(surface), "claims")
-    claims = surface.claims if has_claims else Claims()  # type: ignore[attr-defined]
-    name = type(surface).__name__
-    if not isinstance(claims, Claims):
-        raise Malformed(f"{name}.claims is of type {type(claims).__name__}; expected Claims")
+    claims, name = _claimed(surface), type(surface).__name__
     shown = dict(getattr(surface, "resolved", {}))
     for each in fields(claims):
         claimed = getattr(claims, each.name)
@@ -28,6 +23,30 @@ def claims_of(surface: object) -> Claims:
             said = f"{name}.resolved[{each.name!r}] is {shown[each.name]!r}, and {name} claims {claimed!r}"
             raise Malformed(f"{said}: no check reads resolved; use claims = Claims({each.name}=...)")
     return claims
+
+
+def _claimed(surface: object) -> Claims:
+    # An AttributeError inside the property must not read as its absence.
+    has_claims = hasattr(surface, "claims") or hasattr(type(surface), "claims")
+    claims = surface.claims if has_claims else Claims()  # type: ignore[attr-defined]
+    if not isinstance(claims, Claims):
+        raise Malformed(f"{type(surface).__name__}.claims is of type {type(claims).__name__}; expected Claims")
+    return claims
+
+
+def without_noise(surface: object) -> None:
+    """Put a surface that claims noise in training into evaluation mode, in which it has none; others stay as they are.
+
+    Raises:
+        Malformed: it claims noise and has no `train(mode)`.
+    """
+    if _claimed(surface).noise == "no":
+        return
+    train = getattr(surface, "train", None)
+    if not callable(train):
+        sentence = f"{type(surface).__name__} claims noise = 'training' and has no method train(mode)"
+        raise Malformed(f"{sentence}; expected one, as nn.Module has, with which noise is switched off")
+    train(False)
 
 
 def claims_of_all(surfaces: Iterable[object]) -> Claims:

@@ -20,7 +20,7 @@ from moe_conformance.scenarios.exchange_with_probe import exchange_with_probe
 from moe_conformance.scenarios.outcome import Answer, RankOutcome
 from moe_conformance.scenarios.padding import large_beside_pairs
 from moe_conformance.scenarios.proof import refused_by
-from moe_conformance.scenarios.reported import claims_of, shown_of
+from moe_conformance.scenarios.reported import claims_of, shown_of, without_noise
 from moe_conformance.scenarios.sessions import Opened, build, opened
 from moe_conformance.scenarios.tensors import same_bytes, to_cpu
 from moe_conformance.scenarios.unfilled import spoil_unfilled
@@ -88,6 +88,7 @@ class Script:
                     raise Unsupported("this exchange has no halves to call apart")
         if self.workload.parameters:
             parameters.write(surface, self.workload.parameters)
+        without_noise(surface)
         return surface
 
     def _follow(self, surface: Any, world: dist.ProcessGroup) -> None:

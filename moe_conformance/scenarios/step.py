@@ -39,7 +39,7 @@ from moe_conformance.scenarios.inputs import Inputs
 from moe_conformance.scenarios.outcome import Finish, Grad, Microbatch, RankOutcome
 from moe_conformance.scenarios.padding import PaddingGradients
 from moe_conformance.scenarios.probe import Probe, part_of
-from moe_conformance.scenarios.reported import claims_of, claims_of_all, shown_of
+from moe_conformance.scenarios.reported import claims_of, claims_of_all, shown_of, without_noise
 from moe_conformance.scenarios.sessions import Opened, build, opened
 from moe_conformance.scenarios.tensors import same_bytes, to_cpu
 from moe_conformance.surfaces import Layer
@@ -132,6 +132,9 @@ class TrainingStep:
         for surface in built:
             parameters.write(surface, self.workload.parameters)
         self.hooked = [parameters.hook(surface) for surface in built] if self.workload.twist.hooked else []
+        for noisy in (*self.routers, self.undropping, self.layer):
+            if noisy is not None:
+                without_noise(noisy)
         self.buffered: frozenset[ParameterKey] = frozenset()
         if "parameters" in self.workload.twist.unasked:
             made = parameters.gradients(built, session.grad_attr)

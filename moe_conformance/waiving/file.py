@@ -21,7 +21,8 @@ One TOML file per backend, `waivers/<name>.toml`, with one `[[waiver]]` table pe
     at_most = 100                            # times the allowed error, where it was bounded; 1e300 for NaN too
 
 An item that fails in one of these ways, and in no other, is shown as waived and does not fail the run. A crash or a
-hang is a kind of its own ("Raised", "Died", "Hung"). A waiver fails the run if it is expired, incomplete, misspelt,
+hang is a kind of its own ("Raised", "Died", "Hung"); it violates EXCH-09, and is waived under that id or under those of
+the checks that meet it. A waiver fails the run if it is expired, incomplete, misspelt,
 unused or outside its versions, or if an item that it matches passes.
 
 Checks that draw their batches have the workload "drawn". Where `workloads` names "drawn with float64", or with another

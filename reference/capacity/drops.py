@@ -83,10 +83,12 @@ def legal_drops_by_rank(
     tokens_by_rank: Sequence[int] | None = None,
     weights_by_rank: Sequence[Tensor] | None = None,
     errors_by_rank: Sequence[Tensor] | None = None,
+    rounding: Literal["up", "down"] = "up",
 ) -> tuple[bool, ...]:
     """Say of each rank whether it may keep just these slots.
 
-    Args: as `legal_drop`, by rank; `tokens_by_rank` are the T_r of the capacities, if not all rows of ids.
+    Args: as `legal_drop`, by rank; `tokens_by_rank` are the T_r of the capacities, if not all rows of ids; `rounding`
+    of the capacities.
 
     Rule: the ranks are judged one by one, each by an allowed capacity of its own tokens, the same for all its
     experts. No rank sees another's tokens. A capacity over a group is that of one rank with all tokens of
@@ -108,7 +110,7 @@ def legal_drops_by_rank(
         tokens = len(ids_TK) if tokens_by_rank is None else tokens_by_rank[r]
         by_capacity = [
             legal_drop(kept_TK, ids_TK, experts, capacity=C, policy=policy, weights_TK=weights[r], errors_TK=errors[r])
-            for C in capacities(tokens, ids_TK.shape[1], experts, factor=factor, minimum=minimum)
+            for C in capacities(tokens, ids_TK.shape[1], experts, factor=factor, minimum=minimum, rounding=rounding)
         ]
         verdicts.append(any(bool(legal_E.all()) for legal_E in by_capacity))
     return tuple(verdicts)

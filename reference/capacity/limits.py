@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
-from math import ceil, isfinite
+from math import ceil, floor, isfinite
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -40,13 +41,22 @@ def loads(ids_TK: Tensor, experts: int) -> Tensor:
     return torch.tensor([counts[e] for e in range(experts)], dtype=torch.int64)  # (E,)
 
 
-def capacities(tokens: int, top_k: int, experts: int, *, factor: float, minimum: int = 0) -> tuple[int, ...]:
+def capacities(
+    tokens: int,
+    top_k: int,
+    experts: int,
+    *,
+    factor: float,
+    minimum: int = 0,
+    rounding: Literal["up", "down"] = "up",
+) -> tuple[int, ...]:
     """List every allowed capacity C of a rank with T tokens, ascending: one, or two that are neighbours.
 
     Rule: C = max(C_min, ceil(x)) with x = factor K T / E, exactly. Where x is within four float32 roundings
     of a whole number i, both i and i + 1 are allowed, as a correct product may end on either side of i. Not
     so where no order of multiplying and dividing rounds anything: E a power of two, and a K T < 2^24 with
-    factor = a / 2^p. There an i + 1 is not rounded up but one too many.
+    factor = a / 2^p. There an i + 1 is not rounded up but one too many. A backend that declares that it rounds down
+    has floor(x), and i - 1 in place of i + 1.
 
     Degenerate: x = 0 gives C_min alone; 0 < x < 1 gives 1; a factor below 1 is allowed, and a C above T too.
     Raises on a negative, NaN or infinite factor, T < 0, C_min < 0, or K not in 1..E.
@@ -57,6 +67,8 @@ def capacities(tokens: int, top_k: int, experts: int, *, factor: float, minimum:
     ((5,), (7,))
     >>> capacities(8, 3, 4, factor=1.0), capacities(10, 3, 5, factor=1.0)  # 6 exactly; 6 by way of 10 / 5
     ((6,), (6, 7))
+    >>> capacities(10, 3, 8, factor=1.25, rounding="down"), capacities(10, 3, 5, factor=1.0, rounding="down")
+    ((4,), (5, 6))
     """
     _check_sizes(tokens, top_k, experts)
     if not isfinite(factor) or factor < 0:
@@ -65,9 +77,9 @@ def capacities(tokens: int, top_k: int, experts: int, *, factor: float, minimum:
         raise ValueError(f"minimum capacity {minimum} is negative")
     exact = Fraction(factor) * top_k * tokens / experts
     whole = round(exact)
-    legal = {ceil(exact)}
+    legal = {ceil(exact) if rounding == "up" else floor(exact)}
     if abs(exact - whole) <= 4 * FLOAT32_ROUNDING * exact and not _rounds_nothing(tokens, top_k, experts, factor):
-        legal |= {whole, whole + 1}
+        legal |= {whole, whole + 1} if rounding == "up" else {whole - 1, whole}
     return tuple(sorted({max(minimum, C) for C in legal}))
 
 

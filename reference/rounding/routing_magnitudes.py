@@ -77,17 +77,26 @@ def selection_scores_measured(r: Rounding, scores_TE: Measured, bias_E: Tensor |
 
 
 def weights_measured(
-    r: Rounding, logits_TE: Measured, ids_TK: Tensor, *, score: Score, normalise: bool = False, scale: float = 1.0
+    r: Rounding,
+    logits_TE: Measured,
+    ids_TK: Tensor,
+    *,
+    score: Score,
+    normalise: bool = False,
+    scale: float = 1.0,
+    kept_TK: Tensor | None = None,
 ) -> Measured:
     """Weigh a given selection as `routing.weights` does, (T, E) and int64 (T, K) -> (T, K).
+
+    Where slots are dropped before the weights are normalised, `kept_TK` marks the others: the sum is over these.
 
     >>> logits, how = exact(torch.zeros(1, 4)), {"score": "softmax", "scale": 2.0}
     >>> weights_measured(Rounding(1.0, 0.0), logits, torch.tensor([[0, 1]]), **how).worst.tolist()
     [[1.0, 1.0]]
     """
-    chosen_TK, sum_T = _chosen(r, logits_TE, ids_TK, score)
+    chosen_TK = _masked(_chosen(r, logits_TE, ids_TK, score), kept_TK)
     if normalise:
-        chosen_TK = quotient(r, "tk,t->tk", chosen_TK, sum_T)
+        chosen_TK = quotient(r, "tk,t->tk", chosen_TK, r.total(chosen_TK, 1))
     return r.products("tk,->tk", chosen_TK, exact(torch.tensor(scale)))
 
 
@@ -104,13 +113,15 @@ def gradients_measured(
     places: Sequence[int] = (),
     sums: int = 0,
     forced_TE: Measured | None = None,
+    kept_TK: Tensor | None = None,
 ) -> tuple[Measured, Measured]:
     """Take the gradient of the weights back to the tokens and the router, (T, K) -> (T, D) and (E, D).
 
     Rule: the derivative of each step of `routing.weights`, last step first; the upstream gradient may have
     been rounded to the weights' dtype, and may have errors of its own. For the router over all ranks, measure
     the tokens of all, `places` and `sums` as in `expert_magnitudes.Sharing`. Forced logits take the place of x W^T, and
-    hand their gradient on to it as it is (`forcing_scores.straight_through`).
+    hand their gradient on to it as it is (`forcing_scores.straight_through`). `kept_TK` as in `weights_measured`; what
+    was dropped has no gradient.
 
     >>> from moe_conformance.reference.routing.routes import weights
     >>> x, router, dw = (torch.arange(n).cos().double().reshape(-1, 3) for n in (15, 12, 15))
@@ -127,17 +138,32 @@ def gradients_measured(
     >>> from moe_conformance.reference.forcing.scores import straight_through
     >>> forced = torch.arange(20).sin().double().reshape(5, 4)
     >>> w = weights(straight_through(leaves[0] @ leaves[1].T, forced), ids, score="sigmoid", **how)
-    >>> how |= {"score": "sigmoid", "forced_TE": exact(forced)}
-    >>> ours = gradients_measured(Rounding(1.0, 1.0), x, router, ids, dw, **how)
+    >>> further = {"score": "sigmoid", "forced_TE": exact(forced)}
+    >>> ours = gradients_measured(Rounding(1.0, 1.0), x, router, ids, dw, **how, **further)
     >>> all(map(torch.allclose, torch.autograd.grad(w, leaves, dw), (each.value for each in ours)))
+    True
+    >>> from moe_conformance.reference.capacity.after_drops import after_drop
+    >>> kept, dw = ids != 1, dw * (ids != 1)
+    >>> for score in ("softmax", "softmax_topk", "sigmoid", "sqrtsoftplus"):
+    ...     leaves = [x.clone().requires_grad_(), router.clone().requires_grad_()]
+    ...     w = weights(leaves[0] @ leaves[1].T, ids, score=score, **how)
+    ...     w = after_drop(ids, w, kept, renormalise=True, scale=how["scale"]).weights_TK
+    ...     ours = gradients_measured(Rounding(1.0, 1.0), x, router, ids, dw, score=score, **how, kept_TK=kept)
+    ...     print(all(map(torch.allclose, torch.autograd.grad(w, leaves, dw), (each.value for each in ours))))
+    True
+    True
+    True
     True
     """
     logits_TE = forced_TE or logits_measured(r, x_TD, router_ED)
-    chosen_TK, sum_T = _chosen(r, logits_TE, ids_TK, score)
+    chosen_TK = _chosen(r, logits_TE, ids_TK, score)
+    left_TK = _masked(chosen_TK, kept_TK)
+    sum_T = r.total(left_TK, 1)
     upstream_TK = dweights_TK if isinstance(dweights_TK, Measured) else exact(dweights_TK)
-    d_TK = r.products("tk,->tk", r.stored(upstream_TK), exact(torch.tensor(scale)))
+    d_TK = _masked(r.products("tk,->tk", r.stored(upstream_TK), exact(torch.tensor(scale))), kept_TK)
     if normalise:  # w_k = s_k / S, S = sum_j s_j: dL/ds_k = (dw_k - sum_j dw_j w_j) / S
-        d_TK = quotient(r, "tk,t->tk", less_mean(r, d_TK, quotient(r, "tk,t->tk", chosen_TK, sum_T)), sum_T)
+        d_TK = quotient(r, "tk,t->tk", less_mean(r, d_TK, quotient(r, "tk,t->tk", left_TK, sum_T)), sum_T)
+        d_TK = _masked(d_TK, kept_TK)
     if score == "softmax_topk":
         dlogits_TE = _scatter(r.products("tk,tk->tk", chosen_TK, less_mean(r, d_TK, chosen_TK)), ids_TK, logits_TE)
     elif score == "softmax":
@@ -187,13 +213,21 @@ def slope(r: Rounding, logits_TE: Measured, score: Score) -> Measured:
     return quotient(r, "te,te->te", sigmoid_TE, Measured(2 * root_TE.value, 2 * root_TE.worst, 2 * root_TE.spread))
 
 
-def _chosen(r: Rounding, logits_TE: Measured, ids_TK: Tensor, score: Score) -> tuple[Measured, Measured]:
-    """Return the scores of the selected (T, K), for "softmax_topk" their softmax, and the sum of these (T,)."""
+def _chosen(r: Rounding, logits_TE: Measured, ids_TK: Tensor, score: Score) -> Measured:
+    """Return the scores of the selected (T, K), for "softmax_topk" their softmax."""
     s_TE = scores_measured(r, logits_TE, score)
     chosen_TK = Measured(*(each.gather(1, ids_TK) for each in (s_TE.value, s_TE.worst, s_TE.spread)))
     if score == "softmax_topk":
         chosen_TK = softmax(r, chosen_TK)
-    return chosen_TK, r.total(chosen_TK, 1)
+    return chosen_TK
+
+
+def _masked(measured_TK: Measured, kept_TK: Tensor | None) -> Measured:
+    """Return exact zeros where `kept_TK` is False, and everything as it is without it."""
+    if kept_TK is None:
+        return measured_TK
+    parts = (measured_TK.value, measured_TK.worst, measured_TK.spread)
+    return Measured(*(torch.where(kept_TK, each, 0.0) for each in parts))
 
 
 def _scatter(d_TK: Measured, ids_TK: Tensor, like_TE: Measured) -> Measured:

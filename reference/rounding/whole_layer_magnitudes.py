@@ -58,10 +58,12 @@ def measured_layer(
     shares: Shares,
     weights_at: WeightsAt = "output",
     kept_TK: Tensor | None = None,
+    renormalise: bool = False,
 ) -> LayerMeasured:
     """Measure everything that `whole_layer.gradients` returns. An expert that is not routed to has exact zeros.
 
-    A dropped slot is routed nowhere: its weight has a gradient of exactly zero, and only the scores feel it.
+    A dropped slot is routed nowhere: its weight has a gradient of exactly zero, and only the scores feel it; not even
+    they, if weights are normalised over the kept slots (`renormalise`).
 
     >>> from moe_conformance.reference.shared_experts.whole_layer import gradients
     >>> sizes = {"gate": (4, 3), "up": (4, 3), "down": (3, 4)}
@@ -82,9 +84,17 @@ def measured_layer(
     True True True
     True True True
     True True True
+    >>> from functools import partial
+    >>> from moe_conformance.reference.capacity.after_drops import after_drop
+    >>> right = gradients(*case, kept_TK=some, drop=partial(after_drop, renormalise=True, scale=2.5))
+    >>> ours = measured_layer(*case, rounding=Rounding(1.0, 1.0), shares=Shares(), kept_TK=some, renormalise=True)
+    >>> close = [torch.allclose(ours.parameters[key].value, value) for key, value in right.parameters.items()]
+    >>> torch.allclose(ours.y.value, right.y_TD), torch.allclose(ours.dx.value, right.dx_TD), all(close)
+    (True, True, True)
     """
     r, router_ED, how = rounding, parameters["router", None], vars(weighing)
-    w_TK = weights_measured(r, logits_measured(r, x_TD, router_ED), ids_TK, **how)
+    summed_TK = kept_TK if renormalise else None
+    w_TK = weights_measured(r, logits_measured(r, x_TD, router_ED), ids_TK, **how, kept_TK=summed_TK)
     places = shares.places or (len(x_TD),)
     sharing = Sharing(shares.etp, places, shares.expert_sums)
     own = {(name, e): value for (name, e), value in parameters.items() if e is not None}
@@ -93,7 +103,7 @@ def measured_layer(
         x_TD, left_TK, w_TK, dy_TD, swiglu_measured(r, own, sharing), rounding=r, sharing=sharing, weights_at=weights_at
     )
     dx_router, drouter = gradients_measured(
-        r, x_TD, router_ED, ids_TK, routed.dw_TK, **how, places=places, sums=shares.dense_sums
+        r, x_TD, router_ED, ids_TK, routed.dw_TK, **how, places=places, sums=shares.dense_sums, kept_TK=summed_TK
     )
     found = {key: exact(torch.zeros_like(value)) for key, value in parameters.items() if key != ("balance_bias", None)}
     found["router", None] = drouter

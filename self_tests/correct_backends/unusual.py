@@ -3,7 +3,9 @@
 # ruff: noqa: D102 - a class says what its methods do otherwise
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -92,6 +94,30 @@ class RoundedUpOverTensorRanks(AllToAllExchange):
         return room if room is None or self.config.capacity.factor is not None else -(-room // tp) * tp
 
 
+class CapacityOnTheWire(AllToAllExchange):
+    """Sends as many rows to every expert as any is sent from any rank; the experts receive the filled ones alone."""
+
+    @property
+    def claims(self) -> Claims:
+        return replace(super().claims, wire="capacity")
+
+    def _room(self, routing: Routing) -> int | None:
+        counts_E = torch.bincount(routing.ids_TK[routing.ids_TK >= 0], minlength=routing.experts)
+        return capacity.lossless(self.config, counts_E, self.topology.group("ep_etp"))
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        delivery, sent = super().dispatch(x, routing)
+        filled_R = (delivery.rows_RD != 0).any(1)  # zeros fill up
+        assert delivery.counts_N is not None
+        counts_N = torch.stack([part.sum() for part in filled_R.split(delivery.counts_N.tolist())])
+        return Delivery.grouped(delivery.rows_RD[filled_R], counts_N), (sent, filled_R)
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        sent, filled_R = handle
+        whole_RD = rows.new_zeros(len(filled_R), rows.shape[1]).index_put(filled_R.nonzero(as_tuple=True), rows)
+        return super().combine(whole_RD, sent)
+
+
 class KeepsTheLast(Router):
     """By position the last slots of an expert stay: against DROP-06, and no matter of other ranks' tokens."""
 
@@ -129,7 +155,92 @@ class ByChoices(Native):
     session_class = NativeSession.building(FirstChoicesFirst)
 
 
+class FullWire(Native):
+    """Native, whose exchange sends its capacity."""
+
+    session_class = NativeSession.building(CapacityOnTheWire)
+
+
 class RoundedUp(Native):
     """Native, whose exchange rounds capacities up."""
 
     session_class = NativeSession.building(RoundedUpOverTensorRanks)
+
+
+class NoisyInTraining(Router):
+    """Adds noise to its logits while it trains, and says so."""
+
+    @property
+    def claims(self) -> Claims:
+        return replace(super().claims, noise="training")
+
+    def _logits(self, x_TD: Tensor) -> Tensor:
+        logits_TE = super()._logits(x_TD)
+        return logits_TE + torch.randn_like(logits_TE) if self.training else logits_TE
+
+
+class Noisy(Native):
+    """Native, whose router is noisy."""
+
+    session_class = NativeSession.building(NoisyInTraining)
+
+
+class RanksByScore(Router):
+    """By weight the slots of the highest scores stay, whatever the weights are divided by; it says so."""
+
+    @property
+    def claims(self) -> Claims:
+        return replace(super().claims, drop_by="scores")
+
+    def _weights(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        self.scores_TK = scores_TE.detach().gather(1, ids_TK)
+        return super()._weights(scores_TE, ids_TK)
+
+    def _keep(self, ids_TK: Tensor, weights_TK: Tensor, room: int) -> Tensor:
+        return super()._keep(ids_TK, self.scores_TK, room)
+
+
+class RoundsCapacitiesDown(Router):
+    """A capacity that is no whole number is rounded down; it says so."""
+
+    @property
+    def claims(self) -> Claims:
+        return replace(super().claims, capacity_rounding="down")
+
+    def _capacity(self, tokens: int) -> int:
+        assert self.config.capacity.factor is not None
+        mean = Fraction(self.config.capacity.factor) * self.config.top_k * tokens / self.config.experts
+        return max(self.config.capacity.minimum, math.floor(mean))
+
+
+class NormalisesOverTheKept(Router):
+    """Weights are divided by the sum of those that were kept, as in DeepSpeed; it says so."""
+
+    @property
+    def claims(self) -> Claims:
+        return replace(super().claims, normalised_over="kept")
+
+    def _drop(self, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+        ids_TK, weights_TK = super()._drop(ids_TK, weights_TK)
+        if not self.config.routing.normalise:
+            return ids_TK, weights_TK
+        sum_T1 = weights_TK.sum(1, keepdim=True)
+        return ids_TK, weights_TK / sum_T1.masked_fill(sum_T1 == 0, 1.0) * self.config.routing.scale
+
+
+class ByScores(Native):
+    """Native, whose router ranks by score."""
+
+    session_class = NativeSession.building(RanksByScore)
+
+
+class RoundedDown(Native):
+    """Native, whose router rounds capacities down."""
+
+    session_class = NativeSession.building(RoundsCapacitiesDown)
+
+
+class OverTheKept(Native):
+    """Native, whose router normalises over the kept."""
+
+    session_class = NativeSession.building(NormalisesOverTheKept)

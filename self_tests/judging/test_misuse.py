@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_conformance.contract import Limit
-from moe_conformance.judging.exchange.misuse import judge_wrong_answers, judge_wrong_input
+from moe_conformance.judging.exchange.misuse import judge_wrong_answers, judge_wrong_input, wrong_answers
 from moe_conformance.judging.observed.probe_expected import expect
 from moe_conformance.judging.verdict import Mismatch, Raised, Tally, Unrefused, WrongOutput
 from moe_conformance.scenarios.outcome import Answer, Outcome, RankOutcome
@@ -145,7 +145,7 @@ class TestWrongAnswers:
 
 class TestLimit:
     def test_wrong_use_is_what_no_exchange_can_be_made_of(self) -> None:
-        """A limit on it leaves out wrong input in every setting, and nothing that a setting promises."""
+        """A limit on it leaves out wrong input and answers, and nothing that a setting promises or that is answered."""
         limits = (Limit("wrong_use", (False,), "nothing is checked", proof="undefined"),)
         layout = Layout(4, tp=2, ep=2)
         drawn = [*misuse.draw("alltoall", layout, "quick"), *tp_duplicated_tokens.draw("alltoall", layout, "quick")]
@@ -154,4 +154,6 @@ class TestLimit:
         of_input = {each.name for each in drawn if misuse.input_of(each)}
         assert len(misuse.IN_SETTINGS) * len(misuse.SETTINGS) < len(of_input)
         assert not of_input & asked
+        of_answers = {each.name for each in drawn if wrong_answers(each)}
+        assert {misuse.TWICE} == of_answers & asked
         assert {"bound-broken", *tp_duplicated_tokens.MISMATCHES} <= asked

@@ -11,8 +11,7 @@ from torch import Tensor
 from moe_conformance.contract import Claims
 from moe_conformance.judging.exchange.non_finite_tokens import (
     judge_delivered,
-    judge_other_gradients,
-    judge_other_outputs,
+    judge_other_tokens,
     judge_parameters_beside,
 )
 from moe_conformance.judging.observed.run import read
@@ -28,7 +27,7 @@ from self_tests.judging.simulated_experts import simulate_experts
 EP2 = Layout(2, ep=2)
 TOKENS, UPSTREAM, DROPPED = "own-spoilt-tokens-even", "own-spoilt-upstream-even", "own-spoilt-dropped-even"
 REACHED, APART = 0, 1  # tokens that are not finite go to experts of even ids
-JUDGES = (judge_other_outputs, judge_other_gradients, judge_delivered, judge_parameters_beside)
+JUDGES = (judge_other_tokens, judge_delivered, judge_parameters_beside)
 
 
 def drawn(name: str) -> Workload:
@@ -78,10 +77,22 @@ class TestClaimed:
     def test_values_that_are_claimed_to_spread_are_not_judged(self) -> None:
         """One-hot products multiply them by zero; that they are delivered is judged all the same."""
         outcome = claiming(clean(TOKENS), Claims(non_finite="all"))
-        for judge in (judge_other_outputs, judge_other_gradients, judge_parameters_beside):
+        y_TD = value(outcome, 0, "y")
+        y_TD[4] = torch.nan
+        for judge, seen in ((judge_other_tokens, edit(outcome, 0, y=y_TD)), (judge_parameters_beside, outcome)):
             with pytest.raises(NotOffered, match="claims non_finite = 'all'"):
-                judge(read(outcome), Tally())
+                judge(read(seen), Tally())
         judged(judge_delivered, outcome)
+
+    def test_the_claim_alone_excuses_nothing(self) -> None:
+        """Where nothing spreads the backend passes; a finite value that is wrong is told, beside others that spread."""
+        outcome = claiming(clean(TOKENS), Claims(non_finite="all"))
+        judged(judge_other_tokens, outcome)
+        y_TD = value(outcome, 0, "y")
+        y_TD[3], y_TD[4] = torch.nan, y_TD[4] + 1
+        error = caught(judge_other_tokens, edit(outcome, 0, y=y_TD))
+        assert isinstance(error, WrongOutput)
+        assert "y of rank 0 token 4 is" in str(error)
 
 
 class TestSpread:
@@ -110,7 +121,7 @@ class TestSpread:
         outcome = clean(TOKENS)
         y_TD = value(outcome, 0, "y")
         y_TD[4] = torch.nan
-        error = caught(judge_other_outputs, edit(outcome, 0, y=y_TD))
+        error = caught(judge_other_tokens, edit(outcome, 0, y=y_TD))
         assert isinstance(error, WrongOutput)
         assert "y of rank 0 token 4 is nan" in str(error)
         assert "rank 1 token 1, rank 1 token 2" in str(error)
@@ -121,7 +132,7 @@ class TestSpread:
         outcome = clean(UPSTREAM)
         gradient = value(outcome, 0, name)
         gradient[3] = torch.nan
-        error = caught(judge_other_gradients, edit(outcome, 0, **{name: Grad(gradient)}))
+        error = caught(judge_other_tokens, edit(outcome, 0, **{name: Grad(gradient)}))
         assert isinstance(error, WrongGradient)
         assert "rank 0 token 3 is nan" in str(error)
 
@@ -130,7 +141,7 @@ class TestSpread:
         outcome = clean(DROPPED)
         y_TD = value(outcome, 1, "y")
         y_TD[0] = torch.nan
-        error = caught(judge_other_outputs, edit(outcome, 1, y=y_TD))
+        error = caught(judge_other_tokens, edit(outcome, 1, y=y_TD))
         assert "y of rank 1 token 0 is nan" in str(error)
         assert "the token has no slot" in str(error)
 

@@ -80,8 +80,8 @@ class TestCapacities:
         whole = data.draw(st.integers(0, 7)) * experts / max(1, top_k * tokens)
         nudged = whole * (1 + data.draw(st.integers(-6, 6)) * ROUNDING)
         factor = data.draw(st.sampled_from([nudged, nudged, 0.0, 0.1, 1 / 3, 0.5, 1.0, 1.25, 2.0, 1e-9]))
-        minimum = data.draw(st.integers(0, 9))
-        assert_agree(first.capacities, second.capacities, tokens, top_k, experts, factor=factor, minimum=minimum)
+        options = {"minimum": data.draw(st.integers(0, 9)), "rounding": data.draw(st.sampled_from(["up", "down"]))}
+        assert_agree(first.capacities, second.capacities, tokens, top_k, experts, factor=factor, **options)
 
     @pytest.mark.parametrize(
         ("question", "factor", "minimum", "expected"),
@@ -121,14 +121,16 @@ class TestCapacities:
     @pairs_agree
     @given(st.integers(0, 200), st.integers(1, 8), st.integers(0, 60), st.sampled_from([0.3, 1.0, 1.1, 1.25, 7 / 3]))
     def test_honest_float32_is_legal(self, tokens: int, top_k: int, more: int, factor: float) -> None:
-        """Every order of multiplying and dividing in float32, and in float64, rounds up to a legal capacity."""
+        """Every order of multiplying and dividing in float32, and in float64, is rounded to a legal capacity."""
         experts = top_k + more
         legal = first.capacities(tokens, top_k, experts, factor=factor)
+        lower = first.capacities(tokens, top_k, experts, factor=factor, rounding="down")
         for number in (np.float32, np.float64):
             f, k, t, e = (number(value) for value in (factor, top_k, tokens, experts))
             orders = [f * k * t / e, k * t / e * f, t / e * k * f, f / e * t * k, k / e * t * f, f * (k / e) * t]
             orders += [number(1.0) / e * f * t * k, t * f * (k / e), f * (k * t) / e]
             assert {math.ceil(x) for x in orders} <= set(legal)
+            assert {math.floor(x) for x in orders} <= set(lower)
 
     def test_float32_needs_the_freedom(self) -> None:
         """Seven tokens that choose all three experts fill seven places, and 1 / 3 * 7 * 3 is more in float32."""

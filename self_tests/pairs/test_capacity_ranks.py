@@ -32,6 +32,7 @@ class TestDropsByRank:
             by = "position" if policy == "any" else policy
             kept.append(second_drops.keep(rank.ids_TK, 5, capacity=C, policy=by, weights_TK=rank.weights_TK))
         options: dict[str, Any] = {"factor": factor, "minimum": minimum, "policy": policy, "tokens_by_rank": own}
+        options["rounding"] = data.draw(st.sampled_from(["up", "down"]))
         if policy == "weight" or data.draw(st.booleans()):
             options["weights_by_rank"] = [rank.weights_TK for rank in ranks]
             if data.draw(st.booleans()):

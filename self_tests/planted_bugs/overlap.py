@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_conformance.backends.native.exchange import collectives
 from moe_conformance.backends.native.exchange.collectives import PendingAllToAll
-from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange
+from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange, Departed
 from moe_conformance.backends.native.layer.gradients import GradientFinisher
 from moe_conformance.contract import Delivery, Routing
 from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, planted
@@ -115,6 +116,18 @@ class SentBufferReused(AllToAllExchange):
 
     def _start(self, counts_CN: Tensor) -> PendingAllToAll:
         return CountsOverwritten(**vars(super()._start(counts_CN.clone())))
+
+
+@planted(
+    Expectation("SHARE-01", "shared-beside-poisoned-uneven", "combine", "likely cause: the output of an asynchronous"),
+)
+class RowsNotAwaited(AllToAllExchange):
+    """The rows are copied while they are on their way, and waited for behind that."""
+
+    def arrive(self, departed: Departed) -> tuple[Delivery, Any]:
+        early = departed.exchange.result.clone()
+        rows = collectives.arrive(departed.rows, departed.exchange)
+        return self._delivered(early + (rows - rows.detach()), departed.plan, departed.permuted)
 
 
 @planted(

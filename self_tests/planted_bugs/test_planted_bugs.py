@@ -85,6 +85,25 @@ LIARS = [
     (lying.WrongPlace, "EXCH-03", EP2, "even", "has no routing weight"),
     (lying.WrongWire, "COST-04", EP2, "even", "rows; needed: "),
     (lying.ChoicesUnsaid, "DROP-06", EP2, "capacity-tight-position", "by design claims drop_order = 'choices'"),
+    (lying.CapacityUnsaid, "PACK-13", EP2, "uneven", "to every expert by design claims wire = 'capacity'"),
+    (lying.CapacityUnsaid, "COST-03", EP2, "uneven", "sends every rank's capacity to every expert"),
+    (lying.AsksTwice, "PACK-13", EP2, "uneven", "2 times instead of 1"),
+    (lying.NoiseUnsaid, "ROUTE-01", EP2, "route-softmax", "adds noise in training by design claims noise = 'training'"),
+    (lying.AlwaysNoisy, "ROUTE-01", EP2, "route-softmax", "is there in evaluation mode too"),
+    (lying.AlwaysNoisy, "GRAD-18", EP2, "layer-even", "y of rank 0 token"),
+    (lying.SaysFloat32, "GROUP-07", EP2_EDP2, "proxy-even", "routers claim dtype = torch.float32, and all outputs"),
+    (lying.SaysSpread, "EXCH-41", EP2, "spoilt-tokens-even", "the token is finite, and rank"),
+    (lying.SaysChoices, "DROP-06", EP2, "capacity-tight-position", "does not claim drop_order = 'choices'"),
+    (lying.ScoresUnsaid, "DROP-05", EP2, "capacity-biased", "by design claims drop_by = 'scores'"),
+    (lying.SaysScores, "DROP-05", EP2, "capacity-biased", "by design does not claim drop_by = 'scores'"),
+    (lying.DownUnsaid, "DROP-01", EP2, "capacity-fraction", "by design claims capacity_rounding = 'down'"),
+    (lying.SaysDown, "DROP-01", EP2, "capacity-fraction", "by design does not claim capacity_rounding = 'down'"),
+    (lying.KeptUnsaid, "DROP-09", EP2, "capacity-normalised", "by design claims normalised_over = 'kept'"),
+    (lying.SaysKept, "DROP-09", EP2, "capacity-normalised", "does not claim normalised_over = 'kept'"),
+    (lying.ScoresUnsaid, "DROP-09", EP2, "layer-dropped-normalised-even", "by design claims drop_by = 'scores'"),
+    (lying.DownUnsaid, "DROP-09", EP2, "layer-dropped-even", "by design claims capacity_rounding = 'down'"),
+    (lying.KeptUnsaid, "DROP-09", EP2, "layer-dropped-normalised-even", "claims normalised_over = 'kept'"),
+    (lying.SaysChoices, "DROP-09", EP2, "layer-dropped-position-even", "does not claim drop_order = 'choices'"),
     (lying.WireUnsaid, "COST-03", EP2, "top-1-even", "sends all tokens to all ranks by design claims wire = 'all'"),
     (lying.UnknownClaim, "EXCH-01", EP2, "even", "Malformed: Claims.wire is 'token'; allowed: 'pairs', 'tokens'"),
     (lying.ClaimShown, "EXCH-01", EP2, "even", "no check reads resolved; use claims = Claims(wire=...)"),
@@ -224,11 +243,46 @@ class TestDetection:
         backend, workload = "self_tests.correct_backends.unusual:ByChoices", "capacity-tight-position"
         checked.check_passes(backend, "DROP-06", "alltoall", EP2, workload)
 
+    @pytest.mark.parametrize(
+        ("requirement", "workload"),
+        [("ROUTE-01", "route-softmax"), ("ROUTE-02", "route-softmax"), ("GRAD-18", "layer-even")],
+    )
+    def test_noise_in_training_may_be_claimed(self, checked: CheckedRuns, requirement: str, workload: str) -> None:
+        """A router that is noisy in training, and says so, is judged in evaluation mode and passes."""
+        backend = "self_tests.correct_backends.unusual:Noisy"
+        checked.check_passes(backend, requirement, "alltoall", EP2, workload)
+
+    @pytest.mark.parametrize(
+        ("backend", "workload"),
+        [
+            ("ByScores", "capacity-biased"),
+            ("ByScores", "layer-dropped-normalised-even"),
+            ("RoundedDown", "capacity-fraction"),
+            ("RoundedDown", "layer-dropped-even"),
+            ("OverTheKept", "capacity-normalised"),
+            ("OverTheKept", "layer-dropped-normalised-even"),
+            ("ByChoices", "layer-dropped-position-even"),
+        ],
+    )
+    def test_what_is_dropped_may_be_claimed(self, checked: CheckedRuns, backend: str, workload: str) -> None:
+        """A backend with another rule of dropping that it claims passes in its router and in its layer."""
+        in_layer = ("DROP-09", "DROP-10", "DROP-11")
+        of_router = ("DROP-01", "DROP-03", "DROP-05", "DROP-09", "DROP-11")
+        for requirement in in_layer if workload.startswith("layer") else of_router:
+            path = f"self_tests.correct_backends.unusual:{backend}"
+            checked.check_passes(path, requirement, "alltoall", EP2, workload)
+
     @pytest.mark.parametrize("requirement", ["DROP-08", "DROP-12"])
     def test_a_lossless_capacity_may_divide_over_tp(self, checked: CheckedRuns, requirement: str) -> None:
         """A backend that rounds it up for that passes."""
         backend = "self_tests.correct_backends.unusual:RoundedUp"
         checked.check_passes(backend, requirement, "alltoall", TP2_EP2, "lossless-one-expert")
+
+    @pytest.mark.parametrize("requirement", ["COST-03", "EXCH-05", "PACK-13"])
+    def test_a_capacity_is_no_token_count(self, checked: CheckedRuns, requirement: str) -> None:
+        """A backend that reduces the capacity that it sends, and says that it sends it, reduces no token count."""
+        backend = "self_tests.correct_backends.unusual:FullWire"
+        checked.check_passes(backend, requirement, "alltoall", EP2, "uneven")
 
     def test_another_policy_is_no_matter_of_other_ranks(self, checked: CheckedRuns) -> None:
         """A backend that keeps the last slots instead of the first passes: it ignores other ranks' tokens."""

@@ -13,7 +13,7 @@ from moe_conformance.plan import layout_names
 from moe_conformance.report import floor, matrix
 from moe_conformance.report.comparison import compare
 from moe_conformance.report.problems import of_whole
-from moe_conformance.report.records import Record
+from moe_conformance.report.records import CASE_CRASHED, Record
 from moe_conformance.report.standing import Standing, in_words, places, standings
 from moe_conformance.waiving import Waivers
 from self_tests.plugin import plugin_runs
@@ -70,6 +70,7 @@ class TestFloor:
         assert [] == list(held.fallen([record("refused")], set()))
         assert [] == list(held.fallen([record("fail")], held.places))
         assert [] == list(held.fallen([record("not applicable")], held.places))
+        assert [] == list(held.fallen([replace(record("not run"), kind=CASE_CRASHED)], held.places))
         assert "" == floor.sentence([])
 
     @pytest.mark.parametrize("text", ["[alltoall]\nEXCH-01 = 3\n", 'EXCH-01 = "ep2"\n', "no toml"])

@@ -120,6 +120,16 @@ class TestWords:
         ]
         assert [2, 1, 1] == [len(group.records) for group in words.groups(records)]
 
+    def test_what_must_be_comes_before_what_should_be(self):
+        """Crashes and hangs come first; of one level the kind with the most cases."""
+        should = next(each.id for each in SPEC.values() if each.level == "SHOULD")
+        records = [record(should, "fail", layout) for layout in ("ep2", "ep4", "single")]
+        records += [record("EXCH-01", "fail"), record("EXCH-02", "fail"), record("EXCH-02", "fail", "ep4")]
+        records += [record(should, "hang"), record("EXCH-09", "crash")]
+        told = [(group.first.verdict, group.first.requirements[0]) for group in words.groups(records)]
+        failures = [("fail", "EXCH-02"), ("fail", "EXCH-01"), ("fail", should)]
+        assert [("crash", "EXCH-09"), ("hang", should), *failures] == told
+
     def test_only_the_first_kinds_are_told_in_full(self):
         """The others have one line each, so that nothing is left out."""
         many = [record(each, "fail", message=f"told {each}") for each in list(SPEC)[:9]]

@@ -7,7 +7,9 @@ from hypothesis.errors import FlakyFailure, Unsatisfiable
 
 from moe_conformance.judging.verdict import Mismatch, NotOffered, Raised, RunFailed, WrongCount, WrongOutput
 from moe_conformance.plan import Cell
+from moe_conformance.plugin.recording import as_of_a_crash
 from moe_conformance.plugin.trial import Ending, Trial, ending
+from moe_conformance.report.records import CASE_CRASHED
 from moe_conformance.scenarios.outcome import Outcome, RankOutcome
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.recipes import corpus
@@ -73,6 +75,22 @@ class TestFailures:
         assert "on rank 0:" in ended.detail
         assert "line 98" in ended.detail
         assert "line 50" not in ended.detail
+
+    def test_a_crash_of_the_case_is_known_from_one_of_a_further_run(self):
+        """Where all ranks of the case finished, it was a run beside it that did not."""
+        assert ending(trial(RankOutcome(0, "raised")), Raised("run", "rank 0")).crashed
+        assert not ending(trial(RankOutcome(0, "ok")), Raised("run", "run with one token, rank 0")).crashed
+        assert not ending(trial(RankOutcome(0, "raised")), WrongCount("dispatch", "one")).crashed
+
+    def test_a_crash_is_reported_by_one_check_of_a_case(self):
+        """That of EXCH-09 where the case has one, else the first that meets it; a wrong result is always reported."""
+        crash = ending(trial(RankOutcome(0, "raised")), Raised("run", "rank 0"))
+        assert crash is as_of_a_crash(crash, set(), elsewhere=False)
+        again = as_of_a_crash(crash, {crash.message}, elsewhere=False)
+        assert ("not run", CASE_CRASHED) == (again.verdict, again.kind)
+        assert again == as_of_a_crash(crash, set(), elsewhere=True)
+        wrong = ending(trial(RankOutcome(0, "raised")), WrongCount("dispatch", "one"))
+        assert wrong is as_of_a_crash(wrong, {wrong.message}, elsewhere=True)
 
     def test_several_faults_are_all_told(self):
         """Hypothesis raises a group when it finds several, the one with the smallest example last."""

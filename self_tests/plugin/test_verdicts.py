@@ -36,8 +36,6 @@ def test_broken(reading, tally):
 
 # Of both checks, on the single rank and on ep2.
 VERDICTS = {
-    "raises": ("crash", "crash"),
-    "waits": ("pass", "hang"),
     "refuses": ("refused", "refused"),
     "unadapted": ("not adapted", "not adapted"),
     "limited": ("limit", "limit"),
@@ -58,7 +56,10 @@ def expected_verdicts() -> dict[str, str]:
         found[f"test_finished[wrong-{layout}-even]"] = "pass"
         found[f"test_nothing[right-{layout}-even]"] = "vacuous"
         found[f"test_broken[right-{layout}-even]"] = "error"
-    return found
+        # A crash is reported under EXCH-09; what other checks were not run is counted by cell.
+        found |= {f"test_finished[raises-{layout}-even]": "crash", f"test_outputs[raises-{layout}]": "not run"}
+    found |= {f"{check}[waits-single-even]": "pass" for check in ("test_outputs", "test_finished")}
+    return found | {"test_finished[waits-ep2-even]": "hang", "test_outputs[waits-ep2]": "not run"}
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +134,12 @@ class TestRecord:
             f"moe-conformance run --backend {TOY} --ranks 2 --only EXCH-05 -- -k 'test_outputs[wrong-ep2-even]'"
         )
 
+    def test_sizes_of_one_value_are_told_apart_by_another_layout(self, report):
+        """A factor of two on two ranks may be ep, the world or K; on a single rank it is K or none of these."""
+        failed = record(report, "test_outputs[wrong-ep2-even]")
+        further = "on single, where world = 1, dp = 1, ep = 1, K = 2, it is 2.000 x: K"
+        assert further == failed.message.rpartition("; ")[2]
+
     def test_a_pass_says_what_it_compared(self, report):
         """Elements and ranks are counted, and the backend says what it resolved to."""
         passed = record(report, "test_outputs[right-ep2-even]")
@@ -160,11 +167,25 @@ class TestRecord:
         assert not report["interrupted"]
 
 
+class TestCrash:
+    def test_it_is_reported_once_under_every_rank_finishes(self, report):
+        """Of the checks of a case that crashed, that of EXCH-09 fails; the others say where the crash is reported."""
+        crashed = [each for each in plugin_runs.records(report).values() if each.verdict in ("crash", "hang")]
+        assert {("EXCH-09",)} == {each.requirements for each in crashed}
+        assert 3 == len(crashed)
+        other = record(report, "test_outputs[raises-ep2]")
+        assert "not run: the case crashed, which is reported under EXCH-09" == other.message
+
+    def test_what_was_not_run_for_it_is_not_said_to_fail_the_run(self, judged):
+        """Nothing is added to the failure."""
+        assert "FAILS THE RUN" not in judged.output
+
+
 class TestTerminal:
     def test_one_fault_is_told_once(self, judged):
-        """All items that fail alike share one telling: two checks on two layouts crash, and one traceback is shown."""
+        """A crash is one failure of a case, not one per check; two layouts that crash alike share one traceback."""
         assert 1 == judged.output.count('raise ZeroDivisionError("the toy is broken")')
-        assert "3 more of this kind, on raises-ep2-even" in judged.output
+        assert "1 more of this kind, on raises-ep2-even" in judged.output
 
     def test_no_python_traceback_of_the_judge(self, judged):
         """What is wrong stands there in words."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_conformance.contract import Claims, Malformed
-from moe_conformance.scenarios.reported import claims_of, claims_of_all, shown_of
+from moe_conformance.scenarios.reported import claims_of, claims_of_all, shown_of, without_noise
 
 
 class Surface:
@@ -116,3 +116,19 @@ class TestShown:
         """Beside what the surfaces show of themselves."""
         shown = shown_of([Surface(Claims(), path="fused"), Silent()], Claims(dtype=torch.float32))
         assert {"path": "fused", "surface": "silent", "dtype": "torch.float32"} == shown
+
+
+class TestNoise:
+    def test_noise_is_switched_off(self) -> None:
+        """By the method that `nn.Module` has; a surface that claims none is left as it is."""
+        noisy = torch.nn.Identity()
+        without_noise(noisy)
+        assert noisy.training
+        noisy.claims = Claims(noise="training")  # type: ignore[assignment]  # nn.Module takes modules and tensors
+        without_noise(noisy)
+        assert not noisy.training
+
+    def test_what_cannot_be_switched_off_is_malformed(self) -> None:
+        """The suite has no other way to a router without noise."""
+        with pytest.raises(Malformed, match=r"Surface claims noise = 'training' and has no method train\(mode\)"):
+            without_noise(Surface(Claims(noise="training")))

@@ -18,7 +18,7 @@ from moe_conformance.workloads.corpus.capacity.dropping_layers import dropping
 from moe_conformance.workloads.corpus.recipes import corpus
 from moe_conformance.workloads.corpus.routing.routers import routing_corpus
 from moe_conformance.workloads.corpus.scripts import scripts
-from moe_conformance.workloads.corpus.shared_experts import layers
+from moe_conformance.workloads.corpus.shared_experts import DROP_MARGIN, drop_margin, layers
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.features import broken, features, halves_in_flight, has_empty_slots, in_flight
 from moe_conformance.workloads.records.workload import Batch, Drawn, Twist, Workload
@@ -254,9 +254,11 @@ class TestDropping:
         for workload in dropping("any", layout, "full"):
             kept = LayerExpected.told(workload, "output", "sum").kept
             assert set(kept) == {(m, rank) for m in range(len(workload.batches)) for rank in range(layout.world)}
-            for kept_TK in kept.values():
-                left = {0, 1, 2} if workload.config.capacity.factor else {0}
-                assert set(kept_TK.sum(1).tolist()) == (left if len(kept_TK) else set()), workload.name
+            left = {0, 1, 2} if workload.config.capacity.factor else {0}
+            assert left == {k for kept_TK in kept.values() for k in kept_TK.sum(1).tolist()}, workload.name
+            batches = [batch.x_TD for of_ranks in workload.batches for batch in of_ranks]
+            margins = [drop_margin(x_TD, workload.config, dict(workload.parameters)) for x_TD in batches]
+            assert min(margins) > DROP_MARGIN, workload.name
 
 
 def chosen(workload: Workload, groups: tuple[int, int] | None, bias_E: torch.Tensor | None) -> list[list[int]]:

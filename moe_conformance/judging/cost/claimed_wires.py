@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from moe_conformance.judging.observed.drop_rule import DropRule
 from moe_conformance.judging.observed.run import Reading
-from moe_conformance.reference.capacity.limits import capacities, loads
+from moe_conformance.reference.capacity.limits import loads
 from moe_conformance.reference.cost import rows as cost
 from moe_conformance.reference.token_padding import padding
 
@@ -27,8 +28,7 @@ def all_places(reading: Reading, m: int) -> int:
             if config.capacity.factor is None:
                 most = max(most, int(loads(ids_TK, config.experts).max()))
             else:
-                sizes, factor = (len(ids_TK), config.top_k, config.experts), config.capacity.factor
-                most = max(most, capacities(*sizes, factor=factor, minimum=config.capacity.minimum)[-1])
+                most = max(most, DropRule.of(reading.claims).capacities(config, len(ids_TK))[-1])
         for rank in group:
             places[rank] = most
     return int(cost.place_rows(places, groups, [len(rank.local_experts) for rank in reading.ranks]).sum())

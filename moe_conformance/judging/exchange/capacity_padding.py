@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 
 from torch import Tensor
 
@@ -16,6 +15,7 @@ from moe_conformance.engine.ledger.entry import group_words
 from moe_conformance.judging.exchange.gradients import judge_dweights, judge_dx
 from moe_conformance.judging.exchange.outputs import judge_outputs
 from moe_conformance.judging.findings import Finding, count, fail, some
+from moe_conformance.judging.observed.drop_rule import DropRule
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.traffic import carries_rows, dispatches, parted
 from moe_conformance.judging.verdict import (
@@ -156,8 +156,7 @@ def _capacities(reading: Reading, m: int, group: tuple[int, ...], claims: Claims
             tp = reading.outcome.workload.layout.tp
             room = -(-room // tp) * tp
         return [room] * len(group), [room] * len(group)
-    legal_of = partial(limits.capacities, factor=config.capacity.factor, minimum=config.capacity.minimum)
-    legal = [legal_of(len(ids_TK), config.top_k, config.experts) for ids_TK in ids]
+    legal = [DropRule.of(claims).capacities(config, len(ids_TK)) for ids_TK in ids]
     fewest = [limits.padded_rows(len(ids_TK), rooms[0])[0] for rooms, ids_TK in zip(legal, ids, strict=True)]
     most = [limits.padded_rows(len(ids_TK), rooms[-1])[-1] for rooms, ids_TK in zip(legal, ids, strict=True)]
     return fewest, most

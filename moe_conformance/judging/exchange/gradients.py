@@ -12,6 +12,7 @@ from moe_conformance.judging.explain.block_view import Sheets
 from moe_conformance.judging.explain.blocks import explain
 from moe_conformance.judging.explain.microbatch_mixup import flight_words
 from moe_conformance.judging.findings import Finding, count, fail, ratio_findings, some
+from moe_conformance.judging.observed.ledgers import early_read
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import AbsentGradient, Tally, WrongForm, WrongGradient
 from moe_conformance.scenarios.outcome import Grad, Microbatch
@@ -38,7 +39,7 @@ def judge_dx(reading: Reading, tally: Tally) -> None:
     findings, ratio = explain(sheets)
     if findings:
         start, note = flight_words(reading, sheets.wrong_microbatches())
-        note = f"; {last_seen_right(reading)}{note}"
+        note = f"; {last_seen_right(reading)}{note}{early_read(reading, findings)}"
         fail(WrongGradient, "gradient", findings, ratio=ratio, start=start, note=note)
     for ranks in actual.values():
         for rank, dx_TD in enumerate(ranks):

@@ -44,38 +44,38 @@ def unfilled(workload: Workload) -> bool:
     return not workload.config.capacity.padded
 
 
-def judge_other_outputs(reading: Reading, tally: Tally) -> None:
-    """Decide whether y of every other token is that of a batch of finite tokens, and zero where a token has no slot.
+def judge_other_tokens(reading: Reading, tally: Tally) -> None:
+    """Decide whether y, and the gradients of x and of the weights, of every other token are those among finite tokens.
+
+    They are zero where a token has no slot. A gradient of a token is free where the token or its upstream gradient is
+    not finite, unless it has no slot. Where the backend claims that values which are not finite reach other tokens, an
+    element may be not finite instead; a finite one is judged all the same.
 
     Raises:
-        NotOffered: the backend claims that values which are not finite reach other tokens.
-        WrongForm: y is missing or not (T, D).
-        WrongOutput: an element differs: with the suite's experts at all, with others beyond its rounding.
+        NotOffered: they did, as claimed, and all else is right.
+        AbsentGradient, WrongForm: y or a gradient is None, or of another shape.
+        WrongOutput, WrongGradient: an element differs: with the suite's experts at all, else beyond its rounding.
     """
-    _require_contained(reading)
-    targets = _targets(reading)["y"]
-    _judge(reading, tally, "y", lambda seen: seen.y, targets, _bad_x, WrongOutput, "combine")
-
-
-def judge_other_gradients(reading: Reading, tally: Tally) -> None:
-    """Decide the same of the gradients of x and of the routing weights.
-
-    A gradient of a token is free where the token or its upstream gradient is not finite, unless it has no slot.
-
-    Raises:
-        NotOffered: the backend claims that values which are not finite reach other tokens.
-        AbsentGradient, WrongForm: a gradient is None, or of another shape.
-        WrongGradient: an element differs.
-    """
-    _require_contained(reading)
     targets = _targets(reading)
 
     def bad(batch: Batch) -> Tensor:
         return _bad_x(batch) | _bad_upstream(batch)
 
-    _judge(reading, tally, "dx", lambda seen: seen.dx_TD.value, targets["dx"], bad, WrongGradient, "gradient")
-    weights, of_weights = "the gradient of the weights", targets["dweights"]
-    _judge(reading, tally, weights, lambda seen: seen.dweights_TK.value, of_weights, bad, WrongGradient, "gradient")
+    spread = _judge(reading, tally, "y", lambda seen: seen.y, targets["y"], _bad_x, WrongOutput, "combine")
+    of_x, of_weights = "dx", "the gradient of the weights"
+    spread += _judge(reading, tally, of_x, lambda seen: seen.dx_TD.value, targets["dx"], bad, WrongGradient, "gradient")
+    spread += _judge(
+        reading,
+        tally,
+        of_weights,
+        lambda seen: seen.dweights_TK.value,
+        targets["dweights"],
+        bad,
+        WrongGradient,
+        "gradient",
+    )
+    if spread:
+        raise NotOffered(_SPREADS)
 
 
 def judge_delivered(reading: Reading, tally: Tally) -> None:
@@ -107,7 +107,8 @@ def judge_parameters_beside(reading: Reading, tally: Tally) -> None:
         NotOffered: the backend claims that values which are not finite reach other experts.
         NotOffered, Uncovered, AbsentGradient, WrongForm, WrongGradient: as `experts.judge_expert_gradients`.
     """
-    _require_contained(reading)
+    if _spreads(reading):
+        raise NotOffered(_SPREADS)
     outcome = replace(reading.outcome, workload=_cleaned(reading.outcome.workload))
     experts.judge_expert_gradients(Reading(outcome, reading.ranks), tally, free=_reached(reading.outcome.workload))
 
@@ -115,9 +116,11 @@ def judge_parameters_beside(reading: Reading, tally: Tally) -> None:
 # ---- how -----------------------------------------------------------------------------------------------------
 
 
-def _require_contained(reading: Reading) -> None:
-    if reading.claims.non_finite == "all":
-        raise NotOffered("the backend claims non_finite = 'all': values that are not finite reach other tokens")
+_SPREADS = "the backend claims non_finite = 'all': values that are not finite reach other tokens"
+
+
+def _spreads(reading: Reading) -> bool:
+    return reading.claims.non_finite == "all"
 
 
 def _judge(
@@ -129,8 +132,9 @@ def _judge(
     bad: Callable[[Batch], Tensor],
     error: type[Mismatch],
     stage: Stage,
-) -> None:
-    findings = []
+) -> int:
+    """Judge one kind of value of all other tokens; return how many elements are not finite where that is claimed."""
+    findings, spread = [], 0
     non_finite = [
         f"rank {rank} token {t}"
         for m, rank in _places(reading)
@@ -145,7 +149,12 @@ def _judge(
             raise kind(stage, f"{name} of rank {rank} is {what}", ranks=(rank,))
         judged_T = ~(bad(batch) & _routed(batch))
         for t in judged_T.nonzero().flatten().tolist():
-            worst = compare(value[t], target.expected[t], target.allowed[t], tally, rank)
+            value_D, expected_D = value[t], target.expected[t]
+            if _spreads(reading):
+                reached_D = ~value_D.isfinite()
+                spread += int(reached_D.sum())
+                value_D = torch.where(reached_D, expected_D.to(value_D.dtype), value_D)
+            worst = compare(value_D, expected_D, target.allowed[t], tally, rank)
             if not worst.holds:
                 state = "has no slot" if bool(bad(batch)[t]) else "is finite"
                 others = f"the token {state}, and {some(non_finite)} are not finite"
@@ -153,6 +162,7 @@ def _judge(
                 findings.append(Finding("spread", sentence, (rank,), worst.size))
     if findings:
         fail(error, stage, findings)
+    return spread
 
 
 def _targets(reading: Reading) -> dict[str, dict[Place, Target]]:

@@ -9,6 +9,7 @@ from moe_conformance.judging.explain.block_view import Sheets
 from moe_conformance.judging.explain.blocks import explain
 from moe_conformance.judging.explain.microbatch_mixup import flight_words
 from moe_conformance.judging.findings import Finding, count, fail
+from moe_conformance.judging.observed.ledgers import early_read
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import ChangedInput, Stage, Tally, WrongForm, WrongOutput
 
@@ -65,7 +66,15 @@ def judge_outputs(reading: Reading, tally: Tally) -> None:
         before = before_experts(reading)
         stage: Stage = "dispatch" if before else "combine"
         start, note = flight_words(reading, sheets.wrong_microbatches())
-        fail(WrongOutput, stage, findings, ratio=ratio, start=start, note=(f"; {before}" if before else "") + note)
+        early = early_read(reading, findings)
+        fail(
+            WrongOutput,
+            stage,
+            findings,
+            ratio=ratio,
+            start=start,
+            note=(f"; {before}" if before else "") + note + early,
+        )
     for rank, _, y in _outputs(reading):
         tally.add(elements=y.numel(), rank=rank)
 

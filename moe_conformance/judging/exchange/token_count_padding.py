@@ -159,8 +159,9 @@ def judge_nobody_asked(reading: Reading, tally: Tally) -> None:
     """Decide whether a dispatch has no collective for the largest token count.
 
     An exchange that delivers a fixed number of rows on every rank of a group, or that pads although this is not
-    configured, has to agree upon a number: it may make one such call, before the rows are sent. A call after the rows
-    (did all fit?) is for another purpose.
+    configured, has to agree upon a number: it may make one such call, before the rows are sent. So may one that sends
+    as many rows as the capacity of any rank (`Claims.wire`, verified by COST-03): this number is no token count. A call
+    after the rows (did all fit?) is for another purpose.
 
     Raises:
         WrongCollectives: it has one, or more than are allowed.
@@ -169,12 +170,14 @@ def judge_nobody_asked(reading: Reading, tally: Tally) -> None:
     found, static = [], reading.claims.handed == "static"
     if static:
         _judge_static(reading)
-    free = 1 if static or _pads_unasked(reading) else 0
+    free = 1 if static or reading.claims.wire == "capacity" or _pads_unasked(reading) else 0
+    only_capacity = not free
     for rank in reading.ranks:
         for phase, calls in dispatches(rank):
             first, rest = parted(calls, reading.outcome.workload.config.hidden)
             before, behind = list(_questions(reading, first)), list(_questions(reading, rest, behind=True))
             late: list[Entry] = [] if free else behind
+            only_capacity &= [entry.reduce for entry in (*before, *late)] == ["MAX"]
             for asked, when in ((before[free:], "before the rows are sent"), (late, "after the rows are sent")):
                 if asked:
                     times = f"{len(asked) + free} times instead of {free}" if free else "instead of not at all"
@@ -183,7 +186,8 @@ def judge_nobody_asked(reading: Reading, tally: Tally) -> None:
                     found.append(f"rank {rank.rank} calls {over} {where}, {times}")
         tally.add(pairs=len(reading.batches), rank=rank.rank)
     if found:
-        raise WrongCollectives("dispatch", some(found))
+        capacity = "; a backend that sends every rank's capacity to every expert by design claims wire = 'capacity'"
+        raise WrongCollectives("dispatch", some(found) + (capacity if only_capacity else ""))
 
 
 def _judge_static(reading: Reading) -> None:

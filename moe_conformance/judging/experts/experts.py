@@ -17,6 +17,7 @@ from moe_conformance.judging.explain.bounded_tokens import explain_tokens
 from moe_conformance.judging.findings import Finding, fail
 from moe_conformance.judging.observed.cached import once
 from moe_conformance.judging.observed.finished_gradients import finals_of
+from moe_conformance.judging.observed.ledgers import early_read
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.scopes import Place, Shard, shard_of, whole
 from moe_conformance.judging.verdict import (
@@ -129,7 +130,7 @@ def _judge_tokens(reading: Reading, tally: Tally, judged: _Judged) -> None:
         names=reading.token_ratios,
         dtype=expected.workload.config.dtype,
     )
-    fail(judged.error, judged.stage, findings, ratio=ratio)
+    fail(judged.error, judged.stage, findings, ratio=ratio, note=early_read(reading, findings))
 
 
 def _formed(reading: Reading, place: Place, judged: _Judged) -> Tensor:

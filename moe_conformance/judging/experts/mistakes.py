@@ -15,7 +15,7 @@ from moe_conformance.judging.experts.expected import Key, OwnExpected, parameter
 from moe_conformance.judging.explain.bounded import Candidate
 from moe_conformance.judging.explain.bounded_gradients import Gradients, Oracle
 from moe_conformance.judging.explain.bounded_tokens import Candidates
-from moe_conformance.judging.observed.scopes import Place, shard_of
+from moe_conformance.judging.observed.scopes import OWN_PART, Place, is_held, shard_of
 from moe_conformance.reference.exchange import layer
 from moe_conformance.reference.exchange.layer import WeightsAt
 from moe_conformance.reference.experts import Expert, Parameters
@@ -142,6 +142,8 @@ def _only_part(name: str, value: Tensor, index: int, of: int) -> Tensor:
 
 def _other_routings(workload: Workload) -> Iterator[tuple[str, Workload]]:
     K = workload.config.top_k
+    if workload.layout.ep > 1:
+        yield OWN_PART, _own_part(workload)
     yield "all weights were 1", _each(workload, weights=torch.ones_like)
     yield "the weights were applied twice", _each(workload, weights=torch.square)
     for by in dict.fromkeys((1, K - 1)):
@@ -153,6 +155,18 @@ def _other_routings(workload: Workload) -> Iterator[tuple[str, Workload]]:
     for k in range(K) if K > 2 else ():
         others = [slot for slot in range(K) if slot != k]
         yield f"all slots but slot {k} were empty", _each(workload, ids=partial(_emptied, slots=others))
+
+
+def _own_part(workload: Workload) -> Workload:
+    """Empty the slots of experts on other ranks."""
+
+    def emptied(rank: int, batch: Batch) -> Batch:
+        return replace(
+            batch,
+            ids_TK=torch.where(is_held(workload.layout, rank, batch.ids_TK, workload.config.experts), batch.ids_TK, -1),
+        )
+
+    return replace(workload, batches=tuple(tuple(map(emptied, range(len(ranks)), ranks)) for ranks in workload.batches))
 
 
 def _each(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
+
+from moe_conformance.judging.compare.exact import wrong
 from moe_conformance.judging.explain.block_view import Sheets, WrongRow
 from moe_conformance.judging.explain.microbatch_mixup import made_by_another
 from moe_conformance.judging.explain.row import PADDING, explain_row, padded
@@ -27,6 +30,7 @@ def explain(sheets: Sheets) -> tuple[list[Finding], float | None]:
     mixed_up = made_by_another(sheets)
     if mixed_up:
         return mixed_up, None
+    findings += _own_part(sheets, rows)
     told = {rank for finding in findings for rank in finding.ranks}
     rows = [row for row in rows if row.rank not in told]
     for expert, finding in list(_ratios_of_experts(sheets, rows)):
@@ -40,6 +44,23 @@ def explain(sheets: Sheets) -> tuple[list[Finding], float | None]:
     for row in rows:
         findings.append(Finding("not explained", f"{sheets.row_name(row)} is wrong too", (row.rank,)))
     return sorted(findings, key=lambda finding: finding.kind != PADDING), None  # which explains the others
+
+
+def _own_part(sheets: Sheets, rows: Sequence[WrongRow]) -> list[Finding]:
+    """Find ranks whose tokens have what the experts of their own rank contributed, and nothing from other ranks."""
+    found = []
+    for rank in sorted({row.rank for row in rows}):
+        held = sheets.reading.ranks[rank].local_experts
+        own_D = torch.zeros(sheets.reading.outcome.workload.config.hidden, dtype=torch.bool)
+        for expert in held:
+            own_D[sheets.columns(expert)] = True
+        places = [(m, ranks[rank]) for m, ranks in sheets.actual.items()]
+        sides = [(actual_TD, torch.where(own_D, sheets.expected[m][rank], 0.0)) for m, actual_TD in places]
+        if all(not wrong(*side).any() for side in sides) and any(bool(own_TD.any()) for _, own_TD in sides):
+            part = f"only this rank's part is in it: the {sheets.noun}s of its own experts {some(map(str, held))}"
+            sentence = f"{sheets.name} of rank {rank} lacks every {sheets.noun} from other ranks; likely cause: {part}"
+            found.append(Finding("own part", sentence, (rank,)))
+    return found
 
 
 def _ratios_of_experts(sheets: Sheets, rows: Sequence[WrongRow]) -> Iterator[tuple[int, Finding]]:

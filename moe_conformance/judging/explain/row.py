@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,7 +55,7 @@ def explain_row(sheets: Sheets, row: WrongRow) -> list[list[Finding]]:
 
     Returns for each fault what may explain it, see `diagnosis.likeliest`.
     """
-    whole = _Piece(sheets, row, slice(None))
+    whole, faults = _Piece(sheets, row, slice(None)), list[list[Finding]]()
     if padded(sheets, row):
         largest = float(whole.actual.abs().max())
         cause = f"it includes the expert output of a padding row ({tags.PADDING_ANSWER:g})"
@@ -71,7 +71,32 @@ def explain_row(sheets: Sheets, row: WrongRow) -> list[list[Finding]]:
         other = _another_tokens(whole)
         if other is not None:
             return [[whole.finding("another token's", f" is {other}")]]
-    return [_explain_block(_Piece(sheets, row, sheets.columns(expert), expert)) for expert in row.experts]
+    answered = list(_answered_by_others(whole))
+    for finding, experts in answered:
+        for expert in experts:
+            row = row.without(expert)
+        faults.append([finding])
+    return faults + [_explain_block(_Piece(sheets, row, sheets.columns(expert), expert)) for expert in row.experts]
+
+
+def _answered_by_others(whole: _Piece) -> Iterator[tuple[Finding, tuple[int, int]]]:
+    """Yield each block that is zero beside one of an expert that was not selected, with the weight of the first."""
+    sheets, row = whole.sheets, whole.row
+    batch = sheets.reading.batches[row.microbatch][row.rank]
+    pieces = {e: _Piece(sheets, row, sheets.columns(e), e) for e in row.experts if e < sheets.experts}
+    strange = [e for e, block in pieces.items() if not bool(block.expected.any()) and bool(block.actual.any())]
+    for expert, block in pieces.items():
+        slots = (batch.ids_TK[row.token] == expert).nonzero().flatten().tolist()
+        if not slots or bool(block.actual.any()):
+            continue
+        weight = float(batch.weights_TK[row.token, slots].double().sum())
+        alike = [e for e in strange if common_ratio(pieces[e].actual, pieces[e].unit) == weight * tags.gain(e)]
+        if alike:
+            strange.remove(alike[0])
+            what = f"{sheets.noun} of expert {alike[0]} in place of that of expert {expert}"
+            cause = f"slot {some(map(str, slots))} was answered by another expert"
+            words = f" holds the {what}, with its weight; likely cause: {cause}"
+            yield whole.finding("answered by another", words), (expert, alike[0])
 
 
 def padded(sheets: Sheets, row: WrongRow) -> bool:

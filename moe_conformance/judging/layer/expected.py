@@ -3,35 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from moe_conformance.judging.compare import bounds
+from moe_conformance.judging.observed.drop_rule import DropRule
+from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.scopes import Place, backward_places_of
 from moe_conformance.judging.observed.stage_expected import StageAnswers
-from moe_conformance.reference.capacity import drops, limits
-from moe_conformance.reference.capacity.after_drops import after_drop
+from moe_conformance.reference.capacity import drops
 from moe_conformance.reference.rounding import whole_layer_magnitudes
 from moe_conformance.reference.rounding.whole_layer_magnitudes import Shares
 from moe_conformance.reference.routing import routes
 from moe_conformance.reference.shared_experts import whole_layer
 from moe_conformance.reference.shared_experts.whole_layer import Drop, LayerGradients, Mix, Weighing, mixed
-from moe_conformance.workloads.records.workload import ParameterKey
+from moe_conformance.workloads.records.workload import ParameterKey, Workload
 
 ROUTED = ("gate", "up", "down")
 
 
+@dataclass(frozen=True)
 class LayerExpected(StageAnswers[LayerGradients]):
     """The oracle's answer to a "layer" workload, or to one of layers that drop."""
+
+    rule: DropRule = field(default_factory=DropRule)  # as claimed
+
+    @classmethod
+    def of(cls, reading: Reading, workload: Workload | None = None) -> LayerExpected:
+        """Make it of a reading, with the rule of dropping that the backend claims."""
+        return super().of(reading, workload).by(DropRule.of(reading.claims))
+
+    def by(self, rule: DropRule) -> LayerExpected:
+        """Return the answer by a rule of dropping."""
+        drops_none = self.workload.config.capacity.factor is None
+        return self if drops_none or rule == self.rule else replace(self, rule=rule)
 
     def idle(self, stage: int, key: ParameterKey) -> bool:
         """Whether a parameter is a routed expert's that no kept slot of the stage reaches on its way backward."""
         name, expert = key
         return name in ROUTED and expert not in self._reached[stage]
 
-    def solve(self, places: Sequence[Place], mix: Mix = mixed, drop: Drop = after_drop) -> LayerGradients:
+    def solve(self, places: Sequence[Place], mix: Mix = mixed, drop: Drop | None = None) -> LayerGradients:
         """Ask the oracle about the tokens of some places; with another mix or drop, what a mistake would yield."""
         return whole_layer.gradients(
             *self._batch(places),
@@ -40,26 +55,30 @@ class LayerExpected(StageAnswers[LayerGradients]):
             weights_at=self.weights_at,
             kept_TK=self._kept(places),
             mix=mix,
-            drop=drop,
+            drop=drop or self.rule.after_drop(self.workload.config),
         )
 
     def ids(self, place: Place) -> Tensor:
         """Whom every token of a place selects, (T, K): clearly, as the workload is drawn that way."""
-        (m, rank), config, parameters = place, self.workload.config, self.workload.parameters
+        config = self.workload.config
         chosen = routes.route(
-            self.workload.batches[m][rank].x_TD.double() @ parameters["router", None].double().T,
+            self._logits(place),
             top_k=config.top_k,
             score=config.routing.score,
-            bias_E=parameters.get(("balance_bias", None)),
+            bias_E=self.workload.parameters.get(("balance_bias", None)),
             groups=config.routing.groups,
             group_score=config.routing.group_score,
         )
         return chosen.ids_TK
 
+    def _logits(self, place: Place) -> Tensor:
+        m, rank = place
+        return self.workload.batches[m][rank].x_TD.double() @ self.workload.parameters["router", None].double().T
+
     @cached_property
     def kept(self) -> Mapping[Place, Tensor]:
         """Which of the selected every token of a place keeps, bool (T, K): all of them, where there is no capacity."""
-        return {place: self._stay(ids_TK) for place, ids_TK in self._chosen.items()}
+        return {place: self._stay(place) for place in self.places}
 
     @property
     def _weighing(self) -> Weighing:
@@ -78,18 +97,24 @@ class LayerExpected(StageAnswers[LayerGradients]):
     def _chosen(self) -> Mapping[Place, Tensor]:
         return {place: self.ids(place) for place in self.places}
 
-    def _stay(self, ids_TK: Tensor) -> Tensor:
-        """Say who stays: by position nothing but the choice decides, with the one capacity that is legal.
+    def _stay(self, place: Place) -> Tensor:
+        """Say who stays, with the one capacity that is legal.
 
-        The selection is clear, and every selected weight exceeds its margin, so that none counts as not selected.
+        The selection is clear, and every selected weight exceeds its margin, so that none counts as not selected; by
+        weight, the last that an expert keeps is clearly heavier than the first that it drops.
         """
-        config = self.workload.config
+        config, ids_TK = self.workload.config, self._chosen[place]
         if config.capacity.factor is None:
             return torch.ones_like(ids_TK, dtype=torch.bool)
-        assert config.capacity.drop_policy == "position"
-        sizes = (len(ids_TK), config.top_k, config.experts)
-        (room,) = limits.capacities(*sizes, factor=config.capacity.factor, minimum=config.capacity.minimum)
-        return drops.keep(ids_TK, config.experts, capacity=room, policy="position")
+        (room,), policy = self.rule.capacities(config, len(ids_TK)), self.rule.policy(config)
+        return drops.keep(ids_TK, config.experts, capacity=room, policy=policy, weights_TK=self._ranked(place))
+
+    def _ranked(self, place: Place) -> Tensor:
+        """Return what the policy by weights compares, (T, K)."""
+        logits_TE, ids_TK = self._logits(place), self._chosen[place]
+        if self.rule.drop_by == "scores":
+            return routes.scores(logits_TE, self.workload.config.routing.score).gather(1, ids_TK)
+        return routes.weights(logits_TE, ids_TK, **vars(self._weighing))
 
     def _kept(self, places: Sequence[Place]) -> Tensor:
         return torch.cat([self.kept[place] for place in places])
@@ -119,5 +144,6 @@ class LayerExpected(StageAnswers[LayerGradients]):
             ),
             weights_at=self.weights_at,
             kept_TK=self._kept(places),
+            renormalise=self.rule.renormalises(self.workload.config),
         )
         return self.solve(places), measured.errors

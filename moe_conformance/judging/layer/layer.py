@@ -16,6 +16,7 @@ from moe_conformance.judging.layer.expected import ROUTED, LayerExpected
 from moe_conformance.judging.layer.mistakes import candidates_for, gradients_of, times_of_shared
 from moe_conformance.judging.observed.cached import once
 from moe_conformance.judging.observed.finished_gradients import finals_of
+from moe_conformance.judging.observed.ledgers import early_read
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.scopes import Place, Shard, shard_of, whole
 from moe_conformance.judging.verdict import (
@@ -64,7 +65,8 @@ def judge_layer_outputs(reading: Reading, tally: Tally) -> None:
         actual[place], targets[place] = seen.y, target
     if wrong := _wrong_microbatches(actual, targets, tally):
         findings, ratio = _explain(reading, "y", actual, targets)
-        fail(WrongOutput, "combine", findings, ratio=ratio, note=_asked_without_gradients(workload, wrong))
+        note = _asked_without_gradients(workload, wrong) + early_read(reading, findings)
+        fail(WrongOutput, "combine", findings, ratio=ratio, note=note)
 
 
 def judge_layer_dx(reading: Reading, tally: Tally) -> None:
@@ -87,7 +89,7 @@ def judge_layer_dx(reading: Reading, tally: Tally) -> None:
         actual[place], targets[place] = _formed(value, target, whose, rank, "gradient"), target
     if _wrong_microbatches(actual, targets, tally):
         findings, ratio = _explain(reading, "dx", actual, targets)
-        fail(WrongGradient, "gradient", findings, ratio=ratio)
+        fail(WrongGradient, "gradient", findings, ratio=ratio, note=early_read(reading, findings))
 
 
 def judge_shared_unrouted(reading: Reading, tally: Tally) -> None:

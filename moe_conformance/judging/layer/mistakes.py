@@ -13,9 +13,11 @@ from moe_conformance.judging.explain.bounded import Candidate
 from moe_conformance.judging.explain.bounded_gradients import Oracle
 from moe_conformance.judging.explain.bounded_tokens import Candidates
 from moe_conformance.judging.layer.expected import LayerExpected
-from moe_conformance.judging.observed.scopes import Place
+from moe_conformance.judging.observed.scopes import OWN_PART, Place, is_held
 from moe_conformance.reference.routing.routes import Routed
 from moe_conformance.reference.shared_experts.whole_layer import Drop, LayerGradients, Mix
+
+NO_DROP = "no slot was dropped"
 
 
 def candidates_for(expected: LayerExpected, name: str) -> Candidates:
@@ -47,9 +49,25 @@ def _other_runs(
             yield words, expected.solve(places, mix=mix)
     for words, mix in mixes(expected):
         yield words, expected.solve(places, mix=mix)
-    if backward:
-        for words, drop in undropped(expected):
+    for words, drop in undropped(expected):
+        if backward or words == NO_DROP:
             yield words, expected.solve(places, drop=drop)
+    if expected.workload.layout.ep > 1:
+        yield OWN_PART, expected.solve(places, drop=_own_part(expected, places))
+
+
+def _own_part(expected: LayerExpected, places: Sequence[Place]) -> Drop:
+    """Drop the slots of experts on other ranks too."""
+    workload = expected.workload
+    own_TK = torch.cat(
+        [is_held(workload.layout, place[1], expected.ids(place), workload.config.experts) for place in places]
+    )
+    rule = expected.rule.after_drop(workload.config)
+    return lambda ids, w, kept: _emptied(rule(ids, w, kept), own_TK)
+
+
+def _emptied(routed: Routed, own_TK: torch.Tensor) -> Routed:
+    return Routed(torch.where(own_TK, routed.ids_TK, -1), torch.where(own_TK, routed.weights_TK, 0.0))
 
 
 def mixes(expected: LayerExpected) -> Iterator[tuple[str, Mix]]:
@@ -88,7 +106,7 @@ def undropped(expected: LayerExpected) -> Iterator[tuple[str, Drop]]:
     """List what a backward may make of slots that the forward dropped, each in words."""
     if expected.workload.config.capacity.factor is None:
         return
-    yield "no slot was dropped", lambda ids, w, kept: Routed(ids, w)
+    yield NO_DROP, lambda ids, w, kept: Routed(ids, w)
     yield (
         "dropped slots passed gradients to the router",
         lambda ids, w, kept: Routed(ids, torch.where(kept, w, w - w.detach())),

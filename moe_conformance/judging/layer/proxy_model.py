@@ -14,7 +14,15 @@ from moe_conformance.judging.observed.cached import once
 from moe_conformance.judging.observed.finished_gradients import divisor_of
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.scopes import shard_of, whole
-from moe_conformance.judging.verdict import AbsentGradient, Tally, Uncovered, WrongForm, WrongGradient, WrongOutput
+from moe_conformance.judging.verdict import (
+    AbsentGradient,
+    MalformedClaim,
+    Tally,
+    Uncovered,
+    WrongForm,
+    WrongGradient,
+    WrongOutput,
+)
 from moe_conformance.reference.groups.proxy_model import ModelGradients
 from moe_conformance.workloads.corpus.groups.proxy_model import sequences, solved
 
@@ -53,10 +61,12 @@ def judge_proxy_tokens(reading: Reading, tally: Tally) -> None:
     Raises:
         WrongForm, AbsentGradient: something is missing or of another shape.
         WrongOutput, WrongGradient: an element is off by more than `Expected.off` of the largest.
+        MalformedClaim: routers claim to compute in float32, and every output is as exact as in float64.
     """
     expected, _, off = expected_of(reading)
     outputs: list[Finding] = []
     gradients: list[Finding] = []
+    exact = off == NARROW
     for number, (m, first, last) in enumerate(sequences(reading.outcome.workload)):
         for ranks, values, found in ((last, expected.y, outputs), (first, expected.dx, gradients)):
             start = 0
@@ -71,10 +81,15 @@ def judge_proxy_tokens(reading: Reading, tally: Tally) -> None:
                     shape = None if value is None else tuple(value.shape)
                     raise error("run", f"{what} is {shape} instead of {tuple(rows.shape)}", ranks=(rank,))
                 found += _wrong(what, rank, value, rows, off * _largest(values[number]), tally)
+                exact &= not _wrong(what, rank, value, rows, WIDE * _largest(values[number]), Tally())
     if outputs:
         fail(WrongOutput, "combine", outputs)
     if gradients:
         fail(WrongGradient, "gradient", gradients)
+    if exact:
+        (dtype,) = {rank.claims.dtype for rank in reading.ranks} - {None, reading.outcome.workload.config.dtype}
+        sentence = f"routers claim dtype = {dtype}, and all outputs and gradients are as exact as in float64"
+        raise MalformedClaim("run", f"{sentence}; expected no such claim, or errors of that dtype")
 
 
 def judge_proxy_gradients(reading: Reading, tally: Tally) -> None:

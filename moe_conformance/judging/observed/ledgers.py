@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
-from moe_conformance.judging.findings import some
-from moe_conformance.judging.observed.run import require_finished
+from moe_conformance.judging.findings import Finding, some
+from moe_conformance.judging.observed.run import Reading, require_finished
 from moe_conformance.judging.verdict import (
     AbandonedCollective,
     Hazardous,
@@ -61,6 +62,20 @@ def judge_hazards(outcome: Outcome, tally: Tally, *kinds: str) -> None:
         raise _HAZARDS[found[0][0].kind]("run", some(sentences), ranks=tuple(sorted({rank for _, rank in found})))
     require_finished(outcome)
     _count(outcome, tally)
+
+
+def early_read(reading: Reading, findings: Sequence[Finding]) -> str:
+    """Say that what is wrong was read before it was waited for, where that is known; else "".
+
+    It was seen in the ledger, or the output of every asynchronous collective is NaN until the wait ("poisoned") and
+    something is not finite.
+    """
+    touched = [each for rank in reading.ranks for each in rank.hazards if each.kind == "output touched"]
+    if touched:
+        return f"; likely cause: {touched[0]}"
+    if reading.outcome.workload.asynchrony == "poisoned" and any(each.kind == "not finite" for each in findings):
+        return "; likely cause: the output of an asynchronous collective was read before wait(), until which it is NaN"
+    return ""
 
 
 def times(ranks: list[int]) -> str:

@@ -58,6 +58,15 @@ def whole(shards: Iterable[Shard]) -> bool:
     return None in shards or any({(dim, i, of) for i in range(of)} <= shards for dim, of in cuts)
 
 
+OWN_PART = "only this rank's part is in it, that of its own experts"  # and nothing from other ranks of ep
+
+
+def is_held(layout: Layout, rank: int, ids_TK: Tensor, experts: int) -> Tensor:
+    """Say which slots are of experts that a rank holds, bool (T, K)."""
+    ranks = next(group for group in layout.groups()["ep"] if rank in group)
+    return ids_TK.div(experts // layout.ep, rounding_mode="floor") == ranks.index(rank)
+
+
 def other_sums(workload: Workload, rank: int) -> Iterator[tuple[str, tuple[Place, ...]]]:
     """List what a rank may have summed over instead of all tokens of its pipeline stage, in words and places.
 

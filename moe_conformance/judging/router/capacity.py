@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
@@ -32,7 +32,9 @@ def judge_capacity(reading: Reading, tally: Tally) -> None:
     drops = drops_of(reading)
     findings = likeliest([fault for place in drops.places for fault in _wrong_counts(drops, place)])
     if findings:
-        fail(WrongCount, "route", findings)
+        fail(
+            WrongCount, "route", findings, note=_by_design(drops, lambda other, place: not _wrong_counts(other, place))
+        )
     for place in drops.places:
         crowded = sum(n > drops.capacities(place)[0] for n in drops.loads(place))
         tally.add(pairs=crowded or drops.workload.config.experts, rank=place[1])
@@ -61,9 +63,11 @@ def _wrong_counts(drops: Drops, place: Place) -> list[list[Finding]]:
     m, rank = place
     config = drops.workload.config
     T = len(drops.ids[place])
+    round_ = "ceil" if drops.rule.capacity_rounding == "up" else "floor"
     at_least = f", at least {config.capacity.minimum}" if config.capacity.minimum else ""
     right = (
-        f"{' or '.join(map(str, legal))} (ceil({config.capacity.factor:g} x {config.top_k} x {T} / {config.experts})"
+        f"{' or '.join(map(str, legal))} "
+        f"({round_}({config.capacity.factor:g} x {config.top_k} x {T} / {config.experts})"
         f"{at_least})"
     )
     of = f" of microbatch {m}" if m else ""
@@ -89,7 +93,8 @@ def _other_capacities(drops: Drops, place: Place) -> Iterator[tuple[str, int]]:
     tokens = [len(drops.ids[m, other]) for other in range(layout.world)]
     per_token = config.capacity.factor / config.experts
     mean = per_token * config.top_k * tokens[rank]
-    yield "the capacity was rounded down", max(config.capacity.minimum, int(mean))
+    down, least = drops.rule.capacity_rounding == "up", config.capacity.minimum
+    yield f"the capacity was rounded {'down' if down else 'up'}", max(least, int(mean) if down else -int(-mean // 1))
     yield "the last slot within the capacity was dropped (off by one)", drops.capacities(place)[0] - 1
     if config.capacity.minimum:
         yield "computed without the minimum capacity", -int(-mean // 1)
@@ -155,17 +160,19 @@ def judge_policy(reading: Reading, tally: Tally) -> None:
     Raises:
         WrongForm, WrongSelection, WrongCount: others are.
     """
-    policies: dict[str, Policy] = {"weights": "weight", "position": "position"}
-    policy = policies[reading.outcome.workload.config.capacity.drop_policy]
-    _judge_kept(reading, tally, "choice" if policy == "position" and keeps_by_choices(reading) else policy)
+    _judge_kept(reading, tally)
 
 
-def keeps_by_choices(reading: Reading) -> bool:
-    """Whether the backend claims that by position first choices come before second ones."""
-    return reading.claims.drop_order == "choices"
+def _by_design(drops: Drops, holds: Callable[[Drops, Place], bool]) -> str:
+    """Name the claim under which everything would hold, or the claim that all else contradicts; "" if there is none."""
+    for rule, note in drops.rule.others():
+        other = drops.by(rule)
+        if all(holds(other, place) for place in drops.places):
+            return note
+    return ""
 
 
-def _judge_kept(reading: Reading, tally: Tally, policy: Policy) -> None:
+def _judge_kept(reading: Reading, tally: Tally, policy: Policy | None = None) -> None:
     """Judge every place by the oracle; counts the slots of experts that had to drop some, else all slots."""
     drops = drops_of(reading)
     findings: list[Finding] = []
@@ -173,23 +180,34 @@ def _judge_kept(reading: Reading, tally: Tally, policy: Policy) -> None:
         if not _legal(drops, place, policy):
             findings += _overtaken(drops, place, policy) or likeliest(_wrong_counts(drops, place))
     if findings:
-        by_choices = policy == "position" and all(_legal(drops, place, "choice") for place in drops.places)
-        design = "; a backend that keeps first choices first by design claims drop_order = 'choices'"
-        fail(WrongSelection, "route", findings, note=design if by_choices else "")
+        design = _by_design(drops, lambda other, place: _legal(other, place, policy))
+        fail(WrongSelection, "route", findings, note=design or _by_another_policy(drops, policy))
     for place in drops.places:
         loads, (room, *_) = drops.loads(place), drops.capacities(place)
         tally.add(pairs=sum(n for n in loads if n > room) or sum(loads), rank=place[1])
 
 
-def _legal(drops: Drops, place: Place, policy: Policy) -> bool:
-    config, (weights_TK, errors_TK) = drops.workload.config, drops.weights(place)
+def _by_another_policy(drops: Drops, policy: Policy | None) -> str:
+    """Say so if everything is as by the policy that was not configured."""
+    asked, others = policy or drops.rule.policy(drops.workload.config), dict[Policy, str]()
+    others |= {"weight": "weights", "position": "position", "choice": "position, first choices first"}
+    for other, words in others.items():
+        if asked not in (other, "any") and all(_legal(drops, place, other) for place in drops.places):
+            return f"; likely cause: slots are kept as by {words}"
+    return ""
+
+
+def _legal(drops: Drops, place: Place, policy: Policy | None) -> bool:
+    """Whether what was kept is legal, by a policy or by that of the config and the claims."""
+    config, (weights_TK, errors_TK) = drops.workload.config, drops.ranking(place)
     assert config.capacity.factor is not None
     (legal,) = capacity_drops.legal_drops_by_rank(
         [drops.kept[place]],
         [drops.ids[place]],
         config.experts,
         factor=config.capacity.factor,
-        policy=policy,
+        policy=policy or drops.rule.policy(config),
+        rounding=drops.rule.capacity_rounding,
         minimum=config.capacity.minimum,
         weights_by_rank=[weights_TK],
         errors_by_rank=[errors_TK],
@@ -197,9 +215,10 @@ def _legal(drops: Drops, place: Place, policy: Policy) -> bool:
     return legal
 
 
-def _overtaken(drops: Drops, place: Place, policy: Policy) -> list[Finding]:
+def _overtaken(drops: Drops, place: Place, policy: Policy | None) -> list[Finding]:
     """Tell for every expert the dropped slot that most clearly comes before a kept one."""
-    ids_TK, kept_TK, (weights_TK, errors_TK) = drops.ids[place], drops.kept[place], drops.weights(place)
+    ids_TK, kept_TK, (weights_TK, errors_TK) = drops.ids[place], drops.kept[place], drops.ranking(place)
+    policy, ranked = policy or drops.rule.policy(drops.workload.config), drops.rule.drop_by.removesuffix("s")
     m, rank = place
     findings = []
     for e in range(drops.workload.config.experts):
@@ -208,20 +227,29 @@ def _overtaken(drops: Drops, place: Place, policy: Policy) -> list[Finding]:
         dropped = [slot for slot in slots if not kept_TK[slot]]
         if not kept or not dropped or policy == "any":
             continue
-        if policy == "position":
-            out, stays = min(dropped), max(kept)
-            wrong, told = out < stays, "; expected: by position, the first tokens are kept"
+        if policy in ("position", "choice"):
+            first = "tokens" if policy == "position" else "choices"
+            out, stays = (each(slots, key=_turn(policy)) for each, slots in ((min, dropped), (max, kept)))
+            wrong, told = (
+                _turn(policy)(out) < _turn(policy)(stays),
+                f"; expected: by position, the first {first} are kept",
+            )
         else:
             out = max(dropped, key=lambda slot: float(weights_TK[slot]))
             stays = min(kept, key=lambda slot: float(weights_TK[slot]))
             apart = float(weights_TK[out] - weights_TK[stays])
             wrong = apart > float(errors_TK[out] + errors_TK[stays])
-            told = f"; the dropped token has the weight {weights_TK[out]:.4g}, the kept one {weights_TK[stays]:.4g}"
+            told = f"; the dropped token has the {ranked} {weights_TK[out]:.4g}, the kept one {weights_TK[stays]:.4g}"
         if wrong:
             of = f" of microbatch {m}" if m else ""
             sentence = f"rank {rank}{of} expert {e} keeps token {stays[0]} and drops token {out[0]}{told}"
             findings.append(Finding("overtaken", sentence, (rank,)))
     return findings
+
+
+def _turn(policy: Policy) -> Callable[[tuple[int, int]], tuple[int, ...]]:
+    """Return the order of slots (t, k) by position."""
+    return (lambda slot: slot[::-1]) if policy == "choice" else (lambda slot: slot)
 
 
 def judge_lossless(reading: Reading, tally: Tally) -> None:
@@ -331,14 +359,24 @@ def _fail_weights(drops: Drops, actual: dict[Place, torch.Tensor], targets: dict
         renormalised[place] = torch.where(kept_TK, again_TK, targets[place].expected)
     filled = {place: target.allowed for place, target in targets.items() if target.allowed.numel()}
     allowed = {place: torch.full_like(each, 4 * float(each.max())) for place, each in filled.items()}
-    if all(compare(actual[place], renormalised[place], allowed[place]).holds for place in allowed):
+    again = not drops.rule.renormalises(drops.workload.config)
+    if again and all(compare(actual[place], renormalised[place], allowed[place]).holds for place in allowed):
         place = max(allowed, key=lambda at: compare(actual[at], *targets[at]).size)
         example = compare(actual[place], *targets[place])
         cause = "they were divided again, by the sum of those that were kept"
         sentence = f"the weights of the kept slots are wrong; likely cause: {cause}; for example {example}"
-        fail(WrongWeight, "route", [Finding("cause", sentence, tuple(sorted({at[1] for at in allowed})))])
+        findings = [Finding("cause", sentence, tuple(sorted({at[1] for at in allowed})))]
+        fail(WrongWeight, "route", findings, note=_by_design(drops, _keeps_weights(actual)))
     findings, ratio = explain_weights(drops, actual, targets)
-    fail(WrongWeight, "route", findings, ratio=ratio)
+    fail(WrongWeight, "route", findings, ratio=ratio, note=_by_design(drops, _keeps_weights(actual)))
+
+
+def _keeps_weights(actual: Mapping[Place, torch.Tensor]) -> Callable[[Drops, Place], bool]:
+    def holds(other: Drops, place: Place) -> bool:
+        target, kept_TK = other.weights(place), other.kept[place]
+        return compare(torch.where(kept_TK, actual[place], target.expected), *target).holds
+
+    return holds
 
 
 def judge_drop_gradients(reading: Reading, tally: Tally) -> None:

@@ -129,6 +129,7 @@ class RouterExpected:
             places=[len(self._x(place)) for place in places],
             sums=bounds.sums_of_a_gradient(microbatches, replicas),
             forced_TE=self._forced(places),
+            kept_TK=self._summed(places),
         )
         allowed_ED = self._allowed(measured, tokens=len(x_TD))
         return Target(self.solve(places)[1] / self.divisor, allowed_ED / self.divisor)
@@ -177,7 +178,8 @@ class RouterExpected:
     @cached_property
     def _allowed_weights(self) -> Mapping[Place, Tensor]:
         _, ids_TK, _ = self._batch(self.places)
-        measured = weights_measured(self._rounding, self._logits_measured, ids_TK, **self.weighing)
+        summed_TK = self._summed(self.places)
+        measured = weights_measured(self._rounding, self._logits_measured, ids_TK, **self.weighing, kept_TK=summed_TK)
         return self._by_place(self._allowed(measured))
 
     @cached_property
@@ -189,7 +191,14 @@ class RouterExpected:
         x_TD, ids_TK, dweights_TK = self._batch(self.places)
         forced_TE = self._forced(self.places)
         measured, _ = gradients_measured(
-            self._rounding, x_TD, self.router_ED, ids_TK, dweights_TK, **self.weighing, forced_TE=forced_TE
+            self._rounding,
+            x_TD,
+            self.router_ED,
+            ids_TK,
+            dweights_TK,
+            **self.weighing,
+            forced_TE=forced_TE,
+            kept_TK=self._summed(self.places),
         )
         return self._by_place(self._allowed(measured))
 
@@ -209,6 +218,11 @@ class RouterExpected:
 
     def _forced(self, places: Sequence[Place]) -> Measured | None:
         """The logits that take the place of the router's own; see `ForcedExpected`."""
+        del places
+        return None
+
+    def _summed(self, places: Sequence[Place]) -> Tensor | None:
+        """Which slots are in the sum that weights are divided by, (T, K), if not all; see `token_drops.Drops`."""
         del places
         return None
 

@@ -33,6 +33,7 @@ from moe_conformance.judging.verdict import (
 )
 from moe_conformance.reference.capacity.limits import loads
 from moe_conformance.reference.forcing.routes import legal_ids
+from moe_conformance.reference.routing import routes
 from moe_conformance.scenarios.outcome import Grad
 from moe_conformance.workloads.records.workload import ParameterKey
 
@@ -103,9 +104,25 @@ def judge_selection(reading: Reading, tally: Tally, expected: RouterExpected | N
     expected = expected or expected_of(reading)
     illegal = {place: (~expected.legal(place)).nonzero().flatten().tolist() for place in expected.places}
     if any(illegal.values()):
-        fail(WrongSelection, "route", explain_selection(expected, illegal))
+        fail(WrongSelection, "route", explain_selection(expected, illegal), note=_noise_words(reading, expected))
     for place in expected.places:
         tally.add(pairs=expected.ids[place].numel(), rank=place[1])
+
+
+def _noise_words(reading: Reading, expected: RouterExpected) -> str:
+    """Name the claim of noise, if all selections are legal for the logits that the router returned."""
+    for place in expected.places:
+        logits_TE, own_TE = reading.seen(*place).logits_TE, expected.logits(place)
+        if logits_TE is None or logits_TE.shape != own_TE.shape or not bool(logits_TE.isfinite().all()):
+            return ""
+        score = expected.weighing["score"]
+        scores_TE = routes.selection_scores(logits_TE.double(), score=score, bias_E=expected.bias_E)
+        if not bool(expected.legal(place, scores_TE).all()):
+            return ""
+    least = "the selections are right for the logits that the router returned, which are not those of its weight"
+    if reading.claims.noise == "training":
+        return f"; {least}; the noise that is claimed for training is there in evaluation mode too"
+    return f"; {least}; a router that adds noise in training by design claims noise = 'training'"
 
 
 def judge_bias(reading: Reading, tally: Tally) -> None:

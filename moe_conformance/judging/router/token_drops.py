@@ -6,21 +6,25 @@ twice; then the kept slots are marked among the selected, and the judges of `cap
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from moe_conformance.judging.compare.bounded import Target
 from moe_conformance.judging.findings import Finding, fail
 from moe_conformance.judging.observed.cached import once
+from moe_conformance.judging.observed.drop_rule import DropRule
 from moe_conformance.judging.observed.finished_gradients import divisor_of
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.scopes import Place, places_of
-from moe_conformance.judging.router.expected import RouterExpected
+from moe_conformance.judging.router.expected import RouterExpected, Weigh
 from moe_conformance.judging.router.explain_selection import explain_selection
 from moe_conformance.judging.verdict import WrongForm, WrongSelection
 from moe_conformance.reference.capacity import limits
+from moe_conformance.reference.rounding.routing_magnitudes import scores_measured, weights_measured
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,33 @@ class Drops(RouterExpected):
     """The oracle's answer to a "capacity" workload, given what was selected and what of it was kept."""
 
     kept: Mapping[Place, Tensor]  # bool (T, K), of `ids`, in falling order of selection score
+    rule: DropRule  # as claimed
+
+    def ranking(self, place: Place) -> Target:
+        """By what the drop policy "weights" compares slots, and by how much it may be off, (T, K)."""
+        return self._rankings[place]
+
+    def weights(self, place: Place) -> Target:
+        """The weights of what was selected, (T, K), before the drop; by another rule, after it."""
+        before = super().weights(place)
+        if not self.rule.renormalises(self.workload.config):
+            return before
+        after = self.rule.after_drop(self.workload.config)(self.ids[place], before.expected, self.kept[place])
+        return Target(after.weights_TK, before.allowed)
+
+    def solve(self, places: Sequence[Place], weigh: Weigh | None = None) -> tuple[Tensor, Tensor]:
+        """Ask the oracle for gradients, by the claimed rule of what becomes of the weights."""
+        summed_TK = self._summed(places)
+        if weigh is None and summed_TK is not None:
+            drop = self.rule.after_drop(self.workload.config)
+            return super().solve(
+                places, lambda logits_TE, ids_TK: drop(ids_TK, self.weigh(logits_TE, ids_TK), summed_TK).weights_TK
+            )
+        return super().solve(places, weigh)
+
+    def by(self, rule: DropRule) -> Drops:
+        """Return the same by another rule."""
+        return replace(self, rule=rule)
 
     def upstream(self, place: Place) -> Tensor:
         """The gradient of the loss in the weights, (T, K): a dropped slot is in no loss."""
@@ -39,10 +70,7 @@ class Drops(RouterExpected):
 
     def capacities_of(self, tokens: int) -> tuple[int, ...]:
         """The legal capacities of a rank with that many tokens."""
-        config = self.workload.config
-        assert config.capacity.factor is not None
-        sizes = (tokens, config.top_k, config.experts)
-        return limits.capacities(*sizes, factor=config.capacity.factor, minimum=config.capacity.minimum)
+        return self.rule.capacities(self.workload.config, tokens)
 
     def loads(self, place: Place) -> list[int]:
         """How many slots of a rank selected each expert."""
@@ -56,6 +84,25 @@ class Drops(RouterExpected):
         """How many of them each expert kept."""
         ids_TK = torch.where(self.kept[place], self.ids[place], -1)
         return limits.loads(ids_TK, self.workload.config.experts).tolist()
+
+    @cached_property
+    def _rankings(self) -> Mapping[Place, Target]:
+        _, ids_TK, _ = self._batch(self.places)
+        logits_TE = self._logits_measured
+        if self.rule.drop_by == "scores":
+            scores_TE = scores_measured(self._rounding, logits_TE, self.weighing["score"])
+            values_TK = {place: self.selection_scores(place, None).gather(1, self.ids[place]) for place in self.places}
+            allowed_TK = self._allowed(scores_TE).gather(1, ids_TK)
+        else:
+            values_TK = {place: self.weigh(self.logits(place), self.ids[place]) for place in self.places}
+            allowed_TK = self._allowed(weights_measured(self._rounding, logits_TE, ids_TK, **self.weighing))
+        allowed = self._by_place(allowed_TK)
+        return {place: Target(values_TK[place], allowed[place]) for place in self.places}
+
+    def _summed(self, places: Sequence[Place]) -> Tensor | None:
+        if not self.rule.renormalises(self.workload.config):
+            return None
+        return torch.cat([self.kept[place] for place in places])
 
 
 def drops_of(reading: Reading) -> Drops:
@@ -83,7 +130,7 @@ def _drops(reading: Reading) -> Drops:
         findings += strange
     if findings:
         fail(WrongSelection, "route", findings)
-    return Drops(workload, ids, divisor, kept)
+    return Drops(workload, ids, divisor, kept, DropRule.of(reading.claims))
 
 
 def _chosen(reading: Reading, place: Place) -> Tensor:

@@ -6,15 +6,18 @@ clear margin between the experts that it chooses and the others.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_conformance.contract import Config
+from moe_conformance.reference.capacity import limits
 from moe_conformance.reference.routing import routes
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.chapter import EP2, EP2_ETP2, SINGLE, TP2_EP2, Chapter
@@ -26,6 +29,7 @@ from moe_conformance.workloads.records.workload import Asynchrony, Batch, Drawn,
 from moe_conformance.workloads.selection.profiles import USUAL_RANKS, Profile
 
 MARGIN = 1 / 16  # in selection scores: more than rounding to bfloat16 can move them
+DROP_MARGIN = 1 / 512  # in weights and in scores, between the last slot that an expert keeps and the first it drops
 _CANDIDATES = 8  # drawn at once for each token that is wanted
 _ROUNDS = 20
 _SILENCED = ("gate", "up", "down", "shared_down")
@@ -165,8 +169,13 @@ LAYERS = (*_LAYERS, *in_float16(_LAYERS), *_crossed())
 _TIGHT_BARE = {"capacity.factor": 0.5, "capacity.drop_policy": "position"}
 _TIGHT = {"shared.ffn": (24,), **_TIGHT_BARE}
 
+_ALONE = {"capacity.factor": 0.5}  # without shared experts, which not every layer has
+
 # Their tokens lose slots, so that they are no `LAYERS`: see `dropping_layers.py`.
 DROPPING = (
+    LayerRecipe("layer-dropped-even", _ALONE, tokens=(22,)),  # 22 K / 2 E is no whole number for 8 experts
+    LayerRecipe("layer-dropped-normalised-even", {**_ALONE, "routing.normalise": True}, tokens=(22,)),
+    LayerRecipe("layer-dropped-position-even", {**_ALONE, "capacity.drop_policy": "position"}, tokens=(22,)),
     LayerRecipe("dropping-half-even", _TIGHT, tokens=(24,)),
     LayerRecipe("dropping-half-inference-even", _TIGHT, tokens=(24,), schedule="N0 F1 I2 B1"),
     LayerRecipe("dropping-half-two-dims-even", _TIGHT, tokens=(24,), lead="two_dims"),
@@ -216,7 +225,11 @@ def _drawn(recipe: LayerRecipe, layout: Layout) -> Workload:
 
     def batch(microbatch: int, rank: int) -> Batch:
         generator = draw.generator(recipe.name, layout.name, microbatch, rank)
-        return layer_batch(tokens[microbatch][rank], config, parameters, generator, recipe.margin)
+        for _ in range(_ROUNDS):
+            drawn = layer_batch(tokens[microbatch][rank], config, parameters, generator, recipe.margin)
+            if drop_margin(drawn.x_TD, config, parameters) > DROP_MARGIN:
+                return drawn
+        raise ValueError(f"{recipe.name}: in none of {_ROUNDS} draws it is clear which slots are kept")
 
     return Workload(
         recipe.name,
@@ -299,6 +312,40 @@ def margins(x_TD: Tensor, config: Config, parameters: dict[ParameterKey, Tensor]
         groups=config.routing.groups,
         group_score=config.routing.group_score,
     )
+
+
+def drop_margin(x_TD: Tensor, config: Config, parameters: dict[ParameterKey, Tensor]) -> float:
+    """Return by how much the lightest kept slot of an expert outweighs its heaviest dropped one, the least of all.
+
+    By weights or by scores (`Claims.drop_by`), with the capacity rounded up or down. Infinite where nothing is dropped,
+    or not by weight.
+    """
+    if config.capacity.factor is None or config.capacity.drop_policy != "weights":
+        return math.inf
+    sizes = (len(x_TD), config.top_k, config.experts)
+    minimum, routing = config.capacity.minimum, config.routing
+    up, down = (
+        min(limits.capacities(*sizes, factor=config.capacity.factor, minimum=minimum, rounding=rounding))
+        for rounding in ("up", "down")
+    )
+    logits_TE = x_TD.double() @ parameters["router", None].double().T
+    routed = routes.route(
+        logits_TE,
+        top_k=config.top_k,
+        score=routing.score,
+        normalise=routing.normalise,
+        scale=routing.scale,
+        bias_E=parameters.get(("balance_bias", None)),
+        groups=routing.groups,
+        group_score=routing.group_score,
+    )
+    scores_TK = routes.scores(logits_TE, routing.score).gather(1, routed.ids_TK)
+    least = math.inf
+    for ranked_TK, e, room in product((routed.weights_TK, scores_TK), range(config.experts), {up, down}):
+        heaviest = ranked_TK[routed.ids_TK == e].sort(descending=True).values
+        if 0 < room < len(heaviest):
+            least = min(least, float(heaviest[room - 1] - heaviest[room]))
+    return least
 
 
 CHAPTERS = (

@@ -33,7 +33,7 @@ def features(workload: Workload, device: str) -> dict[str, Any]:
         "halves_in_flight": halves_in_flight(workload.schedule),
         "steps": 1 + workload.twist.rehearsed + sum(item in ("S", "Z") for item in workload.schedule.split()),
         "deterministic": workload.twist.deterministic,
-        "wrong_use": workload.kind == "exchange" and _on_one_rank(workload),
+        "wrong_use": workload.kind == "exchange" and _is_wrong_use(workload),
     }
 
 
@@ -238,13 +238,14 @@ def _ids(workload: Workload) -> list[Tensor]:
     return [batch.ids_TK for microbatch in workload.batches for batch in microbatch] + routings + tables
 
 
-def _on_one_rank(workload: Workload) -> bool:
-    """Return whether input is such that no exchange can be made of it, or answers are wrong on some ranks of several.
+def _is_wrong_use(workload: Workload) -> bool:
+    """Return whether input is such that no exchange can be made of it, or answers do not fit the handle.
 
     More tokens than a configured bound are none of that, nor are copies that differ: each could be exchanged without
-    the setting, and who offers the setting has to refuse it (PACK-12, EXCH-37).
+    the setting, and who offers the setting has to refuse it (PACK-12, EXCH-37). Nor is a handle that is used twice,
+    which may be answered.
     """
-    return bool(misuse.input_of(workload)) or workload.name.endswith("-on-a-rank")
+    return workload.name in misuse.NAMES and workload.name != misuse.TWICE
 
 
 def _duplicates(ids_TK: Tensor) -> bool:

@@ -138,13 +138,15 @@ def legal_drops_by_rank(
     tokens_by_rank: Sequence[int] | None = None,
     weights_by_rank: Sequence[Floats] | None = None,
     errors_by_rank: Sequence[Floats] | None = None,
+    rounding: str = "up",
 ) -> list[bool]:
     """Whether each rank, by itself, used one legal capacity for all its experts."""
     verdicts = []
     for rank, (kept_TK, ids_TK) in enumerate(zip(kept_by_rank, ids_by_rank, strict=True)):
         tokens = len(ids_TK) if tokens_by_rank is None else tokens_by_rank[rank]
         legal = False
-        for capacity in capacities(tokens, ids_TK.shape[1], experts, factor=factor, minimum=minimum):
+        sizes = (tokens, ids_TK.shape[1], experts)
+        for capacity in capacities(*sizes, factor=factor, minimum=minimum, rounding=rounding):
             by_expert = legal_drop(
                 kept_TK,
                 ids_TK,

@@ -25,25 +25,28 @@ def loads(ids_TK: Ints, experts: int) -> list[int]:
     return n_E
 
 
-def capacities(tokens: int, top_k: int, experts: int, *, factor: float, minimum: int = 0) -> list[int]:
+def capacities(
+    tokens: int, top_k: int, experts: int, *, factor: float, minimum: int = 0, rounding: str = "up"
+) -> list[int]:
     """Every legal capacity, in whole numbers: factor is top / 2^p, and the capacity top K T over 2^p E.
 
     Within 4 roundings of 2^-24 of a whole number, that one and the next are legal. Nothing is rounded, so only the
     next whole number is, where there is no choice at all, or where all factors and products fit float32: a
-    division by 2^p or by E is then one of the exponent alone.
+    division by 2^p or by E is then one of the exponent alone. Rounded down it is that one and the one before.
     """
     if tokens < 0 or not 1 <= top_k <= experts or not 0.0 <= factor < math.inf or minimum < 0:
         raise ValueError(f"no capacity for {tokens}, {top_k}, {experts}, {factor}, {minimum}")
     top, two_to_p = factor.as_integer_ratio()
     product, divisor = top * top_k * tokens, two_to_p * experts
     below = product // divisor
-    exact = below if below * divisor == product else below + 1
+    up = rounding == "up"
+    exact = below if below * divisor == product or not up else below + 1
     found = {exact}
     power_of_two = experts & (experts - 1) == 0
     if not (product == 0 or (power_of_two and product < 2**24)):
         for whole in (below, below + 1):
             if abs(product - whole * divisor) * 2**24 <= 4 * product:
-                found |= {whole, whole + 1}
+                found |= {whole, whole + (1 if up else -1)}
     return sorted({max(minimum, capacity) for capacity in found})
 
 

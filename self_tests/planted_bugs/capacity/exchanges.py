@@ -207,6 +207,30 @@ class DroppedLearnLikeTheKept(AllToAllExchange):
         return super()._weights(routing, pairs) + (dropped_T - dropped_T.detach())[pairs.token_P]
 
 
+@planted(
+    Expectation("DROP-10", "layer-dropped-even", "combine", "y is not zero", "likely cause: no slot was dropped"),
+    Expectation("DROP-09", "layer-dropped-even", "combine", "kept 1 of 2 slots; y is not the sum over these: "),
+    Expectation("DROP-10", "layer-dropped-position-even", "combine", "had all slots dropped; y is not zero"),
+)
+class LayerIgnoresItsCapacity(Layer):
+    """The router alone drops as it should; in the layer it is built without the capacity."""
+
+    def __init__(self, config: Config, *parts: Any) -> None:
+        super().__init__(config, *parts)
+        self.router.config = config.changed({"capacity.factor": None})
+
+
+@planted(
+    Expectation("DROP-09", "layer-dropped-even", "combine", "is not the sum over these", "are kept as by position"),
+)
+class LayerDropsByPosition(Layer):
+    """The layer hands its router no drop policy, which is by position then."""
+
+    def __init__(self, config: Config, *parts: Any) -> None:
+        super().__init__(config, *parts)
+        self.router.config = config.changed({"capacity.drop_policy": "position"})
+
+
 class _Undropping(Layer):
     """Native's layer, for plants in which the router runs once more, without its capacity."""
 

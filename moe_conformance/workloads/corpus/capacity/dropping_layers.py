@@ -1,6 +1,6 @@
-"""Whole layers whose router drops: tokens that lose all their slots, beside shared experts.
+"""Whole layers whose router drops: tokens that lose all their slots, beside shared experts and without.
 
-The first tokens stay, so that who loses what is clear from the choice alone, which the tokens are drawn to make clear.
+Tokens are drawn so that the choice of experts is clear and, where the heaviest stay, who they are.
 """
 
 from __future__ import annotations

@@ -1,0 +1,80 @@
+"""How a backend drops slots where the requirements leave it the choice, as it claims."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, Literal
+
+from moe_conformance.contract import Claims, Config
+from moe_conformance.reference.capacity import limits
+from moe_conformance.reference.capacity.after_drops import after_drop
+from moe_conformance.reference.capacity.drops import Policy
+from moe_conformance.reference.shared_experts.whole_layer import Drop
+
+
+@dataclass(frozen=True)
+class DropRule:
+    """The fields of `Claims` that say which slots are dropped, and what the weights of the others are.
+
+    Decided by what is observed: a backend that claims a field and does otherwise fails as one that does not claim it.
+    """
+
+    drop_order: Literal["tokens", "choices"] = "tokens"
+    drop_by: Literal["weights", "scores"] = "weights"
+    capacity_rounding: Literal["up", "down"] = "up"
+    normalised_over: Literal["selected", "kept"] = "selected"
+
+    @classmethod
+    def of(cls, claims: Claims) -> DropRule:
+        """Return the rule that a backend claims."""
+        return cls(**{each.name: getattr(claims, each.name) for each in fields(cls)})
+
+    def policy(self, config: Config) -> Policy:
+        """Return which slots come before which."""
+        if config.capacity.drop_policy == "weights":
+            return "weight"
+        return "choice" if self.drop_order == "choices" else "position"
+
+    def capacities(self, config: Config, tokens: int) -> tuple[int, ...]:
+        """Return the legal capacities of a rank with so many tokens; see `limits.capacities`."""
+        assert config.capacity.factor is not None  # asked only where there is one
+        sizes, (factor, minimum) = (
+            (tokens, config.top_k, config.experts),
+            (config.capacity.factor, config.capacity.minimum),
+        )
+        return limits.capacities(*sizes, factor=factor, minimum=minimum, rounding=self.capacity_rounding)
+
+    def renormalises(self, config: Config) -> bool:
+        """Whether weights are divided by the sum over the kept slots."""
+        return config.routing.normalise and self.normalised_over == "kept"
+
+    def after_drop(self, config: Config) -> Drop:
+        """Return what becomes of ids and weights."""
+        return (
+            partial(after_drop, renormalise=True, scale=config.routing.scale)
+            if self.renormalises(config)
+            else after_drop
+        )
+
+    def others(self) -> Iterator[tuple[DropRule, str]]:
+        """Yield the rules that differ in one field, each with the note for a failure that is none by that rule."""
+        for each in fields(self):
+            (other,) = {*_WORDS[each.name]} - {getattr(self, each.name)}
+            claims = f"claims {each.name} = {other!r}"
+            if other == each.default:
+                claims = f"does not claim {each.name} = {getattr(self, each.name)!r}"
+            changed: dict[str, Any] = {each.name: other}
+            yield replace(self, **changed), f"; a backend that {_WORDS[each.name][other]} by design {claims}"
+
+
+_WORDS = {
+    "drop_order": {"tokens": "keeps the slots of the first tokens", "choices": "keeps first choices first"},
+    "drop_by": {"weights": "keeps the highest routing weights", "scores": "keeps the highest scores"},
+    "capacity_rounding": {"up": "rounds the capacity up", "down": "rounds the capacity down"},
+    "normalised_over": {
+        "selected": "normalises weights over all selected slots",
+        "kept": "normalises weights over the kept slots",
+    },
+}

@@ -1,0 +1,93 @@
+"""Which size a wrong factor is, where several have its value: the case is run on a layout where they differ.
+
+On four ranks ep, tp and dp are 2 together, and "every expert gradient is 2.000 x the expected value: ep or dp" leaves
+open what to look for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from moe_conformance.plan import Case, Plan, too_large
+from moe_conformance.plugin.outcomes import Kept, Outcomes
+from moe_conformance.plugin.run import Run
+from moe_conformance.plugin.trial import Ending
+from moe_conformance.topology import Layout
+from moe_conformance.workloads.records.features import broken
+from moe_conformance.workloads.records.workload import Workload
+
+MOST_RUNS = 8  # of a session; where more fail they fail alike
+_EQUAL = 1e-6
+
+
+class Factors:
+    """Tells sizes apart by further runs."""
+
+    def __init__(self, run: Run, outcomes: Outcomes) -> None:
+        """Run on those ranks."""
+        self._run, self._outcomes, self._runs = run, outcomes, 0
+
+    def told(
+        self, ended: Ending, case: Case, when: Callable[[Workload], bool] | None, judge: Callable[[Case, Kept], Ending]
+    ) -> Ending:
+        """Return how a check ended, with the size that its factor is on a further layout as well.
+
+        Unchanged where it is no factor, one size alone has its value, no layout with as few ranks tells them apart, or
+        the further run has no factor.
+
+        Args:
+            ended: How it ended.
+            case: What it read.
+            when: What the check asks of a workload.
+            judge: Says how it ends on the outcome of another case.
+        """
+        if not ended.ratio or self._runs == MOST_RUNS:
+            return ended
+        names = fitting(ended.ratio, sizes_of(case.workload))
+        other = self._case(case, names, when) if len(names) > 1 else None
+        if other is None:
+            return ended
+        self._runs += 1
+        (outcome,) = self._outcomes.steps([other.workload])
+        again = judge(other, Kept(other, outcome))
+        sizes = sizes_of(other.workload)
+        left = [name for name in fitting(again.ratio, sizes) if name in names] if again.ratio else []
+        if not left:
+            return ended
+        where = ", ".join(f"{name.removeprefix('1/')} = {sizes[name.removeprefix('1/')]}" for name in names)
+        note = f"; on {other.cell.layout.name}, where {where}, it is {again.ratio:.3f} x: {' or '.join(left)}"
+        return replace(ended, message=ended.message + note)
+
+    def _case(self, case: Case, names: Sequence[str], when: Callable[[Workload], bool] | None) -> Case | None:
+        """Return the same workload of the variant on the layout that tells most of some sizes apart."""
+        plan = Plan(self._run.backend, self._run.options.device, "full")
+
+        def different(layout: Layout) -> int:
+            sizes = layout.sizes() | {"K": case.workload.config.top_k}
+            return len({sizes[name.removeprefix("1/")] for name in names})
+
+        cells = [cell for cell in plan.cells if cell.variant == case.cell.variant and cell.layout != case.cell.layout]
+        cells = [cell for cell in cells if not too_large(cell.layout, self._run.options.ranks)]
+        for cell in sorted(cells, key=lambda cell: (-different(cell.layout), cell.layout.world)):
+            if different(cell.layout) < 2:
+                return None
+            for found in plan.of_cell(case, cell):
+                if not broken(cell.limits, found.workload, cell.device) and (when is None or when(found.workload)):
+                    return found
+        return None
+
+
+def sizes_of(workload: Workload) -> Mapping[str, int]:
+    """Return the sizes that a wrong factor is likely to be, by name."""
+    return {**workload.layout.sizes(), "K": workload.config.top_k}
+
+
+def fitting(ratio: float, sizes: Mapping[str, int]) -> list[str]:
+    """Return the sizes that have the value of a factor, or one over it.
+
+    >>> fitting(2.0, {"ep": 2, "tp": 1, "dp": 4, "K": 2}), fitting(0.25, {"ep": 2, "dp": 4})
+    (['ep', 'K'], ['1/dp'])
+    """
+    found = [name for name, size in sizes.items() if size != 1 and abs(ratio - size) <= _EQUAL * size]
+    return found + [f"1/{name}" for name, size in sizes.items() if size > 1 and abs(ratio * size - 1) <= _EQUAL]
