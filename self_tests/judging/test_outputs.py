@@ -238,9 +238,11 @@ class TestForm:
     def test_not_a_number_is_told(self) -> None:
         """NaN in an output of the right form is a wrong output, to either judge."""
         outcome = broken(ROUTING, outputs=on(1, lambda y: y * torch.nan))
-        assert "y of rank 1 is not finite at 2 tokens" in str(caught(judge_form, outcome))
+        assert "y of rank 1 is not finite at 2 tokens, although" in str(caught(judge_form, outcome))
         only = broken(ROUTING, outputs=on(1, put(0, lambda y: y[0] * torch.nan)))
-        assert "y of rank 1 is not finite at 1 token; the first" in str(caught(judge_form, only))
+        assert "y of rank 1 is not finite at 1 token, although its terms fit torch.float32; the first" in str(
+            caught(judge_form, only)
+        )
         fault = caught(judge_outputs, outcome)
         assert isinstance(fault, WrongOutput)
         assert "y of rank 1 token 0 is not finite" in str(fault)

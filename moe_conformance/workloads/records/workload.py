@@ -131,6 +131,8 @@ class Twist:
     session is opened ("session"), and ends when that is closed.
     A `deterministic` run is asked for deterministic algorithms before its session is opened, and has no others. A
     `rehearsed` one has taken a step with other parameters, of which nothing but the parameters has changed since.
+    Under `autocast` forwards run in a region that casts to the tokens' own dtype; with `create_graph` every backward
+    keeps a graph of itself, as a second derivative needs it.
     """
 
     strides: Mapping[str, Stride] = field(default_factory=dict)
@@ -144,6 +146,8 @@ class Twist:
     lifetime: Literal["", "process", "session"] = ""
     deterministic: bool = False
     rehearsed: bool = False
+    autocast: bool = False
+    create_graph: bool = False
 
 
 FORWARD_ALONE = "NIU"  # what a schedule calls forwards that no backward follows

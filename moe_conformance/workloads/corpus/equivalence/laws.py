@@ -214,6 +214,16 @@ def padding_gradients(workload: Workload) -> list[Twin]:
     return [twin(workload, how, bits=True, twist=Twist(padding_gradients=True))]
 
 
+def under_autocast(workload: Workload) -> list[Twin]:
+    """Run the forward under autocast to the dtype that the tokens have."""
+    return [twin(workload, "under autocast", twist=Twist(autocast=True))]
+
+
+def with_a_graph(workload: Workload) -> list[Twin]:
+    """Have every backward keep a graph of itself."""
+    return [twin(workload, "with create_graph", twist=Twist(create_graph=True))]
+
+
 @dataclass(frozen=True)
 class Nudged:
     """One input or all parameters moved along a random direction of norm 1, by h and 2 h, to and fro."""
