@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from moe_conformance.judging.equivalence.runs import RunTwins, judge_across, judge_alike, judge_scaled, judge_strided
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import Tally
@@ -15,6 +17,11 @@ from moe_conformance.workloads.records.workload import Workload
 def in_one_stage(workload: Workload) -> bool:
     """Whether twins are compared with it, and every rank holds the parameters of the same experts."""
     return likened(workload) and workload.layout.pp == 1
+
+
+def cast_to(workload: Workload) -> bool:
+    """Whether a run under autocast is compared with it: its tokens have a dtype that autocast casts to."""
+    return likened_once(workload) and workload.config.dtype in (torch.bfloat16, torch.float16)
 
 
 class TestNames:
@@ -88,6 +95,13 @@ class TestInference:
     def test_training_behind_inference(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """What the first forward of a process caches, in inference mode, can be used in training."""
         judge_alike(reading, twins(determinism.behind_inference(reading.outcome.workload)), tally)
+
+
+class TestAutograd:
+    @requirement("EXCH-46", kind="experts", when=cast_to)
+    def test_autocast_changes_nothing(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
+        """Under autocast to the tokens' dtype exchange and experts give the same values in the same dtypes."""
+        judge_alike(reading, twins(laws.under_autocast(reading.outcome.workload)), tally)
 
 
 class TestWeights:

@@ -25,6 +25,9 @@ class Tally:
     pairs: int = 0  # (token, slot) pairs or rows
     ranks: set[int] = field(default_factory=set)
     worst: float = 0.0  # largest observed/allowed error of a bounded comparison; exact comparisons leave it at 0
+    # Elements of two runs that were compared within rounding, and those of them that have other bits.
+    of_two_runs: int = 0
+    other_bits: int = 0
     decided: set[str] = field(default_factory=set)  # by a check of several requirements: those that it compared for
     # Sent by all ranks in forwards: "rows" and "bytes", and the smallest possible "least_rows" and "least_bytes"; and
     # the most "calls" that a rank made in one forward.
@@ -48,6 +51,8 @@ class Tally:
         self.elements += other.elements
         self.pairs += other.pairs
         self.worst = max(self.worst, other.worst)
+        self.of_two_runs += other.of_two_runs
+        self.other_bits += other.other_bits
         self.ranks |= other.ranks
         self.decided |= other.decided
 

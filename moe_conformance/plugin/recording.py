@@ -46,6 +46,7 @@ def record_of(run: Run, item: pytest.Item, trial: Trial, ended: Ending) -> Recor
         workload=trial.workload.name if trial.workload else None,
         traits=traits(trial.workload) if trial.workload else (),
         compared={"elements": tally.elements, "pairs": tally.pairs, "ranks": sorted(tally.ranks)},
+        bits=(tally.of_two_runs, tally.other_bits),
         travelled=tally.travelled,
         worst=min(max(tally.worst, *(fault.size or 0.0 for fault in ended.faults), 0.0), sys.float_info.max),  # no inf
         resolved=dict(outcome.ranks[0].resolved) if outcome else {},

@@ -56,6 +56,7 @@ class Record:
     compared: Mapping[str, Any] = field(default_factory=nothing_compared)  # elements, pairs, ranks, see Tally
     travelled: Mapping[str, float] = field(default_factory=dict)  # rows, bytes, calls, see Tally
     worst: float = 0.0  # observed/allowed error
+    bits: tuple[int, int] = (0, 0)  # elements of two runs within rounding, and how many have other bits
     resolved: Mapping[str, str] = field(default_factory=dict)
     detail: str = ""  # a rank's traceback, what Hypothesis drew
     waiver: str | None = None  # the waiver that matches the item

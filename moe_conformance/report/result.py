@@ -18,7 +18,7 @@ from typing import Any, get_args
 
 from moe_conformance import shards, waiving
 from moe_conformance.plan import VIRTUAL
-from moe_conformance.report import drawn, folding, journal, not_run, travelled
+from moe_conformance.report import bits, drawn, folding, journal, not_run, travelled
 from moe_conformance.report.records import Record, overall
 from moe_conformance.spec import Requirement
 from moe_conformance.waiving import Waiver
@@ -168,6 +168,7 @@ def _requirement(requirement: Requirement, head: Mapping[str, Any], own: Sequenc
         "cases": dict(cases),
         "reasons": {verdict: dict(count) for verdict, count in reasons.items()},
         "compared": {"elements": compared["elements"], "pairs": compared["pairs"]},
+        "bits": bits.fact(own),
         "worst": worst.worst if worst else 0.0,
         "worst_at": worst.item if worst and worst.worst else None,
     }

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from moe_conformance import spec
 from moe_conformance.plan import layout_names
-from moe_conformance.report import drawn, matrix, travelled, words
+from moe_conformance.report import bits, drawn, matrix, travelled, words
 from moe_conformance.report.problems import item_of
 from moe_conformance.report.records import Record
 from moe_conformance.spec.places import checked
@@ -68,6 +68,8 @@ def tell(
     if excused := matrix.waived(records):
         terminal.write_line(excused)
     terminal.write_line(matrix.judged(records, wanted, len(requirements)))
+    if differing := bits.line(records):
+        terminal.write_line(differing)
     if distribution := drawn.line(records):
         terminal.write_line(distribution)
     rate = head["cases"] / head["seconds"] if head["seconds"] else 0.0

@@ -51,6 +51,11 @@ class Inputs:
         now = {"x": to_cpu(self.x.grad, flat=hidden), "weights": to_cpu(self.routing.weights_TK.grad)}
         return {name: grad for name, grad in now.items() if grad is not None}
 
+    def cut_graphs(self) -> None:
+        """Drop the graphs that a backward with create_graph has left at the gradients."""
+        for asked in (self.x, self.routing.weights_TK):
+            asked.grad = None if asked.grad is None else asked.grad.detach()
+
     def keep_gradients(self) -> None:
         """Copy the gradients as they are now."""
         self.gradients = self._current_gradients()

@@ -7,6 +7,7 @@ router alone, or a whole layer; a router with a capacity is asked without it as 
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -220,6 +221,13 @@ class TrainingStep:
         self.phases.append((phase, self.context.calls()))
 
     def _forward(self, m: int) -> None:
+        if not self.workload.twist.autocast:
+            self._forward_as_is(m)
+            return
+        with torch.autocast(self.context.device.type, self.config.dtype):
+            self._forward_as_is(m)
+
+    def _forward_as_is(self, m: int) -> None:
         inputs = self.inputs[m]
         if self.routers:
             self._route(m, inputs.x)
@@ -306,7 +314,15 @@ class TrainingStep:
             assert ids_TK is not None
             ids_TK = ids_TK.to(upstream.device)
             upstream = upstream.gather(1, ids_TK.clamp_min(0)) * (ids_TK >= 0)
-        torch.autograd.backward(output, upstream.to(output.dtype).reshape(output.shape))
+        upstream = upstream.to(output.dtype).reshape(output.shape)
+        if self.workload.twist.create_graph:
+            with warnings.catch_warnings():  # of cycles between parameters and their gradients, which are cut at once
+                warnings.filterwarnings("ignore", message=r"Using backward\(\) with create_graph=True")
+                torch.autograd.backward(output, upstream, create_graph=True)
+            self.inputs[m].cut_graphs()
+            parameters.cut_graphs(self.built)
+        else:
+            torch.autograd.backward(output, upstream)
         self.inputs[m].keep_gradients()
         if not self.routers:
             same = {"y": self._output_kept(m)}

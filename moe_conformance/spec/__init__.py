@@ -1,7 +1,8 @@
 """The written spec: every requirement has an id, one sentence, a formula, its degenerate cases and a source.
 
-One TOML file per chapter. A check cites the requirements it decides with the `requirement` decorator, which refuses an
-id that the spec does not have. Which requirements have a check is read from the checks (`places`).
+One TOML file per chapter; requirements that differ in one condition are rows of a table, which holds what they share. A
+check cites the requirements it decides with the `requirement` decorator, which refuses an id that the spec does not
+have. Which requirements have a check is read from the checks (`places`).
 """
 
 from __future__ import annotations
@@ -58,12 +59,25 @@ def load() -> Mapping[str, Requirement]:
         if not path.name.endswith(".toml"):
             continue
         chapter = path.name.removesuffix(".toml")
-        for entry in tomllib.loads(path.read_text(encoding="utf-8"))["requirement"]:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        rows = [_row(table, row) for table in content.get("table", ()) for row in table["row"]]
+        for entry in sorted([*content["requirement"], *rows], key=lambda entry: str(entry.get("id", ""))):
             requirement = _parse(chapter, entry)
             if requirement.id in found:
                 raise BadSpec(f"{path.name}: {requirement.id} occurs twice")
             found[requirement.id] = requirement
     return found
+
+
+def _row(table: Mapping[str, Any], row: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the requirement of a row: the fields of its table, in which `{name}` is the row's `name`."""
+    shared = {field: text for field, text in table.items() if field != "row"}
+    try:
+        filled = {field: text if field in row else text.format_map(row) for field, text in shared.items()}
+    except KeyError as missing:
+        raise BadSpec(f"{row.get('id', 'a row without id')}: its table asks for {missing}, which it lacks") from None
+    words = {name for text in shared.values() for name in re.findall(r"{(\w+)}", text)}
+    return {**filled, **{field: text for field, text in row.items() if field not in words}}
 
 
 def _parse(chapter: str, entry: Mapping[str, str]) -> Requirement:

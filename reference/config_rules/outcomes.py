@@ -13,7 +13,7 @@ from typing import Literal
 from moe_conformance.reference.config_rules.rules import RULES, Settings, broken
 
 Outcome = Literal["built", "refused", "honoured", "changed"]
-FACTS = frozenset({"kernel_present", "kernel_owns_buffers", "versions"})
+FACTS = frozenset({"kernel_present", "kernel_frees_input", "versions"})
 
 
 def at_fault(settings: Settings) -> frozenset[str]:

@@ -23,8 +23,9 @@ class Settings:
     `experts` None is a dense model; `groups` and `groups_chosen` are G and g; `virtual_stages` are per rank;
     `kernel` None is the documented default; `recompute_modules` calls the MoE layer "moe"; `capture` None is
     no graph, an empty set one of everything, else names such as "attention", "router", "moe", "mlp".
-    `kernel_owns_buffers`, `kernel_present` (of every rank, () is everywhere) and `versions` (of every active
-    feature with a limit: library, needed, found) are facts, not options.
+    `kernel_frees_input` (under overlap, the input of the experts' first product), `kernel_present` (of every rank,
+    () is everywhere) and `versions` (of every active feature with a limit: library, needed, found) are facts, not
+    options.
     """
 
     experts: int | None = 8
@@ -36,7 +37,7 @@ class Settings:
     virtual_stages: int | None = None
     dispatcher: Literal["alltoall", "allgather", "fused"] = "alltoall"
     kernel: str | None = None
-    kernel_owns_buffers: bool = False
+    kernel_frees_input: bool = False
     kernel_present: tuple[bool, ...] = ()
     dtype: str = "bfloat16"
     overlap: bool = False
@@ -85,6 +86,12 @@ def _captures(s: Settings, *scopes: str) -> bool:
     return s.capture is not None and (not s.capture or not s.capture.isdisjoint(scopes))
 
 
+def _captures_weights(s: Settings) -> bool:
+    """Whether a graph holds deferred weights (RULE-21): attention's, or shared experts' that run with the router."""
+    beside_router = s.shared_experts > 0 and not s.overlap_shared
+    return _captures(s, "attention") or (beside_router and _captures(s, "router"))
+
+
 def _misfits_groups(s: Settings) -> bool:
     """Whether K of E experts cannot lie in g of G groups (RULE-27)."""
     if s.experts is None or (s.groups is None and s.groups_chosen is None):
@@ -130,12 +137,12 @@ RULES = (
     _overlap("RULE-16", "prediction_layers", lambda s: (s.prediction_layers or 0) > 1),
     _overlap("RULE-17", "capture", lambda s: _captures(s, "moe", "mlp")),
     _overlap("RULE-18", "offload_first_product",
-             lambda s: s.dispatcher == "fused" and s.kernel_owns_buffers and not s.offload_first_product,
+             lambda s: s.dispatcher == "fused" and s.kernel_frees_input and s.offload_first_product,
              "dispatcher", "kernel"),
     Rule("RULE-19", (), lambda s: any(older(found, needed) for _, needed, found in s.versions)),
     Rule("RULE-20", (_DEFERRED, "overlap"), lambda s: s.defer_weight_gradients and not s.overlap, honoured=True),
     Rule("RULE-21", (_DEFERRED, "capture", "accumulate_in_product"), honoured=True, breaks=lambda s:
-         s.defer_weight_gradients and _captures(s, "attention", "router") and not s.accumulate_in_product),
+         s.defer_weight_gradients and _captures_weights(s) and not s.accumulate_in_product),
     Rule("RULE-22", (_DEFERRED, "capture", "attention_bias"), honoured=True, breaks=lambda s:
          s.defer_weight_gradients and _captures(s, "attention") and s.attention_bias),
     Rule("RULE-23", ("kernel", "dispatcher"), lambda s: s.kernel is not None and s.dispatcher != "fused",

@@ -38,6 +38,27 @@ def reweighted(work: Workload, change: Callable[[Tensor], Tensor]) -> Outcome:
     )
 
 
+class TestOverflow:
+    def test_what_the_dtype_cannot_hold_may_be_infinite(self) -> None:
+        """A weight of 2^17 overflows float16; infinity is right there, and beside it nothing else may be."""
+        work = workload(ids=[[[4, 5]] * 2, []], dtype=torch.float16)
+        weights_TK = torch.tensor([[2.0**17, 1.0], [1.0, 1.0]])
+        batch = replace(work.batches[0][0], weights_TK=weights_TK)
+        work = replace(work, batches=((batch, work.batches[0][1]),))
+        outcome = broken(work)
+        y = outcome.ranks[0].microbatches[0].y
+        assert y is not None
+        assert bool(y[0, 16:20].isinf().all())
+        assert judged(judge_form, outcome).elements
+        spoilt = edit(
+            outcome, 0, lambda seen: replace(seen, y=torch.where(torch.arange(2)[:, None] == 1, torch.inf, y))
+        )
+        with pytest.raises(
+            WrongOutput, match=r"not finite at 1 token, although its terms fit torch\.float16; .* token 1 "
+        ):
+            judged(judge_form, spoilt)
+
+
 class TestOutputs:
     def test_a_dropped_answer_is_named_by_slot_and_expert(self) -> None:
         """Zeros in an expert's columns are its answer gone."""
@@ -217,9 +238,11 @@ class TestForm:
     def test_not_a_number_is_told(self) -> None:
         """NaN in an output of the right form is a wrong output, to either judge."""
         outcome = broken(ROUTING, outputs=on(1, lambda y: y * torch.nan))
-        assert "y of rank 1 is not finite at 2 tokens" in str(caught(judge_form, outcome))
+        assert "y of rank 1 is not finite at 2 tokens, although" in str(caught(judge_form, outcome))
         only = broken(ROUTING, outputs=on(1, put(0, lambda y: y[0] * torch.nan)))
-        assert "y of rank 1 is not finite at 1 token; the first" in str(caught(judge_form, only))
+        assert "y of rank 1 is not finite at 1 token, although its terms fit torch.float32; the first" in str(
+            caught(judge_form, only)
+        )
         fault = caught(judge_outputs, outcome)
         assert isinstance(fault, WrongOutput)
         assert "y of rank 1 token 0 is not finite" in str(fault)

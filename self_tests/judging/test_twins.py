@@ -163,7 +163,7 @@ class TestJudgement:
 
     def test_bits_count_where_the_law_says_so(self) -> None:
         """A zero of the other sign is another byte."""
-        twin = laws.strided(WORK)[0]
+        twin = laws.unasked(WORK)[1]
         outcome = simulate(twin.workload)
         dx = outcome.ranks[0].microbatches[0].dx_TD.value
         assert dx is not None
@@ -172,12 +172,34 @@ class TestJudgement:
         with pytest.raises(WrongGradient, match="dx of rank 0"):
             judged(simulate(WORK), twin, spoilt(outcome, 0, dx_TD=Grad(flipped)))
 
+    def test_other_bits_within_rounding_are_counted(self) -> None:
+        """Of strided inputs the same values are required; a zero of the other sign is told as a fact."""
+        twin = laws.strided(WORK)[0]
+        outcome = simulate(twin.workload)
+        dx = outcome.ranks[0].microbatches[0].dx_TD.value
+        assert dx is not None
+        flipped = torch.where(dx == 0, -dx, dx)
+        zeros = int((dx == 0).sum())
+        same = judged(simulate(WORK), twin, outcome, judge_strided)
+        tally = judged(simulate(WORK), twin, spoilt(outcome, 0, dx_TD=Grad(flipped)), judge_strided)
+        assert (0, same.of_two_runs) == (same.other_bits, tally.of_two_runs)
+        assert zeros == tally.other_bits > 0
+
+    def test_strided_inputs_give_other_values(self) -> None:
+        """A gradient that differs by more than rounding is told."""
+        twin = laws.strided(WORK)[0]
+        outcome = simulate(twin.workload)
+        dx = outcome.ranks[0].microbatches[0].dx_TD.value
+        assert dx is not None
+        with pytest.raises(WrongGradient, match="dx of rank 0"):
+            judged(simulate(WORK), twin, spoilt(outcome, 0, dx_TD=Grad(dx * 1.5)), judge_strided)
+
     def test_rows_in_other_places_are_told(self) -> None:
-        """Where bits count, rows arrive in the same order too."""
+        """Of strided inputs rows arrive in the same order too."""
         twin = laws.strided(WORK)[0]
         other = simulate(twin.workload, Simulation(rows=lambda rank, rows: rows.flip(0)))
         with pytest.raises(WrongDelivery, match="delivered to rank 0"):
-            judged(simulate(WORK), twin, other)
+            judged(simulate(WORK), twin, other, judge_strided)
 
     def test_a_gradient_that_is_gone_is_told(self) -> None:
         """None is not the gradient that it was."""

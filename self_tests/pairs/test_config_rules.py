@@ -29,7 +29,7 @@ VALUES: dict[str, list[Any]] = {
     "virtual_stages": [None, 1, 2],
     "dispatcher": ["alltoall", "allgather", "fused"],
     "kernel": [None, "quick"],
-    "kernel_owns_buffers": [False, True],
+    "kernel_frees_input": [False, True],
     "kernel_present": [(), (True, True), (True, False)],
     "dtype": ["bfloat16", "float16", "float32", "float64"],
     "overlap": [False, True],
@@ -52,7 +52,7 @@ BASES = [
     Settings(),
     Settings(overlap=True),
     Settings(overlap=True, defer_weight_gradients=True, groups=4, groups_chosen=2),
-    Settings(overlap=True, dispatcher="fused", kernel="quick", kernel_owns_buffers=True, overlap_shared=True),
+    Settings(overlap=True, dispatcher="fused", kernel="quick", kernel_frees_input=True, overlap_shared=True),
 ]
 
 # What backends are known to change, and to what.
@@ -154,6 +154,7 @@ ON = {"overlap": True}
 LATER = {"overlap": True, "defer_weight_gradients": True}
 UNFUSED = {**LATER, "accumulate_in_product": False}
 KERNEL = {"dispatcher": "fused", "kernel": "quick"}
+FREEING = {**ON, **KERNEL, "kernel_frees_input": True}
 BOTH, HONOURED, CHANGED = {"refused", "honoured", "changed"}, {"refused", "honoured"}, {"refused", "changed"}
 
 # Rule, what is asked for, what makes it fit, and what may become of it.
@@ -176,11 +177,12 @@ TABLE: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
     ("RULE-17", {**ON, "capture": MOE}, {"capture": ATTENTION}, HONOURED),
     ("RULE-17", {**ON, "capture": ROUTER | {"mlp"}}, {"capture": ROUTER}, HONOURED),
     ("RULE-17", {**ON, "capture": frozenset()}, {"capture": None}, HONOURED),
-    ("RULE-18", {**ON, **KERNEL, "kernel_owns_buffers": True}, {"offload_first_product": True}, HONOURED),
+    ("RULE-18", {**FREEING, "offload_first_product": True}, {"offload_first_product": False}, HONOURED),
+    ("RULE-18", {**FREEING, "offload_first_product": True}, {"dispatcher": "alltoall", "kernel": None}, HONOURED),
     ("RULE-19", {"versions": OLD}, {"versions": NEW}, {"refused"}),
     ("RULE-19", {"versions": (("torch", "0.1", None),)}, {"versions": ()}, {"refused"}),
     ("RULE-20", {"defer_weight_gradients": True}, ON, HONOURED),
-    ("RULE-21", {**UNFUSED, "capture": ROUTER}, {"capture": None}, HONOURED),
+    ("RULE-21", {**UNFUSED, "capture": ROUTER, "shared_experts": 1}, {"capture": None}, HONOURED),
     ("RULE-21", {**UNFUSED, "capture": ATTENTION}, {"accumulate_in_product": True}, HONOURED),
     ("RULE-22", {**LATER, "capture": ATTENTION, "attention_bias": True}, {"capture": ROUTER}, HONOURED),
     ("RULE-23", {"kernel": "quick"}, {"dispatcher": "fused"}, CHANGED),
@@ -219,6 +221,12 @@ class TestByHand:
         assert ("RULE-06", "RULE-07") == first.broken(settings)
         assert {"overlap", "ep", "experts"} == config_outcomes.at_fault(settings)
         assert CHANGED == config_outcomes.outcomes(settings)
+
+    def test_a_captured_router_alone_has_no_deferred_weights(self) -> None:
+        """Deferral under a graph of the router is at fault only with shared experts in it, not with overlapped ones."""
+        alone = {**UNFUSED, "capture": ROUTER}
+        assert () == first.broken(first.Settings(**alone))
+        assert ("RULE-15",) == first.broken(first.Settings(**alone, shared_experts=1, overlap_shared=True))
 
     def test_what_was_built_must_be_lawful_as_well(self) -> None:
         """Overlap on one rank may be switched off, and not by adding ranks; what breaks no rule is built as asked."""

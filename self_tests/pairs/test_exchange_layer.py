@@ -16,8 +16,10 @@ from torch import Tensor
 
 from moe_conformance.reference import experts as first_experts
 from moe_conformance.reference.exchange import layer as first
+from moe_conformance.reference.exchange import overflow as first_overflow
 from self_tests.oracles.agreement import assert_close, floats
 from self_tests.oracles.exchange import layer as second
+from self_tests.oracles.exchange import overflow as second_overflow
 from self_tests.oracles.exchange.layer import Tokens
 from self_tests.oracles.experts import SwiGLU
 
@@ -310,3 +312,38 @@ class TestLinearityInTheWeights:
         expected["dx"] = 2.0 * expected["dx"]
         expected["dweights"] = 0.5 * expected["dweights"]
         assert_same(expected, everything(self.CASE._replace(batch=traded), "input"))
+
+
+class TestOverflow:
+    @BOTH_PLACES
+    def test_the_same_outputs_must_be_finite(self, weights_at: first.WeightsAt) -> None:
+        """Tokens, weights or matrices on both sides of the largest number of float16: both mark the same elements."""
+        marked = []
+        for power in range(2, 16):
+            case = make_case(power, [5, 0, 3], slots=3, experts=4)
+            large = [tokens._replace(x_TD=tokens.x_TD * 2.0 ** (power / 2)) for tokens in case.batch]
+            held = [each._replace(down_DF=each.down_DF * 2.0 ** (power / 2)) for each in case.experts]
+            peaks = first_overflow.swiglu_peaks(parameters_of(held))
+            for tokens in large:
+                expected = second_overflow.must_be_finite(tokens, held, weights_at, 65504.0, 11, 9)
+                found = first_overflow.must_be_finite(
+                    floats(tokens.x_TD),
+                    torch.from_numpy(tokens.ids_TK),
+                    floats(tokens.weights_TK),
+                    peaks,
+                    torch.float16,
+                    9,
+                    weights_at=weights_at,
+                )
+                assert expected.tolist() == found.tolist()
+                marked += expected.flatten().tolist()
+        assert 40 < sum(marked) < len(marked) - 40
+
+    def test_a_sum_that_cannot_be_held_may_be_infinite(self) -> None:
+        """Two terms that fit float16, and a sum that does not; of opposite signs, an order of three may overflow."""
+        x, ids = torch.ones(1, 3), torch.tensor([[0, 1]])
+        terms = {0: torch.tensor([4e4, 3e4, 4e4]), 1: torch.tensor([4e4, 3e4, -4e4])}
+        marked = first_overflow.must_be_finite(
+            x, ids, torch.ones(1, 2), lambda rows, e: rows * terms[e].abs(), torch.float16, 2
+        )
+        assert [[False, True, False]] == marked.tolist()

@@ -13,7 +13,7 @@ import pytest
 
 from moe_conformance import spec
 from moe_conformance.plugin.scheduling import cell_of
-from moe_conformance.report import drawn, folding, matrix, not_run, result, words
+from moe_conformance.report import bits, drawn, folding, matrix, not_run, result, words
 from moe_conformance.report.journal import NAME, Journal, read
 from moe_conformance.report.progress import Progress
 from moe_conformance.report.records import FAILING, PROPERTY, Record, all_of_report, of_report, overall
@@ -51,6 +51,30 @@ class TestRecord:
         """The item is the node without its file, the case what stands in its brackets."""
         given = record("EXCH-01", "pass")
         assert ("test_EXCH-01[alltoall-ep2-even]", "alltoall-ep2-even") == (given.item, given.case)
+
+
+class TestBits:
+    RECORDS = (
+        record("EXPT-08", "pass", bits=(12, 3)),
+        record("EXPT-08", "pass", "ep4", bits=(8, 0)),
+        record("EXCH-17", "pass", bits=(4, 0)),
+        record("EXCH-01", "pass"),
+    )
+
+    def test_other_bits_are_a_fact(self):
+        """They are added up over cases; a requirement that compares no two runs has no fact."""
+        assert {"elements": 20, "other": 3} == bits.fact(self.RECORDS[:2])
+        assert bits.fact(self.RECORDS[3:]) is None
+
+    def test_one_line_tells_of_all(self):
+        """Requirements with other bits come first."""
+        said = "two runs compared: other bits, within rounding: EXPT-08 3 of 20 elements; equal bits: EXCH-17"
+        assert said == bits.line(self.RECORDS)
+        assert "" == bits.line(self.RECORDS[3:])
+
+    def test_they_are_read_back(self):
+        """From the columns of result.json."""
+        assert list(self.RECORDS) == folding.unfold(folding.fold(self.RECORDS))
 
 
 class TestDrawn:

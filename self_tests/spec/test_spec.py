@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -53,6 +54,21 @@ class TestLoad:
         """No field may be left out."""
         with pytest.raises(BadSpec, match="source"):
             spec._parse("exchange", {key: value for key, value in ENTRY.items() if key != "source"})
+
+
+class TestRows:
+    TABLE: ClassVar = {"sentence": "It MUST be refused {conflict}.", "source": "s", "row": []}
+
+    def test_a_row_has_the_words_of_its_table(self) -> None:
+        """What the table names is the row's, and a field of the row's own takes the place of the table's."""
+        row = {"id": "RULE-99", "conflict": "with {}", "source": "t"}
+        expected = {"id": "RULE-99", "sentence": "It MUST be refused with {}.", "source": "t"}
+        assert expected == spec._row(self.TABLE, row)
+
+    def test_a_row_that_lacks_a_word_is_told(self) -> None:
+        """By its id and the word."""
+        with pytest.raises(BadSpec, match="RULE-99: its table asks for 'conflict'"):
+            spec._row(self.TABLE, {"id": "RULE-99"})
 
 
 class TestChecked:

@@ -98,7 +98,7 @@ def judge_repeated(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
 
 
 def judge_same_answers(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
-    """Decide whether y alone is to the bit, token by token, what it was.
+    """Decide whether y alone is, token by token, what it was within the rounding errors of both runs.
 
     Raises:
         NotOffered: the backend ran none of the equivalent runs.
@@ -170,9 +170,13 @@ def judge_across(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
 def judge_strided(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
     """Decide `judge_alike` of equivalent runs whose inputs have other strides; to refuse them is legal too.
 
-    An error counts as a refusal if every rank raised it in the first forward, before any collective of that forward.
+    The rows that the experts receive are the same to the bit. An error counts as a refusal if every rank raised it in
+    the first forward, before any collective of that forward.
     """
-    judge_alike(reading, [_or_refused(each) for each in ran], tally)
+    present = those_that_ran([_or_refused(each) for each in ran])
+    for each in present:
+        judge_same_deliveries(reading, each.twin, read_twin(each), tally)
+    judge_alike(reading, present, tally)
 
 
 def read_twin(ran: Ran) -> Reading:
@@ -319,6 +323,9 @@ def _differences(sides: Sides, judged: _Judged, tally: Tally) -> Iterator[Findin
                 yield _finding(sides, judged.name, (m, rank, t), actual, was, differs[t], known)
             if not bool(differs.any()):
                 tally.add(elements=actual.numel(), rank=rank)
+                if not sides.twin.bits:
+                    tally.of_two_runs += actual.numel()
+                    tally.other_bits += int((_as_integers(actual) != _as_integers(was)).sum())
 
 
 def _expected(rows: Rows, known: Sequence[Sequence[Tensor | None]], name: str) -> Tensor | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from moe_conformance.judging.exchange.last_correct_stage import before_experts
+from moe_conformance.judging.exchange.overflow import must_be_finite
 from moe_conformance.judging.explain.block_view import Sheets
 from moe_conformance.judging.explain.blocks import explain
 from moe_conformance.judging.explain.microbatch_mixup import flight_words
@@ -15,23 +16,23 @@ from moe_conformance.judging.verdict import ChangedInput, Stage, Tally, WrongFor
 
 
 def judge_form(reading: Reading, tally: Tally) -> None:
-    """Decide whether y has the shape and dtype of x, and is finite.
+    """Decide whether y has the shape and dtype of x, and is finite wherever nothing on the way to it can overflow.
 
     Raises:
         WrongForm: another shape or dtype.
-        WrongOutput: NaN or infinity where the shape and dtype are right.
+        WrongOutput: NaN or infinity where the shape and dtype are right, and all magnitudes added up fit the dtype.
     """
     findings = list(_misshapen(reading))
     if findings:
         fail(WrongForm, "combine", findings)
     for rank, m, y in _outputs(reading):
         if not bool(torch.isfinite(y).all()):
-            bad = (~torch.isfinite(y)).any(1).nonzero().flatten().tolist()
+            bad = (~torch.isfinite(y) & must_be_finite(reading, (m, rank))).any(1).nonzero().flatten().tolist()
             sentence = (
-                f"y of rank {rank} is not finite at {count(len(bad), 'token')}; the first is token {bad[0]} of "
-                f"microbatch {m}"
+                f"y of rank {rank} is not finite at {count(len(bad), 'token')}, although its terms fit "
+                f"{reading.outcome.workload.config.dtype}; the first is token {bad[0] if bad else ''} of microbatch {m}"
             )
-            findings.append(Finding("not finite", sentence, (rank,), len(bad)))
+            findings += [Finding("not finite", sentence, (rank,), len(bad))] if bad else []
     if findings:
         fail(WrongOutput, "combine", findings)
     for rank, _, y in _outputs(reading):

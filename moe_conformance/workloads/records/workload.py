@@ -147,6 +147,8 @@ class Twist:
     A `deterministic` run is asked for deterministic algorithms before its session is opened, and has no others. A
     `rehearsed` one has taken a step with other parameters, of which nothing but the parameters has changed since. In a
     `hooked` one every parameter has a hook, which keeps the gradients that autograd passes to it.
+    Under `autocast` forwards run in a region that casts to the tokens' own dtype; with `create_graph` every backward
+    keeps a graph of itself, as a second derivative needs it.
     """
 
     strides: Mapping[str, Stride] = field(default_factory=dict)
@@ -162,6 +164,8 @@ class Twist:
     deterministic: bool = False
     rehearsed: bool = False
     hooked: bool = False
+    autocast: bool = False
+    create_graph: bool = False
 
 
 FORWARD_ALONE = "NIU"  # what a schedule calls forwards that no backward follows

@@ -19,7 +19,7 @@ class Settings(NamedTuple):
     virtual_stages: int | None = None
     dispatcher: str = "alltoall"
     kernel: str | None = None
-    kernel_owns_buffers: bool = False
+    kernel_frees_input: bool = False
     kernel_present: tuple[bool, ...] = ()
     dtype: str = "bfloat16"
     overlap: bool = False
@@ -40,7 +40,7 @@ class Settings(NamedTuple):
 
 
 # What neither user nor backend chooses: how the kernel is made, where it is installed, what versions there are.
-FACTS = ("kernel_owns_buffers", "kernel_present", "versions")
+FACTS = ("kernel_frees_input", "kernel_present", "versions")
 
 # Which options a refusal may name, by rule; a version is not chosen among the options.
 OPTIONS = {
@@ -103,8 +103,8 @@ def broken_by_overlap(asked: Settings) -> list[str]:
         found.append("RULE-16")
     if captured(asked, "moe", "mlp"):
         found.append("RULE-17")
-    if asked.dispatcher == "fused" and asked.kernel_owns_buffers and not asked.offload_first_product:
-        found.append("RULE-18")
+    if asked.dispatcher == "fused" and asked.kernel_frees_input and asked.offload_first_product:
+        found.append("RULE-18")  # the offloaded input would be read after overlap has freed it
     return found
 
 
@@ -113,7 +113,8 @@ def broken_by_deferral(asked: Settings) -> list[str]:
     found = []
     if not asked.overlap:
         found.append("RULE-20")
-    if captured(asked, "attention", "router") and not asked.accumulate_in_product:
+    shared_in_graph = captured(asked, "router") and asked.shared_experts > 0 and not asked.overlap_shared
+    if (captured(asked, "attention") or shared_in_graph) and not asked.accumulate_in_product:
         found.append("RULE-21")
     if captured(asked, "attention") and asked.attention_bias:
         found.append("RULE-22")

@@ -79,10 +79,10 @@ def strided(workload: Workload) -> list[Twin]:
             {"x": "columns", "ids": "rows", "weights": "rows", "upstream": "packed"},
         ]
         asked += [{each: "transposed"} for each in ("x", "ids", "weights", "upstream")]
-    made = [twin(workload, _lying(strides), bits=True, twist=Twist(strides)) for strides in asked]
+    made = [twin(workload, _lying(strides), twist=Twist(strides)) for strides in asked]
     if all(len(batch.x_TD) % 2 == 0 for batch in workload.batches[0]):
         how = "with tokens (S, B, D) that lie as (B, S, D)"
-        made.append(twin(workload, how, bits=True, lead="two_dims", twist=Twist({"x": "swapped"})))
+        made.append(twin(workload, how, lead="two_dims", twist=Twist({"x": "swapped"})))
     return made
 
 
@@ -91,7 +91,7 @@ def expanded(workload: Workload) -> list[Twin]:
     asked: list[dict[str, Stride]] = [{"ids": "expanded", "weights": "expanded", "upstream": "expanded"}]
     if workload.likened == "full":
         asked += [{each: "expanded"} for each in ("ids", "weights", "upstream")]
-    return [twin(workload, _lying(strides), bits=True, twist=Twist(strides)) for strides in asked]
+    return [twin(workload, _lying(strides), twist=Twist(strides)) for strides in asked]
 
 
 def _lying(strides: dict[str, Stride]) -> str:
@@ -177,7 +177,7 @@ def among_fewer(workload: Workload) -> list[Twin]:
     made = []
     for how, tokens in kept.items():
         places = [[(0, rank, t) for t in own] for rank, own in enumerate(tokens)]
-        made.append(twin(workload, how, _placed(workload, [places]), bits=True, partial=True, schedule="F0"))
+        made.append(twin(workload, how, _placed(workload, [places]), partial=True, schedule="F0"))
     return made
 
 
@@ -212,6 +212,16 @@ def padding_gradients(workload: Workload) -> list[Twin]:
     """Put large gradients at all padding rows."""
     how = "with a large gradient at every padding row"
     return [twin(workload, how, bits=True, twist=Twist(padding_gradients=True))]
+
+
+def under_autocast(workload: Workload) -> list[Twin]:
+    """Run the forward under autocast to the dtype that the tokens have."""
+    return [twin(workload, "under autocast", twist=Twist(autocast=True))]
+
+
+def with_a_graph(workload: Workload) -> list[Twin]:
+    """Have every backward keep a graph of itself."""
+    return [twin(workload, "with create_graph", twist=Twist(create_graph=True))]
 
 
 @dataclass(frozen=True)
