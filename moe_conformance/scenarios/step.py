@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from moe_conformance.contract import (
     Capacity,
@@ -294,6 +295,8 @@ class TrainingStep:
             assert ids_TK is not None
             ids_TK = ids_TK.to(upstream.device)
             upstream = upstream.gather(1, ids_TK.clamp_min(0)) * (ids_TK >= 0)
+        if upstream.numel() != output.numel():  # y is wrong; its backward is collective all the same
+            upstream = F.pad(upstream.flatten(), (0, output.numel() - upstream.numel()))
         torch.autograd.backward(output, upstream.to(output.dtype).reshape(output.shape))
         self.inputs[m].keep_gradients()
         if not self.routers:
