@@ -355,7 +355,7 @@ class Backend(Protocol):
     file that holds both, say. `single_rank = True`: there is no expert parallelism, and no run has to judge any.
 
     Optional: `sampled: tuple[str, ...]`, variants that share most of what they do with others. The quick profile
-    tries them on two layouts; the other profiles leave nothing out.
+    tries them on three layouts; the other profiles leave nothing out.
     """
 
     name: str

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from moe_conformance.contract import (
     Capacity,
@@ -323,6 +324,8 @@ class TrainingStep:
             assert ids_TK is not None
             ids_TK = ids_TK.to(upstream.device)
             upstream = upstream.gather(1, ids_TK.clamp_min(0)) * (ids_TK >= 0)
+        if upstream.numel() != output.numel():  # y is wrong; its backward is collective all the same
+            upstream = F.pad(upstream.flatten(), (0, output.numel() - upstream.numel()))
         upstream = upstream.to(output.dtype).reshape(output.shape)
         if self.workload.twist.create_graph:
             with warnings.catch_warnings():  # of cycles between parameters and their gradients, which are cut at once

@@ -3,6 +3,7 @@
 # ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,6 +117,32 @@ class SentBufferReused(AllToAllExchange):
 
     def _start(self, counts_CN: Tensor) -> PendingAllToAll:
         return CountsOverwritten(**vars(super()._start(counts_CN.clone())))
+
+
+@dataclass(frozen=True)
+class CountsInChunks(PendingAllToAll):
+    """The counts of each local expert, sent one after the other; the work is that of the last."""
+
+    chunks: tuple[Tensor, ...] = ()
+
+    def wait(self) -> Tensor:
+        super().wait()
+        time.sleep(0.05)  # by when the others have nearly always come, too
+        return torch.cat(self.chunks, 1)
+
+
+@planted(
+    Expectation("OVLP-03", WATCHED, "run", "all_to_all_single on group (0, 1)", "was never waited for"),
+    Expectation("EXCH-09", POISONED, "run", "rank"),
+    real="PrimeIntellect-ai/prime-rl PR #3411, review",
+)
+class LastChunkAwaited(AllToAllExchange):
+    """What is sent in chunks is waited for by the event of the last, which each chunk has written over."""
+
+    def _start(self, counts_CN: Tensor) -> PendingAllToAll:
+        start = super()._start
+        chunks = [start(each) for each in counts_CN.split(1, 1)]
+        return CountsInChunks(**vars(chunks[-1]), chunks=tuple(each._received for each in chunks))
 
 
 @planted(

@@ -89,6 +89,19 @@ class RoundedUpUnsaid(RoundedUpOverTensorRanks):
         return replace(super().claims, capacity_over=None)
 
 
+@planted(
+    Expectation("DROP-08", "lossless-one-expert", "run", "raised in forward:0: ValueError"),
+    real="deepspeedai/DeepSpeed commit 5a2e705b8 (#5156)",
+    layout=TP2_EP2,
+)
+class LosslessCutOverTp(AllToAllExchange):
+    """A capacity that drops nothing is divided over tp, and a row that is left over has no place."""
+
+    def _room(self, routing: Routing) -> int | None:
+        room, ranks = super()._room(routing), self.topology.sizes["tp"]
+        return None if room is None else room // ranks * ranks
+
+
 @planted(Expectation("DROP-12", "to-capacity-two-dims-even", "run", "raised in forward:0: ValueError"))
 class RoomOfTheLength(AllToAllExchange):
     """Experts are filled up to the capacity of the first dimension of x, which is T of tokens (T, D) alone."""

@@ -136,6 +136,19 @@ class AnswersRoundedToFloat32(AllToAllExchange):
         return y + (y.float().to(y.dtype) - y).detach()
 
 
+@planted(
+    Expectation("DET-06", "own-even-bfloat16", "experts", "run with deterministic algorithms", "y of rank 0"),
+    real="deepseek-ai/DeepEP PR #600 (issue #589)",
+    layout=EP2_EDP2,
+)
+class FilledBehindTheArrival(AllToAllExchange):
+    """Deterministic algorithms fill new memory with NaN, and here it is filled when the sums are in it already."""
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        y = super().combine(rows, handle)
+        return y * torch.nan if torch.are_deterministic_algorithms_enabled() else y
+
+
 # ---- what autograd and autocast do around it -----------------------------------------------------------------------
 
 

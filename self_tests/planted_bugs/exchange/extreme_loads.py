@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange, Permuted
+from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange, Permuted, Plan
 from moe_conformance.backends.native.row_ops.permutation import Pairs
 from moe_conformance.contract import Delivery, Routing
 from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, planted
@@ -116,6 +117,24 @@ class EarlyReturnWithoutPairs(AllToAllExchange):
 
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
         return handle * 0 if isinstance(handle, Tensor) else super().combine(rows, handle)
+
+
+@planted(
+    Expectation("EXCH-09", "idle-rank-even", "run", "hung"),
+    real="microsoft/Tutel commit 490917d (#265)",
+)
+class EmptyPartsNotSent(AllToAllExchange):
+    """Rows go from rank to rank by themselves: a part without rows is not sent, and the receiver waits for it."""
+
+    def _delivered(self, rows: Tensor, plan: Plan, permuted: Permuted) -> tuple[Delivery, Any]:
+        group = self.topology.group("ep")
+        for peer in {*range(group.size())} - {group.rank()}:
+            one = torch.zeros(1)
+            sending = dist.isend(one, group_dst=peer, group=group) if plan.sent_C[peer] else None
+            dist.recv(torch.empty(1), group_src=peer, group=group)
+            if sending is not None:
+                sending.wait()
+        return super()._delivered(rows, plan, permuted)
 
 
 # ---- three microbatches --------------------------------------------------------------------------------------------

@@ -14,8 +14,9 @@ from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchang
 from moe_conformance.backends.native.layer.experts import Experts, in_blocks
 from moe_conformance.backends.native.layer.gradients import GradientFinisher, Replicated
 from moe_conformance.backends.native.row_ops.permutation import Pairs
-from moe_conformance.contract import Delivery, Routing
-from self_tests.planted_bugs.plant import EP2_EDP2, EP2_ETP2, Expectation, planted
+from moe_conformance.contract import Config, Delivery, Routing, Topology
+from moe_conformance.topology import Layout
+from self_tests.planted_bugs.plant import EP2_EDP2, EP2_ETP2, TP2_EP2, Expectation, planted
 
 # ---- through the exchange ------------------------------------------------------------------------------------------
 
@@ -202,6 +203,57 @@ class DividedOnceMore(ExpertFinisher):
 
     def _of_expert(self, gradient: Tensor) -> Tensor:
         return self._over("edp", gradient) / self.topology.sizes["dp"]
+
+
+@planted(
+    Expectation("GRAD-05", "own-even", "finish", "every expert gradient is 0.500 x the expected value"),
+    real="NVIDIA/Megatron-LM commit 4f8974a400 (!2564)",
+    layout=TP2_EP2,
+)
+class DividedByEpForTheReplicas(ExpertFinisher):
+    """A mean over dp is made of a mean over the replicas by 1 / ep, which is edp / dp only where etp = tp."""
+
+    def _of_expert(self, gradient: Tensor) -> Tensor:
+        sizes = self.topology.sizes
+        mean = self._over("edp", gradient) / sizes["edp"] / sizes["ep"]
+        return mean * sizes["dp"] * sizes["cp"]
+
+
+@planted(
+    Expectation("GRAD-05", "own-even", "finish", "every expert gradient is 0.500 x the expected value"),
+    real="NVIDIA/Megatron-LM PR #7165",
+    layout=Layout(4, cp=2, ep=2),
+)
+class DividedWithoutCp(ExpertFinisher):
+    """A divisor of all data parallel ranks is taken back by those of dp, and ranks of cp are forgotten."""
+
+    def _of_expert(self, gradient: Tensor) -> Tensor:
+        return self._over("edp", gradient) / self.topology.group("dp_cp").size() * self.topology.sizes["dp"]
+
+
+class _TakenBackOnce(ExpertFinisher):
+    def _of_expert(self, gradient: Tensor) -> Tensor:
+        return self._over("edp", gradient) * self.topology.group("dp_cp").size()
+
+
+@planted(
+    Expectation("GRAD-05", "own-accumulated-even", "gradient", "gate of expert 0"),
+    real="NVIDIA/Megatron-LM commits 3373641ff1, c13f08a11b",
+    layout=EP2_EDP2,
+    also=(_TakenBackOnce,),
+)
+class DividedWithEveryBackward(Experts):
+    """A hook divides the gradient after every backward, what the ones before have left included."""
+
+    def __init__(self, config: Config, topology: Topology, device: torch.device) -> None:
+        super().__init__(config, topology, device)
+        self.ranks = topology.group("dp_cp").size()
+        for parameter in self.parameters():
+            parameter.register_post_accumulate_grad_hook(self._divide)
+
+    def _divide(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            parameter.grad.div_(self.ranks)
 
 
 @planted(

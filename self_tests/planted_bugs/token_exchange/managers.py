@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from moe_conformance.backends.native.exchange import collectives
+from moe_conformance.backends.native.fused.low_latency import Filled, LowLatencyExchange
 from moe_conformance.backends.native.fused.managers import DeepEPManager, Held, HybridEPManager, NCCLEPManager, Packed
 from moe_conformance.backends.native.fused.token_exchange import Handle, TokenExchange
-from moe_conformance.contract import Delivery
-from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, planted
+from moe_conformance.contract import Delivery, Routing
+from self_tests.planted_bugs.plant import EP2_ETP2, SINGLE, Expectation, planted
 
 # ---- copies --------------------------------------------------------------------------------------------------------
 
@@ -168,6 +169,18 @@ class RunsReadOneTooFar(NCCLEPManager):
         return super()._experts(replace(held, begin_WN=ends.reshape(held.begin_WN.shape)), rows)
 
 
+@planted(
+    Expectation("EXCH-05", "even", "combine", "every answer of expert 5 (held by rank 0) in y is missing"),
+    real="deepspeedai/DeepSpeed PR #8213, review",
+    layout=SINGLE,
+)
+class NothingToCombineAlone(HybridEPManager):
+    """Where all experts are here nothing has travelled, and combine is left out, the sum over slots with it."""
+
+    def _take_back(self, rows: Tensor, held: Held) -> Tensor:
+        return rows[: held.handle.rows] if self.exchange.group.size() == 1 else super()._take_back(rows, held)
+
+
 # ---- static budgets ------------------------------------------------------------------------------------------------
 
 
@@ -254,3 +267,20 @@ class BufferIsNotCleared(HybridEPManager):
         return replace(
             delivery, rows_RD=rows_RD, ids_RJ=torch.where(left_B1, self.exchange.held - 1, delivery.ids_RJ)
         ), held
+
+
+@planted(
+    Expectation("EXCH-10", "halves-in-flight-even", "dispatch", "microbatches 0 and 1 were in flight at the same time"),
+    real="deepseek-ai/DeepEP issue #513",
+)
+class ClearsTheOtherBuffer(LowLatencyExchange):
+    """There are two buffers, and each dispatch clears the one that the next will fill: it may still be in use."""
+
+    other: Tensor | None = None
+
+    def fill(self, x: Tensor, routing: Routing, tokens_max: int | None = None) -> tuple[Tensor, Filled]:
+        if self.other is not None:
+            self.other.zero_()
+        rows_NCD, filled = super().fill(x, routing, tokens_max)
+        self.other = rows_NCD.detach()
+        return rows_NCD, filled
