@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from moe_conformance.judging.equivalence.runs import RunTwins, judge_across, judge_alike, judge_scaled, judge_strided
+from moe_conformance.judging.equivalence.refusals import judge_strided
+from moe_conformance.judging.equivalence.runs import RunTwins, judge_across, judge_alike, judge_scaled
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from moe_conformance.judging.equivalence.finite_differences import judge_differences
 from moe_conformance.judging.equivalence.gradient_accumulation import judge_padding_gradients, judge_steps, judge_sum
-from moe_conformance.judging.equivalence.runs import RunTwins, judge_alike, judge_repeated
+from moe_conformance.judging.equivalence.refusals import judge_with_a_graph
+from moe_conformance.judging.equivalence.runs import RunTwins, judge_repeated
 from moe_conformance.judging.exchange.gradients import judge_dweights, judge_dx
 from moe_conformance.judging.exchange.identity_experts import (
     judge_answered_dweights,
@@ -141,7 +142,7 @@ class TestOwnExperts:
     @requirement("GRAD-19", kind="experts", when=likened_once)
     def test_a_backward_may_keep_its_graph(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """With create_graph tokens, weights and experts receive the gradients that they receive without."""
-        judge_alike(reading, twins(laws.with_a_graph(reading.outcome.workload)), tally)
+        judge_with_a_graph(reading, twins(laws.with_a_graph(reading.outcome.workload)), tally)
 
     @requirement("GRAD-09", kind="experts", when=fills_up_or_likened)
     def test_gradients_of_padding_reach_no_parameter(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from math import ceil, isfinite
+from math import floor, isfinite
 
 
 def least_budget(
@@ -31,8 +31,9 @@ def least_budget(
         held: N, the experts of a rank.
         multiple: M, to which the rows of each expert are padded.
 
-    Rule: ceil(factor b) + N (M - 1), b = etp sum_s T_s K / (ep etp), in fractions. Where factor b is within
-    four float32 roundings of the nearest whole number, that number. A backend may round up further.
+    Rule: floor(factor b) + N (M - 1), b = etp sum_s T_s K / (ep etp), in fractions: a load is a whole number, so
+    that no load of at most factor b has more rows. Where factor b is within four float32 roundings of the nearest
+    whole number, that number. A backend may round up.
 
     Degenerate: without a token the budget may be 0.
 
@@ -43,7 +44,7 @@ def least_budget(
     Decides: EXCH-25. Source: arithmetic.
 
     >>> least_budget([5, 2], 3, factor=1.0, ep=2, held=4), least_budget([5, 2], 3, factor=1.0, ep=2, held=4, multiple=8)
-    (11, 39)
+    (10, 38)
     >>> least_budget([5, 2], 3, factor=1.0, ep=1, etp=2, held=4), least_budget([10], 1, factor=1.1, ep=1, held=1)
     (21, 11)
     """
@@ -57,5 +58,5 @@ def least_budget(
         return 0
     rows = Fraction(factor) * etp * sum(tokens_by_rank) * top_k / (ep * etp)
     nearest = round(rows)
-    whole = nearest if abs(rows - nearest) <= 4 * Fraction(1, 2**24) * rows else ceil(rows)
+    whole = nearest if abs(rows - nearest) <= 4 * Fraction(1, 2**24) * rows else floor(rows)
     return whole + held * (multiple - 1)

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from moe_conformance.judging.equivalence.gradient_accumulation import judge_sum
-from moe_conformance.judging.equivalence.runs import Ran, judge_alike, judge_repeated, judge_scaled, judge_strided
+from moe_conformance.judging.equivalence.refusals import judge_strided, judge_with_a_graph
+from moe_conformance.judging.equivalence.runs import (
+    Ran,
+    judge_alike,
+    judge_repeated,
+    judge_scaled,
+)
 from moe_conformance.judging.observed.run import read
 from moe_conformance.judging.verdict import (
     ChangedInput,
@@ -193,6 +199,16 @@ class TestJudgement:
         assert dx is not None
         with pytest.raises(WrongGradient, match="dx of rank 0"):
             judged(simulate(WORK), twin, spoilt(outcome, 0, dx_TD=Grad(dx * 1.5)), judge_strided)
+
+    def test_a_graph_may_be_refused_by_all(self) -> None:
+        """An error in the backward of every rank refuses create_graph; an error on one rank alone is a failure."""
+        (twin,) = laws.with_a_graph(WORK)
+        outcome = simulate(twin.workload)
+        raised = [replace(rank, status="raised", reached="backward:0", error="no graph") for rank in outcome.ranks]
+        with pytest.raises(NotOffered, match="refused on every rank with no graph"):
+            judged(simulate(WORK), twin, replace(outcome, ranks=tuple(raised)), judge_with_a_graph)
+        with pytest.raises(Raised, match="run with create_graph"):
+            judged(simulate(WORK), twin, replace(outcome, ranks=(*raised[:1], *outcome.ranks[1:])), judge_with_a_graph)
 
     def test_rows_in_other_places_are_told(self) -> None:
         """Of strided inputs rows arrive in the same order too."""

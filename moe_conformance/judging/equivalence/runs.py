@@ -14,14 +14,13 @@ from moe_conformance.judging.equivalence.parameters import judge_same_parameters
 from moe_conformance.judging.experts.expected import OwnExpected
 from moe_conformance.judging.experts.experts import expected_of
 from moe_conformance.judging.explain.row_identity import likeness
-from moe_conformance.judging.findings import Finding, fail, some
-from moe_conformance.judging.observed.run import Reading, place_of, read, tokens_of
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.run import Reading, read, tokens_of
 from moe_conformance.judging.observed.scopes import Place
 from moe_conformance.judging.verdict import (
     ChangedInput,
     Mismatch,
     NotOffered,
-    Raised,
     Stage,
     Tally,
     WrongForm,
@@ -167,18 +166,6 @@ def judge_across(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
     judge_alike(reading, comparable, tally)
 
 
-def judge_strided(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
-    """Decide `judge_alike` of equivalent runs whose inputs have other strides; to refuse them is legal too.
-
-    The rows that the experts receive are the same to the bit. An error counts as a refusal if every rank raised it in
-    the first forward, before any collective of that forward.
-    """
-    present = those_that_ran([_or_refused(each) for each in ran])
-    for each in present:
-        judge_same_deliveries(reading, each.twin, read_twin(each), tally)
-    judge_alike(reading, present, tally)
-
-
 def read_twin(ran: Ran) -> Reading:
     """Read an equivalent run's outcome; a failure is told with how the equivalent run differs."""
     assert ran.outcome is not None
@@ -188,34 +175,6 @@ def read_twin(ran: Ran) -> Reading:
         told = type(mismatch)(mismatch.stage, f"run {ran.twin.how}, {mismatch.sentence}", ranks=mismatch.ranks)
         told.place = mismatch.place
         raise told from mismatch
-
-
-def _or_refused(ran: Ran) -> Ran:
-    """Return an equivalent run that every rank refused with an error at once as one that was not run.
-
-    Raises:
-        Raised: some ranks did, and others had begun: they wait.
-    """
-    if ran.outcome is None:
-        return ran
-    refused = [rank for rank in ran.outcome.ranks if _refused_at_once(rank)]
-    if len(refused) == len(ran.outcome.ranks):
-        return replace(ran, outcome=None, why_not=f"refused with {refused[0].error}")
-    if not refused:
-        return ran
-    numbers = tuple(rank.rank for rank in refused)
-    others = some(f"rank {rank.rank}" for rank in ran.outcome.ranks if rank.rank not in numbers)
-    by = some(f"rank {number}" for number in numbers)
-    sentence = f"run {ran.twin.how}, {by} refused at once with {refused[0].error}, and {others} did not"
-    mismatch = Raised("run", sentence, ranks=numbers)
-    mismatch.place = place_of(refused[0])
-    raise mismatch
-
-
-def _refused_at_once(rank: RankOutcome) -> bool:
-    """Return whether a rank raised in its first forward, before any collective of that forward."""
-    at_once = rank.phases and len(rank.ledger) <= rank.phases[0][1]  # no collective since the phase began
-    return bool(at_once) and rank.status == "raised" and rank.reached in ("forward:0", "dispatch:0")
 
 
 # ---- what is left alone --------------------------------------------------------------------------------------------

@@ -105,7 +105,8 @@ def least_budget(
 ) -> int:
     """Rows that a budget of this factor must have room for, with what filling up experts may take.
 
-    A share that a float32 may have missed by rounding counts as the nearest whole number.
+    Rows come whole: a part of one is none. A share that a float32 may have missed by rounding counts as the nearest
+    whole number.
     """
     sizes = [ep, etp, top_k, multiple]
     if min(sizes) < 1 or len(tokens_by_rank) != ep * etp or min(tokens_by_rank) < 0 or held < 0:
@@ -116,6 +117,7 @@ def least_budget(
         return 0
     share = Fraction(factor) * etp * sum(tokens_by_rank) * top_k / (ep * etp)
     rows, slack = share.numerator // share.denominator, Fraction(4, 2**24) * share
-    if share - rows > slack or share - rows > Fraction(1, 2):
+    missing = rows + 1 - share
+    if missing <= slack and missing <= share - rows:
         rows += 1
     return rows + held * (multiple - 1)
