@@ -26,8 +26,8 @@ class TestReadme:
         own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
         done = subprocess.run(
             [sys.executable, *command, "--report", str(tmp_path)],
-            cwd=EXAMPLES,
-            env={**own, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            cwd=tmp_path,
+            env={**own, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{EXAMPLES}"},
             capture_output=True,
             text=True,
             timeout=300,
