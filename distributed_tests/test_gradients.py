@@ -6,7 +6,7 @@ from moe_conformance.judging.equivalence.finite_differences import judge_differe
 from moe_conformance.judging.equivalence.gradient_accumulation import judge_padding_gradients, judge_steps, judge_sum
 from moe_conformance.judging.equivalence.refusals import judge_with_a_graph
 from moe_conformance.judging.equivalence.runs import RunTwins, judge_repeated
-from moe_conformance.judging.exchange.gradients import judge_dweights, judge_dx
+from moe_conformance.judging.exchange.gradients import judge_asked, judge_dweights, judge_dx
 from moe_conformance.judging.exchange.identity_experts import (
     judge_answered_dweights,
     judge_answered_dx,
@@ -80,6 +80,16 @@ class TestExchange:
     def test_weights_get_every_bit_of_their_gradient(self, reading: Reading, tally: Tally) -> None:
         """The gradient of a weight is exact where it is one element of the expert output or of the upstream."""
         judge_answered_dweights(reading, tally)
+
+    @requirement("GRAD-15", kind="unasked", when=lambda workload: "x" in workload.twist.unasked)
+    def test_weights_get_theirs_where_tokens_ask_for_none(self, reading: Reading, tally: Tally) -> None:
+        """The weights have their gradients where x asks for none, which has none."""
+        judge_asked(reading, tally)
+
+    @requirement("GRAD-15", kind="unasked", when=lambda workload: "weights" in workload.twist.unasked)
+    def test_tokens_get_theirs_where_weights_ask_for_none(self, reading: Reading, tally: Tally) -> None:
+        """The tokens have their gradients where the weights ask for none, which have none."""
+        judge_asked(reading, tally)
 
     @requirement("GRAD-09", kind="padded")
     def test_gradients_of_padding_reach_nothing(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:

@@ -34,6 +34,11 @@ def weighs(workload: Workload) -> bool:
     return workload.name.startswith("weighed")
 
 
+def asks_apart(workload: Workload) -> bool:
+    """Whether of tokens and weights that were sent, only one asks for a gradient."""
+    return workload.name.startswith("weights-asked-apart")
+
+
 def within_limits(workload: Workload) -> bool:
     """Whether no rank has more tokens than the stated maximum."""
     return not breaks_limits(workload)
@@ -77,6 +82,11 @@ class TestWeights:
     @requirement("EXCH-05", "GRAD-02", "GRAD-03", kind="token_exchange", when=weighs)
     def test_weights_travel_both_ways(self, outcome: Outcome, tally: Tally) -> None:
         """The output is the weighted sum of the expert outputs, and tokens and weights have its gradients."""
+        judge_travelling_weights(outcome, tally)
+
+    @requirement("GRAD-15", kind="token_exchange", when=asks_apart)
+    def test_weights_and_tokens_ask_apart(self, outcome: Outcome, tally: Tally) -> None:
+        """Weights have their gradient where tokens ask for none, and tokens where weights ask for none."""
         judge_travelling_weights(outcome, tally)
 
 

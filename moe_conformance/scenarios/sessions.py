@@ -13,6 +13,7 @@ from moe_conformance.engine import RankContext
 from moe_conformance.topology import Layout, Topology
 
 _SESSION = "moe_conformance.session"
+_BACKENDS = "moe_conformance.backends"
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,20 @@ def closed(context: RankContext) -> None:
 
 
 def opened(context: RankContext, name: str, layout: Layout) -> Opened:
-    """Return the session of a backend on a layout; one that was open for anything else is closed first."""
+    """Return the session of a backend on a layout; one that was open for anything else is closed first.
+
+    One object of the backend opens all sessions of a process, as a trainer's would: what it keeps from one layout shows
+    on the next.
+    """
     key = (name, layout, str(context.device), torch.are_deterministic_algorithms_enabled())  # it may choose by them
     kept: Opened | None = context.kept.get(_SESSION)
     if kept is not None and kept.key == key:
         return kept
     closed(context)
-    backend = load(name)
+    backends: dict[str, Backend] = context.kept.setdefault(_BACKENDS, {})
+    if name not in backends:
+        backends[name] = load(name)
+    backend = backends[name]
     topology = Topology(layout, context.rank, context.groups)
     kept = Opened(key, backend, backend.open(topology, context.device), topology)
     context.kept[_SESSION] = kept

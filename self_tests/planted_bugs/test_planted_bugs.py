@@ -313,6 +313,14 @@ class TestDetection:
         backend = "self_tests.planted_bugs.determinism.repetition:DeterministicIfAsked"
         checked.check_passes(backend, requirement, "alltoall", EP2_EDP2, "own-even-bfloat16")
 
+    def test_what_a_backend_keeps_from_another_layout_is_detected(self, checked: CheckedRuns) -> None:
+        """A backend that returns the session of its first layout passes there, and fails on the next."""
+        backend = "self_tests.planted_bugs.groups.members:FirstSessionForAll"
+        checked.check_passes(backend, "EXCH-01", "alltoall", Layout(4, ep=4), "even")
+        (mismatch,) = checked.verdicts(backend, "EXCH-01", "alltoall", EP2_EDP2, "even")
+        assert isinstance(mismatch, Mismatch)
+        assert "rank 0 token 0 slot" in mismatch.sentence
+
     @pytest.mark.parametrize(
         ("liar", "requirement", "layout", "workload", "words"),
         LIARS,

@@ -83,6 +83,29 @@ def judge_dweights(reading: Reading, tally: Tally) -> None:
     fail(WrongGradient, "gradient", ratios + left, ratio=ratio, start=start, note=note)
 
 
+def judge_asked(reading: Reading, tally: Tally) -> None:
+    """Decide `judge_dx` or `judge_dweights` of the input that asks for a gradient; the other has to have none.
+
+    Raises:
+        AbsentGradient, WrongGradient: as these; or what asks for no gradient has one.
+    """
+    unasked = reading.outcome.workload.twist.unasked
+    findings = []
+    for m, ranks in enumerate(reading.batches):
+        for rank in range(len(ranks)):
+            seen = reading.seen(m, rank)
+            for name, grad in (("x", seen.dx_TD), ("weights", seen.dweights_TK)):
+                if name in unasked and grad.value is not None:
+                    sentence = f"rank {rank} microbatch {m}: {name} asks for no gradient and has one"
+                    findings.append(Finding("unasked", sentence, (rank,)))
+    if findings:
+        fail(WrongGradient, "gradient", findings)
+    if "x" not in unasked:
+        judge_dx(reading, tally)
+    if "weights" not in unasked:
+        judge_dweights(reading, tally)
+
+
 def _wrong_weights(reading: Reading, m: int, rank: int, actual_TK: Tensor, allowed_TK: Tensor) -> list[Finding]:
     """Describe every token of one rank whose weights have wrong gradients."""
     expected_TK = reading.expected.dweights[m][rank]

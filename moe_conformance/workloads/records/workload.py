@@ -187,7 +187,8 @@ class Workload:
     # probe: the suite's expert; experts: the backend's own; route: its router alone; layer: a whole one. "spoilt" and
     # "spoilt experts" are the first two with tokens that are not finite, "copies" and "copies experts" with tokens that
     # all ranks of a tp group hold; identity: experts that return the very tensor that they receive; "every
-    # bit": the same, with parts that are all or nothing where experts are cut. With `calls`: a method of Session,
+    # bit": the same, with parts that are all or nothing where experts are cut; unasked: probe, where x or the weights
+    # ask for no gradient. With `calls`: a method of Session,
     # or session, where they are calls on the session itself.
     kind: str
     config: Config

@@ -10,7 +10,7 @@ from math import lcm
 import torch
 from torch import Tensor
 
-from moe_conformance.backends.native import Native
+from moe_conformance.backends.native import Native, NativeSession
 from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange
 from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.backends.native.layer.experts import Experts
@@ -299,3 +299,15 @@ class ReducesFloat64InFloat32(GradientFinisher):
     def _summed(self, gradient: Tensor, replicas: tuple[str, ...]) -> Tensor:
         narrow = gradient.float() if replicas == Experts.replicas else gradient
         return super()._summed(narrow, replicas)
+
+
+class FirstSessionForAll(Native):
+    """A session is opened once in a process, and is that of every later layout: its groups, ranks and experts."""
+
+    name = "native-first-session-for-all"
+    _session: NativeSession | None = None
+
+    def open(self, topology: Topology, device: torch.device) -> NativeSession:
+        if self._session is None:
+            self._session = super().open(topology, device)
+        return self._session

@@ -201,6 +201,13 @@ def weighed(drawing: Drawing, sizes: tuple[int, ...]) -> Workload:
     )
 
 
+def asked_apart(drawing: Drawing, sizes: tuple[int, ...]) -> Workload:
+    """Do as `weighed`; in the first dispatch the weights alone ask for gradients, in the second the tokens alone."""
+    first, second = (_light(drawing.tokens(number, sizes)) for number in (0, 1))
+    calls = first.call(differentiable=("weights_TK",)), second.call(differentiable=("x_TD",))
+    return drawing.workload(*calls, second.answered(1), first.answered(0))
+
+
 def _light(tokens: Tokens) -> Tokens:
     """Return the tokens with weights of a quarter and a half, in place of smaller and of larger ones."""
     halves = (torch.where(own.weights_TK < 0.5, 0.25, 0.5).to(own.weights_TK.dtype) for own in tokens.batches)
@@ -217,6 +224,7 @@ SCRIPTS: dict[str, Callable[[Drawing], Workload]] = {
     "biases-without-tokens": lambda drawing: biases(drawing, recipes.ONE_WITHOUT),
     "weighed": lambda drawing: weighed(drawing, recipes.UNEVEN),
     "weighed-without-tokens": lambda drawing: weighed(drawing, recipes.ONE_WITHOUT),
+    "weights-asked-apart": lambda drawing: asked_apart(drawing, recipes.UNEVEN),
     # As kernels want rows: bfloat16, of a multiple of 16 columns.
     "reused-handle-bfloat16": lambda drawing: reused(drawing.for_kernels(), recipes.UNEVEN, (5, 12, 3)),
     "reused-handle-bfloat16-without-tokens": lambda drawing: reused(drawing.for_kernels(), recipes.ONE_WITHOUT, (0, 6)),
