@@ -110,8 +110,8 @@ class Plan:
         """Whether a variant is tried on a layout.
 
         A backend may name variants that share most of what they do with others (`Backend.sampled`). In the quick
-        profile they are tried on one rank, on two, and where experts are spread over ranks and cut over ranks as well; in
-        the full one they take turns with each other. Hypothesis draws no workloads for them.
+        profile they are tried on one rank, on two, and where experts are spread over ranks and cut over ranks as well;
+        in the full one they take turns with each other. Hypothesis draws no workloads for them.
         """
         if variant in self._sampled and self.profile == "quick":
             return layout in profiles.sampled_layouts()

@@ -58,7 +58,8 @@ def _kept_bytes(reading: Reading, rank: RankOutcome, tally: Tally) -> Iterator[s
     grown, size = cost_calls.growth(in_use), LONGER * x_TD.nbytes
     if grown >= size // 2:
         left = f"leaves {grown} or more bytes allocated after each of {len(in_use)} equal steps"
-        yield f"rank {rank.rank} {left} with {size} bytes of x; expected: none (allocated: {', '.join(map(str, in_use))})"
+        allocated = ", ".join(map(str, in_use))
+        yield f"rank {rank.rank} {left} with {size} bytes of x; expected: none (allocated: {allocated})"
     tally.add(pairs=len(in_use) - 1, rank=rank.rank)
 
 
