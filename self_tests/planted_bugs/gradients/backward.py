@@ -206,7 +206,7 @@ class DividedOnceMore(ExpertFinisher):
 
 
 @planted(
-    Expectation("GRAD-05", "own-even", "finish", "every expert gradient is 0.500 x the expected value"),
+    Expectation("GRAD-05", "own-input-weights-even", "finish", "every expert gradient is 0.500 x the expected value"),
     real="NVIDIA/Megatron-LM commit 4f8974a400 (!2564)",
     layout=TP2_EP2,
 )
@@ -220,7 +220,7 @@ class DividedByEpForTheReplicas(ExpertFinisher):
 
 
 @planted(
-    Expectation("GRAD-05", "own-even", "finish", "every expert gradient is 0.500 x the expected value"),
+    Expectation("GRAD-18", "shared-even", "finish", "every expert gradient is 0.500 x the expected value"),
     real="NVIDIA/Megatron-LM PR #7165",
     layout=Layout(4, cp=2, ep=2),
 )
