@@ -126,7 +126,8 @@ class Twist:
     second dimension before the first;
     what lies between them is NaN, of ids 2^40. Under `autocast` forwards run in a region that casts to the tokens' own
     dtype; with `create_graph` every backward keeps a graph of itself, as a second derivative needs it.
-    The probe answers for expert e as for `probe_as[e]`. Of what `unasked` names, no gradients are wanted. `late[r]` are the seconds that rank r waits before every item of the schedule. With
+    The probe answers for expert e as for `probe_as[e]`. Of what `unasked` names, no gradients are wanted. `late[r]` are
+    the seconds that rank r waits before every item of the schedule. With
     `padding_gradients` a large number takes the place of every gradient at the expert output of a padding
     row, or leaves the experts for one. A `lifetime` begins before the backend is imported ("process"), or as its
     session is opened ("session"), and ends when that is closed.
