@@ -109,19 +109,6 @@ def passed_to_hooks(surface: Parametrised, hooked: Hooked) -> dict[ParameterKey,
     return found
 
 
-def cut_graphs(surfaces: Iterable[Parametrised]) -> None:
-    """Drop the graphs that a backward with create_graph has left at the gradients of parameters."""
-
-    def read(parameter: Tensor) -> Tensor:
-        if parameter.is_leaf and parameter.grad is not None and parameter.grad.requires_grad:
-            parameter.grad = parameter.grad.detach()
-        return parameter.detach()
-
-    for surface in surfaces:
-        for _ in surface.named(read):
-            pass
-
-
 def gradients(surfaces: Iterable[Parametrised], attribute: str) -> dict[ParameterKey, Grad]:
     """Return the gradients of every window; a parameter without one gives `Grad(None)`, not zeros."""
     found: dict[ParameterKey, Grad] = {}
@@ -140,6 +127,19 @@ def gradients(surfaces: Iterable[Parametrised], attribute: str) -> dict[Paramete
             value = None if absent else window.view.detach().cpu().clone()
             found[window.name, window.expert] = Grad(value, window.shard)
     return found
+
+
+def cut_graphs(surfaces: Iterable[Parametrised]) -> None:
+    """Drop the graphs that a backward with create_graph has left at the gradients of parameters."""
+
+    def read(parameter: Tensor) -> Tensor:
+        if parameter.is_leaf and parameter.grad is not None and parameter.grad.requires_grad:
+            parameter.grad = parameter.grad.detach()
+        return parameter.detach()
+
+    for surface in surfaces:
+        for _ in surface.named(read):
+            pass
 
 
 def clear(surfaces: Iterable[Parametrised], attribute: str, *, to_zero: bool) -> None:

@@ -139,16 +139,16 @@ class Twist:
     `strides` says how x, ids, weights and upstream lie in memory: every second row, every second column, transposed,
     columns in the middle of a wider tensor, a row that is there once and stands for all (of upstream: a number), or the
     second dimension before the first;
-    what lies between them is NaN, of ids 2^40. The probe answers for expert e as for `probe_as[e]`. Of what `unasked`
-    names, no gradients are wanted. `late[r]` are the seconds that rank r waits before every item of the schedule. With
+    what lies between them is NaN, of ids 2^40. Under `autocast` forwards run in a region that casts to the tokens' own
+    dtype; with `create_graph` every backward keeps a graph of itself, as a second derivative needs it.
+    The probe answers for expert e as for `probe_as[e]`. Of what `unasked` names, no gradients are wanted. `late[r]` are
+    the seconds that rank r waits before every item of the schedule. With
     `padding_gradients` a large number takes the place of every gradient at the expert output of a padding
     row, or leaves the experts for one. A `lifetime` begins before the backend is imported ("process"), or as its
     session is opened ("session"), and ends when that is closed.
     A `deterministic` run is asked for deterministic algorithms before its session is opened, and has no others. A
     `rehearsed` one has taken a step with other parameters, of which nothing but the parameters has changed since. In a
     `hooked` one every parameter has a hook, which keeps the gradients that autograd passes to it.
-    Under `autocast` forwards run in a region that casts to the tokens' own dtype; with `create_graph` every backward
-    keeps a graph of itself, as a second derivative needs it.
     """
 
     strides: Mapping[str, Stride] = field(default_factory=dict)
@@ -158,14 +158,14 @@ class Twist:
     unasked: tuple[Literal["x", "weights", "parameters"], ...] = ()
     late: tuple[float, ...] = ()
     seed: int | None = None  # of all random generators before the schedule, another on every rank
+    autocast: bool = False
+    create_graph: bool = False
     drawn: bool = False  # numbers are drawn from all of them before the schedule
     padding_gradients: bool = False
     lifetime: Literal["", "process", "session"] = ""
     deterministic: bool = False
     rehearsed: bool = False
     hooked: bool = False
-    autocast: bool = False
-    create_graph: bool = False
 
 
 FORWARD_ALONE = "NIU"  # what a schedule calls forwards that no backward follows
