@@ -92,21 +92,26 @@ def hook(surface: Parametrised) -> Hooked:
     return hooked
 
 
-def passed_to_hooks(surface: Parametrised, hooked: Hooked) -> dict[ParameterKey, Grad]:
-    """Return what hooks were passed, of every window; `Grad(None)` of a parameter whose hook was passed none."""
+def passed_to_hooks(surfaces: Iterable[Parametrised], hooked: Iterable[Hooked]) -> dict[ParameterKey, Grad] | None:
+    """Return what hooks were passed, of every window; `Grad(None)` of a parameter whose hook was passed none.
+
+    None where nothing has hooks.
+    """
     found: dict[ParameterKey, Grad] = {}
-    silent: list[Tensor] = []
+    for surface, mine in zip(surfaces, hooked, strict=False):
+        silent: list[Tensor] = []
 
-    def read(parameter: Tensor) -> Tensor:
-        kept = next((kept for each, kept in hooked if each is parameter), [])
-        if not kept:
-            silent.append(torch.zeros_like(parameter))
-        return kept[0] if kept else silent[-1]
+        def read(parameter: Tensor, mine: Hooked = mine, silent: list[Tensor] = silent) -> Tensor:
+            kept = next((kept for each, kept in mine if each is parameter), [])
+            if not kept:
+                silent.append(torch.zeros_like(parameter))
+            return kept[0] if kept else silent[-1]
 
-    for window in surface.named(read):
-        absent = any(_inside(window.view, zeros) for zeros in silent)
-        found[window.name, window.expert] = Grad(None if absent else window.view.detach().cpu().clone(), window.shard)
-    return found
+        for window in surface.named(read):
+            absent = any(_inside(window.view, zeros) for zeros in silent)
+            value = None if absent else window.view.detach().cpu().clone()
+            found[window.name, window.expert] = Grad(value, window.shard)
+    return found or None
 
 
 def gradients(surfaces: Iterable[Parametrised], attribute: str) -> dict[ParameterKey, Grad]:

@@ -382,7 +382,7 @@ class TrainingStep:
             grads_final=last.final,
             earlier=tuple(earlier),
             buffered=self.buffered,
-            grads_hooked=self._passed_to_hooks(),
+            grads_hooked=parameters.passed_to_hooks(built, self.hooked) if session.grad_attr == "grad" else None,
             finish_refusal=last.refusal,
             state_changed=self.state_changed,
             uncovered=uncovered,
@@ -395,13 +395,6 @@ class TrainingStep:
             live_groups=tuple(self.live_groups),
             bytes_in_use=tuple(self.bytes_in_use),
         )
-
-    def _passed_to_hooks(self) -> dict[ParameterKey, Grad] | None:
-        """Return what autograd passed to hooks; None where that is not where the session's gradients come from."""
-        if not self.hooked or self.session.grad_attr != "grad":
-            return None
-        pairs = zip(self.built, self.hooked, strict=True)
-        return {key: grad for each in pairs for key, grad in parameters.passed_to_hooks(*each).items()}
 
     def _microbatch(self, m: int) -> Microbatch:
         if m in self.overflows:
