@@ -77,6 +77,9 @@ class Claims:
     dtype: torch.dtype | None = None
     # Chunks of packed sequences over cp (PACK-15). mirrored: rank c holds chunks c and 2 cp - 1 - c; other: any order.
     context_order: Literal["mirrored", "other"] = "mirrored"
+    # With `Config.wire` "float8" (EXCH-30): the format in which the backward of combine sends gradients. None: they are
+    # not rounded.
+    gradient_format: Literal["e4m3", "e5m2"] | None = None
     # With `Config.wire` "float8" (EXCH-30, COST-09): the format of the numbers, and how many columns share a scale.
     wire_format: Literal["e4m3", "e5m2"] = "e4m3"
     wire_block: int | None = None  # None: all columns

@@ -163,6 +163,7 @@ class Delivery:
 
 
 # Call it in every forward, also with zero rows. Calls in chunks are allowed; a second call in a backward is not.
+# Combine may write into what it returned, so that its last operation must not have saved that for its backward.
 ExpertFn = Callable[[Delivery], Tensor]
 
 

@@ -147,7 +147,8 @@ class TokenExchange(Placed, Protocol):
     linear, and the backward of each is the other with the same handle.
 
     With `Config.wire` "float8" dispatch quantises rows; it claims `wire_format` and `wire_block`, the number of columns
-    that share a scale. Gradients are those without quantisation.
+    that share a scale. Gradients are those without quantisation; if combine's backward quantises what it sends, as it
+    may, it claims `gradient_format`.
     """
 
     def dispatch(

@@ -313,6 +313,11 @@ class TestDetection:
         backend = "self_tests.planted_bugs.determinism.repetition:DeterministicIfAsked"
         checked.check_passes(backend, requirement, "alltoall", EP2_EDP2, "own-even-bfloat16")
 
+    def test_gradients_may_be_sent_in_eight_bits(self, checked: CheckedRuns) -> None:
+        """A backend whose backward of combine quantises, and says so, passes."""
+        backend = "self_tests.planted_bugs.token_exchange.fp8_wire:RoundedGradients"
+        checked.check_passes(backend, "EXCH-30", "alltoall", EP2, "float8-rows")
+
     def test_what_a_backend_keeps_from_another_layout_is_detected(self, checked: CheckedRuns) -> None:
         """A backend that returns the session of its first layout passes there, and fails on the next."""
         backend = "self_tests.planted_bugs.groups.members:FirstSessionForAll"

@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.findings import Finding, apart, fail
 from moe_conformance.judging.kernels.token_exchange import Script, Token, require_dtype
 from moe_conformance.judging.observed.claims import claims_of
 from moe_conformance.judging.observed.script import answers, values
@@ -36,6 +36,7 @@ from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.workloads.corpus.token_exchange.fp8_wire import SIGNED
 
 EMPTY, FULL, COMBINE = 0, 1, 2  # the calls of the script
+_FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
 
 
 def judge_float8_rows(outcome: Outcome, tally: Tally) -> None:
@@ -99,7 +100,7 @@ class Rounded:
     @cached_property
     def fmt(self) -> Format:
         """The format that the backend claims."""
-        return {"e4m3": E4M3, "e5m2": E5M2}[claims_of(self.outcome.ranks).wire_format]
+        return _FORMATS[claims_of(self.outcome.ranks).wire_format]
 
     @cached_property
     def block(self) -> int:
@@ -194,7 +195,11 @@ class Rounded:
             fail(WrongOutput, "combine", findings)
 
     def judge_gradients(self, tally: Tally) -> None:
-        """Compare a token's gradient with the upstream times the number of ranks that had its row, rounded likewise."""
+        """Compare a token's gradient with the upstream times the number of ranks that had its row.
+
+        Exactly, or within the rounding of the format in which the backend claims to send gradients.
+        """
+        claimed = claims_of(self.outcome.ranks).gradient_format
         findings = []
         pairs = zip(self.script.copies(FULL), self.script.call(COMBINE).upstream, strict=True)
         for rank, (copies_T1, upstream) in enumerate(pairs):
@@ -202,14 +207,23 @@ class Rounded:
             found_TD = answers(self.outcome, FULL)[rank].gradients["x_TD"]
             if found_TD is None:
                 raise AbsentGradient("gradient", f"the gradient of the tokens is None on rank {rank}", ranks=(rank,))
-            largest = scale_bounds(wanted_TD, self.block, self.fmt)[1]
-            legal_TD = legal_values(wanted_TD, found_TD, largest, self.block, self.fmt)
+            rounded = {name: self._within(fmt, wanted_TD, found_TD) for name, fmt in _FORMATS.items()}
+            legal_TD = found_TD == wanted_TD if claimed is None else rounded[claimed]
+            formats = [repr(name) for name, within_TD in rounded.items() if bool(within_TD.all())]
+            design = "; a backend that quantises gradients by design claims gradient_format = "
+            note = design + " or ".join(formats) if formats else ""
             for t, c in (~legal_TD).nonzero().tolist():
-                words = f"the gradient of {Token(rank, t)}, column {c}, is {float(found_TD[t, c]):g} instead of "
-                findings.append(Finding("gradient", f"{words}{float(wanted_TD[t, c]):g}", (rank,)))
+                numbers = " instead of ".join(apart(float(found_TD[t, c]), float(wanted_TD[t, c])))
+                words = f"the gradient of {Token(rank, t)}, column {c}, is {numbers}{note}"
+                findings.append(Finding("gradient", words, (rank,)))
             tally.add(elements=wanted_TD.numel(), rank=rank)
         if findings:
             fail(WrongGradient, "gradient", findings)
+
+    def _within(self, fmt: Format, wanted_TD: Tensor, found_TD: Tensor) -> Tensor:
+        """Return which gradients are within the rounding of a format, bool (T, D)."""
+        largest_TB = scale_bounds(wanted_TD, self.block, fmt)[1]
+        return legal_values(wanted_TD, found_TD, largest_TB, self.block, fmt)
 
 
 def _signs(row_D: Tensor) -> tuple[bool, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -25,7 +26,8 @@ def magnitudes(tokens: int, hidden: int, generator: torch.Generator) -> Tensor:
     """Draw |x| (T, D): no two neighbouring blocks have nearly the same scale, in a row or below each other.
 
     Columns past those that keep their signs reach from the largest of their block down to nothing. Of four tokens one
-    has a block of zeros, and one a number that is none.
+    has a block of zeros, one a number that is none, and one a block whose largest number, times a power of two, is the
+    largest of e4m3, or little above it.
     """
     starts = range(0, hidden, 128)
     size_TD = torch.zeros(tokens, hidden)
@@ -40,6 +42,11 @@ def magnitudes(tokens: int, hidden: int, generator: torch.Generator) -> Tensor:
             if start == 0:
                 drawn[:SIGNED] = near[:SIGNED]
             size_TD[t, start : start + width] = drawn * 3.0 ** (3 * place + t % 3 - 2)
+        if t % 4 == 0 and hidden > 128:
+            edge = 448.0 if t % 8 == 0 else 450.0
+            edge *= 2.0 ** round(math.log2(float(size_TD[t, 128]) / edge))
+            size_TD[t, 128:256] *= edge / float(size_TD[t, 128])
+            size_TD[t, 128] = edge
         if t % 4 == 2:
             size_TD[t, 128:256] = 0.0
         if t % 4 == 3:
@@ -48,13 +55,17 @@ def magnitudes(tokens: int, hidden: int, generator: torch.Generator) -> Tensor:
 
 
 def rounded(drawing: Drawing, sizes: Sequence[int], hidden: int) -> Workload:
-    """Dispatch no token at all, for what travels even then, and some; combine what came."""
+    """Dispatch no token at all, for what travels even then, and some; combine what came.
+
+    Upstream gradients have more bits than any format of eight.
+    """
     drawing.config = replace(drawing.config, hidden=hidden, wire="float8")
     none, some = drawing.tokens(0, (0,)), drawing.tokens(1, tuple(sizes))
-    made = []
-    for rank, batch in enumerate(some.batches):
+    filled, made = drawing.filled(1, tuple(sizes)), []
+    for rank, (batch, with_bits) in enumerate(zip(some.batches, filled.batches, strict=True)):
         generator = draw.generator(drawing.name, drawing.layout.name, "magnitudes", rank)
-        made.append(replace(batch, x_TD=batch.x_TD * magnitudes(len(batch.x_TD), hidden, generator)))
+        x_TD = batch.x_TD * magnitudes(len(batch.x_TD), hidden, generator)
+        made.append(replace(batch, x_TD=x_TD, upstream=with_bits.upstream))
     tokens = Tokens(tuple(made))
     return drawing.workload(none.call(), tokens.call(), tokens.combine(1, 1))
 
