@@ -8,11 +8,11 @@ from moe_conformance.judging.cost.cost import (
     judge_even_calls,
     judge_handed,
     judge_no_calls,
-    judge_repeated,
     judge_rows,
     judge_token_rows,
 )
 from moe_conformance.judging.cost.reductions import judge_reductions
+from moe_conformance.judging.cost.repetition import judge_repeated
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
@@ -80,7 +80,7 @@ class TestExchange:
 
     @requirement("COST-07", kind="probe", when=repeated)
     def test_a_step_costs_what_the_last_one_did(self, reading: Reading, tally: Tally) -> None:
-        """A repeated microbatch makes the same calls as before, and creates no process group."""
+        """A repeated microbatch makes the same calls as before, creates no process group and keeps no memory."""
         judge_repeated(reading, tally)
 
 

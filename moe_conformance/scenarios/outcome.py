@@ -128,6 +128,7 @@ class RankOutcome:
     # Phases in order, each with how many collectives were called before it; "answered" begins as the experts are asked.
     phases: tuple[tuple[str, int], ...] = ()
     live_groups: tuple[int, ...] = ()  # process groups that there were after each backward
+    bytes_in_use: tuple[int | None, ...] = ()  # after each repetition; None where the process cannot tell
     ledger: tuple[Entry, ...] = ()  # its collectives; written by the engine, past the backend
     hazards: tuple[Hazard, ...] = ()  # what it did to the data of asynchronous ones before they had come
 

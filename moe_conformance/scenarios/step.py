@@ -36,6 +36,7 @@ from moe_conformance.engine import RankContext
 from moe_conformance.scenarios import parameters, state
 from moe_conformance.scenarios.identity import Identity, identity_of
 from moe_conformance.scenarios.inputs import Inputs
+from moe_conformance.scenarios.memory import bytes_in_use, longer, take_and_forget
 from moe_conformance.scenarios.outcome import Finish, Grad, Microbatch, RankOutcome
 from moe_conformance.scenarios.padding import PaddingGradients
 from moe_conformance.scenarios.probe import Probe, part_of
@@ -60,6 +61,7 @@ class TrainingStep:
         self.ended: list[Finish] = []  # steps, in order
         self.went_back = False  # whether a backward ran in the step at hand
         self.live_groups: list[int] = []  # after each backward
+        self.bytes_in_use: list[int | None] = []  # after each step of which nothing is kept
         self.beside: list[TrainingStep] = []  # of other exchanges, which take turns with this one
         self.inputs: dict[int, Inputs] = {}
         self.delivered: dict[int, Any] = {}  # handles between the halves of a forward
@@ -182,6 +184,7 @@ class TrainingStep:
             "N": ("no_grad", lambda m: self._infer(m, torch.no_grad())),
             "I": ("inference", lambda m: self._infer(m, torch.inference_mode())),
             "U": ("unasked", lambda m: self._infer(m, nullcontext())),
+            "R": ("repetition", self._repeat),
         }
         for item in self.workload.schedule.split():
             if self.workload.twist.late:
@@ -261,6 +264,12 @@ class TrainingStep:
         routing = Routing(routing.ids_TK, routing.weights_TK.detach(), routing.experts)
         with state.within(mode, self.state_changed):
             self._keep_output(m, whole(self.exchange)(x, routing, self._expert(m)))
+
+    def _repeat(self, m: int) -> None:
+        assert self.exchange is not None
+        long = longer(self.workload.batches[m][self.context.rank])
+        take_and_forget(self.exchange, Inputs(self.workload, long, self.context.device), self.config)
+        self.bytes_in_use.append(bytes_in_use(self.context.device))
 
     def _keep_output(self, m: int, output: Tensor) -> None:
         self.outputs[m], self.returned[m] = output, output.detach().clone()
@@ -355,6 +364,7 @@ class TrainingStep:
             loss_convention=session.loss_convention,
             phases=tuple(self.phases),
             live_groups=tuple(self.live_groups),
+            bytes_in_use=tuple(self.bytes_in_use),
         )
 
     def _microbatch(self, m: int) -> Microbatch:

@@ -8,6 +8,7 @@ Sources: arithmetic; GShard (Lepikhin et al. 2021; expert parameters are not rep
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 
@@ -95,6 +96,28 @@ def settled(calls_by_step: Sequence[Sequence[Any]]) -> bool:
     if len(calls_by_step) < 3:
         raise ValueError(f"{len(calls_by_step)} steps: the first may differ, so that two say nothing")
     return all(list(calls) == list(calls_by_step[1]) for calls in calls_by_step[1:])
+
+
+def growth(bytes_by_step: Sequence[int]) -> int:
+    """Compute the bytes that every step leaves allocated: the least by which their number grows from step to step.
+
+    Args: the bytes that are allocated after each step, the first of which may have allocated buffers that stay.
+
+    Rule: min over steps of after this step less after the one before. A buffer that grows once does not count.
+
+    Degenerate: a step that ends with fewer than it began, 0.
+
+    Raises:
+        ValueError: fewer than three steps.
+
+    Decides: COST-07. Source: arithmetic, a function of its inputs.
+
+    >>> growth([900, 930, 961, 991]), growth([900, 930, 930, 960]), growth([900, 800, 830])
+    (30, 0, 0)
+    """
+    if len(bytes_by_step) < 3:
+        raise ValueError(f"{len(bytes_by_step)} steps: the first may differ, so that two say nothing")
+    return max(0, min(after - before for before, after in pairwise(bytes_by_step)))
 
 
 def legal_reduction(group: Collection[int], edp_group: Collection[int]) -> bool:

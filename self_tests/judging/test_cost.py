@@ -19,11 +19,11 @@ from moe_conformance.judging.cost.cost import (
     judge_beside_rows,
     judge_even_calls,
     judge_handed,
-    judge_repeated,
     judge_rows,
     judge_token_rows,
 )
 from moe_conformance.judging.cost.reductions import judge_reductions
+from moe_conformance.judging.cost.repetition import judge_repeated
 from moe_conformance.judging.observed.run import read
 from moe_conformance.judging.verdict import Costly, NotOffered, Tally
 from moe_conformance.scenarios.moe_step import moe_step

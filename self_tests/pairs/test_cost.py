@@ -300,6 +300,22 @@ class TestCalls:
             assert_refused(first_calls.settled, second_calls.settled, few)
 
     @pytest.mark.parametrize(
+        ("after", "expected"),
+        [
+            ([900, 930, 961, 991], 30),
+            ([900, 5000, 5030, 5060], 30),
+            ([900, 930, 930, 960], 0),
+            ([900, 800, 830, 900], 0),
+            ([7, 7, 7], 0),
+        ],
+    )
+    def test_growth(self, after: list[int], expected: int) -> None:
+        """What every step leaves: growing once, or in some steps, is none."""
+        assert expected == assert_agree(first_calls.growth, second_calls.growth, after)
+        for few in (after[:2], []):
+            assert_refused(first_calls.growth, second_calls.growth, few)
+
+    @pytest.mark.parametrize(
         ("group", "edp_group", "expected"),
         [
             ([1, 3], [3, 1], True),

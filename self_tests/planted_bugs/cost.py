@@ -243,6 +243,52 @@ class GroupOfEachStep(AllToAllExchange):
 
 
 @planted(
+    Expectation("COST-07", "repeated-even", "run", "rank 0 leaves", "bytes allocated after each of 4 equal steps with")
+)
+class LeaksFourMebibytes(AllToAllExchange):
+    """Every dispatch makes a buffer of 4 MiB for itself, and a list keeps it."""
+
+    def __init__(self, config: Config, topology: Topology) -> None:
+        super().__init__(config, topology)
+        self._buffers: list[Tensor] = []
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        self._buffers.append(torch.empty(1 << 20))
+        return super().dispatch(x, routing)
+
+
+@planted(
+    Expectation("COST-07", "repeated-even", "run", "rank 0 leaves", "bytes allocated after each of 4 equal steps with")
+)
+class KeepsGraphs(AllToAllExchange):
+    """The rows of every dispatch are kept for a statistic that is never taken, and with them their graph."""
+
+    def __init__(self, config: Config, topology: Topology) -> None:
+        super().__init__(config, topology)
+        self._rows: list[Tensor] = []
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        self._rows.append(rows)
+        return super().combine(rows, handle)
+
+
+@planted(
+    Expectation("COST-07", "repeated-even", "run", "rank 0 leaves", "bytes allocated after each of 4 equal steps with")
+)
+class KeepsBytes(AllToAllExchange):
+    """What every combine returns is kept outside of torch, to be written to a file one day."""
+
+    def __init__(self, config: Config, topology: Topology) -> None:
+        super().__init__(config, topology)
+        self._outputs: list[bytes] = []
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        y = super().combine(rows, handle)
+        self._outputs.append(y.detach().numpy().tobytes())
+        return y
+
+
+@planted(
     Expectation("COST-10", "even", "dispatch", "rank 0 delivers 64 rows to its experts", "routed pairs"),
     Expectation("COST-10", "rank-without-tokens", "dispatch", "rows to its experts in microbatch 0"),
 )

@@ -14,12 +14,17 @@ from moe_conformance.judging.cost.claimed_wires import all_places, all_tokens
 from moe_conformance.judging.cost.routing_maps import Map, require_maps
 from moe_conformance.judging.findings import some
 from moe_conformance.judging.observed.run import Reading
-from moe_conformance.judging.observed.traffic import by_phase, bytes_leaving, carries_rows, rows_leaving
+from moe_conformance.judging.observed.traffic import (
+    by_phase,
+    bytes_leaving,
+    carries_rows,
+    exchange_phases,
+    rows_leaving,
+)
 from moe_conformance.judging.verdict import Costly, NotOffered, Tally, WrongForm
 from moe_conformance.reference.cost import calls as cost_calls
 from moe_conformance.reference.cost import rows as cost
 from moe_conformance.reference.cost import wire_bytes
-from moe_conformance.scenarios.outcome import RankOutcome
 
 
 def judge_no_calls(reading: Reading, tally: Tally) -> None:
@@ -30,7 +35,7 @@ def judge_no_calls(reading: Reading, tally: Tally) -> None:
     """
     found, one = [], "its exchange group has one rank"
     for rank in reading.ranks:
-        for phase, calls in _exchange_phases(rank):
+        for phase, calls in exchange_phases(rank):
             if not cost_calls.legal_calls(len(calls), ranks=1):
                 found.append(f"rank {rank.rank} calls {_words(calls)} in {phase}; expected: no collective, since {one}")
             tally.add(pairs=1, rank=rank.rank)
@@ -50,7 +55,7 @@ def judge_even_calls(reading: Reading, tally: Tally) -> None:
     calls_by_kind: dict[tuple[tuple[int, ...], str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for group in reading.outcome.workload.layout.groups()["ep_etp"]:
         for rank in group:
-            for phase, calls in _exchange_phases(reading.ranks[rank]):
+            for phase, calls in exchange_phases(reading.ranks[rank]):
                 collectives = [entry for entry in calls if entry.sequence is not None]
                 calls_by_kind[group, phase.partition(":")[0]][phase].append(len(collectives))
                 tally.add(pairs=1, rank=rank)
@@ -62,7 +67,7 @@ def judge_even_calls(reading: Reading, tally: Tally) -> None:
     ]
     if found:
         raise Costly("run", some(found))
-    _require_rows(reading)
+    require_rows(reading)
     if not any(sum(numbers) for by_case in calls_by_kind.values() for numbers in by_case.values()):
         raise NotOffered("the ledger has no collective; point-to-point messages are not counted")
 
@@ -82,7 +87,7 @@ def judge_rows(reading: Reading, tally: Tally) -> None:
     if reading.claims.wire == "copies":
         raise NotOffered("the adapter gathers tokens over tp, and its rows would be counted")
     tally.travelled = _travelled(reading)
-    _require_rows(reading)
+    require_rows(reading)
     for half in _halves(reading):
         allowed, smallest = half.times * _needed(reading, half.m), half.times * _smallest(reading, half.m)
         if half.rows > allowed:
@@ -108,7 +113,7 @@ def judge_token_rows(reading: Reading, tally: Tally) -> None:
     """
     if (wire := reading.claims.wire) != "tokens":
         raise NotOffered(f"the backend claims wire = {wire!r}, not 'tokens'")
-    _require_rows(reading)
+    require_rows(reading)
     found = []
     for half in _halves(reading):
         smallest = half.times * _smallest(reading, half.m)
@@ -128,7 +133,7 @@ def judge_backward_rows(reading: Reading, tally: Tally) -> None:
         Costly: it moves more.
         NotOffered: the ledger has fewer rows in forward than must be sent.
     """
-    _require_rows(reading)
+    require_rows(reading)
     found = []
     for m, forward in _forwards(reading).items():
         if not reading.goes_backward(m):
@@ -163,7 +168,7 @@ def judge_beside_rows(reading: Reading, tally: Tally) -> None:
         NotOffered: the ledger has fewer rows than must be sent: those in another form would count as other bytes.
     """
     config, maps, found = reading.outcome.workload.config, _gathers_maps(reading), []
-    _require_rows(reading)
+    require_rows(reading)
     W = reading.outcome.workload.layout.ep * reading.outcome.workload.layout.etp
     for m, forwards in _forwards(reading).items():
         for rank, calls in forwards.items():
@@ -182,34 +187,6 @@ def judge_beside_rows(reading: Reading, tally: Tally) -> None:
                 tally.add(pairs=1, rank=rank, worst=moved.beside / allowed)
     if found:
         raise Costly("dispatch", some(found))
-
-
-def judge_repeated(reading: Reading, tally: Tally) -> None:
-    """Decide whether the same microbatch, run again and again, makes the same calls after the first time.
-
-    And leaves as many process groups: they are counted after every backward.
-
-    Raises:
-        Costly: some step makes other calls than the second, or changes the number of groups.
-        NotOffered: the ledger has fewer rows than must be sent.
-    """
-    found = []
-    for rank in reading.ranks:
-        steps: dict[str, list[list[object]]] = defaultdict(list)
-        for phase, calls in _exchange_phases(rank):
-            steps[phase.partition(":")[0]].append([_call(entry) for entry in calls])
-        for kind, calls_by_step in steps.items():
-            if not cost_calls.settled(calls_by_step):
-                numbers = [len(calls) for calls in calls_by_step]
-                told = f"makes different calls in equal {kind} passes of one batch"
-                found.append(f"rank {rank.rank} {told}: {numbers} calls")
-            tally.add(pairs=len(calls_by_step) - 1, rank=rank.rank)
-        if len(set(rank.live_groups[1:])) > 1:
-            groups = ", ".join(map(str, rank.live_groups))
-            found.append(f"rank {rank.rank} has another number of process groups after each step: {groups}")
-    if found:
-        raise Costly("run", some(found))
-    _require_rows(reading)
 
 
 def judge_handed(reading: Reading, tally: Tally) -> None:
@@ -251,11 +228,6 @@ def judge_handed(reading: Reading, tally: Tally) -> None:
         raise Costly("dispatch", some(found))
 
 
-def _exchange_phases(rank: RankOutcome) -> Iterator[tuple[str, Sequence[Entry]]]:
-    """List all phases but that which finishes gradients."""
-    return ((phase, calls) for phase, calls in by_phase(rank).items() if phase != "finish")
-
-
 class _Half(NamedTuple):
     """Dispatch or combine of one microbatch, or both at once, and the rows that it moves off all ranks."""
 
@@ -286,7 +258,7 @@ def _halves(reading: Reading) -> Iterator[_Half]:
             yield _Half(m, f"forward:{m}", 2, sum(rows.values()))
 
 
-def _require_rows(reading: Reading) -> None:
+def require_rows(reading: Reading) -> None:
     """Raise `NotOffered` where the ledger has fewer rows of width D than must be sent: the others are in another form.
 
     By a transport of its own, packed with something else, or in pieces.
@@ -367,10 +339,6 @@ def _smallest(reading: Reading, m: int) -> int:
 def _routed(reading: Reading, m: int) -> tuple[list[torch.Tensor], Sequence[Sequence[int]], list[tuple[int, ...]]]:
     ids = [batch.ids_TK for batch in reading.batches[m]]
     return ids, reading.outcome.workload.layout.groups()["ep_etp"], [rank.local_experts for rank in reading.ranks]
-
-
-def _call(entry: Entry) -> tuple[object, ...]:
-    return entry.op, entry.ranks, entry.in_splits, entry.out_splits, entry.shapes_in, entry.shapes_out, entry.dtype
 
 
 def _words(calls: Sequence[Entry]) -> str:

@@ -24,6 +24,13 @@ def by_phase(rank: RankOutcome) -> Mapping[str, tuple[Entry, ...]]:
     return found
 
 
+def exchange_phases(rank: RankOutcome) -> Iterator[tuple[str, Sequence[Entry]]]:
+    """List all phases but that which finishes gradients, and repetitions."""
+    for phase, calls in by_phase(rank).items():
+        if phase.partition(":")[0] not in ("finish", "repetition"):
+            yield phase, calls
+
+
 def dispatches(rank: RankOutcome) -> Iterator[tuple[str, Sequence[Entry]]]:
     """List what a rank called in every dispatch, by phase."""
     for phase, calls in by_phase(rank).items():

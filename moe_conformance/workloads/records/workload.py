@@ -172,7 +172,8 @@ class Workload:
     layout: Layout
     batches: Sequence[tuple[Batch, ...]]
     # F forward and B backward of a microbatch, in this order; D and C are the halves of F. N, I and U are forwards of
-    # inputs that ask for no gradients: without any, in inference mode, and as in training; no backward follows. S and Z
+    # inputs that ask for no gradients: without any, in inference mode, and as in training; no backward follows. R is F
+    # and B of the microbatch's tokens many times over, of which nothing is kept but the memory in use after it. S and Z
     # end a step, as the end of the schedule does: gradients are finished, kept, and set to None where they can be (S),
     # or to zero (Z).
     schedule: str = "F0 B0"

@@ -47,6 +47,19 @@ def settled(calls_by_step: Sequence[Sequence[Call]]) -> bool:
     return all(calls == later[-1] for calls in later)
 
 
+def growth(bytes_by_step: Sequence[int]) -> int:
+    """What is allocated after a step and was not before it, in the step that leaves least."""
+    if len(bytes_by_step) < 3:
+        raise ValueError(f"{len(bytes_by_step)} steps show nothing")
+    least = None
+    for step in range(1, len(bytes_by_step)):
+        left = bytes_by_step[step] - bytes_by_step[step - 1]
+        if least is None or left < least:
+            least = left
+    assert least is not None
+    return least if least > 0 else 0
+
+
 def legal_reduction(group: Collection[int], edp_group: Collection[int]) -> bool:
     """Gradients of experts travel among the replicas of the expert, and nowhere else."""
     if not group or not edp_group:
