@@ -266,9 +266,11 @@ class TrainingStep:
             self._keep_output(m, whole(self.exchange)(x, routing, self._expert(m)))
 
     def _repeat(self, m: int) -> None:
-        assert self.exchange is not None
         long = longer(self.workload.batches[m][self.context.rank])
-        take_and_forget(self.exchange, Inputs(self.workload, long, self.context.device), self.config)
+        surface = self.exchange if self.layer is None else self.layer
+        assert surface is not None
+        take_and_forget(surface, Inputs(self.workload, long, self.context.device), self.config)
+        parameters.clear(self.built, self.session.grad_attr, to_zero=False)
         self.bytes_in_use.append(bytes_in_use(self.context.device))
 
     def _keep_output(self, m: int, output: Tensor) -> None:
