@@ -12,7 +12,7 @@ from moe_conformance.judging.cost.cost import (
     judge_token_rows,
 )
 from moe_conformance.judging.cost.reductions import judge_reductions
-from moe_conformance.judging.cost.repetition import judge_repeated
+from moe_conformance.judging.cost.repetition import judge_kept_memory, judge_repeated
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
@@ -40,6 +40,11 @@ def unpadded(workload: Workload) -> bool:
 def by_turns(workload: Workload) -> bool:
     """Whether microbatches follow each other, and there are some to compare."""
     return counted(workload) and len(workload.batches) > 1
+
+
+def takes_equal_steps(workload: Workload) -> bool:
+    """Whether it takes equal steps of which nothing is kept (R)."""
+    return "R" in workload.schedule
 
 
 class TestExchange:
@@ -82,6 +87,13 @@ class TestExchange:
     def test_a_step_costs_what_the_last_one_did(self, reading: Reading, tally: Tally) -> None:
         """A repeated microbatch makes the same calls as before, creates no process group and keeps no memory."""
         judge_repeated(reading, tally)
+
+
+class TestLayers:
+    @requirement("COST-07", kind="layer", when=takes_equal_steps)
+    def test_equal_steps_of_a_layer_keep_no_memory(self, reading: Reading, tally: Tally) -> None:
+        """A router, experts and shared experts keep nothing of the tokens of a step that has ended."""
+        judge_kept_memory(reading, tally)
 
 
 class TestOwnExperts:

@@ -16,6 +16,7 @@ from moe_conformance.judging.router.forced_routing import (
     judge_forced_groups,
     judge_forced_loads,
     judge_forced_weights,
+    judge_loads_over_ranks,
     judge_masked_weights,
     judge_straight_through,
 )
@@ -29,6 +30,7 @@ from moe_conformance.workloads.corpus.forcing import (
     draws_at_random,
     forces_ids,
     forces_logits,
+    several_sources,
 )
 
 
@@ -52,6 +54,11 @@ class TestRoutes:
     def test_round_robin_balances_copies(self, reading: Reading, tally: Tally) -> None:
         """With round robin the loads of tokens held by all tp ranks differ by at most one on every rank."""
         judge_forced_loads(reading, tally)
+
+    @requirement("FORCE-04", kind="forced", when=several_sources)
+    def test_round_robin_balances_all_ranks(self, reading: Reading, tally: Tally) -> None:
+        """With round robin the loads of experts also differ by at most one over ranks of equally many tokens."""
+        judge_loads_over_ranks(reading, tally)
 
     @requirement("FORCE-18", kind="forced", when=lambda workload: workload.config.routing.groups is not None)
     def test_groups_limit_forced_logits_and_no_forced_ids(self, reading: Reading, tally: Tally) -> None:

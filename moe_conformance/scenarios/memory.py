@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import gc
 from functools import cache
+from typing import cast
 
 import torch
 
 from moe_conformance.contract import Config, Exchange, SplitExchange, whole
 from moe_conformance.scenarios.inputs import Inputs
 from moe_conformance.scenarios.probe import Probe
+from moe_conformance.surfaces import Layer
 from moe_conformance.workloads.records.workload import Batch
 
 LONGER = 64  # times the tokens: what a backend keeps of them is more than what the suite writes down of its calls
@@ -22,11 +24,21 @@ def longer(batch: Batch) -> Batch:
     return Batch(*(each.repeat(LONGER, 1) for each in tensors))
 
 
-def take_and_forget(exchange: Exchange | SplitExchange, inputs: Inputs, config: Config) -> None:
-    """Take a forward and a backward with experts of their own. No argument, result or gradient is referred to later."""
-    probe = Probe(config, tuple(exchange.local_experts), part=1.0)
-    output = whole(exchange)(inputs.x, inputs.routing, probe)
+def take_and_forget(surface: Exchange | SplitExchange | Layer, inputs: Inputs, config: Config) -> None:
+    """Take a forward and a backward, with an exchange those of a probe of their own.
+
+    No argument, result or gradient of a token is referred to later.
+    """
+    output = _output(surface, inputs, config)
     torch.autograd.backward(output, inputs.upstream.to(output.dtype).reshape(output.shape))
+
+
+def _output(surface: Exchange | SplitExchange | Layer, inputs: Inputs, config: Config) -> torch.Tensor:
+    if not hasattr(surface, "local_experts"):
+        return cast("Layer", surface)(inputs.x)
+    exchange = cast("Exchange | SplitExchange", surface)
+    probe = Probe(config, tuple(exchange.local_experts), part=1.0)
+    return whole(exchange)(inputs.x, inputs.routing, probe)
 
 
 class _MallInfo(ctypes.Structure):

@@ -6,7 +6,7 @@ import hashlib
 import random
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy
@@ -82,6 +82,16 @@ def snapshot(device: torch.device) -> dict[str, str]:
     }
     hashes = {name: hashlib.sha256(state).hexdigest() for name, state in generators.items()}
     return hashes | {name: str(flag) for name, flag in flags.items()}
+
+
+@contextmanager
+def within(mode: AbstractContextManager[object], changed_state: list[str]) -> Iterator[None]:
+    """Enter a grad mode, and note if it is another before it is left: leaving puts it back, whatever it is by then."""
+    with mode:
+        before = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        yield
+        if before != (torch.is_grad_enabled(), torch.is_inference_mode_enabled()):
+            changed_state.append("the grad mode")
 
 
 def changed(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -74,6 +74,7 @@ class TrainingStep:
         self.outputs_changed: dict[int, tuple[str, ...]] = {}
         self.routed: dict[int, dict[str, Any]] = {}
         self.spoilt: dict[int, PaddingGradients] = {}
+        self.state_changed: list[str] = []
 
     def run(self, backend_name: str) -> RankOutcome:
         """Do it all and return what this rank saw."""
@@ -104,8 +105,7 @@ class TrainingStep:
                 self._rehearse()
             before = state.snapshot(device)
             self._follow_schedule()
-            self.state_changed = state.changed(before, state.snapshot(device))
-            return self._bring_back()
+            return self._bring_back(before)
 
     def _build(self, kept: Opened) -> None:
         """Build the surfaces and write the parameters of those that have any."""
@@ -274,22 +274,24 @@ class TrainingStep:
     def _infer(self, m: int, mode: AbstractContextManager[object]) -> None:
         x, routing = self.inputs[m].x.detach(), self.inputs[m].routing
         if self.routers:
-            with mode:
+            with state.within(mode, self.state_changed):
                 self._route(m, x)
             return
         if self.layer is not None:
-            with mode:
+            with state.within(mode, self.state_changed):
                 self._keep_output(m, self.layer(x))
             return
         assert self.exchange is not None
         routing = Routing(routing.ids_TK, routing.weights_TK.detach(), routing.experts)
-        with mode:
+        with state.within(mode, self.state_changed):
             self._keep_output(m, whole(self.exchange)(x, routing, self._expert(m)))
 
     def _repeat(self, m: int) -> None:
-        assert self.exchange is not None
         long = longer(self.workload.batches[m][self.context.rank])
-        take_and_forget(self.exchange, Inputs(self.workload, long, self.context.device), self.config)
+        surface = self.exchange if self.layer is None else self.layer
+        assert surface is not None
+        take_and_forget(surface, Inputs(self.workload, long, self.context.device), self.config)
+        parameters.clear(self.built, self.session.grad_attr, to_zero=False)
         self.bytes_in_use.append(bytes_in_use(self.context.device))
 
     def _keep_output(self, m: int, output: Tensor) -> None:
@@ -353,21 +355,24 @@ class TrainingStep:
         if built and not self.went_back:
             refusal = "no backward ran, so that there is no gradient to finish"  # a trainer would not ask for it
         elif built:
+            mode = torch.no_grad() if self.workload.finishes_without_grad else nullcontext()
             try:
-                self.session.finish_gradients(*built)
+                with state.within(mode, self.state_changed):
+                    self.session.finish_gradients(*built)
                 final = parameters.gradients(built, attribute)
             except Unsupported as error:
                 refusal = str(error)
         self.ended.append(Finish(local, final, refusal))
         self.went_back = False
 
-    def _bring_back(self) -> RankOutcome:
+    def _bring_back(self, before: Mapping[str, str]) -> RankOutcome:
         self._reach("finish")
         for m in self.returned.keys() - self.outputs_changed.keys():  # no backward followed: they stay to the end
             self.outputs_changed[m] = () if self._output_kept(m) else ("y",)
         session, built = self.session, self.built
         uncovered = tuple(complaint for surface in built for complaint in parameters.coverage(surface))
         self._end_step()
+        self.state_changed += state.changed(before, state.snapshot(self.context.device))
         self._reach("done")
         *earlier, last = self.ended
         surfaces = [surface for surface in (self.exchange, *built) if surface is not None]
@@ -384,7 +389,7 @@ class TrainingStep:
             buffered=self.buffered,
             grads_hooked=parameters.passed_to_hooks(built, self.hooked) if session.grad_attr == "grad" else None,
             finish_refusal=last.refusal,
-            state_changed=self.state_changed,
+            state_changed=tuple(dict.fromkeys(self.state_changed)),
             uncovered=uncovered,
             resolved=shown_of(surfaces, claims),
             claims=claims,

@@ -16,6 +16,7 @@ from moe_conformance.backends.native.exchange import collectives
 from moe_conformance.backends.native.exchange.dispatchers import AllGatherExchange, AllToAllExchange, Gathered
 from moe_conformance.backends.native.layer.experts import Experts
 from moe_conformance.backends.native.layer.gradients import GradientFinisher
+from moe_conformance.backends.native.router.routing import Router
 from moe_conformance.contract import Claims, Config, Delivery, Routing, Topology
 from self_tests.planted_bugs.plant import EP2_EDP2, SINGLE, Expectation, planted
 
@@ -392,3 +393,56 @@ class SavesOnTheWayBack(AllToAllExchange):
         group = self.topology.group("ep")
         dist.all_gather_into_tensor(rows.new_empty(len(rows) * group.size(), rows.shape[1]), rows, group=group)
         return super().dispatch(x, routing)
+
+
+@planted(
+    Expectation(
+        "COST-07", "shared-repeated-even", "run", "rank 0 leaves", "bytes allocated after each of 4 equal steps"
+    )
+)
+class KeepsLogits(Router):
+    """The logits of every forward are kept for a loss that nobody asks for, and with them their graph and tokens."""
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        super().__init__(config, device)
+        self._seen: list[Tensor] = []
+
+    def _logits(self, x_TD: Tensor) -> Tensor:
+        logits_TE = super()._logits(x_TD)
+        self._seen.append(logits_TE)
+        return logits_TE
+
+
+@planted(
+    Expectation(
+        "COST-07", "shared-repeated-even", "run", "rank 0 leaves", "bytes allocated after each of 4 equal steps"
+    )
+)
+class KeepsLogitsAlone(Router):
+    """The logits of every forward are kept, without their graph."""
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        super().__init__(config, device)
+        self._seen: list[Tensor] = []
+
+    def _logits(self, x_TD: Tensor) -> Tensor:
+        logits_TE = super()._logits(x_TD)
+        self._seen.append(logits_TE.detach())
+        return logits_TE
+
+
+@planted(
+    Expectation(
+        "COST-07", "shared-repeated-even", "run", "rank 0 leaves", "bytes allocated after each of 4 equal steps"
+    )
+)
+class ExpertsKeepRows(Experts):
+    """Experts keep the rows of every forward."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._rows: list[Tensor] = []
+
+    def _loop(self, rows_PD: Tensor, counts_N: list[int]) -> Tensor:
+        self._rows.append(rows_PD.detach())
+        return super()._loop(rows_PD, counts_N)

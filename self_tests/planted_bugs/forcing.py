@@ -112,6 +112,29 @@ class EveryTokenBeginsAtTheFirst(ForcedRouter):
 
 
 @planted(
+    Expectation("FORCE-04", "forced-round-robin-small-groups", "route", "the ranks [0, 1] together have the loads [3, ")
+)
+class RanksBeginAfterTokens(ForcedRouter):
+    """A rank begins as many experts behind the one before as that has tokens, and not slots."""
+
+    def _deal(self, tokens: int, device: torch.device) -> Tensor:
+        begun_too_far = self.source * tokens * (self.config.top_k - 1)
+        return (super()._deal(tokens, device) - begun_too_far) % self.config.experts
+
+
+@planted(
+    Expectation(
+        "FORCE-04", "forced-round-robin-small-groups", "route", "as even as over one; likely cause: a rank does"
+    )
+)
+class RanksBeginAtTheFirst(ForcedRouter):
+    """Every rank begins at the first expert, so that remainders of all ranks meet."""
+
+    def _deal(self, tokens: int, device: torch.device) -> Tensor:
+        return (super()._deal(tokens, device) - self.source * tokens * self.config.top_k) % self.config.experts
+
+
+@planted(
     Expectation(
         "FORCE-03", "forced-round-robin-groups", "route", "run with random seed", "selected [", "in the original run"
     )
@@ -177,6 +200,29 @@ class NoGradientOfForcedLogits(ForcedRouter):
 
     def _replace(self, own_TE: Tensor, forced_TE: Tensor) -> Tensor:
         return forced_TE + 0 * own_TE
+
+
+@planted(
+    Expectation("FORCE-08", "forced-bias-alone", "route", "and others in forward", "one per expert for all tokens"),
+)
+class StraightThroughByArithmetic(ForcedRouter):
+    """Forced logits are the router's own plus the difference, so that they lose digits to large logits, or are NaN."""
+
+    def _replace(self, own_TE: Tensor, forced_TE: Tensor) -> Tensor:
+        return own_TE + (forced_TE - own_TE).detach()
+
+
+@planted(
+    Expectation(
+        "FORCE-06", "forced-random-copies", "route", "selects the same experts for all 48 tokens in two forwards"
+    ),
+    layout=TP2_EP2,
+)
+class OwnLogitsTimesZero(ForcedRouter):
+    """Forced logits have the router's own added, times zero, so that there is a graph; of infinite logits it is NaN."""
+
+    def _replace(self, own_TE: Tensor, forced_TE: Tensor) -> Tensor:
+        return super()._replace(own_TE, forced_TE) + 0 * own_TE
 
 
 @planted(Expectation("FORCE-05", "forced-masked-softmax-of-chosen", "route", "has the weights [nan", "-inf"))

@@ -38,6 +38,16 @@ def judge_repeated(reading: Reading, tally: Tally) -> None:
     require_rows(reading)
 
 
+def judge_kept_memory(reading: Reading, tally: Tally) -> None:
+    """Decide whether equal steps of which the suite keeps nothing leave less than half of the bytes of x allocated.
+
+    Raises:
+        Costly: some rank keeps more after every one of them.
+    """
+    if found := [said for rank in reading.ranks for said in _kept_bytes(reading, rank, tally)]:
+        raise Costly("run", some(found))
+
+
 def _other_calls(rank: RankOutcome, tally: Tally) -> Iterator[str]:
     steps: dict[str, list[list[object]]] = defaultdict(list)
     for phase, calls in exchange_phases(rank):

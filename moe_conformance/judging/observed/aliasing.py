@@ -68,7 +68,8 @@ def judge_kept_outputs(reading: Reading, tally: Tally) -> None:
 def judge_state(reading: Reading, tally: Tally) -> None:
     """Decide whether the step left the global state of its process as it was.
 
-    Random generators, default dtype, grad mode, deterministic flags and number of threads; building may draw.
+    Random generators, default dtype, grad mode, deterministic flags and number of threads, until gradients are
+    finished; building may draw. The grad mode also at the end of every call for which it is switched off.
 
     Raises:
         ChangedState: something differs after the schedule.

@@ -25,7 +25,7 @@ from moe_conformance.judging.router.routers import (
 )
 from moe_conformance.judging.verdict import NotOffered, Tally, WrongForm, WrongGradient, WrongSelection, WrongWeight
 from moe_conformance.reference.capacity.limits import loads
-from moe_conformance.reference.forcing.routes import balanced, groups_used
+from moe_conformance.reference.forcing.routes import balanced, balanced_sum, groups_used
 from moe_conformance.reference.forcing.scores import forced_weights, undecided_weights
 from moe_conformance.reference.routing import selection
 from moe_conformance.workloads.corpus.forcing import forces_logits
@@ -167,6 +167,32 @@ def judge_forced_loads(reading: Reading, tally: Tally) -> None:
         fail(WrongSelection, "route", findings)
     for place in own.places:
         tally.add(pairs=own.ids[place].numel(), rank=place[1])
+
+
+def judge_loads_over_ranks(reading: Reading, tally: Tally) -> None:
+    """Decide whether round robin also balances the loads over all source ranks of an expert parallel group.
+
+    They differ by at most one where all ranks have as many tokens, and else by at most the number of ranks.
+
+    Raises:
+        WrongForm, WrongSelection: other loads.
+    """
+    own, config, findings = expected_of(reading), reading.outcome.workload.config, []
+    for m in range(len(reading.batches)):
+        for ranks in own.workload.layout.groups()["ep_etp"]:
+            loads_by_rank = [loads(own.ids[m, rank], config.experts) for rank in ranks]
+            if not balanced_sum(loads_by_rank):
+                total_E = torch.stack(loads_by_rank).sum(0)
+                sentence = (
+                    f"the ranks {list(ranks)} together have the loads {total_E.tolist()} per expert in forward {m}; "
+                    "expected for round_robin over all source ranks: as even as over one; likely cause: a rank does "
+                    "not begin at the expert, modulo E, where the K slots of each token of the rank before end"
+                )
+                findings.append(Finding("sum", sentence, ranks, float(total_E.max() - total_E.min())))
+            for rank in ranks:
+                tally.add(pairs=own.ids[m, rank].numel(), rank=rank)
+    if findings:
+        fail(WrongSelection, "route", findings)
 
 
 def _unbalanced(own: RouterExpected, place: Place, loads_E: list[int]) -> Finding:

@@ -39,6 +39,7 @@ class ForcingRecipe:
     again: bool = False  # every microbatch has the tokens of the first
     copies: bool = False  # the ranks of a tp group hold the same tokens
     routers: int = 1  # that take turns, as if of several layers
+    scale: float = 1.0  # of the router's weights; forced logits have nothing to do with it
 
 
 _SOFTMAX = {"experts": 24, "top_k": 4, "routing.groups": (4, 2), "routing.scale": 2.5}
@@ -51,6 +52,8 @@ _MASKED = {"experts": 8, "top_k": 4, "routing.normalise": True}
 _MANY = {"experts": 256, "top_k": 8}
 _ALONE = {**_MANY, "routing.score": "softmax_topk"}  # a logit of a million weighs all there is
 _ALL = {**_SIGMOID, "routing.groups": (4, 4), "routing.group_score": "max"}
+_LOUD = 4e38  # in float32 some of the router's own logits are infinite, and the others leave no digit of a sum
+_NINE = (9,)  # 36 slots for 24 experts: 12 experts have one more than the others on every rank
 
 FORCINGS = (
     ForcingRecipe("forced-random-groups", "random", config=_SIGMOID),
@@ -61,7 +64,7 @@ FORCINGS = (
     ForcingRecipe("forced-kept-bias-groups", "biased", -2.0, _SOFTMAX, schedule="F0 F1 B1 B0"),
     ForcingRecipe("forced-round-robin-groups", "round_robin", config=_SOFTMAX),
     ForcingRecipe("forced-round-robin-one-group", "round_robin", config=_ONE, schedule="F0 F1 B0 B1"),
-    ForcingRecipe("forced-round-robin-small-groups", "round_robin", config=_FINE),
+    ForcingRecipe("forced-round-robin-small-groups", "round_robin", config=_FINE, tokens=_NINE),
     ForcingRecipe("forced-random-rank-without-tokens", "random", config=_SIGMOID, tokens=_ONE_WITHOUT),
     ForcingRecipe("forced-round-robin-rank-without-tokens", "round_robin", config=_SIGMOID, tokens=_ONE_WITHOUT),
 )
@@ -71,11 +74,15 @@ DRAWS = (
     ForcingRecipe("forced-random", "random", tokens=(320,), schedule=_TWICE, kind=_DRAWN, again=True),
     ForcingRecipe("forced-bias", "biased", 0.5, _MANY, (40, 32), _EACH_TWICE, _DRAWN),
     ForcingRecipe("forced-kept-bias", "biased", -3.0, {**_MANY, "experts": 1024}, (40, 32), "F0", _DRAWN),
-    ForcingRecipe("forced-bias-alone", "biased", 1e6, _ALONE, (0, 9, 7, 5), _EACH_TWICE, _DRAWN, routers=2),
+    ForcingRecipe(
+        "forced-bias-alone", "biased", 1e6, _ALONE, (0, 9, 7, 5), _EACH_TWICE, _DRAWN, routers=2, scale=_LOUD
+    ),
     ForcingRecipe("forced-kept-bias-alone", "biased", -1e6, _ALONE, (0, 9, 7, 5), _EACH_TWICE, _DRAWN, routers=2),
 )
 COPIES = (
-    ForcingRecipe("forced-random-copies", "random", None, {}, (48,), _TWICE, _DRAWN, again=True, copies=True),
+    ForcingRecipe(
+        "forced-random-copies", "random", None, {}, (48,), _TWICE, _DRAWN, again=True, copies=True, scale=_LOUD
+    ),
     # As many tokens as leave a remainder, so that it shows where each rank begins.
     ForcingRecipe("forced-round-robin-copies", "round_robin", None, {}, (13, 10, 11), _TWICE, _DRAWN, copies=True),
 )
@@ -122,6 +129,7 @@ def _workload(recipe: ForcingRecipe, variant: str, layout: Layout) -> Workload:
     parameters = _parameters(config, draw.generator(recipe.name, layout.name, "router"))
     if recipe.kind == "forced masked":
         parameters = _masked(config, parameters)
+    parameters["router", None] = (parameters["router", None].double() * recipe.scale).to(config.dtype)
     return Workload(
         recipe.name, recipe.kind, config, layout, batches, recipe.schedule, parameters, routers=recipe.routers
     )
@@ -145,6 +153,11 @@ def forces_ids(workload: Workload) -> bool:
 def holds_copies(workload: Workload) -> bool:
     """Whether the ranks of a tensor parallel group hold the same tokens."""
     return workload.config.token_copies
+
+
+def several_sources(workload: Workload) -> bool:
+    """Whether ids are forced on several ranks of an expert parallel group, each with tokens of its own."""
+    return forces_ids(workload) and not holds_copies(workload) and workload.layout.ep * workload.layout.etp > 1
 
 
 def draws_at_random(workload: Workload) -> bool:

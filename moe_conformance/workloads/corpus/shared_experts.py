@@ -185,6 +185,9 @@ DROPPING = (
     LayerRecipe("dropping-all-rank-without-tokens", {**_TIGHT, "capacity.factor": 0.0}, tokens=ONE_WITHOUT),
 )
 
+# Equal steps of which nothing is kept, in which logits have half as many bytes as x: a router that keeps them is noticed.
+REPEATED = LayerRecipe("shared-repeated-even", {**_GATED, "hidden": 16}, tokens=(64,), schedule="R0 R0 R0 R0 F0 B0")
+
 
 def layers(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     """Yield the layer workloads of a variant on a layout."""
@@ -196,6 +199,12 @@ def layers(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]
         yield layer_workload(recipe, variant, layout)
 
 
+def repeated(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
+    """Yield the layer that takes equal steps."""
+    if layout.world <= USUAL_RANKS:
+        yield layer_workload(REPEATED, variant, layout)
+
+
 def layer_workload(recipe: LayerRecipe, variant: str, layout: Layout) -> Workload:
     """Draw the workload of a recipe for a variant on a layout; variants get the same one."""
     return _workload(recipe.name, layout).through(variant)
@@ -203,7 +212,7 @@ def layer_workload(recipe: LayerRecipe, variant: str, layout: Layout) -> Workloa
 
 @cache
 def _workload(name: str, layout: Layout) -> Workload:
-    recipe = next(each for each in (*LAYERS, *DROPPING) if each.name == name)
+    recipe = next(each for each in (*LAYERS, *DROPPING, REPEATED) if each.name == name)
     workload = _drawn(recipe, layout)
     if not recipe.interleaved:
         return workload
@@ -356,4 +365,5 @@ CHAPTERS = (
         "every",
         (SINGLE, EP2, EP2_ETP2, TP2_EP2),
     ),
+    Chapter(("layer",), (REPEATED.name,), repeated, quick=(EP2,)),
 )

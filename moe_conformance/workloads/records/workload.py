@@ -226,6 +226,14 @@ class Workload:
         """Whether the schedule asks for a microbatch's gradients."""
         return f"B{microbatch}" in self.schedule.split()
 
+    @property
+    def finishes_without_grad(self) -> bool:
+        """Whether gradients are finished under `torch.no_grad()`: where the schedule has forwards under it (N).
+
+        A trainer may finish them in either mode.
+        """
+        return "N" in self.schedule
+
     def trains(self, microbatch: int) -> bool:
         """Whether a microbatch is run as in training, whether a backward follows or not."""
         return not {f"{item}{microbatch}" for item in FORWARD_ALONE} & {*self.schedule.split()}

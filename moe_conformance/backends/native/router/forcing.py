@@ -90,7 +90,7 @@ class ForcedRouter(Router):
     def _deal(self, tokens: int, device: torch.device) -> Tensor:
         """Assign experts round robin, beginning where a source of as many tokens before this one would end.
 
-        Implements: FORCE-03.
+        Implements: FORCE-03, FORCE-04.
         """
         K = self.config.top_k
         first = self.source * tokens * K
