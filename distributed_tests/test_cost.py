@@ -11,12 +11,15 @@ from moe_conformance.judging.cost.cost import (
     judge_rows,
     judge_token_rows,
 )
+from moe_conformance.judging.cost.more_experts import judge_calls_of_sizes
 from moe_conformance.judging.cost.reductions import judge_reductions
 from moe_conformance.judging.cost.repetition import judge_kept_memory, judge_repeated
+from moe_conformance.judging.equivalence.runs import RunTwins
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
-from moe_conformance.workloads.records.features import exchanges, repeated, without_gradients
+from moe_conformance.workloads.corpus.cost import more_experts
+from moe_conformance.workloads.records.features import all_alike, exchanges, likened_once, repeated, without_gradients
 from moe_conformance.workloads.records.workload import Workload
 
 
@@ -47,6 +50,11 @@ def takes_equal_steps(workload: Workload) -> bool:
     return "R" in workload.schedule
 
 
+def of_other_sizes(workload: Workload) -> bool:
+    """Whether it is held against a run with more experts and slots."""
+    return counted(workload) and likened_once(workload) and not all_alike(workload)
+
+
 class TestExchange:
     @requirement("COST-01", kind="probe", when=alone)
     def test_one_rank_calls_nobody(self, reading: Reading, tally: Tally) -> None:
@@ -57,6 +65,11 @@ class TestExchange:
     def test_calls_do_not_depend_on_tokens(self, reading: Reading, tally: Tally) -> None:
         """Every microbatch calls the same number of collectives, whatever its tokens and routing."""
         judge_even_calls(reading, tally)
+
+    @requirement("COST-02", kind="probe", when=of_other_sizes)
+    def test_calls_do_not_depend_on_experts(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
+        """A step with twice the experts and twice the slots calls the same number of collectives."""
+        judge_calls_of_sizes(reading, twins(more_experts(reading.outcome.workload)), tally)
 
     @requirement("COST-03", kind="probe", when=counted)
     def test_no_row_travels_that_need_not(self, reading: Reading, tally: Tally) -> None:

@@ -75,6 +75,33 @@ class AsksWhereAllIsForOne(AllToAllExchange):
         return super().dispatch(x, routing)
 
 
+@planted(
+    Expectation("COST-02", "even", "run", "forward:0 takes [10, 10, 10, 10] collectives", "[18, 18, 18, 18] with 16"),
+    layout=EP2_EDP2,
+)
+class AsksEveryExpert(AllToAllExchange):
+    """The load of each expert is summed over the group by a call of its own."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        for load in torch.bincount(routing.ids_TK.flatten() + 1, minlength=routing.experts + 1)[1:]:
+            dist.all_reduce(load, group=self.topology.group("ep"))
+        return super().dispatch(x, routing)
+
+
+@planted(
+    Expectation("COST-02", "even", "run", "collectives on the ranks with 8 experts and 2 slots", "16 experts and 4"),
+    layout=EP2_EDP2,
+)
+class AsksEveryExpertAndSlot(AllToAllExchange):
+    """How many slots of each rank select an expert is summed over the group by a call for every expert and slot."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        for ids_T in routing.ids_TK.unbind(1):
+            for expert in range(routing.experts):
+                dist.all_reduce((ids_T == expert).sum(), group=self.topology.group("ep"))
+        return super().dispatch(x, routing)
+
+
 @planted(Expectation("COST-03", "even", "run", "dispatch:0 moves", "times the smallest number", "; allowed: "))
 class GathersToo(AllToAllExchange):
     """All tokens go to all ranks before the pairs go to their experts, and nobody reads them."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from moe_conformance.engine.ledger.entry import Entry
 from moe_conformance.judging.cost.cost import require_rows
 from moe_conformance.judging.findings import some
 from moe_conformance.judging.observed.run import Reading
-from moe_conformance.judging.observed.traffic import exchange_phases
+from moe_conformance.judging.observed.traffic import exchange_phases, signature
 from moe_conformance.judging.verdict import Costly, Tally
 from moe_conformance.reference.cost import calls as cost_calls
 from moe_conformance.scenarios.memory import LONGER
@@ -51,7 +50,7 @@ def judge_kept_memory(reading: Reading, tally: Tally) -> None:
 def _other_calls(rank: RankOutcome, tally: Tally) -> Iterator[str]:
     steps: dict[str, list[list[object]]] = defaultdict(list)
     for phase, calls in exchange_phases(rank):
-        steps[phase.partition(":")[0]].append([_call(entry) for entry in calls])
+        steps[phase.partition(":")[0]].append([signature(entry) for entry in calls])
     for kind, calls_by_step in steps.items():
         if not cost_calls.settled(calls_by_step):
             numbers = [len(calls) for calls in calls_by_step]
@@ -71,7 +70,3 @@ def _kept_bytes(reading: Reading, rank: RankOutcome, tally: Tally) -> Iterator[s
         allocated = ", ".join(map(str, in_use))
         yield f"rank {rank.rank} {left} with {size} bytes of x; expected: none (allocated: {allocated})"
     tally.add(pairs=len(in_use) - 1, rank=rank.rank)
-
-
-def _call(entry: Entry) -> tuple[object, ...]:
-    return entry.op, entry.ranks, entry.in_splits, entry.out_splits, entry.shapes_in, entry.shapes_out, entry.dtype

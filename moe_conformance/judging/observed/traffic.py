@@ -31,6 +31,11 @@ def exchange_phases(rank: RankOutcome) -> Iterator[tuple[str, Sequence[Entry]]]:
             yield phase, calls
 
 
+def signature(entry: Entry) -> tuple[object, ...]:
+    """Return what two equal steps have in common of a call: its kind, ranks, splits, shapes and dtype."""
+    return entry.op, entry.ranks, entry.in_splits, entry.out_splits, entry.shapes_in, entry.shapes_out, entry.dtype
+
+
 def dispatches(rank: RankOutcome) -> Iterator[tuple[str, Sequence[Entry]]]:
     """List what a rank called in every dispatch, by phase."""
     for phase, calls in by_phase(rank).items():

@@ -185,7 +185,7 @@ DROPPING = (
     LayerRecipe("dropping-all-rank-without-tokens", {**_TIGHT, "capacity.factor": 0.0}, tokens=ONE_WITHOUT),
 )
 
-# Equal steps of which nothing is kept, in which logits have half as many bytes as x: a router that keeps them is noticed.
+# Equal steps of which nothing is kept; logits have half as many bytes as x: a router that keeps them is noticed.
 REPEATED = LayerRecipe("shared-repeated-even", {**_GATED, "hidden": 16}, tokens=(64,), schedule="R0 R0 R0 R0 F0 B0")
 
 

@@ -1,0 +1,23 @@
+"""Runs of other sizes beside a workload of the exchange: what a step costs is held against what it costs there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moe_conformance.workloads.corpus.equivalence.twins import Twin, twin
+from moe_conformance.workloads.corpus.recipes import PROBE, exchange_workload
+from moe_conformance.workloads.records.workload import Workload
+
+
+def more_experts(workload: Workload) -> list[Twin]:
+    """Take the step of as many tokens with twice the experts and twice the slots; a backend may refuse them."""
+    config = workload.config
+    sizes = {"experts": 2 * config.experts, "top_k": min(2 * config.top_k, 2 * config.experts)}
+    drawn = [
+        replace(recipe, config={**recipe.config, **sizes}, experts_per_ep=None)
+        for recipe in PROBE
+        if recipe.name == workload.name
+    ]
+    how = f"with {sizes['experts']} experts and {sizes['top_k']} slots"
+    others = [exchange_workload(each, "probe", config.variant, workload.layout) for each in drawn]
+    return [replace(twin(workload, how), workload=other, anew=True) for other in others]
