@@ -35,7 +35,7 @@ def take_and_forget(surface: Exchange | SplitExchange | Layer, inputs: Inputs, c
 
 def _output(surface: Exchange | SplitExchange | Layer, inputs: Inputs, config: Config) -> torch.Tensor:
     if not hasattr(surface, "local_experts"):
-        return cast("Layer", surface)(inputs.x)
+        return surface(inputs.x)
     exchange = cast("Exchange | SplitExchange", surface)
     probe = Probe(config, tuple(exchange.local_experts), part=1.0)
     return whole(exchange)(inputs.x, inputs.routing, probe)

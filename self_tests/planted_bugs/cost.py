@@ -397,7 +397,7 @@ class SavesOnTheWayBack(AllToAllExchange):
 
 @planted(
     Expectation(
-        "COST-07", "shared-repeated-even", "run", "rank 0 leaves", "bytes allocated after each of 4 equal steps"
+        "COST-07", "shared-repeated-even", "run", "rank 0 leaves", "bytes allocated after each of 3 equal steps"
     )
 )
 class KeepsLogits(Router):
@@ -415,7 +415,7 @@ class KeepsLogits(Router):
 
 @planted(
     Expectation(
-        "COST-07", "shared-repeated-even", "run", "rank 0 leaves", "bytes allocated after each of 4 equal steps"
+        "COST-07", "shared-repeated-even", "run", "rank 0 leaves", "bytes allocated after each of 3 equal steps"
     )
 )
 class KeepsLogitsAlone(Router):
@@ -433,7 +433,7 @@ class KeepsLogitsAlone(Router):
 
 @planted(
     Expectation(
-        "COST-07", "shared-repeated-even", "run", "rank 0 leaves", "bytes allocated after each of 4 equal steps"
+        "COST-07", "shared-repeated-even", "run", "rank 0 leaves", "bytes allocated after each of 3 equal steps"
     )
 )
 class ExpertsKeepRows(Experts):
