@@ -424,7 +424,7 @@ class SavesOnTheWayBack(AllToAllExchange):
 
 @planted(
     Expectation(
-        "COST-07", "shared-repeated-even", "run", "rank 0 leaves", "bytes allocated after each of 4 equal steps"
+        "COST-07", "shared-repeated-even", "run", "rank 0 leaves", "bytes allocated after each of 3 equal steps"
     )
 )
 class KeepsLogits(Router):
@@ -442,7 +442,7 @@ class KeepsLogits(Router):
 
 @planted(
     Expectation(
-        "COST-07", "shared-repeated-even", "run", "rank 0 leaves", "bytes allocated after each of 4 equal steps"
+        "COST-07", "shared-repeated-even", "run", "rank 0 leaves", "bytes allocated after each of 3 equal steps"
     )
 )
 class KeepsLogitsAlone(Router):
@@ -460,7 +460,7 @@ class KeepsLogitsAlone(Router):
 
 @planted(
     Expectation(
-        "COST-07", "shared-repeated-even", "run", "rank 0 leaves", "bytes allocated after each of 4 equal steps"
+        "COST-07", "shared-repeated-even", "run", "rank 0 leaves", "bytes allocated after each of 3 equal steps"
     )
 )
 class ExpertsKeepRows(Experts):

@@ -185,8 +185,8 @@ DROPPING = (
     LayerRecipe("dropping-all-rank-without-tokens", {**_TIGHT, "capacity.factor": 0.0}, tokens=ONE_WITHOUT),
 )
 
-# Equal steps of which nothing is kept; logits have half as many bytes as x: a router that keeps them is noticed.
-REPEATED = LayerRecipe("shared-repeated-even", {**_GATED, "hidden": 16}, tokens=(64,), schedule="R0 R0 R0 R0 F0 B0")
+# Equal steps of which nothing is kept. Logits have half as many bytes as x: a router that keeps them is noticed.
+REPEATED = LayerRecipe("shared-repeated-even", {**_ONE, "hidden": 16}, tokens=(64,), schedule="R0 R0 R0 F0 B0")
 
 
 def layers(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
