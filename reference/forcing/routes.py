@@ -47,7 +47,7 @@ def round_robin(tokens: int, top_k: int, experts: int, *, rank: int = 0) -> Tens
     Rule: id_tk = ((rank T + t) K + k) mod E, for ranks of equal T. One of the allowed routes (`balanced`).
     T = 0 gives (0, K).
 
-    Source: behaviour of torchtitan's forced load balance.
+    Source: behaviour of torchtitan's forced load balance, with another start on each rank.
 
     >>> round_robin(2, 3, 5).tolist(), round_robin(2, 3, 5, rank=1).tolist()
     ([[0, 1, 2], [3, 4, 0]], [[1, 2, 3], [4, 0, 1]])
