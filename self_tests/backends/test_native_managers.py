@@ -137,9 +137,9 @@ def refuse(scene: Scene) -> tuple[str, str]:
 
 class TestPlan:
     def test_the_quick_profile_tries_a_sample(self) -> None:
-        """All three run on two ranks, and where experts are spread and cut; the full profile leaves no layout out."""
+        """All three run on one rank, two, and where experts are spread and cut; in full, no layout is left out."""
         quick = {cell.id for cell in Plan(Native(), "cpu", "quick").cells if cell.variant in FLEX}
-        assert {f"{variant}-{layout}" for variant in FLEX for layout in ("ep2", "ep2-etp2")} == quick
+        assert {f"{variant}-{layout}" for variant in FLEX for layout in ("single", "ep2", "ep2-etp2")} == quick
         full = [cell for cell in Plan(Native(), "cpu", "full").cells if cell.variant in FLEX]
         assert len(FLEX) * len({*profiles.full_layouts(), *profiles.beside("full")}) == len(full)
 

@@ -26,7 +26,10 @@ UNUSABLE = {
     "ranks that are no number": ({"ranks": "four"}, "--ranks needs a number, not 'four'"),
     "unknown profile": ({"profile": "slow"}, "unknown profile 'slow'; give quick or full"),
     "no part": ({"rotation": "4/3"}, "--rotation needs I/N with I from 1 to N, such as 2/3, not '4/3'"),
-    "part of nothing": ({"rotation": "1/3", "profile": "virtual"}, "the profile virtual leaves nothing out"),
+    "part of nothing": (
+        {"rotation": "1/3", "profile": "virtual", "ranks": "64"},
+        "the profile virtual leaves nothing out",
+    ),
     "unknown device": ({"device": "tpu"}, "unknown device 'tpu'; give cpu or cuda"),
     "unknown requirement": ({"only": "EXCH-01,EXCH-77"}, "no requirement EXCH-77; .*list requirements"),
     "unknown plant": ({"plant": "no-such-bug"}, "unknown plant 'no-such-bug'; known: .*swapped-sources"),

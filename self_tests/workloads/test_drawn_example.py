@@ -54,6 +54,7 @@ def plain(workload: Workload) -> bool:
     options = workload.config.options()
     few = all(T <= 1024 for tokens in workload.tokens for T in tokens) and not workload.twist.beside
     asked = Config().changed({name: options[name] for name in ASKED})
+    few = few and "R" not in workload.schedule
     return few and workload.kind != "experts" and workload.config == asked
 
 

@@ -81,7 +81,7 @@ def beside(profile: Profile) -> dict[Layout, tuple[str, ...]]:
     and dp x cp.
     """
     some = {
-        Layout(4, cp=2, ep=2): ("gaps-uneven", "route-softmax", "shared-even"),
+        Layout(4, cp=2, ep=2): ("gaps-uneven", "own-even", "route-softmax", "shared-even"),
         Layout(4, etp=2): ("own-even",),
         Layout(4, tp=2, ep=4): ("shared-even", "copies-even", "forced-bias-alone"),
     }
