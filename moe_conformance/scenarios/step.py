@@ -7,21 +7,15 @@ router alone, or a whole layer; a router with a capacity is asked without it as 
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
 
 from moe_conformance.contract import (
-    Capacity,
-    Claims,
-    Config,
     Delivery,
     Exchange,
     ExpertFn,
@@ -44,6 +38,7 @@ from moe_conformance.scenarios.padding import PaddingGradients
 from moe_conformance.scenarios.probe import Probe, part_of
 from moe_conformance.scenarios.reported import claims_of, claims_of_all, shown_of, without_noise
 from moe_conformance.scenarios.sessions import Opened, build, opened
+from moe_conformance.scenarios.step_parts import go_back, weights_at, without_capacity
 from moe_conformance.scenarios.tensors import same_bytes, to_cpu
 from moe_conformance.surfaces import Layer
 from moe_conformance.topology import Topology
@@ -123,7 +118,7 @@ class TrainingStep:
             for other in self.routers[1:]:
                 parameters.write(other, self.workload.parameters)
             if self.workload.kind == "capacity":
-                self.undropping = session.router(_without_capacity(self.config))
+                self.undropping = session.router(without_capacity(self.config))
                 parameters.write(self.undropping, self.workload.parameters)
         elif self.workload.kind in ("layer", "dropping_layer"):
             self.layer = build(session, "layer", self.config)
@@ -326,17 +321,10 @@ class TrainingStep:
             assert ids_TK is not None
             ids_TK = ids_TK.to(upstream.device)
             upstream = upstream.gather(1, ids_TK.clamp_min(0)) * (ids_TK >= 0)
-        if upstream.numel() != output.numel():  # y is wrong; its backward is collective all the same
-            upstream = F.pad(upstream.flatten(), (0, output.numel() - upstream.numel()))
-        upstream = upstream.to(output.dtype).reshape(output.shape)
+        go_back(output, upstream, create_graph=self.workload.twist.create_graph)
         if self.workload.twist.create_graph:
-            with warnings.catch_warnings():  # of cycles between parameters and their gradients, which are cut at once
-                warnings.filterwarnings("ignore", message=r"Using backward\(\) with create_graph=True")
-                torch.autograd.backward(output, upstream, create_graph=True)
             self.inputs[m].cut_graphs()
             parameters.cut_graphs(self.built)
-        else:
-            torch.autograd.backward(output, upstream)
         self.inputs[m].keep_gradients()
         if not self.routers:
             same = {"y": self._output_kept(m)}
@@ -393,7 +381,7 @@ class TrainingStep:
             uncovered=uncovered,
             resolved=shown_of(surfaces, claims),
             claims=claims,
-            weights_at=_weights_at(session, claims, self.config.weights_applied),
+            weights_at=weights_at(session, claims, self.config.weights_applied),
             partial=session.expert_output_is_partial,
             loss_convention=session.loss_convention,
             phases=tuple(self.phases),
@@ -424,11 +412,3 @@ class TrainingStep:
             padding_gradients=self.spoilt[m].rows if m in self.spoilt else 0,
             **self.routed.get(m, {}),
         )
-
-
-def _without_capacity(config: Config) -> Config:
-    return replace(config, capacity=Capacity())
-
-
-def _weights_at(session: Session, claims: Claims, applied: str) -> str:
-    return {"native": claims.weights_at or session.weights_at, "input": "input", "output": "combine"}[applied]

@@ -194,7 +194,7 @@ class TestDetection:
     def test_whole_maps_that_are_said_to_be_sent_may_be(self, checked: CheckedRuns) -> None:
         """A backend that gathers whole maps, and says so, passes."""
         for workload in ("even", "rank-without-tokens"):
-            checked.check_passes("self_tests.planted_bugs.cost:Maps", "COST-06", "allgather", EP2, workload)
+            checked.check_passes("self_tests.planted_bugs.cost.calls:Maps", "COST-06", "allgather", EP2, workload)
 
     def test_weights_may_have_a_wider_dtype(self, checked: CheckedRuns) -> None:
         """A router that computes in bfloat16, and ends in float32, may err as bfloat16 does."""

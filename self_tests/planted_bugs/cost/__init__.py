@@ -1,0 +1,1 @@
+"""COST: bugs that cost calls or bytes and change no value."""

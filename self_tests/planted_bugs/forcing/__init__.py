@@ -1,0 +1,1 @@
+"""FORCE: bugs of routers that a strategy forces."""
