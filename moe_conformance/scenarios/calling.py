@@ -15,18 +15,21 @@ from moe_conformance.workloads.records.workload import Mode, Through
 
 @contextmanager
 def under(modes: Sequence[Mode]) -> Iterator[None]:
-    """Enter modes, outermost first, and put the deterministic setting back as it was."""
-    before = deterministic_setting()
+    """Enter modes, outermost first, and put the deterministic setting back as it was.
+
+    By its debug mode: `torch.use_deterministic_algorithms` imports a compiler, a second in every process.
+    """
+    before = torch.get_deterministic_debug_mode()
     with ExitStack() as stack:
         for mode in modes:
             if mode.startswith("deterministic"):
-                torch.use_deterministic_algorithms(True, warn_only="warn" in mode)
+                torch.set_deterministic_debug_mode("warn" if "warn" in mode else "error")
             else:
                 stack.enter_context(getattr(torch, mode)())
         try:
             yield
         finally:
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+            torch.set_deterministic_debug_mode(before)
 
 
 def deterministic_setting() -> tuple[bool, bool]:
