@@ -271,3 +271,14 @@ class RouterNotReduced(GradientFinisher):
 
     def _summed(self, gradient: Tensor, replicas: tuple[str, ...]) -> Tensor:
         return gradient if "tp" in replicas else super()._summed(gradient, replicas)
+
+
+@planted(Expectation("ROUTE-01", "route-in-flight", "run", "raised in forward:1", "scores is in use"))
+class RaisesEverySecondTime(Router):
+    """A buffer of scores is claimed by every other forward and freed by the next, which raises."""
+
+    def _select(self, scores_TE: Tensor) -> Tensor:
+        self.claimed = not getattr(self, "claimed", False)
+        if not self.claimed:
+            raise RuntimeError("the buffer of scores is in use")
+        return super()._select(scores_TE)
