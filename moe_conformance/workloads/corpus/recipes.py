@@ -179,7 +179,7 @@ PROBE = (
         config={"top_k": 1},
         schedule="F0 B0 F1 B1 F2 B2 F3 B3 F4 B4",
     ),
-    Recipe("repeated-even", schedule="F0 B0 F1 B1 F2 B2 R2 R2 R2", repeated=True, wide=True),
+    Recipe("repeated-even", schedule="F0 B0 F1 B1 F2 B2 R2 R2 R2 R2", repeated=True, wide=True),
     Recipe("poisoned-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B1 B0", asynchrony="poisoned", wide=True),
     Recipe("poisoned-even", asynchrony="poisoned"),  # as many tokens everywhere is all that some take
     Recipe("watched-even", asynchrony="watched"),
