@@ -103,3 +103,15 @@ class SortsTheIndex(ScatterAdd):
         order_J = index_J.argsort(stable=True)
         index_J.copy_(index_J[order_J])
         return super().add(out_ND, index_J, src_JD[order_J])
+
+
+@planted(
+    Expectation("ALIAS-03", "scatter-few", "run", "add_ on rank 0 raised", "no in-place form"),
+    layout=SINGLE,
+)
+class RaisesInPlace(ScatterAdd):
+    """The in-place form raises an error of its own, which is no refusal of the library's."""
+
+    def add_(self, out_ND: Tensor, index_J: Tensor, src_JD: Tensor) -> Tensor:
+        """Raise."""
+        raise RuntimeError("no in-place form")

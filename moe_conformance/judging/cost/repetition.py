@@ -9,7 +9,7 @@ from moe_conformance.judging.cost.cost import require_rows
 from moe_conformance.judging.findings import some
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.traffic import exchange_phases, signature
-from moe_conformance.judging.verdict import Costly, Tally
+from moe_conformance.judging.verdict import Costly, NotOffered, Tally
 from moe_conformance.reference.cost import calls as cost_calls
 from moe_conformance.scenarios.memory import LONGER
 from moe_conformance.scenarios.outcome import RankOutcome
@@ -42,7 +42,10 @@ def judge_kept_memory(reading: Reading, tally: Tally) -> None:
 
     Raises:
         Costly: some rank keeps more after every one of them.
+        NotOffered: no rank can count what is allocated.
     """
+    if all(each is None for rank in reading.ranks for each in rank.bytes_in_use):
+        raise NotOffered("the C library of the ranks does not tell how many bytes are allocated")
     if found := [said for rank in reading.ranks for said in _kept_bytes(reading, rank, tally)]:
         raise Costly("run", some(found))
 

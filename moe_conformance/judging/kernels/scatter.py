@@ -89,9 +89,11 @@ def judge_memory(outcome: Outcome, tally: Tally) -> None:
     Raises:
         ChangedInput: an argument was written that must stay, the result of `add` lies in an argument, or that of `add_`
             is another tensor than its output.
+        Raised: a call raised.
     """
     findings = []
     for number, call in offered(outcome):
+        values(outcome, number)  # a call that raised is no answer
         writes = {"out_ND"} if call.method == IN_PLACE else set()
         for rank, answer in enumerate(answers(outcome, number)):
             findings += [

@@ -70,6 +70,8 @@ def judge_routed(outcome: Outcome, tally: Tally) -> None:
 def judge_choice(outcome: Outcome, tally: Tally) -> None:
     """Decide whether in place was chosen only where no byte of the arguments that stay lies in the output.
 
+    Where there is nothing to add, the output itself is the sum.
+
     Raises:
         ChangedInput: an argument was changed, or the result lies in the output although that shares bytes with x.
         WrongOutput: a sum beyond its bound.
@@ -86,7 +88,7 @@ def judge_choice(outcome: Outcome, tally: Tally) -> None:
             if written:
                 said = f"rank {rank}: {how}, add changed {', '.join(written)}; expected: out of place"
                 findings.append(Finding("bytes", said if not may else said.partition(";")[0], (rank,)))
-            elif not may and answer.memory["out_ND"] != "apart" and share_bytes(out, x):
+            elif len(given["index_J"]) and not may and answer.memory["out_ND"] != "apart" and share_bytes(out, x):
                 words = f"rank {rank}: {how}, the result of add lies in out; expected: memory of its own"
                 findings.append(Finding("lies", words, (rank,)))
             target = Target(scatter_add(*_sum(given)), _allowed(given))
