@@ -13,7 +13,7 @@ import pytest
 
 from moe_conformance.backends import registry
 from moe_conformance.backends.native import Native
-from moe_conformance.judging.verdict import Mismatch, Tally
+from moe_conformance.judging.verdict import Mismatch, NotOffered, Tally
 from moe_conformance.plugin.alongside import Twins
 from moe_conformance.scenarios.group_lists import group_lists
 from moe_conformance.scenarios.moe_step import moe_step
@@ -195,6 +195,13 @@ class TestDetection:
         """A backend that gathers whole maps, and says so, passes."""
         for workload in ("even", "rank-without-tokens"):
             checked.check_passes("self_tests.planted_bugs.cost.calls:Maps", "COST-06", "allgather", EP2, workload)
+
+    def test_gradients_may_be_reduced_in_backwards(self, checked: CheckedRuns) -> None:
+        """What lies in `grad` is the sum over replicas then, and no more what hooks were passed."""
+        backend = "self_tests.planted_bugs.gradients.in_backward:ReducesInBackward"
+        with pytest.raises(NotOffered, match="reduced over replicas in backwards"):
+            checked.verdicts(backend, "GRAD-11", "alltoall", EP2_EDP2, "own-hooked-even")
+        checked.check_passes(backend, "GRAD-05", "alltoall", EP2_EDP2, "own-even")
 
     def test_weights_may_have_a_wider_dtype(self, checked: CheckedRuns) -> None:
         """A router that computes in bfloat16, and ends in float32, may err as bfloat16 does."""

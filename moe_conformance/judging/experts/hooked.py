@@ -7,7 +7,9 @@ from torch import Tensor
 
 from moe_conformance.judging.findings import Finding, fail
 from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.observed.traffic import by_phase
 from moe_conformance.judging.verdict import NotOffered, Tally, WrongGradient
+from moe_conformance.scenarios.outcome import RankOutcome
 from moe_conformance.workloads.records.workload import ParameterKey
 
 
@@ -17,10 +19,13 @@ def judge_hooked(reading: Reading, tally: Tally) -> None:
     Before gradients are finished, on every rank: what shards or reduces gradients while they are made hangs on hooks.
 
     Raises:
-        NotOffered: the session has its gradients elsewhere than in `grad`, or autograd passes none to any hook of its
-            parameters, as where FSDP keeps shards of them.
+        NotOffered: the session has its gradients elsewhere than in `grad`, autograd passes none to any hook of its
+            parameters, as where FSDP keeps shards of them, or replicas reduce gradients in backwards, as DDP does:
+            what lies in `grad` then is the sum over them.
         WrongGradient: the hook of a parameter that has a gradient was passed none, or another one.
     """
+    if any(_reduces_in_backward(reading, rank) for rank in reading.ranks):
+        raise NotOffered("gradients are reduced over replicas in backwards, and hooks see them before that")
     passed = [rank.grads_hooked or {} for rank in reading.ranks]
     if not any(grad.value is not None for each in passed for grad in each.values()):
         raise NotOffered("autograd passes gradients to no hook of any parameter: something else puts them into grad")
@@ -35,6 +40,18 @@ def judge_hooked(reading: Reading, tally: Tally) -> None:
             tally.add(elements=grad.value.numel(), rank=rank.rank)
     if findings:
         fail(WrongGradient, "gradient", findings)
+
+
+def _reduces_in_backward(reading: Reading, rank: RankOutcome) -> bool:
+    """Return whether a backward of a rank reduces anything with ranks of other exchanges than its own."""
+    groups = reading.outcome.workload.layout.groups()
+    near = [set(group) for name in ("ep_etp", "tp") for group in groups[name] if rank.rank in group]
+    return any(
+        entry.reduce is not None and not any(set(entry.ranks) <= group for group in near)
+        for phase, calls in by_phase(rank).items()
+        if phase.startswith("backward:")
+        for entry in calls
+    )
 
 
 def _wrong(key: ParameterKey, expected: Tensor, seen: Tensor | None) -> str:
