@@ -127,11 +127,11 @@ def _workload(recipe: ForcingRecipe, variant: str, layout: Layout) -> Workload:
         for m in range(microbatches)
     )
     parameters = _parameters(config, draw.generator(recipe.name, layout.name, "router"))
-    if recipe.kind == "forced masked":
-        parameters = _masked(config, parameters)
     largest = torch.finfo(config.dtype).max  # logits may overflow, the weights may not
     weights_ED = parameters["router", None].double() * recipe.scale
     parameters["router", None] = weights_ED.clamp(-largest, largest).to(config.dtype)
+    if recipe.kind == "forced masked":
+        parameters = _masked(config, parameters)
     return Workload(
         recipe.name, recipe.kind, config, layout, batches, recipe.schedule, parameters, routers=recipe.routers
     )
