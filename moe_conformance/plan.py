@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import cast
 
 import torch
@@ -65,7 +65,7 @@ class _Source:
     """Workloads that are drawn together, all of which are of some kinds."""
 
     kinds: Collection[str]
-    draw: Callable[[Layout], Sequence[Workload]]  # once for each layout: variants meet the same workloads
+    draw: Callable[[Layout], Sequence[Workload]]
     alone: Callable[[Layout], bool] = lambda layout: False  # whether the first variant alone meets them
 
 
@@ -199,14 +199,14 @@ class Plan:
                 return self._named(layout, drawn(variant, layout, profile))
 
             first = chapter.variants == "first"
-            return _Source(chapter.kinds, cache(draw), lambda layout: first)
+            return _Source(chapter.kinds, draw, lambda layout: first)
 
         exchanged = ("probe", "experts")
         if self.virtual:
-            wide = _Source(exchanged, cache(lambda layout: list(virtual.corpus(variant, layout))), virtual.wide)
-            return wide, _Source(exchanged, cache(lambda layout: list(virtual.sparse(variant, layout))))
-        routers = _Source(("route",), cache(routes), lambda layout: True)
-        return _Source(exchanged, cache(usual)), routers, *map(of, scripts.chapters())
+            wide = _Source(exchanged, lambda layout: list(virtual.corpus(variant, layout)), virtual.wide)
+            return wide, _Source(exchanged, lambda layout: list(virtual.sparse(variant, layout)))
+        routers = _Source(("route",), routes, lambda layout: True)
+        return _Source(exchanged, usual), routers, *map(of, scripts.chapters())
 
     def _named(self, layout: Layout, drawn: Iterable[Workload]) -> list[Workload]:
         """Leave out what does not run on a layout of which only some workloads do."""
@@ -219,6 +219,10 @@ class Plan:
 
     @cached_property
     def _turns(self) -> dict[tuple[int, int], frozenset[str]]:
+        return {}
+
+    @cached_property
+    def _drawn(self) -> dict[tuple[int, Layout], Sequence[Workload]]:
         return {}
 
     @cached_property
@@ -248,7 +252,7 @@ class Plan:
         source = self._sources[number]
         if source.alone(cell.layout) and cell.variant != self.backend.variants[0]:
             return []
-        workloads = source.draw(cell.layout)
+        workloads = self._workloads(number, cell.layout)
         if not self.virtual and cell_limits(cell.limits, cell.layout):
             # All are refused alike: the first of a kind, and of what the table of exchanges tells apart, proves it.
             others = [other for other in range(number) if {*self._sources[other].kinds} & {*source.kinds}]
@@ -256,6 +260,17 @@ class Plan:
             first = {_told_apart(each): each for each in reversed(workloads)}
             workloads = [each for each in reversed(first.values()) if _told_apart(each) not in told]
         return workloads
+
+    def _workloads(self, number: int, layout: Layout) -> Sequence[Workload]:
+        """Return the workloads of a source on a layout, drawn once: variants meet the same ones."""
+        if (number, layout) not in self._drawn:
+            self._drawn[number, layout] = self._sources[number].draw(layout)
+        return self._drawn[number, layout]
+
+    def forget(self) -> None:
+        """Let go of all cases: those that nobody else holds are drawn again when they are asked for."""
+        for held in (self._drawn, self._pools, self._made):
+            held.clear()
 
     def _as_asked(self, workload: Workload) -> Workload:
         if self.asynchrony == "plain" or workload.asynchrony != "plain" or workload.layout.world == 1:
@@ -270,9 +285,13 @@ class Plan:
         return [case for case in asked if when is None or when(case.workload)]
 
     def _of_kind(self, kind: str) -> Iterator[Case]:
-        numbers = [number for number, source in enumerate(self._sources) if kind in source.kinds]
         for cell in self.cells:
-            for number in numbers:
+            yield from self.in_cell(kind, cell)
+
+    def in_cell(self, kind: str, cell: Cell) -> Iterator[Case]:
+        """Yield the cases of a kind that run in a cell."""
+        for number, source in enumerate(self._sources):
+            if kind in source.kinds:
                 yield from (case for case in self._cases(number, cell) if case.workload.kind == kind)
 
     def of_cell(self, case: Case, cell: Cell) -> list[Case]:

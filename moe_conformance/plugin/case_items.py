@@ -139,6 +139,11 @@ class CaseItem(pytest.Item):
         finally:
             self._telling = None
 
+    def end(self) -> None:
+        """Let go of the case and its checks."""
+        self.checks = []
+        del self.case
+
     def reportinfo(self) -> tuple[Any, None, str]:
         """Say what it is."""
         return self.path, None, self.name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -34,7 +34,7 @@ class CaseRun:
 
     run: Run
     outcomes: Outcomes
-    followers: Mapping[str, Sequence[Case]] = field(default_factory=dict)  # by node id of an item: what ranks begin
+    followers: dict[str, tuple[Case, ...]] = field(default_factory=dict)  # by node id of an item: what ranks begin
     imported: set[str] = field(default_factory=set)  # backends whose import was looked at
 
     @cached_property
@@ -57,6 +57,11 @@ class CaseRun:
             _release(call)
             if item.session.shouldfail or item.session.shouldstop:
                 return
+
+    def end(self, item: CaseItem) -> None:
+        """Let go of an item's case and of those that follow it: pytest keeps all items, and a case has tensors."""
+        item.end()
+        self.followers.pop(item.nodeid, None)
 
     def runs(self, case: Case) -> bool:
         """Whether a case is run at all: on enough ranks, within the limits that nobody may break."""

@@ -12,6 +12,7 @@ from typing import cast
 import pytest
 from _pytest.runner import runtestprotocol
 
+from moe_conformance.judging.observed import probe_expected, stage_expected
 from moe_conformance.judging.verdict import RunFailed, Tally
 from moe_conformance.plan import Cell, Plan
 from moe_conformance.plugin import agenda, case_items, repeating, roster
@@ -50,6 +51,7 @@ class Driver:
         self.other_cells = agenda.other_cells(self.plan, run.options)
         self._outcomes = Outcomes(run)
         self.cases = CaseRun(run, self._outcomes)
+        self._layout: Layout | None = None  # of the latest item that has one
 
     def pytest_sessionfinish(self) -> None:
         """End the ranks, if there are any."""
@@ -133,6 +135,7 @@ class Driver:
                 for node, following in followers.items()
             }
         self.cases.followers = followers
+        self.plan.forget()  # items hold the cases that run, which are few of those drawn
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> None:
@@ -142,12 +145,23 @@ class Driver:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
         """Run a case as any item; its checks report for it, unless it fails without them."""
+        cell = agenda.cell_of(item)
+        if cell is not None and cell.layout != self._layout:
+            self._layout = cell.layout
+            self._forget()
         if not isinstance(item, CaseItem):
             return None
         for report in runtestprotocol(item, nextitem=nextitem, log=False):
             if report.failed:
                 item.ihook.pytest_runtest_logreport(report=report)
+        self.cases.end(item)
         return True
+
+    def _forget(self) -> None:
+        """Let go of what belongs to the layout that has ended."""
+        self.plan.forget()
+        probe_expected.forget()
+        stage_expected.forget()
 
     # ---- fixtures ------------------------------------------------------------------------------------------------
 
@@ -169,7 +183,7 @@ class Driver:
         trial = trial_of(request.node)
         kind = _drawn_kind(request.node)
         self.cases.require_ranks(trial, cell)
-        allowed = [case for case in self.plan.of(kind, None) if case.cell is cell and not limit_of(case)]
+        allowed = [case for case in self.plan.in_cell(kind, cell) if not limit_of(case)]
         if not allowed:
             trial.skip("limit", f"limit, unproved: every workload is outside a declared limit of {cell.variant}")
         asked = allowed[:1] if kind == "probe" else allowed  # a router may refuse some configurations and not others

@@ -17,7 +17,7 @@ import pytest
 
 from moe_conformance.plugin import agenda
 from moe_conformance.plugin.case_items import each_check
-from moe_conformance.plugin.trial import trial_of
+from moe_conformance.plugin.trial import asked_of
 from moe_conformance.report.records import Record
 from moe_conformance.workloads.records.features import traits
 
@@ -77,11 +77,12 @@ def _path(workerinput: Mapping[str, Any]) -> Path:
 
 
 def _entry(item: pytest.Item) -> Record:
-    trial, case, cell = trial_of(item), agenda.case_of(item), agenda.cell_of(item)
+    case, cell = agenda.case_of(item), agenda.cell_of(item)
+    check, requirements = asked_of(item)
     return Record(
         node=item.nodeid,
-        check=trial.check,
-        requirements=trial.requirements,
+        check=check,
+        requirements=requirements,
         verdict="not run",
         variant=cell.variant if cell else None,
         layout=cell.layout.name if cell else None,

@@ -48,10 +48,15 @@ class Trial:
 def trial_of(item: pytest.Item) -> Trial:
     """Return what is known of an item so far."""
     if _TRIAL not in item.stash:
-        mark = item.get_closest_marker("requirement")
-        requirements = () if mark is None else tuple(mark.args)
-        item.stash[_TRIAL] = Trial(requirements, getattr(item, "originalname", None) or item.name)
+        check, requirements = asked_of(item)
+        item.stash[_TRIAL] = Trial(requirements, check)
     return item.stash[_TRIAL]
+
+
+def asked_of(item: pytest.Item) -> tuple[str, tuple[str, ...]]:
+    """Return the name of the check that an item runs, and the requirements that it decides."""
+    mark = item.get_closest_marker("requirement")
+    return getattr(item, "originalname", None) or item.name, () if mark is None else tuple(mark.args)
 
 
 def forget(item: pytest.Item) -> None:

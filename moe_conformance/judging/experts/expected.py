@@ -67,9 +67,10 @@ class OwnExpected(StageAnswers[Gradients]):
             )
 
         batches = batches_of(self.workload, places)
+        experts = self.workload.config.experts
         if self.workload.golden:  # of all tokens in their order: there is one stage
-            return stored(self.workload.golden, weights_at), solve_in_chunks(batches, errors)
-        return solve_in_chunks(batches, values), solve_in_chunks(batches, errors)
+            return stored(self.workload.golden, weights_at), solve_in_chunks(batches, experts, errors)
+        return solve_in_chunks(batches, experts, values), solve_in_chunks(batches, experts, errors)
 
 
 def stored(chapter: str, weights_at: WeightsAt) -> Gradients:

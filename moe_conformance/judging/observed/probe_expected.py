@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.observed.chunks import solve_in_chunks
+from moe_conformance.judging.observed.chunks import cut, solve_in_chunks
 from moe_conformance.judging.observed.drawn import Drawn
 from moe_conformance.reference.exchange import deliveries, layer
 from moe_conformance.reference.exchange.deliveries import Pair
@@ -44,6 +44,11 @@ def expect(workload: Workload, parts: Sequence[float]) -> Expected:
     return _expect(Drawn(workload), tuple(parts))
 
 
+def forget() -> None:
+    """Let go of all answers: no workload of another layout is of the same drawn data."""
+    _expect.cache_clear()
+
+
 @lru_cache(maxsize=256)  # as in `stage_answers`
 def _expect(drawn: Drawn, parts: tuple[float, ...]) -> Expected:
     workload = drawn.workload
@@ -53,7 +58,8 @@ def _expect(drawn: Drawn, parts: tuple[float, ...]) -> Expected:
     whole = layer.global_batch(oracles)
     gains = {("gain", e): torch.tensor(tags.gain(e), dtype=torch.float64) for e in range(config.experts)}
     result = solve_in_chunks(
-        oracles,
+        cut(oracles, config.experts),
+        config.experts,
         lambda chunk: layer.gradients(
             *layer.global_batch(chunk),
             build=lambda parameters: tagged_experts(config.experts, parameters),

@@ -42,6 +42,8 @@ class Solved(Protocol):
 
 S = TypeVar("S", bound=Solved)
 
+_LARGE = 100_000  # elements of all parameters
+
 
 @dataclass(frozen=True)
 class StageAnswers(ABC, Generic[S]):
@@ -58,7 +60,9 @@ class StageAnswers(ABC, Generic[S]):
         Variants of a backend meet the same workloads, and what is to come back is the same: it is computed once.
         """
         place: WeightsAt = "input" if weights_at == "input" else "output"
-        return cast(Self, _kept(cls, Drawn(workload), place, divisor_of(workload, loss_convention)))
+        elements = sum(each.numel() for each in workload.parameters.values())
+        kept = _small if elements <= _LARGE else _large
+        return cast(Self, kept(cls, Drawn(workload), place, divisor_of(workload, loss_convention)))
 
     @classmethod
     def of(cls, reading: Reading, workload: Workload | None = None) -> Self:
@@ -144,6 +148,12 @@ class StageAnswers(ABC, Generic[S]):
         return bounds.allowed(error, config.dtype, addends=longest + tokens)
 
 
+def forget() -> None:
+    """Let go of all answers: no workload of another layout is of the same drawn data."""
+    _small.cache_clear()
+    _large.cache_clear()
+
+
 def _of_one_shape(parameters: Mapping[ParameterKey, Tensor]) -> Iterable[list[ParameterKey]]:
     """Return the keys of the parameters that have the same shape."""
     of_shape: dict[tuple[int, ...], list[ParameterKey]] = {}
@@ -152,6 +162,9 @@ def _of_one_shape(parameters: Mapping[ParameterKey, Tensor]) -> Iterable[list[Pa
     return of_shape.values()
 
 
-@lru_cache(maxsize=256)  # more than a cell has: the next variant on a layout finds what the one before it has left
-def _kept(kind: type[StageAnswers[Any]], drawn: Drawn, weights_at: WeightsAt, divisor: int) -> StageAnswers[Any]:
+def _answers(kind: type[StageAnswers[Any]], drawn: Drawn, weights_at: WeightsAt, divisor: int) -> StageAnswers[Any]:
     return kind(drawn.workload, weights_at, divisor)
+
+
+_small = lru_cache(maxsize=256)(_answers)  # more than a cell has: the next variant finds what the one before it left
+_large = lru_cache(maxsize=4)(_answers)  # the checks of one case share it; an answer takes 50 bytes an element

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -210,7 +210,7 @@ def layer_workload(recipe: LayerRecipe, variant: str, layout: Layout) -> Workloa
     return _workload(recipe.name, layout).through(variant)
 
 
-@cache
+@lru_cache(maxsize=64)  # more than a layout has
 def _workload(name: str, layout: Layout) -> Workload:
     recipe = next(each for each in (*LAYERS, *DROPPING, REPEATED) if each.name == name)
     workload = _drawn(recipe, layout)

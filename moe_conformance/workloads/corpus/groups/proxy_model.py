@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import lru_cache
 from itertools import count
 from typing import Any
 
@@ -62,7 +62,7 @@ def proxy_workload(recipe: ProxyRecipe, variant: str, layout: Layout) -> Workloa
     return replace(workload, config=replace(workload.config, variant=variant))
 
 
-@cache
+@lru_cache(maxsize=64)  # more than a layout has
 def _clear(name: str, layout: Layout) -> Workload:
     recipe = next(each for each in PROXIES if each.name == name)
     config = Config(experts=max(4, 2 * layout.ep), dtype=torch.float64, hidden=16, ffn=12)
