@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import cast
@@ -23,6 +24,7 @@ PRELOAD = "ENGINE_BENCHMARK_PRELOAD"  # a further module for the ranks
 def outcomes() -> Iterator[Iterator[list[cases.Outcome]]]:
     """The outcomes of all ranks, case after case."""
     torch.set_num_threads(1)
+    gc.freeze()  # as the driver of the product does once items are collected
     more = [name] if (name := os.environ.get(PRELOAD)) else []
     with Engine(preload=(engine_jobs.__name__, *more)) as engine:
         yield _ahead(engine)
