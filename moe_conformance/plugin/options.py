@@ -12,6 +12,8 @@ from moe_conformance import shards
 from moe_conformance.shards import Shard
 
 REPLAYED = ("backend", "device", "plant", "profile")  # the options of `replay`
+# Options that say what part of a run is wanted, or how it is told; a command that repeats a failure has none of them.
+_OF_ONE_RUN = ("only", "against", "report", "matrix", "propose_waivers", "shard", "time_limit")
 MOST_RANKS = 64  # group construction is checked against its oracle up to here
 FEWEST_VIRTUAL, MOST_VIRTUAL = 8, 512  # ranks of the profile "virtual"
 
@@ -60,6 +62,13 @@ OPTIONS = (
     Option("waivers", "FILE", "waivers of a backend that is given by dotted path"),
     Option("against", "DIR", "fail if less passes or is judged than in the report in this folder"),
     Option("report", "DIR", "write result.json into this folder, and records.jsonl while the run lasts"),
+    Option(
+        "matrix",
+        "chapters|all",
+        "a row for each chapter and for what fails, or for every requirement (default: chapters)",
+        ("chapters", "all"),
+    ),
+    Option("propose-waivers", "", "print a proposal for a waiver beside each kind of failure", flag=True),
     Option("shard", "I/N", "run the I-th of N parts only; `moe-conformance merge` puts the parts together"),
     Option("time-limit", "SECONDS", "stop in order before this time is up, the start included; exit status 124"),
 )
@@ -85,6 +94,8 @@ class Options:
     waivers: str = ""
     against: str = ""
     report: str = ""
+    matrix: str = "chapters"
+    propose_waivers: bool = False
     shard: str = ""
     time_limit: float = 0.0  # seconds; 0 is none
 
@@ -145,7 +156,7 @@ class Options:
     @property
     def again(self) -> str:
         """A pasteable command that repeats the run, without what chose a part of it."""
-        words = ["moe-conformance", "run", *self.arguments("--", ("only", "against", "report", "shard", "time_limit"))]
+        words = ["moe-conformance", "run", *self.arguments("--", _OF_ONE_RUN)]
         if self.backend == Options.backend and not self.plant:
             words[2:2] = ["--backend", self.backend]
         return shlex.join(words)

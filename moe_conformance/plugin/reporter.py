@@ -22,6 +22,7 @@ from moe_conformance.report import not_run, problems, result, summary
 from moe_conformance.report.comparison import compare
 from moe_conformance.report.floor import sentence
 from moe_conformance.report.journal import Journal
+from moe_conformance.report.live import Live
 from moe_conformance.report.progress import Progress
 from moe_conformance.report.records import FAILING, PROPERTY, Record, all_of_report, of_report
 from moe_conformance.report.standing import Place, places, standings
@@ -45,6 +46,7 @@ class Reporter:
         self._written: Path | None = None
         self._progress: Progress | None = None
         self._journal: Journal | None = None
+        self._live = Live(driver.run.options.again)
 
     # ---- while it runs -----------------------------------------------------------------------------------------
 
@@ -114,9 +116,20 @@ class Reporter:
         if records and self._journal is not None:
             self._journal.write(records)
         self._records += records
-        if self._progress is not None:
-            for record in records:
+        for record in records:
+            self._tell(self._live.lines(record))
+            if self._progress is not None:
                 self._progress.step(record.case or record.check, failed=record.verdict in FAILING, runs=record.runs)
+
+    def _tell(self, lines: Sequence[str]) -> None:
+        """Write what went wrong as soon as it did."""
+        terminal = self._terminal
+        if not lines or terminal is None:
+            return
+        if self._progress is not None:
+            self._progress.clear()
+        for number, line in enumerate(["", *lines]):
+            terminal.write_line(line, red=number == 1)
 
     # ---- at the end --------------------------------------------------------------------------------------------
 
@@ -244,6 +257,9 @@ class Reporter:
             width=shutil.get_terminal_size().columns if terminalreporter.isatty else _WIDE,
             color=terminalreporter.hasmarkup,
             encoding=sys.stdout.encoding or "ascii",
+            whole=self._run.options.matrix == "all",
+            propose=self._run.options.propose_waivers,
+            told=self._live.told,
         )
         if self._written is not None:
             terminalreporter.write_line(f"report: {self._written}")

@@ -1,10 +1,12 @@
-"""The matrix: requirement x layout, one sign per cell, with the legend of the signs that occur."""
+"""The matrix: requirement or chapter x layout, one sign per cell, with the legend of the signs that occur."""
 
 from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
 from rich import box
 from rich.console import Console
@@ -36,6 +38,15 @@ SIGNS: Mapping[Verdict, tuple[str, str, str]] = {
 }
 
 
+@dataclass(frozen=True)
+class _Row:
+    """A row of the matrix: its name, how many requirements it holds and judged, and how its items ended by layout."""
+
+    name: str
+    judged: str
+    cells: Mapping[str, Counter[Verdict]]
+
+
 def matrix(
     requirements: Sequence[Requirement],
     layouts: Sequence[str],
@@ -44,31 +55,64 @@ def matrix(
     width: int,
     color: bool,
     encoding: str,
+    whole: bool = True,
 ) -> str:
     """Return the matrix as lines for a terminal; a failing cell says how many of its items failed.
 
     Layouts come in the order given, those without a record left out; what has no layout stands under `any`. Where a
-    part of a cell's cases was judged, it says how many percent.
+    part of a cell's cases was judged, it says how many percent. The `whole` matrix has a row for every requirement; the
+    other one has a row for every chapter that ran, and below it one for each of its requirements that failed.
     """
     column = 1 if "utf" not in encoding.lower() else 0
-    cells: dict[tuple[str, str], Counter[Verdict]] = {}
+    cells: dict[str, dict[str, Counter[Verdict]]] = {}
     for record in records:
         for each in record.requirements:
-            cells.setdefault((each, record.layout or "any"), Counter())[record.verdict] += record.cases
-    layouts = [layout for layout in (*layouts, "any") if any(at == layout for _, at in cells)]
+            cells.setdefault(each, {}).setdefault(record.layout or "any", Counter())[record.verdict] += record.cases
+    layouts = [layout for layout in (*layouts, "any") if any(layout in row for row in cells.values())]
+    rows = _of_requirements(requirements, layouts, cells) if whole else _of_chapters(requirements, cells)
     table = Table(box=box.SIMPLE_HEAD if column == 0 else box.ASCII2, pad_edge=False)
-    table.add_column("requirement")
+    table.add_column("requirement" if whole else "chapter")
+    if not whole:
+        table.add_column("judged", justify="right", vertical="bottom")
     for layout in layouts:
         table.add_column(layout.replace("-", "\n"), justify="center", vertical="bottom")
     seen: set[Verdict] = set()
-    for requirement in requirements:
-        row = {layout: cells[requirement.id, layout] for layout in layouts if (requirement.id, layout) in cells}
-        # A row without a sign says "not run" in every column; beside others, no sign means nothing to judge there.
-        row = row or {layout: Counter[Verdict]({"not run": 1}) for layout in layouts}
-        table.add_row(requirement.id, *(_cell(row[layout], column) if layout in row else "" for layout in layouts))
-        seen |= {overall(count) for count in row.values()}
+    for row in rows:
+        judged_ = () if whole else (row.judged,)
+        shown = (_cell(row.cells[layout], column) if layout in row.cells else "" for layout in layouts)
+        table.add_row(row.name, *judged_, *shown)
+        seen |= {overall(count) for count in row.cells.values()}
     legend = Text("  ").join(_explained(verdict, column) for verdict in SIGNS if verdict in seen)
     return _render(table, width, color) + _render(legend, width, color)
+
+
+def _of_requirements(
+    requirements: Sequence[Requirement], layouts: Sequence[str], cells: Mapping[str, Mapping[str, Counter[Verdict]]]
+) -> list[_Row]:
+    """Return a row for each requirement, whether it ran or not."""
+    # A row without a sign says "not run" in every column; beside others, no sign means nothing to judge there.
+    nothing = {layout: Counter[Verdict]({"not run": 1}) for layout in layouts}
+    return [_Row(each.id, "", cells.get(each.id) or nothing) for each in requirements]
+
+
+def _of_chapters(
+    requirements: Sequence[Requirement], cells: Mapping[str, Mapping[str, Counter[Verdict]]]
+) -> Iterator[_Row]:
+    """Yield a row for each chapter that ran, each followed by those of its requirements that failed."""
+    for chapter, own in groupby(requirements, key=lambda each: each.chapter):
+        ids = [each.id for each in own]
+        ran = {each: cells[each] for each in ids if each in cells}
+        if not ran:
+            continue
+        added: dict[str, Counter[Verdict]] = {}
+        for row in ran.values():
+            for layout, count in row.items():
+                added.setdefault(layout, Counter()).update(count)
+        found = sum(any(verdict in JUDGED for count in row.values() for verdict in count) for row in ran.values())
+        yield _Row(chapter, f"{found} of {len(ids)}", added)
+        for each, row in ran.items():
+            if any(verdict in FAILING for count in row.values() for verdict in count):
+                yield _Row(f"  {each}", "", row)
 
 
 def _cell(count: Counter[Verdict], column: int) -> Text:

@@ -1,4 +1,4 @@
-"""How far a run is: one line that is rewritten on a terminal, a line every few minutes in a log."""
+"""How far a run is: one line that is rewritten on a terminal, a line every minute in a log."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 _ON_TERMINAL_S = 0.1
-_IN_LOG_S = 300.0  # CI ends jobs that say nothing for ten minutes
+_IN_LOG_S = 60.0
 
 
 class Progress:
@@ -26,7 +26,7 @@ class Progress:
 
     @classmethod
     def in_log(cls, write_line: Callable[[str], None], total: int) -> Progress:
-        """Write a line every few minutes; of a short run none."""
+        """Write a line every minute; of a short run none."""
         return cls(write_line, _IN_LOG_S, total)
 
     def step(self, place: str, *, failed: bool, runs: int) -> None:
@@ -38,11 +38,22 @@ class Progress:
         if now - self._shown < self._every_s:
             return
         self._shown = now
+        took = now - self._started
+        rate = f"{self._cases / took:.0f} cases/s"
         total = f"/{self.total}" if self.total else ""
-        rate = self._cases / (now - self._started)
-        self._show(f"{self._done}{total} checks, {self._failed} failed, {self._cases} cases, {rate:.0f}/s  {place}")
+        left = f", about {_duration(took * (self.total / self._done - 1))} left" if self.total > self._done else ""
+        self._show(f"{self._done}{total} checks, {self._failed} failed, {rate}{left}  {place}")
 
     def clear(self) -> None:
         """Leave an empty line on a terminal."""
         if self._every_s == _ON_TERMINAL_S:
             self._show("")
+
+
+def _duration(seconds: float) -> str:
+    """Return a duration as people say it.
+
+    >>> _duration(42.4), _duration(90), _duration(3 * 3600)
+    ('42 s', '2 min', '180 min')
+    """
+    return f"{seconds:.0f} s" if seconds < 60 else f"{seconds / 60 + 0.5:.0f} min"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from moe_conformance import spec
 from moe_conformance.plan import layout_names
-from moe_conformance.report import bits, drawn, matrix, travelled, words
+from moe_conformance.report import bits, drawn, matrix, travelled, unjudged, words
 from moe_conformance.report.problems import item_of
 from moe_conformance.report.records import Record
 from moe_conformance.spec.places import checked
@@ -25,12 +25,35 @@ class Terminal(Protocol):
 
 
 def tell(
-    terminal: Terminal, head: Mapping[str, Any], records: Sequence[Record], *, width: int, color: bool, encoding: str
+    terminal: Terminal,
+    head: Mapping[str, Any],
+    records: Sequence[Record],
+    *,
+    width: int,
+    color: bool,
+    encoding: str,
+    whole: bool = False,
+    propose: bool = False,
+    told: Collection[tuple[str, ...]] = (),
 ) -> None:
-    """Tell a run whose report begins with `head`; one that was asked for some requirements shows no others."""
+    """Tell a run whose report begins with `head`; one that was asked for some requirements shows no others.
+
+    Args:
+        terminal: Where to write.
+        head: Of the report.
+        records: Of all items.
+        width: Of the matrix in columns.
+        color: Whether it has colours.
+        encoding: Of the terminal.
+        whole: Show every requirement, what was sent between ranks, and all reasons why cases were not judged.
+        propose: Print a proposal for a waiver beside each kind of failure.
+        told: The kinds of failure that were told while the run went on.
+    """
     found = words.groups(records)
-    _tell_failures(terminal, found, head["again"])
-    if not head["plant"] and head["backend"] != "native":  # the suite's own implementation is mended, not waived
+    for title, text in words.tell(found, head["again"], told):
+        terminal.write_sep("-", title, red=True)
+        terminal.write_line(text)
+    if propose:
         _propose_waivers(terminal, found, head)
     if head["stopped"]:
         terminal.write_line(f"STOPPED: {head['stopped']}", red=True)
@@ -41,6 +64,8 @@ def tell(
     requirements = spec.load()
     decidable = [each for each in requirements if each in checked()]
     wanted = head["only"] or decidable
+    terminal.write_line("")
+    terminal.write_line(matrix.judged(records, wanted, len(requirements)))
     shown = matrix.matrix(
         [requirements[each] for each in requirements if each in wanted],
         layout_names(),
@@ -48,9 +73,12 @@ def tell(
         width=width,
         color=color,
         encoding=encoding,
+        whole=whole,
     )
-    terminal.write_line("\n" + shown.rstrip("\n"))
-    if cost := travelled.table(layout_names(), records, width=width, encoding=encoding):
+    terminal.write_line(shown.rstrip("\n"))
+    for line in unjudged.lines(records, whole=whole):
+        terminal.write_line(line)
+    if whole and (cost := travelled.table(layout_names(), records, width=width, encoding=encoding)):
         terminal.write_line(cost)
     if left_out := len(decidable) - len(set(wanted)):
         terminal.write_line(f"{left_out} requirements not run: left out by --only")
@@ -67,19 +95,12 @@ def tell(
     terminal.write_line(matrix.totals(records))
     if excused := matrix.waived(records):
         terminal.write_line(excused)
-    terminal.write_line(matrix.judged(records, wanted, len(requirements)))
     if differing := bits.line(records):
         terminal.write_line(differing)
     if distribution := drawn.line(records):
         terminal.write_line(distribution)
     rate = head["cases"] / head["seconds"] if head["seconds"] else 0.0
     terminal.write_line(f"{head['cases']} cases in {head['seconds']:.1f} s, {rate:.1f} cases/s")
-
-
-def _tell_failures(terminal: Terminal, found: Sequence[words.Group], again: str) -> None:
-    for title, text in words.tell(found, again):
-        terminal.write_sep("-", title, red=True)
-        terminal.write_line(text)
 
 
 def _propose_waivers(terminal: Terminal, found: Sequence[words.Group], head: Mapping[str, Any]) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 
+from moe_conformance import spec
 from moe_conformance.report.records import FAILING, Record
 from moe_conformance.waiving import only_should
 
@@ -34,7 +35,7 @@ class Group:
 
 
 def failure(record: Record, again: str) -> str:
-    """Return the diagnosis, what belongs to it, and the command that repeats exactly this item.
+    """Return the diagnosis, what belongs to it, what is required, and the command that repeats exactly this item.
 
     Args:
         record: Of the item.
@@ -43,9 +44,16 @@ def failure(record: Record, again: str) -> str:
     lines = [record.message]
     if record.detail:
         lines.append(record.detail)
+    lines += required(record)
     lines.append(f"reproduce: {record.reproduce(again)}")
     lines += [f"replay: {command}" for command in record.replay]
     return "\n".join(lines)
+
+
+def required(record: Record) -> list[str]:
+    """Return the requirements that an item violates, a line each: id and sentence, which says MUST or SHOULD."""
+    known = spec.load()
+    return [f"{each}: {known[each].sentence}" for each in record.requirements if each in known]
 
 
 def groups(records: Iterable[Record]) -> list[Group]:
@@ -53,7 +61,7 @@ def groups(records: Iterable[Record]) -> list[Group]:
     found: dict[tuple[str, ...], list[Record]] = {}
     for record in records:
         if record.verdict in FAILING:
-            found.setdefault(_kind(record), []).append(record)
+            found.setdefault(kind(record), []).append(record)
     grouped = [Group(tuple(group)) for group in found.values()]
     return sorted(grouped, key=lambda group: (*_rank(group.first), -len(group.records)))
 
@@ -65,7 +73,7 @@ def _rank(record: Record) -> tuple[int, bool]:
 _RANK: dict[str, int] = {"crash": 0, "hang": 1}
 
 
-def _kind(record: Record) -> tuple[str, ...]:
+def kind(record: Record) -> tuple[str, ...]:
     """Return what makes two failures the same kind.
 
     A run that did not finish fails every check that reads it, whatever the requirement; so does a fault of the suite.
@@ -81,17 +89,23 @@ def _shape(message: str) -> str:
     return re.sub(r"0x[0-9a-f]+|\d+(\.\d+)?", "#", clause)
 
 
-def tell(found: Sequence[Group], again: str) -> list[tuple[str, str]]:
-    """Return (title, text) of the groups to tell in full, and one last entry that lists the others."""
-    told = [(group.title, _in_full(group, again)) for group in found[:IN_FULL]]
+def tell(found: Sequence[Group], again: str, told: Collection[tuple[str, ...]] = ()) -> list[tuple[str, str]]:
+    """Return (title, text) of the groups to tell in full, and one last entry that lists the others.
+
+    Args:
+        found: All groups.
+        again: The command that repeats the run, see `Record.reproduce`.
+        told: The kinds whose first failure was told in full while the run went on: their detail is not repeated.
+    """
+    first = [(group.title, _in_full(group, again, kind(group.first) in told)) for group in found[:IN_FULL]]
     if rest := found[IN_FULL:]:
         lines = [f"{group.title}: {len(group.records)} x {_one_line(group.first)}" for group in rest]
-        told.append((f"{len(rest)} more kinds of failure", "\n".join(lines)))
-    return told
+        first.append((f"{len(rest)} more kinds of failure", "\n".join(lines)))
+    return first
 
 
-def _in_full(group: Group, again: str) -> str:
-    lines = [group.first.item, failure(group.first, again)]
+def _in_full(group: Group, again: str, told: bool) -> str:
+    lines = [group.first.item, failure(replace(group.first, detail="") if told else group.first, again)]
     if more := len(group.records) - 1:
         cases = sorted({record.case or record.item for record in group.records[1:]} - {group.first.case})
         also = f", on {', '.join(cases[:4])}{' ...' if len(cases) > 4 else ''}" if cases else ""

@@ -13,23 +13,15 @@ import pytest
 
 from moe_conformance import spec
 from moe_conformance.plugin.scheduling import cell_of
-from moe_conformance.report import bits, drawn, folding, matrix, not_run, result, words
+from moe_conformance.report import bits, drawn, folding, matrix, not_run, result
 from moe_conformance.report.journal import NAME, Journal, read
-from moe_conformance.report.progress import Progress
 from moe_conformance.report.records import FAILING, PROPERTY, Record, all_of_report, of_report, overall
 from moe_conformance.topology import Layout
 from moe_conformance.waiving import Failure, Waiver
+from self_tests.plugin.simulated_records import record
 
 SPEC = spec.load()
 MOVED = {"rows": 3.0, "least_rows": 2.0, "bytes": 96.0, "least_bytes": 64.0, "calls": 2.0}
-
-
-def record(requirement: str, verdict: str, layout: str = "ep2", message: str = "", **more) -> Record:
-    """Return a record of one check on `even`."""
-    node = f"test_x.py::test_{requirement}[alltoall-{layout}-even]"
-    return Record(
-        node, "test_x", (requirement,), verdict, message, variant="alltoall", layout=layout, workload="even", **more
-    )
 
 
 class TestRecord:
@@ -123,48 +115,6 @@ class TestOverall:
         assert expected == overall(verdicts)
 
 
-class TestWords:
-    def test_a_crash_is_one_kind_on_every_check_and_rank(self):
-        """The requirement, the rank, addresses and who else failed do not make another kind."""
-        crashes = [
-            record("EXCH-01", "crash", message="run: rank 0 raised in build: OSError: at 0x7f; so did rank 1"),
-            record("EXCH-02", "crash", message="run: rank 3 raised in build: OSError: at 0x8e; so did rank 1, 2"),
-            record("EXCH-02", "crash", message="run: rank 3 raised in forward:0: OSError: at 0x8e"),
-        ]
-        assert [2, 1] == [len(group.records) for group in words.groups(crashes)]
-
-    def test_values_fail_by_requirement_and_kind(self):
-        """Two requirements are two kinds, and two types of mismatch under one requirement are."""
-        records = [
-            record("EXCH-01", "fail", kind="WrongDelivery"),
-            record("EXCH-01", "fail", "ep4", kind="WrongDelivery"),
-            record("EXCH-01", "fail", kind="WrongCount"),
-            record("EXCH-02", "fail", kind="WrongDelivery"),
-            record("EXCH-02", "pass"),
-        ]
-        assert [2, 1, 1] == [len(group.records) for group in words.groups(records)]
-
-    def test_what_must_be_comes_before_what_should_be(self):
-        """Crashes and hangs come first; of one level the kind with the most cases."""
-        should = next(each.id for each in SPEC.values() if each.level == "SHOULD")
-        records = [record(should, "fail", layout) for layout in ("ep2", "ep4", "single")]
-        records += [record("EXCH-01", "fail"), record("EXCH-02", "fail"), record("EXCH-02", "fail", "ep4")]
-        records += [record(should, "hang"), record("EXCH-09", "crash")]
-        told = [(group.first.verdict, group.first.requirements[0]) for group in words.groups(records)]
-        failures = [("fail", "EXCH-02"), ("fail", "EXCH-01"), ("fail", should)]
-        assert [("crash", "EXCH-09"), ("hang", should), *failures] == told
-
-    def test_only_the_first_kinds_are_told_in_full(self):
-        """The others have one line each, so that nothing is left out."""
-        many = [record(each, "fail", message=f"told {each}") for each in list(SPEC)[:9]]
-        told = words.tell(words.groups(many), "again")
-        assert words.IN_FULL + 1 == len(told)
-        title, text = told[-1]
-        assert "4 more kinds of failure" == title
-        assert 4 == len(text.splitlines())
-        assert all("reproduce: again --only" in full for _, full in told[:-1])
-
-
 class TestMatrix:
     RECORDS = (
         record("EXCH-01", "pass"),
@@ -188,6 +138,11 @@ class TestMatrix:
     def test_the_legend_explains_the_signs_that_occur(self):
         """And no others."""
         assert "✗ fail  r refused  · not run" == self.shown().splitlines()[-1].strip()
+
+    def test_chapters_that_ran_have_a_row_each(self):
+        """What failed has a row of its own below its chapter; the share of requirements that were judged is told."""
+        rows = [line.split() for line in self.shown(whole=False).splitlines() if "EXCH" in line or " of " in line]
+        assert [["exchange", "1", "of", "3", "✗" + "2", "r"], ["EXCH-01", "✗" + "2"]] == rows
 
     def test_ascii_is_enough(self):
         """A terminal that cannot show signs gets letters."""
@@ -348,33 +303,6 @@ class TestNotRun:
 def compared(pairs: int) -> dict[str, object]:
     """Return what a check has compared that counted pairs on one rank."""
     return {"elements": 0, "pairs": pairs, "ranks": [0]}
-
-
-class TestProgress:
-    def test_one_line_that_is_left_empty(self):
-        """The line fits the terminal, counts what ended, and is gone at the end."""
-        lines: list[str] = []
-        progress = Progress.on_terminal(lines.append, 40, total=2)
-        progress._shown = 0.0
-        progress.step("alltoall-ep2-a-workload-with-a-long-name", failed=True, runs=1)
-        progress.clear()
-        assert [39, 39] == [len(line) for line in lines]
-        assert lines[0].startswith("1/2 checks, 1 failed, 1 cases")
-        assert "" == lines[1].strip()
-
-    def test_a_log_gets_a_line_every_few_minutes(self):
-        """A short run writes none, a long one a line that is not cut; at the end there is nothing to clear."""
-        lines: list[str] = []
-        progress = Progress.in_log(lines.append, total=3)
-        progress.step("alltoall-ep2-first", failed=False, runs=1)
-        assert [] == lines
-        progress._shown -= 301
-        progress.step("alltoall-ep2-a-workload-with-a-long-name", failed=True, runs=1)
-        progress.step("alltoall-ep2-third", failed=False, runs=1)
-        progress.clear()
-        assert 1 == len(lines)
-        assert lines[0].startswith("2/3 checks, 1 failed, 2 cases")
-        assert lines[0].endswith("  alltoall-ep2-a-workload-with-a-long-name")
 
 
 class TestScheduling:

@@ -13,7 +13,7 @@ from moe_conformance.report.records import Record
 from self_tests.plugin import plugin_runs
 from self_tests.plugin.plugin_runs import PROJECT, TOY, Finished
 
-ASKED = ("--moe-backend", TOY, "--moe-ranks", "2")
+ASKED = ("--moe-propose-waivers", "--moe-backend", TOY, "--moe-ranks", "2")
 
 # Checks that are at fault themselves.
 BROKEN = """
@@ -192,9 +192,17 @@ class TestTerminal:
         assert "combine: every element of y is 2.000 x the expected value" in judged.output
         assert "judge_outputs" not in judged.output
 
+    def test_a_failure_is_told_as_it_happens(self, judged):
+        """Long before the summary, with the requirement, its sentence and the command; at the end it comes again."""
+        first, _, summary = judged.output.partition("judged 3 of")
+        assert "CRASH EXCH-09: crash" in first
+        assert f"EXCH-09: {spec.load()['EXCH-09'].sentence}" in first
+        assert "reproduce: moe-conformance run" in first
+        assert "EXCH-09: crash" not in summary
+
     def test_the_matrix_has_a_column_per_layout(self, judged):
         """Requirement by layout, with how many items of a cell failed."""
-        (row,) = [line.split() for line in judged.output.splitlines() if line.startswith(" EXCH-09 ")]
+        (row,) = [line.split() for line in judged.output.splitlines() if line.startswith("   EXCH-09 ")]
         assert ["EXCH-09", "✗2", "✗3", "-", "-", "-", "-"] == row
 
     def test_cases_are_counted_once(self, judged, report):
@@ -202,7 +210,7 @@ class TestTerminal:
         assert 16 == report["cases"]
         assert "16 cases in" in judged.output
 
-    def test_a_waiver_is_proposed_and_not_written(self, judged, folder):
-        """The proposal leaves to a person what only a person can say."""
+    def test_a_waiver_is_proposed_where_it_is_asked_for(self, judged, folder):
+        """The proposal leaves to a person what only a person can say, and is not written anywhere."""
         assert 'owner = "?"' in judged.output
         assert ["result.json"] == sorted(path.name for path in folder.iterdir())

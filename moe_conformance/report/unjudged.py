@@ -1,0 +1,48 @@
+"""Why cases were not judged: the reasons that backends, adapters and declared limits give, with how often."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from moe_conformance.report.records import Record, Verdict
+
+_NOT_JUDGED: tuple[Verdict, ...] = ("refused", "not adapted", "limit")
+MOST_TOLD = 3  # reasons of one verdict, unless all are asked for
+_WIDE = 96  # characters of a reason
+
+
+def lines(records: Iterable[Record], *, whole: bool) -> Iterator[str]:
+    """Yield a line for each reason, the most frequent first; reasons that differ in numbers are one.
+
+    Args:
+        records: Of all items.
+        whole: Tell all reasons, not the most frequent of each verdict alone.
+    """
+    count: dict[Verdict, Counter[str]] = {verdict: Counter() for verdict in _NOT_JUDGED}
+    first: dict[str, str] = {}
+    for record in records:
+        if record.verdict in count:
+            shape = re.sub(r"\d+(\.\d+)?", "#", record.message)
+            first.setdefault(shape, record.message)
+            count[record.verdict][shape] += record.cases
+    for verdict, reasons in count.items():
+        told = reasons.most_common(None if whole else MOST_TOLD)
+        for shape, cases in told:
+            yield f"{cases} {verdict}: {_short(_reason(first[shape]))}"
+        if rest := reasons.total() - sum(cases for _, cases in told):
+            yield f"{rest} {verdict} for {len(reasons) - len(told)} other reasons; --matrix all shows them"
+
+
+def _reason(message: str) -> str:
+    """Return a reason without the words of its verdict.
+
+    >>> _reason("refused by the library: no capacity"), _reason("limit, unproved: it hangs"), _reason("no such layout")
+    ('no capacity', 'it hangs', 'no such layout')
+    """
+    return re.sub(r"^(refused by the library|not adapted|limit, unproved|limit): ", "", message).partition("\n")[0]
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _WIDE else text[: _WIDE - 3] + "..."

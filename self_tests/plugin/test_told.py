@@ -1,0 +1,131 @@
+"""What a run tells on the screen: progress, failures as they happen and at the end, why cases were not judged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moe_conformance import spec
+from moe_conformance.report import unjudged, words
+from moe_conformance.report.live import Live
+from moe_conformance.report.progress import Progress
+from self_tests.plugin.simulated_records import record
+
+SPEC = spec.load()
+
+
+class TestWords:
+    def test_a_crash_is_one_kind_on_every_check_and_rank(self):
+        """The requirement, the rank, addresses and who else failed do not make another kind."""
+        crashes = [
+            record("EXCH-01", "crash", message="run: rank 0 raised in build: OSError: at 0x7f; so did rank 1"),
+            record("EXCH-02", "crash", message="run: rank 3 raised in build: OSError: at 0x8e; so did rank 1, 2"),
+            record("EXCH-02", "crash", message="run: rank 3 raised in forward:0: OSError: at 0x8e"),
+        ]
+        assert [2, 1] == [len(group.records) for group in words.groups(crashes)]
+
+    def test_values_fail_by_requirement_and_kind(self):
+        """Two requirements are two kinds, and two types of mismatch under one requirement are."""
+        records = [
+            record("EXCH-01", "fail", kind="WrongDelivery"),
+            record("EXCH-01", "fail", "ep4", kind="WrongDelivery"),
+            record("EXCH-01", "fail", kind="WrongCount"),
+            record("EXCH-02", "fail", kind="WrongDelivery"),
+            record("EXCH-02", "pass"),
+        ]
+        assert [2, 1, 1] == [len(group.records) for group in words.groups(records)]
+
+    def test_what_must_be_comes_before_what_should_be(self):
+        """Crashes and hangs come first; of one level the kind with the most cases."""
+        should = next(each.id for each in SPEC.values() if each.level == "SHOULD")
+        records = [record(should, "fail", layout) for layout in ("ep2", "ep4", "single")]
+        records += [record("EXCH-01", "fail"), record("EXCH-02", "fail"), record("EXCH-02", "fail", "ep4")]
+        records += [record(should, "hang"), record("EXCH-09", "crash")]
+        told = [(group.first.verdict, group.first.requirements[0]) for group in words.groups(records)]
+        failures = [("fail", "EXCH-02"), ("fail", "EXCH-01"), ("fail", should)]
+        assert [("crash", "EXCH-09"), ("hang", should), *failures] == told
+
+    def test_only_the_first_kinds_are_told_in_full(self):
+        """The others have one line each, so that nothing is left out."""
+        many = [record(each, "fail", message=f"told {each}") for each in list(SPEC)[:9]]
+        told = words.tell(words.groups(many), "again")
+        assert words.IN_FULL + 1 == len(told)
+        title, text = told[-1]
+        assert "4 more kinds of failure" == title
+        assert 4 == len(text.splitlines())
+        assert all("reproduce: again --only" in full for _, full in told[:-1])
+
+
+class TestLive:
+    def test_the_first_failure_of_a_kind_is_told(self):
+        """With what was required and the command; a second one of the kind, and a pass, are not told."""
+        live = Live("again")
+        first = record("EXCH-01", "fail", message="rank 0 token 1 was not delivered", kind="WrongDelivery")
+        expected = (
+            "FAIL EXCH-01: fail",
+            first.item,
+            first.message,
+            f"EXCH-01: {SPEC['EXCH-01'].sentence}",
+            f"reproduce: {first.reproduce('again')}",
+        )
+        assert expected == live.lines(first)
+        assert () == live.lines(replace(first, layout="ep4"))
+        assert () == live.lines(record("EXCH-02", "pass"))
+        assert {words.kind(first)} == live.told
+
+    def test_a_run_in_which_all_fails_is_not_a_screen_of_each(self):
+        """After ten kinds the others are left to the end, and a line says so."""
+        live = Live("again")
+        told = [live.lines(record(each, "fail", message="wrong")) for each in list(SPEC)[:12]]
+        assert [True] * 10 + [False] * 2 == [bool(lines) for lines in told]
+        assert "further kinds of failure are told at the end" == told[9][-1]
+        assert 10 == len(live.told)
+
+    def test_what_was_told_is_told_without_its_detail(self):
+        """The traceback of a crash is printed once."""
+        crash = record("EXCH-09", "crash", message="rank 0 raised", detail="Traceback")
+        (_, whole), (_, short) = (words.tell(words.groups([crash]), "again", t)[0] for t in ((), {words.kind(crash)}))
+        assert ["Traceback" in whole, "Traceback" in short] == [True, False]
+
+
+class TestUnjudged:
+    RECORDS = (
+        record("EXCH-01", "refused", message="refused by the library: no buffer of 10 rows"),
+        record("EXCH-02", "refused", message="refused by the library: no buffer of 12 rows"),
+        *(record("EXCH-01", "not adapted", message=f"not adapted: {why}") for why in "abbccdd"),
+        record("EXCH-01", "pass", message="not adapted: nothing"),
+    )
+
+    def test_reasons_are_counted(self):
+        """Reasons that differ in numbers are one; the rarest are left out and counted."""
+        expected = ["2 refused: no buffer of 10 rows"] + [f"2 not adapted: {why}" for why in "bcd"]
+        rest = "1 not adapted for 1 other reasons; --matrix all shows them"
+        assert [*expected, rest] == list(unjudged.lines(self.RECORDS, whole=False))
+        assert [*expected, "1 not adapted: a"] == list(unjudged.lines(self.RECORDS, whole=True))
+
+
+class TestProgress:
+    def test_one_line_that_is_left_empty(self):
+        """The line fits the terminal, counts what ended, and is gone at the end."""
+        lines: list[str] = []
+        progress = Progress.on_terminal(lines.append, 40, total=2)
+        progress._shown = 0.0
+        progress.step("alltoall-ep2-a-workload-with-a-long-name", failed=True, runs=1)
+        progress.clear()
+        assert [39, 39] == [len(line) for line in lines]
+        assert lines[0].startswith("1/2 checks, 1 failed, ")
+        assert "" == lines[1].strip()
+
+    def test_a_log_gets_a_line_every_minute(self):
+        """A short run writes none, a long one a line that is not cut; at the end there is nothing to clear."""
+        lines: list[str] = []
+        progress = Progress.in_log(lines.append, total=3)
+        progress.step("alltoall-ep2-first", failed=False, runs=1)
+        assert [] == lines
+        progress._shown -= 61
+        progress._started -= 61
+        progress.step("alltoall-ep2-a-workload-with-a-long-name", failed=True, runs=1)
+        progress.step("alltoall-ep2-third", failed=False, runs=1)
+        progress.clear()
+        assert 1 == len(lines)
+        assert lines[0].startswith("2/3 checks, 1 failed, 0 cases/s, about 3")
+        assert lines[0].endswith("  alltoall-ep2-a-workload-with-a-long-name")
