@@ -12,7 +12,7 @@ driver.
 from __future__ import annotations
 
 from .engine import Engine
-from .records import EngineError, Job, JobResult, RankContext, RankResult
+from .records import NO_ANSWER, EngineError, Job, JobResult, RankContext, RankResult
 from .running import Running
 
-__all__ = ["Engine", "EngineError", "Job", "JobResult", "RankContext", "RankResult", "Running"]
+__all__ = ["NO_ANSWER", "Engine", "EngineError", "Job", "JobResult", "RankContext", "RankResult", "Running"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 
 import torch
@@ -35,6 +35,7 @@ class Engine:
             and not initialise CUDA.
         environment: Variables that the preload and the ranks see on top of the driver's.
         site: The machines on which ranks run; the driver's alone if None.
+        notice: Called with a sentence where a job takes long, or the wait for it is interrupted: where its ranks are.
 
     Raises:
         EngineError: a module of the preload cannot be imported (says which and why), or the device is not
@@ -49,6 +50,7 @@ class Engine:
         preload: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         site: Site | None = None,
+        notice: Callable[[str], None] | None = None,
     ) -> None:
         if device not in ("cpu", "cuda"):
             raise EngineError(f"device must be 'cpu' or 'cuda', not {device!r}")
@@ -58,6 +60,7 @@ class Engine:
         self._virtual = virtual
         self._preload = tuple(preload)
         self._environment = dict(environment or {})
+        self._notice = notice or (lambda sentence: None)
         self._site = site if site is not None else LocalSite()
         self._numbers = itertools.count(1)
         self._worlds: dict[int, World | VirtualWorld] = {}
@@ -86,7 +89,7 @@ class Engine:
 
         The results are those of `start` for each of them: if a job of several has a fault or leaves something behind,
         none of what these runs returned is used, and each job runs again alone when its result is asked for. All of
-        them together have the shortest of their deadlines; longer ones take them one by one too.
+        them together have the shortest of their deadlines, and at most 20 s; longer ones take them one by one too.
 
         Raises:
             EngineError: a job is malformed, the worlds differ, ranks cannot be started, or the engine is closed.
@@ -172,7 +175,7 @@ class Engine:
             self._worlds[size] = (
                 VirtualWorld(size, self.device, self._host)
                 if self._virtual
-                else World(size, self.device, self._host, self._store)
+                else World(size, self.device, self._host, self._store, self._notice)
             )
         return self._worlds[size]
 

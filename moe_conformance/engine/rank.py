@@ -49,6 +49,7 @@ class Station:
     port: int
     prefix: str
     virtual: bool = False
+    local_rank: int = 0  # its number on its machine
 
 
 @dataclass(frozen=True)
@@ -93,10 +94,22 @@ def serve(channel: wire.Channel, station: Station, ledger: int) -> NoReturn:
     `ledger` is the descriptor of the file that the rank's ledger is in.
     """
     torch.set_num_threads(1)
+    os.environ.update(_as_under_torchrun(station))
     offspring.adopt()  # so that it is seen what a function leaves behind
     with contextlib.suppress(EOFError, OSError):  # of the channel: the driver has closed its end
         _work(channel, station, ledger)
     os._exit(0)
+
+
+def _as_under_torchrun(station: Station) -> dict[str, str]:
+    """Returns the variables in which libraries look for their rank; at the address there is the driver's store."""
+    return {
+        "RANK": str(station.rank),
+        "LOCAL_RANK": str(station.local_rank),
+        "WORLD_SIZE": str(station.world),
+        "MASTER_ADDR": station.address,
+        "MASTER_PORT": str(station.port),
+    }
 
 
 def _work(channel: wire.Channel, station: Station, ledger: int) -> None:

@@ -19,6 +19,9 @@ class EngineError(Exception):
     """The engine was misused, or the machine would not let it work; no function on a rank is at fault."""
 
 
+NO_ANSWER = "no answer within"  # begins the error of a rank that took all of its deadline
+
+
 @dataclass(frozen=True)
 class Job:
     """One function to be run on every rank of a world.

@@ -60,6 +60,15 @@ def place(text: str) -> str:
     return f"in {frames[0].function}, from {outside.file}:{outside.line}"
 
 
+def innermost(text: str) -> str:
+    """Returns where a rank stands, outside of torch where it can be told: `FILE:LINE (FUNCTION)`."""
+    frames = main_frames(text)
+    if not frames:
+        return "no known place: it dumped no stack"
+    frame = next((f for f in frames if "/torch/" not in f.file and not _only_hands_on(f)), frames[0])
+    return f"{frame.file}:{frame.line} ({frame.function})"
+
+
 def _frames(block: str) -> list[Frame]:
     frames = (Frame(m["file"], int(m["line"]), m["function"]) for m in _FRAME.finditer(block))
     return [frame for frame in frames if _LISTENING not in frame.file]

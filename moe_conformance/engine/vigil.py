@@ -5,7 +5,7 @@ from __future__ import annotations
 import selectors
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -18,11 +18,13 @@ from .infrastructure import classify
 from .launcher import describe_exit
 from .ledger.entry import Ledger, decode, decode_all
 from .rank import Answer, Returned
-from .records import EngineError, Job, RankResult
+from .records import NO_ANSWER, EngineError, Job, RankResult
 from .stillness import INTERVAL_S
 
 _LAST_WORDS_S = 2.0  # from another machine, the news of a rank's end may overtake its answer
 _AWAKENING_S = 1.0
+_NOTICE_S = 20.0  # of waiting; then it is said for whom
+_TOGETHER_S = 20.0  # of several jobs, at most: one that hangs is then run alone, with all of its deadline
 _QUIET_S = 0.2  # without news, before ranks are watched for stillness: short jobs pay nothing for it
 
 
@@ -30,19 +32,31 @@ class Vigil:
     """Waits until every rank has answered or ended, the deadline passes, or the ranks can no longer move.
 
     Of several jobs nothing is found out where one of them did not return: they are given up at once. What is read of
-    the answers and of what the ranks wrote can wait: `settle` leaves that to `findings`.
+    the answers and of what the ranks wrote can wait: `settle` leaves that to `findings`. Once, where it takes long or
+    is interrupted, `notice` is told where the ranks are that have not answered.
     """
 
     def __init__(
-        self, host: Host, ranks: Sequence[RankProcess], number: int, began: float, jobs: Sequence[Job], *, gpu: bool
+        self,
+        host: Host,
+        ranks: Sequence[RankProcess],
+        number: int,
+        began: float,
+        jobs: Sequence[Job],
+        *,
+        gpu: bool,
+        notice: Callable[[str], None],
     ) -> None:
         self._host = host
         self._ranks = ranks
         self._number = number
         self.jobs = jobs
         self._gpu = gpu
+        self._notice: Callable[[str], None] | None = notice  # None once it was told
         self.began = began
         self._deadline_s = min(job.deadline_s for job in jobs)
+        if len(jobs) > 1:
+            self._deadline_s = min(self._deadline_s, _TOGETHER_S)
         self._until = began + self._deadline_s
         self._pending = {process.rank: process for process in ranks}
         self._returned: dict[int, tuple[Sequence[Returned], list[bytearray]]] = {}  # and the buffers of all values
@@ -58,6 +72,9 @@ class Vigil:
                 self._wait()
             except EngineError as error:
                 self._failure = error
+            except KeyboardInterrupt:
+                self._tell()
+                raise
             self._ended = time.monotonic()
         if self._failure is not None or not self._all_returned:
             return False
@@ -116,13 +133,15 @@ class Vigil:
         if self._spoilt:
             return
         if self._pending:
-            self._give_up(f"no answer within {self._deadline_s:.1f} s")
+            self._give_up(f"{NO_ANSWER} {self._deadline_s:.1f} s")
         self._ledgers = self._ledgers or self._host.ledgers(self._ranks)
 
     def _listen(self, selector: selectors.BaseSelector) -> None:
         watch: DeadlockWatch | None = None
         while self._pending and not self._spoilt:
             left = self._until - time.monotonic()
+            if len(self.jobs) == 1 and time.monotonic() - self.began > _NOTICE_S:
+                self._tell()
             events = selector.select(max(0.0, min(left, INTERVAL_S if watch else _QUIET_S)))
             if left <= 0 and not events:  # an answer in time may be taken in late: the driver has other work
                 return
@@ -138,6 +157,15 @@ class Vigil:
                 watch = DeadlockWatch(self._host, self._ranks)
             elif self._pending and watch.proves(self._pending.values()):
                 self._give_up("waits in a collective that cannot complete")
+
+    def _tell(self) -> None:
+        """Says, once, where each rank is that has not answered."""
+        notice, self._notice = self._notice, None
+        if notice is None or not self._pending:
+            return
+        texts = self._host.stacks(tuple(self._pending.values()))
+        where = "; ".join(f"rank {rank} in {stacks.innermost(text)}" for rank, text in sorted(texts.items()))
+        notice(f"waiting for {where}, after {time.monotonic() - self.began:.0f} s of {self._deadline_s:.0f} s")
 
     def _hear(self, process: RankProcess) -> bool:
         """Takes in a rank's answer; returns False once there is nothing more to hear from it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import selectors
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from . import blame, wire
@@ -31,11 +31,12 @@ class World:
     said.
     """
 
-    def __init__(self, size: int, device: str, host: Host, store: StoreServer) -> None:
+    def __init__(self, size: int, device: str, host: Host, store: StoreServer, notice: Callable[[str], None]) -> None:
         self._size = size
         self._device = device
         self._host = host
         self._store = store
+        self._notice = notice
         self._ranks: list[RankProcess] = []
         self.stops = 0
 
@@ -51,7 +52,8 @@ class World:
             head = wire.dumps(Assignment(number, tuple(parcel.task for parcel in parcels)))
             jobs = [parcel.job for parcel in parcels]
             self._post(head, parcels, min(job.deadline_s for job in jobs))
-            return _Begun(self, Vigil(self._host, self._ranks, number, began, jobs, gpu=self._device != "cpu"))
+            gpu = self._device != "cpu"
+            return _Begun(self, Vigil(self._host, self._ranks, number, began, jobs, gpu=gpu, notice=self._notice))
         except BaseException:
             self.stop()
             raise
@@ -91,7 +93,11 @@ class World:
         places = [self._host.place(rank) for rank in range(self._size)]
         devices, transport = assign(self._device, places)
         where = (self._size, transport, self._host.address, self._store.port, prefix)
-        self._ranks = self._host.start([Station(rank, device, *where) for rank, device in enumerate(devices)])
+        stations = [
+            Station(rank, device, *where, local_rank=place.local_rank)
+            for rank, (device, place) in enumerate(zip(devices, places, strict=True))
+        ]
+        self._ranks = self._host.start(stations)
         until = time.monotonic() + _START_LIMIT_S
         with selectors.DefaultSelector() as selector:
             for process in self._ranks:

@@ -73,7 +73,7 @@ class CaseRun:
         if reason := too_large(cell.layout, self.run.options.ranks):
             trial.skip("not applicable", f"not applicable: {reason}")
 
-    def step(self, trial: Trial, workload: Workload, deadline_s: float = 60.0) -> Outcome:
+    def step(self, trial: Trial, workload: Workload, deadline_s: float | None = None) -> Outcome:
         """Run a workload now, and count that."""
         trial.runs += 1
         return self.outcomes.step(workload, deadline_s)

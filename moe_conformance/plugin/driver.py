@@ -49,19 +49,19 @@ class Driver:
         part = options.rotated
         self.plan = Plan(run.backend, options.device, options.profile, options.ranks, asynchrony, part, kept)
         self.other_cells = agenda.other_cells(self.plan, run.options)
-        self._outcomes = Outcomes(run)
-        self.cases = CaseRun(run, self._outcomes)
+        self.outcomes = Outcomes(run)
+        self.cases = CaseRun(run, self.outcomes)
         self._layout: Layout | None = None  # of the latest item that has one
 
     def pytest_sessionfinish(self) -> None:
         """End the ranks, if there are any."""
-        self._outcomes.close()
+        self.outcomes.close()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_collection(self, session: pytest.Session) -> Generator[None, object, object]:
         """Have the ranks' imports done while items are collected, which live as long as the process."""
         if not session.config.option.collectonly:
-            self._outcomes.open()
+            self.outcomes.open()
         with collected_once():
             return (yield)
 
@@ -229,7 +229,7 @@ class Driver:
             trial.skip("not adapted", "not adapted: the backend has no groups()")
         trial.runs += 1
         try:
-            return dict(zip(wishes, self._outcomes.group_lists(wishes), strict=True))
+            return dict(zip(wishes, self.outcomes.group_lists(wishes), strict=True))
         except CannotTell as error:
             raise RunFailed("groups", f"groups() of the backend raised {error}") from error
 
@@ -252,7 +252,7 @@ class Driver:
         if ended.verdict == "error":
             ended = replace(ended, detail=report.longreprtext)
         ended = repeating.looked_again(
-            self.run, self._outcomes, item, trial, ended, None, lambda kept: repeating.drawn_again(trial, kept.outcome)
+            self.run, self.outcomes, item, trial, ended, None, lambda kept: repeating.drawn_again(trial, kept.outcome)
         )
         record = record_of(self.run, item, trial, ended)
         attach(report, record, item.config)

@@ -62,6 +62,7 @@ OPTIONS = (
     Option("waivers", "FILE", "waivers of a backend that is given by dotted path"),
     Option("against", "DIR", "fail if less passes or is judged than in the report in this folder"),
     Option("report", "DIR", "write result.json into this folder, and records.jsonl while the run lasts"),
+    Option("deadline", "SECONDS", "give a case up as hanging after this time (default: 60)"),
     Option(
         "matrix",
         "chapters|all",
@@ -94,6 +95,7 @@ class Options:
     waivers: str = ""
     against: str = ""
     report: str = ""
+    deadline: float = 60.0  # seconds
     matrix: str = "chapters"
     propose_waivers: bool = False
     shard: str = ""
@@ -118,6 +120,8 @@ class Options:
             raise Unusable(f"bugs are planted in native, not in {self.backend}; leave --backend out")
         if not 0 <= self.time_limit < float("inf"):
             raise Unusable(f"--time-limit needs seconds, not {self.time_limit}")
+        if not 0 < self.deadline < float("inf"):
+            raise Unusable(f"--deadline needs seconds, more than 0, not {self.deadline}")
         for name in ("shard", "rotation"):
             try:
                 self._part(name)
@@ -175,7 +179,7 @@ def from_mapping(given: dict[str, Any]) -> Options:
         Unusable: a value is out of range or not a number.
     """
     values = {name: _joined(value) for name, value in given.items() if value is not None}
-    numbers: dict[str, Callable[[Any], float]] = {"ranks": int, "time_limit": float}
+    numbers: dict[str, Callable[[Any], float]] = {"ranks": int, "time_limit": float, "deadline": float}
     for name in numbers.keys() & values.keys():
         try:
             values[name] = numbers[name](values[name])

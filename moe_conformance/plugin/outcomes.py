@@ -81,6 +81,8 @@ class Outcomes:
     def __init__(self, run: Run) -> None:
         """Start nothing yet."""
         self._run = run
+        self._deadline_s = run.options.deadline
+        self.notice: Callable[[str], None] | None = None  # told where ranks are that take long
         self._opened: Future[Engine] | None = None
         self._kept: Kept | None = None
         self._ahead: deque[_Ahead] = deque()
@@ -118,16 +120,16 @@ class Outcomes:
         return self._kept
 
     @_ends_with_its_site
-    def step(self, workload: Workload, deadline_s: float = 60.0) -> Outcome:
+    def step(self, workload: Workload, deadline_s: float | None = None) -> Outcome:
         """Run a workload now; what ran ahead is there when its case is asked for."""
-        return start(self._started, self._run.target, workload, deadline_s).outcome()
+        return start(self._started, self._run.target, workload, deadline_s or self._deadline_s).outcome()
 
     @_ends_with_its_site
     def steps(self, workloads: Sequence[Workload]) -> list[Outcome]:
         """Run workloads of one world now, together."""
         if not workloads:
             return []
-        return [step.outcome() for step in start_many(self._started, self._run.target, workloads)]
+        return [step.outcome() for step in start_many(self._started, self._run.target, workloads, self._deadline_s)]
 
     @_ends_with_its_site
     def renew(self) -> None:
@@ -146,7 +148,7 @@ class Outcomes:
                 return None
             self._repeats += 1
             self.renew()
-            self._repeated = Kept(case, start(self._started, self._run.target, workload).outcome())
+            self._repeated = Kept(case, start(self._started, self._run.target, workload, self._deadline_s).outcome())
         return self._repeated
 
     @_ends_with_its_site
@@ -171,7 +173,7 @@ class Outcomes:
                 return ahead
         self._batches += 1
         self._size = 1
-        return _Ahead(case, start(self._started, self._run.target, case.workload), self._batches)
+        return _Ahead(case, start(self._started, self._run.target, case.workload, self._deadline_s), self._batches)
 
     def _begin(self, cases: Sequence[Case]) -> None:
         """Begin the first of some cases, as many as may run together."""
@@ -180,7 +182,8 @@ class Outcomes:
         if not together:
             return
         try:
-            steps = start_many(self._started, self._run.target, [case.workload for case in together])
+            workloads = [case.workload for case in together]
+            steps = start_many(self._started, self._run.target, workloads, self._deadline_s)
         except EngineError:  # the item of the case at fault will meet it again, and tell it
             return
         self._batches += 1
@@ -202,6 +205,10 @@ class Outcomes:
             reason = str(error).partition("\n")[0]
             pytest.exit(f"the ranks cannot start: {reason}; try `moe-conformance doctor`", returncode=_USAGE_ERROR)
 
+    def _notice(self, sentence: str) -> None:
+        if self.notice is not None:
+            self.notice(sentence)
+
     def _open(self, opened: Future[Engine]) -> None:
         options = self._run.options
         try:
@@ -209,6 +216,7 @@ class Outcomes:
                 device=options.device,
                 virtual=options.profile == VIRTUAL,
                 site=self._run.site,
+                notice=self._notice,
                 **engine_needs(self._run.backend),
             )
         except BaseException as error:

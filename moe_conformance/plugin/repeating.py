@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from moe_conformance.engine import EngineError
+from moe_conformance.engine import NO_ANSWER, EngineError
 from moe_conformance.judging.verdict import Mismatch
 from moe_conformance.plan import Case
 from moe_conformance.plugin.outcomes import Kept, Outcomes
@@ -35,7 +35,7 @@ def looked_again(
 ) -> Ending:
     """Return how a failed check ended in the light of a repeat on new ranks.
 
-    What a waiver or a plant foretells, or does not fail the run, is not repeated.
+    What a waiver or a plant foretells, what does not fail the run, or took all of its deadline, is not repeated.
 
     Args:
         run: What is judged.
@@ -47,6 +47,8 @@ def looked_again(
         judge: Says how it ends on another outcome.
     """
     if ended.verdict not in ("fail", "crash", "hang") or trial.outcome is None or run.options.plant:
+        return ended
+    if ended.verdict == "hang" and NO_ANSWER in ended.message:
         return ended
     requirements = ended.violated or trial.requirements
     waiver = waiver_of(run, item, trial, requirements, ended)

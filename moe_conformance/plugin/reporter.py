@@ -70,6 +70,7 @@ class Reporter:
         terminal = self._terminal
         if terminal is None:
             return
+        self._driver.outcomes.notice = lambda sentence: self._tell([sentence])
         terminal.showfspath = False
         if terminal.verbosity > 0:
             return  # pytest tells every item itself

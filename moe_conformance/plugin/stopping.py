@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Generator
 from functools import partial
 from pathlib import Path
@@ -13,9 +14,12 @@ from typing import Any, NoReturn
 
 import pytest
 
+from moe_conformance.engine import NO_ANSWER
 from moe_conformance.report.records import of_report
+from moe_conformance.report.words import shape
 
-MOST_HANGS = 20  # cases; each can take as long as its deadline
+MOST_HANGS = 20  # cases
+MOST_ALIKE = 3  # cases that hang alike, each for as long as its deadline
 MOST_CRASHES = 200  # cases; each costs new ranks
 
 _SPARE, _MOST_SPARE_S = 0.25, 40.0  # of the time limit: for the item at hand, then for the report and the workers' end
@@ -57,6 +61,7 @@ class Stopping:
         self._worker = bool(workerinput)
         self._ends: float = workerinput.get(_ENDS) or time.monotonic() - _age_s() + limit_s
         self._timers: list[threading.Timer] = []
+        self._alike: Counter[str] = Counter()  # cases that took all of their deadline, by how they hung
         self._bad: dict[str, set[str]] = {"hang": set(), "crash": set()}
         self._signals = threading.current_thread() is threading.main_thread()  # no other may set a handler
         if self._signals:
@@ -127,6 +132,12 @@ class Stopping:
         if self._worker or record is None or record.verdict not in self._bad:
             return
         cases = self._bad[record.verdict]
+        if record.verdict == "hang" and NO_ANSWER in record.message and (record.case or record.item) not in cases:
+            hung = shape(record.message)
+            self._alike[hung] += 1
+            if self._alike[hung] == MOST_ALIKE:
+                why = f"{MOST_ALIKE} cases hang alike, each until its deadline; if it is too short, give --deadline"
+                self._stop(why, 1)
         cases.add(record.case or record.item)
         most = MOST_HANGS if record.verdict == "hang" else MOST_CRASHES
         if len(cases) >= most:

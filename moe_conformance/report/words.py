@@ -79,11 +79,11 @@ def kind(record: Record) -> tuple[str, ...]:
     A run that did not finish fails every check that reads it, whatever the requirement; so does a fault of the suite.
     """
     if record.verdict in ("crash", "hang", "error", "infrastructure"):
-        return (record.verdict, record.kind or "", _shape(record.message))
+        return (record.verdict, record.kind or "", shape(record.message))
     return (record.verdict, record.kind or "", record.stage or "", *record.requirements)
 
 
-def _shape(message: str) -> str:
+def shape(message: str) -> str:
     """Return the first clause without numbers and addresses: rank 1 and ranks 2, 3 that fail alike are one kind."""
     clause = message.partition("\n")[0].partition(";")[0]
     return re.sub(r"0x[0-9a-f]+|\d+(\.\d+)?", "#", clause)

@@ -51,9 +51,9 @@ def start(engine: Engine, backend: str, workload: Workload, deadline_s: float = 
     return Step(backend, workload, engine.start(_job(engine, backend, workload, deadline_s)))
 
 
-def start_many(engine: Engine, backend: str, workloads: Sequence[Workload]) -> list[Step]:
+def start_many(engine: Engine, backend: str, workloads: Sequence[Workload], deadline_s: float = 60.0) -> list[Step]:
     """Send workloads for one world to the ranks together; each outcome is what it would be alone."""
-    jobs = [_job(engine, backend, workload) for workload in workloads]
+    jobs = [_job(engine, backend, workload, deadline_s) for workload in workloads]
     return [Step(backend, *each) for each in zip(workloads, engine.start_many(jobs), strict=True)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -10,7 +11,8 @@ import time
 import pytest
 import torch
 
-from moe_conformance.engine import Engine, EngineError, Job
+from moe_conformance.engine import Engine, EngineError, Job, vigil
+from self_tests.engine import engine_jobs
 from self_tests.engine.engine_jobs import BreaksWhileLoading
 from self_tests.engine.test_life import survivors
 from self_tests.engine.test_wire import DTYPES, bits, sample
@@ -50,6 +52,12 @@ def statuses(result):
 
 
 class TestValues:
+    def test_ranks_have_the_variables_of_torchrun(self, run):
+        """Libraries look for their rank there; the driver's own are not passed on."""
+        for name, values in {"RANK": ["0", "1"], "LOCAL_RANK": ["0", "1"], "WORLD_SIZE": ["2", "2"]}.items():
+            assert values == [rank.value for rank in run("variable", name).ranks]
+        assert ["127.0.0.1"] * 2 == [rank.value for rank in run("variable", "MASTER_ADDR").ranks]
+
     @pytest.mark.parametrize("world", [1, 2, 4])
     def test_ranks_know_where_they_are(self, run, world):
         """Rank, world, default group and device are right on every rank."""
@@ -227,6 +235,20 @@ class TestHangs:
         assert [("hung", True), ("hung", False), ("hung", True), ("hung", True)] == statuses(result)
         assert result.ranks[1].error.startswith(f"no answer within 2.0 s: in {function}, from ")
         assert f"in {function}\n" in result.ranks[1].traceback
+
+    def test_a_long_wait_is_told_while_it_lasts(self, monkeypatch):
+        """Once, with the rank, the file, the line and the function that it is waited for."""
+        monkeypatch.setattr(vigil, "_NOTICE_S", 0.2)
+        told: list[str] = []
+        with Engine(preload=(JOBS,), notice=told.append) as engine:
+            engine.run(Job(f"{JOBS}:sleep_before_meeting", 1, 2, {}, 2.0))
+        (sentence,) = told
+        file = re.escape(engine_jobs.__file__)
+        assert re.fullmatch(
+            rf"waiting for rank 0 in {file}:\d+ \(\w+\); rank 1 in {file}:\d+ \(sleep_before_meeting\), "
+            r"after 0 s of 2 s",
+            sentence,
+        )
 
     def test_a_stopped_process_is_blamed_on_its_rank(self, run):
         """A rank that is stopped hangs; it goes on for as long as it takes to dump its stack."""

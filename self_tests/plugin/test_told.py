@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 from moe_conformance import spec
+from moe_conformance.plugin.stopping import Stopping
 from moe_conformance.report import unjudged, words
 from moe_conformance.report.live import Live
 from moe_conformance.report.progress import Progress
+from moe_conformance.report.records import PROPERTY
 from self_tests.plugin.simulated_records import record
 
 SPEC = spec.load()
@@ -85,6 +88,27 @@ class TestLive:
         crash = record("EXCH-09", "crash", message="rank 0 raised", detail="Traceback")
         (_, whole), (_, short) = (words.tell(words.groups([crash]), "again", t)[0] for t in ((), {words.kind(crash)}))
         assert ["Traceback" in whole, "Traceback" in short] == [True, False]
+
+
+class TestStopping:
+    def told(self, *messages: str) -> Stopping:
+        """Return what has seen hangs with these messages."""
+        config = SimpleNamespace(pluginmanager=SimpleNamespace(get_plugin=lambda name: None), add_cleanup=lambda f: f())
+        stopping = Stopping(config, 0.0)
+        for number, message in enumerate(messages):
+            hung = replace(record("EXCH-09", "hang", message=message), workload=f"w{number}")
+            stopping.pytest_runtest_logreport(SimpleNamespace(user_properties=[(PROPERTY, hung)]))
+        return stopping
+
+    def test_the_third_hang_alike_ends_the_run(self):
+        """Where each took all of its deadline; the ranks' numbers and the seconds do not make another hang."""
+        slow = [f"rank {n} hung in build: no answer within {n + 60}.0 s: in compile, from a.py:3" for n in range(3)]
+        assert "" == self.told(*slow[:2], "rank 0 hung: no answer within 60.0 s: in wait, from a.py:4").reason
+        assert self.told(*slow).reason.startswith("3 cases hang alike, each until its deadline")
+
+    def test_a_hang_that_was_proved_costs_little(self):
+        """Such cases go on to the limit of all hangs."""
+        assert "" == self.told(*["rank 0 waits in a collective that cannot complete"] * 5).reason
 
 
 class TestUnjudged:
