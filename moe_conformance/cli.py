@@ -208,12 +208,14 @@ def explain_(ids: tuple[str, ...]) -> None:
 
 @main.command(name="doctor")
 @click.option("--ranks", metavar="N", help="the largest world that you mean to run (default: 4)")
+@click.option("--backend", metavar="NAME|pkg.mod:Class", help="say what a backend offers, maps and refuses")
 @click.option("--drill", is_flag=True, help="cause every kind of rank failure in the engine (--ranks 2,4: twice)")
 @click.option("--times", metavar="N", type=click.IntRange(1), default=1, help="how often, with --drill (default: 1)")
-def doctor_(ranks: str | None, drill: bool, times: int) -> NoReturn:
-    """Say what this machine can run, and why not the rest.
+def doctor_(ranks: str | None, backend: str | None, drill: bool, times: int) -> NoReturn:
+    """Say what this machine can run, and why not the rest; of a backend, which surfaces and options it offers.
 
-    Exit status: 2 if ranks cannot start, 1 if anything of the drill went wrong.
+    Exit status: 2 if ranks or the backend cannot start, 1 if anything of the drill went wrong, or if the backend offers
+    nothing or fails with what is no refusal.
     """
     _require_torch()
     from moe_conformance import doctor
@@ -224,7 +226,18 @@ def doctor_(ranks: str | None, drill: bool, times: int) -> NoReturn:
         wanted = options.from_mapping({"ranks": ranks}).ranks
     except options.Unusable as error:
         raise CannotRun(str(error)) from error
-    sys.exit(doctor.examine(wanted, click.echo))
+    if backend is None:
+        sys.exit(doctor.examine(wanted, click.echo))
+    from moe_conformance import backend_report
+    from moe_conformance.engine import EngineError
+    from moe_conformance.plugin.run import open_backend
+
+    sys.path.append(os.getcwd())  # as in `run`
+    try:
+        found, versions = open_backend(backend)
+        sys.exit(backend_report.examine(backend, found, dict(versions), wanted, click.echo))
+    except (options.Unusable, EngineError) as error:
+        raise CannotRun(str(error)) from error
 
 
 def _worlds(ranks: str) -> list[int]:
@@ -232,6 +245,34 @@ def _worlds(ranks: str) -> list[int]:
     if len(worlds) < len(ranks.split(",")) or any(world < 2 or world % 2 for world in worlds):
         raise CannotRun(f"--drill needs even numbers of ranks such as 2,4, not {ranks!r}")
     return sorted(set(worlds))
+
+
+@main.command(name="new")
+@click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
+@click.option("--layer", "kind", flag_value="layer", help="of a whole layer: router, exchange and experts in one")
+@click.option("--router", "kind", flag_value="router", help="of a router")
+def new_(file: Path, kind: str | None) -> None:
+    """Write an adapter of an exchange (or --layer, --router) into FILE, and my_library.py, which it adapts, beside it.
+
+    It passes as it is: replace the library by yours, a part at a time.
+    """
+    from importlib.resources import files
+
+    written = {file: "my_adapter.py", file.with_name("my_library.py"): "my_library.py"}
+    if file.suffix != ".py" or not file.stem.isidentifier() or file.name == "my_library.py":
+        raise CannotRun(f"{file} cannot be imported as a module of its own; give a name such as my_adapter.py")
+    if there := [str(path) for path in written if path.exists()]:
+        raise CannotRun(f"{', '.join(there)} exists; give another folder or name")
+    for path, name in written.items():
+        text = (files("moe_conformance") / "templates" / (kind or "exchange") / name).read_text(encoding="utf-8")
+        try:
+            path.write_text(text.replace("my_adapter", file.stem), encoding="utf-8")
+        except OSError as error:
+            raise CannotRun(f"{path} cannot be written: {error}") from error
+    where = "" if file.parent == Path() else f"cd {shlex.quote(str(file.parent))} && "
+    click.echo(f"written: {', '.join(map(str, written))}; now run")
+    click.echo(f"    {where}moe-conformance doctor --backend {file.stem}:Backend")
+    click.echo(f"    {where}moe-conformance run --backend {file.stem}:Backend --ranks 4")
 
 
 @main.command(name="merge")

@@ -47,9 +47,9 @@ def _resolve(name: str) -> object:
     module_name, colon, attribute = name.partition(":")
     points = _points()
     if not colon and name not in points:
-        raise NoBackend(
-            f"unknown backend {name!r}; known: {', '.join(sorted(points)) or 'none'}; or write pkg.mod:Class"
-        )
+        module, _, last = name.rpartition(".")
+        hint = f"; did you mean {module}:{last}?" if module else "; or write pkg.mod:Class"
+        raise NoBackend(f"unknown backend {name!r}; known: {', '.join(sorted(points)) or 'none'}{hint}")
     try:
         if not colon:
             return points[name].load()

@@ -61,7 +61,8 @@ def matrix(
 
     Layouts come in the order given, those without a record left out; what has no layout stands under `any`. Where a
     part of a cell's cases was judged, it says how many percent. The `whole` matrix has a row for every requirement; the
-    other one has a row for every chapter that ran, and below it one for each of its requirements that failed.
+    other one has a row for every chapter in which something was judged, and below it one for each of its requirements
+    that failed; the other chapters that ran are named below.
     """
     column = 1 if "utf" not in encoding.lower() else 0
     cells: dict[str, dict[str, Counter[Verdict]]] = {}
@@ -69,7 +70,9 @@ def matrix(
         for each in record.requirements:
             cells.setdefault(each, {}).setdefault(record.layout or "any", Counter())[record.verdict] += record.cases
     layouts = [layout for layout in (*layouts, "any") if any(layout in row for row in cells.values())]
-    rows = _of_requirements(requirements, layouts, cells) if whole else _of_chapters(requirements, cells)
+    rows = _of_requirements(requirements, layouts, cells) if whole else list(_of_chapters(requirements, cells))
+    idle = [] if whole else [row.name for row in rows if row.judged.startswith("0 ")]
+    rows = [row for row in rows if row.name not in idle]
     table = Table(box=box.SIMPLE_HEAD if column == 0 else box.ASCII2, pad_edge=False)
     table.add_column("requirement" if whole else "chapter")
     if not whole:
@@ -83,7 +86,9 @@ def matrix(
         table.add_row(row.name, *judged_, *shown)
         seen |= {overall(count) for count in row.cells.values()}
     legend = Text("  ").join(_explained(verdict, column) for verdict in SIGNS if verdict in seen)
-    return _render(table, width, color) + _render(legend, width, color)
+    shown_ = _render(table, width, color) if rows else ""
+    nothing = f"nothing judged in: {', '.join(idle)}\n" if idle else ""
+    return shown_ + _render(legend, width, color) + nothing
 
 
 def _of_requirements(

@@ -1,0 +1,112 @@
+"""The adapters that `moe-conformance new` writes pass, and README quotes the first of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_conformance.report import result
+
+ROOT = Path(__file__).parents[2]
+# The template: the option for it, and how many requirements pass on two ranks at least.
+JUDGED = {"exchange": ((), 40), "layer": (("--layer",), 5), "router": (("--router",), 10)}
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a folder."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    return subprocess.run(
+        [sys.executable, "-m", "moe_conformance.cli", *arguments],
+        cwd=folder,
+        env={**own, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+class TestReadme:
+    def test_it_quotes_the_adapter(self) -> None:
+        """README's only block of Python is the template of an exchange, from its imports on."""
+        template = ROOT / "moe_conformance" / "templates" / "exchange" / "my_adapter.py"
+        text = template.read_text().partition("from __future__ import annotations\n\n")[2]
+        blocks = (ROOT / "README.md").read_text().split("```python\n")[1:]
+        assert [text] == [block.partition("```")[0] for block in blocks]
+
+
+class TestNew:
+    @pytest.mark.parametrize("kind", JUDGED)
+    def test_what_it_writes_passes(self, tmp_path: Path, kind: str) -> None:
+        """A run of it on two ranks ends with exit code 0, under the name of its file."""
+        option, least = JUDGED[kind]
+        written = run(tmp_path, "new", "our_moe.py", *option)
+        assert 0 == written.returncode, written.stdout
+        assert {"our_moe.py", "my_library.py"} == {path.name for path in tmp_path.iterdir()}
+        assert "moe-conformance run --backend our_moe:Backend --ranks 4" in written.stdout
+        done = run(tmp_path, "run", "--backend", "our_moe:Backend", "--ranks", "2", "--report", "report")
+        assert 0 == done.returncode, done.stdout
+        passed = [each for each in result.read(tmp_path / "report").requirements if each["verdict"] == "pass"]
+        assert least <= len(passed), done.stdout
+
+    def test_it_overwrites_nothing(self, tmp_path: Path) -> None:
+        """Neither the adapter nor the library; a name that is no module is refused."""
+        (tmp_path / "my_library.py").write_text("mine")
+        for name, words in {"a.py": "my_library.py exists", "a-b.py": "cannot be imported", "a": "such as"}.items():
+            refused = run(tmp_path, "new", name)
+            assert (2, True) == (refused.returncode, words in refused.stdout), refused.stdout
+        assert ["my_library.py"] == [path.name for path in tmp_path.iterdir()]
+        assert "mine" == (tmp_path / "my_library.py").read_text()
+
+
+class TestDoctor:
+    def test_it_says_what_a_backend_offers(self, tmp_path: Path) -> None:
+        """Where, which options are mapped, why not elsewhere, and what the session lacks; nothing is judged."""
+        run(tmp_path, "new", "our_moe.py")
+        told = run(tmp_path, "doctor", "--backend", "our_moe:Backend")
+        assert 0 == told.returncode, told.stdout
+        lines = [line.strip() for line in told.stdout.splitlines()]
+        assert "exchange: single, ep2, ep4, ep2-edp2, tp2-ep2-edp2" in lines
+        assert "not on ep2-etp2: not adapted: experts lie whole on one rank each, as many on every rank" in lines
+        assert "maps: top_k = 1, experts = 6, bfloat16" in lines
+        assert "limit on wrong_use: only False (one rank raises, the others wait)" in lines
+        (lacking,) = [line for line in lines if line.startswith("not in the session: ")]
+        assert {"router", "layer", "scatter_add"} <= set(lacking.partition(": ")[2].split(", "))
+
+    def test_what_offers_nothing_or_breaks_is_told(self, tmp_path: Path) -> None:
+        """An exception that is no refusal is shown as it is; so is a mistaken name, with the right one."""
+        (tmp_path / "broken.py").write_text(BROKEN)
+        told = run(tmp_path, "doctor", "--backend", "broken:Backend", "--ranks", "1")
+        assert 1 == told.returncode
+        assert "exchange: nowhere; failed: TypeError: no such argument" in told.stdout
+        assert "it offers no surface on any layout" in told.stdout
+        dotted = run(tmp_path, "doctor", "--backend", "broken.Backend")
+        assert (2, True) == (dotted.returncode, "did you mean broken:Backend?" in dotted.stdout)
+
+
+BROKEN = """
+from moe_conformance.contract import Session
+
+
+class Broken(Session):
+    def exchange(self, config):
+        raise TypeError("no such argument")
+
+
+class Backend:
+    name, variants = "broken", ("default",)
+
+    def versions(self):
+        return {}
+
+    def limits(self, variant):
+        return ()
+
+    def open(self, topology, device):
+        return Broken()
+"""
