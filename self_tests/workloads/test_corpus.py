@@ -15,6 +15,7 @@ from moe_conformance.contract import Config, Limit
 from moe_conformance.judging.layer.expected import LayerExpected
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.capacity.dropping_layers import dropping
+from moe_conformance.workloads.corpus.cost import more_experts
 from moe_conformance.workloads.corpus.recipes import corpus
 from moe_conformance.workloads.corpus.routing.routers import routing_corpus
 from moe_conformance.workloads.corpus.scripts import scripts
@@ -211,9 +212,11 @@ class TestExactness:
 class TestRouting:
     @pytest.mark.parametrize("field", ["balance_bias", "groups"])
     def test_bias_and_groups_change_some_choice(self, field: str) -> None:
-        """In every workload with a bias or a group limit, some token chooses otherwise than without it."""
-        judged = [w for w in routing_corpus("any", EP2, "full") if getattr(w.config.routing, field)]
-        assert len(judged) >= 4
+        """In every workload with a bias or a group limit some token chooses otherwise than without, on every layout."""
+        layouts = [layout for layout in full_layouts() if layout.world <= USUAL_RANKS]
+        drawn = [w for layout in layouts for w in routing_corpus("any", layout, "full")]
+        judged = [w for w in drawn if getattr(w.config.routing, field)]
+        assert len(judged) >= 4 * len(layouts)
         for workload in judged:
             bias_E = workload.parameters.get(("balance_bias", None))
             with_it = chosen(workload, workload.config.routing.groups, bias_E)
@@ -222,7 +225,7 @@ class TestRouting:
                 workload.config.routing.groups if field == "balance_bias" else None,
                 None if field == "balance_bias" else bias_E,
             )
-            assert with_it != without, workload.name
+            assert with_it != without, workload
 
     def test_near_ties_are_ties_in_bfloat16_alone(self) -> None:
         """Every token's last choice beats its twin by a margin that float32 can tell and bfloat16 cannot."""
@@ -243,6 +246,17 @@ class TestRouting:
         assert len(bias_E) == len(bias_E.unique())
         ranked_E = bias_E.to(workload.config.dtype).sort(descending=True).values
         assert ranked_E[K - 1] == ranked_E[K]
+
+
+class TestOtherSizes:
+    def test_the_expert_of_the_suite_has_a_column_for_each_expert(self) -> None:
+        """A run with twice the experts of any exchange has at least as many columns, on 8 ranks too."""
+        for layout in (EP2, Layout(8, ep=8)):
+            for workload in corpus("any", layout, "full"):
+                if workload.kind == "probe":
+                    for other in more_experts(workload):
+                        config = other.workload.config
+                        assert 2 * workload.config.experts == config.experts <= config.hidden, other.workload
 
 
 class TestDropping:
