@@ -37,8 +37,12 @@ class ScatterAdd(Offered):
         return out_ND.copy_(self.add(out_ND, index_J, src_JD))
 
 
-@torch.library.custom_op("moe_conformance_native::ordered_add", mutates_args=())
-def ordered_add(out_ND: Tensor, index_J: Tensor, src_JD: Tensor) -> Tensor:
+# `torch.library.custom_op` would import torch's compiler in every process that calls the operator: seconds.
+_NAME = "moe_conformance_native::ordered_add"
+torch.library.define(_NAME, "(Tensor out_ND, Tensor index_J, Tensor src_JD) -> Tensor")
+
+
+def _ordered_add(out_ND: Tensor, index_J: Tensor, src_JD: Tensor) -> Tensor:
     """Return out with the source rows added, as a new tensor."""
     N, D = out_ND.shape
     count_N = torch.bincount(index_J, minlength=N)
@@ -49,8 +53,7 @@ def ordered_add(out_ND: Tensor, index_J: Tensor, src_JD: Tensor) -> Tensor:
     return torch.where(count_N[:, None] > 0, table_NMD.sum(1), out_ND)  # -0 + 0 would lose the sign
 
 
-@ordered_add.register_fake
-def _(out_ND: Tensor, index_J: Tensor, src_JD: Tensor) -> Tensor:
+def _form(out_ND: Tensor, index_J: Tensor, src_JD: Tensor) -> Tensor:
     return torch.empty(out_ND.shape, dtype=out_ND.dtype, device=out_ND.device)
 
 
@@ -63,7 +66,10 @@ def _backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, Tensor]:
     return grad_ND, None, grad_ND[index_J]
 
 
-ordered_add.register_autograd(_backward, setup_context=_setup)
+torch.library.impl(_NAME, "default", _ordered_add)
+torch.library.register_fake(_NAME, _form)
+torch.library.register_autograd(_NAME, _backward, setup_context=_setup)
+ordered_add = torch.ops.moe_conformance_native.ordered_add.default
 
 
 def _place(index_J: Tensor, count_N: Tensor) -> Tensor:
