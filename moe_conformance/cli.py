@@ -321,6 +321,26 @@ def compare_(old: Path, new: Path, as_json: bool) -> NoReturn:
     sys.exit(int(found.regressed))
 
 
+@main.command(name="page")
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--against", metavar="DIR", type=click.Path(path_type=Path), help="show what differs from this report")
+def page_(folder: Path, against: Path | None) -> None:
+    """Write report.html beside the result.json in a folder: one file, for a browser, without a network."""
+    from moe_conformance.report import comparison, page, result
+    from moe_conformance.report.standing import standings
+
+    try:
+        report = result.read(folder)
+        before = None if against is None else result.read(against)
+    except result.NoReport as error:
+        raise CannotRun(str(error)) from error
+    changes = None
+    if before is not None:
+        whole = not (report.head["filtered"] or report.head["shard"]) and report.head["ranks"] >= before.head["ranks"]
+        changes = comparison.compare(standings(before.records), standings(report.records), whole=whole)
+    click.echo(f"written: {page.write(folder, report, changes)}")
+
+
 @main.command(name="floor")
 @click.option("--backend", required=True, metavar="NAME", help="a registered backend")
 @click.option(

@@ -1,0 +1,51 @@
+"""report.html: a report as one page that needs no network, for a browser of any width.
+
+Everything that a backend or a rank said goes through Jinja's escaping, or is JSON that the page's script puts into the
+document as text.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import jinja2
+from markupsafe import Markup
+
+from moe_conformance.report.comparison import Comparison
+from moe_conformance.report.page.content import content
+from moe_conformance.report.result import Report
+
+NAME = "report.html"
+
+
+def render(report: Report, comparison: Comparison | None = None) -> str:
+    """Return the page of a report; with a comparison to an earlier run, if there is one."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader(__name__, "."), autoescape=True, undefined=jinja2.StrictUndefined
+    )
+    shown = content(report)
+    changes = {} if comparison is None else {title: changes for title, changes in vars(comparison).items() if changes}
+    return environment.get_template("page.html.jinja").render(
+        page=shown,
+        stories=_json(shown.stories),
+        compared=comparison is not None,
+        changes={title.replace("_", " "): [str(change) for change in each] for title, each in changes.items()},
+    )
+
+
+def write(folder: Path, report: Report, comparison: Comparison | None = None) -> Path:
+    """Write the page into a folder, whole or not at all, and return its path."""
+    path, draft = folder / NAME, folder / f".{NAME}-{os.getpid()}"
+    draft.write_text(render(report, comparison), encoding="utf-8")
+    draft.replace(path)
+    return path
+
+
+def _json(value: object) -> Markup:
+    """Return JSON that may stand inside of a script element: nothing in it ends that element or begins a comment."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    for sign, escaped in {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}.items():
+        text = text.replace(sign, escaped)
+    return Markup(text)  # noqa: S704 - its signs of markup were just escaped
