@@ -48,4 +48,4 @@ def _json(value: object) -> Markup:
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     for sign, escaped in {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}.items():
         text = text.replace(sign, escaped)
-    return Markup(text)  # noqa: S704 - its signs of markup were just escaped
+    return Markup(text)
