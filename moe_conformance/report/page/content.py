@@ -143,9 +143,7 @@ def _story(records: Sequence[Record], again: str) -> list[dict[str, Any]]:
     return [_group(*group, again, full=number < _IN_FULL) for number, group in enumerate(order)]
 
 
-def _group(
-    key: tuple[str, Verdict, str], records: Sequence[Record], again: str, *, full: bool
-) -> dict[str, Any]:
+def _group(key: tuple[str, Verdict, str], records: Sequence[Record], again: str, *, full: bool) -> dict[str, Any]:
     (variant, verdict, message), first = key, records[0]
     told: dict[str, Any] = {"variant": variant, "verdict": verdict, "cases": sum(each.cases for each in records)}
     if message:

@@ -10,9 +10,7 @@ from moe_conformance.contract import Delivery, Limit, Session, Unsupported
 class MyExchange:  # what a session builds, on every rank
     def __init__(self, config, topology):
         self.dispatcher = my_library.Dispatcher(config.experts, topology.group("ep"))
-        self.local_experts = tuple(
-            self.dispatcher.expert_ids
-        )  # global ids of this rank's experts, in their order
+        self.local_experts = tuple(self.dispatcher.expert_ids)  # global ids of this rank's experts, in their order
         self.resolved = {"dispatcher": type(self.dispatcher).__name__}  # for display: what was really built
 
     def dispatch(self, x, routing):  # x: (..., D) of this rank; routing.ids_TK: -1 is an empty slot
