@@ -57,6 +57,7 @@ class Content:
     """All that the page shows."""
 
     head: Mapping[str, Any]
+    title: str
     verdict: str  # passed, failed, stopped
     totals: tuple[tuple[Verdict, int], ...]
     judged: tuple[int, int, int]  # requirements: judged, asked for, of the spec
@@ -97,6 +98,7 @@ def content(report: Report) -> Content:
     found = words.groups(records)
     return Content(
         head=head,
+        title=f"native with the planted bug {head['plant']}" if head["plant"] else head["backend"],
         verdict="stopped" if head["stopped"] else "passed" if head["exit"] == 0 else "failed",
         totals=_totals(records),
         judged=_judged(head, records, len(known)),

@@ -40,7 +40,7 @@ function group(each) {
   box.append(title);
   if (each.message) box.append(element("p", each.message));
   if (each.blamed && each.blamed.length) box.append(element("p", `ranks at fault: ${each.blamed.join(", ")}`));
-  if (each.compared) {
+  if (each.compared && each.compared.elements + each.compared.pairs) {
     const worst = each.worst ? `; largest error: ${each.worst.toPrecision(3)} of what is allowed` : "";
     box.append(element("p", `compared: ${each.compared.elements} elements, ${each.compared.pairs} pairs${worst}`));
   }
