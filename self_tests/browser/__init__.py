@@ -1,0 +1,1 @@
+"""report.html in a real browser: `tox run -e browser`."""
