@@ -120,7 +120,7 @@ def demands(plan: Plan) -> dict[Place, set[Demand]]:
     the declared limits and beyond them; of variants that are sampled, with one of them on one layout; a check that runs
     equivalent runs, each as dear as a case, on one layout of each number of ranks. Of every chapter, which is the
     module of a check, some check reads a case with every variant on every layout. Every check meets
-    every trait that it could meet; so does every variant on every layout, with every kind of workload. The plainest
+    every trait that it could meet; so does every variant on every layout, with every run. The plainest
     workload runs everywhere, where variants are sampled on one layout: what is seen there is the easiest to understand.
     """
     found: dict[Place, set[Demand]] = {}
@@ -135,7 +135,7 @@ def demands(plan: Plan) -> dict[Place, set[Demand]]:
         if name == _PLAINEST:
             found[place].add(("plainest", variant, _layout(plan, case.cell)))
         for trait in traits(case.workload):
-            found[place].add(("trait", case.workload.kind, variant, _layout(plan, case.cell), trait, within))
+            found[place].add(("trait", case.workload.run, variant, _layout(plan, case.cell), trait, within))
     return found
 
 

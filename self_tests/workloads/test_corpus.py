@@ -22,6 +22,7 @@ from moe_conformance.workloads.corpus.scripts import scripts
 from moe_conformance.workloads.corpus.shared_experts import DROP_MARGIN, drop_margin, layers
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.features import broken, features, halves_in_flight, has_empty_slots, in_flight
+from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep
 from moe_conformance.workloads.records.workload import Batch, Drawn, Twist, Workload
 from moe_conformance.workloads.selection.profiles import USUAL_RANKS, beside, full_layouts, quick_layouts
 
@@ -91,16 +92,17 @@ class TestCorpus:
         assert any(min(each.tp, each.cp, each.pp, each.ep, each.etp) > 1 for each in layouts)
 
     @pytest.mark.parametrize("layout", [each for each in full_layouts() if each.world > USUAL_RANKS], ids=str)
-    def test_many_ranks_see_every_kind_of_workload(self, layout: Layout) -> None:
+    def test_many_ranks_see_every_run(self, layout: Layout) -> None:
         """The part of the corpus that runs on more ranks than usual leaves no dtype, load or phase out."""
-        found = {kind: [w for w in corpus("any", layout, "full") if w.kind == kind] for kind in ("probe", "experts")}
-        for kind, workloads in found.items():
+        drawn, runs = list(corpus("any", layout, "full")), (ExchangeStep(), ExpertsStep())
+        found = {run: [workload for workload in drawn if workload.run == run] for run in runs}
+        for run, workloads in found.items():
             asked = [features(workload, "cpu") for workload in workloads]
             assert {torch.float32, torch.float64} <= {each["dtype"] for each in asked}
             assert {True, False} == {each["uneven_tokens"] for each in asked} == {each["zero_tokens"] for each in asked}
             assert 2 == max(each["in_flight"] for each in asked)
             assert {"no", "group_max"} <= {workload.config.padding.tokens for workload in workloads}
-            if kind == "probe":
+            if run == ExchangeStep():
                 assert {torch.bfloat16, torch.float16} <= {each["dtype"] for each in asked}
                 assert 2 == max(each["halves_in_flight"] for each in asked)
                 assert 2 == max(each["token_dims"] for each in asked)
@@ -135,7 +137,7 @@ class TestCorpus:
             looked.append((microbatch, rank))
             return Batch(torch.full((1, 1), 10.0 * microbatch + rank), *[torch.zeros(1, 1)] * 3)
 
-        workload = Workload("x", "probe", Config(), Layout(2), Drawn(((1, 1), (1, 1)), draw))
+        workload = Workload("x", ExchangeStep(), Config(), Layout(2), Drawn(((1, 1), (1, 1)), draw))
         assert ((1, 1), (1, 1)) == workload.tokens
         assert (2, []) == (len(workload.batches), looked)
         sent = pickle.loads(pickle.dumps(workload))
@@ -253,7 +255,7 @@ class TestOtherSizes:
         """A run with twice the experts of any exchange has at least as many columns, on 8 ranks too."""
         for layout in (EP2, Layout(8, ep=8)):
             for workload in corpus("any", layout, "full"):
-                if workload.kind == "probe":
+                if workload.run == ExchangeStep():
                     for other in more_experts(workload):
                         config = other.workload.config
                         assert 2 * workload.config.experts == config.experts <= config.hidden, other.workload

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from moe_conformance.workloads.corpus.equivalence.twins import Twin, twin
 from moe_conformance.workloads.corpus.recipes import PROBE, exchange_workload
+from moe_conformance.workloads.records.runs import ExchangeStep
 from moe_conformance.workloads.records.workload import Workload
 
 
@@ -23,5 +24,5 @@ def more_experts(workload: Workload) -> list[Twin]:
         if recipe.name == workload.name
     ]
     how = f"with {sizes['experts']} experts and {sizes['top_k']} slots"
-    others = [exchange_workload(each, "probe", config.variant, workload.layout) for each in drawn]
+    others = [exchange_workload(each, ExchangeStep(), config.variant, workload.layout) for each in drawn]
     return [replace(twin(workload, how), workload=other, anew=True) for other in others]
