@@ -44,7 +44,7 @@ class Twins:
         return [replace(self.taken[twin.how], twin=twin) for twin in twins]
 
     def _run_together(self, twins: Sequence[Twin]) -> list[Ran]:
-        limits = {id(twin): self._limit(twin) for twin in twins}
+        limits = {id(twin): limit_of_twin(self.backend, self.device, twin) for twin in twins}
         within = [twin for twin in twins if limits[id(twin)] is None]
         if within and within[0].fresh:
             self.renew()
@@ -60,12 +60,6 @@ class Twins:
             self.imported.update({self.backend.name} if workload.twist.lifetime else ())
             return workload
         return replace(workload, twist=replace(workload.twist, lifetime="session"))
-
-    def _limit(self, twin: Twin) -> str | None:
-        """Return the reason of the first limit that a twin breaks, or what it takes turns with; None if none does."""
-        limits = self.backend.limits(twin.workload.config.variant)
-        workloads = (twin.workload, *twin.workload.twist.beside)
-        return next((limit.reason for each in workloads if (limit := broken(limits, each, self.device))), None)
 
     def _ran(self, twin: Twin, outcome: Outcome) -> Ran:
         if twin.workload.twist.beside and not _finished(outcome) and (why := self._unfinished_alone(twin)):
@@ -86,16 +80,27 @@ class Twins:
         return ""
 
 
+def limit_of_twin(backend: Backend, device: str, twin: Twin) -> str | None:
+    """Return the reason of the first limit that a twin breaks, or what it takes turns with; None if none does."""
+    limits = backend.limits(twin.workload.config.variant)
+    workloads = (twin.workload, *twin.workload.twist.beside)
+    return next((limit.reason for each in workloads if (limit := broken(limits, each, device))), None)
+
+
+def alone(twin: Twin) -> bool:
+    """Whether it needs or leaves other processes than those in which others run."""
+    return bool(twin.fresh or twin.workload.twist.lifetime or twin.workload.twist.beside)
+
+
 def _together(twins: Sequence[Twin]) -> Iterator[list[Twin]]:
     """Yield stretches of twins that can run on the same ranks: one that needs or leaves other processes is alone."""
     together: list[Twin] = []
     for twin in twins:
-        alone = twin.fresh or twin.workload.twist.lifetime or bool(twin.workload.twist.beside)
-        if together and (alone or twin.workload.layout.world != together[0].workload.layout.world):
+        if together and (alone(twin) or twin.workload.layout.world != together[0].workload.layout.world):
             yield together
             together = []
         together.append(twin)
-        if alone:
+        if alone(twin):
             yield together
             together = []
     if together:

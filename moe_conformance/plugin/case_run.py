@@ -17,6 +17,7 @@ from moe_conformance.plugin import repeating
 from moe_conformance.plugin.alongside import Twins
 from moe_conformance.plugin.case_items import CaseItem, Check
 from moe_conformance.plugin.factors import Factors
+from moe_conformance.plugin.foreseeing import foreseen
 from moe_conformance.plugin.outcomes import Kept, Outcomes
 from moe_conformance.plugin.recording import as_of_a_crash, attach, record_of, translate
 from moe_conformance.plugin.run import Run
@@ -34,6 +35,7 @@ class CaseRun:
 
     run: Run
     outcomes: Outcomes
+    checks: dict[str, Sequence[Check]] = field(default_factory=dict)  # by id of a case
     followers: dict[str, tuple[Case, ...]] = field(default_factory=dict)  # by node id of an item: what ranks begin
     imported: set[str] = field(default_factory=set)  # backends whose import was looked at
 
@@ -60,6 +62,7 @@ class CaseRun:
 
     def end(self, item: CaseItem) -> None:
         """Let go of an item's case and of those that follow it: pytest keeps all items, and a case has tensors."""
+        self.checks.pop(item.case.id, None)
         item.end()
         self.followers.pop(item.nodeid, None)
 
@@ -78,10 +81,16 @@ class CaseRun:
         trial.runs += 1
         return self.outcomes.step(workload, deadline_s)
 
-    def run_counted(self, trial: Trial, workloads: Sequence[Workload]) -> list[Outcome]:
-        """Run workloads of one world now, and count them."""
+    def foreseen(self, case: Case) -> Sequence[Workload]:
+        """Return the equivalent runs of a case that its checks will ask for, unless it breaks a limit."""
+        if limit_of(case) is not None:
+            return ()
+        return foreseen(self.run, case.workload, [check.asked for check in self.checks.get(case.id, ())])
+
+    def _beside(self, trial: Trial, kept: Kept, workloads: Sequence[Workload]) -> list[Outcome]:
+        """Return what equivalent runs of one world returned, and count them."""
         trial.runs += len(workloads)
-        return self.outcomes.steps(workloads)
+        return self.outcomes.beside(kept, workloads)
 
     def _judge(self, item: CaseItem, check: Check) -> tuple[pytest.CallInfo[None], pytest.TestReport]:
         """Return how a check ended, as pytest has it, with its record."""
@@ -130,7 +139,7 @@ class CaseRun:
         kept = self.outcomes.of(case, self.followers.get(item.nodeid, ()))
         trial.outcome = kept.outcome
         _examine(trial, case)
-        twins = partial(self._twins, kept, partial(self.run_counted, trial), self.imported)
+        twins = partial(self._twins, kept, partial(self._beside, trial, kept), self.imported)
         check.asked.bound()(**_arguments(check, trial, kept, twins))
 
     def _ask_again(self, check: Check, case: Case, kept: Kept) -> Ending:

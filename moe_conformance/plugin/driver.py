@@ -50,7 +50,7 @@ class Driver:
         part = options.rotated
         self.plan = Plan(run.backend, options.device, options.profile, options.ranks, asynchrony, part, kept)
         self.other_cells = agenda.other_cells(self.plan, run.options)
-        self.outcomes = Outcomes(run)
+        self.outcomes = Outcomes(run, lambda case: self.cases.foreseen(case))
         self.cases = CaseRun(run, self.outcomes)
         self._layout: Layout | None = None  # of the latest item that has one
 
@@ -134,6 +134,7 @@ class Driver:
                 for node, following in followers.items()
             }
         self.cases.followers = followers
+        self.cases.checks = {item.case.id: item.checks for item in session.items if isinstance(item, CaseItem)}
         self.plan.forget()  # items hold the cases that run, which are few of those drawn
 
     @pytest.hookimpl(tryfirst=True)

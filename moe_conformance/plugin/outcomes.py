@@ -41,6 +41,7 @@ class Kept:
     case: Case | None  # None: it was drawn
     outcome: Outcome
     alongside: dict[str, Ran] = field(default_factory=dict)  # equivalent runs, by how they differ
+    begun: dict[str, Step] = field(default_factory=dict)  # equivalent runs that nobody asked for yet, by workload
 
     @cached_property
     def reading(self) -> judging.Reading:
@@ -55,6 +56,7 @@ class _Ahead:
     case: Case
     step: Step
     batch: int  # counted from 1
+    begun: dict[str, Step] = field(default_factory=dict)  # equivalent runs of it, by workload
 
 
 def _ends_with_its_site(method: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -70,6 +72,10 @@ def _ends_with_its_site(method: Callable[_P, _R]) -> Callable[_P, _R]:
     return guarded
 
 
+def _nothing(case: Case) -> Sequence[Workload]:
+    return ()
+
+
 class Outcomes:
     """Runs cases on ranks of its own, which start with the first.
 
@@ -78,11 +84,12 @@ class Outcomes:
     that failed they begin anew with one.
     """
 
-    def __init__(self, run: Run) -> None:
-        """Start nothing yet."""
+    def __init__(self, run: Run, foreseen: Callable[[Case], Sequence[Workload]] = _nothing) -> None:
+        """Start nothing yet; `foreseen` tells which equivalent runs of a case will be asked for."""
         self._run = run
         self._deadline_s = run.options.deadline
         self.notice: Callable[[str], None] | None = None  # told where ranks are that take long
+        self._foreseen = foreseen
         self._opened: Future[Engine] | None = None
         self._kept: Kept | None = None
         self._ahead: deque[_Ahead] = deque()
@@ -114,7 +121,7 @@ class Outcomes:
             taken = self._take(case)
             if taken.batch == self._batches:  # before the outcome is read: so that the ranks need not wait for it
                 self._begin([other for other in following if all(other is not each.case for each in self._ahead)])
-            self._kept = Kept(case, taken.step.outcome())
+            self._kept = Kept(case, taken.step.outcome(), begun=taken.begun)
             if not all(rank.status in ("ok", "refused") for rank in self._kept.outcome.ranks):
                 self._size = 0  # a backend that fails fails often, and each time its batch runs in vain
         return self._kept
@@ -130,6 +137,14 @@ class Outcomes:
         if not workloads:
             return []
         return [step.outcome() for step in start_many(self._started, self._run.target, workloads, self._deadline_s)]
+
+    @_ends_with_its_site
+    def beside(self, kept: Kept, workloads: Sequence[Workload]) -> list[Outcome]:
+        """Return what equivalent runs of a case returned; those that were not begun with it run now, together."""
+        begun = {id(each): step for each in workloads if (step := kept.begun.pop(each.name, None)) is not None}
+        others = [each for each in workloads if id(each) not in begun]
+        ran = dict(zip(map(id, others), self.steps(others), strict=True))
+        return [begun[id(each)].outcome() if id(each) in begun else ran[id(each)] for each in workloads]
 
     @_ends_with_its_site
     def renew(self) -> None:
@@ -181,18 +196,31 @@ class Outcomes:
         together = _together(cases[: self._size])
         if not together:
             return
+        chosen: list[tuple[Case, Sequence[Workload]]] = []
+        count = 0
+        for case in together:
+            twins = self._foreseen(case)
+            count += 1 + len(twins)
+            if chosen and count > MOST_TOGETHER:
+                break
+            chosen.append((case, twins))
+        workloads = [workload for case, twins in chosen for workload in (case.workload, *twins)]
         try:
-            workloads = [case.workload for case in together]
-            steps = start_many(self._started, self._run.target, workloads, self._deadline_s)
+            steps = iter(start_many(self._started, self._run.target, workloads, self._deadline_s))
         except EngineError:  # the item of the case at fault will meet it again, and tell it
             return
         self._batches += 1
-        self._ahead += [_Ahead(case, step, self._batches) for case, step in zip(together, steps, strict=True)]
+        for case, twins in chosen:
+            step = next(steps)
+            self._ahead.append(_Ahead(case, step, self._batches, {twin.name: next(steps) for twin in twins}))
 
     def _finish(self) -> None:
         """Wait for what runs ahead, so that it outlives its ranks."""
-        for ahead in self._ahead:
-            ahead.step.running.finish()
+        steps = [ahead.step for ahead in self._ahead]
+        if self._kept is not None:
+            steps += self._kept.begun.values()
+        for step in steps:
+            step.running.finish()
 
     @property
     def _started(self) -> Engine:

@@ -8,7 +8,8 @@ Source: arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -32,10 +33,8 @@ def pair_rows(
     >>> pair_rows(ids, [[0, 1]], [[0], [1, 2]]).tolist()
     [[0, 3], [1, 0]]
     """
-    rows_WW = no_rows(len(ids_by_rank))  # (W, W)
-    for pair in deliveries(ids_by_rank, exchange_groups, local_experts):
-        rows_WW[pair.source, pair.destination] += pair.source != pair.destination
-    return rows_WW
+    pairs = deliveries(ids_by_rank, exchange_groups, local_experts)
+    return _counted(((pair.source, pair.destination) for pair in pairs), len(ids_by_rank))
 
 
 def least_rows(
@@ -54,10 +53,8 @@ def least_rows(
     >>> least_rows(ids, [[0, 1]], [[0], [1, 2]]).tolist()
     [[0, 2], [1, 0]]
     """
-    rows_WW = no_rows(len(ids_by_rank))  # (W, W)
-    for source, _, rank in needed(ids_by_rank, exchange_groups, local_experts):
-        rows_WW[source, rank] += source != rank
-    return rows_WW
+    tokens = needed(ids_by_rank, exchange_groups, local_experts)
+    return _counted(((source, rank) for source, _, rank in tokens), len(ids_by_rank))
 
 
 def all_gather_rows(tokens_by_rank: Sequence[int], exchange_groups: Sequence[Sequence[int]]) -> Tensor:
@@ -122,6 +119,14 @@ def needed(
     """Collect the (source, token, rank) where the rank owns an expert of the token, or a shard of it."""
     pairs = deliveries(ids_by_rank, exchange_groups, local_experts)
     return {(pair.source, pair.token, pair.destination) for pair in pairs}
+
+
+def _counted(sent: Iterable[tuple[int, int]], W: int) -> Tensor:
+    """Count rows by (from, to), int64 (W, W); those of a rank for itself are not sent."""
+    rows_WW = no_rows(W)  # (W, W)
+    for (source, rank), rows in Counter(sent).items():  # one access to the tensor for all rows of two ranks
+        rows_WW[source, rank] = rows if source != rank else 0
+    return rows_WW
 
 
 def no_rows(W: int) -> Tensor:

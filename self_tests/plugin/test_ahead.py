@@ -8,17 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from moe_conformance.plan import Case, Plan
 from moe_conformance.plugin import agenda
+from moe_conformance.plugin.case_items import CaseFunction
+from moe_conformance.plugin.foreseeing import foreseen
 from moe_conformance.plugin.options import Options
 from moe_conformance.plugin.outcomes import Outcomes
 from moe_conformance.plugin.run import prepare
+from moe_conformance.workloads.corpus import determinism
+from moe_conformance.workloads.corpus.equivalence import laws
 from self_tests.plugin import plugin_runs
 from self_tests.plugin.plugin_runs import PROJECT, TOY
 
 RUN = prepare(Options(ranks=2))
-CASES = [case for case in Plan(RUN.backend, "cpu", "quick").cases if case.cell.layout.name == "ep2"][:4]
+ALL = [case for case in Plan(RUN.backend, "cpu", "quick").cases if case.cell.layout.name == "ep2"]
+CASES = ALL[:4]
 
 
 @dataclass
@@ -97,6 +103,56 @@ class TestOutcomes:
         for case in CASES[1:]:
             outcomes.renew()
             assert ["ok", "ok"] == [rank.status for rank in outcomes.of(case, CASES).outcome.ranks]
+
+
+LIKENED = next(case for case in ALL if case.workload.name == "even" and case.workload.likened)
+
+
+def asking(*arguments: str) -> CaseFunction:
+    """Return a check that asks for equivalent runs of two laws, under the arguments that it names."""
+
+    def check(outcome: Any = None, reading: Any = None, twins: Any = None) -> None:
+        workload = (outcome or reading.outcome).workload
+        twins([*laws.reordered(workload), *laws.spread(workload), *determinism.behind_inference(workload)])
+
+    return CaseFunction("check", check, None, arguments, pytest.mark.requirement("EXCH-13").mark)
+
+
+def reads_more(reading: Any, twins: Any) -> None:
+    """Ask for something that only a run tells."""
+    twins(laws.reordered(reading.ranks[0]))
+
+
+class TestForeseen:
+    def test_what_a_check_will_ask_for_is_told_once(self):
+        """Runs in new processes and on another number of ranks are not, nor what two checks ask for twice."""
+        found = foreseen(RUN, LIKENED.workload, [asking("reading", "twins"), asking("outcome", "twins")])
+        expected = ["with tokens and slots in another order", "with the tokens of the next rank on every rank"]
+        assert [f"even, {how}" for how in expected] == [each.name for each in found]
+
+    def test_what_cannot_be_told_before_a_run_is_left(self):
+        """A check that has to see the outcome first, and one that compares with nothing, ask when they judge."""
+        mark = pytest.mark.requirement("EXCH-13").mark
+        unread = CaseFunction("reads_more", reads_more, None, ("reading", "twins"), mark)
+        assert [] == foreseen(RUN, LIKENED.workload, [unread, asking("reading")])
+
+    def test_they_run_with_their_case(self):
+        """Each is taken once, with the bytes of a run of its own; what was not foreseen runs when it is asked for."""
+        (twin,) = laws.reordered(LIKENED.workload)
+        first = next(case for case in CASES if case is not LIKENED)
+        made = Outcomes(RUN, lambda case: [twin.workload] if case is LIKENED else [])
+        try:
+            made.of(first, [LIKENED])
+            kept = made.of(LIKENED, [])
+            assert [twin.workload.name] == list(kept.begun)
+            made.renew()  # as for a check that needs new processes, before one that asks for it
+            once, again = (made.beside(kept, [twin.workload])[0] for _ in range(2))
+            assert {} == kept.begun
+            assert ["ok", "ok"] == [rank.status for rank in once.ranks]
+            for rank, other in zip(once.ranks, again.ranks, strict=True):
+                assert torch.equal(rank.microbatches[0].y, other.microbatches[0].y)
+        finally:
+            made.close()
 
 
 def judged(folder: Path, *arguments: str) -> list[Any]:
