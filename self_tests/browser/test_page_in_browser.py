@@ -93,5 +93,5 @@ class TestPage:
         shown.fill("#text", "EXCH-01")
         assert "EXCH-01" in shown.locator("#cells tbody tr:not(.hidden) th").first.text_content()
         assert 1 == shown.locator("#cells tbody tr:not(.hidden)").count()
-        shown.fill("#text", "no such words")
+        shown.fill("#text", "nosuchword")
         assert f"0 of {len(spec.load())} requirements" == shown.locator("#shown").text_content()
