@@ -39,7 +39,7 @@ class TestList:
         assert len(lines) == len(set(lines))
         (dispatch,) = (line for line in lines if "test_every_pair_reaches_its_expert_once" in line)
         where = "moe_conformance.distributed_tests.test_exchange::TestDispatch::test_every_pair_reaches_its_expert_once"
-        assert f"{where}  EXCH-01  (probe)" == dispatch
+        assert f"{where}  EXCH-01  (exchange with the probe)" == dispatch
 
     def test_backends(self):
         """With versions, or with what to install; `--importable` gives bare names."""
