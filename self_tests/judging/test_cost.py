@@ -20,8 +20,10 @@ from moe_conformance.judging.cost.cost import (
     judge_even_calls,
     judge_handed,
     judge_rows,
-    judge_token_rows,
+    needed_rows,
+    pair_rows,
 )
+from moe_conformance.judging.cost.declared_wire import judge_declared_rows
 from moe_conformance.judging.cost.reductions import judge_reductions
 from moe_conformance.judging.cost.repetition import judge_repeated
 from moe_conformance.judging.observed.run import read
@@ -113,6 +115,32 @@ class TestWire:
         with pytest.raises(NotOffered, match="the adapter gathers tokens over tp"):
             judge_rows(read(claiming(broken(), Claims(wire="copies"))), Tally())
 
+    @pytest.mark.parametrize("wire", ["all", "capacity"])
+    def test_a_wire_is_as_claimed_or_as_the_pairs(self, wire: Any) -> None:
+        """No number between: what is more than the pairs and less than the claim is no wire that there is."""
+        outcome, claims = broken(workload(tokens=20)), Claims(wire=wire)
+        reading = read(claiming(outcome, claims))
+        pairs, claimed = pair_rows(reading, 0), needed_rows(reading, 0)
+
+        def sending(rows: int) -> Outcome:
+            sizes = (rows - rows // 2, rows // 2)
+            each = [call("send", (size, 32), peer=1 - rank, sequence=None) for rank, size in enumerate(sizes)]
+            sent = calling(outcome, lambda rank, phase: [] if phase in ("finish", "done") else [each[rank]])
+            return claiming(sent, claims)
+
+        for legal in (pairs, claimed):
+            assert 4 == judged(judge_declared_rows, sending(legal)).pairs
+        wrongs = {"all": [claimed + 1], "capacity": [pairs + 1, claimed - 1, claimed + 1]}[wire]  # 39 pairs, 39 tokens
+        for wrong in wrongs:
+            told = f"claims wire = '{wire}', which is {claimed} rows in dispatch:0, and it moves {wrong}; the routed"
+            with pytest.raises(Costly, match=told):
+                judge_declared_rows(read(sending(wrong)), Tally())
+
+    def test_the_default_wire_is_no_claim(self) -> None:
+        """COST-03 counts its rows."""
+        with pytest.raises(NotOffered, match="COST-03 counts its rows"):
+            judge_declared_rows(read(broken(workload(tokens=20))), Tally())
+
     def test_places_of_every_expert_are_claimed(self) -> None:
         """C rows to each expert of the other rank, C the largest load: allowed if claimed, and named if not."""
         outcome = broken(workload(tokens=20))
@@ -160,7 +188,7 @@ def calling(outcome: Outcome, calls: Callable[[int, str], Sequence[Entry]]) -> O
 class TestUnseen:
     @pytest.mark.parametrize(
         "judge",
-        [judge_even_calls, judge_rows, judge_token_rows, judge_backward_rows, judge_beside_rows, judge_repeated],
+        [judge_even_calls, judge_rows, judge_declared_rows, judge_backward_rows, judge_beside_rows, judge_repeated],
     )
     def test_what_travels_past_the_ledger_is_not_judged(self, judge: Judge) -> None:
         """A transport without collectives, or rows that are packed with their weights, is neither right nor wrong."""

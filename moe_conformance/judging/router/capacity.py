@@ -343,7 +343,9 @@ def judge_drop_weights(reading: Reading, tally: Tally) -> None:
         targets[place] = Target(weights_TK, allowed_TK)
         given_TK = weights_at(reading, place, drops.ids[place])
         actual[place] = torch.where(drops.kept[place], given_TK.double(), weights_TK)  # the dropped are not looked at
-    worst = [compare(actual[place], *targets[place], Tally()) for place in drops.places]
+    own = Tally()
+    worst = [compare(actual[place], *targets[place], own) for place in drops.places]
+    tally.beyond = max(tally.beyond, own.beyond)
     if not all(each.holds for each in worst):
         _fail_weights(drops, actual, targets)
     for place, each in zip(drops.places, worst, strict=True):

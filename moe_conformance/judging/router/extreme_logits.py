@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_conformance.judging.compare.bounded import note_beyond
 from moe_conformance.judging.findings import Finding, fail
 from moe_conformance.judging.observed.run import Reading, require_finished
 from moe_conformance.judging.observed.scopes import places_of
@@ -132,6 +133,7 @@ def judge_extreme_weights(reading: Reading, tally: Tally) -> None:
         decided_T = _decided(workload, logits_TE, ids_TK)
         allowed_TK = _rounding(workload) * right_TK + config.routing.scale * _LEAST / _UNDERFLOW
         right_T = ((weights_TK.double() - right_TK).abs() <= allowed_TK).all(1)
+        note_beyond(tally, weights_TK[decided_T], right_TK[decided_T], allowed_TK[decided_T])
         _require(right_T | ~decided_T, WrongWeight, place[1], "has the weights", weights_TK, logits_TE)
         tally.add(pairs=int(decided_T.sum()) * config.top_k, rank=place[1])
 
@@ -165,6 +167,7 @@ def judge_extreme_dx(reading: Reading, tally: Tally) -> None:
             raise AbsentGradient("gradient", f"dx of rank {rank} is None", ranks=(rank,))
         decided_T = _decided(workload, logits_TE, ids_TK)
         wrong_TD = ~((dx_TD.double() - right_TD).abs() <= slack_T1) & decided_T[:, None]
+        note_beyond(tally, dx_TD[decided_T], right_TD[decided_T], slack_T1.expand_as(right_TD)[decided_T])
         findings = []
         for t in wrong_TD.any(1).nonzero().flatten().tolist():
             d = int(wrong_TD[t].nonzero()[0])

@@ -10,7 +10,7 @@ from math import comb
 
 import torch
 
-from moe_conformance.judging.compare.bounded import compare
+from moe_conformance.judging.compare.bounded import compare, note_beyond
 from moe_conformance.judging.findings import Finding, fail
 from moe_conformance.judging.observed.cached import once
 from moe_conformance.judging.observed.run import Reading
@@ -241,6 +241,10 @@ def expect_forced_weights(reading: Reading, expected: RouterExpected, tally: Tal
     """
     findings = [finding for place in expected.places for finding in _of_others(reading, expected, place)]
     if findings:
+        for place in expected.places:
+            weights_TK, target = reading.seen(*place).routed_weights_TK, expected.weights(place)
+            if weights_TK is not None and weights_TK.shape == target.expected.shape:
+                note_beyond(tally, weights_TK, *target)
         fail(WrongWeight, "route", findings)
     judge_router_weights(reading, tally, expected)
 
@@ -311,11 +315,11 @@ def judge_straight_through(reading: Reading, tally: Tally) -> None:
             `judge_router_gradient`.
     """
     expected = _visible(reading)
-    _require_passage(reading, expected)
+    _require_passage(reading, expected, tally)
     _judge_gradients(reading, tally, expected)
 
 
-def _require_passage(reading: Reading, expected: RouterExpected) -> None:
+def _require_passage(reading: Reading, expected: RouterExpected, tally: Tally) -> None:
     """Fail where the tokens' gradients are zeros, and should be others."""
     findings = []
     for m, rank in expected.places:
@@ -328,6 +332,7 @@ def _require_passage(reading: Reading, expected: RouterExpected) -> None:
                 f"dx of rank {rank} is zero; likely cause: no gradient passes through the forced logits to the router"
             )
             findings.append(Finding("closed", sentence, (rank,)))
+            note_beyond(tally, dx_TD, *target)
     if findings:
         fail(WrongGradient, "gradient", findings)
 
