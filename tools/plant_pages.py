@@ -18,9 +18,8 @@ FIELDS = {"project", "reference", "bug", "reason"}
 
 _HEAD = """# Planted bugs by their source
 
-Bugs of real libraries whose mechanism is planted into native, by project and reference. `moe-conformance run --plant NAME`
-runs one. Written by `python -m tools.plant_pages docs/planted_bugs.md`. Other planted bugs are of known classes and have no
-source.
+Bugs of real libraries whose mechanism is planted into native, by project and reference; other planted bugs are of known
+classes. `moe-conformance run --plant NAME` runs one. Written by `python -m tools.plant_pages docs/planted_bugs.md`.
 
 | source | planted bugs | detected under |
 |---|---|---|
