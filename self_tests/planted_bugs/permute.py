@@ -47,7 +47,7 @@ class BufferNotRoundedUp(Permutation):
 
 
 @planted(
-    Expectation("EXCH-18", "permute", "dispatch", "but permute returned"),
+    Expectation("EXCH-18", "permute", "run", "raised in unpermute:1", "out of bounds"),
     real="NVIDIA/TransformerEngine commit 92b03707a (#2876); NVIDIA/Megatron-LM commit 1a61b77de4",
     layout=SINGLE,
 )
