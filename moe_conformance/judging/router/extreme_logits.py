@@ -13,10 +13,12 @@ from moe_conformance.judging.compare.bounded import note_beyond
 from moe_conformance.judging.findings import Finding, fail
 from moe_conformance.judging.observed.run import Reading, require_finished
 from moe_conformance.judging.observed.scopes import places_of
+from moe_conformance.judging.observed.script import SLIPS
 from moe_conformance.judging.router.routers import require_ids
 from moe_conformance.judging.verdict import (
     AbsentGradient,
     Mismatch,
+    Raised,
     Tally,
     Uncovered,
     WrongForm,
@@ -188,7 +190,7 @@ def judge_spoilt_routes(outcome: Outcome, tally: Tally) -> None:
     """Decide whether a logit that is no number leaves ids within range, and the routes of the other tokens as they are.
 
     The others are alone in microbatch 0, with the non-finite ones in microbatch 1, alone again in microbatch 2. That
-    every rank raises an error in microbatch 1 is as good.
+    every rank raises an error in microbatch 1 is as good, unless it is a slip of its own code (`script.SLIPS`).
 
     Raises:
         WrongForm: ids and weights are not (T, K).
@@ -198,6 +200,9 @@ def judge_spoilt_routes(outcome: Outcome, tally: Tally) -> None:
     """
     if all(rank.status == "raised" and rank.reached == "forward:1" for rank in outcome.ranks):
         for each in outcome.ranks:
+            if f"builtins.{(each.error or '').partition(':')[0]}" in SLIPS:
+                sentence = f"the router of rank {each.rank} stumbled over a logit instead of refusing it: {each.error}"
+                raise Raised("run", sentence, ranks=(each.rank,))
             tally.add(pairs=1, rank=each.rank)
         return
     require_finished(outcome)
