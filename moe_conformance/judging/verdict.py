@@ -6,6 +6,8 @@ of one kind apart.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -44,6 +46,15 @@ class Tally:
         self.worst = max(self.worst, worst)
         if rank is not None and (elements or pairs):
             self.ranks.add(rank)
+
+    @contextmanager
+    def uncounted(self) -> Iterator[Tally]:
+        """Give a tally to judges whose comparisons are not counted: of these only how far off they are is kept."""
+        own = Tally()
+        try:
+            yield own
+        finally:
+            self.beyond = max(self.beyond, own.beyond)
 
     def include(self, other: Tally) -> None:
         """Count what another tally has counted."""

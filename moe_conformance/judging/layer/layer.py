@@ -111,7 +111,8 @@ def judge_shared_unrouted(reading: Reading, tally: Tally) -> None:
     Raises:
         WrongForm, WrongOutput: as `judge_layer_outputs`.
     """
-    judge_layer_outputs(reading, Tally())
+    with tally.uncounted() as own:
+        judge_layer_outputs(reading, own)
     expected, scale = expected_of(reading), reading.outcome.workload.config.routing.scale
     for times in (scale, 1 / scale):
         for place in expected.places:
@@ -128,11 +129,8 @@ def judge_lone_bias(reading: Reading, tally: Tally) -> None:
         WrongOutput: an element is not equal to the bias.
         WrongForm, WrongOutput: as `judge_layer_outputs`.
     """
-    rounded = Tally()
-    try:
-        judge_layer_outputs(reading, rounded)
-    finally:
-        tally.beyond = rounded.beyond
+    with tally.uncounted() as own:
+        judge_layer_outputs(reading, own)
     bias_D = reading.outcome.workload.parameters["shared_bias", 0].double()
     findings = []
     for m, rank in expected_of(reading).places:

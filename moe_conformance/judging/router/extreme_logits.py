@@ -120,7 +120,8 @@ def judge_extreme_weights(reading: Reading, tally: Tally) -> None:
         WrongForm, WrongSelection: as `judge_extreme_choice`.
         WrongWeight: a token's weights are others.
     """
-    judge_extreme_choice(reading, Tally())
+    with tally.uncounted() as own:
+        judge_extreme_choice(reading, own)
     workload = reading.outcome.workload
     config = workload.config
     for place in places_of(workload, range(workload.layout.world)):
@@ -151,7 +152,8 @@ def judge_extreme_dx(reading: Reading, tally: Tally) -> None:
         AbsentGradient: tokens have none.
         WrongGradient: a token has another.
     """
-    judge_extreme_choice(reading, Tally())
+    with tally.uncounted() as own:
+        judge_extreme_choice(reading, own)
     workload = reading.outcome.workload
     config = workload.config
     for m, rank in places_of(workload, range(workload.layout.world)):

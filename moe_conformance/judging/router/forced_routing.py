@@ -95,7 +95,8 @@ def _judge_limit(reading: Reading, tally: Tally) -> None:
         fail(WrongSelection, "route", findings)
     _require_groups_forced(own)
     if forced is not None:
-        judge_selection(reading, Tally(), forced)
+        with tally.uncounted() as uncounted:
+            judge_selection(reading, uncounted, forced)
     for place in own.places:
         tally.add(pairs=own.ids[place].numel(), rank=place[1])
 
@@ -258,7 +259,8 @@ def judge_masked_weights(reading: Reading, tally: Tally) -> None:
     Raises:
         WrongForm, WrongSelection, WrongWeight: they do not, or are not forced.
     """
-    judge_forced_loads(reading, Tally())
+    with tally.uncounted() as uncounted:
+        judge_forced_loads(reading, uncounted)
     own, findings = expected_of(reading), []
     for place in own.places:
         ids_TK, weights_TK = own.ids[place], reading.seen(*place).routed_weights_TK
