@@ -162,14 +162,22 @@ class Worse(Toy):
 class Single(Worse):
     single_rank = True
 """
-TWO_CASES = '''
-"""A check of two cases in one place."""
+TWO_CHECKS = '''
+"""Two checks of one place."""
 from moe_conformance.judging.exchange.outputs import judge_outputs
 from moe_conformance.spec import requirement
 
-@requirement("EXCH-05", kind="probe", when=lambda workload: workload.name in ("even", "uneven"))
+def even(workload):
+    return workload.name == "even"
+
+@requirement("EXCH-05", kind="probe", when=even)
 def test_outputs(reading, tally):
     """The output is right."""
+    judge_outputs(reading, tally)
+
+@requirement("EXCH-05", kind="probe", when=even)
+def test_again(reading, tally):
+    """It is right again."""
     judge_outputs(reading, tally)
 '''
 SHOULD = '''
@@ -213,15 +221,15 @@ class TestRuns:
         (tmp_path / "worse.py").write_text(WORSE)
         checks = tmp_path / "folder"
         checks.mkdir()
-        (checks / "checks.py").write_text(TWO_CASES)
+        (checks / "checks.py").write_text(TWO_CHECKS)
         assert 0 == self.judged(tmp_path, TOY, "-k", "right", "--moe-report", "old", checks=str(checks)).status
         held = ("--moe-against", "old", *workers)
         whole = self.judged(tmp_path, "worse:Worse", "-k", "right", *held, checks=str(checks))
         assert "worse than old in 1 places: EXCH-05, right on ep2: pass -> not adapted" in whole.output
-        part = self.judged(tmp_path, "worse:Worse", "-k", "uneven]", *held, checks=str(checks))
+        part = self.judged(tmp_path, "worse:Worse", "-k", "again and right", *held, checks=str(checks))
         assert "1 not adapted" in part.output
         assert "worse than" not in part.output
-        item = f"{checks}/checks.py::test_outputs[right-ep2-uneven]"
+        item = f"{checks}/checks.py::test_again[right-ep2-even]"
         assert "worse than" not in self.judged(tmp_path, "worse:Worse", *held, checks=item).output
 
     def test_a_refusal_of_all_expert_parallelism_is_not_green(self, tmp_path):
