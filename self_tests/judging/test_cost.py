@@ -78,9 +78,15 @@ class TestHanded:
             judge_handed(read(claiming(padded(1, 5), Claims(handed="batched"))), Tally())
 
     def test_what_the_backend_claims_decides(self) -> None:
-        """A static number is judged elsewhere."""
+        """A static number is as large on all ranks, and judged elsewhere."""
+        claims = Claims(handed="static")
+        with pytest.raises(Costly, match=r"claims handed = 'static', and ranks 0, 1 deliver \d+, \d+ rows"):
+            judge_handed(read(claiming(broken(), claims)), Tally())
+        fixed = broken()
+        for rank in (0, 1):
+            fixed = edit_handed(fixed, rank, lambda call: replace(call, rows_RD=call.rows_RD.new_zeros(40, 32)))
         with pytest.raises(NotOffered, match="a fixed number of delivered rows"):
-            judge_handed(read(claiming(broken(), Claims(handed="static"))), Tally())
+            judge_handed(read(claiming(fixed, claims)), Tally())
 
 
 class TestTravelled:
