@@ -166,16 +166,17 @@ TWO_CHECKS = '''
 """Two checks of one place."""
 from moe_conformance.judging.exchange.outputs import judge_outputs
 from moe_conformance.spec import requirement
+from moe_conformance.workloads.records.runs import ExchangeStep
 
 def even(workload):
     return workload.name == "even"
 
-@requirement("EXCH-05", kind="probe", when=even)
+@requirement("EXCH-05", run=ExchangeStep(), when=even)
 def test_outputs(reading, tally):
     """The output is right."""
     judge_outputs(reading, tally)
 
-@requirement("EXCH-05", kind="probe", when=even)
+@requirement("EXCH-05", run=ExchangeStep(), when=even)
 def test_again(reading, tally):
     """It is right again."""
     judge_outputs(reading, tally)
@@ -184,11 +185,12 @@ SHOULD = '''
 """A check of a SHOULD."""
 from moe_conformance.judging.exchange.outputs import judge_outputs
 from moe_conformance.spec import requirement
+from moe_conformance.workloads.records.runs import ExchangeStep
 
 def even(workload):
     return workload.name == "even"
 
-@requirement("COST-05", kind="probe", when=even)
+@requirement("COST-05", run=ExchangeStep(), when=even)
 def test_cost(reading, tally):
     """It fails where the output is wrong."""
     judge_outputs(reading, tally)
