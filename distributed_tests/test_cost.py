@@ -9,8 +9,8 @@ from moe_conformance.judging.cost.cost import (
     judge_handed,
     judge_no_calls,
     judge_rows,
-    judge_token_rows,
 )
+from moe_conformance.judging.cost.declared_wire import judge_declared_rows
 from moe_conformance.judging.cost.more_experts import judge_calls_of_sizes
 from moe_conformance.judging.cost.reductions import judge_reductions
 from moe_conformance.judging.cost.repetition import judge_kept_memory, judge_repeated
@@ -78,9 +78,9 @@ class TestExchange:
         judge_rows(reading, tally)
 
     @requirement("COST-04", run=ExchangeStep(), when=counted)
-    def test_a_token_travels_once_to_a_rank(self, reading: Reading, tally: Tally) -> None:
-        """Where the backend states so, a token is sent once to each rank of its experts, and one row is sent back."""
-        judge_token_rows(reading, tally)
+    def test_rows_travel_as_is_declared(self, reading: Reading, tally: Tally) -> None:
+        """A token once to each rank of its experts, to all ranks, or at the capacity: as the backend states."""
+        judge_declared_rows(reading, tally)
 
     @requirement("COST-05", run=ExchangeStep(), when=counted)
     def test_backward_moves_no_more_than_forward(self, reading: Reading, tally: Tally) -> None:

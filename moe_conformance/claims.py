@@ -72,8 +72,9 @@ class Claims:
     padding: Literal["no", "group_max", "bound"] = "no"
     # The padded number of tokens is a multiple of it; needed with `padding` (PACK-02).
     alignment: int | None = None
-    # The dtype in which a router computes, if that is not the dtype of its tokens. A router of float32 on tokens of
-    # float64 is held to float32 in GROUP-07, which fails if it computes in float64; no other check follows it.
+    # The dtype in which a router computes, if that is not the dtype of its tokens. With float32 on tokens of float64
+    # layers are held to float32 (SHARE-01, GRAD-18, GROUP-07), and GROUP-07 fails if they compute in float64; checks of
+    # routers alone do not follow it.
     dtype: torch.dtype | None = None
     # Chunks of packed sequences over cp (PACK-15). mirrored: rank c holds chunks c and 2 cp - 1 - c; other: any order.
     context_order: Literal["mirrored", "other"] = "mirrored"

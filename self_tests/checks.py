@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -59,8 +60,20 @@ def judge(check: Check, **fixtures: Any) -> Mismatch | Tally:
             fixtures["reading"] = read(fixtures["outcome"])
         check.function(tally=tally, **{name: fixtures[name] for name in check.needs() - {"tally"}})
     except Mismatch as mismatch:
+        mismatch.size = tally.beyond or None  # as the plug-in has it
         return mismatch
     return tally
+
+
+def unsized(mismatch: Mismatch) -> list[float]:
+    """Return the errors that a sentence states, in allowed errors, and that are larger than the size of the failure.
+
+    >>> mismatch = Mismatch("combine", "y is 2 instead of 1 at [0] (40 x the allowed error 0.1)")
+    >>> unsized(mismatch)
+    [40.0]
+    """
+    stated = map(float, re.findall(r"\(([\d.e+]+) x the allowed error", mismatch.sentence))
+    return [each for each in stated if each > 1.01 * (mismatch.size or 0.0)]
 
 
 def _functions(module: ModuleType) -> Iterator[Callable[..., None]]:

@@ -133,7 +133,11 @@ def judge_batch(outcome: Outcome, tally: Tally) -> None:
 
 def _count(requirement: str, judge: Judge, reading: Reading, tally: Tally) -> None:
     own = Tally()
-    judge(reading, own)
+    try:
+        judge(reading, own)
+    except Mismatch as mismatch:
+        mismatch.size = own.beyond or None
+        raise
     tally.include(own)
     if not own.vacuous:
         tally.decided.add(requirement)

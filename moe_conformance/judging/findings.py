@@ -24,7 +24,7 @@ class Finding:
     kind: str
     sentence: str
     ranks: tuple[int, ...]  # to blame for this one
-    size: float = 0.0  # how far off, where that can be said: decides which is the worst of its kind
+    size: float = 0.0  # how far off, in any unit: decides which is the worst of its kind, and nothing else
 
 
 def tell(findings: Sequence[Finding]) -> str:
@@ -73,8 +73,7 @@ def fail(
 ) -> NoReturn:
     """Raise the mismatch that the findings amount to, blaming all their ranks. Around them go `start` and `note`."""
     ranks = tuple(sorted({rank for finding in findings for rank in finding.ranks}))
-    size = max((finding.size for finding in findings), default=0.0) or None
-    raise error(stage, start + tell(findings) + note, ranks=ranks, ratio=ratio, size=size)
+    raise error(stage, start + tell(findings) + note, ranks=ranks, ratio=ratio)
 
 
 def common_ratio(actual: Tensor, expected: Tensor, tolerance: float = 0.0) -> float | None:

@@ -18,7 +18,7 @@ def of_its_own_kind(mismatch: Mismatch, judge: str) -> Mismatch:
     """
     kind = _kind(type(mismatch), judge, mismatch.place)  # type: ignore[arg-type]  # mypy takes no class for hashable
     own = kind(mismatch.stage, mismatch.sentence, ranks=mismatch.ranks, ratio=mismatch.ratio)
-    own.place = mismatch.place
+    own.place, own.size = mismatch.place, mismatch.size
     return own
 
 

@@ -6,13 +6,12 @@ of one kind apart.
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
 from moe_conformance.scenarios.outcome import Outcome
-
-_TIMES = re.compile(r"\(([\d.e+]+) x the allowed error")
 
 Stage = Literal["route", "dispatch", "experts", "combine", "gradient", "finish", "groups", "run"]
 
@@ -25,6 +24,8 @@ class Tally:
     pairs: int = 0  # (token, slot) pairs or rows
     ranks: set[int] = field(default_factory=set)
     worst: float = 0.0  # largest observed/allowed error of a bounded comparison; exact comparisons leave it at 0
+    # The same of those that did not hold: how large a bounded failure is, at most 1e300, which stands for NaN too.
+    beyond: float = 0.0
     # Elements of two runs that were compared within rounding, and those of them that have other bits.
     of_two_runs: int = 0
     other_bits: int = 0
@@ -46,11 +47,21 @@ class Tally:
         if rank is not None and (elements or pairs):
             self.ranks.add(rank)
 
+    @contextmanager
+    def uncounted(self) -> Iterator[Tally]:
+        """Give a tally to judges whose comparisons are not counted: of these only how far off they are is kept."""
+        own = Tally()
+        try:
+            yield own
+        finally:
+            self.beyond = max(self.beyond, own.beyond)
+
     def include(self, other: Tally) -> None:
         """Count what another tally has counted."""
         self.elements += other.elements
         self.pairs += other.pairs
         self.worst = max(self.worst, other.worst)
+        self.beyond = max(self.beyond, other.beyond)
         self.of_two_runs += other.of_two_runs
         self.other_bits += other.other_bits
         self.ranks |= other.ranks
@@ -71,32 +82,17 @@ class Mismatch(AssertionError):
         *,
         ranks: tuple[int, ...] = (),
         ratio: float | None = None,
-        size: float | None = None,
     ) -> None:
-        """Keep the stage, the ranks to blame, the one factor by which all elements differ, and how far off they are."""
+        """Keep the stage, the ranks to blame, and the one factor by which all elements differ."""
         super().__init__(f"{stage}: {sentence}")
         self.stage: Stage = stage
         self.sentence = sentence
         self.ranks = ranks
         self.ratio = ratio
-        # The largest observed/allowed error. Most judges say it in the sentence alone, as `compare.Worst` writes it.
-        self.size = size if size is not None else _size_said(sentence)
+        self.size: float | None = None  # set by who gives the judge its tally: `Tally.beyond`, None if it was exact
         self.requirement: str | None = None  # set by a check of several requirements: the one that is violated
         self.place = ""  # where in a rank's program, if a rank failed: tells two crashes apart
         self.outcome: Outcome | None = None  # set by a check that draws its own workloads: of the one that failed
-
-
-def _size_said(sentence: str) -> float | None:
-    """Return the largest error that a sentence states, in allowed errors; None if it states none.
-
-    >>> _size_said("1.5 instead of 1 at [0] (12.1 x the allowed error 0.041)"), _size_said("a row is missing")
-    (12.1, None)
-    >>> _size_said("nan instead of 1 at [0] (not finite)")
-    1e+300
-    """
-    if "(not finite)" in sentence:
-        return 1e300  # as `compare.Worst.size` has it: more than any waiver of a finite error allows
-    return max(map(float, _TIMES.findall(sentence)), default=None)
 
 
 class WrongDelivery(Mismatch):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -24,6 +24,7 @@ from moe_conformance.plugin.outcomes import MOST_AHEAD, Outcomes
 from moe_conformance.plugin.recording import attach, record_of, translate
 from moe_conformance.plugin.run import Run
 from moe_conformance.plugin.trial import Trial, ending, forget, refusal_of, trial_of
+from moe_conformance.report.standing import Place, places
 from moe_conformance.scenarios.group_lists import CannotTell
 from moe_conformance.scenarios.outcome import Told
 from moe_conformance.topology import Layout, RankLists
@@ -53,6 +54,7 @@ class Driver:
         self.outcomes = Outcomes(run, lambda case: self.cases.foreseen(case))
         self.cases = CaseRun(run, self.outcomes)
         self._layout: Layout | None = None  # of the latest item that has one
+        self.in_part: set[Place] = set()  # of these some items were not selected
 
     def pytest_sessionfinish(self) -> None:
         """End the ranks, if there are any."""
@@ -114,6 +116,10 @@ class Driver:
             config.hook.pytest_deselected(items=others)
         agenda.sort(items, self.run.waivers.examples)
 
+    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
+        """Keep in mind of which places the run has a part only."""
+        self.in_part |= places(roster.roster(items).values())
+
     def _of_others(self, item: pytest.Item) -> bool:
         if self.other_cells and agenda.of_others(item, self.other_cells):
             return True
@@ -127,7 +133,7 @@ class Driver:
         session.items[:] = case_items.by_case(session.items, self.cases)
         followers = agenda.followers(session.items, self.cases.runs, MOST_AHEAD)
         if hasattr(session.config, "workerinput"):
-            roster.hand_over(session.config.workerinput, session.items)
+            roster.hand_over(session.config.workerinput, session.items, self.in_part)
             cells = {item.nodeid: agenda.cell_of(item) for item in session.items}
             followers = {
                 node: tuple(takewhile(lambda case, cell=cells[node]: case.cell is cell, following))  # type: ignore[misc]

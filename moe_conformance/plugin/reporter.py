@@ -25,7 +25,7 @@ from moe_conformance.report.journal import Journal
 from moe_conformance.report.live import Live
 from moe_conformance.report.progress import Progress
 from moe_conformance.report.records import FAILING, PROPERTY, Record, all_of_report, of_report
-from moe_conformance.report.standing import Place, places, standings
+from moe_conformance.report.standing import places, standings
 
 _LETTERLESS = ""  # the progress line stands for pytest's letters
 _CATEGORIES = {"pass": "passed", "error": "suite error"}  # pytest tells its own "error" a second time
@@ -40,7 +40,6 @@ class Reporter:
         self._driver, self._run, self._stopping, self._config = driver, driver.run, stopping, config
         self._collected = False
         self._roster: roster.Roster = {}
-        self._in_part: set[Place] = set()  # places of which some items were not selected
         self._records: list[Record] = []
         self._head: dict[str, Any] | None = None
         self._written: Path | None = None
@@ -91,7 +90,9 @@ class Reporter:
     def collected(self, node: Any, ids: list[str]) -> None:
         """Learn from an xdist worker which items there are: the controller collects none itself."""
         self._open()
-        self._roster = roster.take(node.workerinput) or self._roster
+        if taken := roster.take(node.workerinput):
+            self._roster, in_part = taken
+            self._driver.in_part |= in_part
         if self._progress is not None:
             self._progress.total = len(self._roster) or len(ids)
 
@@ -215,9 +216,14 @@ class Reporter:
             yield from self._regressions()
 
     def _regressions(self) -> Iterator[str]:
-        """Yield what passed by the floor, or in the run to compare with, and does so no more."""
+        """Yield what passed by the floor, or in the run to compare with, and does so no more.
+
+        A run of files or of node ids is held to neither: nobody knows what else there is of their places.
+        """
+        if self._of_parts():
+            return
         options, narrowed = self._run.options, self._filtered() or bool(self._run.options.shard)
-        run = places([*self._roster.values(), *self._records]) - self._in_part
+        run = places([*self._roster.values(), *self._records]) - self._driver.in_part
         if options.ids:  # a check that decides others too does not decide them alone
             run = {place for place in run if place[0] in options.ids}
         if self._run.floor is not None and options.profile in ("quick", "full") and not options.rotation:
@@ -234,17 +240,17 @@ class Reporter:
                 more = f"; {len(lost) - 5} more" if len(lost) > 5 else ""
                 yield f"worse than {options.against} in {len(lost)} places: {'; '.join(map(str, lost[:5]))}{more}"
 
-    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
-        """Keep in mind of which places the run has a part only."""
-        self._in_part |= places(roster.roster(items).values())
-
     def _filtered(self) -> bool:
         """Whether anything but the whole selection was asked for, the shard aside."""
         option = self._config.option
         chosen = self._run.options.ids, self._run.options.rotation
         asked = (option.keyword, option.markexpr, option.deselect, option.maxfail, *chosen)
-        parts = any("::" in argument or argument.endswith(".py") for argument in self._config.args)
-        return any(asked) or parts or getattr(option, "lf", False)
+        return any(asked) or self._of_parts()
+
+    def _of_parts(self) -> bool:
+        """Whether files or items were named, or the latest failures asked for."""
+        named = any("::" in argument or argument.endswith(".py") for argument in self._config.args)
+        return named or bool(getattr(self._config.option, "lf", False))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Tell failures, problems, the matrix and the totals."""

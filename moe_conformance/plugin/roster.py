@@ -1,6 +1,7 @@
 """Every selected item by its name, so that one that never ends is shown as not run, or as lost with its worker.
 
-xdist's controller collects nothing itself: its first worker writes the roster to a file.
+xdist's controller collects nothing itself: its first worker writes the roster to a file, and of which places it has a
+part only.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from moe_conformance.plugin import agenda
 from moe_conformance.plugin.case_items import each_check
 from moe_conformance.plugin.trial import asked_of
 from moe_conformance.report.records import Record
+from moe_conformance.report.standing import Place
 from moe_conformance.workloads.records.features import traits
 
 Roster = dict[str, Record]  # by node id
@@ -52,24 +54,33 @@ def lost(entry: Record) -> Record:
     return replace(entry, verdict="error", message=message, kind="WorkerLost")
 
 
-def hand_over(workerinput: Mapping[str, Any], items: Iterable[pytest.Item]) -> None:
-    """Leave the roster to the controller; the first worker does so for all, since they collect the same."""
+def hand_over(workerinput: Mapping[str, Any], items: Iterable[pytest.Item], in_part: Collection[Place]) -> None:
+    """Leave the roster to the controller; the first worker does so for all, since they collect the same.
+
+    Args:
+        workerinput: Of the worker.
+        items: That were selected.
+        in_part: The places of which some items were not.
+    """
     if workerinput["workerid"] != _FIRST:
         return
     path = _path(workerinput)
     draft = path.with_suffix(f".{os.getpid()}")
-    draft.write_text(json.dumps([entry.to_json() for entry in roster(items).values()]), encoding="utf-8")
+    content = {"items": [entry.to_json() for entry in roster(items).values()], "in_part": sorted(in_part)}
+    draft.write_text(json.dumps(content), encoding="utf-8")
     draft.replace(path)
 
 
-def take(workerinput: Mapping[str, Any]) -> Roster | None:
+def take(workerinput: Mapping[str, Any]) -> tuple[Roster, set[Place]] | None:
     """Return what that worker left, once; None if it is another worker, or on another machine."""
     path = _path(workerinput)
     if workerinput["workerid"] != _FIRST or not path.is_file():
         return None
-    entries = [Record.from_json(entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
+    content = json.loads(path.read_text(encoding="utf-8"))
     path.unlink()
-    return {entry.node: entry for entry in entries}
+    entries = [Record.from_json(entry) for entry in content["items"]]
+    in_part: set[Place] = {(requirement, variant, layout) for requirement, variant, layout in content["in_part"]}
+    return {entry.node: entry for entry in entries}, in_part
 
 
 def _path(workerinput: Mapping[str, Any]) -> Path:

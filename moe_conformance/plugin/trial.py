@@ -132,7 +132,7 @@ def ending(trial: Trial, error: BaseException | None) -> Ending:
         detail="\n".join([*_drawn(first), *evidence(first, outcome)]),
         violated=_violated(mismatches),
         failed=tuple(mismatch for mismatch in mismatches if mismatch.outcome is not None),
-        faults=tuple(Fault(type(each).__name__, each.stage, str(each), each.size) for each in mismatches),
+        faults=tuple(Fault(type(each).__name__, each.stage, str(each), _size(each, trial)) for each in mismatches),
         ratio=first.ratio,
         crashed=isinstance(first, RunFailed) and not _finished(outcome),
     )
@@ -181,6 +181,11 @@ def _violated(mismatches: list[Mismatch]) -> tuple[str, ...]:
     """
     named = [getattr(mismatch, "requirement", None) for mismatch in mismatches]
     return tuple(sorted({each for each in named if each})) if all(named) else ()
+
+
+def _size(mismatch: Mismatch, trial: Trial) -> float | None:
+    """Return by how many allowed errors the mismatch is off: of a drawn batch it has it, else the tally does."""
+    return mismatch.size if mismatch.outcome is not None else trial.tally.beyond or None
 
 
 def _finished(outcome: Outcome | None) -> bool:

@@ -60,7 +60,7 @@ def least_rows(
 def all_gather_rows(tokens_by_rank: Sequence[int], exchange_groups: Sequence[Sequence[int]]) -> Tensor:
     """Count the rows where every rank of a group gets every token, int64 (W, W), [from, to].
 
-    Decides: COST-03. Source: semantics of all-gather.
+    Decides: COST-03, COST-04. Source: semantics of all-gather.
 
     >>> all_gather_rows([5, 7, 3], [[0, 2], [1]]).tolist()
     [[0, 0, 5], [0, 0, 0], [3, 0, 0]]
@@ -82,7 +82,7 @@ def place_rows(
 
     Rule: C N to every other rank. Degenerate: C = 0 sends nothing; filled or not, a place is a row.
 
-    Decides: COST-03. Source: GShard, section 2.2 (dispatch of (E, C, D) by an all-to-all).
+    Decides: COST-03, COST-04. Source: GShard, section 2.2 (dispatch of (E, C, D) by an all-to-all).
 
     >>> place_rows([2, 2, 5], [[0, 1], [2]], [3, 3, 6]).tolist()
     [[0, 6, 0], [6, 0, 0], [0, 0, 0]]

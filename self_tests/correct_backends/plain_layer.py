@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moe_conformance.contract import Config, Limit, Named, Parametrised, Read, Topology, Unsupported
+from moe_conformance.contract import Claims, Config, Limit, Named, Parametrised, Read, Topology, Unsupported
 from moe_conformance.surfaces import Session
 
 # ---- the library ---------------------------------------------------------------------------------------------
@@ -103,6 +103,7 @@ class AdaptedLayer:
     def __init__(self, moe: MoE) -> None:
         self.moe = moe
         self.resolved = {"class": type(moe).__name__}
+        self.claims = Claims(dtype=torch.float32)  # scores, whatever the tokens are
 
     def __call__(self, x: Tensor) -> Tensor:
         y: Tensor = self.moe(x)

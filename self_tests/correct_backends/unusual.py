@@ -244,3 +244,20 @@ class OverTheKept(Native):
     """Native, whose router normalises over the kept."""
 
     session_class = NativeSession.building(NormalisesOverTheKept)
+
+
+class WeighsInFloat32(Router):
+    """Scores are float32 whatever the tokens are, as in most layers; it says so."""
+
+    @property
+    def claims(self) -> Claims:
+        return replace(super().claims, dtype=torch.float32)
+
+    def _logits(self, x_TD: Tensor) -> Tensor:
+        return super()._logits(x_TD).float()
+
+
+class InFloat32(Native):
+    """Native, whose router computes in float32."""
+
+    session_class = NativeSession.building(WeighsInFloat32)

@@ -20,8 +20,10 @@ from moe_conformance.judging.cost.cost import (
     judge_even_calls,
     judge_handed,
     judge_rows,
-    judge_token_rows,
+    needed_rows,
+    pair_rows,
 )
+from moe_conformance.judging.cost.declared_wire import judge_declared_rows
 from moe_conformance.judging.cost.reductions import judge_reductions
 from moe_conformance.judging.cost.repetition import judge_repeated
 from moe_conformance.judging.observed.run import read
@@ -77,9 +79,15 @@ class TestHanded:
             judge_handed(read(claiming(padded(1, 5), Claims(handed="batched"))), Tally())
 
     def test_what_the_backend_claims_decides(self) -> None:
-        """A static number is judged elsewhere."""
+        """A static number is as large on all ranks, and judged elsewhere."""
+        claims = Claims(handed="static")
+        with pytest.raises(Costly, match=r"claims handed = 'static', and ranks 0, 1 deliver \d+, \d+ rows"):
+            judge_handed(read(claiming(broken(), claims)), Tally())
+        fixed = broken()
+        for rank in (0, 1):
+            fixed = edit_handed(fixed, rank, lambda call: replace(call, rows_RD=call.rows_RD.new_zeros(40, 32)))
         with pytest.raises(NotOffered, match="a fixed number of delivered rows"):
-            judge_handed(read(claiming(broken(), Claims(handed="static"))), Tally())
+            judge_handed(read(claiming(fixed, claims)), Tally())
 
 
 class TestTravelled:
@@ -113,6 +121,32 @@ class TestWire:
         """Where the adapter first copied the tokens to tensor ranks, nothing is said of the rows on the wire."""
         with pytest.raises(NotOffered, match="the adapter gathers tokens over tp"):
             judge_rows(read(claiming(broken(), Claims(wire="copies"))), Tally())
+
+    @pytest.mark.parametrize("wire", ["all", "capacity"])
+    def test_a_wire_is_as_claimed_or_as_the_pairs(self, wire: Any) -> None:
+        """No number between: what is more than the pairs and less than the claim is no wire that there is."""
+        outcome, claims = broken(workload(tokens=20)), Claims(wire=wire)
+        reading = read(claiming(outcome, claims))
+        pairs, claimed = pair_rows(reading, 0), needed_rows(reading, 0)
+
+        def sending(rows: int) -> Outcome:
+            sizes = (rows - rows // 2, rows // 2)
+            each = [call("send", (size, 32), peer=1 - rank, sequence=None) for rank, size in enumerate(sizes)]
+            sent = calling(outcome, lambda rank, phase: [] if phase in ("finish", "done") else [each[rank]])
+            return claiming(sent, claims)
+
+        for legal in (pairs, claimed):
+            assert 4 == judged(judge_declared_rows, sending(legal)).pairs
+        wrongs = {"all": [claimed + 1], "capacity": [pairs + 1, claimed - 1, claimed + 1]}[wire]  # 39 pairs, 39 tokens
+        for wrong in wrongs:
+            told = f"claims wire = '{wire}', which is {claimed} rows in dispatch:0, and it moves {wrong}; the routed"
+            with pytest.raises(Costly, match=told):
+                judge_declared_rows(read(sending(wrong)), Tally())
+
+    def test_the_default_wire_is_no_claim(self) -> None:
+        """COST-03 counts its rows."""
+        with pytest.raises(NotOffered, match="COST-03 counts its rows"):
+            judge_declared_rows(read(broken(workload(tokens=20))), Tally())
 
     def test_places_of_every_expert_are_claimed(self) -> None:
         """C rows to each expert of the other rank, C the largest load: allowed if claimed, and named if not."""
@@ -161,7 +195,7 @@ def calling(outcome: Outcome, calls: Callable[[int, str], Sequence[Entry]]) -> O
 class TestUnseen:
     @pytest.mark.parametrize(
         "judge",
-        [judge_even_calls, judge_rows, judge_token_rows, judge_backward_rows, judge_beside_rows, judge_repeated],
+        [judge_even_calls, judge_rows, judge_declared_rows, judge_backward_rows, judge_beside_rows, judge_repeated],
     )
     def test_what_travels_past_the_ledger_is_not_judged(self, judge: Judge) -> None:
         """A transport without collectives, or rows that are packed with their weights, is neither right nor wrong."""

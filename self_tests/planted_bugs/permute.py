@@ -47,6 +47,19 @@ class BufferNotRoundedUp(Permutation):
 
 
 @planted(
+    Expectation("EXCH-18", "permute", "run", "raised in unpermute:1", "out of bounds"),
+    real="NVIDIA/TransformerEngine commit 92b03707a (#2876); NVIDIA/Megatron-LM commit 1a61b77de4",
+    layout=SINGLE,
+)
+class MinusOneRows(Permutation):
+    """The number of rows is -1 where all are wanted, and is taken as a number: the last row is not there."""
+
+    def permute(self, x_TD: Tensor, routing: Routing) -> Permuted:
+        made, rows = super().permute(x_TD, routing), -1
+        return replace(made, rows_RD=made.rows_RD[:rows])
+
+
+@planted(
     Expectation(
         "EXCH-08", "permute-empty-slots", "run", "permute, call 0, changed routing.weights_TK of rank 0 in place"
     ),

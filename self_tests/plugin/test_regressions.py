@@ -162,6 +162,25 @@ class Worse(Toy):
 class Single(Worse):
     single_rank = True
 """
+TWO_CHECKS = '''
+"""Two checks of one place."""
+from moe_conformance.judging.exchange.outputs import judge_outputs
+from moe_conformance.spec import requirement
+from moe_conformance.workloads.records.runs import ExchangeStep
+
+def even(workload):
+    return workload.name == "even"
+
+@requirement("EXCH-05", run=ExchangeStep(), when=even)
+def test_outputs(reading, tally):
+    """The output is right."""
+    judge_outputs(reading, tally)
+
+@requirement("EXCH-05", run=ExchangeStep(), when=even)
+def test_again(reading, tally):
+    """It is right again."""
+    judge_outputs(reading, tally)
+'''
 SHOULD = '''
 """A check of a SHOULD."""
 from moe_conformance.judging.exchange.outputs import judge_outputs
@@ -197,6 +216,23 @@ class TestRuns:
         assert 0 == plugin_runs.cli("compare", "new", "old", cwd=tmp_path).status
         missing = plugin_runs.cli("compare", "old", "nowhere", cwd=tmp_path)
         assert (2, True) == (missing.status, "there is no report in nowhere" in missing.output)
+
+    @pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "xdist"])
+    def test_a_place_of_which_a_part_ran_is_not_held(self, tmp_path, workers):
+        """What `-k` or a node id leaves out is not known to be worse, also where workers selected."""
+        (tmp_path / "worse.py").write_text(WORSE)
+        checks = tmp_path / "folder"
+        checks.mkdir()
+        (checks / "checks.py").write_text(TWO_CHECKS)
+        assert 0 == self.judged(tmp_path, TOY, "-k", "right", "--moe-report", "old", checks=str(checks)).status
+        held = ("--moe-against", "old", *workers)
+        whole = self.judged(tmp_path, "worse:Worse", "-k", "right", *held, checks=str(checks))
+        assert "worse than old in 1 places: EXCH-05, right on ep2: pass -> not adapted" in whole.output
+        part = self.judged(tmp_path, "worse:Worse", "-k", "again and right", *held, checks=str(checks))
+        assert "1 not adapted" in part.output
+        assert "worse than" not in part.output
+        item = f"{checks}/checks.py::test_again[right-ep2-even]"
+        assert "worse than" not in self.judged(tmp_path, "worse:Worse", *held, checks=item).output
 
     def test_a_refusal_of_all_expert_parallelism_is_not_green(self, tmp_path):
         """Though nothing failed; an adapter of a single rank says so, and passes."""

@@ -9,8 +9,11 @@ from datetime import date, timedelta
 from pathlib import Path
 
 import pytest
+import torch
 
+from moe_conformance.judging.compare.bounded import compare
 from moe_conformance.judging.verdict import WrongOutput
+from moe_conformance.plugin.trial import Trial, ending
 from moe_conformance.waiving import Fault, Item, Names, Unreadable, Waivers, load, path_for, proposal
 from self_tests.plugin import plugin_runs
 from self_tests.plugin.plugin_runs import PROJECT, TOY
@@ -125,19 +128,23 @@ class TestFailures:
         assert (False, True) == (waiver.excuses([FAULT]), waiver.excuses([replace(FAULT, size=None)]))
 
     @pytest.mark.parametrize(
-        ("sentence", "excused"),
-        [
-            ("y of rank 0 is 2 instead of 1 at [0] (40 x the allowed error 0.1)", True),
-            ("y of rank 0 is 2 instead of 1 at [0] (4e+05 x the allowed error 0.1)", False),
-            ("y of rank 0 is nan instead of 1 at [0] (not finite)", False),
-        ],
+        ("value", "size", "excused"), [(5.0, 40.0, True), (1e5, 999_990.0, False), (torch.nan, 1e300, False)]
     )
-    def test_the_size_is_that_of_the_sentence(self, tmp_path, sentence, excused):
-        """Where a judge states the error in its sentence alone; what is not finite is off by more than any error."""
+    def test_the_size_is_what_the_comparisons_counted(self, tmp_path, value, size, excused):
+        """Whatever the sentence says: the largest error of the check, and more than any where it is not finite."""
         (waiver,) = loaded(tmp_path, GOOD).held
-        mismatch = WrongOutput("combine", sentence)
-        fault = Fault("WrongOutput", mismatch.stage, str(mismatch), mismatch.size)
-        assert excused == waiver.excuses([fault])
+        trial = Trial(("EXCH-05",), "test_outputs")
+        one = torch.ones(1, dtype=torch.float64)
+        compare(torch.tensor([value], dtype=torch.float64), one, 0.1 * one, trial.tally)
+        compare(one + 0.2, one, 0.1 * one, trial.tally)
+        (fault,) = ending(trial, WrongOutput("combine", "y of rank 0 is 2 instead of 1")).faults
+        assert (pytest.approx(size), excused) == (fault.size, waiver.excuses([fault]))
+
+    def test_what_is_compared_exactly_has_no_size(self):
+        """There is no allowed error to count in: kind, stage and words excuse it."""
+        trial = Trial(("EXCH-05",), "test_outputs")
+        compare(torch.ones(1), torch.zeros(1), torch.zeros(1), trial.tally)
+        assert [None] == [each.size for each in ending(trial, WrongOutput("combine", "y is 1 instead of 0")).faults]
 
     def test_the_waiver_of_the_failure_answers(self, tmp_path):
         """Of several for one item, the one that names what happened; where none does, the first."""

@@ -55,7 +55,7 @@ class Worst:
 def compare(
     actual: Tensor, expected: Tensor, allowed: Tensor, tally: Tally | None = None, rank: int | None = None
 ) -> Worst:
-    """Hold every element against its bound; if all hold, count them in the tally.
+    """Hold every element against its bound; if all hold, count them in the tally, and else how far off they are.
 
     What is not finite holds nowhere, and an element that is allowed no error holds only if it is equal. No elements
     hold, with ratio 0, and count nothing.
@@ -78,9 +78,18 @@ def compare(
     flat = int(ratio.argmax())
     at = _index(flat, ratio.shape)
     worst = Worst(float(ratio[at]), at, float(actual[at]), float(expected[at]), float(allowed[at]))
-    if worst.holds and tally is not None:
-        tally.add(elements=actual.numel(), rank=rank, worst=worst.ratio)
+    if tally is not None:
+        if worst.holds:
+            tally.add(elements=actual.numel(), rank=rank, worst=worst.ratio)
+        elif bool((allowed > 0).any()) or not isfinite(worst.actual):
+            tally.beyond = max(tally.beyond, worst.size)
     return worst
+
+
+def note_beyond(tally: Tally, actual: Tensor, expected: Tensor, allowed: Tensor) -> None:
+    """Count in a tally how far off elements are that a judge compares by itself; nothing of what holds."""
+    with tally.uncounted() as own:
+        compare(actual, expected, allowed, own)
 
 
 def within(actual: Tensor, expected: Tensor, allowed: Tensor) -> bool:

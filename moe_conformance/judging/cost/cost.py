@@ -88,8 +88,8 @@ def judge_rows(reading: Reading, tally: Tally) -> None:
         raise NotOffered("the adapter gathers tokens over tp, and its rows would be counted")
     tally.travelled = _travelled(reading)
     require_rows(reading)
-    for half in _halves(reading):
-        allowed, smallest = half.times * _needed(reading, half.m), half.times * _smallest(reading, half.m)
+    for half in halves(reading):
+        allowed, smallest = half.times * needed_rows(reading, half.m), half.times * smallest_rows(reading, half.m)
         if half.rows > allowed:
             times = cost.ratio(math.ceil(half.rows), smallest)
             least = f"{times:.3g} times the smallest number"
@@ -100,26 +100,6 @@ def judge_rows(reading: Reading, tally: Tally) -> None:
             found.append(f"{half.name} moves {half.rows:g} rows, {least}; allowed: {allowed}{design}")
         else:
             tally.add(pairs=len(reading.ranks), worst=half.rows / allowed if allowed else 0.0)
-    if found:
-        raise Costly("run", some(found))
-
-
-def judge_token_rows(reading: Reading, tally: Tally) -> None:
-    """Decide whether a token is sent once to each other rank that needs it, and one row back, if that is claimed.
-
-    Raises:
-        Costly: more rows are sent.
-        NotOffered: the backend claims another wire, or the ledger has fewer rows than must be sent.
-    """
-    if (wire := reading.claims.wire) != "tokens":
-        raise NotOffered(f"the backend claims wire = {wire!r}, not 'tokens'")
-    require_rows(reading)
-    found = []
-    for half in _halves(reading):
-        smallest = half.times * _smallest(reading, half.m)
-        if half.rows > smallest:
-            found.append(f"{half.name} moves {half.rows:g} rows; needed: {smallest}")
-        tally.add(pairs=len(reading.ranks))
     if found:
         raise Costly("run", some(found))
 
@@ -192,7 +172,8 @@ def judge_beside_rows(reading: Reading, tally: Tally) -> None:
 def judge_handed(reading: Reading, tally: Tally) -> None:
     """Decide whether the experts of a rank receive no more rows than are routed to them, and padding to the multiple.
 
-    Where all tokens are delivered, as the backend has to claim, no more than these.
+    Where all tokens are delivered, as the backend has to claim, no more than these; where a fixed number is, as many on
+    all ranks of an exchange group.
 
     Raises:
         Costly: they receive more.
@@ -201,6 +182,7 @@ def judge_handed(reading: Reading, tally: Tally) -> None:
     workload, found = reading.outcome.workload, []
     handed, multiple = reading.claims.handed, reading.claims.multiple
     if handed == "static":
+        _require_static(reading)
         raise NotOffered("the backend claims handed = 'static', a fixed number of delivered rows")
     for m, pairs in enumerate(reading.pairs):
         routed = Counter((pair.destination, pair.expert) for pair in pairs)
@@ -228,7 +210,17 @@ def judge_handed(reading: Reading, tally: Tally) -> None:
         raise Costly("dispatch", some(found))
 
 
-class _Half(NamedTuple):
+def _require_static(reading: Reading) -> None:
+    """Raise unless all ranks of an exchange group deliver as many rows, as `handed = "static"` claims."""
+    for m in range(len(reading.batches)):
+        for group in reading.outcome.workload.layout.groups()["ep_etp"]:
+            rows = [sum(len(call.rows_RD) for call in reading.ranks[rank].microbatches[m].handed) for rank in group]
+            if len(set(rows)) > 1:
+                told = f"the backend claims handed = 'static', and ranks {some(group)} deliver {some(rows)} rows"
+                raise Costly("dispatch", f"{told} in microbatch {m}; expected: equally many")
+
+
+class Half(NamedTuple):
     """Dispatch or combine of one microbatch, or both at once, and the rows that it moves off all ranks."""
 
     m: int
@@ -240,7 +232,7 @@ class _Half(NamedTuple):
 _HALVES = {"dispatch": ("forward", "dispatch"), "combine": ("combine", "answered")}
 
 
-def _halves(reading: Reading) -> Iterator[_Half]:
+def halves(reading: Reading) -> Iterator[Half]:
     """List dispatch and combine of every microbatch; as one where the experts were called several times in between."""
     phases = [by_phase(rank) for rank in reading.ranks]
     for m in range(len(reading.batches)):
@@ -253,9 +245,9 @@ def _halves(reading: Reading) -> Iterator[_Half]:
             for half, names in _HALVES.items()
         }
         if all(len(rank.microbatches[m].handed) == 1 for rank in reading.ranks):
-            yield from (_Half(m, f"{half}:{m}", 1, moved) for half, moved in rows.items())
+            yield from (Half(m, f"{half}:{m}", 1, moved) for half, moved in rows.items())
         else:
-            yield _Half(m, f"forward:{m}", 2, sum(rows.values()))
+            yield Half(m, f"forward:{m}", 2, sum(rows.values()))
 
 
 def require_rows(reading: Reading) -> None:
@@ -263,8 +255,8 @@ def require_rows(reading: Reading) -> None:
 
     By a transport of its own, packed with something else, or in pieces.
     """
-    for half in _halves(reading):
-        smallest = half.times * _smallest(reading, half.m)
+    for half in halves(reading):
+        smallest = half.times * smallest_rows(reading, half.m)
         if half.rows < smallest:
             raise NotOffered(f"the ledger has {half.rows:g} of at least {smallest} rows of width D in {half.name}")
 
@@ -302,7 +294,7 @@ def _moved(reading: Reading, calls_by_rank: Mapping[int, Sequence[Entry]]) -> co
 def _travelled(reading: Reading) -> dict[str, float]:
     """Count what ranks send in all forwards, and the least that they must: each row once there and once back."""
     config, forwards = reading.outcome.workload.config, _forwards(reading)
-    least = 2 * sum(_smallest(reading, m) for m in forwards)
+    least = 2 * sum(smallest_rows(reading, m) for m in forwards)
     calls = [(rank, entry) for by_rank in forwards.values() for rank, each in by_rank.items() for entry in each]
     return {
         "rows": sum(_rows(reading, [entry], rank) for rank, entry in calls),
@@ -313,13 +305,13 @@ def _travelled(reading: Reading) -> dict[str, float]:
     }
 
 
-def _needed(reading: Reading, m: int) -> int:
+def needed_rows(reading: Reading, m: int) -> int:
     """Count the rows that a dispatch may move, by the claimed wire."""
     wire = reading.claims.wire
     if wire == "pairs":
-        return int(cost.pair_rows(*_routed(reading, m)).sum())
+        return pair_rows(reading, m)
     if wire == "tokens":
-        return _smallest(reading, m)
+        return smallest_rows(reading, m)
     return all_places(reading, m) if wire == "capacity" else all_tokens(reading, m)
 
 
@@ -332,7 +324,13 @@ def _gathers_maps(reading: Reading) -> bool:
     return claims.routing == "maps"
 
 
-def _smallest(reading: Reading, m: int) -> int:
+def pair_rows(reading: Reading, m: int) -> int:
+    """Count the rows of microbatch m where every routed pair is sent by itself."""
+    return int(cost.pair_rows(*_routed(reading, m)).sum())
+
+
+def smallest_rows(reading: Reading, m: int) -> int:
+    """Count the rows of microbatch m where a token is sent once to each rank that needs it."""
     return int(cost.least_rows(*_routed(reading, m)).sum())
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 from moe_conformance.judging.equivalence.parameters import assembled
@@ -41,7 +43,7 @@ def judge_differences(reading: Reading, nudges: list[Nudged], twins: RunTwins, t
         except NotOffered as error:
             not_offered = str(error)
             continue
-        if sentence := _said(nudge, slope, wide, told, addends):
+        if sentence := _said(nudge, slope, wide, told, addends, tally):
             findings.append(Finding(nudge.what, sentence, everybody, abs(slope - told)))
         else:
             tally.add(elements=sum(direction.numel() for direction in nudge.directions.values()))
@@ -51,7 +53,7 @@ def judge_differences(reading: Reading, nudges: list[Nudged], twins: RunTwins, t
         raise NotOffered(not_offered)
 
 
-def _said(nudge: Nudged, slope: float, wide: float, told: float, addends: float) -> str:
+def _said(nudge: Nudged, slope: float, wide: float, told: float, addends: float, tally: Tally) -> str:
     """Say what is wrong with a slope over h, beside that over 2 h and the gradient's; nothing if all is well."""
     where = f"along a random direction in {nudge.what} the loss has the slope {slope:.9g}"
     curvature = abs(wide - slope)
@@ -61,7 +63,9 @@ def _said(nudge: Nudged, slope: float, wide: float, told: float, addends: float)
     allowed = curvature + 2 * _ROUNDING * addends / nudge.h
     if abs(slope - told) <= allowed:
         return ""
-    times = f"{abs(slope - told) / allowed:.3g} x the allowed error {allowed:.2g}"
+    ratio = abs(slope - told) / allowed if allowed else math.inf
+    tally.beyond = max(tally.beyond, ratio if ratio < 1e300 else 1e300)  # NaN is no smaller
+    times = f"{ratio:.3g} x the allowed error {allowed:.2g}"
     return f"{where}; the gradient gives {told:.9g} ({times})"
 
 

@@ -75,7 +75,8 @@ def judge_padding_gradients(reading: Reading, ran: Sequence[Ran], tally: Tally) 
         NotOffered: no padding row was delivered to any expert.
         As `judge_alike`.
     """
-    judge_alike(reading, ran, Tally())
+    with tally.uncounted() as own:
+        judge_alike(reading, ran, own)
     rows = 0
     for run in map(read_twin, those_that_ran(ran)):
         for rank in run.ranks:

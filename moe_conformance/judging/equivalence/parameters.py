@@ -127,9 +127,8 @@ def far_off(
         sentence: What is wrong if it is off; by how much is added.
         tally: Counts elements.
     """
-    worst = compare(*compared)
+    worst = compare(*compared, tally)
     if worst.holds:
-        tally.add(elements=compared[0].numel())
         return []
     holders = stages(reading.outcome.workload.layout)[stage]
     return [Finding("parameters", f"{sentence}: {worst}", holders, worst.size)]

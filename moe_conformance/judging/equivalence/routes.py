@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from moe_conformance.judging.compare.bounded import note_beyond
 from moe_conformance.judging.equivalence.runs import Ran, judge_same_gradients, read_twin, those_that_ran
 from moe_conformance.judging.findings import Finding, fail
 from moe_conformance.judging.observed.run import Reading
@@ -46,7 +47,7 @@ def judge_same_routes(reading: Reading, ran: Sequence[Ran], tally: Tally, *, to_
                 was = Routes(*(picked(rows.source_T3, columns) for columns in _columns(before)))
                 now = _routes(other, (m, rank))
                 chosen += _other_choices(now, was, rank, to_the_bit)
-                weighed += _other_weights(now, was, rank, to_the_bit)
+                weighed += _other_weights(now, was, rank, to_the_bit, tally)
                 tally.add(pairs=now.ids_TK.numel(), rank=rank)
         if chosen:
             fail(WrongSelection, "route", chosen, start=f"run {each.twin.how}, ")
@@ -150,11 +151,13 @@ def _other_slots(original: Reading, other: Reading) -> Iterator[Finding]:
             yield Finding("slots", sentence, (rank,))
 
 
-def _other_weights(now: Routes, was: Routes, rank: int, to_the_bit: bool) -> Iterator[Finding]:
-    """Yield tokens that selected the same experts, with other weights."""
+def _other_weights(now: Routes, was: Routes, rank: int, to_the_bit: bool, tally: Tally) -> Iterator[Finding]:
+    """Yield tokens that selected the same experts, with other weights; the tally has by how much they differ."""
     off_TK = (now.weights_TK.double() - was.weights_TK.double()).abs()
     allowed_TK = (now.allowed_TK + was.allowed_TK) * (not to_the_bit)
-    wrong_TK = ~(off_TK <= allowed_TK) & (now.ids_TK == was.ids_TK).all(1, keepdim=True)
+    same_TK = (now.ids_TK == was.ids_TK).all(1, keepdim=True).expand_as(off_TK)
+    wrong_TK = ~(off_TK <= allowed_TK) & same_TK
+    note_beyond(tally, now.weights_TK[same_TK], was.weights_TK.double()[same_TK], allowed_TK[same_TK])
     for t in wrong_TK.any(1).nonzero().flatten().tolist():
         k = int((off_TK[t] * wrong_TK[t]).argmax())
         is_, had = float(now.weights_TK[t, k]), float(was.weights_TK[t, k])

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from moe_conformance.judging.compare.bounded import note_beyond
 from moe_conformance.judging.equivalence.deliveries import judge_same_deliveries
 from moe_conformance.judging.equivalence.parameters import judge_same_parameters
 from moe_conformance.judging.experts.expected import OwnExpected
@@ -277,7 +278,7 @@ def _differences(sides: Sides, judged: _Judged, tally: Tally) -> Iterator[Findin
                 raise WrongForm(
                     "combine", f"run {sides.twin.how}, {whose} has the shape {forms} in the original run", ranks=(rank,)
                 )
-            differs = _differs(sides, judged, (m, rank), actual, was)
+            differs = _differs(sides, judged, (m, rank), actual, was, tally)
             for t in differs.any(1).nonzero().flatten().tolist():
                 yield _finding(sides, judged.name, (m, rank, t), actual, was, differs[t], known)
             if not bool(differs.any()):
@@ -300,8 +301,8 @@ def _expected(rows: Rows, known: Sequence[Sequence[Tensor | None]], name: str) -
     return torch.ldexp(was.double(), rows.powers_T[:, None]).to(was.dtype)
 
 
-def _differs(sides: Sides, judged: _Judged, place: Place, actual: Tensor, was: Tensor) -> Tensor:
-    """Mark the elements that differ by more than the spec allows."""
+def _differs(sides: Sides, judged: _Judged, place: Place, actual: Tensor, was: Tensor, tally: Tally) -> Tensor:
+    """Mark the elements that differ by more than the spec allows; the tally has by how much, if that is bounded."""
     if sides.twin.bits:
         return _as_integers(actual) != _as_integers(was)
     if not sides.original.outcome.workload.parameters:
@@ -318,6 +319,7 @@ def _differs(sides: Sides, judged: _Judged, place: Place, actual: Tensor, was: T
     if judged.name == "dweights" and len(rows.source_T3):
         allowed = allowed.gather(1, rows.slots_TK)
     allowed = allowed + judged.allowed(expected_of(sides.other), place)
+    note_beyond(tally, actual, was.double(), allowed)
     return ~(off <= allowed)
 
 

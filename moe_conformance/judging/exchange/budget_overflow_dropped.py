@@ -58,12 +58,14 @@ def judge_dropped_rows(reading: Reading, tally: Tally) -> None:
             although it fits; rows that are not routed.
         WrongOutput, WrongForm, AbsentGradient, WrongGradient: not exactly the values of the delivered slots.
     """
-    judge_rows(reading, Tally())
+    with tally.uncounted() as own:
+        judge_rows(reading, own)
     findings = [*_too_many(reading), *_split(reading), *_without_need(reading)]
     if findings:
         fail(WrongDelivery, "dispatch", findings)
     rest = _of_the_kept(reading)
-    judge_deliveries(rest, Tally())
+    with tally.uncounted() as own:
+        judge_deliveries(rest, own)
     for m in range(len(reading.batches)):
         delivered, budgets, multiple = _delivered(reading, m), _budgets(reading), reading.claims.multiple
         legal = receive_budget.legal_deliveries(delivered, reading.pairs[m], budgets, alignment=multiple)
@@ -73,7 +75,8 @@ def judge_dropped_rows(reading: Reading, tally: Tally) -> None:
             raise WrongDelivery("dispatch", f"{received} {_budget(reading)} rows", ranks=(rank,))
     _require_finite(reading, rest)
     for judge in (judge_lost_tokens, judge_outputs, judge_dropped_gradients):
-        judge(rest, Tally())
+        with tally.uncounted() as own:
+            judge(rest, own)
     for ranks in reading.batches:
         for rank, batch in enumerate(ranks):
             tally.add(elements=2 * batch.x_TD.numel() + batch.ids_TK.numel(), rank=rank)

@@ -224,8 +224,10 @@ def judge_dropped_gradients(reading: Reading, tally: Tally) -> None:
                 findings.append(Finding("dropped slot", told, (rank,), min(abs(value), 1e300)))
     if findings:
         fail(WrongGradient, "gradient", findings)
-    judge_dx(reading, Tally())
-    judge_dweights(reading, Tally())
+    with tally.uncounted() as own:
+        judge_dx(reading, own)
+    with tally.uncounted() as own:
+        judge_dweights(reading, own)
     for m, ranks in enumerate(reading.batches):
         for rank, batch in enumerate(ranks):
             tally.add(pairs=int((batch.ids_TK < 0).sum()) * reading.goes_backward(m), rank=rank)

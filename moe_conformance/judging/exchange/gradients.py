@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from moe_conformance.judging.compare.bounded import note_beyond
 from moe_conformance.judging.exchange.last_correct_stage import before_experts, last_seen_right
 from moe_conformance.judging.explain.block_view import Sheets
 from moe_conformance.judging.explain.blocks import explain
@@ -68,6 +69,7 @@ def judge_dweights(reading: Reading, tally: Tally) -> None:
             by_rank.setdefault(rank, []).append((actual_TK.double().flatten(), expected_TK.flatten()))
             wrong_here = _wrong_weights(reading, m, rank, actual_TK.double(), allowed_TK)
             findings += wrong_here
+            note_beyond(tally, actual_TK, expected_TK, allowed_TK)
             wrong |= {m} if wrong_here else set()
             worst = ((actual_TK.double() - expected_TK).abs() / allowed_TK)[allowed_TK > 0]
             tally.add(elements=expected_TK.numel(), rank=rank, worst=float(worst.max()) if len(worst) else 0.0)

@@ -69,7 +69,8 @@ def judge_weight_place(reading: Reading, tally: Tally) -> None:
         WrongForm, WrongOutput: as `judge_own_outputs`.
     """
     expected = expected_of(reading)
-    judge_own_outputs(reading, Tally())
+    with tally.uncounted() as own:
+        judge_own_outputs(reading, own)
     other = OwnExpected.told(expected.workload, "output" if expected.weights_at == "input" else "input", "sum")
     for at in expected.places:
         ours, theirs = expected.y(at), other.y(at)

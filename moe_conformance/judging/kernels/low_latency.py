@@ -42,7 +42,8 @@ def judge_places(outcome: Outcome, tally: Tally) -> None:
         WrongDelivery: places, counts or runs are wrong.
         WrongOutput, WrongGradient, AbsentGradient: the sums of combine, or their gradients, are wrong.
     """
-    judge_placement(outcome, Tally())
+    with tally.uncounted() as own:
+        judge_placement(outcome, own)
     for number, call in enumerate(outcome.workload.calls):
         if call.method == "dispatch" and not call.may_raise:
             _judge_dispatch(outcome, number, tally)

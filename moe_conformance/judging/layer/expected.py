@@ -30,16 +30,32 @@ class LayerExpected(StageAnswers[LayerGradients]):
     """The oracle's answer to a "layer" workload, or to one of layers that drop."""
 
     rule: DropRule = field(default_factory=DropRule)  # as claimed
+    narrow: torch.dtype | None = None  # what a part of the layer computes in, where that is claimed and narrower
 
     @classmethod
     def of(cls, reading: Reading, workload: Workload | None = None) -> LayerExpected:
-        """Make it of a reading, with the rule of dropping that the backend claims."""
-        return super().of(reading, workload).by(DropRule.of(reading.claims))
+        """Make it of a reading, with the rule of dropping and the dtype that the backend claims."""
+        return super().of(reading, workload).by(DropRule.of(reading.claims)).computed_in(reading.claims.dtype)
 
     def by(self, rule: DropRule) -> LayerExpected:
         """Return the answer by a rule of dropping."""
         drops_none = self.workload.config.capacity.factor is None
         return self if drops_none or rule == self.rule else replace(self, rule=rule)
+
+    def computed_in(self, dtype: torch.dtype | None) -> LayerExpected:
+        """Return the answer within the errors of that dtype, where it is narrower than that of the tokens."""
+        own = self.workload.config.dtype
+        narrower = dtype is not None and torch.finfo(dtype).eps > torch.finfo(own).eps
+        return replace(self, narrow=dtype) if narrower and dtype != self.narrow else self
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self.narrow or self.workload.config.dtype
+
+    def _allowed(self, error: Tensor, tokens: int = 0) -> Tensor:
+        config = self.workload.config
+        longest = max(bounds.longest_sum(config), *config.shared.ffn, 0)
+        return bounds.allowed(error, self._dtype, addends=longest + tokens)
 
     def idle(self, stage: int, key: ParameterKey) -> bool:
         """Whether a parameter is a routed expert's that no kept slot of the stage reaches on its way backward."""
@@ -134,7 +150,7 @@ class LayerExpected(StageAnswers[LayerGradients]):
             *self._batch(places),
             self.workload.parameters,
             self._weighing,
-            rounding=bounds.rounding(self.workload.config.dtype),
+            rounding=bounds.rounding(self._dtype),
             shares=Shares(
                 etp=layout.etp,
                 tp=layout.tp,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.compare.bounded import Target, compare
+from moe_conformance.judging.compare.bounded import Target, compare, within
 from moe_conformance.judging.explain.bounded import Found
 from moe_conformance.judging.explain.bounded_gradients import Held, explain_gradients, part_name, stage_of
 from moe_conformance.judging.explain.bounded_tokens import explain_tokens
@@ -66,6 +66,7 @@ def judge_layer_outputs(reading: Reading, tally: Tally) -> None:
     if wrong := _wrong_microbatches(actual, targets, tally):
         findings, ratio = _explain(reading, "y", actual, targets)
         note = _asked_without_gradients(workload, wrong) + early_read(reading, findings)
+        note += _in_float32(reading, lambda narrow: all(within(y, *narrow.y(place)) for place, y in actual.items()))
         fail(WrongOutput, "combine", findings, ratio=ratio, note=note)
 
 
@@ -89,7 +90,17 @@ def judge_layer_dx(reading: Reading, tally: Tally) -> None:
         actual[place], targets[place] = _formed(value, target, whose, rank, "gradient"), target
     if _wrong_microbatches(actual, targets, tally):
         findings, ratio = _explain(reading, "dx", actual, targets)
-        fail(WrongGradient, "gradient", findings, ratio=ratio, note=early_read(reading, findings))
+        note = early_read(reading, findings)
+        note += _in_float32(reading, lambda narrow: all(within(dx, *narrow.dx(place)) for place, dx in actual.items()))
+        fail(WrongGradient, "gradient", findings, ratio=ratio, note=note)
+
+
+def _in_float32(reading: Reading, holds: Callable[[LayerExpected], bool]) -> str:
+    """Name the claim under which a layer of float64 would be right, if there is one."""
+    if reading.outcome.workload.config.dtype != torch.float64 or reading.claims.dtype is not None:
+        return ""
+    design = "; a layer whose router computes in float32 by design claims dtype = torch.float32"
+    return design if holds(expected_of(reading).computed_in(torch.float32)) else ""
 
 
 def judge_shared_unrouted(reading: Reading, tally: Tally) -> None:
@@ -100,7 +111,8 @@ def judge_shared_unrouted(reading: Reading, tally: Tally) -> None:
     Raises:
         WrongForm, WrongOutput: as `judge_layer_outputs`.
     """
-    judge_layer_outputs(reading, Tally())
+    with tally.uncounted() as own:
+        judge_layer_outputs(reading, own)
     expected, scale = expected_of(reading), reading.outcome.workload.config.routing.scale
     for times in (scale, 1 / scale):
         for place in expected.places:
@@ -117,7 +129,8 @@ def judge_lone_bias(reading: Reading, tally: Tally) -> None:
         WrongOutput: an element is not equal to the bias.
         WrongForm, WrongOutput: as `judge_layer_outputs`.
     """
-    judge_layer_outputs(reading, Tally())
+    with tally.uncounted() as own:
+        judge_layer_outputs(reading, own)
     bias_D = reading.outcome.workload.parameters["shared_bias", 0].double()
     findings = []
     for m, rank in expected_of(reading).places:

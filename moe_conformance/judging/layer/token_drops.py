@@ -33,6 +33,7 @@ def judge_lost_in_layer(reading: Reading, tally: Tally) -> None:
     for (_, rank), t, kept, worst in _outputs(reading, expected):
         if kept:
             continue
+        tally.beyond = max(tally.beyond, 0.0 if worst.holds else worst.size)
         if not worst.holds:
             wrong = f"y is not {_shared_words(reading)}: {worst}"
             sentence = f"rank {rank} token {t} had all slots dropped; {wrong}"
@@ -55,6 +56,7 @@ def judge_kept_in_layer(reading: Reading, tally: Tally) -> None:
     for (m, rank), t, kept, worst in _outputs(reading, expected):
         if not kept:
             continue
+        tally.beyond = max(tally.beyond, 0.0 if worst.holds else worst.size)
         if not worst.holds:
             slots = f"kept {kept} of {config.top_k} slots"
             also = " and the shared experts" if config.shared.ffn else ""

@@ -48,7 +48,8 @@ def judge_minimum(reading: Reading, tally: Tally) -> None:
     Raises:
         WrongForm, WrongSelection, WrongCount: as `judge_capacity`.
     """
-    judge_capacity(reading, Tally())
+    with tally.uncounted() as own:
+        judge_capacity(reading, own)
     drops = drops_of(reading)
     for place in drops.places:
         if drops.capacities(place) == (drops.workload.config.capacity.minimum,):
@@ -114,7 +115,8 @@ def judge_fit(reading: Reading, tally: Tally) -> None:
     Raises:
         WrongForm, WrongSelection, WrongCount: it does not.
     """
-    judge_capacity(reading, Tally())
+    with tally.uncounted() as own:
+        judge_capacity(reading, own)
     _judge_kept(reading, tally, "any")
 
 
@@ -288,7 +290,8 @@ def judge_lossless(reading: Reading, tally: Tally) -> None:
     if findings:
         dropped = any(finding.kind == "dropped" for finding in findings)
         fail(WrongSelection if dropped else WrongWeight, "route", findings)
-    judge_drop_gradients(reading, Tally())
+    with tally.uncounted() as own:
+        judge_drop_gradients(reading, own)
     for rank, slots in compared:
         tally.add(pairs=slots, rank=rank)
 
@@ -302,7 +305,8 @@ def judge_own_tokens(reading: Reading, tally: Tally) -> None:
     Raises:
         WrongForm, WrongSelection, WrongCount: they are not.
     """
-    judge_fit(reading, Tally())
+    with tally.uncounted() as own:
+        judge_fit(reading, own)
     drops, findings = drops_of(reading), []
     for first, second in _repeated(drops):
         moved = (drops.kept[first] != drops.kept[second]).nonzero().tolist()
@@ -343,7 +347,8 @@ def judge_drop_weights(reading: Reading, tally: Tally) -> None:
         targets[place] = Target(weights_TK, allowed_TK)
         given_TK = weights_at(reading, place, drops.ids[place])
         actual[place] = torch.where(drops.kept[place], given_TK.double(), weights_TK)  # the dropped are not looked at
-    worst = [compare(actual[place], *targets[place], Tally()) for place in drops.places]
+    with tally.uncounted() as own:
+        worst = [compare(actual[place], *targets[place], own) for place in drops.places]
     if not all(each.holds for each in worst):
         _fail_weights(drops, actual, targets)
     for place, each in zip(drops.places, worst, strict=True):

@@ -9,13 +9,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_conformance.judging.compare.bounded import note_beyond
 from moe_conformance.judging.findings import Finding, fail
 from moe_conformance.judging.observed.run import Reading, require_finished
 from moe_conformance.judging.observed.scopes import places_of
+from moe_conformance.judging.observed.script import SLIPS
 from moe_conformance.judging.router.routers import require_ids
 from moe_conformance.judging.verdict import (
     AbsentGradient,
     Mismatch,
+    Raised,
     Tally,
     Uncovered,
     WrongForm,
@@ -117,7 +120,8 @@ def judge_extreme_weights(reading: Reading, tally: Tally) -> None:
         WrongForm, WrongSelection: as `judge_extreme_choice`.
         WrongWeight: a token's weights are others.
     """
-    judge_extreme_choice(reading, Tally())
+    with tally.uncounted() as own:
+        judge_extreme_choice(reading, own)
     workload = reading.outcome.workload
     config = workload.config
     for place in places_of(workload, range(workload.layout.world)):
@@ -132,6 +136,7 @@ def judge_extreme_weights(reading: Reading, tally: Tally) -> None:
         decided_T = _decided(workload, logits_TE, ids_TK)
         allowed_TK = _rounding(workload) * right_TK + config.routing.scale * _LEAST / _UNDERFLOW
         right_T = ((weights_TK.double() - right_TK).abs() <= allowed_TK).all(1)
+        note_beyond(tally, weights_TK[decided_T], right_TK[decided_T], allowed_TK[decided_T])
         _require(right_T | ~decided_T, WrongWeight, place[1], "has the weights", weights_TK, logits_TE)
         tally.add(pairs=int(decided_T.sum()) * config.top_k, rank=place[1])
 
@@ -147,7 +152,8 @@ def judge_extreme_dx(reading: Reading, tally: Tally) -> None:
         AbsentGradient: tokens have none.
         WrongGradient: a token has another.
     """
-    judge_extreme_choice(reading, Tally())
+    with tally.uncounted() as own:
+        judge_extreme_choice(reading, own)
     workload = reading.outcome.workload
     config = workload.config
     for m, rank in places_of(workload, range(workload.layout.world)):
@@ -165,6 +171,7 @@ def judge_extreme_dx(reading: Reading, tally: Tally) -> None:
             raise AbsentGradient("gradient", f"dx of rank {rank} is None", ranks=(rank,))
         decided_T = _decided(workload, logits_TE, ids_TK)
         wrong_TD = ~((dx_TD.double() - right_TD).abs() <= slack_T1) & decided_T[:, None]
+        note_beyond(tally, dx_TD[decided_T], right_TD[decided_T], slack_T1.expand_as(right_TD)[decided_T])
         findings = []
         for t in wrong_TD.any(1).nonzero().flatten().tolist():
             d = int(wrong_TD[t].nonzero()[0])
@@ -185,7 +192,7 @@ def judge_spoilt_routes(outcome: Outcome, tally: Tally) -> None:
     """Decide whether a logit that is no number leaves ids within range, and the routes of the other tokens as they are.
 
     The others are alone in microbatch 0, with the non-finite ones in microbatch 1, alone again in microbatch 2. That
-    every rank raises an error in microbatch 1 is as good.
+    every rank raises an error in microbatch 1 is as good, unless it is a slip of its own code (`script.SLIPS`).
 
     Raises:
         WrongForm: ids and weights are not (T, K).
@@ -195,6 +202,9 @@ def judge_spoilt_routes(outcome: Outcome, tally: Tally) -> None:
     """
     if all(rank.status == "raised" and rank.reached == "forward:1" for rank in outcome.ranks):
         for each in outcome.ranks:
+            if f"builtins.{(each.error or '').partition(':')[0]}" in SLIPS:
+                sentence = f"the router of rank {each.rank} stumbled over a logit instead of refusing it: {each.error}"
+                raise Raised("run", sentence, ranks=(each.rank,))
             tally.add(pairs=1, rank=each.rank)
         return
     require_finished(outcome)

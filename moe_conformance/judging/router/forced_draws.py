@@ -51,7 +51,8 @@ def judge_random(reading: Reading, tally: Tally) -> None:
             fail(WrongSelection, "route", findings)
         if findings := [finding for rank in _ranks(own) for finding in following(expected, own, rank)]:
             fail(WrongSelection, "route", findings)
-        expect_forced_weights(reading, expected, Tally())
+        with tally.uncounted() as uncounted:
+            expect_forced_weights(reading, expected, uncounted)
     for place in own.places:
         tally.add(pairs=own.ids[place].numel(), rank=place[1])
 

@@ -10,7 +10,7 @@ from math import comb
 
 import torch
 
-from moe_conformance.judging.compare.bounded import compare
+from moe_conformance.judging.compare.bounded import compare, note_beyond
 from moe_conformance.judging.findings import Finding, fail
 from moe_conformance.judging.observed.cached import once
 from moe_conformance.judging.observed.run import Reading
@@ -95,7 +95,8 @@ def _judge_limit(reading: Reading, tally: Tally) -> None:
         fail(WrongSelection, "route", findings)
     _require_groups_forced(own)
     if forced is not None:
-        judge_selection(reading, Tally(), forced)
+        with tally.uncounted() as uncounted:
+            judge_selection(reading, uncounted, forced)
     for place in own.places:
         tally.add(pairs=own.ids[place].numel(), rank=place[1])
 
@@ -241,6 +242,10 @@ def expect_forced_weights(reading: Reading, expected: RouterExpected, tally: Tal
     """
     findings = [finding for place in expected.places for finding in _of_others(reading, expected, place)]
     if findings:
+        for place in expected.places:
+            weights_TK, target = reading.seen(*place).routed_weights_TK, expected.weights(place)
+            if weights_TK is not None and weights_TK.shape == target.expected.shape:
+                note_beyond(tally, weights_TK, *target)
         fail(WrongWeight, "route", findings)
     judge_router_weights(reading, tally, expected)
 
@@ -254,7 +259,8 @@ def judge_masked_weights(reading: Reading, tally: Tally) -> None:
     Raises:
         WrongForm, WrongSelection, WrongWeight: they do not, or are not forced.
     """
-    judge_forced_loads(reading, Tally())
+    with tally.uncounted() as uncounted:
+        judge_forced_loads(reading, uncounted)
     own, findings = expected_of(reading), []
     for place in own.places:
         ids_TK, weights_TK = own.ids[place], reading.seen(*place).routed_weights_TK
@@ -311,11 +317,11 @@ def judge_straight_through(reading: Reading, tally: Tally) -> None:
             `judge_router_gradient`.
     """
     expected = _visible(reading)
-    _require_passage(reading, expected)
+    _require_passage(reading, expected, tally)
     _judge_gradients(reading, tally, expected)
 
 
-def _require_passage(reading: Reading, expected: RouterExpected) -> None:
+def _require_passage(reading: Reading, expected: RouterExpected, tally: Tally) -> None:
     """Fail where the tokens' gradients are zeros, and should be others."""
     findings = []
     for m, rank in expected.places:
@@ -328,6 +334,7 @@ def _require_passage(reading: Reading, expected: RouterExpected) -> None:
                 f"dx of rank {rank} is zero; likely cause: no gradient passes through the forced logits to the router"
             )
             findings.append(Finding("closed", sentence, (rank,)))
+            note_beyond(tally, dx_TD, *target)
     if findings:
         fail(WrongGradient, "gradient", findings)
 

@@ -157,9 +157,11 @@ def _judge_decisive(
     weights: bool = True,
 ) -> None:
     """Judge the selection, and count only the tokens in which the rule in question made a difference."""
-    judge_selection(reading, Tally())
+    with tally.uncounted() as own:
+        judge_selection(reading, own)
     if weights:
-        judge_router_weights(reading, Tally())
+        with tally.uncounted() as own:
+            judge_router_weights(reading, own)
     expected = expected_of(reading)
     for place in expected.places:
         decided = int((~legal_without(expected, place)).sum())

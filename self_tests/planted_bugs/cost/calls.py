@@ -112,6 +112,17 @@ class GathersToo(AllToAllExchange):
         return super().dispatch(x, routing)
 
 
+@planted(
+    Expectation("COST-04", "even", "run", "dispatch:0 moves", "rows; needed: "), real="ISEEKYAN/Megatron-LM PR #182"
+)
+class PackageMissing(AllToAllExchange):
+    """The package of the fused dispatcher is missing, and the all-to-all takes its place under its name."""
+
+    @property
+    def claims(self) -> Claims:
+        return replace(super().claims, wire="tokens")
+
+
 @planted(Expectation("COST-05", "even", "gradient", "backward:0 exchanges int64 again", "all_to_all_single"))
 class CountsAgain(AllToAllExchange):
     """The backward of dispatch exchanges the counts once more instead of keeping them."""

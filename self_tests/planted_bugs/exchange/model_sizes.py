@@ -16,8 +16,6 @@ from self_tests.planted_bugs.plant import Expectation, planted
 
 # ---- in flight -----------------------------------------------------------------------------------------------------
 
-_PLACES = 5
-
 
 class _InARing(torch.autograd.Function):
     """Rows times weights, of which a backward takes what lies in its place of a ring."""
@@ -41,18 +39,30 @@ class _InARing(torch.autograd.Function):
         return (gradient_PD * fits_P.unsqueeze(1)).to(gradient_PD.dtype), d_weights_P, None, None
 
 
-@planted(Expectation("GRAD-01", "six-in-flight-even", "gradient", "of microbatch 0"))
-class RingOfFive(AllToAllExchange):
-    """The weights of a combine lie in a ring of five until its backward: the sixth in flight takes those of the first.
+class _Ring(AllToAllExchange):
+    """The weights of a combine lie in a ring until its backward. Each exchange counts its combines."""
 
-    Each exchange counts its combines.
-    """
+    places: ClassVar[int]
 
     def _weigh(self, rows_PD: Tensor, weights_P: Tensor) -> Tensor:
         ring, number = self.__dict__.setdefault("ring", {}), self.__dict__.get("number", 0)
         self.number = number + 1
-        weighed: Tensor = _InARing.apply(rows_PD, weights_P, ring, number % _PLACES)  # type: ignore[no-untyped-call]
+        weighed: Tensor = _InARing.apply(rows_PD, weights_P, ring, number % self.places)  # type: ignore[no-untyped-call]
         return weighed
+
+
+@planted(Expectation("GRAD-01", "six-in-flight-even", "gradient", "of microbatch 0"))
+class RingOfFive(_Ring):
+    """The ring has five places: the sixth combine in flight takes that of the first."""
+
+    places = 5
+
+
+@planted(Expectation("GRAD-01", "six-in-flight-even", "gradient", "of microbatch 0"))
+class RingOfFour(_Ring):
+    """The ring has four places: the fifth combine in flight takes that of the first."""
+
+    places = 4
 
 
 @planted(Expectation("GRAD-01", "one-expert-a-rank-in-flight-even", "gradient", "of microbatch 0"))

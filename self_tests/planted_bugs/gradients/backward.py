@@ -183,7 +183,7 @@ class ExpertGradientsTimesEp(ExpertFinisher):
 
 @planted(
     Expectation("GRAD-05", "own-even", "finish", "is 0.500 x the expected value: 1/ep or 1/edp"),
-    real="NVIDIA/Megatron-LM commit f8ec15e4a8 (#5956)",
+    real="NVIDIA/Megatron-LM commit f8ec15e4a8 (#5956); deepspeedai/DeepSpeed commits b647fb247, e5dd5501c",
     layout=EP2_EDP2,
 )
 class MeanOverReplicas(ExpertFinisher):
@@ -258,7 +258,7 @@ class DividedWithEveryBackward(Experts):
 
 @planted(
     Expectation("GRAD-05", "own-even", "finish", "likely cause: it is the sum over experts [0, 4]", "gate of expert 0"),
-    real="NVIDIA/Megatron-LM issue #1628",
+    real="NVIDIA/Megatron-LM issue #1628; NVIDIA/Megatron-LM commits cd4afffa64 (#5916), abf04f46e3 (#6080)",
     layout=EP2_EDP2,
 )
 class ReducedOverDenseGroups(ExpertFinisher):

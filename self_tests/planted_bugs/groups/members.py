@@ -266,7 +266,7 @@ class ShardsInAnotherOrder(AllToAllExchange):
 
 @planted(
     Expectation("EXPT-04", "even", "groups", "expert 0 is on none", "rank 1 holds experts [8]; expected ids below 8"),
-    real="vllm-project/vllm-ascend PR #4232",
+    real="vllm-project/vllm-ascend PRs #4232, #4793, #5311",
     layout=EP2,
 )
 class CountedFromOne(AllToAllExchange):

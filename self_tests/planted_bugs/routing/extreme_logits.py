@@ -82,6 +82,15 @@ class RefusesAll(Router):
         raise ValueError("there is no router here")
 
 
+@planted(Expectation("ROUTE-15", "spoilt-nan-softmax", "run", "stumbled over a logit", "AttributeError"))
+class StumblesOverNaN(Router):
+    """A table of the largest scores has no entry for NaN, and what it returns is used all the same."""
+
+    def _select(self, scores_TE: Tensor) -> Tensor:
+        known: dict[bool, Tensor] = {} if bool(scores_TE.isnan().any()) else {True: scores_TE}
+        return super()._select(known.get(True).clone())  # type: ignore[union-attr]  # the bug
+
+
 @planted(
     Expectation("ROUTE-15", "spoilt-nan-softmax", "route", "in a batch with a non-finite token or in the next batch")
 )

@@ -31,7 +31,7 @@ class _WithBias(Layer):
         "combine",
         "likely cause: the bias of the shared expert was added 2 times (tp or",
     ),
-    real="EleutherAI/gpt-neox issue #962",
+    real="EleutherAI/gpt-neox issue #962; pytorch/torchtitan commit ec30db9d0 (#4245)",
     layout=TP2_EP2,
 )
 class BiasOnEveryPart(_WithBias):
