@@ -69,7 +69,7 @@ class Reordering(Resolved, Protocol):
 
 
 class RowIndex(Resolved, Protocol):
-    """Gather and scatter by index_R, int64: 0 <= i < T is a token; any other value, such as -1 or T, a sentinel."""
+    """Gather and scatter by index_R, int64: 0 <= i < T is a token, -1 or T a sentinel."""
 
     def gather(self, x_TD: Tensor, index_R: Tensor) -> Tensor:
         """Return rows (R, D): x_i, or zeros at a sentinel."""

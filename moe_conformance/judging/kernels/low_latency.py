@@ -75,9 +75,9 @@ def _judge_dispatch(outcome: Outcome, number: int, tally: Tally) -> None:
         rows_NCD, counts_N = answer["rows_NCD"], answer["counts_N"]
         N, C = rows_NCD.shape[:2]
         where = f"call {number}: rank {rank}"
-        if N != len(held) or bool((counts_N > C).any()) or len(counts_N) != N:
+        if N != len(held) or not C or bool((counts_N > C).any()) or len(counts_N) != N:
             sentence = f"{where} has places of shape {tuple(rows_NCD.shape)} and counts {counts_N.tolist()}"
-            needed = f"{len(held)} experts, and counts of at most {C}"
+            needed = f"{len(held)} experts, one place or more for each, and counts of at most {C}"
             raise WrongForm("dispatch", f"{sentence}; expected {needed}", ranks=(rank,))
         if rows_NCD.dtype != (dtype := outcome.workload.config.dtype):
             sentence = f"{where} receives rows of {rows_NCD.dtype} instead of {dtype}, the dtype of the tokens"

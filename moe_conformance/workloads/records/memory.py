@@ -22,6 +22,7 @@ Relation = Literal[
     "overlapping",
     "disjoint",
     "interleaved",
+    "strided",
     "clone",
     "NumPy",
     "DLPack",
@@ -49,7 +50,8 @@ def lay(relation: Relation, memory_M: Tensor, shape: tuple[int, int]) -> tuple[T
     """Return out (N, D) and x (N, D) in a memory; of a clone or a buffer of another library, in a copy of it.
 
     Args:
-        relation: How out lies to x. Those of NumPy, DLPack and `torch.frombuffer` overlap by all rows but one, in two
+        relation: How out lies to x. Strided: x is every second row, of which out has the last ones and what lies
+            between them, so that they share more bytes than as many elements in one run would. Those of NumPy, DLPack and `torch.frombuffer` overlap by all rows but one, in two
             storages; of device memory all three are DLPack's, since the others know host memory alone.
         memory_M: `size` elements of any dtype that has a NumPy twin, in one run.
         shape: N, D.
@@ -73,6 +75,8 @@ def lay(relation: Relation, memory_M: Tensor, shape: tuple[int, int]) -> tuple[T
     }
     if relation == "interleaved":
         return memory_M.view(N, 2 * D)[:, 1::2], memory_M.view(N, 2 * D)[:, ::2]
+    if relation == "strided":
+        return memory_M.view(2 * N, D)[N:], memory_M.view(2 * N, D)[::2]
     if relation == "NumPy":
         array_M = memory_M.numpy()
         return tuple(torch.from_numpy(array_M[at : at + N * D]).view(N, D) for at in (D, 0))  # type: ignore[return-value]
