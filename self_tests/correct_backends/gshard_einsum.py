@@ -78,7 +78,7 @@ class Dispatcher:
     def places(self, ids_TK: Tensor) -> tuple[int, int]:
         """Return how many tokens this rank may send to an expert, and the places for them, equal on all ranks."""
         if self.factor is None:
-            own = int(torch.bincount(ids_TK[ids_TK >= 0], minlength=self.experts).max())
+            own = max(self.least, int(torch.bincount(ids_TK[ids_TK >= 0], minlength=self.experts).max()))
         else:
             own = capacity(*ids_TK.shape, self.experts, self.factor, self.least)
         most = torch.tensor(own)
