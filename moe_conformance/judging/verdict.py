@@ -14,7 +14,7 @@ from moe_conformance.scenarios.outcome import Outcome
 
 _TIMES = re.compile(r"\(([\d.e+]+) x the allowed error")
 
-Stage = Literal["route", "dispatch", "experts", "combine", "gradient", "finish", "groups", "run"]
+Stage = Literal["route", "dispatch", "experts", "combine", "gradient", "finish", "groups", "run", "loss"]
 
 
 @dataclass
@@ -125,6 +125,10 @@ class WrongOutput(Mismatch):
 
 class WrongGradient(Mismatch):
     """A gradient element has another value."""
+
+
+class WrongLoss(Mismatch):
+    """A loss has another value than the one that is reported or returned."""
 
 
 class AbsentGradient(Mismatch):

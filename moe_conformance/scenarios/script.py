@@ -23,12 +23,14 @@ from moe_conformance.scenarios.proof import refused_by
 from moe_conformance.scenarios.reported import claims_of, shown_of, without_noise
 from moe_conformance.scenarios.sessions import Opened, build, opened
 from moe_conformance.scenarios.tensors import same_bytes, to_cpu
+from moe_conformance.scenarios.training import TrainedRouters
 from moe_conformance.scenarios.unfilled import spoil_unfilled
 from moe_conformance.workloads.records.memory import Laid, lay
 from moe_conformance.workloads.records.workload import Answered, Call, Filled, Padded, Ref, Root, Workload
 
 EXCHANGE = "exchange"  # a kind whose calls are steps, or their halves, with the suite's experts between them
 SESSION = "session"  # a kind of script whose calls are those of the session: they build surfaces
+TRAINING = "training_routers"  # a kind whose calls are steps of a trainer
 _OURS = "moe_conformance.scenarios."
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
 
@@ -74,6 +76,7 @@ class Script:
             local_experts=tuple(getattr(surface, "local_experts", ())),
             resolved=shown_of([surface], claims),
             claims=claims,
+            loss_convention=kept.session.loss_convention,
             phases=tuple(self.phases),
         )
 
@@ -86,6 +89,8 @@ class Script:
             for call in self.workload.calls:
                 if not hasattr(surface, call.method):
                     raise Unsupported("this exchange has no halves to call apart")
+        if kind == TRAINING:
+            surface = TrainedRouters(surface, session)
         if self.workload.parameters:
             parameters.write(surface, self.workload.parameters)
         without_noise(surface)

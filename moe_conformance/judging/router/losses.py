@@ -1,0 +1,357 @@
+"""Losses of routers: the values that are reported, what they leave in gradients, and when there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_conformance.judging.compare.bounded import Target, compare, factor, within
+from moe_conformance.judging.findings import Finding, fail, ratio_names, ratio_words
+from moe_conformance.judging.router.loss_bounds import main_slope_bound, roundoff, slope_bound, value_bound
+from moe_conformance.judging.router.loss_rules import Part, Steps
+from moe_conformance.judging.router.loss_steps import Step, legal, mistakes, steps_of
+from moe_conformance.judging.verdict import (
+    AbsentGradient,
+    ChangedState,
+    Tally,
+    WrongGradient,
+    WrongLoss,
+    WrongWeight,
+)
+from moe_conformance.reference.losses.reports import reported
+from moe_conformance.reference.losses.scaling import router_gradients
+from moe_conformance.scenarios.outcome import Outcome
+
+_CALLED: Mapping[str, str] = {
+    "auxiliary": "the auxiliary loss",
+    "sequence": "the sequence loss",
+    "global_batch": "the global loss",
+    "first_choice": "the loss of first choices",
+    "z": "the z-loss",
+}
+
+
+def judge_values(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether every loss of every step is reported as what it is, and on every rank.
+
+    Raises:
+        WrongLoss: another value, or none.
+    """
+    findings = []
+    for step in steps_of(outcome):
+        if not step.trained:
+            continue
+        layers = [step.parts(layer) for layer in range(outcome.workload.config.losses.layers)]
+        rules = list(legal(outcome, layers[0]))
+        made = {rule: [_of(outcome, step, parts, rule) for parts in layers] for rule in rules}
+        for name in next(iter(made.values()))[0].names:
+            targets = [_reported(outcome, made[rule], name) for rule in rules]
+            for rank, report in enumerate(step.reports):
+                if name not in report:
+                    said = f"rank {rank} reports no {_CALLED[name].removeprefix('the ')} after {step.name}"
+                    findings.append(Finding("absent", said, (rank,)))
+                    continue
+                value = report[name].reshape(())
+                found = [compare(value, *target) for target in targets]
+                best = min(found, key=lambda worst: worst.ratio)
+                if best.holds:
+                    tally.add(elements=1, rank=rank, worst=best.ratio)
+                    continue
+                cause = _value_cause(outcome, step, name, value, targets[0], layers)
+                said = f"rank {rank} reports {_CALLED[name]} of {step.name} as {found[0]}"
+                findings.append(Finding(name, f"{said}{cause}", (rank,), found[0].size))
+    if findings:
+        fail(WrongLoss, "loss", findings)
+
+
+def _of(outcome: Outcome, step: Step, parts: object, rule: object) -> Steps:
+    return Steps(outcome.workload.config, rule, parts, step.scale)  # type: ignore[arg-type]
+
+
+def _reported(outcome: Outcome, layers: list[Steps], name: str, with_coefficient: bool | None = None) -> Target:
+    """Return what is to be reported of a loss: its mean over microbatches, groups and layers."""
+    if with_coefficient is None:
+        with_coefficient = outcome.ranks[0].claims.reported_losses == "with_coefficient"
+    by = None if with_coefficient else layers[0].coefficient(name)
+    value = reported([steps.values[name] for steps in layers], coefficient=by)
+    size = reported([value_bound(steps, name, steps.values[name]) for steps in layers], coefficient=by)
+    return Target(value, size)
+
+
+def _sizes(outcome: Outcome, step: Step) -> dict[str, float]:
+    """Return the factors that have a name."""
+    layout, config = outcome.workload.layout, outcome.workload.config
+    sizes = {
+        "tp": layout.tp, "cp": layout.cp, "tp * cp": layout.tp * layout.cp, "dp": layout.dp,
+        "the number of microbatches": len(step.trained), "K": config.top_k, "E": config.experts,
+        "the number of sequences": step.batches(0)[step.trained[0]].x[0].shape[1], "two": 2.0, "K * K": config.top_k**2,
+        "layers with a router": config.losses.layers,
+        "layers with a router over all layers": config.losses.layers / (config.losses.layers + config.losses.dense_layers),
+    }  # fmt: skip
+    return ratio_names(sizes)
+
+
+def _value_cause(outcome: Outcome, step: Step, name: str, value: Tensor, target: Target, layers: list[object]) -> str:
+    other = outcome.ranks[0].claims.reported_losses == "divided"
+    for words, rule in mistakes(outcome):
+        guess = _reported(outcome, [_of(outcome, step, parts, rule) for parts in layers], name)
+        if within(value, *guess) and not within(target.expected, *guess):
+            return f"; likely cause: {words}"
+    made = [_of(outcome, step, parts, next(legal(outcome, parts))) for parts in layers]  # type: ignore[arg-type]
+    if within(value, *_reported(outcome, made, name, with_coefficient=other)):
+        claimed = outcome.ranks[0].claims.reported_losses
+        has = "has the coefficient in it" if other else "is divided by the coefficient"
+        return f"; likely cause: it {has}, and Claims.reported_losses is {claimed!r}"
+    names = _sizes(outcome, step)
+    ratio = factor(value, *target, names)
+    return "" if ratio is None else f"; likely cause: it is {ratio_words(ratio, names)}"
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """What one layer's gradients should be in one step under a rule: the router's, finished, and the input's."""
+
+    steps: Steps
+    main: float  # by which the main loss's gradients are finished
+
+    def router(self) -> Target:
+        """Return the finished gradient of the router, (E, D)."""
+        expected = self.main_part() + sum(self.steps.loss_gradient(name) for name in self.steps.names)
+        return Target(expected, self._bound(expected))
+
+    def main_part(self) -> Tensor:
+        """Return what the upstream gradients leave in it."""
+        return self.main * sum(  # type: ignore[return-value]
+            router_gradients(part.x_TD, _zeros(part), self.steps.main_slope(part))[1] for part in self._parts()
+        )
+
+    def _parts(self) -> Iterator[Part]:
+        for row in self.steps.parts:
+            yield from row
+
+    def _bound(self, expected: Tensor) -> Tensor:
+        allowed = roundoff(self.steps) * expected.abs()
+        for m, row in enumerate(self.steps.parts):
+            for d, part in enumerate(row):
+                size_TE = self.main * main_slope_bound(self.steps, part)
+                for name in self.steps.names:
+                    size_TE = size_TE + self.main * abs(self._local(name, m, d)) * slope_bound(self.steps, name, part)
+                allowed = allowed + 2 * size_TE.T @ part.x_TD.abs()
+        return allowed
+
+    def _local(self, name: str, m: int, d: int) -> float:
+        return self.steps.local_factor(name, m, d, self.main)
+
+    def input(self, m: int, d: int, router_ED: Tensor) -> Target:
+        """Return the gradient of the input of a part, (T, D), before anything is finished."""
+        part = self.steps.parts[m][d]
+        slope_TE, size_TE = self.steps.main_slope(part), main_slope_bound(self.steps, part)
+        for name in self.steps.names:
+            slope_TE = slope_TE + self._local(name, m, d) * self.steps.slopes[name][m][d]
+            size_TE = size_TE + abs(self._local(name, m, d)) * slope_bound(self.steps, name, part)
+        dx_TD, _ = router_gradients(part.x_TD, router_ED, slope_TE)
+        return Target(dx_TD, 2 * size_TE @ router_ED.abs() + roundoff(self.steps) * dx_TD.abs())
+
+
+def _zeros(part: Part) -> Tensor:
+    return part.x_TD.new_zeros(part.logits_TE.shape[1], part.x_TD.shape[1])
+
+
+def _main(outcome: Outcome, steps: Steps) -> float:
+    """Return by what the gradients of the main loss are finished, as its upstream gradients came."""
+    layout = outcome.workload.layout
+    if outcome.workload.config.losses.per_token:
+        return 1 / max(1, sum(steps.valid(part) for row in steps.parts for part in row))
+    return 1 / (layout.dp * layout.cp) if outcome.ranks[0].loss_convention == "mean_over_dp" else 1.0
+
+
+def judge_gradients(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether the finished gradients of routers, and those of their inputs, hold every loss once.
+
+    Raises:
+        WrongGradient: another value.
+        AbsentGradient: there is none.
+    """
+    findings: list[Finding] = []
+    for step in steps_of(outcome):
+        for layer in range(outcome.workload.config.losses.layers) if step.trained else ():
+            findings += _of_layer(outcome, step, layer, tally)
+    if findings:
+        error = AbsentGradient if all(finding.kind == "absent" for finding in findings) else WrongGradient
+        fail(error, "loss", findings)
+
+
+def _of_layer(outcome: Outcome, step: Step, layer: int, tally: Tally) -> list[Finding]:
+    """Return what is wrong in one layer under every legal rule, in words of the first."""
+    parts, first = step.parts(layer), None
+    for rule in legal(outcome, parts):
+        steps = _of(outcome, step, parts, rule)
+        mine = Tally()
+        found = list(_compared(outcome, step, layer, _Gradients(steps, _main(outcome, steps)), mine))
+        if not found:
+            tally.include(mine)
+            return []
+        first = found if first is None else first
+    assert first is not None  # there is a legal rule
+    return first
+
+
+def _compared(outcome: Outcome, step: Step, layer: int, expected: _Gradients, tally: Tally) -> Iterator[Finding]:
+    of = "" if outcome.workload.config.losses.layers == 1 else f" of layer {layer}"
+    target = expected.router()
+    for rank, finals in enumerate(step.finals):
+        final_ED = finals[layer] if layer < len(finals) else None
+        if final_ED is None:
+            yield Finding("absent", f"rank {rank}: the router{of} has no gradient after {step.name}", (rank,))
+            continue
+        worst = compare(final_ED, *target, tally, rank)
+        if not worst.holds:
+            cause = _gradient_cause(outcome, step, layer, final_ED.double(), target, expected)
+            said = f"rank {rank}: the finished gradient of the router{of} in {step.name} is {worst}"
+            yield Finding("router", f"{said}{cause}", (rank,), worst.size)
+    router_ED = outcome.workload.parameters["router", layer].double()
+    for m, place in enumerate(step.trained):
+        for d, part in enumerate(expected.steps.parts[m]):
+            whole = expected.input(m, d, router_ED)
+            for number, rank in enumerate(part.ranks):
+                dx = step.forwards[rank][place]["dx"][layer]
+                if dx is None:
+                    yield Finding("absent", f"rank {rank}: x{of} has no gradient in {step.name}", (rank,))
+                    continue
+                target = Target(part.of_rank(whole.expected, number), part.of_rank(whole.allowed, number))
+                worst = compare(dx.reshape(target.expected.shape), *target, tally, rank)
+                if not worst.holds:
+                    said = f"rank {rank}: dL/dx{of} of microbatch {m} in {step.name} is {worst}"
+                    yield Finding("input", said, (rank,), worst.size)
+
+
+def _gradient_cause(
+    outcome: Outcome, step: Step, layer: int, final_ED: Tensor, target: Target, expected: _Gradients
+) -> str:
+    """Return the likely cause: another rule, or a factor of one loss or of all."""
+    parts, names = expected.steps.parts, _sizes(outcome, step)
+    for words, rule in mistakes(outcome):
+        steps = _of(outcome, step, parts, rule)
+        guess = _Gradients(steps, expected.main).router()
+        if within(final_ED, *guess) and not within(target.expected, *guess):
+            return f"; likely cause: {words}"
+    main_ED = expected.main_part()
+    own = {name: expected.steps.loss_gradient(name) for name in expected.steps.names}
+    total_ED = sum(own.values(), torch.zeros_like(main_ED))
+    if (ratio := factor(final_ED - main_ED, total_ED, target.allowed, names)) is not None:
+        who = _CALLED[expected.steps.names[0]] if len(own) == 1 else "all losses together"
+        return f"; likely cause: the gradient of {who} is {ratio_words(ratio, names)}"
+    for name, own_ED in own.items():
+        rest_ED = final_ED - main_ED - (total_ED - own_ED)
+        if (ratio := factor(rest_ED, own_ED, target.allowed, names)) is not None:
+            return f"; likely cause: the gradient of {_CALLED[name]} is {ratio_words(ratio, names)}"
+    return ""
+
+
+# ---- evaluation, attaching, finiteness -------------------------------------------------------------------------------
+
+
+def judge_evaluation(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether forwards outside training leave nothing: no report, no loss, and the bits of later steps.
+
+    Raises:
+        ChangedState: they leave something.
+    """
+    findings = []
+    steps = steps_of(outcome)
+    for step in steps:
+        for rank in range(outcome.workload.layout.world):
+            for place, batch in enumerate(step.batches(rank)):
+                if batch.mode != "training" and step.forwards[rank][place]["loss"] is not None:
+                    said = f"rank {rank}: a forward in mode {batch.mode} of {step.name} returned a loss; expected: none"
+                    findings.append(Finding("returned", said, (rank,)))
+                tally.add(pairs=int(batch.mode != "training"), rank=rank)
+            if step.trained:
+                continue
+            for name, value in step.reports[rank].items():
+                if float(value) != 0:
+                    said = f"rank {rank} reports {_CALLED[name]} as {float(value):.6g} after {step.name}, in which no forward trains"
+                    findings.append(Finding("reported", f"{said}; expected: nothing", (rank,)))
+    trained = [step for step in steps if step.trained]
+    for step in trained[1:]:
+        for rank in range(outcome.workload.layout.world):
+            for name, value in step.reports[rank].items():
+                if not torch.equal(value, trained[0].reports[rank].get(name, value + 1)):
+                    before = float(trained[0].reports[rank].get(name, torch.tensor(torch.nan)))
+                    said = f"rank {rank} reports {_CALLED[name]} as {float(value):.9g} after {step.name}, and as {before:.9g} after {trained[0].name}"
+                    cause = (
+                        "the same microbatches; likely cause: forwards in evaluation or without gradients were counted"
+                    )
+                    findings.append(Finding("counted", f"{said}, of {cause}", (rank,)))
+            for layer, (now, then) in enumerate(zip(step.finals[rank], trained[0].finals[rank], strict=True)):
+                if now is None or then is None or not torch.equal(now, then):
+                    said = f"rank {rank}: the gradient of router {layer} has other bits in {step.name} than in {trained[0].name}"
+                    cause = (
+                        "the same microbatches; likely cause: forwards in evaluation or without gradients left counts"
+                    )
+                    findings.append(Finding("bits", f"{said}, of {cause}", (rank,)))
+                else:
+                    tally.add(elements=now.numel(), rank=rank)
+    if findings:
+        fail(ChangedState, "loss", findings)
+
+
+def judge_weights_kept(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether routing weights with a loss have the bits of those in evaluation, where there is none.
+
+    Raises:
+        WrongWeight: they have not.
+    """
+    findings = []
+    for step in steps_of(outcome):
+        for rank in range(outcome.workload.layout.world):
+            batches = step.batches(rank)
+            for place, batch in enumerate(batches):
+                for other, without in enumerate(batches):
+                    if batch.mode != "training" or without.mode != "evaluation" or not _same_x(batch.x, without.x):
+                        continue
+                    sides = (step.forwards[rank][each] for each in (place, other))
+                    for with_TK, without_TK in zip(*(side["weights"] for side in sides), strict=True):
+                        tally.add(elements=with_TK.numel(), rank=rank)
+                        if not torch.equal(with_TK, without_TK):
+                            off = float((with_TK - without_TK).abs().max())
+                            said = (
+                                f"rank {rank}: routing weights in training differ by {off:.2g} from those in evaluation"
+                            )
+                            cause = "of the same tokens; likely cause: a loss was added to them instead of attached"
+                            findings.append(Finding("weights", f"{said}, {cause}", (rank,)))
+    if findings:
+        fail(WrongWeight, "loss", findings)
+
+
+def _same_x(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> bool:
+    return all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def judge_finite(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether losses and gradients are finite.
+
+    Raises:
+        WrongGradient: one is not.
+    """
+    findings = []
+    for step in steps_of(outcome):
+        for rank in range(outcome.workload.layout.world):
+            named = {f"the report of {_CALLED[name]}": value for name, value in step.reports[rank].items()}
+            named |= {f"the gradient of router {layer}": each for layer, each in enumerate(step.finals[rank])}  # type: ignore[misc]
+            for place in step.trained:
+                named |= {f"dL/dx of forward {place}": each for each in step.forwards[rank][place]["dx"]}
+            for name, value in named.items():
+                if value is None or not bool(torch.isfinite(value).all()):
+                    said = f"rank {rank}: {name} in {step.name} is {'absent' if value is None else 'not finite'}"
+                    findings.append(Finding("finite", said, (rank,)))
+                else:
+                    tally.add(elements=value.numel(), rank=rank)
+    if findings:
+        fail(WrongGradient, "loss", findings)
