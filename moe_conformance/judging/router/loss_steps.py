@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,13 +17,14 @@ from moe_conformance.judging.verdict import WrongForm
 from moe_conformance.reference.losses.over_ranks import whole
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.workloads.records.training import RouterBatch
+from moe_conformance.workloads.records.workload import Workload
 
 
 @dataclass(frozen=True)
 class Step:
     """One call: what was given to every rank, and what each saw."""
 
-    outcome: Outcome
+    workload: Workload
     call: int
     forwards: tuple[tuple[Any, ...], ...]  # by rank
     finals: tuple[tuple[Tensor | None, ...], ...]
@@ -36,11 +38,11 @@ class Step:
     @property
     def scale(self) -> float:
         """What the main loss was multiplied by."""
-        return float(self.outcome.workload.calls[self.call].given[0]["scale"])
+        return float(self.workload.calls[self.call].given[0]["scale"])
 
     def batches(self, rank: int) -> tuple[RouterBatch, ...]:
         """Return what a rank was given."""
-        given: tuple[RouterBatch, ...] = self.outcome.workload.calls[self.call].given[rank]["batches"]
+        given: tuple[RouterBatch, ...] = self.workload.calls[self.call].given[rank]["batches"]
         return given
 
     @property
@@ -56,7 +58,7 @@ class Step:
 
     def groups(self) -> list[range]:
         """Return the ranks of every tp x cp group, in the order of data parallel groups."""
-        layout = self.outcome.workload.layout
+        layout = self.workload.layout
         size = layout.tp * layout.cp
         return [range(first, first + size) for first in range(0, layout.world, size)]
 
@@ -74,7 +76,7 @@ class Step:
         ends = torch.tensor([0, *sizes]).cumsum(0)
         places = [torch.arange(int(first), int(last)) for first, last in zip(ends, ends[1:], strict=False)]
         seen = [self.forwards[rank][place] for rank in ranks]
-        E = self.outcome.workload.config.experts
+        E = self.workload.config.experts
         for rank, forward, size in zip(ranks, seen, sizes, strict=True):
             logits_TE = forward["logits"][layer]
             if logits_TE is None or tuple(logits_TE.shape) != (size, E):
@@ -97,19 +99,40 @@ class Step:
         )
 
 
+_T = TypeVar("_T")
+_last: list[tuple[weakref.ref[Outcome], dict[str, Any]]] = []  # of the outcome that was judged last
+
+
+def once(outcome: Outcome, make: Callable[[Outcome], _T]) -> _T:
+    """Return `make(outcome)`, computed once while the same outcome is judged: many checks read the same run."""
+    if not _last or _last[0][0]() is not outcome:
+        _last[:] = [(weakref.ref(outcome), {})]
+    kept, name = _last[0][1], f"{make.__module__}.{make.__qualname__}"
+    if name not in kept:
+        kept[name] = make(outcome)
+    found: _T = kept[name]
+    return found
+
+
 def steps_of(outcome: Outcome) -> list[Step]:
     """Return all steps of a script."""
+    return once(outcome, _steps)
+
+
+def _steps(outcome: Outcome) -> list[Step]:
     found = []
     for call in range(len(outcome.workload.calls)):
         forwards, finals, reports = (values(outcome, call, name) for name in ("forwards", "final", "report"))
-        found.append(Step(outcome, call, forwards, finals, reports))
+        found.append(Step(outcome.workload, call, forwards, finals, reports))
     return found
 
 
 def declared(outcome: Outcome) -> Rule:
     """Return the rule that the backend claims."""
     claims = outcome.ranks[0].claims
-    return Rule(gathered=claims.loss_gradients, fractions=claims.loss_fractions, remembers=claims.global_counts == "step")
+    return Rule(
+        gathered=claims.loss_gradients, fractions=claims.loss_fractions, remembers=claims.global_counts == "step"
+    )
 
 
 def legal(outcome: Outcome, parts: Parts) -> Iterator[Rule]:

@@ -12,7 +12,7 @@ from moe_conformance.judging.compare.bounded import Target, compare, factor, wit
 from moe_conformance.judging.findings import Finding, fail, ratio_names, ratio_words
 from moe_conformance.judging.router.loss_bounds import main_slope_bound, roundoff, slope_bound, value_bound
 from moe_conformance.judging.router.loss_rules import Part, Steps
-from moe_conformance.judging.router.loss_steps import Step, legal, mistakes, steps_of
+from moe_conformance.judging.router.loss_steps import Step, legal, mistakes, once, steps_of
 from moe_conformance.judging.verdict import (
     AbsentGradient,
     ChangedState,
@@ -40,7 +40,16 @@ def judge_values(outcome: Outcome, tally: Tally) -> None:
     Raises:
         WrongLoss: another value, or none.
     """
-    findings = []
+    findings, compared = once(outcome, _values)
+    tally.include(compared)
+    if findings:
+        fail(WrongLoss, "loss", findings)
+
+
+def _values(outcome: Outcome) -> tuple[list[Finding], Tally]:
+    """Return what is wrong with the reports of all steps, and what was compared."""
+    findings: list[Finding] = []
+    tally = Tally()
     for step in steps_of(outcome):
         if not step.trained:
             continue
@@ -63,8 +72,7 @@ def judge_values(outcome: Outcome, tally: Tally) -> None:
                 cause = _value_cause(outcome, step, name, value, targets[0], layers)
                 said = f"rank {rank} reports {_CALLED[name]} of {step.name} as {found[0]}"
                 findings.append(Finding(name, f"{said}{cause}", (rank,), found[0].size))
-    if findings:
-        fail(WrongLoss, "loss", findings)
+    return findings, tally
 
 
 def _of(outcome: Outcome, step: Step, parts: object, rule: object) -> Steps:
@@ -95,19 +103,27 @@ def _sizes(outcome: Outcome, step: Step) -> dict[str, float]:
 
 
 def _value_cause(outcome: Outcome, step: Step, name: str, value: Tensor, target: Target, layers: list[object]) -> str:
-    other = outcome.ranks[0].claims.reported_losses == "divided"
+    causes = []
     for words, rule in mistakes(outcome):
         guess = _reported(outcome, [_of(outcome, step, parts, rule) for parts in layers], name)
         if within(value, *guess) and not within(target.expected, *guess):
-            return f"; likely cause: {words}"
-    made = [_of(outcome, step, parts, next(legal(outcome, parts))) for parts in layers]  # type: ignore[arg-type]
+            causes.append(words)
+            break
+    made = [_of(outcome, step, parts, next(legal(outcome, parts))) for parts in layers]
+    other = outcome.ranks[0].claims.reported_losses == "divided"
     if within(value, *_reported(outcome, made, name, with_coefficient=other)):
         claimed = outcome.ranks[0].claims.reported_losses
         has = "has the coefficient in it" if other else "is divided by the coefficient"
-        return f"; likely cause: it {has}, and Claims.reported_losses is {claimed!r}"
+        causes.append(f"it {has}, and Claims.reported_losses is {claimed!r}")
     names = _sizes(outcome, step)
-    ratio = factor(value, *target, names)
-    return "" if ratio is None else f"; likely cause: it is {ratio_words(ratio, names)}"
+    if (ratio := factor(value, *target, names)) is not None:
+        causes.append(f"it is {ratio_words(ratio, names)}")
+    return _causes(causes)
+
+
+def _causes(causes: list[str]) -> str:
+    """Return what may be the cause; several mistakes may have the same result."""
+    return f"; likely cause: {'; or '.join(causes)}" if causes else ""
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
@@ -178,13 +194,21 @@ def judge_gradients(outcome: Outcome, tally: Tally) -> None:
         WrongGradient: another value.
         AbsentGradient: there is none.
     """
-    findings: list[Finding] = []
-    for step in steps_of(outcome):
-        for layer in range(outcome.workload.config.losses.layers) if step.trained else ():
-            findings += _of_layer(outcome, step, layer, tally)
+    findings, compared = once(outcome, _gradients)
+    tally.include(compared)
     if findings:
         error = AbsentGradient if all(finding.kind == "absent" for finding in findings) else WrongGradient
         fail(error, "loss", findings)
+
+
+def _gradients(outcome: Outcome) -> tuple[list[Finding], Tally]:
+    """Return what is wrong with the gradients of all steps, and what was compared."""
+    findings: list[Finding] = []
+    tally = Tally()
+    for step in steps_of(outcome):
+        for layer in range(outcome.workload.config.losses.layers) if step.trained else ():
+            findings += _of_layer(outcome, step, layer, tally)
+    return findings, tally
 
 
 def _of_layer(outcome: Outcome, step: Step, layer: int, tally: Tally) -> list[Finding]:
@@ -236,22 +260,25 @@ def _gradient_cause(
 ) -> str:
     """Return the likely cause: another rule, or a factor of one loss or of all."""
     parts, names = expected.steps.parts, _sizes(outcome, step)
+    causes = []
     for words, rule in mistakes(outcome):
         steps = _of(outcome, step, parts, rule)
         guess = _Gradients(steps, expected.main).router()
         if within(final_ED, *guess) and not within(target.expected, *guess):
-            return f"; likely cause: {words}"
+            causes.append(words)
+            break
     main_ED = expected.main_part()
     own = {name: expected.steps.loss_gradient(name) for name in expected.steps.names}
     total_ED = sum(own.values(), torch.zeros_like(main_ED))
     if (ratio := factor(final_ED - main_ED, total_ED, target.allowed, names)) is not None:
         who = _CALLED[expected.steps.names[0]] if len(own) == 1 else "all losses together"
-        return f"; likely cause: the gradient of {who} is {ratio_words(ratio, names)}"
-    for name, own_ED in own.items():
+        causes.append(f"the gradient of {who} is {ratio_words(ratio, names)}")
+    for name, own_ED in own.items() if len(own) > 1 and not causes else ():
         rest_ED = final_ED - main_ED - (total_ED - own_ED)
         if (ratio := factor(rest_ED, own_ED, target.allowed, names)) is not None:
-            return f"; likely cause: the gradient of {_CALLED[name]} is {ratio_words(ratio, names)}"
-    return ""
+            causes.append(f"the gradient of {_CALLED[name]} is {ratio_words(ratio, names)}")
+            break
+    return _causes(causes)
 
 
 # ---- evaluation, attaching, finiteness -------------------------------------------------------------------------------
