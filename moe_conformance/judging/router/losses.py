@@ -63,7 +63,7 @@ def _values(outcome: Outcome) -> tuple[list[Finding], Tally]:
                     said = f"rank {rank} reports no {_CALLED[name].removeprefix('the ')} after {step.name}"
                     findings.append(Finding("absent", said, (rank,)))
                     continue
-                value = report[name].reshape(())
+                value = _whole(outcome, step, rank, name)
                 found = [compare(value, *target) for target in targets]
                 best = min(found, key=lambda worst: worst.ratio)
                 if best.holds:
@@ -119,6 +119,13 @@ def _value_cause(outcome: Outcome, step: Step, name: str, value: Tensor, target:
     if (ratio := factor(value, *target, names)) is not None:
         causes.append(f"it is {ratio_words(ratio, names)}")
     return _causes(causes)
+
+
+def _whole(outcome: Outcome, step: Step, rank: int, name: str) -> Tensor:
+    """Return what a rank reports, or the mean over ranks where each is said to report a part."""
+    if name == "z" and outcome.ranks[0].claims.reported_z == "own":
+        return torch.stack([report[name].reshape(()) for report in step.reports if name in report]).mean()
+    return step.reports[rank][name].reshape(())
 
 
 def _causes(causes: list[str]) -> str:

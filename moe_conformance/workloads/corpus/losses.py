@@ -55,7 +55,7 @@ class _Recipe:
     uneven: bool = False  # data parallel groups have different numbers of positions
 
 
-_ALL = Losses(auxiliary=0.5, sequence=0.75, global_batch=0.375, first_choice=0.625, z=0.0625)
+_ALL = Losses(auxiliary=0.3, sequence=0.7, global_batch=0.45, z=0.06)
 _PADDED = (
     *(_Step(2, padding, upstream=0.5) for padding in ("asymmetric", "ragged", "one rank")),
     _Step(1, "all"),
@@ -83,9 +83,10 @@ _RECIPES = (
             _Step(1, upstream=1.0, modes=("evaluation",)),
         ),
     ),
-    _Recipe("losses-padding", replace(_ALL, first_choice=0.0), _PADDED),
+    _Recipe("losses-padding", _ALL, _PADDED),
     _Recipe("losses-padding-z", Losses(z=0.25), _PADDED),
     _Recipe("losses-uneven", _ALL, _MIXED, uneven=True),
+    _Recipe("losses-with-first-choice", Losses(auxiliary=0.3, first_choice=0.7, z=0.06), _PLAIN, where="one rank"),
     _Recipe("losses-per-token", replace(_ALL, per_token=True), (*_PLAIN, *_PADDED)),
     _Recipe("losses-per-token-auxiliary", Losses(auxiliary=0.5, per_token=True), _PLAIN),
     _Recipe("losses-per-token-sequence", Losses(sequence=0.5, per_token=True), _DIVIDED),
@@ -108,14 +109,14 @@ _RECIPES = (
     _Recipe("losses-three-choices", _ALL, _PLAIN, {"top_k": 3}, where="one rank"),
     _Recipe(
         "losses-biased",
-        replace(_ALL, first_choice=0.0),
+        _ALL,
         _PLAIN,
         {"routing.score": "sigmoid", "routing.balance_bias": True, "routing.normalise": True, "routing.scale": 2.5},
         where="one rank",
     ),
     _Recipe(
         "losses-groups",
-        replace(_ALL, first_choice=0.0),
+        _ALL,
         _PLAIN,
         {"routing.groups": (4, 2), "routing.group_score": "max"},
         where="one rank",
