@@ -6,13 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from moe_conformance.judging.router.losses import (
-    judge_evaluation,
-    judge_finite,
-    judge_gradients,
-    judge_values,
-    judge_weights_kept,
-)
+from moe_conformance.judging.router.loss_traces import judge_evaluation, judge_finite, judge_weights_kept
+from moe_conformance.judging.router.losses import judge_gradients, judge_values
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
@@ -78,7 +73,9 @@ def attached(workload: Workload) -> bool:
 def divided(workload: Workload) -> bool:
     """Select one loss in microbatches that several ranks process together."""
     together = workload.layout.tp * workload.layout.cp > 1
-    return together and _plain(workload) and len(_asked(workload)) == 1
+    # A global loss is of all data parallel groups: how these share it is LOSS-08's.
+    usual = _asked(workload) != ("global_batch",) or workload.layout.dp == 1
+    return together and usual and _plain(workload) and len(_asked(workload)) == 1
 
 
 def per_token(workload: Workload) -> bool:
@@ -172,7 +169,7 @@ class TestValues:
 
 
 class TestGradients:
-    @requirement("LOSS-04", kind=KIND, when=alone("auxiliary", "sequence", "global_batch", "first_choice"))
+    @requirement("LOSS-04", kind=KIND, when=alone("auxiliary", "sequence", "first_choice"))
     def test_it_goes_through_scores(self, outcome: Outcome, tally: Tally) -> None:
         """The gradient passes through scores alone, to the router's weight and its input."""
         judge_gradients(outcome, tally)

@@ -75,7 +75,8 @@ class Claims:
     loss_fractions: Literal["slots", "tokens"] = "slots"
     # A reported loss is divided by its coefficient, or not (LOSS-19).
     reported_losses: Literal["divided", "with_coefficient"] = "divided"
-    # A reported z-loss is the same on all ranks, or that of the rank's own tokens, whose mean over ranks it is (LOSS-19).
+    # A reported z-loss is the same on all ranks, or that of a rank's own tokens, of which the mean over ranks is it
+    # (LOSS-19).
     reported_z: Literal["same", "own"] = "same"
     # A global loss counts slots of the microbatches of the step so far, or of the present one alone (LOSS-07).
     global_counts: Literal["step", "microbatch"] = "step"

@@ -164,7 +164,7 @@ class ReceiveBuffer:
 
 @dataclass(frozen=True)
 class Losses:
-    """`Config.losses`: what trains a router beside the main loss. Coefficients, 0 for none. Read by training routers."""
+    """`Config.losses`: coefficients of what trains a router beside the main loss, 0 for none. Read by routers."""
 
     auxiliary: float = 0.0  # E sum_e f_e P_e of a microbatch, f of its K choices per token, P of its scores
     sequence: float = 0.0  # the same of each sequence of a microbatch, averaged

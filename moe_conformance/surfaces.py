@@ -281,7 +281,8 @@ class TrainingRouters(Parametrised, Resolved, Protocol):
 
     A microbatch is what the tp x cp ranks process together: every rank has its own part of S positions of B sequences,
     S the same on all of these ranks. `named` yields "router" with the number of the layer, from 0, in place of an
-    expert id, and so "balance_bias". It claims `loss_gradients`, `loss_fractions`, `reported_losses` and `global_counts`.
+    expert id, and so "balance_bias". It claims `loss_gradients`, `loss_fractions`, `reported_losses`, `reported_z` and
+    `global_counts`.
 
     A loss is attached (the backward through the routing weights adds its gradient, whatever gradient they have) or
     returned. Both in training only, and only where gradients are recorded.

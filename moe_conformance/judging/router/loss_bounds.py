@@ -1,4 +1,4 @@
-"""How far losses and their gradients may be from the oracle: computed in float32 from the logits as the router has them.
+"""How far losses and their gradients may be from the oracle: from the logits as the router has them, in float32.
 
 T tokens, E experts. The terms of a loss are all positive, so that its error is relative; those of a gradient are not,
 and their magnitudes are added up.

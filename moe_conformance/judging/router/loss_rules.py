@@ -6,7 +6,7 @@ dp data parallel groups, K slots, E experts, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -22,6 +22,13 @@ from moe_conformance.reference.routing.routes import Score, weights
 BALANCE = ("auxiliary", "sequence", "global_batch", "first_choice")
 NAMES = (*BALANCE, "z")
 IS_GLOBAL = "global_batch"
+CALLED: Mapping[str, str] = {
+    "auxiliary": "the auxiliary loss",
+    "sequence": "the sequence loss",
+    "global_batch": "the global loss",
+    "first_choice": "the loss of first choices",
+    "z": "the z-loss",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +51,8 @@ class Part:
 
     def of_rank(self, rows: Tensor, number: int) -> Tensor:
         """Return the rows of one of its ranks."""
-        return rows.split(self.tokens)[number]
+        found: tuple[Tensor, ...] = rows.split(self.tokens)  # type: ignore[no-untyped-call]
+        return found[number]
 
 
 Parts = Sequence[Sequence[Part]]  # by microbatch and data parallel group
@@ -255,7 +263,7 @@ class Steps:
         return scaling.sum_gradient(table, scale=self.scale)
 
     def local_factor(self, name: str, m: int, d: int, main: float) -> float:
-        """Return by how much a loss's gradient is in the input's, next to the main loss's, which is finished by `main`."""
+        """Return the weight of a loss's gradient in the input's; finishing multiplies that of the main loss by `main`."""
         M, dp = len(self.parts), len(self.parts[0])
         if self.config.losses.per_token:
             group = self.parts[m] if name == IS_GLOBAL else [self.parts[m][d]]

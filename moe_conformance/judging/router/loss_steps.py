@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import pairwise, product
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +15,7 @@ from moe_conformance.judging.observed.script import values
 from moe_conformance.judging.router.loss_rules import Part, Parts, Rule
 from moe_conformance.judging.verdict import WrongForm
 from moe_conformance.reference.losses.over_ranks import whole
+from moe_conformance.reference.losses.reports import ForwardKind, training_forwards
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.workloads.records.training import RouterBatch
 from moe_conformance.workloads.records.workload import Workload
@@ -47,14 +48,11 @@ class Step:
 
     @property
     def trained(self) -> tuple[int, ...]:
-        """Which of its forwards are microbatches of training."""
-        return tuple(place for place, batch in enumerate(self.batches(0)) if batch.mode == "training")
-
-    @property
-    def padded(self) -> bool:
-        """Whether some tokens are padding and others are not."""
-        masks = [batch.padding_T for batch in self.batches(0) if batch.padding_T is not None]
-        return bool(masks) and any(bool(mask.any()) for mask in masks)
+        """Which of its forwards are microbatches of training; those that recomputation runs again are none."""
+        kinds: list[ForwardKind] = [batch.mode for batch in self.batches(0)]
+        if self.workload.config.losses.recompute:
+            kinds += ["recomputed"] * kinds.count("training")
+        return training_forwards(kinds)
 
     def groups(self) -> list[range]:
         """Return the ranks of every tp x cp group, in the order of data parallel groups."""
@@ -74,7 +72,7 @@ class Step:
         batches = [self.batches(rank)[place] for rank in ranks]
         sizes = [batch.x[layer].shape[0] * batch.x[layer].shape[1] for batch in batches]
         ends = torch.tensor([0, *sizes]).cumsum(0)
-        places = [torch.arange(int(first), int(last)) for first, last in zip(ends, ends[1:], strict=False)]
+        places = [torch.arange(int(first), int(last)) for first, last in pairwise(ends)]
         seen = [self.forwards[rank][place] for rank in ranks]
         E = self.workload.config.experts
         for rank, forward, size in zip(ranks, seen, sizes, strict=True):
@@ -164,10 +162,10 @@ def _has_empty_sequence(part: Part) -> bool:
 def mistakes(outcome: Outcome) -> Iterator[tuple[str, Rule]]:
     """Yield rules that are wrong, with the words for what would be wrong."""
     claims, base = outcome.ranks[0].claims, declared(outcome)
-    other = "sum" if claims.loss_gradients == "mean" else "mean"
+    other: Any = "sum" if claims.loss_gradients == "mean" else "mean"
     over = {"sum": "summed", "mean": "averaged"}[other]
-    words = f"losses are {over} over microbatches and data parallel groups, and Claims.loss_gradients is {claims.loss_gradients!r}"
-    yield words, replace(base, gathered=other)
+    words = f"losses are {over} over microbatches and data parallel groups"
+    yield f"{words}, and Claims.loss_gradients is {claims.loss_gradients!r}", replace(base, gathered=other)
     other = "tokens" if claims.loss_fractions == "slots" else "slots"
     of = {"tokens": "fractions add up to K", "slots": "fractions add up to 1"}[other]
     yield f"{of}, and Claims.loss_fractions is {claims.loss_fractions!r}", replace(base, fractions=other)
@@ -178,7 +176,7 @@ def mistakes(outcome: Outcome) -> Iterator[tuple[str, Rule]]:
     yield "the padding mask is inverted", replace(base, padding="inverted")
     for score in ("softmax", "sigmoid"):
         if score != outcome.workload.config.routing.score:
-            yield f"the scores are those of {score}", replace(base, score=score)  # type: ignore[arg-type]
+            yield f"the scores are those of {score}", replace(base, score=score)
     yield "the slots are those that were routed to, with bias, groups and drops", replace(base, choices="routed")
     yield "sequences are not kept apart", replace(base, one_sequence=True)
     yield "every rank has counts of its own tokens only", replace(base, ranks_alone=True)

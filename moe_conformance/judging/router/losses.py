@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,27 +11,17 @@ from torch import Tensor
 from moe_conformance.judging.compare.bounded import Target, compare, factor, within
 from moe_conformance.judging.findings import Finding, fail, ratio_names, ratio_words
 from moe_conformance.judging.router.loss_bounds import main_slope_bound, roundoff, slope_bound, value_bound
-from moe_conformance.judging.router.loss_rules import Part, Steps
+from moe_conformance.judging.router.loss_rules import CALLED, Part, Parts, Rule, Steps
 from moe_conformance.judging.router.loss_steps import Step, legal, mistakes, once, steps_of
 from moe_conformance.judging.verdict import (
     AbsentGradient,
-    ChangedState,
     Tally,
     WrongGradient,
     WrongLoss,
-    WrongWeight,
 )
-from moe_conformance.reference.losses.reports import reported
+from moe_conformance.reference.losses.reports import model_loss, reported
 from moe_conformance.reference.losses.scaling import router_gradients
 from moe_conformance.scenarios.outcome import Outcome
-
-_CALLED: Mapping[str, str] = {
-    "auxiliary": "the auxiliary loss",
-    "sequence": "the sequence loss",
-    "global_batch": "the global loss",
-    "first_choice": "the loss of first choices",
-    "z": "the z-loss",
-}
 
 
 def judge_values(outcome: Outcome, tally: Tally) -> None:
@@ -60,7 +50,7 @@ def _values(outcome: Outcome) -> tuple[list[Finding], Tally]:
             targets = [_reported(outcome, made[rule], name) for rule in rules]
             for rank, report in enumerate(step.reports):
                 if name not in report:
-                    said = f"rank {rank} reports no {_CALLED[name].removeprefix('the ')} after {step.name}"
+                    said = f"rank {rank} reports no {CALLED[name].removeprefix('the ')} after {step.name}"
                     findings.append(Finding("absent", said, (rank,)))
                     continue
                 value = _whole(outcome, step, rank, name)
@@ -70,13 +60,36 @@ def _values(outcome: Outcome) -> tuple[list[Finding], Tally]:
                     tally.add(elements=1, rank=rank, worst=best.ratio)
                     continue
                 cause = _value_cause(outcome, step, name, value, targets[0], layers)
-                said = f"rank {rank} reports {_CALLED[name]} of {step.name} as {found[0]}"
+                said = f"rank {rank} reports {CALLED[name]} of {step.name} as {found[0]}"
                 findings.append(Finding(name, f"{said}{cause}", (rank,), found[0].size))
+        findings += _returned(outcome, step, layers, tally)
     return findings, tally
 
 
-def _of(outcome: Outcome, step: Step, parts: object, rule: object) -> Steps:
-    return Steps(outcome.workload.config, rule, parts, step.scale)  # type: ignore[arg-type]
+def _returned(outcome: Outcome, step: Step, layers: list[Parts], tally: Tally) -> list[Finding]:
+    """Return what is wrong with losses that are returned, with their coefficients, where one rank has a microbatch."""
+    findings: list[Finding] = []
+    if len(step.groups()[0]) > 1 or outcome.workload.config.losses.global_batch:
+        return findings
+    made = [_of(outcome, step, parts, next(legal(outcome, parts))) for parts in layers]
+    for m, place in enumerate(step.trained):
+        of_layers = [torch.stack([each.values[name][m] for name in each.names]).sum(0) for each in made]
+        bounds = [
+            torch.stack([value_bound(each, name, each.values[name][m]) for name in each.names]).sum(0) for each in made
+        ]
+        for rank in range(outcome.workload.layout.world):
+            if (loss := step.forwards[rank][place]["loss"]) is None:
+                continue
+            target = Target(model_loss([each[rank] for each in of_layers]), model_loss([each[rank] for each in bounds]))
+            worst = compare(loss.reshape(()), *target, tally, rank)
+            if not worst.holds:
+                said = f"rank {rank} returns as the loss of microbatch {m} of {step.name} {worst}"
+                findings.append(Finding("returned", said, (rank,), worst.size))
+    return findings
+
+
+def _of(outcome: Outcome, step: Step, parts: Parts, rule: Rule) -> Steps:
+    return Steps(outcome.workload.config, rule, parts, step.scale)
 
 
 def _reported(outcome: Outcome, layers: list[Steps], name: str, with_coefficient: bool | None = None) -> Target:
@@ -92,17 +105,18 @@ def _reported(outcome: Outcome, layers: list[Steps], name: str, with_coefficient
 def _sizes(outcome: Outcome, step: Step) -> dict[str, float]:
     """Return the factors that have a name."""
     layout, config = outcome.workload.layout, outcome.workload.config
+    routers = config.losses.layers
     sizes = {
         "tp": layout.tp, "cp": layout.cp, "tp * cp": layout.tp * layout.cp, "dp": layout.dp,
         "the number of microbatches": len(step.trained), "K": config.top_k, "E": config.experts,
         "the number of sequences": step.batches(0)[step.trained[0]].x[0].shape[1], "two": 2.0, "K * K": config.top_k**2,
-        "layers with a router": config.losses.layers,
-        "layers with a router over all layers": config.losses.layers / (config.losses.layers + config.losses.dense_layers),
+        "layers with a router": routers,
+        "layers with a router over all layers": routers / (routers + config.losses.dense_layers),
     }  # fmt: skip
     return ratio_names(sizes)
 
 
-def _value_cause(outcome: Outcome, step: Step, name: str, value: Tensor, target: Target, layers: list[object]) -> str:
+def _value_cause(outcome: Outcome, step: Step, name: str, value: Tensor, target: Target, layers: list[Parts]) -> str:
     causes = []
     for words, rule in mistakes(outcome):
         guess = _reported(outcome, [_of(outcome, step, parts, rule) for parts in layers], name)
@@ -278,114 +292,11 @@ def _gradient_cause(
     own = {name: expected.steps.loss_gradient(name) for name in expected.steps.names}
     total_ED = sum(own.values(), torch.zeros_like(main_ED))
     if (ratio := factor(final_ED - main_ED, total_ED, target.allowed, names)) is not None:
-        who = _CALLED[expected.steps.names[0]] if len(own) == 1 else "all losses together"
+        who = CALLED[expected.steps.names[0]] if len(own) == 1 else "all losses together"
         causes.append(f"the gradient of {who} is {ratio_words(ratio, names)}")
     for name, own_ED in own.items() if len(own) > 1 and not causes else ():
         rest_ED = final_ED - main_ED - (total_ED - own_ED)
         if (ratio := factor(rest_ED, own_ED, target.allowed, names)) is not None:
-            causes.append(f"the gradient of {_CALLED[name]} is {ratio_words(ratio, names)}")
+            causes.append(f"the gradient of {CALLED[name]} is {ratio_words(ratio, names)}")
             break
     return _causes(causes)
-
-
-# ---- evaluation, attaching, finiteness -------------------------------------------------------------------------------
-
-
-def judge_evaluation(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether forwards outside training leave nothing: no report, no loss, and the bits of later steps.
-
-    Raises:
-        ChangedState: they leave something.
-    """
-    findings = []
-    steps = steps_of(outcome)
-    for step in steps:
-        for rank in range(outcome.workload.layout.world):
-            for place, batch in enumerate(step.batches(rank)):
-                if batch.mode != "training" and step.forwards[rank][place]["loss"] is not None:
-                    said = f"rank {rank}: a forward in mode {batch.mode} of {step.name} returned a loss; expected: none"
-                    findings.append(Finding("returned", said, (rank,)))
-                tally.add(pairs=int(batch.mode != "training"), rank=rank)
-            if step.trained:
-                continue
-            for name, value in step.reports[rank].items():
-                if float(value) != 0:
-                    said = f"rank {rank} reports {_CALLED[name]} as {float(value):.6g} after {step.name}, in which no forward trains"
-                    findings.append(Finding("reported", f"{said}; expected: nothing", (rank,)))
-    trained = [step for step in steps if step.trained]
-    for step in trained[1:]:
-        for rank in range(outcome.workload.layout.world):
-            for name, value in step.reports[rank].items():
-                if not torch.equal(value, trained[0].reports[rank].get(name, value + 1)):
-                    before = float(trained[0].reports[rank].get(name, torch.tensor(torch.nan)))
-                    said = f"rank {rank} reports {_CALLED[name]} as {float(value):.9g} after {step.name}, and as {before:.9g} after {trained[0].name}"
-                    cause = (
-                        "the same microbatches; likely cause: forwards in evaluation or without gradients were counted"
-                    )
-                    findings.append(Finding("counted", f"{said}, of {cause}", (rank,)))
-            for layer, (now, then) in enumerate(zip(step.finals[rank], trained[0].finals[rank], strict=True)):
-                if now is None or then is None or not torch.equal(now, then):
-                    said = f"rank {rank}: the gradient of router {layer} has other bits in {step.name} than in {trained[0].name}"
-                    cause = (
-                        "the same microbatches; likely cause: forwards in evaluation or without gradients left counts"
-                    )
-                    findings.append(Finding("bits", f"{said}, of {cause}", (rank,)))
-                else:
-                    tally.add(elements=now.numel(), rank=rank)
-    if findings:
-        fail(ChangedState, "loss", findings)
-
-
-def judge_weights_kept(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether routing weights with a loss have the bits of those in evaluation, where there is none.
-
-    Raises:
-        WrongWeight: they have not.
-    """
-    findings = []
-    for step in steps_of(outcome):
-        for rank in range(outcome.workload.layout.world):
-            batches = step.batches(rank)
-            for place, batch in enumerate(batches):
-                for other, without in enumerate(batches):
-                    if batch.mode != "training" or without.mode != "evaluation" or not _same_x(batch.x, without.x):
-                        continue
-                    sides = (step.forwards[rank][each] for each in (place, other))
-                    for with_TK, without_TK in zip(*(side["weights"] for side in sides), strict=True):
-                        tally.add(elements=with_TK.numel(), rank=rank)
-                        if not torch.equal(with_TK, without_TK):
-                            off = float((with_TK - without_TK).abs().max())
-                            said = (
-                                f"rank {rank}: routing weights in training differ by {off:.2g} from those in evaluation"
-                            )
-                            cause = "of the same tokens; likely cause: a loss was added to them instead of attached"
-                            findings.append(Finding("weights", f"{said}, {cause}", (rank,)))
-    if findings:
-        fail(WrongWeight, "loss", findings)
-
-
-def _same_x(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> bool:
-    return all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def judge_finite(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether losses and gradients are finite.
-
-    Raises:
-        WrongGradient: one is not.
-    """
-    findings = []
-    for step in steps_of(outcome):
-        for rank in range(outcome.workload.layout.world):
-            named = {f"the report of {_CALLED[name]}": value for name, value in step.reports[rank].items()}
-            named |= {f"the gradient of router {layer}": each for layer, each in enumerate(step.finals[rank])}  # type: ignore[misc]
-            for place in step.trained:
-                named |= {f"dL/dx of forward {place}": each for each in step.forwards[rank][place]["dx"]}
-            for name, value in named.items():
-                if value is None or not bool(torch.isfinite(value).all()):
-                    said = f"rank {rank}: {name} in {step.name} is {'absent' if value is None else 'not finite'}"
-                    findings.append(Finding("finite", said, (rank,)))
-                else:
-                    tally.add(elements=value.numel(), rank=rank)
-    if findings:
-        fail(WrongGradient, "loss", findings)

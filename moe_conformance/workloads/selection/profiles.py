@@ -77,8 +77,8 @@ def beside(profile: Profile) -> dict[Layout, tuple[str, ...]]:
     """Layouts on which a profile runs a few workloads, and no more: what none of its own can show.
 
     Gaps of packed sequences whose rows are shared among context ranks; experts that are cut and copied; and layers,
-    copies, routers, losses and forced biases where groups have the same ranks on all quick layouts, such as tp and ep, or dp
-    and dp x cp.
+    copies, routers, losses and forced biases where groups have the same ranks on all quick layouts, such as tp and ep,
+    or dp and dp x cp.
     """
     losses = ("losses-auxiliary", "losses-sequence", "losses-global", "losses-z", "losses-uneven", "losses-per-token")
     some = {
