@@ -51,7 +51,7 @@ class Part:
 
     def of_rank(self, rows: Tensor, number: int) -> Tensor:
         """Return the rows of one of its ranks."""
-        found: tuple[Tensor, ...] = rows.split(self.tokens)  # type: ignore[no-untyped-call]
+        found: tuple[Tensor, ...] = rows.split(self.tokens)
         return found[number]
 
 
@@ -263,7 +263,7 @@ class Steps:
         return scaling.sum_gradient(table, scale=self.scale)
 
     def local_factor(self, name: str, m: int, d: int, main: float) -> float:
-        """Return the weight of a loss's gradient in the input's; finishing multiplies that of the main loss by `main`."""
+        """Return the weight of a loss's gradient in the input's; finishing multiplies the main loss's by `main`."""
         M, dp = len(self.parts), len(self.parts[0])
         if self.config.losses.per_token:
             group = self.parts[m] if name == IS_GLOBAL else [self.parts[m][d]]

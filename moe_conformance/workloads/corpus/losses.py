@@ -264,7 +264,7 @@ def _tokens(tokens: Tokens, router_ED: Tensor, config: Config, positions: int, s
     shape = (positions, _B, _D)
     if tokens == "equal":
         return torch.zeros(shape, dtype=config.dtype)
-    x = torch.randn(shape, generator=g) * _D**-0.5
+    x: Tensor = torch.randn(shape, generator=g) * _D**-0.5
     if tokens == "one choice":
         x = x[:1, :1].expand(shape).clone()
     if tokens == "hot":  # most tokens have the same first choice
