@@ -15,6 +15,7 @@ from moe_conformance.judging.experts.experts import (
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
+from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep
 from moe_conformance.workloads.records.workload import Workload
 
 
@@ -24,7 +25,7 @@ def has_budget(workload: Workload) -> bool:
 
 
 class TestBudget:
-    @requirement("EXCH-22", kind="probe", when=has_budget)
+    @requirement("EXCH-22", run=ExchangeStep(), when=has_budget)
     def test_a_fixed_buffer_changes_nothing(self, reading: Reading, tally: Tally) -> None:
         """The receive buffer keeps its size; deliveries, outputs and gradients are those of a buffer of exact size."""
         judge_deliveries(reading, tally)
@@ -34,7 +35,7 @@ class TestBudget:
         judge_dweights(reading, tally)
         judge_fixed_size(reading, tally)  # last: where there is none to see, all else is judged
 
-    @requirement("EXCH-22", kind="experts", when=has_budget)
+    @requirement("EXCH-22", run=ExpertsStep(), when=has_budget)
     def test_a_fixed_buffer_changes_nothing_for_experts(self, reading: Reading, tally: Tally) -> None:
         """With the backend's experts too; rows of no token change no gradient of a parameter."""
         judge_own_outputs(reading, tally)
@@ -42,7 +43,7 @@ class TestBudget:
         judge_own_dweights(reading, tally)
         judge_expert_gradients(reading, tally)
 
-    @requirement("EXCH-25", kind="probe", when=has_budget)
+    @requirement("EXCH-25", run=ExchangeStep(), when=has_budget)
     def test_a_budget_holds_the_load_that_it_states(self, reading: Reading, tally: Tally) -> None:
         """The receive buffer holds the stated multiple of the balanced load; no row of such a load is dropped."""
         judge_deliveries(reading, tally)

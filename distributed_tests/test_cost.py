@@ -20,6 +20,7 @@ from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
 from moe_conformance.workloads.corpus.cost import more_experts
 from moe_conformance.workloads.records.features import all_alike, exchanges, likened_once, repeated, without_gradients
+from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep, LayerStep
 from moe_conformance.workloads.records.workload import Workload
 
 
@@ -56,61 +57,61 @@ def of_other_sizes(workload: Workload) -> bool:
 
 
 class TestExchange:
-    @requirement("COST-01", kind="probe", when=alone)
+    @requirement("COST-01", run=ExchangeStep(), when=alone)
     def test_one_rank_calls_nobody(self, reading: Reading, tally: Tally) -> None:
         """A rank that holds all experts calls no collective in forward or backward."""
         judge_no_calls(reading, tally)
 
-    @requirement("COST-02", kind="probe", when=by_turns)
+    @requirement("COST-02", run=ExchangeStep(), when=by_turns)
     def test_calls_do_not_depend_on_tokens(self, reading: Reading, tally: Tally) -> None:
         """Every microbatch calls the same number of collectives, whatever its tokens and routing."""
         judge_even_calls(reading, tally)
 
-    @requirement("COST-02", kind="probe", when=of_other_sizes)
+    @requirement("COST-02", run=ExchangeStep(), when=of_other_sizes)
     def test_calls_do_not_depend_on_experts(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """A step with twice the experts and twice the slots calls the same number of collectives."""
         judge_calls_of_sizes(reading, twins(more_experts(reading.outcome.workload)), tally)
 
-    @requirement("COST-03", kind="probe", when=counted)
+    @requirement("COST-03", run=ExchangeStep(), when=counted)
     def test_no_row_travels_that_need_not(self, reading: Reading, tally: Tally) -> None:
         """Dispatch and combine each send a row for every pair, or every token, as the backend states, and no more."""
         judge_rows(reading, tally)
 
-    @requirement("COST-04", kind="probe", when=counted)
+    @requirement("COST-04", run=ExchangeStep(), when=counted)
     def test_a_token_travels_once_to_a_rank(self, reading: Reading, tally: Tally) -> None:
         """Where the backend states so, a token is sent once to each rank of its experts, and one row is sent back."""
         judge_token_rows(reading, tally)
 
-    @requirement("COST-05", kind="probe", when=counted)
+    @requirement("COST-05", run=ExchangeStep(), when=counted)
     def test_backward_moves_no_more_than_forward(self, reading: Reading, tally: Tally) -> None:
         """The backward sends each row of dispatch back once and each row of combine once, and no counts."""
         judge_backward_rows(reading, tally)
 
-    @requirement("COST-06", kind="probe", when=counted)
+    @requirement("COST-06", run=ExchangeStep(), when=counted)
     def test_little_travels_beside_the_rows(self, reading: Reading, tally: Tally) -> None:
         """Counts take one number per rank and expert, and the metadata of a row a few numbers."""
         judge_beside_rows(reading, tally)
 
-    @requirement("COST-10", kind="probe", when=unpadded)
+    @requirement("COST-10", run=ExchangeStep(), when=unpadded)
     def test_experts_are_handed_what_is_for_them(self, reading: Reading, tally: Tally) -> None:
         """The experts of a rank receive the rows that are routed to it, not those of the worst case."""
         judge_handed(reading, tally)
 
-    @requirement("COST-07", kind="probe", when=repeated)
+    @requirement("COST-07", run=ExchangeStep(), when=repeated)
     def test_a_step_costs_what_the_last_one_did(self, reading: Reading, tally: Tally) -> None:
         """A repeated microbatch makes the same calls as before, creates no process group and keeps no memory."""
         judge_repeated(reading, tally)
 
 
 class TestLayers:
-    @requirement("COST-07", kind="layer", when=takes_equal_steps)
+    @requirement("COST-07", run=LayerStep(), when=takes_equal_steps)
     def test_equal_steps_of_a_layer_keep_no_memory(self, reading: Reading, tally: Tally) -> None:
         """A router, experts and shared experts keep nothing of the tokens of a step that has ended."""
         judge_kept_memory(reading, tally)
 
 
 class TestOwnExperts:
-    @requirement("COST-08", kind="experts", when=lambda workload: workload.layout.world > 1)
+    @requirement("COST-08", run=ExpertsStep(), when=lambda workload: workload.layout.world > 1)
     def test_gradients_travel_between_replicas_only(self, reading: Reading, tally: Tally) -> None:
         """Gradients of experts are reduced over the ranks that hold the same experts, and nowhere else."""
         judge_reductions(reading, tally)

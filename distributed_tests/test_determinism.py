@@ -11,6 +11,7 @@ from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
 from moe_conformance.workloads.corpus import determinism
 from moe_conformance.workloads.records.features import likened, likened_once
+from moe_conformance.workloads.records.runs import ExpertsStep, RouterStep
 from moe_conformance.workloads.records.workload import Workload
 
 
@@ -20,41 +21,41 @@ def likened_on_ranks(workload: Workload) -> bool:
 
 
 class TestRepetition:
-    @requirement("DET-01", kind="experts", when=likened_once)
+    @requirement("DET-01", run=ExpertsStep(), when=likened_once)
     def test_fresh_processes_give_the_same_bits(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """The same inputs and parameters give the same bits in other processes, with deterministic algorithms."""
         workload = reading.outcome.workload
         judge_repeated(reading, twins([determinism.deterministic(workload), *determinism.again(workload)]), tally)
 
-    @requirement("DET-01", kind="route", when=likened)
+    @requirement("DET-01", run=RouterStep(), when=likened)
     def test_fresh_processes_route_alike(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """The same tokens have the same experts and the same weights, to the bit, in other processes."""
         workload = reading.outcome.workload
         judge_repeated_routes(twins([determinism.deterministic(workload), *determinism.again(workload)]), tally)
 
-    @requirement("DET-01", kind="forced draws")
+    @requirement("DET-01", run=RouterStep(forced="draws"))
     def test_fresh_processes_force_alike(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """Forced routes follow their seed: they are the same in new processes."""
         judge_repeated_routes(twins(determinism.afresh(reading.outcome.workload)), tally)
 
-    @requirement("DET-05", kind="experts", when=likened_once)
+    @requirement("DET-05", run=ExpertsStep(), when=likened_once)
     def test_a_second_step_gives_the_same_bits(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """A step taken twice, gradients cleared in between, gives the same outputs and gradients twice."""
         judge_alike(reading, twins(determinism.twice(reading.outcome.workload)), tally)
 
 
 class TestSurroundings:
-    @requirement("DET-07", kind="experts", when=likened_once)
+    @requirement("DET-07", run=ExpertsStep(), when=likened_once)
     def test_the_settings_of_the_process_are_left_alone(self, outcome: Outcome, twins: RunTwins, tally: Tally) -> None:
         """Importing a backend, building with it, being refused by it and closing it leave all settings as they were."""
         judge_settings(twins(determinism.lifetime(outcome.workload)), tally)
 
-    @requirement("DET-02", kind="experts", when=likened_once)
+    @requirement("DET-02", run=ExpertsStep(), when=likened_once)
     def test_random_generators_do_not_matter(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """A step that draws no random numbers gives the same bits from any state of the random generators."""
         judge_alike(reading, twins(determinism.seeded(reading.outcome.workload)), tally)
 
-    @requirement("DET-06", kind="experts", when=likened_on_ranks)
+    @requirement("DET-06", run=ExpertsStep(), when=likened_on_ranks)
     def test_late_ranks_do_not_matter(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """Whichever rank is late, all ranks have the same bits, with deterministic algorithms."""
         workload = reading.outcome.workload

@@ -7,20 +7,21 @@ from moe_conformance.judging.exchange.outputs import judge_outputs
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
+from moe_conformance.workloads.records.runs import ExchangeStep
 
 
 class TestOneKnob:
-    @requirement("EXCH-05", kind="knob")
+    @requirement("EXCH-05", run=ExchangeStep(option="any"))
     def test_outputs_do_not_depend_on_the_knob(self, reading: Reading, tally: Tally) -> None:
         """Outputs are the weighted sums of the experts, with each option."""
         judge_outputs(reading, tally)
 
-    @requirement("GRAD-02", kind="knob")
+    @requirement("GRAD-02", run=ExchangeStep(option="any"))
     def test_gradients_of_tokens_do_not_depend_on_the_knob(self, reading: Reading, tally: Tally) -> None:
         """The gradient of a token is the sum over its slots, with each option."""
         judge_dx(reading, tally)
 
-    @requirement("GRAD-03", kind="knob")
+    @requirement("GRAD-03", run=ExchangeStep(option="any"))
     def test_gradients_of_weights_do_not_depend_on_the_knob(self, reading: Reading, tally: Tally) -> None:
         """The gradient of a weight is that of its own slot, with each option."""
         judge_dweights(reading, tally)

@@ -19,6 +19,7 @@ from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
 from moe_conformance.workloads.corpus.equivalence import laws
 from moe_conformance.workloads.records.features import bare_answers, has_filled_memory, outputs_meet_others
+from moe_conformance.workloads.records.runs import ExpertsStep
 from moe_conformance.workloads.records.workload import Workload
 
 
@@ -33,32 +34,32 @@ def cut_over_etp(workload: Workload) -> bool:
 
 
 class TestOwnExperts:
-    @requirement("EXPT-01", kind="experts")
+    @requirement("EXPT-01", run=ExpertsStep())
     def test_output_is_that_of_the_dense_formulation(self, reading: Reading, tally: Tally) -> None:
         """The output is the weighted sum of SwiGLU experts, within the rounding error of the dtype."""
         judge_own_outputs(reading, tally)
 
-    @requirement("EXCH-07", kind="experts")
+    @requirement("EXCH-07", run=ExpertsStep())
     def test_output_has_the_form_of_the_input(self, reading: Reading, tally: Tally) -> None:
         """With own experts too, the output has the input's form."""
         judge_form(reading, tally)
 
-    @requirement("EXCH-08", kind="experts")
+    @requirement("EXCH-08", run=ExpertsStep())
     def test_inputs_are_left_alone(self, reading: Reading, tally: Tally) -> None:
         """Own experts write into no token, id, weight or upstream gradient either."""
         judge_inputs(reading, tally)
 
-    @requirement("EXCH-11", kind="experts")
+    @requirement("EXCH-11", run=ExpertsStep())
     def test_global_state_is_left_alone(self, reading: Reading, tally: Tally) -> None:
         """Nor do they leave random generators, flags or threads otherwise than they were."""
         judge_state(reading, tally)
 
-    @requirement("EXCH-32", kind="experts", when=outputs_meet_others)
+    @requirement("EXCH-32", run=ExpertsStep(), when=outputs_meet_others)
     def test_outputs_outlive_other_microbatches(self, reading: Reading, tally: Tally) -> None:
         """The output of own experts holds its bytes until its own backward has ended."""
         judge_kept_outputs(reading, tally)
 
-    @requirement("EXCH-39", kind="experts", when=has_filled_memory)
+    @requirement("EXCH-39", run=ExpertsStep(), when=has_filled_memory)
     def test_uninitialised_memory_reaches_nothing(self, reading: Reading, tally: Tally) -> None:
         """Outputs and gradients are right where uninitialised memory is full of NaN."""
         judge_own_outputs(reading, tally)
@@ -66,23 +67,23 @@ class TestOwnExperts:
         judge_own_dweights(reading, tally)
         judge_expert_gradients(reading, tally)
 
-    @requirement("EXPT-08", kind="experts", when=bare_answers)
+    @requirement("EXPT-08", run=ExpertsStep(), when=bare_answers)
     def test_an_answer_does_not_depend_on_other_rows(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """The output of an expert for a row has the same bits alone, among fewer rows and in another order."""
         judge_same_answers(reading, twins(laws.among_fewer(reading.outcome.workload)), tally)
 
-    @requirement("EXPT-02", kind="experts")
+    @requirement("EXPT-02", run=ExpertsStep())
     def test_windows_cover_every_parameter(self, reading: Reading, tally: Tally) -> None:
         """The windows on the experts' parameters are views, disjoint and complete."""
         judge_windows(reading, tally)
 
-    @requirement("EXPT-05", kind="experts", when=cut_over_etp)
+    @requirement("EXPT-05", run=ExpertsStep(), when=cut_over_etp)
     def test_parts_of_an_expert_match(self, reading: Reading, tally: Tally) -> None:
         """The etp ranks of an expert hold the same part of gate, up and down; their outputs add up to its output."""
         judge_matching_parts(reading, tally)
         judge_own_outputs(reading, tally)
 
-    @requirement("EXPT-03", kind="experts", when=says_where_weights_go)
+    @requirement("EXPT-03", run=ExpertsStep(), when=says_where_weights_go)
     def test_weights_are_applied_where_asked(self, reading: Reading, tally: Tally) -> None:
         """With weights_applied="input" weights are applied before the activation, with "output" after it."""
         judge_weight_place(reading, tally)

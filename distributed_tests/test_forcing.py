@@ -32,85 +32,88 @@ from moe_conformance.workloads.corpus.forcing import (
     forces_logits,
     several_sources,
 )
+from moe_conformance.workloads.records.runs import RouterStep
 
 
 class TestRoutes:
-    @requirement("FORCE-02", kind="forced")
+    @requirement("FORCE-02", run=RouterStep(forced="routes"))
     def test_the_reported_load_is_that_of_the_forced_ids(self, reading: Reading, tally: Tally) -> None:
         """With forced routing tokens have K different experts, and the router reports the load of each."""
         judge_load(reading, tally)
 
-    @requirement("FORCE-03", kind="forced", when=forces_ids)
+    @requirement("FORCE-03", run=RouterStep(forced="routes"), when=forces_ids)
     def test_round_robin_balances_every_rank(self, reading: Reading, tally: Tally) -> None:
         """With round robin the loads of experts differ by at most one."""
         judge_forced_loads(reading, tally)
 
-    @requirement("FORCE-03", kind="forced", when=forces_ids)
+    @requirement("FORCE-03", run=RouterStep(forced="routes"), when=forces_ids)
     def test_round_robin_draws_nothing(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """Round robin gives the same routes whatever the random state."""
         judge_same_choices(reading, twins(determinism.seeded(reading.outcome.workload)), tally)
 
-    @requirement("FORCE-03", kind="forced draws", when=forces_ids)
+    @requirement("FORCE-03", run=RouterStep(forced="draws"), when=forces_ids)
     def test_round_robin_balances_copies(self, reading: Reading, tally: Tally) -> None:
         """With round robin the loads of tokens held by all tp ranks differ by at most one on every rank."""
         judge_forced_loads(reading, tally)
 
-    @requirement("FORCE-04", kind="forced", when=several_sources)
+    @requirement("FORCE-04", run=RouterStep(forced="routes"), when=several_sources)
     def test_round_robin_balances_all_ranks(self, reading: Reading, tally: Tally) -> None:
         """With round robin the loads of experts also differ by at most one over ranks of equally many tokens."""
         judge_loads_over_ranks(reading, tally)
 
-    @requirement("FORCE-18", kind="forced", when=lambda workload: workload.config.routing.groups is not None)
+    @requirement(
+        "FORCE-18", run=RouterStep(forced="routes"), when=lambda workload: workload.config.routing.groups is not None
+    )
     def test_groups_limit_forced_logits_and_no_forced_ids(self, reading: Reading, tally: Tally) -> None:
         """Forced logits select within the best groups of their own; forced ids ignore the group limit."""
         judge_forced_groups(reading, tally)
 
 
 class TestDraws:
-    @requirement("FORCE-06", kind="forced draws", when=draws_at_random)
+    @requirement("FORCE-06", run=RouterStep(forced="draws"), when=draws_at_random)
     def test_random_logits_route_at_random(self, reading: Reading, tally: Tally) -> None:
         """Random logits load experts evenly up to chance, and differ between forwards and between tokens."""
         judge_random(reading, tally)
 
-    @requirement("DET-03", kind="forced", when=forces_logits)
+    @requirement("DET-03", run=RouterStep(forced="routes"), when=forces_logits)
     def test_draws_leave_other_generators_alone(self, reading: Reading, tally: Tally) -> None:
         """The generators of the process are where they would be without random logits."""
         judge_state(reading, tally)
 
-    @requirement("DET-03", kind="forced draws")
+    @requirement("DET-03", run=RouterStep(forced="draws"))
     def test_draws_and_those_of_others_do_not_meet(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """So are they after many draws, and the draws do not depend on their state."""
         judge_state(reading, tally)
         judge_choices_behind_draws(twins(determinism.behind_draws(reading.outcome.workload)), tally)
 
-    @requirement("FORCE-08", kind="forced draws", when=biased)
+    @requirement("FORCE-08", run=RouterStep(forced="draws"), when=biased)
     def test_a_bias_has_the_deviation_that_was_asked_for(self, reading: Reading, tally: Tally) -> None:
         """Every expert has one bias for all tokens, of that deviation."""
         judge_bias_draws(reading, tally)
 
-    @requirement("FORCE-10", kind="forced draws", when=bias_decides_alone)
+    @requirement("FORCE-10", run=RouterStep(forced="draws"), when=bias_decides_alone)
     def test_a_bias_is_drawn_anew_or_kept(self, reading: Reading, tally: Tally) -> None:
         """A positive deviation draws a bias in every forward, and a negative one draws one of every layer."""
         judge_bias_in_turn(reading, tally)
 
-    @requirement("FORCE-11", kind="forced draws", when=bias_decides_alone)
+    @requirement("FORCE-11", run=RouterStep(forced="draws"), when=bias_decides_alone)
     def test_all_ranks_draw_the_same_bias(self, reading: Reading, tally: Tally) -> None:
         """The bias is the same on all ranks of a pipeline stage, also after a forward without tokens."""
         judge_bias_on_ranks(reading, tally)
 
 
 class TestWeights:
-    @requirement("FORCE-05", kind="forced masked")
+    @requirement("FORCE-05", run=RouterStep(forced="masked"))
     def test_forced_experts_that_are_masked_weigh_nothing(self, reading: Reading, tally: Tally) -> None:
         """A forced expert at -inf has the weight 0, and weights are finite where all of them are."""
         judge_masked_weights(reading, tally)
 
-    @requirement("FORCE-05", kind="forced", when=forces_ids)
+    @requirement("FORCE-05", run=RouterStep(forced="routes"), when=forces_ids)
     def test_forced_experts_weigh_their_own_scores(self, reading: Reading, tally: Tally) -> None:
         """The weights of forced experts are their scores, normalised, scaled and differentiated as usual."""
         judge_forced_weights(reading, tally)
 
-    @requirement("FORCE-07", kind="forced", when=forces_logits)
+    @requirement("FORCE-07", run=RouterStep(forced="routes"), when=forces_logits)
     def test_gradients_go_straight_through_forced_logits(self, reading: Reading, tally: Tally) -> None:
         """Tokens and parameters receive the gradient of forced logits, as for the router's own logits."""
         judge_straight_through(reading, tally)

@@ -21,31 +21,32 @@ from moe_conformance.spec import requirement
 from moe_conformance.topology import Layout, RankLists
 from moe_conformance.workloads.corpus.groups import divisibility
 from moe_conformance.workloads.corpus.virtual import names as many_ranks_names
+from moe_conformance.workloads.records.runs import ON_SESSION, ExchangeStep, ExpertsStep, GroupAnswers, Script
 from moe_conformance.workloads.records.workload import Wish, Workload
 
 
 class TestFolding:
-    @requirement("GROUP-01", kind="groups")
+    @requirement("GROUP-01", run=GroupAnswers())
     def test_groups_fold_as_declared(self, group_lists: Mapping[Layout, Mapping[str, RankLists]], tally: Tally) -> None:
         """For every valid layout of a world, the backend's dense and expert groups are those of the declared order."""
         for layout, built in group_lists.items():
             judge_groups(built, layout, tally)
 
-    @requirement("GROUP-02", kind="groups")
+    @requirement("GROUP-02", run=GroupAnswers())
     def test_sizes_are_taken_if_and_only_if_they_make_a_layout(
         self, size_answers: Mapping[Wish, Told], tally: Tally
     ) -> None:
         """Every layout of a world has groups or a documented refusal, and invalid sizes are refused."""
         judge_sizes(size_answers, tally)
 
-    @requirement("GROUP-04", kind="groups")
+    @requirement("GROUP-04", run=GroupAnswers())
     def test_no_group_has_ranks_of_two_stages(self, group_answers: Mapping[Wish, Told], tally: Tally) -> None:
         """In every order of axes, dense groups and expert groups put every rank into the same pipeline stage."""
         judge_stages(group_answers, tally)
 
 
 class TestDivision:
-    @requirement("GROUP-03", kind="session", when=lambda workload: workload.name in divisibility.NAMES)
+    @requirement("GROUP-03", run=ON_SESSION, when=lambda workload: workload.name in divisibility.NAMES)
     def test_what_does_not_divide_is_refused(self, outcome: Outcome, tally: Tally) -> None:
         """Experts or widths that the layout cannot divide are refused on every rank, with both numbers."""
         judge_indivisible(outcome, tally)
@@ -62,7 +63,7 @@ def at_size_with_replicas(workload: Workload) -> bool:
 
 
 class TestManyRanks:
-    @requirement("GROUP-06", kind="probe", when=at_size)
+    @requirement("GROUP-06", run=ExchangeStep(), when=at_size)
     def test_exchanges_follow_their_groups(self, reading: Reading, tally: Tally) -> None:
         """Every pair is delivered in its own exchange group and combined, and the collectives of the ranks match."""
         judge_own_group(reading, tally)
@@ -70,26 +71,26 @@ class TestManyRanks:
         judge_outputs(reading, tally)
         judge_agreement(reading.outcome, tally)
 
-    @requirement("GROUP-06", kind="experts", when=at_size)
+    @requirement("GROUP-06", run=ExpertsStep(), when=at_size)
     def test_gradients_follow_their_groups(self, reading: Reading, tally: Tally) -> None:
         """Every owner of an expert ends with the gradient of all tokens of its pipeline stage."""
         judge_expert_gradients(reading, tally)
 
-    @requirement("GROUP-06", kind="experts", when=at_size_with_replicas)
+    @requirement("GROUP-06", run=ExpertsStep(), when=at_size_with_replicas)
     def test_replicas_agree_at_size(self, reading: Reading, tally: Tally) -> None:
         """All replicas of an expert end with the same gradient, bit for bit, however many there are."""
         judge_replicas(reading, tally)
 
 
 class TestTransport:
-    @requirement("GROUP-05", kind="transport")
+    @requirement("GROUP-05", run=Script("transport"))
     def test_domains_of_the_members_decide(self, outcome: Outcome, tally: Tally) -> None:
         """A group is local if and only if all its members are in one domain, whatever its size."""
         judge_transport(outcome, tally)
 
 
 class TestPlacement:
-    @requirement("EXPT-04", kind="probe")
+    @requirement("EXPT-04", run=ExchangeStep())
     def test_experts_are_spread_over_ep_and_named_alike_by_shards_and_replicas(
         self, outcome: Outcome, tally: Tally
     ) -> None:

@@ -6,10 +6,11 @@ from moe_conformance.judging.layer.proxy_model import judge_proxy_gradients, jud
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
+from moe_conformance.workloads.records.runs import ProxyModelStep
 
 
 class TestModel:
-    @requirement("GROUP-07", kind="proxy")
+    @requirement("GROUP-07", run=ProxyModelStep())
     def test_a_divided_model_is_the_model(self, reading: Reading, tally: Tally) -> None:
         """Outputs and all gradients are those of the same model on one device."""
         judge_proxy_tokens(reading, tally)

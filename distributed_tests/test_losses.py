@@ -11,9 +11,8 @@ from moe_conformance.judging.router.losses import judge_gradients, judge_values
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
+from moe_conformance.workloads.records.runs import ON_TRAINING_ROUTERS
 from moe_conformance.workloads.records.workload import Workload
-
-KIND = "training_routers"
 
 
 def _asked(workload: Workload) -> tuple[str, ...]:
@@ -120,116 +119,116 @@ def narrow(workload: Workload) -> bool:
 
 
 class TestValues:
-    @requirement("LOSS-01", kind=KIND, when=alone("auxiliary", "first_choice"))
+    @requirement("LOSS-01", run=ON_TRAINING_ROUTERS, when=alone("auxiliary", "first_choice"))
     def test_auxiliary_loss(self, outcome: Outcome, tally: Tally) -> None:
         """It is the coefficient times E times the sum over experts of fraction and mean score."""
         judge_values(outcome, tally)
 
-    @requirement("LOSS-02", kind=KIND, when=other_scores)
+    @requirement("LOSS-02", run=ON_TRAINING_ROUTERS, when=other_scores)
     def test_scores(self, outcome: Outcome, tally: Tally) -> None:
         """Its scores are the router's own, normalised over all experts, for every K."""
         judge_values(outcome, tally)
         judge_gradients(outcome, tally)
 
-    @requirement("LOSS-03", kind=KIND, when=other_slots)
+    @requirement("LOSS-03", run=ON_TRAINING_ROUTERS, when=other_slots)
     def test_slots(self, outcome: Outcome, tally: Tally) -> None:
         """Its slots are the best of its own scores, whatever bias and drops do."""
         judge_values(outcome, tally)
 
-    @requirement("LOSS-05", kind=KIND, when=alone("sequence"))
+    @requirement("LOSS-05", run=ON_TRAINING_ROUTERS, when=alone("sequence"))
     def test_sequence_loss(self, outcome: Outcome, tally: Tally) -> None:
         """It is the mean over sequences of the auxiliary loss of each."""
         judge_values(outcome, tally)
 
-    @requirement("LOSS-07", kind=KIND, when=alone("global_batch"))
+    @requirement("LOSS-07", run=ON_TRAINING_ROUTERS, when=alone("global_batch"))
     def test_global_loss(self, outcome: Outcome, tally: Tally) -> None:
         """Its fractions are of all data parallel ranks and of the microbatches so far."""
         judge_values(outcome, tally)
 
-    @requirement("LOSS-09", kind=KIND, when=alone("z"))
+    @requirement("LOSS-09", run=ON_TRAINING_ROUTERS, when=alone("z"))
     def test_z_loss(self, outcome: Outcome, tally: Tally) -> None:
         """It is the coefficient times the mean of the squared logarithm of the sum of exponentials."""
         judge_values(outcome, tally)
         judge_gradients(outcome, tally)
 
-    @requirement("LOSS-19", kind=KIND, when=lambda workload: layered(workload) or attached(workload))
+    @requirement("LOSS-19", run=ON_TRAINING_ROUTERS, when=lambda workload: layered(workload) or attached(workload))
     def test_reports(self, outcome: Outcome, tally: Tally) -> None:
         """A report is the mean over microbatches, groups and layers with a router since the last one."""
         judge_values(outcome, tally)
 
-    @requirement("LOSS-20", kind=KIND, when=narrow)
+    @requirement("LOSS-20", run=ON_TRAINING_ROUTERS, when=narrow)
     def test_precision(self, outcome: Outcome, tally: Tally) -> None:
         """Logits of half precision have losses of float32."""
         judge_values(outcome, tally)
 
-    @requirement("LOSS-20", kind=KIND, when=extreme)
+    @requirement("LOSS-20", run=ON_TRAINING_ROUTERS, when=extreme)
     def test_all_is_finite(self, outcome: Outcome, tally: Tally) -> None:
         """Equal, large and one-sided logits have finite losses and gradients."""
         judge_finite(outcome, tally)
 
 
 class TestGradients:
-    @requirement("LOSS-04", kind=KIND, when=alone("auxiliary", "sequence", "first_choice"))
+    @requirement("LOSS-04", run=ON_TRAINING_ROUTERS, when=alone("auxiliary", "sequence", "first_choice"))
     def test_it_goes_through_scores(self, outcome: Outcome, tally: Tally) -> None:
         """The gradient passes through scores alone, to the router's weight and its input."""
         judge_gradients(outcome, tally)
 
-    @requirement("LOSS-06", kind=KIND, when=alone("sequence"))
+    @requirement("LOSS-06", run=ON_TRAINING_ROUTERS, when=alone("sequence"))
     def test_division_of_sequences(self, outcome: Outcome, tally: Tally) -> None:
         """The same sequences give the same gradient in one microbatch and in several."""
         judge_gradients(outcome, tally)
 
-    @requirement("LOSS-08", kind=KIND, when=alone("global_batch"))
+    @requirement("LOSS-08", run=ON_TRAINING_ROUTERS, when=alone("global_batch"))
     def test_global_gradient(self, outcome: Outcome, tally: Tally) -> None:
         """It does not depend on the number of data parallel ranks."""
         judge_gradients(outcome, tally)
 
-    @requirement("LOSS-10", kind=KIND, when=attached)
+    @requirement("LOSS-10", run=ON_TRAINING_ROUTERS, when=attached)
     def test_attached_once(self, outcome: Outcome, tally: Tally) -> None:
         """An attached loss leaves the weights alone and adds its gradient once, whatever comes from above."""
         judge_weights_kept(outcome, tally)
         judge_gradients(outcome, tally)
 
-    @requirement("LOSS-11", kind=KIND, when=alone("auxiliary", "sequence", "first_choice", "z"))
+    @requirement("LOSS-11", run=ON_TRAINING_ROUTERS, when=alone("auxiliary", "sequence", "first_choice", "z"))
     def test_mean_over_microbatches_and_groups(self, outcome: Outcome, tally: Tally) -> None:
         """The finished gradient is the mean, or the sum, of those of the microbatches."""
         judge_gradients(outcome, tally)
 
-    @requirement("LOSS-12", kind=KIND, when=divided)
+    @requirement("LOSS-12", run=ON_TRAINING_ROUTERS, when=divided)
     def test_tensor_and_context_parallel_ranks(self, outcome: Outcome, tally: Tally) -> None:
         """Value and gradient are those of the whole microbatch."""
         judge_values(outcome, tally)
         judge_gradients(outcome, tally)
 
-    @requirement("LOSS-13", kind=KIND, when=per_token)
+    @requirement("LOSS-13", run=ON_TRAINING_ROUTERS, when=per_token)
     def test_division_by_tokens(self, outcome: Outcome, tally: Tally) -> None:
         """Where gradients are divided by the tokens of the step, a microbatch counts by its own."""
         judge_gradients(outcome, tally)
 
-    @requirement("LOSS-14", kind=KIND, when=padded)
+    @requirement("LOSS-14", run=ON_TRAINING_ROUTERS, when=padded)
     def test_padding(self, outcome: Outcome, tally: Tally) -> None:
         """Padding is left out of every loss and has no gradient of one."""
         judge_values(outcome, tally)
         judge_gradients(outcome, tally)
 
-    @requirement("LOSS-15", kind=KIND, when=recomputed)
+    @requirement("LOSS-15", run=ON_TRAINING_ROUTERS, when=recomputed)
     def test_recomputation(self, outcome: Outcome, tally: Tally) -> None:
         """A forward that runs again counts once."""
         judge_values(outcome, tally)
         judge_gradients(outcome, tally)
 
-    @requirement("LOSS-16", kind=KIND, when=evaluated)
+    @requirement("LOSS-16", run=ON_TRAINING_ROUTERS, when=evaluated)
     def test_evaluation(self, outcome: Outcome, tally: Tally) -> None:
         """Forwards outside training leave no trace."""
         judge_evaluation(outcome, tally)
 
-    @requirement("LOSS-17", kind=KIND, when=several)
+    @requirement("LOSS-17", run=ON_TRAINING_ROUTERS, when=several)
     def test_several_losses(self, outcome: Outcome, tally: Tally) -> None:
         """Losses add, each with its own coefficient and its own report."""
         judge_values(outcome, tally)
         judge_gradients(outcome, tally)
 
-    @requirement("LOSS-18", kind=KIND, when=layered)
+    @requirement("LOSS-18", run=ON_TRAINING_ROUTERS, when=layered)
     def test_layers(self, outcome: Outcome, tally: Tally) -> None:
         """Every layer is charged for its own tokens."""
         judge_values(outcome, tally)

@@ -12,27 +12,28 @@ from moe_conformance.judging.exchange.non_finite_tokens import (
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
+from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep
 
 
 class TestTokensThatAreNotFinite:
-    @requirement("EXCH-41", kind="spoilt")
+    @requirement("EXCH-41", run=ExchangeStep(tokens="not finite"))
     def test_they_harm_no_other_in_the_exchange(self, reading: Reading, tally: Tally) -> None:
         """Other tokens have the outputs and gradients that they have among finite tokens, exactly."""
         judge_delivered(reading, tally)
         judge_other_tokens(reading, tally)
 
-    @requirement("EXCH-41", kind="spoilt experts")
+    @requirement("EXCH-41", run=ExpertsStep(tokens="not finite"))
     def test_they_harm_no_other_in_the_experts(self, reading: Reading, tally: Tally) -> None:
         """The same with the backend's experts, within rounding."""
         judge_delivered(reading, tally)
         judge_other_tokens(reading, tally)
 
-    @requirement("EXCH-41", kind="spoilt experts", when=unfilled)
+    @requirement("EXCH-41", run=ExpertsStep(tokens="not finite"), when=unfilled)
     def test_they_harm_no_expert_that_they_do_not_reach(self, reading: Reading, tally: Tally) -> None:
         """The gradients of other experts are those of their own tokens alone."""
         judge_parameters_beside(reading, tally)
 
-    @requirement("EXCH-42", kind="spoilt experts", when=spoilt_without_slot)
+    @requirement("EXCH-42", run=ExpertsStep(tokens="not finite"), when=spoilt_without_slot)
     def test_without_a_slot_they_reach_no_parameter(self, reading: Reading, tally: Tally) -> None:
         """The experts' gradients are those of the routed tokens alone."""
         judge_parameters_beside(reading, tally)

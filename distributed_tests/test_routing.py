@@ -29,6 +29,7 @@ from moe_conformance.spec import requirement
 from moe_conformance.workloads.corpus.equivalence import laws
 from moe_conformance.workloads.corpus.forcing import holds_copies
 from moe_conformance.workloads.records.features import likened
+from moe_conformance.workloads.records.runs import RouterStep
 from moe_conformance.workloads.records.workload import Workload
 
 
@@ -44,102 +45,102 @@ def is_biased_alone(workload: Workload) -> bool:
 
 
 class TestSelection:
-    @requirement("ROUTE-01", kind="route")
+    @requirement("ROUTE-01", run=RouterStep())
     def test_the_best_experts_are_chosen(self, reading: Reading, tally: Tally) -> None:
         """Every token gets K different experts with the highest selection scores."""
         judge_selection(reading, tally)
 
-    @requirement("ROUTE-03", kind="route", when=is_biased)
+    @requirement("ROUTE-03", run=RouterStep(), when=is_biased)
     def test_a_bias_selects_and_does_not_weigh(self, reading: Reading, tally: Tally) -> None:
         """The expert bias changes the selection, and no weight of a selected expert."""
         judge_bias(reading, tally)
 
-    @requirement("ROUTE-03", kind="route", when=is_biased_alone)
+    @requirement("ROUTE-03", run=RouterStep(), when=is_biased_alone)
     def test_a_bias_is_not_rounded(self, reading: Reading, tally: Tally) -> None:
         """Biases that differ by less than a step of the tokens' dtype decide between equal scores."""
         judge_near_biases(reading, tally)
 
-    @requirement("ROUTE-04", kind="route", when=lambda workload: workload.config.routing.groups is not None)
+    @requirement("ROUTE-04", run=RouterStep(), when=lambda workload: workload.config.routing.groups is not None)
     def test_groups_limit_the_choice(self, reading: Reading, tally: Tally) -> None:
         """Experts come from the best groups only."""
         judge_group_limit(reading, tally)
 
-    @requirement("ROUTE-09", kind="route")
+    @requirement("ROUTE-09", run=RouterStep())
     def test_the_reported_load_is_true(self, reading: Reading, tally: Tally) -> None:
         """The load that a router reports is the number of tokens that selected each expert."""
         judge_load(reading, tally)
 
 
 class TestTwins:
-    @requirement("ROUTE-12", kind="route", when=likened)
+    @requirement("ROUTE-12", run=RouterStep(), when=likened)
     def test_copies_are_routed_alike(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """Ranks that hold the same tokens select the same experts for them with the same weights, ties included."""
         judge_same_routes(reading, twins(laws.shared(reading.outcome.workload)), tally, to_the_bit=True)
 
-    @requirement("ROUTE-13", kind="route", when=likened)
+    @requirement("ROUTE-13", run=RouterStep(), when=likened)
     def test_other_tokens_do_not_matter(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """A token is routed alike at another place of another batch, and alone."""
         judge_same_routes(reading, twins(laws.recut(reading.outcome.workload)), tally, to_the_bit=False)
 
 
 class TestCopies:
-    @requirement("ROUTE-12", kind="forced draws", when=holds_copies)
+    @requirement("ROUTE-12", run=RouterStep(forced="draws"), when=holds_copies)
     def test_copies_are_forced_alike(self, reading: Reading, tally: Tally) -> None:
         """Ranks that hold the same tokens route them alike with forced routing too, of logits or of ids."""
         judge_copies(reading, tally)
 
 
 class TestExtremes:
-    @requirement("ROUTE-14", kind="extreme", when=lambda workload: len(workload.batches) == 1)
+    @requirement("ROUTE-14", run=RouterStep(logits="extreme"), when=lambda workload: len(workload.batches) == 1)
     def test_logits_of_any_size_have_a_route(self, reading: Reading, tally: Tally) -> None:
         """Huge logits, equal ones and masks of -inf give K different experts, and finite weights and gradients."""
         judge_extreme(reading, tally)
 
-    @requirement("ROUTE-01", kind="extreme", when=lambda workload: len(workload.batches) == 1)
+    @requirement("ROUTE-01", run=RouterStep(logits="extreme"), when=lambda workload: len(workload.batches) == 1)
     def test_the_best_of_extreme_logits_are_chosen(self, reading: Reading, tally: Tally) -> None:
         """Huge logits, equal ones and masks of -inf give every token K different experts with the highest scores."""
         judge_extreme_choice(reading, tally)
 
-    @requirement("ROUTE-02", kind="extreme", when=lambda workload: len(workload.batches) == 1)
+    @requirement("ROUTE-02", run=RouterStep(logits="extreme"), when=lambda workload: len(workload.batches) == 1)
     def test_weights_are_the_scores_of_extreme_logits(self, reading: Reading, tally: Tally) -> None:
         """Huge logits, equal ones and masks of -inf give every selected expert the weight of its score."""
         judge_extreme_weights(reading, tally)
 
-    @requirement("ROUTE-07", kind="extreme", when=lambda workload: "B0" in workload.schedule)
+    @requirement("ROUTE-07", run=RouterStep(logits="extreme"), when=lambda workload: "B0" in workload.schedule)
     def test_tokens_beside_extreme_ones_keep_their_gradients(self, reading: Reading, tally: Tally) -> None:
         """Every token receives the gradient of its weights, whatever the logits of the others are."""
         judge_extreme_dx(reading, tally)
 
-    @requirement("ROUTE-15", kind="extreme", when=lambda workload: len(workload.batches) > 1)
+    @requirement("ROUTE-15", run=RouterStep(logits="extreme"), when=lambda workload: len(workload.batches) > 1)
     def test_a_spoilt_token_harms_no_other(self, outcome: Outcome, tally: Tally) -> None:
         """A NaN logit raises, or ids stay within range and the other tokens keep their routes."""
         judge_spoilt_routes(outcome, tally)
 
 
 class TestWeights:
-    @requirement("ROUTE-02", kind="route")
+    @requirement("ROUTE-02", run=RouterStep())
     def test_weights_are_the_scores_of_the_chosen(self, reading: Reading, tally: Tally) -> None:
         """Every weight is the configured score of its expert."""
         judge_router_weights(reading, tally)
 
-    @requirement("ROUTE-05", kind="route", when=lambda workload: workload.config.routing.normalise)
+    @requirement("ROUTE-05", run=RouterStep(), when=lambda workload: workload.config.routing.normalise)
     def test_normalised_weights_are_divided_by_their_sum(self, reading: Reading, tally: Tally) -> None:
         """With normalisation weights are divided by their sum over the selected experts, without the expert bias."""
         judge_router_weights(reading, tally)
 
-    @requirement("ROUTE-06", kind="route", when=lambda workload: workload.config.routing.scale != 1)
+    @requirement("ROUTE-06", run=RouterStep(), when=lambda workload: workload.config.routing.scale != 1)
     def test_the_scale_multiplies_once(self, reading: Reading, tally: Tally) -> None:
         """The routing scale multiplies every weight once, normalised or not."""
         judge_router_weights(reading, tally)
 
 
 class TestGradients:
-    @requirement("ROUTE-07", kind="route")
+    @requirement("ROUTE-07", run=RouterStep())
     def test_the_input_gets_the_gradient_of_the_weights(self, reading: Reading, tally: Tally) -> None:
         """The gradient of the weights reaches the tokens through scores and normalisation."""
         judge_router_dx(reading, tally)
 
-    @requirement("ROUTE-08", kind="route")
+    @requirement("ROUTE-08", run=RouterStep())
     def test_the_router_gets_the_gradient_of_all_ranks(self, reading: Reading, tally: Tally) -> None:
         """Every rank ends with the router gradient of the whole batch, in the declared convention."""
         judge_router_gradient(reading, tally)

@@ -15,6 +15,7 @@ from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
 from moe_conformance.workloads.records.memory import Laid
+from moe_conformance.workloads.records.runs import Script
 from moe_conformance.workloads.records.workload import Workload
 
 
@@ -54,74 +55,74 @@ def compiled(workload: Workload) -> bool:
 
 
 class TestCombineAdd:
-    @requirement("ALIAS-04", kind="combine_add", when=related)
+    @requirement("ALIAS-04", run=Script("combine_add"), when=related)
     def test_the_input_of_the_layer_keeps_its_bytes(self, outcome: Outcome, tally: Tally) -> None:
         """Routed rows are added to what a shared expert returned, whatever memory that shares with its input."""
         judge_routed(outcome, tally)
 
-    @requirement("ALIAS-05", kind="combine_add", when=related)
+    @requirement("ALIAS-05", run=Script("combine_add"), when=related)
     def test_in_place_where_nobody_can_tell(self, outcome: Outcome, tally: Tally) -> None:
         """The sum is made in place only where output and tokens have no byte in common."""
         judge_choice(outcome, tally)
 
-    @requirement("ALIAS-06", kind="combine_add", when=with_gradients)
+    @requirement("ALIAS-06", run=Script("combine_add"), when=with_gradients)
     def test_gradients_are_those_of_the_sum(self, outcome: Outcome, tally: Tally) -> None:
         """Output, source rows and what saved the output have the gradients of the out-of-place sum."""
         judge_gradients(outcome, tally)
 
-    @requirement("ALIAS-07", kind="combine_add", when=nested)
+    @requirement("ALIAS-07", run=Script("combine_add"), when=nested)
     def test_grad_modes_change_no_bit(self, outcome: Outcome, tally: Tally) -> None:
         """Every nesting of grad modes gives the same bits, and a gradient where grad is on."""
         judge_modes(outcome, tally)
 
-    @requirement("ALIAS-08", kind="combine_add", when=with_settings)
+    @requirement("ALIAS-08", run=Script("combine_add"), when=with_settings)
     def test_the_deterministic_setting_is_left_alone(self, outcome: Outcome, tally: Tally) -> None:
         """The setting of deterministic algorithms is the same behind every call."""
         judge_setting(outcome, tally)
 
-    @requirement("ALIAS-09", kind="combine_add", when=without_data)
+    @requirement("ALIAS-09", run=Script("combine_add"), when=without_data)
     def test_tensors_without_data_have_a_form(self, outcome: Outcome, tally: Tally) -> None:
         """On fake and meta tensors the result has its shape, dtype and device."""
         judge_forms(outcome, tally)
 
-    @requirement("ALIAS-09", kind="combine_add", when=exported)
+    @requirement("ALIAS-09", run=Script("combine_add"), when=exported)
     def test_an_exported_program_gives_the_same(self, outcome: Outcome, tally: Tally) -> None:
         """Exported and run, it gives the bits of the eager call and writes what that writes."""
         judge_programs(outcome, tally)
 
-    @requirement("ALIAS-10", kind="combine_add", when=compiled)
+    @requirement("ALIAS-10", run=Script("combine_add"), when=compiled)
     def test_a_compiled_graph_gives_the_same(self, outcome: Outcome, tally: Tally) -> None:
         """Compiled as one graph, it gives the values and gradients of the eager call, or is refused."""
         judge_programs(outcome, tally)
 
 
 class TestScatterAddUnderModes:
-    @requirement("ALIAS-06", kind="scatter_add", when=with_gradients)
+    @requirement("ALIAS-06", run=Script("scatter_add"), when=with_gradients)
     def test_gradients_are_those_of_the_sum(self, outcome: Outcome, tally: Tally) -> None:
         """Output, source rows and what saved the output have the gradients of the out-of-place sum."""
         judge_gradients(outcome, tally)
 
-    @requirement("ALIAS-07", kind="scatter_add", when=nested)
+    @requirement("ALIAS-07", run=Script("scatter_add"), when=nested)
     def test_grad_modes_change_no_bit(self, outcome: Outcome, tally: Tally) -> None:
         """Every nesting of grad modes gives the same bits, and a gradient where grad is on."""
         judge_modes(outcome, tally)
 
-    @requirement("ALIAS-08", kind="scatter_add", when=with_settings)
+    @requirement("ALIAS-08", run=Script("scatter_add"), when=with_settings)
     def test_the_deterministic_setting_is_left_alone(self, outcome: Outcome, tally: Tally) -> None:
         """The setting of deterministic algorithms is the same behind every call."""
         judge_setting(outcome, tally)
 
-    @requirement("ALIAS-09", kind="scatter_add", when=without_data)
+    @requirement("ALIAS-09", run=Script("scatter_add"), when=without_data)
     def test_tensors_without_data_have_a_form(self, outcome: Outcome, tally: Tally) -> None:
         """On fake and meta tensors the result has its shape, dtype and device."""
         judge_forms(outcome, tally)
 
-    @requirement("ALIAS-09", kind="scatter_add", when=exported)
+    @requirement("ALIAS-09", run=Script("scatter_add"), when=exported)
     def test_an_exported_program_gives_the_same(self, outcome: Outcome, tally: Tally) -> None:
         """Exported and run, it gives the bits of the eager call and writes what that writes."""
         judge_programs(outcome, tally)
 
-    @requirement("ALIAS-10", kind="scatter_add", when=compiled)
+    @requirement("ALIAS-10", run=Script("scatter_add"), when=compiled)
     def test_a_compiled_graph_gives_the_same(self, outcome: Outcome, tally: Tally) -> None:
         """Compiled as one graph, it gives the values and gradients of the eager call, or is refused."""
         judge_programs(outcome, tally)

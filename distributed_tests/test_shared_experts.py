@@ -20,6 +20,7 @@ from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
 from moe_conformance.workloads.corpus.shared_experts import leaves_a_bias
+from moe_conformance.workloads.records.runs import LayerStep
 from moe_conformance.workloads.records.workload import Workload
 
 
@@ -59,17 +60,17 @@ def several(workload: Workload) -> bool:
 
 
 class TestOutputs:
-    @requirement("SHARE-01", kind="layer", when=shares)
+    @requirement("SHARE-01", run=LayerStep(), when=shares)
     def test_shared_experts_are_added_once(self, reading: Reading, tally: Tally) -> None:
         """The output of every shared expert is added once to the routed output of every token."""
         judge_layer_outputs(reading, tally)
 
-    @requirement("SHARE-02", kind="layer", when=shares_and_scales)
+    @requirement("SHARE-02", run=LayerStep(), when=shares_and_scales)
     def test_shared_experts_are_not_routed(self, reading: Reading, tally: Tally) -> None:
         """No routing weight and no routing scale multiplies the shared experts' output."""
         judge_shared_unrouted(reading, tally)
 
-    @requirement("SHARE-03", kind="layer", when=gates)
+    @requirement("SHARE-03", run=LayerStep(), when=gates)
     def test_a_gate_is_one_sigmoid_of_the_shared_part(self, reading: Reading, tally: Tally) -> None:
         """The gate multiplies the shared experts' output only, forward and backward, and has its own gradient."""
         judge_layer_outputs(reading, tally)
@@ -78,18 +79,18 @@ class TestOutputs:
 
 
 class TestGradients:
-    @requirement("SHARE-04", kind="layer", when=shares)
+    @requirement("SHARE-04", run=LayerStep(), when=shares)
     def test_tokens_get_both_gradients(self, reading: Reading, tally: Tally) -> None:
         """The gradient of a token is the sum of those through routed and through shared experts."""
         judge_layer_dx(reading, tally)
 
-    @requirement("SHARE-05", kind="layer", when=shares)
+    @requirement("SHARE-05", run=LayerStep(), when=shares)
     def test_shared_parameters_get_the_gradient_of_all_tokens(self, reading: Reading, tally: Tally) -> None:
         """Shared experts and their gate end with the gradient over all ranks' tokens, the same on all holders."""
         judge_layer_gradients(reading, tally, SHARED)
         judge_layer_replicas(reading, tally, SHARED)
 
-    @requirement("GRAD-18", kind="layer")
+    @requirement("GRAD-18", run=LayerStep())
     def test_a_layer_is_one_function(self, reading: Reading, tally: Tally) -> None:
         """Output and all gradients of a whole layer are those of the dense formulation."""
         judge_layer_outputs(reading, tally)
@@ -98,48 +99,48 @@ class TestGradients:
 
 
 class TestBehaviour:
-    @requirement("EXCH-08", kind="layer")
+    @requirement("EXCH-08", run=LayerStep())
     def test_a_layer_leaves_its_inputs_alone(self, reading: Reading, tally: Tally) -> None:
         """Tokens and upstream gradients hold the same bytes after the step."""
         judge_inputs(reading, tally)
 
-    @requirement("EXCH-11", kind="layer")
+    @requirement("EXCH-11", run=LayerStep())
     def test_a_layer_leaves_global_state_alone(self, reading: Reading, tally: Tally) -> None:
         """Random generators and the settings of the process are as before the step."""
         judge_state(reading, tally)
 
-    @requirement("EXCH-32", kind="layer", when=several)
+    @requirement("EXCH-32", run=LayerStep(), when=several)
     def test_outputs_of_a_layer_outlive_other_microbatches(self, reading: Reading, tally: Tally) -> None:
         """An output holds its bytes until its own backward has ended."""
         judge_kept_outputs(reading, tally)
 
-    @requirement("GRAD-07", kind="layer", when=several)
+    @requirement("GRAD-07", run=LayerStep(), when=several)
     def test_gradients_of_a_layer_outlive_the_next_microbatch(self, reading: Reading, tally: Tally) -> None:
         """The gradient of the tokens keeps its bytes while other microbatches run."""
         judge_kept_gradients(reading, tally)
 
 
 class TestOverlap:
-    @requirement("SHARE-07", kind="layer", when=overlaps)
+    @requirement("SHARE-07", run=LayerStep(), when=overlaps)
     def test_overlap_changes_nothing(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """Shared experts give the same during the exchange as after it, and every collective is called once."""
         judge_overlap(reading, twins, tally)
 
 
 class TestParts:
-    @requirement("SHARE-06", kind="layer", when=cuts)
+    @requirement("SHARE-06", run=LayerStep(), when=cuts)
     def test_shards_make_up_the_whole(self, reading: Reading, tally: Tally) -> None:
         """A shared expert sharded over tp gives the output and the gradients of the whole one."""
         judge_layer_outputs(reading, tally)
         judge_layer_dx(reading, tally)
         judge_layer_gradients(reading, tally, SHARED)
 
-    @requirement("SHARE-06", kind="layer", when=leaves_a_bias)
+    @requirement("SHARE-06", run=LayerStep(), when=leaves_a_bias)
     def test_a_bias_is_added_as_it_is(self, reading: Reading, tally: Tally) -> None:
         """Where every expert output is zero but for one output bias, the output is that bias, bit for bit."""
         judge_lone_bias(reading, tally)
 
-    @requirement("SHARE-08", kind="layer", when=fuses)
+    @requirement("SHARE-08", run=LayerStep(), when=fuses)
     def test_several_are_as_one_wider_expert(self, reading: Reading, tally: Tally) -> None:
         """Several shared experts add up, and each has its own gradient."""
         judge_layer_outputs(reading, tally)

@@ -19,35 +19,36 @@ from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
 from moe_conformance.workloads.corpus.token_padding import LAID_OUT, WITHOUT_AND_WITH_EMPTY
 from moe_conformance.workloads.records.features import has_lost_tokens
+from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep, Script
 
 
 class TestSequences:
-    @requirement("PACK-07", kind="packing", when=lambda workload: workload.name in LAID_OUT)
+    @requirement("PACK-07", run=Script("packing"), when=lambda workload: workload.name in LAID_OUT)
     def test_sums_are_those_of_lengths_and_of_their_multiples(self, outcome: Outcome, tally: Tally) -> None:
         """Lengths are unchanged, and every padded length is a multiple of what parallelism divides it by."""
         judge_lengths(outcome, tally)
 
-    @requirement("PACK-10", kind="packing", when=lambda workload: workload.name in WITHOUT_AND_WITH_EMPTY)
+    @requirement("PACK-10", run=Script("packing"), when=lambda workload: workload.name in WITHOUT_AND_WITH_EMPTY)
     def test_empty_sequences_change_nothing_else(self, outcome: Outcome, tally: Tally) -> None:
         """Sequences of length zero are equal neighbours in cu_seqlens, and shift no other."""
         judge_empty_sequences(outcome, tally)
 
-    @requirement("PACK-08", kind="packing", when=lambda workload: workload.name == "packed-tokens")
+    @requirement("PACK-08", run=Script("packing"), when=lambda workload: workload.name == "packed-tokens")
     def test_gaps_are_told_from_tokens(self, outcome: Outcome, tally: Tally) -> None:
         """The first rows of every sequence are its tokens, and nothing else is one."""
         judge_tokens(outcome, tally)
 
-    @requirement("PACK-15", kind="packing", when=lambda workload: workload.name == "packed-shares")
+    @requirement("PACK-15", run=Script("packing"), when=lambda workload: workload.name == "packed-shares")
     def test_context_ranks_share_every_row(self, outcome: Outcome, tally: Tally) -> None:
         """Every row of a pack is on one cp rank, that of its chunk, and in its order."""
         judge_shares(outcome, tally)
 
-    @requirement("PACK-08", "ROUTE-22", kind="masked_router")
+    @requirement("PACK-08", "ROUTE-22", run=Script("masked_router"))
     def test_padding_changes_no_route_and_no_load(self, outcome: Outcome, tally: Tally) -> None:
         """Tokens have the same experts and weights as without the gaps, and gaps are not counted."""
         judge_masked_router(outcome, tally)
 
-    @requirement("PACK-08", kind="probe", when=has_lost_tokens)
+    @requirement("PACK-08", run=ExchangeStep(), when=has_lost_tokens)
     def test_gaps_are_routed_nowhere(self, reading: Reading, tally: Tally) -> None:
         """No row of a gap is delivered; its output and gradients are zero, and those of tokens are unchanged."""
         judge_deliveries(reading, tally)
@@ -55,7 +56,7 @@ class TestSequences:
         judge_dx(reading, tally)
         judge_dweights(reading, tally)
 
-    @requirement("PACK-08", kind="packed", when=has_lost_tokens)
+    @requirement("PACK-08", run=ExchangeStep(option="packing"), when=has_lost_tokens)
     def test_gaps_of_packed_sequences_are_routed_nowhere(self, reading: Reading, tally: Tally) -> None:
         """With an exchange for packed sequences too, gaps have zeros, and tokens their own outputs and gradients."""
         judge_deliveries(reading, tally)
@@ -63,7 +64,9 @@ class TestSequences:
         judge_dx(reading, tally)
         judge_dweights(reading, tally)
 
-    @requirement("PACK-15", kind="probe", when=lambda workload: workload.layout.cp > 1 and has_lost_tokens(workload))
+    @requirement(
+        "PACK-15", run=ExchangeStep(), when=lambda workload: workload.layout.cp > 1 and has_lost_tokens(workload)
+    )
     def test_outputs_return_to_the_rank_of_their_share(self, reading: Reading, tally: Tally) -> None:
         """Each rank of a cp group has the outputs of its own rows, in their places."""
         judge_deliveries(reading, tally)
@@ -71,7 +74,7 @@ class TestSequences:
 
 
 class TestOwnExperts:
-    @requirement("PACK-08", kind="experts", when=has_lost_tokens)
+    @requirement("PACK-08", run=ExpertsStep(), when=has_lost_tokens)
     def test_gaps_give_nothing_to_experts(self, reading: Reading, tally: Tally) -> None:
         """With the backend's experts, outputs and all gradients are those of the tokens alone."""
         judge_own_outputs(reading, tally)

@@ -27,6 +27,7 @@ from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
 from moe_conformance.workloads.records.features import exchanges, features
+from moe_conformance.workloads.records.runs import ON_EXCHANGE, ExchangeStep, ExpertsStep, Script
 from moe_conformance.workloads.records.workload import Workload
 
 
@@ -61,37 +62,37 @@ def uneven(workload: Workload) -> bool:
 
 
 class TestCount:
-    @requirement("PACK-01", kind="token_padding", when=padded_to_largest)
+    @requirement("PACK-01", run=Script("token_padding"), when=padded_to_largest)
     def test_ranks_pad_to_the_largest_count(self, outcome: Outcome, tally: Tally) -> None:
         """Every rank pads to the largest token count of its exchange group, rounded up."""
         judge_padded_counts(outcome, tally)
 
-    @requirement("PACK-11", kind="token_padding", when=bounded)
+    @requirement("PACK-11", run=Script("token_padding"), when=bounded)
     def test_ranks_pad_to_the_bound(self, outcome: Outcome, tally: Tally) -> None:
         """Every rank pads to the bound, rounded up."""
         judge_padded_counts(outcome, tally)
 
-    @requirement("PACK-02", kind="token_padding")
+    @requirement("PACK-02", run=Script("token_padding"))
     def test_there_is_one_alignment(self, outcome: Outcome, tally: Tally) -> None:
         """The stated alignment is the configured one, and every padded count is a multiple of it."""
         judge_alignment(outcome, tally)
 
     @requirement(
-        "PACK-01", kind="probe", when=lambda workload: padded_to_largest(workload) and exchanges(workload.layout)
+        "PACK-01", run=ExchangeStep(), when=lambda workload: padded_to_largest(workload) and exchanges(workload.layout)
     )
     def test_the_exchange_group_is_asked(self, reading: Reading, tally: Tally) -> None:
         """The exchange group all-reduces (MAX) the token count, with no other rank, and dispatches that many tokens."""
         judge_dispatched_rows(reading, tally)
         judge_asked_group(reading, tally)
 
-    @requirement("PACK-12", kind="exchange", when=bounded)
+    @requirement("PACK-12", run=ON_EXCHANGE, when=bounded)
     def test_a_broken_bound_is_refused_by_all(self, outcome: Outcome, tally: Tally) -> None:
         """Where a rank has more tokens than padding.bound, all ranks of its group raise, and none waits for another."""
         judge_broken_bound(outcome, tally)
 
 
 class TestExchange:
-    @requirement("PACK-03", kind="probe", when=padded)
+    @requirement("PACK-03", run=ExchangeStep(), when=padded)
     def test_added_rows_route_nowhere(self, reading: Reading, tally: Tally) -> None:
         """Deliveries and counts are those of the real tokens."""
         judge_deliveries(reading, tally)
@@ -99,19 +100,19 @@ class TestExchange:
         judge_added_rows(reading, tally)
         judge_counts(reading, tally)
 
-    @requirement("PACK-04", kind="probe", when=padded)
+    @requirement("PACK-04", run=ExchangeStep(), when=padded)
     def test_output_is_cut_back_to_the_own_tokens(self, reading: Reading, tally: Tally) -> None:
         """Every rank has the outputs of its own tokens, in their places and in the shape of the input."""
         judge_form(reading, tally)
         judge_outputs(reading, tally)
 
-    @requirement("PACK-05", kind="probe", when=padded)
+    @requirement("PACK-05", run=ExchangeStep(), when=padded)
     def test_gradients_are_those_without_padding(self, reading: Reading, tally: Tally) -> None:
         """Tokens and weights have the gradients that they have unpadded."""
         judge_dx(reading, tally)
         judge_dweights(reading, tally)
 
-    @requirement("PACK-02", kind="probe", when=padded)
+    @requirement("PACK-02", run=ExchangeStep(), when=padded)
     def test_nothing_depends_on_the_alignment(self, reading: Reading, tally: Tally) -> None:
         """With any alignment, outputs and gradients equal the oracle's bit for bit; the exchange states it."""
         judge_stated_padding(reading, tally)
@@ -119,7 +120,7 @@ class TestExchange:
         judge_dx(reading, tally)
         judge_dweights(reading, tally)
 
-    @requirement("PACK-06", kind="probe", when=padded_in_turn)
+    @requirement("PACK-06", run=ExchangeStep(), when=padded_in_turn)
     def test_counts_belong_to_their_microbatch(self, reading: Reading, tally: Tally) -> None:
         """Microbatches of different sizes, in flight together or one by one, are padded and unpadded separately."""
         judge_deliveries(reading, tally)
@@ -128,7 +129,7 @@ class TestExchange:
         judge_dx(reading, tally)
         judge_dweights(reading, tally)
 
-    @requirement("PACK-11", kind="probe", when=bounded)
+    @requirement("PACK-11", run=ExchangeStep(), when=bounded)
     def test_a_bound_needs_no_question(self, reading: Reading, tally: Tally) -> None:
         """With padding.bound no collective of token counts is called, and outputs and gradients are the same."""
         judge_nobody_asked(reading, tally)
@@ -137,7 +138,7 @@ class TestExchange:
         judge_dx(reading, tally)
         judge_dweights(reading, tally)
 
-    @requirement("PACK-13", kind="probe", when=unpadded)
+    @requirement("PACK-13", run=ExchangeStep(), when=unpadded)
     def test_switched_off_it_does_nothing(self, reading: Reading, tally: Tally) -> None:
         """Without padding no such collective is called, and outputs and gradients equal the oracle's bit for bit."""
         judge_nobody_asked(reading, tally)
@@ -146,7 +147,7 @@ class TestExchange:
         judge_dx(reading, tally)
         judge_dweights(reading, tally)
 
-    @requirement("PACK-14", kind="probe", when=uneven)
+    @requirement("PACK-14", run=ExchangeStep(), when=uneven)
     def test_uneven_counts_are_not_taken_for_equal(self, reading: Reading, tally: Tally) -> None:
         """Ranks with different numbers of tokens, some with none, have outputs and gradients of their own tokens."""
         judge_form(reading, tally)
@@ -154,7 +155,7 @@ class TestExchange:
         judge_dx(reading, tally)
         judge_dweights(reading, tally)
 
-    @requirement("PACK-14", kind="packed")
+    @requirement("PACK-14", run=ExchangeStep(option="packing"))
     def test_packed_counts_are_not_taken_for_equal(self, reading: Reading, tally: Tally) -> None:
         """With packed sequences, ranks of any T have the outputs and gradients of their own tokens."""
         judge_form(reading, tally)
@@ -164,13 +165,13 @@ class TestExchange:
 
 
 class TestOwnExperts:
-    @requirement("PACK-04", kind="experts", when=padded)
+    @requirement("PACK-04", run=ExpertsStep(), when=padded)
     def test_output_is_cut_back_to_the_own_tokens(self, reading: Reading, tally: Tally) -> None:
         """With the backend's experts too, every rank has the outputs of its own tokens."""
         judge_form(reading, tally)
         judge_own_outputs(reading, tally)
 
-    @requirement("PACK-05", kind="experts", when=padded)
+    @requirement("PACK-05", run=ExpertsStep(), when=padded)
     def test_gradients_are_those_without_padding(self, reading: Reading, tally: Tally) -> None:
         """Tokens, weights and experts have the gradients that they have unpadded."""
         judge_own_dx(reading, tally)

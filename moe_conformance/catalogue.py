@@ -15,6 +15,7 @@ from moe_conformance.plugin import collecting
 from moe_conformance.plugin.options import Unusable
 from moe_conformance.plugin.run import open_backend
 from moe_conformance.spec.places import checked
+from moe_conformance.workloads.records.runs import Asked
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Check:
     module: str
     name: str  # of the function, after its class if it has one: `TestDispatch::test_rows_arrive_unchanged`
     requirements: tuple[str, ...]
-    kind: str
+    run: Asked
 
 
 def checks() -> Iterator[Check]:
@@ -81,7 +82,7 @@ def checks() -> Iterator[Check]:
 def check_lines() -> Iterator[str]:
     """Yield a line per check."""
     for check in checks():
-        yield f"{check.module}::{check.name}  {', '.join(check.requirements)}  ({check.kind})"
+        yield f"{check.module}::{check.name}  {', '.join(check.requirements)}  ({check.run})"
 
 
 def _of_module(module: ModuleType) -> Iterator[Check]:
@@ -91,4 +92,4 @@ def _of_module(module: ModuleType) -> Iterator[Check]:
             for mark in getattr(function, "pytestmark", ()):
                 if mark.name == "requirement" and getattr(function, "__module__", None) == module.__name__:
                     where = "::".join(part for part in (holder_name, name) if part)
-                    yield Check(module.__name__, where, mark.args, mark.kwargs["kind"])
+                    yield Check(module.__name__, where, mark.args, mark.kwargs["run"])

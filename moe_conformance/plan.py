@@ -1,7 +1,7 @@
 """Which cases there are: variants x layouts x the pinned corpus, in the order in which they run best.
 
 Sessions of a backend are kept per layout, so the layout varies slowest; an outcome is kept for one case, so all checks
-of a case come together. Workloads are drawn when a check of their kind asks for them: a run of few checks starts soon.
+of a case come together. Workloads are drawn when a check of their run asks for them: a run of few checks starts soon.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from moe_conformance.workloads.corpus.exchange import golden
 from moe_conformance.workloads.corpus.routing import routers as routing
 from moe_conformance.workloads.drawn import distribution
 from moe_conformance.workloads.records.features import cell_limits, traits
+from moe_conformance.workloads.records.runs import Asked, DrawnStep, ExchangeStep, ExpertsStep, RouterStep, Run
 from moe_conformance.workloads.records.workload import Asynchrony, Workload
 from moe_conformance.workloads.selection import profiles, stored, turns
 
@@ -62,9 +63,9 @@ class Case:
 
 @dataclass(frozen=True)
 class _Source:
-    """Workloads that are drawn together, all of which are of some kinds."""
+    """Workloads that are drawn together, whose runs are among some."""
 
-    kinds: Collection[str]
+    runs: Collection[Run]
     draw: Callable[[Layout], Sequence[Workload]]
     alone: Callable[[Layout], bool] = lambda layout: False  # whether the first variant alone meets them
 
@@ -199,13 +200,13 @@ class Plan:
                 return self._named(layout, drawn(variant, layout, profile))
 
             first = chapter.variants == "first"
-            return _Source(chapter.kinds, draw, lambda layout: first)
+            return _Source(chapter.runs, draw, lambda layout: first)
 
-        exchanged = ("probe", "experts")
+        exchanged = (ExchangeStep(), ExpertsStep())
         if self.virtual:
             wide = _Source(exchanged, lambda layout: list(virtual.corpus(variant, layout)), virtual.wide)
             return wide, _Source(exchanged, lambda layout: list(virtual.sparse(variant, layout)))
-        routers = _Source(("route",), routes, lambda layout: True)
+        routers = _Source((RouterStep(),), routes, lambda layout: True)
         return _Source(exchanged, usual), routers, *map(of, scripts.chapters())
 
     def _named(self, layout: Layout, drawn: Iterable[Workload]) -> list[Workload]:
@@ -254,8 +255,8 @@ class Plan:
             return []
         workloads = self._workloads(number, cell.layout)
         if not self.virtual and cell_limits(cell.limits, cell.layout):
-            # All are refused alike: the first of a kind, and of what the table of exchanges tells apart, proves it.
-            others = [other for other in range(number) if {*self._sources[other].kinds} & {*source.kinds}]
+            # All are refused alike: the first of a run, and of what the table of exchanges tells apart, proves it.
+            others = [other for other in range(number) if {*self._sources[other].runs} & {*source.runs}]
             told = {_told_apart(case.workload) for other in others for case in self._pool_of(other, cell)}
             first = {_told_apart(each): each for each in reversed(workloads)}
             workloads = [each for each in reversed(first.values()) if _told_apart(each) not in told]
@@ -278,31 +279,31 @@ class Plan:
         return replace(workload, asynchrony=self.asynchrony)
 
     def of(
-        self, kind: str, when: Callable[[Workload], bool] | None, without: Collection[str] = frozenset()
+        self, run: Asked, when: Callable[[Workload], bool] | None, without: Collection[str] = frozenset()
     ) -> list[Case]:
-        """Return the cases that a check of that kind reads, those of the cells `without` left out."""
-        asked = (case for case in self._of_kind(kind) if case.cell.id not in without)
+        """Return the cases that a check of a run reads, those of the cells `without` left out."""
+        asked = (case for case in self._of_run(run) if case.cell.id not in without)
         return [case for case in asked if when is None or when(case.workload)]
 
-    def _of_kind(self, kind: str) -> Iterator[Case]:
+    def _of_run(self, run: Asked) -> Iterator[Case]:
         for cell in self.cells:
-            yield from self.in_cell(kind, cell)
+            yield from self.in_cell(run, cell)
 
-    def in_cell(self, kind: str, cell: Cell) -> Iterator[Case]:
-        """Yield the cases of a kind that run in a cell."""
+    def in_cell(self, run: Asked, cell: Cell) -> Iterator[Case]:
+        """Yield the cases that do this run in a cell, of those that the profile has."""
         for number, source in enumerate(self._sources):
-            if kind in source.kinds:
-                yield from (case for case in self._cases(number, cell) if case.workload.kind == kind)
+            if run in source.runs:
+                yield from (case for case in self._cases(number, cell) if case.workload.run == run)
 
     def of_cell(self, case: Case, cell: Cell) -> list[Case]:
-        """Return what has the name and the kind of a case in another cell of this plan, selected or not."""
-        numbers = [number for number, source in enumerate(self._sources) if case.workload.kind in source.kinds]
+        """Return what has the name and the run of a case in another cell of this plan, selected or not."""
+        numbers = [number for number, source in enumerate(self._sources) if case.workload.run in source.runs]
         pool = (other for number in numbers for other in self._pool_of(number, cell))
-        asked = (case.workload.kind, case.workload.name)
-        return [other for other in pool if (other.workload.kind, other.workload.name) == asked]
+        asked = (case.workload.run, case.workload.name)
+        return [other for other in pool if (other.workload.run, other.workload.name) == asked]
 
-    def drawing(self, kind: str) -> tuple[Cell, ...]:
-        """Return the cells for which Hypothesis draws workloads of a kind.
+    def drawing(self, run: DrawnStep) -> tuple[Cell, ...]:
+        """Return the cells for which Hypothesis draws workloads of a run.
 
         Not those of worlds larger than the usual, nor those that are refused whatever the workload, nor those that run
         a few workloads only. See `cases` for routers.
@@ -318,7 +319,7 @@ class Plan:
             and cell.layout not in self._beside
             and not cell_limits(cell.limits, cell.layout)
         )
-        if kind != "route":
+        if not isinstance(run, RouterStep):
             return cells
         return tuple(cell for cell in cells if cell.variant == self.backend.variants[0] and not self.virtual)
 
@@ -329,7 +330,7 @@ class Plan:
 
 
 def _told_apart(workload: Workload) -> tuple[object, ...]:
-    return workload.kind, *traits(workload)
+    return workload.run, *traits(workload)
 
 
 # Of those up to 64: one rank, odd numbers, powers of two, and numbers with other divisors.

@@ -17,6 +17,7 @@ from typing import Any
 from moe_conformance.judging.observed.run import read
 from moe_conformance.judging.verdict import Mismatch, Tally
 from moe_conformance.plugin import collecting
+from moe_conformance.workloads.records.runs import Asked
 from moe_conformance.workloads.records.workload import Workload
 
 
@@ -25,12 +26,12 @@ class Check:
     """One test function, ready to be called with its fixtures."""
 
     function: Callable[..., None]
-    kind: str
+    run: Asked
     when: Callable[[Workload], bool] | None
 
     def reads(self, workload: Workload) -> bool:
         """Whether it judges runs of this workload."""
-        return self.kind == workload.kind and (self.when is None or self.when(workload))
+        return self.run == workload.run and (self.when is None or self.when(workload))
 
     def needs(self) -> set[str]:
         """Names of its fixtures."""
@@ -46,7 +47,7 @@ def checks() -> dict[str, list[Check]]:
             for mark in getattr(function, "pytestmark", ()):
                 if mark.name == "requirement":
                     for each in mark.args:
-                        found.setdefault(each, []).append(Check(function, mark.kwargs["kind"], mark.kwargs["when"]))
+                        found.setdefault(each, []).append(Check(function, mark.kwargs["run"], mark.kwargs["when"]))
     return found
 
 

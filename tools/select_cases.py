@@ -108,7 +108,7 @@ def demands(plan: Plan) -> dict[Place, set[Demand]]:
     Every workload once. Every check that could read a case reads one with every variant on every layout, within the
     declared limits and beyond them; of variants that are sampled, with one of them on one layout; a check that runs
     equivalent runs, each as dear as a case, on one layout of each number of ranks. Every check meets
-    every trait that it could meet; so does every variant on every layout, with every kind of workload. The plainest
+    every trait that it could meet; so does every variant on every layout, with every run. The plainest
     workload runs everywhere, where variants are sampled on one layout: what is seen there is the easiest to understand.
     """
     found: dict[Place, set[Demand]] = {}
@@ -122,7 +122,7 @@ def demands(plan: Plan) -> dict[Place, set[Demand]]:
         if name == _PLAINEST:
             found[place].add(("plainest", variant, _layout(plan, case.cell)))
         for trait in traits(case.workload):
-            found[place].add(("trait", case.workload.kind, variant, _layout(plan, case.cell), trait, within))
+            found[place].add(("trait", case.workload.run, variant, _layout(plan, case.cell), trait, within))
     return found
 
 

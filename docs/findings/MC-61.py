@@ -45,7 +45,6 @@ def router(**options: object) -> TopKRouter:
     return made
 
 
-
 layer = router(moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=1.0)
 x = torch.randn(S, B, D)
 padding = torch.zeros(S, B, dtype=torch.bool)  # True = padding
@@ -63,5 +62,7 @@ together = reported(x, padding)
 alone = [reported(x[:, :1], padding[:, :1]), reported(x[:2, 1:], padding[:2, 1:])]
 mean = sum(alone) / 2
 print(f"observed: the sequence loss of sequences of 6 and 2 tokens is {together:.4f}")
-print(f"expected: the sequence loss of sequences of 6 and 2 tokens is {mean:.4f}, the mean of {alone[0]:.4f} and {alone[1]:.4f}")
+print(
+    f"expected: the sequence loss of sequences of 6 and 2 tokens is {mean:.4f}, the mean of {alone[0]:.4f} and {alone[1]:.4f}"
+)
 sys.exit(int(abs(together - mean) > 1e-4))

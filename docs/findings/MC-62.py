@@ -45,7 +45,6 @@ def router(**options: object) -> TopKRouter:
     return made
 
 
-
 layer = router(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=1.0)
 weights, _ = layer(torch.randn(S, B, D), torch.ones(S, B, dtype=torch.bool))
 weights.backward(torch.zeros_like(weights))

@@ -45,12 +45,9 @@ def router(**options: object) -> TopKRouter:
     return made
 
 
-
 def gradient(columns: int) -> torch.Tensor:
     """Return the gradient of two sequences, as many together in a microbatch, divided by their tokens."""
-    layer = router(
-        moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=1.0, calculate_per_token_loss=True
-    )
+    layer = router(moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=1.0, calculate_per_token_loss=True)
     x = torch.randn(S, B, D)
     for some in x.split(columns, 1):
         weights, _ = layer(some)

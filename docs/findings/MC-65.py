@@ -45,7 +45,6 @@ def router(**options: object) -> TopKRouter:
     return made
 
 
-
 def reported(dtype: torch.dtype) -> float:
     """Return the auxiliary loss of the same logits, stored in bfloat16, as the router passes them on."""
     moe_utils.clear_aux_losses_tracker()

@@ -32,6 +32,7 @@ from moe_conformance.judging.router.routers import (
 )
 from moe_conformance.judging.verdict import MalformedClaim, Mismatch, NotOffered, Tally
 from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.workloads.records.runs import ExchangeStep
 
 Judge = Callable[[Reading, Tally], None]
 
@@ -114,7 +115,7 @@ def judge_batch(outcome: Outcome, tally: Tally) -> None:
         Mismatch: the first fault.
     """
     config = outcome.workload.config
-    probe = outcome.workload.kind == "probe"
+    probe = outcome.workload.run == ExchangeStep()
     try:
         with _told(read, "EXCH-09" if probe else None):
             reading = read(outcome)

@@ -70,7 +70,7 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
 def pytest_configure(config: pytest.Config) -> None:
     """Register the mark; begin if an option was given."""
     config.addinivalue_line(
-        "markers", "requirement(*ids, kind, when): the requirements that a check decides, and on which workloads"
+        "markers", "requirement(*ids, run, when): the requirements that a check decides, and on which workloads"
     )
     if any(value is not None for value in _given(config).values()):
         begin(config)

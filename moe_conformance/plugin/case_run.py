@@ -23,8 +23,8 @@ from moe_conformance.plugin.run import Run
 from moe_conformance.plugin.trial import Ending, Trial, ending, refusal_of
 from moe_conformance.report.records import EVERY_RANK_FINISHES
 from moe_conformance.scenarios.outcome import Outcome
-from moe_conformance.scenarios.script import SESSION
 from moe_conformance.workloads.records.features import broken
+from moe_conformance.workloads.records.runs import ON_SESSION
 from moe_conformance.workloads.records.workload import Workload
 
 
@@ -177,7 +177,7 @@ def _examine(trial: Trial, case: Case) -> None:
     if refusal := refusal_of(trial.outcome):
         trial.skip(*refusal)
     limit = limit_of(case)
-    if limit is not None and case.workload.kind != SESSION:  # there refusals are answers
+    if limit is not None and case.workload.run != ON_SESSION:  # there refusals are answers
         raise Mismatch(
             "run",
             f'the backend declares a limit on {limit.on} with proof="refused" ({limit.reason}), but the library raised '

@@ -31,6 +31,7 @@ from moe_conformance.waiving import Item
 from moe_conformance.workloads.corpus.groups import sizes as group_sizes
 from moe_conformance.workloads.drawn import distribution
 from moe_conformance.workloads.drawn.freedom import Freedom
+from moe_conformance.workloads.records.runs import DrawnRuns, DrawnStep, RouterStep
 from moe_conformance.workloads.records.workload import Asynchrony, Wish
 
 
@@ -82,9 +83,7 @@ class Driver:
         if check is None:
             return None
         said = check.mark.kwargs
-        return case_items.checks_of(
-            collector, check, self.plan.of(said["kind"], said["when"], without=self.other_cells)
-        )
+        return case_items.checks_of(collector, check, self.plan.of(said["run"], said["when"], without=self.other_cells))
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Give a check that draws its own workloads its cells, and a check of groups its worlds."""
@@ -92,7 +91,7 @@ class Driver:
         if mark is None:
             return
         if "cell" in metafunc.fixturenames:
-            drawing = self.plan.drawing(_drawn_kind(metafunc.definition))
+            drawing = self.plan.drawing(_drawn(metafunc.definition))
             cells = [cell for cell in drawing if cell.id not in self.other_cells]
             metafunc.parametrize("cell", cells, ids=[cell.id for cell in cells], indirect=True)
         elif asked := {"group_lists", "group_answers"} & set(metafunc.fixturenames):
@@ -181,18 +180,20 @@ class Driver:
     def drive(self, cell: Cell, request: pytest.FixtureRequest) -> Drive:
         """Runs every workload that a strategy draws on the ranks and has it judged."""
         trial = trial_of(request.node)
-        kind = _drawn_kind(request.node)
+        run = _drawn(request.node)
         self.cases.require_ranks(trial, cell)
-        allowed = [case for case in self.plan.in_cell(kind, cell) if not limit_of(case)]
+        allowed = [case for case in self.plan.in_cell(run, cell) if not limit_of(case)]
         if not allowed:
             trial.skip("limit", f"limit, unproved: every workload is outside a declared limit of {cell.variant}")
-        asked = allowed[:1] if kind == "probe" else allowed  # a router may refuse some configurations and not others
+        asked = (
+            allowed if isinstance(run, RouterStep) else allowed[:1]
+        )  # a router may refuse some configurations and not others
         refusals = list(takewhile(bool, (refusal_of(self.cases.step(trial, case.workload)) for case in asked)))
         if len(refusals) == len(asked) and refusals[0]:
             trial.skip(*refusals[0])
         freedom = Freedom.under(cell.limits, cell.layout, cell.device)
         item = Item(request.node.name, trial.requirements, cell.variant, cell.layout.name, None)
-        features = distribution.required(kind, freedom)
+        features = distribution.required(run, freedom)
         left_out = [feature for feature in features if self.run.waivers.leaves_out(item, feature.name)]
         required = [feature for feature in features if feature not in left_out]
         return Search(trial, required, left_out, partial(self.cases.step, trial), request.node.name).hold
@@ -272,7 +273,9 @@ def _tracebacks(config: pytest.Config, *, wanted: bool) -> Iterator[None]:
         config.option.tbstyle = asked
 
 
-def _drawn_kind(item: pytest.Item) -> str:
-    """Return the kind of workload that a check draws, given the kind in its mark: "drawn probe" or "drawn route"."""
+def _drawn(item: pytest.Item) -> DrawnStep:
+    """Return the run of which a check draws workloads."""
     mark = item.get_closest_marker("requirement")
-    return "" if mark is None else str(mark.kwargs["kind"]).removeprefix("drawn ")
+    assert mark is not None
+    drawn: DrawnRuns = mark.kwargs["run"]
+    return drawn.of

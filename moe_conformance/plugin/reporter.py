@@ -207,7 +207,8 @@ class Reporter:
         if options.ids:  # a check that decides others too does not decide them alone
             run = {place for place in run if place[0] in options.ids}
         if self._run.floor is not None and options.profile in ("quick", "full") and not options.rotation:
-            wanted = run if narrowed else self._run.floor.places
+            # The floor is of the quick profile; of what is refused the full one may run another case that proves it.
+            wanted = self._run.floor.places if options.profile == "quick" and not narrowed else run
             if fallen := sentence(self._run.floor.fallen(self._records, wanted)):
                 yield fallen
         if self._run.against is not None:

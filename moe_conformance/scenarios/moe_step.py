@@ -5,7 +5,7 @@ A workload is a training step (`step.py`) or a script of calls on one surface (`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -19,6 +19,7 @@ from moe_conformance.scenarios.proof import refused_by
 from moe_conformance.scenarios.proxy_model import ProxyModel
 from moe_conformance.scenarios.script import Script
 from moe_conformance.scenarios.step import TrainingStep
+from moe_conformance.workloads.records.runs import Scenario
 from moe_conformance.workloads.records.workload import Asynchrony, Workload
 
 
@@ -106,7 +107,7 @@ def _rank_outcome(result: RankResult, deserted: bool) -> RankOutcome:
 def run(context: RankContext, assignment: Assignment) -> RankOutcome:
     """Do the step or follow the script on this rank. An exception carries the phase it was raised in as `reached`."""
     workload = joined(assignment.workload, context.own, context.rank)
-    step = _kind_of(workload)(context, workload)
+    step = _scenario_of(workload)(context, workload)
     try:
         return step.run(assignment.backend)
     except Unsupported as error:
@@ -128,9 +129,12 @@ def _mark(error: Exception, step: Script | ProxyModel | TrainingStep) -> None:
         error.collectives = began[-1]  # type: ignore[attr-defined]
 
 
-def _kind_of(workload: Workload) -> type[Script] | type[ProxyModel] | type[TrainingStep]:
-    if workload.calls:
-        return Script
-    if workload.twist.lifetime:
-        return Lifetime
-    return ProxyModel if workload.kind == "proxy" else TrainingStep
+def _scenario_of(workload: Workload) -> type[Script] | type[ProxyModel] | type[TrainingStep]:
+    return Lifetime if workload.twist.lifetime else _SCENARIOS[workload.run.scenario]
+
+
+_SCENARIOS: Mapping[Scenario, type[Script] | type[ProxyModel] | type[TrainingStep]] = {
+    "training step": TrainingStep,
+    "proxy model": ProxyModel,
+    "script": Script,
+}

@@ -25,12 +25,10 @@ from moe_conformance.scenarios.sessions import Opened, build, opened
 from moe_conformance.scenarios.tensors import same_bytes, to_cpu
 from moe_conformance.scenarios.training import TrainedRouters
 from moe_conformance.scenarios.unfilled import spoil_unfilled
+from moe_conformance.workloads.records import runs
 from moe_conformance.workloads.records.memory import Laid, lay
 from moe_conformance.workloads.records.workload import Answered, Call, Filled, Padded, Ref, Root, Workload
 
-EXCHANGE = "exchange"  # a kind whose calls are steps, or their halves, with the suite's experts between them
-SESSION = "session"  # a kind of script whose calls are those of the session: they build surfaces
-TRAINING = "training_routers"  # a kind whose calls are steps of a trainer
 _OURS = "moe_conformance.scenarios."
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
 
@@ -82,14 +80,15 @@ class Script:
 
     def _built(self, kept: Opened) -> Any:
         """Build the surface, and write its parameters if there are any."""
-        session, kind = kept.session, self.workload.kind
-        surface: Any = session if kind == SESSION else build(session, kind, self.workload.config)
-        if kind == EXCHANGE:
+        session, run = kept.session, self.workload.run
+        assert isinstance(run, runs.Script)
+        surface: Any = session if run == runs.ON_SESSION else build(session, run.surface, self.workload.config)
+        if run == runs.ON_EXCHANGE:
             surface = exchange_with_probe(surface, self.workload.config, session, kept.topology)
             for call in self.workload.calls:
                 if not hasattr(surface, call.method):
                     raise Unsupported("this exchange has no halves to call apart")
-        if kind == TRAINING:
+        if run == runs.ON_TRAINING_ROUTERS:
             surface = TrainedRouters(surface, session)
         if self.workload.parameters:
             parameters.write(surface, self.workload.parameters)

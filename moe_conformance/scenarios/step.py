@@ -42,9 +42,8 @@ from moe_conformance.scenarios.step_parts import go_back, weights_at, without_ca
 from moe_conformance.scenarios.tensors import same_bytes, to_cpu
 from moe_conformance.surfaces import Layer
 from moe_conformance.topology import Topology
-from moe_conformance.workloads.records.workload import ANSWERED_BY_IDENTITY, ParameterKey, Workload
-
-_ROUTERS = ("route", "capacity", "extreme", "forced", "forced draws", "forced masked")  # kinds that run a router alone
+from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep, LayerStep, RouterStep
+from moe_conformance.workloads.records.workload import ParameterKey, Workload
 
 
 class TrainingStep:
@@ -112,15 +111,16 @@ class TrainingStep:
         self.exchange: Exchange | SplitExchange | None = None
         self.experts: ExpertFn | None = None
         self.layer: Layer | None = None
-        if self.workload.kind in _ROUTERS:
+        run = self.workload.run
+        if isinstance(run, RouterStep):
             self.routers = [session.router(self.config) for _ in range(self.workload.routers)]
             built.append(self.routers[0])
             for other in self.routers[1:]:
                 parameters.write(other, self.workload.parameters)
-            if self.workload.kind == "capacity":
+            if run.capacity:
                 self.undropping = session.router(without_capacity(self.config))
                 parameters.write(self.undropping, self.workload.parameters)
-        elif self.workload.kind in ("layer", "dropping_layer"):
+        elif isinstance(run, LayerStep):
             self.layer = build(session, "layer", self.config)
             built.append(self.layer)
         else:
@@ -164,11 +164,13 @@ class TrainingStep:
 
     def _experts(self, session: Session, topology: Topology, built: list[Parametrised]) -> ExpertFn:
         assert self.exchange is not None
-        if self.workload.kind.endswith("experts"):
+        run = self.workload.run
+        if isinstance(run, ExpertsStep):
             experts = session.experts(self.config)
             built.append(experts)
             return experts
-        if self.workload.kind in ANSWERED_BY_IDENTITY:
+        assert isinstance(run, ExchangeStep)
+        if run.answered != "probe":
             return identity_of(session, topology)
         part = part_of(session, topology)
         answers = tuple(self.exchange.local_experts)
@@ -238,7 +240,10 @@ class TrainingStep:
         try:
             self._keep_output(m, whole(self.exchange)(inputs.x, inputs.routing, self._expert(m)))
         except Overflow as error:
-            if self.workload.kind != "overflow" or self.config.receive_buffer.overflow != "refuse":
+            if (
+                self.workload.run != ExchangeStep(option="receive budget")
+                or self.config.receive_buffer.overflow != "refuse"
+            ):
                 raise
             self.overflows[m] = str(error)
 

@@ -16,6 +16,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 if TYPE_CHECKING:
+    from moe_conformance.workloads.records.runs import Asked
     from moe_conformance.workloads.records.workload import Workload
 
 Check = TypeVar("Check", bound=Callable[..., Any])
@@ -94,12 +95,11 @@ def _parse(chapter: str, entry: Mapping[str, str]) -> Requirement:
     return Requirement(chapter=chapter, **entry)  # type: ignore[arg-type]  # level and profile were just checked
 
 
-def requirement(*ids: str, kind: str, when: Callable[[Workload], bool] | None = None) -> Callable[[Check], Check]:
+def requirement(*ids: str, run: Asked, when: Callable[[Workload], bool] | None = None) -> Callable[[Check], Check]:
     """Cite the requirements that a check decides, and say on which runs.
 
-    `kind` is the kind of workload that the check reads ("probe", "experts", "route", "groups", or the surface of a
-    script), or that it draws itself ("drawn probe", "drawn route"); `when` narrows it to those in which
-    the rule can be broken.
+    The check reads the workloads whose run is equal to `run`, or draws its own (`DrawnRuns`), or reads what the backend
+    answers about groups (`GroupAnswers`); `when` narrows workloads to those in which the rule can be broken.
 
     Raises:
         BadSpec: an id is not in the spec.
@@ -110,7 +110,7 @@ def requirement(*ids: str, kind: str, when: Callable[[Workload], bool] | None = 
         raise BadSpec(f"no requirement {', '.join(unknown)}; known: {', '.join(load())}")
 
     def mark(check: Check) -> Check:
-        marked: Check = pytest.mark.requirement(*ids, kind=kind, when=when)(check)
+        marked: Check = pytest.mark.requirement(*ids, run=run, when=when)(check)
         return marked
 
     return mark

@@ -12,13 +12,14 @@ from moe_conformance.reference.shared_experts import whole_layer
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.scenarios.parameters import shard_of
 from moe_conformance.workloads.records import tags
+from moe_conformance.workloads.records.runs import ExpertsStep
 from moe_conformance.workloads.records.workload import Workload
 
 
 def oracle(workload: Workload) -> layer.Gradients:
     """All tokens of all microbatches and ranks, in this order, in one dense batch."""
     batches = [layer.Batch(b.x_TD, b.ids_TK, b.weights_TK, b.upstream) for ranks in workload.batches for b in ranks]
-    if workload.kind == "experts":
+    if isinstance(workload.run, ExpertsStep):
         return layer.gradients(*layer.global_batch(batches), build=swiglu_experts, parameters=workload.parameters)
     E = workload.config.experts
     gains = {("gain", e): torch.tensor(tags.gain(e)) for e in range(E)}

@@ -15,6 +15,7 @@ from moe_conformance.contract import Config, Delivery, ReceiveBuffer, Routing, U
 from moe_conformance.engine import Engine
 from moe_conformance.plan import Plan
 from moe_conformance.topology import Layout
+from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep
 from moe_conformance.workloads.selection import profiles
 from self_tests.backends.flex_scene import EP2_ETP2, EP4, TOKENS, E, K, Scene, on_ranks, values
 
@@ -146,13 +147,13 @@ class TestPlan:
     def test_every_kind_of_workload_is_tried_with_some(self) -> None:
         """In the quick profile they share what variants can do, each has its part, and Hypothesis draws for none."""
         plan = Plan(Native(), "cpu", "quick")
-        kinds = {
-            variant: {c.workload.kind for c in plan.cases if c.cell.variant == variant} for variant in Native.sampled
+        runs = {
+            variant: {c.workload.run for c in plan.cases if c.cell.variant == variant} for variant in Native.sampled
         }
-        pool = {case.workload.kind for case in plan.pool if case.cell.variant in Native.sampled}
-        assert pool == {kind for each in kinds.values() for kind in each}
-        assert all({"probe", "experts"} < each for each in kinds.values())
-        assert not {cell.variant for cell in plan.drawing("probe")} & set(FLEX)
+        pool = {case.workload.run for case in plan.pool if case.cell.variant in Native.sampled}
+        assert pool == {run for each in runs.values() for run in each}
+        assert all({ExchangeStep(), ExpertsStep()} < each for each in runs.values())
+        assert not {cell.variant for cell in plan.drawing(ExchangeStep())} & set(FLEX)
 
     def test_many_virtual_ranks_are_tried(self) -> None:
         """On 8, 64 and 256, as many as of the other variants."""

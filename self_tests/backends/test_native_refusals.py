@@ -15,6 +15,7 @@ from moe_conformance.scenarios.outcome import RankOutcome
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.recipes import Recipe, exchange_workload
 from moe_conformance.workloads.records.features import traits
+from moe_conformance.workloads.records.runs import ON_SESSION, ExchangeStep, ExpertsStep, RouterStep
 from moe_conformance.workloads.records.workload import Workload
 
 WHOLE = (Layout(1), Layout(2, ep=2))  # the layouts on which every case is run; on the others one of every cell
@@ -35,7 +36,7 @@ def cases() -> list[Case]:
     chosen, seen = [], set()
     for case in Plan(Native(), "cpu", "quick").pool:
         layout = case.cell.layout
-        router, sampled = case.workload.kind == "route", case.cell.variant in Native.sampled
+        router, sampled = case.workload.run == RouterStep(), case.cell.variant in Native.sampled
         if (
             (layout == Layout(1) and not sampled)
             or (layout in WHOLE and not (router or sampled))
@@ -56,27 +57,27 @@ def test_native_refuses_what_an_exchange_cannot_do_and_nothing_else(engine: Engi
 @pytest.mark.parametrize("variant", [variant for variant in Native.variants if variant != "local"])
 def test_experts_that_do_not_divide_are_refused_in_a_sentence(engine: Engine, variant: str) -> None:
     """No rank builds an exchange, or experts, of 7 experts on 2 ranks of ep; each names both numbers."""
-    for kind in ("probe", "experts"):
-        drawn = exchange_workload(Recipe("odd", experts_per_ep=4), kind, variant, Layout(2, ep=2))
+    for run in (ExchangeStep(), ExpertsStep()):
+        drawn = exchange_workload(Recipe("odd", experts_per_ep=4), run, variant, Layout(2, ep=2))
         ranks = moe_step(engine, "native", replace(drawn, config=replace(drawn.config, experts=7))).ranks
         assert ["refused"] * 2 == [rank.status for rank in ranks]
         assert {"library"} == {rank.error_by for rank in ranks}
         assert {"7 experts do not divide over ep = 2 ranks"} == {rank.error for rank in ranks}
 
 
-def test_a_cell_that_is_refused_whatever_is_asked_is_tried_once_for_each_kind() -> None:
-    """One refusal of a kind, and of what the table of exchanges tells apart, proves the limit."""
+def test_a_cell_that_is_refused_whatever_is_asked_is_tried_once_for_each_run() -> None:
+    """One refusal of a run, and of what the table of exchanges tells apart, proves the limit."""
     plan = Plan(Native(), "cpu", "quick")
-    tried = [(case.workload.kind, traits(case.workload)) for case in plan.cases if case.cell.id == "local-ep2"]
+    tried = [(case.workload.run, traits(case.workload)) for case in plan.cases if case.cell.id == "local-ep2"]
     assert len(set(tried)) == len(tried)
-    assert {"probe", "experts"} <= {kind for kind, _ in tried}
-    assert "local-ep2" not in {cell.id for cell in plan.drawing("probe")}
+    assert {ExchangeStep(), ExpertsStep()} <= {run for run, _ in tried}
+    assert "local-ep2" not in {cell.id for cell in plan.drawing(ExchangeStep())}
 
 
 def _status(case: Case) -> set[str]:
     layout, config = case.cell.layout, case.workload.config
     refusals = (
-        config.variant == "local" and layout.ep * layout.etp > 1 and case.workload.kind != "session",
+        config.variant == "local" and layout.ep * layout.etp > 1 and case.workload.run != ON_SESSION,
         config.variant == "deepep" and config.weights_applied == "input",
         config.variant != "hybridep" and (config.receive_buffer.factor or config.receive_buffer.rows) is not None,
         config.variant != "alltoall" and config.shared.overlap,
@@ -102,7 +103,7 @@ def _unsaid(workload: Workload, rank: RankOutcome) -> Iterator[str]:
     if went_back and rank.grads_local and rank.grads_final is None:
         yield f"refused to finish gradients: {rank.finish_refusal}"
     for microbatch in rank.microbatches:
-        if workload.kind == "route" and microbatch.counts_E is None:
+        if workload.run == RouterStep() and microbatch.counts_E is None:
             yield "reported no load"
         if any(handed.counts_N is None for handed in microbatch.handed):
             yield "claimed no counts"

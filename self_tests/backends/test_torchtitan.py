@@ -22,6 +22,7 @@ from moe_conformance.topology import Layout, Topology
 from moe_conformance.workloads.corpus import recipes, shared_experts
 from moe_conformance.workloads.corpus.routing import routers
 from moe_conformance.workloads.records import features
+from moe_conformance.workloads.records.runs import ExpertsStep
 from moe_conformance.workloads.records.workload import ParameterKey, Workload
 from self_tests.backends.dense import assert_layer_alike, assert_routed_alike, oracle, seen, worst
 
@@ -165,7 +166,7 @@ class TestExperts:
             tuple(type(b)(b.x_TD, b.ids_TK % E, b.weights_TK, b.upstream) for b in ranks) for ranks in workload.batches
         )
         parameters = {key: value for key, value in workload.parameters.items() if key[1] is not None and key[1] < E}
-        narrow = Workload("narrow", "experts", config, EP2_EDP2, batches, parameters=parameters)
+        narrow = Workload("narrow", ExpertsStep(), config, EP2_EDP2, batches, parameters=parameters)
         outcome = moe_step(engine, NAME, narrow)
         expected = oracle(narrow).parameters
         largest = max(float(value.abs().max()) for value in expected.values())

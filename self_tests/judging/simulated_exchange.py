@@ -17,6 +17,7 @@ from moe_conformance.scenarios.outcome import Grad, Microbatch, Outcome, RankOut
 from moe_conformance.scenarios.probe import Probe
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.records import draw, tags
+from moe_conformance.workloads.records.runs import ExchangeStep
 from moe_conformance.workloads.records.workload import Workload
 
 Form = Literal["grouped", "listed", "batched"]
@@ -79,7 +80,7 @@ def workload(
             ranks.append(draw.probe_batch(rank, m, ids_TK, config, seeded))
         batches.append(tuple(ranks))
     schedule = " ".join([f"F{m}" for m in range(microbatches)] + [f"B{m}" for m in range(microbatches)])
-    return Workload("simulated", "probe", config, layout, tuple(batches), schedule)
+    return Workload("simulated", ExchangeStep(), config, layout, tuple(batches), schedule)
 
 
 def held_by(layout: Layout, experts: int) -> list[tuple[int, ...]]:

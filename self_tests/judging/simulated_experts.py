@@ -17,6 +17,7 @@ from moe_conformance.contract import Config
 from moe_conformance.scenarios.outcome import Grad, Microbatch, Outcome, RankOutcome
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.runs import ExpertsStep
 from moe_conformance.workloads.records.workload import ParameterKey, Workload
 
 Shard = tuple[int, int, int] | None
@@ -47,7 +48,7 @@ def own_workload(
         batches.append(tuple(ranks))
     schedule = " ".join(f"F{m} B{m}" for m in range(microbatches))
     parameters = draw.expert_parameters(config, draw.generator(series, layout.name, "experts"))
-    return Workload("simulated", "experts", config, layout, tuple(batches), schedule, parameters)
+    return Workload("simulated", ExpertsStep(), config, layout, tuple(batches), schedule, parameters)
 
 
 def simulate_experts(workload: Workload, arithmetic: Arithmetic | None = None) -> Outcome:

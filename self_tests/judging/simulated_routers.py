@@ -17,6 +17,7 @@ from moe_conformance.contract import Config
 from moe_conformance.scenarios.outcome import Grad, Microbatch, Outcome, RankOutcome
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.runs import RouterStep
 from moe_conformance.workloads.records.workload import ParameterKey, Workload
 
 Weigh = Callable[[Tensor, Tensor, Config], Tensor]  # (scores (T, E), ids (T, K)) -> weights (T, K)
@@ -39,7 +40,7 @@ def route_workload(
     schedule = " ".join(f"F{m} B{m}" for m in range(microbatches))
     generator = draw.generator(series, layout.name, "router")
     parameters = draw.router_parameters(config, generator, bias=-0.9, twins=False)
-    return Workload("simulated", "route", config, layout, batches, schedule, parameters)
+    return Workload("simulated", RouterStep(), config, layout, batches, schedule, parameters)
 
 
 def scores(logits_TE: Tensor, config: Config) -> Tensor:

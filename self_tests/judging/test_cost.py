@@ -30,6 +30,7 @@ from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.recipes import corpus
+from moe_conformance.workloads.records.runs import ExpertsStep
 from self_tests.judging.breaking import Judge, broken, claiming, edit_handed, judged
 from self_tests.judging.simulated_exchange import workload
 
@@ -194,7 +195,7 @@ class TestReductions:
     def outcome(self, makers: Mapping[str, Callable[[int], Sequence[Entry]]], layout: Layout = EP2_EDP2) -> Outcome:
         """The calls, by phase, of ranks that hold experts and finish their gradients."""
         probed = workload(layout, tokens=1)
-        own = replace(probed, kind="experts", parameters={("gate", 0): torch.zeros(16, 32)})
+        own = replace(probed, run=ExpertsStep(), parameters={("gate", 0): torch.zeros(16, 32)})
         outcome = broken(probed)
         ranks = tuple(replace(rank, grads_final={}) for rank in outcome.ranks)
         return calling(

@@ -28,6 +28,7 @@ from moe_conformance.judging.verdict import (
 from moe_conformance.reference.forcing.routes import round_robin
 from moe_conformance.scenarios.outcome import Microbatch, Outcome
 from moe_conformance.topology import Layout
+from moe_conformance.workloads.records.runs import RouterStep
 from self_tests.judging import simulated_routers as simulated
 from self_tests.judging.breaking import caught, judged
 from self_tests.judging.breaking_routers import GROUPED, edit_ranks
@@ -64,7 +65,7 @@ def forced_scores(logits_TE: Tensor, config: Config) -> Tensor:
 def forced(formula: Formula, strategy: Any = RANDOM, tells: bool = True, **fields: Any) -> Outcome:
     """Run routers under a strategy on two ranks, which tell the logits in force or none."""
     work = route_workload(Layout(2, ep=2), microbatches=2, **{**GROUPED, "routing.forced": strategy, **fields})
-    outcome = simulate_routers(replace(work, kind="forced"), formula)
+    outcome = simulate_routers(replace(work, run=RouterStep(forced="routes")), formula)
 
     def tell(seen: Microbatch) -> Microbatch:
         assert seen.logits_TE is not None

@@ -14,9 +14,10 @@ CHECKS = str(PROJECT / "checks.py")
 # A check that asks for what pytest alone could make.
 FOREIGN = """
 from moe_conformance.spec import requirement
+from moe_conformance.workloads.records.runs import ExchangeStep
 
 
-@requirement("EXCH-07", kind="probe")
+@requirement("EXCH-07", run=ExchangeStep())
 def test_foreign(outcome, tally, tmp_path):
     tally.add(elements=1)
 """
@@ -28,19 +29,20 @@ import weakref
 
 from moe_conformance.judging.verdict import NotOffered
 from moe_conformance.spec import requirement
+from moe_conformance.workloads.records.runs import ExchangeStep
 
 gc.disable()
 seen = {}
 
 
-@requirement("EXCH-07", kind="probe", when=lambda workload: workload.name.startswith("even"))
+@requirement("EXCH-07", run=ExchangeStep(), when=lambda workload: workload.name.startswith("even"))
 def test_raises(outcome, tally):
     gc.disable()
     seen[outcome.workload.layout.name, outcome.workload.name] = weakref.ref(outcome)
     raise NotOffered("a frame holds the outcome")
 
 
-@requirement("EXCH-08", kind="probe", when=lambda workload: workload.name.startswith("even"))
+@requirement("EXCH-08", run=ExchangeStep(), when=lambda workload: workload.name.startswith("even"))
 def test_forgotten(outcome, tally):
     tally.add(elements=len(seen))
     assert 1 == sum(each() is not None for each in seen.values())

@@ -23,21 +23,22 @@ import signal
 import time
 
 from moe_conformance.spec import requirement
+from moe_conformance.workloads.records.runs import ExchangeStep
 
 
-@requirement("EXCH-05", kind="probe", when=lambda workload: workload.name.startswith("even"))
+@requirement("EXCH-05", run=ExchangeStep(), when=lambda workload: workload.name.startswith("even"))
 def test_quick(outcome, tally):
     tally.add(elements=1)
     time.sleep({item_s})
 
 
-@requirement("EXCH-09", kind="probe", when=lambda workload: workload.name == "even")
+@requirement("EXCH-09", run=ExchangeStep(), when=lambda workload: workload.name == "even")
 def test_endless(outcome, tally):
     tally.add(elements=1)
     time.sleep({last_s})
 
 
-@requirement("EXCH-07", kind="probe", when=lambda workload: workload.name == "even")
+@requirement("EXCH-07", run=ExchangeStep(), when=lambda workload: workload.name == "even")
 def test_deadly(outcome, tally):
     tally.add(elements=1)
     if {deadly} and outcome.workload.layout.name == "ep2":
@@ -49,6 +50,7 @@ TERMINATED = """
 import signal
 
 from moe_conformance.spec import requirement
+from moe_conformance.workloads.records.runs import ExchangeStep
 
 
 class Last:
@@ -56,7 +58,7 @@ class Last:
         signal.raise_signal(signal.SIGTERM)
 
 
-@requirement("EXCH-05", kind="probe", when=lambda workload: workload.layout.world == 1)
+@requirement("EXCH-05", run=ExchangeStep(), when=lambda workload: workload.layout.world == 1)
 def test_any(outcome, tally):
     tally.add(elements=1)
     if {late}:

@@ -166,11 +166,12 @@ SHOULD = '''
 """A check of a SHOULD."""
 from moe_conformance.judging.exchange.outputs import judge_outputs
 from moe_conformance.spec import requirement
+from moe_conformance.workloads.records.runs import ExchangeStep
 
 def even(workload):
     return workload.name == "even"
 
-@requirement("COST-05", kind="probe", when=even)
+@requirement("COST-05", run=ExchangeStep(), when=even)
 def test_cost(reading, tally):
     """It fails where the output is wrong."""
     judge_outputs(reading, tally)

@@ -17,10 +17,11 @@ DRAWN = """
 from moe_conformance.judging.exchange.outputs import judge_outputs
 from moe_conformance.judging.observed.run import read
 from moe_conformance.spec import requirement
+from moe_conformance.workloads.records.runs import DrawnRuns, ExchangeStep
 from moe_conformance.workloads.drawn.strategies import probe_workloads
 
 
-@requirement("EXCH-05", kind="drawn probe")
+@requirement("EXCH-05", run=DrawnRuns(ExchangeStep()))
 def test_drawn(cell, drive, tally):
     workloads = probe_workloads(cell.variant, cell.layout, cell.limits, cell.device)
     drive(workloads, lambda outcome: judge_outputs(read(outcome), tally))

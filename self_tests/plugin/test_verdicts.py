@@ -18,18 +18,19 @@ ASKED = ("--moe-backend", TOY, "--moe-ranks", "2")
 # Checks that are at fault themselves.
 BROKEN = """
 from moe_conformance.spec import requirement
+from moe_conformance.workloads.records.runs import ExchangeStep
 
 
 def right(workload):
     return workload.name == "even" and workload.config.variant == "right"
 
 
-@requirement("EXCH-07", kind="probe", when=right)
+@requirement("EXCH-07", run=ExchangeStep(), when=right)
 def test_nothing(reading, tally):
     pass
 
 
-@requirement("EXCH-08", kind="probe", when=right)
+@requirement("EXCH-08", run=ExchangeStep(), when=right)
 def test_broken(reading, tally):
     tally.add(elements=1 // 0)
 """

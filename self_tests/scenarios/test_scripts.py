@@ -15,6 +15,7 @@ from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus import scripts
+from moe_conformance.workloads.records.runs import Script
 from moe_conformance.workloads.records.workload import Call, Ref, Workload
 
 BACKEND = "self_tests.scenarios.script_backend:HalverBackend"
@@ -31,7 +32,9 @@ def engine() -> Iterator[Engine]:
 
 def run(engine: Engine, *calls: Call, top_k: int = 1) -> Outcome:
     """Follow a script on two ranks."""
-    return moe_step(engine, BACKEND, Workload("script", "halver", Config(top_k=top_k), Layout(2), (), calls=calls))
+    return moe_step(
+        engine, BACKEND, Workload("script", Script("halver"), Config(top_k=top_k), Layout(2), (), calls=calls)
+    )
 
 
 def halve(**more: object) -> Call:
@@ -90,7 +93,7 @@ class TestMemory:
     def test_what_nobody_has_written_is_filled_where_asked(self, engine: Engine) -> None:
         """A script of filled memory finds NaN in new tensors, on every rank."""
         calls = (Call("unwritten", ({"numbers": 5},) * 2),)
-        script = Workload("script", "halver", Config(top_k=1), Layout(2), (), memory="filled", calls=calls)
+        script = Workload("script", Script("halver"), Config(top_k=1), Layout(2), (), memory="filled", calls=calls)
         for found in values(moe_step(engine, BACKEND, script), 0):
             assert bool(found.isnan().all())
 
@@ -136,9 +139,9 @@ class TestChapters:
         assert sorted(set(named)) == sorted(named)
 
     def test_every_script_goes_under_a_name_of_its_chapter(self) -> None:
-        """Waivers can name each of them, checks ask for its kinds, and no name or kind is left without a script."""
+        """Waivers can name each of them, checks ask for its runs, and no name or run is left without a script."""
         layouts = (Layout(1), Layout(2, ep=2), Layout(4, tp=2, ep=2), Layout(4, ep=2, etp=2), Layout(4, ep=4))
         for chapter in scripts.chapters():
             drawn = [work for layout in layouts for work in chapter.draw("alltoall", layout, "full")]
             assert set(chapter.names) == {work.name for work in drawn}
-            assert set(chapter.kinds) == {work.kind for work in drawn}
+            assert set(chapter.runs) == {work.run for work in drawn}

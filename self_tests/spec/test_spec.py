@@ -9,6 +9,7 @@ import pytest
 
 from moe_conformance import spec
 from moe_conformance.spec import BadSpec, places, requirement
+from moe_conformance.workloads.records.runs import ExchangeStep
 from self_tests.checks import checks
 from tools import spec_pages
 
@@ -117,4 +118,4 @@ class TestRequirement:
     def test_unknown_ids_are_refused(self) -> None:
         """A check cannot cite an id that the spec does not have."""
         with pytest.raises(BadSpec, match="no requirement EXCH-99"):
-            requirement("EXCH-01", "EXCH-99", kind="probe")
+            requirement("EXCH-01", "EXCH-99", run=ExchangeStep())

@@ -22,10 +22,12 @@ from moe_conformance.workloads.drawn import distribution
 from moe_conformance.workloads.drawn.freedom import Freedom
 from moe_conformance.workloads.drawn.router_strategies import route_workloads
 from moe_conformance.workloads.drawn.strategies import probe_workloads
+from moe_conformance.workloads.records.runs import DrawnStep, ExchangeStep, RouterStep
 from moe_conformance.workloads.records.workload import Workload
 from self_tests.planted_bugs.plant import EP2
 
-STRATEGIES = {"probe": probe_workloads, "route": route_workloads}
+STRATEGIES = {ExchangeStep(): probe_workloads, RouterStep(): route_workloads}
+_PROBE = ExchangeStep()
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Found:
 def search(
     engine: Engine,
     backend: str,
-    kind: str = "probe",
+    run: DrawnStep = _PROBE,
     *,
     layout: Layout = EP2,
     limits: Sequence[Limit] = (),
@@ -56,11 +58,11 @@ def search(
     cell = Cell("alltoall", layout, tuple(limits), "cpu", 0)
     trial = Trial((), "search", cell)
     freedom = Freedom.under(limits, layout, "cpu")
-    features = distribution.required(kind, freedom)
+    features = distribution.required(run, freedom)
     required = [feature for feature in features if feature.name not in left_out]
     waived = [feature for feature in features if feature.name in left_out]
     hunt = drawing.Search(trial, required, waived, partial(moe_step, engine, backend), cell.id)
-    workloads = STRATEGIES[kind](cell.variant, layout, limits, "cpu")
+    workloads = STRATEGIES[run](cell.variant, layout, limits, "cpu")
     seen: list[Mismatch] = []
 
     def judge(outcome: Outcome) -> None:

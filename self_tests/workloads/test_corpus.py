@@ -15,12 +15,14 @@ from moe_conformance.contract import Config, Limit
 from moe_conformance.judging.layer.expected import LayerExpected
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.capacity.dropping_layers import dropping
+from moe_conformance.workloads.corpus.cost import more_experts
 from moe_conformance.workloads.corpus.recipes import corpus
 from moe_conformance.workloads.corpus.routing.routers import routing_corpus
 from moe_conformance.workloads.corpus.scripts import scripts
 from moe_conformance.workloads.corpus.shared_experts import DROP_MARGIN, drop_margin, layers
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.features import broken, features, halves_in_flight, has_empty_slots, in_flight
+from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep
 from moe_conformance.workloads.records.workload import Batch, Drawn, Twist, Workload
 from moe_conformance.workloads.selection.profiles import USUAL_RANKS, beside, full_layouts, quick_layouts
 
@@ -90,16 +92,17 @@ class TestCorpus:
         assert any(min(each.tp, each.cp, each.pp, each.ep, each.etp) > 1 for each in layouts)
 
     @pytest.mark.parametrize("layout", [each for each in full_layouts() if each.world > USUAL_RANKS], ids=str)
-    def test_many_ranks_see_every_kind_of_workload(self, layout: Layout) -> None:
+    def test_many_ranks_see_every_run(self, layout: Layout) -> None:
         """The part of the corpus that runs on more ranks than usual leaves no dtype, load or phase out."""
-        found = {kind: [w for w in corpus("any", layout, "full") if w.kind == kind] for kind in ("probe", "experts")}
-        for kind, workloads in found.items():
+        drawn, runs = list(corpus("any", layout, "full")), (ExchangeStep(), ExpertsStep())
+        found = {run: [workload for workload in drawn if workload.run == run] for run in runs}
+        for run, workloads in found.items():
             asked = [features(workload, "cpu") for workload in workloads]
             assert {torch.float32, torch.float64} <= {each["dtype"] for each in asked}
             assert {True, False} == {each["uneven_tokens"] for each in asked} == {each["zero_tokens"] for each in asked}
             assert 2 == max(each["in_flight"] for each in asked)
             assert {"no", "group_max"} <= {workload.config.padding.tokens for workload in workloads}
-            if kind == "probe":
+            if run == ExchangeStep():
                 assert {torch.bfloat16, torch.float16} <= {each["dtype"] for each in asked}
                 assert 2 == max(each["halves_in_flight"] for each in asked)
                 assert 2 == max(each["token_dims"] for each in asked)
@@ -134,7 +137,7 @@ class TestCorpus:
             looked.append((microbatch, rank))
             return Batch(torch.full((1, 1), 10.0 * microbatch + rank), *[torch.zeros(1, 1)] * 3)
 
-        workload = Workload("x", "probe", Config(), Layout(2), Drawn(((1, 1), (1, 1)), draw))
+        workload = Workload("x", ExchangeStep(), Config(), Layout(2), Drawn(((1, 1), (1, 1)), draw))
         assert ((1, 1), (1, 1)) == workload.tokens
         assert (2, []) == (len(workload.batches), looked)
         sent = pickle.loads(pickle.dumps(workload))
@@ -211,9 +214,11 @@ class TestExactness:
 class TestRouting:
     @pytest.mark.parametrize("field", ["balance_bias", "groups"])
     def test_bias_and_groups_change_some_choice(self, field: str) -> None:
-        """In every workload with a bias or a group limit, some token chooses otherwise than without it."""
-        judged = [w for w in routing_corpus("any", EP2, "full") if getattr(w.config.routing, field)]
-        assert len(judged) >= 4
+        """In every workload with a bias or a group limit some token chooses otherwise than without, on every layout."""
+        layouts = [layout for layout in full_layouts() if layout.world <= USUAL_RANKS]
+        drawn = [w for layout in layouts for w in routing_corpus("any", layout, "full")]
+        judged = [w for w in drawn if getattr(w.config.routing, field)]
+        assert len(judged) >= 4 * len(layouts)
         for workload in judged:
             bias_E = workload.parameters.get(("balance_bias", None))
             with_it = chosen(workload, workload.config.routing.groups, bias_E)
@@ -222,7 +227,7 @@ class TestRouting:
                 workload.config.routing.groups if field == "balance_bias" else None,
                 None if field == "balance_bias" else bias_E,
             )
-            assert with_it != without, workload.name
+            assert with_it != without, workload
 
     def test_near_ties_are_ties_in_bfloat16_alone(self) -> None:
         """Every token's last choice beats its twin by a margin that float32 can tell and bfloat16 cannot."""
@@ -243,6 +248,17 @@ class TestRouting:
         assert len(bias_E) == len(bias_E.unique())
         ranked_E = bias_E.to(workload.config.dtype).sort(descending=True).values
         assert ranked_E[K - 1] == ranked_E[K]
+
+
+class TestOtherSizes:
+    def test_the_expert_of_the_suite_has_a_column_for_each_expert(self) -> None:
+        """A run with twice the experts of any exchange has at least as many columns, on 8 ranks too."""
+        for layout in (EP2, Layout(8, ep=8)):
+            for workload in corpus("any", layout, "full"):
+                if workload.run == ExchangeStep():
+                    for other in more_experts(workload):
+                        config = other.workload.config
+                        assert 2 * workload.config.experts == config.experts <= config.hidden, other.workload
 
 
 class TestDropping:

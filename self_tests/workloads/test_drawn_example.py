@@ -22,6 +22,7 @@ from moe_conformance.workloads.drawn.example import ASKED, describe, to_json
 from moe_conformance.workloads.drawn.reading_example import BadExample, from_json, load
 from moe_conformance.workloads.drawn.router_strategies import route_workloads
 from moe_conformance.workloads.drawn.strategies import probe_workloads
+from moe_conformance.workloads.records.runs import ExpertsStep
 from moe_conformance.workloads.records.workload import Workload
 
 EP2 = Layout(2, ep=2)
@@ -55,7 +56,7 @@ def plain(workload: Workload) -> bool:
     few = all(T <= 1024 for tokens in workload.tokens for T in tokens) and not workload.twist.beside
     asked = Config().changed({name: options[name] for name in ASKED})
     few = few and "R" not in workload.schedule
-    return few and workload.kind != "experts" and workload.config == asked
+    return few and workload.run != ExpertsStep() and workload.config == asked
 
 
 class TestWayBack:

@@ -9,6 +9,7 @@ import pytest
 from moe_conformance.contract import Limit
 from moe_conformance.engine import Engine
 from moe_conformance.workloads.drawn.example import describe, to_json
+from moe_conformance.workloads.records.runs import ExchangeStep, RouterStep
 from moe_conformance.workloads.records.workload import Workload
 from self_tests.planted_bugs import find
 from self_tests.planted_bugs.plant import SINGLE
@@ -63,7 +64,7 @@ class TestSmallest:
     def test_of_a_router(self, engine, plant):
         """Nothing is configured that the fault does not need, so that the requirement is that of the fault."""
         requirement, asked = ROUTERS[plant]
-        found = search(engine, find(plant).backend, "route")
+        found = search(engine, find(plant).backend, RouterStep())
         assert (requirement,) == found.ended.violated
         assert f"drawn: {asked}" == describe(found.examples[requirement])[0]
 
@@ -95,8 +96,8 @@ class TestSeveralFaults:
 class TestDistribution:
     def test_everything_that_can_be_drawn_is(self, engine):
         """Every feature that nothing forbids is in some batch, and what was decided is known."""
-        for kind in ("probe", "route"):
-            found = search(engine, "native", kind)
+        for run in (ExchangeStep(), RouterStep()):
+            found = search(engine, "native", run)
             assert "pass" == found.ended.verdict
             assert [] == lacking(found)
             assert {"EXCH-05", "GRAD-03"} <= found.trial.tally.decided or "ROUTE-03" in found.trial.tally.decided

@@ -14,6 +14,7 @@ from moe_conformance.workloads.drawn.distribution import required
 from moe_conformance.workloads.drawn.freedom import Freedom
 from moe_conformance.workloads.records import tags
 from moe_conformance.workloads.records.features import features
+from moe_conformance.workloads.records.runs import ExchangeStep
 from self_tests.workloads.drawn_searches import STRATEGIES
 
 LAYOUTS = (Layout(1), Layout(2, ep=2), Layout(4, ep=2, etp=2), Layout(4, tp=2, ep=4))
@@ -30,18 +31,18 @@ PLAIN = settings(max_examples=2000, phases=[Phase.generate], database=None, supp
 
 class TestLimits:
     @pytest.mark.parametrize("limits", LIMITS)
-    @pytest.mark.parametrize("kind", STRATEGIES)
-    def test_no_draw_breaks_one(self, kind, limits):
+    @pytest.mark.parametrize("run", STRATEGIES, ids=str)
+    def test_no_draw_breaks_one(self, run, limits):
         """Whatever the layout; the rows of an exchange are their tokens' tags."""
 
         @settings(max_examples=25, suppress_health_check=list(HealthCheck))
         @given(data=st.data())
         def holds(data: st.DataObject) -> None:
             layout = data.draw(st.sampled_from(LAYOUTS))
-            workload = data.draw(STRATEGIES[kind]("default", layout, LIMITS[limits], "cpu"))
+            workload = data.draw(STRATEGIES[run]("default", layout, LIMITS[limits], "cpu"))
             has = features(workload, "cpu")
             assert [] == [limit.on for limit in LIMITS[limits] if has[limit.on] not in limit.allowed]
-            for m, ranks in enumerate(workload.batches if kind == "probe" else ()):
+            for m, ranks in enumerate(workload.batches if run == ExchangeStep() else ()):
                 for rank, batch in enumerate(ranks):
                     row = tags.decode(batch.x_TD)
                     assert ({m}, {rank}) == ({m, *row.microbatch_R.tolist()}, {rank, *row.rank_R.tolist()})
@@ -52,17 +53,19 @@ class TestLimits:
 class TestFeatures:
     @pytest.mark.filterwarnings("ignore:Generating overly large repr")
     @pytest.mark.parametrize(("layout", "limits"), [(Layout(2, ep=2), "none"), (Layout(1), "even and not zero")])
-    @pytest.mark.parametrize("kind", STRATEGIES)
-    def test_what_is_required_can_be_drawn(self, kind, layout, limits):
+    @pytest.mark.parametrize("run", STRATEGIES, ids=str)
+    def test_what_is_required_can_be_drawn(self, run, layout, limits):
         """Else a run could never have the minimum that it must have."""
-        workloads = STRATEGIES[kind]("default", layout, LIMITS[limits], "cpu")
-        for feature in required(kind, Freedom.under(LIMITS[limits], layout, "cpu")):
+        workloads = STRATEGIES[run]("default", layout, LIMITS[limits], "cpu")
+        for feature in required(run, Freedom.under(LIMITS[limits], layout, "cpu")):
             assert feature.has(find(workloads, feature.has, settings=PLAIN)), feature.name
 
     def test_what_is_required_depends_on_the_limits(self):
         """Each limit takes away what it forbids, and nothing more."""
         names = {
-            limits: {feature.name for feature in required("probe", Freedom.under(LIMITS[limits], LAYOUTS[1], "cpu"))}
+            limits: {
+                feature.name for feature in required(ExchangeStep(), Freedom.under(LIMITS[limits], LAYOUTS[1], "cpu"))
+            }
             for limits in LIMITS
         }
         assert {"uneven tokens", "idle rank"} == names["none"] - names["even"]
@@ -77,7 +80,7 @@ class TestFeatures:
     def test_gpus_may_flush_subnormals(self):
         """Their kernels commonly do, and no fault of routing is in it."""
         on = {
-            device: {feature.name for feature in required("probe", Freedom.under((), LAYOUTS[1], device))}
+            device: {feature.name for feature in required(ExchangeStep(), Freedom.under((), LAYOUTS[1], device))}
             for device in ("cpu", "cuda")
         }
         assert {"subnormal weight"} == on["cpu"] - on["cuda"]
@@ -85,7 +88,11 @@ class TestFeatures:
     def test_products_in_bfloat16_may_flush_subnormals(self):
         """On CPUs with instructions for them they do: no weight is subnormal, and none is required to be."""
         only = (Limit("dtype", (torch.bfloat16,), "-"),)
-        assert "subnormal weight" not in {f.name for f in required("probe", Freedom.under(only, LAYOUTS[1], "cpu"))}
-        (subnormal,) = (f for f in required("probe", Freedom.under((), LAYOUTS[1], "cpu")) if f.name[:3] == "sub")
+        assert "subnormal weight" not in {
+            f.name for f in required(ExchangeStep(), Freedom.under(only, LAYOUTS[1], "cpu"))
+        }
+        (subnormal,) = (
+            f for f in required(ExchangeStep(), Freedom.under((), LAYOUTS[1], "cpu")) if f.name[:3] == "sub"
+        )
         with pytest.raises(NoSuchExample):
-            find(STRATEGIES["probe"]("default", LAYOUTS[1], only, "cpu"), subnormal.has, settings=FEW)
+            find(STRATEGIES[ExchangeStep()]("default", LAYOUTS[1], only, "cpu"), subnormal.has, settings=FEW)

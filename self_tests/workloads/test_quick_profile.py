@@ -18,6 +18,7 @@ from moe_conformance.backends import registry
 from moe_conformance.backends.native import Native
 from moe_conformance.plan import Case, Plan
 from moe_conformance.shards import Shard
+from moe_conformance.workloads.records.runs import ExchangeStep
 from moe_conformance.workloads.selection.stored import FOLDER, of, read
 from self_tests.planted_bugs.test_planted_bugs import EXPECTED
 from self_tests.workloads.second_cases import alone, declared, expectations, second
@@ -108,7 +109,7 @@ class TestRotation:
     def test_it_has_cases_alone(self) -> None:
         """Hypothesis draws in the quick profile itself, and groups are asked for there."""
         plan = Plan(Native(), "cpu", "quick", rotation=Shard(1, 3))
-        assert () == plan.drawing("probe")
+        assert () == plan.drawing(ExchangeStep())
         assert () == plan.worlds
 
 

@@ -28,6 +28,7 @@ from moe_conformance.judging.verdict import (
     WrongOutput,
 )
 from moe_conformance.scenarios.outcome import Microbatch
+from moe_conformance.workloads.records.runs import ExpertsStep
 from moe_conformance.workloads.records.workload import Batch, Workload
 
 Values = Callable[[Microbatch], Tensor | None]
@@ -168,7 +169,7 @@ def _judge(
 def _targets(reading: Reading) -> dict[str, dict[Place, Target]]:
     """Return the expected y, dx and dweights where non-finite tokens and upstream gradients are zero."""
     clean = _cleaned(reading.outcome.workload)
-    if reading.outcome.workload.kind == "spoilt experts":
+    if isinstance(reading.outcome.workload.run, ExpertsStep):
         own = OwnExpected.of(reading, clean)
         by_name = {"y": own.y, "dx": own.dx, "dweights": own.dweights}
         return {name: {place: target(place) for place in _places(reading)} for name, target in by_name.items()}

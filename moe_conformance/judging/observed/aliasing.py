@@ -5,7 +5,7 @@ from __future__ import annotations
 from moe_conformance.judging.findings import Finding, fail
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import ChangedState, Tally, WrongGradient, WrongOutput
-from moe_conformance.workloads.records.workload import ANSWERED_BY_IDENTITY
+from moe_conformance.workloads.records.runs import ExchangeStep
 
 
 def judge_kept_gradients(reading: Reading, tally: Tally) -> None:
@@ -55,7 +55,8 @@ def judge_kept_outputs(reading: Reading, tally: Tally) -> None:
     ]
     if findings:
         fail(WrongOutput, "combine", findings)
-    keeps_rows = reading.outcome.workload.kind not in ANSWERED_BY_IDENTITY
+    run = reading.outcome.workload.run
+    keeps_rows = not isinstance(run, ExchangeStep) or run.answered == "probe"
     for rank in reading.outcome.ranks:
         for m, microbatch in enumerate(rank.microbatches):
             if microbatch.y is None:

@@ -30,6 +30,7 @@ from moe_conformance.judging.verdict import (
 from moe_conformance.reference.exchange.deliveries import Pair
 from moe_conformance.scenarios.outcome import Handed, Microbatch, Outcome, RankOutcome
 from moe_conformance.workloads.records import tags
+from moe_conformance.workloads.records.runs import ExchangeStep
 from moe_conformance.workloads.records.workload import Batch
 
 Applied = Literal["input", "expert", "combine"]
@@ -247,7 +248,7 @@ def _require_legible(reading: Reading) -> None:
     Raises:
         NotOffered: a routed token's weight is zero or negative, and is applied at the experts' input.
     """
-    if reading.outcome.workload.kind != "probe" or not any("input" in of_rank for of_rank in reading.applied):
+    if reading.outcome.workload.run != ExchangeStep() or not any("input" in of_rank for of_rank in reading.applied):
         return
     batches = [batch for ranks in reading.batches for batch in ranks]
     if any(bool(((batch.ids_TK >= 0) & (batch.weights_TK <= 0)).any()) for batch in batches):

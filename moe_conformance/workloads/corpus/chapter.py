@@ -7,19 +7,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moe_conformance.topology import Layout
+from moe_conformance.workloads.records.runs import Run
 from moe_conformance.workloads.records.workload import Workload
 from moe_conformance.workloads.selection.profiles import Profile, quick_layouts
 
 
 @dataclass(frozen=True)
 class Chapter:
-    """The scripts of one chapter, of the kinds that they are of.
+    """The scripts of one chapter, and which runs they are.
 
     A surface that has nothing to do with the exchange is asked once, with the backend's first variant. `quick` has the
     layouts on which the quick profile asks for what the way in which ranks are folded changes little.
     """
 
-    kinds: tuple[str, ...]
+    runs: tuple[Run, ...]
     names: tuple[str, ...]
     draw: Callable[[str, Layout, Profile], Iterator[Workload]]
     variants: Literal["first", "every"] = "first"

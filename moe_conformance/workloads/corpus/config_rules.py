@@ -11,6 +11,7 @@ from moe_conformance.workloads.corpus.chapter import EP2, EP2_ETP2, TP2_EP2, Cha
 from moe_conformance.workloads.corpus.recipes import GAPPED, UNEVEN, Recipe, exchange_workload
 from moe_conformance.workloads.records.features import exchanges
 from moe_conformance.workloads.records.routes import gaps
+from moe_conformance.workloads.records.runs import ON_SESSION, ExchangeStep
 from moe_conformance.workloads.records.workload import Call, Workload
 from moe_conformance.workloads.selection.profiles import Profile
 
@@ -31,12 +32,12 @@ def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     del profile
     if not exchanges(layout):
         return
-    fed = [exchange_workload(recipe, "probe", variant, layout) for recipe in PROBE]
+    fed = [exchange_workload(recipe, ExchangeStep(), variant, layout) for recipe in PROBE]
     config = fed[0].config
     asked = (config.changed({"padding.packed": False}), config)
     calls = tuple(Call("exchange", ({"config": each},) * layout.world, may_raise=True) for each in asked)
-    yield Workload(BUILT, "session", config.changed({"padding.packed": False}), layout, (), calls=calls)
-    yield from (replace(workload, kind="packed") for workload in fed)
+    yield Workload(BUILT, ON_SESSION, config.changed({"padding.packed": False}), layout, (), calls=calls)
+    yield from (replace(workload, run=ExchangeStep(option="packing")) for workload in fed)
 
 
 def names() -> tuple[str, ...]:
@@ -44,4 +45,4 @@ def names() -> tuple[str, ...]:
     return (BUILT, *(recipe.name for recipe in PROBE))
 
 
-CHAPTERS = (Chapter(("session", "packed"), names(), draw, "every", (EP2, EP2_ETP2, TP2_EP2)),)
+CHAPTERS = (Chapter((ON_SESSION, ExchangeStep(option="packing")), names(), draw, "every", (EP2, EP2_ETP2, TP2_EP2)),)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from moe_conformance.workloads.corpus import recipes as corpus
 from moe_conformance.workloads.corpus.equivalence.twins import Twin, the_same, twin
+from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep
 from moe_conformance.workloads.records.workload import Twist, Workload
 
 
@@ -14,7 +15,7 @@ def in_turn(workload: Workload) -> list[Twin]:
 
     Experts take turns with some of float64 in the quick profile too: how exactly they compute may be theirs alone.
     """
-    kind = "experts" if workload.parameters else "probe"
+    run = ExpertsStep() if workload.parameters else ExchangeStep()
     recipes = corpus.EXPERTS if workload.parameters else corpus.PROBE
     names = ["odd-experts-even", "one-expert-even"]
     if workload.likened == "full":
@@ -23,7 +24,7 @@ def in_turn(workload: Workload) -> list[Twin]:
         names.append("even-float64")
     prefix = "own-" if workload.parameters else ""
     others = [recipe for recipe in recipes if recipe.name in [prefix + name for name in names]]
-    beside = [corpus.exchange_workload(other, kind, workload.config.variant, workload.layout) for other in others]  # type: ignore[arg-type]
+    beside = [corpus.exchange_workload(other, run, workload.config.variant, workload.layout) for other in others]
     return [
         twin(
             workload,

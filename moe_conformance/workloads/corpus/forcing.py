@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.chapter import EP2, SINGLE, TP2_EP2, Chapter
 from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.runs import RouterStep
 from moe_conformance.workloads.records.workload import Batch, ParameterKey, Workload
 from moe_conformance.workloads.selection.profiles import Profile
 
@@ -35,7 +36,7 @@ class ForcingRecipe:
     config: dict[str, Any] = field(default_factory=dict)
     tokens: tuple[int, ...] = (26, 15, 22, 19)  # of rank r in microbatch m: the entry r + m modulo the length
     schedule: str = "F0 B0"
-    kind: str = "forced"  # "forced draws": what is drawn or dealt, and no gradient; "forced masked": logits of -inf
+    forced: Literal["routes", "draws", "masked"] = "routes"
     again: bool = False  # every microbatch has the tokens of the first
     copies: bool = False  # the ranks of a tp group hold the same tokens
     routers: int = 1  # that take turns, as if of several layers
@@ -69,9 +70,10 @@ FORCINGS = (
     ForcingRecipe("forced-round-robin-rank-without-tokens", "round_robin", config=_SIGMOID, tokens=_ONE_WITHOUT),
 )
 
-_TWICE, _EACH_TWICE, _DRAWN = "F0 F1", "F0 F1 F2 F3", "forced draws"
+_TWICE, _EACH_TWICE = "F0 F1", "F0 F1 F2 F3"
+_DRAWN: Literal["draws"] = "draws"
 DRAWS = (
-    ForcingRecipe("forced-random", "random", tokens=(320,), schedule=_TWICE, kind=_DRAWN, again=True),
+    ForcingRecipe("forced-random", "random", tokens=(320,), schedule=_TWICE, forced=_DRAWN, again=True),
     ForcingRecipe("forced-bias", "biased", 0.5, _MANY, (40, 32), _EACH_TWICE, _DRAWN),
     ForcingRecipe("forced-kept-bias", "biased", -3.0, {**_MANY, "experts": 1024}, (40, 32), "F0", _DRAWN),
     ForcingRecipe(
@@ -87,7 +89,7 @@ COPIES = (
     ForcingRecipe("forced-round-robin-copies", "round_robin", None, {}, (13, 10, 11), _TWICE, _DRAWN, copies=True),
 )
 MASKED = tuple(
-    ForcingRecipe(f"forced-masked-{name}", "round_robin", None, {**_MASKED, **config}, (10, 7), "F0", "forced masked")
+    ForcingRecipe(f"forced-masked-{name}", "round_robin", None, {**_MASKED, **config}, (10, 7), "F0", "masked")
     for name, config in {
         "softmax": {},
         "softmax-of-chosen": {"routing.score": "softmax_topk", "routing.normalise": False},
@@ -130,10 +132,17 @@ def _workload(recipe: ForcingRecipe, variant: str, layout: Layout) -> Workload:
     largest = torch.finfo(config.dtype).max  # logits may overflow, the weights may not
     weights_ED = parameters["router", None].double() * recipe.scale
     parameters["router", None] = weights_ED.clamp(-largest, largest).to(config.dtype)
-    if recipe.kind == "forced masked":
+    if recipe.forced == "masked":
         parameters = _masked(config, parameters)
     return Workload(
-        recipe.name, recipe.kind, config, layout, batches, recipe.schedule, parameters, routers=recipe.routers
+        recipe.name,
+        RouterStep(forced=recipe.forced),
+        config,
+        layout,
+        batches,
+        recipe.schedule,
+        parameters,
+        routers=recipe.routers,
     )
 
 
@@ -206,10 +215,15 @@ def _batch(recipe: ForcingRecipe, config: Config, layout: Layout, microbatch: in
     batch = draw.route_batch(tokens, config, draw.generator(recipe.name, layout.name, microbatch, rank), 1.0)
     x_TD = batch.x_TD.clone()
     x_TD[:, 0] = 1.0
-    return replace(batch, x_TD=x_TD.abs() if recipe.kind == "forced masked" else x_TD)
+    return replace(batch, x_TD=x_TD.abs() if recipe.forced == "masked" else x_TD)
 
 
 CHAPTERS = (
-    Chapter(("forced", "forced draws", "forced masked"), names(), forcings, quick=(SINGLE, EP2)),
-    Chapter(("forced draws",), tuple(recipe.name for recipe in COPIES), copies, quick=(TP2_EP2,)),
+    Chapter(
+        (RouterStep(forced="routes"), RouterStep(forced="draws"), RouterStep(forced="masked")),
+        names(),
+        forcings,
+        quick=(SINGLE, EP2),
+    ),
+    Chapter((RouterStep(forced="draws"),), tuple(recipe.name for recipe in COPIES), copies, quick=(TP2_EP2,)),
 )

@@ -10,6 +10,7 @@ import torch
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.chapter import EP2_EDP2, Chapter
 from moe_conformance.workloads.corpus.recipes import Recipe, exchange_workload
+from moe_conformance.workloads.records.runs import ExpertsStep
 from moe_conformance.workloads.records.workload import Twist, Workload
 from moe_conformance.workloads.selection.profiles import USUAL_RANKS, Profile
 
@@ -22,7 +23,7 @@ _RECIPES = (
 def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     """Yield the workloads of a variant on a layout."""
     for recipe in _RECIPES if layout.world <= USUAL_RANKS else ():
-        yield replace(exchange_workload(recipe, "experts", variant, layout), twist=Twist(hooked=True))
+        yield replace(exchange_workload(recipe, ExpertsStep(), variant, layout), twist=Twist(hooked=True))
 
 
-CHAPTERS = (Chapter(("experts",), tuple(recipe.name for recipe in _RECIPES), draw, "every", (EP2_EDP2,)),)
+CHAPTERS = (Chapter((ExpertsStep(),), tuple(recipe.name for recipe in _RECIPES), draw, "every", (EP2_EDP2,)),)

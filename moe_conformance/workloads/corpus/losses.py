@@ -18,6 +18,7 @@ from moe_conformance.contract import Config, Losses
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.chapter import EP2, SINGLE, TP2_EP2, Chapter
 from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.runs import ON_TRAINING_ROUTERS
 from moe_conformance.workloads.records.training import Mode, RouterBatch
 from moe_conformance.workloads.records.workload import Call, ParameterKey, Workload
 from moe_conformance.workloads.selection.profiles import Profile
@@ -169,7 +170,7 @@ def _script(recipe: _Recipe, config: Config, layout: Layout) -> Workload:
             parameters["balance_bias", layer] = torch.linspace(-0.5, 0.5, _E)[torch.randperm(_E, generator=g)]
     tokens = _Drawn(recipe, config, layout, [parameters["router", layer] for layer in range(config.losses.layers)])
     calls = tuple(map(tokens.call, recipe.steps))
-    return Workload(recipe.name, "training_routers", config, layout, (), parameters=parameters, calls=calls)
+    return Workload(recipe.name, ON_TRAINING_ROUTERS, config, layout, (), parameters=parameters, calls=calls)
 
 
 @dataclass(frozen=True)
@@ -288,4 +289,4 @@ def _close(logits: Tensor, config: Config) -> Tensor:
     return (gaps[..., [0, config.top_k - 1]] < margin).any(-1)
 
 
-CHAPTERS = (Chapter(("training_routers",), NAMES, scripts, quick=QUICK),)
+CHAPTERS = (Chapter((ON_TRAINING_ROUTERS,), NAMES, scripts, quick=QUICK),)

@@ -19,6 +19,7 @@ from moe_conformance.contract import Config, Routing
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.chapter import SMALL, TP2_EP2, Chapter
 from moe_conformance.workloads.records import draw as drawing
+from moe_conformance.workloads.records.runs import ON_EXCHANGE
 from moe_conformance.workloads.records.workload import Batch, Call, Ref, Workload
 from moe_conformance.workloads.selection.profiles import Profile
 
@@ -138,7 +139,7 @@ def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
         return drawing.probe_batch(rank, microbatch, ids_TK, config, generator)
 
     batches = tuple(tuple(batch(m, rank) for rank in range(layout.world)) for m in range(len(TOKENS)))
-    blank = Workload("misuse", "exchange", config, layout, batches)
+    blank = Workload("misuse", ON_EXCHANGE, config, layout, batches)
     yield from _inputs(blank, INPUTS)
     yield from _answers(blank)
     first = {rank: ranks[0] for ranks in layout.groups()["tp"] for rank in ranks}
@@ -165,4 +166,4 @@ NAMES = (
 )
 
 
-CHAPTERS = (Chapter(("exchange",), NAMES, draw, "every", (*SMALL, TP2_EP2)),)
+CHAPTERS = (Chapter((ON_EXCHANGE,), NAMES, draw, "every", (*SMALL, TP2_EP2)),)

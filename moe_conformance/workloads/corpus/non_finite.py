@@ -17,6 +17,7 @@ from moe_conformance.workloads.corpus import recipes
 from moe_conformance.workloads.corpus.chapter import SMALL, Chapter
 from moe_conformance.workloads.corpus.recipes import Recipe
 from moe_conformance.workloads.records import routes
+from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep
 from moe_conformance.workloads.records.workload import Batch, Workload
 from moe_conformance.workloads.selection.profiles import Profile
 
@@ -27,6 +28,7 @@ Where = Literal["tokens", "upstream", "dropped"]
 class _Spoilt:
     recipe: Recipe
     where: Where  # dropped: a token without a slot, in both
+    run: ExchangeStep | ExpertsStep
 
 
 def _spoilt(
@@ -41,9 +43,9 @@ def _spoilt(
     own = Recipe(f"own-spoilt-{name}", route, tokens, {"dtype": torch.bfloat16, **config})
     float16 = replace(own, name=f"{own.name}-float16", config={**own.config, "dtype": torch.float16}, profile="full")
     return (
-        _Spoilt(Recipe(f"spoilt-{name}", route, tokens, dict(config)), where),
-        _Spoilt(own, where),
-        _Spoilt(float16, where),
+        _Spoilt(Recipe(f"spoilt-{name}", route, tokens, dict(config)), where, ExchangeStep(tokens="not finite")),
+        _Spoilt(own, where, ExpertsStep(tokens="not finite")),
+        _Spoilt(float16, where, ExpertsStep(tokens="not finite")),
     )
 
 
@@ -68,14 +70,13 @@ def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     for spoilt in _ALL:
         if profile == "quick" and spoilt.recipe.profile == "full":
             continue
-        own = spoilt.recipe.name.startswith("own-")
-        workload = recipes.exchange_workload(spoilt.recipe, "experts" if own else "probe", variant, layout)
+        workload = recipes.exchange_workload(spoilt.recipe, spoilt.run, variant, layout)
         E = workload.config.experts
         batches = tuple(
             tuple(_spoil(b, spoilt.where, E) if rank or layout.world == 1 else b for rank, b in enumerate(ranks))
             for ranks in workload.batches
         )
-        yield replace(workload, kind="spoilt experts" if own else "spoilt", batches=batches)
+        yield replace(workload, batches=batches)
 
 
 def _spoil(batch: Batch, where: Where, experts: int) -> Batch:
@@ -97,4 +98,6 @@ def _spoil(batch: Batch, where: Where, experts: int) -> Batch:
     return replace(batch, x_TD=x_TD, upstream=upstream_TD, ids_TK=ids_TK)
 
 
-CHAPTERS = (Chapter(("spoilt", "spoilt experts"), NAMES, draw, "every", SMALL),)
+CHAPTERS = (
+    Chapter((ExchangeStep(tokens="not finite"), ExpertsStep(tokens="not finite")), NAMES, draw, "every", SMALL),
+)

@@ -17,6 +17,7 @@ from moe_conformance.contract import Config, Routing
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.chapter import Chapter
 from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.runs import Script
 from moe_conformance.workloads.records.workload import Call, Padded, Ref, Workload
 from moe_conformance.workloads.selection.profiles import Profile
 
@@ -200,7 +201,7 @@ def _permutation(recipe: _Permute, variant: str, layout: Layout) -> Workload:
         padded = Padded(Ref(2, "rows_RD"), Ref(2, "counts_E"), tuple(_pairs(ids_TK, config.experts)))
         back = {"rows_RD": padded, "handle": Ref(2, "handle")}
         calls += [calls[0], Call("unpermute", (back,), (), (other_upstream,))]
-    return Workload(recipe.name, "permutation", config, layout, (), calls=tuple(calls))
+    return Workload(recipe.name, Script("permutation"), config, layout, (), calls=tuple(calls))
 
 
 def pads(workload: Workload) -> bool:
@@ -226,7 +227,7 @@ def _forms(name: str, ids: Ids, T: int, config: Config, layout: Layout) -> Workl
         Call("to_indices", ({"weights_TE": Ref(0, "weights_TE"), "map_TE": Ref(0, "map_TE")},)),
         Call("to_dense", ({"routing": Ref(1)},), (), ({"weights_TE": upstream_TE},)),
     )
-    return Workload(name, "routing_forms", config, layout, (), calls=calls)
+    return Workload(name, Script("routing_forms"), config, layout, (), calls=calls)
 
 
 def _reordering(name: str, counts_WN: Tensor, config: Config, layout: Layout) -> Workload:
@@ -240,7 +241,7 @@ def _reordering(name: str, counts_WN: Tensor, config: Config, layout: Layout) ->
         Call("to_source_major", ({"rows_RD": Ref(0), "counts_WN": counts_WN},)),
         Call("to_source_major", ({"rows_RD": rows[1], "counts_WN": counts_WN},), ("rows_RD",), (back,)),
     )
-    return Workload(name, "reordering", config, layout, (), calls=calls)
+    return Workload(name, Script("reordering"), config, layout, (), calls=calls)
 
 
 def _row_index(recipe: _Index, config: Config, layout: Layout) -> Workload:
@@ -264,7 +265,9 @@ def _row_index(recipe: _Index, config: Config, layout: Layout) -> Workload:
                 (back,),
             ),
         ]
-    return Workload(recipe.name, "row_index", config, layout, (), calls=tuple(calls))
+    return Workload(recipe.name, Script("row_index"), config, layout, (), calls=tuple(calls))
 
 
-CHAPTERS = (Chapter(("permutation", "routing_forms", "reordering", "row_index"), NAMES, corpus),)
+CHAPTERS = (
+    Chapter((Script("permutation"), Script("routing_forms"), Script("reordering"), Script("row_index")), NAMES, corpus),
+)

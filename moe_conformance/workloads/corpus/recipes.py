@@ -34,6 +34,7 @@ from moe_conformance.workloads.records.routes import (
     one_expert_if_odd,
     one_rank,
 )
+from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep
 from moe_conformance.workloads.records.workload import Asynchrony, Batch, Drawn, Lead, Twist, Workload
 from moe_conformance.workloads.selection.profiles import USUAL_RANKS, Profile, likened_layouts
 
@@ -310,8 +311,7 @@ def corpus(
     Raises:
         GoldenError: the golden is not there, or not as it was written.
     """
-    kinds: tuple[tuple[Literal["probe", "experts"], tuple[Recipe, ...]], ...] = (("probe", PROBE), ("experts", EXPERTS))
-    for kind, recipes in kinds:
+    for run, recipes in ((ExchangeStep(), PROBE), (ExpertsStep(), EXPERTS)):
         for recipe in (each for each in recipes if wanted(each.name)):
             if (profile == "quick" and recipe.profile == "full") or (recipe.needs_ep and layout.ep == 1):
                 continue
@@ -319,29 +319,29 @@ def corpus(
                 continue
             if layout.world > USUAL_RANKS and not recipe.wide:
                 continue
-            workload = exchange_workload(recipe, kind, variant, layout)
-            yield replace(workload, likened=profile) if _likened(recipe, kind, layout, profile) else workload
+            workload = exchange_workload(recipe, run, variant, layout)
+            yield replace(workload, likened=profile) if _likened(recipe, run, layout, profile) else workload
     golden = golden_workload(variant, layout) if wanted(GOLDEN) else None
     if golden is not None:
         yield golden
 
 
-def _likened(recipe: Recipe, kind: Literal["probe", "experts"], layout: Layout, profile: Profile) -> bool:
+def _likened(recipe: Recipe, run: ExchangeStep | ExpertsStep, layout: Layout, profile: Profile) -> bool:
     """Whether runs that must give the same are held against it on a layout.
 
     In the quick profile those of exchanges on layouts with etp are few: one recipe, whose variants take turns.
     """
     if recipe.likened not in ("quick", profile) or layout not in likened_layouts(profile):
         return False
-    return profile == "full" or kind == "experts" or layout.etp == 1 or recipe.alike
+    return profile == "full" or isinstance(run, ExpertsStep) or layout.etp == 1 or recipe.alike
 
 
-def exchange_workload(recipe: Recipe, kind: Literal["probe", "experts"], variant: str, layout: Layout) -> Workload:
+def exchange_workload(recipe: Recipe, run: ExchangeStep | ExpertsStep, variant: str, layout: Layout) -> Workload:
     """Draw the workload of a recipe for a variant on a layout."""
     beside: tuple[Workload, ...] = ()
     if recipe.interleaved:
         other = replace(recipe, name=f"{recipe.name}, the other", interleaved=False)
-        beside = (exchange_workload(other, kind, variant, layout),)
+        beside = (exchange_workload(other, run, variant, layout),)
     config = Config(variant=variant).changed(recipe.config)
     few = "experts" not in recipe.config and config.experts < 2 * layout.ep  # for two slots on one rank
     if recipe.experts_per_ep or config.experts % layout.ep or few:
@@ -357,18 +357,18 @@ def exchange_workload(recipe: Recipe, kind: Literal["probe", "experts"], variant
     def batch(microbatch: int, rank: int) -> Batch:
         generator = draw.generator(recipe.name, layout.name, turn(microbatch), rank)
         ids_TK = recipe.route(tokens[microbatch][rank], config, layout, generator)
-        if kind == "probe":
+        if isinstance(run, ExchangeStep):
             batch = draw.probe_batch(rank, microbatch, ids_TK, config, generator, odd=recipe.weights == "odd")
             return draw.alike(batch) if recipe.alike else batch
         real = draw.real_batch(ids_TK, config, generator)
         return replace(real, weights_TK=torch.ones_like(real.weights_TK)) if recipe.weights == "ones" else real
 
     parameters = {}
-    if kind == "experts":
+    if isinstance(run, ExpertsStep):
         parameters = draw.expert_parameters(config, draw.generator(recipe.name, layout.name, "experts"))
     return Workload(
         recipe.name,
-        kind,
+        run,
         config,
         layout,
         Drawn(tokens, batch),

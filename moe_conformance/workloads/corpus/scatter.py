@@ -17,6 +17,7 @@ from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.chapter import EP2, SINGLE, Chapter
 from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.runs import Script
 from moe_conformance.workloads.records.workload import Call, Workload
 from moe_conformance.workloads.selection.profiles import Profile
 
@@ -68,7 +69,7 @@ def _script(recipe: _Recipe, config: Config, layout: Layout) -> Workload:
     # A library may have no form in place, and refuse it: what is out of place is judged all the same.
     methods = ("add", "add_", "add", "add_")
     calls = tuple(Call(method, (given,) * layout.world, may_raise=method == "add_") for method in methods)
-    return Workload(recipe.name, "scatter_add", config, layout, (), calls=calls)
+    return Workload(recipe.name, Script("scatter_add"), config, layout, (), calls=calls)
 
 
-CHAPTERS = (Chapter(("scatter_add",), NAMES, scripts, quick=(SINGLE, EP2)),)
+CHAPTERS = (Chapter((Script("scatter_add"),), NAMES, scripts, quick=(SINGLE, EP2)),)

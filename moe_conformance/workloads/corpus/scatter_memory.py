@@ -17,6 +17,7 @@ from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.chapter import SINGLE, Chapter
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.memory import Laid, Relation, size
+from moe_conformance.workloads.records.runs import Script
 from moe_conformance.workloads.records.workload import Call, Mode, Root, Workload
 from moe_conformance.workloads.selection.profiles import Profile
 
@@ -155,7 +156,7 @@ def scripts(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload
     """Yield all scripts, on one rank."""
     if layout == SINGLE:
         for name, kind, calls in _names(profile):
-            yield Workload(name, kind, Config(variant=variant, hidden=_D), layout, (), calls=tuple(calls(kind)))
+            yield Workload(name, Script(kind), Config(variant=variant, hidden=_D), layout, (), calls=tuple(calls(kind)))
 
 
-CHAPTERS = (Chapter(("combine_add", "scatter_add"), NAMES, scripts, quick=(SINGLE,)),)
+CHAPTERS = (Chapter((Script("combine_add"), Script("scatter_add")), NAMES, scripts, quick=(SINGLE,)),)

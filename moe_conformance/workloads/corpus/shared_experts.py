@@ -25,6 +25,7 @@ from moe_conformance.workloads.corpus.recipes import EVEN, ONE_WITHOUT, SIX_IN_F
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.covering import pairwise
 from moe_conformance.workloads.records.half_precision import in_float16
+from moe_conformance.workloads.records.runs import LayerStep
 from moe_conformance.workloads.records.workload import Asynchrony, Batch, Drawn, Lead, ParameterKey, Twist, Workload
 from moe_conformance.workloads.selection.profiles import USUAL_RANKS, Profile
 
@@ -242,7 +243,7 @@ def _drawn(recipe: LayerRecipe, layout: Layout) -> Workload:
 
     return Workload(
         recipe.name,
-        "layer",
+        LayerStep(),
         config,
         layout,
         Drawn(tokens, batch),
@@ -359,11 +360,11 @@ def drop_margin(x_TD: Tensor, config: Config, parameters: dict[ParameterKey, Ten
 
 CHAPTERS = (
     Chapter(
-        ("layer",),
+        (LayerStep(),),
         tuple(recipe.name for recipe in LAYERS),
         layers,
         "every",
         (SINGLE, EP2, EP2_ETP2, TP2_EP2),
     ),
-    Chapter(("layer",), (REPEATED.name,), repeated, quick=(EP2,)),
+    Chapter((LayerStep(),), (REPEATED.name,), repeated, quick=(EP2,)),
 )

@@ -17,6 +17,7 @@ from moe_conformance.contract import Config, Padding, Routing, RoutingOptions
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.chapter import EP2, EP2_ETP2, SINGLE, TP2_EP2, Chapter
 from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.runs import ON_EXCHANGE, Script
 from moe_conformance.workloads.records.workload import Batch, Call, Workload
 from moe_conformance.workloads.selection.profiles import USUAL_RANKS, Profile
 
@@ -36,7 +37,7 @@ def _each(tokens: tuple[int, ...], layout: Layout) -> list[int]:
 
 def _counts(name: str, config: Config, layout: Layout, asked: tuple[tuple[int, ...], ...]) -> Workload:
     calls = tuple(Call("count", tuple({"tokens": T} for T in _each(tokens, layout))) for tokens in asked)
-    return Workload(name, "token_padding", config, layout, (), calls=calls)
+    return Workload(name, Script("token_padding"), config, layout, (), calls=calls)
 
 
 def _breaches(config: Config, layout: Layout) -> Workload:
@@ -48,7 +49,7 @@ def _breaches(config: Config, layout: Layout) -> Workload:
         tuple(batch(n, r, T) for r, T in enumerate(_each(tokens, layout))) for n, tokens in enumerate(_BREACHES)
     )
     calls = tuple(Call("step", tuple(map(partial(_given, config), each)), may_raise=True) for each in batches)
-    return Workload("bound-broken", "exchange", config, layout, batches, calls=calls)
+    return Workload("bound-broken", ON_EXCHANGE, config, layout, batches, calls=calls)
 
 
 def _given(config: Config, batch: Batch) -> dict[str, Any]:
@@ -104,7 +105,7 @@ def _sums(lengths: Sequence[int]) -> Tensor:
 
 def _packs(layout: Layout, variant: str) -> Iterator[Workload]:
     def script(name: str, calls: Iterable[Call]) -> Workload:
-        return Workload(name, "packing", Config(variant), layout, (), calls=tuple(calls))
+        return Workload(name, Script("packing"), Config(variant), layout, (), calls=tuple(calls))
 
     def lay_out(lengths: tuple[int, ...], cp: int, tp: int, split: bool) -> Call:
         given = {"lengths": lengths, "cp": cp, "tp": tp, "sequence_parallel": split}
@@ -173,7 +174,7 @@ def _masked(
     if layout.world > 1:
         lengths_of_others.append([(full_S, gaps_S)[rank % 2] for rank in range(layout.world)])
     calls = first + tuple(call for lengths in lengths_of_others for call in both(lengths))
-    return Workload(name, "masked_router", config, layout, (), parameters=parameters, calls=calls)
+    return Workload(name, Script("masked_router"), config, layout, (), parameters=parameters, calls=calls)
 
 
 LAID_OUT = ("packed-lengths", "packed-alike", "packed-alike-empty", "packed-flat")
@@ -203,11 +204,11 @@ def sequences(variant: str, layout: Layout, profile: Profile) -> Iterator[Worklo
 
 CHAPTERS = (
     Chapter(
-        ("token_padding", "exchange"),
+        (Script("token_padding"), ON_EXCHANGE),
         TOKEN_COUNTS,
         token_counts,
         "every",
         (SINGLE, EP2, EP2_ETP2, TP2_EP2),
     ),
-    Chapter(("packing", "masked_router"), SEQUENCES, sequences),
+    Chapter((Script("packing"), Script("masked_router")), SEQUENCES, sequences),
 )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from moe_conformance.workloads.corpus.chapter import TP2_EP2, Chapter
 from moe_conformance.workloads.corpus.recipes import Recipe, exchange_workload
 from moe_conformance.workloads.records import routes
 from moe_conformance.workloads.records.half_precision import drawn_in, in_float16
+from moe_conformance.workloads.records.runs import ON_EXCHANGE, ExchangeStep, ExpertsStep
 from moe_conformance.workloads.records.workload import Batch, Call, Workload
 from moe_conformance.workloads.selection.profiles import Profile
 
@@ -64,15 +64,11 @@ def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     """Yield them all where there are several tensor ranks."""
     if layout.tp == 1:
         return
-    kinds: tuple[tuple[Literal["probe", "experts"], str, tuple[Recipe, ...]], ...] = (
-        ("probe", "copies", PROBE),
-        ("experts", "copies experts", EXPERTS),
-    )
-    for like, kind, recipes in kinds:
+    for run, recipes in ((ExchangeStep(tokens="duplicated"), PROBE), (ExpertsStep(tokens="duplicated"), EXPERTS)):
         for recipe in drawn_in(profile, recipes):
             if recipe.needs_ep and layout.ep == 1:
                 continue
-            yield _copied(replace(exchange_workload(recipe, like, variant, layout), kind=kind))
+            yield _copied(exchange_workload(recipe, run, variant, layout))
     yield from _mismatched(variant, layout)
 
 
@@ -133,11 +129,11 @@ def odd_one_of(workload: Workload, group: tuple[int, ...]) -> int:
 
 
 def _mismatched(variant: str, layout: Layout) -> Iterator[Workload]:
-    blank = _copied(exchange_workload(Recipe("copies-differ", tokens=(7,)), "probe", variant, layout))
+    blank = _copied(exchange_workload(Recipe("copies-differ", tokens=(7,)), ExchangeStep(), variant, layout))
     (good,), config = blank.batches, blank.config
     for name, (_, change) in MISMATCHES.items():
         for where in ("", ONE_GROUP):
-            made = replace(blank, name=name + where, kind="exchange")
+            made = replace(blank, name=name + where, run=ON_EXCHANGE)
             differing = {odd_one_of(made, group) for group in groups_that_differ(made)}
             bad = tuple(
                 replace(batch, ids_TK=change(batch.ids_TK.clone(), config)) if rank in differing else batch
@@ -160,7 +156,7 @@ NAMES = (
 
 CHAPTERS = (
     Chapter(
-        ("copies", "copies experts", "exchange"),
+        (ExchangeStep(tokens="duplicated"), ExpertsStep(tokens="duplicated"), ON_EXCHANGE),
         NAMES,
         draw,
         "every",

@@ -19,6 +19,7 @@ from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.recipes import Recipe, exchange_workload
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.routes import anywhere, dropped
+from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep
 from moe_conformance.workloads.records.workload import Workload
 
 WORLDS = (8, 64, 256, 512)
@@ -149,6 +150,6 @@ def sparse(variant: str, layout: Layout) -> Iterator[Workload]:
 def _drawn(recipes: tuple[tuple[Recipe, ...], tuple[Recipe, ...]], variant: str, layout: Layout) -> Iterator[Workload]:
     probe, own = recipes
     for recipe in probe:
-        yield exchange_workload(recipe, "probe", variant, layout)
+        yield exchange_workload(recipe, ExchangeStep(), variant, layout)
     for recipe in own:
-        yield exchange_workload(recipe, "experts", variant, layout)
+        yield exchange_workload(recipe, ExpertsStep(), variant, layout)

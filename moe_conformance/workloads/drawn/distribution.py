@@ -17,6 +17,7 @@ from moe_conformance.workloads.drawn.freedom import Freedom
 from moe_conformance.workloads.drawn.router_strategies import LARGE
 from moe_conformance.workloads.drawn.strategies import MOST_SLOTS, weighing_dtype
 from moe_conformance.workloads.records.features import features, in_flight
+from moe_conformance.workloads.records.runs import DrawnStep, RouterStep
 from moe_conformance.workloads.records.workload import Batch, Workload
 
 
@@ -30,9 +31,9 @@ class Feature:
     refusable: bool = False  # it is in the configuration, and a backend may refuse to build that
 
 
-def required(kind: str, freedom: Freedom) -> tuple[Feature, ...]:
-    """Return the features that drawn workloads of a kind must have had, within what is allowed."""
-    return tuple(feature for feature in {"probe": PROBE, "route": ROUTE}[kind] if feature.allowed(freedom))
+def required(run: DrawnStep, freedom: Freedom) -> tuple[Feature, ...]:
+    """Return the features that drawn workloads of a run must have had, within what is allowed."""
+    return tuple(feature for feature in (ROUTE if isinstance(run, RouterStep) else PROBE) if feature.allowed(freedom))
 
 
 # ---- of every kind of workload --------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ Numbers are written in the shortest form that reads back to the same bits. `read
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor
 
 from moe_conformance.contract import Unsupported
+from moe_conformance.workloads.records.runs import ExchangeStep, RouterStep, Run
 from moe_conformance.workloads.records.workload import Batch, Workload
 
 FORMAT = 2
+KINDS: Mapping[Run, str] = {ExchangeStep(): "probe", RouterStep(): "route"}  # what is drawn, as files call it
 
 # What a drawn workload asks for; all other options of its config are at their defaults.
 ASKED = (
@@ -47,7 +50,7 @@ def to_json(workload: Workload) -> dict[str, Any]:
     asked |= {"dtype": _name(config.dtype), "routing.groups": config.routing.groups and list(config.routing.groups)}
     return {
         "format": FORMAT,
-        "kind": workload.kind,
+        "kind": KINDS[workload.run],
         "layout": {field.name: getattr(layout, field.name) for field in fields(layout)},
         "config": asked,
         "schedule": workload.schedule,
@@ -62,7 +65,7 @@ def describe(workload: Workload) -> list[str]:
     """Say in a few lines what a workload asks for and what it feeds."""
     config = workload.config
     asked = [f"E = {config.experts}", f"K = {config.top_k}", f"D = {config.hidden}", _name(config.dtype)]
-    if workload.kind == "route":
+    if workload.run == RouterStep():
         asked += [config.routing.score, *(["normalised"] if config.routing.normalise else [])]
         asked += [f"scale {config.routing.scale}"] if config.routing.scale != 1 else []
         asked += ["balancing bias"] if config.routing.balance_bias else []
@@ -73,7 +76,7 @@ def describe(workload: Workload) -> list[str]:
     lines = [f"drawn: {', '.join(asked)}, schedule {workload.schedule}"]
     for m, ranks in enumerate(workload.batches):
         for rank, batch in enumerate(ranks):
-            fed = f"{len(batch.x_TD)} tokens" if workload.kind == "route" else f"ids {batch.ids_TK.tolist()}"
+            fed = f"{len(batch.x_TD)} tokens" if workload.run == RouterStep() else f"ids {batch.ids_TK.tolist()}"
             lines.append(f"  microbatch {m}, rank {rank}: {fed}")
     return lines
 

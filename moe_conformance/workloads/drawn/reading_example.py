@@ -20,7 +20,7 @@ from torch import Tensor
 from moe_conformance.contract import Config, RoutingOptions
 from moe_conformance.reference.routing import selection
 from moe_conformance.topology import Layout
-from moe_conformance.workloads.drawn.example import ASKED, DTYPES, FORMAT
+from moe_conformance.workloads.drawn.example import ASKED, DTYPES, FORMAT, KINDS
 from moe_conformance.workloads.records import tags
 from moe_conformance.workloads.records.draw import weight_dtype
 from moe_conformance.workloads.records.workload import COLUMNS, Asynchrony, Batch, ParameterKey, Workload
@@ -68,7 +68,8 @@ def from_json(data: object) -> Workload:
     top = _object(data, "the workload", _FIELDS)
     if top["format"] != FORMAT:
         raise BadExample(f"its format is {top['format']!r}; this version reads format {FORMAT}")
-    kind = _one_of(top["kind"], "kind", ("probe", "route"))
+    kind = _one_of(top["kind"], "kind", tuple(KINDS.values()))
+    run = next(run for run, name in KINDS.items() if name == kind)
     layout = _layout(top["layout"])
     config = _config(top["config"], kind, layout)
     batches = _batches(top["batches"], kind, config, layout)
@@ -78,7 +79,7 @@ def from_json(data: object) -> Workload:
     if any(len(batch.x_TD) % COLUMNS[lead] for ranks in batches for batch in ranks):
         raise BadExample(f"lead: the tokens of a rank do not fill {COLUMNS[lead]} columns")
     asynchrony = _one_of(top["asynchrony"], "asynchrony", get_args(Asynchrony))
-    return Workload("replayed", kind, config, layout, batches, schedule, parameters, lead, asynchrony)
+    return Workload("replayed", run, config, layout, batches, schedule, parameters, lead, asynchrony)
 
 
 def _layout(data: object) -> Layout:

@@ -17,6 +17,7 @@ from moe_conformance.topology import Layout
 from moe_conformance.workloads.drawn.freedom import Freedom
 from moe_conformance.workloads.drawn.strategies import microbatches, require_allowed, schedules, token_counts
 from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.runs import RouterStep
 from moe_conformance.workloads.records.workload import Batch, Workload
 
 LARGE = 64.0  # a magnitude of tokens at which exponentials that are not held back overflow
@@ -65,7 +66,7 @@ def route_workloads(
     if manner.twins:
         router_ED = parameters["router", None]
         router_ED[1::2] = router_ED[: config.experts // 2 * 2 : 2]
-    workload = Workload("drawn", "route", config, layout, batches, schedule, parameters)
+    workload = Workload("drawn", RouterStep(), config, layout, batches, schedule, parameters)
     require_allowed(workload, limits, device)
     return workload
 

@@ -20,6 +20,7 @@ from moe_conformance.topology import Layout
 from moe_conformance.workloads.drawn.freedom import Freedom
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.features import broken
+from moe_conformance.workloads.records.runs import ExchangeStep
 from moe_conformance.workloads.records.workload import Batch, Workload
 
 MOST_SLOTS, MOST_HELD = 4, 4
@@ -61,7 +62,7 @@ def probe_workloads(
         tuple(_batch(draw_from, m, rank, T, config, manner) for rank, T in enumerate(draw_from(token_counts(freedom))))
         for m in microbatches(schedule)
     )
-    workload = Workload("drawn", "probe", config, layout, batches, schedule)
+    workload = Workload("drawn", ExchangeStep(), config, layout, batches, schedule)
     require_allowed(workload, limits, device)
     return workload
 

@@ -131,6 +131,14 @@ def expert_parameters(config: Config, draw: torch.Generator) -> dict[ParameterKe
     }
 
 
+def _spread(score: str, E: int) -> float:
+    """Return how far apart balance biases lie: so that neither they nor the scores decide every choice alone.
+
+    Logits, of which `softmax_topk` selects, differ by more than scores between 0 and 1; the E of a softmax add up to 1.
+    """
+    return {"softmax_topk": 3.0, "softmax": 0.6 * min(1.0, 8 / E)}.get(score, 0.6)
+
+
 def router_parameters(config: Config, draw: torch.Generator, *, bias: float, twins: bool) -> dict[ParameterKey, Tensor]:
     """Return the router's weight (E, D) and, where asked for, a balance bias large enough to change selections.
 
@@ -143,6 +151,7 @@ def router_parameters(config: Config, draw: torch.Generator, *, bias: float, twi
         weight_ED[1::2] = weight_ED[::2] * (1 + 2**-9)
     made: dict[ParameterKey, Tensor] = {("router", None): (weight_ED * config.hidden**-0.5).to(config.dtype)}
     if config.routing.balance_bias:
-        bias_E = (torch.rand(config.experts, generator=draw, dtype=torch.float64) - 0.5) * 0.6 + bias
+        spread = _spread(config.routing.score, config.experts)
+        bias_E = (torch.rand(config.experts, generator=draw, dtype=torch.float64) - 0.5) * spread + bias
         made["balance_bias", None] = bias_E.to(torch.float32)
     return made

@@ -11,6 +11,7 @@ from torch import Tensor
 from moe_conformance.contract import Limit, Routing
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus import misuse
+from moe_conformance.workloads.records.runs import ON_EXCHANGE, Script
 from moe_conformance.workloads.records.workload import FORWARD_ALONE, Call, Workload
 
 
@@ -33,7 +34,7 @@ def features(workload: Workload, device: str) -> dict[str, Any]:
         "halves_in_flight": halves_in_flight(workload.schedule),
         "steps": 1 + workload.twist.rehearsed + sum(item in ("S", "Z") for item in workload.schedule.split()),
         "deterministic": workload.twist.deterministic,
-        "wrong_use": workload.kind == "exchange" and _is_wrong_use(workload),
+        "wrong_use": workload.run == ON_EXCHANGE and _is_wrong_use(workload),
     }
 
 
@@ -216,11 +217,11 @@ def _most_open(schedule: str, opens: str, closes: str, passing: str = "") -> int
     return most
 
 
-_EXCHANGED_BY_CALLS = ("token_exchange", "places_exchange")  # kinds of scripts that pass bare tokens and ids
+_EXCHANGED_BY_CALLS = (Script("token_exchange"), Script("places_exchange"))  # bare tokens and ids are passed
 
 
 def _calls(workload: Workload) -> tuple[Call, ...]:
-    return workload.calls if workload.kind in _EXCHANGED_BY_CALLS else ()
+    return workload.calls if workload.run in _EXCHANGED_BY_CALLS else ()
 
 
 def _sizes(workload: Workload) -> list[set[int]]:

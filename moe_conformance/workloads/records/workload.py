@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
+from moe_conformance.workloads.records.runs import Run
 
 Asynchrony = Literal["plain", "poisoned", "watched"]
 Lead = Literal["flat", "two_dims", "three_columns"]
@@ -169,7 +170,6 @@ class Twist:
 
 
 FORWARD_ALONE = "NIU"  # what a schedule calls forwards that no backward follows
-ANSWERED_BY_IDENTITY = ("identity", "every bit")  # kinds whose experts return the very tensor that they receive
 
 
 @dataclass(frozen=True, repr=False)
@@ -184,13 +184,7 @@ class Workload:
     """
 
     name: str  # unique together with the variant and the layout
-    # probe: the suite's expert; experts: the backend's own; route: its router alone; layer: a whole one. "spoilt" and
-    # "spoilt experts" are the first two with tokens that are not finite, "copies" and "copies experts" with tokens that
-    # all ranks of a tp group hold; identity: experts that return the very tensor that they receive; "every
-    # bit": the same, with parts that are all or nothing where experts are cut; unasked: probe, where x or the weights
-    # ask for no gradient. With `calls`: a method of Session,
-    # or session, where they are calls on the session itself.
-    kind: str
+    run: Run
     config: Config
     layout: Layout
     batches: Sequence[tuple[Batch, ...]]
@@ -204,7 +198,7 @@ class Workload:
     lead: Lead = "flat"
     asynchrony: Asynchrony = "plain"
     memory: Literal["plain", "filled"] = "plain"
-    calls: tuple[Call, ...] = ()  # a script, in place of batches and a schedule: calls on the one surface `kind`
+    calls: tuple[Call, ...] = ()  # a script, in place of batches and a schedule: calls on the one surface of `run`
     twist: Twist = field(default_factory=Twist)
     likened: Literal["", "quick", "full"] = ""  # the profile in which runs that must give the same are compared with it
     routers: int = 1  # that are built where a router runs alone: forward m goes through router m modulo their number

@@ -6,6 +6,7 @@ from moe_conformance.judging.exchange.outputs import judge_outputs
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
+from moe_conformance.workloads.records.runs import ExchangeStep
 from moe_conformance.workloads.records.workload import Workload
 
 
@@ -14,13 +15,13 @@ def even(workload: Workload) -> bool:
     return workload.name == "even"
 
 
-@requirement("EXCH-05", kind="probe", when=even)
+@requirement("EXCH-05", run=ExchangeStep(), when=even)
 def test_outputs(reading: Reading, tally: Tally) -> None:
     """The output is right."""
     judge_outputs(reading, tally)
 
 
-@requirement("EXCH-09", kind="probe", when=even)
+@requirement("EXCH-09", run=ExchangeStep(), when=even)
 def test_finished(reading: Reading, tally: Tally) -> None:
     """Every rank finishes."""
     for rank in reading.ranks:

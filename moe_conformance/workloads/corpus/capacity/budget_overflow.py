@@ -15,6 +15,7 @@ from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.chapter import EP2, EP2_ETP2, Chapter
 from moe_conformance.workloads.corpus.recipes import ONE_WITHOUT, UNEVEN, Recipe, exchange_workload
 from moe_conformance.workloads.records.routes import one_rank
+from moe_conformance.workloads.records.runs import ExchangeStep
 from moe_conformance.workloads.records.workload import Batch, Workload
 from moe_conformance.workloads.selection.profiles import Profile
 
@@ -63,7 +64,7 @@ def overflows(variant: str, layout: Layout, profile: Profile) -> Iterator[Worklo
             recipe = replace(recipe, route=one_rank, needs_ep=True, config={"receive_buffer.factor": asked.factor})
         if recipe.needs_ep and layout.ep == 1:
             continue
-        workload = replace(exchange_workload(recipe, "probe", variant, layout), kind="overflow")
+        workload = exchange_workload(recipe, ExchangeStep(option="receive budget"), variant, layout)
         workload = replace(workload, config=workload.config.changed({"receive_buffer.overflow": asked.over}))
         if asked.factor is not None:
             yield workload
@@ -103,4 +104,4 @@ def busiest(config: Config, layout: Layout, ranks: tuple[Batch, ...]) -> int:
     return max(wanted)
 
 
-CHAPTERS = (Chapter(("overflow",), tuple(OVERFLOWS), overflows, "every", (EP2, EP2_ETP2)),)
+CHAPTERS = (Chapter((ExchangeStep(option="receive budget"),), tuple(OVERFLOWS), overflows, "every", (EP2, EP2_ETP2)),)

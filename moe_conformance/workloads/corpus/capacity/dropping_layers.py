@@ -11,6 +11,7 @@ from dataclasses import replace
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.chapter import EP2, EP2_ETP2, Chapter
 from moe_conformance.workloads.corpus.shared_experts import DROPPING, layer_workload
+from moe_conformance.workloads.records.runs import LayerStep
 from moe_conformance.workloads.records.workload import Workload
 from moe_conformance.workloads.selection.profiles import USUAL_RANKS, Profile
 
@@ -20,12 +21,12 @@ def dropping(variant: str, layout: Layout, profile: Profile) -> Iterator[Workloa
     if layout.world > USUAL_RANKS:
         return
     for recipe in DROPPING:
-        yield replace(layer_workload(recipe, variant, layout), kind="dropping_layer")
+        yield replace(layer_workload(recipe, variant, layout), run=LayerStep(drops=True))
 
 
 CHAPTERS = (
     Chapter(
-        ("dropping_layer",),
+        (LayerStep(drops=True),),
         tuple(recipe.name for recipe in DROPPING),
         dropping,
         "every",

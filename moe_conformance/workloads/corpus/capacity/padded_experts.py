@@ -7,7 +7,6 @@ exchange itself finds the capacity that drops nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from moe_conformance.workloads.corpus.chapter import EP2, EP2_EDP2, EP2_ETP2, TP
 from moe_conformance.workloads.corpus.recipes import BY_TURNS, ONE_WITHOUT, UNEVEN, Recipe, exchange_workload
 from moe_conformance.workloads.records.half_precision import drawn_in, in_float16
 from moe_conformance.workloads.records.routes import anywhere, one_expert
+from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep
 from moe_conformance.workloads.records.workload import Workload
 from moe_conformance.workloads.selection.profiles import Profile
 
@@ -85,9 +85,9 @@ EXPERTS = (
 def padded(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     """Yield the workloads of a variant on a layout."""
     for recipe in drawn_in(profile, PROBE):
-        yield replace(exchange_workload(recipe, "probe", variant, layout), kind="padded")
+        yield exchange_workload(recipe, ExchangeStep(option="capacity padding"), variant, layout)
     for recipe in EXPERTS:
-        yield exchange_workload(recipe, "experts", variant, layout)
+        yield exchange_workload(recipe, ExpertsStep(), variant, layout)
 
 
 def names() -> tuple[str, ...]:
@@ -97,7 +97,7 @@ def names() -> tuple[str, ...]:
 
 CHAPTERS = (
     Chapter(
-        ("padded", "experts"),
+        (ExchangeStep(option="capacity padding"), ExpertsStep()),
         names(),
         padded,
         "every",

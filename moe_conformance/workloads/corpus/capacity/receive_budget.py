@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from moe_conformance.workloads.corpus.chapter import EP2, EP2_ETP2, Chapter
 from moe_conformance.workloads.corpus.recipes import UNEVEN, Recipe, exchange_workload
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.routes import dropped, idle_rank
+from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep
 from moe_conformance.workloads.records.workload import Workload
 from moe_conformance.workloads.selection.profiles import Profile
 
@@ -87,11 +87,10 @@ OWN = (
 
 def budgets(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     """Yield the workloads of a variant on a layout, with the suite's experts and with the backend's own."""
-    recipes: tuple[tuple[Literal["probe", "experts"], tuple[Recipe, ...]], ...] = (("probe", BUDGETS), ("experts", OWN))
-    for kind, each in recipes:
+    for run, each in ((ExchangeStep(), BUDGETS), (ExpertsStep(), OWN)):
         for recipe in each:
             if layout.ep > 1 or not recipe.needs_ep:
-                yield exchange_workload(recipe, kind, variant, layout)
+                yield exchange_workload(recipe, run, variant, layout)
 
 
 def names() -> tuple[str, ...]:
@@ -99,4 +98,4 @@ def names() -> tuple[str, ...]:
     return tuple(recipe.name for recipe in (*BUDGETS, *OWN))
 
 
-CHAPTERS = (Chapter(("probe", "experts"), names(), budgets, "every", (EP2, EP2_ETP2)),)
+CHAPTERS = (Chapter((ExchangeStep(), ExpertsStep()), names(), budgets, "every", (EP2, EP2_ETP2)),)

@@ -17,6 +17,7 @@ from moe_conformance.workloads.corpus.chapter import EP2, SINGLE, TP2_EP2, Chapt
 from moe_conformance.workloads.corpus.routing.routers import ONE_WITHOUT, TOKENS
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.half_precision import drawn_in
+from moe_conformance.workloads.records.runs import RouterStep
 from moe_conformance.workloads.records.workload import Batch, Lead, ParameterKey, Workload
 from moe_conformance.workloads.selection.profiles import Profile
 
@@ -93,7 +94,9 @@ def capacities(variant: str, layout: Layout, profile: Profile) -> Iterator[Workl
             tuple(_batch(recipe, config, layout, microbatch, rank, parameters) for rank in range(layout.world))
             for microbatch in range(microbatches)
         )
-        yield Workload(recipe.name, "capacity", config, layout, batches, recipe.schedule, parameters, recipe.lead)
+        yield Workload(
+            recipe.name, RouterStep(capacity=True), config, layout, batches, recipe.schedule, parameters, recipe.lead
+        )
 
 
 def _parameters(recipe: CapacityRecipe, config: Config, layout: Layout) -> dict[ParameterKey, torch.Tensor]:
@@ -145,7 +148,7 @@ def others_change(workload: Workload) -> bool:
 
 CHAPTERS = (
     Chapter(
-        ("capacity",),
+        (RouterStep(capacity=True),),
         tuple(recipe.name for recipe in CAPACITIES),
         capacities,
         quick=(SINGLE, EP2, TP2_EP2),

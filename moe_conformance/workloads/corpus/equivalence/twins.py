@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moe_conformance.reference.permute.orders import relabel, relabel_parameters, reorder_slots
 from moe_conformance.topology import Layout
+from moe_conformance.workloads.records.runs import ExpertsStep
 from moe_conformance.workloads.records.workload import Batch, Lead, ParameterKey, Twist, Workload
 
 
@@ -103,7 +104,7 @@ def rows_of(sources: Sequence[tuple[int, int, int]], workload: Workload) -> Rows
 
 def _numbered(workload: Workload, numbers_E: Tensor) -> Mapping[ParameterKey, Tensor]:
     """Return the parameters under the experts' new numbers; a router has none to change."""
-    if workload.kind != "experts":
+    if workload.run != ExpertsStep():
         return workload.parameters
     experts = {(name, expert): value for (name, expert), value in workload.parameters.items() if expert is not None}
     return dict[ParameterKey, Tensor](relabel_parameters(experts, numbers_E).items())

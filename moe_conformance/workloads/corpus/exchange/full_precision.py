@@ -17,10 +17,11 @@ from moe_conformance.workloads.corpus.chapter import EP2, EP2_ETP2, SINGLE, TP2_
 from moe_conformance.workloads.corpus.recipes import UNEVEN, Recipe, exchange_workload
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.half_precision import drawn_in, in_float16
+from moe_conformance.workloads.records.runs import ExchangeStep
 from moe_conformance.workloads.records.workload import Batch, Workload
 from moe_conformance.workloads.selection.profiles import Profile
 
-KIND = "every bit"
+RUN = ExchangeStep(answered="identity of parts")
 IN_TURN = 3  # microbatch m has all bits in tokens (m = 0, 3, ..), in upstream gradients (1, ..) or in weights (2, ..)
 
 _TRAINED = "F0 B0 F1 B1 F2 B2"
@@ -39,12 +40,12 @@ NAMES = tuple(recipe.name for recipe in _RECIPES)
 def draw_all(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     """Yield the workloads of a variant on a layout."""
     for recipe in drawn_in(profile, _RECIPES):
-        workload = exchange_workload(recipe, "probe", variant, layout)
+        workload = exchange_workload(recipe, ExchangeStep(), variant, layout)
         batches = tuple(
             tuple(_batch(recipe.name, layout, m, rank, batch, workload) for rank, batch in enumerate(ranks))
             for m, ranks in enumerate(workload.batches)
         )
-        yield replace(workload, kind=KIND, batches=batches)
+        yield replace(workload, run=RUN, batches=batches)
 
 
 def _batch(name: str, layout: Layout, m: int, rank: int, routed: Batch, workload: Workload) -> Batch:
@@ -62,4 +63,4 @@ def _batch(name: str, layout: Layout, m: int, rank: int, routed: Batch, workload
     )[m % IN_TURN]
 
 
-CHAPTERS = (Chapter(("every bit",), NAMES, draw_all, "every", (SINGLE, EP2, EP2_ETP2, TP2_EP2)),)
+CHAPTERS = (Chapter((RUN,), NAMES, draw_all, "every", (SINGLE, EP2, EP2_ETP2, TP2_EP2)),)

@@ -12,6 +12,7 @@ from torch import Tensor
 from moe_conformance import stored_values
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
+from moe_conformance.workloads.records.runs import ExpertsStep
 from moe_conformance.workloads.records.workload import Batch, ParameterKey, Workload
 
 NAME = "own-golden-even"
@@ -35,7 +36,7 @@ def golden_workload(variant: str, layout: Layout) -> Workload | None:
     parameters: dict[ParameterKey, Tensor] = {
         (name, expert): inputs[name][expert].float() for name in _PARAMETERS for expert in range(E)
     }
-    return Workload(NAME, "experts", config, layout, (batches,), parameters=parameters, golden=CHAPTER)
+    return Workload(NAME, ExpertsStep(), config, layout, (batches,), parameters=parameters, golden=CHAPTER)
 
 
 @cache

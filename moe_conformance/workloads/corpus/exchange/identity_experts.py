@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 
@@ -12,6 +11,7 @@ from moe_conformance.workloads.corpus.chapter import EP2, EP2_EDP2, SINGLE, Chap
 from moe_conformance.workloads.corpus.recipes import UNEVEN, Recipe, exchange_workload
 from moe_conformance.workloads.records.half_precision import drawn_in, in_float16
 from moe_conformance.workloads.records.routes import dropped, one_expert
+from moe_conformance.workloads.records.runs import ExchangeStep
 from moe_conformance.workloads.records.workload import Workload
 from moe_conformance.workloads.selection.profiles import Profile
 
@@ -30,7 +30,7 @@ NAMES = tuple(recipe.name for recipe in _RECIPES)
 def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     """Yield the workloads of a layout on which experts are whole."""
     for recipe in drawn_in(profile, _RECIPES) if layout.etp == 1 else ():
-        yield replace(exchange_workload(recipe, "probe", variant, layout), kind="identity")
+        yield exchange_workload(recipe, ExchangeStep(answered="identity"), variant, layout)
 
 
-CHAPTERS = (Chapter(("identity",), NAMES, draw, "every", (SINGLE, EP2, EP2_EDP2)),)
+CHAPTERS = (Chapter((ExchangeStep(answered="identity"),), NAMES, draw, "every", (SINGLE, EP2, EP2_EDP2)),)

@@ -14,6 +14,7 @@ from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.chapter import EP2, EP2_EDP2, EP2_ETP2, SINGLE, Chapter
 from moe_conformance.workloads.corpus.recipes import Recipe, exchange_workload
+from moe_conformance.workloads.records.runs import ExchangeStep
 from moe_conformance.workloads.records.workload import Workload
 from moe_conformance.workloads.selection.profiles import Profile
 
@@ -64,12 +65,12 @@ def turned(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]
     for name, config in one_at_a_time(Config(variant=variant), KNOBS):
         changed = {option: value for option, value in config.options().items() if option != "variant"}
         recipe = Recipe(_workload_name(name), config=changed)
-        workload = exchange_workload(recipe, "probe", variant, layout)
-        yield replace(workload, kind="knob")
+        workload = exchange_workload(recipe, ExchangeStep(), variant, layout)
+        yield replace(workload, run=ExchangeStep(option="any"))
 
 
 def _workload_name(name: str) -> str:
     return f"knob-{name.replace('_', '-').lower()}"
 
 
-CHAPTERS = (Chapter(("knob",), names(), turned, "every", (SINGLE, EP2, EP2_ETP2, EP2_EDP2)),)
+CHAPTERS = (Chapter((ExchangeStep(option="any"),), names(), turned, "every", (SINGLE, EP2, EP2_ETP2, EP2_EDP2)),)

@@ -9,10 +9,11 @@ from typing import Literal
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.chapter import EP2, Chapter
 from moe_conformance.workloads.corpus.recipes import ONE_WITHOUT, Recipe, exchange_workload
+from moe_conformance.workloads.records.runs import ExchangeStep
 from moe_conformance.workloads.records.workload import Twist, Workload
 from moe_conformance.workloads.selection.profiles import Profile
 
-KIND = "unasked"
+RUN = ExchangeStep(unasked=True)
 
 _RECIPES: tuple[tuple[Literal["x", "weights"], Recipe], ...] = (
     ("x", Recipe("unasked-x-even")),
@@ -27,8 +28,8 @@ def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     """Yield the workloads of a variant on a layout."""
     for name, recipe in _RECIPES:
         if profile == "full" or recipe.profile == "quick":
-            workload = exchange_workload(recipe, "probe", variant, layout)
-            yield replace(workload, kind=KIND, twist=Twist(unasked=(name,)))
+            workload = exchange_workload(recipe, RUN, variant, layout)
+            yield replace(workload, twist=Twist(unasked=(name,)))
 
 
-CHAPTERS = (Chapter((KIND,), NAMES, draw, "every", (EP2,)),)
+CHAPTERS = (Chapter((RUN,), NAMES, draw, "every", (EP2,)),)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.chapter import Chapter
+from moe_conformance.workloads.records.runs import ON_SESSION
 from moe_conformance.workloads.records.workload import Call, Workload
 from moe_conformance.workloads.selection.profiles import Profile
 
@@ -36,7 +37,7 @@ def _workload(name: str, configs: list[Config], surfaces: tuple[str, ...], layou
         (surface, {"config": config}) for config in configs for surface in surfaces
     ]
     calls = tuple(Call(surface, (given,) * layout.world, may_raise=True) for surface, given in asked)
-    return Workload(name, "session", Config(variant=configs[0].variant), layout, (), calls=calls)
+    return Workload(name, ON_SESSION, Config(variant=configs[0].variant), layout, (), calls=calls)
 
 
-CHAPTERS = (Chapter(("session",), NAMES, corpus, variants="every"),)
+CHAPTERS = (Chapter((ON_SESSION,), NAMES, corpus, variants="every"),)

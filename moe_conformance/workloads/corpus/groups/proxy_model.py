@@ -23,6 +23,7 @@ from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus import shared_experts
 from moe_conformance.workloads.corpus.chapter import EP2_EDP2, TP2_EP2, Chapter
 from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.runs import ProxyModelStep
 from moe_conformance.workloads.records.workload import Batch, ParameterKey, Workload
 from moe_conformance.workloads.selection.profiles import Profile
 
@@ -125,7 +126,7 @@ def _drawn(recipe: ProxyRecipe, config: Config, layout: Layout, generator: torch
         return Batch(normal(T, D), none.long(), none, normal(T, D))
 
     batches = tuple(tuple(batch(m, rank) for rank in range(layout.world)) for m in range(recipe.microbatches))
-    return Workload(recipe.name, "proxy", config, layout, batches, "", parameters)
+    return Workload(recipe.name, ProxyModelStep(), config, layout, batches, "", parameters)
 
 
-CHAPTERS = (Chapter(("proxy",), NAMES, proxies, "every", (EP2_EDP2, TP2_EP2)),)
+CHAPTERS = (Chapter((ProxyModelStep(),), NAMES, proxies, "every", (EP2_EDP2, TP2_EP2)),)

@@ -16,6 +16,7 @@ from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.chapter import EP2, SINGLE, Chapter
 from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.runs import RouterStep
 from moe_conformance.workloads.records.workload import Batch, ParameterKey, Workload
 from moe_conformance.workloads.selection.profiles import Profile
 
@@ -89,7 +90,7 @@ def extremes(variant: str, layout: Layout, profile: Profile) -> Iterator[Workloa
             batches = (rest, tuple(_spoil(each, recipe.spoilt) for each in given), rest)
             schedule = "F0 F1 F2"
         parameters = _parameters(config, recipe.masked, draw.generator(recipe.name, layout.name, "router"))
-        yield Workload(recipe.name, "extreme", config, layout, batches, schedule, parameters)
+        yield Workload(recipe.name, RouterStep(logits="extreme"), config, layout, batches, schedule, parameters)
 
 
 def _parameters(config: Config, masked: tuple[int, ...], generator: torch.Generator) -> dict[ParameterKey, Tensor]:
@@ -146,4 +147,4 @@ def _rest(batch: Batch) -> Batch:
     return Batch(batch.x_TD[kept], batch.ids_TK[kept], batch.weights_TK[kept], batch.upstream[kept])
 
 
-CHAPTERS = (Chapter(("extreme",), names(), extremes, quick=(SINGLE, EP2)),)
+CHAPTERS = (Chapter((RouterStep(logits="extreme"),), names(), extremes, quick=(SINGLE, EP2)),)

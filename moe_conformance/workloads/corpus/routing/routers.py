@@ -12,6 +12,7 @@ from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.routing import model_sizes
 from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.runs import RouterStep
 from moe_conformance.workloads.records.workload import Batch, Twist, Workload
 from moe_conformance.workloads.selection.profiles import Profile, likened_layouts
 
@@ -121,7 +122,7 @@ def routing_corpus(variant: str, layout: Layout, profile: Profile = "quick") -> 
             parameters["balance_bias", None] = recipe.bias + 2.0**-13 * steps_E.float()
         likened: Literal["", "quick"] = "quick" if recipe.likened and layout in likened_layouts("quick") else ""
         twist = Twist(rehearsed=recipe.rehearsed)
-        run = (recipe.name, "route", config, layout, batches, recipe.schedule, parameters)
+        run = (recipe.name, RouterStep(), config, layout, batches, recipe.schedule, parameters)
         yield Workload(*run, twist=twist, likened=likened)
 
 

@@ -15,6 +15,7 @@ from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.chapter import Chapter
 from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.runs import Script
 from moe_conformance.workloads.records.workload import Call, Workload
 from moe_conformance.workloads.selection.profiles import Profile
 
@@ -122,7 +123,7 @@ def corpus(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]
             Call("is_local", ({"members": members, "domain_of": domains, "visible_devices": devices},))
             for members, devices in groups
         )
-        yield Workload(name, "transport", Config(variant=variant), layout, (), calls=calls)
+        yield Workload(name, Script("transport"), Config(variant=variant), layout, (), calls=calls)
 
 
 def _layout(recipe: _Recipe, variant: str, layout: Layout) -> Workload:
@@ -137,7 +138,7 @@ def _layout(recipe: _Recipe, variant: str, layout: Layout) -> Workload:
         node_of_W = node_of_W.reshape(len(recipe.nodes), -1).T.reshape(-1)
     owner_E: Tensor = torch.tensor(recipe.owners(recipe.experts, len(node_of_W)))
     given = {"ids_TK": ids_TK, "owner_E": owner_E, "node_of_W": node_of_W}
-    return Workload(recipe.name, "dispatch_layout", config, layout, (), calls=(Call("__call__", (given,)),))
+    return Workload(recipe.name, Script("dispatch_layout"), config, layout, (), calls=(Call("__call__", (given,)),))
 
 
-CHAPTERS = (Chapter(("dispatch_layout", "transport"), NAMES, corpus),)
+CHAPTERS = (Chapter((Script("dispatch_layout"), Script("transport")), NAMES, corpus),)

@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus import recipes
 from moe_conformance.workloads.corpus.chapter import SMALL, Chapter
-from moe_conformance.workloads.corpus.token_exchange.handles import KIND, Drawing, Tokens
+from moe_conformance.workloads.corpus.token_exchange.handles import RUN, Drawing, Tokens
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.workload import Workload
 from moe_conformance.workloads.selection.profiles import Profile
@@ -80,7 +80,7 @@ SCRIPTS: dict[str, Callable[[Drawing], Workload]] = {
 def scripts(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     """Yield the scripts of a variant on a layout."""
     for name, write in SCRIPTS.items():
-        yield write(Drawing(name, variant, layout, KIND))
+        yield write(Drawing(name, variant, layout, RUN))
 
 
-CHAPTERS = (Chapter(("token_exchange",), tuple(SCRIPTS), scripts, quick=SMALL),)
+CHAPTERS = (Chapter((RUN,), tuple(SCRIPTS), scripts, quick=SMALL),)

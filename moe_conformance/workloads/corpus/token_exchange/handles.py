@@ -20,10 +20,11 @@ from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus import recipes
 from moe_conformance.workloads.corpus.chapter import SMALL, Chapter
 from moe_conformance.workloads.records import draw, routes
+from moe_conformance.workloads.records.runs import Script
 from moe_conformance.workloads.records.workload import Answered, Batch, Call, Ref, Workload
 from moe_conformance.workloads.selection.profiles import Profile
 
-KIND = "token_exchange"
+RUN = Script("token_exchange")
 MOST_COPIES = 8  # of a row in a sum: a token goes to no more ranks
 
 
@@ -61,9 +62,9 @@ class Tokens:
 class Drawing:
     """Draws the tokens of a script: on other ranks and in other dispatches other ones."""
 
-    def __init__(self, name: str, variant: str, layout: Layout, kind: str = KIND) -> None:
+    def __init__(self, name: str, variant: str, layout: Layout, run: Script = RUN) -> None:
         """Choose the config; four experts for each ep coordinate."""
-        self.name, self.layout, self.kind = name, layout, kind
+        self.name, self.layout, self.run = name, layout, run
         experts = 4 * layout.ep
         self.memory: Literal["plain", "filled"] = "plain"
         self.config = Config(variant, experts=experts, top_k=min(3, experts), hidden=40)
@@ -110,7 +111,7 @@ class Drawing:
 
     def workload(self, *calls: Call) -> Workload:
         """Return the script."""
-        return Workload(self.name, self.kind, self.config, self.layout, (), memory=self.memory, calls=calls)
+        return Workload(self.name, self.run, self.config, self.layout, (), memory=self.memory, calls=calls)
 
 
 def significant_bits(dtype: torch.dtype) -> int:
@@ -247,4 +248,4 @@ def scripts(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload
         yield write(Drawing(name, variant, layout))
 
 
-CHAPTERS = (Chapter(("token_exchange",), (*SCRIPTS, *IN_FLOAT16), scripts, quick=SMALL),)
+CHAPTERS = (Chapter((RUN,), (*SCRIPTS, *IN_FLOAT16), scripts, quick=SMALL),)

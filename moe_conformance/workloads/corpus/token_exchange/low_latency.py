@@ -15,10 +15,11 @@ from moe_conformance.workloads.corpus import recipes
 from moe_conformance.workloads.corpus.chapter import SMALL, Chapter
 from moe_conformance.workloads.corpus.token_exchange.handles import Drawing, Tokens
 from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.runs import Script
 from moe_conformance.workloads.records.workload import Call, Filled, Ref, Workload
 from moe_conformance.workloads.selection.profiles import Profile
 
-KIND = "places_exchange"
+RUN = Script("places_exchange")
 BITS = 12  # more than bfloat16 and float16 have
 
 
@@ -88,7 +89,7 @@ SCRIPTS: dict[str, Callable[[Drawing], Workload]] = {
 def scripts(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     """Yield the scripts of a variant on a layout."""
     for name, write in SCRIPTS.items():
-        yield write(Drawing(name, variant, layout, KIND))
+        yield write(Drawing(name, variant, layout, RUN))
 
 
-CHAPTERS = (Chapter(("places_exchange",), tuple(SCRIPTS), scripts, quick=SMALL),)
+CHAPTERS = (Chapter((RUN,), tuple(SCRIPTS), scripts, quick=SMALL),)

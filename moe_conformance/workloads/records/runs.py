@@ -1,0 +1,140 @@
+"""What a workload runs: a few types, each of which names its scenario; what varies within a type is a field.
+
+A check asks for one of these values and reads the workloads whose `run` is equal to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+Scenario = Literal["training step", "proxy model", "script"]
+Tokens = Literal["distinct", "not finite", "duplicated"]
+
+
+@dataclass(frozen=True)
+class ExchangeStep:
+    """Training steps of the backend's exchange, with experts of the suite.
+
+    The experts are the probe, or return the very tensor that they receive ("identity"); with "identity of parts" the
+    parts of experts that are cut are all or nothing. All ranks of a tp group hold the same tokens where these are
+    "duplicated". With `unasked` x or the weights ask for no gradient, as the workload's twist names them. An `option`
+    of the config is on trial, so that only the checks of that option read the run.
+    """
+
+    scenario: ClassVar[Scenario] = "training step"
+    answered: Literal["probe", "identity", "identity of parts"] = "probe"
+    tokens: Tokens = "distinct"
+    unasked: bool = False
+    option: Literal["", "capacity padding", "packing", "receive budget", "any"] = ""
+
+    def __str__(self) -> str:
+        """For example `exchange with the probe, tokens not finite`."""
+        words = [f"exchange with the {self.answered}"]
+        words += [f"tokens {self.tokens}"] if self.tokens != "distinct" else []
+        words += ["gradients unasked"] if self.unasked else []
+        words += [f"option: {self.option}"] if self.option else []
+        return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class ExpertsStep:
+    """Training steps of the backend's exchange, with the backend's own experts."""
+
+    scenario: ClassVar[Scenario] = "training step"
+    tokens: Tokens = "distinct"
+
+    def __str__(self) -> str:
+        """For example `experts, tokens duplicated`."""
+        return "experts" if self.tokens == "distinct" else f"experts, tokens {self.tokens}"
+
+
+@dataclass(frozen=True)
+class RouterStep:
+    """Training steps of the backend's router alone.
+
+    One with a `capacity` is asked without it as well. Forced routing has chosen experts ("routes"), has them drawn or
+    dealt, without gradients ("draws"), or has logits of -inf ("masked").
+    """
+
+    scenario: ClassVar[Scenario] = "training step"
+    capacity: bool = False
+    logits: Literal["usual", "extreme"] = "usual"
+    forced: Literal["", "routes", "draws", "masked"] = ""
+
+    def __str__(self) -> str:
+        """For example `router, capacity`."""
+        words = ["router"]
+        words += ["capacity"] if self.capacity else []
+        words += [f"{self.logits} logits"] if self.logits != "usual" else []
+        words += [f"forced {self.forced}"] if self.forced else []
+        return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class LayerStep:
+    """Training steps of a whole layer, which `drops` tokens or not."""
+
+    scenario: ClassVar[Scenario] = "training step"
+    drops: bool = False
+
+    def __str__(self) -> str:
+        """Say `layer`, and whether it drops."""
+        return "layer, dropping" if self.drops else "layer"
+
+
+@dataclass(frozen=True)
+class ProxyModelStep:
+    """A training step of a small model around a layer."""
+
+    scenario: ClassVar[Scenario] = "proxy model"
+
+    def __str__(self) -> str:
+        """Say what it is."""
+        return "proxy model"
+
+
+@dataclass(frozen=True)
+class Script:
+    """Calls on one surface, which the method of Session that `surface` names builds.
+
+    On the surface "exchange" calls are steps, or their halves, with the suite's experts between them; on "session" they
+    are those of the session itself, and build surfaces; on "training_routers" each is a step of a trainer.
+    """
+
+    scenario: ClassVar[Scenario] = "script"
+    surface: str
+
+    def __str__(self) -> str:
+        """Name the surface."""
+        return self.surface
+
+
+Run = ExchangeStep | ExpertsStep | RouterStep | LayerStep | ProxyModelStep | Script
+DrawnStep = ExchangeStep | RouterStep
+
+ON_EXCHANGE, ON_SESSION = Script("exchange"), Script("session")
+ON_TRAINING_ROUTERS = Script("training_routers")
+
+
+@dataclass(frozen=True)
+class DrawnRuns:
+    """What a check asks for that has Hypothesis draw its workloads."""
+
+    of: DrawnStep
+
+    def __str__(self) -> str:
+        """For example `drawn: router`."""
+        return f"drawn: {self.of}"
+
+
+@dataclass(frozen=True)
+class GroupAnswers:
+    """What a check asks for that reads no run, but what the backend answers about its process groups."""
+
+    def __str__(self) -> str:
+        """Say what it is."""
+        return "groups"
+
+
+Asked = Run | DrawnRuns | GroupAnswers
