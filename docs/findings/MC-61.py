@@ -1,4 +1,7 @@
-"""MC-61: the sequence loss divides the counts of ragged sequences by their mean length. Exits 1 while the finding is there."""
+"""MC-61: the sequence loss divides the counts of ragged sequences by their mean length.
+
+Exits 1 while the finding is there.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""MC-64: with calculate_per_token_loss a loss enters with the tokens of one tp rank. Exits 1 while the finding is there."""
+"""MC-64: with calculate_per_token_loss a loss enters with the tokens of one tp rank.
+
+Exits 1 while the finding is there.
+"""
 
 from __future__ import annotations
 
