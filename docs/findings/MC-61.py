@@ -65,7 +65,6 @@ together = reported(x, padding)
 alone = [reported(x[:, :1], padding[:, :1]), reported(x[:2, 1:], padding[:2, 1:])]
 mean = sum(alone) / 2
 print(f"observed: the sequence loss of sequences of 6 and 2 tokens is {together:.4f}")
-print(
-    f"expected: the sequence loss of sequences of 6 and 2 tokens is {mean:.4f}, the mean of {alone[0]:.4f} and {alone[1]:.4f}"
-)
+of = f"the mean of {alone[0]:.4f} and {alone[1]:.4f}"
+print(f"expected: the sequence loss of sequences of 6 and 2 tokens is {mean:.4f}, {of}")
 sys.exit(int(abs(together - mean) > 1e-4))

@@ -73,6 +73,8 @@ def _of_rank(part: Part, number: int) -> int:
 
 def main_slope_bound(steps: Steps, part: Part) -> Tensor:
     """Return what the gradient of the main loss in the logits of a part may be off, (T, E)."""
+    if not bool(part.upstream_TK.any()):
+        return torch.zeros_like(part.logits_TE)
     ids_TK = part.ids_TK.clamp_min(0)
     w_TK = steps.weigh(part)(part.logits_TE)
     through_TK = (w_TK * part.upstream_TK).abs()

@@ -245,7 +245,17 @@ class Steps:
 
     def main_slope(self, part: Part) -> Tensor:
         """Return what the upstream gradient of the routing weights leaves in the logits, (T, E)."""
-        return scaling.attached_gradient(part.logits_TE, self.weigh(part), part.upstream_TK, [])
+        if not bool(part.upstream_TK.any()):
+            return torch.zeros_like(part.logits_TE)
+        if id(part) not in self._main_slopes:
+            slope_TE = scaling.attached_gradient(part.logits_TE, self.weigh(part), part.upstream_TK, [])
+            self._main_slopes[id(part)] = slope_TE
+        return self._main_slopes[id(part)]
+
+    @cached_property
+    def _main_slopes(self) -> dict[int, Tensor]:
+        """What is computed of `main_slope`, by the identity of the part."""
+        return {}
 
     def loss_gradient(self, name: str) -> Tensor:
         """Return the finished gradient of one loss in the router's weight, (E, D)."""
