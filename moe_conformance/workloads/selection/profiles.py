@@ -80,10 +80,10 @@ def beside(profile: Profile) -> dict[Layout, tuple[str, ...]]:
     copies, routers, losses and forced biases where groups have the same ranks on all quick layouts, such as tp and ep,
     or dp and dp x cp.
     """
-    losses = ("losses-auxiliary", "losses-sequence", "losses-global", "losses-z", "losses-uneven", "losses-per-token")
+    losses = ("losses-auxiliary", "losses-z", "losses-uneven", "losses-per-token")
     some = {
         Layout(4, cp=2, ep=2): ("gaps-uneven", "own-even", "route-softmax", "shared-even", *losses),
-        Layout(4, tp=2, cp=2): losses,
+        Layout(4, tp=2, cp=2): ("losses-sequence", "losses-global", "losses-uneven"),
         Layout(4, etp=2): ("own-even",),
         Layout(4, tp=2, ep=4): ("shared-even", "copies-even", "forced-bias-alone"),
     }
