@@ -67,6 +67,19 @@ class Claims:
     noise: Literal["no", "training"] = "no"
     # A capacity that drops nothing is rounded up to a multiple of tp, whose ranks share the rows (DROP-08).
     capacity_over: Literal["tp"] | None = None
+    # What finished gradients hold of the losses of M microbatches and dp groups (LOSS-06, LOSS-08, LOSS-11): the
+    # mean, or the sum, as of the main loss of this backend.
+    loss_gradients: Literal["mean", "sum"] = "mean"
+    # f_e of an auxiliary loss (LOSS-01). slots: the share of the routed slots, all f_e add up to 1; tokens: slots per
+    # token, all f_e add up to K, and the loss is K times as large.
+    loss_fractions: Literal["slots", "tokens"] = "slots"
+    # A reported loss is divided by its coefficient, or not (LOSS-19).
+    reported_losses: Literal["divided", "with_coefficient"] = "divided"
+    # A reported z-loss is the same on all ranks, or that of a rank's own tokens, of which the mean over ranks is it
+    # (LOSS-19).
+    reported_z: Literal["same", "own"] = "same"
+    # A global loss counts slots of the microbatches of the step so far, or of the present one alone (LOSS-07).
+    global_counts: Literal["step", "microbatch"] = "step"
     # Token counts are padded to a common number, as `Config.padding.tokens`; also where it is not configured, if the
     # exchange cannot work otherwise (PACK-02, PACK-13).
     padding: Literal["no", "group_max", "bound"] = "no"

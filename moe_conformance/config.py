@@ -163,6 +163,26 @@ class ReceiveBuffer:
 
 
 @dataclass(frozen=True)
+class Losses:
+    """`Config.losses`: coefficients of what trains a router beside the main loss, 0 for none. Read by routers."""
+
+    auxiliary: float = 0.0  # E sum_e f_e P_e of a microbatch, f of its K choices per token, P of its scores
+    sequence: float = 0.0  # the same of each sequence of a microbatch, averaged
+    global_batch: float = 0.0  # f over all data parallel ranks and the microbatches of the step so far
+    first_choice: float = 0.0  # as auxiliary, f of the first choice of each token (GShard)
+    z: float = 0.0  # mean over tokens of the squared logarithm of the sum of exponentials of the logits
+    per_token: bool = False  # finished gradients are divided by the number of valid tokens of the step
+    recompute: bool = False  # activation recomputation of the router
+    layers: int = 1  # routers of the model, one per MoE layer
+    dense_layers: int = 0  # layers of the model without a router, before those with one
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a value that is not allowed."""
+        coefficients = ("auxiliary", "sequence", "global_batch", "first_choice", "z")
+        _check(self, "losses.", **dict.fromkeys(coefficients, 0), layers=1, dense_layers=0)
+
+
+@dataclass(frozen=True)
 class Config:
     """One configuration, the same for every backend. A value that its annotation does not allow raises ValueError.
 
@@ -183,6 +203,7 @@ class Config:
     capacity: Capacity = Capacity()
     padding: Padding = Padding()
     receive_buffer: ReceiveBuffer = ReceiveBuffer()
+    losses: Losses = Losses()
     token_copies: bool = False  # tp > 1 without sequence parallelism: the tp ranks hold the same tokens, counted once
     wire: Literal["plain", "float8"] = "plain"  # float8: fp8 dispatch, hidden states are sent in eight bits with scales
     extra: tuple[tuple[str, Any], ...] = ()  # options of one backend, under the library's own names

@@ -5,7 +5,7 @@ The rules and the letters of `contract` hold; a surface that is not overridden i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -268,6 +268,49 @@ class MaskedRouter(Parametrised, Resolved, Protocol):
         """Return the routing of x; the mask, bool (T,), is True at padding. `counts_E` is the load without padding."""
 
 
+@dataclass(frozen=True)
+class Trained:
+    """What the routers of a model return for one microbatch, in the order of layers."""
+
+    routed: tuple[Routed, ...]
+    loss: Tensor | None = None  # (): the losses that are returned, for the caller to add; None: they are attached
+
+
+class TrainingRouters(Parametrised, Resolved, Protocol):
+    """The routers of a model with the losses that train them (`Config.losses`), one per MoE layer.
+
+    A microbatch is what the tp x cp ranks process together: every rank has its own part of S positions of B sequences,
+    S the same on all of these ranks. `named` yields "router" with the number of the layer, from 0, in place of an
+    expert id, and so "balance_bias". It claims `loss_gradients`, `loss_fractions`, `reported_losses`, `reported_z` and
+    `global_counts`.
+
+    A loss is attached (the backward through the routing weights adds its gradient, whatever gradient they have) or
+    returned. Both in training only, and only where gradients are recorded.
+    """
+
+    def train(self, mode: bool = True) -> object:
+        """Switch between training and evaluation, as `nn.Module` does; what is built is in training."""
+
+    def begin_step(self, microbatches: int, scale: float) -> None:
+        """Begin a step of that many microbatches, whose main loss is multiplied by `scale`: attached losses are too."""
+
+    def __call__(self, x: tuple[Tensor, ...], padding_mask_T: Tensor | None) -> Trained:
+        """Return the routing of x (S, B, D) of every layer; the mask, bool (S * B,), is True at padding."""
+
+    def finish(self, tokens: int) -> None:
+        """Do what the trainer does between the last backward and the optimizer step; collective.
+
+        `tokens` is the number of valid tokens of this rank's tp group in all microbatches of the step, by which
+        gradients are divided, summed over dp and cp, if `Config.losses.per_token`.
+        """
+
+    def report(self) -> Mapping[str, Tensor]:
+        """Return the loss, (), of the microbatches since the last report, by option of `Config.losses`; collective.
+
+        The mean over microbatches, data parallel groups and layers with a router, the same on all ranks.
+        """
+
+
 class Session(contract.Session):
     """A session with optional surfaces: override the methods of those that the backend has."""
 
@@ -282,6 +325,10 @@ class Session(contract.Session):
     def masked_router(self, config: Config) -> MaskedRouter:
         """Build a router with a padding mask; collective."""
         raise Unsupported("this backend offers no router that is told of padding")
+
+    def training_routers(self, config: Config) -> TrainingRouters:
+        """Build the routers of a model with their losses; collective. It reads routing, capacity and losses."""
+        raise Unsupported("this backend offers no router with losses")
 
     def layer(self, config: Config) -> Layer:
         """Build a whole layer: router, exchange, experts and shared experts; collective."""

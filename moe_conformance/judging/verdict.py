@@ -13,7 +13,7 @@ from typing import Literal
 
 from moe_conformance.scenarios.outcome import Outcome
 
-Stage = Literal["route", "dispatch", "experts", "combine", "gradient", "finish", "groups", "run"]
+Stage = Literal["route", "dispatch", "experts", "combine", "gradient", "finish", "groups", "run", "loss"]
 
 
 @dataclass
@@ -121,6 +121,10 @@ class WrongOutput(Mismatch):
 
 class WrongGradient(Mismatch):
     """A gradient element has another value."""
+
+
+class WrongLoss(Mismatch):
+    """A loss has another value than the one that is reported or returned."""
 
 
 class AbsentGradient(Mismatch):

@@ -23,6 +23,7 @@ from moe_conformance.scenarios.proof import refused_by
 from moe_conformance.scenarios.reported import claims_of, shown_of, without_noise
 from moe_conformance.scenarios.sessions import Opened, build, opened
 from moe_conformance.scenarios.tensors import same_bytes, to_cpu
+from moe_conformance.scenarios.training import TrainedRouters
 from moe_conformance.scenarios.unfilled import spoil_unfilled
 from moe_conformance.workloads.records import runs
 from moe_conformance.workloads.records.memory import Laid, lay
@@ -73,6 +74,7 @@ class Script:
             local_experts=tuple(getattr(surface, "local_experts", ())),
             resolved=shown_of([surface], claims),
             claims=claims,
+            loss_convention=kept.session.loss_convention,
             phases=tuple(self.phases),
         )
 
@@ -86,6 +88,8 @@ class Script:
             for call in self.workload.calls:
                 if not hasattr(surface, call.method):
                     raise Unsupported("this exchange has no halves to call apart")
+        if run == runs.ON_TRAINING_ROUTERS:
+            surface = TrainedRouters(surface, session)
         if self.workload.parameters:
             parameters.write(surface, self.workload.parameters)
         without_noise(surface)

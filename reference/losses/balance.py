@@ -35,6 +35,8 @@ def normalised_scores(logits_TE: Tensor, score: Score) -> Tensor:
     likes no expert must not become NaN. Up to 1e-12 the spec lets p be anything from 0 to this, as libraries
     add an epsilon to the sum. An expert at -inf has p = 0.
 
+    Decides: LOSS-02. Source: Switch Transformer section 2.2, equation 6; DeepSeek-V3, equations 19 and 20.
+
     >>> normalised_scores(torch.tensor([[0.0, 0.0, -torch.inf], [-900.0, -900.0, -900.0]]), "sigmoid").tolist()
     [[0.5, 0.5, 0.0], [0.0, 0.0, 0.0]]
     """
@@ -62,6 +64,8 @@ def choices(
 
     Degenerate: a tie goes to the lowest id, but is free (`selection.margins` tells where). A padding
     row holds -1.
+
+    Decides: LOSS-03. Source: DeepSeek-V3, equation 18; DeepSeek-V2, section 2.2.
 
     >>> choices(torch.tensor([[1.0, 3.0, 2.0], [0.0, 0.0, 9.0]]), score="softmax", top_k=2).tolist()
     [[1, 2], [2, 0]]
@@ -100,6 +104,8 @@ def auxiliary_loss(
     tokens. V comes from the mask, K from the width of the ids, which are `choices`, or replayed or forced.
 
     Degenerate: V = 0 gives 0. Equal counts, K = E, or p = 1/E everywhere give c whatever the rest is.
+
+    Decides: LOSS-01, LOSS-14, LOSS-20. Source: Switch Transformer section 2.2; DeepSeek-V3.
 
     >>> logits, ids = torch.zeros(3, 4), torch.tensor([[0], [0], [1]])
     >>> auxiliary_loss(logits, ids, score="sigmoid", coefficient=0.5).item()
@@ -144,6 +150,8 @@ def sequence_loss(
     Degenerate: a sequence without valid token adds 0; whether it counts in S is free, so a judge accepts
     either divisor. S = 1 is `auxiliary_loss`. No valid token at all: 0. A divisor below the number of
     sequences with a valid token is an error.
+
+    Decides: LOSS-05, LOSS-06. Source: DeepSeek-V3, equations 17 to 20.
 
     >>> logits, ids, sequences = torch.tensor([[0.0, 40.0], [40.0, 0.0]]), torch.tensor([[1], [0]]), torch.arange(2)
     >>> [sequence_loss(logits, ids, s, score="softmax", coefficient=0.5).item() for s in (sequences, 0 * sequences)]

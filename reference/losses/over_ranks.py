@@ -41,6 +41,8 @@ def global_losses(
     Degenerate: M = dp = 1 is `auxiliary_loss`. A part without valid tokens adds 0; a microbatch without any
     gives L_m = 0. M = 0 gives (0,). Parts that differ in E or K, and groups that differ in number, are errors.
 
+    Decides: LOSS-07, LOSS-08. Source: Qiu et al. 2025, Demons in the Detail.
+
     >>> logits = [[torch.tensor([[0.0, 40.0]])], [torch.tensor([[40.0, 0.0]])]]  # dp = 1, M = 2
     >>> ids = [[torch.tensor([[1]])], [torch.tensor([[0]])]]
     >>> global_losses(logits, ids, score="softmax", coefficient=1.0).tolist()
@@ -86,6 +88,8 @@ def whole(parts: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
 
     Degenerate: a rank without tokens holds nothing. No rank, a token that no rank holds, or copies that differ, are
     errors. The gradient of a copied token goes to the first rank that holds it: how ranks share it is free.
+
+    Decides: LOSS-12. Source: arithmetic.
 
     >>> a, b = torch.tensor([[5.0], [7.0]]), torch.tensor([[6.0], [7.0]])
     >>> whole([a, b], [torch.tensor([0, 2]), torch.tensor([1, 2])]).tolist()

@@ -20,6 +20,8 @@ def model_loss(losses_by_layer: Sequence[Tensor | None]) -> Tensor:
 
     Rule (LOSS-18): every layer is charged for its own tokens, and the charges add; f and P meet within a layer.
 
+    Decides: LOSS-18. Source: Switch Transformer section 2.2.
+
     >>> model_loss([torch.tensor(1.5), None, torch.tensor(2.0)]).item()
     3.5
     """
@@ -35,6 +37,8 @@ def reported(losses_by_layer: Sequence[Tensor | None], *, coefficient: float | N
 
     Degenerate: M = 0, straight after another report, gives 0. No layer with a router leaves nothing to report,
     and a coefficient of 0 cannot be divided out: both are errors.
+
+    Decides: LOSS-19. Source: arithmetic.
 
     >>> layers = [torch.tensor([[1.0, 3.0]]), None, torch.tensor([[5.0, 7.0]])]
     >>> reported(layers).item(), reported(layers, coefficient=0.5).item(), reported(layers[:1]).item()
@@ -56,6 +60,8 @@ def training_forwards(kinds: Sequence[ForwardKind]) -> tuple[int, ...]:
 
     Rule (LOSS-15, LOSS-16): those of training, each once. A "recomputed" forward is a second run of one
     of them; "evaluation" and "no_grad" leave no trace.
+
+    Decides: LOSS-15, LOSS-16. Source: arithmetic: a forward that runs twice is one forward.
 
     >>> training_forwards(["evaluation", "training", "recomputed", "no_grad", "training"])
     (1, 4)

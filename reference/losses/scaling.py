@@ -33,6 +33,8 @@ def attached_gradient(
 
     Degenerate: s = 0 or no losses: J^T u itself. u = 0: the losses alone.
 
+    Decides: LOSS-10, LOSS-17. Source: linearity of gradients.
+
     >>> logits, upstream = torch.tensor([[2.0, 3.0]]), torch.tensor([[10.0]])
     >>> square = lambda l: (l**2).sum()
     >>> attached_gradient(logits, lambda l: 7 * l[:, :1], upstream, [square, square], scale=0.5).tolist()
@@ -49,6 +51,8 @@ def router_gradients(x_TD: Tensor, router_ED: Tensor, dlogits_TE: Tensor) -> tup
     """Carry the gradient of the logits l = x W^T to the router's input and parameters, -> (T, D), (E, D).
 
     Rule (LOSS-04): dL/dx_t = sum_e dL/dl_te W_e, dL/dW_e = sum_t dL/dl_te x_t.
+
+    Decides: LOSS-04. Source: chain rule.
 
     >>> x, router = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
     >>> [gradient.tolist() for gradient in router_gradients(x, router, torch.tensor([[10.0, 5.0]]))]
@@ -68,6 +72,8 @@ def mean_gradient(gradients: Sequence[Sequence[Tensor]]) -> Tensor:
     So equal numbers of sequences may be cut into microbatches in any way (LOSS-06).
 
     Degenerate: a group without tokens brings zeros and counts. An empty or ragged table is an error.
+
+    Decides: LOSS-11. Source: arithmetic.
 
     >>> mean_gradient([[torch.tensor(1.0), torch.tensor(2.0), torch.tensor(9.0)]]).item()
     4.0
@@ -93,6 +99,8 @@ def token_gradient(gradients: Sequence[Sequence[Tensor]], valid: Sequence[Sequen
     group; for the global loss V^m = sum_d V^{m,d}, in one column.
 
     Degenerate: all V equal is `mean_gradient`; all V = 0 gives 0, not NaN.
+
+    Decides: LOSS-13. Source: arithmetic.
 
     >>> token_gradient([[torch.tensor(1.0), torch.tensor(5.0)]], [[3, 1]]).item()
     2.0

@@ -25,6 +25,8 @@ def z_loss(logits_TE: Tensor, *, coefficient: float, padding_T: Tensor | None = 
 
     Degenerate: V = 0 gives 0; l = 0 gives c log(E)^2; a logit of -inf adds nothing to the sum.
 
+    Decides: LOSS-09. Source: ST-MoE, Zoph et al. 2022.
+
     >>> z_loss(torch.tensor([[0.5, -torch.inf], [1.5, -torch.inf]]), coefficient=2.0).item()
     2.5
     """

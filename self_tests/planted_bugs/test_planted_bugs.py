@@ -26,7 +26,7 @@ from self_tests.checks import Check, checks, judge, unsized
 from self_tests.lying_backends import lying, lying_costs
 from self_tests.lying_backends.expected import LIARS
 from self_tests.planted_bugs import Expectation, Plant, plants, plants_of_many_ranks
-from self_tests.planted_bugs.plant import EP2, EP2_EDP2, EP2_ETP2, TP2_EP2
+from self_tests.planted_bugs.plant import EP2, EP2_EDP2, EP2_ETP2, SINGLE, TP2_EP2
 from self_tests.plugin import plugin_runs
 from self_tests.trial_runs import DEADLINE_S, Run, Runs
 
@@ -240,6 +240,50 @@ class TestDetection:
         for requirement in in_layer if workload.startswith("layer") else of_router:
             path = f"self_tests.correct_backends.unusual:{backend}"
             checked.check_passes(path, requirement, "alltoall", EP2, workload)
+
+    @pytest.mark.parametrize(
+        ("backend", "workload", "layout", "requirements"),
+        [
+            ("Summed", "losses-attached", EP2, ("LOSS-10", "LOSS-17", "LOSS-19")),
+            ("Summed", "losses-auxiliary", TP2_EP2, ("LOSS-04", "LOSS-11", "LOSS-12")),
+            ("Summed", "losses-global", EP2, ("LOSS-07", "LOSS-08")),
+            ("Returned", "losses-attached", SINGLE, ("LOSS-10", "LOSS-17", "LOSS-19")),
+            ("Returned", "losses-layers", SINGLE, ("LOSS-18", "LOSS-19")),
+            ("OfTokens", "losses-auxiliary", EP2, ("LOSS-01", "LOSS-04", "LOSS-11")),
+            ("OfTokens", "losses-global", EP2, ("LOSS-07", "LOSS-08")),
+            ("Forgetful", "losses-global", EP2, ("LOSS-07", "LOSS-08")),
+            ("OwnZ", "losses-z", TP2_EP2, ("LOSS-09", "LOSS-12")),
+        ],
+    )
+    def test_conventions_of_losses_may_be_claimed(
+        self, checked: CheckedRuns, backend: str, workload: str, layout: Layout, requirements: tuple[str, ...]
+    ) -> None:
+        """Losses of another convention, which is claimed, pass."""
+        for requirement in requirements:
+            path = f"self_tests.correct_backends.unusual_losses:{backend}"
+            checked.check_passes(path, requirement, "alltoall", layout, workload)
+
+    @pytest.mark.parametrize(
+        ("backend", "requirement", "workload", "words"),
+        [
+            (
+                "SaysSummed",
+                "LOSS-11",
+                "losses-z",
+                "averaged over microbatches and data parallel groups, and Claims",
+            ),
+            ("SaysSummed", "LOSS-08", "losses-global", "and Claims.loss_gradients is 'sum'"),
+            ("SaysOfTokens", "LOSS-01", "losses-auxiliary", "add up to 1, and Claims.loss_fractions is 'tokens'"),
+        ],
+    )
+    def test_a_wrong_claim_about_losses_is_named(
+        self, checked: CheckedRuns, backend: str, requirement: str, workload: str, words: str
+    ) -> None:
+        """Losses of another convention than is claimed fail, in words that name the claim."""
+        path = f"self_tests.correct_backends.unusual_losses:{backend}"
+        (mismatch,) = checked.verdicts(path, requirement, "alltoall", EP2, workload)
+        assert isinstance(mismatch, Mismatch)
+        assert words in mismatch.sentence
 
     @pytest.mark.parametrize("requirement", ["DROP-08", "DROP-12"])
     def test_a_lossless_capacity_may_divide_over_tp(self, checked: CheckedRuns, requirement: str) -> None:

@@ -16,6 +16,7 @@ with warnings.catch_warnings():
     )
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.models.multimodal.context_parallel import get_packed_seq_params, get_padding
+    from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import mappings, random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -39,6 +40,7 @@ __all__ = [
     "parallel_state",
     "quiet",
     "random",
+    "schedules",
     "token_dispatcher",
 ]
 

@@ -21,6 +21,7 @@ from moe_conformance.backends.megatron_core.layer import Layer
 from moe_conformance.backends.megatron_core.packing import Packing
 from moe_conformance.backends.megatron_core.permutation import Permutation, Reordering
 from moe_conformance.backends.megatron_core.surfaces import Exchange, Experts, Router
+from moe_conformance.backends.megatron_core.training import TrainingRouters, with_losses
 from moe_conformance.contract import Config, Parametrised, Topology, Unsupported, refusals
 from moe_conformance.surfaces import Session, TokenPadding
 
@@ -96,7 +97,17 @@ class MegatronSession(Session):
         config.only(*FUNCTION)
         return Reordering()
 
-    def _layer(self, config: Config) -> Any:
+    def training_routers(self, config: Config) -> TrainingRouters:
+        """Build the layers of a model and return their routers."""
+        each, losses = with_losses(config.only(*LAYER, *ROUTER, *CAPACITY, "losses")), config.losses
+        library.moe_utils.get_moe_layer_wise_logging_tracker().clear()  # of the model that was built before
+        numbers = range(losses.dense_layers + 1, losses.dense_layers + losses.layers + 1)
+        layers = [self._layer(each, number) for number in numbers]
+        for number, layer in zip(numbers, layers, strict=True):
+            layer.set_layer_number(number)  # as a transformer layer does
+        return TrainingRouters(layers, losses, self._topology.sizes["cp"])
+
+    def _layer(self, config: Config, number: int = 1) -> Any:
         parts = library.get_moe_module_spec(use_te=False, num_experts=config.experts, moe_grouped_gemm=False)
         built = transformer_config(config, self._topology.sizes)
         if config.routing.forced:
@@ -105,7 +116,7 @@ class MegatronSession(Session):
         uneven = config.experts % self._topology.sizes["ep"]
         words = "is not divisible by|bias is not supported in the shared experts"
         with refusals(AssertionError, match=f"^$|{words}" if uneven else words):
-            return library.MoELayer(built, parts.submodules, layer_number=1).to(self._device)
+            return library.MoELayer(built, parts.submodules, layer_number=number).to(self._device)
 
     def _seed(self) -> None:
         """Seed the generators that forced logits are drawn from, as a trainer does, and no others."""

@@ -72,16 +72,36 @@ def apply(
     # It leaves CPU tensors alone, and then splits reach all_to_all_single as tensors, which torch refuses.
     token_dispatcher.maybe_move_tensor_to_cpu = _to_host  # type: ignore[attr-defined]
 
+    # gloo averages nothing; reports of losses are averaged over data parallel ranks.
+    averaging = _Namespace(dist, all_reduce=_averaging_all_reduce)
+    moe_utils.torch = _Namespace(torch, cuda=cuda, distributed=averaging)  # type: ignore[attr-defined]
+
     # Without Transformer Engine the name does not exist, and the router's linear raises NameError when it tests it for
     # None. That is a fault of 0.16.1, not of the machine; with the name set to None all the rest can be judged, and the
     # report says that it is.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
-    return ("torch.cuda", "uneven all_gather", "random states", "splits to host", "te_general_gemm, a repair: MC-04")
+    return (
+        "torch.cuda",
+        "uneven all_gather",
+        "averages of all_reduce",
+        "random states",
+        "splits to host",
+        "te_general_gemm, a repair: MC-04",
+    )
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _averaging_all_reduce(values: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **how: Any) -> Any:
+    """Sum and divide where an average is asked for."""
+    if op != dist.ReduceOp.AVG:
+        return dist.all_reduce(values, op, group=group, **how)
+    dist.all_reduce(values, group=group)
+    values.div_(dist.get_world_size(group))
+    return None
 
 
 def _uneven_all_gather(outputs: Sequence[Tensor], own: Tensor, group: dist.ProcessGroup) -> None:

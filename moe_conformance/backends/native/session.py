@@ -29,7 +29,9 @@ from moe_conformance.backends.native.layer.layer import Layer
 from moe_conformance.backends.native.layer.shared_experts import SharedExperts
 from moe_conformance.backends.native.offered import Offered, offered
 from moe_conformance.backends.native.router.forcing import ForcedRouter
+from moe_conformance.backends.native.router.losses import RouterLosses
 from moe_conformance.backends.native.router.routing import Router
+from moe_conformance.backends.native.router.training import TrainingRouters
 from moe_conformance.contract import Config, Parametrised, Topology, Unsupported, refusals
 from moe_conformance.surfaces import Session
 
@@ -149,6 +151,18 @@ class NativeSession(Session):
                 return self.use(Router)(config, self.device)
             self.forced_routers += 1
             return self.use(ForcedRouter)(config, self.device, self.topology, self.forced_routers)
+
+    def training_routers(self, config: Config) -> TrainingRouters:
+        """Build the routers of a model with their losses."""
+        config.only(*_MAPPED, "losses")
+        if config.routing.forced:
+            raise Unsupported("native has no losses of forced routers")
+        with refusals(CannotBuild, match="."):
+            routers = [self.router(replace(config, losses=Config.losses)) for _ in range(config.losses.layers)]
+            losses = self.use(RouterLosses)(config, self.topology)
+            built = self.use(TrainingRouters)(config, self.topology, routers, losses)
+        built.finish_gradients = self.finish_gradients
+        return built
 
     def token_exchange(self, config: Config) -> ReusableExchange:
         """Build the token exchange that the managers work over."""

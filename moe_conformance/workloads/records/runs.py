@@ -99,7 +99,7 @@ class Script:
     """Calls on one surface, which the method of Session that `surface` names builds.
 
     On the surface "exchange" calls are steps, or their halves, with the suite's experts between them; on "session" they
-    are those of the session itself, and build surfaces.
+    are those of the session itself, and build surfaces; on "training_routers" each is a step of a trainer.
     """
 
     scenario: ClassVar[Scenario] = "script"
@@ -114,6 +114,7 @@ Run = ExchangeStep | ExpertsStep | RouterStep | LayerStep | ProxyModelStep | Scr
 DrawnStep = ExchangeStep | RouterStep
 
 ON_EXCHANGE, ON_SESSION = Script("exchange"), Script("session")
+ON_TRAINING_ROUTERS = Script("training_routers")
 
 
 @dataclass(frozen=True)

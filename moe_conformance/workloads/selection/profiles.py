@@ -77,11 +77,13 @@ def beside(profile: Profile) -> dict[Layout, tuple[str, ...]]:
     """Layouts on which a profile runs a few workloads, and no more: what none of its own can show.
 
     Gaps of packed sequences whose rows are shared among context ranks; experts that are cut and copied; and layers,
-    copies, routers and forced biases where groups have the same ranks on all quick layouts, such as tp and ep, or dp
-    and dp x cp.
+    copies, routers, losses and forced biases where groups have the same ranks on all quick layouts, such as tp and ep,
+    or dp and dp x cp.
     """
+    losses = ("losses-auxiliary", "losses-z", "losses-uneven", "losses-per-token")
     some = {
-        Layout(4, cp=2, ep=2): ("gaps-uneven", "own-even", "route-softmax", "shared-even"),
+        Layout(4, cp=2, ep=2): ("gaps-uneven", "own-even", "route-softmax", "shared-even", *losses),
+        Layout(4, tp=2, cp=2): ("losses-sequence", "losses-global", "losses-uneven"),
         Layout(4, etp=2): ("own-even",),
         Layout(4, tp=2, ep=4): ("shared-even", "copies-even", "forced-bias-alone"),
     }

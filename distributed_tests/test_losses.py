@@ -1,0 +1,235 @@
+"""LOSS: what trains a router beside the main loss, its value, its report, and its part in finished gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from moe_conformance.judging.router.loss_traces import judge_evaluation, judge_finite, judge_weights_kept
+from moe_conformance.judging.router.losses import judge_gradients, judge_values
+from moe_conformance.judging.verdict import Tally
+from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.spec import requirement
+from moe_conformance.workloads.records.runs import ON_TRAINING_ROUTERS
+from moe_conformance.workloads.records.workload import Workload
+
+
+def _asked(workload: Workload) -> tuple[str, ...]:
+    """Return the losses that have a coefficient."""
+    names = ("auxiliary", "sequence", "global_batch", "first_choice", "z")
+    return tuple(name for name in names if getattr(workload.config.losses, name))
+
+
+def _plain(workload: Workload) -> bool:
+    """Whether gradients are gathered in the usual way, nothing is recomputed, and there is one layer."""
+    losses = workload.config.losses
+    return not losses.per_token and not losses.recompute and losses.layers == 1
+
+
+def _extreme(workload: Workload) -> bool:
+    """Whether it is about the precision of a loss: logits that are large, equal, or of half precision."""
+    batch = workload.calls[0].given[0]["batches"][0]
+    x = batch.x[0].float()
+    same = bool((x == x[:1, :1]).all())
+    return same or float(x.abs().max()) > 20 or workload.config.dtype == torch.bfloat16
+
+
+def _padded(workload: Workload) -> bool:
+    """Whether some tokens are padding."""
+    batches = [batch for call in workload.calls for batch in call.given[0]["batches"]]
+    return any(batch.padding_T is not None for batch in batches)
+
+
+def alone(*names: str) -> Callable[[Workload], bool]:
+    """Select steps with one loss of these, without padding."""
+
+    def when(workload: Workload) -> bool:
+        usual = _plain(workload) and not _padded(workload) and not _extreme(workload)
+        return usual and len(_asked(workload)) == 1 and _asked(workload)[0] in names
+
+    return when
+
+
+def other_scores(workload: Workload) -> bool:
+    """Select an auxiliary loss alone, of routers that score otherwise or select one expert."""
+    routing = workload.config.routing
+    return alone("auxiliary")(workload) and (routing.score != "softmax" or workload.config.top_k == 1)
+
+
+def other_slots(workload: Workload) -> bool:
+    """Select routers that route otherwise than by their best scores, and losses of first choices."""
+    config = workload.config
+    odd = config.routing.balance_bias or config.routing.groups or config.capacity.factor is not None
+    return bool(odd) or alone("first_choice")(workload)
+
+
+def attached(workload: Workload) -> bool:
+    """Select steps whose main loss is left out."""
+    return any(call.given[0]["scale"] == 0 for call in workload.calls)
+
+
+def divided(workload: Workload) -> bool:
+    """Select one loss in microbatches that several ranks process together."""
+    together = workload.layout.tp * workload.layout.cp > 1
+    # A global loss is of all data parallel groups: how these share it is LOSS-08's.
+    usual = _asked(workload) != ("global_batch",) or workload.layout.dp == 1
+    return together and usual and _plain(workload) and len(_asked(workload)) == 1
+
+
+def per_token(workload: Workload) -> bool:
+    """Select steps whose gradients are divided by their tokens."""
+    return workload.config.losses.per_token
+
+
+def padded(workload: Workload) -> bool:
+    """Select steps with padding."""
+    return _padded(workload) and _plain(workload)
+
+
+def recomputed(workload: Workload) -> bool:
+    """Select steps with activation recomputation."""
+    return workload.config.losses.recompute
+
+
+def evaluated(workload: Workload) -> bool:
+    """Select steps with forwards that do not train, and one that has no others."""
+    modes = [{batch.mode for batch in call.given[0]["batches"]} for call in workload.calls]
+    return any("training" not in each for each in modes)
+
+
+def several(workload: Workload) -> bool:
+    """Select several losses on one router."""
+    return _plain(workload) and len(_asked(workload)) > 1 and not _padded(workload) and not _extreme(workload)
+
+
+def layered(workload: Workload) -> bool:
+    """Select models with several routers."""
+    return workload.config.losses.layers > 1
+
+
+def extreme(workload: Workload) -> bool:
+    """Select logits that are large, equal, or of half precision."""
+    return _extreme(workload)
+
+
+def narrow(workload: Workload) -> bool:
+    """Select logits of half precision."""
+    return workload.config.dtype == torch.bfloat16
+
+
+class TestValues:
+    @requirement("LOSS-01", run=ON_TRAINING_ROUTERS, when=alone("auxiliary", "first_choice"))
+    def test_auxiliary_loss(self, outcome: Outcome, tally: Tally) -> None:
+        """It is the coefficient times E times the sum over experts of fraction and mean score."""
+        judge_values(outcome, tally)
+
+    @requirement("LOSS-02", run=ON_TRAINING_ROUTERS, when=other_scores)
+    def test_scores(self, outcome: Outcome, tally: Tally) -> None:
+        """Its scores are the router's own, normalised over all experts, for every K."""
+        judge_values(outcome, tally)
+        judge_gradients(outcome, tally)
+
+    @requirement("LOSS-03", run=ON_TRAINING_ROUTERS, when=other_slots)
+    def test_slots(self, outcome: Outcome, tally: Tally) -> None:
+        """Its slots are the best of its own scores, whatever bias and drops do."""
+        judge_values(outcome, tally)
+
+    @requirement("LOSS-05", run=ON_TRAINING_ROUTERS, when=alone("sequence"))
+    def test_sequence_loss(self, outcome: Outcome, tally: Tally) -> None:
+        """It is the mean over sequences of the auxiliary loss of each."""
+        judge_values(outcome, tally)
+
+    @requirement("LOSS-07", run=ON_TRAINING_ROUTERS, when=alone("global_batch"))
+    def test_global_loss(self, outcome: Outcome, tally: Tally) -> None:
+        """Its fractions are of all data parallel ranks and of the microbatches so far."""
+        judge_values(outcome, tally)
+
+    @requirement("LOSS-09", run=ON_TRAINING_ROUTERS, when=alone("z"))
+    def test_z_loss(self, outcome: Outcome, tally: Tally) -> None:
+        """It is the coefficient times the mean of the squared logarithm of the sum of exponentials."""
+        judge_values(outcome, tally)
+        judge_gradients(outcome, tally)
+
+    @requirement("LOSS-19", run=ON_TRAINING_ROUTERS, when=lambda workload: layered(workload) or attached(workload))
+    def test_reports(self, outcome: Outcome, tally: Tally) -> None:
+        """A report is the mean over microbatches, groups and layers with a router since the last one."""
+        judge_values(outcome, tally)
+
+    @requirement("LOSS-20", run=ON_TRAINING_ROUTERS, when=narrow)
+    def test_precision(self, outcome: Outcome, tally: Tally) -> None:
+        """Logits of half precision have losses of float32."""
+        judge_values(outcome, tally)
+
+    @requirement("LOSS-20", run=ON_TRAINING_ROUTERS, when=extreme)
+    def test_all_is_finite(self, outcome: Outcome, tally: Tally) -> None:
+        """Equal, large and one-sided logits have finite losses and gradients."""
+        judge_finite(outcome, tally)
+
+
+class TestGradients:
+    @requirement("LOSS-04", run=ON_TRAINING_ROUTERS, when=alone("auxiliary", "sequence", "first_choice"))
+    def test_it_goes_through_scores(self, outcome: Outcome, tally: Tally) -> None:
+        """The gradient passes through scores alone, to the router's weight and its input."""
+        judge_gradients(outcome, tally)
+
+    @requirement("LOSS-06", run=ON_TRAINING_ROUTERS, when=alone("sequence"))
+    def test_division_of_sequences(self, outcome: Outcome, tally: Tally) -> None:
+        """The same sequences give the same gradient in one microbatch and in several."""
+        judge_gradients(outcome, tally)
+
+    @requirement("LOSS-08", run=ON_TRAINING_ROUTERS, when=alone("global_batch"))
+    def test_global_gradient(self, outcome: Outcome, tally: Tally) -> None:
+        """It does not depend on the number of data parallel ranks."""
+        judge_gradients(outcome, tally)
+
+    @requirement("LOSS-10", run=ON_TRAINING_ROUTERS, when=attached)
+    def test_attached_once(self, outcome: Outcome, tally: Tally) -> None:
+        """An attached loss leaves the weights alone and adds its gradient once, whatever comes from above."""
+        judge_weights_kept(outcome, tally)
+        judge_gradients(outcome, tally)
+
+    @requirement("LOSS-11", run=ON_TRAINING_ROUTERS, when=alone("auxiliary", "sequence", "first_choice", "z"))
+    def test_mean_over_microbatches_and_groups(self, outcome: Outcome, tally: Tally) -> None:
+        """The finished gradient is the mean, or the sum, of those of the microbatches."""
+        judge_gradients(outcome, tally)
+
+    @requirement("LOSS-12", run=ON_TRAINING_ROUTERS, when=divided)
+    def test_tensor_and_context_parallel_ranks(self, outcome: Outcome, tally: Tally) -> None:
+        """Value and gradient are those of the whole microbatch."""
+        judge_values(outcome, tally)
+        judge_gradients(outcome, tally)
+
+    @requirement("LOSS-13", run=ON_TRAINING_ROUTERS, when=per_token)
+    def test_division_by_tokens(self, outcome: Outcome, tally: Tally) -> None:
+        """Where gradients are divided by the tokens of the step, a microbatch counts by its own."""
+        judge_gradients(outcome, tally)
+
+    @requirement("LOSS-14", run=ON_TRAINING_ROUTERS, when=padded)
+    def test_padding(self, outcome: Outcome, tally: Tally) -> None:
+        """Padding is left out of every loss and has no gradient of one."""
+        judge_values(outcome, tally)
+        judge_gradients(outcome, tally)
+
+    @requirement("LOSS-15", run=ON_TRAINING_ROUTERS, when=recomputed)
+    def test_recomputation(self, outcome: Outcome, tally: Tally) -> None:
+        """A forward that runs again counts once."""
+        judge_values(outcome, tally)
+        judge_gradients(outcome, tally)
+
+    @requirement("LOSS-16", run=ON_TRAINING_ROUTERS, when=evaluated)
+    def test_evaluation(self, outcome: Outcome, tally: Tally) -> None:
+        """Forwards outside training leave no trace."""
+        judge_evaluation(outcome, tally)
+
+    @requirement("LOSS-17", run=ON_TRAINING_ROUTERS, when=several)
+    def test_several_losses(self, outcome: Outcome, tally: Tally) -> None:
+        """Losses add, each with its own coefficient and its own report."""
+        judge_values(outcome, tally)
+        judge_gradients(outcome, tally)
+
+    @requirement("LOSS-18", run=ON_TRAINING_ROUTERS, when=layered)
+    def test_layers(self, outcome: Outcome, tally: Tally) -> None:
+        """Every layer is charged for its own tokens."""
+        judge_values(outcome, tally)
+        judge_gradients(outcome, tally)

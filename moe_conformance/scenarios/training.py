@@ -1,0 +1,128 @@
+"""Steps of the routers of a model with their losses, on one rank: each call of a script is one step of a trainer.
+
+T tokens, K slots, E experts, D hidden; a tuple has an entry for every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_conformance.contract import Claims, Named, Read, Session
+from moe_conformance.scenarios import parameters
+from moe_conformance.scenarios.reported import claims_of
+from moe_conformance.surfaces import Trained, TrainingRouters
+from moe_conformance.workloads.records.training import RouterBatch
+
+Layers = tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What one forward returned, and what its backward left at its inputs."""
+
+    ids: Layers
+    weights: Layers
+    logits: Layers
+    loss: Tensor | None  # as it was returned; None: losses are attached, if there are any
+    dx: Layers  # None where no backward ran
+
+
+@dataclass(frozen=True)
+class StepSeen:
+    """One step: its forwards in order, the finished gradients of the routers, and the report after it."""
+
+    forwards: tuple[Forward, ...]
+    final: Layers  # (E, D) in the order of layers; None where nothing trained
+    report: Mapping[str, Tensor]
+
+
+class TrainedRouters:
+    """The routers of a model and their trainer, which makes steps."""
+
+    def __init__(self, surface: TrainingRouters, session: Session) -> None:
+        """Keep what was built."""
+        self.surface, self.session = surface, session
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        """What the routers report of themselves."""
+        return self.surface.resolved
+
+    @property
+    def claims(self) -> Claims:
+        """What the routers claim."""
+        return claims_of(self.surface)
+
+    def named(self, read: Read) -> Iterator[Named]:
+        """Yield the windows of the routers."""
+        return self.surface.named(read)
+
+    def step(self, batches: tuple[RouterBatch, ...], scale: float, tokens: int, overlapped: bool) -> StepSeen:
+        """Make one step, whose main loss was multiplied by `scale`, and return what was seen of it.
+
+        Overlapped, all forwards come before all backwards; without a batch in training nothing is finished.
+        """
+        parameters.clear([self.surface], self.session.grad_attr, to_zero=False)
+        trained = sum(batch.mode == "training" for batch in batches)
+        if trained:
+            self.surface.begin_step(trained, scale)
+        factor = scale / trained if trained and self.claims.loss_gradients == "mean" else scale
+        made: list[tuple[Trained, tuple[Tensor, ...]]] = []
+        for batch in batches:
+            x = tuple(each.detach().clone().requires_grad_(batch.mode == "training") for each in batch.x)
+            made.append((self._forward(batch, x), x))
+            if not overlapped:
+                _backward(batch, made[-1][0], factor)
+        if overlapped:
+            for batch, (returned, _) in zip(batches, made, strict=True):
+                _backward(batch, returned, factor)
+        if trained:
+            self.surface.finish(tokens)
+        return StepSeen(
+            tuple(_seen(*each) for each in made),
+            self._final() if trained else (),
+            {name: value.detach().clone() for name, value in self.surface.report().items()},
+        )
+
+    def _forward(self, batch: RouterBatch, x: tuple[Tensor, ...]) -> Trained:
+        self.surface.train(batch.mode != "evaluation")
+        try:
+            with torch.no_grad() if batch.mode == "no_grad" else nullcontext():
+                return self.surface(x, batch.padding_T)
+        finally:
+            self.surface.train(True)
+
+    def _final(self) -> Layers:
+        found = parameters.gradients([self.surface], self.session.grad_attr)
+        routers = sorted(number for name, number in found if name == "router" and number is not None)
+        return tuple(found["router", number].value for number in routers)
+
+
+def _backward(batch: RouterBatch, returned: Trained, factor: float) -> None:
+    """Go back from the routing weights and, if losses were returned, from these."""
+    if batch.mode != "training":
+        return
+    outputs, gradients = [], []
+    for routed, upstream_TE in zip(returned.routed, batch.upstream, strict=True):
+        ids_TK = routed.routing.ids_TK
+        outputs.append(routed.routing.weights_TK)
+        gradients.append((upstream_TE.gather(1, ids_TK.clamp_min(0)) * (ids_TK >= 0)).to(outputs[-1].dtype))
+    if returned.loss is not None:
+        outputs.append(returned.loss)
+        gradients.append(torch.full_like(returned.loss, factor))
+    torch.autograd.backward(outputs, gradients)
+
+
+def _seen(returned: Trained, x: tuple[Tensor, ...]) -> Forward:
+    return Forward(
+        ids=tuple(routed.routing.ids_TK for routed in returned.routed),
+        weights=tuple(routed.routing.weights_TK.detach() for routed in returned.routed),
+        logits=tuple(None if each.logits_TE is None else each.logits_TE.detach() for each in returned.routed),
+        loss=None if returned.loss is None else returned.loss.detach(),
+        dx=tuple(each.grad for each in x),
+    )

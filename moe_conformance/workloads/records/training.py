@@ -1,0 +1,20 @@
+"""What one step of the routers of a model is fed, on one rank: records of CPU tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+Mode = Literal["training", "evaluation", "no_grad"]
+
+
+@dataclass(frozen=True)
+class RouterBatch:
+    """One microbatch, by layer: S positions of B sequences, the upstream gradients, and the padding."""
+
+    x: tuple[Tensor, ...]  # (S, B, D)
+    upstream: tuple[Tensor, ...]  # of the routing weights of all experts, (S * B, E)
+    padding_T: Tensor | None  # bool, True = padding; T = S * B, the sequences of a position side by side
+    mode: Mode = "training"  # no_grad: in training, but no gradient is recorded

@@ -1,0 +1,1 @@
+"""Bugs in what trains a router beside the main loss."""
