@@ -64,11 +64,6 @@ class TestReportOfAStep:
 
 
 class TestWhatAReportCovers:
-    @requirement("LOAD-13", run=_METER, when=named("load-stage-without"))
-    def test_a_stage_without_layers_joins(self, outcome: Outcome, tally: Tally) -> None:
-        """A stage with nothing to report takes part, and changes no value of the others."""
-        judge_values(outcome, tally, AVERAGE, MAXIMUM, CUMULATIVE, "layers")
-
     @requirement("LOAD-17", run=_METER, when=named("load-alone"))
     def test_forwards_without_a_backward_leave_nothing_in_flight(self, outcome: Outcome, tally: Tally) -> None:
         """A training forward without a backward counts in average and maximum, and raises no later peak."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_conformance.contract import Config, Delivery, ExpertFn, Routing, Topology
+from moe_conformance.contract import Config, Delivery, ExpertFn, Routing, Topology, whole
 from moe_conformance.surfaces import Metered, MeteredPass
 
 NAMES = ("avg_overload_factor", "max_overload_factor", "max_cum_overload_factor")
@@ -38,7 +38,7 @@ class _Observe(torch.autograd.Function):
         return rows_RD.view_as(rows_RD)
 
     @staticmethod
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
         ctx.meter.completed(ctx.entry)
         return grad_RD, None, None
 
@@ -46,8 +46,7 @@ class _Observe(torch.autograd.Function):
 class Meter:
     """Records the passes of one rank, and reduces them when a step ends.
 
-    Implements: LOAD-01, LOAD-02, LOAD-05, LOAD-06, LOAD-07, LOAD-08, LOAD-09, LOAD-10, LOAD-11, LOAD-13, LOAD-17,
-        LOAD-18, LOAD-23, LOAD-24, LOAD-25, LOAD-28.
+    Implements: LOAD-01, LOAD-02, LOAD-05, LOAD-06, LOAD-07, LOAD-08, LOAD-17, LOAD-18, LOAD-24, LOAD-25, LOAD-28.
     """
 
     def __init__(self, topology: Topology, top_k: int, device: torch.device) -> None:
@@ -65,7 +64,7 @@ class Meter:
             if not (torch.is_grad_enabled() and delivery.rows_RD.requires_grad):
                 return expert(delivery)
             self.events.append((entry, 1))
-            return expert(replace(delivery, rows_RD=_Observe.apply(delivery.rows_RD, self, entry)))
+            return expert(replace(delivery, rows_RD=_Observe.apply(delivery.rows_RD, self, entry)))  # type: ignore[no-untyped-call]
 
         return watched
 
@@ -147,18 +146,19 @@ class MeteredExchange:
 
     def __init__(self, config: Config, exchange: Any, meter: Meter, device: torch.device) -> None:
         """Attach the meter."""
-        self.config, self.exchange, self.meter, self.device = config, exchange, meter, device
+        self.config, self.attached, self.meter, self.device = config, exchange, meter, device
+        self.exchange = whole(exchange)
         self.outputs: dict[tuple[int | None, int], Tensor] = {}
 
     @property
     def resolved(self) -> Mapping[str, str]:
         """Where the meter is attached."""
-        return {"load meter": f"hook on the rows of {type(self.exchange).__name__}"}
+        return {"load meter": f"hook on the rows of {type(self.attached).__name__}"}
 
     @property
     def local_experts(self) -> tuple[int, ...]:
         """Global ids of this rank's experts."""
-        held: tuple[int, ...] = self.exchange.local_experts
+        held: tuple[int, ...] = self.attached.local_experts
         return held
 
     def step(self, passes: Sequence[MeteredPass], number: int) -> Metered:
@@ -175,7 +175,8 @@ class MeteredExchange:
         return Metered(self.meter.report(), number)
 
     def _forward(self, each: MeteredPass) -> None:
-        assert each.ids_TK is not None and each.padding_T is not None
+        assert each.ids_TK is not None
+        assert each.padding_T is not None
         T, K = each.ids_TK.shape
         x_TD = torch.ones(T, self.config.hidden, device=self.device, requires_grad=each.kind == "forward")
         routing = Routing(each.ids_TK, torch.full((T, K), 0.5, device=self.device), self.config.experts)

@@ -9,6 +9,7 @@ from fractions import Fraction
 from math import isfinite
 
 from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.run import require_finished
 from moe_conformance.judging.observed.script import values
 from moe_conformance.judging.verdict import Tally, WrongCount
 from moe_conformance.reference.overload.factors import Entry, entry
@@ -77,7 +78,7 @@ def judge_names(outcome: Outcome, tally: Tally) -> None:
         steps = values(outcome, number, "step")
         for rank, found in enumerate(values(outcome, number, "values")):
             report = reported(step.entries, _stage(outcome, rank), cumulative=peak)
-            names = {_NAME.sub("", key): set() for key in found}
+            names: dict[str, set[str]] = {_NAME.sub("", key): set() for key in found}
             for key in found:
                 match = _NAME.search(key)
                 names[_NAME.sub("", key)].add(match[0] if match else key)
@@ -127,6 +128,7 @@ def _stage(outcome: Outcome, rank: int) -> int:
 
 def _exact(outcome: Outcome, number: int) -> _Step:
     """Work out a step: the entries of a group are its ranks' forwards in the same place."""
+    require_finished(outcome)
     layout = outcome.workload.layout
     held = {rank.rank: rank.local_experts for rank in outcome.ranks}
     kept = [_kept(given["passes"]) for given in outcome.workload.calls[number].given]
@@ -154,4 +156,4 @@ def _kept(passes: Sequence[MeteredPass]) -> tuple[MeteredPass, ...]:
     """Return the passes that the report covers: those of the last attempt."""
     log = ["abandon" if each.kind == "abandon" else (each.kind, place) for place, each in enumerate(passes)]
     (covered,) = since_reports([*log, "report"])  # type: ignore[list-item]
-    return tuple(passes[place] for _, place in covered)  # type: ignore[call-overload,misc]
+    return tuple(passes[place] for _, place in covered)  # type: ignore[call-overload]

@@ -56,7 +56,10 @@ class _Drawn:
 
 
 def _one(ids: Callable[[_Drawn], Tensor]) -> Step:
-    return lambda drawn: (drawn.forward(drawn.layers[0], 0, ids_TK=ids(drawn)), MeteredPass("backward", drawn.layers[0]))
+    return lambda drawn: (
+        drawn.forward(drawn.layers[0], 0, ids_TK=ids(drawn)),
+        MeteredPass("backward", drawn.layers[0]),
+    )
 
 
 def _even(drawn: _Drawn) -> Tensor:
@@ -86,10 +89,6 @@ def _uneven_layers(drawn: _Drawn) -> Passes:
     return (*forwards, *(MeteredPass("backward", layer, microbatch) for layer, microbatch in reversed(uses)))
 
 
-def _first_stage_only(drawn: _Drawn) -> Passes:
-    return () if drawn.stage else _one_f_one_b(drawn)
-
-
 def _alone(drawn: _Drawn) -> Passes:
     (f0, b0), (f1, b1) = drawn.block(0), drawn.block(1)
     apart = tuple(drawn.forward(layer, 5, "alone") for layer in drawn.layers)
@@ -113,12 +112,12 @@ def _nothing(drawn: _Drawn) -> Passes:
 
 _SCRIPTS: Mapping[str, Sequence[Step]] = {
     "load-entries": (
-        _one(_even), _one(lambda drawn: drawn.ids(5, within=2)), _one(lambda drawn: drawn.ids(3 + 8 * (drawn.rank % 2))),
+        _one(_even), _one(lambda drawn: drawn.ids(5, within=2)),
+        _one(lambda drawn: drawn.ids(3 + 8 * (drawn.rank % 2))),
         _one(lambda drawn: drawn.ids(6 * (drawn.rank % 2))), _one(lambda drawn: drawn.ids(0)),
     ),
     "load-dropped": (_dropped, _one(lambda drawn: torch.full((3, _K), -1))),
     "load-steps": (_forwards_first, _one_f_one_b, _nothing, _uneven_layers),
-    "load-stage-without": (_first_stage_only, _nothing),
     "load-alone": (_alone,),
     "load-evaluation": (_evaluated,),
     "load-abandoned": (_abandoned,),
@@ -126,18 +125,17 @@ _SCRIPTS: Mapping[str, Sequence[Step]] = {
 
 
 def scripts(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield all scripts on small layouts, and that of a stage without layers where there are stages."""
+    """Yield all scripts on small layouts."""
     del profile
     if layout in _LAYOUTS:
         config = Config(variant=variant, experts=_E, top_k=_K, hidden=_D)
         for name, steps in _SCRIPTS.items():
-            if name != "load-stage-without" or layout.pp > 1:
-                ranks = [_Drawn(name, rank, layout) for rank in range(layout.world)]
-                calls = tuple(
-                    Call("step", tuple({"passes": step(drawn), "number": 10 + i} for drawn in ranks))
-                    for i, step in enumerate(steps)
-                )
-                yield Workload(name, Script("load_meter"), config, layout, (), calls=calls)
+            ranks = [_Drawn(name, rank, layout) for rank in range(layout.world)]
+            calls = tuple(
+                Call("step", tuple({"passes": step(drawn), "number": 10 + i} for drawn in ranks))
+                for i, step in enumerate(steps)
+            )
+            yield Workload(name, Script("load_meter"), config, layout, (), calls=calls)
 
 
 CHAPTERS = (Chapter((Script("load_meter"),), tuple(_SCRIPTS), scripts, quick=_LAYOUTS),)
