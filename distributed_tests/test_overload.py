@@ -52,6 +52,21 @@ class TestReportOfAStep:
         """The cumulative factor is the peak of the pairs held over the peak of the balanced count."""
         judge_values(outcome, tally, CUMULATIVE)
 
+    @requirement("LOAD-09", run=_METER, when=named("load-uneven-tokens"))
+    def test_the_balanced_peak_is_that_of_the_group(self, outcome: Outcome, tally: Tally) -> None:
+        """Pairs of uneven tokens that arrive evenly give a cumulative factor of 1."""
+        judge_values(outcome, tally, CUMULATIVE)
+
+    @requirement("LOAD-10", run=_METER, when=named("load-steps"))
+    def test_the_largest_rank_is_found_entry_by_entry(self, outcome: Outcome, tally: Tally) -> None:
+        """Hot ranks that differ from entry to entry are not averaged away."""
+        judge_values(outcome, tally, AVERAGE, MAXIMUM, "layers")
+
+    @requirement("LOAD-11", run=_METER, when=named("load-steps"))
+    def test_layers_may_be_used_unevenly(self, outcome: Outcome, tally: Tally) -> None:
+        """A step in which one layer has three entries and another two has the values of these five."""
+        judge_values(outcome, tally, AVERAGE, MAXIMUM, CUMULATIVE, "layers")
+
     @requirement("LOAD-24", run=_METER, when=named("load-steps"))
     def test_layers_have_their_own_values(self, outcome: Outcome, tally: Tally) -> None:
         """Every layer that recorded has its own mean and maximum, and no other layer has any."""

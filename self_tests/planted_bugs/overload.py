@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from moe_conformance.backends.native.meter import Meter, MeteredExchange, Recorded
@@ -75,6 +77,44 @@ class BackwardsNotRecorded(Meter):
 
     def completed(self, entry: int) -> None:
         """Record nothing."""
+
+
+@planted(
+    Expectation("LOAD-09", "load-uneven-tokens", "run", "max_cum_overload_factor is", "instead of 1"),
+    real="Megatron-LM, pull request log_overload_factor: the cumulative factor divides by the rank's own tokens",
+)
+class PeakOfOwnTokens(Meter):
+    """The balanced peak is that of the rank's own tokens."""
+
+    def _peak(self, entries: Sequence[Recorded], events: Sequence[tuple[int, int]], balanced_n: Tensor) -> float:
+        own_n = self.top_k * torch.tensor([each.tokens for each in entries], dtype=torch.float64)
+        return super()._peak(entries, events, own_n)
+
+
+@planted(Expectation("LOAD-10", "load-steps", "run", "avg_overload_factor is"))
+class CountsAveragedFirst(Meter):
+    """Every rank averages its pairs over the step before the largest rank is found."""
+
+    def _reduced(self, values: Sequence[float], group: str, how: Any) -> Tensor:
+        if group == "ep_etp" and how == dist.ReduceOp.MAX:
+            values = [sum(values) / len(values)] * len(values) if values else values
+        return super()._reduced(values, group, how)
+
+
+@planted(
+    Expectation("LOAD-11", "load-steps", "run", "step 3: avg_overload_factor is"),
+    real="Megatron-LM, pull request log_overload_factor: entries must divide by the number of layers",
+)
+class EntriesMadeDivisible(Meter):
+    """Entries beyond a multiple of the number of layers are left out."""
+
+    def report(self) -> dict[str, float]:
+        """Cut the last ones."""
+        layers = {each.layer for each in self.entries}
+        kept = len(self.entries) - len(self.entries) % max(len(layers), 1)
+        self.entries = self.entries[:kept]
+        self.events = [(entry, sign) for entry, sign in self.events if entry < kept]
+        return super().report()
 
 
 @planted(Expectation("LOAD-17", "load-alone", "run", "max_cum_overload_factor is"))

@@ -46,7 +46,8 @@ class _Observe(torch.autograd.Function):
 class Meter:
     """Records the passes of one rank, and reduces them when a step ends.
 
-    Implements: LOAD-01, LOAD-02, LOAD-05, LOAD-06, LOAD-07, LOAD-08, LOAD-17, LOAD-18, LOAD-24, LOAD-25, LOAD-28.
+    Implements: LOAD-01, LOAD-02, LOAD-05, LOAD-06, LOAD-07, LOAD-08, LOAD-09, LOAD-10, LOAD-11, LOAD-17,
+        LOAD-18, LOAD-24, LOAD-25, LOAD-28.
     """
 
     def __init__(self, topology: Topology, top_k: int, device: torch.device) -> None:

@@ -66,6 +66,11 @@ def _even(drawn: _Drawn) -> Tensor:
     return torch.arange(3 * _E).remainder(_E).reshape(-1, _K)
 
 
+def _uneven_tokens(drawn: _Drawn) -> Tensor:
+    """Return pairs that arrive evenly, of ranks with 12 and 100 tokens."""
+    return torch.arange(_K * (100 if drawn.rank % 2 else 12)).remainder(_E).reshape(-1, _K)
+
+
 def _dropped(drawn: _Drawn) -> Passes:
     ids_TK = drawn.ids(9)
     ids_TK[::3, 0], ids_TK[4] = -1, -1
@@ -118,6 +123,7 @@ _SCRIPTS: Mapping[str, Sequence[Step]] = {
     ),
     "load-dropped": (_dropped, _one(lambda drawn: torch.full((3, _K), -1))),
     "load-steps": (_forwards_first, _one_f_one_b, _nothing, _uneven_layers),
+    "load-uneven-tokens": (_one(_uneven_tokens),),
     "load-alone": (_alone,),
     "load-evaluation": (_evaluated,),
     "load-abandoned": (_abandoned,),
