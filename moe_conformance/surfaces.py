@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -102,6 +102,35 @@ class CombineAdd(Resolved, Protocol):
 
     def add(self, out_ND: Tensor, index_J: Tensor, src_JD: Tensor, x_ND: Tensor) -> Tensor:
         """Return y (N, D), y_i = out_i + the sum of src_j over all j with index_j = i, as `ScatterAdd` does."""
+
+
+@dataclass(frozen=True)
+class MeteredPass:
+    """One pass of a step: "alone" is a training forward without a gradient, "abandon" gives up what came before it.
+
+    A backward is that of the forward of its layer and microbatch. Padding has empty slots, as a drop has.
+    """
+
+    kind: Literal["forward", "backward", "alone", "evaluation", "abandon"]
+    layer: int | None = None  # global number, from 0
+    microbatch: int = 0
+    ids_TK: Tensor | None = None  # of a forward: what dispatch receives
+    padding_T: Tensor | None = None  # of a forward: bool, True = padding
+
+
+@dataclass(frozen=True)
+class Metered:
+    """What a rank reports of a step: scalars by name, with a prefix that is the same for all."""
+
+    values: Mapping[str, float]
+    step: int
+
+
+class LoadMeter(Placed, Protocol):
+    """The meter of overload factors, attached to the exchange of the config."""
+
+    def step(self, passes: Sequence[MeteredPass], number: int) -> Metered:
+        """Run the passes in order through the exchange, then tell the meter that the step has ended; collective."""
 
 
 @dataclass(frozen=True)
@@ -353,6 +382,10 @@ class Session(contract.Session):
     def scatter_add(self, config: Config) -> ScatterAdd:
         """Build what adds rows back into an output by an index."""
         raise Unsupported("this backend offers no scatter-add")
+
+    def load_meter(self, config: Config) -> LoadMeter:
+        """Build the exchange with a meter of overload attached; collective."""
+        raise Unsupported("this backend offers no meter of overload")
 
     def routing_forms(self, config: Config) -> RoutingForms:
         """Build the conversion of top-k ids into a dense map, and back."""

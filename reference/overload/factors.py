@@ -82,6 +82,8 @@ def entry(
         ValueError: an expert held by another number of ranks than etp, a pair that no rank holds, copies
             that differ, shapes or numbers of ranks that do not fit.
 
+    Decides: LOAD-02, LOAD-05. Source: arithmetic.
+
     >>> hot, cold = torch.tensor([[0, 1], [0, -1], [1, 0]]), torch.tensor([[3, 0]])
     >>> entry([hot, cold], [[0, 1], [2, 3]], ep=2)
     Entry(stage=0, layer=0, pairs=(6, 1), balanced=Fraction(4, 1))
@@ -120,6 +122,8 @@ def factor(entry: Entry) -> Fraction:
 
     Degenerate: b_i = 0 (no token in the group) gives 0, one of the two allowed readings: the other leaves the
     entry out (`overload_report.reported`). With drops it may be below 1.
+
+    Decides: LOAD-01. Source: arithmetic.
 
     >>> factor(Entry(0, 0, (6, 1), Fraction(4))), factor(Entry(0, 0, (0, 0), Fraction(0)))
     (Fraction(3, 2), Fraction(0, 1))

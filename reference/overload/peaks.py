@@ -55,6 +55,8 @@ def cumulative(
 
     Degenerate: a rank with Q_r = 0 adds nothing; if there is no other, None: the value is 0 or absent.
 
+    Decides: LOAD-08, LOAD-09. Source: arithmetic.
+
     >>> up_down, b = [("x", 1), ("x", -1)], {"x": Fraction(4)}
     >>> str(cumulative([up_down, up_down, []], [{"x": 3}, {"x": 5}, {}], [b, b, {}]))
     '5/4'

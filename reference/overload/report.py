@@ -53,6 +53,8 @@ def reported(
     Degenerate: an entry without a layer number enters nothing. A stage without entries has avg 0, the
     world's max, and may leave all out; a layer without entries has no name.
 
+    Decides: LOAD-06, LOAD-07, LOAD-10, LOAD-11, LOAD-24, LOAD-25. Source: arithmetic.
+
     >>> one = [Entry(0, 0, (6, 2), Fraction(4)), Entry(0, 0, (3, 5), Fraction(4)), Entry(0, 2, (1, 3), Fraction(2))]
     >>> report = reported([*one, Entry(1, 3, (8, 0), Fraction(4))], 0, cumulative=Fraction(5, 4))
     >>> {name: str(value) for name, value in report.values.items() if "layer" not in name}

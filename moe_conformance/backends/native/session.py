@@ -27,6 +27,7 @@ from moe_conformance.backends.native.layer.experts import Experts
 from moe_conformance.backends.native.layer.gradients import GradientFinisher, Replicated
 from moe_conformance.backends.native.layer.layer import Layer
 from moe_conformance.backends.native.layer.shared_experts import SharedExperts
+from moe_conformance.backends.native.meter import Meter, MeteredExchange
 from moe_conformance.backends.native.offered import Offered, offered
 from moe_conformance.backends.native.router.forcing import ForcedRouter
 from moe_conformance.backends.native.router.losses import RouterLosses
@@ -177,6 +178,11 @@ class NativeSession(Session):
         parts = (self.router(routed), self.exchange(routed), self.experts(routed))
         with refusals(CannotBuild, match="."):
             return self.use(Layer)(config, self.topology, self.device, parts, self.use(SharedExperts))
+
+    def load_meter(self, config: Config) -> MeteredExchange:
+        """Build the exchange with native's meter attached."""
+        meter = self.use(Meter)(self.topology, config.top_k, self.device)
+        return self.use(MeteredExchange)(config, self.exchange(config), meter, self.device)
 
     def places_exchange(self, config: Config) -> FixedPlaces:
         """Build the exchange with fixed places, for callers."""
