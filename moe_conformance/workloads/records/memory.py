@@ -50,9 +50,10 @@ def lay(relation: Relation, memory_M: Tensor, shape: tuple[int, int]) -> tuple[T
     """Return out (N, D) and x (N, D) in a memory; of a clone or a buffer of another library, in a copy of it.
 
     Args:
-        relation: How out lies to x. Strided: x is every second row, of which out has the last ones and what lies
-            between them, so that they share more bytes than as many elements in one run would. Those of NumPy, DLPack and `torch.frombuffer` overlap by all rows but one, in two
-            storages; of device memory all three are DLPack's, since the others know host memory alone.
+        relation: How out lies to x. Strided: x is every second row, and out has the last ones of these and what lies
+            between them, so that they share more bytes than as many elements in one run would. Those of NumPy, DLPack
+            and `torch.frombuffer` overlap by all rows but one, in two storages; of device memory all three are
+            DLPack's, since the others know host memory alone.
         memory_M: `size` elements of any dtype that has a NumPy twin, in one run.
         shape: N, D.
 
