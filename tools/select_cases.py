@@ -81,6 +81,12 @@ def readers() -> dict[tuple[str, str], tuple[str, ...]]:
 
 
 @cache
+def chapters() -> dict[str, str]:
+    """Return the module of every check."""
+    return {check.function.__qualname__: check.function.__module__ for check in every_check()}
+
+
+@cache
 def repeating() -> frozenset[str]:
     """Return the checks that run equivalent runs of what they read."""
     return frozenset(check.function.__name__ for check in every_check() if "twins" in check.needs())
@@ -91,11 +97,16 @@ def open_cases(plan: Plan) -> tuple[Case, ...]:
     return tuple(case for case in plan.pool if not cell_limits(case.cell.limits, case.cell.layout))
 
 
-def scope(plan: Plan, check: str, cell: Cell) -> tuple[str, object]:
-    """Return what stands for the variant and for the layout of a cell where a check has to be met once in each."""
+def scopes(plan: Plan, check: str, cell: Cell) -> tuple[tuple[str, object], ...]:
+    """Return what a check has to be met in of that which a cell is: its variant, and its layout.
+
+    Variants that are sampled count as one on one layout. For a check that runs equivalent runs the layouts of one
+    number of ranks are one.
+    """
     if cell.variant in getattr(plan.backend, "sampled", ()):
-        return "sampled", ""
-    return cell.variant, cell.layout.world if check.rpartition(".")[2] in repeating() else cell.layout.name
+        return (("sampled", ""),)
+    layout = cell.layout.world if check.rpartition(".")[2] in repeating() else cell.layout.name
+    return (cell.variant, ""), ("", layout)
 
 
 def _layout(plan: Plan, cell: Cell) -> str:
@@ -105,9 +116,10 @@ def _layout(plan: Plan, cell: Cell) -> str:
 def demands(plan: Plan) -> dict[Place, set[Demand]]:
     """Return what each case would meet of what a selection has to hold, whatever the verdicts.
 
-    Every workload once. Every check that could read a case reads one with every variant on every layout, within the
-    declared limits and beyond them; of variants that are sampled, with one of them on one layout; a check that runs
-    equivalent runs, each as dear as a case, on one layout of each number of ranks. Every check meets
+    Every workload once. Every check that could read a case reads one with every variant and one on every layout, within
+    the declared limits and beyond them; of variants that are sampled, with one of them on one layout; a check that runs
+    equivalent runs, each as dear as a case, on one layout of each number of ranks. Of every chapter, which is the
+    module of a check, some check reads a case with every variant on every layout. Every check meets
     every trait that it could meet; so does every variant on every layout, with every run. The plainest
     workload runs everywhere, where variants are sampled on one layout: what is seen there is the easiest to understand.
     """
@@ -117,7 +129,8 @@ def demands(plan: Plan) -> dict[Place, set[Demand]]:
         within = broken(case.cell.limits, case.workload, case.cell.device) is None
         found[place] = {("workload", name)}
         for check in readers()[layout, name]:
-            found[place].add(("check", check, *scope(plan, check, case.cell), within))
+            found[place].update(("check", check, *each, within) for each in scopes(plan, check, case.cell))
+            found[place].add(("chapter", chapters()[check], variant, _layout(plan, case.cell), within))
             found[place].update(("trait", check, trait, within) for trait in traits(case.workload))
         if name == _PLAINEST:
             found[place].add(("plainest", variant, _layout(plan, case.cell)))
@@ -208,7 +221,8 @@ def main() -> None:
     cells = {(cell.variant, cell.layout.name): cell for cell in plan.cells}
     ran = [each for folder in given.report for each in reported(folder) if each.place in meets]
     for each in ran:
-        meets[each.place].add(("verdict", each.check, *scope(plan, each.check, cells[each.place[:2]]), each.verdict))
+        cell = cells[each.place[:2]]
+        meets[each.place].update(("verdict", each.check, *of, each.verdict) for of in scopes(plan, each.check, cell))
     stored = {} if given.anew else read(given.backend)
     kept = [(v, layout, name) for v, names in stored.items() for name, layouts in names.items() for layout in layouts]
     chosen = choose(meets, costs(plan, ran), required(given.backend), kept)
