@@ -16,6 +16,7 @@ from moe_conformance.contract import Malformed, Unsupported
 from moe_conformance.engine import RankContext
 from moe_conformance.scenarios import parameters, state
 from moe_conformance.scenarios.calling import call_through, deterministic_setting, form_of, memory_of, under
+from moe_conformance.scenarios.changing_experts import ChangingExperts
 from moe_conformance.scenarios.exchange_with_probe import exchange_with_probe
 from moe_conformance.scenarios.outcome import Answer, RankOutcome
 from moe_conformance.scenarios.padding import large_beside_pairs
@@ -24,6 +25,7 @@ from moe_conformance.scenarios.reported import claims_of, shown_of, without_nois
 from moe_conformance.scenarios.sessions import Opened, build, opened
 from moe_conformance.scenarios.tensors import same_bytes, to_cpu
 from moe_conformance.scenarios.unfilled import spoil_unfilled
+from moe_conformance.workloads.records.changes import CHANGING
 from moe_conformance.workloads.records.memory import Laid, lay
 from moe_conformance.workloads.records.workload import Answered, Call, Filled, Padded, Ref, Root, Workload
 
@@ -80,7 +82,11 @@ class Script:
     def _built(self, kept: Opened) -> Any:
         """Build the surface, and write its parameters if there are any."""
         session, kind = kept.session, self.workload.kind
-        surface: Any = session if kind == SESSION else build(session, kind, self.workload.config)
+        if kind == CHANGING:
+            experts = build(session, "experts", self.workload.config)
+            surface: Any = ChangingExperts(experts, session, self.workload, self.context.rank)
+        else:
+            surface = session if kind == SESSION else build(session, kind, self.workload.config)
         if kind == EXCHANGE:
             surface = exchange_with_probe(surface, self.workload.config, session, kept.topology)
             for call in self.workload.calls:
