@@ -18,6 +18,7 @@ from moe_conformance.scenarios import parameters
 from moe_conformance.scenarios.outcome import Grad
 from moe_conformance.scenarios.strides import laid_out
 from moe_conformance.workloads.records.changes import OF_SHARDS, OF_THE_MODULE, Values, Way
+from moe_conformance.workloads.records.draw import weight_dtype
 from moe_conformance.workloads.records.workload import Stride, Workload
 
 
@@ -54,16 +55,17 @@ class ChangingExperts:
     def forward(
         self, rows_RD: Tensor, counts_N: tuple[int, ...], known: bool = True, stride: Stride | None = None
     ) -> Tensor:
-        """Return the output for rows in the order of the experts; `stride` says how they lie in memory.
+        """Return the output for rows in the order of the experts, all of weight 1.
 
-        Without known counts the rows only have ids, and so do their upstream gradients with a stride.
+        Without known counts the rows only have ids. `stride` says how they lie in memory, and their upstream gradient.
         """
         given_RD = rows_RD if stride is None else laid_out(rows_RD, stride)
+        weights_R = torch.ones(len(rows_RD), dtype=weight_dtype(rows_RD.dtype), device=rows_RD.device)
         if known:
-            delivery = Delivery.grouped(given_RD, counts_N)
+            delivery = Delivery.grouped(given_RD, counts_N, weights_R)
         else:
             ids_R = torch.arange(len(counts_N)).repeat_interleave(torch.tensor(counts_N))
-            delivery = Delivery.listed(given_RD, ids_R[:, None].to(rows_RD.device))
+            delivery = Delivery.listed(given_RD, ids_R[:, None].to(rows_RD.device), weights_R[:, None])
         out_RD: Tensor = self._experts(delivery)
         return out_RD if stride is None or not out_RD.requires_grad else _laid_out_backward(out_RD, stride)
 

@@ -22,7 +22,7 @@ from moe_conformance.workloads.records.workload import Call, Mode, ParameterKey,
 from moe_conformance.workloads.selection.profiles import Profile
 
 _D, _F, _E = 16, 8, 4
-MARKER = 97 / 128  # an element of every parameter at first, and of nothing else
+MARKER = 97 * 2.0**-27  # in every parameter at first, and too small to come out of anything else
 _NAMES = {"gate": (_F, _D), "up": (_F, _D), "down": (_D, _F)}
 _NO_GRAD: tuple[Mode, ...] = ("no_grad",)
 _INFERENCE: tuple[Mode, ...] = ("inference_mode",)
@@ -41,14 +41,6 @@ _COUNTS: tuple[tuple[int, ...], ...] = (
     *((2, 4, 3, 3), (4, 2, 3, 3), (3, 3, 2, 4), (12, 0, 0, 0), (0, 0, 0, 4), (3, 3, 3, 4)),
 )
 _STRIDES: tuple[Stride, ...] = ("rows", "columns", "transposed", "packed")
-
-
-def first_values(experts: int, seed: str) -> Values:
-    """Return what the parameters are at first, each with the marker in one element."""
-    values = _values(experts, seed)
-    for value in values.values():
-        value[0, 0] = MARKER
-    return values
 
 
 def _values(experts: int, seed: str) -> dict[ParameterKey, Tensor]:
@@ -72,11 +64,11 @@ class _Scripts:
     def held(self) -> int:
         return self.experts // self.layout.ep
 
-    def workload(self, name: str, calls: Sequence[Call]) -> Workload:
+    def workload(self, name: str, calls: Sequence[Call], first: Values | None = None) -> Workload:
         config = Config(
             experts=self.experts, top_k=min(2, self.experts), hidden=_D, ffn=_F, dtype=self.dtype
         )  # fmt: skip
-        values = {key: each.to(self.dtype) for key, each in first_values(self.experts, name).items()}
+        values = {key: each.to(self.dtype) for key, each in (first or _values(self.experts, name)).items()}
         return Workload(name, CHANGING, config, self.layout, (), calls=tuple(calls), parameters=values)
 
     def forward(
@@ -114,7 +106,7 @@ class _Scripts:
     def one_alone(self, name: str) -> Workload:
         """Change one parameter of one expert, of each name in turn."""
         calls = [self.forward(f"{name} before", (3,) * self.held, _NO_GRAD)]
-        present = dict(first_values(self.experts, name))
+        present = _values(self.experts, name)
         for expert, parameter in enumerate(_NAMES):
             key = (parameter, min(expert, self.experts - 1))
             present = {**present, key: _values(self.experts, f"{name} {parameter}")[key]}
@@ -124,16 +116,20 @@ class _Scripts:
 
     def memory(self, name: str) -> Workload:
         """Count what holds the first values: before any forward, after their replacement, and without the experts."""
+        marked = _values(self.experts, name)
+        for value in marked.values():
+            value[0, 0] = MARKER
         asked = self.everywhere("remains", marker=MARKER)
-        forwards = (self.forward(f"{name} {n}", (3,) * self.held, modes) for n, modes in enumerate((_NO_GRAD, ())))
+        step = (self.forward(f"{name} step", (3,) * self.held, backward=True), self.everywhere("gradients"))
+        forwards = (self.forward(f"{name} 0", (3,) * self.held, _NO_GRAD), *step)
         calls = [asked, *forwards, self.forward(f"{name} again", (3,) * self.held, _NO_GRAD)]
         for number, way in enumerate(("copy_", "a new Parameter")):
-            values = _values(self.experts, f"{name} {number}") if number == 0 else first_values(self.experts, name)
+            values = _values(self.experts, f"{name} {number}") if number == 0 else marked
             calls += [self.everywhere("change", way=way, values=values)]
             calls += [self.forward(f"{name} {way}", (3,) * self.held, _NO_GRAD)]
             calls += [asked] if number == 0 else []
         calls += [self.everywhere("delete"), asked]
-        return self.workload(name, calls)
+        return self.workload(name, calls, marked)
 
     def gradients(self, name: str) -> Workload:
         """Go backward before and after forwards without gradients, on equal and on other counts."""
@@ -183,10 +179,10 @@ class _Scripts:
         calls = [self.forward(f"{name} first", counts, backward=True), self.everywhere("gradients")]
         for stride in _STRIDES:
             calls += [
-                self.forward(f"{name} {stride}", counts, backward=True, stride=stride),
+                self.forward(f"{name} {stride}", counts, backward=True, may_raise=True, stride=stride),
                 self.everywhere("gradients"),
             ]
-            calls += [self.forward(f"{name} {stride} batch", (3, 3, 3, 3), _NO_GRAD, stride=stride)]
+            calls += [self.forward(f"{name} {stride} batch", (3, 3, 3, 3), _NO_GRAD, may_raise=True, stride=stride)]
         return self.workload(name, calls)
 
 
