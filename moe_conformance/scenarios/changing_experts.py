@@ -23,7 +23,10 @@ from moe_conformance.workloads.records.workload import Stride, Workload
 
 
 class ChangingExperts:
-    """What a script calls. Values are full parameters by name and global expert id; a rank takes its part."""
+    """What a script calls. Values are full parameters by name and global expert id; a rank takes its part.
+
+    Of all parameters, except for "copy_", which may change some.
+    """
 
     def __init__(self, experts: Any, session: Session, workload: Workload, rank: int) -> None:
         """Find out whether everything that the script does can be done.
@@ -123,10 +126,12 @@ class ChangingExperts:
         return read
 
     def _write(self, values: Values, read: Read, put: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
-        """Put values into the windows on what `read` makes of the parameters."""
+        """Put values into the windows on what `read` makes of the parameters; those without a value stay."""
         for window in self.named(read):
-            value = parameters.shard_of(values[window.name, window.expert], window.shard)
-            put(window.view, value.to(window.view.device, window.view.dtype))
+            key = (window.name, window.expert)
+            if key in values:
+                value = parameters.shard_of(values[key], window.shard)
+                put(window.view, value.to(window.view.device, window.view.dtype))
 
     def _gradients(self) -> Mapping[tuple[str, int | None], Grad]:
         return parameters.gradients([self], self._attribute)

@@ -30,6 +30,12 @@ from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.workloads.records.workload import Call, Workload
 
 _NAMES = ("gate", "up", "down")
+_LAID = {
+    "rows": "every second row",
+    "columns": "every second column",
+    "transposed": "the transpose",
+    "packed": "columns in the middle",
+}
 # Unit roundoffs in which products may be computed: those of the rows' dtype, of TF32, of bfloat16.
 _TF32 = 2.0**-11
 
@@ -104,7 +110,7 @@ def forwards(outcome: Outcome) -> Iterator[Forward]:
             if call.method == "change":
                 given = call.given[rank]
                 before, way = present, given["way"]
-                present = {key: each.double() for key, each in given["values"].items()}
+                present = {**present, **{key: each.double() for key, each in given["values"].items()}}
             if call.method == "forward":
                 given = call.given[rank]
                 yield Forward(number, rank, call, given, _held(workload, rank), present, before, way)
@@ -178,8 +184,8 @@ def _judge_counts(outcome: Outcome, tally: Tally, *, equal: bool | None) -> None
             continue
         y_RD, target = _formed(outcome, each), each.target()
         worst = compare(y_RD, *target)
-        if not each.call.modes and len(y_RD):
-            scale.setdefault(each.rank, _scale(each, worst))
+        if each.rank not in scale and not each.call.modes and len(y_RD):
+            scale[each.rank] = _scale(each, worst)
         counts = each.given["counts_N"] if each.given.get("known", True) else None
         if equal is not None and equal_counts(counts, len(y_RD)) != equal:
             continue
@@ -219,8 +225,8 @@ def judge_gradients(outcome: Outcome, tally: Tally) -> None:
         if answers(outcome, each.number)[each.rank].raised and _may_be_refused(outcome, each, tally):
             continue
         y_RD = _formed(outcome, each)
-        if len(y_RD):
-            scale.setdefault(each.rank, _scale(each, compare(y_RD, *each.target())))
+        if each.rank not in scale and len(y_RD):
+            scale[each.rank] = _scale(each, compare(y_RD, *each.target()))
         if not each.call.upstream:
             continue
         found = _gradients_of(outcome, each)
@@ -328,14 +334,14 @@ def _scale(each: Forward, worst: Worst) -> float:
 def _called(each: Forward) -> str:
     counts = list(each.given["counts_N"]) if each.given.get("known", True) else "no counts"
     stride = each.given.get("stride")
-    laid = f", rows that lie {stride} in memory" if stride else ""
+    laid = f", rows as {_LAID[stride]} of a tensor" if stride else ""
     return f"forward {each.number} {each.modes} on {counts}{laid}"
 
 
 def _cause_of_values(each: Forward, y_RD: Tensor, allowed: Target) -> str:
     """Return which parameters are those of before the change, if that explains the output."""
     assert each.before is not None  # it is behind a change
-    for size in (3, 2, 1):
+    for size in (1, 2, 3):  # the fewest that explain it
         for names in combinations(_NAMES, size):
             mixed = {key: (each.before if key[0] in names else each.present)[key] for key in each.present}
             if within(y_RD, each.solved(mixed).y_TD, allowed.allowed):

@@ -106,11 +106,10 @@ class _Scripts:
     def one_alone(self, name: str) -> Workload:
         """Change one parameter of one expert, of each name in turn."""
         calls = [self.forward(f"{name} before", (3,) * self.held, _NO_GRAD)]
-        present = _values(self.experts, name)
         for expert, parameter in enumerate(_NAMES):
-            key = (parameter, min(expert, self.experts - 1))
-            present = {**present, key: _values(self.experts, f"{name} {parameter}")[key]}
-            calls.append(self.everywhere("change", way="copy_", values=present))
+            key: ParameterKey = (parameter, min(expert, self.experts - 1))
+            alone = {key: _values(self.experts, f"{name} {parameter}")[key]}
+            calls.append(self.everywhere("change", way="copy_", values=alone))
             calls.append(self.forward(f"{name} {parameter}", (3,) * self.held, _NO_GRAD))
         return self.workload(name, calls)
 
