@@ -259,7 +259,13 @@ class Parametrised(Protocol):
 
 
 class Experts(Parametrised, Resolved, Protocol):
-    """The backend's own experts for this rank, in the exchange's local order: SwiGLU, down(silu(gate x) * up x)."""
+    """The backend's own experts for this rank, in the exchange's local order: SwiGLU, down(silu(gate x) * up x).
+
+    Optional, for the checks that change weights between two forwards. `module`: the nn.Module that holds the
+    parameters, where that is not the surface itself; it loads, casts and replaces them. `weights_changed()`: what the
+    backend has users call after a change that leaves no trace at a tensor (`weight.data`, a fused optimiser).
+    `reshard()`: frees parameters that were gathered from shards, where the backend keeps them gathered.
+    """
 
     def __call__(self, delivery: Delivery) -> Tensor:
         """Return the output in `delivery.shape`, multiplied by the routing weights if the delivery has them.

@@ -334,6 +334,16 @@ class _Experts:
     def named(self, read: Read) -> Iterator[Named]:
         return expert_windows(self._module, self._first, self._topology, read)
 
+    @property
+    def module(self) -> nn.Module:
+        return self._module
+
+    def reshard(self) -> None:
+        """Free the gathered parameters: it is asked not to do that by itself."""
+        if len(self._edp) > 1:
+            module: Any = self._module
+            module.reshard()
+
     def reduce(self) -> None:
         if len(self._edp) == 1:
             return

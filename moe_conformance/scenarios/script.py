@@ -16,6 +16,7 @@ from moe_conformance.contract import Malformed, Unsupported
 from moe_conformance.engine import RankContext
 from moe_conformance.scenarios import parameters, state
 from moe_conformance.scenarios.calling import call_through, deterministic_setting, form_of, memory_of, under
+from moe_conformance.scenarios.changing_experts import ChangingExperts
 from moe_conformance.scenarios.exchange_with_probe import exchange_with_probe
 from moe_conformance.scenarios.outcome import Answer, RankOutcome
 from moe_conformance.scenarios.padding import large_beside_pairs
@@ -82,7 +83,11 @@ class Script:
         """Build the surface, and write its parameters if there are any."""
         session, run = kept.session, self.workload.run
         assert isinstance(run, runs.Script)
-        surface: Any = session if run == runs.ON_SESSION else build(session, run.surface, self.workload.config)
+        if run == runs.ON_CHANGING_EXPERTS:
+            experts = build(session, "experts", self.workload.config)
+            surface: Any = ChangingExperts(experts, session, self.workload, self.context.rank)
+        else:
+            surface = session if run == runs.ON_SESSION else build(session, run.surface, self.workload.config)
         if run == runs.ON_EXCHANGE:
             surface = exchange_with_probe(surface, self.workload.config, session, kept.topology)
             for call in self.workload.calls:

@@ -142,6 +142,8 @@ class NativeSession(Session):
         """Build this rank's experts, the same with token_copies and with a receive buffer of fixed size."""
         config.only(*_MAPPED, "receive_buffer", "token_copies")
         with refusals(CannotBuild, match="."):
+            if config.variant == "local":
+                self.use(LocalExchange)(config, self.topology)  # it refuses to spread experts over ranks
             return self.use(Experts)(config, self.topology, self.device)
 
     def router(self, config: Config) -> Router:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
@@ -64,6 +64,12 @@ class ShardedExperts:
         ids_RJ = torch.where(delivery.ids_RJ < 0, self._placement.held, delivery.ids_RJ)
         out_RD: Tensor = self._model(delivery.rows_RD, ids_RJ, delivery.weights_RJ)
         return out_RD
+
+    @property
+    def module(self) -> nn.Module:
+        """What holds the parameters: the model of one module."""
+        model: nn.Module = self._model
+        return model
 
     def named(self, read: Read) -> Iterator[Named]:
         """Yield the three matrices of every expert in this rank's shard."""

@@ -99,7 +99,8 @@ class Script:
     """Calls on one surface, which the method of Session that `surface` names builds.
 
     On the surface "exchange" calls are steps, or their halves, with the suite's experts between them; on "session" they
-    are those of the session itself, and build surfaces; on "training_routers" each is a step of a trainer.
+    are those of the session itself, and build surfaces; on "training_routers" each is a step of a trainer;
+    on "changing_experts" they change parameters of the experts, and call them.
     """
 
     scenario: ClassVar[Scenario] = "script"
@@ -114,7 +115,7 @@ Run = ExchangeStep | ExpertsStep | RouterStep | LayerStep | ProxyModelStep | Scr
 DrawnStep = ExchangeStep | RouterStep
 
 ON_EXCHANGE, ON_SESSION = Script("exchange"), Script("session")
-ON_TRAINING_ROUTERS = Script("training_routers")
+ON_TRAINING_ROUTERS, ON_CHANGING_EXPERTS = Script("training_routers"), Script("changing_experts")
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """SwiGLU experts in a loop over the experts of this rank: f(x) = down (silu(gate x) * up x).
 
+Where no gradient is recorded and all experts have as many rows, two batched products take the place of the loop.
+
 N experts held, D hidden, F expert hidden, R rows, J ids per row, P filled ids. With etp > 1 a rank holds F /
 etp of the hidden units of each of its experts, and its output is that part of the sum.
 """
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_conformance.backends.native.groups import CannotBuild, Placement
+from moe_conformance.backends.native.layer.batched_experts import DerivedWeights, batched
 from moe_conformance.backends.native.layer.gradients import Replicated
 from moe_conformance.backends.native.row_ops.permutation import permute, sort_pairs, unpermute, weigh
 from moe_conformance.contract import Config, Delivery, Named, Read, Topology
@@ -45,6 +48,7 @@ class Experts(Replicated):
         self.gate_NFD = nn.Parameter(nan.clone())
         self.up_NFD = nn.Parameter(nan.clone())
         self.down_NDF = nn.Parameter(nan.transpose(1, 2).clone(memory_format=torch.contiguous_format))
+        self.derived = DerivedWeights()
 
     @property
     def resolved(self) -> Mapping[str, str]:
@@ -70,10 +74,27 @@ class Experts(Replicated):
         """
         pairs = sort_pairs(delivery.ids_RJ, self.placement.held)
         rows_PD = permute(delivery.rows_RD, pairs)
-        out_PD = self._loop(rows_PD, pairs.counts_E.tolist())
+        out_PD = self._run(rows_PD, pairs.counts_E.tolist())
         if delivery.weights_RJ is not None:
             out_PD = weigh(out_PD, delivery.weights_RJ[pairs.token_P, pairs.slot_P])
         return unpermute(out_PD, pairs).reshape(delivery.shape)
+
+    def weights_changed(self) -> None:
+        """Take note of a change of weights that leaves no trace at them, as by a write to `weight.data`.
+
+        Implements: FAST-07.
+        """
+        self.derived.forget()
+
+    def _run(self, rows_PD: Tensor, counts_N: list[int]) -> Tensor:
+        """Run the experts in whichever way suits; in training no derived weights are kept, which would double them.
+
+        Implements: FAST-10, FAST-12.
+        """
+        if not torch.is_grad_enabled() and len(set(counts_N)) == 1:
+            return batched(rows_PD, self.derived.of(self.gate_NFD, self.up_NFD, self.down_NDF))
+        self.derived.forget()
+        return self._loop(rows_PD, counts_N)
 
     def _loop(self, rows_PD: Tensor, counts_N: list[int]) -> Tensor:
         """Run every expert on its rows, on none too: an idle expert gets zero gradients."""

@@ -1,0 +1,360 @@
+"""A backend's own experts between changes of their parameters: outputs and gradients are those of the present values.
+
+A backend may compute in less precision than the dtype of its rows: EXPT-01 is there for that. So the first forward of
+a script, before anything could be out of date, says in which precision this backend computes, and later ones are held
+to the bounds of that. What is counted of a change are elements that tell old values from new ones by more than these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_conformance.judging.compare import bounds
+from moe_conformance.judging.compare.bounded import Target, Worst, compare, within
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.script import answers, judge_no_slip, values
+from moe_conformance.judging.verdict import AbsentGradient, Raised, Tally, WrongForm, WrongGradient, WrongOutput
+from moe_conformance.reference.exchange import layer
+from moe_conformance.reference.experts import Parameters, swiglu_experts
+from moe_conformance.reference.fast_paths.choices import equal_counts
+from moe_conformance.reference.fast_paths.present import segments
+from moe_conformance.reference.rounding.expert_magnitudes import swiglu_measured
+from moe_conformance.reference.rounding.magnitudes import magnitudes
+from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.workloads.records.workload import Call, Workload
+
+_NAMES = ("gate", "up", "down")
+_LAID = {
+    "rows": "every second row",
+    "columns": "every second column",
+    "transposed": "the transpose",
+    "packed": "columns in the middle",
+}
+# Unit roundoffs in which products may be computed: those of the rows' dtype, of TF32, of bfloat16.
+_TF32 = 2.0**-11
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One forward of a script on one rank, the values that its parameters have by then, and those of before."""
+
+    number: int
+    rank: int
+    call: Call
+    given: Mapping[str, Any]
+    experts: Sequence[int]  # of this rank, global ids
+    present: Parameters
+    before: Parameters | None  # None until something has changed
+    way: str  # of the last change
+
+    @property
+    def modes(self) -> str:
+        """In words, in which mode it is made."""
+        return f"under {self.call.modes[-1]}" if self.call.modes else "with gradients"
+
+    @property
+    def rows(self) -> Tensor:
+        """The rows."""
+        rows_RD: Tensor = self.given["rows_RD"]
+        return rows_RD
+
+    def ids(self, counts: Sequence[int] | None = None) -> Tensor:
+        """Return the expert of each row, (R,), by its own counts or by others."""
+        return segments(self.given["counts_N"] if counts is None else counts, self.experts)
+
+    def solved(self, parameters: Parameters | None = None, ids_R: Tensor | None = None) -> layer.Gradients:
+        """Return what the oracle yields, of the present values and counts or of others."""
+        batch = self._batch(ids_R)
+        return layer.gradients(*batch, swiglu_experts, self.present if parameters is None else parameters)
+
+    def errors(self) -> layer.Gradients:
+        """Return how far from it a correct implementation may be, to first order."""
+        dtype = self.rows.dtype
+        return magnitudes(*self._batch(None), swiglu_measured, self.present, rounding=bounds.rounding(dtype))
+
+    def target(self) -> Target:
+        """Return the output that is expected."""
+        return Target(self.solved().y_TD, self._allowed(self.errors().y_TD))
+
+    def gradient_targets(self) -> dict[str, Target]:
+        """Return the gradients that are expected: of the rows, "", and of the parameters of this rank's experts."""
+        solved, errors = self.solved(), self.errors()
+        found = {"": Target(solved.dx_TD, self._allowed(errors.dx_TD))}
+        for (name, e), expected in solved.parameters.items():
+            if e in self.experts:
+                found[f"{name} of expert {e}"] = Target(expected, self._allowed(errors.parameters[name, e]))
+        return found
+
+    def _allowed(self, error: Tensor) -> Tensor:
+        return bounds.allowed(error, self.rows.dtype, addends=len(self.rows) + self.rows.shape[1])
+
+    def _batch(self, ids_R: Tensor | None) -> layer.Batch:
+        ids = self.ids() if ids_R is None else ids_R
+        upstream = self.call.upstream[self.rank][""] if self.call.upstream else torch.zeros_like(self.rows)
+        return layer.Batch(self.rows, ids[:, None], torch.ones(len(ids), 1), upstream)
+
+
+def forwards(outcome: Outcome) -> Iterator[Forward]:
+    """Yield every forward of a script, rank by rank in the order of the calls."""
+    workload = outcome.workload
+    for rank in range(workload.layout.world):
+        present: Parameters = {key: each.double() for key, each in workload.parameters.items()}  # type: ignore[misc]
+        before, way = None, ""
+        for number, call in enumerate(workload.calls):
+            if call.method == "change":
+                given = call.given[rank]
+                before, way = present, given["way"]
+                present = {**present, **{key: each.double() for key, each in given["values"].items()}}
+            if call.method == "forward":
+                given = call.given[rank]
+                yield Forward(number, rank, call, given, _held(workload, rank), present, before, way)
+
+
+def _held(workload: Workload, rank: int) -> range:
+    held = workload.config.experts // workload.layout.ep
+    place = next(ranks.index(rank) for ranks in workload.layout.groups()["ep"] if rank in ranks)
+    return range(place * held, (place + 1) * held)
+
+
+# ---- outputs -------------------------------------------------------------------------------------------------
+
+
+def judge_present(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether every forward behind a change is that of the new values.
+
+    Counts the elements in which old and new values lead to outputs that can be told apart.
+
+    Raises:
+        WrongForm: an output has another shape or dtype than its rows.
+        WrongOutput: an element is not that of the new values, or no forward before the change was right.
+    """
+    scale: dict[int, float] = {}
+    findings = []
+    for each in forwards(outcome):
+        y_RD, target = _formed(outcome, each), each.target()
+        worst = compare(y_RD, *target)
+        if each.before is None:
+            scale[each.rank] = _scale(each, worst)
+            continue
+        allowed = Target(target.expected, target.allowed * scale[each.rank])
+        if not (worst := compare(y_RD, *allowed)).holds:
+            sentence = f"{_called(each)} behind {each.way} gives {worst}{_cause_of_values(each, y_RD, allowed)}"
+            findings.append(Finding(each.way, f"rank {each.rank}: {sentence}", (each.rank,), worst.size))
+            continue
+        old = each.solved(each.before).y_TD
+        told = int(((old - allowed.expected).abs() > 2 * allowed.allowed).sum())
+        tally.add(elements=told, rank=each.rank, worst=worst.ratio)
+    if findings:
+        fail(WrongOutput, "experts", findings)
+
+
+def judge_modes(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether outputs with gradients, under no_grad and in inference mode are one.
+
+    Raises:
+        WrongForm, WrongOutput: as `judge_present`.
+    """
+    _judge_counts(outcome, tally, equal=None)
+
+
+def judge_unequal(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether forwards whose counts are not equal, or not known, give every row to its own expert.
+
+    A backend may refuse rows whose counts nobody knows.
+
+    Raises:
+        WrongForm, WrongOutput: as `judge_present`.
+        Raised: a call raised that has counts.
+    """
+    _judge_counts(outcome, tally, equal=False)
+
+
+def _judge_counts(outcome: Outcome, tally: Tally, *, equal: bool | None) -> None:
+    """Judge all forwards, or those whose counts are equal or not; what was first with gradients sets the scale."""
+    scale: dict[int, float] = {}
+    findings = []
+    for each in forwards(outcome):
+        if answers(outcome, each.number)[each.rank].raised and _may_be_refused(outcome, each, tally):
+            continue
+        y_RD, target = _formed(outcome, each), each.target()
+        worst = compare(y_RD, *target)
+        if each.rank not in scale and not each.call.modes and len(y_RD):
+            scale[each.rank] = _scale(each, worst)
+        counts = each.given["counts_N"] if each.given.get("known", True) else None
+        if equal is not None and equal_counts(counts, len(y_RD)) != equal:
+            continue
+        allowed = Target(target.expected, target.allowed * scale.get(each.rank, 1.0))
+        worst = compare(y_RD, *allowed, tally, each.rank)
+        tally.add(pairs=1, rank=each.rank)
+        if not worst.holds:
+            sentence = f"{_called(each)} gives {worst}{_cause_of_rows(each, y_RD, allowed)}"
+            findings.append(Finding("counts", f"rank {each.rank}: {sentence}", (each.rank,), worst.size))
+    if findings:
+        fail(WrongOutput, "experts", findings)
+
+
+def _may_be_refused(outcome: Outcome, each: Forward, tally: Tally) -> bool:
+    answer = answers(outcome, each.number)[each.rank]
+    judge_no_slip(outcome, each.number)
+    if not each.call.may_raise:
+        sentence = f"rank {each.rank}: {_called(each)} raised {answer.error_type}: {answer.error}"
+        raise Raised("experts", sentence, ranks=(each.rank,))
+    tally.add(pairs=1, rank=each.rank)
+    return True
+
+
+# ---- gradients -----------------------------------------------------------------------------------------------
+
+
+def judge_gradients(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether gradients are the same whatever forwards without gradients were made before.
+
+    Raises:
+        AbsentGradient: a parameter or the rows have none.
+        WrongGradient: an element is not that of the present values.
+    """
+    absent, wrong = [], []
+    scale: dict[int, float] = {}
+    for each in forwards(outcome):
+        if answers(outcome, each.number)[each.rank].raised and _may_be_refused(outcome, each, tally):
+            continue
+        y_RD = _formed(outcome, each)
+        if each.rank not in scale and len(y_RD):
+            scale[each.rank] = _scale(each, compare(y_RD, *each.target()))
+        if not each.call.upstream:
+            continue
+        found = _gradients_of(outcome, each)
+        targets = {name: target for name, target in each.gradient_targets().items() if name in found}
+        for name, (expected, allowed) in targets.items():
+            what, value = f"the gradient of {name or 'the rows'} behind {_called(each)}", found[name]
+            if value is None:
+                absent.append(
+                    Finding("absent", f"rank {each.rank}: {what} is None{_cause_of_none(each, outcome)}", (each.rank,))
+                )
+                continue
+            worst = compare(value, expected, allowed * scale[each.rank], tally, each.rank)
+            if not worst.holds:
+                wrong.append(Finding("wrong", f"rank {each.rank}: {what} is {worst}", (each.rank,), worst.size))
+    if absent:
+        fail(AbsentGradient, "gradient", absent)
+    if wrong:
+        fail(WrongGradient, "gradient", wrong)
+
+
+def judge_strided(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether outputs and gradients are the same however rows and upstream gradients lie in memory.
+
+    A backend may refuse strides.
+
+    Raises:
+        AbsentGradient, WrongGradient: as `judge_gradients`.
+        WrongForm, WrongOutput: as `judge_present`.
+    """
+    _judge_counts(outcome, tally, equal=None)
+    judge_gradients(outcome, tally)
+
+
+def _gradients_of(outcome: Outcome, each: Forward) -> dict[str, Tensor | None]:
+    """Return the gradients of the rows, "", and of what of the parameters has a window on this rank."""
+    answer = answers(outcome, each.number)[each.rank]
+    told = values(outcome, each.number + 1)[each.rank] if _own(outcome, each) else {}
+    return {"": answer.gradients["rows_RD"], **told}
+
+
+def _own(outcome: Outcome, each: Forward) -> bool:
+    """Whether the parameters' gradients are this rank's own: where replicas reduce in the backward they are not."""
+    return outcome.workload.layout.edp == 1
+
+
+def _cause_of_none(each: Forward, outcome: Outcome) -> str:
+    earlier = outcome.workload.calls[: each.number]
+    without = any(call.method == "forward" and call.modes for call in earlier)
+    return (
+        "; likely cause: weights that a forward without gradients derived and kept have no path to it"
+        if without
+        else ""
+    )
+
+
+# ---- memory --------------------------------------------------------------------------------------------------
+
+
+def judge_memory(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether nothing holds the values of replaced weights, nor any of deleted experts.
+
+    What held them before any forward is the caller's.
+
+    Raises:
+        WrongOutput: there are more tensors with the old values than before.
+    """
+    asked = [number for number, call in enumerate(outcome.workload.calls) if call.method == "remains"]
+    findings = []
+    for rank, at_first in enumerate(values(outcome, asked[0])):
+        for number, when in zip(asked[1:], ("the weights were replaced", "the experts were deleted"), strict=True):
+            found = values(outcome, number)[rank]
+            if found > at_first:
+                sentence = f"{found - at_first} tensors hold values of the old weights after {when} and one forward"
+                cause = "likely cause: weights derived from them are kept"
+                findings.append(Finding(when, f"rank {rank}: {sentence}; expected none; {cause}", (rank,)))
+            tally.add(pairs=1, rank=rank)
+    if findings:
+        fail(WrongOutput, "experts", findings)
+
+
+# ---- words ---------------------------------------------------------------------------------------------------
+
+
+def _formed(outcome: Outcome, each: Forward) -> Tensor:
+    y_RD: Tensor = values(outcome, each.number)[each.rank]
+    if y_RD.shape != each.rows.shape or y_RD.dtype != each.rows.dtype:
+        form = f"{y_RD.dtype} {tuple(y_RD.shape)} instead of {each.rows.dtype} {tuple(each.rows.shape)}"
+        raise WrongForm("experts", f"rank {each.rank}: {_called(each)} gives {form}", ranks=(each.rank,))
+    return y_RD
+
+
+def _scale(each: Forward, worst: Worst) -> float:
+    """Return how many times as large the bounds are in the precision that explains the first forward.
+
+    Raises:
+        WrongOutput: none does.
+    """
+    own = bounds.unit_roundoff(each.rows.dtype)
+    for roundoff in (own, _TF32, bounds.unit_roundoff(torch.bfloat16)):
+        if roundoff >= own and worst.ratio <= roundoff / own:
+            return roundoff / own
+    raise WrongOutput("experts", f"rank {each.rank}: {_called(each)}, the first, gives {worst}", ranks=(each.rank,))
+
+
+def _called(each: Forward) -> str:
+    counts = list(each.given["counts_N"]) if each.given.get("known", True) else "no counts"
+    stride = each.given.get("stride")
+    laid = f", rows as {_LAID[stride]} of a tensor" if stride else ""
+    return f"forward {each.number} {each.modes} on {counts}{laid}"
+
+
+def _cause_of_values(each: Forward, y_RD: Tensor, allowed: Target) -> str:
+    """Return which parameters are those of before the change, if that explains the output."""
+    assert each.before is not None  # it is behind a change
+    for size in (1, 2, 3):  # the fewest that explain it
+        for names in combinations(_NAMES, size):
+            mixed = {key: (each.before if key[0] in names else each.present)[key] for key in each.present}
+            if within(y_RD, each.solved(mixed).y_TD, allowed.allowed):
+                return f"; likely cause: the values of {', '.join(names)} are those of before the change"
+    return _cause_of_rows(each, y_RD, allowed)
+
+
+def _cause_of_rows(each: Forward, y_RD: Tensor, allowed: Target) -> str:
+    R, N = len(y_RD), len(each.experts)
+    swapped = {"gate": "up", "up": "gate", "down": "down"}
+    exchanged = {(swapped[name], e): value for (name, e), value in each.present.items()}
+    if within(y_RD, each.solved(exchanged).y_TD, allowed.allowed):
+        return "; likely cause: gate and up are swapped"
+    if R and R % N == 0 and within(y_RD, each.solved(ids_R=each.ids([R // N] * N)).y_TD, allowed.allowed):
+        return f"; likely cause: every expert was given R / N = {R // N} rows"
+    return ""

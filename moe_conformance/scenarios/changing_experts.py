@@ -1,0 +1,288 @@
+"""A backend's own experts for scripts: they are called on rows, and their parameters changed between two calls.
+
+N experts of this rank, D hidden, R rows. Changes are made through the windows of `named` and the module that holds the
+parameters, as training, loading and moving a model make them.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_conformance.contract import Delivery, Named, Read, Session, Unsupported
+from moe_conformance.scenarios import parameters
+from moe_conformance.scenarios.outcome import Grad
+from moe_conformance.scenarios.strides import laid_out
+from moe_conformance.workloads.records.changes import OF_SHARDS, OF_THE_MODULE, Values, Way
+from moe_conformance.workloads.records.draw import weight_dtype
+from moe_conformance.workloads.records.workload import Stride, Workload
+
+
+class ChangingExperts:
+    """What a script calls. Values are full parameters by name and global expert id; a rank takes its part.
+
+    Of all parameters, except for "copy_", which may change some.
+    """
+
+    def __init__(self, experts: Any, session: Session, workload: Workload, rank: int) -> None:
+        """Find out whether everything that the script does can be done.
+
+        Raises:
+            Unsupported: a change is one of the module, and the surface has none to show; or its windows show parts of
+                parameters, and not the parameters that are to be changed.
+        """
+        self._experts, self._attribute = experts, session.grad_attr
+        ways = {call.given[rank]["way"] for call in workload.calls if call.method == "change"}
+        if self._module() is None and ways & {*OF_THE_MODULE}:
+            raise Unsupported("the experts show no `module` that holds their parameters")
+        sharded = any(not isinstance(each, nn.Parameter) for each in self._parameters())
+        if sharded and ways - {*OF_SHARDS}:
+            raise Unsupported("the windows show parts of parameters, and not the parameters themselves")
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        """What the experts show of themselves by now."""
+        return {} if self._experts is None else dict(self._experts.resolved)
+
+    def named(self, read: Read) -> Iterator[Named]:
+        """Yield the experts' own windows."""
+        windows: Iterator[Named] = self._experts.named(read)
+        return windows
+
+    # ---- calls -----------------------------------------------------------------------------------------------
+
+    def forward(
+        self, rows_RD: Tensor, counts_N: tuple[int, ...], known: bool = True, stride: Stride | None = None
+    ) -> Tensor:
+        """Return the output for rows in the order of the experts, all of weight 1.
+
+        Without known counts the rows only have ids. `stride` says how they lie in memory, and their upstream gradient.
+        """
+        given_RD = rows_RD if stride is None else laid_out(rows_RD, stride)
+        weights_R = torch.ones(len(rows_RD), dtype=weight_dtype(rows_RD.dtype), device=rows_RD.device)
+        if known:
+            delivery = Delivery.grouped(given_RD, counts_N, weights_R)
+        else:
+            ids_R = torch.arange(len(counts_N)).repeat_interleave(torch.tensor(counts_N))
+            delivery = Delivery.listed(given_RD, ids_R[:, None].to(rows_RD.device), weights_R[:, None])
+        out_RD: Tensor = self._experts(delivery)
+        return out_RD if stride is None or not out_RD.requires_grad else _laid_out_backward(out_RD, stride)
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Return the gradient of every parameter of this rank, None where there is none, and clear them all."""
+        found = {_said(key): grad.value for key, grad in self._gradients().items()}
+        parameters.clear([self], self._attribute, to_zero=False)
+        return found
+
+    def change(self, way: Way, values: Values) -> None:
+        """Give the parameters other values in one of the ways; where no trace is left, say so if that is asked for."""
+        _WAYS[way](self, values)
+        announce = getattr(self._experts, "weights_changed", None)
+        if announce is not None and way in _ANNOUNCED:
+            announce()
+
+    def remains(self, marker: float) -> int:
+        """Return how many storages hold an element of this value, those of the present parameters left out."""
+        gc.collect()
+        own = {each.untyped_storage().data_ptr() for each in self._parameters()} if self._experts is not None else set()
+        found = {
+            each.untyped_storage().data_ptr()
+            for each in gc.get_objects()
+            if isinstance(each, Tensor) and _holds(each, marker) and each.untyped_storage().data_ptr() not in own
+        }
+        return len(found)
+
+    def delete(self) -> None:
+        """Let go of the experts."""
+        self._experts = None
+
+    # ---- what changes are made of ----------------------------------------------------------------------------
+
+    def _module(self) -> nn.Module | None:
+        if isinstance(self._experts, nn.Module):
+            return self._experts
+        module: nn.Module | None = getattr(self._experts, "module", None)
+        return module
+
+    def _modules(self) -> nn.Module:
+        module = self._module()
+        assert module is not None  # or it would not have been built
+        return module
+
+    def _parameters(self) -> list[Tensor]:
+        read: list[Tensor] = []
+
+        def note(parameter: Tensor) -> Tensor:
+            if not any(parameter is each for each in read):
+                read.append(parameter)
+            return parameter.detach()
+
+        for _ in self.named(note):
+            pass
+        return read
+
+    def _write(self, values: Values, read: Read, put: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
+        """Put values into the windows on what `read` makes of the parameters; those without a value stay."""
+        for window in self.named(read):
+            key = (window.name, window.expert)
+            if key in values:
+                value = parameters.shard_of(values[key], window.shard)
+                put(window.view, value.to(window.view.device, window.view.dtype))
+
+    def _gradients(self) -> Mapping[tuple[str, int | None], Grad]:
+        return parameters.gradients([self], self._attribute)
+
+    def _filled(self, values: Values) -> list[tuple[Tensor, Tensor]]:
+        """Return every parameter with a new tensor of its shape that has the values."""
+        made: list[tuple[Tensor, Tensor]] = []
+
+        def read(parameter: Tensor) -> Tensor:
+            for each, filled in made:
+                if parameter is each:
+                    return filled
+            made.append((parameter, torch.empty_like(parameter, requires_grad=False)))
+            return made[-1][1]
+
+        self._write(values, read)
+        return made
+
+    def _replace(self, made: Iterable[tuple[Tensor, nn.Parameter]]) -> None:
+        new = [(old, parameter) for old, parameter in made]
+        for module in self._modules().modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                for old, replacement in new:
+                    if parameter is old:
+                        setattr(module, name, replacement)
+
+
+def _copy(experts: ChangingExperts, values: Values) -> None:
+    experts._write(values, Tensor.detach)
+
+
+def _add(experts: ChangingExperts, values: Values) -> None:
+    experts._write(values, Tensor.detach, lambda view, value: view.sub_(view.clone()).add_(value))
+
+
+def _load(experts: ChangingExperts, values: Values) -> None:
+    module, filled = experts._modules(), experts._filled(values)
+    state = {
+        name: next((new for old, new in filled if parameter is old), parameter.detach())
+        for name, parameter in module.named_parameters()
+    }
+    module.load_state_dict(state, strict=False)
+
+
+def _step(experts: ChangingExperts, values: Values, *, fused: bool = False) -> None:
+    """Take a step of size 1 along gradients of which it leads to the values: all of them have few digits."""
+    filled = experts._filled(values)
+    for parameter, new in filled:
+        parameter.grad = parameter.detach() - new
+    torch.optim.SGD([parameter for parameter, _ in filled], lr=1.0, fused=fused, foreach=False).step()
+    for parameter, _ in filled:
+        parameter.grad = None
+
+
+def _fused_step(experts: ChangingExperts, values: Values) -> None:
+    _step(experts, values, fused=True)
+
+
+def _copy_data(experts: ChangingExperts, values: Values) -> None:
+    experts._write(values, lambda parameter: parameter.data)
+
+
+def _new_data(experts: ChangingExperts, values: Values) -> None:
+    """Free the old memory first: the new one may lie at the same address."""
+    for parameter in experts._parameters():
+        like = torch.empty_like(parameter, device="meta")
+        parameter.data = torch.empty(0, dtype=like.dtype, device=parameter.device)
+        parameter.data = torch.empty_like(like, device=parameter.device)
+    _copy_data(experts, values)
+
+
+def _write_in_inference_mode(experts: ChangingExperts, values: Values) -> None:
+    """Make the parameters tensors of inference mode, where they are not yet, and write to them in it."""
+    with torch.inference_mode():
+        old = experts._parameters()
+        if not all(parameter.is_inference() for parameter in old):
+            experts._replace([(each, nn.Parameter(each.detach().clone(), requires_grad=False)) for each in old])
+        _copy(experts, values)
+
+
+def _new_parameters(experts: ChangingExperts, values: Values) -> None:
+    experts._replace([(old, nn.Parameter(new)) for old, new in experts._filled(values)])
+
+
+def _cast_and_back(experts: ChangingExperts, values: Values) -> None:
+    module = experts._modules()
+    dtype = next(module.parameters()).dtype
+    module.to(torch.float64 if dtype == torch.float32 else torch.float32)
+    _copy(experts, values)
+    module.to(dtype)
+
+
+def _to_empty(experts: ChangingExperts, values: Values) -> None:
+    module = experts._modules()
+    module.to_empty(device=next(module.parameters()).device)
+    _copy(experts, values)
+
+
+def _gathered_again(experts: ChangingExperts, values: Values) -> None:
+    """Free what was gathered, as behind a backward, and step on the shards; the next forward gathers again."""
+    reshard = getattr(experts._experts, "reshard", None)
+    if reshard is not None:
+        reshard()
+    _copy(experts, values)
+
+
+_WAYS: Mapping[Way, Callable[[ChangingExperts, Values], None]] = {
+    "copy_": _copy,
+    "add_": _add,
+    "load_state_dict": _load,
+    "a step of an optimiser": _step,
+    ".data.copy_": _copy_data,
+    ".data = a new tensor": _new_data,
+    "a step of a fused optimiser": _fused_step,
+    "a write in inference mode": _write_in_inference_mode,
+    "a new Parameter": _new_parameters,
+    "to another dtype and back": _cast_and_back,
+    "to_empty": _to_empty,
+    "gathered again": _gathered_again,
+}
+_ANNOUNCED: tuple[Way, ...] = (
+    ".data.copy_",
+    ".data = a new tensor",
+    "a step of a fused optimiser",
+    "a write in inference mode",
+)
+
+
+def _said(key: tuple[str, int | None]) -> str:
+    return f"{key[0]} of expert {key[1]}"
+
+
+def _holds(tensor: Tensor, marker: float) -> bool:
+    if type(tensor) not in (Tensor, nn.Parameter) or not tensor.is_floating_point() or tensor.layout != torch.strided:
+        return False
+    return bool((tensor.detach() == marker).any()) if tensor.device.type != "meta" else False
+
+
+class _LaidOut(torch.autograd.Function):
+    """Returns what it is given; its gradient goes back in another layout of memory."""
+
+    @staticmethod
+    def forward(ctx: Any, out_RD: Tensor, stride: Stride) -> Tensor:
+        ctx.stride = stride
+        return out_RD.view_as(out_RD)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+        return laid_out(upstream[0], ctx.stride), None
+
+
+def _laid_out_backward(out_RD: Tensor, stride: Stride) -> Tensor:
+    laid: Tensor = _LaidOut.apply(out_RD, stride)  # type: ignore[no-untyped-call]
+    return laid
