@@ -109,8 +109,8 @@ def layered(workload: Workload) -> bool:
 
 
 def extreme(workload: Workload) -> bool:
-    """Select logits that are large, equal, or of half precision."""
-    return _extreme(workload)
+    """Select logits that are large or equal, of float32."""
+    return _extreme(workload) and not narrow(workload)
 
 
 def narrow(workload: Workload) -> bool:
