@@ -176,7 +176,7 @@ class TestEvery:
         """One after the other, and the worst status is the command's."""
         folder = tmp_path / "all"
         asked = ("--only", "EXCH-01", "--ranks", "1", "--report", str(folder))
-        done = plugin_runs.cli("run", "--backend", cli.EVERY, *asked, "--", "-k", "single-even]", cwd=tmp_path)
+        done = plugin_runs.cli("run", "--backend", cli.running.EVERY, *asked, "--", "-k", "single-even]", cwd=tmp_path)
         names = printed("list", "backends", "--importable").splitlines()
         assert sorted(names) == sorted(path.name for path in folder.iterdir())
         statuses = [plugin_runs.result(Path(folder / name))["exit"] for name in names]
