@@ -42,6 +42,21 @@ class ChangingExperts:
         sharded = any(not isinstance(each, nn.Parameter) for each in self._parameters())
         if sharded and ways - {*OF_SHARDS}:
             raise Unsupported("the windows show parts of parameters, and not the parameters themselves")
+        self._require_sorted_rows(workload)
+
+    def _require_sorted_rows(self, workload: Workload) -> None:
+        """Find out whether the experts take rows sorted by expert; those of another form come from their own exchange.
+
+        Raises:
+            Unsupported: they do not.
+        """
+        rows_RD = torch.empty(0, workload.config.hidden, dtype=workload.config.dtype)
+        held = {each.expert for each in self.named(lambda tensor: tensor.detach()) if each.expert is not None}
+        try:
+            with torch.no_grad():
+                self._experts(Delivery.grouped(rows_RD, [0] * len(held), torch.ones(0)))
+        except Exception as error:
+            raise Unsupported(f"the experts take no rows sorted by expert: {type(error).__name__}: {error}") from error
 
     @property
     def resolved(self) -> Mapping[str, str]:

@@ -95,9 +95,10 @@ class TestRanks:
         assert engine.run(job("pid")).ok
 
     def test_ranks_do_not_see_the_launcher(self, engine):
-        """RANK and its like describe the job, not the world."""
-        for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
-            assert [None] * 3 == [rank.value for rank in engine.run(job("variable", name)).ranks]
+        """RANK and its like describe their world, and what else the launcher sets is not there."""
+        expected = {"RANK": ["0", "1", "2"], "WORLD_SIZE": ["3"] * 3, "TORCHELASTIC_USE_AGENT_STORE": [None] * 3}
+        for name, values in expected.items():
+            assert values == [rank.value for rank in engine.run(job("variable", name)).ranks]
 
     def test_what_ranks_print_is_told_with_their_fault(self, engine):
         """The nursery of another process keeps it."""

@@ -140,10 +140,11 @@ def judge_present(outcome: Outcome, tally: Tally) -> None:
         y_RD, target = _formed(outcome, each), each.target()
         worst = compare(y_RD, *target)
         if each.before is None:
-            scale[each.rank] = _scale(each, worst)
+            scale[each.rank] = _scale(each, worst, tally)
             continue
         allowed = Target(target.expected, target.allowed * scale[each.rank])
         if not (worst := compare(y_RD, *allowed)).holds:
+            tally.beyond = max(tally.beyond, worst.size)
             sentence = f"{_called(each)} behind {each.way} gives {worst}{_cause_of_values(each, y_RD, allowed)}"
             findings.append(Finding(each.way, f"rank {each.rank}: {sentence}", (each.rank,), worst.size))
             continue
@@ -185,7 +186,7 @@ def _judge_counts(outcome: Outcome, tally: Tally, *, equal: bool | None) -> None
         y_RD, target = _formed(outcome, each), each.target()
         worst = compare(y_RD, *target)
         if each.rank not in scale and not each.call.modes and len(y_RD):
-            scale[each.rank] = _scale(each, worst)
+            scale[each.rank] = _scale(each, worst, tally)
         counts = each.given["counts_N"] if each.given.get("known", True) else None
         if equal is not None and equal_counts(counts, len(y_RD)) != equal:
             continue
@@ -226,7 +227,7 @@ def judge_gradients(outcome: Outcome, tally: Tally) -> None:
             continue
         y_RD = _formed(outcome, each)
         if each.rank not in scale and len(y_RD):
-            scale[each.rank] = _scale(each, compare(y_RD, *each.target()))
+            scale[each.rank] = _scale(each, compare(y_RD, *each.target()), tally)
         if not each.call.upstream:
             continue
         found = _gradients_of(outcome, each)
@@ -318,7 +319,7 @@ def _formed(outcome: Outcome, each: Forward) -> Tensor:
     return y_RD
 
 
-def _scale(each: Forward, worst: Worst) -> float:
+def _scale(each: Forward, worst: Worst, tally: Tally) -> float:
     """Return how many times as large the bounds are in the precision that explains the first forward.
 
     Raises:
@@ -328,6 +329,7 @@ def _scale(each: Forward, worst: Worst) -> float:
     for roundoff in (own, _TF32, bounds.unit_roundoff(torch.bfloat16)):
         if roundoff >= own and worst.ratio <= roundoff / own:
             return roundoff / own
+    tally.beyond = max(tally.beyond, worst.size)
     raise WrongOutput("experts", f"rank {each.rank}: {_called(each)}, the first, gives {worst}", ranks=(each.rank,))
 
 

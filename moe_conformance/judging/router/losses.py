@@ -59,6 +59,7 @@ def _values(outcome: Outcome) -> tuple[list[Finding], Tally]:
                 if best.holds:
                     tally.add(elements=1, rank=rank, worst=best.ratio)
                     continue
+                tally.beyond = max(tally.beyond, found[0].size)
                 cause = _value_cause(outcome, step, name, value, targets[0], layers)
                 said = f"rank {rank} reports {CALLED[name]} of {step.name} as {found[0]}"
                 findings.append(Finding(name, f"{said}{cause}", (rank,), found[0].size))
@@ -234,7 +235,7 @@ def _gradients(outcome: Outcome) -> tuple[list[Finding], Tally]:
 
 def _of_layer(outcome: Outcome, step: Step, layer: int, tally: Tally) -> list[Finding]:
     """Return what is wrong in one layer under every legal rule, in words of the first."""
-    parts, first = step.parts(layer), None
+    parts, first, off = step.parts(layer), None, 0.0
     for rule in legal(outcome, parts):
         steps = _of(outcome, step, parts, rule)
         mine = Tally()
@@ -242,8 +243,9 @@ def _of_layer(outcome: Outcome, step: Step, layer: int, tally: Tally) -> list[Fi
         if not found:
             tally.include(mine)
             return []
-        first = found if first is None else first
+        first, off = (found, mine.beyond) if first is None else (first, off)
     assert first is not None  # there is a legal rule
+    tally.beyond = max(tally.beyond, off)
     return first
 
 
