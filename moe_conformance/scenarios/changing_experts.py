@@ -22,6 +22,23 @@ from moe_conformance.workloads.records.draw import weight_dtype
 from moe_conformance.workloads.records.workload import Stride, Workload
 
 
+def require_sorted_rows(experts: Any, workload: Workload) -> None:
+    """Find out whether experts, which nobody uses behind it, take rows sorted by expert.
+
+    Those that take another form get it from an exchange of their own.
+
+    Raises:
+        Unsupported: they do not.
+    """
+    rows_RD = torch.empty(0, workload.config.hidden, dtype=workload.config.dtype)
+    held = {each.expert for each in experts.named(lambda tensor: tensor.detach()) if each.expert is not None}
+    try:
+        with torch.no_grad():
+            experts(Delivery.grouped(rows_RD, [0] * len(held), torch.ones(0)))
+    except Exception as error:
+        raise Unsupported(f"the experts take no rows sorted by expert: {type(error).__name__}: {error}") from error
+
+
 class ChangingExperts:
     """What a script calls. Values are full parameters by name and global expert id; a rank takes its part.
 
@@ -42,21 +59,6 @@ class ChangingExperts:
         sharded = any(not isinstance(each, nn.Parameter) for each in self._parameters())
         if sharded and ways - {*OF_SHARDS}:
             raise Unsupported("the windows show parts of parameters, and not the parameters themselves")
-        self._require_sorted_rows(workload)
-
-    def _require_sorted_rows(self, workload: Workload) -> None:
-        """Find out whether the experts take rows sorted by expert; those of another form come from their own exchange.
-
-        Raises:
-            Unsupported: they do not.
-        """
-        rows_RD = torch.empty(0, workload.config.hidden, dtype=workload.config.dtype)
-        held = {each.expert for each in self.named(lambda tensor: tensor.detach()) if each.expert is not None}
-        try:
-            with torch.no_grad():
-                self._experts(Delivery.grouped(rows_RD, [0] * len(held), torch.ones(0)))
-        except Exception as error:
-            raise Unsupported(f"the experts take no rows sorted by expert: {type(error).__name__}: {error}") from error
 
     @property
     def resolved(self) -> Mapping[str, str]:

@@ -16,7 +16,7 @@ from moe_conformance.contract import Malformed, Unsupported
 from moe_conformance.engine import RankContext
 from moe_conformance.scenarios import parameters, state
 from moe_conformance.scenarios.calling import call_through, deterministic_setting, form_of, memory_of, under
-from moe_conformance.scenarios.changing_experts import ChangingExperts
+from moe_conformance.scenarios.changing_experts import ChangingExperts, require_sorted_rows
 from moe_conformance.scenarios.exchange_with_probe import exchange_with_probe
 from moe_conformance.scenarios.outcome import Answer, RankOutcome
 from moe_conformance.scenarios.padding import large_beside_pairs
@@ -84,6 +84,7 @@ class Script:
         session, run = kept.session, self.workload.run
         assert isinstance(run, runs.Script)
         if run == runs.ON_CHANGING_EXPERTS:
+            require_sorted_rows(build(session, "experts", self.workload.config), self.workload)
             experts = build(session, "experts", self.workload.config)
             surface: Any = ChangingExperts(experts, session, self.workload, self.context.rank)
         else:

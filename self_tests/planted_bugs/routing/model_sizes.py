@@ -21,7 +21,7 @@ class RoomForScores(Router):
 _BIASED_MAX = "route-top-4-of-60-softmax-topk-normalised-biased-groups-max-float64"
 
 
-@planted(Expectation("ROUTE-04", _BIASED_MAX, "route", "rank 0"))
+@planted(Expectation("ROUTE-04", _BIASED_MAX, "route", "the groups were scored without the expert bias"))
 class BestOfAGroupWithoutBias(Router):
     """Where a group counts by its best expert, that expert is found without the bias."""
 
