@@ -24,7 +24,8 @@ from .stillness import INTERVAL_S
 _LAST_WORDS_S = 2.0  # from another machine, the news of a rank's end may overtake its answer
 _AWAKENING_S = 1.0
 _NOTICE_S = 20.0  # of waiting; then it is said for whom
-_TOGETHER_S = 20.0  # of several jobs, at most: one that hangs is then run alone, with all of its deadline
+# Of several jobs, at most, or a third of a longer deadline: one that hangs is then run alone, with all of its own.
+_TOGETHER_S = 20.0
 _QUIET_S = 0.2  # without news, before ranks are watched for stillness: short jobs pay nothing for it
 
 
@@ -56,7 +57,7 @@ class Vigil:
         self.began = began
         self._deadline_s = min(job.deadline_s for job in jobs)
         if len(jobs) > 1:
-            self._deadline_s = min(self._deadline_s, _TOGETHER_S)
+            self._deadline_s = max(min(self._deadline_s, _TOGETHER_S), self._deadline_s / 3)
         self._until = began + self._deadline_s
         self._pending = {process.rank: process for process in ranks}
         self._returned: dict[int, tuple[Sequence[Returned], list[bytearray]]] = {}  # and the buffers of all values

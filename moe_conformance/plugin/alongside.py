@@ -87,7 +87,7 @@ def limit_of_twin(backend: Backend, device: str, twin: Twin) -> str | None:
     return next((limit.reason for each in workloads if (limit := broken(limits, each, device))), None)
 
 
-def alone(twin: Twin) -> bool:
+def _alone(twin: Twin) -> bool:
     """Whether it needs or leaves other processes than those in which others run."""
     return bool(twin.fresh or twin.workload.twist.lifetime or twin.workload.twist.beside)
 
@@ -96,11 +96,11 @@ def _together(twins: Sequence[Twin]) -> Iterator[list[Twin]]:
     """Yield stretches of twins that can run on the same ranks: one that needs or leaves other processes is alone."""
     together: list[Twin] = []
     for twin in twins:
-        if together and (alone(twin) or twin.workload.layout.world != together[0].workload.layout.world):
+        if together and (_alone(twin) or twin.workload.layout.world != together[0].workload.layout.world):
             yield together
             together = []
         together.append(twin)
-        if alone(twin):
+        if _alone(twin):
             yield together
             together = []
     if together:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from moe_conformance.judging.verdict import Tally
-from moe_conformance.plugin.alongside import alone, limit_of_twin
+from moe_conformance.plugin.alongside import limit_of_twin
 from moe_conformance.plugin.case_items import CaseFunction
 from moe_conformance.plugin.run import Run
 from moe_conformance.workloads.corpus.equivalence.twins import Twin
@@ -55,7 +55,7 @@ def foreseen(run: Run, workload: Workload, checks: Iterable[CaseFunction]) -> li
         twin.workload.name: twin.workload
         for twin in {twin.how: twin for twin in asked}.values()
         if twin.workload.layout.world == workload.layout.world
-        and not alone(twin)
+        and not (twin.fresh or twin.workload.twist.lifetime)  # they need or leave other processes
         and limit_of_twin(run.backend, run.options.device, twin) is None
     }
     return list(found.values())

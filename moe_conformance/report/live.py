@@ -31,8 +31,7 @@ class Live:
         self._seen[kind] += 1
         if self._seen[kind] > 1 or len(self._seen) > MOST_TOLD:
             return ()
-        title = f"{record.verdict.upper()} {words.Group((record,)).title}"
-        told = [title, record.item, *words.failure(record, self._again).splitlines()]
+        told = [words.Group((record,)).title, record.item, *words.failure(record, self._again).splitlines()]
         if len(self._seen) == MOST_TOLD:
             told.append("further kinds of failure are told at the end")
         return tuple(told)

@@ -45,6 +45,7 @@ class _Row:
     name: str
     judged: str
     cells: Mapping[str, Counter[Verdict]]
+    idle: bool = False  # nothing was judged and nothing failed
 
 
 def matrix(
@@ -61,8 +62,8 @@ def matrix(
 
     Layouts come in the order given, those without a record left out; what has no layout stands under `any`. Where a
     part of a cell's cases was judged, it says how many percent. The `whole` matrix has a row for every requirement; the
-    other one has a row for every chapter in which something was judged, and below it one for each of its requirements
-    that failed; the other chapters that ran are named below.
+    other one has a row for every chapter in which something was judged or failed, and below it one for each of its
+    requirements that failed; the other chapters that ran are named below.
     """
     column = 1 if "utf" not in encoding.lower() else 0
     cells: dict[str, dict[str, Counter[Verdict]]] = {}
@@ -71,8 +72,8 @@ def matrix(
             cells.setdefault(each, {}).setdefault(record.layout or "any", Counter())[record.verdict] += record.cases
     layouts = [layout for layout in (*layouts, "any") if any(layout in row for row in cells.values())]
     rows = _of_requirements(requirements, layouts, cells) if whole else list(_of_chapters(requirements, cells))
-    idle = [] if whole else [row.name for row in rows if row.judged.startswith("0 ")]
-    rows = [row for row in rows if row.name not in idle]
+    idle = [row.name for row in rows if row.idle]
+    rows = [row for row in rows if not row.idle]
     table = Table(box=box.SIMPLE_HEAD if column == 0 else box.ASCII2, pad_edge=False)
     table.add_column("requirement" if whole else "chapter")
     if not whole:
@@ -114,7 +115,8 @@ def _of_chapters(
             for layout, count in row.items():
                 added.setdefault(layout, Counter()).update(count)
         found = sum(any(verdict in JUDGED for count in row.values() for verdict in count) for row in ran.values())
-        yield _Row(chapter, f"{found} of {len(ids)}", added)
+        failed = any(verdict in FAILING for count in added.values() for verdict in count)
+        yield _Row(chapter, f"{found} of {len(ids)}", added, idle=not found and not failed)
         for each, row in ran.items():
             if any(verdict in FAILING for count in row.values() for verdict in count):
                 yield _Row(f"  {each}", "", row)

@@ -25,16 +25,17 @@ from moe_conformance.workloads.records.workload import Stride, Workload
 def require_sorted_rows(experts: Any, workload: Workload) -> None:
     """Find out whether experts, which nobody uses behind it, take rows sorted by expert.
 
-    Those that take another form get it from an exchange of their own.
+    Those that take another form get it from an exchange of their own. Asked with one row, and with gradients: a failure
+    of the path without gradients is to be seen by the checks of it.
 
     Raises:
         Unsupported: they do not.
     """
-    rows_RD = torch.empty(0, workload.config.hidden, dtype=workload.config.dtype)
-    held = {each.expert for each in experts.named(lambda tensor: tensor.detach()) if each.expert is not None}
+    config = workload.config
+    row_RD = torch.zeros(1, config.hidden, dtype=config.dtype)
+    counts_N = [1] + [0] * (config.experts // workload.layout.ep - 1)
     try:
-        with torch.no_grad():
-            experts(Delivery.grouped(rows_RD, [0] * len(held), torch.ones(0)))
+        experts(Delivery.grouped(row_RD, counts_N, torch.ones(1, dtype=weight_dtype(config.dtype))))
     except Exception as error:
         raise Unsupported(f"the experts take no rows sorted by expert: {type(error).__name__}: {error}") from error
 

@@ -150,6 +150,7 @@ class TestDelays:
 
 class TestSuite:
     ONLY = "EXCH-05,EXCH-07,EXPT-01,GRAD-03,ROUTE-04"
+    NOT_OFFERED = ("identity-in-flight", "knob-")  # workloads of which native has some refused
 
     @pytest.mark.parametrize(("device", "ranks"), [("cpu", 1), pytest.param("cuda", 1, marks=on_gpu)])
     def test_native_passes_on_one_rank(self, tmp_path, device, ranks):
@@ -173,7 +174,9 @@ class TestSuite:
         done = plugin_runs.cli("run", *asked, "--report", str(folder), cwd=folder)
         assert 0 == done.status, done.output
         report = plugin_runs.result(folder)
-        verdicts = plugin_runs.verdicts(report)
-        assert "pass" in verdicts.values()
-        assert {"pass"} == {each for each in verdicts.values() if each not in ("refused", "not adapted")}
+        offered = {
+            name: verdict for name, verdict in plugin_runs.verdicts(report).items()
+            if not any(part in name for part in self.NOT_OFFERED)
+        }  # fmt: skip
+        assert {"pass"} == set(offered.values())
         assert device == report["device"]

@@ -64,7 +64,7 @@ class TestLive:
         live = Live("again")
         first = record("EXCH-01", "fail", message="rank 0 token 1 was not delivered", kind="WrongDelivery")
         expected = (
-            "FAIL EXCH-01: fail",
+            "EXCH-01: fail",
             first.item,
             first.message,
             f"EXCH-01: {SPEC['EXCH-01'].sentence}",

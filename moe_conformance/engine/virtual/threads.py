@@ -31,7 +31,7 @@ from ..ledger.entry import Entry
 from ..leftovers import difference, surroundings
 from ..parcel import Task
 from ..rank import LARGEST_RESULT, Answer, Returned, Station, UnsendableResultError, find, flush, same
-from ..records import Partition, RankContext
+from ..records import NO_ANSWER, Partition, RankContext
 from ..transport import device_of
 from . import group
 from .meeting import House
@@ -200,7 +200,7 @@ class _Ranks:
         """Says what a rank without an answer does; `deadline_s` if it has passed, None if nobody can go on."""
         awaited = self._house.awaited.get(rank)
         stack = _stack(self._threads[rank])
-        why = "" if deadline_s is None else f"no answer within {deadline_s:.1f} s: "
+        why = "" if deadline_s is None else f"{NO_ANSWER} {deadline_s:.1f} s: "
         if awaited is not None:
             end = "" if deadline_s is not None else ", and no rank can continue"
             return Stuck(f"{why}{awaited.sentence}{end}", stack, True)

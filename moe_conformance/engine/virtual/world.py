@@ -18,7 +18,7 @@ from ..infrastructure import classify
 from ..launcher import describe_exit
 from ..parcel import Parcel
 from ..rank import Answer, Station
-from ..records import EngineError, Job, JobResult, RankResult
+from ..records import NO_ANSWER, EngineError, Job, JobResult, RankResult
 from ..running import Begun
 from .threads import End, Order
 
@@ -167,7 +167,7 @@ class VirtualWorld:
         """Says who hangs where the process cannot say it: a rank holds the interpreter's lock, or all is stopped."""
         text = _running_block(self._host.stacks([process])[process.rank])
         holder = self._holder(process)
-        why = f"no answer within {deadline_s:.1f} s"
+        why = f"{NO_ANSWER} {deadline_s:.1f} s"
         return [
             Finding(RankResult(rank, "hung", error=f"{why}: {stacks.place(text)}", traceback=text or None))
             if rank == holder
