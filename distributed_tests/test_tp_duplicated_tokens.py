@@ -5,6 +5,7 @@ from __future__ import annotations
 from moe_conformance.judging.exchange.outputs import judge_form, judge_inputs
 from moe_conformance.judging.exchange.tp_duplicated_tokens import (
     judge_copies_answered,
+    judge_copies_asked,
     judge_copies_claimed,
     judge_copies_counted,
     judge_copies_delivered,
@@ -34,6 +35,11 @@ class TestCopies:
     def test_every_copy_is_answered(self, reading: Reading, tally: Tally) -> None:
         """The output is complete and bitwise equal on every tp rank; gradients are complete, or parts as declared."""
         judge_copies_answered(reading, tally)
+
+    @requirement("EXCH-36", run=ExchangeStep(tokens="duplicated", unasked=True))
+    def test_every_copy_gets_the_gradients_it_asks_for(self, reading: Reading, tally: Tally) -> None:
+        """Where x or the weights ask for none, the gradients of the other are complete, or parts as declared."""
+        judge_copies_asked(reading, tally)
 
     @requirement("EXCH-36", run=ExpertsStep(tokens="duplicated"))
     def test_every_copy_is_answered_by_own_experts(self, reading: Reading, tally: Tally) -> None:

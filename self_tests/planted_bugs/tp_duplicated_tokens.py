@@ -81,6 +81,44 @@ class UpstreamSummed(TokenCopies):
         return summed
 
 
+class _GivesNone(torch.autograd.Function):
+    """Nothing forward, and backward no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        return None
+
+
+@planted(
+    Expectation("EXCH-36", "copies-unasked-x-even", "gradient", "the gradient of the weights on rank 0", "is None"),
+    layout=TP2_EP2,
+)
+class WeightsGoBackWithCopies(TokenCopies):
+    """The gradients of the weights are gathered with those of the tokens, and are not where tokens ask for none."""
+
+    def _cut(self, x_TD: Tensor, weights_TK: Tensor, shares: Shares) -> tuple[Tensor, Tensor]:
+        if not x_TD.requires_grad:
+            weights_TK = _GivesNone.apply(weights_TK)  # type: ignore[no-untyped-call]
+        return super()._cut(x_TD, weights_TK, shares)
+
+
+@planted(
+    Expectation("EXCH-36", "copies-unasked-weights-even", "gradient", "the gradient of x on rank 0", "is None"),
+    layout=TP2_EP2,
+)
+class CopiesGoBackWithWeights(TokenCopies):
+    """The gradients of the tokens are gathered with those of the weights, and are not where weights ask for none."""
+
+    def _cut(self, x_TD: Tensor, weights_TK: Tensor, shares: Shares) -> tuple[Tensor, Tensor]:
+        if not weights_TK.requires_grad:
+            x_TD = _GivesNone.apply(x_TD)  # type: ignore[no-untyped-call]
+        return super()._cut(x_TD, weights_TK, shares)
+
+
 class _OwnShareBack(torch.autograd.Function):
     """Nothing forward; backward this rank's share, and zeros."""
 

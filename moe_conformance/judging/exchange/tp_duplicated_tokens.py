@@ -16,7 +16,7 @@ import torch
 
 from moe_conformance.judging.exchange.counts import judge_counts
 from moe_conformance.judging.exchange.deliveries import judge_deliveries, judge_rows
-from moe_conformance.judging.exchange.gradients import judge_dweights, judge_dx
+from moe_conformance.judging.exchange.gradients import judge_asked, judge_dweights, judge_dx
 from moe_conformance.judging.exchange.misuse import judge_y, wrong_call
 from moe_conformance.judging.exchange.outputs import judge_outputs
 from moe_conformance.judging.experts.experts import (
@@ -139,6 +139,14 @@ def judge_copies_answered(reading: Reading, tally: Tally) -> None:
     """
     _judge_bytes(reading, tally)
     _judge_every_copy(reading, tally, (judge_outputs, judge_dx, judge_dweights))
+
+
+def judge_copies_asked(reading: Reading, tally: Tally) -> None:
+    """Decide the gradients where x or the weights ask for none.
+
+    Raises as `judge_asked`.
+    """
+    _judge_every_copy(reading, tally, (judge_asked,))
 
 
 def judge_own_copies_answered(reading: Reading, tally: Tally) -> None:

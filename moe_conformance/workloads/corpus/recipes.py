@@ -32,6 +32,7 @@ from moe_conformance.workloads.records.routes import (
     one_choice,
     one_expert,
     one_expert_if_odd,
+    one_expert_in_all_slots,
     one_rank,
 )
 from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep
@@ -145,6 +146,7 @@ PROBE = (
     Recipe("all-alike-even", one_choice, likened="quick", alike=True),
     Recipe("dropped-uneven", dropped, tokens=UNEVEN, profile="full", wide=True),
     Recipe("duplicates-even", duplicates, wide=True),
+    Recipe("one-expert-in-all-slots-even", one_expert_in_all_slots, config={"top_k": 3}),
     Recipe("two-dims-even", lead="two_dims", wide=True),
     Recipe("three-columns-even", tokens=(9,), lead="three_columns", profile="full"),
     Recipe("three-columns-uneven", tokens=THREES, lead="three_columns", wide=True),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from moe_conformance.workloads.corpus.recipes import Recipe, exchange_workload
 from moe_conformance.workloads.records import routes
 from moe_conformance.workloads.records.half_precision import drawn_in, in_float16
 from moe_conformance.workloads.records.runs import ON_EXCHANGE, ExchangeStep, ExpertsStep
-from moe_conformance.workloads.records.workload import Batch, Call, Workload
+from moe_conformance.workloads.records.workload import Batch, Call, Twist, Workload
 from moe_conformance.workloads.selection.profiles import Profile
 
 # Tokens of rank r: the entry r modulo the length. Only those of the lowest rank of a tp group are drawn, and in each
@@ -28,6 +29,7 @@ _UNEVEN = (9, 0, 13, 0, 7, 0, 3, 0)
 _WITHOUT = (7, 7, 0, 0, 5, 5, 1, 1)
 _FEW = (1, 1, 3, 3, 2, 2, 0, 0)  # fewer than ranks
 _BFLOAT16 = {"dtype": torch.bfloat16}
+UNASKED = ExchangeStep(tokens="duplicated", unasked=True)
 
 _PROBE = (
     Recipe("copies-even"),
@@ -56,6 +58,12 @@ _EXPERTS = (
     Recipe("copies-own-even-bfloat16", tokens=(9,), config=_BFLOAT16),
 )
 
+# One input asks for no gradient: tokens behind frozen layers, or weights of a frozen router.
+_UNASKED: Mapping[Literal["x", "weights"], Recipe] = {
+    "x": Recipe("copies-unasked-x-even", tokens=(7,)),
+    "weights": Recipe("copies-unasked-weights-even", tokens=(7,)),
+}
+
 PROBE = (*_PROBE, *in_float16(_PROBE))
 EXPERTS = (*_EXPERTS, *in_float16(_EXPERTS))
 
@@ -69,6 +77,9 @@ def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
             if recipe.needs_ep and layout.ep == 1:
                 continue
             yield _copied(exchange_workload(recipe, run, variant, layout))
+    for name, recipe in _UNASKED.items():
+        asked = _copied(exchange_workload(recipe, UNASKED, variant, layout))
+        yield replace(asked, twist=Twist(unasked=(name,)))
     yield from _mismatched(variant, layout)
 
 
@@ -149,14 +160,14 @@ def _step(batches: tuple[Batch, ...], config: Config, *, may_raise: bool = False
 
 
 NAMES = (
-    *(recipe.name for recipe in (*PROBE, *EXPERTS)),
+    *(recipe.name for recipe in (*PROBE, *EXPERTS, *_UNASKED.values())),
     *(name + where for name in MISMATCHES for where in ("", ONE_GROUP)),
 )
 
 
 CHAPTERS = (
     Chapter(
-        (ExchangeStep(tokens="duplicated"), ExpertsStep(tokens="duplicated"), ON_EXCHANGE),
+        (ExchangeStep(tokens="duplicated"), ExpertsStep(tokens="duplicated"), UNASKED, ON_EXCHANGE),
         NAMES,
         draw,
         "every",

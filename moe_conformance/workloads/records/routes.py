@@ -72,6 +72,11 @@ def duplicates(T: int, config: Config, layout: Layout, generator: torch.Generato
     return ids_TK
 
 
+def one_expert_in_all_slots(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
+    """Every token of every rank names one expert in each of its slots."""
+    return torch.zeros(T, config.top_k, dtype=torch.int64)
+
+
 def one_choice(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
     """All tokens of a rank go to the same experts."""
     return draw.choose(1, config, generator).repeat(T, 1)

@@ -269,6 +269,15 @@ class BufferIsNotCleared(HybridEPManager):
         ), held
 
 
+@planted(Expectation("EXCH-01", "one-expert-in-all-slots-even", "dispatch", "counts [48, 0, 0, 0] for capacity 32"))
+class TwoSlotsOfAToken(LowLatencyExchange):
+    """Places are counted for tokens that name an expert twice, and no oftener."""
+
+    def _largest(self, ids_TK: Tensor) -> tuple[int, int]:
+        most, times = super()._largest(ids_TK)
+        return most, min(times, 2)
+
+
 @planted(
     Expectation("EXCH-10", "halves-in-flight-even", "dispatch", "microbatches 0 and 1 were in flight at the same time"),
     real="deepseek-ai/DeepEP issue #513",
