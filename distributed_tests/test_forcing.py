@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from moe_conformance.judging.equivalence.routes import judge_choices_behind_draws, judge_same_choices
 from moe_conformance.judging.equivalence.runs import RunTwins
 from moe_conformance.judging.observed.aliasing import judge_state
 from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.router.capacity import judge_fit
 from moe_conformance.judging.router.forced_draws import (
     judge_bias_draws,
     judge_bias_in_turn,
     judge_bias_on_ranks,
     judge_random,
+)
+from moe_conformance.judging.router.forced_hot import (
+    judge_alternating,
+    judge_hot_expert,
+    judge_hot_node,
+    judge_hot_rank,
+    judge_ratio,
+    judge_strategies_refused,
 )
 from moe_conformance.judging.router.forced_routing import (
     judge_forced_groups,
@@ -22,6 +33,7 @@ from moe_conformance.judging.router.forced_routing import (
 )
 from moe_conformance.judging.router.routers import judge_load
 from moe_conformance.judging.verdict import Tally
+from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
 from moe_conformance.workloads.corpus import determinism
 from moe_conformance.workloads.corpus.forcing import (
@@ -32,7 +44,9 @@ from moe_conformance.workloads.corpus.forcing import (
     forces_logits,
     several_sources,
 )
-from moe_conformance.workloads.records.runs import RouterStep
+from moe_conformance.workloads.corpus.forcing_hot import REFUSED
+from moe_conformance.workloads.records.runs import ON_SESSION, RouterStep
+from moe_conformance.workloads.records.workload import Workload
 
 
 class TestRoutes:
@@ -67,6 +81,62 @@ class TestRoutes:
     def test_groups_limit_forced_logits_and_no_forced_ids(self, reading: Reading, tally: Tally) -> None:
         """Forced logits select within the best groups of their own; forced ids ignore the group limit."""
         judge_forced_groups(reading, tally)
+
+
+def by(*strategies: str) -> Callable[[Workload], bool]:
+    """Return whether one of these strategies forces a router."""
+    return lambda workload: workload.config.routing.forced[0][0] in strategies
+
+
+class TestHot:
+    @requirement("FORCE-09", run=RouterStep(forced="hot"), when=by("worst_rank"))
+    def test_one_rank_gets_all_it_can(self, reading: Reading, tally: Tally) -> None:
+        """With the worst-rank strategy all source ranks send one rank as many slots of each token as it has experts."""
+        judge_hot_rank(reading, tally)
+
+    @requirement("FORCE-13", run=RouterStep(forced="hot"), when=by("one_expert"))
+    def test_one_expert_gets_every_token(self, reading: Reading, tally: Tally) -> None:
+        """With the one-expert strategy an expert gets every token, and the others get equally many."""
+        judge_hot_expert(reading, tally)
+
+    @requirement("FORCE-14", run=RouterStep(forced="hot"), when=by("one_node"))
+    def test_one_node_gets_all_it_can(self, reading: Reading, tally: Tally) -> None:
+        """With the one-node strategy the experts of a node get as many slots of each token as possible, evenly."""
+        judge_hot_node(reading, tally)
+
+    @requirement("FORCE-15", run=RouterStep(forced="hot"), when=by("alternating"))
+    def test_the_hot_rank_goes_round(self, reading: Reading, tally: Tally) -> None:
+        """With the alternating strategy the hot rank is the next one in each forward, on all source ranks."""
+        judge_alternating(reading, tally)
+
+    @requirement("FORCE-21", run=RouterStep(forced="hot"), when=by("ratio"))
+    def test_one_rank_gets_a_multiple_of_the_others(self, reading: Reading, tally: Tally) -> None:
+        """With the ratio strategy one rank gets so many times the load of each other rank, which get equally many."""
+        judge_ratio(reading, tally)
+
+    @requirement("FORCE-02", run=RouterStep(forced="hot"))
+    def test_the_reported_load_is_that_of_hot_ids(self, reading: Reading, tally: Tally) -> None:
+        """With hot ranks tokens have K different experts, and the router reports the load of each."""
+        judge_load(reading, tally)
+
+    @requirement("FORCE-05", run=RouterStep(forced="hot"))
+    def test_hot_experts_weigh_their_own_scores(self, reading: Reading, tally: Tally) -> None:
+        """The weights of hot experts are their scores, normalised, with their gradients."""
+        judge_forced_weights(reading, tally)
+
+
+class TestDrops:
+    @requirement("FORCE-19", run=RouterStep(forced="hot", capacity=True))
+    def test_experts_keep_as_many_forced_tokens_as_fit(self, reading: Reading, tally: Tally) -> None:
+        """A forced slot is dropped only where its expert is at capacity, as any other."""
+        judge_fit(reading, tally)
+
+
+class TestRefused:
+    @requirement("FORCE-17", run=ON_SESSION, when=lambda workload: workload.name in REFUSED)
+    def test_one_strategy_at_a_time(self, outcome: Outcome, tally: Tally) -> None:
+        """A router with two strategies, or without the parameter of one, is refused on all ranks by name."""
+        judge_strategies_refused(outcome, tally)
 
 
 class TestDraws:

@@ -106,6 +106,7 @@ class RoutingOptions:
     balance_bias: bool = False  # expert bias: added to the scores for the selection only, not for the weights
     # Forced routing: strategies in place of the router's scores, each with its parameter; two are refused. Random and
     # biased (parameter: standard deviation; negative: one bias is kept) replace the logits, all others the expert ids.
+    # one_node has the number of expert parallel ranks of a node; ratio that of the hot rank's load over another's.
     forced: tuple[tuple[Strategy, float | None], ...] = ()
 
     def __post_init__(self) -> None:

@@ -121,7 +121,7 @@ def _drops(reading: Reading) -> Drops:
     divisor = divisor_of(workload, reading.ranks[0].loss_convention)
     chosen = RouterExpected(workload, {place: _chosen(reading, place) for place in places}, divisor)
     illegal = {place: (~chosen.legal(place)).nonzero().flatten().tolist() for place in places}
-    if any(illegal.values()):
+    if any(illegal.values()) and not workload.config.routing.forced:  # what is forced, the checks of forcing judge
         fail(WrongSelection, "route", explain_selection(chosen, illegal))
     ids = {place: _best_first(chosen, place) for place in places}
     kept, findings = dict[Place, Tensor](), list[Finding]()

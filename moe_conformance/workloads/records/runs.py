@@ -54,13 +54,13 @@ class RouterStep:
     """Training steps of the backend's router alone.
 
     One with a `capacity` is asked without it as well. Forced routing has chosen experts ("routes"), has them drawn or
-    dealt, without gradients ("draws"), or has logits of -inf ("masked").
+    dealt, without gradients ("draws"), has logits of -inf ("masked"), or makes some ranks or experts hot ("hot").
     """
 
     scenario: ClassVar[Scenario] = "training step"
     capacity: bool = False
     logits: Literal["usual", "extreme"] = "usual"
-    forced: Literal["", "routes", "draws", "masked"] = ""
+    forced: Literal["", "routes", "draws", "masked", "hot"] = ""
 
     def __str__(self) -> str:
         """For example `router, capacity`."""
