@@ -53,6 +53,12 @@ class TestFollowers:
         )
         assert {"a1": (CASES[1],), "a2": (CASES[1],), "b": ()} == self.followers(*items)
 
+    @pytest.mark.parametrize("argument", ["outcome", "reading"])
+    def test_every_case_whose_run_is_read_follows(self, argument):
+        """Whether its checks ask for the outcome or for the reading of it."""
+        items = [Item(str(number), case, (argument, "tally")) for number, case in enumerate(CASES[:3])]
+        assert {"0": (CASES[1], CASES[2]), "1": (CASES[2],), "2": ()} == self.followers(*items)
+
     def test_no_more_are_returned_than_may_be_begun(self):
         """The nearest ones are, in running order."""
         items = [Item(str(number), case) for number, case in enumerate([*CASES[:3], CASES[0]])]
