@@ -12,6 +12,7 @@ from moe_conformance.judging.router.extreme_logits import (
     judge_extreme_weights,
     judge_spoilt_routes,
 )
+from moe_conformance.judging.router.gate_bias import judge_gate_bias
 from moe_conformance.judging.router.near_biases import judge_near_biases
 from moe_conformance.judging.router.routers import (
     judge_bias,
@@ -132,6 +133,18 @@ class TestWeights:
     def test_the_scale_multiplies_once(self, reading: Reading, tally: Tally) -> None:
         """The routing scale multiplies every weight once, normalised or not."""
         judge_router_weights(reading, tally)
+
+
+def has_gate_bias(workload: Workload) -> bool:
+    """Whether the router's logits have a bias."""
+    return workload.config.gate_bias
+
+
+class TestGateBias:
+    @requirement("ROUTE-10", run=RouterStep(), when=has_gate_bias)
+    def test_the_gate_bias_is_in_the_logits(self, reading: Reading, tally: Tally) -> None:
+        """Experts are selected and weighed by logits with the gate bias, which gets its gradient over all ranks."""
+        judge_gate_bias(reading, tally)
 
 
 class TestGradients:

@@ -210,6 +210,7 @@ class Config:
     ffn: int = 16  # F
     dtype: torch.dtype = torch.float32
     weights_applied: Literal["native", "input", "output"] = "native"  # routing weights; native: as the backend does
+    gate_bias: bool = False  # the logits of a router are x W^T + c, with c (E,) a parameter as W is
     routing: RoutingOptions = RoutingOptions()
     shared: SharedExperts = SharedExperts()
     capacity: Capacity = Capacity()

@@ -242,7 +242,7 @@ class Named:
     `read(parameter)`, not a copy.
     """
 
-    name: str  # "gate" "up" "down" "router" "balance_bias"; of shared experts see `surfaces.Layer`
+    name: str  # "gate" "up" "down" "router" "gate_bias" "balance_bias"; of shared experts see `surfaces.Layer`
     expert: int | None  # global id; None for parameters that belong to no expert
     view: Tensor
     shard: tuple[int, int, int] | None = None  # (dim, index, of): this etp rank holds chunk `index` of `of` along dim

@@ -112,7 +112,7 @@ class _Session(Session):
 
     def router(self, config: Config) -> _Router:
         """Build an MoE layer and replace its routed experts: what they would receive is the routing."""
-        config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype", "routing")
+        config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype", "routing", "gate_bias")
         _require_routed(config)
         return _Router(config, self._device)
 
@@ -403,6 +403,9 @@ class _Router:
         return Routed(routing, self._logits.reshape(-1, E), counts_E)
 
     def named(self, read: Read) -> Iterator[Named]:
-        yield Named("router", None, read(self._layer.router.gate.weight))
+        gate = self._layer.router.gate
+        yield Named("router", None, read(gate.weight))
+        if gate.bias is not None:
+            yield Named("gate_bias", None, read(gate.bias))
         if self._layer.expert_bias_E is not None:
             yield Named("balance_bias", None, read(self._layer.expert_bias_E))

@@ -36,7 +36,7 @@ def moe_config(config: Config, held: int, dispatcher: Any) -> Any:
         ),
         router=titan.TokenChoiceTopKRouter.Config(
             num_experts=E,
-            gate=Linear.Config(in_features=config.hidden, out_features=E),
+            gate=Linear.Config(in_features=config.hidden, out_features=E, bias=config.gate_bias),
             num_expert_groups=groups,
             num_limited_groups=chosen,
             top_k=K,

@@ -30,6 +30,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "routing.normalise": {"routing.normalise": True},
     "routing.scale": {"routing.scale": 2.5},
     "routing.groups": {"routing.groups": (2, 1)},
+    "gate_bias": {"gate_bias": True},
     "routing.balance_bias": {"routing.balance_bias": True},
     "routing.forced": {"routing.forced": (("round_robin", None),)},
     "shared.ffn": {"shared.ffn": (16,)},

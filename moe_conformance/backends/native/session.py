@@ -148,7 +148,7 @@ class NativeSession(Session):
 
     def router(self, config: Config) -> Router:
         """Build the router."""
-        config.only(*_MAPPED, *(("token_copies",) if config.routing.forced else ()))
+        config.only(*_MAPPED, "gate_bias", *(("token_copies",) if config.routing.forced else ()))
         with refusals(CannotBuild, match="."):
             if not config.routing.forced:
                 return self.use(Router)(config, self.device)

@@ -110,7 +110,7 @@ class _Session(Session):
 
     def router(self, config: Config) -> ModelRouter:
         """Build the router of the model that routes as asked."""
-        config.only(*_SHAPE, *_ROUTING)
+        config.only(*_SHAPE, *_ROUTING, "gate_bias")
         return ModelRouter(config, model_of(config), self._device)
 
     def packing(self, config: Config) -> Packing:

@@ -19,6 +19,8 @@ ONE_HEAD: Mapping[str, Any] = {"num_attention_heads": 1, "num_key_value_heads": 
 def model_of(config: Config) -> str:
     """Return the model whose router has the rule that is asked for, or refuse a rule that is adapted to none."""
     routing = config.routing
+    if config.gate_bias and routing.score != "softmax_topk":
+        raise Unsupported(f"no router with a gate bias is adapted to score = {routing.score!r}")
     if routing.score == "sigmoid" and (routing.groups is None or routing.group_score == "top2_sum"):
         if config.experts < 2 * (routing.groups or (1,))[0]:
             raise Unsupported(f"the router of deepseek_v3 needs two experts in a group: {config.experts} in all")
@@ -104,7 +106,7 @@ def model_config(model: str, config: Config) -> Any:
 
 
 class ModelRouter:
-    """One router. Its balance bias stays in float32, as the models keep it; a bias of the logits stays zero."""
+    """One router. Its balance bias stays in float32, as the models keep it; a gate bias not asked for stays zero."""
 
     def __init__(self, config: Config, model: str, device: torch.device) -> None:
         """Build the router of a model from the model's own config."""
@@ -112,7 +114,7 @@ class ModelRouter:
         router: Any = getattr(modelling, _MODELS[model][0])(model_config(model, config)).to(device)
         for name, parameter in list(router.named_parameters()):
             setattr(router, name, nn.Parameter(parameter.detach().to(config.dtype)))
-        self._router, self._biased = router, config.routing.balance_bias
+        self._router, self._biased, self._gate_biased = router, config.routing.balance_bias, config.gate_bias
         self._seen = WeightsSeen(router, WEIGHTS)
 
     @property
@@ -132,7 +134,9 @@ class ModelRouter:
         return Routed(Routing(ids_TK, weights_TK, logits_TE.shape[1]), logits_TE)
 
     def named(self, read: Read) -> Iterator[Named]:
-        """Yield the weight, and the correction bias where one is asked for."""
+        """Yield the weight, and the biases that are asked for."""
         yield Named("router", None, read(self._router.weight))
+        if self._gate_biased:
+            yield Named("gate_bias", None, read(self._router.bias))
         if self._biased:
             yield Named("balance_bias", None, read(self._router.e_score_correction_bias))

@@ -25,7 +25,7 @@ from moe_conformance.reference.rounding.routing_magnitudes import (
     selection_scores_measured,
     weights_measured,
 )
-from moe_conformance.reference.routing import routes, selection
+from moe_conformance.reference.routing import gate, routes, selection
 from moe_conformance.reference.routing.selection import GroupScore
 from moe_conformance.workloads.records.workload import Workload
 
@@ -72,13 +72,18 @@ class RouterExpected:
         return self.workload.parameters["router", None]
 
     @property
+    def gate_bias_E(self) -> Tensor | None:
+        """The bias of the logits, if there is one."""
+        return self.workload.parameters.get(("gate_bias", None))
+
+    @property
     def bias_E(self) -> Tensor | None:
         """The expert bias, if there is one."""
         return self.workload.parameters.get(("balance_bias", None))
 
     def logits(self, place: Place) -> Tensor:
         """The logits of the tokens at a place, float64 (T, E)."""
-        return self._x(place).double() @ self.router_ED.double().T
+        return gate.logits(self._x(place), self.router_ED, self.gate_bias_E)
 
     def selection_scores(self, place: Place, bias_E: Tensor | None) -> Tensor:
         """By what experts are selected, with some bias or none, float64 (T, E)."""
@@ -115,6 +120,16 @@ class RouterExpected:
 
     def gradient(self, stage: int) -> Target:
         """The finished gradient of the router (E, D): over all tokens of a pipeline stage, divided where averaged."""
+        whole = self._gradient(stage)
+        D = self.workload.config.hidden
+        return Target(whole.expected[:, :D], whole.allowed[:, :D])
+
+    def gate_bias_gradient(self, stage: int) -> Target:
+        """That of the gate bias, (E,): the gradient in a column of ones beside the tokens."""
+        whole = self._gradient(stage)
+        return Target(whole.expected[:, -1], whole.allowed[:, -1])
+
+    def _gradient(self, stage: int) -> Target:
         places = self.stage_places(stage)
         microbatches = len({m for m, _ in places})
         x_TD, ids_TK, dweights_TK = self._batch(places)
@@ -122,7 +137,7 @@ class RouterExpected:
         _, measured = gradients_measured(
             self._rounding,
             x_TD,
-            self.router_ED,
+            self._weight,
             ids_TK,
             dweights_TK,
             **self.weighing,
@@ -146,11 +161,11 @@ class RouterExpected:
     def solve(self, places: Sequence[Place], weigh: Weigh | None = None) -> tuple[Tensor, Tensor]:
         """Ask the oracle for the gradients (T, D) of the tokens of some places and (E, D) of the router over these.
 
-        By another rule of weighing, if one is given.
+        By another rule of weighing, if one is given. With a gate bias both have a column more, see `_tokens`.
         """
         x_TD, ids_TK, dweights_TK = self._batch(places)
-        x, router = (value.double().clone().requires_grad_() for value in (x_TD, self.router_ED))
-        weights_TK = (weigh or self.weigh)(x @ router.T, ids_TK)
+        x, router = (value.double().clone().requires_grad_() for value in (x_TD, self._weight))
+        weights_TK = (weigh or self.weigh)(gate.logits(x, router), ids_TK)
         dx, drouter = torch.autograd.grad(weights_TK, [x, router], dweights_TK.double())
         return dx, drouter
 
@@ -184,7 +199,7 @@ class RouterExpected:
 
     @cached_property
     def _dx(self) -> Mapping[Place, Tensor]:
-        return self._by_place(self.solve(self.places)[0])
+        return self._by_place(self.solve(self.places)[0][:, : self.workload.config.hidden])
 
     @cached_property
     def _allowed_dx(self) -> Mapping[Place, Tensor]:
@@ -193,14 +208,14 @@ class RouterExpected:
         measured, _ = gradients_measured(
             self._rounding,
             x_TD,
-            self.router_ED,
+            self._weight,
             ids_TK,
             dweights_TK,
             **self.weighing,
             forced_TE=forced_TE,
             kept_TK=self._summed(self.places),
         )
-        return self._by_place(self._allowed(measured))
+        return self._by_place(self._allowed(measured)[:, : self.workload.config.hidden])
 
     def _by_place(self, of_all: Tensor) -> Mapping[Place, Tensor]:
         return dict(zip(self.places, of_all.split([len(self._x(place)) for place in self.places]), strict=True))
@@ -209,9 +224,21 @@ class RouterExpected:
         m, rank = place
         return self.workload.batches[m][rank].x_TD
 
+    @property
+    def _weight(self) -> Tensor:
+        """The router's weight and, as one column more, the gate bias if there is one; see `_tokens`."""
+        if self.gate_bias_E is None:
+            return self.router_ED
+        return torch.cat([self.router_ED, self.gate_bias_E[:, None]], dim=1)
+
+    def _tokens(self, places: Sequence[Place]) -> Tensor:
+        """The tokens of some places, with a column of ones where there is a gate bias: one product has both."""
+        x_TD = torch.cat([self._x(place) for place in places])
+        return x_TD if self.gate_bias_E is None else torch.cat([x_TD, torch.ones_like(x_TD[:, :1])], dim=1)
+
     def _batch(self, places: Sequence[Place]) -> tuple[Tensor, Tensor, Tensor]:
         return (
-            torch.cat([self._x(place) for place in places]),
+            self._tokens(places),
             torch.cat([self.ids[place] for place in places]),
             torch.cat([self.upstream(place) for place in places]),
         )
@@ -232,7 +259,7 @@ class RouterExpected:
 
     @cached_property
     def _logits_measured(self) -> Measured:
-        return logits_measured(self._rounding, torch.cat([self._x(place) for place in self.places]), self.router_ED)
+        return logits_measured(self._rounding, self._tokens(self.places), self._weight)
 
     def _allowed(self, measured: Measured, tokens: int = 0) -> Tensor:
         config = self.workload.config

@@ -125,20 +125,22 @@ def explain_router_dx(expected: RouterExpected, actual: Tensors, targets: Target
     """Say why dx is wrong: see `bounded_tokens`."""
 
     def candidates(places: Sequence[Place]) -> Iterator[Candidate]:
-        return ((words, expected.solve(places, weigh)[0]) for words, weigh in _differentiable(expected))
+        return ((words, expected.solve(places, weigh)[0][:, :D]) for words, weigh in _differentiable(expected))
 
+    D = expected.workload.config.hidden
     names = {**_names(expected), **names}
     return explain_tokens("dx", actual, targets, candidates, names=names, dtype=expected.workload.config.dtype)
 
 
 def gradients_of(expected: RouterExpected) -> Oracle:
     """Return what the router's gradient would be of some tokens, and with the mistakes."""
+    D = expected.workload.config.hidden
     return Oracle(
         expected.workload,
         expected.divisor,
-        lambda places: {_ROUTER: expected.solve(places)[1]},
+        lambda places: {_ROUTER: expected.solve(places)[1][:, :D]},
         lambda places: (
-            (words, {_ROUTER: expected.solve(places, weigh)[1]}) for words, weigh in _differentiable(expected)
+            (words, {_ROUTER: expected.solve(places, weigh)[1][:, :D]}) for words, weigh in _differentiable(expected)
         ),
     )
 

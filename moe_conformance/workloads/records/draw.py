@@ -140,9 +140,9 @@ def _spread(score: str, E: int) -> float:
 
 
 def router_parameters(config: Config, draw: torch.Generator, *, bias: float, twins: bool) -> dict[ParameterKey, Tensor]:
-    """Return the router's weight (E, D) and, where asked for, a balance bias large enough to change selections.
+    """Return the router's weight (E, D) and, where asked for, biases large enough to change selections.
 
-    The biases lie around `bias`. Around -0.9 it changes nothing but the sign of most biased scores: an expert that
+    Balance biases lie around `bias`. Around -0.9 it changes nothing but the sign of most biased scores: an expert that
     counts as 0 where it should count as minus infinity would be chosen. With `twins`, the logits of experts 2i and
     2i + 1 differ by a factor of 1 + 2^-9, which float32 can tell and bfloat16 cannot.
     """
@@ -150,6 +150,9 @@ def router_parameters(config: Config, draw: torch.Generator, *, bias: float, twi
     if twins:
         weight_ED[1::2] = weight_ED[::2] * (1 + 2**-9)
     made: dict[ParameterKey, Tensor] = {("router", None): (weight_ED * config.hidden**-0.5).to(config.dtype)}
+    if config.gate_bias:
+        gate_bias_E = torch.randn(config.experts, generator=draw, dtype=torch.float64) / 2
+        made["gate_bias", None] = gate_bias_E.to(config.dtype)
     if config.routing.balance_bias:
         spread = _spread(config.routing.score, config.experts)
         bias_E = (torch.rand(config.experts, generator=draw, dtype=torch.float64) - 0.5) * spread + bias

@@ -37,6 +37,7 @@ class Router(Replicated):
         self.router_ED = nn.Parameter(
             torch.full((config.experts, config.hidden), torch.nan, dtype=config.dtype, device=device)
         )
+        self.gate_bias_E = self._gate_bias(device) if config.gate_bias else None
         bias_E = torch.zeros(config.experts, dtype=self.wide, device=device) if config.routing.balance_bias else None
         self.register_buffer("balance_bias", bias_E)
 
@@ -51,8 +52,10 @@ class Router(Replicated):
         return Claims(dtype=self.wide)
 
     def named(self, read: Read) -> Iterator[Named]:
-        """Yield the router (E, D), and the balance bias (E,) if there is one."""
+        """Yield the router (E, D), and the biases of logits and of the balance (E,) where there are any."""
         yield Named("router", None, read(self.router_ED))
+        if self.gate_bias_E is not None:
+            yield Named("gate_bias", None, read(self.gate_bias_E))
         if self.balance_bias is not None:
             yield Named("balance_bias", None, read(self.balance_bias))
 
@@ -95,8 +98,17 @@ class Router(Replicated):
         worth_TK = weights_TK if self.config.capacity.drop_policy == "weights" else None
         return capacity.keep(ids_TK, self.config.experts, room, worth_TK)
 
+    def _gate_bias(self, device: torch.device) -> nn.Parameter:
+        """Return the parameter, NaN until someone writes it."""
+        return nn.Parameter(torch.full((self.config.experts,), torch.nan, dtype=self.config.dtype, device=device))
+
     def _logits(self, x_TD: Tensor) -> Tensor:
-        return F.linear(x_TD.to(self.wide), self.router_ED.to(self.wide))
+        """Return the logits, with the gate bias where there is one.
+
+        Implements: ROUTE-10.
+        """
+        bias_E = None if self.gate_bias_E is None else self.gate_bias_E.to(self.wide)
+        return F.linear(x_TD.to(self.wide), self.router_ED.to(self.wide), bias_E)
 
     def _scores(self, logits_TE: Tensor) -> Tensor:
         """Return a score per expert. For softmax_topk it is the logit: its softmax comes after the choice.

@@ -41,6 +41,7 @@ class RouterRecipe:
 _SIGMOID = {"routing.score": "sigmoid"}
 _BIASED = {"routing.score": "sigmoid", "routing.balance_bias": True}
 _NORMAL = {"routing.normalise": True}
+_GATE_BIAS = {"gate_bias": True}
 _GROUPS = {
     "experts": 24,
     "top_k": 4,
@@ -89,6 +90,9 @@ ROUTERS = (
         RouterRecipe(f"route-near-biases-{name}", {**_BIASED, "top_k": 3, "dtype": dtype}, magnitude=0.0, near=True)
         for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16))
     ),
+    RouterRecipe("route-gate-bias-softmax-topk", {"routing.score": "softmax_topk", **_GATE_BIAS}, tokens=ONE_WITHOUT),
+    RouterRecipe("route-gate-bias-sigmoid", {**_BIASED, **_NORMAL, **_GATE_BIAS}, schedule="F0 F1 B0 B1"),
+    RouterRecipe("route-gate-bias-bfloat16", {"dtype": torch.bfloat16, **_GATE_BIAS}, profile="full"),
     RouterRecipe("route-rank-without-tokens", tokens=ONE_WITHOUT),
     RouterRecipe("route-in-flight", schedule="F0 F1 B0 B1"),
     RouterRecipe("route-inference", {**_BIASED, **_NORMAL, **_GROUPS, "routing.scale": 2.5}, schedule="N0 F1 I2 B1"),

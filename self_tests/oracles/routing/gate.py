@@ -1,0 +1,36 @@
+"""Logits of a gate with a bias, by hand: l_te = sum_d x_td W_ed + c_e.
+
+dx_td = sum_e g_te W_ed,  dW_ed = sum_t g_te x_td,  dc_e = sum_t g_te.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+
+def logits(x_TD: Floats, weight_ED: Floats, bias_E: Floats) -> Floats:
+    """Logits (T, E)."""
+    (T, D), E = x_TD.shape, len(weight_ED)
+    found = np.zeros((T, E), dtype=np.float64)
+    for t in range(T):
+        for e in range(E):
+            found[t, e] = bias_E[e]
+            for d in range(D):
+                found[t, e] += x_TD[t, d] * weight_ED[e, d]
+    return found
+
+
+def gradients(x_TD: Floats, weight_ED: Floats, upstream_TE: Floats) -> tuple[Floats, Floats, Floats]:
+    """Gradients of x (T, D), of the weight (E, D) and of the bias (E,)."""
+    (T, D), E = x_TD.shape, len(weight_ED)
+    dx_TD, dweight_ED, dbias_E = np.zeros((T, D)), np.zeros((E, D)), np.zeros(E)
+    for t in range(T):
+        for e in range(E):
+            dbias_E[e] += upstream_TE[t, e]
+            for d in range(D):
+                dx_TD[t, d] += upstream_TE[t, e] * weight_ED[e, d]
+                dweight_ED[e, d] += upstream_TE[t, e] * x_TD[t, d]
+    return dx_TD, dweight_ED, dbias_E

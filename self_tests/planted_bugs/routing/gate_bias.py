@@ -1,0 +1,67 @@
+"""ROUTE: bugs of the bias of a router's gate."""
+
+# ruff: noqa: D102 - a plant says in its class what its methods do wrong
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moe_conformance.backends.native.router.routing import Router
+from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, planted
+
+
+@planted(Expectation("ROUTE-10", "route-gate-bias-softmax-topk", "route", "selected"))
+class GateWithoutItsBias(Router):
+    """The fused gate multiplies by the weight alone."""
+
+    def _logits(self, x_TD: Tensor) -> Tensor:
+        return F.linear(x_TD.to(self.wide), self.router_ED.to(self.wide))
+
+
+@planted(Expectation("ROUTE-10", "route-gate-bias-softmax-topk", "route", "the weights of rank 0"))
+class GateBiasSelectsOnly(Router):
+    """The gate bias is taken for an expert bias: it selects, and does not weigh."""
+
+    def _logits(self, x_TD: Tensor) -> Tensor:
+        return F.linear(x_TD.to(self.wide), self.router_ED.to(self.wide))
+
+    def _select(self, scores_TE: Tensor) -> Tensor:
+        assert self.gate_bias_E is None or self.config.routing.score == "softmax_topk"
+        shift_E = 0 if self.gate_bias_E is None else self.gate_bias_E.detach().to(self.wide)
+        return super()._select(scores_TE + shift_E)
+
+
+@planted(
+    Expectation(
+        "ROUTE-10", "route-gate-bias-softmax-topk", "finish", "every element of the gate_bias's gradient is zero"
+    )
+)
+class GateBiasIsFrozen(Router):
+    """The gate bias is a constant to the backward."""
+
+    def _logits(self, x_TD: Tensor) -> Tensor:
+        bias_E = None if self.gate_bias_E is None else self.gate_bias_E.detach().to(self.wide)
+        return F.linear(x_TD.to(self.wide), self.router_ED.to(self.wide), bias_E)
+
+
+@planted(
+    Expectation(
+        "ROUTE-10",
+        "route-gate-bias-sigmoid",
+        "finish",
+        "the gradient of gate_bias on rank 0",
+        "only the tokens of its own rank",
+    ),
+    layout=EP2_EDP2,
+)
+class GateBiasOfOwnTokens(Router):
+    """The gradient of the gate bias is not summed over ranks: it is no parameter of the module that is reduced."""
+
+    def _gate_bias(self, device: torch.device) -> nn.Parameter:
+        made = super()._gate_bias(device)
+        self.hidden_from_the_reduction = [made]
+        return made
+
+    def parameters(self, recurse: bool = True):  # type: ignore[no-untyped-def]
+        return (each for each in super().parameters(recurse) if each is not self.gate_bias_E)
