@@ -130,7 +130,7 @@ class BalancingRouters(Replicated):
 
         Implements: BIAS-01.
         """
-        return self.config.balance.rate * torch.sign(n_E.sum() - len(n_E) * n_E)
+        return self.config.balance.rate * torch.sign(n_E.sum() - len(n_E) * n_E).double()
 
     def over_ranks(self, loads_LE: Tensor) -> Tensor:
         """Sum over the ranks that hold tokens of these routers.
