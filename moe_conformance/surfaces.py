@@ -348,6 +348,8 @@ class BalancingRouters(Parametrised, Resolved, Protocol):
     number of them. It claims `balance_loads`, `balance_counters` and `forced_loads`.
     """
 
+    takes_mask: bool  # else no token is padding
+
     def train(self, mode: bool = True) -> object:
         """Switch between training and evaluation, as `nn.Module` does; what is built is in training."""
 

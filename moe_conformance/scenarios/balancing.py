@@ -5,14 +5,14 @@ E experts; a tuple has an entry for every layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_conformance.contract import Claims, Named, Read, Routed, Session
+from moe_conformance.contract import Claims, Named, Read, Routed, Session, Unsupported
 from moe_conformance.scenarios import parameters
 from moe_conformance.scenarios.reported import claims_of
 from moe_conformance.scenarios.training import backward, in_mode
@@ -72,8 +72,15 @@ class _Entry:
 class BalancedRouters:
     """The routers of a model and their trainer."""
 
-    def __init__(self, surface: BalancingRouters, session: Session) -> None:
-        """Keep what was built."""
+    def __init__(self, surface: BalancingRouters, session: Session, given: Sequence[Mapping[str, Any]]) -> None:
+        """Keep what was built.
+
+        Raises:
+            Unsupported: it takes no mask, and what the calls are given has padding.
+        """
+        padded = any(each.padding_T is not None for call in given for each in call.get("batches", ()))
+        if padded and not surface.takes_mask:
+            raise Unsupported("these routers take no padding mask")
         self.surface, self.session = surface, session
         self.windows: tuple[Tensor, ...] | None = None
         self.kept: Mapping[str, Any] = {}

@@ -98,7 +98,7 @@ class Script:
         if run == runs.ON_TRAINING_ROUTERS:
             surface = TrainedRouters(surface, session)
         if run == runs.ON_BALANCING_ROUTERS:
-            surface = BalancedRouters(surface, session)
+            surface = BalancedRouters(surface, session, [call.given[self.context.rank] for call in self.workload.calls])
         if self.workload.parameters:
             parameters.write(surface, self.workload.parameters)
         without_noise(surface)

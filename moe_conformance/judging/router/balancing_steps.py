@@ -105,7 +105,8 @@ class History:
         ids_TK: Tensor = self.seen(call, "forwards")[rank][place]["ids"][layer]
         x = self.batches(call, rank)[place].x[layer]
         shape = (x.shape[0] * x.shape[1], self.workload.config.top_k)
-        if tuple(ids_TK.shape) != shape or ids_TK.dtype not in (torch.int32, torch.int64):
+        wide = self.workload.config.capacity.padded and ids_TK.shape[:1] == shape[:1] and ids_TK.ndim == 2
+        if not (wide or tuple(ids_TK.shape) == shape) or ids_TK.dtype not in (torch.int32, torch.int64):
             said = f"rank {rank} returned ids {ids_TK.dtype} {tuple(ids_TK.shape)}; expected int64 {shape}"
             raise WrongForm("route", said, ranks=(rank,))
         return ids_TK.long()
@@ -136,8 +137,10 @@ class History:
     def _load(self, call: int, place: int, layer: int, rank: int, rule: Rule) -> Tensor:
         config, padding_T = self.workload.config, self.batches(call, rank)[place].padding_T
         ids_TK = self.ids(call, place, layer, rank)
-        if config.capacity.factor is not None and rule.slots == "selected":
-            ids_TK = self.choice(call, place, layer, rank)[0]
+        if config.capacity.factor is not None:
+            right_TK = self.choice(call, place, layer, rank)[0]
+            kept_TK = (right_TK[:, :, None] == ids_TK[:, None, :]).any(2)  # padding to capacity adds other ids
+            ids_TK = right_TK if rule.slots == "selected" else torch.where(kept_TK, right_TK, -1)
         if rule.slots == "capacity":
             return torch.ones(config.experts, dtype=torch.int64)  # as many everywhere
         if padding_T is not None and rule.padding != "left out":

@@ -25,6 +25,7 @@ class BalancingRouters(Replicated):
     """
 
     replicas = ("dp_cp", "tp")
+    takes_mask = True
     loads_LE: Tensor
 
     def __init__(self, config: Config, topology: Topology, routers: Sequence[Router]) -> None:
