@@ -80,6 +80,15 @@ class Claims:
     reported_z: Literal["same", "own"] = "same"
     # A global loss counts slots of the microbatches of the step so far, or of the present one alone (LOSS-07).
     global_counts: Literal["step", "microbatch"] = "step"
+    # With a capacity, the loads that move a balance bias (BIAS-05). selected: of all slots that a router selected;
+    # kept: of those that were not dropped.
+    balance_loads: Literal["selected", "kept"] = "selected"
+    # What the counters of loads hold between updates (BIAS-04, BIAS-05, BIAS-06). of_rank: the loads of this rank,
+    # which the update sums over ranks; of_all: those of all ranks, summed in each forward.
+    balance_counters: Literal["of_rank", "of_all"] = "of_rank"
+    # Loads of forced routing (BIAS-07). ignored: the balance bias does not change; counted: it is updated by them as
+    # by others.
+    forced_loads: Literal["ignored", "counted"] = "ignored"
     # Token counts are padded to a common number, as `Config.padding.tokens`; also where it is not configured, if the
     # exchange cannot work otherwise (PACK-02, PACK-13).
     padding: Literal["no", "group_max", "bound"] = "no"

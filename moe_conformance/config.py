@@ -195,6 +195,20 @@ class Losses:
 
 
 @dataclass(frozen=True)
+class Balance:
+    """`Config.balance`: the training of the balance bias of routers (`Config.routing.balance_bias`)."""
+
+    rate: float = 0.001  # added to the bias of an expert below the mean load, subtracted above it
+    recompute: bool = False  # activation recomputation of the router
+    layers: int = 1  # routers of the model, one per MoE layer
+    dense_layers: int = 0  # layers of the model without a router, before those with one
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a value that is not allowed."""
+        _check(self, "balance.", rate=0, layers=1, dense_layers=0)
+
+
+@dataclass(frozen=True)
 class Config:
     """One configuration, the same for every backend. A value that its annotation does not allow raises ValueError.
 
@@ -217,6 +231,7 @@ class Config:
     padding: Padding = Padding()
     receive_buffer: ReceiveBuffer = ReceiveBuffer()
     losses: Losses = Losses()
+    balance: Balance = Balance()
     token_copies: bool = False  # tp > 1 without sequence parallelism: the tp ranks hold the same tokens, counted once
     wire: Literal["plain", "float8"] = "plain"  # float8: fp8 dispatch, hidden states are sent in eight bits with scales
     extra: tuple[tuple[str, Any], ...] = ()  # options of one backend, under the library's own names

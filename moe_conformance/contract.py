@@ -26,6 +26,7 @@ from torch import Tensor
 
 from moe_conformance.claims import Claims as Claims
 from moe_conformance.claims import Malformed as Malformed
+from moe_conformance.config import Balance as Balance
 from moe_conformance.config import Capacity as Capacity
 from moe_conformance.config import Config as Config
 from moe_conformance.config import Limit as Limit

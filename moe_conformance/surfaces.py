@@ -5,7 +5,7 @@ The rules and the letters of `contract` hold; a surface that is not overridden i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -340,6 +340,38 @@ class TrainingRouters(Parametrised, Resolved, Protocol):
         """
 
 
+class BalancingRouters(Parametrised, Resolved, Protocol):
+    """The routers of a model whose balance bias is updated by the load (`Config.balance`), one per MoE layer.
+
+    `named` yields "router" and "balance_bias" with the number of the layer, from 0, in place of an expert id; the
+    windows stay valid. Microbatches are those of `TrainingRouters`, without losses, and one update ends a step of any
+    number of them. It claims `balance_loads`, `balance_counters` and `forced_loads`.
+    """
+
+    takes_mask: bool  # else no token is padding
+
+    def train(self, mode: bool = True) -> object:
+        """Switch between training and evaluation, as `nn.Module` does; what is built is in training."""
+
+    def __call__(self, x: tuple[Tensor, ...], padding_mask_T: Tensor | None) -> tuple[Routed, ...]:
+        """Return the routing of x (S, B, D) of every layer; the mask, bool (S * B,), is True at padding."""
+
+    def update(self) -> None:
+        """Do what the trainer does after the last backward of a step, in which every bias is updated; collective."""
+
+    def loads(self) -> Sequence[Tensor] | None:
+        """Return the counters of every layer, (E,), as they are since the last update; None if they cannot be read."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return what a checkpoint saves, as `nn.Module` does."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> object:
+        """Load what `state_dict` returned, as `nn.Module` does."""
+
+    def parameters(self) -> Iterable[Tensor]:
+        """Return what the trainer's optimizer steps over."""
+
+
 class Session(contract.Session):
     """A session with optional surfaces: override the methods of those that the backend has."""
 
@@ -358,6 +390,10 @@ class Session(contract.Session):
     def training_routers(self, config: Config) -> TrainingRouters:
         """Build the routers of a model with their losses; collective. It reads routing, capacity and losses."""
         raise Unsupported("this backend offers no router with losses")
+
+    def balancing_routers(self, config: Config) -> BalancingRouters:
+        """Build the routers of a model with a balance bias; collective. It reads routing, capacity and balance."""
+        raise Unsupported("this backend offers no router whose balance bias is updated")
 
     def layer(self, config: Config) -> Layer:
         """Build a whole layer: router, exchange, experts and shared experts; collective."""

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
+from moe_conformance.backends.torchtitan_balance import BalancingRouters, require_balanced
 from moe_conformance.backends.torchtitan_layer import ROUND_ROBIN, Layer, expert_windows, moe_config, require_placed
 from moe_conformance.backends.torchtitan_rows import CombineAdd, Permutation, Reordering, ScatterAdd
 from moe_conformance.contract import (
@@ -115,6 +116,14 @@ class _Session(Session):
         config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype", "routing", "gate_bias")
         _require_routed(config)
         return _Router(config, self._device)
+
+    def balancing_routers(self, config: Config) -> BalancingRouters:
+        """Build the MoE modules of a model as for their routers, and register the hook that updates their biases."""
+        config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype", "routing", "balance")
+        _require_routed(config)
+        require_balanced(config, self._topology)
+        routers = [_Router(config, self._device) for _ in range(config.balance.layers)]
+        return BalancingRouters(routers, [each.layer for each in routers], self._topology, self._device)
 
     def layer(self, config: Config) -> Layer:
         """Build an MoE module with a dispatcher on this rank's ep group; FSDP2 shards it where it is replicated."""
@@ -380,6 +389,12 @@ class _Router:
         self._layer = layer.to(device)
         self._logits: Tensor | None = None
         layer.router.gate.register_forward_hook(self._keep_logits)
+
+    @property
+    def layer(self) -> nn.Module:
+        """The MoE module."""
+        layer: nn.Module = self._layer
+        return layer
 
     def _keep_logits(self, _module: nn.Module, _inputs: object, logits_BLE: Tensor) -> None:
         self._logits = logits_BLE

@@ -45,7 +45,7 @@ def moe_config(config: Config, held: int, dispatcher: Any) -> Any:
             route_scale=config.routing.scale,
             _debug_force_load_balance=config.routing.forced == ROUND_ROBIN,
         ),
-        load_balance_coeff=1e-3 if config.routing.balance_bias else None,
+        load_balance_coeff=config.balance.rate if config.routing.balance_bias else None,
         shared_experts=_shared_config(config) if config.shared.ffn else None,
     )
 

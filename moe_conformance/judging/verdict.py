@@ -127,6 +127,10 @@ class WrongLoss(Mismatch):
     """A loss has another value than the one that is reported or returned."""
 
 
+class WrongBias(Mismatch):
+    """A balance bias has another value than its loads make of it, or another one than elsewhere."""
+
+
 class AbsentGradient(Mismatch):
     """A gradient that must exist is None."""
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from moe_conformance.contract import Malformed, Unsupported
 from moe_conformance.engine import RankContext
 from moe_conformance.scenarios import parameters, state
+from moe_conformance.scenarios.balancing import BalancedRouters
 from moe_conformance.scenarios.calling import call_through, deterministic_setting, form_of, memory_of, under
 from moe_conformance.scenarios.changing_experts import ChangingExperts, require_sorted_rows
 from moe_conformance.scenarios.exchange_with_probe import exchange_with_probe
@@ -96,6 +97,8 @@ class Script:
                     raise Unsupported("this exchange has no halves to call apart")
         if run == runs.ON_TRAINING_ROUTERS:
             surface = TrainedRouters(surface, session)
+        if run == runs.ON_BALANCING_ROUTERS:
+            surface = BalancedRouters(surface, session, [call.given[self.context.rank] for call in self.workload.calls])
         if self.workload.parameters:
             parameters.write(surface, self.workload.parameters)
         without_noise(surface)

@@ -6,8 +6,9 @@ T tokens, K slots, E experts, D hidden; a tuple has an entry for every layer.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from moe_conformance.contract import Claims, Named, Read, Session
 from moe_conformance.scenarios import parameters
 from moe_conformance.scenarios.reported import claims_of
 from moe_conformance.surfaces import Trained, TrainingRouters
-from moe_conformance.workloads.records.training import RouterBatch
+from moe_conformance.workloads.records.training import Mode, RouterBatch
 
 Layers = tuple[Tensor | None, ...]
 
@@ -77,10 +78,10 @@ class TrainedRouters:
             x = tuple(each.detach().clone().requires_grad_(batch.mode == "training") for each in batch.x)
             made.append((self._forward(batch, x), x))
             if not overlapped:
-                _backward(batch, made[-1][0], factor)
+                backward(batch, made[-1][0], factor)
         if overlapped:
             for batch, (returned, _) in zip(batches, made, strict=True):
-                _backward(batch, returned, factor)
+                backward(batch, returned, factor)
         if trained:
             self.surface.finish(tokens)
         return StepSeen(
@@ -90,12 +91,8 @@ class TrainedRouters:
         )
 
     def _forward(self, batch: RouterBatch, x: tuple[Tensor, ...]) -> Trained:
-        self.surface.train(batch.mode != "evaluation")
-        try:
-            with torch.no_grad() if batch.mode == "no_grad" else nullcontext():
-                return self.surface(x, batch.padding_T)
-        finally:
-            self.surface.train(True)
+        with in_mode(self.surface, batch.mode):
+            return self.surface(x, batch.padding_T)
 
     def _final(self) -> Layers:
         found = parameters.gradients([self.surface], self.session.grad_attr)
@@ -103,7 +100,18 @@ class TrainedRouters:
         return tuple(found["router", number].value for number in routers)
 
 
-def _backward(batch: RouterBatch, returned: Trained, factor: float) -> None:
+@contextmanager
+def in_mode(surface: Any, mode: Mode) -> Iterator[None]:
+    """Put a surface into a mode of forwards for as long as the block runs; else it is in training."""
+    surface.train(mode != "evaluation")
+    try:
+        with torch.no_grad() if mode == "no_grad" else nullcontext():
+            yield
+    finally:
+        surface.train(True)
+
+
+def backward(batch: RouterBatch, returned: Trained, factor: float) -> None:
     """Go back from the routing weights and, if losses were returned, from these."""
     if batch.mode != "training":
         return

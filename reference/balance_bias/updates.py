@@ -36,11 +36,13 @@ class Update:
 def router_loads(loads_by_rank: Sequence[Tensor], routers: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
     """Sum the loads over the ranks that train the same router, int64 (E,) per rank -> the same.
 
-    Rule (BIAS-02, BIAS-03): `routers` parts the ranks: each part is the tp x cp x dp ranks of one pipeline stage
+    Rule: `routers` parts the ranks: each part is the tp x cp x dp ranks of one pipeline stage
     of one model. All ranks of a part have its sum; none has anything of another part.
 
     Degenerate: a rank without tokens adds zeros. Tokens copied over tp are counted tp-fold if their ranks are
     given; that changes no sign in `update`. A rank in no part, or in two, is an error.
+
+    Decides: BIAS-02, BIAS-11. Source: Wang et al. 2024 (loads of the whole batch); behaviour of Megatron-Core.
 
     >>> loads = [torch.tensor([1, 0]), torch.tensor([5, 5]), torch.tensor([2, 3])]
     >>> [load.tolist() for load in router_loads(loads, [[0, 2], [1]])]
@@ -60,12 +62,14 @@ def router_loads(loads_by_rank: Sequence[Tensor], routers: Sequence[Sequence[int
 def update(bias_E: Tensor, loads_E: Tensor, *, rate: float, centred: bool = False) -> Tensor:
     """Move the bias once against the loads, (E,) and int64 (E,) -> float64 (E,).
 
-    Rule (BIAS-01): b_e + u sign(m - n_e), m the mean load; the sign is that of the integer sum n - E n_e.
+    Rule: b_e + u sign(m - n_e), m the mean load; the sign is that of the integer sum n - E n_e.
     With `centred` the changes are shifted to a mean of zero, which is allowed, as any shift common to all:
     compare `without_constant`.
 
     Degenerate: a load equal to the mean does not move; neither does anything where all are equal or u = 0.
     How far a load is from the mean plays no part. A negative rate or load is an error.
+
+    Decides: BIAS-01. Source: Wang et al. 2024, Algorithm 1; DeepSeek-V3 section 2.1.2.
 
     >>> update(torch.zeros(4), torch.tensor([9, 3, 0, 0]), rate=0.5).tolist()
     [-0.5, 0.0, 0.5, 0.5]
@@ -84,7 +88,9 @@ def update(bias_E: Tensor, loads_E: Tensor, *, rate: float, centred: bool = Fals
 
 
 def without_constant(bias_E: Tensor) -> Tensor:
-    """Take from a bias the constant that says nothing, (E,) -> float64 (E,) of mean zero (BIAS-01).
+    """Take from a bias the constant that says nothing, (E,) -> float64 (E,) of mean zero.
+
+    Decides: BIAS-01. Source: arithmetic, a constant added to all experts selects the same.
 
     >>> without_constant(torch.tensor([3.0, 4.0, 8.0])).tolist()
     [-2.0, -1.0, 3.0]
@@ -97,12 +103,14 @@ def trained(
 ) -> tuple[Tensor, Tensor]:
     """Follow one router through training, -> its bias, float64 (E,), and its counters, int64 (E,).
 
-    Rule (BIAS-04, BIAS-06, BIAS-07): counters add up the loads of "training" forwards; an `Update` moves the
+    Rule: counters add up the loads of "training" forwards; an `Update` moves the
     bias by them, once, and leaves them at zero. A forward that is "recomputed" was counted before; those of
     "evaluation", with "no_grad" or "forced" say nothing about the scores. Every router, so every layer, has
     a history of its own (BIAS-11).
 
     Degenerate: an update without loads before it, the second of two in a row included, moves nothing.
+
+    Decides: BIAS-04, BIAS-06, BIAS-07, BIAS-11. Source: Wang et al. 2024, Algorithm 1 (per training batch and layer).
 
     >>> forwards = [Forward(kind, torch.tensor([0, 1])) for kind in ("training", "forced", "training")]
     >>> trained(torch.zeros(2), [*forwards, Update(), Update(), forwards[0]], rate=0.25)
@@ -126,8 +134,10 @@ def trained(
 def growth(rate: float, updates: int) -> tuple[float, float]:
     """Say how far the biases of an idle and a busy expert are apart after updates with one load: (gap, error).
 
-    Rule (BIAS-09): the gap grows by 2 u at every update; float32 rounds each of the two at every update, by at
+    Rule: the gap grows by 2 u at every update; float32 rounds each of the two at every update, by at
     most 2^-24 of the final gap. bf16 stands still before the gap is there: its spacing outgrows the rate.
+
+    Decides: BIAS-09. Source: arithmetic; behaviour of Megatron-Core (float32 bias).
 
     >>> gap, error = growth(0.001, 1000)
     >>> gap, round(error, 6)

@@ -84,6 +84,8 @@ def choice_counts(ids_TK: Tensor, experts: int, *, padding_T: Tensor | None = No
 
     Degenerate: an empty slot (-1) counts for no expert; an expert in two slots of a token counts twice.
 
+    Decides: BIAS-05. Source: definition of padding.
+
     >>> choice_counts(torch.tensor([[0, 1], [1, -1], [2, 2]]), 4, padding_T=torch.tensor([False, False, True]))
     tensor([1, 2, 0, 0])
     """

@@ -291,6 +291,46 @@ class TestDetection:
         assert isinstance(mismatch, Mismatch)
         assert words in mismatch.sentence
 
+    @pytest.mark.parametrize(
+        ("backend", "workload", "layout", "requirements"),
+        [
+            ("Centred", "bias-microbatches", TP2_EP2, ("BIAS-01", "BIAS-02", "BIAS-03", "BIAS-04", "BIAS-08")),
+            ("Centred", "bias-bfloat16", SINGLE, ("BIAS-09",)),
+            ("AfterDrops", "bias-dropped", SINGLE, ("BIAS-05",)),
+            ("AfterDrops", "bias-dropped-padded", SINGLE, ("BIAS-05",)),
+            ("ForcedToo", "bias-forced-dealt", EP2, ("BIAS-07",)),
+            ("ForcedToo", "bias-forced-random", SINGLE, ("BIAS-07",)),
+            ("ReducedAtOnce", "bias-microbatches", TP2_EP2, ("BIAS-02", "BIAS-04")),
+            ("ReducedAtOnce", "bias-padding", EP2, ("BIAS-05",)),
+            ("Frozen", "bias-microbatches", EP2, ("BIAS-01", "BIAS-03", "BIAS-08", "BIAS-10")),
+            ("Frozen", "bias-bfloat16", SINGLE, ("BIAS-09",)),
+            ("Frozen", "bias-layers", SINGLE, ("BIAS-11",)),
+        ],
+    )
+    def test_conventions_of_balancing_may_be_claimed(
+        self, checked: CheckedRuns, backend: str, workload: str, layout: Layout, requirements: tuple[str, ...]
+    ) -> None:
+        """A balance bias of another convention passes, and says so where loads differ."""
+        for requirement in requirements:
+            path = f"self_tests.correct_backends.unusual_balance:{backend}"
+            checked.check_passes(path, requirement, "alltoall", layout, workload)
+
+    @pytest.mark.parametrize(
+        ("requirement", "workload", "words"),
+        [
+            ("BIAS-05", "bias-dropped", "loads are counted before drops, and Claims.balance_loads is 'kept'"),
+            ("BIAS-07", "bias-forced-dealt", "forced loads are ignored, and Claims.forced_loads is 'counted'"),
+        ],
+    )
+    def test_a_wrong_claim_about_balancing_is_named(
+        self, checked: CheckedRuns, requirement: str, workload: str, words: str
+    ) -> None:
+        """Loads of another convention than is claimed fail, in words that name the claim."""
+        path = "self_tests.correct_backends.unusual_balance:SaysAfterDrops"
+        (mismatch,) = checked.verdicts(path, requirement, "alltoall", SINGLE, workload)
+        assert isinstance(mismatch, Mismatch)
+        assert words in mismatch.sentence
+
     @pytest.mark.parametrize("requirement", ["DROP-08", "DROP-12"])
     def test_a_lossless_capacity_may_divide_over_tp(self, checked: CheckedRuns, requirement: str) -> None:
         """A backend that rounds it up for that passes."""

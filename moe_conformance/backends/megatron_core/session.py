@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from moe_conformance.backends.megatron_core import library
+from moe_conformance.backends.megatron_core.balancing import BalancingRouters, with_balance
 from moe_conformance.backends.megatron_core.configuration import (
     CAPACITY,
     FUNCTION,
@@ -106,6 +107,13 @@ class MegatronSession(Session):
         for number, layer in zip(numbers, layers, strict=True):
             layer.set_layer_number(number)  # as a transformer layer does
         return TrainingRouters(layers, losses, self._topology.sizes["cp"])
+
+    def balancing_routers(self, config: Config) -> BalancingRouters:
+        """Build the layers of a model and return their routers."""
+        asked, balance = config.only(*LAYER, *ROUTER, *CAPACITY, "balance"), config.balance
+        each = with_balance(asked, self._topology.sizes["pp"])
+        numbers = range(balance.dense_layers + 1, balance.dense_layers + balance.layers + 1)
+        return BalancingRouters([self._layer(each, number) for number in numbers])
 
     def _layer(self, config: Config, number: int = 1) -> Any:
         parts = library.get_moe_module_spec(use_te=False, num_experts=config.experts, moe_grouped_gemm=False)

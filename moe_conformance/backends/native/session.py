@@ -29,6 +29,7 @@ from moe_conformance.backends.native.layer.layer import Layer
 from moe_conformance.backends.native.layer.shared_experts import SharedExperts
 from moe_conformance.backends.native.meter import Meter, MeteredExchange
 from moe_conformance.backends.native.offered import Offered, offered
+from moe_conformance.backends.native.router.balancing import BalancingRouters
 from moe_conformance.backends.native.router.forcing import ForcedRouter
 from moe_conformance.backends.native.router.losses import RouterLosses
 from moe_conformance.backends.native.router.routing import Router
@@ -166,6 +167,15 @@ class NativeSession(Session):
             built = self.use(TrainingRouters)(config, self.topology, routers, losses)
         built.finish_gradients = self.finish_gradients
         return built
+
+    def balancing_routers(self, config: Config) -> BalancingRouters:
+        """Build the routers of a model whose balance bias is updated."""
+        config.only(*_MAPPED, "balance")
+        if not config.routing.balance_bias:
+            raise Unsupported("routers without routing.balance_bias have none to update")
+        with refusals(CannotBuild, match="."):
+            routers = [self.router(replace(config, balance=Config.balance)) for _ in range(config.balance.layers)]
+            return self.use(BalancingRouters)(config, self.topology, routers)
 
     def token_exchange(self, config: Config) -> ReusableExchange:
         """Build the token exchange that the managers work over."""

@@ -99,8 +99,8 @@ class Script:
     """Calls on one surface, which the method of Session that `surface` names builds.
 
     On the surface "exchange" calls are steps, or their halves, with the suite's experts between them; on "session" they
-    are those of the session itself, and build surfaces; on "training_routers" each is a step of a trainer;
-    on "changing_experts" they change parameters of the experts, and call them.
+    are those of the session itself, and build surfaces; on "training_routers" each is a step of a trainer,
+    as most are on "balancing_routers"; on "changing_experts" they change parameters of the experts, and call them.
     """
 
     scenario: ClassVar[Scenario] = "script"
@@ -116,6 +116,7 @@ DrawnStep = ExchangeStep | RouterStep
 
 ON_EXCHANGE, ON_SESSION = Script("exchange"), Script("session")
 ON_TRAINING_ROUTERS, ON_CHANGING_EXPERTS = Script("training_routers"), Script("changing_experts")
+ON_BALANCING_ROUTERS = Script("balancing_routers")
 
 
 @dataclass(frozen=True)

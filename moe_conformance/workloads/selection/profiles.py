@@ -83,7 +83,8 @@ def beside(profile: Profile) -> dict[Layout, tuple[str, ...]]:
     losses = ("losses-auxiliary", "losses-z", "losses-uneven", "losses-per-token")
     some = {
         Layout(4, cp=2, ep=2): ("gaps-uneven", "own-even", "route-softmax", "shared-even", *losses),
-        Layout(4, tp=2, cp=2): ("losses-sequence", "losses-global", "losses-uneven"),
+        Layout(4, tp=2, cp=2): ("losses-sequence", "losses-global", "losses-uneven", "bias-microbatches"),
+        Layout(4, pp=2, ep=2): ("bias-microbatches",),
         Layout(4, etp=2): ("own-even",),
         Layout(4, tp=2, ep=4): ("shared-even", "copies-even", "forced-bias-alone"),
     }

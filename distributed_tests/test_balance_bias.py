@@ -1,0 +1,107 @@
+"""BIAS: updates of the balance bias by the loads of a step, and the bias as state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from moe_conformance.judging.router.balancing import (
+    judge_agreement,
+    judge_counters,
+    judge_forced,
+    judge_steady,
+    judge_updates,
+)
+from moe_conformance.judging.router.balancing_state import (
+    judge_growth,
+    judge_in_place,
+    judge_reload,
+    judge_selection,
+    judge_untrained,
+)
+from moe_conformance.judging.verdict import Tally
+from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.spec import requirement
+from moe_conformance.workloads.records.runs import ON_BALANCING_ROUTERS
+from moe_conformance.workloads.records.workload import Workload
+
+_MAIN = "bias-microbatches"
+
+
+def named(*names: str) -> Callable[[Workload], bool]:
+    """Select scripts."""
+    return lambda workload: workload.name in names
+
+
+def shared(workload: Workload) -> bool:
+    """Select scripts with routers that several ranks train."""
+    return workload.name == _MAIN and workload.layout.world > workload.layout.pp
+
+
+class TestUpdates:
+    @requirement("BIAS-01", run=ON_BALANCING_ROUTERS, when=named(_MAIN))
+    def test_by_the_rate_against_the_load(self, outcome: Outcome, tally: Tally) -> None:
+        """An update adds the rate below the mean load and subtracts it above."""
+        judge_updates(outcome, tally)
+
+    @requirement("BIAS-02", run=ON_BALANCING_ROUTERS, when=shared)
+    def test_loads_of_all_ranks_of_the_router(self, outcome: Outcome, tally: Tally) -> None:
+        """Loads are summed over the ranks that train the router, and over no others."""
+        judge_updates(outcome, tally)
+
+    @requirement("BIAS-03", run=ON_BALANCING_ROUTERS, when=shared)
+    def test_the_same_bits_on_all_ranks(self, outcome: Outcome, tally: Tally) -> None:
+        """All ranks that train a router hold the same bias after every update."""
+        judge_agreement(outcome, tally)
+
+    @requirement("BIAS-04", run=ON_BALANCING_ROUTERS, when=named(_MAIN))
+    def test_all_microbatches_of_a_step_once(self, outcome: Outcome, tally: Tally) -> None:
+        """An update uses the loads since the last one, leaves zeros, and nothing changes between updates."""
+        judge_steady(outcome, tally)
+        judge_counters(outcome, tally)
+        judge_updates(outcome, tally)
+
+    @requirement("BIAS-11", run=ON_BALANCING_ROUTERS, when=named("bias-layers"))
+    def test_every_layer_by_its_own_loads(self, outcome: Outcome, tally: Tally) -> None:
+        """Routers with different loads are updated each by its own."""
+        judge_updates(outcome, tally)
+
+
+class TestLoads:
+    @requirement("BIAS-05", run=ON_BALANCING_ROUTERS, when=named("bias-padding", "bias-dropped", "bias-dropped-padded"))
+    def test_routed_slots_of_valid_tokens(self, outcome: Outcome, tally: Tally) -> None:
+        """Padding tokens and rows of padding to capacity are no load."""
+        judge_updates(outcome, tally)
+        judge_counters(outcome, tally)
+
+    @requirement("BIAS-06", run=ON_BALANCING_ROUTERS, when=named("bias-evaluation", "bias-recomputed"))
+    def test_training_forwards_once(self, outcome: Outcome, tally: Tally) -> None:
+        """Evaluation and forwards without gradients leave no trace, and a recomputed forward counts once."""
+        judge_updates(outcome, tally)
+        judge_counters(outcome, tally)
+
+    @requirement("BIAS-07", run=ON_BALANCING_ROUTERS, when=named("bias-forced-dealt", "bias-forced-random"))
+    def test_no_change_by_forced_loads(self, outcome: Outcome, tally: Tally) -> None:
+        """While routing is forced the bias keeps its bits, unless the backend claims otherwise."""
+        judge_forced(outcome, tally)
+        judge_counters(outcome, tally)
+
+
+class TestState:
+    @requirement("BIAS-08", run=ON_BALANCING_ROUTERS, when=named(_MAIN))
+    def test_one_tensor(self, outcome: Outcome, tally: Tally) -> None:
+        """Router, state dictionary and earlier references see an update, and loading brings the bits back."""
+        judge_in_place(outcome, tally)
+        judge_selection(outcome, tally)
+        judge_reload(outcome, tally)
+
+    @requirement("BIAS-09", run=ON_BALANCING_ROUTERS, when=named("bias-bfloat16"))
+    def test_float32_in_models_of_half_precision(self, outcome: Outcome, tally: Tally) -> None:
+        """Small updates are kept, saved, and take part in the selection."""
+        judge_growth(outcome, tally)
+        judge_selection(outcome, tally)
+        judge_reload(outcome, tally)
+
+    @requirement("BIAS-10", run=ON_BALANCING_ROUTERS, when=named(_MAIN))
+    def test_nothing_else_trains_it(self, outcome: Outcome, tally: Tally) -> None:
+        """It has no gradient, and the optimizer leaves it alone."""
+        judge_untrained(outcome, tally)

@@ -1,0 +1,88 @@
+"""The routers of a model with a balance bias (expert bias), which the end of a step updates. E experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from moe_conformance.backends.megatron_core import library
+from moe_conformance.backends.megatron_core.surfaces import Router
+from moe_conformance.contract import Balance, Claims, Config, Named, Read, Routed, Unsupported
+
+
+def with_balance(config: Config, pp: int) -> Config:
+    """Return the config of every layer, with the fields of TransformerConfig that ask for updates.
+
+    Raises:
+        Unsupported: they cannot be asked for.
+    """
+    if not config.routing.balance_bias:
+        raise Unsupported("routers without routing.balance_bias have none to update")
+    if config.balance.recompute:
+        raise Unsupported("Megatron-Core recomputes whole layers, not their routers")
+    if pp > 1:
+        raise Unsupported("with pp > 1 finalize_model_grads needs the embeddings of a whole model")
+    layers = config.balance.layers + config.balance.dense_layers
+    extra = (("moe_router_bias_update_rate", config.balance.rate), ("num_layers", layers))
+    return replace(config, extra=(*config.extra, *extra), balance=Balance())
+
+
+class BalancingRouters:
+    """One TopKRouter for each layer, each wrapped for the reduction of its gradients."""
+
+    takes_mask = True
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        """Take the layers, whose numbers begin after the dense ones."""
+        self._routers = [Router(layer) for layer in layers]
+        self._modules: Any = nn.ModuleList([layer.router for layer in layers])
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        """The routers."""
+        return self._routers[0].resolved
+
+    @property
+    def claims(self) -> Claims:
+        """The map is counted that drops have left, also where it comes of random logits."""
+        return Claims(balance_loads="kept", forced_loads="counted")
+
+    def named(self, read: Read) -> Iterator[Named]:
+        """Yield the weight and the expert bias of every router."""
+        for number, router in enumerate(self._routers):
+            for window in router.named(read):
+                yield Named(window.name, number, window.view)
+
+    def train(self, mode: bool = True) -> None:
+        """Switch the modules."""
+        for router in self._routers:
+            router.chunk.train(mode)
+
+    def __call__(self, x: tuple[Tensor, ...], padding_mask_T: Tensor | None) -> tuple[Routed, ...]:
+        """Route; counters are the routers' own."""
+        return tuple(router(each, padding_mask_T) for router, each in zip(self._routers, x, strict=True))
+
+    def update(self) -> None:
+        """Finalize the gradients, in which biases are updated and counters set to zero."""
+        library.finalize_model_grads([router.chunk for router in self._routers])
+
+    def loads(self) -> Sequence[Tensor]:
+        """Return the counters."""
+        return [module.local_tokens_per_expert for module in self._modules]
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the state of all routers."""
+        state: Mapping[str, Any] = self._modules.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the state of all routers."""
+        self._modules.load_state_dict(state)
+
+    def parameters(self) -> Iterable[Tensor]:
+        """Return the parameters of all routers."""
+        parameters: Iterable[Tensor] = self._modules.parameters()
+        return parameters

@@ -1,0 +1,1 @@
+"""BIAS: bugs in the updates of balance biases."""
