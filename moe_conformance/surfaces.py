@@ -104,6 +104,19 @@ class CombineAdd(Resolved, Protocol):
         """Return y (N, D), y_i = out_i + the sum of src_j over all j with index_j = i, as `ScatterAdd` does."""
 
 
+class EqualSplits(Resolved, Protocol):
+    """Pieces of rows, one for each rank of ep, padded to one number of rows for an all-to-all, and cut back after."""
+
+    def size(self, pieces: Sequence[int]) -> int:
+        """Return the rows to which every rank of ep pads its pieces of n_i rows; collective over ep."""
+
+    def pad(self, rows_RD: Tensor, pieces: Sequence[int], size: int) -> Tensor:
+        """Return every piece with zeros behind it, (len(pieces) * size, D), differentiable in the rows."""
+
+    def compact(self, rows_PD: Tensor, pieces: Sequence[int], size: int) -> Tensor:
+        """Return the first n_i rows of every `size`, one piece behind the other, differentiable in the rows."""
+
+
 @dataclass(frozen=True)
 class MeteredPass:
     """One pass of a step: "alone" is a training forward without a gradient, "abandon" gives up what came before it.
@@ -418,6 +431,10 @@ class Session(contract.Session):
     def scatter_add(self, config: Config) -> ScatterAdd:
         """Build what adds rows back into an output by an index."""
         raise Unsupported("this backend offers no scatter-add")
+
+    def equal_splits(self, config: Config) -> EqualSplits:
+        """Build what pads pieces to equal splits; collective."""
+        raise Unsupported("this backend offers no equal splits")
 
     def load_meter(self, config: Config) -> LoadMeter:
         """Build the exchange with a meter of overload attached; collective."""

@@ -39,6 +39,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "padding.tokens": {"padding.tokens": "group_max"},
     "padding.packed": {"padding.packed": True},
     "padding.row_multiple": {"padding.row_multiple": 4},
+    "padding.splits": {"padding.splits": "equal"},
     "receive_buffer.factor": {"receive_buffer.factor": 8.0},
 }
 

@@ -28,6 +28,8 @@ def pad(rows_RD: Tensor, pieces: Sequence[int], split: int) -> Tensor:
 
     Degenerate: n_i = 0 is s rows of zeros, n_i = s is left as it is, s = 0 or no piece is empty.
 
+    Decides: FAST-01, FAST-03. Source: arithmetic (padding at the end is a selection of rows).
+
     >>> pad(torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), [1, 0, 2], 2).tolist()
     [[1.0, 2.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0], [3.0, 4.0], [5.0, 6.0]]
     """
@@ -49,6 +51,8 @@ def compact(padded_PD: Tensor, pieces: Sequence[int], split: int) -> Tensor:
     they hold, and have gradient 0 (FAST-03).
 
     Degenerate: all n_i = 0 gives (0, D).
+
+    Decides: FAST-02, FAST-03. Source: arithmetic (inverse of padding at the end).
 
     >>> padded = torch.tensor([[1.0], [float("nan")], [7.0], [7.0], [3.0], [5.0]])
     >>> compact(padded, [1, 0, 2], 2).tolist()
@@ -81,7 +85,9 @@ def smallest_split(splits_WW: Tensor) -> int:
 
 
 def lawful_splits(split_by_rank: Sequence[int], splits_WW: Tensor) -> bool:
-    """Return whether the size that each rank pads to is allowed: one for all, and large enough (FAST-04).
+    """Return whether the size that each rank pads to is allowed: one for all, and large enough.
+
+    Decides: FAST-04. Source: semantics of all-to-all (what one sends is what the other expects).
 
     >>> splits = torch.tensor([[1, 0], [5, 2]])
     >>> lawful_splits([5, 5], splits), lawful_splits([8, 8], splits), lawful_splits([1, 5], splits)

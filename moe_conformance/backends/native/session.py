@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 import torch
 
 from moe_conformance.backends.native.exchange.dispatchers import AllGatherExchange, AllToAllExchange, LocalExchange
+from moe_conformance.backends.native.exchange.equal_splits import EqualSplits, EqualSplitsExchange
 from moe_conformance.backends.native.exchange.token_padding import (
     ClaimingExchange,
     PaddedExchange,
@@ -40,7 +41,8 @@ from moe_conformance.surfaces import Session
 # Each of them by some surface: one config serves all surfaces.
 _MAPPED = (
     "variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied", "routing", "capacity",
-    "padding.tokens", "padding.alignment", "padding.bound", "padding.packed",  # not the multiple of rows
+    "padding.tokens", "padding.alignment", "padding.bound", "padding.packed",
+    "padding.splits",  # of padding, not the multiple of rows
 )  # fmt: skip
 
 
@@ -119,6 +121,10 @@ class NativeSession(Session):
             "local": self.use(LocalExchange),
             "lowlatency": self.use(LowLatencyExchange),
         }
+        if config.padding.splits == "equal" and config.variant != "alltoall":
+            raise Unsupported(f"native pads to equal splits in the variant 'alltoall', not in {config.variant!r}")
+        if config.padding.splits == "equal":
+            return self.use(EqualSplitsExchange)(config.only(*_MAPPED), self.topology, self.equal_splits(config))
         if config.variant in classes:
             return classes[config.variant](config.only(*_MAPPED), self.topology)
         if manager := self._managers.get(config.variant):
@@ -186,10 +192,17 @@ class NativeSession(Session):
     def layer(self, config: Config) -> Layer:
         """Build a layer of the session's own router, exchange and experts, and its shared experts."""
         config.only(*_MAPPED, "shared")
+        if config.shared.overlap and config.padding.splits == "equal":
+            raise Unsupported("native has no shared.overlap with padding.splits='equal'")
         routed = replace(config, shared=Config.shared)  # without shared experts
         parts = (self.router(routed), self.exchange(routed), self.experts(routed))
         with refusals(CannotBuild, match="."):
             return self.use(Layer)(config, self.topology, self.device, parts, self.use(SharedExperts))
+
+    def equal_splits(self, config: Config) -> EqualSplits:
+        """Build what pads pieces for the ranks of ep."""
+        config.only(*_MAPPED)
+        return self.use(EqualSplits)(self.topology.group("ep"), self.device)
 
     def load_meter(self, config: Config) -> MeteredExchange:
         """Build the exchange with native's meter attached."""

@@ -262,6 +262,7 @@ class Plan:
     order_R: Tensor  # from (etp rank, ep rank, expert) to (expert, source rank)
     counts_N: Tensor
     runs_NW: Tensor  # rows of each expert from each rank of ep_etp
+    split: int = 0  # to which the rows to every rank are padded, where they are
 
 
 @dataclass(frozen=True)
@@ -301,8 +302,7 @@ class AllToAllExchange(LocalExchange):
         self._check_input(x, routing)
         rows_QD, permuted = self._permute(x, routing, self._room(routing))  # by expert, so by owner too
         plan = self._plan(permuted.rows_E)
-        rows = collectives.all_to_all(rows_QD, plan.sent_C, plan.received_C, self.topology.group("ep"))
-        return self._delivered(rows, plan, permuted)
+        return self._delivered(self._send(rows_QD, plan), plan, permuted)
 
     def depart(self, x: Tensor, routing: Routing) -> Departed:
         """Send the pairs as `dispatch` does, without waiting for them."""
@@ -333,8 +333,13 @@ class AllToAllExchange(LocalExchange):
         plan: Plan = handle.plan
         rows = self._ungroup(rows, plan.order_R)
         rows = collectives.reduce_scatter(rows, plan.gathered_S, self.topology.group("etp"))
-        rows_QD = collectives.all_to_all(rows, plan.received_C, plan.sent_C, self.topology.group("ep"))
-        return self._unpermute(rows_QD, handle.permuted)
+        return self._unpermute(self._send_back(rows, plan), handle.permuted)
+
+    def _send(self, rows_QD: Tensor, plan: Plan) -> Tensor:
+        return collectives.all_to_all(rows_QD, plan.sent_C, plan.received_C, self.topology.group("ep"))
+
+    def _send_back(self, rows: Tensor, plan: Plan) -> Tensor:
+        return collectives.all_to_all(rows, plan.received_C, plan.sent_C, self.topology.group("ep"))
 
     def _plan(self, counts_E: Tensor) -> Plan:
         """Exchange how many rows each rank sends for each expert.

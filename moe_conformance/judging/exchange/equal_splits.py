@@ -1,0 +1,42 @@
+"""The splits of an exchange over equal splits, read from the ledger."""
+
+from __future__ import annotations
+
+from moe_conformance.engine.ledger.entry import Entry
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.ledgers import judge_agreement
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.observed.traffic import carries_rows, exchange_phases
+from moe_conformance.judging.verdict import Tally, WrongCount
+
+
+def judge_equal_splits(reading: Reading, tally: Tally) -> None:
+    """Decide whether every all-to-all of rows has one size of splits, there and back, forward and backward.
+
+    That the ranks of a group have the same one follows: what one sends is what the other expects.
+
+    Raises:
+        WrongCount: the splits of a rank differ within a call.
+        WrongCollectives: the ledgers of two ranks do not fit together.
+    """
+    with tally.uncounted() as own:
+        judge_agreement(reading.outcome, own)
+    hidden, findings = reading.outcome.workload.config.hidden, []
+    for rank in reading.ranks:
+        for phase, calls in exchange_phases(rank):
+            for entry in calls:
+                if entry.op.startswith("all_to_all") and carries_rows(entry, hidden):
+                    if len(set(found := _splits(entry))) > 1:
+                        what = f"{entry.op} of {phase} has the splits {list(found)}"
+                        said = f"rank {rank.rank}: {what} instead of equal ones"
+                        findings.append(Finding("splits", said, (rank.rank,)))
+                    tally.add(pairs=1, rank=rank.rank)
+    if findings:
+        fail(WrongCount, "run", findings)
+
+
+def _splits(entry: Entry) -> tuple[int, ...]:
+    """Return the rows to every rank and from every rank; nothing of even splits, which calls leave out."""
+    if entry.op == "all_to_all":  # lists of tensors
+        return tuple(shape[0] for shape in (*entry.shapes_in, *entry.shapes_out))
+    return (*(entry.in_splits or ()), *(entry.out_splits or ()))
