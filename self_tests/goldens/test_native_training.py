@@ -92,7 +92,8 @@ class Stage:
     def ranks(self, name: str) -> tuple[int, ...]:
         """Name the ranks of a group."""
         first = self.rank - self.rank % GROUP
-        return {"world": tuple(range(STAGES * GROUP)), "ep_etp": (first, first + 1), "edp": (self.rank,)}[name]
+        group = (first, first + 1)
+        return {"world": tuple(range(STAGES * GROUP)), "ep_etp": group, "ep": group, "edp": (self.rank,)}[name]
 
 
 class Together:
@@ -132,14 +133,14 @@ class TestOverload:
         entries = list(zip(own["stage_N"], own["layer_N"], own["pairs_NW"], own["tokens_N"], strict=True))
         together, meters = Together(), []
         for rank in range(STAGES * GROUP):
-            meter = ThreadedMeter(cast(Topology, Stage(rank)), 2, CPU)
+            meter = ThreadedMeter(cast(Topology, Stage(rank)), Config(experts=GROUP, top_k=2), CPU)
             meter.together = together
             for stage, layer, pairs, tokens in entries:
                 if stage == rank // GROUP:
-                    # The group brought that many tokens: the first rank all of them.
-                    brought = tokens if rank % GROUP == 0 else 0
+                    # The group brought that many tokens: the first rank all of them, for one expert on each rank.
+                    share = 1 if rank % GROUP == 0 else 0
                     number = None if layer < 0 else layer + LAYERS * stage
-                    meter.entries.append(Recorded(number, pairs[rank % GROUP], brought))
+                    meter.entries.append(Recorded(number, share * torch.tensor(pairs), share * tokens))
             meters.append(meter)
         with ThreadPoolExecutor(len(meters)) as pool:
             return list(pool.map(lambda meter: meter.report(), meters))
