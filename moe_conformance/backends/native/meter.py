@@ -6,7 +6,7 @@ for one microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from moe_conformance.contract import Config, Delivery, ExpertFn, Routing, Topology, whole
 from moe_conformance.surfaces import Metered, MeteredPass, MeteredResults
@@ -45,6 +44,26 @@ class _Observe(torch.autograd.Function):
         return ctx.meter.gradient(grad_RD), None, None
 
 
+class _Recompute(torch.autograd.Function):
+    """Activation recomputation: the forward keeps its inputs alone, and is repeated before its backward.
+
+    `torch.utils.checkpoint` does the same, and imports a compiler when it is called, which takes seconds.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, through: Callable[..., Tensor], x: Tensor, weights_TK: Tensor) -> Tensor:
+        ctx.through = through
+        ctx.save_for_backward(x, weights_TK)
+        return through(x, weights_TK)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        leaves = [leaf.detach().requires_grad_() for leaf in ctx.saved_tensors]
+        with torch.enable_grad():
+            y = ctx.through(*leaves)
+        return None, *torch.autograd.grad(y, leaves, upstream)
+
+
 class Meter:
     """Records the passes of one rank, and reduces them when a step ends.
 
@@ -73,7 +92,7 @@ class Meter:
         def watched(delivery: Delivery) -> Tensor:
             flows = torch.is_grad_enabled() and delivery.rows_RD.requires_grad
             if not recorded:
-                recorded.append(self.arrived(forward, flows))
+                recorded.append(self.arrived(forward, flows or forward.recomputed))
             if not flows:
                 return expert(delivery)
             return expert(replace(delivery, rows_RD=_Observe.apply(delivery.rows_RD, self, recorded[0])))  # type: ignore[no-untyped-call]
@@ -284,21 +303,19 @@ class MeteredExchange:
         assert each.weights_TK is not None
         asks = each.kind == "forward"
         x, weights_TK = (leaf.detach().requires_grad_(asks) for leaf in (each.x, each.weights_TK))
-        expert: ExpertFn = _double
-        if self.on and each.kind != "evaluation":
-            expert = self.meter.watch(_double, each)
+        metered = self.on and each.kind != "evaluation"
+        expert: ExpertFn = self.meter.watch(_double, each) if metered else _double
+
+        def through(x: Tensor, weights_TK: Tensor) -> Tensor:
+            assert each.ids_TK is not None
+            return self.exchange(x, Routing(each.ids_TK, weights_TK, self.config.experts), expert)
+
         with torch.set_grad_enabled(each.kind != "evaluation"):
-            y = self._through(each.recomputed, x, Routing(each.ids_TK, weights_TK, self.config.experts), expert)
+            y: Tensor = _Recompute.apply(through, x, weights_TK) if each.recomputed else through(x, weights_TK)  # type: ignore[no-untyped-call]
         if asks:
             assert each.upstream is not None
             self.running[each.layer, each.microbatch] = y, (x, weights_TK), each.upstream
         return y.detach()
-
-    def _through(self, recomputed: bool, x: Tensor, routing: Routing, expert: ExpertFn) -> Tensor:
-        if not recomputed:
-            return self.exchange(x, routing, expert)
-        y: Tensor = checkpoint(self.exchange, x, routing, expert, use_reentrant=False, preserve_rng_state=False)
-        return y
 
 
 def _double(delivery: Delivery) -> Tensor:

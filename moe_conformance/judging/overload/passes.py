@@ -11,10 +11,9 @@ from typing import get_args
 
 from moe_conformance.judging.observed.run import require_finished
 from moe_conformance.reference.overload.factors import Entry, entry
-from moe_conformance.reference.overload.peaks import cumulative
+from moe_conformance.reference.overload.peaks import cumulative, cumulative_interval
 from moe_conformance.reference.overload.timelines import (
     Alone,
-    Event,
     Label,
     Pass,
     Recomputed,
@@ -46,18 +45,14 @@ class Exact:
     Attributes:
         entries: Those of the world.
         stages: The pipeline stage of every rank.
-        pairs: Of every rank, a_ir by the entry's label.
-        balanced: Of every rank, b_i likewise.
-        timelines: Those that are allowed, each of all ranks.
-        peak: The cumulative factor on the first of them, None if there is none.
+        peak: The cumulative factor, on the first of the timelines that are allowed; None if there is none.
+        limits: Between what values it may lie, on each of these timelines.
     """
 
     entries: tuple[Entry, ...]
     stages: tuple[int, ...]
-    pairs: tuple[dict[Label, int], ...]
-    balanced: tuple[dict[Label, Fraction], ...]
-    timelines: tuple[tuple[tuple[Event, ...], ...], ...]
     peak: Fraction | None
+    limits: tuple[tuple[Fraction, Fraction], ...]
 
 
 def covered(outcome: Outcome) -> tuple[Covered, ...]:
@@ -84,6 +79,14 @@ def uneven_groups(outcome: Outcome, step: Covered) -> list[Sequence[int]]:
 
 
 def exact(outcome: Outcome, step: Covered) -> Exact:
+    """Work out a step once for all checks: it is kept where the outcome's own attributes are."""
+    kept: dict[int, Exact] = vars(outcome).setdefault("overload", {})
+    if step.number not in kept:
+        kept[step.number] = _exact(outcome, step)
+    return kept[step.number]
+
+
+def _exact(outcome: Outcome, step: Covered) -> Exact:
     """Work out a step: the entries of a group are its ranks' training forwards in the same place."""
     layout, config = outcome.workload.layout, outcome.workload.config
     held = {rank.rank: rank.local_experts for rank in outcome.ranks}
@@ -113,11 +116,14 @@ def exact(outcome: Outcome, step: Covered) -> Exact:
                 balanced[rank][_label(same[0])] = counted.balanced
     passes = [_with_recomputation(own) for own in step.passes]
     choices = product(get_args(Recomputed), get_args(Alone))
-    timelines = [
-        tuple(timeline(own, recomputed=recomputed, alone=alone) for own in passes) for recomputed, alone in choices
-    ]
+    timelines = tuple(
+        dict.fromkeys(
+            tuple(timeline(own, recomputed=recomputed, alone=alone) for own in passes) for recomputed, alone in choices
+        )
+    )
     peak = cumulative(timelines[0], pairs, balanced)
-    return Exact(tuple(entries), stages, tuple(pairs), tuple(balanced), tuple(dict.fromkeys(timelines)), peak)
+    limits = tuple(cumulative_interval(events, pairs, balanced) for events in timelines)
+    return Exact(tuple(entries), stages, peak, limits)
 
 
 def _label(each: MeteredPass) -> Label:

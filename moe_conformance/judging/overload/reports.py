@@ -7,13 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import isfinite
-from typing import get_args
 
 from moe_conformance.judging.findings import Finding, fail
 from moe_conformance.judging.observed.script import answers, judge_no_slip, values
 from moe_conformance.judging.overload.passes import Covered, Exact, covered, exact, uneven_groups
 from moe_conformance.judging.verdict import Tally, WrongCount
-from moe_conformance.reference.overload.peaks import cumulative_interval
 from moe_conformance.reference.overload.report import Empty, Report, allowed_error, ends, reported
 from moe_conformance.scenarios.outcome import Outcome
 
@@ -131,9 +129,11 @@ def _judged(
 ) -> list[Finding]:
     """Judge the values of a step by the reading of entries without tokens that fits them best."""
     worked_out = exact(outcome, step)
-    wrong, compared = min(
-        (_off(worked_out, empty, found, names) for empty in get_args(Empty)), key=lambda both: len(both[0])
-    )
+    wrong, compared = _off(worked_out, "zero", found, names)
+    if wrong:
+        wrong, compared = min(
+            ((wrong, compared), _off(worked_out, "left_out", found, names)), key=lambda by: len(by[0])
+        )
     for rank, pairs in compared.items():
         tally.add(pairs=pairs, rank=rank)
     tally.beyond = max([tally.beyond, *(each.size for each in wrong)])
@@ -147,7 +147,6 @@ def _off(
     step: Exact, empty: Empty, found: Mapping[int, Mapping[str, float]], names: Sequence[str]
 ) -> tuple[list[_Wrong], dict[int, int]]:
     """Return what is wrong by one reading, and how many values were compared on every rank."""
-    limits = [cumulative_interval(events, step.pairs, step.balanced) for events in step.timelines]
     wrong, compared = [], {}
     for rank, by_key in found.items():
         seen = {match[0]: value for key, value in by_key.items() if (match := _NAME.search(key))}
@@ -155,9 +154,7 @@ def _off(
         asked = _asked(names, report, seen)
         compared[rank] = len(asked)
         for name in asked:
-            bounds = (
-                limits if name == CUMULATIVE else [_bounds(step, rank, name, report)] if name in report.values else []
-            )
+            bounds = step.limits if name == CUMULATIVE else _bounds(step, rank, name, report)
             words, size = _wrong(name, seen, report, bounds)
             wrong += [_Wrong(rank, name, words, size)] if words else []
     return wrong, compared
@@ -168,12 +165,14 @@ def _asked(names: Sequence[str], report: Report, seen: Mapping[str, float]) -> l
     return [name for name in names if name != "layers"] + layers
 
 
-def _bounds(step: Exact, rank: int, name: str, report: Report) -> tuple[Fraction, Fraction]:
+def _bounds(step: Exact, rank: int, name: str, report: Report) -> Sequence[tuple[Fraction, Fraction]]:
     """Return between what a value may lie: an average is made of as many entries as its stage or layer has."""
+    if name not in report.values:
+        return ()
     of_layer = int(name.rpartition("_")[2]) if "_layer_" in name else None
     own = [each for each in step.entries if each.stage == step.stages[rank] and of_layer in (None, each.layer)]
     error = allowed_error(report.values[name], len(own) if name.startswith("avg") else 1)
-    return report.values[name] - error, report.values[name] + error
+    return ((report.values[name] - error, report.values[name] + error),)
 
 
 def _wrong(
