@@ -34,7 +34,9 @@ class PaddedMapForBalance(MeteredExchange):
 
     def _forward(self, each: MeteredPass) -> Tensor:
         assert each.padding_T is not None
-        rows = self.attached.padding.count(len(each.padding_T))
+        rows = len(each.padding_T)
+        if hasattr(self.attached, "padding"):
+            rows = self.attached.padding.count(rows)
         return super()._forward(replace(each, padding_T=torch.zeros(rows, dtype=torch.bool)))
 
 
