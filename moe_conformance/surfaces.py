@@ -129,21 +129,44 @@ class MeteredPass:
     microbatch: int = 0
     ids_TK: Tensor | None = None  # of a forward: what dispatch receives
     padding_T: Tensor | None = None  # of a forward: bool, True = padding
+    x: Tensor | None = None  # of a forward: (*lead, D), prod(lead) == T
+    weights_TK: Tensor | None = None  # of a forward; they and x ask for gradients where a backward follows
+    upstream: Tensor | None = None  # of a forward that a backward follows: the gradient of y, in the shape of x
+    recomputed: bool = False  # of a forward that a backward follows: activation recomputation repeats it before that
+
+
+@dataclass(frozen=True)
+class MeteredResults:
+    """What passes returned, in their order."""
+
+    outputs: tuple[Tensor, ...]  # y of every forward, of any kind
+    gradients: tuple[Tensor, ...]  # dL/dx and dL/dweights of every backward
 
 
 @dataclass(frozen=True)
 class Metered:
-    """What a rank reports of a step: scalars by name, with a prefix that is the same for all."""
+    """What a rank reports: scalars by name, with a prefix that is the same for all, and what else it has."""
 
     values: Mapping[str, float]
     step: int
+    counts_E: Tensor | None = None  # int64: routed pairs of each expert, of this rank's tokens; None: no counter
+    trace: Mapping[tuple[int, int], Tensor] | None = None  # the ids by layer and microbatch; None: no router trace
 
 
 class LoadMeter(Placed, Protocol):
-    """The meter of overload factors, attached to the exchange of the config."""
+    """The meter of overload factors, attached to the exchange of the config. It is on at first.
 
-    def step(self, passes: Sequence[MeteredPass], number: int) -> Metered:
-        """Run the passes in order through the exchange, then tell the meter that the step has ended; collective."""
+    All ranks make all calls; those of a stage without such layers pass nothing.
+    """
+
+    def run(self, passes: Sequence[MeteredPass]) -> MeteredResults:
+        """Run passes in order through the exchange, with experts of the backend's choice."""
+
+    def report(self, number: int) -> Metered:
+        """Tell the meter that the step of this number has ended; collective, with no microbatch in flight."""
+
+    def switch(self, on: bool) -> None:
+        """Switch the meter on or off, right after a report."""
 
 
 @dataclass(frozen=True)

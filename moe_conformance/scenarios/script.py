@@ -56,6 +56,9 @@ class Script:
         self.leaves: list[dict[str, _Leaf]] = []
         self.answers: list[Answer] = []
         self.laid: dict[int, tuple[Tensor, Tensor]] = {}  # of the call that is being made, by the memory that was drawn
+        self.beside: list[
+            tuple[Script, Any]
+        ] = []  # other scripts, each with its surface, which take turns with this one
 
     def run(self, backend_name: str) -> RankOutcome:
         """Do it all and return what this rank saw."""
@@ -65,6 +68,8 @@ class Script:
         # Building is where buffers of a size that is known by then are made.
         with state.filled_memory() if self.workload.memory == "filled" else nullcontext():
             surface = self._built(kept)
+            others = [Script(self.context, other) for other in self.workload.twist.beside]
+            self.beside = [(other, other._built(kept)) for other in others]
             self._follow(surface, kept.topology.group("world"))
         self._reach("done")
         claims = claims_of(surface)
@@ -107,6 +112,9 @@ class Script:
     def _follow(self, surface: Any, world: dist.ProcessGroup) -> None:
         """Make the calls."""
         for number, call in enumerate(self.workload.calls):
+            for other, built in self.beside:
+                self._reach(f"beside:{number}")
+                other.answers.append(other._call(built, other.workload.calls[number]))
             self._reach(f"{call.method}:{number}")
             self.answers.append(self._call(surface, call))
             if call.may_raise and self.workload.layout.world > 1:

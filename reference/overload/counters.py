@@ -34,6 +34,8 @@ def expert_counts(passes: Sequence[RoutedPass], experts: int) -> Tensor:
     Degenerate: an expert without tokens has 0, an empty slot (-1) counts nowhere, T = 0 adds nothing. What
     the ids of padding hold is not looked at.
 
+    Decides: LOAD-29. Source: definition of a histogram.
+
     >>> ids = torch.tensor([[2, 0], [2, -1], [1, 0]])
     >>> once = RoutedPass("forward", "a", ids, torch.tensor([False, False, True]))
     >>> expert_counts([once, RoutedPass("recomputed", "a", ids), RoutedPass("evaluation", "b", ids)], 4).tolist()
@@ -66,6 +68,8 @@ def trace(passes: Sequence[RoutedPass]) -> dict[Label, tuple[frozenset[int], ...
 
     Degenerate: T = 0 is an empty record, a token without experts an empty set. Padding stands as it was
     delivered.
+
+    Decides: LOAD-30. Source: behaviour of Megatron-Core's router trace.
 
     >>> trace([RoutedPass("forward", (3, 0), torch.tensor([[2, 0], [-1, 1]])),
     ...        RoutedPass("recomputed", (3, 0), torch.tensor([[2, 0], [-1, 1]]))])

@@ -82,7 +82,7 @@ def entry(
         ValueError: an expert held by another number of ranks than etp, a pair that no rank holds, copies
             that differ, shapes or numbers of ranks that do not fit.
 
-    Decides: LOAD-02, LOAD-05. Source: arithmetic.
+    Decides: LOAD-02, LOAD-03, LOAD-04, LOAD-05, LOAD-19. Source: arithmetic.
 
     >>> hot, cold = torch.tensor([[0, 1], [0, -1], [1, 0]]), torch.tensor([[3, 0]])
     >>> entry([hot, cold], [[0, 1], [2, 3]], ep=2)

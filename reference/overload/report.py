@@ -53,7 +53,7 @@ def reported(
     Degenerate: an entry without a layer number enters nothing. A stage without entries has avg 0, the
     world's max, and may leave all out; a layer without entries has no name.
 
-    Decides: LOAD-06, LOAD-07, LOAD-10, LOAD-11, LOAD-24, LOAD-25. Source: arithmetic.
+    Decides: LOAD-06, LOAD-07, LOAD-10, LOAD-11, LOAD-13, LOAD-24, LOAD-25. Source: arithmetic.
 
     >>> one = [Entry(0, 0, (6, 2), Fraction(4)), Entry(0, 0, (3, 5), Fraction(4)), Entry(0, 2, (1, 3), Fraction(2))]
     >>> report = reported([*one, Entry(1, 3, (8, 0), Fraction(4))], 0, cumulative=Fraction(5, 4))
@@ -91,6 +91,8 @@ def allowed_error(exact: Fraction, terms: int, *, growth: Fraction | int = 1) ->
     Rule: `terms` are the entries or events that the value is made of, 1 for a maximum of entries; `growth` is
     1, and for a cumulative factor its events' balanced counts over the balanced peak.
 
+    Decides: LOAD-14. Source: Higham, Accuracy and Stability of Numerical Algorithms.
+
     >>> allowed_error(Fraction(3, 2), 4) == Fraction(12, 2**23)
     True
     """
@@ -115,6 +117,8 @@ def ends(
     with different numbers of entries end with values or with an error; as the stages share a reduction,
     "either" holds for the whole world then, and each stage ends alike on all its ranks. Else "values":
     stages may differ, and which layers the entries of a slice are of is free.
+
+    Decides: LOAD-12. Source: semantics of collectives.
 
     >>> ends([["a"], ["a"], ["b"], ["b"]], [[0, 1], [2, 3]], [0, 0, 0, 0])
     ('values', 'values', 'values', 'values')

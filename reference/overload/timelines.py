@@ -28,7 +28,7 @@ def since_reports(log: Sequence[Pass | Literal["report", "abandon"]]) -> tuple[t
     Rule: those since the report before it; "abandon" discards what there was since then. What follows the
     last report is in none.
 
-    Decides: LOAD-28. Source: arithmetic.
+    Decides: LOAD-23, LOAD-28. Source: arithmetic.
 
     >>> since_reports([("forward", "a"), "abandon", ("forward", "b"), ("backward", "b"), "report", "report"])
     ((('forward', 'b'), ('backward', 'b')), ())
@@ -65,7 +65,7 @@ def timeline(
         ValueError: a pass out of order, or a second one of a kind for one label; a forward whose backward
             never comes, as a report is taken with nothing in flight.
 
-    Decides: LOAD-17, LOAD-18. Source: arithmetic.
+    Decides: LOAD-15, LOAD-16, LOAD-17, LOAD-18, LOAD-20. Source: arithmetic; Chen et al. 2016.
 
     >>> passes = [("forward", "a"), ("alone", "b"), ("evaluation", "a"), ("recomputed", "a"), ("backward", "a")]
     >>> timeline(passes)

@@ -22,6 +22,8 @@ from moe_conformance.backends.native.router.losses import RouterLosses, Tokens
 from moe_conformance.contract import Config, Topology
 from moe_conformance.goldens.chapters import fast_paths as fast_paths_chapter
 from moe_conformance.goldens.chapters import losses as losses_chapter
+from moe_conformance.goldens.chapters import overload as overload_chapter
+from moe_conformance.surfaces import MeteredPass
 from self_tests.goldens.golden_native import assert_near, case_of, of
 
 CPU = torch.device("cpu")
@@ -93,7 +95,8 @@ class Stage:
     def ranks(self, name: str) -> tuple[int, ...]:
         """Name the ranks of a group."""
         first = self.rank - self.rank % GROUP
-        return {"world": tuple(range(STAGES * GROUP)), "ep_etp": (first, first + 1), "edp": (self.rank,)}[name]
+        group = (first, first + 1)
+        return {"world": tuple(range(STAGES * GROUP)), "ep_etp": group, "ep": group, "edp": (self.rank,)}[name]
 
 
 class Together:
@@ -133,14 +136,14 @@ class TestOverload:
         entries = list(zip(own["stage_N"], own["layer_N"], own["pairs_NW"], own["tokens_N"], strict=True))
         together, meters = Together(), []
         for rank in range(STAGES * GROUP):
-            meter = ThreadedMeter(cast(Topology, Stage(rank)), 2, CPU)
+            meter = ThreadedMeter(cast(Topology, Stage(rank)), Config(experts=GROUP, top_k=2), CPU)
             meter.together = together
             for stage, layer, pairs, tokens in entries:
                 if stage == rank // GROUP:
-                    # The group brought that many tokens: the first rank all of them.
-                    brought = tokens if rank % GROUP == 0 else 0
+                    # The group brought that many tokens: the first rank all of them, for one expert on each rank.
+                    share = 1 if rank % GROUP == 0 else 0
                     number = None if layer < 0 else layer + LAYERS * stage
-                    meter.entries.append(Recorded(number, pairs[rank % GROUP], brought))
+                    meter.entries.append(Recorded(number, share * torch.tensor(pairs), share * tokens))
             meters.append(meter)
         with ThreadPoolExecutor(len(meters)) as pool:
             return list(pool.map(lambda meter: meter.report(), meters))
@@ -155,6 +158,45 @@ class TestOverload:
                     continue
                 name = f"moe/{NAMES[kind]}" + (f"_layer_{layer + LAYERS * stage}" if layer >= 0 else "")
                 assert pytest.approx(float(Fraction(above, below)), rel=1e-12) == report[name], name
+
+    def passes(self, case: str, ranks: int) -> list[MeteredPass]:
+        """Return a forward of every rank, with empty slots where a golden has padding."""
+        own, found = case_of(self.values, case, "in"), []
+        for rank in range(ranks):
+            ids_TK = own[f"ids_TK-{rank}"].clone()
+            padding_T = own.get(f"padding_T-{rank}", torch.zeros(len(ids_TK))).bool()
+            ids_TK[padding_T] = -1
+            found.append(MeteredPass("forward", 0, 0, ids_TK, padding_T, torch.zeros(len(ids_TK), 1)))
+        return found
+
+    @pytest.mark.parametrize(("case", "ep", "etp"), [("ep2", 2, 1), ("ep2-etp2", 2, 2), ("no-tokens", 2, 1)])
+    def test_entries(self, case: str, ep: int, etp: int) -> None:
+        """Pairs of every rank, the balanced count and the factor of an entry."""
+        stored = case_of(self.values, case, "out")
+        topology = cast(Topology, Stage(0, {"world": ep * etp, "ep": ep, "etp": etp}))
+        meter = Meter(topology, Config(experts=overload_chapter._E, top_k=overload_chapter._K), CPU)
+        passes = self.passes(case, ep * etp)
+        counts_E = torch.stack([meter._counts(each.ids_TK) for each in passes if each.ids_TK is not None]).sum(0)
+        pairs_C = counts_E.reshape(ep, -1).sum(1)
+        balanced_1 = meter._balanced(torch.tensor([sum(meter._tokens(each) for each in passes)]).double())
+        assert stored["pairs_W"].tolist() == pairs_C.repeat_interleave(etp).tolist()
+        assert float(Fraction(*stored["balanced"].tolist())) == balanced_1.item()
+        factor = float(Fraction(*stored["factor"].tolist()))
+        assert pytest.approx(factor, rel=1e-12) == meter._factors(pairs_C[None].double(), balanced_1).item()
+
+    def test_counters(self) -> None:
+        """Pairs of every expert and the trace of training forwards, each of them once."""
+        own, stored = (case_of(self.values, "counters", side) for side in ("in", "out"))
+        meter = Meter(cast(Topology, Stage(0)), Config(experts=5, top_k=own["ids_PTK"].shape[2]), CPU)
+        for place in (0, 3, 5):  # a forward, one alone, and another one
+            padding_T = own["padding_PT"][place].bool() if place else torch.zeros(own["ids_PTK"].shape[1]).bool()
+            ids_TK = own["ids_PTK"][place].masked_fill(padding_T[:, None], -1)
+            meter.arrived(MeteredPass("forward", 0, place, ids_TK, padding_T), flows=True)
+            record_TE = torch.zeros(len(ids_TK), 6).scatter(1, torch.where(ids_TK < 0, 5, ids_TK), 1.0)[:, :5]
+            real_T = ~padding_T
+            assert torch.equal(stored[f"record_TE-{place}"][real_T].bool(), record_TE[real_T].bool())
+            assert torch.equal(ids_TK, meter.trace[0, place])
+        assert stored["counts_E"].tolist() == meter.counted().tolist()
 
 
 class TestFastPaths:

@@ -331,6 +331,32 @@ class TestDetection:
         assert isinstance(mismatch, Mismatch)
         assert words in mismatch.sentence
 
+    @pytest.mark.parametrize(
+        ("backend", "workload", "layout", "requirements"),
+        [
+            ("Single", "load-steps", EP2, ("LOAD-06", "LOAD-07", "LOAD-08", "LOAD-14", "LOAD-24")),
+            ("Single", "load-entries", EP2, ("LOAD-01", "LOAD-14")),
+            ("LeavesOutEmpty", "load-entries", EP2, ("LOAD-01", "LOAD-14")),
+            ("LeavesOutEmpty", "load-received-nothing", EP2, ("LOAD-15",)),
+            ("RecordsRepeated", "load-recomputed", EP2, ("LOAD-16", "LOAD-29", "LOAD-30")),
+            ("RefusesUneven", "load-uneven-ranks", EP2_EDP2, ("LOAD-12",)),
+        ],
+    )
+    def test_what_meters_may_do_otherwise(
+        self, checked: CheckedRuns, backend: str, workload: str, layout: Layout, requirements: tuple[str, ...]
+    ) -> None:
+        """Meters that round, leave out entries without tokens, record a repeated forward, or refuse, pass."""
+        for requirement in requirements:
+            path = f"self_tests.correct_backends.unusual_meters:{backend}"
+            checked.check_passes(path, requirement, "alltoall", layout, workload)
+
+    @pytest.mark.parametrize("requirement", ["LOAD-29", "LOAD-30"])
+    def test_a_meter_may_have_no_counters(self, checked: CheckedRuns, requirement: str) -> None:
+        """Then nothing is said of them."""
+        backend = "self_tests.correct_backends.unusual_meters:WithoutCounters"
+        with pytest.raises(NotOffered, match="this meter has no"):
+            checked.verdicts(backend, requirement, "alltoall", EP2, "load-recomputed")
+
     @pytest.mark.parametrize("requirement", ["DROP-08", "DROP-12"])
     def test_a_lossless_capacity_may_divide_over_tp(self, checked: CheckedRuns, requirement: str) -> None:
         """A backend that rounds it up for that passes."""

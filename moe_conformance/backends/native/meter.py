@@ -1,11 +1,12 @@
 """The load meter: how much more than its balanced share the most loaded rank of an exchange group holds.
 
-T tokens, K slots, D hidden, R rows, n entries, L layers. An entry is one forward of one layer for one microbatch.
+T tokens, K slots, E experts, D hidden, R rows, n entries, L layers, C ranks of ep. An entry is one forward of one layer
+for one microbatch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -15,17 +16,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_conformance.contract import Config, Delivery, ExpertFn, Routing, Topology, whole
-from moe_conformance.surfaces import Metered, MeteredPass
+from moe_conformance.surfaces import Metered, MeteredPass, MeteredResults
 
 NAMES = ("avg_overload_factor", "max_overload_factor", "max_cum_overload_factor")
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """An entry as one rank saw it: routed pairs that reached this rank, and the tokens that it brought."""
+    """An entry as one rank brought it: the routed pairs of every expert, and the tokens."""
 
     layer: int | None
-    pairs: int
+    counts_E: Tensor
     tokens: int
 
 
@@ -40,66 +41,146 @@ class _Observe(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
         ctx.meter.completed(ctx.entry)
-        return grad_RD, None, None
+        return ctx.meter.gradient(grad_RD), None, None
+
+
+class _Recompute(torch.autograd.Function):
+    """Activation recomputation: the forward keeps its inputs alone, and is repeated before its backward.
+
+    `torch.utils.checkpoint` does the same, and imports a compiler when it is called, which takes seconds.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, through: Callable[..., Tensor], x: Tensor, weights_TK: Tensor) -> Tensor:
+        ctx.through = through
+        ctx.save_for_backward(x, weights_TK)
+        return through(x, weights_TK)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        leaves = [leaf.detach().requires_grad_() for leaf in ctx.saved_tensors]
+        with torch.enable_grad():
+            y = ctx.through(*leaves)
+        return None, *torch.autograd.grad(y, leaves, upstream)
 
 
 class Meter:
     """Records the passes of one rank, and reduces them when a step ends.
 
+    Pairs are counted where they come from, by expert: what a dispatcher sends, pads or gathers is not looked at.
+
     Implements: LOAD-01, LOAD-02, LOAD-05, LOAD-06, LOAD-07, LOAD-08, LOAD-09, LOAD-10, LOAD-11, LOAD-17,
         LOAD-18, LOAD-24, LOAD-25, LOAD-28.
     """
 
-    def __init__(self, topology: Topology, top_k: int, device: torch.device) -> None:
+    def __init__(self, topology: Topology, config: Config, device: torch.device) -> None:
         """Begin with nothing recorded; no communication."""
-        self.topology, self.top_k, self.device = topology, top_k, device
-        self.entries: list[Recorded] = []
-        self.events: list[tuple[int, int]] = []  # number of the entry, and +1 or -1
+        self.topology, self.config, self.device = topology, config, device
+        # Of ranks that hold copies of the same tokens the first one brings them.
+        self.brings = not config.token_copies or topology.rank == min(topology.ranks("tp"))
+        self.abandon()
 
-    def watch(self, expert: ExpertFn, layer: int | None, tokens: int) -> ExpertFn:
-        """Return the expert with its input metered, for one training forward of a layer that brings some tokens."""
+    def watch(self, expert: ExpertFn, forward: MeteredPass) -> ExpertFn:
+        """Return the expert with its input metered, for one training forward.
+
+        It is recorded as its rows arrive; where the forward is repeated, for its backward, that is the same entry.
+
+        Implements: LOAD-15, LOAD-16, LOAD-20.
+        """
+        recorded: list[int] = []  # the entry, once there is one
 
         def watched(delivery: Delivery) -> Tensor:
-            entry = len(self.entries)
-            self.entries.append(Recorded(layer, int((delivery.ids_RJ >= 0).sum()), tokens))
-            if not (torch.is_grad_enabled() and delivery.rows_RD.requires_grad):
+            flows = torch.is_grad_enabled() and delivery.rows_RD.requires_grad
+            if not recorded:
+                recorded.append(self.arrived(forward, flows or forward.recomputed))
+            if not flows:
                 return expert(delivery)
-            self.events.append((entry, 1))
-            return expert(replace(delivery, rows_RD=_Observe.apply(delivery.rows_RD, self, entry)))  # type: ignore[no-untyped-call]
+            return expert(replace(delivery, rows_RD=_Observe.apply(delivery.rows_RD, self, recorded[0])))  # type: ignore[no-untyped-call]
 
         return watched
+
+    def arrived(self, forward: MeteredPass, flows: bool) -> int:
+        """Record a forward, which a backward follows if it `flows`, and return the number of its entry.
+
+        Implements: LOAD-19, LOAD-30.
+        """
+        assert forward.ids_TK is not None
+        entry = len(self.entries)
+        self.entries.append(Recorded(forward.layer, self._counts(forward.ids_TK), self._tokens(forward)))
+        if flows:
+            self.events.append((entry, 1))
+        if forward.layer is not None:
+            self.trace[forward.layer, forward.microbatch] = forward.ids_TK.clone()
+        return entry
 
     def completed(self, entry: int) -> None:
         """Record that the backward of an entry has reached its rows."""
         self.events.append((entry, -1))
 
+    def gradient(self, grad_RD: Tensor) -> Tensor:
+        """Return the gradient of metered rows: as it came.
+
+        Implements: LOAD-21.
+        """
+        return grad_RD
+
     def abandon(self) -> None:
         """Forget what was recorded since the last report."""
-        self.entries, self.events = [], []
+        self.entries: list[Recorded] = []
+        self.events: list[tuple[int, int]] = []  # number of the entry, and +1 or -1
+        self.trace: dict[tuple[int, int], Tensor] = {}
 
     def report(self) -> dict[str, float]:
         """Reduce what was recorded since the last report, forget it, and return the values by name; collective.
 
-        Five collectives, whatever was recorded.
+        Four collectives, whatever was recorded, also on a rank that has recorded nothing.
 
         Raises:
             RuntimeError: the ranks of an exchange group recorded different numbers of entries; on all ranks.
+
+        Implements: LOAD-12, LOAD-13, LOAD-23, LOAD-26, LOAD-27.
         """
         entries, events = self.entries, self.events
         self.abandon()
         layers = self._agree(entries)
-        most_n = self._reduced([each.pairs for each in entries], "ep_etp", dist.ReduceOp.MAX)
-        balanced_n = self._balanced(entries)
-        factor_n = torch.where(balanced_n > 0, most_n / balanced_n.clamp_min(1e-300), 0.0)
+        pairs_nC, tokens_n = self._summed(entries)
+        balanced_n = self._balanced(tokens_n)
+        factor_n = self._factors(pairs_nC, balanced_n)
         sums_2L, largest_L = torch.zeros(2, layers, dtype=torch.float64), torch.zeros(layers, dtype=torch.float64)
         for each, factor in zip(entries, factor_n.tolist(), strict=True):
             if each.layer is not None:
                 sums_2L[:, each.layer] += torch.tensor([factor, 1.0], dtype=torch.float64)
                 largest_L[each.layer] = max(float(largest_L[each.layer]), factor)
         sums_2L = self._reduced(sums_2L.flatten().tolist(), "edp", dist.ReduceOp.SUM).reshape(2, layers)
-        peak = self._peak(entries, events, balanced_n)
+        own_n = pairs_nC[:, self.topology.ranks("ep").index(self.topology.rank)]
+        peak = self._peak([each.layer for each in entries], events, own_n.tolist(), balanced_n.tolist())
         *largest, peak = self._reduced([*largest_L.tolist(), peak], "world", dist.ReduceOp.MAX).tolist()
         return self._named(sums_2L, largest, peak)
+
+    def counted(self) -> Tensor:
+        """Return the routed pairs of every expert since the last report, (E,), of this rank's tokens.
+
+        Implements: LOAD-29.
+        """
+        none_E = torch.zeros(self.config.experts, dtype=torch.int64, device=self.device)
+        return sum((each.counts_E for each in self.entries), none_E)
+
+    def _counts(self, ids_TK: Tensor) -> Tensor:
+        """Return the pairs of every expert, (E,): padding and dropped pairs have empty slots.
+
+        Implements: LOAD-04.
+        """
+        E = self.config.experts
+        ids_P = torch.where(ids_TK >= 0, ids_TK, E).flatten() if self.brings else ids_TK.new_empty(0)
+        return torch.bincount(ids_P, minlength=E + 1)[:E]
+
+    def _tokens(self, forward: MeteredPass) -> int:
+        """Return how many tokens this rank brings, in whatever shape.
+
+        Implements: LOAD-03.
+        """
+        assert forward.padding_T is not None
+        return int((~forward.padding_T).sum()) if self.brings else 0
 
     def _named(self, sums_2L: Tensor, largest: Sequence[float], peak: float) -> dict[str, float]:
         total, count = sums_2L.sum(1).tolist()
@@ -110,16 +191,39 @@ class Meter:
                 values[f"{NAMES[1]}_layer_{layer}"] = largest[layer]
         return {f"moe/{name}": value for name, value in values.items()}
 
-    def _balanced(self, entries: Sequence[Recorded]) -> Tensor:
-        """Return what every rank would get of each entry under balance: all etp shards of an expert get its pairs."""
-        tokens_n = self._reduced([each.tokens for each in entries], "ep_etp", dist.ReduceOp.SUM)
-        return self.top_k * tokens_n / self.topology.sizes["ep"]
+    def _summed(self, entries: Sequence[Recorded]) -> tuple[Tensor, Tensor]:
+        """Return how many pairs of each entry every rank of ep gets, (n, C), and of how many tokens, (n,)."""
+        C = self.topology.sizes["ep"]
+        own = [
+            torch.cat([each.counts_E.reshape(C, -1).sum(1), each.counts_E.new_tensor([each.tokens])])
+            for each in entries
+        ]
+        brought = torch.stack(own).flatten().tolist() if own else []
+        sums_nM = self._reduced(brought, "ep_etp", dist.ReduceOp.SUM).reshape(len(entries), C + 1)
+        return sums_nM[:, :C], sums_nM[:, C]
 
-    def _peak(self, entries: Sequence[Recorded], events: Sequence[tuple[int, int]], balanced_n: Tensor) -> float:
+    def _factors(self, pairs_nC: Tensor, balanced_n: Tensor) -> Tensor:
+        """Return the factor of every entry, (n,): 0 of one without tokens.
+
+        Implements: LOAD-14.
+        """
+        return torch.where(balanced_n > 0, pairs_nC.amax(1) / balanced_n.clamp_min(1e-300), 0.0)
+
+    def _balanced(self, tokens_n: Tensor) -> Tensor:
+        """Return what every rank would get of each entry under balance: all etp shards of an expert get its pairs."""
+        return self.config.top_k * tokens_n / self.topology.sizes["ep"]
+
+    def _peak(
+        self,
+        layers: Sequence[int | None],
+        events: Sequence[tuple[int, int]],
+        pairs_n: Sequence[float],
+        balanced_n: Sequence[float],
+    ) -> float:
         """Return the peak of the pairs held over the peak of the balanced count; 0 where there is none."""
-        numbered = [(entry, sign) for entry, sign in events if entries[entry].layer is not None]
-        held = max(accumulate(sign * entries[entry].pairs for entry, sign in numbered), default=0)
-        even = max(accumulate(sign * float(balanced_n[entry]) for entry, sign in numbered), default=0.0)
+        numbered = [(entry, sign) for entry, sign in events if layers[entry] is not None]
+        held = max(accumulate(sign * pairs_n[entry] for entry, sign in numbered), default=0.0)
+        even = max(accumulate(sign * balanced_n[entry] for entry, sign in numbered), default=0.0)
         return held / even if even > 0 else 0.0
 
     def _agree(self, entries: Sequence[Recorded]) -> int:
@@ -145,11 +249,13 @@ class Meter:
 class MeteredExchange:
     """Steps of an exchange with a meter attached."""
 
-    def __init__(self, config: Config, exchange: Any, meter: Meter, device: torch.device) -> None:
+    def __init__(self, config: Config, exchange: Any, meter: Meter) -> None:
         """Attach the meter."""
-        self.config, self.attached, self.meter, self.device = config, exchange, meter, device
+        self.config, self.attached, self.meter = config, exchange, meter
         self.exchange = whole(exchange)
-        self.outputs: dict[tuple[int | None, int], Tensor] = {}
+        self.on = True
+        # Of every forward until its backward: y, what asks for gradients, and the gradient of y.
+        self.running: dict[tuple[int | None, int], tuple[Tensor, tuple[Tensor, ...], Tensor]] = {}
 
     @property
     def resolved(self) -> Mapping[str, str]:
@@ -162,35 +268,54 @@ class MeteredExchange:
         held: tuple[int, ...] = self.attached.local_experts
         return held
 
-    def step(self, passes: Sequence[MeteredPass], number: int) -> Metered:
-        """Run the passes and report."""
+    def switch(self, on: bool) -> None:
+        """Switch the meter."""
+        self.on = on
+
+    def report(self, number: int) -> Metered:
+        """Report, if the meter is on.
+
+        Implements: LOAD-22.
+        """
+        if not self.on:
+            return Metered({}, number)
+        counts_E, trace = self.meter.counted(), self.meter.trace
+        return Metered(self.meter.report(), number, counts_E, trace)
+
+    def run(self, passes: Sequence[MeteredPass]) -> MeteredResults:
+        """Run the passes."""
+        outputs: list[Tensor] = []
+        gradients: list[Tensor] = []
         for each in passes:
             if each.kind == "abandon":
-                self.outputs.clear()
+                self.running.clear()
                 self.meter.abandon()
             elif each.kind == "backward":
-                y_TD = self.outputs.pop((each.layer, each.microbatch))
-                y_TD.backward(torch.ones_like(y_TD))
+                y, leaves, upstream = self.running.pop((each.layer, each.microbatch))
+                gradients += torch.autograd.grad(y, leaves, upstream)
             else:
-                self._forward(each)
-        return Metered(self.meter.report(), number)
+                outputs.append(self._forward(each))
+        return MeteredResults(tuple(outputs), tuple(gradients))
 
-    def _forward(self, each: MeteredPass) -> None:
+    def _forward(self, each: MeteredPass) -> Tensor:
+        assert each.x is not None
         assert each.ids_TK is not None
-        assert each.padding_T is not None
-        T, K = each.ids_TK.shape
-        x_TD = torch.ones(T, self.config.hidden, device=self.device, requires_grad=each.kind == "forward")
-        routing = Routing(each.ids_TK, torch.full((T, K), 0.5, device=self.device), self.config.experts)
-        expert: ExpertFn = _double
-        if each.kind != "evaluation":
-            expert = self._metered(each.layer, int((~each.padding_T).sum()))
-        with torch.set_grad_enabled(each.kind != "evaluation"):
-            y_TD = self.exchange(x_TD, routing, expert)
-        if each.kind == "forward":
-            self.outputs[each.layer, each.microbatch] = y_TD
+        assert each.weights_TK is not None
+        asks = each.kind == "forward"
+        x, weights_TK = (leaf.detach().requires_grad_(asks) for leaf in (each.x, each.weights_TK))
+        metered = self.on and each.kind != "evaluation"
+        expert: ExpertFn = self.meter.watch(_double, each) if metered else _double
 
-    def _metered(self, layer: int | None, tokens: int) -> ExpertFn:
-        return self.meter.watch(_double, layer, tokens)
+        def through(x: Tensor, weights_TK: Tensor) -> Tensor:
+            assert each.ids_TK is not None
+            return self.exchange(x, Routing(each.ids_TK, weights_TK, self.config.experts), expert)
+
+        with torch.set_grad_enabled(each.kind != "evaluation"):
+            y: Tensor = _Recompute.apply(through, x, weights_TK) if each.recomputed else through(x, weights_TK)  # type: ignore[no-untyped-call]
+        if asks:
+            assert each.upstream is not None
+            self.running[each.layer, each.microbatch] = y, (x, weights_TK), each.upstream
+        return y.detach()
 
 
 def _double(delivery: Delivery) -> Tensor:

@@ -206,8 +206,8 @@ class NativeSession(Session):
 
     def load_meter(self, config: Config) -> MeteredExchange:
         """Build the exchange with native's meter attached."""
-        meter = self.use(Meter)(self.topology, config.top_k, self.device)
-        return self.use(MeteredExchange)(config, self.exchange(config), meter, self.device)
+        meter = self.use(Meter)(self.topology, config, self.device)
+        return self.use(MeteredExchange)(config, self.exchange(config), meter)
 
     def places_exchange(self, config: Config) -> FixedPlaces:
         """Build the exchange with fixed places, for callers."""

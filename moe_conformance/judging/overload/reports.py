@@ -3,42 +3,37 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import isfinite
 
 from moe_conformance.judging.findings import Finding, fail
-from moe_conformance.judging.observed.run import require_finished
-from moe_conformance.judging.observed.script import values
+from moe_conformance.judging.observed.script import answers, judge_no_slip, values
+from moe_conformance.judging.overload.passes import Covered, Exact, covered, exact, uneven_groups
 from moe_conformance.judging.verdict import Tally, WrongCount
-from moe_conformance.reference.overload.factors import Entry, entry
-from moe_conformance.reference.overload.peaks import cumulative, cumulative_interval
-from moe_conformance.reference.overload.report import Report, allowed_error, reported
-from moe_conformance.reference.overload.timelines import Alone, Event, Label, since_reports, timeline
+from moe_conformance.reference.overload.report import Empty, Report, allowed_error, ends, reported
 from moe_conformance.scenarios.outcome import Outcome
-from moe_conformance.surfaces import MeteredPass
 
 AVERAGE, MAXIMUM, CUMULATIVE = "avg_overload_factor", "max_overload_factor", "max_cum_overload_factor"
+ALL = (AVERAGE, MAXIMUM, CUMULATIVE, "layers")
 _NAME = re.compile(r"(avg|max|max_cum)_overload_factor(_layer_\d+)?$")
 
 
 @dataclass(frozen=True)
-class _Step:
-    """What a step gives exactly: the entries of the world, and of every rank its timeline and its counts."""
+class _Wrong:
+    """A value that is wrong: of which rank and name, in words, and its error over the bound (0: there is none)."""
 
-    entries: tuple[Entry, ...]
-    passes: tuple[tuple[tuple[str, Label], ...], ...]
-    pairs: tuple[dict[Label, int], ...]
-    balanced: tuple[dict[Label, Fraction], ...]
-
-    def events(self, alone: Alone) -> list[tuple[Event, ...]]:
-        """Return the timeline of every rank."""
-        return [timeline(passes, alone=alone) for passes in self.passes]  # type: ignore[arg-type]
+    rank: int
+    name: str
+    words: str
+    size: float = 0.0
 
 
 def judge_values(outcome: Outcome, tally: Tally, *names: str) -> None:
     """Decide whether every rank reports the values of these names, of every step.
+
+    Entries without tokens count as 0 or are left out, all of a report alike.
 
     Args:
         outcome: Of a script of steps.
@@ -49,18 +44,9 @@ def judge_values(outcome: Outcome, tally: Tally, *names: str) -> None:
         WrongCount: a value is missing or off, or a layer has one that recorded nothing.
     """
     findings: list[Finding] = []
-    for number in range(len(outcome.workload.calls)):
-        step = _exact(outcome, number)
-        limits = [_limits(step, alone) for alone in ("counted", "left_out")]
-        peak = cumulative(step.events("counted"), step.pairs, step.balanced)
-        for rank, found in enumerate(values(outcome, number, "values")):
-            seen = {match[0]: value for key, value in found.items() if (match := _NAME.search(key))}
-            report = reported(step.entries, _stage(outcome, rank), cumulative=peak)
-            for name in _asked(names, report, seen):
-                wrong = _wrong(name, seen, report, len(step.entries), limits)
-                if wrong:
-                    findings.append(Finding(name, f"rank {rank}: step {number}: {name} is {wrong}", (rank,)))
-                tally.add(pairs=1, rank=rank)
+    for step in covered(outcome):
+        found = values(outcome, step.call, "values")
+        findings += _judged(outcome, step, dict(enumerate(found)), tally, names)
     if findings:
         fail(WrongCount, "run", findings)
 
@@ -72,12 +58,12 @@ def judge_names(outcome: Outcome, tally: Tally) -> None:
         WrongCount: a name is missing or is one too many, prefixes differ, or another step is named.
     """
     findings = []
-    for number, call in enumerate(outcome.workload.calls):
-        step = _exact(outcome, number)
-        peak = cumulative(step.events("counted"), step.pairs, step.balanced)
-        steps = values(outcome, number, "step")
-        for rank, found in enumerate(values(outcome, number, "values")):
-            report = reported(step.entries, _stage(outcome, rank), cumulative=peak)
+    for step in covered(outcome):
+        worked_out = exact(outcome, step)
+        steps = values(outcome, step.call, "step")
+        given = outcome.workload.calls[step.call].given
+        for rank, found in enumerate(values(outcome, step.call, "values")):
+            report = reported(worked_out.entries, worked_out.stages[rank], cumulative=worked_out.peak)
             names: dict[str, set[str]] = {_NAME.sub("", key): set() for key in found}
             for key in found:
                 match = _NAME.search(key)
@@ -87,73 +73,123 @@ def judge_names(outcome: Outcome, tally: Tally) -> None:
             said = [f"the name {name} is missing" for name in sorted(missing)]
             said += [f"the name {name} is not one of the report's" for name in sorted(odd)]
             said += [f"the prefixes {sorted(names)} differ"] if len(names) > 1 else []
-            given = call.given[rank]["number"]
-            said += [f"step {steps[rank]} is named instead of {given}"] if steps[rank] != given else []
-            findings += [Finding(each.split()[1], f"rank {rank}: step {given}: {each}", (rank,)) for each in said]
+            number = given[rank]["number"]
+            said += [f"step {steps[rank]} is named instead of {number}"] if steps[rank] != number else []
+            findings += [Finding(each.split()[1], f"rank {rank}: step {number}: {each}", (rank,)) for each in said]
             tally.add(pairs=1, rank=rank)
     if findings:
         fail(WrongCount, "run", findings)
 
 
-def _asked(names: Sequence[str], report: Report, seen: dict[str, float]) -> list[str]:
+def judge_uneven(outcome: Outcome, tally: Tally) -> None:
+    """Decide how reports end of which ranks recorded different numbers of entries: with an error, or right values.
+
+    Args:
+        outcome: Of a script in which a report may raise.
+        tally: Counts a pair for each rank and report, and one for each value.
+
+    Raises:
+        WrongCount: a rank reports although a rank of its group recorded other entries; ranks of a stage end
+            differently; a rank raises without a reason, or reports a wrong value.
+        Raised: what a rank raised is a slip of its own code.
+        Hung: some ranks wait for others.
+    """
+    findings: list[Finding] = []
+    layout = outcome.workload.layout
+    for step in covered(outcome):
+        judge_no_slip(outcome, step.call)
+        stages = [
+            next(ranks.index(rank) for ranks in layout.groups()["pp"] if rank in ranks) for rank in range(layout.world)
+        ]
+        found = answers(outcome, step.call)
+        expected = ends(step.recorded, layout.groups()["ep_etp"], stages)
+        ended = {stage: {found[rank].raised for rank, at in enumerate(stages) if at == stage} for stage in stages}
+        for rank, (end, answer) in enumerate(zip(expected, found, strict=True)):
+            words = ""
+            if end == "error" and not answer.raised:
+                words = (
+                    "a report although the ranks of its exchange group recorded different entries; expected: an error"
+                )
+            elif end == "values" and answer.raised:
+                words = f"{answer.error_type}: {answer.error}; expected: a report"
+            elif end == "either" and len(ended[stages[rank]]) > 1:
+                words = f"{'an error' if answer.raised else 'a report'}, and other ranks of its stage end differently"
+            if words:
+                findings.append(Finding(end, f"rank {rank}: step {step.number} ends with {words}", (rank,)))
+            tally.add(pairs=1, rank=rank)
+        if not uneven_groups(outcome, step):
+            seen = {rank: answer.values["values"] for rank, answer in enumerate(found) if not answer.raised}
+            findings += _judged(outcome, step, seen, tally, ALL)
+    if findings:
+        fail(WrongCount, "run", findings)
+
+
+def _judged(
+    outcome: Outcome, step: Covered, found: Mapping[int, Mapping[str, float]], tally: Tally, names: Sequence[str]
+) -> list[Finding]:
+    """Judge the values of a step by the reading of entries without tokens that fits them best."""
+    worked_out = exact(outcome, step)
+    wrong, compared = _off(worked_out, "zero", found, names)
+    if wrong:
+        wrong, compared = min(
+            ((wrong, compared), _off(worked_out, "left_out", found, names)), key=lambda by: len(by[0])
+        )
+    for rank, pairs in compared.items():
+        tally.add(pairs=pairs, rank=rank)
+    tally.beyond = max([tally.beyond, *(each.size for each in wrong)])
+    return [
+        Finding(each.name, f"rank {each.rank}: step {step.number}: {each.name} is {each.words}", (each.rank,))
+        for each in wrong
+    ]
+
+
+def _off(
+    step: Exact, empty: Empty, found: Mapping[int, Mapping[str, float]], names: Sequence[str]
+) -> tuple[list[_Wrong], dict[int, int]]:
+    """Return what is wrong by one reading, and how many values were compared on every rank."""
+    wrong, compared = [], {}
+    for rank, by_key in found.items():
+        seen = {match[0]: value for key, value in by_key.items() if (match := _NAME.search(key))}
+        report = reported(step.entries, step.stages[rank], cumulative=step.peak, empty=empty)
+        asked = _asked(names, report, seen)
+        compared[rank] = len(asked)
+        for name in asked:
+            bounds = step.limits if name == CUMULATIVE else _bounds(step, rank, name, report)
+            words, size = _wrong(name, seen, report, bounds)
+            wrong += [_Wrong(rank, name, words, size)] if words else []
+    return wrong, compared
+
+
+def _asked(names: Sequence[str], report: Report, seen: Mapping[str, float]) -> list[str]:
     layers = sorted(name for name in {*report.values, *seen} if "_layer_" in name) if "layers" in names else []
     return [name for name in names if name != "layers"] + layers
 
 
-def _limits(step: _Step, alone: Alone) -> tuple[Fraction, Fraction]:
-    return cumulative_interval(step.events(alone), step.pairs, step.balanced)
+def _bounds(step: Exact, rank: int, name: str, report: Report) -> Sequence[tuple[Fraction, Fraction]]:
+    """Return between what a value may lie: an average is made of as many entries as its stage or layer has."""
+    if name not in report.values:
+        return ()
+    of_layer = int(name.rpartition("_")[2]) if "_layer_" in name else None
+    own = [each for each in step.entries if each.stage == step.stages[rank] and of_layer in (None, each.layer)]
+    error = allowed_error(report.values[name], len(own) if name.startswith("avg") else 1)
+    return ((report.values[name] - error, report.values[name] + error),)
 
 
 def _wrong(
-    name: str, seen: dict[str, float], report: Report, terms: int, limits: Sequence[tuple[Fraction, Fraction]]
-) -> str:
-    """Say what is wrong with one value, "" if nothing is."""
+    name: str, seen: Mapping[str, float], report: Report, bounds: Sequence[tuple[Fraction, Fraction]]
+) -> tuple[str, float]:
+    """Say what is wrong with one value, "" if nothing is, and how many times its bound it is off."""
     if name not in report.values:
-        return f"{seen[name]:.6g} of a layer that recorded nothing on this stage"
-    exact = report.values[name]
+        return f"{seen[name]:.6g} of a layer that recorded nothing on this stage", 0.0
+    right = float(report.values[name])
     if name not in seen:
-        return "" if name in report.may_be_absent else f"absent instead of {float(exact):.6g}"
+        return ("" if name in report.may_be_absent else f"absent instead of {right:.6g}"), 0.0
     value = seen[name]
-    if isfinite(value):
-        if name == CUMULATIVE and any(low <= Fraction(value) <= high for low, high in limits):
-            return ""
-        if name != CUMULATIVE and abs(Fraction(value) - exact) <= allowed_error(exact, terms):
-            return ""
-    return f"{value:.6g} instead of {float(exact):.6g}"
-
-
-def _stage(outcome: Outcome, rank: int) -> int:
-    return next(ranks.index(rank) for ranks in outcome.workload.layout.groups()["pp"] if rank in ranks)
-
-
-def _exact(outcome: Outcome, number: int) -> _Step:
-    """Work out a step: the entries of a group are its ranks' forwards in the same place."""
-    require_finished(outcome)
-    layout = outcome.workload.layout
-    held = {rank.rank: rank.local_experts for rank in outcome.ranks}
-    kept = [_kept(given["passes"]) for given in outcome.workload.calls[number].given]
-    entries, pairs, balanced = [], [{} for _ in kept], [{} for _ in kept]  # type: ignore[var-annotated]
-    for group in layout.groups()["ep_etp"]:
-        for same in zip(*(kept[rank] for rank in group), strict=True):
-            if same[0].kind in ("forward", "alone"):
-                counted = entry(
-                    [each.ids_TK for each in same],
-                    [held[rank] for rank in group],
-                    ep=layout.ep,
-                    stage=_stage(outcome, group[0]),
-                    layer=same[0].layer,
-                    padding_by_rank=[each.padding_T for each in same],
-                )
-                entries.append(counted)
-                for place, rank in enumerate(group):
-                    label = (same[0].layer, same[0].microbatch)
-                    pairs[rank][label], balanced[rank][label] = counted.pairs[place], counted.balanced
-    passes = tuple(tuple((each.kind, (each.layer, each.microbatch)) for each in own) for own in kept)
-    return _Step(tuple(entries), passes, tuple(pairs), tuple(balanced))
-
-
-def _kept(passes: Sequence[MeteredPass]) -> tuple[MeteredPass, ...]:
-    """Return the passes that the report covers: those of the last attempt."""
-    log = ["abandon" if each.kind == "abandon" else (each.kind, place) for place, each in enumerate(passes)]
-    (covered,) = since_reports([*log, "report"])  # type: ignore[list-item]
-    return tuple(passes[place] for _, place in covered)  # type: ignore[call-overload]
+    if not isfinite(value):
+        return f"{value:.6g} instead of {right:.6g}", 1e300
+    if any(low <= Fraction(value) <= high for low, high in bounds):
+        return "", 0.0
+    nearest = min(bounds, key=lambda both: min(abs(Fraction(value) - end) for end in both))
+    middle, allowed = (nearest[0] + nearest[1]) / 2, (nearest[1] - nearest[0]) / 2
+    size = float(abs(Fraction(value) - middle) / allowed) if allowed else 0.0
+    return f"{value:.9g} instead of {right:.9g}", min(size, 1e300)

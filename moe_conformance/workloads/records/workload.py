@@ -154,7 +154,8 @@ class Twist:
 
     strides: Mapping[str, Stride] = field(default_factory=dict)
     probe_as: tuple[int, ...] = ()  # empty: as for itself
-    beside: tuple[Workload, ...] = ()  # built too; each takes its own steps before every forward of this one
+    # Built too; each takes its own steps before every forward of this one, or its call before that of a script.
+    beside: tuple[Workload, ...] = ()
     interleaved: bool = False  # of what is `beside`, each item of its schedule comes right behind this one's own
     unasked: tuple[Literal["x", "weights", "parameters"], ...] = ()
     late: tuple[float, ...] = ()

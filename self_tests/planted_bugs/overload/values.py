@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from moe_conformance.backends.native.meter import Meter, MeteredExchange, Recorded
-from moe_conformance.contract import Delivery, ExpertFn
-from moe_conformance.surfaces import Metered, MeteredPass
+from moe_conformance.surfaces import Metered, MeteredPass, MeteredResults
 from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, planted
 
 
@@ -19,8 +17,9 @@ from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, planted
 class OwnTokensForBalance(Meter):
     """The balanced count is made of the rank's own tokens, not of those of its exchange group."""
 
-    def _balanced(self, entries: Sequence[Recorded]) -> Tensor:
-        return self.top_k * torch.tensor([each.tokens for each in entries], dtype=torch.float64)
+    def _summed(self, entries: Sequence[Recorded]) -> tuple[Tensor, Tensor]:
+        pairs_nC, _ = super()._summed(entries)
+        return pairs_nC, torch.tensor([each.tokens for each in entries], dtype=torch.float64)
 
 
 @planted(
@@ -31,18 +30,18 @@ class OwnTokensForBalance(Meter):
 class BalanceWithoutShards(Meter):
     """The balanced count is divided by all ranks of the group, so that perfect balance reads etp."""
 
-    def _balanced(self, entries: Sequence[Recorded]) -> Tensor:
-        return super()._balanced(entries) / self.topology.sizes["etp"]
+    def _balanced(self, tokens_n: Tensor) -> Tensor:
+        return super()._balanced(tokens_n) / self.topology.sizes["etp"]
 
 
 @planted(Expectation("LOAD-05", "load-dropped", "run", "avg_overload_factor is"))
 class DroppedTokensNotBalanced(MeteredExchange):
     """A token that lost a slot is not counted in the balanced share."""
 
-    def _forward(self, each: MeteredPass) -> None:
+    def _forward(self, each: MeteredPass) -> Tensor:
         assert each.ids_TK is not None
         lost_T = (each.ids_TK < 0).any(1)
-        super()._forward(MeteredPass(each.kind, each.layer, each.microbatch, each.ids_TK, lost_T))
+        return super()._forward(replace(each, padding_T=lost_T))
 
 
 @planted(Expectation("LOAD-06", "load-steps", "run", "avg_overload_factor is"))
@@ -86,19 +85,27 @@ class BackwardsNotRecorded(Meter):
 class PeakOfOwnTokens(Meter):
     """The balanced peak is that of the rank's own tokens."""
 
-    def _peak(self, entries: Sequence[Recorded], events: Sequence[tuple[int, int]], balanced_n: Tensor) -> float:
-        own_n = self.top_k * torch.tensor([each.tokens for each in entries], dtype=torch.float64)
-        return super()._peak(entries, events, own_n)
+    def _peak(
+        self,
+        layers: Sequence[int | None],
+        events: Sequence[tuple[int, int]],
+        pairs_n: Sequence[float],
+        balanced_n: Sequence[float],
+    ) -> float:
+        own_n = [float(self.config.top_k * tokens) for tokens in self.own_tokens]
+        return super()._peak(layers, events, pairs_n, own_n)
+
+    def _summed(self, entries: Sequence[Recorded]) -> tuple[Tensor, Tensor]:
+        self.own_tokens = [each.tokens for each in entries]
+        return super()._summed(entries)
 
 
 @planted(Expectation("LOAD-10", "load-steps", "run", "avg_overload_factor is"))
 class CountsAveragedFirst(Meter):
     """Every rank averages its pairs over the step before the largest rank is found."""
 
-    def _reduced(self, values: Sequence[float], group: str, how: Any) -> Tensor:
-        if group == "ep_etp" and how == dist.ReduceOp.MAX:
-            values = [sum(values) / len(values)] * len(values) if values else values
-        return super()._reduced(values, group, how)
+    def _factors(self, pairs_nC: Tensor, balanced_n: Tensor) -> Tensor:
+        return super()._factors(pairs_nC.mean(0, keepdim=True).expand_as(pairs_nC), balanced_n)
 
 
 @planted(
@@ -121,25 +128,17 @@ class EntriesMadeDivisible(Meter):
 class NothingTakenBack(Meter):
     """A forward without a gradient is added to the timeline, and nothing takes it away."""
 
-    def watch(self, expert: ExpertFn, layer: int | None, tokens: int) -> ExpertFn:
-        """Add it by hand where there is no hook."""
-        watched = super().watch(expert, layer, tokens)
-
-        def adding(delivery: Delivery) -> Tensor:
-            if not delivery.rows_RD.requires_grad:
-                self.events.append((len(self.entries), 1))
-            return watched(delivery)
-
-        return adding
+    def arrived(self, forward: MeteredPass, flows: bool) -> int:
+        """Add it in any case."""
+        return super().arrived(forward, True)
 
 
 @planted(Expectation("LOAD-18", "load-evaluation", "run", "avg_overload_factor is"))
 class EvaluationCounted(MeteredExchange):
     """Passes in evaluation mode are recorded as those of training are."""
 
-    def _forward(self, each: MeteredPass) -> None:
-        kind = "alone" if each.kind == "evaluation" else each.kind
-        super()._forward(MeteredPass(kind, each.layer, each.microbatch, each.ids_TK, each.padding_T))
+    def _forward(self, each: MeteredPass) -> Tensor:
+        return super()._forward(replace(each, kind="alone") if each.kind == "evaluation" else each)
 
 
 @planted(Expectation("LOAD-24", "load-steps", "run", "layer_1 is", "instead of"))
@@ -154,21 +153,21 @@ class LayersReversed(Meter):
 class AnotherName(MeteredExchange):
     """The cumulative factor is reported under another name."""
 
-    def step(self, passes: Sequence[MeteredPass], number: int) -> Metered:
+    def report(self, number: int) -> Metered:
         """Rename it."""
-        values = super().step(passes, number).values
+        values = super().report(number).values
         return Metered({name.replace("max_cum", "cum_max"): value for name, value in values.items()}, number)
 
 
 @planted(Expectation("LOAD-28", "load-abandoned", "run", "avg_overload_factor is"))
-class AttemptKept(Meter):
+class AttemptKept(MeteredExchange):
     """What an abandoned attempt recorded stays for the next report."""
 
-    def abandon(self) -> None:
-        """Discard only when a report asks."""
-
-    def report(self) -> dict[str, float]:
-        """Discard after it."""
-        values = super().report()
-        self.entries, self.events = [], []
-        return values
+    def run(self, passes: Sequence[MeteredPass]) -> MeteredResults:
+        """Forget the outputs only."""
+        *lost, last = [place for place, each in enumerate(passes) if each.kind == "abandon"] or [-1]
+        assert not lost
+        first = super().run(passes[: max(last, 0)])
+        self.running.clear()
+        second = super().run(passes[last + 1 :])
+        return MeteredResults(first.outputs + second.outputs, first.gradients + second.gradients)

@@ -1,0 +1,126 @@
+"""What native's load meter costs: `python -m benchmarks.meter`.
+
+A step on two ranks (ep = 2): microbatches through layers, forward and backward, and a report. It runs with the meter
+on, with it off, and with it off once more, round after round in changing order. The ratio of the two without it is
+what the machine's noise is. Collectives go through gloo and are written down by the engine's ledger in all three.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from statistics import median, quantiles
+
+import click
+import torch
+import torch.distributed as dist
+
+from moe_conformance.contract import Config
+from moe_conformance.engine import Engine, Job, RankContext
+from moe_conformance.scenarios.sessions import build, opened
+from moe_conformance.surfaces import LoadMeter, MeteredPass
+from moe_conformance.topology import Layout
+
+_LAYOUT = Layout(2, ep=2)
+_RUNS = {"on": True, "off": False, "off again": False}
+_WARM = 3  # rounds that are not counted
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much a step is: T tokens on each rank in each microbatch, of D numbers."""
+
+    rounds: int
+    layers: int
+    microbatches: int
+    tokens: int
+    hidden: int
+
+
+def passes(size: Size, rank: int) -> list[MeteredPass]:
+    """Return the passes of one rank, one microbatch after the other."""
+    generator = torch.Generator().manual_seed(rank)
+    T, found = size.tokens, []
+    for microbatch in range(size.microbatches):
+        for layer in range(size.layers):
+            ids_TK = torch.rand(T, 8, generator=generator).argsort(1)[:, :2]
+            x_TD, upstream_TD = torch.randn(2, T, size.hidden, generator=generator)
+            weights_TK = torch.rand(T, 2, generator=generator)
+            padding_T = torch.zeros(T, dtype=torch.bool)
+            found.append(MeteredPass("forward", layer, microbatch, ids_TK, padding_T, x_TD, weights_TK, upstream_TD))
+        found += [MeteredPass("backward", layer, microbatch) for layer in reversed(range(size.layers))]
+    return found
+
+
+def steps(context: RankContext, sizes: tuple[int, ...]) -> dict[str, list[float]]:
+    """Return the seconds of every step on this rank, by what ran."""
+    size = Size(*sizes)
+    meter = _meter(context, size)
+    own = passes(size, context.rank)
+    seconds: dict[str, list[float]] = {name: [] for name in _RUNS}
+    names = list(_RUNS)
+    for number in range(_WARM + size.rounds):
+        shift = number % len(names)
+        for name in (*names[shift:], *names[:shift]):
+            meter.switch(_RUNS[name])
+            dist.barrier()
+            began = time.perf_counter()
+            meter.run(own)
+            meter.report(number)
+            if number >= _WARM:
+                seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def one_report(context: RankContext, sizes: tuple[int, ...]) -> tuple[int, int]:
+    """Return the calls of this job before and behind the report of a step."""
+    size = Size(*sizes)
+    meter = _meter(context, size)
+    meter.run(passes(size, context.rank))
+    before = context.calls()
+    meter.report(0)
+    return before, context.calls()
+
+
+def ratios(seconds: Sequence[dict[str, list[float]]], name: str, base: str) -> list[float]:
+    """Return, round by round, the slowest rank's step over that of another run in the same round."""
+    slowest = {run: [max(of_round) for of_round in zip(*(rank[run] for rank in seconds), strict=True)] for run in _RUNS}
+    return [mine / theirs for mine, theirs in zip(slowest[name], slowest[base], strict=True)]
+
+
+def _meter(context: RankContext, size: Size) -> LoadMeter:
+    session = opened(context, "native", _LAYOUT).session
+    meter: LoadMeter = build(session, "load_meter", Config(variant="alltoall", experts=8, top_k=2, hidden=size.hidden))
+    return meter
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.option("--rounds", default=30, metavar="N", help="times that each of the three runs")
+@click.option("--layers", default=4, metavar="N")
+@click.option("--microbatches", default=4, metavar="N")
+@click.option("--tokens", default=256, metavar="N", help="on each rank in each microbatch")
+@click.option("--hidden", default=256, metavar="N")
+def main(rounds: int, layers: int, microbatches: int, tokens: int, hidden: int) -> None:
+    """Measure, and print a table."""
+    size = Size(rounds, layers, microbatches, tokens, hidden)
+    groups = _LAYOUT.groups()
+    with Engine(preload=("moe_conformance.scenarios.script", "benchmarks.meter")) as engine:
+        timed = engine.run(Job("benchmarks.meter:steps", astuple(size), _LAYOUT.world, groups, deadline_s=600))
+        seconds = [rank.value for rank in timed.ranks]
+        reported = engine.run(Job("benchmarks.meter:one_report", astuple(size), _LAYOUT.world, groups)).ranks[0]
+    print(f"{layers} layers, {microbatches} microbatches of {tokens} tokens of {hidden} numbers, {rounds} rounds")
+    print("| step over step | median | quartiles |\n| --- | --- | --- |")
+    for name, base in (("on", "off"), ("off again", "off")):
+        found = ratios(seconds, name, base)
+        low, _, high = quantiles(found, n=4)
+        print(f"| {name} over {base} | {median(found):.3f} | {low:.3f} to {high:.3f} |")
+    step_ms = 1000 * median(max(of_round) for of_round in zip(*(rank["off"] for rank in seconds), strict=True))
+    before, behind = reported.value
+    calls = reported.ledger[before:behind]
+    given = sum(each.bytes_in for each in calls)
+    print(f"A step without the meter: {step_ms:.1f} ms. A report: {len(calls)} collectives of {given} bytes in all.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""What each report of a load meter covers, and what follows from it exactly."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import product
+from typing import get_args
+
+from moe_conformance.judging.observed.run import require_finished
+from moe_conformance.reference.overload.factors import Entry, entry
+from moe_conformance.reference.overload.peaks import cumulative, cumulative_interval
+from moe_conformance.reference.overload.timelines import (
+    Alone,
+    Label,
+    Pass,
+    Recomputed,
+    since_reports,
+    timeline,
+)
+from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.surfaces import MeteredPass
+
+
+@dataclass(frozen=True)
+class Covered:
+    """A report of a meter that is on: which call of the script it is, and the passes of every rank that it covers."""
+
+    number: int  # 0, 1, ... over the reports of the script
+    call: int
+    passes: tuple[tuple[MeteredPass, ...], ...]
+
+    @property
+    def recorded(self) -> list[list[Label]]:
+        """Labels of the entries of every rank."""
+        return [[_label(each) for each in _entries(own)] for own in self.passes]
+
+
+@dataclass(frozen=True)
+class Exact:
+    """What a step gives exactly.
+
+    Attributes:
+        entries: Those of the world.
+        stages: The pipeline stage of every rank.
+        peak: The cumulative factor, on the first of the timelines that are allowed; None if there is none.
+        limits: Between what values it may lie, on each of these timelines.
+    """
+
+    entries: tuple[Entry, ...]
+    stages: tuple[int, ...]
+    peak: Fraction | None
+    limits: tuple[tuple[Fraction, Fraction], ...]
+
+
+def covered(outcome: Outcome) -> tuple[Covered, ...]:
+    """Return the reports of a script that finished, but for those of a meter that is switched off."""
+    require_finished(outcome)
+    workload = outcome.workload
+    of_ranks = [_by_report(outcome, rank) for rank in range(workload.layout.world)]
+    reports = [(call, on) for call, on in _switched(outcome) if workload.calls[call].method == "report"]
+    return tuple(
+        Covered(number, call, passes)
+        for number, ((call, on), passes) in enumerate(zip(reports, zip(*of_ranks, strict=True), strict=True))
+        if on
+    )
+
+
+def uneven_groups(outcome: Outcome, step: Covered) -> list[Sequence[int]]:
+    """Return the exchange groups in which some ranks recorded other entries than others."""
+    counts = [Counter(labels) for labels in step.recorded]
+    return [
+        group
+        for group in outcome.workload.layout.groups()["ep_etp"]
+        if any(counts[r] != counts[group[0]] for r in group)
+    ]
+
+
+def exact(outcome: Outcome, step: Covered) -> Exact:
+    """Work out a step once for all checks: it is kept where the outcome's own attributes are."""
+    kept: dict[int, Exact] = vars(outcome).setdefault("overload", {})
+    if step.number not in kept:
+        kept[step.number] = _exact(outcome, step)
+    return kept[step.number]
+
+
+def _exact(outcome: Outcome, step: Covered) -> Exact:
+    """Work out a step: the entries of a group are its ranks' training forwards in the same place."""
+    layout, config = outcome.workload.layout, outcome.workload.config
+    held = {rank.rank: rank.local_experts for rank in outcome.ranks}
+    of_ranks = [_entries(own) for own in step.passes]
+    stages = tuple(
+        next(ranks.index(rank) for ranks in layout.groups()["pp"] if rank in ranks) for rank in range(layout.world)
+    )
+    entries: list[Entry] = []
+    pairs: list[dict[Label, int]] = [{} for _ in of_ranks]
+    balanced: list[dict[Label, Fraction]] = [{} for _ in of_ranks]
+    for group in layout.groups()["ep_etp"]:
+        sharing = [[group.index(r) for r in ranks if r in group] for ranks in layout.groups()["tp"]]
+        copies = [places for places in sharing if len(places) > 1] if config.token_copies else []
+        for same in zip(*(of_ranks[rank] for rank in group), strict=True):
+            counted = entry(
+                [each.ids_TK for each in same],
+                [held[rank] for rank in group],
+                ep=layout.ep,
+                stage=stages[group[0]],
+                layer=same[0].layer,
+                padding_by_rank=[each.padding_T for each in same],
+                copies=copies,
+            )
+            entries.append(counted)
+            for place, rank in enumerate(group):
+                pairs[rank][_label(same[0])] = counted.pairs[place]
+                balanced[rank][_label(same[0])] = counted.balanced
+    passes = [_with_recomputation(own) for own in step.passes]
+    choices = product(get_args(Recomputed), get_args(Alone))
+    timelines = tuple(
+        dict.fromkeys(
+            tuple(timeline(own, recomputed=recomputed, alone=alone) for own in passes) for recomputed, alone in choices
+        )
+    )
+    peak = cumulative(timelines[0], pairs, balanced)
+    limits = tuple(cumulative_interval(events, pairs, balanced) for events in timelines)
+    return Exact(tuple(entries), stages, peak, limits)
+
+
+def _label(each: MeteredPass) -> Label:
+    return each.layer, each.microbatch
+
+
+def _entries(passes: Sequence[MeteredPass]) -> list[MeteredPass]:
+    """Return the training forwards."""
+    return [each for each in passes if each.kind in ("forward", "alone")]
+
+
+def _with_recomputation(passes: Sequence[MeteredPass]) -> list[Pass]:
+    """Return passes by kind and label, with a repeated forward before the backward of each that is recomputed."""
+    recomputed = {_label(each) for each in passes if each.recomputed}
+    found: list[Pass] = []
+    for each in passes:
+        if each.kind == "backward" and _label(each) in recomputed:
+            found.append(("recomputed", _label(each)))
+        found.append((each.kind, _label(each)))  # type: ignore[arg-type]
+    return found
+
+
+def _switched(outcome: Outcome) -> list[tuple[int, bool]]:
+    """Return every call by number, and whether the meter is on then."""
+    on, found = True, []
+    for number, call in enumerate(outcome.workload.calls):
+        on = bool(call.given[0]["on"]) if call.method == "switch" else on
+        found.append((number, on))
+    return found
+
+
+def _by_report(outcome: Outcome, rank: int) -> list[tuple[MeteredPass, ...]]:
+    """Return the passes of one rank that each report covers: none of them that ran while the meter was off."""
+    log: list[object] = []
+    ran: dict[tuple[int, int], MeteredPass] = {}
+    for number, on in _switched(outcome):
+        call = outcome.workload.calls[number]
+        if call.method == "report":
+            log.append("report")
+        for place, each in enumerate(call.given[rank].get("passes", ()) if on else ()):
+            ran[number, place] = each
+            log.append("abandon" if each.kind == "abandon" else (each.kind, (number, place)))
+    return [tuple(ran[label] for _, label in report) for report in since_reports(log)]  # type: ignore[arg-type, index]
