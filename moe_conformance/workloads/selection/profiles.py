@@ -78,15 +78,14 @@ def beside(profile: Profile) -> dict[Layout, tuple[str, ...]]:
 
     Gaps of packed sequences whose rows are shared among context ranks; experts that are cut and copied; and layers,
     copies, routers, losses and forced biases where groups have the same ranks on all quick layouts, such as tp and ep,
-    or dp and dp x cp; and load meters over several pipeline stages.
+    or dp and dp x cp; and balance biases and load meters over several pipeline stages.
     """
     losses = ("losses-auxiliary", "losses-z", "losses-uneven", "losses-per-token")
     some = {
         Layout(4, cp=2, ep=2): ("gaps-uneven", "own-even", "route-softmax", "shared-even", *losses),
         Layout(4, tp=2, cp=2): ("losses-sequence", "losses-global", "losses-uneven", "bias-microbatches"),
-        Layout(4, pp=2, ep=2): ("bias-microbatches",),
         Layout(4, etp=2): ("own-even",),
-        Layout(4, pp=2, ep=2): ("load-idle-stage", "load-steps", "load-uneven-ranks"),
+        Layout(4, pp=2, ep=2): ("bias-microbatches", "load-idle-stage", "load-steps", "load-uneven-ranks"),
         Layout(4, tp=2, ep=4): ("shared-even", "copies-even", "forced-bias-alone"),
     }
     return {layout: names for layout, names in some.items() if layout not in layouts(profile)}
