@@ -17,6 +17,7 @@ def logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Ten
 
     Decides: ROUTE-10. Source: chain rule; behaviour of GPT-OSS routers.
 
+    >>> import torch
     >>> logits(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 1.0], [0.0, 1.0]]), torch.tensor([0.5, -1.0])).tolist()
     [[5.5, 1.0]]
     """
