@@ -116,8 +116,9 @@ def _layout(plan: Plan, cell: Cell) -> str:
 def demands(plan: Plan) -> dict[Place, set[Demand]]:
     """Return what each case would meet of what a selection has to hold, whatever the verdicts.
 
-    Every workload once. Every check that could read a case reads one with every variant and one on every layout, within
-    the declared limits and beyond them; of variants that are sampled, with one of them on one layout; a check that runs
+    Every workload once. With native's first variant every check that could read a case reads one on one rank, since
+    that is what backends without a selection run there. Every check that could read a case reads one with every variant
+    and one on every layout, within the declared limits and beyond them; of variants that are sampled, with one of them on one layout; a check that runs
     equivalent runs, each as dear as a case, on one layout of each number of ranks. Of every chapter, which is the
     module of a check, some check reads a case with every variant on every layout. Every check meets
     every trait that it could meet; so does every variant on every layout, with every run. The plainest
@@ -132,6 +133,8 @@ def demands(plan: Plan) -> dict[Place, set[Demand]]:
             found[place].update(("check", check, *each, within) for each in scopes(plan, check, case.cell))
             found[place].add(("chapter", chapters()[check], variant, _layout(plan, case.cell), within))
             found[place].update(("trait", check, trait, within) for trait in traits(case.workload))
+            if plan.backend.name == GENERAL and case.cell.layout.world == 1 and variant == plan.backend.variants[0]:
+                found[place].add(("one rank", check, within))
         if name == _PLAINEST:
             found[place].add(("plainest", variant, _layout(plan, case.cell)))
         for trait in traits(case.workload):

@@ -126,11 +126,8 @@ class TestRefusals:
                 {"routing.forced": (("biased", 0.5), ("biased", 0.25))},
                 r"one strategy .* biased \(0.5\) and biased \(0.25\)",
             ),
-            ({"routing.forced": (("worst_rank", None),)}, "'worst_rank' is not one of random, biased, round_robin"),
-            (
-                {"routing.forced": (("biased", None),)},
-                "the strategy biased needs the deviation of its bias; there is none",
-            ),
+            ({"routing.forced": (("ratio", 0.5),)}, "the hot rank cannot get 0.5 times the load of each other rank"),
+            ({"routing.forced": (("biased", None),)}, "the strategy biased needs a parameter; there is none"),
         ],
     )
     def test_a_selection_that_cannot_be_made_is_refused(self, fields: dict[str, Any], sentence: str) -> None:

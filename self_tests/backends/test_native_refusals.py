@@ -80,7 +80,7 @@ def _status(case: Case) -> set[str]:
         config.variant == "local" and layout.ep * layout.etp > 1 and case.workload.run != ON_SESSION,
         config.variant == "deepep" and config.weights_applied == "input",
         config.variant != "hybridep" and (config.receive_buffer.factor or config.receive_buffer.rows) is not None,
-        config.variant != "alltoall" and config.shared.overlap,
+        config.variant != "alltoall" and (config.shared.overlap or config.padding.splits == "equal"),
         config.variant in ("deepep", "hybridep", "ncclep") and config.capacity.padded,
         bool(config.extra),  # a knob of some other library
     )

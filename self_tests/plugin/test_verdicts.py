@@ -196,7 +196,7 @@ class TestTerminal:
     def test_a_failure_is_told_as_it_happens(self, judged):
         """Long before the summary, with the requirement, its sentence and the command; at the end it comes again."""
         first, _, summary = judged.output.partition("judged 3 of")
-        assert "CRASH EXCH-09: crash" in first
+        assert "EXCH-09: crash" in first
         assert f"EXCH-09: {spec.load()['EXCH-09'].sentence}" in first
         assert "reproduce: moe-conformance run" in first
         assert "EXCH-09: crash" not in summary

@@ -18,7 +18,7 @@ from self_tests.planted_bugs.plant import EP2, SINGLE, Expectation, planted
     Expectation("BIAS-05", "bias-padding", "finish", "likely cause: padding tokens are counted"),
     layout=SINGLE,
 )
-class PaddingCounted(BalancingRouters):
+class PaddingMovesTheBias(BalancingRouters):
     """The router is not told of padding, which is left out behind it."""
 
     def route(self, number: int, x: Tensor, padding_mask_T: Tensor | None) -> Routed:
@@ -29,7 +29,7 @@ class PaddingCounted(BalancingRouters):
     Expectation("BIAS-05", "bias-padding", "finish", "likely cause: the padding mask is inverted"),
     layout=EP2,
 )
-class MaskInverted(BalancingRouters):
+class MaskInvertedForTheBias(BalancingRouters):
     """True marks tokens that count, as docstrings of Megatron-Core state."""
 
     def route(self, number: int, x: Tensor, padding_mask_T: Tensor | None) -> Routed:
@@ -85,7 +85,7 @@ class AllCounted(BalancingRouters):
     Expectation("BIAS-06", "bias-evaluation", "finish", "likely cause: forwards in evaluation are counted"),
     layout=EP2,
 )
-class EvaluationCounted(BalancingRouters):
+class EvaluationMovesTheBias(BalancingRouters):
     """A forward counts wherever gradients are recorded."""
 
     def counts(self) -> bool:

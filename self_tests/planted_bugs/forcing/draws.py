@@ -131,7 +131,7 @@ class VarianceForDeviation(ForcedRouter):
     """The parameter is taken for the variance of the bias."""
 
     def _bias(self, like_TE: Tensor) -> Tensor:
-        return super()._bias(like_TE).div(abs(self.deviation) ** 0.5)
+        return super()._bias(like_TE).div(abs(self.parameter) ** 0.5)
 
 
 @planted(
@@ -158,7 +158,7 @@ class OnlyTheBias(ForcedRouter):
     """Every token has the biases for logits and nothing else, so that all of a forward choose the same experts."""
 
     def _draw(self, own_TE: Tensor) -> Tensor:
-        return self._bias(own_TE).expand_as(own_TE).clone() if self.deviation else super()._draw(own_TE)
+        return self._bias(own_TE).expand_as(own_TE).clone() if self.parameter else super()._draw(own_TE)
 
 
 @planted(
@@ -178,7 +178,7 @@ class BiasOnItsOwn(ForcedRouter):
 
     def _draw(self, own_TE: Tensor) -> Tensor:
         own_TE = own_TE.detach()
-        if not self.deviation:
+        if not self.parameter:
             return super()._draw(own_TE)
         spread = (own_TE - own_TE.mean(0)).square().sum() / (own_TE.numel() - own_TE.shape[1])
         return own_TE.div(spread.sqrt()).add(self._bias(own_TE))
@@ -191,7 +191,7 @@ class BiasOfEveryToken(ForcedRouter):
     """Every token draws biases of its own."""
 
     def _bias(self, like_TE: Tensor) -> Tensor:
-        return torch.empty_like(like_TE).normal_(generator=self.biases) * self.deviation
+        return torch.empty_like(like_TE).normal_(generator=self.biases) * self.parameter
 
 
 @planted(
