@@ -118,7 +118,8 @@ def demands(plan: Plan) -> dict[Place, set[Demand]]:
 
     Every workload once. With native's first variant every check that could read a case reads one on one rank, since
     that is what backends without a selection run there. Every check that could read a case reads one with every variant
-    and one on every layout, within the declared limits and beyond them; of variants that are sampled, with one of them on one layout; a check that runs
+    and one on every layout, within the declared limits
+    and beyond them; of variants that are sampled, with one of them on one layout; a check that runs
     equivalent runs, each as dear as a case, on one layout of each number of ranks. Of every chapter, which is the
     module of a check, some check reads a case with every variant on every layout. Every check meets
     every trait that it could meet; so does every variant on every layout, with every run. The plainest
