@@ -150,7 +150,12 @@ class TestDelays:
 
 class TestSuite:
     ONLY = "EXCH-05,EXCH-07,EXPT-01,GRAD-03,ROUTE-04"
-    NOT_OFFERED = ("identity-in-flight", "knob-", "equal-splits")  # workloads of which native has some refused
+    NOT_OFFERED = (
+        "identity-in-flight",
+        "input-weights",
+        "knob-",
+        "equal-splits",
+    )  # workloads of which native has some refused
 
     @pytest.mark.parametrize(("device", "ranks"), [("cpu", 1), pytest.param("cuda", 1, marks=on_gpu)])
     def test_native_passes_on_one_rank(self, tmp_path, device, ranks):
