@@ -135,7 +135,7 @@ class TestDrops:
 class TestRefused:
     @requirement("FORCE-17", run=ON_SESSION, when=lambda workload: workload.name in REFUSED)
     def test_one_strategy_at_a_time(self, outcome: Outcome, tally: Tally) -> None:
-        """A router with two strategies, or without the parameter of one, is refused on all ranks by name."""
+        """A router with two strategies, or without the parameter of one, is refused on every rank."""
         judge_strategies_refused(outcome, tally)
 
 

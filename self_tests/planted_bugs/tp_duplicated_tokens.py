@@ -14,6 +14,7 @@ from moe_conformance.backends.native import Native, NativeSession
 from moe_conformance.backends.native.exchange import collectives
 from moe_conformance.backends.native.exchange.tp_duplicated_tokens import Shares, TokenCopies
 from moe_conformance.contract import Claims, Delivery, Routing
+from self_tests.planted_bugs.gradients.unasked import lost_gradient
 from self_tests.planted_bugs.plant import TP2_EP2, Expectation, planted
 
 
@@ -81,18 +82,6 @@ class UpstreamSummed(TokenCopies):
         return summed
 
 
-class _GivesNone(torch.autograd.Function):
-    """Nothing forward, and backward no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> None:
-        return None
-
-
 @planted(
     Expectation("EXCH-36", "copies-unasked-x-even", "gradient", "the gradient of the weights on rank 0", "is None"),
     layout=TP2_EP2,
@@ -102,7 +91,7 @@ class WeightsGoBackWithCopies(TokenCopies):
 
     def _cut(self, x_TD: Tensor, weights_TK: Tensor, shares: Shares) -> tuple[Tensor, Tensor]:
         if not x_TD.requires_grad:
-            weights_TK = _GivesNone.apply(weights_TK)  # type: ignore[no-untyped-call]
+            weights_TK = lost_gradient(weights_TK)
         return super()._cut(x_TD, weights_TK, shares)
 
 
@@ -115,7 +104,7 @@ class CopiesGoBackWithWeights(TokenCopies):
 
     def _cut(self, x_TD: Tensor, weights_TK: Tensor, shares: Shares) -> tuple[Tensor, Tensor]:
         if not weights_TK.requires_grad:
-            x_TD = _GivesNone.apply(x_TD)  # type: ignore[no-untyped-call]
+            x_TD = lost_gradient(x_TD)
         return super()._cut(x_TD, weights_TK, shares)
 
 

@@ -27,8 +27,10 @@ from moe_conformance.reference.rounding.routing_magnitudes import (
 )
 from moe_conformance.reference.routing import gate, routes, selection
 from moe_conformance.reference.routing.selection import GroupScore
-from moe_conformance.workloads.records.workload import Workload
+from moe_conformance.workloads.records.workload import ParameterKey, Workload
 
+ROUTER: ParameterKey = ("router", None)
+GATE_BIAS: ParameterKey = ("gate_bias", None)
 Weigh = Callable[[Tensor, Tensor], Tensor]  # (logits (T, E), ids (T, K)) -> weights (T, K)
 
 
@@ -69,12 +71,12 @@ class RouterExpected:
     @property
     def router_ED(self) -> Tensor:
         """The router's weight."""
-        return self.workload.parameters["router", None]
+        return self.workload.parameters[ROUTER]
 
     @property
     def gate_bias_E(self) -> Tensor | None:
         """The bias of the logits, if there is one."""
-        return self.workload.parameters.get(("gate_bias", None))
+        return self.workload.parameters.get(GATE_BIAS)
 
     @property
     def bias_E(self) -> Tensor | None:
@@ -118,18 +120,11 @@ class RouterExpected:
         """The gradient of the tokens, (T, D)."""
         return Target(self._dx[place], self._allowed_dx[place])
 
-    def gradient(self, stage: int) -> Target:
-        """The finished gradient of the router (E, D): over all tokens of a pipeline stage, divided where averaged."""
-        whole = self._gradient(stage)
-        D = self.workload.config.hidden
-        return Target(whole.expected[:, :D], whole.allowed[:, :D])
+    def gradient(self, stage: int, key: ParameterKey = ROUTER) -> Target:
+        """The finished gradient of the router (E, D), or of its gate bias (E,).
 
-    def gate_bias_gradient(self, stage: int) -> Target:
-        """That of the gate bias, (E,): the gradient in a column of ones beside the tokens."""
-        whole = self._gradient(stage)
-        return Target(whole.expected[:, -1], whole.allowed[:, -1])
-
-    def _gradient(self, stage: int) -> Target:
+        Over all tokens of a pipeline stage, divided where averaged.
+        """
         places = self.stage_places(stage)
         microbatches = len({m for m, _ in places})
         x_TD, ids_TK, dweights_TK = self._batch(places)
@@ -146,8 +141,12 @@ class RouterExpected:
             forced_TE=self._forced(places),
             kept_TK=self._summed(places),
         )
-        allowed_ED = self._allowed(measured, tokens=len(x_TD))
-        return Target(self.solve(places)[1] / self.divisor, allowed_ED / self.divisor)
+        both = self.solve(places)[1], self._allowed(measured, tokens=len(x_TD))
+        return Target(*(self.part(each, key) / self.divisor for each in both))
+
+    def part(self, of_weight: Tensor, key: ParameterKey) -> Tensor:
+        """Take the part of a parameter from what belongs to `_weight`: (E, D) of the router, (E,) of the gate bias."""
+        return of_weight[:, : self.workload.config.hidden] if key == ROUTER else of_weight[:, -1]
 
     def upstream(self, place: Place) -> Tensor:
         """The gradient of the loss in the weights of what was selected, (T, K)."""

@@ -15,7 +15,7 @@ from moe_conformance.judging.observed.cached import once
 from moe_conformance.judging.observed.finished_gradients import divisor_of, finals_of
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.scopes import Place, places_of, shard_of, stages, whole
-from moe_conformance.judging.router.expected import Limit, RouterExpected
+from moe_conformance.judging.router.expected import GATE_BIAS, ROUTER, Limit, RouterExpected
 from moe_conformance.judging.router.explain_selection import explain_selection
 from moe_conformance.judging.router.rules import explain_router_dx, explain_weights, gradients_of
 from moe_conformance.judging.verdict import (
@@ -267,18 +267,26 @@ def judge_router_gradient(reading: Reading, tally: Tally, expected: RouterExpect
         AbsentGradient: the gradient is None, or some ranks finish none while others do.
         WrongForm, WrongGradient: another shape; an element outside its bound.
     """
-    expected, finals = expected or expected_of(reading), finals_of(reading)
+    judge_finished_gradient(reading, tally, expected or expected_of(reading), ROUTER)
+
+
+def judge_finished_gradient(reading: Reading, tally: Tally, expected: RouterExpected, key: ParameterKey) -> None:
+    """Decide the same of one parameter of the router: its weight, or its gate bias.
+
+    Raises as `judge_router_gradient`.
+    """
+    finals = finals_of(reading)
     for stage, ranks in enumerate(stages(expected.workload.layout)):
-        target = expected.gradient(stage)
+        target = expected.gradient(stage, key)
         held = []
         for rank in ranks:
-            if (grad := finals[rank].get(("router", None))) is not None:
+            if (grad := finals[rank].get(key)) is not None:
                 cut = Target(*(shard_of(each, grad.shard) for each in target))
-                each = Held(rank, stage, ("router", None), grad.shard, grad.value, cut)
+                each = Held(rank, stage, key, grad.shard, grad.value, cut)
                 _formed(grad.value, cut, f"the gradient of {each.name}", rank, AbsentGradient, "finish")
                 held.append(each)
-        _require_whole(ranks, [rank.grads_local for rank in reading.ranks], "route")
-        _require_whole(ranks, finals, "finish")
+        _require_whole(key, ranks, [rank.grads_local for rank in reading.ranks], "route")
+        _require_whole(key, ranks, finals, "finish")
         if [each for each in held if not each.holds(tally)]:
             _fail_gradient(reading, expected, ranks, held)
 
@@ -286,29 +294,29 @@ def judge_router_gradient(reading: Reading, tally: Tally, expected: RouterExpect
 def _fail_gradient(
     reading: Reading, expected: RouterExpected, ranks: tuple[int, ...], held: Sequence[Held]
 ) -> NoReturn:
-    grads = [reading.ranks[rank].grads_local.get(("router", None)) for rank in ranks]
+    key = held[0].key
+    grads = [reading.ranks[rank].grads_local.get(key) for rank in ranks]
     local = [grad.value.double() for grad in grads if grad and grad.value is not None and grad.shard is None]
-    full = expected.gradient(held[0].stage)
+    full = expected.gradient(held[0].stage, key)
     undivided = Target(full.expected * expected.divisor, full.allowed * expected.divisor)
     before = len(local) == len(ranks) and not compare(torch.stack(local).sum(0), *undivided).holds
     names = ratio_names({"the scale": expected.workload.config.routing.scale}) | reading.router_ratios
-    findings, ratio = explain_gradients(gradients_of(expected), held, names)
+    findings, ratio = explain_gradients(gradients_of(expected, key), held, names)
     fail(WrongGradient, "gradient" if before else "finish", findings, ratio=ratio)
 
 
-def _require_whole(ranks: tuple[int, ...], named: Sequence[Mapping[ParameterKey, Grad]], when: Stage) -> None:
-    """Raise unless every rank of a stage names the router, whole or a part that the others complete."""
-    grads = {rank: named[rank].get(("router", None)) for rank in ranks}
+def _require_whole(
+    key: ParameterKey, ranks: tuple[int, ...], named: Sequence[Mapping[ParameterKey, Grad]], when: Stage
+) -> None:
+    """Raise unless every rank of a stage names a parameter, whole or a part that the others complete."""
+    grads = {rank: named[rank].get(key) for rank in ranks}
+    what = {ROUTER: "the weight of the router", GATE_BIAS: "the gate bias of the router"}[key]
     without = tuple(rank for rank, grad in grads.items() if grad is None)
     if without:
         after = " after finishing" if when == "finish" else ""
-        raise Uncovered(
-            when, f"the weight of the router is not yielded by 'named' on ranks {list(without)}{after}", ranks=without
-        )
+        raise Uncovered(when, f"{what} is not yielded by 'named' on ranks {list(without)}{after}", ranks=without)
     if not whole(grad.shard for grad in grads.values() if grad):
-        raise Uncovered(
-            when, "the ranks together do not yield all shards of the weight of the router by 'named'", ranks=ranks
-        )
+        raise Uncovered(when, f"the ranks together do not yield all shards of {what} by 'named'", ranks=ranks)
 
 
 def _formed(

@@ -101,8 +101,6 @@ def _sum_detached(expected: RouterExpected) -> Weigh:
 
 # ---- explanations --------------------------------------------------------------------------------------------
 
-_ROUTER: ParameterKey = ("router", None)
-
 
 def explain_weights(expected: RouterExpected, actual: Tensors, targets: Targets) -> Found:
     """Say why weights are wrong: see `bounded_tokens`."""
@@ -132,16 +130,17 @@ def explain_router_dx(expected: RouterExpected, actual: Tensors, targets: Target
     return explain_tokens("dx", actual, targets, candidates, names=names, dtype=expected.workload.config.dtype)
 
 
-def gradients_of(expected: RouterExpected) -> Oracle:
-    """Return what the router's gradient would be of some tokens, and with the mistakes."""
-    D = expected.workload.config.hidden
+def gradients_of(expected: RouterExpected, key: ParameterKey) -> Oracle:
+    """Return what the gradient of a parameter of the router would be of some tokens, and with the mistakes."""
+
+    def solved(places: Sequence[Place], weigh: Weigh | None = None) -> dict[ParameterKey, Tensor]:
+        return {key: expected.part(expected.solve(places, weigh)[1], key)}
+
     return Oracle(
         expected.workload,
         expected.divisor,
-        lambda places: {_ROUTER: expected.solve(places)[1][:, :D]},
-        lambda places: (
-            (words, {_ROUTER: expected.solve(places, weigh)[1][:, :D]}) for words, weigh in _differentiable(expected)
-        ),
+        solved,
+        lambda places: ((words, solved(places, weigh)) for words, weigh in _differentiable(expected)),
     )
 
 

@@ -112,7 +112,7 @@ class NoParameterIsOne(ForcedRouter):
 
 
 @planted(
-    Expectation("FORCE-19", "hot-rank-drops", "route", "rank 0"),
+    Expectation("FORCE-19", "hot-rank-drops", "route", "rank 0 has the capacity at least 31 instead of 16"),
 )
 class ForcedTokensAllStay(ForcedRouter):
     """Forced routes are returned before tokens are dropped."""

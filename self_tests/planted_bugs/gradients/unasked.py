@@ -26,7 +26,7 @@ class _GivesNone(torch.autograd.Function):
         return None
 
 
-def _lost(value: Tensor) -> Tensor:
+def lost_gradient(value: Tensor) -> Tensor:
     """Return the value, whose gradient goes no further."""
     lost: Tensor = _GivesNone.apply(value)  # type: ignore[no-untyped-call]
     return lost
@@ -41,7 +41,7 @@ class WeightsGoBackWithTokens(DeepEPManager):
     """The backward of dispatch returns early where tokens ask for no gradient; that of the weights goes with it."""
 
     def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Delivery, Any]:
-        return super().dispatch(x_TD, ids_TK, weights_TK if x_TD.requires_grad else _lost(weights_TK))
+        return super().dispatch(x_TD, ids_TK, weights_TK if x_TD.requires_grad else lost_gradient(weights_TK))
 
 
 @planted(
@@ -61,7 +61,7 @@ class SentWeightsGoBackWithTokens(ReusableExchange):
         handle: Handle | None = None,
     ) -> Received:
         if weights_TK is not None and not x_TD.requires_grad:
-            weights_TK = _lost(weights_TK)
+            weights_TK = lost_gradient(weights_TK)
         return super().dispatch(x_TD, ids_TK, weights_TK, handle)
 
 
@@ -72,4 +72,4 @@ class TokensGoBackWithWeights(DeepEPManager):
     """The backward of dispatch returns early where weights ask for no gradient; that of the tokens goes with it."""
 
     def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Delivery, Any]:
-        return super().dispatch(x_TD if weights_TK.requires_grad else _lost(x_TD), ids_TK, weights_TK)
+        return super().dispatch(x_TD if weights_TK.requires_grad else lost_gradient(x_TD), ids_TK, weights_TK)

@@ -3,15 +3,18 @@
 # ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_conformance.backends.native.router.routing import Router
+from moe_conformance.contract import Named, Read
 from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, planted
 
 
-@planted(Expectation("ROUTE-10", "route-gate-bias-softmax-topk", "route", "selected"))
+@planted(Expectation("ROUTE-10", "route-gate-bias-softmax-topk", "route", "rank 0 token", "selected", "instead of"))
 class GateWithoutItsBias(Router):
     """The fused gate multiplies by the weight alone."""
 
@@ -65,3 +68,20 @@ class GateBiasOfOwnTokens(Router):
 
     def parameters(self, recurse: bool = True):  # type: ignore[no-untyped-def]
         return (each for each in super().parameters(recurse) if each is not self.gate_bias_E)
+
+
+@planted(
+    Expectation(
+        "ROUTE-10", "route-gate-bias-sigmoid", "route", "do not yield all shards of the gate bias"
+    )
+)
+class HalfOfTheGateBias(Router):
+    """Once it is written, the first half of the gate bias is all that is named, on every rank."""
+
+    def named(self, read: Read) -> Iterator[Named]:
+        for each in super().named(read):
+            if each.name == "gate_bias" and bool(self.gate_bias_E.isfinite().all()):  # type: ignore[union-attr]
+                half_E = each.view[: len(each.view) // 2]
+                yield Named("gate_bias", None, half_E, shard=(0, 0, 2))
+            else:
+                yield each
