@@ -153,9 +153,7 @@ class Padding:
     bound: int | None = None
     packed: bool = False  # packed sequences (THD): T differs between ranks; an exchange that needs equal T refuses it
     row_multiple: int = 1  # the rows of each expert are padded to a multiple of it
-    splits: Literal["own", "equal"] = (
-        "own"  # equal: as many rows are sent from every rank to every other, zeros among them
-    )
+    splits: Literal["own", "equal"] = "own"  # equal: every rank sends every other as many rows, padded with zeros
 
     def __post_init__(self) -> None:
         """Raise ValueError for a value that is not allowed."""

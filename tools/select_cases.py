@@ -117,13 +117,13 @@ def demands(plan: Plan) -> dict[Place, set[Demand]]:
     """Return what each case would meet of what a selection has to hold, whatever the verdicts.
 
     Every workload once. With native's first variant every check that could read a case reads one on one rank, since
-    that is what backends without a selection run there. Every check that could read a case reads one with every variant
-    and one on every layout, within the declared limits
-    and beyond them; of variants that are sampled, with one of them on one layout; a check that runs
-    equivalent runs, each as dear as a case, on one layout of each number of ranks. Of every chapter, which is the
-    module of a check, some check reads a case with every variant on every layout. Every check meets
-    every trait that it could meet; so does every variant on every layout, with every run. The plainest
-    workload runs everywhere, where variants are sampled on one layout: what is seen there is the easiest to understand.
+    that is what backends without a selection run there. Every check that could read a case reads one with every
+    variant and one on every layout, within the declared limits and beyond them; of variants that are sampled, with
+    one of them on one layout; a check that runs equivalent runs, each as dear as a case, on one layout of each number
+    of ranks. Of every chapter, which is the module of a check, some check reads a case with every variant on every
+    layout. Every check meets every trait that it could meet; so does every variant on every layout, with every run.
+    The plainest workload runs everywhere, where variants are sampled on one layout: what is seen there is the easiest
+    to understand.
     """
     found: dict[Place, set[Demand]] = {}
     for case in open_cases(plan):

@@ -89,7 +89,8 @@ class Engine:
 
         The results are those of `start` for each of them: if a job of several has a fault or leaves something behind,
         none of what these runs returned is used, and each job runs again alone when its result is asked for. All of
-        them together have the shortest of their deadlines, and at most 20 s; longer ones take them one by one too.
+        them together have the shortest of their deadlines, and at most 20 s or a third of it; what takes longer runs
+        again one by one too.
 
         Raises:
             EngineError: a job is malformed, the worlds differ, ranks cannot be started, or the engine is closed.

@@ -56,9 +56,8 @@ class Script:
         self.leaves: list[dict[str, _Leaf]] = []
         self.answers: list[Answer] = []
         self.laid: dict[int, tuple[Tensor, Tensor]] = {}  # of the call that is being made, by the memory that was drawn
-        self.beside: list[
-            tuple[Script, Any]
-        ] = []  # other scripts, each with its surface, which take turns with this one
+        # Other scripts, each with its surface, which take turns with this one.
+        self.beside: list[tuple[Script, Any]] = []
 
     def run(self, backend_name: str) -> RankOutcome:
         """Do it all and return what this rank saw."""

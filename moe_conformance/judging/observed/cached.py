@@ -1,4 +1,4 @@
-"""Computing once: what belongs to a reading that does not know it, and the items of an iterator that is costly."""
+"""Computing once: what belongs to a run that does not know it, and the items of an iterator that is costly."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar, cast
 
 from moe_conformance.judging.observed.run import Reading
+from moe_conformance.scenarios.outcome import Outcome
 
 T = TypeVar("T")
+Run = TypeVar("Run", Reading, Outcome)
 
 
-def once(reading: Reading, make: Callable[[Reading], T]) -> T:
-    """Return `make(reading)`, computed at the first call and kept where the reading's cached properties are kept."""
-    kept, name = vars(reading), f"{make.__module__}.{make.__qualname__}"
+def once(run: Run, make: Callable[[Run], T]) -> T:
+    """Return `make(run)` of a reading or an outcome, computed at the first call and kept beside its own attributes.
+
+    Many checks read the same run, and what is kept goes with it.
+    """
+    kept, name = vars(run), f"{make.__module__}.{make.__qualname__}"
     if name not in kept:
-        kept[name] = make(reading)
+        kept[name] = make(run)
     return cast(T, kept[name])
 
 

@@ -9,6 +9,7 @@ from fractions import Fraction
 from itertools import product
 from typing import get_args
 
+from moe_conformance.judging.observed.cached import once
 from moe_conformance.judging.observed.run import require_finished
 from moe_conformance.reference.overload.factors import Entry, entry
 from moe_conformance.reference.overload.peaks import cumulative, cumulative_interval
@@ -79,11 +80,16 @@ def uneven_groups(outcome: Outcome, step: Covered) -> list[Sequence[int]]:
 
 
 def exact(outcome: Outcome, step: Covered) -> Exact:
-    """Work out a step once for all checks: it is kept where the outcome's own attributes are."""
-    kept: dict[int, Exact] = vars(outcome).setdefault("overload", {})
+    """Work out a step, once for all checks."""
+    kept = once(outcome, _steps)
     if step.number not in kept:
         kept[step.number] = _exact(outcome, step)
     return kept[step.number]
+
+
+def _steps(outcome: Outcome) -> dict[int, Exact]:
+    """Return where steps are kept that were worked out, by number."""
+    return {}
 
 
 def _exact(outcome: Outcome, step: Covered) -> Exact:

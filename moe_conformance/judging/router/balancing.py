@@ -7,9 +7,9 @@ from torch import Tensor
 
 from moe_conformance.judging.compare.bounded import Worst, compare
 from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.cached import once
 from moe_conformance.judging.observed.claims import claims_of
 from moe_conformance.judging.router.balancing_steps import History, Point, Rule, declared, history_of, mistakes
-from moe_conformance.judging.router.loss_steps import once
 from moe_conformance.judging.verdict import ChangedState, Tally, WrongBias, WrongCount, WrongForm
 from moe_conformance.reference.balance_bias.updates import without_constant
 from moe_conformance.scenarios.outcome import Outcome

@@ -12,9 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from moe_conformance.judging.observed.cached import once
 from moe_conformance.judging.observed.claims import claims_of
 from moe_conformance.judging.observed.script import values
-from moe_conformance.judging.router.loss_steps import once
 from moe_conformance.judging.verdict import WrongForm
 from moe_conformance.reference.balance_bias.updates import Forward, ForwardKind, Update, router_loads, trained
 from moe_conformance.reference.losses.balance import choice_counts

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from moe_conformance.judging.observed.cached import once
 from moe_conformance.judging.observed.script import values
 from moe_conformance.judging.router.loss_rules import Part, Parts, Rule
 from moe_conformance.judging.verdict import WrongForm
@@ -95,21 +95,6 @@ class Step:
             padding_T=None if batches[0].padding_T is None else whole([each.padding_T for each in batches], places),  # type: ignore[misc]
             sequences_T=whole([torch.arange(size) % width for size in sizes], places),
         )
-
-
-_T = TypeVar("_T")
-_last: list[tuple[weakref.ref[Outcome], dict[str, Any]]] = []  # of the outcome that was judged last
-
-
-def once(outcome: Outcome, make: Callable[[Outcome], _T]) -> _T:
-    """Return `make(outcome)`, computed once while the same outcome is judged: many checks read the same run."""
-    if not _last or _last[0][0]() is not outcome:
-        _last[:] = [(weakref.ref(outcome), {})]
-    kept, name = _last[0][1], f"{make.__module__}.{make.__qualname__}"
-    if name not in kept:
-        kept[name] = make(outcome)
-    found: _T = kept[name]
-    return found
 
 
 def steps_of(outcome: Outcome) -> list[Step]:

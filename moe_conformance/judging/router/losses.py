@@ -10,9 +10,10 @@ from torch import Tensor
 
 from moe_conformance.judging.compare.bounded import Target, compare, factor, within
 from moe_conformance.judging.findings import Finding, fail, ratio_names, ratio_words
+from moe_conformance.judging.observed.cached import once
 from moe_conformance.judging.router.loss_bounds import main_slope_bound, roundoff, slope_bound, value_bound
 from moe_conformance.judging.router.loss_rules import CALLED, Part, Parts, Rule, Steps
-from moe_conformance.judging.router.loss_steps import Step, legal, mistakes, once, steps_of
+from moe_conformance.judging.router.loss_steps import Step, legal, mistakes, steps_of
 from moe_conformance.judging.verdict import (
     AbsentGradient,
     Tally,

@@ -70,11 +70,7 @@ class GateBiasOfOwnTokens(Router):
         return (each for each in super().parameters(recurse) if each is not self.gate_bias_E)
 
 
-@planted(
-    Expectation(
-        "ROUTE-10", "route-gate-bias-sigmoid", "route", "do not yield all shards of the gate bias"
-    )
-)
+@planted(Expectation("ROUTE-10", "route-gate-bias-sigmoid", "route", "do not yield all shards of the gate bias"))
 class HalfOfTheGateBias(Router):
     """Once it is written, the first half of the gate bias is all that is named, on every rank."""
 
