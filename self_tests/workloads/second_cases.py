@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_conformance.spec import load
+from self_tests.checked_runs import EXPECTED, variant_for
 from self_tests.planted_bugs import Expectation, Plant
-from self_tests.planted_bugs.test_planted_bugs import EXPECTED, variant_for
 
 FILE = Path(__file__).with_suffix(".toml")
 NOT_YET = "not looked for yet"

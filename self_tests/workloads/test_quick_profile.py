@@ -20,7 +20,7 @@ from moe_conformance.plan import Case, Plan
 from moe_conformance.shards import Shard
 from moe_conformance.workloads.records.runs import ExchangeStep
 from moe_conformance.workloads.selection.stored import FOLDER, of, read
-from self_tests.planted_bugs.test_planted_bugs import EXPECTED
+from self_tests.checked_runs import EXPECTED
 from self_tests.workloads.second_cases import alone, declared, expectations, second
 from tools.select_cases import Demand, Place, choose, demands, place_of
 
