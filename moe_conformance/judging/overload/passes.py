@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import product
 from typing import get_args
@@ -23,6 +23,9 @@ from moe_conformance.reference.overload.timelines import (
 )
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.surfaces import MeteredPass
+
+_APART = 1000  # between microbatches that are told apart, more than a step has
+TRAINING = ("forward", "alone")  # kinds of forwards that are entries
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,63 @@ def uneven_groups(outcome: Outcome, step: Covered) -> list[Sequence[int]]:
     ]
 
 
+@dataclass(frozen=True)
+class Mistake:
+    """What a meter may have counted wrongly."""
+
+    words: str
+    padding: bool = False  # padding tokens are among the tokens that a rank brings
+    kinds: tuple[str, ...] = TRAINING
+    kept: bool = False  # nothing is forgotten by a report
+    again: bool = False  # what recomputation repeats is an entry of its own
+
+
+MISTAKES = (
+    Mistake("padding tokens are counted", padding=True),
+    Mistake("forwards in evaluation are counted", kinds=(*TRAINING, "evaluation")),
+    Mistake("the forward that recomputation runs again is counted too", again=True),
+    Mistake("entries of earlier reports are counted again", kept=True),
+)
+
+
+def mistaken(outcome: Outcome, step: Covered, mistake: Mistake) -> Exact | None:
+    """Work a step out with a mistake; None where ranks of a group would have different entries by it."""
+    if mistake.kept:
+        before = [each for each in covered(outcome) if each.number <= step.number]
+        kept = tuple(sum(of_rank, ()) for of_rank in zip(*(each.passes for each in before), strict=True))
+        step = replace(step, passes=_renumbered(kept))
+    if mistake.again:
+        step = replace(step, passes=tuple(map(_repeated, step.passes)))
+    counts = [len(_entries(own, mistake.kinds)) for own in step.passes]
+    uneven = any(len({counts[rank] for rank in group}) > 1 for group in outcome.workload.layout.groups()["ep_etp"])
+    return None if uneven else _exact(outcome, step, mistake)
+
+
+def _repeated(passes: Sequence[MeteredPass]) -> tuple[MeteredPass, ...]:
+    """Put a forward in front of the backward of each that is recomputed, which no backward follows."""
+    recomputed = {_label(each): each for each in passes if each.recomputed}
+    found: list[MeteredPass] = []
+    for each in passes:
+        if each.kind == "backward" and (first := recomputed.get(_label(each))) is not None:
+            found.append(replace(first, kind="alone", microbatch=first.microbatch + _APART, recomputed=False))
+        found.append(each)
+    return tuple(found)
+
+
+def _renumbered(passes: tuple[tuple[MeteredPass, ...], ...]) -> tuple[tuple[MeteredPass, ...], ...]:
+    """Give the passes of several steps microbatches of their own, so that labels are unique again."""
+    found = []
+    for of_rank in passes:
+        times: Counter[tuple[str, Label]] = Counter()
+        own = []
+        for each in of_rank:
+            kind = "backward" if each.kind == "backward" else "forward"
+            times[kind, _label(each)] += 1
+            own.append(replace(each, microbatch=each.microbatch + _APART * times[kind, _label(each)]))
+        found.append(tuple(own))
+    return tuple(found)
+
+
 def exact(outcome: Outcome, step: Covered) -> Exact:
     """Work out a step, once for all checks."""
     kept = once(outcome, _steps)
@@ -92,11 +152,11 @@ def _steps(outcome: Outcome) -> dict[int, Exact]:
     return {}
 
 
-def _exact(outcome: Outcome, step: Covered) -> Exact:
+def _exact(outcome: Outcome, step: Covered, mistake: Mistake | None = None) -> Exact:
     """Work out a step: the entries of a group are its ranks' training forwards in the same place."""
     layout, config = outcome.workload.layout, outcome.workload.config
     held = {rank.rank: rank.local_experts for rank in outcome.ranks}
-    of_ranks = [_entries(own) for own in step.passes]
+    of_ranks = [_entries(own, TRAINING if mistake is None else mistake.kinds) for own in step.passes]
     stages = tuple(
         next(ranks.index(rank) for ranks in layout.groups()["pp"] if rank in ranks) for rank in range(layout.world)
     )
@@ -113,7 +173,7 @@ def _exact(outcome: Outcome, step: Covered) -> Exact:
                 ep=layout.ep,
                 stage=stages[group[0]],
                 layer=same[0].layer,
-                padding_by_rank=[each.padding_T for each in same],
+                padding_by_rank=None if mistake and mistake.padding else [each.padding_T for each in same],
                 copies=copies,
             )
             entries.append(counted)
@@ -136,9 +196,9 @@ def _label(each: MeteredPass) -> Label:
     return each.layer, each.microbatch
 
 
-def _entries(passes: Sequence[MeteredPass]) -> list[MeteredPass]:
-    """Return the training forwards."""
-    return [each for each in passes if each.kind in ("forward", "alone")]
+def _entries(passes: Sequence[MeteredPass], kinds: Sequence[str] = TRAINING) -> list[MeteredPass]:
+    """Return the forwards of some kinds: those of training, if nothing else is said."""
+    return [each for each in passes if each.kind in kinds]
 
 
 def _with_recomputation(passes: Sequence[MeteredPass]) -> list[Pass]:

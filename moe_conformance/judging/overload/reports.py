@@ -8,9 +8,17 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import isfinite
 
-from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.findings import Finding, fail, ratio_names, ratio_words
 from moe_conformance.judging.observed.script import answers, judge_no_slip, values
-from moe_conformance.judging.overload.passes import Covered, Exact, covered, exact, uneven_groups
+from moe_conformance.judging.overload.passes import (
+    MISTAKES,
+    Covered,
+    Exact,
+    covered,
+    exact,
+    mistaken,
+    uneven_groups,
+)
 from moe_conformance.judging.verdict import Tally, WrongCount
 from moe_conformance.reference.overload.report import Empty, Report, allowed_error, ends, reported
 from moe_conformance.scenarios.outcome import Outcome
@@ -28,6 +36,7 @@ class _Wrong:
     name: str
     words: str
     size: float = 0.0
+    value: float | None = None
 
 
 def judge_values(outcome: Outcome, tally: Tally, *names: str) -> None:
@@ -137,10 +146,42 @@ def _judged(
     for rank, pairs in compared.items():
         tally.add(pairs=pairs, rank=rank)
     tally.beyond = max([tally.beyond, *(each.size for each in wrong)])
+    causes = {rank: _cause(outcome, step, [each for each in wrong if each.rank == rank]) for rank in compared}
     return [
-        Finding(each.name, f"rank {each.rank}: step {step.number}: {each.name} is {each.words}", (each.rank,))
+        Finding(
+            each.name,
+            f"rank {each.rank}: step {step.number}: {each.name} is {each.words}"
+            f"{causes[each.rank] or _ratio(outcome, worked_out, each)}",
+            (each.rank,),
+        )
         for each in wrong
     ]
+
+
+def _cause(outcome: Outcome, step: Covered, wrong: Sequence[_Wrong]) -> str:
+    """Return the mistake by which all wrong values of a rank come out as they are, "" if there is none."""
+    if not wrong or any(each.value is None or not isfinite(each.value) for each in wrong):
+        return ""
+    for mistake in MISTAKES:
+        other = mistaken(outcome, step, mistake)
+        if other is None:
+            continue
+        report = reported(other.entries, other.stages[wrong[0].rank], cumulative=other.peak)
+        seen = {each.name: each.value for each in wrong if each.value is not None}
+        if not any(_wrong(name, seen, report, _limits(other, wrong[0].rank, name, report))[0] for name in seen):
+            return f"; likely cause: {mistake.words}"
+    return ""
+
+
+def _ratio(outcome: Outcome, worked_out: Exact, wrong: _Wrong) -> str:
+    """Return which size of the layout or the config a value is wrong by, "" if by none."""
+    right = reported(worked_out.entries, worked_out.stages[wrong.rank], cumulative=worked_out.peak).values
+    if wrong.value is None or not right.get(wrong.name):
+        return ""
+    layout, config = outcome.workload.layout, outcome.workload.config
+    sizes = {"K": config.top_k, "ep": layout.ep, "etp": layout.etp, "tp": layout.tp, "edp": layout.edp}
+    words = ratio_words(wrong.value / float(right[wrong.name]), ratio_names(sizes))
+    return f"; likely cause: it is {words}" if ":" in words else ""
 
 
 def _off(
@@ -154,9 +195,8 @@ def _off(
         asked = _asked(names, report, seen)
         compared[rank] = len(asked)
         for name in asked:
-            bounds = step.limits if name == CUMULATIVE else _bounds(step, rank, name, report)
-            words, size = _wrong(name, seen, report, bounds)
-            wrong += [_Wrong(rank, name, words, size)] if words else []
+            words, size = _wrong(name, seen, report, _limits(step, rank, name, report))
+            wrong += [_Wrong(rank, name, words, size, seen.get(name))] if words else []
     return wrong, compared
 
 
@@ -165,8 +205,10 @@ def _asked(names: Sequence[str], report: Report, seen: Mapping[str, float]) -> l
     return [name for name in names if name != "layers"] + layers
 
 
-def _bounds(step: Exact, rank: int, name: str, report: Report) -> Sequence[tuple[Fraction, Fraction]]:
+def _limits(step: Exact, rank: int, name: str, report: Report) -> Sequence[tuple[Fraction, Fraction]]:
     """Return between what a value may lie: an average is made of as many entries as its stage or layer has."""
+    if name == CUMULATIVE:
+        return step.limits
     if name not in report.values:
         return ()
     of_layer = int(name.rpartition("_")[2]) if "_layer_" in name else None

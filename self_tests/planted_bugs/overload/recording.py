@@ -50,7 +50,7 @@ class CopiesBringTokens(Meter):
 
 
 @planted(
-    Expectation("LOAD-04", "load-forms", "run", "avg_overload_factor is"),
+    Expectation("LOAD-04", "load-forms", "run", "avg_overload_factor is", "padding tokens are counted"),
     real="PrimeIntellect-ai/prime-rl #1332: padding tokens are counted",
 )
 class PaddingBrought(Meter):
@@ -121,7 +121,9 @@ class HookedTwice(Meter):
 
 
 @planted(
-    Expectation("LOAD-16", "load-recomputed", "run", "avg_overload_factor is"),
+    Expectation(
+        "LOAD-16", "load-recomputed", "run", "avg_overload_factor is", "that recomputation runs again is counted"
+    ),
     Expectation("LOAD-29", "load-recomputed", "run", "the counter of pairs per expert has"),
 )
 class RepeatedForwardRecorded(Meter):

@@ -99,7 +99,11 @@ class OneListForAllMeters(Meter):
         return super().report()
 
 
-@planted(Expectation("LOAD-23", "load-switched", "run", "step 3: avg_overload_factor is"))
+@planted(
+    Expectation(
+        "LOAD-23", "load-switched", "run", "step 3: avg_overload_factor is", "entries of earlier reports are counted"
+    )
+)
 class FirstStepKept(Meter):
     """A report does not forget entries, of which averages go on."""
 

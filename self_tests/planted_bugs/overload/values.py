@@ -13,7 +13,9 @@ from moe_conformance.surfaces import Metered, MeteredPass, MeteredResults
 from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, planted
 
 
-@planted(Expectation("LOAD-01", "load-entries", "run", "max_overload_factor is", "instead of 1"))
+@planted(
+    Expectation("LOAD-01", "load-entries", "run", "max_overload_factor is", "instead of 1", "expected value: K or ep")
+)
 class OwnTokensForBalance(Meter):
     """The balanced count is made of the rank's own tokens, not of those of its exchange group."""
 
@@ -23,7 +25,9 @@ class OwnTokensForBalance(Meter):
 
 
 @planted(
-    Expectation("LOAD-02", "load-entries", "run", "max_overload_factor is 2 instead of 1"),
+    Expectation(
+        "LOAD-02", "load-entries", "run", "max_overload_factor is 2 instead of 1", "expected value: K or ep or etp"
+    ),
     real="Megatron-LM, pull request log_overload_factor: tokens over the size of the group, which has etp shards too",
     layout=EP2_ETP2,
 )
@@ -133,7 +137,9 @@ class NothingTakenBack(Meter):
         return super().arrived(forward, True)
 
 
-@planted(Expectation("LOAD-18", "load-evaluation", "run", "avg_overload_factor is"))
+@planted(
+    Expectation("LOAD-18", "load-evaluation", "run", "avg_overload_factor is", "forwards in evaluation are counted")
+)
 class EvaluationCounted(MeteredExchange):
     """Passes in evaluation mode are recorded as those of training are."""
 
