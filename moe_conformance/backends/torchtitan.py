@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
 from moe_conformance.backends.torchtitan_balance import BalancingRouters, require_balanced
-from moe_conformance.backends.torchtitan_layer import ROUND_ROBIN, Layer, expert_windows, moe_config, require_placed
+from moe_conformance.backends.torchtitan_layer import ROUND_ROBIN, Layer, expert_windows, require_placed
+from moe_conformance.backends.torchtitan_router import Router
 from moe_conformance.backends.torchtitan_rows import CombineAdd, Permutation, Reordering, ScatterAdd
 from moe_conformance.contract import (
     Claims,
@@ -33,7 +34,6 @@ from moe_conformance.contract import (
     Named,
     Parametrised,
     Read,
-    Routed,
     Routing,
     Topology,
     Unsupported,
@@ -111,18 +111,18 @@ class _Session(Session):
             raise Unsupported("torchtitan keeps and reduces in float32 what FSDP2 shards, not in torch.float64")
         return _Experts(config, first, held, self._topology, self._device)
 
-    def router(self, config: Config) -> _Router:
+    def router(self, config: Config) -> Router:
         """Build an MoE layer and replace its routed experts: what they would receive is the routing."""
         config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype", "routing", "gate_bias")
         _require_routed(config)
-        return _Router(config, self._device)
+        return Router(config, self._device)
 
     def balancing_routers(self, config: Config) -> BalancingRouters:
         """Build the MoE modules of a model as for their routers, and register the hook that updates their biases."""
         config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype", "routing", "balance")
         _require_routed(config)
         require_balanced(config, self._topology)
-        routers = [_Router(config, self._device) for _ in range(config.balance.layers)]
+        routers = [Router(config, self._device) for _ in range(config.balance.layers)]
         return BalancingRouters(routers, [each.layer for each in routers], self._topology, self._device)
 
     def layer(self, config: Config) -> Layer:
@@ -366,61 +366,3 @@ class _Experts:
 
 
 # ---- router --------------------------------------------------------------------------------------------------
-
-
-class _Tap(nn.Module):
-    """Replaces the routed experts and keeps what they would receive."""
-
-    def forward(self, x_BLD: Tensor, scores_BLK: Tensor, ids_BLK: Tensor, counts_E: Tensor) -> Tensor:
-        self.handed = (scores_BLK, ids_BLK, counts_E)
-        return x_BLD
-
-
-class _Router:
-    """The router of an MoE layer, called by the layer, which adds the balance bias and counts the load."""
-
-    def __init__(self, config: Config, device: torch.device) -> None:
-        from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
-
-        dispatcher = LocalTokenDispatcher.Config(num_experts=config.experts, top_k=config.top_k)
-        layer = moe_config(config, config.experts, dispatcher).build()
-        layer.routed_experts = self._tap = _Tap()
-        layer.router.to(config.dtype)  # the bias stays in float32, as the library registers it
-        self._layer = layer.to(device)
-        self._logits: Tensor | None = None
-        layer.router.gate.register_forward_hook(self._keep_logits)
-
-    @property
-    def layer(self) -> nn.Module:
-        """The MoE module."""
-        layer: nn.Module = self._layer
-        return layer
-
-    def _keep_logits(self, _module: nn.Module, _inputs: object, logits_BLE: Tensor) -> None:
-        self._logits = logits_BLE
-
-    @property
-    def resolved(self) -> Mapping[str, str]:
-        router = self._layer.router
-        return {
-            "router": type(router).__qualname__,
-            "gate": str(router.gate.weight.dtype),
-            "logits": str(None if self._logits is None else self._logits.dtype),
-        }
-
-    def __call__(self, x: Tensor) -> Routed:
-        x_BLD = x if x.dim() == 3 else x[None]
-        self._layer(x_BLD)
-        scores_BLK, ids_BLK, counts_E = self._tap.handed
-        assert self._logits is not None  # the layer has just called its gate
-        K, E = scores_BLK.shape[-1], self._logits.shape[-1]
-        routing = Routing(ids_BLK.reshape(-1, K), scores_BLK.reshape(-1, K), E)
-        return Routed(routing, self._logits.reshape(-1, E), counts_E)
-
-    def named(self, read: Read) -> Iterator[Named]:
-        gate = self._layer.router.gate
-        yield Named("router", None, read(gate.weight))
-        if gate.bias is not None:
-            yield Named("gate_bias", None, read(gate.bias))
-        if self._layer.expert_bias_E is not None:
-            yield Named("balance_bias", None, read(self._layer.expert_bias_E))

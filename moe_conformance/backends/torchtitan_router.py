@@ -1,0 +1,75 @@
+"""torchtitan's router, which its MoE module calls.
+
+T tokens, K slots, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from moe_conformance.backends.torchtitan_layer import moe_config
+from moe_conformance.contract import Config, Named, Read, Routed, Routing
+
+
+class _Tap(nn.Module):
+    """Replaces the routed experts and keeps what they would receive."""
+
+    def forward(self, x_BLD: Tensor, scores_BLK: Tensor, ids_BLK: Tensor, counts_E: Tensor) -> Tensor:
+        self.handed = (scores_BLK, ids_BLK, counts_E)
+        return x_BLD
+
+
+class Router:
+    """The router of an MoE layer, called by the layer, which adds the balance bias and counts the load."""
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+
+        dispatcher = LocalTokenDispatcher.Config(num_experts=config.experts, top_k=config.top_k)
+        layer = moe_config(config, config.experts, dispatcher).build()
+        layer.routed_experts = self._tap = _Tap()
+        layer.router.to(config.dtype)  # the bias stays in float32, as the library registers it
+        self._layer = layer.to(device)
+        self._logits: Tensor | None = None
+        layer.router.gate.register_forward_hook(self._keep_logits)
+
+    @property
+    def layer(self) -> nn.Module:
+        """The MoE module."""
+        layer: nn.Module = self._layer
+        return layer
+
+    def _keep_logits(self, _module: nn.Module, _inputs: object, logits_BLE: Tensor) -> None:
+        self._logits = logits_BLE
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        """The class, and the dtypes of its weight and of its logits as far as they were seen."""
+        router = self._layer.router
+        return {
+            "router": type(router).__qualname__,
+            "gate": str(router.gate.weight.dtype),
+            "logits": str(None if self._logits is None else self._logits.dtype),
+        }
+
+    def __call__(self, x: Tensor) -> Routed:
+        """Return what the router hands to the routed experts."""
+        x_BLD = x if x.dim() == 3 else x[None]
+        self._layer(x_BLD)
+        scores_BLK, ids_BLK, counts_E = self._tap.handed
+        assert self._logits is not None  # the layer has just called its gate
+        K, E = scores_BLK.shape[-1], self._logits.shape[-1]
+        routing = Routing(ids_BLK.reshape(-1, K), scores_BLK.reshape(-1, K), E)
+        return Routed(routing, self._logits.reshape(-1, E), counts_E)
+
+    def named(self, read: Read) -> Iterator[Named]:
+        """Yield the gate's weight, and the biases that there are."""
+        gate = self._layer.router.gate
+        yield Named("router", None, read(gate.weight))
+        if gate.bias is not None:
+            yield Named("gate_bias", None, read(gate.bias))
+        if self._layer.expert_bias_E is not None:
+            yield Named("balance_bias", None, read(self._layer.expert_bias_E))
