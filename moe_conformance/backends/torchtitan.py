@@ -183,7 +183,7 @@ class _Session(Session):
             if isinstance(surface, Layer):  # FSDP2 has reduced in every backward
                 continue
             if not isinstance(surface, _Experts):
-                raise Unsupported(f"the reduction of {type(surface).__name__[1:].lower()} gradients is not adapted")
+                raise Unsupported(f"the reduction of {type(surface).__name__}'s gradients is not adapted")
             surface.reduce()
 
     def close(self) -> None:

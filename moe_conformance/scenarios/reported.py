@@ -27,7 +27,7 @@ def claims_of(surface: object) -> Claims:
 
 def _claimed(surface: object) -> Claims:
     # An AttributeError inside the property must not read as its absence.
-    has_claims = hasattr(surface, "claims") or hasattr(type(surface), "claims")
+    has_claims = hasattr(type(surface), "claims") or hasattr(surface, "claims")
     claims = surface.claims if has_claims else Claims()  # type: ignore[attr-defined]
     if not isinstance(claims, Claims):
         raise Malformed(f"{type(surface).__name__}.claims is of type {type(claims).__name__}; expected Claims")

@@ -226,7 +226,7 @@ class TestRouter:
         workload = next(iter(routers.routing_corpus("alltoall", Layout(2))))
         rank = moe_step(engine, NAME, workload).ranks[0]
         assert rank.grads_final is None
-        assert "the reduction of router gradients is not adapted" == rank.finish_refusal
+        assert "the reduction of Router's gradients is not adapted" == rank.finish_refusal
 
 
 class TestLayer:
