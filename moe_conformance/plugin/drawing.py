@@ -29,6 +29,7 @@ NAME = "moe-conformance"
 _EXAMPLES = {"quick": 12, "full": 100, "virtual": 12}
 _DEADLINE_S, _DEADLINE_AFTER_A_HANG_S = 60.0, 10.0
 _MOST_BREAKDOWNS = 25  # runs that ended in a crash or a hang, after which shrinking has to do with what it has
+MOST_REFUSED = 60  # runs before the first that the backend builds: one that refuses so many refuses all
 
 Judge = Callable[[Outcome], None]
 Drive = Callable[[SearchStrategy[Workload], Judge], None]
@@ -65,6 +66,7 @@ class Search:
     seed: str
     hung: bool = False  # once, which may repeat while shrinking
     broken_down: set[str] = field(default_factory=set)  # workloads that ended in a crash or a hang
+    refusals: int = 0  # runs that the backend refused
 
     def hold(self, workloads: SearchStrategy[Workload], judge: Judge) -> None:
         """Judge what Hypothesis draws, then one batch of every feature that it left out.
@@ -95,6 +97,8 @@ class Search:
         @seed(zlib.crc32(self.seed.encode()))
         @given(workload=workloads)
         def holds(workload: Workload) -> None:
+            if self._refuses_all:
+                reject()
             if not self._worth_a_run(workload):
                 return
             outcome = self._run(workload)
@@ -107,6 +111,11 @@ class Search:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", HypothesisWarning)  # it shows a batch in full, and thinks that is long
             (holds if examples is None else settings(max_examples=examples)(holds))()
+
+    @property
+    def _refuses_all(self) -> bool:
+        """Whether so much was refused, and nothing built, that no more is run."""
+        return self.refusals >= MOST_REFUSED and not self.trial.drawn["batches"]
 
     def _worth_a_run(self, workload: Workload) -> bool:
         """Whether to run a workload: each breakdown costs new ranks, so only so many are looked for.
@@ -126,6 +135,7 @@ class Search:
         if refusal := refusal_of(outcome):
             trial.settled, trial.rejected = refusal
             trial.refused.update(found)
+            self.refusals += 1
             reject()
         for name in ("batches", *found):
             trial.drawn[name] += 1

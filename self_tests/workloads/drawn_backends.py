@@ -59,15 +59,22 @@ class _DyingSession(NativeSession):
         return Dies(config, self.topology)
 
 
-def _refuse(dtype: torch.dtype) -> None:
-    if dtype == torch.float16:
-        raise ValueError("no float16")
+def _refuse(refused: bool, words: str) -> None:
+    if refused:
+        raise ValueError(words)
 
 
 class _RefusingSession(NativeSession):
     def exchange(self, config: Config) -> LocalExchange:
         with refusals(ValueError, match="no float16"):
-            _refuse(config.dtype)
+            _refuse(config.dtype == torch.float16, "no float16")
+        return super().exchange(config)
+
+
+class _RefusingAllSession(NativeSession):
+    def exchange(self, config: Config) -> LocalExchange:
+        with refusals(ValueError, match="nothing here"):
+            _refuse(True, "nothing here")
         return super().exchange(config)
 
 
@@ -82,6 +89,12 @@ class Refusing(Native):
 
     session_class = _RefusingSession
     library_modules = (__name__,)
+
+
+class RefusingAll(Refusing):
+    """Native that builds nothing."""
+
+    session_class = _RefusingAllSession
 
 
 OutputAndCrash = _with(RaisesAtOneToken, _bug("answers-read-in-token-order"))

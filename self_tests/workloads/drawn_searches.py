@@ -37,6 +37,7 @@ class Found:
     trial: Trial
     ended: Ending
     seen: tuple[Mismatch, ...]  # by the judge, from the first to the last
+    refusals: int  # runs that the backend refused
 
     @property
     def examples(self) -> dict[str | None, Workload]:
@@ -77,7 +78,7 @@ def search(
     try:
         hunt.hold(workloads, judge)
     except Exception as error:
-        return Found(trial, ending(trial, error), tuple(seen))
+        return Found(trial, ending(trial, error), tuple(seen), hunt.refusals)
     finally:
         settings.load_profile(before)
-    return Found(trial, ending(trial, None), tuple(seen))
+    return Found(trial, ending(trial, None), tuple(seen), hunt.refusals)

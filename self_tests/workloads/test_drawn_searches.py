@@ -8,6 +8,7 @@ import pytest
 
 from moe_conformance.contract import Limit
 from moe_conformance.engine import Engine
+from moe_conformance.plugin.drawing import MOST_REFUSED
 from moe_conformance.workloads.drawn.example import describe, to_json
 from moe_conformance.workloads.records.runs import ExchangeStep, RouterStep
 from moe_conformance.workloads.records.workload import Workload
@@ -118,6 +119,12 @@ class TestDistribution:
         assert "pass" == found.ended.verdict
         assert "float16" not in found.trial.drawn
         assert [] == lacking(found)
+
+    def test_a_backend_that_refuses_everything_is_not_asked_without_end(self, engine):
+        """After so many refusals no more is run, and the item says what was refused."""
+        found = search(engine, f"{BACKENDS}:RefusingAll")
+        assert ("refused", MOST_REFUSED) == (found.ended.verdict, found.refusals)
+        assert "every drawn workload was refused: refused by the library: nothing here" == found.ended.message
 
     def test_what_is_left_out_is_not_drawn(self, engine):
         """The search goes on beside a fault that is known: native passes where only its plant's batches are missing."""
