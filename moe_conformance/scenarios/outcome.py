@@ -49,28 +49,42 @@ class Finish:
 
 
 @dataclass(frozen=True)
+class ExchangeSeen:
+    """What one rank saw of its exchange in one microbatch; a run without an exchange has seen nothing."""
+
+    handed: tuple[Handed, ...] = ()
+    weights_at: str | None = None  # as the exchange told after this forward, where it does
+    overflow: str | None = None  # what the dispatch said that refused; then there is nothing else
+    handed_back: int = 0  # identity: rows that the experts answered with themselves, of all microbatches until then
+    padding_gradients: int = 0  # padding rows at which the twist put a gradient of its own
+
+
+@dataclass(frozen=True)
+class RouterSeen:
+    """What one rank's router returned for one microbatch; a run without a router has seen nothing."""
+
+    ids_TK: Tensor | None = None
+    weights_TK: Tensor | None = None
+    logits_TE: Tensor | None = None
+    counts_E: Tensor | None = None
+    undropped_ids_TK: Tensor | None = None  # capacity: what the same router decides without one
+    undropped_weights_TK: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Microbatch:
     """What one rank saw of one microbatch."""
 
-    handed: tuple[Handed, ...]
     y: Tensor | None  # flattened to (T, D)
     y_shape: tuple[int, ...]
     y_dtype: torch.dtype | None
     dx_TD: Grad  # as it was when the backward returned
     dweights_TK: Grad
-    routed_ids_TK: Tensor | None = None  # route: what the router selected
-    routed_weights_TK: Tensor | None = None
-    logits_TE: Tensor | None = None
-    counts_E: Tensor | None = None
-    weights_at: str | None = None  # as the exchange told after this forward, where it does
-    overflow: str | None = None  # overflow: what the dispatch said that refused; then there is nothing else
-    undropped_ids_TK: Tensor | None = None  # capacity: what the same router decides without one
-    undropped_weights_TK: Tensor | None = None
+    exchange: ExchangeSeen = field(default_factory=ExchangeSeen)
+    router: RouterSeen = field(default_factory=RouterSeen)
     inputs_changed: tuple[str, ...] = ()  # of x, ids, weights, upstream: bytes that differ after the step
     outputs_changed: tuple[str, ...] = ()  # of y, rows: bytes that differ after its backward, or in the end
     gradients_changed: tuple[str, ...] = ()  # of x, weights: bytes that differ from when their backward returned
-    handed_back: int = 0  # identity: rows that the experts answered with themselves, of all microbatches until then
-    padding_gradients: int = 0  # padding rows at which the twist put a gradient of its own
 
 
 Memory = Literal["same tensor", "shared", "apart"]  # of two tensors: one object, one storage, or two

@@ -134,7 +134,6 @@ class ProxyModel:
             reached=self.reached,
             microbatches=tuple(
                 Microbatch(
-                    handed=(),
                     y=to_cpu(y) if self.after is None else None,
                     y_shape=tuple(y.shape),
                     y_dtype=y.dtype,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from moe_conformance.scenarios import parameters, state
 from moe_conformance.scenarios.identity import Identity, identity_of
 from moe_conformance.scenarios.inputs import Inputs
 from moe_conformance.scenarios.memory import bytes_in_use, longer, take_and_forget
-from moe_conformance.scenarios.outcome import Finish, Grad, Microbatch, RankOutcome
+from moe_conformance.scenarios.outcome import ExchangeSeen, Finish, Grad, Microbatch, RankOutcome, RouterSeen
 from moe_conformance.scenarios.padding import PaddingGradients
 from moe_conformance.scenarios.probe import Probe, part_of
 from moe_conformance.scenarios.reported import claims_of, claims_of_all, shown_of, without_noise
@@ -66,7 +67,7 @@ class TrainingStep:
         self.returned: dict[int, Tensor] = {}  # copies of outputs, made when they were returned
         self.weights_at: dict[int, str] = {}  # as the exchange told when they were returned
         self.outputs_changed: dict[int, tuple[str, ...]] = {}
-        self.routed: dict[int, dict[str, Any]] = {}
+        self.routed: dict[int, RouterSeen] = {}
         self.spoilt: dict[int, PaddingGradients] = {}
         self.state_changed: list[str] = []
 
@@ -250,17 +251,18 @@ class TrainingStep:
     def _route(self, m: int, x: Tensor) -> None:
         routed = self.routers[m % len(self.routers)](x)
         self.outputs[m] = routed.routing.weights_TK
-        self.routed[m] = {
-            "routed_ids_TK": to_cpu(routed.routing.ids_TK),
-            "routed_weights_TK": to_cpu(routed.routing.weights_TK),
-            "logits_TE": to_cpu(routed.logits_TE),
-            "counts_E": to_cpu(routed.counts_E),
-        }
+        seen = RouterSeen(
+            to_cpu(routed.routing.ids_TK),
+            to_cpu(routed.routing.weights_TK),
+            to_cpu(routed.logits_TE),
+            to_cpu(routed.counts_E),
+        )
         if self.undropping is not None:
             with torch.no_grad():
-                undropped = self.undropping(x.detach()).routing
-            self.routed[m]["undropped_ids_TK"] = to_cpu(undropped.ids_TK)
-            self.routed[m]["undropped_weights_TK"] = to_cpu(undropped.weights_TK)
+                kept = self.undropping(x.detach()).routing
+            ids_TK, weights_TK = to_cpu(kept.ids_TK), to_cpu(kept.weights_TK)
+            seen = replace(seen, undropped_ids_TK=ids_TK, undropped_weights_TK=weights_TK)
+        self.routed[m] = seen
 
     def _dispatch(self, m: int) -> None:
         assert isinstance(self.exchange, SplitExchange)
@@ -322,7 +324,7 @@ class TrainingStep:
             return
         output, upstream = self.outputs[m], self.inputs[m].upstream
         if self.routers:  # upstream is dense (T, E): the backend chose the slots
-            ids_TK = self.routed[m]["routed_ids_TK"]
+            ids_TK = self.routed[m].ids_TK
             assert ids_TK is not None
             ids_TK = ids_TK.to(upstream.device)
             upstream = upstream.gather(1, ids_TK.clamp_min(0)) * (ids_TK >= 0)
@@ -396,24 +398,29 @@ class TrainingStep:
 
     def _microbatch(self, m: int) -> Microbatch:
         if m in self.overflows:
-            return Microbatch((), None, (), None, Grad(None), Grad(None), overflow=self.overflows[m])
+            return Microbatch(None, (), None, Grad(None), Grad(None), ExchangeSeen(overflow=self.overflows[m]))
         inputs, output = self.inputs[m], self.outputs[m]
         seen = {}
         if not self.routers:
             # As it was returned: what later microbatches may do to its memory is judged for itself.
             seen = {"y": to_cpu(self.returned[m]).reshape(-1, self.config.hidden)}  # type: ignore[union-attr]
         return Microbatch(
-            handed=self.experts.handed(m) if isinstance(self.experts, Probe | Identity) else (),
             y=seen.get("y"),
             y_shape=tuple(output.shape),
             y_dtype=output.dtype,
             dx_TD=Grad(inputs.gradients.get("x")),
             dweights_TK=Grad(inputs.gradients.get("weights")),
-            weights_at=self.weights_at.get(m),
+            exchange=self._exchanged(m),
+            router=self.routed.get(m, RouterSeen()),
             inputs_changed=inputs.changed(),
             outputs_changed=self.outputs_changed.get(m, ()),
             gradients_changed=inputs.gradients_changed(),
+        )
+
+    def _exchanged(self, m: int) -> ExchangeSeen:
+        return ExchangeSeen(
+            handed=self.experts.handed(m) if isinstance(self.experts, Probe | Identity) else (),
+            weights_at=self.weights_at.get(m),
             handed_back=self.experts.rows if isinstance(self.experts, Identity) else 0,
             padding_gradients=self.spoilt[m].rows if m in self.spoilt else 0,
-            **self.routed.get(m, {}),
         )

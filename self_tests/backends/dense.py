@@ -47,8 +47,8 @@ def assert_routed_alike(outcome: Outcome, allowed: float, router_ED: Tensor | No
     router_ED = workload.parameters["router", None].double() if router_ED is None else router_ED
     for rank, batch in zip(outcome.ranks, workload.batches[0], strict=True):
         found = rank.microbatches[0]
-        assert found.routed_ids_TK is not None
-        assert found.routed_weights_TK is not None
+        assert found.router.ids_TK is not None
+        assert found.router.weights_TK is not None
         expected = route(
             batch.x_TD.double() @ router_ED.T,
             top_k=config.top_k,
@@ -59,9 +59,9 @@ def assert_routed_alike(outcome: Outcome, allowed: float, router_ED: Tensor | No
             normalise=config.routing.normalise,
             scale=config.routing.scale,
         )
-        order, sorted_ids = expected.ids_TK.argsort(1), found.routed_ids_TK.argsort(1)
-        assert torch.equal(expected.ids_TK.gather(1, order), found.routed_ids_TK.gather(1, sorted_ids))
-        weights_TK = found.routed_weights_TK.gather(1, sorted_ids)
+        order, sorted_ids = expected.ids_TK.argsort(1), found.router.ids_TK.argsort(1)
+        assert torch.equal(expected.ids_TK.gather(1, order), found.router.ids_TK.gather(1, sorted_ids))
+        weights_TK = found.router.weights_TK.gather(1, sorted_ids)
         assert worst(weights_TK, expected.weights_TK.detach().gather(1, order)) < allowed
         routes.append(expected)
     return routes

@@ -221,7 +221,7 @@ class TestRouter:
         for rank, batch, expected in zip(outcome.ranks, workload.batches[0], routes, strict=True):
             expected.weights_TK.backward(batch.upstream.double().gather(1, expected.ids_TK))
             if config.routing.balance_bias:
-                counts_E = rank.microbatches[0].counts_E
+                counts_E = rank.microbatches[0].router.counts_E
                 assert counts_E is not None
                 assert torch.equal(torch.bincount(expected.ids_TK.flatten(), minlength=config.experts), counts_E.long())
         assert router.grad is not None

@@ -205,7 +205,7 @@ class TestOrder:
         """The tags of what reaches every expert ascend, and every rank has its rows expert by expert."""
         outcome = run(engine, Native, workload_like("uneven", layout, variant=variant))
         for rank in outcome.ranks:
-            (handed,) = rank.microbatches[0].handed
+            (handed,) = rank.microbatches[0].exchange.handed
             tag = tags.decode(handed.rows_RD)
             places = list(zip(handed.ids_RJ[:, 0].tolist(), tag.rank_R.tolist(), tag.token_R.tolist(), strict=True))
             assert len(places) > 10
@@ -262,19 +262,19 @@ class TestLiars:
                 assert ("ok", "combine", True) == (rank.status, rank.weights_at, rank.partial)
                 assert ((), ()) == (rank.uncovered, microbatch.inputs_changed)
                 assert workload.config.dtype == microbatch.y_dtype
-                for handed in microbatch.handed:
+                for handed in microbatch.exchange.handed:
                     assert torch.equal(torch.bincount(handed.ids_RJ[:, 0], minlength=4), handed.counts_N)
 
     def test_wrong_counts(self, engine: Engine) -> None:
         """The claim is one row too high, the rows are in order."""
         for rank in run(engine, lying.WrongCounts, workload_like("uneven", PAIR)).ranks:
-            (handed,) = rank.microbatches[0].handed
+            (handed,) = rank.microbatches[0].exchange.handed
             assert torch.equal(torch.bincount(handed.ids_RJ[:, 0], minlength=4) + 1, handed.counts_N)
 
     def test_wrong_place(self, engine: Engine) -> None:
         """The experts are said to get weights and get none."""
         for rank in run(engine, lying.WrongPlace, workload_like("uneven", PAIR)).ranks:
-            assert ("expert", None) == (rank.weights_at, rank.microbatches[0].handed[0].weights_RJ)
+            assert ("expert", None) == (rank.weights_at, rank.microbatches[0].exchange.handed[0].weights_RJ)
 
     def test_hides_parts(self, engine: Engine) -> None:
         """Two shards that answer in full make y twice what it is."""

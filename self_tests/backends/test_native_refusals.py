@@ -103,7 +103,7 @@ def _unsaid(workload: Workload, rank: RankOutcome) -> Iterator[str]:
     if went_back and rank.grads_local and rank.grads_final is None:
         yield f"refused to finish gradients: {rank.finish_refusal}"
     for microbatch in rank.microbatches:
-        if workload.run == RouterStep() and microbatch.counts_E is None:
+        if workload.run == RouterStep() and microbatch.router.counts_E is None:
             yield "reported no load"
-        if any(handed.counts_N is None for handed in microbatch.handed):
+        if any(handed.counts_N is None for handed in microbatch.exchange.handed):
             yield "claimed no counts"

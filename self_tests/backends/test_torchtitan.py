@@ -118,7 +118,7 @@ class TestExchange:
         """Every expert's count is a multiple of 16 with torchao, 16 where nothing came."""
         pytest.importorskip("torchao")
         outcome = run(engine, "torchao", EP2, "empty-expert-even")
-        counts_N = outcome.ranks[0].microbatches[0].handed[0].counts_N
+        counts_N = outcome.ranks[0].microbatches[0].exchange.handed[0].counts_N
         assert counts_N is not None
         assert 16 == int(counts_N[1])  # expert 1 is the empty one
         assert [0] * 4 == (counts_N % 16).tolist()
@@ -216,10 +216,10 @@ class TestRouter:
         assert_routed_alike(outcome, 1e-6)
         for rank in outcome.ranks:
             found = rank.microbatches[0]
-            assert found.counts_E is not None
-            assert found.routed_ids_TK is not None
-            load_E = torch.bincount(found.routed_ids_TK.flatten(), minlength=workload.config.experts)
-            assert torch.equal(load_E, found.counts_E.long())
+            assert found.router.counts_E is not None
+            assert found.router.ids_TK is not None
+            load_E = torch.bincount(found.router.ids_TK.flatten(), minlength=workload.config.experts)
+            assert torch.equal(load_E, found.router.counts_E.long())
 
     def test_the_reduction_of_its_gradient_is_not_adapted(self, engine: Engine) -> None:
         """It is refused by name, not passed over."""

@@ -172,8 +172,8 @@ class TestExchange:
         """AutoEP reduces in inference, where experts weigh, and exchanges in training, where combine does."""
         ranks = run(engine, pinned("auto", TP2_EP2, "inference-even")).ranks
         for rank in ranks:
-            assert ["expert", "combine", "expert"] == [seen.weights_at for seen in rank.microbatches]
-        handed = [[call for rank in ranks for call in rank.microbatches[m].handed] for m in range(3)]
+            assert ["expert", "combine", "expert"] == [seen.exchange.weights_at for seen in rank.microbatches]
+        handed = [[call for rank in ranks for call in rank.microbatches[m].exchange.handed] for m in range(3)]
         unrouted = [any(bool((call.ids_RJ < 0).all(1).any()) for call in calls) for calls in handed]
         assert [True, False, True] == unrouted
 

@@ -40,7 +40,7 @@ def router_compared(outcome: Outcome) -> Iterator[Compared]:
     expected = router_expected(reading)
     for m, rank in expected.places:
         seen = reading.seen(m, rank)
-        yield "weights", present(seen.routed_weights_TK), expected.weights((m, rank))
+        yield "weights", present(seen.router.weights_TK), expected.weights((m, rank))
         yield "dx", present(seen.dx_TD.value), expected.dx((m, rank))
     for outcome_of in reading.ranks:
         yield "router", present((outcome_of.grads_final or {})["router", None].value), expected.gradient(0)

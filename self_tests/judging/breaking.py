@@ -81,9 +81,14 @@ def edit(outcome: Outcome, rank: int, change: Callable[[Microbatch], Microbatch]
 
 def edit_handed(outcome: Outcome, rank: int, change: Callable[[Handed], Handed], microbatch: int = 0) -> Outcome:
     """Change the first call of one rank's experts in a microbatch."""
-    return edit(
-        outcome,
-        rank,
-        lambda seen: replace(seen, handed=(change(seen.handed[0]), *seen.handed[1:])),
-        microbatch,
-    )
+
+    def changed(seen: Microbatch) -> Microbatch:
+        first, *others = seen.exchange.handed
+        return replace(seen, exchange=replace(seen.exchange, handed=(change(first), *others)))
+
+    return edit(outcome, rank, changed, microbatch)
+
+
+def rerouted(seen: Microbatch, **changed: Any) -> Microbatch:
+    """Change what a rank's router returned."""
+    return replace(seen, router=replace(seen.router, **changed))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.contract import Config, Delivery
-from moe_conformance.scenarios.outcome import Grad, Microbatch, Outcome, RankOutcome
+from moe_conformance.scenarios.outcome import ExchangeSeen, Grad, Microbatch, Outcome, RankOutcome
 from moe_conformance.scenarios.probe import Probe
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.records import draw, tags
@@ -136,12 +136,12 @@ def _step(
     y = [simulation.outputs(source, y[source]) for source in world]
     torch.autograd.backward(y, [batch.upstream.to(y[0].dtype) for batch in batches])
     return lambda rank: Microbatch(
-        handed=probes[rank].handed(m),
         y=y[rank].detach(),
         y_shape=tuple(y[rank].shape),
         y_dtype=y[rank].dtype,
         dx_TD=Grad(x[rank].grad),
         dweights_TK=Grad(weights[rank].grad),
+        exchange=ExchangeSeen(probes[rank].handed(m)),
     )
 
 

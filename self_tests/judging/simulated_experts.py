@@ -121,7 +121,6 @@ def _step(
             y = y.index_add(0, tokens, answers)
     y.backward(batch.upstream)
     return Microbatch(
-        handed=(),
         y=y.detach(),
         y_shape=tuple(y.shape),
         y_dtype=y.dtype,

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moe_conformance.contract import Config
-from moe_conformance.scenarios.outcome import Grad, Microbatch, Outcome, RankOutcome
+from moe_conformance.scenarios.outcome import Grad, Microbatch, Outcome, RankOutcome, RouterSeen
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.runs import RouterStep
@@ -125,14 +125,15 @@ def _step(workload: Workload, formula: Formula, router_ED: Tensor, m: int, rank:
     weights_TK = formula.weigh(scores_TE, ids_TK, config)
     weights_TK.backward(batch.upstream.gather(1, ids_TK).to(weights_TK.dtype))
     return Microbatch(
-        handed=(),
         y=None,
         y_shape=tuple(weights_TK.shape),
         y_dtype=weights_TK.dtype,
         dx_TD=Grad(x.grad),
         dweights_TK=Grad(None),
-        routed_ids_TK=ids_TK,
-        routed_weights_TK=weights_TK.detach(),
-        logits_TE=logits_TE.detach(),
-        counts_E=torch.bincount(ids_TK.flatten(), minlength=config.experts),
+        router=RouterSeen(
+            ids_TK,
+            weights_TK.detach(),
+            logits_TE.detach(),
+            torch.bincount(ids_TK.flatten(), minlength=config.experts),
+        ),
     )

@@ -24,7 +24,8 @@ ROUTING = workload(ids=[[[0, 5], [4, 5]], [[1, 6]]])
 
 def _told(microbatches: tuple[Microbatch, ...], *places: str | None) -> tuple[Microbatch, ...]:
     """The microbatches of a rank, with what its exchange tells after each."""
-    return tuple(replace(seen, weights_at=place) for seen, place in zip(microbatches, places, strict=True))
+    pairs = zip(microbatches, places, strict=True)
+    return tuple(replace(seen, exchange=replace(seen.exchange, weights_at=place)) for seen, place in pairs)
 
 
 class TestDeliveries:
@@ -76,7 +77,7 @@ class TestDeliveries:
     def test_a_row_of_another_microbatch_is_named(self) -> None:
         """Rows of the microbatch that runs beside it are told as such, and the missing ones as lost."""
         outcome = broken(workload(microbatches=2))
-        rows_RD = outcome.ranks[1].microbatches[1].handed[0].rows_RD
+        rows_RD = outcome.ranks[1].microbatches[1].exchange.handed[0].rows_RD
         fault = caught(
             judge_deliveries,
             edit_handed(outcome, 1, lambda h: replace(h, rows_RD=put(0, lambda _: rows_RD[0])(h.rows_RD))),
@@ -188,7 +189,7 @@ class TestCounts:
     def test_padding_may_be_counted(self) -> None:
         """A claim may include rows of zeros, all of them or none."""
         padded = broken(ROUTING, padding=3)
-        assert [4, 5, 4, 3] == padded.ranks[1].microbatches[0].handed[0].counts_N.tolist()  # type: ignore[union-attr]
+        assert [4, 5, 4, 3] == padded.ranks[1].microbatches[0].exchange.handed[0].counts_N.tolist()  # type: ignore[union-attr]
         assert 8 == judged(judge_counts, padded).elements
 
     def test_rows_of_zeros_in_the_place_of_tokens_are_told(self) -> None:

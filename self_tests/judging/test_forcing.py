@@ -30,7 +30,7 @@ from moe_conformance.scenarios.outcome import Microbatch, Outcome
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.records.runs import RouterStep
 from self_tests.judging import simulated_routers as simulated
-from self_tests.judging.breaking import caught, judged
+from self_tests.judging.breaking import caught, judged, rerouted
 from self_tests.judging.breaking_routers import GROUPED, edit_ranks
 from self_tests.judging.simulated_routers import Formula, route_workload, simulate_routers
 
@@ -68,8 +68,8 @@ def forced(formula: Formula, strategy: Any = RANDOM, tells: bool = True, **field
     outcome = simulate_routers(replace(work, run=RouterStep(forced="routes")), formula)
 
     def tell(seen: Microbatch) -> Microbatch:
-        assert seen.logits_TE is not None
-        return replace(seen, logits_TE=drawn(seen.logits_TE) if tells else None)
+        assert seen.router.logits_TE is not None
+        return rerouted(seen, logits_TE=drawn(seen.router.logits_TE) if tells else None)
 
     if strategy == DEALT:
         return outcome
@@ -125,7 +125,8 @@ class TestForcedLogits:
         outcome = edit_ranks(
             forced(RIGHT),
             lambda rank: replace(
-                rank, microbatches=tuple(replace(seen, logits_TE=none_TE) for seen in rank.microbatches)
+                rank,
+                microbatches=tuple(rerouted(seen, logits_TE=none_TE) for seen in rank.microbatches),
             ),
         )
         assert (
@@ -140,9 +141,12 @@ class TestForcedLogits:
         own = [[batch.x_TD @ router_ED.T for batch in of_ranks] for of_ranks in work.batches]
 
         def reweigh(seen: Microbatch, logits_TE: Tensor) -> Microbatch:
-            assert seen.routed_ids_TK is not None
+            assert seen.router.ids_TK is not None
             scores_TE = simulated.scores(logits_TE, work.config)
-            return replace(seen, routed_weights_TK=simulated.weigh(scores_TE, seen.routed_ids_TK, work.config))
+            return replace(
+                seen,
+                router=replace(seen.router, weights_TK=simulated.weigh(scores_TE, seen.router.ids_TK, work.config)),
+            )
 
         outcome = edit_ranks(
             forced(RIGHT),

@@ -34,7 +34,7 @@ from moe_conformance.scenarios.outcome import Grad
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.records.workload import ParameterKey
 from self_tests.judging import simulated_routers as simulated
-from self_tests.judging.breaking import caught, edit, judged
+from self_tests.judging.breaking import caught, edit, judged, rerouted
 from self_tests.judging.breaking_routers import BIASED, edit_ranks, present, run, weighing
 from self_tests.judging.simulated_routers import Formula, route_workload, simulate_routers
 
@@ -143,7 +143,11 @@ class TestWrongWeights:
         """One wrong weight is told with its token and slot."""
         changed = torch.zeros(24, 2)
         changed[7, 1] = 0.125
-        outcome = edit(run(), 0, lambda seen: replace(seen, routed_weights_TK=seen.routed_weights_TK + changed))
+        outcome = edit(
+            run(),
+            0,
+            lambda seen: rerouted(seen, weights_TK=seen.router.weights_TK + changed),
+        )
         wrong = caught(judge_router_weights, outcome)
         assert "the weights of rank 0 token 7 are " in wrong.sentence
         assert "at [1]" in wrong.sentence
@@ -151,7 +155,7 @@ class TestWrongWeights:
     def test_form(self) -> None:
         """Weights that are missing or of another shape are a matter of form."""
         for value in (None, torch.zeros(24, 3)):
-            outcome = edit(run(), 0, lambda seen, value=value: replace(seen, routed_weights_TK=value))
+            outcome = edit(run(), 0, lambda seen, value=value: rerouted(seen, weights_TK=value))
             assert isinstance(caught(judge_router_weights, outcome), WrongForm)
 
 
@@ -264,7 +268,7 @@ class TestWrongGradients:
 class TestLoad:
     def test_wrong_counts_are_told(self) -> None:
         """Reported and true load stand side by side."""
-        outcome = edit(run(), 1, lambda seen: replace(seen, counts_E=2 * seen.counts_E))
+        outcome = edit(run(), 1, lambda seen: rerouted(seen, counts_E=2 * seen.router.counts_E))
         wrong = caught(judge_load, outcome)
         assert isinstance(wrong, WrongCount)
         assert "rank 1 reports the load" in wrong.sentence
@@ -274,17 +278,20 @@ class TestLoad:
         """A router that reports no load on any rank is not judged by it."""
         outcome = run()
         for rank in (0, 1):
-            outcome = edit(outcome, rank, lambda seen: replace(seen, counts_E=None))
+            outcome = edit(outcome, rank, lambda seen: rerouted(seen, counts_E=None))
         with pytest.raises(NotOffered, match="no load"):
             judge_load(read(outcome), Tally())
 
     def test_no_report_of_one_rank_excuses_nobody(self) -> None:
         """A rank without a report is told, and so is the wrong report of another."""
-        outcome = edit(run(), 1, lambda seen: replace(seen, counts_E=None))
+        outcome = edit(run(), 1, lambda seen: rerouted(seen, counts_E=None))
         wrong = caught(judge_load, outcome)
         assert isinstance(wrong, WrongCount)
         assert "rank 1 reports no load, while other ranks or microbatches have one" in wrong.sentence
         assert (1,) == wrong.ranks
-        both = caught(judge_load, edit(outcome, 0, lambda seen: replace(seen, counts_E=2 * seen.counts_E)))
+        both = caught(
+            judge_load,
+            edit(outcome, 0, lambda seen: rerouted(seen, counts_E=2 * seen.router.counts_E)),
+        )
         assert "rank 0 reports the load" in both.sentence
         assert (0, 1) == both.ranks

@@ -26,7 +26,7 @@ from moe_conformance.judging.verdict import (
 )
 from moe_conformance.topology import Layout
 from self_tests.judging import simulated_routers as simulated
-from self_tests.judging.breaking import caught, edit, judged
+from self_tests.judging.breaking import caught, edit, judged, rerouted
 from self_tests.judging.breaking_routers import BIASED, GROUPED, choosing, edit_ranks, run
 from self_tests.judging.simulated_routers import Formula, route_workload, simulate_routers
 
@@ -130,9 +130,9 @@ class TestWrongSelection:
         """One wrong choice names rank, token, both experts and their scores."""
 
         def change(seen: Any) -> Any:
-            ids_TK = seen.routed_ids_TK.clone()
-            ids_TK[5] = seen.logits_TE[5].argsort()[:2]
-            return replace(seen, routed_ids_TK=ids_TK)
+            ids_TK = seen.router.ids_TK.clone()
+            ids_TK[5] = seen.router.logits_TE[5].argsort()[:2]
+            return rerouted(seen, ids_TK=ids_TK)
 
         wrong = caught(judge_selection, edit(run(), 1, change))
         assert isinstance(wrong, WrongSelection)
@@ -148,20 +148,20 @@ class TestWrongSelection:
     @pytest.mark.parametrize("judge", ALWAYS)
     def test_impossible_choices(self, judge: Callable[..., None], ids_K: list[int], words: str) -> None:
         """An expert twice, one that does not exist and an empty slot fail in every judge, not with an exception."""
-        outcome = edit(run(), 0, lambda seen: replace(seen, routed_ids_TK=torch.tensor([ids_K] * 24)))
+        outcome = edit(run(), 0, lambda seen: rerouted(seen, ids_TK=torch.tensor([ids_K] * 24)))
         wrong = caught(judge, outcome)
         assert isinstance(wrong, WrongSelection)
         assert words in wrong.sentence
 
     def test_form(self) -> None:
         """A selection of another shape is a matter of form."""
-        outcome = edit(run(), 0, lambda seen: replace(seen, routed_ids_TK=seen.routed_ids_TK[:, :1]))
+        outcome = edit(run(), 0, lambda seen: rerouted(seen, ids_TK=seen.router.ids_TK[:, :1]))
         assert isinstance(caught(judge_selection, outcome), WrongForm)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
     def test_ids_of_another_type(self, dtype: torch.dtype) -> None:
         """Ids that number no experts, or not all of them, are a matter of form."""
-        outcome = edit(run(), 0, lambda seen: replace(seen, routed_ids_TK=seen.routed_ids_TK.to(dtype)))
+        outcome = edit(run(), 0, lambda seen: rerouted(seen, ids_TK=seen.router.ids_TK.to(dtype)))
         wrong = caught(judge_selection, outcome)
         assert isinstance(wrong, WrongForm)
         assert f"the ids of rank 0 are {dtype}; expected torch.int64 or torch.int32" in wrong.sentence

@@ -190,7 +190,7 @@ def judge_handed(reading: Reading, tally: Tally) -> None:
             tokens = sum(len(reading.batches[m][rank].x_TD) for rank in group)
             for rank in group:
                 rows_N = [routed[rank, expert] for expert in reading.ranks[rank].local_experts]
-                rows = sum(len(call.rows_RD) for call in reading.ranks[rank].microbatches[m].handed)
+                rows = sum(len(call.rows_RD) for call in reading.ranks[rank].microbatches[m].exchange.handed)
                 if handed == "batched":
                     rows_N = [max(rows_N)] * len(rows_N)
                 allowed = tokens if handed == "tokens" else wire_bytes.most_rows(rows_N, multiple)
@@ -214,7 +214,7 @@ def _require_static(reading: Reading) -> None:
     """Raise unless all ranks of an exchange group deliver as many rows, as `handed = "static"` claims."""
     for m in range(len(reading.batches)):
         for group in reading.outcome.workload.layout.groups()["ep_etp"]:
-            rows = [sum(len(call.rows_RD) for call in reading.ranks[rank].microbatches[m].handed) for rank in group]
+            rows = [sum(len(call.rows_RD) for call in reading.seen(m, rank).exchange.handed) for rank in group]
             if len(set(rows)) > 1:
                 told = f"the backend claims handed = 'static', and ranks {some(group)} deliver {some(rows)} rows"
                 raise Costly("dispatch", f"{told} in microbatch {m}; expected: equally many")
@@ -244,7 +244,7 @@ def halves(reading: Reading) -> Iterator[Half]:
             )
             for half, names in _HALVES.items()
         }
-        if all(len(rank.microbatches[m].handed) == 1 for rank in reading.ranks):
+        if all(len(rank.microbatches[m].exchange.handed) == 1 for rank in reading.ranks):
             yield from (Half(m, f"{half}:{m}", 1, moved) for half, moved in rows.items())
         else:
             yield Half(m, f"forward:{m}", 2, sum(rows.values()))

@@ -29,8 +29,8 @@ def judge_same_deliveries(original: Reading, twin: Twin, other: Reading, tally: 
         sources = {int(row[0]) for rows in ranks for row in rows.source_T3}
         weighed = not any(bool(rows.powers_T.any()) for rows in ranks)
         for rank in range(len(ranks)):
-            now = other.seen(m, rank).handed
-            was = original.seen(min(sources, default=m), rank).handed
+            now = other.seen(m, rank).exchange.handed
+            was = original.seen(min(sources, default=m), rank).exchange.handed
             whose = f"rank {rank}" + (f" in microbatch {m}" if len(twin.origin) > 1 else "")
             if len(now) != len(was):
                 calls = f"are called {len(now)} times instead of {len(was)} in the original run"

@@ -80,7 +80,7 @@ def judge_padding_gradients(reading: Reading, ran: Sequence[Ran], tally: Tally) 
     rows = 0
     for run in map(read_twin, those_that_ran(ran)):
         for rank in run.ranks:
-            padding = sum(seen.padding_gradients for seen in rank.microbatches)
+            padding = sum(seen.exchange.padding_gradients for seen in rank.microbatches)
             tally.add(pairs=padding, rank=rank.rank)
             rows += padding
     if not rows:

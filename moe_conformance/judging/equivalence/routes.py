@@ -116,7 +116,7 @@ def judge_same_choices(reading: Reading, ran: Sequence[Ran], tally: Tally) -> No
 def _routes(reading: Reading, place: Place) -> Routes:
     expected = expected_of(reading)
     ids_TK, order_TK = expected.ids[place].sort(dim=1)
-    weights_TK = reading.seen(*place).routed_weights_TK
+    weights_TK = reading.seen(*place).router.weights_TK
     assert weights_TK is not None  # as ids are there, which `expected_of` asks for
     allowed_TK = expected.weights(place).allowed.gather(1, order_TK)
     return Routes(ids_TK, weights_TK.gather(1, order_TK), allowed_TK, expected.legal(place))

@@ -34,7 +34,7 @@ def judge_flags(reading: Reading, tally: Tally) -> None:
     lost = Counter((each.microbatch, each.pair.destination) for each in reading.matching.lost)
     for m in range(len(reading.batches)):
         for rank, rows in enumerate(rows_wanted(reading, m)):
-            flagged = any(handed.overflowed for handed in reading.seen(m, rank).handed)
+            flagged = any(handed.overflowed for handed in reading.seen(m, rank).exchange.handed)
             if flagged != _over(reading, rows):
                 dropped = count(lost[m, rank], "row") if lost[m, rank] else "nothing"
                 says = "reports an overflow" if flagged else "reports no overflow"
@@ -119,7 +119,7 @@ def judge_reported(reading: Reading, tally: Tally) -> None:
     findings = []
     for (m, rank), number in lost.items():
         seen = reading.seen(m, rank)
-        if seen.overflow is None and not any(handed.overflowed for handed in seen.handed):
+        if seen.exchange.overflow is None and not any(handed.overflowed for handed in seen.exchange.handed):
             sentence = f"{number} rows of microbatch {m} were not delivered to rank {rank}, which reports no overflow"
             findings.append(Finding("unsaid", sentence, (rank,)))
     if findings:

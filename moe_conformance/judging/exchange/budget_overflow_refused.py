@@ -38,7 +38,7 @@ def judge_overflow(reading: Reading, tally: Tally) -> None:
             over = any(receive_budget.over_budget(rows[rank], budget, alignment=multiple) for rank in group)
             most = max(rows, key=lambda rank: padded_rows(rows[rank], multiple))
             for rank in group:
-                reported = reading.seen(m, rank).overflow is not None
+                reported = reading.seen(m, rank).exchange.overflow is not None
                 if reported != over:
                     says = "reports an overflow" if reported else "reports no overflow"
                     wants = (
@@ -57,7 +57,7 @@ def rows_wanted(reading: Reading, microbatch: int) -> list[list[int]]:
 
     Where several experts share a row, return one number per rank: a row for each token.
     """
-    handed = [handed for rank in reading.ranks for seen in rank.microbatches for handed in seen.handed]
+    handed = [handed for rank in reading.ranks for seen in rank.microbatches for handed in seen.exchange.handed]
     if any(each.ids_RJ.shape[1] > 1 for each in handed):
         rows = {(pair.destination, pair.source, pair.token) for pair in reading.pairs[microbatch]}
         of_rank = Counter(destination for destination, _, _ in rows)
@@ -78,7 +78,7 @@ def judge_after_overflow(reading: Reading, tally: Tally) -> None:
     findings, kept = [], set[tuple[int, int]]()
     for m in range(len(reading.batches)):
         for group in reading.outcome.workload.layout.groups()["ep_etp"]:
-            refused = [rank for rank in group if reading.seen(m, rank).overflow is not None]
+            refused = [rank for rank in group if reading.seen(m, rank).exchange.overflow is not None]
             if refused and len(refused) < len(group):
                 others = sorted(set(group) - set(refused))
                 sentence = f"microbatch {m} is refused on ranks {refused} but not on ranks {others} of the same group"

@@ -24,7 +24,8 @@ def judge_counts(reading: Reading, tally: Tally) -> None:
         WrongCount: a count disagrees with the rows, with the routing, or there is not one per local expert; or a
             rank reports none while others do.
     """
-    if not any(call.counts_N is not None for rank in reading.ranks for m in rank.microbatches for call in m.handed):
+    microbatches = [seen for rank in reading.ranks for seen in rank.microbatches]
+    if not any(call.counts_N is not None for seen in microbatches for call in seen.exchange.handed):
         raise NotOffered("the backend reports no tokens per expert")
     findings: list[Finding] = []
     wrong_count = _wrong_with_capacity if reading.outcome.workload.config.capacity.padded else _wrong
@@ -32,7 +33,8 @@ def judge_counts(reading: Reading, tally: Tally) -> None:
     handed = Counter((e.microbatch, e.rank, e.expert, e.kind == tags.PADDING) for e in reading.entries)
     for rank in reading.ranks:
         for m, seen in enumerate(rank.microbatches):
-            claimed = _claimed(rank.rank, m, [call.counts_N for call in seen.handed], len(rank.local_experts), findings)
+            counts = [call.counts_N for call in seen.exchange.handed]
+            claimed = _claimed(rank.rank, m, counts, len(rank.local_experts), findings)
             if claimed is None:
                 continue
             for expert, claim in zip(rank.local_experts, claimed, strict=True):

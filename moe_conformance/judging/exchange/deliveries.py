@@ -67,7 +67,7 @@ def _judge_rows_dtype(reading: Reading) -> None:
         )
         for rank in reading.ranks
         for seen in rank.microbatches
-        for handed in seen.handed
+        for handed in seen.exchange.handed
         if handed.rows_RD.dtype != wanted
     ]
     if findings:
@@ -176,7 +176,7 @@ def _told_lost(reading: Reading, missing: Lost) -> Finding:
 
 
 def _unassigned(reading: Reading, missing: Lost) -> bool:
-    for handed in reading.seen(missing.microbatch, missing.pair.destination).handed:
+    for handed in reading.seen(missing.microbatch, missing.pair.destination).exchange.handed:
         idle_RD = handed.rows_RD[(handed.ids_RJ < 0).all(1)]
         said = tags.decode(idle_RD)
         same_R = (said.rank_R == missing.pair.source) & (said.token_R == missing.pair.token)

@@ -30,7 +30,7 @@ def judge_every_bit_of_rows(reading: Reading, tally: Tally) -> None:
         for rank, group in group_of.items():
             names = [f"rank {source} token {t}" for source in group for t in range(len(batches[source].x_TD))]
             x_TD = torch.cat([batches[source].x_TD for source in group])
-            for handed in reading.seen(m, rank).handed:
+            for handed in reading.seen(m, rank).exchange.handed:
                 for row in _rows_of_experts(handed):
                     told = _told(handed.rows_RD[row], x_TD, names)
                     if told:

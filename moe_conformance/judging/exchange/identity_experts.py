@@ -142,6 +142,6 @@ def _solve(reading: Reading) -> _Solved:
 
 
 def _require_handed_back(reading: Reading) -> None:
-    if not any(seen.handed_back for rank in reading.ranks for seen in rank.microbatches):
+    if not any(seen.exchange.handed_back for rank in reading.ranks for seen in rank.microbatches):
         why = "weights are applied at the experts, or several slots share a row"
         raise NotOffered(f"no expert returned its input tensor: {why}")

@@ -67,7 +67,7 @@ def judge_budget(reading: Reading, tally: Tally) -> None:
 def _most_rows(reading: Reading, rank: int, m: int, tokens: Sequence[int], multiple: int) -> int:
     """Return the most rows that any routing can send: one for each token where a row has several experts."""
     seen, held = reading.seen(m, rank), len(reading.ranks[rank].local_experts)
-    if seen.handed[0].ids_RJ.shape[1] > 1:
+    if seen.exchange.handed[0].ids_RJ.shape[1] > 1:
         return worst_case_rows(tokens, reading.outcome.workload.config.top_k, held, per_token=True)
     return worst_case_rows(tokens, reading.outcome.workload.config.top_k, held, alignment=multiple)
 
@@ -76,6 +76,6 @@ def _sizes(reading: Reading) -> Iterator[tuple[int, int, int]]:
     """Yield every rank and microbatch, and the rows of the buffer."""
     for rank in reading.ranks:
         for m, seen in enumerate(rank.microbatches):
-            if len(seen.handed) != 1:
-                raise NotOffered(f"the experts of rank {rank.rank} are called {len(seen.handed)} times")
-            yield rank.rank, m, len(seen.handed[0].rows_RD)
+            if len(seen.exchange.handed) != 1:
+                raise NotOffered(f"the experts of rank {rank.rank} are called {len(seen.exchange.handed)} times")
+            yield rank.rank, m, len(seen.exchange.handed[0].rows_RD)

@@ -194,7 +194,7 @@ def _judge_static(reading: Reading) -> None:
     """Raise unless the ranks of a group receive equal numbers of rows in every microbatch."""
     for m in range(len(reading.batches)):
         for group in reading.outcome.workload.layout.groups()["ep_etp"]:
-            rows = [sum(len(call.rows_RD) for call in reading.seen(m, rank).handed) for rank in group]
+            rows = [sum(len(call.rows_RD) for call in reading.seen(m, rank).exchange.handed) for rank in group]
             if len(set(rows)) > 1:
                 told = f"the ranks of {group_words(tuple(group))} receive {rows} rows in microbatch {m}; expected equal"
                 why = "the backend claims handed = 'static'"
@@ -228,7 +228,7 @@ def judge_added_rows(reading: Reading, tally: Tally) -> None:
     zeros = Counter(_whose(entry) for entry in reading.entries if entry.kind == tags.PADDING)
     for whose, number in zeros.items():
         (m, holder, call, expert), routed = whose, rows[whose]
-        handed = reading.seen(m, holder).handed[call]
+        handed = reading.seen(m, holder).exchange.handed[call]
         in_places = len(handed.shape) == 3 and handed.counts_N is None
         filling = padded_rows([max(routed, 1)], multiple) - routed if multiple > 1 else 0
         if number > filling and not in_places:

@@ -61,7 +61,7 @@ def judge_kept_outputs(reading: Reading, tally: Tally) -> None:
         for m, microbatch in enumerate(rank.microbatches):
             if microbatch.y is None:
                 continue
-            kept = microbatch.handed if keeps_rows and reading.goes_backward(m) else ()
+            kept = microbatch.exchange.handed if keeps_rows and reading.goes_backward(m) else ()
             rows = sum(handed.rows_RD.numel() for handed in kept)
             tally.add(elements=microbatch.y.numel() + rows, rank=rank.rank)
 

@@ -112,7 +112,7 @@ class Reading:
 
     def handed(self, entry: Entry) -> Handed:
         """The call that an entry belongs to."""
-        return self.seen(entry.microbatch, entry.rank).handed[entry.call]
+        return self.seen(entry.microbatch, entry.rank).exchange.handed[entry.call]
 
     def goes_backward(self, microbatch: int) -> bool:
         """Whether the schedule asks for this microbatch's gradients."""
@@ -179,11 +179,11 @@ class Reading:
         chosen: list[tuple[Applied, ...]] = []
         asked = self.outcome.workload.config.weights_applied
         for rank in self.ranks:
-            told = [seen.weights_at or rank.weights_at for seen in rank.microbatches]
+            told = [seen.exchange.weights_at or rank.weights_at for seen in rank.microbatches]
             if asked == "input":
                 told = ["input"] * len(told)
             elif asked == "output":
-                handed = (call.weights_RJ for seen in rank.microbatches for call in seen.handed)
+                handed = (call.weights_RJ for seen in rank.microbatches for call in seen.exchange.handed)
                 carried = any(weights_RJ is not None and bool((weights_RJ != 1).any()) for weights_RJ in handed)
                 told = ["expert" if carried else "combine"] * len(told)
             chosen.append(tuple("input" if at == "input" else "expert" if at == "expert" else "combine" for at in told))
@@ -200,7 +200,7 @@ class Reading:
             entry
             for rank in self.ranks
             for seen in rank.microbatches
-            for call, handed in enumerate(seen.handed)
+            for call, handed in enumerate(seen.exchange.handed)
             for entry in _entries(rank, call, handed)
         )
 

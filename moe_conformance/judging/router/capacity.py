@@ -131,7 +131,7 @@ def judge_filled_load(reading: Reading, tally: Tally) -> None:
         WrongCount: another number, or not one per expert; or no load from a rank while others report theirs.
     """
     drops = drops_of(reading)
-    reported = {place: reading.seen(*place).counts_E for place in drops.places}
+    reported = {place: reading.seen(*place).router.counts_E for place in drops.places}
     if all(counts_E is None for counts_E in reported.values()):
         raise NotOffered("the router reports no load")
     findings = []
@@ -275,10 +275,10 @@ def judge_lossless(reading: Reading, tally: Tally) -> None:
             sentence = f"rank {place[1]} drops {told}, although no expert exceeds the capacity"
             findings.append(Finding("dropped", sentence, (place[1],), len(lost)))
         seen = reading.seen(*place)
-        assert seen.undropped_ids_TK is not None
-        assert seen.undropped_weights_TK is not None
-        order_TK = (drops.ids[place].unsqueeze(2) == seen.undropped_ids_TK.unsqueeze(1)).int().argmax(2)
-        without_TK = seen.undropped_weights_TK.gather(1, order_TK)
+        assert seen.router.undropped_ids_TK is not None
+        assert seen.router.undropped_weights_TK is not None
+        order_TK = (drops.ids[place].unsqueeze(2) == seen.router.undropped_ids_TK.unsqueeze(1)).int().argmax(2)
+        without_TK = seen.router.undropped_weights_TK.gather(1, order_TK)
         with_TK = weights_at(reading, place, drops.ids[place])
         for t, k in (drops.kept[place] & (with_TK != without_TK)).nonzero().tolist():
             pair = (

@@ -244,7 +244,7 @@ def _routed(reading: Reading, m: int, rank: int) -> tuple[Tensor, Tensor, Tensor
     """Return the right logits of a place, and what was routed there."""
     workload, seen = reading.outcome.workload, reading.seen(m, rank)
     x_TD = workload.batches[m][rank].x_TD
-    ids_TK, weights_TK = seen.routed_ids_TK, seen.routed_weights_TK
+    ids_TK, weights_TK = seen.router.ids_TK, seen.router.weights_TK
     shape = (len(x_TD), workload.config.top_k)
     if ids_TK is None or weights_TK is None or tuple(ids_TK.shape) != shape or tuple(weights_TK.shape) != shape:
         raise WrongForm("route", f"ids or weights of rank {rank} do not have the shape {shape}", ranks=(rank,))

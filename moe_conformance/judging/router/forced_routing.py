@@ -49,7 +49,7 @@ def _expect_forced(reading: Reading) -> RouterExpected | None:
     own = expected_of(reading)
     if not forces_logits(own.workload):
         return own
-    told = {place: reading.seen(*place).logits_TE for place in own.places}
+    told = {place: reading.seen(*place).router.logits_TE for place in own.places}
     if all(logits_TE is None for logits_TE in told.values()):
         return None
     forced = {}
@@ -243,7 +243,7 @@ def expect_forced_weights(reading: Reading, expected: RouterExpected, tally: Tal
     findings = [finding for place in expected.places for finding in _of_others(reading, expected, place)]
     if findings:
         for place in expected.places:
-            weights_TK, target = reading.seen(*place).routed_weights_TK, expected.weights(place)
+            weights_TK, target = reading.seen(*place).router.weights_TK, expected.weights(place)
             if weights_TK is not None and weights_TK.shape == target.expected.shape:
                 note_beyond(tally, weights_TK, *target)
         fail(WrongWeight, "route", findings)
@@ -263,7 +263,7 @@ def judge_masked_weights(reading: Reading, tally: Tally) -> None:
         judge_forced_loads(reading, uncounted)
     own, findings = expected_of(reading), []
     for place in own.places:
-        ids_TK, weights_TK = own.ids[place], reading.seen(*place).routed_weights_TK
+        ids_TK, weights_TK = own.ids[place], reading.seen(*place).router.weights_TK
         if weights_TK is None or weights_TK.shape != ids_TK.shape:
             sentence = f"the weights of rank {place[1]} do not have the shape {tuple(ids_TK.shape)} of the ids"
             raise WrongForm("route", sentence, ranks=(place[1],))
@@ -285,7 +285,7 @@ def judge_masked_weights(reading: Reading, tally: Tally) -> None:
 
 def _of_others(reading: Reading, expected: RouterExpected, place: Place) -> list[Finding]:
     """Say that the weights are those of the experts that the router would have selected, or of its own logits."""
-    weights_TK = reading.seen(*place).routed_weights_TK
+    weights_TK = reading.seen(*place).router.weights_TK
     target = expected.weights(place)
     if weights_TK is None or weights_TK.shape != target.expected.shape or compare(weights_TK, *target).holds:
         return []

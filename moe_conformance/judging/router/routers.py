@@ -59,7 +59,7 @@ def _expect(reading: Reading) -> RouterExpected:
 
 def _chosen(reading: Reading, place: Place) -> Tensor:
     m, rank = place
-    ids_TK = reading.seen(m, rank).routed_ids_TK
+    ids_TK = reading.seen(m, rank).router.ids_TK
     shape = (len(reading.batches[m][rank].x_TD), reading.outcome.workload.config.top_k)
     if ids_TK is None or tuple(ids_TK.shape) != shape:
         what = "missing" if ids_TK is None else f"of shape {tuple(ids_TK.shape)} instead of {shape}"
@@ -112,7 +112,7 @@ def judge_selection(reading: Reading, tally: Tally, expected: RouterExpected | N
 def _noise_words(reading: Reading, expected: RouterExpected) -> str:
     """Name the claim of noise, if all selections are legal for the logits that the router returned."""
     for place in expected.places:
-        logits_TE, own_TE = reading.seen(*place).logits_TE, expected.logits(place)
+        logits_TE, own_TE = reading.seen(*place).router.logits_TE, expected.logits(place)
         if logits_TE is None or logits_TE.shape != own_TE.shape or not bool(logits_TE.isfinite().all()):
             return ""
         score = expected.weighing["score"]
@@ -179,11 +179,11 @@ def judge_load(reading: Reading, tally: Tally) -> None:
     """
     expected = expected_of(reading)
     E = expected.workload.config.experts
-    if all(reading.seen(*place).counts_E is None for place in expected.places):
+    if all(reading.seen(*place).router.counts_E is None for place in expected.places):
         raise NotOffered("the router reports no load")
     findings, compared = [], []
     for m, rank in expected.places:
-        counts_E = reading.seen(m, rank).counts_E
+        counts_E = reading.seen(m, rank).router.counts_E
         if not expected.workload.trains(m) and (counts_E is None or not bool(counts_E.any())):
             continue
         if counts_E is None:
@@ -221,7 +221,7 @@ def judge_router_weights(reading: Reading, tally: Tally, expected: RouterExpecte
     actual, targets = {}, {}
     for m, rank in expected.places:
         target = expected.weights((m, rank))
-        value = reading.seen(m, rank).routed_weights_TK
+        value = reading.seen(m, rank).router.weights_TK
         actual[m, rank] = _formed(value, target, f"the weights of rank {rank}", rank, WrongForm)
         targets[m, rank] = target
     if _all_hold(actual, targets, tally):

@@ -139,8 +139,8 @@ def _chosen(reading: Reading, place: Place) -> Tensor:
     config, seen = reading.outcome.workload.config, reading.seen(m, rank)
     shape = (len(reading.batches[m][rank].x_TD), config.top_k)
     what = f"the selection of rank {rank} without a capacity"
-    ids_TK = _of_shape(seen.undropped_ids_TK, shape, what, rank)
-    _of_shape(seen.undropped_weights_TK, shape, f"the table of weights for {what}", rank)
+    ids_TK = _of_shape(seen.router.undropped_ids_TK, shape, what, rank)
+    _of_shape(seen.router.undropped_weights_TK, shape, f"the table of weights for {what}", rank)
     for t, ids_K in enumerate(ids_TK.tolist()):
         if len(set(ids_K)) < len(ids_K) or not set(ids_K) <= set(range(config.experts)):
             sentence = (
@@ -172,7 +172,7 @@ def _kept(reading: Reading, place: Place, chosen_TK: Tensor) -> tuple[Tensor, li
     """
     m, rank = place
     seen, padded = reading.seen(m, rank), reading.outcome.workload.config.capacity.padded
-    ids, weights = seen.routed_ids_TK, seen.routed_weights_TK
+    ids, weights = seen.router.ids_TK, seen.router.weights_TK
     if ids is None or weights is None or ids.dim() != 2 or ids.shape != weights.shape or len(ids) != len(chosen_TK):
         shapes = " and ".join("missing" if each is None else str(tuple(each.shape)) for each in (ids, weights))
         sentence = f"ids and weights of rank {rank} are {shapes}; expected (T, K) with T = {len(chosen_TK)} tokens"
@@ -198,10 +198,10 @@ def _kept(reading: Reading, place: Place, chosen_TK: Tensor) -> tuple[Tensor, li
 def weights_at(reading: Reading, place: Place, ids_TK: Tensor) -> Tensor:
     """Return the weights that came back, (T, K) in the order of the given ids, zero where an id did not come back."""
     seen = reading.seen(*place)
-    assert seen.routed_ids_TK is not None
-    assert seen.routed_weights_TK is not None
-    table_TE = seen.routed_weights_TK.new_zeros(len(ids_TK), reading.outcome.workload.config.experts)
-    held_TK = seen.routed_ids_TK >= 0
+    assert seen.router.ids_TK is not None
+    assert seen.router.weights_TK is not None
+    table_TE = seen.router.weights_TK.new_zeros(len(ids_TK), reading.outcome.workload.config.experts)
+    held_TK = seen.router.ids_TK >= 0
     token_P = held_TK.nonzero()[:, 0]
-    table_TE[token_P, seen.routed_ids_TK[held_TK]] = seen.routed_weights_TK[held_TK]
+    table_TE[token_P, seen.router.ids_TK[held_TK]] = seen.router.weights_TK[held_TK]
     return table_TE.gather(1, ids_TK)

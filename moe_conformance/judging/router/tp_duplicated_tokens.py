@@ -46,7 +46,7 @@ def judge_copies(reading: Reading, tally: Tally) -> None:
 def _by_expert(reading: Reading, place: Place) -> tuple[Tensor, Tensor]:
     """Return ids and weights, each token's slots by ascending expert."""
     ids_TK, order_TK = expected_of(reading).ids[place].sort(dim=1)
-    weights_TK = reading.seen(*place).routed_weights_TK
+    weights_TK = reading.seen(*place).router.weights_TK
     if weights_TK is None or weights_TK.shape != ids_TK.shape:
         sentence = f"the weights of rank {place[1]} do not have the shape {tuple(ids_TK.shape)} of the ids"
         raise WrongForm("route", sentence, ranks=(place[1],))
