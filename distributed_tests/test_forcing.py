@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moe_conformance.judging.equivalence.routes import judge_choices_behind_draws, judge_same_choices
+from moe_conformance.judging.equivalence.routes import (
+    judge_choices_behind_draws,
+    judge_same_bits,
+    judge_same_choices,
+)
 from moe_conformance.judging.equivalence.runs import RunTwins
 from moe_conformance.judging.observed.aliasing import judge_state
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.router.capacity import judge_fit
+from moe_conformance.judging.router.forced_bias_spread import judge_spread
 from moe_conformance.judging.router.forced_draws import (
     judge_bias_draws,
     judge_bias_in_turn,
@@ -37,12 +42,15 @@ from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
 from moe_conformance.workloads.corpus import determinism
 from moe_conformance.workloads.corpus.forcing import (
+    beside_forced,
+    beside_others,
     bias_decides_alone,
     biased,
     draws_at_random,
     forces_ids,
     forces_logits,
     several_sources,
+    with_deviations,
 )
 from moe_conformance.workloads.corpus.forcing_hot import REFUSED
 from moe_conformance.workloads.records.runs import ON_SESSION, RouterStep
@@ -170,6 +178,25 @@ class TestDraws:
     def test_all_ranks_draw_the_same_bias(self, reading: Reading, tally: Tally) -> None:
         """The bias is the same on all ranks of a pipeline stage, also after a forward without tokens."""
         judge_bias_on_ranks(reading, tally)
+
+
+class TestSpread:
+    @requirement("FORCE-22", run=RouterStep(forced="spread"))
+    def test_a_larger_bias_is_more_uneven(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
+        """The most loaded of eight ranks has more with a larger deviation of the bias."""
+        judge_spread(reading, twins(with_deviations(reading.outcome.workload)), tally)
+
+
+class TestOthers:
+    @requirement("FORCE-01", run=RouterStep(), when=lambda workload: workload.name == "route-groups-top2-softmax")
+    def test_forced_routers_beside_change_nothing(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
+        """A router without forced routing gives the same bits, whatever forces the routers beside it."""
+        judge_same_bits(reading, twins(beside_forced(reading.outcome.workload)), tally)
+
+    @requirement("FORCE-12", run=RouterStep(forced="draws"), when=beside_others)
+    def test_a_kept_bias_belongs_to_its_router(self, reading: Reading, tally: Tally) -> None:
+        """A kept bias has its own deviation and experts, whatever other routers of the process keep."""
+        judge_bias_draws(reading, tally)
 
 
 class TestWeights:

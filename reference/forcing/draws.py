@@ -101,7 +101,7 @@ def one_choice(ids: Sequence[Tensor]) -> bool:
     Rule: of one forward at a huge deviation; of the forwards of a layer whose bias is kept; of the ranks of
     a pipeline stage. Degenerate: T = 0 says nothing, and no token at all is True.
 
-    Decides: FORCE-08, FORCE-10, FORCE-11. Source: arithmetic, the largest biases win for every token.
+    Decides: FORCE-08, FORCE-10, FORCE-11, FORCE-12. Source: arithmetic, the largest biases win for every token.
 
     >>> one_choice([torch.tensor([[2, 0], [0, 2]]), torch.tensor([[0, 2]])]), one_choice([torch.tensor([[2], [0]])])
     (True, False)

@@ -154,7 +154,10 @@ class NativeSession(Session):
             return self.use(Experts)(config, self.topology, self.device)
 
     def router(self, config: Config) -> Router:
-        """Build the router."""
+        """Build the router.
+
+        Implements: FORCE-01.
+        """
         config.only(*_MAPPED, "gate_bias", *(("token_copies",) if config.routing.forced else ()))
         with refusals(CannotBuild, match="."):
             if not config.routing.forced:

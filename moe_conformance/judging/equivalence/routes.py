@@ -63,12 +63,22 @@ def judge_repeated_routes(ran: Sequence[Ran], tally: Tally) -> None:
         As `judge_same_routes` and `judge_same_gradients`.
         WrongSelection: the experts are the same, in another order.
     """
-    original, others = _first_of(ran)
-    judge_same_routes(original, others, tally, to_the_bit=True)
-    for each in those_that_ran(others):
-        if findings := list(_other_slots(original, read_twin(each))):
+    judge_same_bits(*_first_of(ran), tally)
+
+
+def judge_same_bits(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
+    """Decide whether equivalent runs have the bits of the original: ids slot by slot, weights and gradients.
+
+    Raises:
+        NotOffered: none of the equivalent runs was run.
+        As `judge_same_routes` and `judge_same_gradients`.
+        WrongSelection: the experts are the same, in another order.
+    """
+    judge_same_routes(reading, ran, tally, to_the_bit=True)
+    for each in those_that_ran(ran):
+        if findings := list(_other_slots(reading, read_twin(each))):
             fail(WrongSelection, "route", findings, start=f"run {each.twin.how}, ")
-    judge_same_gradients(original, others, tally)
+    judge_same_gradients(reading, ran, tally)
 
 
 def judge_choices_behind_draws(ran: Sequence[Ran], tally: Tally) -> None:

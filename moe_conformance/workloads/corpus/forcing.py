@@ -16,9 +16,10 @@ from torch import Tensor
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.chapter import EP2, SINGLE, TP2_EP2, Chapter
+from moe_conformance.workloads.corpus.equivalence.twins import Twin, twin, twin_with
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.runs import RouterStep
-from moe_conformance.workloads.records.workload import Batch, ParameterKey, Workload
+from moe_conformance.workloads.records.workload import Batch, ParameterKey, Twist, Workload
 from moe_conformance.workloads.selection.profiles import Profile
 
 FORCING_LOGITS = ("random", "biased")
@@ -36,11 +37,12 @@ class ForcingRecipe:
     config: dict[str, Any] = field(default_factory=dict)
     tokens: tuple[int, ...] = (26, 15, 22, 19)  # of rank r in microbatch m: the entry r + m modulo the length
     schedule: str = "F0 B0"
-    forced: Literal["routes", "draws", "masked"] = "routes"
+    forced: Literal["routes", "draws", "masked", "spread"] = "routes"
     again: bool = False  # every microbatch has the tokens of the first
     copies: bool = False  # the ranks of a tp group hold the same tokens
     routers: int = 1  # that take turns, as if of several layers
     scale: float = 1.0  # of the router's weights; forced logits have nothing to do with it
+    beside: tuple[ForcingRecipe, ...] = ()  # other routers, each of which routes before every forward of this one
 
 
 _SOFTMAX = {"experts": 24, "top_k": 4, "routing.groups": (4, 2), "routing.scale": 2.5}
@@ -71,6 +73,7 @@ FORCINGS = (
 )
 
 _TWICE, _EACH_TWICE = "F0 F1", "F0 F1 F2 F3"
+_SIXTEEN = " ".join(f"F{m}" for m in range(16))
 _DRAWN: Literal["draws"] = "draws"
 DRAWS = (
     ForcingRecipe("forced-random", "random", tokens=(320,), schedule=_TWICE, forced=_DRAWN, again=True),
@@ -81,6 +84,22 @@ DRAWS = (
     ),
     ForcingRecipe("forced-kept-bias-alone", "biased", -1e6, _ALONE, (0, 9, 7, 5), _EACH_TWICE, _DRAWN, routers=2),
 )
+# A kept bias that is looked up by less than its router would be one of these.
+_OTHERS = (
+    ForcingRecipe("other-deviation", "biased", -0.25, _ALONE, (4,), "F0", _DRAWN),
+    ForcingRecipe("other-experts", "biased", -3.0, {}, (4,), "F0", _DRAWN),
+    ForcingRecipe("other-dtype", "biased", -1.0, {**_ALONE, "dtype": torch.float64}, (4,), "F0", _DRAWN),
+)
+BESIDE = (
+    ForcingRecipe("forced-kept-bias-beside", "biased", -3.0, _MANY, (40, 32), "F0", _DRAWN, beside=_OTHERS),
+    ForcingRecipe(
+        "forced-kept-bias-alone-beside", "biased", -1e6, _ALONE, (5, 9), _TWICE, _DRAWN, routers=2, beside=_OTHERS
+    ),
+)
+SPREAD = ForcingRecipe(
+    "forced-bias-spread", "biased", 0.0, {"experts": 64, "top_k": 8}, (512,), _SIXTEEN, "spread", again=True
+)
+_BESIDE = ("round_robin", "random", "worst_rank")  # forces ids, logits, and ids by the ranks of the exchange group
 COPIES = (
     ForcingRecipe(
         "forced-random-copies", "random", None, {}, (48,), _TWICE, _DRAWN, again=True, copies=True, scale=_LOUD
@@ -101,12 +120,17 @@ _NOBODY = (0, 1, 2, 3, 5)  # experts whose logits are -inf: all that some tokens
 
 def names() -> tuple[str, ...]:
     """Return the names of all but copies."""
-    return tuple(recipe.name for recipe in (*FORCINGS, *DRAWS, *MASKED))
+    return tuple(recipe.name for recipe in (*FORCINGS, *DRAWS, *BESIDE, *MASKED))
 
 
 def forcings(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     """Yield the workloads; the variant only has to be one that the backend knows."""
-    yield from (_workload(recipe, variant, layout) for recipe in (*FORCINGS, *DRAWS, *MASKED))
+    yield from (_workload(recipe, variant, layout) for recipe in (*FORCINGS, *DRAWS, *BESIDE, *MASKED))
+
+
+def spread(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
+    """Yield the router whose bias is to become larger."""
+    yield _workload(SPREAD, variant, layout)
 
 
 def copies(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
@@ -143,7 +167,25 @@ def _workload(recipe: ForcingRecipe, variant: str, layout: Layout) -> Workload:
         recipe.schedule,
         parameters,
         routers=recipe.routers,
+        twist=Twist(beside=tuple(_workload(other, variant, layout) for other in recipe.beside)),
     )
+
+
+def beside_forced(workload: Workload) -> list[Twin]:
+    """Build a router with forced routing beside the router, of as many experts, which routes before it."""
+    sizes = {"experts": workload.config.experts, "top_k": workload.config.top_k}
+    recipes = [ForcingRecipe(strategy, strategy, None, sizes, (4, 3), "F0") for strategy in _BESIDE]
+    others = [_workload(recipe, workload.config.variant, workload.layout) for recipe in recipes]
+    how = "beside a router forced by {}"
+    return [twin(workload, how.format(other.name), bits=True, twist=Twist(beside=(other,))) for other in others]
+
+
+def with_deviations(workload: Workload) -> list[Twin]:
+    """Draw biases of larger deviations."""
+    return [
+        twin_with(workload, f"with a bias of deviation {each:g}", **{"routing.forced": (("biased", each),)})
+        for each in (0.5, 2.0)
+    ]
 
 
 def liked_groups(config: Config) -> tuple[int, ...]:
@@ -179,6 +221,11 @@ def draws_at_random(workload: Workload) -> bool:
 def biased(workload: Workload) -> bool:
     """Whether a bias of each expert is drawn."""
     return workload.config.routing.forced[0][0] == "biased"
+
+
+def beside_others(workload: Workload) -> bool:
+    """Whether other routers with a kept bias are beside the router."""
+    return bool(workload.twist.beside)
 
 
 def bias_decides_alone(workload: Workload) -> bool:
@@ -226,4 +273,5 @@ CHAPTERS = (
         quick=(SINGLE, EP2),
     ),
     Chapter((RouterStep(forced="draws"),), tuple(recipe.name for recipe in COPIES), copies, quick=(TP2_EP2,)),
+    Chapter((RouterStep(forced="spread"),), (SPREAD.name,), spread, quick=(SINGLE, EP2)),
 )

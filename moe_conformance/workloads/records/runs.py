@@ -54,13 +54,14 @@ class RouterStep:
     """Training steps of the backend's router alone.
 
     One with a `capacity` is asked without it as well. Forced routing has chosen experts ("routes"), has them drawn or
-    dealt, without gradients ("draws"), has logits of -inf ("masked"), or makes some ranks or experts hot ("hot").
+    dealt, without gradients ("draws"), has logits of -inf ("masked"), makes some ranks or experts hot ("hot"), or is
+    held against runs with larger biases ("spread").
     """
 
     scenario: ClassVar[Scenario] = "training step"
     capacity: bool = False
     logits: Literal["usual", "extreme"] = "usual"
-    forced: Literal["", "routes", "draws", "masked", "hot"] = ""
+    forced: Literal["", "routes", "draws", "masked", "hot", "spread"] = ""
 
     def __str__(self) -> str:
         """For example `router, capacity`."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
+from moe_conformance.backends.native import Native, NativeSession
 from moe_conformance.backends.native.router.forcing import ForcedRouter
+from moe_conformance.backends.native.router.routing import Router
 from moe_conformance.contract import Config, Topology
 from self_tests.planted_bugs.plant import TP2_EP2, Expectation, planted
 
@@ -243,3 +247,61 @@ class LayersShareOneBias(ForcedRouter):
     def __init__(self, config: Config, device: torch.device, topology: Topology, number: int) -> None:
         super().__init__(config, device, topology, number)
         self.biases.manual_seed(1)
+
+
+@planted(
+    Expectation("FORCE-12", "forced-kept-bias-beside", "route", "with a bias of deviation -3, have a mean square of"),
+    Expectation(
+        "FORCE-12", "forced-kept-bias-alone-beside", "route", "and others in forward 0", "one per expert for all tokens"
+    ),
+)
+class KeptByNumberOfExperts(ForcedRouter):
+    """All routers of a process with equally many experts keep one bias."""
+
+    kept: ClassVar[dict[int, Tensor]] = {}
+
+    def _bias(self, like_TE: Tensor) -> Tensor:
+        if self.parameter >= 0:
+            return super()._bias(like_TE)
+        if self.config.experts not in self.kept:
+            self.kept[self.config.experts] = super()._bias(like_TE)
+        return self.kept[self.config.experts].to(like_TE)
+
+
+@planted(Expectation("FORCE-22", "forced-bias-spread", "route", "expected it to rise", "does not reach the bias"))
+class DeviationCutOff(ForcedRouter):
+    """A bias is cut off at a tenth, and more than that makes it no larger."""
+
+    def _bias(self, like_TE: Tensor) -> Tensor:
+        return super()._bias(like_TE).clamp(-0.1, 0.1)
+
+
+class _FollowsItsSession(Router):
+    session: _OptionOfTheSession
+
+    def _select(self, scores_TE: Tensor) -> Tensor:
+        forced = self.session.forced
+        return super()._select(scores_TE) if forced is None else forced._deal(len(scores_TE), scores_TE.device)
+
+
+class _OptionOfTheSession(NativeSession):
+    forced: ForcedRouter | None = None
+
+    def router(self, config: Config) -> Router:
+        if config.routing.forced:
+            built = super().router(config)
+            assert isinstance(built, ForcedRouter)
+            self.forced = built
+            return built
+        router = _FollowsItsSession(config, self.device)
+        router.session = self
+        return router
+
+
+@planted(
+    Expectation("FORCE-01", "route-groups-top2-softmax", "route", "beside a router forced by round_robin", "selected")
+)
+class ForcedForAll(Native):
+    """What forces one router is an option of the process, which all others read in each forward."""
+
+    session_class = _OptionOfTheSession

@@ -81,7 +81,7 @@ class ForcedRouter(Router):
     def _bias(self, like_TE: Tensor) -> Tensor:
         """Return the bias (E,) of this forward; with a deviation below zero it is that of the first.
 
-        Implements: FORCE-08, FORCE-10, FORCE-11.
+        Implements: FORCE-08, FORCE-10, FORCE-11, FORCE-12, FORCE-22.
         """
         if self.kept_E is not None:
             return self.kept_E

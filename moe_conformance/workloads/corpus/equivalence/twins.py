@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,6 +93,13 @@ def twin(
         likened="",
     )
     return Twin(how, twin_workload, origin, numbers_E, finals, bits, fresh, partial, anew)
+
+
+def twin_with(workload: Workload, how: str, **changed: Any) -> Twin:
+    """Make a twin with other fields of the configuration, in which other experts may be selected."""
+    made = twin(workload, how)
+    config = workload.config.changed(changed)
+    return replace(made, workload=replace(made.workload, config=config), anew=True)
 
 
 def rows_of(sources: Sequence[tuple[int, int, int]], workload: Workload) -> Rows:
