@@ -22,9 +22,14 @@ def _asked(workload: Workload) -> tuple[str, ...]:
 
 
 def _plain(workload: Workload) -> bool:
-    """Whether gradients are gathered in the usual way, nothing is recomputed, and there is one layer."""
+    """Whether gradients are gathered in the usual way, and one router routes by itself and once."""
     losses = workload.config.losses
-    return not losses.per_token and not losses.recompute and losses.layers == 1
+    return not (losses.per_token or losses.recompute or losses.layers > 1 or forced(workload))
+
+
+def forced(workload: Workload) -> bool:
+    """Select routers with forced routing."""
+    return bool(workload.config.routing.forced)
 
 
 def _extreme(workload: Workload) -> bool:
@@ -148,6 +153,12 @@ class TestValues:
     @requirement("LOSS-09", run=ON_TRAINING_ROUTERS, when=alone("z"))
     def test_z_loss(self, outcome: Outcome, tally: Tally) -> None:
         """It is the coefficient times the mean of the squared logarithm of the sum of exponentials."""
+        judge_values(outcome, tally)
+        judge_gradients(outcome, tally)
+
+    @requirement("FORCE-16", run=ON_TRAINING_ROUTERS, when=forced)
+    def test_forced_routing(self, outcome: Outcome, tally: Tally) -> None:
+        """Losses of a forced router are those of its forced logits, or of its own logits where ids are forced."""
         judge_values(outcome, tally)
         judge_gradients(outcome, tally)
 

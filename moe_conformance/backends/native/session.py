@@ -168,8 +168,6 @@ class NativeSession(Session):
     def training_routers(self, config: Config) -> TrainingRouters:
         """Build the routers of a model with their losses."""
         config.only(*_MAPPED, "losses")
-        if config.routing.forced:
-            raise Unsupported("native has no losses of forced routers")
         with refusals(CannotBuild, match="."):
             routers = [self.router(replace(config, losses=Config.losses)) for _ in range(config.losses.layers)]
             losses = self.use(RouterLosses)(config, self.topology)

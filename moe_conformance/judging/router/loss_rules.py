@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.contract import Config
+from moe_conformance.reference.forcing.scores import loss_views
 from moe_conformance.reference.losses import balance, over_ranks, scaling
 from moe_conformance.reference.losses.z_loss import z_loss, z_loss_of_parts
 from moe_conformance.reference.routing.routes import Score, weights
@@ -65,7 +66,8 @@ class Rule:
     gathered: Literal["mean", "sum"] = "mean"
     fractions: Literal["slots", "tokens"] = "slots"
     remembers: bool = True
-    # Free: counts within the groups of a limited router; the mean over ranks of their own z-losses; S without padding.
+    # Free: counts within the groups of a limited router, or of forced ids; the mean over ranks of their own z-losses; S
+    # without padding.
     choices: Literal["own", "limited", "routed"] = "own"
     z: Literal["whole", "of ranks", "of scores"] = "whole"
     sequences: Literal["all", "valid"] = "all"
@@ -116,10 +118,13 @@ class Steps:
 
     def choices(self, part: Part, name: str) -> Tensor:
         """Return the slots that a loss counts."""
+        routing = self.config.routing
         if self.rule.choices == "routed":
             ids_TK = part.ids_TK
+        elif routing.forced:  # of forced logits, which are those that the router returns, or of its own
+            counted, _ = loss_views(part.logits_TE, top_k=self.config.top_k, forced_logits_TE=part.logits_TE)
+            ids_TK = counted.ids_TK
         else:
-            routing = self.config.routing
             ids_TK = balance.choices(
                 part.logits_TE.detach(),
                 score=self.score,

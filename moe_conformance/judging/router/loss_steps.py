@@ -122,7 +122,10 @@ def legal(outcome: Outcome, parts: Parts) -> Iterator[Rule]:
     """Yield the rules that the spec allows: the declared one, then those in which it leaves something free."""
     base = declared(outcome)
     each = [part for row in parts for part in row]
-    choices = ("own", "limited") if outcome.workload.config.routing.groups else ("own",)
+    routing = outcome.workload.config.routing
+    choices = ("own", "limited") if routing.groups else ("own",)
+    if routing.forced:  # of forced logits these are the same
+        choices = ("own", "routed")
     uneven = any(len(set(_valid(part))) > 1 for part in each)
     empty = any(_has_empty_sequence(part) for part in each)
     z = ("whole", "of ranks") if uneven else ("whole",)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.backends.native.router.losses import Charged, RouterLosses, Tokens
+from moe_conformance.backends.native.router.training import TrainingRouters
 from self_tests.planted_bugs.plant import EP2, SINGLE, TP2_EP2, Expectation, planted
 
 # ---- fractions -------------------------------------------------------------------------------------------------------
@@ -255,3 +256,30 @@ class OneCoefficient(RouterLosses):
     def z(self, logits_TE: Tensor, valid_T: Tensor, tokens: Tensor) -> Tensor:
         own = self.config.losses
         return super().z(logits_TE, valid_T, tokens) * ((own.auxiliary or own.z) / own.z)
+
+
+# ---- forced routing --------------------------------------------------------------------------------------------------
+
+
+@planted(
+    Expectation("FORCE-16", "losses-forced-random", "loss", "reports the z-loss of step 0"),
+    Expectation("FORCE-16", "losses-forced-round-robin", "loss", "reports the z-loss of step 0"),
+    layout=SINGLE,
+)
+class NoZLossWhereForced(RouterLosses):
+    """What forces a router takes its z-loss away, and the z-loss alone."""
+
+    def z(self, logits_TE: Tensor, valid_T: Tensor, tokens: Tensor) -> Tensor:
+        return super().z(logits_TE, valid_T, tokens) * (not self.config.routing.forced)
+
+
+@planted(
+    Expectation("FORCE-16", "losses-forced-random", "loss", "the gradient of"),
+    Expectation("FORCE-16", "losses-forced-round-robin", "loss", "the gradient of"),
+    layout=SINGLE,
+)
+class ForcedLossesDoNotTrain(TrainingRouters):
+    """The losses of forced routers are reported, and attached to nothing."""
+
+    def attach(self, weights_TK: Tensor, share: Tensor, factor: Tensor) -> Tensor:
+        return weights_TK if self.config.routing.forced else super().attach(weights_TK, share, factor)

@@ -135,6 +135,10 @@ class TrainingRouters(Replicated):
     def _charged(
         self, number: int, x: Tensor, padding_mask_T: Tensor | None, counts_E: Tensor, before: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor, dict[str, Tensor]]:
+        """Route, and charge for the logits that the router counted, forced or its own.
+
+        Implements: FORCE-16.
+        """
         routed = self._route(number, x, padding_mask_T)
         assert routed.logits_TE is not None  # native's router returns them
         T, B = len(routed.logits_TE), x.shape[1]
