@@ -122,16 +122,8 @@ _RECIPES = (
         {"routing.groups": (4, 2), "routing.group_score": "max"},
         where="one rank",
     ),
-    *(
-        _Recipe(
-            f"losses-forced-{name.replace('_', '-')}",
-            _ALL,
-            _PLAIN,
-            {"routing.forced": ((name, None),)},
-            where="one rank",
-        )
-        for name in ("random", "round_robin")
-    ),
+    _Recipe("losses-forced-random", _ALL, _PLAIN, {"routing.forced": (("random", None),)}, where="one rank"),
+    _Recipe("losses-forced-round-robin", _ALL, _PLAIN, {"routing.forced": (("round_robin", None),)}, where="one rank"),
     _Recipe("losses-dropped", Losses(auxiliary=0.5), _PLAIN, {"capacity.factor": 0.5}, "hot", where="one rank"),
     _Recipe("losses-dropped-sequence", Losses(sequence=0.5), _PLAIN, {"capacity.factor": 0.5}, "hot", where="one rank"),
     _Recipe("losses-equal", _ALL, (_Step(1),), tokens="equal", where="one rank"),
