@@ -39,14 +39,21 @@ class ExchangeStep:
 
 @dataclass(frozen=True)
 class ExpertsStep:
-    """Training steps of the backend's exchange, with the backend's own experts."""
+    """Training steps of the backend's exchange, with the backend's own experts.
+
+    An `option` of the config is on trial, as in `ExchangeStep`.
+    """
 
     scenario: ClassVar[Scenario] = "training step"
     tokens: Tokens = "distinct"
+    option: Literal["", "biases", "activation"] = ""
 
     def __str__(self) -> str:
         """For example `experts, tokens duplicated`."""
-        return "experts" if self.tokens == "distinct" else f"experts, tokens {self.tokens}"
+        words = ["experts"]
+        words += [f"tokens {self.tokens}"] if self.tokens != "distinct" else []
+        words += [f"option: {self.option}"] if self.option else []
+        return ", ".join(words)
 
 
 @dataclass(frozen=True)
