@@ -10,6 +10,7 @@ import torch
 
 from moe_conformance.backends.native.exchange.dispatchers import AllGatherExchange, AllToAllExchange, LocalExchange
 from moe_conformance.backends.native.exchange.equal_splits import EqualSplits, EqualSplitsExchange
+from moe_conformance.backends.native.exchange.round_robin import RoundRobinExchange
 from moe_conformance.backends.native.exchange.token_padding import (
     ClaimingExchange,
     PaddedExchange,
@@ -127,6 +128,8 @@ class NativeSession(Session):
             raise Unsupported(f"native pads to equal splits in the variant 'alltoall', not in {config.variant!r}")
         if config.padding.splits == "equal":
             return self.use(EqualSplitsExchange)(config.only(*_MAPPED), self.topology, self.equal_splits(config))
+        if config.variant == "alltoall" and config.routing.forced == (("round_robin", None),):
+            return self.use(RoundRobinExchange)(config.only(*_MAPPED, *_OF_EXPERTS), self.topology)
         if config.variant in classes:
             return classes[config.variant](config.only(*_MAPPED, *_OF_EXPERTS), self.topology)
         if manager := self._managers.get(config.variant):

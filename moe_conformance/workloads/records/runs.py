@@ -26,7 +26,7 @@ class ExchangeStep:
     answered: Literal["probe", "identity", "identity of parts"] = "probe"
     tokens: Tokens = "distinct"
     unasked: bool = False
-    option: Literal["", "capacity padding", "packing", "receive budget", "equal splits", "any"] = ""
+    option: Literal["", "capacity padding", "packing", "receive budget", "equal splits", "round robin", "any"] = ""
 
     def __str__(self) -> str:
         """For example `exchange with the probe, tokens not finite`."""
