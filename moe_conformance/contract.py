@@ -273,7 +273,8 @@ class Experts(Parametrised, Resolved, Protocol):
     Optional, for the checks that change weights between two forwards. `module`: the nn.Module that holds the
     parameters, where that is not the surface itself; it loads, casts and replaces them. `weights_changed()`: what the
     backend has users call after a change that leaves no trace at a tensor (`weight.data`, a fused optimiser).
-    `reshard()`: frees parameters that were gathered from shards, where the backend keeps them gathered.
+    `reshard()`: frees parameters that were gathered from shards, where the backend keeps them gathered. `counters`:
+    counts which shortcuts are taken, see `surfaces.Counters`.
     """
 
     def __call__(self, delivery: Delivery) -> Tensor:

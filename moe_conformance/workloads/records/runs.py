@@ -107,7 +107,8 @@ class Script:
 
     On the surface "exchange" calls are steps, or their halves, with the suite's experts between them; on "session" they
     are those of the session itself, and build surfaces; on "training_routers" each is a step of a trainer,
-    as most are on "balancing_routers"; on "changing_experts" they change parameters of the experts, and call them.
+    as most are on "balancing_routers"; on "changing_experts" they change parameters of the experts, and call them;
+    on "counted_experts" they read counters of shortcuts as well.
     """
 
     scenario: ClassVar[Scenario] = "script"
@@ -123,7 +124,7 @@ DrawnStep = ExchangeStep | RouterStep
 
 ON_EXCHANGE, ON_SESSION = Script("exchange"), Script("session")
 ON_TRAINING_ROUTERS, ON_CHANGING_EXPERTS = Script("training_routers"), Script("changing_experts")
-ON_BALANCING_ROUTERS = Script("balancing_routers")
+ON_BALANCING_ROUTERS, ON_COUNTED_EXPERTS = Script("balancing_routers"), Script("counted_experts")
 
 
 @dataclass(frozen=True)
