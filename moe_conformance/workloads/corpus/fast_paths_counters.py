@@ -56,7 +56,7 @@ def _calls(layout: Layout) -> Iterator[Call]:
     yield from (without, without, unequal, unequal, *trained, *trained, everywhere("counts"))
     yield everywhere("enable", on=True)
     yield from read()
-    for calls in ((without,), (without,), (unequal,), trained):
+    for calls in ((unequal,), trained, (without,), (without,)):
         yield from read(*calls)
     yield change
     yield from (*read(without), *read(without))
