@@ -24,7 +24,7 @@ def projected(workload: Workload, name: str) -> Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("workload", activated("alltoall", EP2, "full"), ids=lambda workload: workload.name)
+@pytest.mark.parametrize("workload", list(activated("alltoall", EP2, "full")), ids=lambda workload: workload.name)
 class TestActivations:
     def test_numbers_before_it_are_halves_of_odd_numbers(self, workload: Workload) -> None:
         """So they are exact in every dtype, and neither 0 nor a limit that is a whole number."""
