@@ -7,6 +7,7 @@ from moe_conformance.judging.exchange.outputs import judge_form, judge_inputs
 from moe_conformance.judging.experts.etp_shards import judge_matching_parts
 from moe_conformance.judging.experts.experts import (
     judge_expert_gradients,
+    judge_idle_expert_gradients,
     judge_own_dweights,
     judge_own_dx,
     judge_own_outputs,
@@ -82,6 +83,26 @@ class TestOwnExperts:
         """The etp ranks of an expert hold the same part of gate, up and down; their outputs add up to its output."""
         judge_matching_parts(reading, tally)
         judge_own_outputs(reading, tally)
+
+    @requirement("EXPT-06", run=ExpertsStep(option="biases"))
+    def test_biases_are_added_once(self, reading: Reading, tally: Tally) -> None:
+        """Biases are added once in all, the output bias behind down and times the weight of that place; gradients too.
+
+        Every expert has its own, also in gradients: idle experts get zeros, and padding adds nothing.
+        """
+        judge_own_outputs(reading, tally)
+        judge_own_dx(reading, tally)
+        judge_own_dweights(reading, tally)
+        judge_expert_gradients(reading, tally)
+        judge_idle_expert_gradients(reading, tally)
+
+    @requirement("EXPT-07", run=ExpertsStep(option="activation"))
+    def test_the_activation_is_that_which_is_asked_for(self, reading: Reading, tally: Tally) -> None:
+        """Outputs and gradients are those of the activation, its limit, slope and offset; what is cut passes none."""
+        judge_own_outputs(reading, tally)
+        judge_own_dx(reading, tally)
+        judge_own_dweights(reading, tally)
+        judge_expert_gradients(reading, tally)
 
     @requirement("EXPT-03", run=ExpertsStep(), when=says_where_weights_go)
     def test_weights_are_applied_where_asked(self, reading: Reading, tally: Tally) -> None:

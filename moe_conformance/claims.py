@@ -51,6 +51,9 @@ class Claims:
     non_finite: Literal["own", "all"] = "own"
     # Where this exchange applies routing weights (EXCH-05). None: as `Session.weights_at` says.
     weights_at: Literal["input", "expert", "combine"] | None = None
+    # With `routing.forced` "round_robin" (FAST-14), where the ids of a rank begin. any: at any expert; zero: at
+    # expert 0, since the backend's own router begins there, and its exchange relies on it.
+    round_robin: Literal["any", "zero"] = "any"
     # `drop_policy` "position" (DROP-06). tokens: slots are kept in the order of tokens; choices: the first choices of
     # all tokens before any second choice.
     drop_order: Literal["tokens", "choices"] = "tokens"

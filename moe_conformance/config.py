@@ -115,6 +115,29 @@ class RoutingOptions:
 
 
 @dataclass(frozen=True)
+class Activation:
+    """`Config.activation`: what an expert does between its projections; by default SwiGLU, silu(gate x) * up x."""
+
+    # gelu: z Phi(z); gelu_tanh: its approximation by tanh; squared_relu: the square of relu
+    function: Literal["silu", "gelu", "gelu_tanh", "relu", "squared_relu"] = "silu"
+    gated: bool = True  # else function(up x), and there is no gate
+    # What follows is of gated experts. gate x is cut to [-infinity, limit] and up x to [-limit, limit]; None: neither.
+    limit: float | None = None
+    slope: float = 1.0  # of silu: z sigmoid(slope z)
+    offset: float = 0.0  # added to up x behind the cut
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a value that is not allowed."""
+        _check(self, "activation.")
+        if self.limit is not None and self.limit <= 0:
+            raise ValueError(f"activation.limit = {self.limit!r}; allowed: more than 0, or None")
+        if not self.gated and (self.limit, self.slope, self.offset) != (None, 1.0, 0.0):
+            raise ValueError("activation.limit, activation.slope and activation.offset are of gated experts")
+        if self.function != "silu" and self.slope != 1.0:
+            raise ValueError(f"activation.slope = {self.slope!r} is of silu, not of {self.function}")
+
+
+@dataclass(frozen=True)
 class SharedExperts:
     """`Config.shared`: the shared experts of a layer; none by default."""
 
@@ -225,6 +248,8 @@ class Config:
     ffn: int = 16  # F
     dtype: torch.dtype = torch.float32
     weights_applied: Literal["native", "input", "output"] = "native"  # routing weights; native: as the backend does
+    activation: Activation = Activation()  # of routed experts
+    expert_biases: Literal["none", "output", "all"] = "none"  # of routed experts, behind down; all: gate and up as well
     gate_bias: bool = False  # the logits of a router are x W^T + c, with c (E,) a parameter as W is
     routing: RoutingOptions = RoutingOptions()
     shared: SharedExperts = SharedExperts()

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from moe_conformance.claims import Claims as Claims
 from moe_conformance.claims import Malformed as Malformed
+from moe_conformance.config import Activation as Activation
 from moe_conformance.config import Balance as Balance
 from moe_conformance.config import Capacity as Capacity
 from moe_conformance.config import Config as Config
@@ -239,11 +240,16 @@ def whole(exchange: Exchange | SplitExchange) -> Callable[[Tensor, Routing, Expe
 class Named:
     """A view of (a part of) one parameter, in canonical orientation: gate, up (F, D); down (D, F); router (E, D).
 
+    Biases of experts: bias_gate, bias_up (F,), and bias (D,) behind down. Every etp rank that adds its `bias`, or a
+    fraction of it, names it, and finishes the gradient of the whole; a rank that adds none may leave it out.
+
     The suite writes values and reads gradients through it, so `view` has to be a *view* (slice, chunk, transpose) of
     `read(parameter)`, not a copy.
     """
 
-    name: str  # "gate" "up" "down" "router" "gate_bias" "balance_bias"; of shared experts see `surfaces.Layer`
+    # "gate" "up" "down" "bias_gate" "bias_up" "bias" "router" "gate_bias" "balance_bias"; of shared experts see
+    # `surfaces.Layer`
+    name: str
     expert: int | None  # global id; None for parameters that belong to no expert
     view: Tensor
     shard: tuple[int, int, int] | None = None  # (dim, index, of): this etp rank holds chunk `index` of `of` along dim
@@ -262,10 +268,13 @@ class Parametrised(Protocol):
 class Experts(Parametrised, Resolved, Protocol):
     """The backend's own experts for this rank, in the exchange's local order: SwiGLU, down(silu(gate x) * up x).
 
+    It reads `activation` and `expert_biases`, which the exchange of the same config maps too, and ignores.
+
     Optional, for the checks that change weights between two forwards. `module`: the nn.Module that holds the
     parameters, where that is not the surface itself; it loads, casts and replaces them. `weights_changed()`: what the
     backend has users call after a change that leaves no trace at a tensor (`weight.data`, a fused optimiser).
-    `reshard()`: frees parameters that were gathered from shards, where the backend keeps them gathered.
+    `reshard()`: frees parameters that were gathered from shards, where the backend keeps them gathered. `counters`:
+    counts which shortcuts are taken, see `surfaces.Counters`.
     """
 
     def __call__(self, delivery: Delivery) -> Tensor:

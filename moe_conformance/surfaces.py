@@ -5,7 +5,7 @@ The rules and the letters of `contract` hold; a surface that is not overridden i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -122,6 +122,32 @@ class EqualSplits(Resolved, Protocol):
 
     def compact(self, rows_PD: Tensor, pieces: Sequence[int], size: int) -> Tensor:
         """Return the first n_i rows of every `size`, one piece behind the other, differentiable in the rows."""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What counters of shortcuts have counted since they were reset, by the backend's names of shortcuts and caches."""
+
+    decisions: Mapping[str, tuple[int, int]]  # calls that took the shortcut, and calls that could have and did not
+    look_ups: Mapping[str, tuple[int, int]]  # hits and misses of a cache
+
+
+class Counters(Protocol):
+    """Counters of the shortcuts of built experts, which are off at first; see `contract.Experts`.
+
+    A call of the experts is one decision of each shortcut that is open to it, and looks up once in each cache that it
+    uses. The shortcut for as many rows of each expert is named "equal_counts". Optional: `restrict(ranks)`, of the
+    world, has all others count nothing.
+    """
+
+    def enable(self, on: bool) -> None:
+        """Count from now on, or no more."""
+
+    def reset(self) -> None:
+        """Begin at 0 again; caches stay as they are."""
+
+    def read(self) -> Counted:
+        """Return what this rank has counted."""
 
 
 @dataclass(frozen=True)

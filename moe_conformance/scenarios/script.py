@@ -18,6 +18,7 @@ from moe_conformance.scenarios import parameters, state
 from moe_conformance.scenarios.balancing import BalancedRouters
 from moe_conformance.scenarios.calling import call_through, deterministic_setting, form_of, memory_of, under
 from moe_conformance.scenarios.changing_experts import ChangingExperts, require_sorted_rows
+from moe_conformance.scenarios.counted_experts import CountedExperts
 from moe_conformance.scenarios.exchange_with_probe import exchange_with_probe
 from moe_conformance.scenarios.outcome import Answer, RankOutcome
 from moe_conformance.scenarios.padding import large_beside_pairs
@@ -88,10 +89,11 @@ class Script:
         """Build the surface, and write its parameters if there are any."""
         session, run = kept.session, self.workload.run
         assert isinstance(run, runs.Script)
-        if run == runs.ON_CHANGING_EXPERTS:
+        if run in (runs.ON_CHANGING_EXPERTS, runs.ON_COUNTED_EXPERTS):
             require_sorted_rows(build(session, "experts", self.workload.config), self.workload)
             experts = build(session, "experts", self.workload.config)
-            surface: Any = ChangingExperts(experts, session, self.workload, self.context.rank)
+            kind = ChangingExperts if run == runs.ON_CHANGING_EXPERTS else CountedExperts
+            surface: Any = kind(experts, session, self.workload, self.context.rank)
         else:
             surface = session if run == runs.ON_SESSION else build(session, run.surface, self.workload.config)
         if run == runs.ON_EXCHANGE:

@@ -102,7 +102,9 @@ def round_robin_rows(x_TD: Tensor, rank: int, *, offset: int, top_k: int, expert
 
 
 def decision_counts(taken: Sequence[bool]) -> tuple[int, int]:
-    """Count decisions, (taken, not taken): together the calls that could have taken the shortcut (FAST-16).
+    """Count decisions, (taken, not taken): together the calls that could have taken the shortcut.
+
+    Decides: FAST-16. Source: definition of a counter.
 
     >>> decision_counts([True, False, True])
     (2, 1)
@@ -111,7 +113,9 @@ def decision_counts(taken: Sequence[bool]) -> tuple[int, int]:
 
 
 def look_up_counts(events: Sequence[str]) -> tuple[int, int]:
-    """Count hits and misses of a cache of derived weights, (hits, misses) (FAST-16).
+    """Count hits and misses of a cache of derived weights, (hits, misses).
+
+    Decides: FAST-16. Source: definition of a counter.
 
     Rule: the first "look_up", and the first after each "change" of a weight, is a miss, every other a hit;
     "reset" sets the counters to 0 and leaves the cache as it is.

@@ -3,10 +3,11 @@
 N experts are measured at once. Each has R rows, those that it lacks filled up with zeros: their results are dropped,
 they add nothing to a gradient, and `Routed.counts_N` keeps them out of the count of its addends.
 
-SwiGLU and its derivative in the measured numbers of `rounding.py`. The derivative is written out by hand, as
-autograd carries no errors; that its values are those of autograd is checked in `magnitudes.py`.
+SwiGLU, or experts with another function and biases, and their derivatives in the measured numbers of `errors.py`. The
+derivatives are written out by hand, as autograd carries no errors; that their values are those of autograd is checked
+here.
 
-Source: the chain rule; SwiGLU as in `experts.py`.
+Source: the chain rule; experts as in `experts.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_conformance.reference.experts import Parameters
+from moe_conformance.reference.experts import Function, Parameters
+from moe_conformance.reference.rounding.activations import cut, limited, value_and_slope
 from moe_conformance.reference.rounding.errors import Measured, Rounding, exact, multiplication, partial, parts_of
 
 
@@ -88,51 +90,132 @@ def swiglu_measured(r: Rounding, parameters: Parameters, sharing: Sharing) -> Me
     >>> [torch.allclose(measured.value[0], value) for measured, value in zip(found, expected)]
     [True, True, True, True, True, True]
     """
+    return function_measured(Function())(r, parameters, sharing)
 
-    def measure(x_NRD: Measured, w_NR: Measured, dy_NRD: Measured, routed: Routed) -> MeasuredRows:
-        gate_NFD, up_NFD, down_NDF = (
-            exact(torch.stack([parameters[name, e] for e in routed.experts])) for name in ("gate", "up", "down")
-        )
-        z_NRF = r.products("nrd,nfd->nrf", x_NRD, gate_NFD)
-        up_NRF = r.products("nrd,nfd->nrf", x_NRD, up_NFD)
-        silu_NRF = r.silu(z_NRF)
-        hidden_NRF = r.stored(
-            r.products("nrf,nrf->nrf", silu_NRF, up_NRF)
-        )  # once more where the weight multiplies here
+
+def function_measured(function: Function) -> Callable[[Rounding, Parameters, Sharing], MeasuredExperts]:
+    """Make the measured twin of `experts.function_experts`, with the biases that there are.
+
+    Where a limit cuts, results on one side of it are told: a backend's may lie on the other if they are that near.
+
+    >>> from moe_conformance.reference.experts import function_experts
+    >>> sizes = {"gate": (4, 2), "up": (4, 2), "down": (2, 4), "bias_gate": (4,), "bias_up": (4,), "bias": (2,)}
+    >>> p = {(name, 7): torch.randn(size, dtype=torch.float64) for name, size in sizes.items()}
+    >>> x, dy, w = (torch.arange(n).cos().double().reshape(5, -1) for n in (10.0, 10.0, 5.0))
+    >>> function = Function(limit=0.5, slope=1.7, offset=1.0)
+    >>> experts = function_measured(function)(Rounding(1.0, 1.0), p, Sharing())
+    >>> routed = Routed([7], torch.tensor([5]), torch.zeros(1, 5))
+    >>> of = experts.measure(exact(x[None]), exact(w.flatten()[None]), exact(dy[None]), routed)
+    >>> leaves = {key: value.requires_grad_() for key, value in (p | {"x": x.clone()}).items()}
+    >>> out = function_experts(function)(leaves)(leaves["x"], 7)
+    >>> expected = torch.autograd.grad(out, [leaves["x"], *(leaves[name, 7] for name in sizes)], w * dy)
+    >>> found = [of.drows_NRD, *(of.dparameters[name] for name in sizes)]
+    >>> assert torch.allclose(out, of.out_NRD.value[0])
+    >>> [torch.allclose(measured.value[0], value) for measured, value in zip(found, expected)]
+    [True, True, True, True, True, True, True]
+    """
+
+    def build(r: Rounding, parameters: Parameters, sharing: Sharing) -> MeasuredExperts:
+        def measure(x_NRD: Measured, w_NR: Measured, dy_NRD: Measured, routed: Routed) -> MeasuredRows:
+            return _FunctionOfRows(r, parameters, sharing, function, routed).measured(x_NRD, w_NR, dy_NRD)
+
+        columns = {e: len(value) for (name, e), value in parameters.items() if name == "up"}
+        biases = {e: value for (name, e), value in parameters.items() if name == "bias"}
+        return biased(r, MeasuredExperts(measure, columns), biases, sharing, times=1)
+
+    return build
+
+
+class _FunctionOfRows(NamedTuple):
+    """N experts, some of their parameters, and whose rows they see."""
+
+    r: Rounding
+    parameters: Parameters
+    sharing: Sharing
+    function: Function
+    routed: Routed
+
+    def measured(self, x_NRD: Measured, w_NR: Measured, dy_NRD: Measured) -> MeasuredRows:
+        """Run the experts without their output bias, forward and backward."""
+        r, routed, sharing, down_NDF = self.r, self.routed, self.sharing, self._stacked("down")
+        assert down_NDF is not None
+        projections = {"gate": self._stacked("gate"), "up": self._stacked("up")}
+        there = {name: matrix for name, matrix in projections.items() if matrix is not None}
+        hidden_NRF, slopes = self._hidden({name: self._projected(name, each, x_NRD) for name, each in there.items()})
         out_NRD = r.products("nrf,ndf->nrd", hidden_NRF, down_NDF)
 
         inner_NRF = r.products("nrd,ndf->nrf", dy_NRD, down_NDF)
         dhidden_NRF = r.products("nr,nrf->nrf", w_NR, inner_NRF)
-        dup_NRF = r.products("nrf,nrf->nrf", dhidden_NRF, silu_NRF)
-        dsilu_NRF = r.products("nrf,nrf->nrf", dhidden_NRF, up_NRF)
-        dz_NRF = r.products("nrf,nrf->nrf", dsilu_NRF, r.silu_slope(z_NRF))
-        by_gate_NRD = r.products("nrf,nfd->nrd", dz_NRF, gate_NFD)
-        by_up_NRD = r.products("nrf,nfd->nrd", dup_NRF, up_NFD)
+        dz = {name: self._backward(dhidden_NRF, slopes[name]) for name in there}
         weighted_dy_NRD = r.products("nr,nrd->nrd", w_NR, dy_NRD)
-
         columns = [len(part) for part in torch.arange(down_NDF.value.shape[2]).tensor_split(sharing.etp)]
+        by = [(dz[name], matrix) for name, matrix in there.items()]
+        drows = [r.products("nrf,nfd->nrd", each, matrix) for each, matrix in by]
+        one_NR = exact(torch.ones_like(w_NR.value))
+        biases = {name: dz[name] for name in there if f"bias_{name}" in {key for key, _ in self.parameters}}
         return MeasuredRows(
             out_NRD,
             parts_of("nrf,ndf->nrd", hidden_NRF, down_NDF, "f", columns),
-            r.plus(by_gate_NRD, by_up_NRD),
-            parts_of("nrf,nfd->nrd", dz_NRF, gate_NFD, "f", columns)
-            + parts_of("nrf,nfd->nrd", dup_NRF, up_NFD, "f", columns),
+            drows[0] if len(drows) == 1 else r.plus(*drows),
+            sum((parts_of("nrf,nfd->nrd", *each, "f", columns) for each in by), torch.zeros_like(out_NRD.value)),
             r.products("nrf,nrf->nr", inner_NRF, hidden_NRF),
             parts_of("nrf,nrf->nr", inner_NRF, hidden_NRF, "f", columns),
             {
-                "gate": routed.sum_of_rows(r, "nrf,nrd->nfd", dz_NRF, x_NRD, sharing),
-                "up": routed.sum_of_rows(r, "nrf,nrd->nfd", dup_NRF, x_NRD, sharing),
+                **{name: routed.sum_of_rows(r, "nrf,nrd->nfd", each, x_NRD, sharing) for name, each in dz.items()},
                 "down": routed.sum_of_rows(r, "nrd,nrf->ndf", weighted_dy_NRD, hidden_NRF, sharing),
+                **{
+                    f"bias_{name}": routed.sum_of_rows(r, "nr,nrf->nf", one_NR, each, sharing)
+                    for name, each in biases.items()
+                },
             },
         )
 
-    return MeasuredExperts(measure, {e: len(value) for (name, e), value in parameters.items() if name == "gate"})
+    def _stacked(self, name: str) -> Measured | None:
+        """Return a parameter of the N experts, if they have it."""
+        if (name, self.routed.experts[0]) not in self.parameters:
+            return None
+        return exact(torch.stack([self.parameters[name, e] for e in self.routed.experts]))
+
+    def _projected(self, name: str, matrix_NFD: Measured, x_NRD: Measured) -> Measured:
+        z_NRF, bias_NF = self.r.products("nrd,nfd->nrf", x_NRD, matrix_NFD), self._stacked(f"bias_{name}")
+        if bias_NF is None:
+            return z_NRF
+        return self.r.plus(z_NRF, bias_NF.map(lambda each: each[:, None].expand_as(z_NRF.value)))
+
+    def _hidden(self, z: dict[str, Measured]) -> tuple[Measured, dict[str, list[Measured | Tensor]]]:
+        """Return what the down projection gets, and the factors of its derivative by each of its arguments."""
+        r, function = self.r, self.function
+        if "gate" not in z:
+            value_NRF, slope_NRF = value_and_slope(r, z["up"], function.activation, function.slope)
+            return r.stored(value_NRF), {"up": [slope_NRF]}
+        gate_NRF, up_NRF, kept = z["gate"], z["up"], dict[str, list[Measured | Tensor]](gate=[], up=[])
+        if function.limit is not None:
+            gate_NRF, inside_NRF = limited(gate_NRF, -torch.inf, function.limit)
+            kept["gate"] = [inside_NRF]
+            up_NRF, inside_NRF = limited(up_NRF, -function.limit, function.limit)
+            kept["up"] = [inside_NRF]
+        if function.offset:
+            up_NRF = r.plus(up_NRF, exact(torch.full_like(up_NRF.value, function.offset)))
+        value_NRF, slope_NRF = value_and_slope(r, gate_NRF, function.activation, function.slope)
+        hidden_NRF = r.stored(r.products("nrf,nrf->nrf", value_NRF, up_NRF))  # once more where the weight multiplies
+        return hidden_NRF, {"gate": [up_NRF, slope_NRF, *kept["gate"]], "up": [value_NRF, *kept["up"]]}
+
+    def _backward(self, dhidden_NRF: Measured, factors: Sequence[Measured | Tensor]) -> Measured:
+        for factor in factors:
+            if isinstance(factor, Tensor):
+                dhidden_NRF = cut(dhidden_NRF, factor)
+            else:
+                dhidden_NRF = self.r.products("nrf,nrf->nrf", dhidden_NRF, factor)
+        return dhidden_NRF
 
 
-def biased(r: Rounding, experts: MeasuredExperts, biases: Mapping[int, Tensor], sharing: Sharing) -> MeasuredExperts:
+def biased(
+    r: Rounding, experts: MeasuredExperts, biases: Mapping[int, Tensor], sharing: Sharing, *, times: int = 0
+) -> MeasuredExperts:
     """Add an output bias to the answers of every expert, (D,) by expert id, and measure its gradient.
 
-    The bias is added to the sum of the parts, or is one part more. Without any bias the experts stay as they are.
+    The bias is added to the sum of the parts, or is one part more. It is stored so many times before: once where it is
+    multiplied by the routing weight alone. Without any bias the experts stay as they are.
 
     >>> def silent(x, w, dy, routed):
     ...     zero_NRD, zero_NR = exact(torch.zeros_like(x.value)), exact(torch.zeros_like(w.value))
@@ -149,7 +232,7 @@ def biased(r: Rounding, experts: MeasuredExperts, biases: Mapping[int, Tensor], 
     def measure(x_NRD: Measured, w_NR: Measured, dy_NRD: Measured, routed: Routed) -> MeasuredRows:
         of = experts.measure(x_NRD, w_NR, dy_NRD, routed)
         bias_ND = exact(torch.stack([biases[e] for e in routed.experts]))
-        bias_NRD = bias_ND.map(lambda each: each[:, None].expand_as(of.out_NRD.value))
+        bias_NRD = r.stored(bias_ND, times=times).map(lambda each: each[:, None].expand_as(of.out_NRD.value))
         inner_NR = r.products("nrd,nd->nr", dy_NRD, bias_ND)
         return of._replace(
             out_NRD=r.plus(of.out_NRD, bias_NRD),

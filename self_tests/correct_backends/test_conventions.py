@@ -8,6 +8,7 @@ import pytest
 
 from moe_conformance.judging.verdict import Mismatch, NotOffered, Tally
 from moe_conformance.topology import Layout
+from moe_conformance.workloads.corpus.experts_functions import OF_ACTIVATIONS
 from self_tests.checked_runs import CheckedRuns, opened
 from self_tests.planted_bugs.plant import EP2, EP2_EDP2, EP2_ETP2, SINGLE, TP2_EP2
 
@@ -269,3 +270,30 @@ class TestConventions:
         """A backend whose backward of combine quantises, and says so, passes."""
         backend = "self_tests.planted_bugs.token_exchange.fp8_wire:RoundedGradients"
         checked.check_passes(backend, "EXCH-30", "alltoall", EP2, "float8-rows")
+
+    @pytest.mark.parametrize("backend", ["BiasInShares", "BiasOfTheFirst"])
+    def test_who_adds_an_output_bias_is_free(self, checked: CheckedRuns, backend: str) -> None:
+        """Each rank of etp a share of it, or the first one all of it, which then alone names it."""
+        path = f"self_tests.correct_backends.unusual_experts:{backend}"
+        for workload in ("own-biased-even", "own-biased-input-weights-even"):
+            checked.check_passes(path, "EXPT-06", "alltoall", EP2_ETP2, workload)
+
+    def test_how_activations_are_computed_is_free(self, checked: CheckedRuns) -> None:
+        """Weights may multiply hidden units and biases apart, and activations be made of single operations."""
+        path = "self_tests.correct_backends.unusual_experts:ByHand"
+        for workload in ("own-biased-even", "own-biased-gpt-oss-even"):
+            checked.check_passes(path, "EXPT-06", "deepep", EP2, workload)
+        for recipe in OF_ACTIVATIONS:
+            checked.check_passes(path, "EXPT-07", "alltoall", EP2, recipe.name)
+
+    def test_an_exchange_may_rely_on_the_start_of_a_round_robin(self, checked: CheckedRuns) -> None:
+        """If it says so, it is judged by ids that begin there, and not by others."""
+        path = "self_tests.correct_backends.unusual_experts:FromZero"
+        checked.check_passes(path, "FAST-14", "alltoall", EP2, "dealt-whole-even")
+        with pytest.raises(NotOffered, match="begins at expert 0"):
+            checked.verdicts(path, "FAST-14", "alltoall", EP2, "dealt-shifted-even")
+
+    def test_a_shortcut_need_not_be_taken(self, checked: CheckedRuns) -> None:
+        """Counters that count calls with gradients too, and see no shortcut taken, pass."""
+        path = "self_tests.correct_backends.unusual_experts:NeverTaken"
+        checked.check_passes(path, "FAST-16", "alltoall", SINGLE, "shortcuts-counted")

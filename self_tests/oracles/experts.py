@@ -118,3 +118,97 @@ def tagged_backward(expert: int, experts: int, gain: float, x_RD: Floats, dy_RD:
             dx_RD[r, column] = gain * dy_RD[r, column]
             d_gain += dy_RD[r, column] * x_RD[r, column]
     return dx_RD, d_gain
+
+
+# ---- other activations, and biases ---------------------------------------------------------------------------
+
+
+class Biased(NamedTuple):
+    """An expert with biases of everything: gate (F, D) or None, up (F, D), down (D, F); b_gate, b_up (F), b (D)."""
+
+    gate_FD: Floats | None
+    up_FD: Floats
+    down_DF: Floats
+    b_gate_F: Floats | None
+    b_up_F: Floats
+    b_D: Floats
+
+
+def activation(name: str, z: float, slope: float) -> tuple[float, float]:
+    """Value and derivative of an activation at one number; at the kink of relu its derivative is 0.
+
+    Phi(z) = erfc(-z / sqrt 2) / 2, and its derivative is the normal density. tanh' = 1 - tanh^2.
+    """
+    if name == "silu":
+        s = sigmoid(slope * z)
+        return z * s, s + z * slope * s * (1.0 - s)
+    if name == "gelu":
+        below = math.erfc(-z / math.sqrt(2.0)) / 2.0
+        return z * below, below + z * math.exp(-z * z / 2.0) / math.sqrt(2.0 * math.pi)
+    if name == "gelu_tanh":
+        c = math.sqrt(2.0 / math.pi)
+        t = math.tanh(c * (z + 0.044715 * z * z * z))
+        return 0.5 * z * (1.0 + t), 0.5 * (1.0 + t) + 0.5 * z * (1.0 - t * t) * c * (1.0 + 3.0 * 0.044715 * z * z)
+    if name == "relu":
+        return (z, 1.0) if z > 0.0 else (0.0, 0.0)
+    assert name == "squared_relu"
+    return (z * z, 2.0 * z) if z > 0.0 else (0.0, 0.0)
+
+
+def unit(
+    name: str, a: float | None, b: float, limit: float | None, slope: float, offset: float
+) -> tuple[float, float, float]:
+    """One hidden unit, and its derivatives by a (of gate; 0 without one) and by b (of up).
+
+    With a gate h = act(min(a, c)) (min(max(b, -c), c) + o), without h = act(b). A number that is cut has derivative 0.
+    """
+    if a is None:
+        h, by_b = activation(name, b, slope)
+        return h, 0.0, by_b
+    a_moves, b_moves = 1.0, 1.0
+    if limit is not None:
+        if a > limit:
+            a, a_moves = limit, 0.0
+        if b > limit:
+            b, b_moves = limit, 0.0
+        elif b < -limit:
+            b, b_moves = -limit, 0.0
+    act, act_slope = activation(name, a, slope)
+    return act * (b + offset), act_slope * (b + offset) * a_moves, act * b_moves
+
+
+def function_row(
+    expert: Biased, x_D: Floats, dy_D: Floats, name: str, limit: float | None, slope: float, offset: float
+) -> tuple[Floats, Floats, Biased]:
+    """Answer of the expert to one row, and gradients of sum_d dy_d y_d by x and by everything that the expert has.
+
+    y_d = b_d + sum_f down[d, f] h_f; db_d = dy_d; with dh_f = sum_d down[d, f] dy_d, da_f = dh_f dh/da is the gradient
+    of b_gate[f] and, times x_d, of gate[f, d]; of up likewise.
+    """
+    F, D = expert.up_FD.shape
+    gated = expert.gate_FD is not None
+    zeros = Biased(*(None if part is None else np.zeros(part.shape) for part in expert))  # type: ignore[arg-type]
+    y_D, dx_D = np.array(expert.b_D, dtype=np.float64), np.zeros(D)
+    for d in range(D):
+        zeros.b_D[d] = dy_D[d]
+    for f in range(F):
+        a = None
+        if expert.gate_FD is not None and expert.b_gate_F is not None:
+            a = math.fsum([*(expert.gate_FD[f, d] * x_D[d] for d in range(D)), expert.b_gate_F[f]])
+        b = math.fsum([*(expert.up_FD[f, d] * x_D[d] for d in range(D)), expert.b_up_F[f]])
+        h, by_a, by_b = unit(name, a, b, limit, slope, offset)
+        dh = 0.0
+        for d in range(D):
+            y_D[d] += expert.down_DF[d, f] * h
+            zeros.down_DF[d, f] = dy_D[d] * h
+            dh += expert.down_DF[d, f] * dy_D[d]
+        zeros.b_up_F[f] = dh * by_b
+        for d in range(D):
+            zeros.up_FD[f, d] = dh * by_b * x_D[d]
+            dx_D[d] += dh * by_b * expert.up_FD[f, d]
+        if gated and zeros.gate_FD is not None and zeros.b_gate_F is not None and expert.gate_FD is not None:
+            zeros.b_gate_F[f] = dh * by_a
+            for d in range(D):
+                zeros.gate_FD[f, d] = dh * by_a * x_D[d]
+                dx_D[d] += dh * by_a * expert.gate_FD[f, d]
+    return y_D, dx_D, zeros

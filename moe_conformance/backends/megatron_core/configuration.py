@@ -17,6 +17,7 @@ FUNCTION = ("variant", "experts", "top_k", "hidden", "ffn", "dtype", "padding.pa
 LAYER = (*FUNCTION, "extra")
 ROUTER = ("routing",)  # of a router; forced: on random logits
 SHARED = ("shared",)  # of a whole layer
+OF_EXPERTS = ("activation",)  # of experts, and of what is built for the same config
 CAPACITY = (
     "capacity.factor",
     "capacity.drop_policy",
@@ -64,9 +65,7 @@ def transformer_config(config: Config, sizes: Mapping[str, int]) -> Any:
                 "moe_router_topk": config.top_k,
                 "moe_token_dispatcher_type": config.variant,
                 "variable_seq_lengths": config.padding.packed,
-                "gated_linear_unit": True,
-                "activation_func": torch.nn.functional.silu,
-                "add_bias_linear": False,
+                **_of_experts(config),
                 "params_dtype": config.dtype,
                 "bf16": config.dtype == torch.bfloat16,
                 "fp16": config.dtype == torch.float16,
@@ -83,6 +82,29 @@ def transformer_config(config: Config, sizes: Mapping[str, int]) -> Any:
                 **extra,
             }
         )
+
+
+def _of_experts(config: Config) -> dict[str, Any]:
+    """Return the fields of the experts' function."""
+    asked = config.activation
+    if asked.slope not in (1.0, 1.702):
+        raise Unsupported(
+            f"Megatron-Core has silu and quick_gelu, of slope 1.702, and not activation.slope={asked.slope}"
+        )
+    functions = {
+        "silu": torch.nn.functional.silu if asked.slope == 1.0 else library.activations.quick_gelu,
+        "gelu": torch.nn.functional.gelu,
+        "gelu_tanh": library.activations.fast_gelu,
+        "relu": torch.nn.functional.relu,
+        "squared_relu": library.activations.squared_relu,
+    }
+    return {
+        "gated_linear_unit": asked.gated,
+        "activation_func": functions[asked.function],
+        "activation_func_clamp_value": asked.limit,
+        "glu_linear_offset": asked.offset,
+        "add_bias_linear": False,
+    }
 
 
 def _shared(config: Config) -> dict[str, Any]:

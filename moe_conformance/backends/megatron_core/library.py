@@ -8,7 +8,7 @@ import torch
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it warns of every optional package that is missing
-    from megatron.core import parallel_state
+    from megatron.core import activations, parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -31,6 +31,7 @@ __all__ = [
     "DistributedDataParallelConfig",
     "MoELayer",
     "TransformerConfig",
+    "activations",
     "finalize_model_grads",
     "get_moe_module_spec",
     "get_packed_seq_params",

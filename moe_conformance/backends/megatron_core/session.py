@@ -14,6 +14,7 @@ from moe_conformance.backends.megatron_core.configuration import (
     CAPACITY,
     FUNCTION,
     LAYER,
+    OF_EXPERTS,
     ROUTER,
     SHARED,
     transformer_config,
@@ -59,12 +60,13 @@ class MegatronSession(Session):
         """Build a layer and return its token dispatcher."""
         if config.capacity.padded and config.variant == "allgather":
             raise Unsupported("the all-gather dispatcher pads nothing: it takes a map that the router has filled up")
-        return Exchange(self._layer(config.only(*LAYER, *CAPACITY)))
+        return Exchange(self._layer(config.only(*LAYER, *CAPACITY, *OF_EXPERTS)))
 
     def experts(self, config: Config) -> Experts:
         """Build a layer and return its experts, wrapped for the reduction of their gradients."""
         etp = self._topology.ranks("etp")
-        return Experts(self._layer(config.only(*LAYER, *CAPACITY)), etp.index(self._topology.rank), len(etp))
+        layer = self._layer(config.only(*LAYER, *CAPACITY, *OF_EXPERTS))
+        return Experts(layer, etp.index(self._topology.rank), len(etp))
 
     def router(self, config: Config) -> Router:
         """Build a layer and return its router, wrapped for the reduction of its gradients."""

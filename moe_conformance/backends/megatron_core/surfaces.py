@@ -84,6 +84,7 @@ class Experts:
             "experts": type(self._module).__qualname__,
             "linear": type(mlp.linear_fc1).__qualname__,
             "activation": "fused" if mlp.config.bias_activation_fusion else "unfused",
+            "activation function": getattr(mlp.activation_func, "__name__", str(mlp.activation_func)),
             "parameters": str(mlp.linear_fc1.weight.dtype),
             "gradients": str(mlp.linear_fc1.weight.main_grad.dtype),
         } | _SHIMS
@@ -96,12 +97,12 @@ class Experts:
         return out_RD
 
     def named(self, read: Read) -> Iterator[Named]:
-        """Yield gate, up and down of every expert; etp splits F."""
+        """Yield up and down of every expert, and gate if there is one; etp splits F."""
         columns, rows = (None, None) if self._etp[1] == 1 else ((0, *self._etp), (1, *self._etp))
+        names = ("gate", "up") if self._module.config.gated_linear_unit else ("up",)
         for expert, mlp in zip(self._ids, self._module.local_experts, strict=True):
-            gate_FD, up_FD = read(mlp.linear_fc1.weight).chunk(2, 0)
-            yield Named("gate", expert, gate_FD, columns)
-            yield Named("up", expert, up_FD, columns)
+            for name, matrix_FD in zip(names, read(mlp.linear_fc1.weight).chunk(len(names)), strict=True):
+                yield Named(name, expert, matrix_FD, columns)
             yield Named("down", expert, read(mlp.linear_fc2.weight), rows)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from moe_conformance.backends.native.exchange.dispatchers import AllGatherExchange, AllToAllExchange, LocalExchange
 from moe_conformance.backends.native.exchange.equal_splits import EqualSplits, EqualSplitsExchange
+from moe_conformance.backends.native.exchange.round_robin import RoundRobinExchange
 from moe_conformance.backends.native.exchange.token_padding import (
     ClaimingExchange,
     PaddedExchange,
@@ -24,6 +25,7 @@ from moe_conformance.backends.native.fused.managers import DeepEPManager, Hybrid
 from moe_conformance.backends.native.fused.surface import ReusableExchange
 from moe_conformance.backends.native.fused.token_exchange import TokenExchange
 from moe_conformance.backends.native.groups import CannotBuild
+from moe_conformance.backends.native.layer.activated_experts import ActivatedExperts, ExpertBiases
 from moe_conformance.backends.native.layer.experts import Experts
 from moe_conformance.backends.native.layer.gradients import GradientFinisher, Replicated
 from moe_conformance.backends.native.layer.layer import Layer
@@ -45,6 +47,7 @@ _MAPPED = (
     "padding.splits",  # of padding, not the multiple of rows
 )  # fmt: skip
 
+_OF_EXPERTS = ("activation", "expert_biases")  # an exchange knows nothing of them
 
 Built = TypeVar("Built")
 
@@ -125,10 +128,12 @@ class NativeSession(Session):
             raise Unsupported(f"native pads to equal splits in the variant 'alltoall', not in {config.variant!r}")
         if config.padding.splits == "equal":
             return self.use(EqualSplitsExchange)(config.only(*_MAPPED), self.topology, self.equal_splits(config))
+        if config.variant == "alltoall" and config.routing.forced == (("round_robin", None),):
+            return self.use(RoundRobinExchange)(config.only(*_MAPPED, *_OF_EXPERTS), self.topology)
         if config.variant in classes:
-            return classes[config.variant](config.only(*_MAPPED), self.topology)
+            return classes[config.variant](config.only(*_MAPPED, *_OF_EXPERTS), self.topology)
         if manager := self._managers.get(config.variant):
-            config.only(*_MAPPED, "receive_buffer", "wire")
+            config.only(*_MAPPED, *_OF_EXPERTS, "receive_buffer", "wire")
             return FlexExchange(config, self.topology, manager, self.use(TokenExchange), self.use(Float8Wire))
         known = ", ".join((*classes, *self._managers))
         raise Unsupported(f"native has no variant {config.variant!r}; it has {known}")
@@ -145,13 +150,16 @@ class NativeSession(Session):
         manager = self._managers.get(config.variant)
         return config.padding.tokens != "no" or bool(manager and manager.needs_equal_tokens)
 
-    def experts(self, config: Config) -> Experts:
+    def experts(self, config: Config) -> Experts | ActivatedExperts:
         """Build this rank's experts, the same with token_copies and with a receive buffer of fixed size."""
-        config.only(*_MAPPED, "receive_buffer", "token_copies")
+        config.only(*_MAPPED, *_OF_EXPERTS, "receive_buffer", "token_copies")
+        plain = (config.activation, config.expert_biases) == (Config.activation, Config.expert_biases)
         with refusals(CannotBuild, match="."):
             if config.variant == "local":
                 self.use(LocalExchange)(config, self.topology)  # it refuses to spread experts over ranks
-            return self.use(Experts)(config, self.topology, self.device)
+            if plain:
+                return self.use(Experts)(config, self.topology, self.device)
+            return self.use(ActivatedExperts)(config, self.topology, self.device, self.use(ExpertBiases))
 
     def router(self, config: Config) -> Router:
         """Build the router.
@@ -196,9 +204,12 @@ class NativeSession(Session):
         if config.shared.overlap and config.padding.splits == "equal":
             raise Unsupported("native has no shared.overlap with padding.splits='equal'")
         routed = replace(config, shared=Config.shared)  # without shared experts
-        parts = (self.router(routed), self.exchange(routed), self.experts(routed))
+        router, exchange, experts = self.router(routed), self.exchange(routed), self.experts(routed)
+        assert isinstance(experts, Experts)  # all others are refused above
         with refusals(CannotBuild, match="."):
-            return self.use(Layer)(config, self.topology, self.device, parts, self.use(SharedExperts))
+            return self.use(Layer)(
+                config, self.topology, self.device, (router, exchange, experts), self.use(SharedExperts)
+            )
 
     def equal_splits(self, config: Config) -> EqualSplits:
         """Build what pads pieces for the ranks of ep."""
@@ -220,7 +231,7 @@ class NativeSession(Session):
         """Sum the gradients of native's router and experts, shared ones too, over their replicas."""
         modules: list[Replicated] = []
         for surface in built:
-            if isinstance(surface, Layer):
+            if isinstance(surface, Layer | ActivatedExperts):
                 modules += surface.parts
             elif isinstance(surface, Replicated):
                 modules.append(surface)

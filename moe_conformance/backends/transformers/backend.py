@@ -32,6 +32,7 @@ _VARIANTS = {
 
 # Options of Config: those that every surface reads, and those of a router; none is forced.
 _SHAPE = ("variant", "experts", "top_k", "hidden", "ffn", "dtype")
+_OF_EXPERTS = ("activation", "expert_biases")  # the exchange asks the experts that it is given
 _ROUTING = (
     "routing.score", "routing.normalise", "routing.scale", "routing.groups", "routing.group_score",
     "routing.balance_bias",
@@ -84,7 +85,7 @@ class _Session(Session):
 
     def exchange(self, config: Config) -> SharedExchange:
         """Install the library's implementation on a module that asks the given experts; it takes any T, also packed."""
-        config.only(*_SHAPE, "weights_applied", "token_copies", "padding.packed")
+        config.only(*_SHAPE, *_OF_EXPERTS, "weights_applied", "token_copies", "padding.packed")
         if config.weights_applied == "input":
             raise Unsupported("the library multiplies the expert output by the weights, not weights_applied='input'")
         implementation, _ = _implementations(config.variant)
@@ -95,8 +96,8 @@ class _Session(Session):
         return SharedExchange(placement, None if alone else implementation, gathers=not config.token_copies)
 
     def experts(self, config: Config) -> ShardedExperts:
-        """Build Qwen3-MoE's experts, shard them over ep, and by FSDP2 over edp."""
-        config.only(*_SHAPE, "weights_applied", "token_copies")
+        """Build the experts of a model, shard them over ep, and by FSDP2 over edp."""
+        config.only(*_SHAPE, *_OF_EXPERTS, "weights_applied", "token_copies")
         _, implementation = _implementations(config.variant)
         return ShardedExperts(config, Placement(config, self._topology, self._device), implementation)
 

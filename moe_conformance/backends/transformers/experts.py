@@ -14,29 +14,32 @@ from moe_conformance.backends.fsdp_windows import local
 from moe_conformance.backends.transformers.model import model_with, reduction_of, shard
 from moe_conformance.backends.transformers.placement import Placement
 from moe_conformance.backends.transformers.router import ONE_HEAD
-from moe_conformance.contract import Config, Delivery, Named, Read
+from moe_conformance.contract import Activation, Config, Delivery, Named, Read, Unsupported
 
-_PARAMETERS = ("gate_up_proj", "down_proj")
+_PARAMETERS = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
+_FUNCTIONS = {
+    "silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu", "squared_relu": "relu2",
+}  # fmt: skip
+_GPT_OSS = Activation(limit=7.0, slope=1.702, offset=1.0)  # limit and slope are options, the offset is none
 
 
 class ShardedExperts:
-    """Qwen3-MoE's experts. Every backward reduces, as the library's training does without further settings."""
+    """Qwen3-MoE's experts, or those of GPT-OSS, which have biases.
+
+    Every backward reduces, as the library's training does without further settings.
+    """
 
     def __init__(self, config: Config, placement: Placement, implementation: str) -> None:
         """Build all E experts, keep this rank's N, and let the library shard these over their replicas."""
         from transformers.distributed.expert_parallel import EpDispatchExpertsParallel, MoEParamShard
-        from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
-        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-        asked = Qwen3MoeConfig(
-            hidden_size=config.hidden, moe_intermediate_size=config.ffn, num_experts=config.experts, **ONE_HEAD
-        )
+        built, asked = _built(config)
         asked._experts_implementation = implementation
-        module: Any = Qwen3MoeExperts(asked).to(placement.device, config.dtype)
+        module: Any = built(asked).to(placement.device, config.dtype)
         self._module, self._placement = module, placement
         mesh = placement.expert_mesh
         self._style, self._ep_mesh = EpDispatchExpertsParallel(), mesh["ep"]
-        for name in _PARAMETERS if mesh["ep"].size() > 1 else ():
+        for name in [name for name in _PARAMETERS if hasattr(module, name)] if mesh["ep"].size() > 1 else ():
             MoEParamShard(Shard(0), shards_expert_dim=True).shard_param(module, name, self._ep_mesh)
         self._experts_forward = module.forward
         module.forward = self._on_local_parameters
@@ -72,18 +75,65 @@ class ShardedExperts:
         return model
 
     def named(self, read: Read) -> Iterator[Named]:
-        """Yield the three matrices of every expert in this rank's shard."""
-        return expert_windows(self._module, self._placement, read)
+        """Yield the three matrices of every expert in this rank's shard, and its biases."""
+        windows = gpt_oss_windows if hasattr(self._module, "down_proj_bias") else expert_windows
+        return windows(self._module, self._placement, read)
+
+
+def _built(config: Config) -> tuple[Any, Any]:
+    """Return the class of experts that has what is asked for, and the config of its model."""
+    if config.expert_biases == "none":
+        from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+        asked = config.activation
+        if asked != Activation(asked.function):
+            raise Unsupported(f"Qwen3-MoE's experts are gated and cut nothing: not {asked}")
+        return Qwen3MoeExperts, Qwen3MoeConfig(
+            hidden_size=config.hidden,
+            moe_intermediate_size=config.ffn,
+            num_experts=config.experts,
+            hidden_act=_FUNCTIONS[asked.function],
+            **ONE_HEAD,
+        )
+    from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    if config.expert_biases != "all" or config.activation != _GPT_OSS:
+        raise Unsupported(f"experts with biases are adapted from GPT-OSS: not {config.activation}")
+    return GptOssExperts, GptOssConfig(
+        hidden_size=config.hidden,
+        intermediate_size=config.ffn,
+        num_local_experts=config.experts,
+        **ONE_HEAD,
+    )
+
+
+def gpt_oss_windows(module: Any, placement: Placement, read: Read) -> Iterator[Named]:
+    """Yield the windows on the experts of this rank's shard: (D, 2 F) with gate and up in turn, and (F, D)."""
+    first = _first(placement)
+    for n, gate_up in enumerate(read(local(module.gate_up_proj))):
+        yield Named("gate", first + n, gate_up[:, ::2].T)
+        yield Named("up", first + n, gate_up[:, 1::2].T)
+    for n, gate_up in enumerate(read(local(module.gate_up_proj_bias))):
+        yield Named("bias_gate", first + n, gate_up[::2])
+        yield Named("bias_up", first + n, gate_up[1::2])
+    for n, down in enumerate(read(local(module.down_proj))):
+        yield Named("down", first + n, down.T)
+    for n, bias in enumerate(read(local(module.down_proj_bias))):
+        yield Named("bias", first + n, bias)
+
+
+def _first(placement: Placement) -> int:
+    """Return the first expert of this rank's shard: of its N experts FSDP2 keeps one chunk per replica."""
+    edp = placement.topology.ranks("edp")
+    chunk = -(-placement.held // len(edp))
+    return placement.first + edp.index(placement.topology.rank) * chunk
 
 
 def expert_windows(module: Any, placement: Placement, read: Read) -> Iterator[Named]:
-    """Yield the windows on the experts of this rank's shard; gate and up lie in one parameter.
-
-    Of its N experts FSDP2 keeps one chunk per replica.
-    """
-    edp = placement.topology.ranks("edp")
-    chunk = -(-placement.held // len(edp))
-    first = placement.first + edp.index(placement.topology.rank) * chunk
+    """Yield the windows on the experts of this rank's shard; gate and up lie in one parameter."""
+    first = _first(placement)
     for n, gate_up in enumerate(read(local(module.gate_up_proj))):
         gate, up = gate_up.chunk(2)
         yield Named("gate", first + n, gate)

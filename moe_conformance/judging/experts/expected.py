@@ -9,6 +9,7 @@ from typing import cast
 from torch import Tensor
 
 from moe_conformance import stored_values
+from moe_conformance.contract import Config
 from moe_conformance.judging.compare import bounds
 from moe_conformance.judging.compare.bounded import Target
 from moe_conformance.judging.observed.chunks import solve_in_chunks
@@ -16,8 +17,8 @@ from moe_conformance.judging.observed.scopes import Place, backward_places_of
 from moe_conformance.judging.observed.stage_expected import StageAnswers
 from moe_conformance.reference.exchange import layer
 from moe_conformance.reference.exchange.layer import Gradients, WeightsAt
-from moe_conformance.reference.experts import Expert, Parameters, swiglu_experts
-from moe_conformance.reference.rounding.expert_magnitudes import Sharing, swiglu_measured
+from moe_conformance.reference.experts import Expert, Function, Parameters, function_experts, swiglu_experts
+from moe_conformance.reference.rounding.expert_magnitudes import Sharing, function_measured, swiglu_measured
 from moe_conformance.reference.rounding.magnitudes import magnitudes
 from moe_conformance.workloads.records.workload import Workload
 
@@ -51,15 +52,16 @@ class OwnExpected(StageAnswers[Gradients]):
     def _solved(self, places: Sequence[Place]) -> tuple[Gradients, Gradients]:
         parameters, weights_at = parameters_of(self.workload), self.weights_at
         layout, rounding = self.workload.layout, bounds.rounding(self.workload.config.dtype)
+        build = experts_of(self.workload.config)
         sums = bounds.sums_of_a_gradient(len({m for m, _ in places}), layout.edp)
 
         def values(batches: Sequence[layer.Batch]) -> Gradients:
-            return layer.gradients(*layer.global_batch(batches), swiglu_experts, parameters, weights_at=weights_at)
+            return layer.gradients(*layer.global_batch(batches), build, parameters, weights_at=weights_at)
 
         def errors(batches: Sequence[layer.Batch]) -> Gradients:
             return magnitudes(
                 *layer.global_batch(batches),
-                swiglu_measured,
+                swiglu_measured if build is swiglu_experts else function_measured(function_of(self.workload.config)),
                 parameters,
                 rounding=rounding,
                 sharing=Sharing(layout.etp, [len(batch.x_TD) for batch in batches], sums),
@@ -71,6 +73,18 @@ class OwnExpected(StageAnswers[Gradients]):
         if self.workload.golden:  # of all tokens in their order: there is one stage
             return stored(self.workload.golden, weights_at), solve_in_chunks(batches, experts, errors)
         return solve_in_chunks(batches, experts, values), solve_in_chunks(batches, experts, errors)
+
+
+def function_of(config: Config) -> Function:
+    """Return the function of the experts that a config asks for."""
+    asked = config.activation
+    return Function(asked.function, asked.gated, asked.limit, asked.slope, asked.offset)
+
+
+def experts_of(config: Config) -> Callable[[Parameters], Expert]:
+    """Return what makes the experts that a config asks for."""
+    plain = (config.activation, config.expert_biases) == (Config.activation, Config.expert_biases)
+    return swiglu_experts if plain else function_experts(function_of(config))
 
 
 def stored(chapter: str, weights_at: WeightsAt) -> Gradients:
@@ -106,8 +120,9 @@ def solve(
     places: Sequence[Place],
     weights_at: WeightsAt,
     parameters: Parameters | None = None,
-    build: Callable[[Parameters], Expert] = swiglu_experts,
+    build: Callable[[Parameters], Expert] | None = None,
 ) -> Gradients:
     """Ask the oracle what another run would yield: of some tokens only, with other parameters or other experts."""
     batch = batch_of(workload, places)
+    build = build or experts_of(workload.config)
     return layer.gradients(*batch, build, parameters or parameters_of(workload), weights_at=weights_at)

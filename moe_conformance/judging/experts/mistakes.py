@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_conformance.judging.experts.expected import Key, OwnExpected, parameters_of, solve
+from moe_conformance.contract import Config
+from moe_conformance.judging.experts.expected import Key, OwnExpected, experts_of, parameters_of, solve
+from moe_conformance.judging.experts.function_mistakes import other_biases, other_functions
 from moe_conformance.judging.explain.bounded import Candidate
 from moe_conformance.judging.explain.bounded_gradients import Gradients, Oracle
 from moe_conformance.judging.explain.bounded_tokens import Candidates
 from moe_conformance.judging.observed.scopes import OWN_PART, Place, is_held, shard_of
 from moe_conformance.reference.exchange import layer
 from moe_conformance.reference.exchange.layer import WeightsAt
-from moe_conformance.reference.experts import Expert, Parameters
+from moe_conformance.reference.experts import Expert, Parameters, swiglu_experts
 from moe_conformance.workloads.records.workload import Batch, Workload
 
 Run = tuple[str, layer.Gradients]  # "gate and up were swapped", and what then comes out
@@ -55,10 +57,9 @@ def other_runs(expected: OwnExpected, places: Sequence[Place]) -> Iterator[Run]:
     workload, at, own = expected.workload, expected.weights_at, parameters_of(expected.workload)
     other: WeightsAt = "output" if at == "input" else "input"
     yield f"the weights were applied at the experts' {other}", solve(workload, places, other)
-    for name, activation in _ACTIVATIONS.items():
-        yield f"the activation of the gate was {name}", solve(workload, places, at, build=_experts(activation))
-    for words, build in _CUT.items():
+    for words, build in _builds(workload.config):
         yield words, solve(workload, places, at, build=build)
+    yield from other_biases(expected, places)
     for words, roles in _other_roles(workload):
         played = {role: own[key] for role, key in roles.items()}
         result = solve(workload, places, at, played)
@@ -66,6 +67,16 @@ def other_runs(expected: OwnExpected, places: Sequence[Place]) -> Iterator[Run]:
     yield from _other_shards(expected, places)
     for words, changed in _other_routings(workload):
         yield words, solve(changed, places, at)
+
+
+def _builds(config: Config) -> Iterator[tuple[str, Callable[[Parameters], Expert]]]:
+    """Yield experts with a mistake in what they do between their projections."""
+    if experts_of(config) is not swiglu_experts:
+        yield from other_functions(config)
+        return
+    for name, activation in _ACTIVATIONS.items():
+        yield f"the activation of the gate was {name}", _experts(activation)
+    yield from _CUT.items()
 
 
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -102,8 +113,9 @@ def _other_roles(workload: Workload) -> Iterator[tuple[str, Mapping[Key, Key]]]:
     """Say which parameter may play which role: {role: parameter}."""
     E, held = workload.config.experts, workload.config.experts // workload.layout.ep
     keys = parameters_of(workload).keys()
-    swapped = {"gate": "up", "up": "gate", "down": "down"}
-    yield "gate and up were swapped", {key: (swapped[key[0]], key[1]) for key in keys}
+    swapped = {"gate": "up", "up": "gate", "bias_gate": "bias_up", "bias_up": "bias_gate"}
+    if workload.config.activation.gated:
+        yield "gate and up were swapped", {key: (swapped.get(key[0], key[0]), key[1]) for key in keys}
     for by in dict.fromkeys((1, E - 1, held)):
         if by % E:
             words = f"expert e had the parameters of expert (e + {by}) modulo {E}"
@@ -134,7 +146,9 @@ def _other_shards(expected: OwnExpected, places: Sequence[Place]) -> Iterator[Ru
 
 
 def _only_part(name: str, value: Tensor, index: int, of: int) -> Tensor:
-    """Set a parameter to zero outside one etp shard's part of the hidden units F."""
+    """Set a parameter to zero outside one etp shard's part of the hidden units F; an output bias is of all of them."""
+    if name == "bias":
+        return value
     kept = torch.zeros_like(value)
     shard_of(kept, (1 if name == "down" else 0, index, of)).fill_(1)
     return value * kept

@@ -121,11 +121,21 @@ def route_batch(tokens: int, config: Config, draw: torch.Generator, magnitude: f
 
 
 def expert_parameters(config: Config, draw: torch.Generator) -> dict[ParameterKey, Tensor]:
-    """Return SwiGLU weights of every expert: gate and up (F, D), down (D, F), scaled to keep outputs near one."""
+    """Return weights of every expert: gate and up (F, D), down (D, F), scaled to keep outputs near one.
+
+    Without a gate where there is none; with biases, bias_gate and bias_up (F,), bias (D,), where there are.
+    """
     D, F = config.hidden, config.ffn
-    shapes = {"gate": (F, D), "up": (F, D), "down": (D, F)}
+    gates = {"gate": (F, D)} if config.activation.gated else {}
+    shapes: dict[str, tuple[int, ...]] = {**gates, "up": (F, D), "down": (D, F)}
+    if config.expert_biases == "all":
+        shapes |= {f"bias_{name}": (F,) for name in (*gates, "up")}
+    if config.expert_biases != "none":
+        shapes["bias"] = (D,)
     return {
-        (name, expert): (torch.randn(*shape, generator=draw, dtype=torch.float64) * shape[1] ** -0.5).to(config.dtype)
+        (name, expert): (
+            torch.randn(*shape, generator=draw, dtype=torch.float64) * (shape[1] if len(shape) > 1 else 1) ** -0.5
+        ).to(config.dtype)
         for expert in range(config.experts)
         for name, shape in shapes.items()
     }

@@ -26,7 +26,7 @@ class ExchangeStep:
     answered: Literal["probe", "identity", "identity of parts"] = "probe"
     tokens: Tokens = "distinct"
     unasked: bool = False
-    option: Literal["", "capacity padding", "packing", "receive budget", "equal splits", "any"] = ""
+    option: Literal["", "capacity padding", "packing", "receive budget", "equal splits", "round robin", "any"] = ""
 
     def __str__(self) -> str:
         """For example `exchange with the probe, tokens not finite`."""
@@ -39,14 +39,21 @@ class ExchangeStep:
 
 @dataclass(frozen=True)
 class ExpertsStep:
-    """Training steps of the backend's exchange, with the backend's own experts."""
+    """Training steps of the backend's exchange, with the backend's own experts.
+
+    An `option` of the config is on trial, as in `ExchangeStep`.
+    """
 
     scenario: ClassVar[Scenario] = "training step"
     tokens: Tokens = "distinct"
+    option: Literal["", "biases", "activation"] = ""
 
     def __str__(self) -> str:
         """For example `experts, tokens duplicated`."""
-        return "experts" if self.tokens == "distinct" else f"experts, tokens {self.tokens}"
+        words = ["experts"]
+        words += [f"tokens {self.tokens}"] if self.tokens != "distinct" else []
+        words += [f"option: {self.option}"] if self.option else []
+        return ", ".join(words)
 
 
 @dataclass(frozen=True)
@@ -101,7 +108,8 @@ class Script:
 
     On the surface "exchange" calls are steps, or their halves, with the suite's experts between them; on "session" they
     are those of the session itself, and build surfaces; on "training_routers" each is a step of a trainer,
-    as most are on "balancing_routers"; on "changing_experts" they change parameters of the experts, and call them.
+    as most are on "balancing_routers"; on "changing_experts" they change parameters of the experts, and call them;
+    on "counted_experts" they read counters of shortcuts as well.
     """
 
     scenario: ClassVar[Scenario] = "script"
@@ -117,7 +125,7 @@ DrawnStep = ExchangeStep | RouterStep
 
 ON_EXCHANGE, ON_SESSION = Script("exchange"), Script("session")
 ON_TRAINING_ROUTERS, ON_CHANGING_EXPERTS = Script("training_routers"), Script("changing_experts")
-ON_BALANCING_ROUTERS = Script("balancing_routers")
+ON_BALANCING_ROUTERS, ON_COUNTED_EXPERTS = Script("balancing_routers"), Script("counted_experts")
 
 
 @dataclass(frozen=True)

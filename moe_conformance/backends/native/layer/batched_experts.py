@@ -81,6 +81,11 @@ class DerivedWeights:
         """Leave out of a pickle what can be made again."""
         return DerivedWeights, ()
 
+    @property
+    def made(self) -> Derived | None:
+        """What is kept, of the present values or of earlier ones."""
+        return None if self._made is None else self._made[1]
+
     def forget(self) -> None:
         """Keep nothing of what was made."""
         self._made = None

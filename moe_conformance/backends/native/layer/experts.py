@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_conformance.backends.native.groups import CannotBuild, Placement
-from moe_conformance.backends.native.layer.batched_experts import DerivedWeights, batched
+from moe_conformance.backends.native.layer.batched_experts import Derived, DerivedWeights, batched
+from moe_conformance.backends.native.layer.counters import ShortcutCounters
 from moe_conformance.backends.native.layer.gradients import Replicated
 from moe_conformance.backends.native.row_ops.permutation import permute, sort_pairs, unpermute, weigh
 from moe_conformance.contract import Config, Delivery, Named, Read, Topology
@@ -49,6 +50,7 @@ class Experts(Replicated):
         self.up_NFD = nn.Parameter(nan.clone())
         self.down_NDF = nn.Parameter(nan.transpose(1, 2).clone(memory_format=torch.contiguous_format))
         self.derived = DerivedWeights()
+        self.counters = ShortcutCounters(topology.rank)
 
     @property
     def resolved(self) -> Mapping[str, str]:
@@ -91,10 +93,20 @@ class Experts(Replicated):
 
         Implements: FAST-10, FAST-12.
         """
-        if not torch.is_grad_enabled() and len(set(counts_N)) == 1:
-            return batched(rows_PD, self.derived.of(self.gate_NFD, self.up_NFD, self.down_NDF))
+        equal = len(set(counts_N)) == 1
+        if not torch.is_grad_enabled():
+            self.counters.decided("equal_counts", taken=equal)
+            if equal:
+                return batched(rows_PD, self._looked_up())
         self.derived.forget()
         return self._loop(rows_PD, counts_N)
+
+    def _looked_up(self) -> Derived:
+        """Return the derived weights, kept or made."""
+        kept = self.derived.made
+        derived = self.derived.of(self.gate_NFD, self.up_NFD, self.down_NDF)
+        self.counters.looked_up("derived_weights", hit=derived is kept)
+        return derived
 
     def _loop(self, rows_PD: Tensor, counts_N: list[int]) -> Tensor:
         """Run every expert on its rows, on none too: an idle expert gets zero gradients."""
