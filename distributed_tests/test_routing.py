@@ -24,13 +24,14 @@ from moe_conformance.judging.router.routers import (
     judge_selection,
 )
 from moe_conformance.judging.router.tp_duplicated_tokens import judge_copies
+from moe_conformance.judging.router.wide import judge_layer_dtype, judge_wide
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
 from moe_conformance.workloads.corpus.equivalence import laws
 from moe_conformance.workloads.corpus.forcing import holds_copies
 from moe_conformance.workloads.records.features import likened
-from moe_conformance.workloads.records.runs import RouterStep
+from moe_conformance.workloads.records.runs import LayerStep, RouterStep
 from moe_conformance.workloads.records.workload import Workload
 
 
@@ -145,6 +146,23 @@ class TestGateBias:
     def test_the_gate_bias_is_in_the_logits(self, reading: Reading, tally: Tally) -> None:
         """Experts are selected and weighed by logits with the gate bias, which gets its gradient over all ranks."""
         judge_gate_bias(reading, tally)
+
+
+def is_wide(workload: Workload) -> bool:
+    """Whether the router is asked to compute in a dtype of its own."""
+    return workload.config.router_dtype is not None
+
+
+class TestWideRouters:
+    @requirement("ROUTE-11", run=RouterStep(), when=is_wide)
+    def test_values_have_the_errors_of_the_wider_dtype(self, reading: Reading, tally: Tally) -> None:
+        """Logits, choices and weights are those of the stored tokens and weight within the errors of that dtype."""
+        judge_wide(reading, tally)
+
+    @requirement("ROUTE-11", run=LayerStep(), when=is_wide)
+    def test_a_layer_keeps_the_dtype_of_its_tokens(self, reading: Reading, tally: Tally) -> None:
+        """The output of a layer has the dtype of its tokens, whatever that of its router is."""
+        judge_layer_dtype(reading, tally)
 
 
 class TestGradients:

@@ -226,6 +226,7 @@ class Config:
     dtype: torch.dtype = torch.float32
     weights_applied: Literal["native", "input", "output"] = "native"  # routing weights; native: as the backend does
     gate_bias: bool = False  # the logits of a router are x W^T + c, with c (E,) a parameter as W is
+    router_dtype: torch.dtype | None = None  # in which a router computes logits, scores and weights; None: its choice
     routing: RoutingOptions = RoutingOptions()
     shared: SharedExperts = SharedExperts()
     capacity: Capacity = Capacity()

@@ -155,7 +155,7 @@ class NativeSession(Session):
 
     def router(self, config: Config) -> Router:
         """Build the router."""
-        config.only(*_MAPPED, "gate_bias", *(("token_copies",) if config.routing.forced else ()))
+        config.only(*_MAPPED, "gate_bias", "router_dtype", *(("token_copies",) if config.routing.forced else ()))
         with refusals(CannotBuild, match="."):
             if not config.routing.forced:
                 return self.use(Router)(config, self.device)
@@ -191,11 +191,12 @@ class NativeSession(Session):
 
     def layer(self, config: Config) -> Layer:
         """Build a layer of the session's own router, exchange and experts, and its shared experts."""
-        config.only(*_MAPPED, "shared")
+        config.only(*_MAPPED, "shared", "router_dtype")
         if config.shared.overlap and config.padding.splits == "equal":
             raise Unsupported("native has no shared.overlap with padding.splits='equal'")
         routed = replace(config, shared=Config.shared)  # without shared experts
-        parts = (self.router(routed), self.exchange(routed), self.experts(routed))
+        plain = replace(routed, router_dtype=None)
+        parts = (self.router(routed), self.exchange(plain), self.experts(plain))
         with refusals(CannotBuild, match="."):
             return self.use(Layer)(config, self.topology, self.device, parts, self.use(SharedExperts))
 

@@ -83,6 +83,7 @@ _LAYERS = (
     LayerRecipe("layer-top-5-softmax-topk-uneven", {**_DOZEN, **_CHOSEN, "top_k": 5}, tokens=UNEVEN),
     LayerRecipe("layer-top-6-sqrtsoftplus-uneven", {**_DOZEN, **_ROOT, "top_k": 6}, tokens=UNEVEN),
     LayerRecipe("layer-even-bfloat16", _BFLOAT16),
+    LayerRecipe("layer-wide-router-even-bfloat16", {**_BFLOAT16, "router_dtype": torch.float32}),
     LayerRecipe("shared-even", _ONE),
     LayerRecipe("shared-uneven", _ONE, tokens=UNEVEN, profile="full"),
     LayerRecipe("shared-rank-without-tokens", _ONE, tokens=ONE_WITHOUT),

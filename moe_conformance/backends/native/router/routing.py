@@ -1,7 +1,8 @@
 """The router: scores, selection and weights of this rank's tokens.
 
 T tokens, E experts, K slots, D hidden, G expert groups. Everything is computed in float32 at least (float64
-for float64), whatever the dtype of x and of the router, and the weights are left in it.
+for float64, or where `router_dtype` asks for it), whatever the dtype of x and of the router, and the weights are left
+in it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Router(Replicated):
         super().__init__()
         _check(config)
         self.config = config
-        self.wide = torch.promote_types(config.dtype, torch.float32)
+        self.wide = _computed_in(config)
         self.router_ED = nn.Parameter(
             torch.full((config.experts, config.hidden), torch.nan, dtype=config.dtype, device=device)
         )
@@ -158,6 +159,14 @@ class Router(Replicated):
             sum_T1 = weights_TK.sum(1, keepdim=True)  # 0 where all selected scores underflow
             weights_TK = weights_TK / sum_T1.masked_fill(sum_T1 == 0, 1.0)
         return weights_TK * self.config.routing.scale
+
+
+def _computed_in(config: Config) -> torch.dtype:
+    """Return the dtype of logits, scores and weights: float32, and no narrower than x or than what is asked for.
+
+    Implements: ROUTE-11.
+    """
+    return torch.promote_types(config.dtype, config.router_dtype or torch.float32)
 
 
 def _sqrt_softplus(logits_TE: Tensor) -> Tensor:
