@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moe_conformance.judging.equivalence.routes import judge_same_routes
 from moe_conformance.judging.equivalence.runs import RunTwins
+from moe_conformance.judging.layer.layer import judge_layer_dx, judge_layer_outputs
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.router.extreme_logits import (
     judge_extreme,
@@ -13,6 +14,7 @@ from moe_conformance.judging.router.extreme_logits import (
     judge_spoilt_routes,
 )
 from moe_conformance.judging.router.gate_bias import judge_gate_bias
+from moe_conformance.judging.router.jitter import judge_evaluation, judge_jitter
 from moe_conformance.judging.router.near_biases import judge_near_biases
 from moe_conformance.judging.router.routers import (
     judge_bias,
@@ -31,7 +33,7 @@ from moe_conformance.spec import requirement
 from moe_conformance.workloads.corpus.equivalence import laws
 from moe_conformance.workloads.corpus.forcing import holds_copies
 from moe_conformance.workloads.records.features import likened
-from moe_conformance.workloads.records.runs import LayerStep, RouterStep
+from moe_conformance.workloads.records.runs import LayerStep, RouterStep, Script
 from moe_conformance.workloads.records.workload import Workload
 
 
@@ -163,6 +165,24 @@ class TestWideRouters:
     def test_a_layer_keeps_the_dtype_of_its_tokens(self, reading: Reading, tally: Tally) -> None:
         """The output of a layer has the dtype of its tokens, whatever that of its router is."""
         judge_layer_dtype(reading, tally)
+
+
+class TestNoise:
+    @requirement("ROUTE-18", run=Script("router"))
+    def test_the_input_of_the_gate_is_multiplied(self, outcome: Outcome, tally: Tally) -> None:
+        """Logits in training are those of the input times independent factors in bounds, and so are gradients."""
+        judge_jitter(outcome, tally)
+
+    @requirement("ROUTE-18", run=LayerStep(noise=True))
+    def test_experts_receive_the_input_itself(self, reading: Reading, tally: Tally) -> None:
+        """Where jitter changes no weight it changes no output, no dtype and no gradient of a token."""
+        judge_layer_outputs(reading, tally)
+        judge_layer_dx(reading, tally)
+
+    @requirement("ROUTE-19", run=Script("router"))
+    def test_evaluation_has_no_noise(self, outcome: Outcome, tally: Tally) -> None:
+        """In evaluation mode a router with jitter routes as one without, twice in the same way."""
+        judge_evaluation(outcome, tally)
 
 
 class TestGradients:

@@ -227,6 +227,7 @@ class Config:
     weights_applied: Literal["native", "input", "output"] = "native"  # routing weights; native: as the backend does
     gate_bias: bool = False  # the logits of a router are x W^T + c, with c (E,) a parameter as W is
     router_dtype: torch.dtype | None = None  # in which a router computes logits, scores and weights; None: its choice
+    jitter: float = 0.0  # in training the input of a router is multiplied by factors between 1 - jitter and 1 + jitter
     routing: RoutingOptions = RoutingOptions()
     shared: SharedExperts = SharedExperts()
     capacity: Capacity = Capacity()
@@ -240,7 +241,7 @@ class Config:
 
     def __post_init__(self) -> None:
         """Raise ValueError for a value that is not allowed."""
-        _check(self, experts=0, top_k=1, hidden=1, ffn=1)
+        _check(self, experts=0, top_k=1, hidden=1, ffn=1, jitter=0)
 
     def options(self) -> dict[str, Any]:
         """Return the value of every option by its name, in the order of the fields; sections are not among them."""

@@ -132,7 +132,7 @@ class TrainingStep:
             parameters.write(surface, self.workload.parameters)
         self.hooked = [parameters.hook(surface) for surface in built] if self.workload.twist.hooked else []
         for noisy in (*self.routers, self.undropping, self.layer):
-            if noisy is not None:
+            if noisy is not None and not self.config.jitter:
                 without_noise(noisy)
         self.buffered: frozenset[ParameterKey] = frozenset()
         if "parameters" in self.workload.twist.unasked:

@@ -15,7 +15,7 @@ from moe_conformance.contract import Config, Unsupported, refusals
 # Options and sections of Config that shape any surface; functions that stand alone know no fields of TransformerConfig.
 FUNCTION = ("variant", "experts", "top_k", "hidden", "ffn", "dtype", "padding.packed")
 LAYER = (*FUNCTION, "extra")
-ROUTER = ("routing", "router_dtype")  # of a router; forced: on random logits
+ROUTER = ("routing", "router_dtype", "jitter")  # of a router; forced: on random logits
 SHARED = ("shared",)  # of a whole layer
 CAPACITY = (
     "capacity.factor",
@@ -101,6 +101,7 @@ def _routing(config: Config) -> dict[str, Any]:
     """Return the router's fields."""
     asked: dict[str, Any] = {
         "moe_router_dtype": _router_dtype(config),
+        "moe_input_jitter_eps": config.jitter or None,
         "moe_router_score_function": "sigmoid" if config.routing.score == "sigmoid" else "softmax",
         "moe_router_pre_softmax": _softmax_before_selection(config),
         "moe_router_topk_scaling_factor": config.routing.scale,

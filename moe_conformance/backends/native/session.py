@@ -44,7 +44,7 @@ _MAPPED = (
     "padding.tokens", "padding.alignment", "padding.bound", "padding.packed",
     "padding.splits",  # of padding, not the multiple of rows
 )  # fmt: skip
-
+_OF_ROUTERS = ("router_dtype", "jitter")  # of routers alone and in layers
 
 Built = TypeVar("Built")
 
@@ -155,7 +155,7 @@ class NativeSession(Session):
 
     def router(self, config: Config) -> Router:
         """Build the router."""
-        config.only(*_MAPPED, "gate_bias", "router_dtype", *(("token_copies",) if config.routing.forced else ()))
+        config.only(*_MAPPED, *_OF_ROUTERS, "gate_bias", *(("token_copies",) if config.routing.forced else ()))
         with refusals(CannotBuild, match="."):
             if not config.routing.forced:
                 return self.use(Router)(config, self.device)
@@ -191,11 +191,11 @@ class NativeSession(Session):
 
     def layer(self, config: Config) -> Layer:
         """Build a layer of the session's own router, exchange and experts, and its shared experts."""
-        config.only(*_MAPPED, "shared", "router_dtype")
+        config.only(*_MAPPED, *_OF_ROUTERS, "shared")
         if config.shared.overlap and config.padding.splits == "equal":
             raise Unsupported("native has no shared.overlap with padding.splits='equal'")
         routed = replace(config, shared=Config.shared)  # without shared experts
-        plain = replace(routed, router_dtype=None)
+        plain = replace(routed, router_dtype=None, jitter=0.0)
         parts = (self.router(routed), self.exchange(plain), self.experts(plain))
         with refusals(CannotBuild, match="."):
             return self.use(Layer)(config, self.topology, self.device, parts, self.use(SharedExperts))

@@ -73,14 +73,15 @@ class RouterStep:
 
 @dataclass(frozen=True)
 class LayerStep:
-    """Training steps of a whole layer, which `drops` tokens or not."""
+    """Training steps of a whole layer, which `drops` tokens or not, and with `noise` has a router with jitter."""
 
     scenario: ClassVar[Scenario] = "training step"
     drops: bool = False
+    noise: bool = False
 
     def __str__(self) -> str:
-        """Say `layer`, and whether it drops."""
-        return "layer, dropping" if self.drops else "layer"
+        """Say `layer`, and whether it drops or has noise."""
+        return "layer" + (", dropping" if self.drops else "") + (", with noise" if self.noise else "")
 
 
 @dataclass(frozen=True)

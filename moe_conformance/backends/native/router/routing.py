@@ -49,8 +49,8 @@ class Router(Replicated):
 
     @property
     def claims(self) -> Claims:
-        """The dtype it computes in."""
-        return Claims(dtype=self.wide)
+        """The dtype it computes in, and the noise of training where there is jitter."""
+        return Claims(dtype=self.wide, noise="training" if self.config.jitter else "no")
 
     def named(self, read: Read) -> Iterator[Named]:
         """Yield the router (E, D), and the biases of logits and of the balance (E,) where there are any."""
@@ -65,7 +65,7 @@ class Router(Replicated):
 
         Implements: FORCE-02, ROUTE-09.
         """
-        logits_TE = self._logits(x.reshape(-1, x.shape[-1]))
+        logits_TE = self._logits(self._jittered(x.reshape(-1, x.shape[-1])))
         scores_TE = self._scores(logits_TE)
         ids_TK = self._select(scores_TE)
         weights_TK = self._weights(scores_TE, ids_TK)
@@ -75,6 +75,17 @@ class Router(Replicated):
         if self.config.capacity.factor is not None:
             ids_TK, weights_TK = self._drop(ids_TK, weights_TK)
         return Routed(Routing(ids_TK, weights_TK, self.config.experts), logits_TE, counts_E)
+
+    def _jittered(self, x_TD: Tensor) -> Tensor:
+        """Return x, in training times jitter, in the dtype of x.
+
+        Implements: ROUTE-18, ROUTE-19.
+        """
+        return x_TD * self._factors(x_TD) if self.config.jitter and self.training else x_TD
+
+    def _factors(self, x_TD: Tensor) -> Tensor:
+        """Draw a factor for each element."""
+        return torch.empty_like(x_TD).uniform_(1 - self.config.jitter, 1 + self.config.jitter)
 
     def _leave_out(self, ids_TK: Tensor, weights_TK: Tensor, padding_T1: Tensor) -> tuple[Tensor, Tensor]:
         """Route padding nowhere.
