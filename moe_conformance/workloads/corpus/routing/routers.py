@@ -100,7 +100,6 @@ ROUTERS = (
     RouterRecipe(
         "route-wide-float32-of-float16",
         {"routing.score": "softmax_topk", "dtype": torch.float16, "router_dtype": torch.float32},
-        tokens=ONE_WITHOUT,
         profile="full",
     ),
     RouterRecipe("route-rank-without-tokens", tokens=ONE_WITHOUT),
