@@ -14,6 +14,7 @@ from moe_conformance.judging.router.extreme_logits import (
     judge_spoilt_routes,
 )
 from moe_conformance.judging.router.gate_bias import judge_gate_bias
+from moe_conformance.judging.router.initial import judge_initial
 from moe_conformance.judging.router.jitter import judge_evaluation, judge_jitter
 from moe_conformance.judging.router.near_biases import judge_near_biases
 from moe_conformance.judging.router.routers import (
@@ -33,7 +34,7 @@ from moe_conformance.spec import requirement
 from moe_conformance.workloads.corpus.equivalence import laws
 from moe_conformance.workloads.corpus.forcing import holds_copies
 from moe_conformance.workloads.records.features import likened
-from moe_conformance.workloads.records.runs import LayerStep, RouterStep, Script
+from moe_conformance.workloads.records.runs import ON_INITIAL_ROUTER, LayerStep, RouterStep, Script
 from moe_conformance.workloads.records.workload import Workload
 
 
@@ -183,6 +184,13 @@ class TestNoise:
     def test_evaluation_has_no_noise(self, outcome: Outcome, tally: Tally) -> None:
         """In evaluation mode a router with jitter routes as one without, twice in the same way."""
         judge_evaluation(outcome, tally)
+
+
+class TestInitialParameters:
+    @requirement("ROUTE-23", run=ON_INITIAL_ROUTER)
+    def test_all_ranks_begin_with_the_same_router(self, outcome: Outcome, tally: Tally) -> None:
+        """The parameters of a new router are finite, tell experts apart, and are the same on all of its ranks."""
+        judge_initial(outcome, tally)
 
 
 class TestGradients:

@@ -303,6 +303,14 @@ class Session(contract.Session):
         """Build a router with a padding mask; collective."""
         raise Unsupported("this backend offers no router that is told of padding")
 
+    def initial_router(self, config: Config) -> Parametrised:
+        """Build a router with the parameters of a new model, as a trainer does; collective.
+
+        Generators of the process have been seeded alike on all ranks, as trainers do; seeding is left to the adapter
+        where the backend needs more. No call follows: the parameters are read.
+        """
+        raise Unsupported("this backend offers no router with the parameters of a new model")
+
     def training_routers(self, config: Config) -> TrainingRouters:
         """Build the routers of a model with their losses; collective. It reads routing, capacity and losses."""
         raise Unsupported("this backend offers no router with losses")

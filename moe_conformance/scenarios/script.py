@@ -19,6 +19,7 @@ from moe_conformance.scenarios.balancing import BalancedRouters
 from moe_conformance.scenarios.calling import call_through, deterministic_setting, form_of, memory_of, under
 from moe_conformance.scenarios.changing_experts import ChangingExperts, require_sorted_rows
 from moe_conformance.scenarios.exchange_with_probe import exchange_with_probe
+from moe_conformance.scenarios.initial import InitialRouter
 from moe_conformance.scenarios.outcome import Answer, RankOutcome
 from moe_conformance.scenarios.padding import large_beside_pairs
 from moe_conformance.scenarios.proof import refused_by
@@ -31,6 +32,7 @@ from moe_conformance.workloads.records import runs
 from moe_conformance.workloads.records.memory import Laid, lay
 from moe_conformance.workloads.records.workload import Answered, Call, Filled, Padded, Ref, Root, Workload
 
+_SEED = 20_000  # of all generators on every rank, where a model is new
 _OURS = "moe_conformance.scenarios."
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
 
@@ -92,6 +94,9 @@ class Script:
             require_sorted_rows(build(session, "experts", self.workload.config), self.workload)
             experts = build(session, "experts", self.workload.config)
             surface: Any = ChangingExperts(experts, session, self.workload, self.context.rank)
+        elif run == runs.ON_INITIAL_ROUTER:
+            with state.seeded(_SEED, self.context.device):
+                surface = InitialRouter(build(session, run.surface, self.workload.config))
         else:
             surface = session if run == runs.ON_SESSION else build(session, run.surface, self.workload.config)
         if run == runs.ON_EXCHANGE:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -97,6 +98,12 @@ class MegatronSession(Session):
         """Return the library's function."""
         config.only(*FUNCTION)
         return Reordering()
+
+    def initial_router(self, config: Config) -> Router:
+        """Build a layer with the parameters of a new model, generators seeded as a trainer does."""
+        config.only(*LAYER, *ROUTER)
+        self._seed()
+        return Router(self._layer(replace(config, extra=(*config.extra, ("perform_initialization", True)))))
 
     def training_routers(self, config: Config) -> TrainingRouters:
         """Build the layers of a model and return their routers."""

@@ -162,6 +162,12 @@ class NativeSession(Session):
             self.forced_routers += 1
             return self.use(ForcedRouter)(config, self.device, self.topology, self.forced_routers)
 
+    def initial_router(self, config: Config) -> Router:
+        """Build a router with the parameters of a new model."""
+        router = self.router(config)
+        router.initialise()
+        return router
+
     def training_routers(self, config: Config) -> TrainingRouters:
         """Build the routers of a model with their losses."""
         config.only(*_MAPPED, "losses")

@@ -18,6 +18,8 @@ from moe_conformance.backends.native.layer.gradients import Replicated
 from moe_conformance.backends.native.router import capacity
 from moe_conformance.contract import Claims, Config, Named, Read, Routed, Routing
 
+_SPREAD, _SEED = 0.02, 1234  # of the weight of a new model: standard deviation and seed
+
 
 class Router(Replicated):
     """A linear map to E logits, a score of each, the K best by score plus bias, their scores as weights."""
@@ -41,6 +43,20 @@ class Router(Replicated):
         self.gate_bias_E = self._gate_bias(device) if config.gate_bias else None
         bias_E = torch.zeros(config.experts, dtype=self.wide, device=device) if config.routing.balance_bias else None
         self.register_buffer("balance_bias", bias_E)
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        """Give the parameters the values of a new model: the same on all ranks, wherever their generators stand.
+
+        Implements: ROUTE-23.
+        """
+        self.router_ED.copy_(torch.randn(self.router_ED.shape, generator=self._generator()) * _SPREAD)
+        if self.gate_bias_E is not None:
+            self.gate_bias_E.zero_()
+
+    def _generator(self) -> torch.Generator:
+        """Return what initial values are drawn from."""
+        return torch.Generator().manual_seed(_SEED)
 
     @property
     def resolved(self) -> Mapping[str, str]:
