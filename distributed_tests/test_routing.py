@@ -17,6 +17,7 @@ from moe_conformance.judging.router.gate_bias import judge_gate_bias
 from moe_conformance.judging.router.initial import judge_initial
 from moe_conformance.judging.router.jitter import judge_evaluation, judge_jitter
 from moe_conformance.judging.router.near_biases import judge_near_biases
+from moe_conformance.judging.router.replay import judge_lacking, judge_places, judge_replayed_weights
 from moe_conformance.judging.router.routers import (
     judge_bias,
     judge_group_limit,
@@ -34,7 +35,7 @@ from moe_conformance.spec import requirement
 from moe_conformance.workloads.corpus.equivalence import laws
 from moe_conformance.workloads.corpus.forcing import holds_copies
 from moe_conformance.workloads.records.features import likened
-from moe_conformance.workloads.records.runs import ON_INITIAL_ROUTER, LayerStep, RouterStep, Script
+from moe_conformance.workloads.records.runs import ON_INITIAL_ROUTER, ON_REPLAY_ROUTERS, LayerStep, RouterStep, Script
 from moe_conformance.workloads.records.workload import Workload
 
 
@@ -191,6 +192,28 @@ class TestInitialParameters:
     def test_all_ranks_begin_with_the_same_router(self, outcome: Outcome, tally: Tally) -> None:
         """The parameters of a new router are finite, tell experts apart, and are the same on all of its ranks."""
         judge_initial(outcome, tally)
+
+
+def lacks(workload: Workload) -> bool:
+    """Whether records are missing."""
+    return workload.name == "replay-lacking"
+
+
+class TestReplay:
+    @requirement("ROUTE-16", run=ON_REPLAY_ROUTERS, when=lambda workload: not lacks(workload))
+    def test_recorded_experts_are_weighed_by_present_logits(self, outcome: Outcome, tally: Tally) -> None:
+        """Replay selects the recorded experts, with the weights and gradients that the present logits give them."""
+        judge_replayed_weights(outcome, tally)
+
+    @requirement("ROUTE-17", run=ON_REPLAY_ROUTERS, when=lambda workload: not lacks(workload))
+    def test_records_return_to_their_place(self, outcome: Outcome, tally: Tally) -> None:
+        """Every layer gets in every microbatch what it recorded there, in any order of passes."""
+        judge_places(outcome, tally)
+
+    @requirement("ROUTE-17", run=ON_REPLAY_ROUTERS, when=lacks)
+    def test_a_record_that_is_missing_is_refused(self, outcome: Outcome, tally: Tally) -> None:
+        """Without a record of its place, its tokens and its slots a router raises."""
+        judge_lacking(outcome, tally)
 
 
 class TestGradients:

@@ -210,6 +210,18 @@ class Balance:
 
 
 @dataclass(frozen=True)
+class Replay:
+    """`Config.replay`: a model whose routers are given recorded experts (router replay)."""
+
+    layers: tuple[int, ...] = (0,)  # numbers, ascending, of the layers of the model that have a router
+    recompute: bool = False  # activation recomputation of the router
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a value that is not allowed."""
+        _check(self, "replay.", layers=0)
+
+
+@dataclass(frozen=True)
 class Config:
     """One configuration, the same for every backend. A value that its annotation does not allow raises ValueError.
 
@@ -235,6 +247,7 @@ class Config:
     receive_buffer: ReceiveBuffer = ReceiveBuffer()
     losses: Losses = Losses()
     balance: Balance = Balance()
+    replay: Replay = Replay()
     token_copies: bool = False  # tp > 1 without sequence parallelism: the tp ranks hold the same tokens, counted once
     wire: Literal["plain", "float8"] = "plain"  # float8: fp8 dispatch, hidden states are sent in eight bits with scales
     extra: tuple[tuple[str, Any], ...] = ()  # options of one backend, under the library's own names

@@ -33,6 +33,7 @@ from moe_conformance.config import Limit as Limit
 from moe_conformance.config import Losses as Losses
 from moe_conformance.config import Padding as Padding
 from moe_conformance.config import ReceiveBuffer as ReceiveBuffer
+from moe_conformance.config import Replay as Replay
 from moe_conformance.config import RoutingOptions as RoutingOptions
 from moe_conformance.config import SharedExperts as SharedExperts
 from moe_conformance.config import Strategy as Strategy

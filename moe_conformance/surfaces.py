@@ -18,6 +18,7 @@ from moe_conformance.surfaces_of_training import LoadMeter as LoadMeter
 from moe_conformance.surfaces_of_training import Metered as Metered
 from moe_conformance.surfaces_of_training import MeteredPass as MeteredPass
 from moe_conformance.surfaces_of_training import MeteredResults as MeteredResults
+from moe_conformance.surfaces_of_training import ReplayRouters as ReplayRouters
 from moe_conformance.surfaces_of_training import Trained as Trained
 from moe_conformance.surfaces_of_training import TrainingRouters as TrainingRouters
 
@@ -318,6 +319,10 @@ class Session(contract.Session):
     def balancing_routers(self, config: Config) -> BalancingRouters:
         """Build the routers of a model with a balance bias; collective. It reads routing, capacity and balance."""
         raise Unsupported("this backend offers no router whose balance bias is updated")
+
+    def replay_routers(self, config: Config) -> ReplayRouters:
+        """Build the routers of a model with router replay; collective. It reads routing and replay."""
+        raise Unsupported("this backend offers no router that replays recorded experts")
 
     def layer(self, config: Config) -> Layer:
         """Build a whole layer: router, exchange, experts and shared experts; collective."""

@@ -23,6 +23,7 @@ from moe_conformance.scenarios.initial import InitialRouter
 from moe_conformance.scenarios.outcome import Answer, RankOutcome
 from moe_conformance.scenarios.padding import large_beside_pairs
 from moe_conformance.scenarios.proof import refused_by
+from moe_conformance.scenarios.replaying import ReplayedRouters
 from moe_conformance.scenarios.reported import claims_of, shown_of, without_noise
 from moe_conformance.scenarios.sessions import Opened, build, opened
 from moe_conformance.scenarios.tensors import same_bytes, to_cpu
@@ -106,6 +107,8 @@ class Script:
                     raise Unsupported("this exchange has no halves to call apart")
         if run == runs.ON_TRAINING_ROUTERS:
             surface = TrainedRouters(surface, session)
+        if run == runs.ON_REPLAY_ROUTERS:
+            surface = ReplayedRouters(surface)
         if run == runs.ON_BALANCING_ROUTERS:
             surface = BalancedRouters(surface, session, [call.given[self.context.rank] for call in self.workload.calls])
         if self.workload.parameters:

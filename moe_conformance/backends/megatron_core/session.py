@@ -22,6 +22,7 @@ from moe_conformance.backends.megatron_core.configuration import (
 from moe_conformance.backends.megatron_core.layer import Layer
 from moe_conformance.backends.megatron_core.packing import Packing
 from moe_conformance.backends.megatron_core.permutation import Permutation, Reordering
+from moe_conformance.backends.megatron_core.replay import ReplayRouters, with_replay
 from moe_conformance.backends.megatron_core.surfaces import Exchange, Experts, Router
 from moe_conformance.backends.megatron_core.training import TrainingRouters, with_losses
 from moe_conformance.contract import Config, Parametrised, Topology, Unsupported, refusals
@@ -121,6 +122,12 @@ class MegatronSession(Session):
         each = with_balance(asked, self._topology.sizes["pp"])
         numbers = range(balance.dense_layers + 1, balance.dense_layers + balance.layers + 1)
         return BalancingRouters([self._layer(each, number) for number in numbers])
+
+    def replay_routers(self, config: Config) -> ReplayRouters:
+        """Build the layers of a model and return their routers."""
+        each, numbers = with_replay(config.only(*LAYER, *ROUTER, "replay")), config.replay.layers
+        library.RouterReplay.clear_global_router_replay_instances()  # of the model that was built before
+        return ReplayRouters([self._layer(each, number + 1) for number in numbers], numbers)
 
     def _layer(self, config: Config, number: int = 1) -> Any:
         parts = library.get_moe_module_spec(use_te=False, num_experts=config.experts, moe_grouped_gemm=False)

@@ -33,6 +33,7 @@ from moe_conformance.backends.native.offered import Offered, offered
 from moe_conformance.backends.native.router.balancing import BalancingRouters
 from moe_conformance.backends.native.router.forcing import ForcedRouter
 from moe_conformance.backends.native.router.losses import RouterLosses
+from moe_conformance.backends.native.router.replay import ReplayRouters
 from moe_conformance.backends.native.router.routing import Router
 from moe_conformance.backends.native.router.training import TrainingRouters
 from moe_conformance.contract import Config, Parametrised, Topology, Unsupported, refusals
@@ -188,6 +189,15 @@ class NativeSession(Session):
         with refusals(CannotBuild, match="."):
             routers = [self.router(replace(config, balance=Config.balance)) for _ in range(config.balance.layers)]
             return self.use(BalancingRouters)(config, self.topology, routers)
+
+    def replay_routers(self, config: Config) -> ReplayRouters:
+        """Build the routers of a model with router replay."""
+        config.only(*_MAPPED, "replay")
+        if config.routing.forced or config.capacity.factor is not None:
+            raise Unsupported("native replays neither forced routes nor dropped slots")
+        with refusals(CannotBuild, match="."):
+            routers = [self.router(replace(config, replay=Config.replay)) for _ in config.replay.layers]
+            return self.use(ReplayRouters)(config, routers)
 
     def token_exchange(self, config: Config) -> ReusableExchange:
         """Build the token exchange that the managers work over."""

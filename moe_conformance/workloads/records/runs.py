@@ -117,6 +117,7 @@ DrawnStep = ExchangeStep | RouterStep
 
 ON_EXCHANGE, ON_SESSION = Script("exchange"), Script("session")
 ON_TRAINING_ROUTERS, ON_CHANGING_EXPERTS = Script("training_routers"), Script("changing_experts")
+ON_REPLAY_ROUTERS = Script("replay_routers")
 ON_BALANCING_ROUTERS, ON_INITIAL_ROUTER = Script("balancing_routers"), Script("initial_router")
 
 

@@ -76,14 +76,16 @@ class Router(Replicated):
         if self.balance_bias is not None:
             yield Named("balance_bias", None, read(self.balance_bias))
 
-    def forward(self, x: Tensor, padding_mask_T: Tensor | None = None) -> Routed:
+    def forward(self, x: Tensor, padding_mask_T: Tensor | None = None, recorded_TK: Tensor | None = None) -> Routed:
         """Return ids, weights, logits and counts; x is (*lead, D). Where the mask is True all slots are empty.
+
+        Recorded ids take the place of a selection.
 
         Implements: FORCE-02, ROUTE-09.
         """
         logits_TE = self._logits(self._jittered(x.reshape(-1, x.shape[-1])))
         scores_TE = self._scores(logits_TE)
-        ids_TK = self._select(scores_TE)
+        ids_TK = self._select(scores_TE) if recorded_TK is None else recorded_TK
         weights_TK = self._weights(scores_TE, ids_TK)
         if padding_mask_T is not None:
             ids_TK, weights_TK = self._leave_out(ids_TK, weights_TK, padding_mask_T.reshape(-1, 1))
