@@ -21,7 +21,7 @@ from moe_conformance.reference.routing.replay import Asked, Place, record, repla
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.workloads.corpus.routing.replay import CHANGES
 from moe_conformance.workloads.records.training import RouterBatch
-from moe_conformance.workloads.records.workload import Batch, Workload
+from moe_conformance.workloads.records.workload import Batch, ParameterKey, Workload
 
 Forward = Mapping[str, Sequence[Tensor]]
 
@@ -165,7 +165,9 @@ def _judge_layer(outcome: Outcome, number: int, rank: int, at: tuple[int, int], 
 
 def _expected(workload: Workload, layer: int, batch: Batch) -> RouterExpected:
     """Return the oracle's answer for the tokens of one router."""
-    own = {(name, None): value for (name, number), value in workload.parameters.items() if number == layer}
+    own: dict[ParameterKey, Tensor] = {
+        (name, None): value for (name, number), value in workload.parameters.items() if number == layer
+    }
     batches = (tuple(batch for _ in range(workload.layout.world)),)  # of which the first is asked for
     ids = {(0, rank): batch.ids_TK for rank in range(workload.layout.world)}
     return RouterExpected(changed(workload, batches=batches, parameters=own), ids, 1)
