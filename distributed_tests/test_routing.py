@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.equivalence.routes import judge_same_routes
+from moe_conformance.judging.equivalence.routes import judge_recomputed, judge_same_routes
 from moe_conformance.judging.equivalence.runs import RunTwins
 from moe_conformance.judging.layer.layer import judge_layer_dx, judge_layer_outputs
 from moe_conformance.judging.observed.run import Reading
@@ -32,6 +32,7 @@ from moe_conformance.judging.router.wide import judge_layer_dtype, judge_wide
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
+from moe_conformance.workloads.corpus.determinism import recomputed_noise
 from moe_conformance.workloads.corpus.equivalence import laws
 from moe_conformance.workloads.corpus.forcing import holds_copies
 from moe_conformance.workloads.records.features import likened
@@ -169,13 +170,30 @@ class TestWideRouters:
         judge_layer_dtype(reading, tally)
 
 
+def is_undecided(workload: Workload) -> bool:
+    """Whether the router's weight is zero, so that no factor changes a logit."""
+    return not bool(workload.parameters["router", None].any())
+
+
+class TestRecomputation:
+    @requirement("ROUTE-20", run=RouterStep(noise=True))
+    def test_random_routes_are_recomputed(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
+        """With recomputation random routes and their gradients have the bits that they have without, from one seed."""
+        judge_recomputed(twins(recomputed_noise(reading.outcome.workload)), tally)
+
+    @requirement("ROUTE-20", run=LayerStep(noise=True), when=lambda workload: not is_undecided(workload))
+    def test_layers_recompute_their_routes(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
+        """With recomputation a layer whose router has jitter gives the bits that it gives without, from one seed."""
+        judge_recomputed(twins(recomputed_noise(reading.outcome.workload)), tally)
+
+
 class TestNoise:
     @requirement("ROUTE-18", run=Script("router"))
     def test_the_input_of_the_gate_is_multiplied(self, outcome: Outcome, tally: Tally) -> None:
         """Logits in training are those of the input times independent factors in bounds, and so are gradients."""
         judge_jitter(outcome, tally)
 
-    @requirement("ROUTE-18", run=LayerStep(noise=True))
+    @requirement("ROUTE-18", run=LayerStep(noise=True), when=is_undecided)
     def test_experts_receive_the_input_itself(self, reading: Reading, tally: Tally) -> None:
         """Where jitter changes no weight it changes no output, no dtype and no gradient of a token."""
         judge_layer_outputs(reading, tally)

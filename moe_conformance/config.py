@@ -322,6 +322,7 @@ class Limit:
     `spread_experts`: whether ep > 1. `sharded_experts`: whether etp > 1. `in_flight`: number of microbatches between
     forward and backward. `halves_in_flight`: number of microbatches between dispatch and combine. `steps`: how often
     the gradients of the same modules are finished; between two steps the suite sets them to None, or to zero in place.
+    `recomputed`: whether forwards run again in the backward, by `Session.recompute`.
     `deterministic`: runs under `torch.use_deterministic_algorithms`, set before the session is opened. `wrong_use`:
     invalid input on one rank, for which the other ranks may wait for ever, and answers that do not fit the handle of a
     combine, on any rank; input that violates the config (more tokens
@@ -335,7 +336,7 @@ class Limit:
     on: Literal[
         "dtype", "device", "spread_experts", "sharded_experts", "uneven_tokens", "zero_tokens", "token_dims",
         "uneven_tp_tokens", "duplicate_experts", "dropped_slots", "in_flight", "halves_in_flight",
-        "steps", "deterministic", "wrong_use",
+        "steps", "recomputed", "deterministic", "wrong_use",
     ]  # fmt: skip
     allowed: tuple[Any, ...]  # values of the case that may run, e.g. (torch.float32,) or (False,)
     reason: str  # quoted or derived from the library's own documentation or code

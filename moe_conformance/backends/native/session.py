@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import torch
+from torch import Tensor
 
 from moe_conformance.backends.native.exchange.dispatchers import AllGatherExchange, AllToAllExchange, LocalExchange
 from moe_conformance.backends.native.exchange.equal_splits import EqualSplits, EqualSplitsExchange
@@ -30,6 +32,7 @@ from moe_conformance.backends.native.layer.layer import Layer
 from moe_conformance.backends.native.layer.shared_experts import SharedExperts
 from moe_conformance.backends.native.meter import Meter, MeteredExchange
 from moe_conformance.backends.native.offered import Offered, offered
+from moe_conformance.backends.native.recomputation import Recomputation
 from moe_conformance.backends.native.router.balancing import BalancingRouters
 from moe_conformance.backends.native.router.forcing import ForcedRouter
 from moe_conformance.backends.native.router.losses import RouterLosses
@@ -75,6 +78,8 @@ class NativeSession(Session):
         self.topology = topology
         self.device = device
         self.forced_routers = 0  # built so far, in the same order on all ranks
+        self.forced: weakref.WeakSet[ForcedRouter] = weakref.WeakSet()
+        self.recomputation = self.use(Recomputation)(self.forced)
 
     @classmethod
     def building(cls, *classes: type) -> type[Self]:
@@ -161,7 +166,9 @@ class NativeSession(Session):
             if not config.routing.forced:
                 return self.use(Router)(config, self.device)
             self.forced_routers += 1
-            return self.use(ForcedRouter)(config, self.device, self.topology, self.forced_routers)
+            router = self.use(ForcedRouter)(config, self.device, self.topology, self.forced_routers)
+            self.forced.add(router)
+            return router
 
     def initial_router(self, config: Config) -> Router:
         """Build a router with the parameters of a new model."""
@@ -231,6 +238,10 @@ class NativeSession(Session):
         config.only(*_MAPPED)
         with refusals(CannotBuild, match="."):
             return self.use(FixedPlaces)(config, self.topology, self.use(LowLatencyExchange))
+
+    def recompute(self, call: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """Return `call(*inputs)`, which the backward repeats."""
+        return self.recomputation.run(call, inputs)
 
     def finish_gradients(self, *built: Parametrised) -> None:
         """Sum the gradients of native's router and experts, shared ones too, over their replicas."""

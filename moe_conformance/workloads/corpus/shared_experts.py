@@ -191,6 +191,8 @@ DROPPING = (
 REPEATED = LayerRecipe("shared-repeated-even", {**_ONE, "hidden": 16}, tokens=(64,), schedule="R0 R0 R0 F0 B0")
 # All experts are selected, and the workload's router is zero: the logits do not depend on the factors.
 JITTERED = LayerRecipe("layer-jittered-even-bfloat16", {**_BFLOAT16, "top_k": 8, "jitter": 0.25})
+# Its routes differ from forward to forward.
+JITTERED_TOO = LayerRecipe("layer-recomputed-jitter-even", {"jitter": 0.5}, schedule="F0 F1 B0 B1")
 
 
 def layers(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
@@ -216,7 +218,7 @@ def layer_workload(recipe: LayerRecipe, variant: str, layout: Layout) -> Workloa
 
 @lru_cache(maxsize=64)  # more than a layout has
 def _workload(name: str, layout: Layout) -> Workload:
-    recipe = next(each for each in (*LAYERS, *DROPPING, REPEATED, JITTERED) if each.name == name)
+    recipe = next(each for each in (*LAYERS, *DROPPING, REPEATED, JITTERED, JITTERED_TOO) if each.name == name)
     workload = _drawn(recipe, layout)
     if not recipe.interleaved:
         return workload

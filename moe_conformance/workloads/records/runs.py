@@ -55,12 +55,14 @@ class RouterStep:
 
     One with a `capacity` is asked without it as well. Forced routing has chosen experts ("routes"), has them drawn or
     dealt, without gradients ("draws"), has logits of -inf ("masked"), or makes some ranks or experts hot ("hot").
+    With `noise` its routes are random, by jitter or by forcing.
     """
 
     scenario: ClassVar[Scenario] = "training step"
     capacity: bool = False
     logits: Literal["usual", "extreme"] = "usual"
     forced: Literal["", "routes", "draws", "masked", "hot"] = ""
+    noise: bool = False
 
     def __str__(self) -> str:
         """For example `router, capacity`."""
@@ -68,6 +70,7 @@ class RouterStep:
         words += ["capacity"] if self.capacity else []
         words += [f"{self.logits} logits"] if self.logits != "usual" else []
         words += [f"forced {self.forced}"] if self.forced else []
+        words += ["noise"] if self.noise else []
         return ", ".join(words)
 
 

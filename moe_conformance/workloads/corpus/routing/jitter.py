@@ -1,4 +1,4 @@
-"""Routers with jitter, in training and in evaluation mode, and a layer that has one.
+"""Routers with jitter, in training and in evaluation mode, and a layer that has one; and random routes, recomputed.
 
 Every row of the router's weight has one element, so that logits show the factors: the first rows read one column each,
 the others some of these columns again.
@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.chapter import EP2, SINGLE, Chapter
-from moe_conformance.workloads.corpus.shared_experts import JITTERED, layer_workload
+from moe_conformance.workloads.corpus.shared_experts import JITTERED, JITTERED_TOO, layer_workload
 from moe_conformance.workloads.records import draw
-from moe_conformance.workloads.records.runs import LayerStep, Script
-from moe_conformance.workloads.records.workload import Call, ParameterKey, Workload
+from moe_conformance.workloads.records.runs import LayerStep, RouterStep, Script
+from moe_conformance.workloads.records.workload import Batch, Call, ParameterKey, Workload
 from moe_conformance.workloads.selection.profiles import USUAL_RANKS, Profile
 
 _D, _E, _K, _T = 16, 24, 4, 40
@@ -73,7 +74,34 @@ def layers(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]
         yield replace(workload, run=LayerStep(noise=True), parameters=parameters)
 
 
+_FORCED_RANDOM: dict[str, Any] = {"routing.forced": (("random", None),)}
+_NOISY: dict[str, dict[str, Any]] = {"recomputed-jitter": {"jitter": 0.5}, "recomputed-forced-random": _FORCED_RANDOM}
+
+
+def recomputed(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
+    """Yield routers whose routes are random, with two microbatches in flight."""
+    if layout.world > USUAL_RANKS:
+        return
+    for name, options in _NOISY.items():
+        config = Config(variant).changed(options)
+
+        def batch(m: int, rank: int, name: str = name, config: Config = config) -> Batch:
+            return draw.route_batch(12 + 2 * rank, config, draw.generator(name, layout.name, m, rank), 1.0)
+
+        batches = tuple(tuple(batch(m, rank) for rank in range(layout.world)) for m in range(2))
+        parameters = draw.router_parameters(config, draw.generator(name, "router"), bias=0.0, twins=False)
+        yield Workload(name, RouterStep(noise=True), config, layout, batches, "F0 F1 B0 B1", parameters)
+
+
+def recomputed_layers(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
+    """Yield the layer whose routes are random."""
+    if layout.world <= USUAL_RANKS:
+        yield replace(layer_workload(JITTERED_TOO, variant, layout), run=LayerStep(noise=True))
+
+
 CHAPTERS = (
     Chapter((Script("router"),), ("jitter",), scripts, quick=(SINGLE, EP2)),
     Chapter((LayerStep(noise=True),), (JITTERED.name,), layers, quick=(EP2,)),
+    Chapter((RouterStep(noise=True),), tuple(_NOISY), recomputed, quick=(EP2,)),
+    Chapter((LayerStep(noise=True),), (JITTERED_TOO.name,), recomputed_layers, quick=(EP2,)),
 )
