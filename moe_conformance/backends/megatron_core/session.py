@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from moe_conformance.backends.megatron_core import library
 from moe_conformance.backends.megatron_core.balancing import BalancingRouters, with_balance
@@ -144,6 +146,11 @@ class MegatronSession(Session):
         """Seed the generators that forced logits are drawn from, as a trainer does, and no others."""
         with torch.random.fork_rng():
             library.random.model_parallel_cuda_manual_seed(_SEED)
+
+    def recompute(self, call: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """Return `call(*inputs)` under the library's checkpoint, which puts back the states of its tracker too."""
+        result: Tensor = library.random.checkpoint(call, False, *inputs)
+        return result
 
     def finish_gradients(self, *built: Parametrised) -> None:
         """Reduce over replicas, sum what sequence parallelism left in parts, and update the balance bias."""
