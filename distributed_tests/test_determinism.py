@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moe_conformance.judging.equivalence.process_settings import judge_settings
 from moe_conformance.judging.equivalence.routes import judge_repeated_routes
-from moe_conformance.judging.equivalence.runs import RunTwins, judge_alike, judge_repeated
+from moe_conformance.judging.equivalence.runs import RunTwins, judge_alike, judge_recomputed_steps, judge_repeated
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
@@ -42,6 +42,13 @@ class TestRepetition:
     def test_a_second_step_gives_the_same_bits(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """A step taken twice, gradients cleared in between, gives the same outputs and gradients twice."""
         judge_alike(reading, twins(determinism.twice(reading.outcome.workload)), tally)
+
+
+class TestRecomputation:
+    @requirement("DET-04", run=ExpertsStep(), when=likened_once)
+    def test_recomputation_gives_the_same_bits(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
+        """A step whose forward runs again in the backward gives the outputs and gradients of one without."""
+        judge_recomputed_steps(reading, twins(determinism.recomputed(reading.outcome.workload)), tally)
 
 
 class TestSurroundings:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.equivalence.routes import judge_same_routes
+from moe_conformance.judging.equivalence.routes import judge_recomputed, judge_same_routes
 from moe_conformance.judging.equivalence.runs import RunTwins
+from moe_conformance.judging.layer.layer import judge_layer_dx, judge_layer_outputs
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.router.extreme_logits import (
     judge_extreme,
@@ -13,7 +14,10 @@ from moe_conformance.judging.router.extreme_logits import (
     judge_spoilt_routes,
 )
 from moe_conformance.judging.router.gate_bias import judge_gate_bias
+from moe_conformance.judging.router.initial import judge_initial
+from moe_conformance.judging.router.jitter import judge_evaluation, judge_jitter
 from moe_conformance.judging.router.near_biases import judge_near_biases
+from moe_conformance.judging.router.replay import judge_lacking, judge_places, judge_replayed_weights
 from moe_conformance.judging.router.routers import (
     judge_bias,
     judge_group_limit,
@@ -24,13 +28,15 @@ from moe_conformance.judging.router.routers import (
     judge_selection,
 )
 from moe_conformance.judging.router.tp_duplicated_tokens import judge_copies
+from moe_conformance.judging.router.wide import judge_layer_dtype, judge_wide
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
+from moe_conformance.workloads.corpus.determinism import recomputed_noise
 from moe_conformance.workloads.corpus.equivalence import laws
 from moe_conformance.workloads.corpus.forcing import holds_copies
 from moe_conformance.workloads.records.features import likened
-from moe_conformance.workloads.records.runs import RouterStep
+from moe_conformance.workloads.records.runs import ON_INITIAL_ROUTER, ON_REPLAY_ROUTERS, LayerStep, RouterStep, Script
 from moe_conformance.workloads.records.workload import Workload
 
 
@@ -145,6 +151,87 @@ class TestGateBias:
     def test_the_gate_bias_is_in_the_logits(self, reading: Reading, tally: Tally) -> None:
         """Experts are selected and weighed by logits with the gate bias, which gets its gradient over all ranks."""
         judge_gate_bias(reading, tally)
+
+
+def is_wide(workload: Workload) -> bool:
+    """Whether the router is asked to compute in a dtype of its own."""
+    return workload.config.router_dtype is not None
+
+
+class TestWideRouters:
+    @requirement("ROUTE-11", run=RouterStep(), when=is_wide)
+    def test_values_have_the_errors_of_the_wider_dtype(self, reading: Reading, tally: Tally) -> None:
+        """Logits, choices and weights are those of the stored tokens and weight within the errors of that dtype."""
+        judge_wide(reading, tally)
+
+    @requirement("ROUTE-11", run=LayerStep(), when=is_wide)
+    def test_a_layer_keeps_the_dtype_of_its_tokens(self, reading: Reading, tally: Tally) -> None:
+        """The output of a layer has the dtype of its tokens, whatever that of its router is."""
+        judge_layer_dtype(reading, tally)
+
+
+def is_undecided(workload: Workload) -> bool:
+    """Whether the router's weight is zero, so that no factor changes a logit."""
+    return not bool(workload.parameters["router", None].any())
+
+
+class TestRecomputation:
+    @requirement("ROUTE-20", run=RouterStep(noise=True))
+    def test_random_routes_are_recomputed(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
+        """With recomputation random routes and their gradients have the bits that they have without, from one seed."""
+        judge_recomputed(twins(recomputed_noise(reading.outcome.workload)), tally)
+
+    @requirement("ROUTE-20", run=LayerStep(noise=True), when=lambda workload: not is_undecided(workload))
+    def test_layers_recompute_their_routes(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
+        """With recomputation a layer whose router has jitter gives the bits that it gives without, from one seed."""
+        judge_recomputed(twins(recomputed_noise(reading.outcome.workload)), tally)
+
+
+class TestNoise:
+    @requirement("ROUTE-18", run=Script("router"))
+    def test_the_input_of_the_gate_is_multiplied(self, outcome: Outcome, tally: Tally) -> None:
+        """Logits in training are those of the input times independent factors in bounds, and so are gradients."""
+        judge_jitter(outcome, tally)
+
+    @requirement("ROUTE-18", run=LayerStep(noise=True), when=is_undecided)
+    def test_experts_receive_the_input_itself(self, reading: Reading, tally: Tally) -> None:
+        """Where jitter changes no weight it changes no output, no dtype and no gradient of a token."""
+        judge_layer_outputs(reading, tally)
+        judge_layer_dx(reading, tally)
+
+    @requirement("ROUTE-19", run=Script("router"))
+    def test_evaluation_has_no_noise(self, outcome: Outcome, tally: Tally) -> None:
+        """In evaluation mode a router with jitter routes as one without, twice in the same way."""
+        judge_evaluation(outcome, tally)
+
+
+class TestInitialParameters:
+    @requirement("ROUTE-23", run=ON_INITIAL_ROUTER)
+    def test_all_ranks_begin_with_the_same_router(self, outcome: Outcome, tally: Tally) -> None:
+        """The parameters of a new router are finite, tell experts apart, and are the same on all of its ranks."""
+        judge_initial(outcome, tally)
+
+
+def lacks(workload: Workload) -> bool:
+    """Whether records are missing."""
+    return workload.name == "replay-lacking"
+
+
+class TestReplay:
+    @requirement("ROUTE-16", run=ON_REPLAY_ROUTERS, when=lambda workload: not lacks(workload))
+    def test_recorded_experts_are_weighed_by_present_logits(self, outcome: Outcome, tally: Tally) -> None:
+        """Replay selects the recorded experts, with the weights and gradients that the present logits give them."""
+        judge_replayed_weights(outcome, tally)
+
+    @requirement("ROUTE-17", run=ON_REPLAY_ROUTERS, when=lambda workload: not lacks(workload))
+    def test_records_return_to_their_place(self, outcome: Outcome, tally: Tally) -> None:
+        """Every layer gets in every microbatch what it recorded there, in any order of passes."""
+        judge_places(outcome, tally)
+
+    @requirement("ROUTE-17", run=ON_REPLAY_ROUTERS, when=lacks)
+    def test_a_record_that_is_missing_is_refused(self, outcome: Outcome, tally: Tally) -> None:
+        """Without a record of its place, its tokens and its slots a router raises."""
+        judge_lacking(outcome, tally)
 
 
 class TestGradients:

@@ -233,6 +233,18 @@ class Balance:
 
 
 @dataclass(frozen=True)
+class Replay:
+    """`Config.replay`: a model whose routers are given recorded experts (router replay)."""
+
+    layers: tuple[int, ...] = (0,)  # numbers, ascending, of the layers of the model that have a router
+    recompute: bool = False  # activation recomputation of the router
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a value that is not allowed."""
+        _check(self, "replay.", layers=0)
+
+
+@dataclass(frozen=True)
 class Config:
     """One configuration, the same for every backend. A value that its annotation does not allow raises ValueError.
 
@@ -251,6 +263,8 @@ class Config:
     activation: Activation = Activation()  # of routed experts
     expert_biases: Literal["none", "output", "all"] = "none"  # of routed experts, behind down; all: gate and up as well
     gate_bias: bool = False  # the logits of a router are x W^T + c, with c (E,) a parameter as W is
+    router_dtype: torch.dtype | None = None  # in which a router computes logits, scores and weights; None: its choice
+    jitter: float = 0.0  # in training the input of a router is multiplied by factors between 1 - jitter and 1 + jitter
     routing: RoutingOptions = RoutingOptions()
     shared: SharedExperts = SharedExperts()
     capacity: Capacity = Capacity()
@@ -258,13 +272,14 @@ class Config:
     receive_buffer: ReceiveBuffer = ReceiveBuffer()
     losses: Losses = Losses()
     balance: Balance = Balance()
+    replay: Replay = Replay()
     token_copies: bool = False  # tp > 1 without sequence parallelism: the tp ranks hold the same tokens, counted once
     wire: Literal["plain", "float8"] = "plain"  # float8: fp8 dispatch, hidden states are sent in eight bits with scales
     extra: tuple[tuple[str, Any], ...] = ()  # options of one backend, under the library's own names
 
     def __post_init__(self) -> None:
         """Raise ValueError for a value that is not allowed."""
-        _check(self, experts=0, top_k=1, hidden=1, ffn=1)
+        _check(self, experts=0, top_k=1, hidden=1, ffn=1, jitter=0)
 
     def options(self) -> dict[str, Any]:
         """Return the value of every option by its name, in the order of the fields; sections are not among them."""
@@ -332,6 +347,7 @@ class Limit:
     `spread_experts`: whether ep > 1. `sharded_experts`: whether etp > 1. `in_flight`: number of microbatches between
     forward and backward. `halves_in_flight`: number of microbatches between dispatch and combine. `steps`: how often
     the gradients of the same modules are finished; between two steps the suite sets them to None, or to zero in place.
+    `recomputed`: whether forwards run again in the backward, by `Session.recompute`.
     `deterministic`: runs under `torch.use_deterministic_algorithms`, set before the session is opened. `wrong_use`:
     invalid input on one rank, for which the other ranks may wait for ever, and answers that do not fit the handle of a
     combine, on any rank; input that violates the config (more tokens
@@ -345,7 +361,7 @@ class Limit:
     on: Literal[
         "dtype", "device", "spread_experts", "sharded_experts", "uneven_tokens", "zero_tokens", "token_dims",
         "uneven_tp_tokens", "duplicate_experts", "dropped_slots", "in_flight", "halves_in_flight",
-        "steps", "deterministic", "wrong_use",
+        "steps", "recomputed", "deterministic", "wrong_use",
     ]  # fmt: skip
     allowed: tuple[Any, ...]  # values of the case that may run, e.g. (torch.float32,) or (False,)
     reason: str  # quoted or derived from the library's own documentation or code

@@ -23,6 +23,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from moe_conformance.claims import Claims as Claims
 from moe_conformance.claims import Malformed as Malformed
@@ -34,6 +35,7 @@ from moe_conformance.config import Limit as Limit
 from moe_conformance.config import Losses as Losses
 from moe_conformance.config import Padding as Padding
 from moe_conformance.config import ReceiveBuffer as ReceiveBuffer
+from moe_conformance.config import Replay as Replay
 from moe_conformance.config import RoutingOptions as RoutingOptions
 from moe_conformance.config import SharedExperts as SharedExperts
 from moe_conformance.config import Strategy as Strategy
@@ -349,6 +351,15 @@ class Session:
     def router(self, config: Config) -> Router:
         """Build a router; collective. It reads the sections routing and capacity."""
         raise Unsupported("this backend offers no router")
+
+    def recompute(self, call: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """Return `call(*inputs)` under activation recomputation, as the backend's trainer has it: backward repeats it.
+
+        By default torch's, which puts back default generators; a trainer that puts back further ones overrides it.
+        """
+        with set_checkpoint_early_stop(False):  # all ranks repeat all collectives, whatever each of them has saved
+            result: Tensor = checkpoint(call, *inputs, use_reentrant=False)
+            return result
 
     def finish_gradients(self, *built: Parametrised) -> None:
         """Do what the backend's trainer does to gradients between the last backward and the optimizer step.

@@ -18,6 +18,7 @@ from moe_conformance.surfaces_of_training import LoadMeter as LoadMeter
 from moe_conformance.surfaces_of_training import Metered as Metered
 from moe_conformance.surfaces_of_training import MeteredPass as MeteredPass
 from moe_conformance.surfaces_of_training import MeteredResults as MeteredResults
+from moe_conformance.surfaces_of_training import ReplayRouters as ReplayRouters
 from moe_conformance.surfaces_of_training import Trained as Trained
 from moe_conformance.surfaces_of_training import TrainingRouters as TrainingRouters
 
@@ -329,6 +330,14 @@ class Session(contract.Session):
         """Build a router with a padding mask; collective."""
         raise Unsupported("this backend offers no router that is told of padding")
 
+    def initial_router(self, config: Config) -> Parametrised:
+        """Build a router with the parameters of a new model, as a trainer does; collective.
+
+        Generators of the process have been seeded alike on all ranks, as trainers do; seeding is left to the adapter
+        where the backend needs more. No call follows: the parameters are read.
+        """
+        raise Unsupported("this backend offers no router with the parameters of a new model")
+
     def training_routers(self, config: Config) -> TrainingRouters:
         """Build the routers of a model with their losses; collective. It reads routing, capacity and losses."""
         raise Unsupported("this backend offers no router with losses")
@@ -336,6 +345,10 @@ class Session(contract.Session):
     def balancing_routers(self, config: Config) -> BalancingRouters:
         """Build the routers of a model with a balance bias; collective. It reads routing, capacity and balance."""
         raise Unsupported("this backend offers no router whose balance bias is updated")
+
+    def replay_routers(self, config: Config) -> ReplayRouters:
+        """Build the routers of a model with router replay; collective. It reads routing and replay."""
+        raise Unsupported("this backend offers no router that replays recorded experts")
 
     def layer(self, config: Config) -> Layer:
         """Build a whole layer: router, exchange, experts and shared experts; collective."""

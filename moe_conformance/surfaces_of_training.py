@@ -139,3 +139,26 @@ class BalancingRouters(Parametrised, Resolved, Protocol):
 
     def parameters(self) -> Iterable[Tensor]:
         """Return what the trainer's optimizer steps over."""
+
+
+class ReplayRouters(Parametrised, Resolved, Protocol):
+    """The routers of a model with router replay (`Config.replay`), one per MoE layer.
+
+    `named` yields "router" and so on with the number of the layer in the model in place of an expert id. A place is
+    the number of a layer in the model and that of a microbatch; several microbatches may be in flight. x is (S, B, D).
+    """
+
+    def record(self, microbatch: int, x: tuple[Tensor, ...]) -> tuple[Routed, ...]:
+        """Return the routing of x of every layer as without replay, and record the experts that are selected."""
+
+    def records(self) -> Mapping[tuple[int, int], Tensor]:
+        """Return what was recorded, ids (T, K) by place."""
+
+    def load(self, records: Mapping[tuple[int, int], Tensor]) -> None:
+        """Take records to be replayed, in place of those that are there."""
+
+    def replay(self, microbatch: int, x: tuple[Tensor, ...]) -> tuple[Routed, ...]:
+        """Return the routing of x of every layer to the recorded experts, weighed by the present logits.
+
+        Raise where there is no record of its place, or one of another T or K.
+        """

@@ -113,8 +113,12 @@ class _Session(Session):
 
     def router(self, config: Config) -> Router:
         """Build an MoE layer and replace its routed experts: what they would receive is the routing."""
-        config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype", "routing", "gate_bias")
+        config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype", "routing", "gate_bias", "router_dtype")
         _require_routed(config)
+        if config.router_dtype not in (None, torch.float32):
+            raise Unsupported(f"torchtitan 0.3 computes gate and scores in float32, not in {config.router_dtype}")
+        if config.router_dtype == torch.float32 != config.dtype and self._device.type == "cpu":
+            raise Unsupported("torchtitan casts its gate by autocast to float32, which torch switches off on CPU")
         return Router(config, self._device)
 
     def balancing_routers(self, config: Config) -> BalancingRouters:

@@ -131,6 +131,10 @@ class WrongBias(Mismatch):
     """A balance bias has another value than its loads make of it, or another one than elsewhere."""
 
 
+class WrongParameter(Mismatch):
+    """A parameter of a new model is not finite, or has another value than on another rank."""
+
+
 class AbsentGradient(Mismatch):
     """A gradient that must exist is None."""
 

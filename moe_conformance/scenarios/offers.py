@@ -31,6 +31,8 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "routing.scale": {"routing.scale": 2.5},
     "routing.groups": {"routing.groups": (2, 1)},
     "gate_bias": {"gate_bias": True},
+    "router_dtype": {"router_dtype": torch.float64},
+    "jitter": {"jitter": 0.25},
     "routing.balance_bias": {"routing.balance_bias": True},
     "routing.forced": {"routing.forced": (("round_robin", None),)},
     "shared.ffn": {"shared.ffn": (16,)},

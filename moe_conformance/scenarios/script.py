@@ -20,9 +20,11 @@ from moe_conformance.scenarios.calling import call_through, deterministic_settin
 from moe_conformance.scenarios.changing_experts import ChangingExperts, require_sorted_rows
 from moe_conformance.scenarios.counted_experts import CountedExperts
 from moe_conformance.scenarios.exchange_with_probe import exchange_with_probe
+from moe_conformance.scenarios.initial import InitialRouter
 from moe_conformance.scenarios.outcome import Answer, RankOutcome
 from moe_conformance.scenarios.padding import large_beside_pairs
 from moe_conformance.scenarios.proof import refused_by
+from moe_conformance.scenarios.replaying import ReplayedRouters
 from moe_conformance.scenarios.reported import claims_of, shown_of, without_noise
 from moe_conformance.scenarios.sessions import Opened, build, opened
 from moe_conformance.scenarios.tensors import same_bytes, to_cpu
@@ -32,6 +34,7 @@ from moe_conformance.workloads.records import runs
 from moe_conformance.workloads.records.memory import Laid, lay
 from moe_conformance.workloads.records.workload import Answered, Call, Filled, Padded, Ref, Root, Workload
 
+_SEED = 20_000  # of all generators on every rank, where a model is new
 _OURS = "moe_conformance.scenarios."
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
 
@@ -94,6 +97,9 @@ class Script:
             experts = build(session, "experts", self.workload.config)
             kind = ChangingExperts if run == runs.ON_CHANGING_EXPERTS else CountedExperts
             surface: Any = kind(experts, session, self.workload, self.context.rank)
+        elif run == runs.ON_INITIAL_ROUTER:
+            with state.seeded(_SEED, self.context.device):
+                surface = InitialRouter(build(session, run.surface, self.workload.config))
         else:
             surface = session if run == runs.ON_SESSION else build(session, run.surface, self.workload.config)
         if run == runs.ON_EXCHANGE:
@@ -103,6 +109,8 @@ class Script:
                     raise Unsupported("this exchange has no halves to call apart")
         if run == runs.ON_TRAINING_ROUTERS:
             surface = TrainedRouters(surface, session)
+        if run == runs.ON_REPLAY_ROUTERS:
+            surface = ReplayedRouters(surface)
         if run == runs.ON_BALANCING_ROUTERS:
             surface = BalancedRouters(surface, session, [call.given[self.context.rank] for call in self.workload.calls])
         if self.workload.parameters:

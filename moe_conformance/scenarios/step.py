@@ -37,6 +37,7 @@ from moe_conformance.scenarios.memory import bytes_in_use, longer, take_and_forg
 from moe_conformance.scenarios.outcome import ExchangeSeen, Finish, Grad, Microbatch, RankOutcome, RouterSeen
 from moe_conformance.scenarios.padding import PaddingGradients
 from moe_conformance.scenarios.probe import Probe, part_of
+from moe_conformance.scenarios.recomputing import exchange_again, experts_again, router_again
 from moe_conformance.scenarios.reported import claims_of, claims_of_all, shown_of, without_noise
 from moe_conformance.scenarios.sessions import Opened, build, opened
 from moe_conformance.scenarios.step_parts import go_back, weights_at, without_capacity
@@ -133,7 +134,7 @@ class TrainingStep:
             parameters.write(surface, self.workload.parameters)
         self.hooked = [parameters.hook(surface) for surface in built] if self.workload.twist.hooked else []
         for noisy in (*self.routers, self.undropping, self.layer):
-            if noisy is not None:
+            if noisy is not None and not self.config.jitter:
                 without_noise(noisy)
         self.buffered: frozenset[ParameterKey] = frozenset()
         if "parameters" in self.workload.twist.unasked:
@@ -234,12 +235,14 @@ class TrainingStep:
         if self.routers:
             self._route(m, inputs.x)
             return
+        again = self.workload.twist.recomputed == "all"
         if self.layer is not None:
-            self._keep_output(m, self.layer(inputs.x))
+            self._keep_output(m, self.session.recompute(self.layer, inputs.x) if again else self.layer(inputs.x))
             return
         assert self.exchange is not None
+        call, given = whole(self.exchange), (inputs.x, inputs.routing, self._expert(m))
         try:
-            self._keep_output(m, whole(self.exchange)(inputs.x, inputs.routing, self._expert(m)))
+            self._keep_output(m, exchange_again(self.session, call, *given) if again else call(*given))
         except Overflow as error:
             if (
                 self.workload.run != ExchangeStep(option="receive budget")
@@ -249,7 +252,8 @@ class TrainingStep:
             self.overflows[m] = str(error)
 
     def _route(self, m: int, x: Tensor) -> None:
-        routed = self.routers[m % len(self.routers)](x)
+        router, again = self.routers[m % len(self.routers)], self.workload.twist.recomputed == "all"
+        routed = router_again(self.session, router, x) if again else router(x)
         self.outputs[m] = routed.routing.weights_TK
         seen = RouterSeen(
             to_cpu(routed.routing.ids_TK),
@@ -308,7 +312,8 @@ class TrainingStep:
         if isinstance(experts, Probe | Identity):
             experts.microbatch = m
 
-        asked: ExpertFn = experts
+        recomputed = self.workload.twist.recomputed == "experts"
+        asked: ExpertFn = experts_again(self.session, experts) if recomputed else experts
         if self.workload.twist.padding_gradients:
             asked = self.spoilt[m] = PaddingGradients(experts)
 

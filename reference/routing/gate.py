@@ -15,7 +15,7 @@ def logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Ten
 
     Degenerate: c = 0 changes no value, and has a gradient. T = 0 gives (0, E).
 
-    Decides: ROUTE-10. Source: chain rule; behaviour of GPT-OSS routers.
+    Decides: ROUTE-10, ROUTE-11, ROUTE-19. Source: chain rule; behaviour of GPT-OSS routers.
 
     >>> import torch
     >>> logits(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 1.0], [0.0, 1.0]]), torch.tensor([0.5, -1.0])).tolist()

@@ -15,7 +15,7 @@ from moe_conformance.contract import Config, Unsupported, refusals
 # Options and sections of Config that shape any surface; functions that stand alone know no fields of TransformerConfig.
 FUNCTION = ("variant", "experts", "top_k", "hidden", "ffn", "dtype", "padding.packed")
 LAYER = (*FUNCTION, "extra")
-ROUTER = ("routing",)  # of a router; forced: on random logits
+ROUTER = ("routing", "router_dtype", "jitter")  # of a router; forced: on random logits
 SHARED = ("shared",)  # of a whole layer
 OF_EXPERTS = ("activation",)  # of experts, and of what is built for the same config
 CAPACITY = (
@@ -122,6 +122,8 @@ def _shared(config: Config) -> dict[str, Any]:
 def _routing(config: Config) -> dict[str, Any]:
     """Return the router's fields."""
     asked: dict[str, Any] = {
+        "moe_router_dtype": _router_dtype(config),
+        "moe_input_jitter_eps": config.jitter or None,
         "moe_router_score_function": "sigmoid" if config.routing.score == "sigmoid" else "softmax",
         "moe_router_pre_softmax": _softmax_before_selection(config),
         "moe_router_topk_scaling_factor": config.routing.scale,
@@ -137,6 +139,14 @@ def _routing(config: Config) -> dict[str, Any]:
         asked["moe_router_num_groups"], asked["moe_router_group_topk"] = config.routing.groups
         _check_group_score(config)
     return asked
+
+
+def _router_dtype(config: Config) -> str | None:
+    """Return the library's name of the dtype of the router; None: that of the tokens."""
+    names = {None: None, torch.float32: "fp32", torch.float64: "fp64"}
+    if config.router_dtype not in names:
+        raise Unsupported(f"Megatron-Core computes in float32 or float64 if asked, not in {config.router_dtype}")
+    return names[config.router_dtype]
 
 
 def _softmax_before_selection(config: Config) -> bool:

@@ -20,6 +20,7 @@ with warnings.catch_warnings():
     from megatron.core.tensor_parallel import mappings, random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.utils import get_thd_batch_on_this_cp_rank
 
@@ -30,6 +31,8 @@ __all__ = [
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "MoELayer",
+    "RouterReplay",
+    "RouterReplayAction",
     "TransformerConfig",
     "activations",
     "finalize_model_grads",

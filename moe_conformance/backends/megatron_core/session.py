@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from moe_conformance.backends.megatron_core import library
 from moe_conformance.backends.megatron_core.balancing import BalancingRouters, with_balance
@@ -22,6 +25,7 @@ from moe_conformance.backends.megatron_core.configuration import (
 from moe_conformance.backends.megatron_core.layer import Layer
 from moe_conformance.backends.megatron_core.packing import Packing
 from moe_conformance.backends.megatron_core.permutation import Permutation, Reordering
+from moe_conformance.backends.megatron_core.replay import ReplayRouters, with_replay
 from moe_conformance.backends.megatron_core.surfaces import Exchange, Experts, Router
 from moe_conformance.backends.megatron_core.training import TrainingRouters, with_losses
 from moe_conformance.contract import Config, Parametrised, Topology, Unsupported, refusals
@@ -100,6 +104,12 @@ class MegatronSession(Session):
         config.only(*FUNCTION)
         return Reordering()
 
+    def initial_router(self, config: Config) -> Router:
+        """Build a layer with the parameters of a new model, generators seeded as a trainer does."""
+        config.only(*LAYER, *ROUTER)
+        self._seed()
+        return Router(self._layer(replace(config, extra=(*config.extra, ("perform_initialization", True)))))
+
     def training_routers(self, config: Config) -> TrainingRouters:
         """Build the layers of a model and return their routers."""
         each, losses = with_losses(config.only(*LAYER, *ROUTER, *CAPACITY, "losses")), config.losses
@@ -117,6 +127,12 @@ class MegatronSession(Session):
         numbers = range(balance.dense_layers + 1, balance.dense_layers + balance.layers + 1)
         return BalancingRouters([self._layer(each, number) for number in numbers])
 
+    def replay_routers(self, config: Config) -> ReplayRouters:
+        """Build the layers of a model and return their routers."""
+        each, numbers = with_replay(config.only(*LAYER, *ROUTER, "replay")), config.replay.layers
+        library.RouterReplay.clear_global_router_replay_instances()  # of the model that was built before
+        return ReplayRouters([self._layer(each, number + 1) for number in numbers], numbers)
+
     def _layer(self, config: Config, number: int = 1) -> Any:
         parts = library.get_moe_module_spec(use_te=False, num_experts=config.experts, moe_grouped_gemm=False)
         built = transformer_config(config, self._topology.sizes)
@@ -132,6 +148,11 @@ class MegatronSession(Session):
         """Seed the generators that forced logits are drawn from, as a trainer does, and no others."""
         with torch.random.fork_rng():
             library.random.model_parallel_cuda_manual_seed(_SEED)
+
+    def recompute(self, call: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """Return `call(*inputs)` under the library's checkpoint, which puts back the states of its tracker too."""
+        result: Tensor = library.random.checkpoint(call, False, *inputs)
+        return result
 
     def finish_gradients(self, *built: Parametrised) -> None:
         """Reduce over replicas, sum what sequence parallelism left in parts, and update the balance bias."""

@@ -65,7 +65,8 @@ def apply(
     # Its tracker of random states swaps those of the GPU's generator, and warns where the CPU's has been drawn from
     # meanwhile: here that is the one generator.
     drawing = _Namespace(cuda, get_rng_state=torch.get_rng_state, manual_seed=torch.default_generator.manual_seed)
-    random.torch = _Namespace(torch, cuda=drawing, get_rng_state=lambda: torch.zeros(1))  # type: ignore[attr-defined]
+    unused = {"get_rng_state": lambda: torch.zeros(1), "set_rng_state": lambda state: None}
+    random.torch = _Namespace(torch, cuda=drawing, **unused)  # type: ignore[attr-defined]
     random._get_cuda_rng_state = lambda **_: torch.get_rng_state()  # type: ignore[attr-defined]
     random._set_cuda_rng_state = lambda state, **_: torch.set_rng_state(state)  # type: ignore[attr-defined]
 

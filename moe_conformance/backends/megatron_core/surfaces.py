@@ -136,8 +136,13 @@ class Router:
 
     @property
     def claims(self) -> Claims:
-        """The dtype of scores, as far as it was seen."""
-        return Claims(dtype=self._seen.dtype)
+        """The dtype of scores, as far as it was seen, and noise where jitter is asked for."""
+        jitters = self._router.config.moe_input_jitter_eps is not None
+        return Claims(dtype=self._seen.dtype, noise="training" if jitters else "no")
+
+    def train(self, mode: bool = True) -> None:
+        """Switch the module."""
+        self.chunk.train(mode)
 
     def __call__(self, x: Tensor, padding_mask_T: Tensor | None = None) -> Routed:
         """Return the routing; the library makes a dense map and dense weights. Padding is where the mask is True."""

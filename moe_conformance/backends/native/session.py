@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import torch
+from torch import Tensor
 
 from moe_conformance.backends.native.exchange.dispatchers import AllGatherExchange, AllToAllExchange, LocalExchange
 from moe_conformance.backends.native.exchange.equal_splits import EqualSplits, EqualSplitsExchange
@@ -32,9 +34,11 @@ from moe_conformance.backends.native.layer.layer import Layer
 from moe_conformance.backends.native.layer.shared_experts import SharedExperts
 from moe_conformance.backends.native.meter import Meter, MeteredExchange
 from moe_conformance.backends.native.offered import Offered, offered
+from moe_conformance.backends.native.recomputation import Recomputation
 from moe_conformance.backends.native.router.balancing import BalancingRouters
 from moe_conformance.backends.native.router.forcing import ForcedRouter
 from moe_conformance.backends.native.router.losses import RouterLosses
+from moe_conformance.backends.native.router.replay import ReplayRouters
 from moe_conformance.backends.native.router.routing import Router
 from moe_conformance.backends.native.router.training import TrainingRouters
 from moe_conformance.contract import Config, Parametrised, Topology, Unsupported, refusals
@@ -46,8 +50,8 @@ _MAPPED = (
     "padding.tokens", "padding.alignment", "padding.bound", "padding.packed",
     "padding.splits",  # of padding, not the multiple of rows
 )  # fmt: skip
-
 _OF_EXPERTS = ("activation", "expert_biases")  # an exchange knows nothing of them
+_OF_ROUTERS = ("router_dtype", "jitter")  # of routers alone and in layers
 
 Built = TypeVar("Built")
 
@@ -77,6 +81,8 @@ class NativeSession(Session):
         self.topology = topology
         self.device = device
         self.forced_routers = 0  # built so far, in the same order on all ranks
+        self.forced: weakref.WeakSet[ForcedRouter] = weakref.WeakSet()
+        self.recomputation = self.use(Recomputation)(self.forced)
 
     @classmethod
     def building(cls, *classes: type) -> type[Self]:
@@ -166,12 +172,20 @@ class NativeSession(Session):
 
         Implements: FORCE-01.
         """
-        config.only(*_MAPPED, "gate_bias", *(("token_copies",) if config.routing.forced else ()))
+        config.only(*_MAPPED, *_OF_ROUTERS, "gate_bias", *(("token_copies",) if config.routing.forced else ()))
         with refusals(CannotBuild, match="."):
             if not config.routing.forced:
                 return self.use(Router)(config, self.device)
             self.forced_routers += 1
-            return self.use(ForcedRouter)(config, self.device, self.topology, self.forced_routers)
+            router = self.use(ForcedRouter)(config, self.device, self.topology, self.forced_routers)
+            self.forced.add(router)
+            return router
+
+    def initial_router(self, config: Config) -> Router:
+        """Build a router with the parameters of a new model."""
+        router = self.router(config)
+        router.initialise()
+        return router
 
     def training_routers(self, config: Config) -> TrainingRouters:
         """Build the routers of a model with their losses."""
@@ -192,6 +206,15 @@ class NativeSession(Session):
             routers = [self.router(replace(config, balance=Config.balance)) for _ in range(config.balance.layers)]
             return self.use(BalancingRouters)(config, self.topology, routers)
 
+    def replay_routers(self, config: Config) -> ReplayRouters:
+        """Build the routers of a model with router replay."""
+        config.only(*_MAPPED, "replay")
+        if config.routing.forced or config.capacity.factor is not None:
+            raise Unsupported("native replays neither forced routes nor dropped slots")
+        with refusals(CannotBuild, match="."):
+            routers = [self.router(replace(config, replay=Config.replay)) for _ in config.replay.layers]
+            return self.use(ReplayRouters)(config, routers)
+
     def token_exchange(self, config: Config) -> ReusableExchange:
         """Build the token exchange that the managers work over."""
         config.only(*_MAPPED, "wire")
@@ -200,11 +223,12 @@ class NativeSession(Session):
 
     def layer(self, config: Config) -> Layer:
         """Build a layer of the session's own router, exchange and experts, and its shared experts."""
-        config.only(*_MAPPED, "shared")
+        config.only(*_MAPPED, *_OF_ROUTERS, "shared")
         if config.shared.overlap and config.padding.splits == "equal":
             raise Unsupported("native has no shared.overlap with padding.splits='equal'")
         routed = replace(config, shared=Config.shared)  # without shared experts
-        router, exchange, experts = self.router(routed), self.exchange(routed), self.experts(routed)
+        plain = replace(routed, router_dtype=None, jitter=0.0)
+        router, exchange, experts = self.router(routed), self.exchange(plain), self.experts(plain)
         assert isinstance(experts, Experts)  # all others are refused above
         with refusals(CannotBuild, match="."):
             return self.use(Layer)(
@@ -226,6 +250,10 @@ class NativeSession(Session):
         config.only(*_MAPPED)
         with refusals(CannotBuild, match="."):
             return self.use(FixedPlaces)(config, self.topology, self.use(LowLatencyExchange))
+
+    def recompute(self, call: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """Return `call(*inputs)`, which the backward repeats."""
+        return self.recomputation.run(call, inputs)
 
     def finish_gradients(self, *built: Parametrised) -> None:
         """Sum the gradients of native's router and experts, shared ones too, over their replicas."""

@@ -14,7 +14,7 @@ from moe_conformance.backends.transformers.experts import ShardedExperts
 from moe_conformance.backends.transformers.layer import ModelLayer
 from moe_conformance.backends.transformers.packing import Packing
 from moe_conformance.backends.transformers.placement import Placement
-from moe_conformance.backends.transformers.router import ModelRouter, model_of
+from moe_conformance.backends.transformers.router import ModelRouter, model_of, require_dtype
 from moe_conformance.contract import Config, Limit, Parametrised, Topology, Unsupported
 from moe_conformance.surfaces import Session
 
@@ -111,7 +111,8 @@ class _Session(Session):
 
     def router(self, config: Config) -> ModelRouter:
         """Build the router of the model that routes as asked."""
-        config.only(*_SHAPE, *_ROUTING, "gate_bias")
+        config.only(*_SHAPE, *_ROUTING, "gate_bias", "router_dtype")
+        require_dtype(config, model_of(config))
         return ModelRouter(config, model_of(config), self._device)
 
     def packing(self, config: Config) -> Packing:

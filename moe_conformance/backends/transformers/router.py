@@ -105,6 +105,19 @@ def model_config(model: str, config: Config) -> Any:
     )
 
 
+_IN_FLOAT32 = ("deepseek_v2", "deepseek_v3")  # models whose routers cast tokens and weight before they multiply them
+
+
+def require_dtype(config: Config, model: str) -> None:
+    """Refuse a dtype that the router of a model does not compute in: none has an option for it.
+
+    Raises:
+        Unsupported: it computes in another.
+    """
+    if config.router_dtype not in (None, torch.float32 if model in _IN_FLOAT32 else None):
+        raise Unsupported(f"the router of {model} has no option to compute in {config.router_dtype}")
+
+
 class ModelRouter:
     """One router. Its balance bias stays in float32, as the models keep it; a gate bias not asked for stays zero."""
 

@@ -8,13 +8,14 @@ from typing import NamedTuple
 from torch import Tensor
 
 from moe_conformance.judging.compare.bounded import note_beyond
-from moe_conformance.judging.equivalence.runs import Ran, judge_same_gradients, read_twin, those_that_ran
+from moe_conformance.judging.equivalence.runs import Ran, judge_alike, judge_same_gradients, read_twin, those_that_ran
 from moe_conformance.judging.findings import Finding, fail
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.scopes import Place
 from moe_conformance.judging.router.routers import expected_of
 from moe_conformance.judging.verdict import NotOffered, Tally, WrongSelection, WrongWeight
 from moe_conformance.workloads.corpus.equivalence.twins import picked
+from moe_conformance.workloads.records.runs import RouterStep
 
 
 class Routes(NamedTuple):
@@ -79,6 +80,22 @@ def judge_same_bits(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
         if findings := list(_other_slots(reading, read_twin(each))):
             fail(WrongSelection, "route", findings, start=f"run {each.twin.how}, ")
     judge_same_gradients(reading, ran, tally)
+
+
+def judge_recomputed(ran: Sequence[Ran], tally: Tally) -> None:
+    """Decide whether a run with recomputation has the bits of the first, which has none: routes and all gradients.
+
+    Outputs too, where there are experts.
+
+    Raises:
+        NotOffered: the first was not run, or not the other.
+        As `judge_repeated_routes` and `judge_alike`.
+    """
+    original, others = _first_of(ran)
+    if isinstance(original.outcome.workload.run, RouterStep):
+        judge_repeated_routes(ran, tally)
+    else:
+        judge_alike(original, others, tally)
 
 
 def judge_choices_behind_draws(ran: Sequence[Ran], tally: Tally) -> None:

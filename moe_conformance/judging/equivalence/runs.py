@@ -97,6 +97,22 @@ def judge_repeated(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
     judge_alike(read_twin(first), others, tally)
 
 
+def judge_recomputed_steps(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
+    """Decide `judge_alike` of the second equivalent run compared with the first, and of all further ones.
+
+    Raises:
+        NotOffered: the first was not run, and there are no further ones.
+        As `judge_alike`.
+    """
+    first, second, *others = ran
+    if first.outcome is not None:
+        judge_alike(read_twin(first), [second], tally)
+    elif not others:
+        raise NotOffered(first.why_not)
+    if others:
+        judge_alike(reading, others, tally)
+
+
 def judge_same_answers(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
     """Decide whether y alone is, token by token, what it was within the rounding errors of both runs.
 

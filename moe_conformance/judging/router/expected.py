@@ -1,6 +1,7 @@
 """What a router must yield, by the oracles, for the selection that it made; and how far from it a correct one may be.
 
-Routers compute in the tokens' dtype or in a wider one; the bounds are those of the tokens' dtype.
+Routers compute in the tokens' dtype or in a wider one; the bounds are those of the tokens' dtype, except in
+`WideExpected`.
 """
 
 from __future__ import annotations
@@ -82,6 +83,11 @@ class RouterExpected:
     def bias_E(self) -> Tensor | None:
         """The expert bias, if there is one."""
         return self.workload.parameters.get(("balance_bias", None))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which a correct router may compute."""
+        return self.workload.config.dtype
 
     def logits(self, place: Place) -> Tensor:
         """The logits of the tokens at a place, float64 (T, E)."""
@@ -254,7 +260,7 @@ class RouterExpected:
 
     @property
     def _rounding(self) -> Rounding:
-        return bounds.rounding(self.workload.config.dtype)
+        return bounds.rounding(self.dtype)
 
     @cached_property
     def _logits_measured(self) -> Measured:
@@ -262,7 +268,26 @@ class RouterExpected:
 
     def _allowed(self, measured: Measured, tokens: int = 0) -> Tensor:
         config = self.workload.config
-        return bounds.allowed(measured.error, config.dtype, addends=bounds.longest_sum(config) + tokens)
+        return bounds.allowed(measured.error, self.dtype, addends=bounds.longest_sum(config) + tokens)
+
+
+@dataclass(frozen=True)
+class WideExpected(RouterExpected):
+    """The oracle's answer to a router that is asked to compute in `Config.router_dtype`: values, no gradients."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What is asked for, or the dtype of the tokens if that is wider."""
+        config = self.workload.config
+        return torch.promote_types(config.dtype, config.router_dtype or config.dtype)
+
+    def logits_target(self, place: Place) -> Target:
+        """The logits of all experts, (T, E)."""
+        return Target(self.logits(place), self._allowed_logits[place])
+
+    @cached_property
+    def _allowed_logits(self) -> Mapping[Place, Tensor]:
+        return self._by_place(self._allowed(self._logits_measured))
 
 
 @dataclass(frozen=True)

@@ -115,8 +115,7 @@ def explain_weights(expected: RouterExpected, actual: Tensors, targets: Targets)
         yield "the weights of a token were in other slots than its experts", in_order_TK
 
     rights = {at: target.expected for at, target in targets.items()}
-    dtype = expected.workload.config.dtype
-    return explain_tokens("the weights", actual, targets, candidates, names=_names(expected), dtype=dtype)
+    return explain_tokens("the weights", actual, targets, candidates, names=_names(expected), dtype=expected.dtype)
 
 
 def explain_router_dx(expected: RouterExpected, actual: Tensors, targets: Targets, names: Mapping[str, float]) -> Found:

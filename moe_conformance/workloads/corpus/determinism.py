@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moe_conformance.workloads.corpus import recipes as corpus
-from moe_conformance.workloads.corpus.equivalence.twins import Twin, the_same, twin
+from moe_conformance.workloads.corpus.equivalence.twins import Twin, rows_of, the_same, twin
 from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep
 from moe_conformance.workloads.records.workload import Twist, Workload
 
@@ -52,6 +52,43 @@ def afresh(workload: Workload) -> list[Twin]:
     """Run it twice, each time in processes that have run nothing before, with deterministic algorithms."""
     (other,) = again(workload)
     return [replace(other, how="in other fresh processes", anew=True), other]
+
+
+def recomputed(workload: Workload) -> list[Twin]:
+    """Run it with two microbatches in flight, the second with the tokens in reverse, and so with recomputation.
+
+    In full recompute also whole forwards of one microbatch, and experts alone.
+    """
+    (same,) = the_same(workload)
+    behind = tuple(
+        rows_of([(0, rank, t) for t in reversed(range(len(rows.source_T3)))], workload)
+        for rank, rows in enumerate(same)
+    )
+    plain = twin(workload, "with two in flight", (same, behind), finals=False, schedule="F0 F1 B0 B1")
+    how, again = "with activation recomputation", Twist(recomputed="all")
+    made = [plain, twin(plain.workload, f"{how} of two microbatches in flight", bits=True, twist=again)]
+    if workload.likened == "full":
+        made.append(twin(workload, how, bits=True, twist=again))
+        made.append(twin(workload, f"{how} of experts", bits=True, twist=Twist(recomputed="experts")))
+    return made
+
+
+def recomputed_noise(workload: Workload) -> list[Twin]:
+    """Run it without recomputation and with it, from the same state of all random generators.
+
+    Forced routing may have generators of its own: then in fresh processes.
+    """
+    fresh, seed = bool(workload.config.routing.forced), 20_000
+    return [
+        replace(twin(workload, "without recomputation", fresh=fresh, twist=Twist(seed=seed)), anew=True),
+        twin(
+            workload,
+            "with activation recomputation",
+            bits=True,
+            fresh=fresh,
+            twist=Twist(seed=seed, recomputed="all"),
+        ),
+    ]
 
 
 def behind_inference(workload: Workload) -> list[Twin]:

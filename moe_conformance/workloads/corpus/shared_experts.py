@@ -83,6 +83,7 @@ _LAYERS = (
     LayerRecipe("layer-top-5-softmax-topk-uneven", {**_DOZEN, **_CHOSEN, "top_k": 5}, tokens=UNEVEN),
     LayerRecipe("layer-top-6-sqrtsoftplus-uneven", {**_DOZEN, **_ROOT, "top_k": 6}, tokens=UNEVEN),
     LayerRecipe("layer-even-bfloat16", _BFLOAT16),
+    LayerRecipe("layer-wide-router-even-bfloat16", {**_BFLOAT16, "router_dtype": torch.float32}),
     LayerRecipe("shared-even", _ONE),
     LayerRecipe("shared-uneven", _ONE, tokens=UNEVEN, profile="full"),
     LayerRecipe("shared-rank-without-tokens", _ONE, tokens=ONE_WITHOUT),
@@ -188,6 +189,10 @@ DROPPING = (
 
 # Equal steps of which nothing is kept. Logits have half as many bytes as x: a router that keeps them is noticed.
 REPEATED = LayerRecipe("shared-repeated-even", {**_ONE, "hidden": 16}, tokens=(64,), schedule="R0 R0 R0 F0 B0")
+# All experts are selected, and the workload's router is zero: the logits do not depend on the factors.
+JITTERED = LayerRecipe("layer-jittered-even-bfloat16", {**_BFLOAT16, "top_k": 8, "jitter": 0.25})
+# Its routes differ from forward to forward.
+JITTERED_TOO = LayerRecipe("layer-recomputed-jitter-even", {"jitter": 0.5}, schedule="F0 F1 B0 B1")
 
 
 def layers(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
@@ -213,7 +218,7 @@ def layer_workload(recipe: LayerRecipe, variant: str, layout: Layout) -> Workloa
 
 @lru_cache(maxsize=64)  # more than a layout has
 def _workload(name: str, layout: Layout) -> Workload:
-    recipe = next(each for each in (*LAYERS, *DROPPING, REPEATED) if each.name == name)
+    recipe = next(each for each in (*LAYERS, *DROPPING, REPEATED, JITTERED, JITTERED_TOO) if each.name == name)
     workload = _drawn(recipe, layout)
     if not recipe.interleaved:
         return workload

@@ -33,6 +33,7 @@ def features(workload: Workload, device: str) -> dict[str, Any]:
         "in_flight": under_way(workload),
         "halves_in_flight": halves_in_flight(workload.schedule),
         "steps": 1 + workload.twist.rehearsed + sum(item in ("S", "Z") for item in workload.schedule.split()),
+        "recomputed": bool(workload.twist.recomputed),
         "deterministic": workload.twist.deterministic,
         "wrong_use": workload.run == ON_EXCHANGE and _is_wrong_use(workload),
     }

@@ -62,13 +62,14 @@ class RouterStep:
 
     One with a `capacity` is asked without it as well. Forced routing has chosen experts ("routes"), has them drawn or
     dealt, without gradients ("draws"), has logits of -inf ("masked"), makes some ranks or experts hot ("hot"), or is
-    held against runs with larger biases ("spread").
+    held against runs with larger biases ("spread"). With `noise` its routes are random, by jitter or by forcing.
     """
 
     scenario: ClassVar[Scenario] = "training step"
     capacity: bool = False
     logits: Literal["usual", "extreme"] = "usual"
     forced: Literal["", "routes", "draws", "masked", "hot", "spread"] = ""
+    noise: bool = False
 
     def __str__(self) -> str:
         """For example `router, capacity`."""
@@ -76,19 +77,21 @@ class RouterStep:
         words += ["capacity"] if self.capacity else []
         words += [f"{self.logits} logits"] if self.logits != "usual" else []
         words += [f"forced {self.forced}"] if self.forced else []
+        words += ["noise"] if self.noise else []
         return ", ".join(words)
 
 
 @dataclass(frozen=True)
 class LayerStep:
-    """Training steps of a whole layer, which `drops` tokens or not."""
+    """Training steps of a whole layer, which `drops` tokens or not, and with `noise` has a router with jitter."""
 
     scenario: ClassVar[Scenario] = "training step"
     drops: bool = False
+    noise: bool = False
 
     def __str__(self) -> str:
-        """Say `layer`, and whether it drops."""
-        return "layer, dropping" if self.drops else "layer"
+        """Say `layer`, and whether it drops or has noise."""
+        return "layer" + (", dropping" if self.drops else "") + (", with noise" if self.noise else "")
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,8 @@ DrawnStep = ExchangeStep | RouterStep
 
 ON_EXCHANGE, ON_SESSION = Script("exchange"), Script("session")
 ON_TRAINING_ROUTERS, ON_CHANGING_EXPERTS = Script("training_routers"), Script("changing_experts")
-ON_BALANCING_ROUTERS, ON_COUNTED_EXPERTS = Script("balancing_routers"), Script("counted_experts")
+ON_REPLAY_ROUTERS, ON_COUNTED_EXPERTS = Script("replay_routers"), Script("counted_experts")
+ON_BALANCING_ROUTERS, ON_INITIAL_ROUTER = Script("balancing_routers"), Script("initial_router")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ from typing import Literal
 from torch import Tensor
 
 Mode = Literal["training", "evaluation", "no_grad"]
+# Of the last record before a replay; "" for none.
+Change = Literal["", "a layer is missing", "a microbatch is missing", "a token is missing", "a slot is missing"]
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,8 @@ class Twist:
     session is opened ("session"), and ends when that is closed.
     A `deterministic` run is asked for deterministic algorithms before its session is opened, and has no others. A
     `rehearsed` one has taken a step with other parameters, of which nothing but the parameters has changed since. In a
-    `hooked` one every parameter has a hook, which keeps the gradients that autograd passes to it.
+    `hooked` one every parameter has a hook, which keeps the gradients that autograd passes to it. What is `recomputed`
+    runs again in every backward: the experts alone, or whole forwards.
     """
 
     strides: Mapping[str, Stride] = field(default_factory=dict)
@@ -168,6 +169,7 @@ class Twist:
     deterministic: bool = False
     rehearsed: bool = False
     hooked: bool = False
+    recomputed: Literal["", "experts", "all"] = ""
 
 
 FORWARD_ALONE = "NIU"  # what a schedule calls forwards that no backward follows

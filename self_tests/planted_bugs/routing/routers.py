@@ -38,6 +38,9 @@ class BestTwice(Router):
 @planted(
     Expectation("ROUTE-01", "route-near-ties", "route", "rank 0 token", "margin -0.0"),
     Expectation("ROUTE-02", "route-softmax", "route", "likely cause: it was computed with the precision of bfloat16"),
+    Expectation(
+        "ROUTE-11", "route-wide-float32", "route", "the logits of rank 0", "computed with the precision of bfloat16"
+    ),
     real="pytorch/torchtitan commit ab5ed59f8 (#2389)",
 )
 class GateInBfloat16(Router):

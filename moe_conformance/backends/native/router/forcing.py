@@ -22,6 +22,7 @@ from moe_conformance.backends.native.router import hot_routes
 from moe_conformance.backends.native.router.routing import Router
 from moe_conformance.contract import Config, Topology
 
+State = tuple[Tensor, Tensor, Tensor | None, int]
 _RANKS = 1 << 20  # more than there are: keeps the seeds of ranks and of routers apart
 
 
@@ -51,6 +52,16 @@ class ForcedRouter(Router):
         self.noise = torch.Generator(device).manual_seed(number * _RANKS + 1 + holder)
         self.biases = torch.Generator(device).manual_seed(number * _RANKS)
         self.kept_E: Tensor | None = None
+
+    def state(self) -> State:
+        """Return all that differs between two forwards."""
+        return self.noise.get_state(), self.biases.get_state(), self.kept_E, self.forwards
+
+    def put(self, state: State) -> None:
+        """Begin the next forward from a state."""
+        noise, biases, self.kept_E, self.forwards = state
+        self.noise.set_state(noise)
+        self.biases.set_state(biases)
 
     @property
     def resolved(self) -> Mapping[str, str]:

@@ -1,7 +1,8 @@
 """The router: scores, selection and weights of this rank's tokens.
 
 T tokens, E experts, K slots, D hidden, G expert groups. Everything is computed in float32 at least (float64
-for float64), whatever the dtype of x and of the router, and the weights are left in it.
+for float64, or where `router_dtype` asks for it), whatever the dtype of x and of the router, and the weights are left
+in it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.backends.native.layer.gradients import Replicated
 from moe_conformance.backends.native.router import capacity
 from moe_conformance.contract import Claims, Config, Named, Read, Routed, Routing
+
+_SPREAD, _SEED = 0.02, 1234  # of the weight of a new model: standard deviation and seed
 
 
 class Router(Replicated):
@@ -33,13 +36,27 @@ class Router(Replicated):
         super().__init__()
         _check(config)
         self.config = config
-        self.wide = torch.promote_types(config.dtype, torch.float32)
+        self.wide = _computed_in(config)
         self.router_ED = nn.Parameter(
             torch.full((config.experts, config.hidden), torch.nan, dtype=config.dtype, device=device)
         )
         self.gate_bias_E = self._gate_bias(device) if config.gate_bias else None
         bias_E = torch.zeros(config.experts, dtype=self.wide, device=device) if config.routing.balance_bias else None
         self.register_buffer("balance_bias", bias_E)
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        """Give the parameters the values of a new model: the same on all ranks, wherever their generators stand.
+
+        Implements: ROUTE-23.
+        """
+        self.router_ED.copy_(torch.randn(self.router_ED.shape, generator=self._generator()) * _SPREAD)
+        if self.gate_bias_E is not None:
+            self.gate_bias_E.zero_()
+
+    def _generator(self) -> torch.Generator:
+        """Return what initial values are drawn from."""
+        return torch.Generator().manual_seed(_SEED)
 
     @property
     def resolved(self) -> Mapping[str, str]:
@@ -48,8 +65,8 @@ class Router(Replicated):
 
     @property
     def claims(self) -> Claims:
-        """The dtype it computes in."""
-        return Claims(dtype=self.wide)
+        """The dtype it computes in, and the noise of training where there is jitter."""
+        return Claims(dtype=self.wide, noise="training" if self.config.jitter else "no")
 
     def named(self, read: Read) -> Iterator[Named]:
         """Yield the router (E, D), and the biases of logits and of the balance (E,) where there are any."""
@@ -59,14 +76,16 @@ class Router(Replicated):
         if self.balance_bias is not None:
             yield Named("balance_bias", None, read(self.balance_bias))
 
-    def forward(self, x: Tensor, padding_mask_T: Tensor | None = None) -> Routed:
+    def forward(self, x: Tensor, padding_mask_T: Tensor | None = None, recorded_TK: Tensor | None = None) -> Routed:
         """Return ids, weights, logits and counts; x is (*lead, D). Where the mask is True all slots are empty.
+
+        Recorded ids take the place of a selection.
 
         Implements: FORCE-02, ROUTE-09.
         """
-        logits_TE = self._logits(x.reshape(-1, x.shape[-1]))
+        logits_TE = self._logits(self._jittered(x.reshape(-1, x.shape[-1])))
         scores_TE = self._scores(logits_TE)
-        ids_TK = self._select(scores_TE)
+        ids_TK = self._select(scores_TE) if recorded_TK is None else recorded_TK
         weights_TK = self._weights(scores_TE, ids_TK)
         if padding_mask_T is not None:
             ids_TK, weights_TK = self._leave_out(ids_TK, weights_TK, padding_mask_T.reshape(-1, 1))
@@ -74,6 +93,17 @@ class Router(Replicated):
         if self.config.capacity.factor is not None:
             ids_TK, weights_TK = self._drop(ids_TK, weights_TK)
         return Routed(Routing(ids_TK, weights_TK, self.config.experts), logits_TE, counts_E)
+
+    def _jittered(self, x_TD: Tensor) -> Tensor:
+        """Return x, in training times jitter, in the dtype of x.
+
+        Implements: ROUTE-18, ROUTE-19.
+        """
+        return x_TD * self._factors(x_TD) if self.config.jitter and self.training else x_TD
+
+    def _factors(self, x_TD: Tensor) -> Tensor:
+        """Draw a factor for each element."""
+        return torch.empty_like(x_TD).uniform_(1 - self.config.jitter, 1 + self.config.jitter)
 
     def _leave_out(self, ids_TK: Tensor, weights_TK: Tensor, padding_T1: Tensor) -> tuple[Tensor, Tensor]:
         """Route padding nowhere.
@@ -158,6 +188,14 @@ class Router(Replicated):
             sum_T1 = weights_TK.sum(1, keepdim=True)  # 0 where all selected scores underflow
             weights_TK = weights_TK / sum_T1.masked_fill(sum_T1 == 0, 1.0)
         return weights_TK * self.config.routing.scale
+
+
+def _computed_in(config: Config) -> torch.dtype:
+    """Return the dtype of logits, scores and weights: float32, and no narrower than x or than what is asked for.
+
+    Implements: ROUTE-11.
+    """
+    return torch.promote_types(config.dtype, config.router_dtype or torch.float32)
 
 
 def _sqrt_softplus(logits_TE: Tensor) -> Tensor:

@@ -93,6 +93,15 @@ ROUTERS = (
     RouterRecipe("route-gate-bias-softmax-topk", {"routing.score": "softmax_topk", **_GATE_BIAS}, tokens=ONE_WITHOUT),
     RouterRecipe("route-gate-bias-sigmoid", {**_BIASED, **_NORMAL, **_GATE_BIAS}, schedule="F0 F1 B0 B1"),
     RouterRecipe("route-gate-bias-bfloat16", {"dtype": torch.bfloat16, **_GATE_BIAS}, profile="full"),
+    RouterRecipe("route-wide-float32", {**_SIGMOID, **_NORMAL, "dtype": torch.bfloat16, "router_dtype": torch.float32}),
+    RouterRecipe(
+        "route-wide-float64", {**_BIASED, **_NORMAL, "routing.scale": 2.5, "router_dtype": torch.float64}, bias=0.3
+    ),
+    RouterRecipe(
+        "route-wide-float32-of-float16",
+        {"routing.score": "softmax_topk", "dtype": torch.float16, "router_dtype": torch.float32},
+        profile="full",
+    ),
     RouterRecipe("route-rank-without-tokens", tokens=ONE_WITHOUT),
     RouterRecipe("route-in-flight", schedule="F0 F1 B0 B1"),
     RouterRecipe("route-inference", {**_BIASED, **_NORMAL, **_GROUPS, "routing.scale": 2.5}, schedule="N0 F1 I2 B1"),

@@ -1,0 +1,51 @@
+"""A router with the parameters of a new model, read before anything is written into it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from moe_conformance.contract import Claims, Parametrised
+from moe_conformance.scenarios.reported import claims_of
+
+
+@dataclass(frozen=True)
+class Initial:
+    """One parameter, or a shard of it: (dim, index, of)."""
+
+    name: str
+    shard: tuple[int, int, int] | None
+    value: Tensor
+
+
+@dataclass(frozen=True)
+class Initials:
+    """All parameters of a router, buffers included, as `named` yields them."""
+
+    parameters: tuple[Initial, ...]
+
+
+class InitialRouter:
+    """A router that is read."""
+
+    def __init__(self, surface: Parametrised) -> None:
+        """Keep what was built."""
+        self.surface = surface
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        """What the router reports of itself."""
+        shown: Mapping[str, str] = getattr(self.surface, "resolved", {})
+        return shown
+
+    @property
+    def claims(self) -> Claims:
+        """What the router claims."""
+        return claims_of(self.surface)
+
+    def read(self) -> Initials:
+        """Return copies of all parameters."""
+        windows = self.surface.named(lambda parameter: parameter.detach())
+        return Initials(tuple(Initial(each.name, each.shard, each.view.to("cpu", copy=True)) for each in windows))
