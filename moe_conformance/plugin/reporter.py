@@ -145,7 +145,7 @@ class Reporter:
         interrupted = exitstatus not in (0, 1, 5)
         if exitstatus == pytest.ExitCode.INTERRUPTED:
             stopped, exitstatus = self._stopping.reason, self._stopping.status
-        found = tuple(self._problems(interrupted))
+        found = tuple(self._problems(interrupted or bool(session.shouldfail)))  # -x leaves most of it out
         if found and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             exitstatus = pytest.ExitCode.TESTS_FAILED
         session.exitstatus = exitstatus
