@@ -117,6 +117,7 @@ DrawnStep = ExchangeStep | RouterStep
 ON_EXCHANGE, ON_SESSION = Script("exchange"), Script("session")
 ON_TRAINING_ROUTERS, ON_CHANGING_EXPERTS = Script("training_routers"), Script("changing_experts")
 ON_BALANCING_ROUTERS = Script("balancing_routers")
+ON_CONFIG_RULES = Script("config_rules")
 
 
 @dataclass(frozen=True)
