@@ -115,7 +115,6 @@ def fits() -> tuple[tuple[str, Settings], ...]:
         ("RULE-09", replace(on, dtype="float16")),
         ("RULE-10", replace(on, pp=4, virtual_stages=3)),
         ("RULE-15", replace(plain, shared_experts=1, overlap_shared=True)),
-        ("RULE-16", replace(on, prediction_layers=0)),
         ("RULE-26", replace(plain, experts=1, top_k=1)),
         ("RULE-26", replace(plain, experts=None)),
         ("RULE-27", replace(plain, groups=1, groups_chosen=1)),

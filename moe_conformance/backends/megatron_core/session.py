@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from moe_conformance.backends.megatron_core import library
 from moe_conformance.backends.megatron_core.balancing import BalancingRouters, with_balance
+from moe_conformance.backends.megatron_core.config_rules import ConfigRules
 from moe_conformance.backends.megatron_core.configuration import (
     CAPACITY,
     FUNCTION,
@@ -97,6 +98,12 @@ class MegatronSession(Session):
         """Return the library's function."""
         config.only(*FUNCTION)
         return Reordering()
+
+    def config_rules(self, config: Config) -> ConfigRules:
+        """Resolve settings on one rank, where a layer can be built whatever they say of ranks."""
+        if self._topology.sizes["world"] > 1:
+            raise Unsupported("the adapter resolves settings on one rank")
+        return ConfigRules(config.only(*FUNCTION), self._device)
 
     def training_routers(self, config: Config) -> TrainingRouters:
         """Build the layers of a model and return their routers."""

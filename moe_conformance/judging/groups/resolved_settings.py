@@ -16,6 +16,7 @@ from moe_conformance.reference.config_rules.shown import hidden, lawful_refusal,
 from moe_conformance.scenarios.outcome import Answer, Outcome
 from moe_conformance.surfaces import Settings
 
+_VERSIONS = "RULE-19"
 _KNOWN: Mapping[str, tuple[object, ...]] = {
     "dispatcher": ("alltoall", "allgather", "fused"),
     "recompute": ("none", "full", "selective"),
@@ -75,15 +76,14 @@ def _of(settings: Settings, name: str) -> Any:
 def judge_rule(outcome: Outcome, rule: str, tally: Tally) -> None:
     """Decide whether settings that break a rule are refused, or become what the rule allows, and others are accepted.
 
-    Settings that break another rule too are judged by all of them. Valid ones may be refused by a limit that the
-    adapter knows as documented; then they are not counted.
+    Settings that break another rule too are judged by all of them; where a limit on versions is not met, by that
+    alone. Valid ones may be refused by a limit that the adapter knows as documented.
 
     Raises:
         NotOffered: no settings that break the rule could be asked for.
         Unrefused: they were built on some ranks as if nothing were wrong.
         WrongForm: they were built with a change that the rule does not allow, or without a warning.
         Refused: valid settings were refused, or built otherwise than asked.
-        Raised: resolving them raised an internal error.
     """
     examples, reasons = _examples(outcome)
     usual = _usual_warnings(examples)
@@ -91,9 +91,12 @@ def judge_rule(outcome: Outcome, rule: str, tally: Tally) -> None:
     judged = 0
     for example in examples:
         rules = broken(example.neutral)
-        judged += rule in rules
+        if _VERSIONS in rules and rule != _VERSIONS:
+            reasons.append(f"{example.words} needs other versions: {_limits(example.neutral)}")
+            continue
         if rules and rule not in rules:
-            continue  # by a limit on versions, of which another rule tells
+            continue
+        judged += rule in rules
         findings += _wrong_outcomes(example, rule, usual) if rules else _wrong_builds(example)
         for rank in range(len(example.answers)):
             tally.add(pairs=1, rank=rank)
@@ -105,17 +108,18 @@ def judge_rule(outcome: Outcome, rule: str, tally: Tally) -> None:
 
 
 def judge_refusals(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether all refusals have a message, are the same on all ranks, and leave a process that can build.
+    """Decide whether all refusals have a message, are the same on all ranks, and no slips of the program.
 
     Raises:
         NotOffered: nothing was refused.
-        WrongForm: a refusal has no message, or differs between ranks.
+        WrongForm: a refusal has no message, differs between ranks, or is an error such as AttributeError.
         Refused: some ranks refuse what others build.
     """
     examples, reasons = _examples(outcome)
     refused = [example for example in examples if example.refusing]
     for example in refused:
         errors = [(each.error_type, each.error) if each.raised else None for each in example.answers]
+        _judge_no_slip(example)
         if not lawful_refusal(errors):
             _tell_refusal(example, errors)
         for rank in range(len(errors)):
@@ -166,7 +170,7 @@ def judge_unknown(outcome: Outcome, tally: Tally) -> None:
         NotOffered: none could be asked for.
         Unrefused: one was accepted.
     """
-    examples, reasons = _examples(outcome, of_a_type=True)
+    examples, reasons = _examples(outcome)
     findings = []
     for example in examples:
         wrong = _unknown(example.asked)
@@ -193,7 +197,7 @@ def _unknown(asked: Settings) -> tuple[str, ...]:
     return unknown({**named, **dict(asked.extra)}, known, defaults=_DEFAULTS)
 
 
-def _examples(outcome: Outcome, *, of_a_type: bool = False) -> tuple[list[_Example], list[str]]:
+def _examples(outcome: Outcome) -> tuple[list[_Example], list[str]]:
     """Return what became of all settings that could be asked for, and why others could not."""
     found: list[_Example] = []
     reasons: list[str] = []
@@ -205,19 +209,22 @@ def _examples(outcome: Outcome, *, of_a_type: bool = False) -> tuple[list[_Examp
         if untold := next((each for each in limits if each.raised), None):
             raise Raised("run", f"limits of settings raised {untold.error_type}: {untold.error}")
         given = [call["asked"] for call in outcome.workload.calls[number + 1].given]
-        example = _Example(given[0], _neutral(given, limits[0].values[""]), resolved)
-        _judge_no_slip(example, of_a_type)
-        found.append(example)
+        found.append(_Example(given[0], _neutral(given, limits[0].values[""]), resolved))
     return found, reasons
 
 
-def _judge_no_slip(example: _Example, of_a_type: bool) -> None:
+def _judge_no_slip(example: _Example) -> None:
+    """Require that errors are none that a program raises by mistake."""
     for rank in example.refusing:
         answer = example.answers[rank]
-        if answer.error_type in SLIPS and not (of_a_type and answer.error_type == "builtins.TypeError"):
+        if answer.error_type in SLIPS:
             error = f"{answer.error_type}: {answer.error}"
             sentence = f"resolve on rank {rank} stumbled over {example.words} instead of refusing it: {error}"
-            raise Raised("run", sentence, ranks=(rank,))
+            raise WrongForm("run", sentence, ranks=(rank,))
+
+
+def _limits(neutral: Neutral) -> str:
+    return ", ".join(f"{library} {needed}, found {found}" for library, needed, found in neutral.versions)
 
 
 def _neutral(given: Sequence[Settings], limits: Sequence[tuple[str, str, str | None]]) -> Neutral:

@@ -157,14 +157,14 @@ class OnePredictionLayer(Changing):
 
 
 @planted(
-    Expectation("RULE-16", "rule-16", "run", "prediction_layers=0", "breaks no rule and is refused"),
+    Expectation("RULE-16", "rule-16", "run", "prediction_layers=1", "breaks no rule and is refused"),
     layout=SINGLE,
 )
-class ZeroPredictionLayers(ConfigRules):
-    """No prediction layers have to be asked for by None."""
+class NoPredictionLayerAtAll(ConfigRules):
+    """Overlap is refused with any layer of multi-token prediction."""
 
     def overlap_model(self, s: Settings) -> None:
-        if s.prediction_layers not in (None, 1):
+        if s.prediction_layers is not None:
             raise CannotBuild(f"prediction_layers = {s.prediction_layers} does not go with overlap")
         super().overlap_model(s)
 
